@@ -1,0 +1,41 @@
+"""longreach: long contexts at a fraction of the attention reads.
+
+Importing this package loads nothing heavy and changes nothing; names are resolved on first use.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_NAMES = {
+    "attach": "longreach.adapters.transformers",
+    "load": "longreach.adapters.transformers",
+    "CacheConfig": "longreach.cache",
+    "Dense": "longreach.methods.dense",
+    "StreamingLLM": "longreach.methods.streaming_llm",
+    "OracleTopK": "longreach.methods.oracle_top_k",
+    "LongreachError": "longreach.errors",
+}
+__all__ = ["__version__", *_NAMES]
+
+if TYPE_CHECKING:
+    from longreach.adapters.transformers import attach as attach
+    from longreach.adapters.transformers import load as load
+    from longreach.cache import CacheConfig as CacheConfig
+    from longreach.errors import LongreachError as LongreachError
+    from longreach.methods.dense import Dense as Dense
+    from longreach.methods.oracle_top_k import OracleTopK as OracleTopK
+    from longreach.methods.streaming_llm import StreamingLLM as StreamingLLM
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _NAMES:
+        raise AttributeError(f"module 'longreach' has no attribute {name!r}; it has: {', '.join(__all__)}")
+    return getattr(import_module(_NAMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,48 @@
+"""Exceptions that users catch. Every message says what was expected, what came, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class LongreachError(Exception):
+    """Base of every error longreach raises on purpose."""
+
+
+class InvalidInput(LongreachError, ValueError):
+    """An argument has the wrong shape, dtype, device or value."""
+
+
+class SelectionError(InvalidInput):
+    """A selection names slots that the KV cache does not hold, or names one twice."""
+
+
+class UnknownName(LongreachError, ValueError):
+    """A method, option, model or implementation that does not exist; the known ones are listed."""
+
+    def __init__(self, kind: str, name: object, known: Iterable[str]):
+        super().__init__(f"unknown {kind} {name!r}; known: {', '.join(known) or 'none'}")
+
+
+class Unsupported(LongreachError, NotImplementedError):
+    """Something the model or the caller needs and longreach lacks; refused rather than computed wrongly."""
+
+
+class CapacityError(LongreachError, RuntimeError):
+    """The KV cache has no room for the tokens to be appended; nothing was written."""
+
+
+class ConcurrentUse(LongreachError, RuntimeError):
+    """An attached model was used by two callers at once, or attached twice."""
+
+
+class OutOfMemory(LongreachError, MemoryError):
+    """Memory ran out; the message says what to lower. The cache holds what it held before the call."""
+
+
+class ModelFileError(LongreachError, OSError):
+    """A model directory, checkpoint or tokenizer file is missing, broken or foreign."""
+
+
+class CalledOutside(LongreachError, RuntimeError):
+    """longreach's attention was reached without a forward pass of an attached model around it."""
