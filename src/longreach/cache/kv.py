@@ -1,0 +1,189 @@
+"""The KV cache: ragged sequences in contiguous or paged memory, and the state methods keep beside them.
+
+A forward pass appends in three moves: `begin` makes room and says where each new token goes (or raises with
+nothing changed), `append` writes a layer on the device, `commit` makes the tokens count. A pass that fails
+before `commit` leaves the cache as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from longreach.cache.pages import Pages
+from longreach.errors import InvalidInput
+from longreach.ops.types import FLOATS, KVView, describe, require
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """How KV memory is laid out and how it grows.
+
+    kind: "contiguous" (one buffer a sequence) or "paged" (pages of `page` tokens from a shared pool).
+    capacity: tokens a sequence may hold; allocated at once and never grown. None: starts at 256 tokens (or
+        what the first prompt needs) and doubles between steps, copying what it holds.
+    page: tokens in a page (paged). pages: pages in the pool, allocated at once; None: the pool doubles.
+    """
+
+    kind: Literal["contiguous", "paged"] = "contiguous"
+    capacity: int | None = None
+    page: int = 64
+    pages: int | None = None
+
+    def __post_init__(self) -> None:
+        require(self.kind in ("contiguous", "paged"), f"kind: expected 'contiguous' or 'paged', got {self.kind!r}")
+        for name in ("capacity", "page", "pages"):
+            value = getattr(self, name)
+            require(value is None or (isinstance(value, int) and value >= 1), f"{name}: expected >= 1, got {value!r}")
+        require(self.pages is None or self.kind == "paged", "pages: only a paged cache has a pool of pages")
+
+    def plan(self, slots: int) -> Pages:
+        if self.kind == "contiguous":
+            return Pages(slots, self.capacity or 256, slots, True, limit=self.capacity)
+        total = self.pages or slots * -(-(self.capacity or 256) // self.page)
+        return Pages(slots, self.page, total, False, limit=self.capacity, most=self.pages)
+
+
+class SequenceState(Protocol):
+    """What a method remembers about sequences. Addressed by slot, never by batch row."""
+
+    def reset(self, slots: Tensor) -> None:
+        """Forget the sequences in `slots` [n]."""
+
+    def truncate(self, slots: Tensor, lengths: Tensor) -> None:
+        """The sequences in `slots` [n] now end after `lengths` [n] tokens; raise Unsupported if that cannot be."""
+
+
+@dataclass(frozen=True)
+class Append:
+    """Where the new tokens of one forward pass go.
+
+    slots: int64 [B], the cache slot of each sequence of the pass; seq: int64 [R], its row in `slots`;
+    pos: int64 [R], absolute position (the logical slot index); page, offset: int64 [R], place in memory;
+    filled: int64 [B], tokens per sequence once the pass is done; counts: new tokens per sequence (host).
+    """
+
+    slots: Tensor
+    seq: Tensor
+    pos: Tensor
+    page: Tensor
+    offset: Tensor
+    filled: Tensor
+    table: Tensor
+    counts: tuple[int, ...]
+    host_slots: tuple[int, ...]
+
+
+class KVCache:
+    """K and V of every layer for `slots` sequences, [P, G, page, D] each, allocated when a layer first appends."""
+
+    def __init__(self, layers: int, slots: int, config: CacheConfig | None = None, device: torch.device | str = "cpu"):
+        require(layers >= 1 and slots >= 1, f"expected at least one layer and slot, got {layers} and {slots}")
+        self.config = config or CacheConfig()
+        self.device = torch.device(device)
+        self.pages = self.config.plan(slots)
+        self.lengths = [0] * slots
+        self.memory: list[tuple[Tensor, Tensor] | None] = [None] * layers
+        self.state: dict[Hashable, SequenceState] = {}
+
+    def begin(self, slots: Sequence[int], counts: Sequence[int]) -> Append:
+        """Make room for counts[b] new tokens of the sequence in slots[b]. Raises CapacityError, InvalidInput."""
+        fits = len(slots) == len(counts) and len(set(slots)) == len(slots)
+        require(fits, f"slots and counts: expected distinct slots and as many counts, got {slots} and {counts}")
+        inside = all(0 <= s < len(self.lengths) for s in slots) and all(n >= 0 for n in counts)
+        require(inside, f"slots: expected in [0, {len(self.lengths)}) with counts >= 0, got {slots} and {counts}")
+        before = [self.lengths[s] for s in slots]
+        after = {s: n + c for s, n, c in zip(slots, before, counts, strict=True)}
+        size, total = self.pages.sizes_for(after)
+        if (size, total) != (self.pages.size, self.pages.total):
+            self._resize(size, total)
+        self.pages.take(after, size, total)
+        index = {"dtype": torch.int64, "device": self.device}
+        start, new = torch.tensor(before, **index), torch.tensor(counts, **index)
+        seq = torch.repeat_interleave(torch.arange(len(slots), device=self.device), new, output_size=sum(counts))
+        first = torch.cumsum(new, 0) - new
+        pos = torch.arange(sum(counts), device=self.device) - first[seq] + start[seq]
+        table = torch.tensor(self._table(slots), **index)
+        page, offset = table[seq, pos // self.pages.size], pos % self.pages.size
+        where = torch.tensor(list(slots), **index)
+        return Append(where, seq, pos, page, offset, start + new, table, tuple(counts), tuple(slots))
+
+    def append(self, layer: int, step: Append, k: Tensor, v: Tensor) -> None:
+        """Write the new tokens of one layer. k, v: [R, G, D] in the order of step.seq and step.pos."""
+        rows = step.seq.shape[0]
+        ok = isinstance(k, Tensor) and k.dim() == 3 and k.shape[0] == rows and k.dtype in FLOATS
+        require(ok, f"k: expected float [R={rows}, G, D], got {describe(k)}")
+        require(v.shape == k.shape and v.dtype == k.dtype, f"v: expected {describe(k)} like k, got {describe(v)}")
+        on = k.device == self.device and v.device == self.device
+        require(on, f"k, v: expected on {self.device} like the cache, got {describe(k)} and {describe(v)}")
+        held = self.memory[layer]
+        if held is None:
+            shape = (self.pages.total, k.shape[1], self.pages.size, k.shape[2])
+            held = self.memory[layer] = (k.new_empty(shape), v.new_empty(shape))
+        same = held[0].shape[1::2] == k.shape[1:] and held[0].dtype == k.dtype
+        require(same, f"k: layer {layer} holds {describe(held[0])} [P, G, page, D], got {describe(k)}")
+        with torch.no_grad():
+            held[0][step.page, :, step.offset] = k
+            held[1][step.page, :, step.offset] = v
+
+    def view(self, layer: int, step: Append) -> KVView:
+        """What the rows of this pass attend to: all tokens up to and including the new ones."""
+        held = self.memory[layer]
+        if held is None:
+            raise InvalidInput(f"layer {layer} holds no keys yet; append before view")
+        return KVView(held[0], held[1], step.filled, step.table)
+
+    def commit(self, step: Append) -> None:
+        """The pass is done: its tokens count from now on."""
+        for slot, n in zip(step.host_slots, step.counts, strict=True):
+            self.lengths[slot] += n
+
+    def truncate(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
+        """Drop what lies past lengths[b] tokens in slots[b]; state follows or refuses by name, first."""
+        for slot, n in zip(slots, lengths, strict=True):
+            fits = 0 <= n <= self.lengths[slot]
+            require(fits, f"truncate: slot {slot} holds {self.lengths[slot]} tokens, cannot keep {n}")
+        if tuple(lengths) != tuple(self.lengths[s] for s in slots):
+            where = torch.tensor(list(slots), device=self.device)
+            for state in self.state.values():
+                state.truncate(where, torch.tensor(list(lengths), device=self.device))
+        for slot, n in zip(slots, lengths, strict=True):
+            self.lengths[slot] = n
+            self.pages.release(slot, n)
+
+    def reset(self, slots: Sequence[int]) -> None:
+        """Empty the slots for other sequences."""
+        for state in self.state.values():
+            state.reset(torch.tensor(list(slots), device=self.device))
+        for slot in slots:
+            self.lengths[slot] = 0
+            self.pages.release(slot, 0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of K and V allocated, all layers."""
+        return sum(x.numel() * x.element_size() for held in self.memory if held for x in held)
+
+    def _table(self, slots: Sequence[int]) -> list[list[int]]:
+        held = [self.pages.held[s] for s in slots]
+        width = max(1, max((len(h) for h in held), default=1))
+        return [h + [0] * (width - len(h)) for h in held]  # entries past `filled` are never read
+
+    def _resize(self, size: int, total: int) -> None:
+        """Move all layers to larger pages or more of them; an allocation that fails leaves the old memory in place."""
+        grown: list[tuple[Tensor, Tensor] | None] = []
+        for held in self.memory:
+            if held is None:
+                grown.append(None)
+                continue
+            pair = []
+            for old in held:
+                new = old.new_empty(total, old.shape[1], size, old.shape[3])
+                new[: old.shape[0], :, : old.shape[2]] = old
+                pair.append(new)
+            grown.append((pair[0], pair[1]))
+        self.memory = grown

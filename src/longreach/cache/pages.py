@@ -1,0 +1,73 @@
+"""Which pages of memory hold which tokens. Host work, done between steps; steps read the table on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from longreach.errors import CapacityError
+
+
+@dataclass
+class Pages:
+    """A pool of `total` pages of `size` tokens, handed to `slots` sequences.
+
+    One page a sequence (`size` = its capacity) is contiguous memory: then the pages stretch when a sequence
+    outgrows one. Otherwise the pool gets more pages. Either doubles, up to `limit` tokens a sequence or
+    `most` pages; None means no limit.
+    """
+
+    slots: int
+    size: int
+    total: int
+    contiguous: bool
+    limit: int | None = None
+    most: int | None = None
+    held: list[list[int]] = field(init=False)
+    free: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.held = [[s] if self.contiguous else [] for s in range(self.slots)]
+        self.free = [] if self.contiguous else list(range(self.total))[::-1]
+
+    def sizes_for(self, lengths: dict[int, int]) -> tuple[int, int]:
+        """(size, total) with room for slot -> length tokens. Changes nothing; raises CapacityError."""
+        longest = max(lengths.values(), default=0)
+        if self.limit is not None and longest > self.limit:
+            raise CapacityError(
+                f"the KV cache holds {self.limit} tokens a sequence, {longest} are needed; nothing was written. "
+                f"Raise CacheConfig(capacity=...) or shorten the prompt or max_new_tokens"
+            )
+        if self.contiguous:
+            return _doubled(self.size, longest, self.limit), self.total
+        used = self.total - len(self.free)
+        wanted = sum(self._missing(slot, n) for slot, n in lengths.items())
+        if self.most is not None and used + wanted > self.most:
+            raise CapacityError(
+                f"the KV pool has {self.most} pages of {self.size} tokens, {used} in use, and {wanted} more are "
+                f"needed; nothing was written. Raise CacheConfig(pages=...) or lower the batch"
+            )
+        return self.size, _doubled(self.total, used + wanted, self.most)
+
+    def take(self, lengths: dict[int, int], size: int, total: int) -> None:
+        """Hand out the pages, memory of `sizes_for` being there."""
+        self.free = list(range(self.total, total))[::-1] + self.free
+        self.size, self.total = size, total
+        if not self.contiguous:
+            for slot, n in lengths.items():
+                self.held[slot] += [self.free.pop() for _ in range(self._missing(slot, n))]
+
+    def _missing(self, slot: int, length: int) -> int:
+        return max(0, -(-length // self.size) - len(self.held[slot]))
+
+    def release(self, slot: int, length: int) -> None:
+        """Give back the pages of `slot` past `length` tokens."""
+        if not self.contiguous:
+            keep = -(-length // self.size)
+            self.free += self.held[slot][keep:][::-1]
+            del self.held[slot][keep:]
+
+
+def _doubled(now: int, needed: int, most: int | None) -> int:
+    while now < needed:
+        now *= 2
+    return now if most is None else min(now, most)

@@ -1,0 +1,129 @@
+"""What a method is: a frozen config that turns queries and history into Selections and Partials."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from longreach.cache import SequenceState
+from longreach.errors import UnknownName
+from longreach.ops import HeadShard, KVView, Partial, Rows, Selection, Spans, attend
+from longreach.ops.types import require
+
+Phase = Literal["prefill", "decode"]
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """All that a method gets to see of one layer in one forward pass.
+
+    layer: index; rows: post-RoPE queries [R, H, D]; kv: the layer's cache, the rows' own keys in it;
+    slots: int [B], the cache slot of each sequence, by which state is addressed; scale, softcap, sink_logit:
+    as in ops.attend; shard: which KV heads are here; impl: who computes.
+    pre_rope: gives (q [R, H, D], k [R, G, D]) of the rows before rotation, for methods with `needs_pre_rope`.
+    """
+
+    layer: int
+    rows: Rows
+    kv: KVView
+    slots: Tensor
+    scale: float
+    softcap: float | None = None
+    sink_logit: Tensor | None = None
+    shard: HeadShard | None = None
+    impl: str = "auto"
+    pre_rope: Callable[[], tuple[Tensor, Tensor]] | None = field(default=None, repr=False)
+
+    def attend(self, selection: Selection, *, sink: bool = True) -> Partial:
+        """ops.attend with this layer's logits. A method that merges several results takes the sink once."""
+        return attend(
+            self.rows, self.kv, selection, scale=self.scale, softcap=self.softcap,
+            sink_logit=self.sink_logit if sink else None, impl=self.impl,
+        )  # fmt: skip
+
+    def sum_over_ranks(self, x: Tensor) -> Tensor:
+        """x, pooled over the KV heads that are here, summed over the ranks that hold the others."""
+        return x if self.shard is None else self.shard.sum(x)
+
+
+class Reads(NamedTuple):
+    """What a layer really read: each selection is one pass over the keys (or values) it names.
+
+    metadata: further bytes per row [R] or for all rows (int): page bounds, tables, rings, codes.
+    """
+
+    keys: tuple[Selection, ...]
+    values: tuple[Selection, ...]
+    metadata: int | Tensor = 0
+
+
+class Outcome(NamedTuple):
+    """What a method made of a layer. `dense_because`: why it attended densely, where it did and need not have."""
+
+    partial: Partial
+    reads: Reads
+    dense_because: str | None = None
+
+
+@dataclass(frozen=True)
+class AttentionMethod(ABC):
+    """Base of methods that fill the prefill or decode slot. Subclasses are frozen dataclasses of options."""
+
+    name: ClassVar[str]
+    phases: ClassVar[tuple[Phase, ...]]
+    capture: ClassVar[Literal["full", "piecewise"]] = "full"
+    needs_pre_rope: ClassVar[bool] = False
+    chunked_prefill_exact: ClassVar[bool] = True
+
+    @abstractmethod
+    def run(self, call: LayerCall, state: SequenceState | None) -> Outcome:
+        """Attend for the rows of one layer."""
+
+    def new_state(self, call: LayerCall, slots: int) -> SequenceState | None:
+        """The state of one layer for `slots` sequences, made at its first call; None if there is none."""
+        return None
+
+    def to_json(self) -> dict[str, Any]:
+        """{"name": ..., option: value}; `from_json` of the registry reads it back."""
+        return {"name": self.name, **dataclasses.asdict(self)}
+
+    @classmethod
+    def options(cls) -> dict[str, Any]:
+        """Option names and their defaults."""
+        return {f.name: f.default for f in dataclasses.fields(cls)}
+
+    @classmethod
+    def make(cls, **options: Any) -> AttentionMethod:
+        """The method with these options; an unknown one is an error that lists the known ones."""
+        for key in options:
+            if key not in cls.options():
+                raise UnknownName(f"option of {cls.name}", key, cls.options())
+        tuples = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items()}
+        return cls(**tuples)
+
+
+def attend_densely(call: LayerCall, because: str | None = None) -> Outcome:
+    """Exact attention over all that the rows can see."""
+    everything = Spans.dense()
+    return Outcome(call.attend(everything), Reads((everything,), (everything,)), because)
+
+
+def budget(amount: int | float, length: Tensor) -> Tensor:
+    """Keys that a budget means at each length: a count (int), or a fraction of the length (float), at least 1."""
+    if isinstance(amount, int):
+        return torch.full_like(length, amount).minimum(length)
+    # the fraction as the caller wrote it: 0.1 * 30 must be 3, not 3.0000000000000004 rounded up
+    return torch.ceil(amount * length.double() - 1e-9).long().clamp(min=1).minimum(length)
+
+
+def check_budget(name: str, amount: int | float) -> None:
+    """Raise InvalidInput unless `amount` is a count >= 1 or a fraction in (0, 1]."""
+    count = isinstance(amount, int) and not isinstance(amount, bool) and amount >= 1
+    share = isinstance(amount, float) and 0.0 < amount <= 1.0
+    require(count or share, f"{name}: expected a count (int >= 1) or a fraction (float in (0, 1]), got {amount!r}")

@@ -1,0 +1,58 @@
+"""Who the methods are. Strings, so that listing them loads none."""
+
+from __future__ import annotations
+
+import json
+from importlib import import_module
+from typing import Any
+
+from longreach.errors import InvalidInput, UnknownName
+from longreach.methods.base import AttentionMethod, Phase
+
+METHODS = {
+    "dense": "longreach.methods.dense:Dense",
+    "streaming_llm": "longreach.methods.streaming_llm:StreamingLLM",
+    "oracle_top_k": "longreach.methods.oracle_top_k:OracleTopK",
+}
+NONE = ("none",)  # what the fuse and evict slots know so far
+
+
+def method_class(name: str) -> type[AttentionMethod]:
+    """The class registered as `name`. Raises UnknownName with the known ones."""
+    if name not in METHODS:
+        raise UnknownName("method", name, METHODS)
+    module, _, attribute = METHODS[name].partition(":")
+    return getattr(import_module(module), attribute)
+
+
+def names(phase: Phase | None = None) -> tuple[str, ...]:
+    """All methods, or those that fill a slot."""
+    return tuple(n for n in METHODS if phase is None or phase in method_class(n).phases)
+
+
+def choose(phase: Phase, method: str | AttentionMethod | None, **options: Any) -> AttentionMethod:
+    """The method for a slot: a name (with options), a configured method, or None for dense.
+
+    Raises UnknownName for a name or option that does not exist or does not fill the slot.
+    """
+    if isinstance(method, AttentionMethod):
+        if options:
+            raise InvalidInput(f"{phase}: give options with a method's name, or a configured method, not both")
+        chosen = method
+    else:
+        if method is not None and not isinstance(method, str):
+            raise InvalidInput(f"{phase}: expected a method or its name, got {method!r}")
+        name = "dense" if method is None else method
+        if name not in names(phase):
+            raise UnknownName(f"{phase} method", name, names(phase))
+        chosen = method_class(name).make(**options)
+    if phase not in chosen.phases:
+        raise UnknownName(f"{phase} method", chosen.name, names(phase))
+    return chosen
+
+
+def from_json(config: str | dict[str, Any]) -> AttentionMethod:
+    """The method that `AttentionMethod.to_json` described."""
+    fields = dict(json.loads(config) if isinstance(config, str) else config)
+    name = fields.pop("name", None)
+    return method_class(str(name)).make(**fields)

@@ -1,0 +1,35 @@
+"""StreamingLLM: attention sinks and a recent window (Xiao et al., 2024)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from longreach.cache import SequenceState
+from longreach.methods.base import AttentionMethod, LayerCall, Outcome, Reads, budget, check_budget
+from longreach.ops import Span, Spans, at, near
+from longreach.ops.types import require
+
+
+@dataclass(frozen=True)
+class StreamingLLM(AttentionMethod):
+    """The first `sinks` tokens and the last `window` ones.
+
+    sinks: count. window: a count, or a fraction of the row's context (0.3 is what the Kascade paper compares
+    with). Keys keep their true positions (the paper re-numbers them inside its cache so as to run past the
+    trained length; here the context stays within it). What lies between sinks and window is never read.
+    """
+
+    sinks: int = 4
+    window: int | float = 0.3
+
+    name = "streaming_llm"
+    phases = ("prefill", "decode")
+
+    def __post_init__(self) -> None:
+        require(isinstance(self.sinks, int) and self.sinks >= 0, f"sinks: expected a count, got {self.sinks!r}")
+        check_budget("window", self.window)
+
+    def run(self, call: LayerCall, state: SequenceState | None) -> Outcome:
+        width = budget(self.window, call.rows.pos.long() + 1)[:, None]
+        kept = Spans((Span(at(0), at(self.sinks)), Span(near(1 - width), near(1))))
+        return Outcome(call.attend(kept), Reads((kept,), (kept,)))

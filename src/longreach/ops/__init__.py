@@ -1,0 +1,13 @@
+"""Pure functions over tensors. README.md beside this file fixes letters, layouts and tolerances."""
+
+from longreach.ops.attend import attend
+from longreach.ops.partial import merge, remove, shift
+from longreach.ops.pooled_scores import pooled_scores
+from longreach.ops.rope import angles, reposition, rotate, unrotate
+from longreach.ops.selection import Bound, Lists, PackedLists, Selection, Span, Spans, at, near
+from longreach.ops.types import HeadShard, KVView, Partial, Rows
+
+__all__ = [
+    "Bound", "HeadShard", "KVView", "Lists", "PackedLists", "Partial", "Rows", "Selection", "Span", "Spans",
+    "angles", "at", "attend", "merge", "near", "pooled_scores", "remove", "reposition", "rotate", "shift", "unrotate",
+]  # fmt: skip

@@ -1,0 +1,47 @@
+"""What the reference implementations share: rows walked one sequence at a time, bounded in memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from longreach.ops.types import KVView, Rows
+
+SCORES_AT_ONCE = 1 << 20  # logits held at a time: fp32 of them stay in a CPU's cache
+
+
+def steps(rows: Rows, kv: KVView) -> list[Tensor]:
+    """Row indices in steps of one sequence each, ordered by position, so that a step reaches no further than it must."""
+    found = []
+    for seq in rows.seq.unique().tolist():
+        mine = (rows.seq == seq).nonzero()[:, 0]
+        mine = mine[rows.pos[mine].argsort()]
+        found += mine.split(max(1, SCORES_AT_ONCE // (max(1, int(kv.filled[seq])) * rows.q.shape[1])))
+    return found
+
+
+def reach(rows: Rows, kv: KVView) -> int:
+    """Slots [0, reach) hold all that these rows (of one sequence) can see."""
+    filled = int(kv.filled[rows.seq[0]])
+    return filled if kv.slot_pos is not None else max(0, min(filled, int(rows.pos.max()) + 1))
+
+
+def read(memory: Tensor, kv: KVView, seq: Tensor, slots: Tensor, heads: slice, dtype: torch.dtype) -> Tensor:
+    """[g, n, D]: keys or values (`memory` is kv.k or kv.v) of one sequence at ascending `slots` [n]."""
+    if slots.numel():
+        first, last = int(slots[0]), int(slots[-1])
+        if last - first + 1 == slots.numel() and first // kv.page == last // kv.page:  # one run in one page: no copy
+            page = int(seq) if kv.block_table is None else int(kv.block_table[seq, first // kv.page])
+            start = first % kv.page
+            return memory[page, heads, start : start + slots.numel()].to(dtype)
+    page, offset = kv.locate(seq, slots)
+    return memory[page, heads, offset].transpose(0, 1).to(dtype)
+
+
+def logits(q: Tensor, k: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """[h, r, n] from q [r, h, D] and k [g, n, D], h = g * group: softcap(scale * q.k)."""
+    rows, heads, dim = q.shape
+    grouped = q.reshape(rows, k.shape[0], -1, dim).permute(1, 2, 0, 3).reshape(k.shape[0], -1, dim)
+    x = (grouped * scale) @ k.transpose(1, 2)
+    x = x if softcap is None else softcap * torch.tanh(x / softcap)
+    return x.view(heads, rows, -1)

@@ -1,0 +1,50 @@
+"""Who computes an op. `impl=` is explicit; "auto" is resolved by one rule and never falls back silently."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import Any, Literal
+
+import torch
+
+from longreach.errors import UnknownName
+
+Impl = Literal["auto", "reference"]
+
+
+@dataclass(frozen=True)
+class Implementations:
+    """The implementations of one op: name -> "module:function", imported on first use."""
+
+    op: str
+    paths: dict[str, str]
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.paths)
+
+    def resolve(self, impl: str, device: torch.device) -> str:
+        """The name `impl` stands for on `device`. The reference on a GPU is resolved with a warning."""
+        name = "reference" if impl == "auto" else impl
+        if name not in self.paths:
+            raise UnknownName(f"impl of {self.op}", impl, ("auto", *self.paths))
+        if name == "reference" and device.type != "cpu":
+            _warn_slow(self.op, device.type)
+        return name
+
+    def get(self, impl: str, device: torch.device) -> Callable[..., Any]:
+        return _load(self.paths[self.resolve(impl, device)])
+
+
+@cache
+def _load(path: str) -> Callable[..., Any]:
+    module, _, function = path.partition(":")
+    return getattr(import_module(module), function)
+
+
+@cache
+def _warn_slow(op: str, device: str) -> None:
+    warnings.warn(f"{op} runs its reference implementation on {device}: exact, but slow", stacklevel=4)

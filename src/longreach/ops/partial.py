@@ -1,0 +1,68 @@
+"""Attention results over sets of keys: put them together, reweight them, take one out again.
+
+(out, lse) pairs over disjoint sets combine as in online softmax (Milakov and Gimelshein, 2018; the merge
+of FlashInfer and the amend step of MAC-Attention, Eq. 5-8).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from longreach.ops.types import Partial, describe, require
+
+
+def merge(first: Partial, *others: Partial) -> Partial:
+    """The result over the union of disjoint key sets. Partials: out [R, H, D], lse [R, H], alike in shape.
+
+    lse = log sum_i exp(lse_i); out = sum_i exp(lse_i - lse) out_i. Associative and commutative up to
+    rounding; an empty Partial changes nothing. Raises InvalidInput where shapes or dtypes differ.
+    """
+    for other in others:
+        _alike(first, other)
+    if not others:
+        return first
+    lses = torch.stack([first.lse, *(p.lse for p in others)])
+    lse = lses.logsumexp(0)
+    share = torch.exp(lses - _finite(lse))
+    out = sum(w[..., None] * p.out for w, p in zip(share, (first, *others), strict=True))
+    return Partial(out, lse)
+
+
+def shift(partial: Partial, log_weight: Tensor) -> Partial:
+    """Multiply the weight of every key by exp(log_weight): lse + log_weight. log_weight: [R] or [R, H]."""
+    rows, heads = partial.lse.shape
+    ok = isinstance(log_weight, Tensor) and log_weight.is_floating_point()
+    ok = ok and log_weight.shape in ((rows,), (rows, heads)) and log_weight.device == partial.lse.device
+    require(ok, f"log_weight: expected float [{rows}] or [{rows}, {heads}], got {describe(log_weight)}")
+    by = log_weight.to(partial.lse.dtype)
+    lse = partial.lse + (by[:, None] if by.dim() == 1 else by)
+    # weight 0 leaves no keys, and no keys have no value
+    return Partial(partial.out.masked_fill((lse == -torch.inf)[..., None], 0.0), lse)
+
+
+def remove(whole: Partial, part: Partial) -> Partial:
+    """Merge's inverse: the result over the keys of `whole` that are not in `part`.
+
+    With s = exp(part.lse - whole.lse), the share removed: lse = whole.lse + log(1 - s) and
+    out = (whole.out - s part.out) / (1 - s). Exact only in exact arithmetic: the relative error grows
+    as 1 / (1 - s). Where 1 - s is not above the rounding of the two lse the result is empty, which
+    `is_empty` of the result shows.
+    """
+    _alike(whole, part)
+    left = -torch.expm1(part.lse - _finite(whole.lse))  # 1 - s
+    size = whole.lse.abs().nan_to_num(posinf=0.0) + part.lse.abs().nan_to_num(posinf=0.0)
+    gone = (left <= torch.finfo(left.dtype).eps * (4.0 + size)) | whole.is_empty
+    safe = torch.where(gone, 1.0, left)
+    lse = torch.where(gone, -torch.inf, whole.lse + torch.log(safe))
+    out = (whole.out - (1.0 - left)[..., None] * part.out) / safe[..., None]
+    return Partial(out.masked_fill(gone[..., None], 0.0), lse)
+
+
+def _finite(lse: Tensor) -> Tensor:
+    return lse.masked_fill(lse == -torch.inf, 0.0)
+
+
+def _alike(a: Partial, b: Partial) -> None:
+    same = a.out.shape == b.out.shape and a.out.dtype == b.out.dtype and a.out.device == b.out.device
+    require(same, f"partials must be alike: {describe(a.out)} and {describe(b.out)}")

@@ -1,0 +1,50 @@
+"""The front door of pooled_scores."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from longreach.ops.impl import Implementations
+from longreach.ops.types import INTS, KVView, Rows, describe, require
+
+implementations = Implementations(
+    "pooled_scores", {"reference": "longreach.ops.pooled_scores.reference:pooled_scores"}
+)
+
+
+def pooled_scores(
+    rows: Rows,
+    kv: KVView,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    lse: Tensor | None = None,
+    tile: Tensor | None = None,
+    tiles: int | None = None,
+    impl: str = "auto",
+) -> Tensor:
+    """Post-softmax scores of all keys a row can see, summed over the query heads of each KV head.
+
+    s[t, g, n] = sum over rows r of tile t and query heads h of g of exp(logit[r, h, n] - lse[r, h])
+    (Kascade, section 3.4-3.5; H2O and SnapKV vote the same way).
+
+    lse: fp32 [R, H], the dense log-sum-exp of the rows where it is known: keys are then read once, else twice.
+        A sink logit belongs in it.
+    tile: int [R], the tile each row belongs to, with `tiles` the number of tiles; None: each row its own.
+
+    Returns fp32 [tiles, G, N], N = kv.capacity, 0 where nothing is seen. Raises InvalidInput, UnknownName.
+    """
+    compute = implementations.get(impl, rows.q.device)
+    kv.group(rows)
+    count, heads = rows.q.shape[:2]
+    require((tile is None) == (tiles is None), "tile and tiles: give both or neither")
+    if tile is not None and tiles is not None:
+        ok = isinstance(tile, Tensor) and tile.dtype in INTS and tile.shape == (count,) and tile.device == rows.q.device
+        require(ok, f"tile: expected int [R={count}] on {rows.q.device}, got {describe(tile)}")
+        if tile.device.type == "cpu" and count:
+            inside = int(tile.min()) >= 0 and int(tile.max()) < tiles
+            require(inside, f"tile: expected values in [0, {tiles}), got {int(tile.min())} to {int(tile.max())}")
+    if lse is not None:
+        ok = isinstance(lse, Tensor) and lse.shape == (count, heads) and lse.device == rows.q.device
+        require(ok, f"lse: expected float [{count}, {heads}] on {rows.q.device}, got {describe(lse)}")
+    return compute(rows, kv, scale=scale, softcap=softcap, lse=lse, tile=tile, tiles=tiles)

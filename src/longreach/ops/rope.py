@@ -1,0 +1,61 @@
+"""Rotary position embedding: apply it, take it off, move a key to another position (Su et al., 2021).
+
+Pair i of the first `rotary` channels turns by angle pos * inv_freq[i]; channels after them stay. "half"
+pairs channel i with i + rotary/2 (Llama), "interleaved" pairs 2i with 2i + 1 (GLM, GPT-J).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from longreach.ops.types import describe, require
+
+Layout = Literal["half", "interleaved"]
+
+
+def angles(pos: Tensor, inv_freq: Tensor, *, scaling: float = 1.0) -> tuple[Tensor, Tensor]:
+    """cos, sin of pos * inv_freq times `scaling` (YaRN's attention factor): fp32 [..., rotary/2].
+
+    pos: int or float [...]; inv_freq: float [rotary/2], radians per position.
+    """
+    require(inv_freq.dim() == 1, f"inv_freq: expected [rotary/2], got {describe(inv_freq)}")
+    turn = pos[..., None].to(torch.float64) * inv_freq.to(torch.float64)  # fp32 loses digits at 1M positions
+    return (turn.cos() * scaling).float(), (turn.sin() * scaling).float()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, layout: Layout = "half") -> Tensor:
+    """x turned: (a, b) -> (a cos - b sin, b cos + a sin) per pair.
+
+    x: [..., D]; cos, sin: [..., rotary/2], broadcast against x's leading dimensions, rotary <= D.
+    Returns x's dtype, computed in fp32 (fp64 for fp64). Raises InvalidInput for shapes that do not fit.
+    """
+    pairs = cos.shape[-1]
+    require(cos.shape == sin.shape, f"cos, sin: expected alike, got {describe(cos)} and {describe(sin)}")
+    fits = 2 * pairs <= x.shape[-1]
+    require(fits, f"cos: {pairs} pairs need a head dim of at least {2 * pairs}, got {describe(x)}")
+    require(layout in ("half", "interleaved"), f"layout: expected 'half' or 'interleaved', got {layout!r}")
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    turned, rest = x[..., : 2 * pairs].to(wide), x[..., 2 * pairs :]
+    a, b = (turned[..., :pairs], turned[..., pairs:]) if layout == "half" else (turned[..., ::2], turned[..., 1::2])
+    c, s = cos.to(wide), sin.to(wide)
+    out = (a * c - b * s, b * c + a * s)
+    joined = torch.cat(out, -1) if layout == "half" else torch.stack(out, -1).flatten(-2)
+    return torch.cat([joined.to(x.dtype), rest], -1)
+
+
+def unrotate(x: Tensor, cos: Tensor, sin: Tensor, *, layout: Layout = "half") -> Tensor:
+    """The inverse of rotate, scaling included: R(-angle) / (cos^2 + sin^2)."""
+    size = cos.double() ** 2 + sin.double() ** 2
+    return rotate(x, (cos / size).to(cos.dtype), (-sin / size).to(sin.dtype), layout=layout)
+
+
+def reposition(x: Tensor, old: Tensor, new: Tensor, inv_freq: Tensor, *, layout: Layout = "half") -> Tensor:
+    """Keys rotated for positions `old` turned to `new`: R(new) k = R(new - old) R(old) k; scaling is kept.
+
+    x: [..., D]; old, new: int, broadcast against x's leading dimensions; inv_freq: [rotary/2].
+    """
+    cos, sin = angles(new - old, inv_freq)
+    return rotate(x, cos, sin, layout=layout)

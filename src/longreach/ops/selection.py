@@ -1,0 +1,332 @@
+"""Selection: which keys each row attends to, as spans or as lists.
+
+A selection names cache *slots*. Whatever it says, a row sees only filled slots whose position does not
+exceed its own. `mask` is the definition; every implementation of attend must agree with it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from longreach.errors import SelectionError
+from longreach.ops.types import INTS, KVView, Rows, describe, require
+
+Per = Literal["kv", "query"]
+
+
+class Bound(NamedTuple):
+    """One end of a span: a slot, or (relative) an offset to the row's position. int, or int [R, 1 or heads]."""
+
+    value: int | Tensor
+    relative: bool
+
+
+def at(slot: int | Tensor) -> Bound:
+    """The bound at an absolute slot."""
+    return Bound(slot, False)
+
+
+def near(offset: int | Tensor) -> Bound:
+    """The bound at the row's own position plus `offset`; near(1) is just after the row itself."""
+    return Bound(offset, True)
+
+
+class Span(NamedTuple):
+    """[start, stop), 0-based and half-open; empty where stop <= start, cut to what the row can see."""
+
+    start: Bound
+    stop: Bound
+
+
+class Selection(ABC):
+    """What rows attend to. `per` says whether its head axis counts KV heads or query heads; 1 serves all."""
+
+    per: Per
+
+    @abstractmethod
+    def check(self, rows: Rows, kv: KVView) -> None:
+        """Raise InvalidInput where shapes, dtypes or devices do not fit rows and view (no device sync)."""
+
+    @abstractmethod
+    def chosen(self, rows: Rows, kv: KVView, stop: int) -> tuple[Tensor, Tensor | None]:
+        """Chosen slots below `stop`, before causality: bool [R, heads, stop], log-weights of that shape or None.
+
+        Raises SelectionError where a list names a slot that is not filled, or one slot twice.
+        """
+
+    @abstractmethod
+    def reads(self, rows: Rows, kv: KVView) -> Tensor:
+        """Keys streamed per row and KV head, the union over its query heads: int64 [R, G], no device sync."""
+
+    @abstractmethod
+    def take(self, index: Tensor) -> Selection:
+        """The selection of the rows at `index` [r]."""
+
+    def mask(self, rows: Rows, kv: KVView, stop: int | None = None) -> Tensor:
+        """The definition: bool [R, heads, N], true where the row attends to the slot. N = `stop` or capacity."""
+        stop = kv.capacity if stop is None else stop
+        return self.chosen(rows, kv, stop)[0] & visible(rows, kv, stop, self.per)
+
+    def streamed(self, rows: Rows, kv: KVView, stop: int | None = None) -> Tensor:
+        """bool [R, G, N]: slots read for the row by each KV head, the union over its query heads."""
+        mask = self.mask(rows, kv, stop)
+        if self.per == "query" and mask.shape[1] > 1:
+            mask = mask.unflatten(1, (kv.heads, kv.group(rows))).any(2)
+        return mask.expand(-1, kv.heads, -1)
+
+    def _check_heads(self, size: int, rows: Rows, kv: KVView, what: str) -> None:
+        heads = kv.heads if self.per == "kv" else rows.q.shape[1]
+        require(self.per in ("kv", "query"), f"per: expected 'kv' or 'query', got {self.per!r}")
+        require(size in (1, heads), f"{what}: expected 1 or {heads} {self.per} heads, got {size}")
+
+
+def slot_positions(rows: Rows, kv: KVView, stop: int, per: Per) -> Tensor:
+    """Position of each slot below `stop`, as the row's heads see it: int64, broadcasts to [R, heads, stop]."""
+    slots = torch.arange(stop, device=rows.pos.device)
+    if kv.slot_pos is None:
+        return slots[None, None]
+    page, offset = kv.locate(rows.seq[:, None], slots[None].expand(rows.seq.shape[0], -1))
+    position = kv.slot_pos[page, :, offset].transpose(1, 2).long()
+    return position if per == "kv" else position.repeat_interleave(kv.group(rows), 1)
+
+
+def visible(rows: Rows, kv: KVView, stop: int, per: Per) -> Tensor:
+    """bool, broadcasts to [R, heads, stop]: filled slots whose position does not exceed the row's."""
+    filled = torch.arange(stop, device=rows.pos.device) < kv.filled[rows.seq.long()][:, None]
+    return filled[:, None] & (slot_positions(rows, kv, stop, per) <= rows.pos[:, None, None])
+
+
+@dataclass(frozen=True)
+class Spans(Selection):
+    """The union of spans, the same ones for every row up to their bounds."""
+
+    spans: tuple[Span, ...]
+    per: Per = "kv"
+
+    @classmethod
+    def dense(cls) -> Spans:
+        """Everything a row can see: [0, pos + 1)."""
+        return cls((Span(at(0), near(1)),))
+
+    @classmethod
+    def window(cls, size: int) -> Spans:
+        """The last `size` positions, the row's own included."""
+        return cls((Span(near(1 - size), near(1)),))
+
+    def take(self, index: Tensor) -> Spans:
+        def cut(bound: Bound) -> Bound:
+            return bound if isinstance(bound.value, int) else Bound(bound.value[index], bound.relative)
+
+        return Spans(tuple(Span(cut(s.start), cut(s.stop)) for s in self.spans), self.per)
+
+    def check(self, rows: Rows, kv: KVView) -> None:
+        for bound in (b for span in self.spans for b in span):
+            value = bound.value
+            if isinstance(value, int):
+                if not bound.relative and value < 0:
+                    raise SelectionError(f"span: absolute bounds must be >= 0, got {value}")
+                continue
+            ok = isinstance(value, Tensor) and value.dtype in INTS and value.dim() == 2
+            ok = ok and value.shape[0] == rows.pos.shape[0] and value.device == rows.pos.device
+            require(ok, f"span: expected an int or int [R={rows.pos.shape[0]}, heads], got {describe(value)}")
+            self._check_heads(value.shape[1], rows, kv, "span")
+            if not bound.relative and value.device.type == "cpu" and bool((value < 0).any()):
+                raise SelectionError(f"span: absolute bounds must be >= 0, got {int(value.min())}")
+
+    def chosen(self, rows: Rows, kv: KVView, stop: int) -> tuple[Tensor, Tensor | None]:
+        slot = torch.arange(stop, device=rows.pos.device)[None, None]
+        position = slot_positions(rows, kv, stop, self.per)
+
+        def passed(bound: Bound) -> Tensor:
+            value = bound.value if isinstance(bound.value, int) else bound.value[:, :, None]
+            return position >= rows.pos[:, None, None] + value if bound.relative else slot >= value
+
+        mask = torch.zeros(rows.pos.shape[0], 1, stop, dtype=torch.bool, device=rows.pos.device)
+        for span in self.spans:
+            mask = mask | (passed(span.start) & ~passed(span.stop))
+        return mask, None
+
+    def reads(self, rows: Rows, kv: KVView) -> Tensor:
+        if kv.slot_pos is not None:
+            return self.streamed(rows, kv).sum(-1)
+        pos = rows.pos.long()[:, None]
+        limit = torch.minimum(pos + 1, kv.filled[rows.seq.long()][:, None])
+
+        def slots(bound: Bound) -> Tensor:
+            value = pos + bound.value if bound.relative else torch.as_tensor(bound.value, device=pos.device)
+            return torch.minimum(value.clamp(min=0), limit).expand(pos.shape[0], -1)
+
+        ends = [torch.broadcast_tensors(slots(s.start), slots(s.stop)) for s in self.spans]
+        heads = max((start.shape[1] for start, _ in ends), default=1)
+        if not ends:
+            return torch.zeros(pos.shape[0], kv.heads, dtype=torch.int64, device=pos.device)
+        start = torch.stack([a.expand(-1, heads) for a, _ in ends], -1)  # [R, heads, spans]
+        stop = torch.stack([b.expand(-1, heads) for _, b in ends], -1)
+        if self.per == "query" and heads > 1:  # spans of a group's query heads are one stream
+            start, stop = (x.unflatten(1, (kv.heads, -1)).flatten(2) for x in (start, stop))
+        start, order = start.sort(-1)
+        stop = stop.gather(-1, order)
+        seen = torch.cat([torch.zeros_like(stop[..., :1]), stop.cummax(-1).values[..., :-1]], -1)
+        return (stop - torch.maximum(start, seen)).clamp(min=0).sum(-1).expand(-1, kv.heads)
+
+
+@dataclass(frozen=True)
+class Lists(Selection):
+    """A list of keys, or of blocks of `block` consecutive keys, per row and head; entries are distinct.
+
+    index: int [L, heads, C]; count: int [L, heads], entries in use. A count above the capacity C is an
+    overflow: the row then reads its dense span, and `overflowed` shows it, so nothing is cut silently.
+    log_weight: float [L, heads, C] or None, added to the logit of every key of the entry.
+    list_of: int [R], the list each row uses (tiles share one); None means row r uses list r.
+    """
+
+    index: Tensor
+    count: Tensor
+    log_weight: Tensor | None = None
+    per: Per = "kv"
+    block: int = 1
+    list_of: Tensor | None = None
+
+    @property
+    def overflowed(self) -> Tensor:
+        """bool [L, heads]: lists whose count exceeds the capacity."""
+        return self.count > self.index.shape[2]
+
+    def check(self, rows: Rows, kv: KVView) -> None:
+        index, count, weight = self.index, self.count, self.log_weight
+        ok = isinstance(index, Tensor) and index.dtype in INTS and index.dim() == 3
+        require(ok, f"index: expected int [L, heads, C], got {describe(index)}")
+        self._check_heads(index.shape[1], rows, kv, "index")
+        ok = isinstance(count, Tensor) and count.dtype in INTS and count.shape == index.shape[:2]
+        require(ok, f"count: expected int {list(index.shape[:2])}, got {describe(count)}")
+        if weight is not None:
+            ok = isinstance(weight, Tensor) and weight.is_floating_point() and weight.shape == index.shape
+            require(ok, f"log_weight: expected float {list(index.shape)}, got {describe(weight)}")
+        require(self.block >= 1, f"block: expected >= 1 keys, got {self.block}")
+        _check_list_of(self.list_of, index.shape[0], rows)
+        for name, x in (("index", index), ("count", count), ("log_weight", weight)):
+            on = x is None or x.device == rows.pos.device
+            require(on, f"{name}: expected on {rows.pos.device} like the rows, got {describe(x)}")
+
+    def take(self, index: Tensor) -> Lists:
+        return replace(self, list_of=index if self.list_of is None else self.list_of[index])
+
+    def _per_row(self, x: Tensor) -> Tensor:
+        return x if self.list_of is None else x[self.list_of.long()]
+
+    def chosen(self, rows: Rows, kv: KVView, stop: int) -> tuple[Tensor, Tensor | None]:
+        index, count = self._per_row(self.index).long(), self._per_row(self.count)
+        capacity = index.shape[2]
+        used = torch.arange(capacity, device=index.device) < count[..., None]
+        blocks = -(-kv.filled[rows.seq.long()].long() // self.block)[:, None, None]
+        bad = used & ((index < 0) | (index >= blocks))
+        if bool(bad.any()):
+            row = int(bad.nonzero()[0, 0])
+            raise SelectionError(
+                f"list entry {int(index[bad][0])} of row {row} lies outside the {int(blocks[row])} "
+                f"{'slots' if self.block == 1 else f'blocks of {self.block} slots'} its sequence holds"
+            )
+        width = -(-kv.capacity // self.block)
+        spare = torch.where(used, index, width)  # unused entries land in a column that is cut off
+        times = torch.zeros(*index.shape[:2], width + 1, dtype=torch.int32, device=index.device)
+        times.scatter_add_(2, spare, torch.ones_like(spare, dtype=torch.int32))
+        if bool((times[..., :width] > 1).any()):
+            raise SelectionError("a list names the same entry twice; entries must be distinct")
+        over = (count > capacity)[..., None]
+        mask = self._slots(times[..., :width] > 0, stop) | over
+        if self.log_weight is None:
+            return mask, None
+        weight = self._per_row(self.log_weight)
+        sheet = torch.zeros(*index.shape[:2], width + 1, dtype=weight.dtype, device=index.device)
+        weights = self._slots(sheet.scatter(2, spare, weight)[..., :width], stop)
+        return mask, weights.masked_fill(over, 0.0)
+
+    def _slots(self, entries: Tensor, stop: int) -> Tensor:
+        return entries.repeat_interleave(self.block, 2)[..., :stop] if self.block > 1 else entries[..., :stop]
+
+    def reads(self, rows: Rows, kv: KVView) -> Tensor:
+        shared = self.index.shape[1] == 1
+        if kv.slot_pos is not None or (self.per == "query" and not shared):
+            return self.streamed(rows, kv).sum(-1)
+        index, count = self._per_row(self.index).long(), self._per_row(self.count)
+        dense = torch.minimum(rows.pos.long() + 1, kv.filled[rows.seq.long()].long())[:, None]
+        first = index * self.block
+        keys = torch.minimum(first + self.block, dense[..., None]) - first
+        used = torch.arange(index.shape[2], device=index.device) < count[..., None]
+        total = (keys.clamp(min=0) * used).sum(-1)
+        return torch.where(count > index.shape[2], dense, total).expand(-1, kv.heads)
+
+
+@dataclass(frozen=True)
+class PackedLists(Selection):
+    """Lists of varying length behind one another: prefill tiles, where a common capacity would waste memory.
+
+    index: int [E]; offsets: int [L * heads + 1], list l of head h is index[offsets[l*heads+h] : offsets[l*heads+h+1]].
+    heads: entries of the head axis; log_weight: float [E] or None; list_of: int [R] or None (row r uses list r).
+    """
+
+    index: Tensor
+    offsets: Tensor
+    heads: int = 1
+    log_weight: Tensor | None = None
+    per: Per = "kv"
+    block: int = 1
+    list_of: Tensor | None = None
+
+    def check(self, rows: Rows, kv: KVView) -> None:
+        for name in ("index", "offsets"):
+            x = getattr(self, name)
+            ok = isinstance(x, Tensor) and x.dtype in INTS and x.dim() == 1 and x.device == rows.pos.device
+            require(ok, f"{name}: expected int, one dimension, on {rows.pos.device}, got {describe(x)}")
+        self._check_heads(self.heads, rows, kv, "heads")
+        lists, rest = divmod(self.offsets.shape[0] - 1, self.heads)
+        require(rest == 0 and lists >= 0, f"offsets: expected L * {self.heads} + 1 entries, got {describe(self.offsets)}")
+        if self.log_weight is not None:
+            ok = self.log_weight.is_floating_point() and self.log_weight.shape == self.index.shape
+            ok = ok and self.log_weight.device == self.index.device
+            require(ok, f"log_weight: expected float {list(self.index.shape)}, got {describe(self.log_weight)}")
+        require(self.block >= 1, f"block: expected >= 1 keys, got {self.block}")
+        _check_list_of(self.list_of, lists, rows)
+
+    def take(self, index: Tensor) -> Lists:
+        return self.padded().take(index)
+
+    def padded(self) -> Lists:
+        """The same lists with a common capacity (host work: it reads the longest length)."""
+        length = self.offsets[1:] - self.offsets[:-1]
+        if self.offsets.numel() and (bool((length < 0).any()) or int(self.offsets[-1]) > self.index.shape[0]):
+            raise SelectionError("offsets must ascend and end within index")
+        column = torch.arange(max(1, int(length.max()) if length.numel() else 1), device=self.index.device)
+        entry = (self.offsets[:-1, None] + column).clamp(max=max(self.index.shape[0] - 1, 0))
+        used = column < length[:, None]
+
+        def spread(x: Tensor) -> Tensor:
+            values = x[entry] if x.shape[0] else x.new_zeros(entry.shape)
+            return torch.where(used, values, 0).unflatten(0, (-1, self.heads))
+
+        weight = None if self.log_weight is None else spread(self.log_weight)
+        count = length.unflatten(0, (-1, self.heads))
+        return Lists(spread(self.index), count, weight, self.per, self.block, self.list_of)
+
+    def chosen(self, rows: Rows, kv: KVView, stop: int) -> tuple[Tensor, Tensor | None]:
+        return self.padded().chosen(rows, kv, stop)
+
+    def reads(self, rows: Rows, kv: KVView) -> Tensor:
+        return self.padded().reads(rows, kv)
+
+
+def _check_list_of(list_of: Tensor | None, lists: int, rows: Rows) -> None:
+    count = rows.pos.shape[0]
+    if list_of is None:
+        require(lists == count, f"lists: expected one per row ({count}) or list_of, got {lists}")
+        return
+    ok = list_of.dtype in INTS and list_of.shape == (count,) and list_of.device == rows.pos.device
+    require(ok, f"list_of: expected int [R={count}] on {rows.pos.device}, got {describe(list_of)}")
+    if list_of.device.type == "cpu" and count:
+        inside = 0 <= int(list_of.min()) and int(list_of.max()) < lists
+        require(inside, f"list_of: expected values in [0, {lists}), got {int(list_of.min())} to {int(list_of.max())}")

@@ -1,0 +1,208 @@
+"""The nouns every method is written with: Rows, KVView, Partial, HeadShard (Selection has its own file).
+
+Letters: B sequences, R rows, H query heads, G KV heads, N keys, D head dim, P pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from longreach.errors import InvalidInput, Unsupported
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+INTS = (torch.int32, torch.int64)
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise InvalidInput with `message` unless `condition` holds."""
+    if not condition:
+        raise InvalidInput(message)
+
+
+def describe(x: object) -> str:
+    """How an argument looks, for error messages: dtype, shape and device of a tensor, else its type."""
+    if isinstance(x, Tensor):
+        return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)} on {x.device}"
+    return type(x).__name__
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """The dtype results are accumulated in: fp64 for fp64 inputs (gradient checks), else fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Queries, packed. A rectangle [B, T] is a view of it; rows may come in any order.
+
+    q: [R, H, D] float; seq: [R] int, the sequence each row belongs to, in [0, B);
+    pos: [R] int, its absolute position. Causal limits and windows come from `pos`, never from row order.
+    """
+
+    q: Tensor
+    seq: Tensor
+    pos: Tensor
+
+    def __post_init__(self) -> None:
+        require(isinstance(self.q, Tensor) and self.q.dim() == 3, f"q: expected [R, H, D], got {describe(self.q)}")
+        require(self.q.dtype in FLOATS, f"q: expected bf16, fp16, fp32 or fp64, got {describe(self.q)}")
+        rows, _, dim = self.q.shape
+        require(dim % 8 == 0 and 8 <= dim <= 256, f"q: head dim must be a multiple of 8 up to 256, got {dim}")
+        for name, x in (("seq", self.seq), ("pos", self.pos)):
+            ok = isinstance(x, Tensor) and x.dtype in INTS and x.shape == (rows,)
+            require(ok, f"{name}: expected int32 or int64 [R={rows}], got {describe(x)}")
+            require(x.device == self.q.device, f"{name}: expected on {self.q.device} like q, got {describe(x)}")
+
+    def take(self, index: Tensor) -> Rows:
+        """The rows at `index` [r]."""
+        return Rows(self.q[index], self.seq[index], self.pos[index])
+
+
+@dataclass(frozen=True)
+class KVView:
+    """Where keys and values are. One layout serves contiguous and paged memory.
+
+    k, v: [P, G, page, D], strided views whose last dimension is contiguous.
+    filled: [B] int, slots in use per sequence; slots at and above it are never read.
+    block_table: [B, pages] int, slot n of sequence b lies at [block_table[b, n // page], :, n % page];
+        None means sequence b is page b (contiguous: one page holds the whole sequence).
+    slot_pos: [P, G, page] int, each slot's position where it differs from its index (after eviction).
+    k_scale, v_scale: reserved for quantised KV; refused until implemented.
+    """
+
+    k: Tensor
+    v: Tensor
+    filled: Tensor
+    block_table: Tensor | None = None
+    slot_pos: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        k, v, filled = self.k, self.v, self.filled
+        require(isinstance(k, Tensor) and k.dim() == 4, f"k: expected [P, G, page, D], got {describe(k)}")
+        require(k.dtype in FLOATS, f"k: expected bf16, fp16, fp32 or fp64, got {describe(k)}")
+        same = isinstance(v, Tensor) and v.shape == k.shape and v.dtype == k.dtype and v.device == k.device
+        require(same, f"v: expected {describe(k)} like k, got {describe(v)}")
+        require(k.stride(-1) == 1 and v.stride(-1) == 1, "k, v: the last dimension must be contiguous")
+        ok = isinstance(filled, Tensor) and filled.dtype in INTS and filled.dim() == 1
+        require(ok, f"filled: expected int32 or int64 [B], got {describe(filled)}")
+        table = self.block_table
+        if table is None:
+            same = filled.shape[0] == k.shape[0]
+            require(same, f"filled: without a block table expected [P={k.shape[0]}], got {describe(filled)}")
+        else:
+            ok = isinstance(table, Tensor) and table.dtype in INTS and table.dim() == 2
+            ok = ok and table.shape[0] == filled.shape[0]
+            require(ok, f"block_table: expected int [B={filled.shape[0]}, pages], got {describe(table)}")
+        if self.slot_pos is not None:
+            ok = self.slot_pos.dtype in INTS and self.slot_pos.shape == k.shape[:3]
+            require(ok, f"slot_pos: expected int {list(k.shape[:3])}, got {describe(self.slot_pos)}")
+        for name in ("v", "filled", "block_table", "slot_pos"):
+            x = getattr(self, name)
+            on = x is None or x.device == k.device
+            require(on, f"{name}: expected on {k.device} like k, got {describe(x)}")
+        if self.k_scale is not None or self.v_scale is not None:
+            raise Unsupported("k_scale, v_scale: quantised KV is not implemented yet; pass unscaled K and V")
+
+    @property
+    def sequences(self) -> int:
+        return self.filled.shape[0]
+
+    @property
+    def heads(self) -> int:
+        return self.k.shape[1]
+
+    @property
+    def page(self) -> int:
+        """Slots in one page of memory."""
+        return self.k.shape[2]
+
+    @property
+    def capacity(self) -> int:
+        """Slots a sequence can address."""
+        return self.page * (1 if self.block_table is None else self.block_table.shape[1])
+
+    def locate(self, seq: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
+        """Page and offset in memory of `slot` of sequence `seq` (both int, broadcast together)."""
+        page = seq if self.block_table is None else self.block_table[seq, slot // self.page].long()
+        return page.long().expand_as(slot), (slot % self.page).long()
+
+    def group(self, rows: Rows) -> int:
+        """Query heads per KV head; raises InvalidInput where rows and view do not fit together."""
+        heads, dim = rows.q.shape[1:]
+        require(dim == self.k.shape[3], f"head dim: q has {dim}, k has {self.k.shape[3]}")
+        require(rows.q.dtype == self.k.dtype, f"dtype: q is {describe(rows.q)}, k is {describe(self.k)}")
+        require(rows.q.device == self.k.device, f"device: q is on {rows.q.device}, k on {self.k.device}")
+        fits = heads % self.heads == 0 and 1 <= heads // self.heads <= 16
+        require(fits, f"heads: {heads} query heads must be 1 to 16 times the {self.heads} KV heads")
+        return heads // self.heads
+
+
+@dataclass(frozen=True)
+class Partial:
+    """The attention result over a set of keys.
+
+    out: [R, H, D], softmax-weighted mean of the values; lse: [R, H], natural log of the sum of exp(logit).
+    Both fp32 (fp64 for fp64 inputs). Over no keys: out 0, lse -inf.
+    """
+
+    out: Tensor
+    lse: Tensor
+
+    def __post_init__(self) -> None:
+        out, lse = self.out, self.lse
+        require(isinstance(out, Tensor) and out.dim() == 3, f"out: expected [R, H, D], got {describe(out)}")
+        wide = (torch.float32, torch.float64)
+        require(out.dtype in wide, f"out: expected fp32 (or fp64), got {describe(out)}")
+        ok = isinstance(lse, Tensor) and lse.shape == out.shape[:2]
+        ok = ok and lse.dtype == out.dtype and lse.device == out.device
+        require(ok, f"lse: expected {list(out.shape[:2])} with dtype and device of out, got {describe(lse)}")
+
+    @classmethod
+    def empty(cls, rows: int, heads: int, dim: int, *, dtype: torch.dtype = torch.float32,
+              device: torch.device | str = "cpu") -> Partial:  # fmt: skip
+        """The result over no keys: the identity of merge."""
+        lse = torch.full((rows, heads), -torch.inf, dtype=dtype, device=device)
+        return cls(torch.zeros(rows, heads, dim, dtype=dtype, device=device), lse)
+
+    @property
+    def is_empty(self) -> Tensor:
+        """[R, H] bool: where the result is over no keys."""
+        return self.lse == -torch.inf
+
+
+def _alone(x: Tensor) -> Tensor:
+    return x
+
+
+@dataclass(frozen=True)
+class HeadShard:
+    """The KV heads a tensor-parallel rank holds: global heads [first, first + count) of total.
+
+    What is pooled over heads goes through `sum` (an all-reduce over the ranks; the identity on one rank)
+    before anything is chosen from it, or ranks choose different keys.
+    """
+
+    first: int
+    count: int
+    total: int
+    sum: Callable[[Tensor], Tensor] = _alone
+
+    def __post_init__(self) -> None:
+        ok = 0 <= self.first and self.count >= 1 and self.first + self.count <= self.total
+        require(ok, f"HeadShard: [{self.first}, {self.first + self.count}) does not lie in [0, {self.total})")
+
+    @classmethod
+    def whole(cls, heads: int) -> HeadShard:
+        """All heads on one rank."""
+        return cls(0, heads, heads)
+
+    def slice(self, x: Tensor, dim: int = 0) -> Tensor:
+        """This rank's part of a tensor that holds one entry per global KV head along `dim`."""
+        require(x.shape[dim] == self.total, f"expected {self.total} global heads along dim {dim}, got {describe(x)}")
+        return x.narrow(dim, self.first, self.count)

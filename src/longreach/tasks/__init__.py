@@ -1,0 +1,1 @@
+"""Task generators: text in which the answer to a question is hidden."""

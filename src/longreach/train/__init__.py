@@ -1,0 +1,1 @@
+"""Training recipes of the models that longreach ships."""

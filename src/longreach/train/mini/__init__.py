@@ -1,0 +1,1 @@
+"""The recipe of longreach-mini: corpus, tokenizer, model, batches, training loop, evaluation."""
