@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from longreach.methods.base import LayerCall, Outcome, Phase
-from longreach.ops import Spans
+from longreach.ops import Selection
 
 COLUMNS = ("key_bytes", "value_bytes", "metadata_bytes", "dense_bytes", "overflowed_lists")
 
@@ -32,9 +32,12 @@ class Ledger:
     def __init__(self) -> None:
         self.tallies: dict[tuple[Phase, int], LayerTally] = {}
 
-    def add(self, phase: Phase, call: LayerCall, method: str, impl: str, outcome: Outcome) -> None:
+    def add(
+        self, phase: Phase, call: LayerCall, method: str, impl: str, outcome: Outcome, dense_reads: Selection
+    ) -> None:
+        """Count one layer of one pass; `dense_reads` is what exact attention of this layer reads."""
         tally = self.tallies.get((phase, call.layer))
-        if tally is None or tally.method != method:
+        if tally is None:
             zeros = torch.zeros(len(COLUMNS), dtype=torch.int64, device=call.rows.q.device)
             tally = self.tallies[phase, call.layer] = LayerTally(method, impl, zeros)
         vector = call.kv.k.shape[3] * call.kv.k.element_size()
@@ -44,7 +47,7 @@ class Ledger:
             counts = [s.reads(call.rows, call.kv).sum() for s in selections]
             return torch.stack(counts).sum() * vector if counts else torch.zeros_like(tally.sums[0])
 
-        dense = total((Spans.dense(),)) * 2
+        dense = total((dense_reads,)) * 2
         extra = torch.as_tensor(metadata, device=dense.device).sum()
         lists = {id(s): s for s in (*keys, *values) if hasattr(s, "overflowed")}
         over = sum((s.overflowed.sum() for s in lists.values()), torch.zeros_like(dense))

@@ -47,7 +47,7 @@ class OracleTopK(AttentionMethod):
             most = min(most, int(self.k * call.kv.capacity) + 1)
         unseen = torch.arange(scores.shape[2], device=scores.device) >= seen[:, None, None]
         # a stable sort: ties go to the older key, whatever the capacity
-        order = scores.masked_fill(unseen, -1.0).sort(-1, descending=True, stable=True).indices[..., :most]
+        order = scores.masked_fill(unseen, -1.0).sort(dim=-1, descending=True, stable=True).indices[..., :most]
         chosen = Lists(order, count)
         everything = Spans.dense()
         return Outcome(call.attend(chosen), Reads((everything, everything, chosen), (chosen,)))

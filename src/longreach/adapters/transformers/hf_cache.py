@@ -1,0 +1,107 @@
+"""longreach's KV cache, spoken to as transformers speaks to a cache.
+
+transformers counts padded columns; the memory below holds real tokens only, so a left-padded batch is ragged.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from longreach.adapters.transformers.step import Step, current
+from longreach.cache import CacheConfig, KVCache
+from longreach.errors import InvalidInput, Unsupported
+
+
+class _Layer(CacheLayerMixin):
+    """One layer as transformers sees it: a door to the shared cache."""
+
+    is_compileable = False
+    is_sliding = False
+
+    def __init__(self, cache: LongreachCache, index: int):
+        super().__init__()
+        self.cache, self.index = cache, index
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        step = current()
+        if step.cache is not self.cache:
+            raise InvalidInput("a cache of another session was passed as past_key_values; use session.new_cache()")
+        self.cache.kv.append(self.index, step.append, step.rows(key_states), step.rows(value_states))
+        return key_states, value_states
+
+    def get_mask_sizes(self, query_length: int, *args: Any) -> tuple[int, int]:
+        return self.cache.columns + int(query_length), 0
+
+    def get_seq_length(self) -> int:
+        return self.cache.columns
+
+    def get_max_length(self) -> int:
+        return self.cache.kv.config.capacity or -1
+
+    def reset(self) -> None:
+        if self.index == 0:
+            self.cache.empty()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if self.index == 0:
+            self.cache.drop_columns(-tokens_to_remove)
+
+    def _refuse(self, what: str) -> None:
+        raise Unsupported(f"{what} is not supported on a model with longreach attached; use greedy search or sampling")
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._refuse("beam search (it reorders the cache)")
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._refuse("repeating the cache's batch")
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._refuse("selecting from the cache's batch")
+
+    def offload(self) -> None:
+        self._refuse("cache offloading")
+
+    def prefetch(self) -> None:
+        self._refuse("cache offloading")
+
+
+class LongreachCache(Cache):
+    """The cache of one batch on an attached model; pass it as `past_key_values` to go on with it."""
+
+    def __init__(self, layers: int, batch: int, config: CacheConfig, device: torch.device, owner: object):
+        super().__init__(layers=[_Layer(self, i) for i in range(layers)])
+        self.kv = KVCache(layers, batch, config, device)
+        self.batch, self.owner = batch, owner
+        self.real: list[Tensor | int] = []  # per pass: bool [B, T] on the host, or T where all tokens are real
+        self.columns = 0
+
+    def commit(self, step: Step) -> None:
+        """The pass is done: its tokens count from now on."""
+        self.kv.commit(step.append)
+        self.real.append(step.shape[1] if step.real is None else step.real.cpu())
+        self.columns += step.shape[1]
+
+    def column_mask(self) -> Tensor:
+        """bool [B, columns] on the host: which columns hold real tokens."""
+        parts = [torch.ones(self.batch, p, dtype=torch.bool) if isinstance(p, int) else p for p in self.real]
+        return torch.cat(parts, 1) if parts else torch.ones(self.batch, 0, dtype=torch.bool)
+
+    def drop_columns(self, count: int) -> None:
+        """Forget the last `count` columns (padding counts as columns)."""
+        if not 0 <= count <= self.columns:
+            raise InvalidInput(f"crop: the cache holds {self.columns} columns, cannot drop {count}")
+        kept = self.column_mask()[:, : self.columns - count]
+        self.kv.truncate(range(self.batch), kept.sum(1).tolist())
+        self.real, self.columns = [kept], kept.shape[1]
+
+    def empty(self) -> None:
+        """Forget everything."""
+        self.kv.reset(range(self.batch))
+        self.real, self.columns = [], 0

@@ -1,0 +1,105 @@
+"""One forward pass: which of its tokens are real, where they go, and which method attends for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from longreach.cache import Append
+from longreach.errors import CalledOutside
+from longreach.methods.base import AttentionMethod, Phase
+from longreach.methods.ledger import Ledger
+from longreach.ops import KVView
+
+if TYPE_CHECKING:
+    from longreach.adapters.transformers.hf_cache import LongreachCache
+
+
+@dataclass
+class Step:
+    """What the attention function needs to know about the forward pass around it.
+
+    shape: (B, T) of the pass; real: bool [B, T], the tokens that are no padding, None where all are;
+    append: where they go; cache: the cache they go to, None for a pass without one.
+    rotary: (cos, sin) per layer, noted for methods that want queries before rotation.
+    """
+
+    phase: Phase
+    method: AttentionMethod
+    impl: str
+    ledger: Ledger
+    shape: tuple[int, int]
+    real: Tensor | None
+    append: Append
+    cache: LongreachCache | None
+    rotary: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    observe: Callable[..., None] | None = None
+    layers_seen: int = 0
+
+    def rows(self, x: Tensor) -> Tensor:
+        """[B, heads, T, D] as the model has it -> the real tokens, packed [R, heads, D]."""
+        x = x.transpose(1, 2)
+        return x.flatten(0, 1) if self.real is None else x[self.real]
+
+    def rectangle(self, out: Tensor) -> Tensor:
+        """[R, H, D] -> [B, T, H, D], zeros for padding."""
+        if self.real is None:
+            return out.unflatten(0, self.shape)
+        return out.new_zeros(*self.shape, *out.shape[1:]).masked_scatter(
+            self.real[..., None, None].expand(*self.shape, *out.shape[1:]), out
+        )
+
+    def view_of(self, k: Tensor, v: Tensor) -> KVView:
+        """The new tokens alone as a KVView, without a copy where nothing is padded; gradients flow."""
+        if self.real is None:
+            return KVView(k.contiguous(), v.contiguous(), self.append.filled)
+        batch, length = self.shape
+
+        def packed(x: Tensor) -> Tensor:
+            rows = self.rows(x)
+            place = (self.append.seq, self.append.pos)
+            return rows.new_zeros(batch, length, *rows.shape[1:]).index_put(place, rows).transpose(1, 2)
+
+        return KVView(packed(k), packed(v), self.append.filled)
+
+
+_STEP: ContextVar[Step | None] = ContextVar("longreach_step", default=None)
+
+
+def enter(step: Step) -> None:
+    _STEP.set(step)
+
+
+def leave() -> Step | None:
+    """End the pass and return its step; None if none was open."""
+    step = _STEP.get()
+    _STEP.set(None)
+    return step
+
+
+def current() -> Step:
+    """The step of the forward pass we are in."""
+    step = _STEP.get()
+    if step is None:
+        raise CalledOutside(
+            "longreach's attention was called outside a forward pass of an attached model: the model is not "
+            "attached (another one shares its config?), or one of its parts was called alone; call the whole "
+            "model inside `with longreach.attach(model):`"
+        )
+    return step
+
+
+def plain_append(counts: list[int], device: torch.device) -> Append:
+    """Where tokens are in a pass without a cache: sequence b holds tokens [0, counts[b])."""
+    index = {"dtype": torch.int64, "device": device}
+    new = torch.tensor(counts, **index)
+    batch = len(counts)
+    seq = torch.repeat_interleave(torch.arange(batch, device=device), new, output_size=sum(counts))
+    pos = torch.arange(sum(counts), device=device) - (torch.cumsum(new, 0) - new)[seq]
+    slots = torch.arange(batch, device=device)
+    return Append(slots, seq, pos, seq, pos, new, slots[:, None], tuple(counts), tuple(range(batch)))
