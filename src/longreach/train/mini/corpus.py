@@ -1,8 +1,8 @@
 """Training text and evaluation haystack, from what pinned Python packages bring.
 
 Prose is every longer string literal (docstrings, mostly) of the listed packages; code is the standard library's
-and PyTorch's source. Half of CPython's and NumPy's modules are held out for the haystack, which keeps only
-readable paragraphs. Training blocks that share 64 characters with the haystack are dropped, and what is left is
+and PyTorch's source. Half of the modules of some packages are held out for the haystack, which keeps only
+
 checked again as a whole.
 """
 
@@ -13,12 +13,16 @@ import hashlib
 import inspect
 import json
 import re
+import sys
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib import metadata, util
 from pathlib import Path
+from random import Random
 from typing import Any
+
+import numpy as np
 
 from longreach.errors import LongreachError
 from longreach.train.mini.overlap import WINDOW, OverlapIndex, normalise
@@ -33,8 +37,8 @@ PACKAGES = {  # name: licence of its own Python sources
     "matplotlib": "PSF-based (Matplotlib)",
     "mpmath": "BSD-3-Clause",
 }
-HELD_OUT = ("cpython", "numpy")  # packages half of whose modules go to the haystack
-CODE = {"cpython": 12_000_000, "torch": 6_000_000}  # characters of source taken as code
+HELD_OUT = ("cpython", "numpy", "sympy", "networkx")  # half of their modules go to the haystack
+CODE = {"cpython": 12_000_000, "torch": 12_000_000}  # characters of source taken as code
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "lib2to3", "encodings", "_vendor", "__pycache__"}
 
 
@@ -108,7 +112,7 @@ def is_prose(paragraph: str) -> bool:
     if not (100 <= len(line) <= 1500) or paragraph[0].isspace() or not line[0].isupper() or line[-1] not in ".!?":
         return False
     letters = sum(c.isalpha() or c == " " for c in line)
-    return letters / len(line) > 0.92 and not re.search(r">>>|::|\\|\||[*`_=<>{}\[\]]{2}|^\W", line)
+    return letters / len(line) > 0.92 and not re.search(r">>>|::|-{3,}|\\|\||[*`_=<>{}\[\]]{2}|^\W", line)
 
 
 def unwrap(document: str) -> str:
@@ -130,7 +134,7 @@ def build(limit_files: int | None = None) -> Corpus:
     sources = []
     for package, licence in PACKAGES.items():
         files = package_files(package)[:limit_files]
-        version = metadata.version(package) if package != "cpython" else "{}.{}.{}".format(*__import__("sys").version_info[:3])
+        version = metadata.version(package) if package != "cpython" else ".".join(map(str, sys.version_info[:3]))
         digest, code_chars = hashlib.sha256(), 0
         for path, text in files:
             digest.update(text.encode("utf-8", "surrogatepass"))
@@ -148,6 +152,8 @@ def build(limit_files: int | None = None) -> Corpus:
                 code_chars += len(text)
         sources.append({"package": package, "version": version, "licence": licence, "files": len(files),
                         "sha256": digest.hexdigest()})
+    for kind in (prose, code):
+        Random("order").shuffle(kind)
     index = OverlapIndex(["\n\n".join(corpus.haystack)])
     corpus.prose, dropped_prose = without_overlap(unrepeated(prose), index)
     corpus.code, dropped_code = without_overlap(unrepeated(code), index)
@@ -191,6 +197,12 @@ def without_overlap(texts: list[str], index: OverlapIndex) -> tuple[list[str], i
             dropped += len(blocks) - len(clean)
         if len(text) >= 160:
             kept.append(text)
+    while starts := index.starts("\n\n".join(kept)):  # windows that reach from one text into the next
+        ends = np.cumsum([len(normalise(text)) + 1 for text in kept])
+        first = np.asarray(starts)
+        bad = set(np.searchsorted(ends, np.concatenate([first, first + WINDOW - 1]), side="right").tolist())
+        kept = [text for i, text in enumerate(kept) if i not in bad]
+        dropped += len(bad)
     return kept, dropped
 
 

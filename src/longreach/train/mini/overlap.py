@@ -45,7 +45,10 @@ class OverlapIndex:
         normal = normalise(text)
         hashes = window_hashes(normal)
         maybe = np.flatnonzero(self._table[(hashes >> np.uint64(40)).astype(np.int64)])
-        maybe = maybe[np.isin(hashes[maybe], self._hashes)]
+        if not len(maybe):
+            return []
+        place = np.searchsorted(self._hashes, hashes[maybe]).clip(max=len(self._hashes) - 1)
+        maybe = maybe[self._hashes[place] == hashes[maybe]]
         return [int(i) for i in maybe if normal[i : i + WINDOW] in self._windows]
 
     def hits(self, text: str) -> bool:

@@ -1,0 +1,91 @@
+"""`longreach train mini --prepare DIR`: corpus, haystack, tokenizer and token files that training reads."""
+
+from __future__ import annotations
+
+import json
+import lzma
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from longreach.errors import LongreachError
+from longreach.tasks import needle
+from longreach.tasks.words import evaluation_words
+from longreach.train.mini import corpus as corpora
+from longreach.train.mini.config import ModelShape
+from longreach.train.mini.overlap import OverlapIndex
+from longreach.train.mini.tokenizer import save_tokenizer, train_tokenizer
+
+HAYSTACK = Path(__file__).parents[2] / "tasks" / "haystack"
+
+
+def common_words(texts: list[str], count: int) -> list[str]:
+    """The most common lower-case words of 4 to 10 letters, without those that evaluation keys are made of."""
+    counts: Counter[str] = Counter()
+    for text in texts:
+        counts.update(re.findall(r"(?<![\w.])[a-z]{4,10}(?![\w.])", text))
+    reserved = evaluation_words()
+    words = [w for w, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0])) if w not in reserved]
+    return sorted(words[:count])
+
+
+def task_text(words: list[str], episodes: int) -> Iterator[str]:
+    """Rendered training facts and questions, for the tokenizer and the overlap check."""
+    random, keys = Random("tokenizer"), needle.KeySource(False, words)
+    for _ in range(episodes):
+        episode = needle.training_episode(random, keys, 8)
+        yield "\n".join([episode.intro, *(n.statement + "\n" + n.question + n.answer for n in episode.needles)])
+
+
+def prepare(folder: Path, *, haystack: Path = HAYSTACK, limit_files: int | None = None,
+            vocab_size: int = ModelShape.vocab_size, tokenizer_chars: int = 16_000_000,
+            number_repeats: int = 400) -> dict[str, Any]:
+    """Build everything that training needs; deterministic for given package versions.
+
+    Writes into `folder`: tokenizer.json, tokenizer_config.json, prose.bin.xz and code.bin.xz (uint16 tokens),
+    words.json, manifest.json. Writes haystack.txt and haystack.json into `haystack`.
+
+    Returns:
+        the manifest: sources with versions, licences and hashes; characters; tokens; overlap check.
+    """
+    corpus = corpora.build(limit_files)
+    corpora.write_haystack(corpus, haystack)
+    words = common_words(corpus.prose, 4000)
+    tasks = list(task_text(words, 2000 if limit_files is None else 50))
+    if OverlapIndex(["\n\n".join(corpus.haystack)]).hits("\n".join(tasks)):
+        raise LongreachError("a task template shares 64 characters with the haystack; reword it")
+    sample = [*take(corpus.prose, tokenizer_chars * 2 // 3), *take(corpus.code, tokenizer_chars // 3), *tasks]
+    tokenizer = train_tokenizer(sample, vocab_size, number_repeats)
+    save_tokenizer(tokenizer, folder, ModelShape.max_position_embeddings)
+    tokens = {kind: write_tokens(folder / f"{kind}.bin.xz", texts, tokenizer)
+              for kind, texts in (("prose", corpus.prose), ("code", corpus.code))}
+    (folder / "words.json").write_text(json.dumps(words) + "\n")
+    manifest = {**corpus.manifest, "tokens": tokens}
+    (folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
+    return manifest
+
+
+def take(texts: list[str], characters: int) -> Iterator[str]:
+    """Texts from the front until so many characters are reached."""
+    for text in texts:
+        if characters <= 0:
+            return
+        yield text
+        characters -= len(text)
+
+
+def write_tokens(path: Path, texts: list[str], tokenizer: Tokenizer) -> int:
+    """Tokenise each text, an empty line after it, and write all tokens as compressed uint16; returns their count."""
+    parts = []
+    for at in range(0, len(texts), 2000):
+        encoded = tokenizer.encode_batch_fast([t + "\n\n" for t in texts[at : at + 2000]], add_special_tokens=False)
+        parts += [np.asarray(e.ids, dtype=np.uint16) for e in encoded]
+    tokens = np.concatenate(parts)
+    path.write_bytes(lzma.compress(tokens.tobytes(), preset=3))
+    return len(tokens)

@@ -1,0 +1,195 @@
+"""The training loop: a fixed time budget, lengths that grow, accuracy on evaluation-like needles as it goes."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from longreach.errors import LongreachError
+from longreach.train.mini import checkpoint
+from longreach.train.mini.batches import ANSWER, CONTEXT, TEXT, BatchFactory
+from longreach.train.mini.config import ModelShape, Schedule
+from longreach.train.mini.model import Llama, token_losses
+
+MAX_BAD_STEPS = 20
+
+
+def learning_rate(schedule: Schedule, fraction: float, step: int) -> float:
+    """Warm-up by steps, a plateau, then a cosine to the final rate at fraction 1."""
+    warm = min(1.0, (step + 1) / schedule.warmup_steps)
+    if fraction <= schedule.decay_from:
+        return schedule.peak_lr * warm
+    progress = min(1.0, (fraction - schedule.decay_from) / (1 - schedule.decay_from))
+    span = schedule.peak_lr - schedule.final_lr
+    return (schedule.final_lr + span * 0.5 * (1 + math.cos(math.pi * progress))) * warm
+
+
+class Trainer:
+    """Model, optimiser and loss on one device: bf16 on CUDA, fp32 on the CPU; fp32 master weights on both."""
+
+    def __init__(self, shape: ModelShape, schedule: Schedule, device: str, compile_layers: bool):
+        self.schedule, self.device = schedule, torch.device(device)
+        self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        self.model = Llama(shape).to(self.device)
+        self.losses: Callable[..., tuple[Tensor, Tensor]] = token_losses
+        if compile_layers:
+            torch._dynamo.config.recompile_limit = 64
+            for layer in self.model.model.layers:
+                layer.compile(dynamic=False)
+            self.losses = torch.compile(token_losses, dynamic=False)
+        matrices = [p for p in self.model.parameters() if p.ndim >= 2]
+        vectors = [p for p in self.model.parameters() if p.ndim < 2]
+        groups = [{"params": matrices, "weight_decay": schedule.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=schedule.peak_lr, betas=schedule.betas, eps=1e-8,
+                                           fused=self.device.type == "cuda")
+
+    def measure(self, tokens: np.ndarray, kinds: np.ndarray) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        """Loss of a batch, its parts (means by kind, accuracy), and which sequences' answers are all right, bool [B]."""
+        ids = torch.from_numpy(tokens.astype(np.int64)).to(self.device, non_blocking=True)
+        kind = torch.from_numpy(kinds).to(self.device, non_blocking=True)
+        hidden = self.model(ids[:, :-1], self.dtype)
+        loss, right = self.losses(hidden.flatten(0, 1), self.model.model.embed_tokens.weight, ids[:, 1:].flatten())
+        flat = kind.flatten()
+        answer, text, context = (flat == k for k in (ANSWER, TEXT, CONTEXT))
+        text_weight = text.float() + self.schedule.context_weight * context.float()
+        answer_mean = (loss * answer).sum() / answer.sum().clamp(min=1)
+        text_mean = (loss * text_weight).sum() / text_weight.sum().clamp(min=1)
+        parts = {
+            "answer": answer_mean.detach(),
+            "text": ((loss * text).sum() / text.sum().clamp(min=1)).detach(),
+            "token_accuracy": (right & answer).sum() / answer.sum().clamp(min=1),
+        }
+        exact = (right.view(kind.shape) | (kind != ANSWER)).all(-1)
+        return answer_mean + self.schedule.text_loss * text_mean, parts, exact
+
+    def step(self, batches: list[tuple[int, np.ndarray, np.ndarray]], lr: float) -> dict[str, float] | None:
+        """One update over several microbatches; None, and no update, where loss or gradient is not finite."""
+        totals: dict[str, Tensor] = {}
+        for _, tokens, kinds in batches:
+            loss, parts, _ = self.measure(tokens, kinds)
+            (loss / len(batches)).backward()
+            for name, value in {"loss": loss.detach(), **parts}.items():
+                totals[name] = totals.get(name, torch.zeros((), device=self.device)) + value / len(batches)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.schedule.clip)
+        values = torch.stack([*totals.values(), norm]).tolist()  # the step's only wait for the device
+        finite = all(map(math.isfinite, values))
+        if finite:
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return dict(zip([*totals, "grad_norm"], values, strict=True)) if finite else None
+
+    def accuracy(self, batches: list[tuple[int, np.ndarray, np.ndarray]]) -> dict[int, float]:
+        """Share of sequences whose whole answer is the greedy choice, by length.
+
+        Gradients stay on: the layers are then the ones compiled for training.
+        """
+        exact: dict[int, list[Tensor]] = {}
+        for length, tokens, kinds in batches:
+            exact.setdefault(length, []).append(self.measure(tokens, kinds)[2].float())
+        return {length: float(torch.cat(parts).mean()) for length, parts in exact.items()}
+
+
+def train(data: Path, out: Path, *, minutes: float, shape: ModelShape | None = None, schedule: Schedule | None = None,
+          device: str = "cuda", workers: int = 14, seed: int = 0, resume: Path | None = None,
+          compile_layers: bool = True, dev_every: float = 30.0, save_every: float = 120.0,
+          dev_batches: int = 2, say: Callable[[str], None] = print) -> dict[str, Any]:
+    """Train for `minutes` (compile time included) and write a checkpoint to `out`, also every `save_every` seconds.
+
+    Args:
+        data: what `prepare` wrote.
+        resume: a checkpoint whose weights to start from; the learning rate warms up again.
+        dev_every, save_every: seconds between accuracy measurements and checkpoints.
+        dev_batches: microbatches per length in each accuracy measurement.
+
+    Returns:
+        the log, also written to out/train.json: settings, loss curve, accuracies.
+    """
+    shape, schedule = shape or ModelShape(), schedule or Schedule()
+    torch.manual_seed(seed)
+    if device == "cuda" and not torch.cuda.is_available():
+        raise LongreachError("no CUDA device here; pass --device cpu (slow) or train on a machine with a GPU")
+    torch.set_float32_matmul_precision("high")
+    trainer = Trainer(shape, schedule, device, compile_layers)
+    if resume is not None:
+        checkpoint.load_weights(trainer.model, resume)
+    factory = BatchFactory(data, schedule.plain_text, workers, seed)
+    log: dict[str, Any] = {"shape": asdict(shape), "schedule": asdict(schedule), "minutes": minutes, "seed": seed,
+                           "resume": str(resume) if resume else None, "torch": torch.__version__, "device": device,
+                           "parameters": sum(p.numel() for p in trainer.model.parameters()), "curve": [], "dev": []}
+    try:
+        _loop(trainer, factory, data, out, log, minutes * 60, dev_every, save_every, dev_batches, workers, say)
+    finally:
+        factory.close()
+    return log
+
+
+def _loop(trainer: Trainer, factory: BatchFactory, data: Path, out: Path, log: dict[str, Any], budget: float,
+          dev_every: float, save_every: float, dev_batches: int, workers: int, say: Callable[[str], None]) -> None:
+    schedule = trainer.schedule
+    lengths_used: list[int] = sorted({n for _, lengths in schedule.stages for n in lengths})
+    dev = []
+    for length in lengths_used:
+        for _ in range(dev_batches):
+            factory.ask(length, max(1, schedule.microbatch_tokens // length), dev=True)
+    for _ in range(factory.pending):
+        dev.append(factory.take())
+    begun = said = time.monotonic()
+    last_dev, last_save = begun, begun
+    step = asked = tokens = bad = said_tokens = 0
+    starved = 0.0
+    while (elapsed := time.monotonic() - begun) < budget:
+        fraction = elapsed / budget
+        cycle = schedule.lengths(fraction)
+        while factory.pending < 2 * workers + schedule.microbatches:
+            length = cycle[asked % len(cycle)]
+            factory.ask(length, max(1, schedule.microbatch_tokens // length))
+            asked += 1
+        waited = time.monotonic()
+        batches = [factory.take() for _ in range(schedule.microbatches)]
+        starved += time.monotonic() - waited
+        lr = learning_rate(schedule, fraction, step)
+        result = trainer.step(batches, lr)
+        step += 1
+        tokens += sum(k.size for _, _, k in batches)
+        bad = 0 if result else bad + 1
+        if bad > MAX_BAD_STEPS:
+            raise LongreachError(f"{bad} steps in a row were not finite; lower the learning rate")
+        now = time.monotonic()
+        if result and (step % 10 == 0 or step == 1):
+            log["curve"].append({"step": step, "seconds": round(now - begun, 2), "tokens": tokens, "lr": lr,
+                                 "lengths": [b[0] for b in batches], **result})
+        if result and (now - said > 10 or step == 1):
+            rate = (tokens - said_tokens) / (now - said)
+            say(f"{now - begun:6.0f}s step {step} {tokens / 1e6:.1f}M tok {rate / 1e6:.3f}M/s "
+                f"lr {lr:.1e} len {[b[0] for b in batches]} loss {result['loss']:.3f} text {result['text']:.3f} "
+                f"answer {result['answer']:.3f} acc {result['token_accuracy']:.3f} norm {result['grad_norm']:.2f} "
+                f"waited {starved:.1f}s")
+            said, said_tokens, starved = now, tokens, 0.0
+        if now - last_dev > dev_every or bad == 0 and now - begun >= budget:
+            reached = {b[0] for b in batches}
+            accuracy = trainer.accuracy([b for b in dev if b[0] in reached])
+            log["dev"].append({"step": step, "seconds": round(now - begun, 2), "tokens": tokens, "exact": accuracy})
+            say(f"{now - begun:6.0f}s dev exact match " + " ".join(f"{n}: {a:.3f}" for n, a in accuracy.items()))
+            last_dev = now
+        if now - last_save > save_every:
+            _write(trainer, data, out, log)
+            last_save = now
+    log["steps"], log["tokens"], log["seconds"] = step, tokens, round(time.monotonic() - begun, 2)
+    _write(trainer, data, out, log)
+    say(f"done: {step} steps, {tokens / 1e6:.1f}M tokens, {log['seconds']:.0f}s, written to {out}")
+
+
+def _write(trainer: Trainer, data: Path, out: Path, log: dict[str, Any]) -> None:
+    checkpoint.save(trainer.model, out, data)
+    (out / "train.json").write_text(json.dumps(log) + "\n")
