@@ -102,15 +102,12 @@ class KVCache:
         if (size, total) != (self.pages.size, self.pages.total):
             self._resize(size, total)
         self.pages.take(after, size, total)
-        index = {"dtype": torch.int64, "device": self.device}
-        start, new = torch.tensor(before, **index), torch.tensor(counts, **index)
+        start, new, table = self._ints(before), self._ints(counts), self._ints(self._table(slots))
         seq = torch.repeat_interleave(torch.arange(len(slots), device=self.device), new, output_size=sum(counts))
         first = torch.cumsum(new, 0) - new
         pos = torch.arange(sum(counts), device=self.device) - first[seq] + start[seq]
-        table = torch.tensor(self._table(slots), **index)
         page, offset = table[seq, pos // self.pages.size], pos % self.pages.size
-        where = torch.tensor(list(slots), **index)
-        return Append(where, seq, pos, page, offset, start + new, table, tuple(counts), tuple(slots))
+        return Append(self._ints(slots), seq, pos, page, offset, start + new, table, tuple(counts), tuple(slots))
 
     def append(self, layer: int, step: Append, k: Tensor, v: Tensor) -> None:
         """Write the new tokens of one layer. k, v: [R, G, D] in the order of step.seq and step.pos."""
@@ -148,9 +145,8 @@ class KVCache:
             fits = 0 <= n <= self.lengths[slot]
             require(fits, f"truncate: slot {slot} holds {self.lengths[slot]} tokens, cannot keep {n}")
         if tuple(lengths) != tuple(self.lengths[s] for s in slots):
-            where = torch.tensor(list(slots), device=self.device)
             for state in self.state.values():
-                state.truncate(where, torch.tensor(list(lengths), device=self.device))
+                state.truncate(self._ints(slots), self._ints(lengths))
         for slot, n in zip(slots, lengths, strict=True):
             self.lengths[slot] = n
             self.pages.release(slot, n)
@@ -158,7 +154,7 @@ class KVCache:
     def reset(self, slots: Sequence[int]) -> None:
         """Empty the slots for other sequences."""
         for state in self.state.values():
-            state.reset(torch.tensor(list(slots), device=self.device))
+            state.reset(self._ints(slots))
         for slot in slots:
             self.lengths[slot] = 0
             self.pages.release(slot, 0)
@@ -167,6 +163,9 @@ class KVCache:
     def nbytes(self) -> int:
         """Bytes of K and V allocated, all layers."""
         return sum(x.numel() * x.element_size() for held in self.memory if held for x in held)
+
+    def _ints(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
+        return torch.tensor(list(values), dtype=torch.int64, device=self.device)
 
     def _table(self, slots: Sequence[int]) -> list[list[int]]:
         held = [self.pages.held[s] for s in slots]

@@ -34,8 +34,16 @@ def run(args: argparse.Namespace) -> int:
     if args.data:
         from longreach.train.mini.train import train
 
-        train(args.data, args.out, minutes=args.minutes, resume=args.resume, device=args.device,
-              workers=args.workers, seed=args.seed, say=partial(print, flush=True))
+        train(
+            args.data,
+            args.out,
+            minutes=args.minutes,
+            resume=args.resume,
+            device=args.device,
+            workers=args.workers,
+            seed=args.seed,
+            say=partial(print, flush=True),
+        )
     return 0
 
 

@@ -43,9 +43,14 @@ class LayerCall:
     def attend(self, selection: Selection, *, sink: bool = True) -> Partial:
         """ops.attend with this layer's logits. A method that merges several results takes the sink once."""
         return attend(
-            self.rows, self.kv, selection, scale=self.scale, softcap=self.softcap,
-            sink_logit=self.sink_logit if sink else None, impl=self.impl,
-        )  # fmt: skip
+            self.rows,
+            self.kv,
+            selection,
+            scale=self.scale,
+            softcap=self.softcap,
+            sink_logit=self.sink_logit if sink else None,
+            impl=self.impl,
+        )
 
     def sum_over_ranks(self, x: Tensor) -> Tensor:
         """x, pooled over the KV heads that are here, summed over the ranks that hold the others."""

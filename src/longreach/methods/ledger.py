@@ -60,11 +60,17 @@ class Ledger:
     def report(self) -> Report:
         layers = [
             LayerReport(
-                phase=phase, layer=layer, method=t.method, impl=t.impl, steps=t.steps, rows=t.rows,
-                **dict(zip(COLUMNS, t.sums.tolist(), strict=True)), dense_because=tuple(sorted(t.dense_because)),
+                phase=phase,
+                layer=layer,
+                method=t.method,
+                impl=t.impl,
+                steps=t.steps,
+                rows=t.rows,
+                **dict(zip(COLUMNS, t.sums.tolist(), strict=True)),
+                dense_because=tuple(sorted(t.dense_because)),
             )
             for (phase, layer), t in sorted(self.tallies.items(), key=lambda kv: (kv[0][0] != "prefill", kv[0][1]))
-        ]  # fmt: skip
+        ]
         return Report(tuple(layers))
 
 
@@ -115,7 +121,8 @@ class Report:
         return {"prefill": self.fraction("prefill"), "decode": self.fraction("decode"), "layers": rows}
 
     def __str__(self) -> str:
-        head = f"{'phase':8}{'layer':>6}  {'method':14}{'impl':11}{'rows':>9}{'K':>9}{'V':>9}{'meta':>9}{'of dense':>10}  note"
+        shares = "".join(f"{name:>9}" for name in ("K", "V", "meta"))
+        head = f"{'phase':8}{'layer':>6}  {'method':14}{'impl':11}{'rows':>9}{shares}{'of dense':>10}  note"
         lines = [head]
         for r in self.layers:
             d = max(r.dense_bytes, 1)
@@ -124,7 +131,8 @@ class Report:
             if r.overflowed_lists:
                 note = f"{note}; {r.overflowed_lists} lists overflowed and read densely".lstrip("; ")
             lines.append(
-                f"{r.phase:8}{r.layer:>6}  {r.method:14}{r.impl:11}{r.rows:>9}{shares}{r.fraction:>10.1%}  {note}".rstrip()
+                f"{r.phase:8}{r.layer:>6}  {r.method:14}{r.impl:11}{r.rows:>9}{shares}"
+                f"{r.fraction:>10.1%}  {note}".rstrip()
             )
         for phase in ("prefill", "decode"):
             total = self.fraction(phase)

@@ -8,6 +8,25 @@ from longreach.ops.selection import Bound, Lists, PackedLists, Selection, Span, 
 from longreach.ops.types import HeadShard, KVView, Partial, Rows
 
 __all__ = [
-    "Bound", "HeadShard", "KVView", "Lists", "PackedLists", "Partial", "Rows", "Selection", "Span", "Spans",
-    "angles", "at", "attend", "merge", "near", "pooled_scores", "remove", "reposition", "rotate", "shift", "unrotate",
-]  # fmt: skip
+    "Bound",
+    "HeadShard",
+    "KVView",
+    "Lists",
+    "PackedLists",
+    "Partial",
+    "Rows",
+    "Selection",
+    "Span",
+    "Spans",
+    "angles",
+    "at",
+    "attend",
+    "merge",
+    "near",
+    "pooled_scores",
+    "remove",
+    "reposition",
+    "rotate",
+    "shift",
+    "unrotate",
+]

@@ -11,7 +11,7 @@ SCORES_AT_ONCE = 1 << 20  # logits held at a time: fp32 of them stay in a CPU's 
 
 
 def steps(rows: Rows, kv: KVView) -> list[Tensor]:
-    """Row indices in steps of one sequence each, ordered by position, so that a step reaches no further than it must."""
+    """Row indices in steps of one sequence each, by position, so that a step reaches no further than it must."""
     found = []
     for seq in rows.seq.unique().tolist():
         mine = (rows.seq == seq).nonzero()[:, 0]
@@ -34,8 +34,8 @@ def read(memory: Tensor, kv: KVView, seq: Tensor, slots: Tensor, heads: slice, d
             page = int(seq) if kv.block_table is None else int(kv.block_table[seq, first // kv.page])
             start = first % kv.page
             return memory[page, heads, start : start + slots.numel()].to(dtype)
-    page, offset = kv.locate(seq, slots)
-    return memory[page, heads, offset].transpose(0, 1).to(dtype)
+    pages, offsets = kv.locate(seq, slots)
+    return memory[pages, heads, offsets].transpose(0, 1).to(dtype)
 
 
 def logits(q: Tensor, k: Tensor, scale: float, softcap: float | None) -> Tensor:

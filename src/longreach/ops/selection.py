@@ -285,7 +285,9 @@ class PackedLists(Selection):
             require(ok, f"{name}: expected int, one dimension, on {rows.pos.device}, got {describe(x)}")
         self._check_heads(self.heads, rows, kv, "heads")
         lists, rest = divmod(self.offsets.shape[0] - 1, self.heads)
-        require(rest == 0 and lists >= 0, f"offsets: expected L * {self.heads} + 1 entries, got {describe(self.offsets)}")
+        require(
+            rest == 0 and lists >= 0, f"offsets: expected L * {self.heads} + 1 entries, got {describe(self.offsets)}"
+        )
         if self.log_weight is not None:
             ok = self.log_weight.is_floating_point() and self.log_weight.shape == self.index.shape
             ok = ok and self.log_weight.device == self.index.device
@@ -328,5 +330,5 @@ def _check_list_of(list_of: Tensor | None, lists: int, rows: Rows) -> None:
     ok = list_of.dtype in INTS and list_of.shape == (count,) and list_of.device == rows.pos.device
     require(ok, f"list_of: expected int [R={count}] on {rows.pos.device}, got {describe(list_of)}")
     if list_of.device.type == "cpu" and count:
-        inside = 0 <= int(list_of.min()) and int(list_of.max()) < lists
+        inside = int(list_of.min()) >= 0 and int(list_of.max()) < lists
         require(inside, f"list_of: expected values in [0, {lists}), got {int(list_of.min())} to {int(list_of.max())}")

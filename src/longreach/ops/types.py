@@ -164,8 +164,9 @@ class Partial:
         require(ok, f"lse: expected {list(out.shape[:2])} with dtype and device of out, got {describe(lse)}")
 
     @classmethod
-    def empty(cls, rows: int, heads: int, dim: int, *, dtype: torch.dtype = torch.float32,
-              device: torch.device | str = "cpu") -> Partial:  # fmt: skip
+    def empty(
+        cls, rows: int, heads: int, dim: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> Partial:
         """The result over no keys: the identity of merge."""
         lse = torch.full((rows, heads), -torch.inf, dtype=dtype, device=device)
         return cls(torch.zeros(rows, heads, dim, dtype=dtype, device=device), lse)
@@ -194,7 +195,7 @@ class HeadShard:
     sum: Callable[[Tensor], Tensor] = _alone
 
     def __post_init__(self) -> None:
-        ok = 0 <= self.first and self.count >= 1 and self.first + self.count <= self.total
+        ok = self.first >= 0 and self.count >= 1 and self.first + self.count <= self.total
         require(ok, f"HeadShard: [{self.first}, {self.first + self.count}) does not lie in [0, {self.total})")
 
     @classmethod

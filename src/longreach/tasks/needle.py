@@ -13,10 +13,14 @@ from random import Random
 from longreach.tasks.words import ADJECTIVES, NOUNS, evaluation_words, half
 
 NEEDLE = "One of the special magic {attribute}s for {key} is: {value}."
-INTRO = ("Some special magic {attribute}s are hidden within the following text. Make sure to memorize it. "
-         "I will quiz you about the {attribute}s afterwards.")
-QUESTION = ("What is the special magic {attribute} for {key} mentioned in the provided text? "
-            "The special magic {attribute} for {key} mentioned in the provided text is")
+INTRO = (
+    "Some special magic {attribute}s are hidden within the following text. Make sure to memorize it. "
+    "I will quiz you about the {attribute}s afterwards."
+)
+QUESTION = (
+    "What is the special magic {attribute} for {key} mentioned in the provided text? "
+    "The special magic {attribute} for {key} mentioned in the provided text is"
+)
 
 NEEDLES = (
     "The {attribute} of the {key} is {value}.",
@@ -41,13 +45,42 @@ QUESTIONS = (
     "According to the text, the {attribute} for {key} is",
     "What is the {attribute} of {key}?\nAnswer:",
 )
-TERSE = (("{key}: {value}.", "{key}:"), ("{key} = {value}.", "{key} ="), ("{key} -> {value}.", "{key} ->"),
-         ("The {attribute} of {key} is {value}.", "The {attribute} of {key} is"))
+TERSE = (
+    ("{key}: {value}.", "{key}:"),
+    ("{key} = {value}.", "{key} ="),
+    ("{key} -> {value}.", "{key} ->"),
+    ("The {attribute} of {key} is {value}.", "The {attribute} of {key} is"),
+)
 ATTRIBUTES = (
-    "access code", "password", "serial number", "phone number", "registration number", "account number",
-    "locker code", "ticket number", "reference number", "PIN", "passphrase", "invoice number", "code", "number",
-    "badge number", "room number", "door code", "order number", "product key", "security code", "magic number",
-    "passcode", "identifier", "batch number", "postal code", "file number", "budget", "population", "price",
+    "access code",
+    "password",
+    "serial number",
+    "phone number",
+    "registration number",
+    "account number",
+    "locker code",
+    "ticket number",
+    "reference number",
+    "PIN",
+    "passphrase",
+    "invoice number",
+    "code",
+    "number",
+    "badge number",
+    "room number",
+    "door code",
+    "order number",
+    "product key",
+    "security code",
+    "magic number",
+    "passcode",
+    "identifier",
+    "batch number",
+    "postal code",
+    "file number",
+    "budget",
+    "population",
+    "price",
 )
 
 
@@ -185,8 +218,9 @@ def training_episode(random: Random, source: KeySource, count: int) -> Episode:
             attribute = random.choice(ATTRIBUTES)
             statement_form, question_form = random.choice(NEEDLES), random.choice(QUESTIONS)
         fill = {"attribute": attribute, "key": key, "value": value}
-        needles.append(Needle(key, value, upper_first(statement_form.format(**fill), statement_form),
-                              question_form.format(**fill)))
+        needles.append(
+            Needle(key, value, upper_first(statement_form.format(**fill), statement_form), question_form.format(**fill))
+        )
     asked = list(range(count))
     random.shuffle(asked)
     return Episode(intro, tuple(needles), tuple(asked))

@@ -21,11 +21,20 @@ PAD_ID, BOS_ID, EOS_ID = 256, 257, 258
 VOCABULARY = 264  # 256 bytes, 3 special tokens, and even on any small number of ranks
 
 _SHAPE: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 4096,
-    "initializer_range": RANGE, "tie_word_embeddings": False,
-    "pad_token_id": PAD_ID, "bos_token_id": BOS_ID, "eos_token_id": None,
-}  # fmt: skip
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 4096,
+    "initializer_range": RANGE,
+    "tie_word_embeddings": False,
+    "pad_token_id": PAD_ID,
+    "bos_token_id": BOS_ID,
+    "eos_token_id": None,
+}
 _EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "norm_topk_prob": True, "moe_intermediate_size": 32}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -35,19 +44,59 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "qwen3_moe": ("qwen3_moe", {"num_experts": 4, **_EXPERTS}),
     "phi3": ("phi3", {}),
-    "glm4": ("glm4", {"attention_bias": True, "rope_parameters": {
-        "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}),
-    "llama_yarn": ("llama", {"max_position_embeddings": 256, "rope_parameters": {
-        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}}),
-    "llama_llama3": ("llama", {"max_position_embeddings": 512, "rope_parameters": {
-        "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0, "original_max_position_embeddings": 64}}),
-    "gemma2": ("gemma2", {
-        "sliding_window": WINDOW, "query_pre_attn_scalar": 4, "attn_logit_softcapping": 10.0,
-        "final_logit_softcapping": 30.0, "hidden_activation": "gelu_pytorch_tanh"}),
-    "gpt_oss": ("gpt_oss", {"sliding_window": WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2,
-                            "layer_types": ["sliding_attention", "full_attention"]}),
-}  # fmt: skip
+    "glm4": (
+        "glm4",
+        {
+            "attention_bias": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "llama_yarn": (
+        "llama",
+        {
+            "max_position_embeddings": 256,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
+    "llama_llama3": (
+        "llama",
+        {
+            "max_position_embeddings": 512,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
+    "gemma2": (
+        "gemma2",
+        {
+            "sliding_window": WINDOW,
+            "query_pre_attn_scalar": 4,
+            "attn_logit_softcapping": 10.0,
+            "final_logit_softcapping": 30.0,
+            "hidden_activation": "gelu_pytorch_tanh",
+        },
+    ),
+    "gpt_oss": (
+        "gpt_oss",
+        {
+            "sliding_window": WINDOW,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+}
 
 
 def tiny_model(family: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
@@ -95,9 +144,13 @@ def tiny_tokenizer(*, chat: bool = False) -> PreTrainedTokenizerFast:
     core.decoder = decoders.ByteLevel()
     core.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, BOS_ID)])
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core, pad_token=PAD, bos_token=BOS, eos_token=EOS, padding_side="left",
+        tokenizer_object=core,
+        pad_token=PAD,
+        bos_token=BOS,
+        eos_token=EOS,
+        padding_side="left",
         clean_up_tokenization_spaces=False,
-    )  # fmt: skip
+    )
     if chat:
         tokenizer.chat_template = (
             "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}"

@@ -84,8 +84,8 @@ class Session:
     def _put_in(self, decoder: PreTrainedModel) -> None:
         model = self.model
         configs = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}
-        before = [(c, c._attn_implementation) for c in configs.values()]
-        self._undo.append(lambda: [setattr(c, "_attn_implementation", name) for c, name in before])
+        for config in configs.values():
+            self._undo.append(functools.partial(setattr, config, "_attn_implementation", config._attn_implementation))
         model.set_attn_implementation(NAME)
         decoder.__dict__[MARK] = self
         self._undo.append(lambda: decoder.__dict__.pop(MARK))
@@ -94,7 +94,7 @@ class Session:
         if self.prefill.needs_pre_rope or self.decode.needs_pre_rope:
             self._note_rotary(decoder)
         if hasattr(model, "generate"):
-            model.__dict__["generate"] = self._wrap_generate(model.generate)
+            model.__dict__["generate"] = self._wrap_generate(getattr(model, "generate"))  # noqa: B009
             self._undo.append(lambda: model.__dict__.pop("generate"))
 
     def _hook(self, handle: Any) -> None:
@@ -166,20 +166,22 @@ class Session:
         batch, length = tokens.shape[:2]
         cache = self._cache(kwargs, batch)
         past = 0 if cache is None else cache.columns
-        real, counts = real_tokens(kwargs.get("attention_mask"), kwargs.get("position_ids"), batch, length, cache, tokens.device)
-        if cache is None:
-            append = steps.plain_append(counts, tokens.device)
-        else:
-            append = cache.kv.begin(range(batch), counts)
-        if self._prompt_end is None:
-            decoding = length == 1 and past > 0
-        else:
-            decoding = past + length > self._prompt_end
+        real, counts = real_tokens(
+            kwargs.get("attention_mask"), kwargs.get("position_ids"), batch, length, cache, tokens.device
+        )
+        append = steps.plain_append(counts, tokens.device) if cache is None else cache.kv.begin(range(batch), counts)
+        decoding = length == 1 and past > 0 if self._prompt_end is None else past + length > self._prompt_end
         return steps.Step(
-            phase="decode" if decoding else "prefill", method=self.decode if decoding else self.prefill,
-            impl=self.impl, ledger=self.ledger, shape=(batch, length), real=real, append=append, cache=cache,
+            phase="decode" if decoding else "prefill",
+            method=self.decode if decoding else self.prefill,
+            impl=self.impl,
+            ledger=self.ledger,
+            shape=(batch, length),
+            real=real,
+            append=append,
+            cache=cache,
             observe=self.observe,
-        )  # fmt: skip
+        )
 
     def _cache(self, kwargs: dict[str, Any], batch: int) -> LongreachCache | None:
         """The cache of this pass; a fresh one that generate or the model would use is replaced by ours."""
@@ -246,7 +248,14 @@ def _prompt_columns(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None
     mask = kwargs.get("attention_mask")
     if isinstance(mask, Tensor):
         return mask.shape[-1]
-    tokens = next((x for x in (*args[:1], kwargs.get("inputs"), kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None), None)
+    tokens = next(
+        (
+            x
+            for x in (*args[:1], kwargs.get("inputs"), kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
+            if x is not None
+        ),
+        None,
+    )
     past = kwargs.get("past_key_values")
     columns = past.columns if isinstance(past, LongreachCache) else 0
     if not isinstance(tokens, Tensor):

@@ -17,9 +17,15 @@ NAME = "longreach"
 
 USED = ("scaling", "sliding_window", "softcap", "s_aux")
 WITHOUT_EFFECT = (  # they change nothing that attention computes
-    "position_ids", "use_cache", "output_router_logits", "output_hidden_states", "return_dict", "cache_position",
-    "logits_to_keep", "num_items_in_batch",
-)  # fmt: skip
+    "position_ids",
+    "use_cache",
+    "output_router_logits",
+    "output_hidden_states",
+    "return_dict",
+    "cache_position",
+    "logits_to_keep",
+    "num_items_in_batch",
+)
 ONLY = {"dropout": 0.0, "output_attentions": False, "is_causal": True}  # implemented for this value alone
 
 
@@ -55,21 +61,29 @@ def _refuse_unknown(kwargs: dict[str, Any], attention_mask: Tensor | None) -> No
         if name in USED or name in WITHOUT_EFFECT or value is None:
             continue
         if name not in ONLY:
-            raise Unsupported(f"the model passes {name}={_short(value)} to attention, which longreach does not implement")
+            raise Unsupported(
+                f"the model passes {name}={_short(value)} to attention, which longreach does not implement"
+            )
         if value != ONLY[name]:
-            raise Unsupported(f"the model passes {name}={value!r} to attention; longreach implements {ONLY[name]!r} only")
+            raise Unsupported(
+                f"the model passes {name}={value!r} to attention; longreach implements {ONLY[name]!r} only"
+            )
 
 
 def _short(value: Any) -> str:
     return f"<{type(value).__name__}>" if hasattr(value, "shape") else repr(value)
 
 
-def _layer_call(step: Step, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> LayerCall:
+def _layer_call(
+    step: Step, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]
+) -> LayerCall:
     layer = getattr(module, "layer_idx", None)
     if not isinstance(layer, int):
         raise Unsupported(f"{type(module).__name__} has no layer_idx, so its keys have no place in the cache")
     if query.shape[2] != step.shape[1] or key.shape[2] != step.shape[1]:
-        raise InvalidInput(f"expected {step.shape[1]} tokens in attention, got {query.shape[2]} queries, {key.shape[2]} keys")
+        raise InvalidInput(
+            f"expected {step.shape[1]} tokens in attention, got {query.shape[2]} queries, {key.shape[2]} keys"
+        )
     append = step.append
     rows = Rows(step.rows(query), append.seq, append.pos)
     kv = step.view_of(key, value) if step.cache is None else step.cache.kv.view(layer, append)
@@ -89,11 +103,17 @@ def _layer_call(step: Step, module: nn.Module, query: Tensor, key: Tensor, value
         return step.rows(before_rotation(module, query, cos, sin)), step.rows(before_rotation(module, key, cos, sin))
 
     return LayerCall(
-        layer=layer, rows=rows, kv=kv, slots=append.slots,
+        layer=layer,
+        rows=rows,
+        kv=kv,
+        slots=append.slots,
         scale=query.shape[3] ** -0.5 if scale is None else float(scale),
-        softcap=kwargs.get("softcap"), sink_logit=kwargs.get("s_aux"),
-        shard=shard_of(module, key.shape[1]), impl=step.impl, pre_rope=pre_rope,
-    )  # fmt: skip
+        softcap=kwargs.get("softcap"),
+        sink_logit=kwargs.get("s_aux"),
+        shard=shard_of(module, key.shape[1]),
+        impl=step.impl,
+        pre_rope=pre_rope,
+    )
 
 
 def _state(step: Step, call: LayerCall) -> Any:

@@ -56,13 +56,13 @@ def device_of(device: str) -> torch.device:
     except RuntimeError as error:
         raise InvalidInput(f"device: {device!r} is no device; use 'cpu', 'cuda' or 'auto'") from error
     if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise InvalidInput("device: CUDA was asked for, but torch sees no GPU; use --device cpu, or install a CUDA torch")
+        raise InvalidInput(
+            "device: CUDA was asked for, but torch sees no GPU; use --device cpu, or install a CUDA torch"
+        )
     return chosen
 
 
-def load(
-    model: str | Path, *, device: str = "cpu", dtype: torch.dtype | None = None
-) -> tuple[PreTrainedModel, Any]:
+def load(model: str | Path, *, device: str = "cpu", dtype: torch.dtype | None = None) -> tuple[PreTrainedModel, Any]:
     """(model, tokenizer) from a directory in transformers' format, or "mini" for the shipped longreach-mini.
 
     dtype: None means fp32 on the CPU (bf16 is slower there), the checkpoint's own elsewhere.
@@ -77,4 +77,5 @@ def load(
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     except (ValueError, OSError, KeyError) as error:
         raise ModelFileError(f"{path} could not be loaded: {str(error).splitlines()[0]}") from error
-    return loaded.to(place).eval(), tokenizer
+    loaded.to(place)  # type: ignore[arg-type]
+    return loaded.eval(), tokenizer

@@ -16,9 +16,16 @@ from longreach.errors import Unsupported
 
 
 def no_mask(
-    batch_size: int, q_length: int | Tensor, kv_length: int, q_offset: int | Tensor = 0, kv_offset: int = 0,
-    mask_function: Callable[..., Any] | None = None, config: Any = None, device: Any = None, **kwargs: Any,
-) -> None:  # fmt: skip
+    batch_size: int,
+    q_length: int | Tensor,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] | None = None,
+    config: Any = None,
+    device: Any = None,
+    **kwargs: Any,
+) -> None:
     """None, once the model's mask proved to be causal, or causal within a sliding window. Raises Unsupported."""
     length = int(q_length)
     if mask_function is None or length == 1:  # what a prompt was checked for holds for its next tokens

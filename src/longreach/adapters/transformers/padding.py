@@ -10,9 +10,13 @@ from longreach.errors import InvalidInput, Unsupported
 
 
 def real_tokens(
-    mask: Tensor | None, position_ids: Tensor | None, batch: int, length: int,
-    cache: LongreachCache | None, device: torch.device,
-) -> tuple[Tensor | None, list[int]]:  # fmt: skip
+    mask: Tensor | None,
+    position_ids: Tensor | None,
+    batch: int,
+    length: int,
+    cache: LongreachCache | None,
+    device: torch.device,
+) -> tuple[Tensor | None, list[int]]:
     """(bool [B, T] of real new tokens, None where all are; their number per sequence).
 
     mask: transformers' 2-D padding mask [B, past + T] or None; position_ids: [1 or B, T] or None.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -26,7 +28,7 @@ def shard_of(attention: nn.Module, kv_heads: int) -> HeadShard:
             mesh = mesh["tp"]
         group, ranks, rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()
 
-        def total(x: Tensor) -> Tensor:
+        def total(x: Tensor, group: Any = group) -> Tensor:
             x = x.clone()
             dist.all_reduce(x, group=group)
             return x

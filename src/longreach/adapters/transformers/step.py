@@ -96,8 +96,7 @@ def current() -> Step:
 
 def plain_append(counts: list[int], device: torch.device) -> Append:
     """Where tokens are in a pass without a cache: sequence b holds tokens [0, counts[b])."""
-    index = {"dtype": torch.int64, "device": device}
-    new = torch.tensor(counts, **index)
+    new = torch.tensor(counts, dtype=torch.int64, device=device)
     batch = len(counts)
     seq = torch.repeat_interleave(torch.arange(batch, device=device), new, output_size=sum(counts))
     pos = torch.arange(sum(counts), device=device) - (torch.cumsum(new, 0) - new)[seq]

@@ -56,7 +56,7 @@ def attend(
     sequences = kv.sequences
     if rows.q.device.type == "cpu" and rows.seq.numel():
         low, high = int(rows.seq.min()), int(rows.seq.max())
-        require(0 <= low and high < sequences, f"seq: expected values in [0, {sequences}), got {low} to {high}")
+        require(low >= 0 and high < sequences, f"seq: expected values in [0, {sequences}), got {low} to {high}")
         deepest = int(kv.filled.max())
         require(deepest <= kv.capacity, f"filled: {deepest} exceeds the {kv.capacity} slots a sequence can address")
     return compute(rows, kv, selection, scale=scale, softcap=softcap, sink_logit=sink_logit)

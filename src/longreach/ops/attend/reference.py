@@ -28,9 +28,7 @@ def attend(
     return merge(Partial(out, lse), Partial(torch.zeros_like(out), sink_logit.to(lse.dtype).expand(count, heads)))
 
 
-def _step(
-    rows: Rows, kv: KVView, selection: Selection, scale: float, softcap: float | None
-) -> tuple[Tensor, Tensor]:
+def _step(rows: Rows, kv: KVView, selection: Selection, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
     """out [r, H, D], lse [r, H] of rows of one sequence."""
     stop = reach(rows, kv)
     chosen, weight = selection.chosen(rows, kv, stop)
@@ -50,9 +48,15 @@ def _step(
 
 
 def _columns(
-    q: Tensor, kv: KVView, seq: Tensor, heads: slice, mask: Tensor, weight: Tensor | None,
-    scale: float, softcap: float | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    kv: KVView,
+    seq: Tensor,
+    heads: slice,
+    mask: Tensor,
+    weight: Tensor | None,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
     """q [r, h, D] of the KV heads `heads` over the columns that mask [r, 1 or h, n] names; weight like mask."""
     dtype = accumulator(q.dtype)
     columns = mask.any(1).any(0).nonzero()[:, 0]

@@ -7,9 +7,7 @@ from torch import Tensor
 from longreach.ops.impl import Implementations
 from longreach.ops.types import INTS, KVView, Rows, describe, require
 
-implementations = Implementations(
-    "pooled_scores", {"reference": "longreach.ops.pooled_scores.reference:pooled_scores"}
-)
+implementations = Implementations("pooled_scores", {"reference": "longreach.ops.pooled_scores.reference:pooled_scores"})
 
 
 def pooled_scores(

@@ -11,7 +11,14 @@ from longreach.ops.types import KVView, Rows, accumulator
 
 
 def pooled_scores(
-    rows: Rows, kv: KVView, *, scale: float, softcap: float | None, lse: Tensor | None, tile: Tensor | None, tiles: int | None
+    rows: Rows,
+    kv: KVView,
+    *,
+    scale: float,
+    softcap: float | None,
+    lse: Tensor | None,
+    tile: Tensor | None,
+    tiles: int | None,
 ) -> Tensor:
     dtype = accumulator(rows.q.dtype)
     tile = torch.arange(rows.q.shape[0], device=rows.q.device) if tile is None else tile.long()

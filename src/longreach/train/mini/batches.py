@@ -74,8 +74,10 @@ class Mixture:
 
 def load_mixture(folder: Path, tokenizer: Tokenizer) -> Mixture:
     """Read prose.bin.xz and code.bin.xz (uint16 tokens); the last twentieth of the prose is the dev part."""
-    prose, code = (np.frombuffer(lzma.decompress((folder / f"{kind}.bin.xz").read_bytes()), dtype=np.uint16)
-                   for kind in ("prose", "code"))
+    prose, code = (
+        np.frombuffer(lzma.decompress((folder / f"{kind}.bin.xz").read_bytes()), dtype=np.uint16)
+        for kind in ("prose", "code")
+    )
     cut = len(prose) * 19 // 20
     return Mixture(Filler(prose[:cut], tokenizer), Filler(code, tokenizer), Filler(prose[cut:], tokenizer))
 
@@ -128,8 +130,8 @@ class Renderer:
         alone = [i for i, (_, kind) in zip(order, spots, strict=True) if kind != SPACE]
         ends = {LINE: "\n", PARAGRAPH: "\n\n"}
         kind_of = {i: kind for i, (_, kind) in zip(order, spots, strict=True)}
-        for i, tokens in zip(alone, self.encode([needles[i].statement + ends[kind_of[i]] for i in alone]), strict=True):
-            statements[i] = tokens
+        for i, ids in zip(alone, self.encode([needles[i].statement + ends[kind_of[i]] for i in alone]), strict=True):
+            statements[i] = ids
         parts: list[Any] = [[BOS_ID], intro]
         at = start
         for i, (place, _) in zip(order, spots, strict=True):
@@ -149,8 +151,10 @@ class Renderer:
         if len(tokens) > length + 1:
             raise LongreachError(f"a rendered sequence has {len(tokens)} tokens where {length + 1} fit")
         pad = length + 1 - len(tokens)
-        return (np.concatenate([tokens, np.full(pad, PAD_ID, dtype=np.uint16)]),
-                np.asarray(kinds + [PADDING] * pad, dtype=np.uint8))
+        return (
+            np.concatenate([tokens, np.full(pad, PAD_ID, dtype=np.uint16)]),
+            np.asarray(kinds + [PADDING] * pad, dtype=np.uint8),
+        )
 
     def closed(self, context: np.ndarray) -> np.ndarray:
         """The context with an empty line after it; its last word's tokens are made anew, since "." and breaks merge."""
@@ -202,8 +206,10 @@ class BatchFactory:
         self._requests, self._results = context.Queue(), context.Queue()
         self._seed, self._asked, self._given = seed, 0, 0
         self._ready: dict[int, tuple[int, np.ndarray, np.ndarray]] = {}
-        self._workers = [context.Process(target=_work, daemon=True, args=(
-            str(folder), plain_text, self._requests, self._results)) for _ in range(workers)]
+        self._workers = [
+            context.Process(target=_work, daemon=True, args=(str(folder), plain_text, self._requests, self._results))
+            for _ in range(workers)
+        ]
         for worker in self._workers:
             worker.start()
 

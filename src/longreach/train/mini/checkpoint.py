@@ -19,8 +19,9 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 def save(model: Llama, folder: Path, data: Path) -> None:
     """Write a complete model directory; each file is replaced at once, so that a reader never sees half of one."""
     folder.mkdir(parents=True, exist_ok=True)
-    weights = {name: w.detach().to(device="cpu", dtype=torch.bfloat16).contiguous()
-               for name, w in model.state_dict().items()}
+    weights = {
+        name: w.detach().to(device="cpu", dtype=torch.bfloat16).contiguous() for name, w in model.state_dict().items()
+    }
     save_file(weights, folder / "model.safetensors.part", metadata={"format": "pt"})
     os.replace(folder / "model.safetensors.part", folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(model.shape.to_transformers(), indent=1) + "\n")

@@ -150,20 +150,34 @@ def build(limit_files: int | None = None) -> Corpus:
             if code_chars < CODE.get(package, 0) and path != "pydoc_data/topics.py" and not is_held_out(package, path):
                 code.append(tidy(text))
                 code_chars += len(text)
-        sources.append({"package": package, "version": version, "licence": licence, "files": len(files),
-                        "sha256": digest.hexdigest()})
-    for kind in (prose, code):
-        Random("order").shuffle(kind)
+        sources.append(
+            {
+                "package": package,
+                "version": version,
+                "licence": licence,
+                "files": len(files),
+                "sha256": digest.hexdigest(),
+            }
+        )
+    for blocks in (prose, code):
+        Random("order").shuffle(blocks)
     index = OverlapIndex(["\n\n".join(corpus.haystack)])
     corpus.prose, dropped_prose = without_overlap(unrepeated(prose), index)
     corpus.code, dropped_code = without_overlap(unrepeated(code), index)
     for kind, texts in (("prose", corpus.prose), ("code", corpus.code)):
         if index.hits("\n\n".join(texts)):
             raise LongreachError(f"training {kind} still shares {WINDOW} characters with the haystack")
-    corpus.manifest = {"sources": sources, "dropped_blocks": {"prose": dropped_prose, "code": dropped_code},
-                       "characters": {"prose": sum(map(len, corpus.prose)), "code": sum(map(len, corpus.code)),
-                                      "haystack": sum(map(len, corpus.haystack))},
-                       "overlap_window": WINDOW, "overlap_hits": 0}
+    corpus.manifest = {
+        "sources": sources,
+        "dropped_blocks": {"prose": dropped_prose, "code": dropped_code},
+        "characters": {
+            "prose": sum(map(len, corpus.prose)),
+            "code": sum(map(len, corpus.code)),
+            "haystack": sum(map(len, corpus.haystack)),
+        },
+        "overlap_window": WINDOW,
+        "overlap_hits": 0,
+    }
     return corpus
 
 
@@ -211,7 +225,11 @@ def write_haystack(corpus: Corpus, folder: Path) -> None:
     data = ("\n\n".join(corpus.haystack) + "\n").encode()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "haystack.txt").write_bytes(data)
-    about = {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data), "paragraphs": len(corpus.haystack),
-             "sources": [s for s in corpus.manifest["sources"] if s["package"] in HELD_OUT],
-             "selection": "readable paragraphs of the docstrings and topics of half of the modules, by name's hash"}
+    about = {
+        "sha256": hashlib.sha256(data).hexdigest(),
+        "bytes": len(data),
+        "paragraphs": len(corpus.haystack),
+        "sources": [s for s in corpus.manifest["sources"] if s["package"] in HELD_OUT],
+        "selection": "readable paragraphs of the docstrings and topics of half of the modules, by name's hash",
+    }
     (folder / "haystack.json").write_text(json.dumps(about, indent=1) + "\n")

@@ -45,7 +45,10 @@ class Attention(nn.Module):
     def __init__(self, shape: ModelShape):
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = (
-            shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim)
+            shape.num_attention_heads,
+            shape.num_key_value_heads,
+            shape.head_dim,
+        )
         self.q_proj = Linear(shape.hidden_size, self.heads * self.head_dim)
         self.k_proj = Linear(shape.hidden_size, self.kv_heads * self.head_dim)
         self.v_proj = Linear(shape.hidden_size, self.kv_heads * self.head_dim)
@@ -132,7 +135,7 @@ class Llama(nn.Module):
 
 
 def token_losses(hidden: Tensor, embedding: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross entropy fp32 [N] and whether the greedy choice is right, bool [N]; hidden [N, hidden], targets int64 [N]."""
+    """Cross entropy fp32 [N] and whether the greedy choice is right, bool [N]; hidden [N, width], targets [N]."""
     logits = F.linear(hidden, embedding.to(hidden.dtype)).float()
     loss = torch.logsumexp(logits, -1) - logits.gather(-1, targets[:, None]).squeeze(-1)
     return loss, logits.detach().argmax(-1) == targets

@@ -43,9 +43,15 @@ def task_text(words: list[str], episodes: int) -> Iterator[str]:
         yield "\n".join([episode.intro, *(n.statement + "\n" + n.question + n.answer for n in episode.needles)])
 
 
-def prepare(folder: Path, *, haystack: Path = HAYSTACK, limit_files: int | None = None,
-            vocab_size: int = ModelShape.vocab_size, tokenizer_chars: int = 16_000_000,
-            number_repeats: int = 400) -> dict[str, Any]:
+def prepare(
+    folder: Path,
+    *,
+    haystack: Path = HAYSTACK,
+    limit_files: int | None = None,
+    vocab_size: int = ModelShape.vocab_size,
+    tokenizer_chars: int = 16_000_000,
+    number_repeats: int = 400,
+) -> dict[str, Any]:
     """Build everything that training needs; deterministic for given package versions.
 
     Writes into `folder`: tokenizer.json, tokenizer_config.json, prose.bin.xz and code.bin.xz (uint16 tokens),
@@ -63,8 +69,10 @@ def prepare(folder: Path, *, haystack: Path = HAYSTACK, limit_files: int | None 
     sample = [*take(corpus.prose, tokenizer_chars * 2 // 3), *take(corpus.code, tokenizer_chars // 3), *tasks]
     tokenizer = train_tokenizer(sample, vocab_size, number_repeats)
     save_tokenizer(tokenizer, folder, ModelShape.max_position_embeddings)
-    tokens = {kind: write_tokens(folder / f"{kind}.bin.xz", texts, tokenizer)
-              for kind, texts in (("prose", corpus.prose), ("code", corpus.code))}
+    tokens = {
+        kind: write_tokens(folder / f"{kind}.bin.xz", texts, tokenizer)
+        for kind, texts in (("prose", corpus.prose), ("code", corpus.code))
+    }
     (folder / "words.json").write_text(json.dumps(words) + "\n")
     manifest = {**corpus.manifest, "tokens": tokens}
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")

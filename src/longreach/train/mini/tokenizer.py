@@ -30,10 +30,12 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, number_repeats: int =
         LongreachError: a number of up to three digits did not become one token (raise `number_repeats`).
     """
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(PIECES), behavior="isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PIECES), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     tokenizer.decoder = decoders.ByteLevel()
 
     def stream() -> Iterable[str]:
@@ -41,11 +43,16 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, number_repeats: int =
         for _ in range(20):
             yield number_text(max(1, number_repeats // 20))
 
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[PAD, BOS, EOS], show_progress=False,
-                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[PAD, BOS, EOS],
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
     tokenizer.train_from_iterator(stream(), trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, BOS_ID)])
+        single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, BOS_ID)]
+    )
     if [tokenizer.token_to_id(t) for t in (PAD, BOS, EOS)] != [PAD_ID, BOS_ID, EOS_ID]:
         raise LongreachError("the tokenizer's special tokens are out of place")
     split = [n for n in number_text(1).split() if tokenizer.token_to_id(n) is None]
@@ -58,6 +65,13 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
     """Write tokenizer.json and tokenizer_config.json as transformers' AutoTokenizer loads them."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    about = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS, "pad_token": PAD,
-             "model_max_length": max_length, "clean_up_tokenization_spaces": False, "padding_side": "left"}
+    about = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": BOS,
+        "eos_token": EOS,
+        "pad_token": PAD,
+        "model_max_length": max_length,
+        "clean_up_tokenization_spaces": False,
+        "padding_side": "left",
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(about, indent=1) + "\n")

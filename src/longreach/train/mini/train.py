@@ -49,11 +49,12 @@ class Trainer:
         matrices = [p for p in self.model.parameters() if p.ndim >= 2]
         vectors = [p for p in self.model.parameters() if p.ndim < 2]
         groups = [{"params": matrices, "weight_decay": schedule.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, lr=schedule.peak_lr, betas=schedule.betas, eps=1e-8,
-                                           fused=self.device.type == "cuda")
+        self.optimizer = torch.optim.AdamW(
+            groups, lr=schedule.peak_lr, betas=schedule.betas, eps=1e-8, fused=self.device.type == "cuda"
+        )
 
     def measure(self, tokens: np.ndarray, kinds: np.ndarray) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        """Loss of a batch, its parts (means by kind, accuracy), and which sequences' answers are all right, bool [B]."""
+        """Loss of a batch, its parts (means by kind, accuracy), and whose answers are all right, bool [B]."""
         ids = torch.from_numpy(tokens.astype(np.int64)).to(self.device, non_blocking=True)
         kind = torch.from_numpy(kinds).to(self.device, non_blocking=True)
         hidden = self.model(ids[:, :-1], self.dtype)
@@ -100,10 +101,23 @@ class Trainer:
         return {length: float(torch.cat(parts).mean()) for length, parts in exact.items()}
 
 
-def train(data: Path, out: Path, *, minutes: float, shape: ModelShape | None = None, schedule: Schedule | None = None,
-          device: str = "cuda", workers: int = 14, seed: int = 0, resume: Path | None = None,
-          compile_layers: bool = True, dev_every: float = 30.0, save_every: float = 120.0,
-          dev_batches: int = 2, say: Callable[[str], None] = print) -> dict[str, Any]:
+def train(
+    data: Path,
+    out: Path,
+    *,
+    minutes: float,
+    shape: ModelShape | None = None,
+    schedule: Schedule | None = None,
+    device: str = "cuda",
+    workers: int = 14,
+    seed: int = 0,
+    resume: Path | None = None,
+    compile_layers: bool = True,
+    dev_every: float = 30.0,
+    save_every: float = 120.0,
+    dev_batches: int = 2,
+    say: Callable[[str], None] = print,
+) -> dict[str, Any]:
     """Train for `minutes` (compile time included) and write a checkpoint to `out`, also every `save_every` seconds.
 
     Args:
@@ -124,9 +138,18 @@ def train(data: Path, out: Path, *, minutes: float, shape: ModelShape | None = N
     if resume is not None:
         checkpoint.load_weights(trainer.model, resume)
     factory = BatchFactory(data, schedule.plain_text, workers, seed)
-    log: dict[str, Any] = {"shape": asdict(shape), "schedule": asdict(schedule), "minutes": minutes, "seed": seed,
-                           "resume": str(resume) if resume else None, "torch": torch.__version__, "device": device,
-                           "parameters": sum(p.numel() for p in trainer.model.parameters()), "curve": [], "dev": []}
+    log: dict[str, Any] = {
+        "shape": asdict(shape),
+        "schedule": asdict(schedule),
+        "minutes": minutes,
+        "seed": seed,
+        "resume": str(resume) if resume else None,
+        "torch": torch.__version__,
+        "device": device,
+        "parameters": sum(p.numel() for p in trainer.model.parameters()),
+        "curve": [],
+        "dev": [],
+    }
     try:
         _loop(trainer, factory, data, out, log, minutes * 60, dev_every, save_every, dev_batches, workers, say)
     finally:
@@ -134,8 +157,19 @@ def train(data: Path, out: Path, *, minutes: float, shape: ModelShape | None = N
     return log
 
 
-def _loop(trainer: Trainer, factory: BatchFactory, data: Path, out: Path, log: dict[str, Any], budget: float,
-          dev_every: float, save_every: float, dev_batches: int, workers: int, say: Callable[[str], None]) -> None:
+def _loop(
+    trainer: Trainer,
+    factory: BatchFactory,
+    data: Path,
+    out: Path,
+    log: dict[str, Any],
+    budget: float,
+    dev_every: float,
+    save_every: float,
+    dev_batches: int,
+    workers: int,
+    say: Callable[[str], None],
+) -> None:
     schedule = trainer.schedule
     lengths_used: list[int] = sorted({n for _, lengths in schedule.stages for n in lengths})
     dev = []
@@ -167,16 +201,26 @@ def _loop(trainer: Trainer, factory: BatchFactory, data: Path, out: Path, log: d
             raise LongreachError(f"{bad} steps in a row were not finite; lower the learning rate")
         now = time.monotonic()
         if result and (step % 10 == 0 or step == 1):
-            log["curve"].append({"step": step, "seconds": round(now - begun, 2), "tokens": tokens, "lr": lr,
-                                 "lengths": [b[0] for b in batches], **result})
+            log["curve"].append(
+                {
+                    "step": step,
+                    "seconds": round(now - begun, 2),
+                    "tokens": tokens,
+                    "lr": lr,
+                    "lengths": [b[0] for b in batches],
+                    **result,
+                }
+            )
         if result and (now - said > 10 or step == 1):
             rate = (tokens - said_tokens) / (now - said)
-            say(f"{now - begun:6.0f}s step {step} {tokens / 1e6:.1f}M tok {rate / 1e6:.3f}M/s "
+            say(
+                f"{now - begun:6.0f}s step {step} {tokens / 1e6:.1f}M tok {rate / 1e6:.3f}M/s "
                 f"lr {lr:.1e} len {[b[0] for b in batches]} loss {result['loss']:.3f} text {result['text']:.3f} "
                 f"answer {result['answer']:.3f} acc {result['token_accuracy']:.3f} norm {result['grad_norm']:.2f} "
-                f"waited {starved:.1f}s")
+                f"waited {starved:.1f}s"
+            )
             said, said_tokens, starved = now, tokens, 0.0
-        if now - last_dev > dev_every or bad == 0 and now - begun >= budget:
+        if now - last_dev > dev_every or (bad == 0 and now - begun >= budget):
             reached = {b[0] for b in batches}
             accuracy = trainer.accuracy([b for b in dev if b[0] in reached])
             log["dev"].append({"step": step, "seconds": round(now - begun, 2), "tokens": tokens, "exact": accuracy})
