@@ -3,29 +3,45 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from functools import partial
 from pathlib import Path
 
+from longreach.cli.common import add_json, emit, percent, progress
+
 NAME = "train"
-HELP = "train and evaluate the model that longreach ships"
+HELP = "prepare, train and evaluate the model that longreach ships"
+EXAMPLES = (
+    "longreach train mini --prepare runs/mini-data",
+    "longreach train mini --data runs/mini-data --out runs/mini --minutes 23",
+    "longreach train mini --evaluate --model runs/mini --output runs/needle.json",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the verb's arguments."""
     parser.add_argument("recipe", choices=["mini"], help="which recipe")
     parser.add_argument("--prepare", metavar="DIR", type=Path, help="build corpus, haystack and tokenizer into DIR")
     parser.add_argument("--data", metavar="DIR", type=Path, help="what --prepare built; trains from it")
     parser.add_argument("--out", metavar="DIR", type=Path, default=Path("runs/mini"), help="where the model goes")
-    parser.add_argument("--minutes", type=float, default=15.0, help="time budget, compilation included")
+    parser.add_argument("--minutes", type=float, default=23.0, help="time budget, compilation included (default 23)")
     parser.add_argument("--resume", metavar="DIR", type=Path, help="start from this checkpoint's weights")
-    parser.add_argument("--device", default="cuda", help="cuda or cpu")
-    parser.add_argument("--workers", type=int, default=14, help="processes that make batches")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=14, help="processes that make batches (default 14)")
+    parser.add_argument("--evaluate", action="store_true", help="ask single-needle questions in the shipped haystack")
+    parser.add_argument("--model", default="mini", metavar="DIR|mini", help="what to evaluate (default mini)")
+    parser.add_argument("--samples", type=int, default=200, help="questions to ask (default 200)")
+    parser.add_argument("--length", type=int, default=4096, help="tokens of prompt and answer (default 4096)")
+    parser.add_argument("--output", metavar="FILE", type=Path, help="write the evaluation's record here")
+    parser.add_argument("--device", default="auto", help="cpu, cuda or auto (default)")
+    parser.add_argument("--seed", type=int, default=0, help="of training or evaluation (default 0)")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do what the arguments say."""
+    from longreach.adapters.transformers import device_of
+    from longreach.errors import InvalidInput
+
+    device = str(device_of(args.device))
+    if not (args.prepare or args.data or args.evaluate):
+        raise InvalidInput("nothing to do: give --prepare DIR, --data DIR or --evaluate")
     if args.prepare:
         from longreach.train.mini.prepare import prepare
 
@@ -34,20 +50,23 @@ def run(args: argparse.Namespace) -> int:
     if args.data:
         from longreach.train.mini.train import train
 
-        train(
-            args.data,
-            args.out,
-            minutes=args.minutes,
-            resume=args.resume,
-            device=args.device,
-            workers=args.workers,
-            seed=args.seed,
-            say=partial(print, flush=True),
-        )
+        train(args.data, args.out, minutes=args.minutes, resume=args.resume, device=device, workers=args.workers,
+              seed=args.seed, say=partial(print, flush=True))  # fmt: skip
+    if args.evaluate:
+        from longreach.records import write
+        from longreach.train.mini.evaluate import evaluate
+
+        with progress("asking", args.samples) as advance:
+            record = evaluate(args.model, samples=args.samples, length=args.length, seed=args.seed, device=device,
+                              progress=advance)  # fmt: skip
+        if args.output:
+            write(args.output, record)
+        if args.json:
+            emit(record)
+        else:
+            low, high = record["interval_95"]
+            print(
+                f"{record['right']} of {args.samples} right ({percent(record['accuracy'])}, 95% interval {percent(low)} "
+                f"to {percent(high)}); without the needle {record['control_right']}"
+            )
     return 0
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    sys.exit(run(parser.parse_args()))

@@ -2,6 +2,29 @@
 
 from longreach.adapters.transformers.attach import Session, attach
 from longreach.adapters.transformers.hf_cache import LongreachCache
-from longreach.adapters.transformers.load import load
+from longreach.adapters.transformers.load import device_of, load, model_path
+from longreach.adapters.transformers.reading import (
+    Answer,
+    Reader,
+    check_length,
+    context_limit,
+    prompts,
+    share,
+    stop_tokens,
+)
 
-__all__ = ["LongreachCache", "Session", "attach", "load"]
+__all__ = [
+    "Answer",
+    "LongreachCache",
+    "Reader",
+    "Session",
+    "attach",
+    "check_length",
+    "context_limit",
+    "device_of",
+    "load",
+    "model_path",
+    "prompts",
+    "share",
+    "stop_tokens",
+]

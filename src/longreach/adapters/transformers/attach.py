@@ -119,6 +119,23 @@ class Session:
         """Start counting anew."""
         self.ledger.tallies.clear()
 
+    def switch(self, decode: str | AttentionMethod | None, **options: Any) -> None:
+        """Decode with another method from now on and count anew; caches stay valid. Raises as `attach` does."""
+        chosen = choose("decode", decode, **options)
+        if chosen.needs_pre_rope and not (self.prefill.needs_pre_rope or self.decode.needs_pre_rope):
+            raise InvalidInput(f"{chosen.name} needs queries before rotation; attach with it instead of switching")
+        self.decode = chosen
+        self.reset_report()
+
+    @contextmanager
+    def prompt_end(self, columns: int) -> Iterator[None]:
+        """Within this block, what lies below `columns` of the cache is prompt (prefill), the rest is decoding."""
+        before, self._prompt_end = self._prompt_end, columns
+        try:
+            yield
+        finally:
+            self._prompt_end = before
+
     def new_cache(self, batch: int = 1) -> LongreachCache:
         """An empty cache for `batch` sequences, to be passed as `past_key_values`."""
         return LongreachCache(self._layers, batch, self.cache_config, self.model.device, self)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging
 
 from longreach.errors import InvalidInput, ModelFileError
 
@@ -72,10 +73,15 @@ def load(model: str | Path, *, device: str = "cpu", dtype: torch.dtype | None = 
     place = device_of(device)
     _check_weights(path)
     wanted = dtype if dtype is not None else (torch.float32 if place.type == "cpu" else "auto")
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # loading is quick and its bar would stand among our output
     try:
         loaded = AutoModelForCausalLM.from_pretrained(path, dtype=wanted, local_files_only=True)
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     except (ValueError, OSError, KeyError) as error:
         raise ModelFileError(f"{path} could not be loaded: {str(error).splitlines()[0]}") from error
+    finally:
+        if bars:
+            logging.enable_progress_bar()
     loaded.to(place)  # type: ignore[arg-type]
     return loaded.eval(), tokenizer

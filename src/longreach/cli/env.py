@@ -1,0 +1,51 @@
+"""`longreach env`: what a bug report or a record needs to know about this machine."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from longreach.cli.common import add_json, emit
+
+NAME = "env"
+HELP = "show versions, devices and the shipped model"
+EXAMPLES = ("longreach env", "longreach env --json")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_json(parser)
+
+
+def gather() -> dict[str, Any]:
+    """Versions, devices, the package's place and the shipped model's size and hash."""
+    import hashlib
+
+    import torch
+
+    import longreach
+    from longreach.adapters.transformers import model_path
+    from longreach.errors import ModelFileError
+    from longreach.records import environment
+
+    found = {"longreach": longreach.__version__, **environment("cpu")}
+    found["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    found["package"] = str(Path(longreach.__file__).parent)
+    try:
+        weights = model_path("mini") / "model.safetensors"
+        content = weights.read_bytes()
+        found["mini"] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    except (ModelFileError, OSError):
+        found["mini"] = None
+    return found
+
+
+def run(args: argparse.Namespace) -> int:
+    found = gather()
+    if args.json:
+        emit(found)
+        return 0
+    for key, value in found.items():
+        shown = ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value
+        print(f"{key:10} {'none' if shown in (None, []) else shown}")
+    return 0

@@ -1,0 +1,37 @@
+"""`longreach methods`: what can fill which slot, with which options."""
+
+from __future__ import annotations
+
+import argparse
+
+from longreach.cli.common import add_json, emit
+
+NAME = "methods"
+HELP = "list the methods, the slots they fill and their options"
+EXAMPLES = ("longreach methods", "longreach methods --json")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from longreach.methods.registry import METHODS, method_class
+
+    found = []
+    for name in METHODS:
+        kind = method_class(name)
+        summary = (kind.__doc__ or "").strip().splitlines()[0]
+        found.append({"name": name, "slots": list(kind.phases), "options": kind.options(), "summary": summary})
+    if args.json:
+        emit(found)
+        return 0
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("method", "slots", "options and defaults", "what it does", box=None, pad_edge=False)
+    for m in found:
+        options = ", ".join(f"{k}={v}" for k, v in m["options"].items()) or "-"
+        table.add_row(m["name"], ", ".join(m["slots"]), options, m["summary"])
+    Console().print(table)
+    return 0

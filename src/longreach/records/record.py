@@ -1,0 +1,78 @@
+"""What every record states about where and how it was measured."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from longreach.errors import InvalidInput
+
+
+def commit() -> tuple[str | None, bool | None]:
+    """(commit, whether the tree was dirty) of the source; LONGREACH_COMMIT=hash[+dirty] where there is no git."""
+    stated = os.environ.get("LONGREACH_COMMIT")
+    if stated:
+        return stated.removesuffix("+dirty"), stated.endswith("+dirty")
+    here = Path(__file__).resolve().parent
+    try:
+        run = ["git", "-C", str(here)]
+        tracked = subprocess.run([*run, "ls-files", "--error-unmatch", "record.py"], capture_output=True)
+        if tracked.returncode:  # installed, perhaps inside another project's checkout
+            return None, None
+        head = subprocess.run([*run, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        changes = subprocess.run([*run, "status", "--porcelain"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None, None
+    return head, bool(changes.strip())
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or platform.machine()
+
+
+def environment(device: Any) -> dict[str, Any]:
+    """Commit, versions and device of this run."""
+    import torch
+
+    head, dirty = commit()
+    place = torch.device(device)
+    name = torch.cuda.get_device_name(place) if place.type == "cuda" else (_processor())
+    versions = {package: metadata.version(package) for package in ("torch", "transformers", "tokenizers", "numpy")}
+    return {
+        "commit": head,
+        "dirty": dirty,
+        "python": sys.version.split()[0],
+        "versions": versions,
+        "device": {"type": place.type, "name": name, "threads": torch.get_num_threads()},
+    }
+
+
+def wilson(right: int, total: int, z: float = 1.96) -> tuple[float, float]:
+    """The 95% confidence interval of a share (Wilson, 1927)."""
+    if total == 0:
+        return 0.0, 1.0
+    p, n = right / total, total
+    middle = (p + z * z / (2 * n)) / (1 + z * z / n)
+    half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def write(path: Path, record: dict[str, Any]) -> None:
+    """Write a record whole or not at all. Raises InvalidInput where the place cannot be written."""
+    part = path.with_name(path.name + ".part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps(record, indent=1) + "\n")
+        os.replace(part, path)
+    except OSError as error:
+        raise InvalidInput(f"cannot write {path}: {error.strerror}; choose another --output") from error
