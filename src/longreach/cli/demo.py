@@ -38,7 +38,8 @@ def run(args: argparse.Namespace) -> int:
     if not args.json:
         out.print(
             f"{setting.model}, {setting.tokens} tokens of real text ({setting.characters / setting.tokens:.1f} "
-            f"characters a token), {len(demo.facts)} facts hidden at depths {', '.join(f'{d:.0%}' for d in setting.depths)}.\n"
+            f"characters a token), {len(demo.facts)} facts hidden at "
+            f"depths {', '.join(f'{d:.0%}' for d in setting.depths)}.\n"
         )
         out.print(
             f"[bold]{'prefill':14}{'decode':14}{'fact at':>7}  {'expected':9}{'answer':12}"

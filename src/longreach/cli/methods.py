@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from longreach.cli.common import add_json, emit
 
@@ -18,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from longreach.methods.registry import METHODS, method_class
 
-    found = []
+    found = list[dict[str, Any]]()
     for name in METHODS:
         kind = method_class(name)
         summary = (kind.__doc__ or "").strip().splitlines()[0]

@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         else:
             low, high = record["interval_95"]
             print(
-                f"{record['right']} of {args.samples} right ({percent(record['accuracy'])}, 95% interval {percent(low)} "
-                f"to {percent(high)}); without the needle {record['control_right']}"
+                f"{record['right']} of {args.samples} right ({percent(record['accuracy'])}, 95% interval "
+                f"{percent(low)} to {percent(high)}); without the needle {record['control_right']}"
             )
     return 0

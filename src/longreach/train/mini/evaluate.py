@@ -70,7 +70,7 @@ def evaluate(
                 Sample(depth, tokens, len(text), needle.value, said, right, control, needle.value in control)
             )
             progress(1)
-    right = sum(s.right for s in results)
+    total = sum(s.right for s in results)
     weights = (model_path(model) / "model.safetensors").read_bytes()
     return {
         "what": "single needle in real text",
@@ -79,9 +79,9 @@ def evaluate(
         "haystack_sha256": haystack.sha256(),
         **environment(network.device),
         "dtype": str(network.dtype).removeprefix("torch."),
-        "right": right,
-        "accuracy": right / samples,
-        "interval_95": wilson(right, samples),
+        "right": total,
+        "accuracy": total / samples,
+        "interval_95": wilson(total, samples),
         "control_right": sum(s.control_right for s in results),
         "characters_per_token": sum(s.characters for s in results) / sum(s.tokens for s in results),
         "samples": [asdict(s) for s in results],
