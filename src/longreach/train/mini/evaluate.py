@@ -9,7 +9,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from longreach.adapters.transformers import Answer, Reader, attach, load, model_path, stop_tokens
+import torch
+
+from longreach.adapters.transformers import load, model_path
 from longreach.records import environment, wilson
 from longreach.tasks import haystack
 from longreach.tasks.needle import KeySource, evaluation_episode
@@ -35,46 +37,51 @@ def evaluate(
     model: str, *, samples: int = 200, length: int = 4096, seed: int = 0, device: str = "cpu",
     progress: Callable[[int], None] = lambda done: None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Ask `samples` single-needle questions at `length` tokens (prompt and answer), dense attention, greedy.
+    """Ask `samples` single-needle questions at `length` tokens (prompt and answer), transformers' own attention, greedy.
 
     Depths are uniform; keys come from words kept from training, values are 7 fresh digits. An answer is right iff
     it contains the value. The control is the same text without the needle.
     """
     network, tokenizer = load(model, device=device)
     source, results = KeySource(True), list[Sample]()
-    with attach(network) as session:
-        for number in range(samples):
-            random = Random(f"evaluate/{seed}/{number}")
-            episode, depth = evaluation_episode(random, source), (number + random.random()) / samples
-            needle, spot = episode.needles[0], random.randrange(1 << 30)
+    for number in range(samples):
+        random = Random(f"evaluate/{seed}/{number}")
+        episode, depth = evaluation_episode(random, source), (number + random.random()) / samples
+        needle, spot = episode.needles[0], random.randrange(1 << 30)
 
-            def prompt(facts: list[tuple[float, str]], episode: Any = episode, spot: int = spot) -> str:
-                def count(text: str) -> int:
-                    return len(tokenizer(text).input_ids)
+        def prompt(facts: list[tuple[float, str]], episode: Any = episode, spot: int = spot) -> str:
+            def count(text: str) -> int:
+                return len(tokenizer(text).input_ids)
 
-                room = length - ANSWER_ROOM - count("\n\n" + episode.needles[0].question)
-                text = haystack.document(Random(spot), facts, room, count, episode.intro)
-                return f"{text}\n\n{episode.needles[0].question}"
+            room = length - ANSWER_ROOM - count("\n\n" + episode.needles[0].question)
+            text = haystack.document(Random(spot), facts, room, count, episode.intro)
+            return f"{text}\n\n{episode.needles[0].question}"
 
-            def answered(text: str) -> tuple[str, int]:
-                ids = tokenizer(text).input_ids
-                reader, answer = Reader(session, chunk=length), Answer()
-                list(reader.ask(ids, ANSWER_ROOM, stop_tokens(network, tokenizer), answer))
-                return tokenizer.decode(answer.tokens), len(ids)
-
-            text = prompt([(depth, needle.statement)])
-            said, tokens = answered(text)
-            control, _ = answered(prompt([]))
-            right = needle.value in said
-            results.append(
-                Sample(depth, tokens, len(text), needle.value, said, right, control, needle.value in control)
+        def answered(text: str) -> tuple[str, int]:
+            ids = torch.tensor([tokenizer(text).input_ids], device=network.device)
+            out = network.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=ANSWER_ROOM, do_sample=False
             )
-            progress(1)
+            return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True), ids.shape[1]
+
+        text = prompt([(depth, needle.statement)])
+        said, tokens = answered(text)
+        control, _ = answered(prompt([]))
+        right = needle.value in said
+        results.append(Sample(depth, tokens, len(text), needle.value, said, right, control, needle.value in control))
+        progress(1)
     total = sum(s.right for s in results)
     weights = (model_path(model) / "model.safetensors").read_bytes()
     return {
         "what": "single needle in real text",
-        "config": {"samples": samples, "length": length, "seed": seed, "model": Path(model).name, "decoding": "greedy"},
+        "config": {
+            "samples": samples,
+            "length": length,
+            "seed": seed,
+            "model": Path(model).name,
+            "decoding": "greedy",
+            "attention": "dense",
+        },
         "model_sha256": hashlib.sha256(weights).hexdigest(),
         "haystack_sha256": haystack.sha256(),
         **environment(network.device),
