@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,8 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
-from longreach.errors import InvalidInput, ModelFileError
+from longreach.adapters.transformers.shard import out_of_memory
+from longreach.errors import InvalidInput, ModelFileError, OutOfMemory
 
 MINI = "longreach-mini"
 
@@ -48,6 +52,35 @@ def _check_weights(path: Path) -> None:
             raise ModelFileError(f"{file} is truncated or no safetensors file ({error}); fetch it again") from error
 
 
+def _check_generation(path: Path) -> None:
+    """transformers passes over a broken generation_config.json, and the stop tokens with it."""
+    file = path / "generation_config.json"
+    try:
+        if file.is_file() and not isinstance(json.loads(file.read_text(encoding="utf-8")), dict):
+            raise ModelFileError(f"{file} is no JSON object; fetch it again, or remove it")
+    except ValueError as error:
+        raise ModelFileError(f"{file} is no valid JSON ({error}); fetch it again, or remove it") from error
+
+
+def _check_complete(path: Path, model: PreTrainedModel, found: dict[str, Any]) -> None:
+    """Raise where weights are missing: transformers makes random ones in their place."""
+    wrong = sorted(name for name, *_ in found["mismatched_keys"])
+    missing = sorted(set(found["missing_keys"]) - set(wrong))
+    for names, what in ((missing, "are missing from its weights"), (wrong, "have another shape in its weights")):
+        if names:
+            raise ModelFileError(
+                f"{path}: {len(names)} tensors that config.json asks for {what}, such as {names[0]}; "
+                f"config.json and weights belong to different models, or a file is lacking: fetch the model again"
+            )
+    unused = sorted(found["unexpected_keys"])
+    if unused:
+        warnings.warn(
+            f"{path}: {type(model).__name__} uses {len(unused)} tensors of the checkpoint not at all, such as "
+            f"{unused[0]}; check that config.json is this model's",
+            stacklevel=3,
+        )
+
+
 def device_of(device: str) -> torch.device:
     """The torch device by name; "auto" takes the GPU where there is one. Raises InvalidInput where it is missing."""
     if device == "auto":
@@ -56,32 +89,57 @@ def device_of(device: str) -> torch.device:
         chosen = torch.device(device)
     except RuntimeError as error:
         raise InvalidInput(f"device: {device!r} is no device; use 'cpu', 'cuda' or 'auto'") from error
+    if chosen.type not in ("cpu", "cuda"):
+        raise InvalidInput(f"device: longreach runs on 'cpu' and 'cuda', not on {device!r}")
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise InvalidInput(
             "device: CUDA was asked for, but torch sees no GPU; use --device cpu, or install a CUDA torch"
         )
+    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
+        raise InvalidInput(f"device: no {device!r} here, torch sees {torch.cuda.device_count()} GPUs")
     return chosen
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No bars and reports of transformers among our output; what matters in them is checked and raised."""
+    bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
 
 
 def load(model: str | Path, *, device: str = "cpu", dtype: torch.dtype | None = None) -> tuple[PreTrainedModel, Any]:
     """(model, tokenizer) from a directory in transformers' format, or "mini" for the shipped longreach-mini.
 
     dtype: None means fp32 on the CPU (bf16 is slower there), the checkpoint's own elsewhere.
-    Raises ModelFileError (no directory, missing, truncated or foreign files), InvalidInput (device).
+    Raises ModelFileError (no directory; missing, truncated, foreign or contradicting files), InvalidInput (device),
+    OutOfMemory (the weights do not fit).
     """
     path = model_path(model)
     place = device_of(device)
     _check_weights(path)
+    _check_generation(path)
     wanted = dtype if dtype is not None else (torch.float32 if place.type == "cpu" else "auto")
-    bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # loading is quick and its bar would stand among our output
     try:
-        loaded = AutoModelForCausalLM.from_pretrained(path, dtype=wanted, local_files_only=True)
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except (ValueError, OSError, KeyError) as error:
-        raise ModelFileError(f"{path} could not be loaded: {str(error).splitlines()[0]}") from error
-    finally:
-        if bars:
-            logging.enable_progress_bar()
-    loaded.to(place)  # type: ignore[arg-type]
+        with _quiet():
+            loaded, found = AutoModelForCausalLM.from_pretrained(
+                path, dtype=wanted, local_files_only=True, trust_remote_code=False,
+                ignore_mismatched_sizes=True, output_loading_info=True,
+            )  # fmt: skip
+            tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        _check_complete(path, loaded, found)
+        loaded.to(place)
+    except ModelFileError:
+        raise
+    except Exception as error:  # malformed files make transformers raise anything at all
+        if out_of_memory(error):
+            raise OutOfMemory(f"{path} does not fit into the memory of {place}; try --dtype bfloat16") from error
+        lines = str(error).strip().splitlines() or ["no reason given"]
+        raise ModelFileError(f"{path} could not be loaded: {type(error).__name__}: {lines[0]}") from error
     return loaded.eval(), tokenizer

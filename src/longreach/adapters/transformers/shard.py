@@ -38,8 +38,8 @@ def shard_of(attention: nn.Module, kv_heads: int) -> HeadShard:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether torch ran out of memory, on a GPU or on the CPU."""
-    if isinstance(error, torch.OutOfMemoryError):
+    """Whether memory ran out, on a GPU or on the CPU."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     text = str(error)
     return isinstance(error, RuntimeError) and ("can't allocate memory" in text or "not enough memory" in text)

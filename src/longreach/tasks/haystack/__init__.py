@@ -49,7 +49,12 @@ def document(
     while True:
         paragraph = source[(start + number) % len(source)]
         tokens = count(paragraph) + 1
-        if size + tokens > left:
+        if size + tokens > left:  # the last paragraph ends with the sentence that still fits
+            for sentence in SENTENCE_END.split(paragraph):
+                size += count(sentence) + 1
+                if size > left:
+                    break
+                sentences.append((number, sentence))
             break
         sentences += [(number, s) for s in SENTENCE_END.split(paragraph)]
         size += tokens

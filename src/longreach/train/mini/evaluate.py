@@ -37,12 +37,13 @@ def evaluate(
     model: str, *, samples: int = 200, length: int = 4096, seed: int = 0, device: str = "cpu",
     progress: Callable[[int], None] = lambda done: None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Ask `samples` single-needle questions at `length` tokens (prompt and answer), transformers' own attention, greedy.
+    """Ask `samples` single-needle questions at `length` tokens (prompt and answer), dense attention, greedy.
 
     Depths are uniform; keys come from words kept from training, values are 7 fresh digits. An answer is right iff
     it contains the value. The control is the same text without the needle.
     """
     network, tokenizer = load(model, device=device)
+    generate: Any = network.generate
     source, results = KeySource(True), list[Sample]()
     for number in range(samples):
         random = Random(f"evaluate/{seed}/{number}")
@@ -59,9 +60,7 @@ def evaluate(
 
         def answered(text: str) -> tuple[str, int]:
             ids = torch.tensor([tokenizer(text).input_ids], device=network.device)
-            out = network.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=ANSWER_ROOM, do_sample=False
-            )
+            out = generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=ANSWER_ROOM, do_sample=False)
             return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True), ids.shape[1]
 
         text = prompt([(depth, needle.statement)])
