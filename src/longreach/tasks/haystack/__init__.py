@@ -43,15 +43,15 @@ def document(
     left = room - count("\n\n".join([*head, *(fact for _, fact in facts)])) - 2 * len(facts) - 4
     if left < 16:
         raise InvalidInput(f"a text of {room} tokens has no room for {len(facts)} facts; ask for a longer one")
-    source = paragraphs()
+    source, special = paragraphs(), count("")
     start, sentences = random.randrange(len(source)), list[tuple[int, str]]()
     size = number = 0
     while True:
         paragraph = source[(start + number) % len(source)]
-        tokens = count(paragraph) + 1
+        tokens = count(paragraph) - special + 1  # 1: the empty line after it
         if size + tokens > left:  # the last paragraph ends with the sentence that still fits
             for sentence in SENTENCE_END.split(paragraph):
-                size += count(sentence) + 1
+                size += count(sentence) - special + 1
                 if size > left:
                     break
                 sentences.append((number, sentence))
