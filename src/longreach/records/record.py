@@ -69,10 +69,11 @@ def wilson(right: int, total: int, z: float = 1.96) -> tuple[float, float]:
 
 def write(path: Path, record: dict[str, Any]) -> None:
     """Write a record whole or not at all. Raises InvalidInput where the place cannot be written."""
+    text = json.dumps(record, indent=1) + "\n"
     part = path.with_name(path.name + ".part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps(record, indent=1) + "\n")
+        part.write_text(text)
         os.replace(part, path)
     except OSError as error:
         raise InvalidInput(f"cannot write {path}: {error.strerror}; choose another --output") from error

@@ -1,0 +1,43 @@
+"""Records: whole or not at all, with where they come from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from longreach.errors import InvalidInput
+from longreach.records import environment, wilson, write
+
+
+def test_a_record_is_written_whole(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "record.json"
+    write(path, {"a": 1})
+    assert json.loads(path.read_text()) == {"a": 1}
+    with pytest.raises(TypeError):
+        write(path, {"a": object()})
+    assert json.loads(path.read_text()) == {"a": 1}
+    assert [p.name for p in path.parent.iterdir()] == ["record.json"]
+
+
+def test_an_unwritable_place_is_one_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidInput, match="cannot write"):
+        write(tmp_path / "file" / "record.json", {})
+
+
+def test_the_environment_names_versions_and_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LONGREACH_COMMIT", "abc123+dirty")
+    found = environment("cpu")
+    assert (found["commit"], found["dirty"]) == ("abc123", True)
+    assert {"torch", "transformers", "tokenizers", "numpy"} <= set(found["versions"])
+    assert found["device"]["type"] == "cpu" and found["device"]["name"]
+
+
+def test_wilson_interval() -> None:
+    # Wilson (1927) for 90 of 100 at 95%: 0.8256 to 0.9448
+    low, high = wilson(90, 100)
+    assert low == pytest.approx(0.8256, abs=1e-4) and high == pytest.approx(0.9448, abs=1e-4)
+    assert wilson(0, 0) == (0.0, 1.0)
+    assert wilson(200, 200)[1] == pytest.approx(1.0)
