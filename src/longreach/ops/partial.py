@@ -23,10 +23,14 @@ def merge(first: Partial, *others: Partial) -> Partial:
     if not others:
         return first
     lses = torch.stack([first.lse, *(p.lse for p in others)])
-    lse = lses.logsumexp(0)
-    share = torch.exp(lses - _finite(lse))
-    out = sum(w[..., None] * p.out for w, p in zip(share, (first, *others), strict=True))
-    return Partial(out, lse)
+    # not torch.logsumexp: its gradient over empty Partials alone is NaN
+    top = _finite(lses.detach().amax(0))
+    weight = torch.exp(lses - top)
+    total = weight.sum(0)
+    none = total == 0
+    total = total.masked_fill(none, 1.0)
+    out = sum(w[..., None] * p.out for w, p in zip(weight / total, (first, *others), strict=True))
+    return Partial(out, (top + torch.log(total)).masked_fill(none, -torch.inf))
 
 
 def shift(partial: Partial, log_weight: Tensor) -> Partial:
@@ -50,12 +54,12 @@ def remove(whole: Partial, part: Partial) -> Partial:
     `is_empty` of the result shows.
     """
     _alike(whole, part)
-    left = -torch.expm1(part.lse - _finite(whole.lse))  # 1 - s
-    size = whole.lse.abs().nan_to_num(posinf=0.0) + part.lse.abs().nan_to_num(posinf=0.0)
-    gone = (left <= torch.finfo(left.dtype).eps * (4.0 + size)) | whole.is_empty
-    safe = torch.where(gone, 1.0, left)
-    lse = torch.where(gone, -torch.inf, whole.lse + torch.log(safe))
-    out = (whole.out - (1.0 - left)[..., None] * part.out) / safe[..., None]
+    size = _finite(whole.lse).abs() + _finite(part.lse).abs()
+    ratio = part.lse - _finite(whole.lse)
+    gone = (-torch.expm1(ratio) <= torch.finfo(ratio.dtype).eps * (4.0 + size)) | whole.is_empty
+    left = -torch.expm1(ratio.masked_fill(gone, -torch.inf))  # 1 - s, and 1 where nothing is left
+    lse = (whole.lse + torch.log(left)).masked_fill(gone, -torch.inf)
+    out = (whole.out - (1.0 - left)[..., None] * part.out) / left[..., None]
     return Partial(out.masked_fill(gone[..., None], 0.0), lse)
 
 

@@ -6,7 +6,7 @@ pairs channel i with i + rotary/2 (Llama), "interleaved" pairs 2i with 2i + 1 (G
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from longreach.ops.types import describe, require
 
 Layout = Literal["half", "interleaved"]
+LAYOUTS = get_args(Layout)
 
 
 def angles(pos: Tensor, inv_freq: Tensor, *, scaling: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -21,7 +22,10 @@ def angles(pos: Tensor, inv_freq: Tensor, *, scaling: float = 1.0) -> tuple[Tens
 
     pos: int or float [...]; inv_freq: float [rotary/2], radians per position.
     """
-    require(inv_freq.dim() == 1, f"inv_freq: expected [rotary/2], got {describe(inv_freq)}")
+    ok = isinstance(inv_freq, Tensor) and inv_freq.dim() == 1 and inv_freq.is_floating_point()
+    require(ok, f"inv_freq: expected float [rotary/2], got {describe(inv_freq)}")
+    require(isinstance(pos, Tensor), f"pos: expected a tensor of positions, got {describe(pos)}")
+    require(pos.device == inv_freq.device, f"pos: expected on {inv_freq.device} like inv_freq, got {describe(pos)}")
     turn = pos[..., None].to(torch.float64) * inv_freq.to(torch.float64)  # fp32 loses digits at 1M positions
     return (turn.cos() * scaling).float(), (turn.sin() * scaling).float()
 
@@ -32,11 +36,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, layout: Layout = "half") -> T
     x: [..., D]; cos, sin: [..., rotary/2], broadcast against x's leading dimensions, rotary <= D.
     Returns x's dtype, computed in fp32 (fp64 for fp64). Raises InvalidInput for shapes that do not fit.
     """
-    pairs = cos.shape[-1]
-    require(cos.shape == sin.shape, f"cos, sin: expected alike, got {describe(cos)} and {describe(sin)}")
-    fits = 2 * pairs <= x.shape[-1]
-    require(fits, f"cos: {pairs} pairs need a head dim of at least {2 * pairs}, got {describe(x)}")
-    require(layout in ("half", "interleaved"), f"layout: expected 'half' or 'interleaved', got {layout!r}")
+    pairs = _pairs(x, cos, sin, layout)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     turned, rest = x[..., : 2 * pairs].to(wide), x[..., 2 * pairs :]
     a, b = (turned[..., :pairs], turned[..., pairs:]) if layout == "half" else (turned[..., ::2], turned[..., 1::2])
@@ -48,8 +48,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, layout: Layout = "half") -> T
 
 def unrotate(x: Tensor, cos: Tensor, sin: Tensor, *, layout: Layout = "half") -> Tensor:
     """The inverse of rotate, scaling included: R(-angle) / (cos^2 + sin^2)."""
+    _pairs(x, cos, sin, layout)
     size = cos.double() ** 2 + sin.double() ** 2
-    return rotate(x, (cos / size).to(cos.dtype), (-sin / size).to(sin.dtype), layout=layout)
+    return rotate(x, cos / size, -sin / size, layout=layout)  # unrounded: cos and sin may be bf16
 
 
 def reposition(x: Tensor, old: Tensor, new: Tensor, inv_freq: Tensor, *, layout: Layout = "half") -> Tensor:
@@ -59,3 +60,26 @@ def reposition(x: Tensor, old: Tensor, new: Tensor, inv_freq: Tensor, *, layout:
     """
     cos, sin = angles(new - old, inv_freq)
     return rotate(x, cos, sin, layout=layout)
+
+
+def _pairs(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> int:
+    """How many pairs turn; raises InvalidInput where the arguments do not fit together."""
+    for name, t in (("x", x), ("cos", cos), ("sin", sin)):
+        ok = isinstance(t, Tensor) and t.is_floating_point() and t.dim() >= 1
+        require(ok, f"{name}: expected a float tensor, got {describe(t)}")
+    pairs = cos.shape[-1]
+    require(cos.shape == sin.shape, f"cos, sin: expected alike, got {describe(cos)} and {describe(sin)}")
+    on = cos.device == sin.device == x.device
+    require(on, f"cos, sin: expected on {x.device} like x, got {describe(cos)} and {describe(sin)}")
+    fits = 2 * pairs <= x.shape[-1]
+    require(fits, f"cos: {pairs} pairs need a head dim of at least {2 * pairs}, got {describe(x)}")
+    fits = _broadcasts(cos.shape[:-1], x.shape[:-1])
+    require(fits, f"cos: {describe(cos)} does not broadcast against the leading dimensions of x, {describe(x)}")
+    require(layout in LAYOUTS, f"layout: expected 'half' or 'interleaved', got {layout!r}")
+    return pairs
+
+
+def _broadcasts(small: torch.Size, large: torch.Size) -> bool:
+    """Whether `small` broadcasts to exactly `large`."""
+    tail = large[len(large) - len(small) :]
+    return len(small) <= len(large) and all(a in (1, b) for a, b in zip(small, tail, strict=True))

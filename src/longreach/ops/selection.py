@@ -61,7 +61,10 @@ class Selection(ABC):
 
     @abstractmethod
     def reads(self, rows: Rows, kv: KVView) -> Tensor:
-        """Keys streamed per row and KV head, the union over its query heads: int64 [R, G], no device sync."""
+        """Keys streamed per row and KV head, the union over its query heads: int64 [R, G].
+
+        Takes the selection as valid; no device sync, but for PackedLists' longest length.
+        """
 
     @abstractmethod
     def take(self, index: Tensor) -> Selection:
@@ -74,10 +77,12 @@ class Selection(ABC):
 
     def streamed(self, rows: Rows, kv: KVView, stop: int | None = None) -> Tensor:
         """bool [R, G, N]: slots read for the row by each KV head, the union over its query heads."""
-        mask = self.mask(rows, kv, stop)
+        return self._union(self.mask(rows, kv, stop), rows, kv)
+
+    def _union(self, mask: Tensor, rows: Rows, kv: KVView) -> Tensor:
         if self.per == "query" and mask.shape[1] > 1:
             mask = mask.unflatten(1, (kv.heads, kv.group(rows))).any(2)
-        return mask.expand(-1, kv.heads, -1)
+        return mask.expand(rows.pos.shape[0], kv.heads, -1)
 
     def _check_heads(self, size: int, rows: Rows, kv: KVView, what: str) -> None:
         heads = kv.heads if self.per == "kv" else rows.q.shape[1]
@@ -91,6 +96,7 @@ def slot_positions(rows: Rows, kv: KVView, stop: int, per: Per) -> Tensor:
     if kv.slot_pos is None:
         return slots[None, None]
     page, offset = kv.locate(rows.seq[:, None], slots[None].expand(rows.seq.shape[0], -1))
+    page = page.clamp(0, kv.k.shape[0] - 1)  # a table's entries past `filled` may be anything
     position = kv.slot_pos[page, :, offset].transpose(1, 2).long()
     return position if per == "kv" else position.repeat_interleave(kv.group(rows), 1)
 
@@ -126,6 +132,7 @@ class Spans(Selection):
 
     def check(self, rows: Rows, kv: KVView) -> None:
         for bound in (b for span in self.spans for b in span):
+            require(isinstance(bound, Bound), f"span: expected bounds made by at() or near(), got {describe(bound)}")
             value = bound.value
             if isinstance(value, int):
                 if not bound.relative and value < 0:
@@ -144,7 +151,7 @@ class Spans(Selection):
 
         def passed(bound: Bound) -> Tensor:
             value = bound.value if isinstance(bound.value, int) else bound.value[:, :, None]
-            return position >= rows.pos[:, None, None] + value if bound.relative else slot >= value
+            return position >= rows.pos.long()[:, None, None] + value if bound.relative else slot >= value
 
         mask = torch.zeros(rows.pos.shape[0], 1, stop, dtype=torch.bool, device=rows.pos.device)
         for span in self.spans:
@@ -155,11 +162,11 @@ class Spans(Selection):
         if kv.slot_pos is not None:
             return self.streamed(rows, kv).sum(-1)
         pos = rows.pos.long()[:, None]
-        limit = torch.minimum(pos + 1, kv.filled[rows.seq.long()][:, None])
+        limit = _seen(rows, kv)[:, None]
 
         def slots(bound: Bound) -> Tensor:
-            value = pos + bound.value if bound.relative else torch.as_tensor(bound.value, device=pos.device)
-            return torch.minimum(value.clamp(min=0), limit).expand(pos.shape[0], -1)
+            fixed = torch.zeros_like(pos) if not bound.relative else pos
+            return torch.minimum((fixed + bound.value).clamp(min=0), limit)
 
         ends = [torch.broadcast_tensors(slots(s.start), slots(s.stop)) for s in self.spans]
         heads = max((start.shape[1] for start, _ in ends), default=1)
@@ -180,7 +187,8 @@ class Lists(Selection):
     """A list of keys, or of blocks of `block` consecutive keys, per row and head; entries are distinct.
 
     index: int [L, heads, C]; count: int [L, heads], entries in use. A count above the capacity C is an
-    overflow: the row then reads its dense span, and `overflowed` shows it, so nothing is cut silently.
+    overflow: the row then reads its dense span whatever the entries say, and `overflowed` shows it, so nothing
+    is cut silently. Entries past the count may be anything.
     log_weight: float [L, heads, C] or None, added to the logit of every key of the entry.
     list_of: int [R], the list each row uses (tiles share one); None means row r uses list r.
     """
@@ -207,7 +215,7 @@ class Lists(Selection):
         if weight is not None:
             ok = isinstance(weight, Tensor) and weight.is_floating_point() and weight.shape == index.shape
             require(ok, f"log_weight: expected float {list(index.shape)}, got {describe(weight)}")
-        require(self.block >= 1, f"block: expected >= 1 keys, got {self.block}")
+        _check_block(self.block)
         _check_list_of(self.list_of, index.shape[0], rows)
         for name, x in (("index", index), ("count", count), ("log_weight", weight)):
             on = x is None or x.device == rows.pos.device
@@ -219,47 +227,63 @@ class Lists(Selection):
     def _per_row(self, x: Tensor) -> Tensor:
         return x if self.list_of is None else x[self.list_of.long()]
 
-    def chosen(self, rows: Rows, kv: KVView, stop: int) -> tuple[Tensor, Tensor | None]:
+    def _entries(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Of each row: its entries and which of them are in use [R, heads, C], and whether it overflowed [R, heads]."""
         index, count = self._per_row(self.index).long(), self._per_row(self.count)
-        capacity = index.shape[2]
-        used = torch.arange(capacity, device=index.device) < count[..., None]
-        blocks = -(-kv.filled[rows.seq.long()].long() // self.block)[:, None, None]
-        bad = used & ((index < 0) | (index >= blocks))
+        over = count > index.shape[2]
+        used = (torch.arange(index.shape[2], device=index.device) < count[..., None]) & ~over[..., None]
+        return index, used, over
+
+    def chosen(self, rows: Rows, kv: KVView, stop: int) -> tuple[Tensor, Tensor | None]:
+        index, used, _ = self._entries()
+        blocks = -(-kv.filled[rows.seq.long()].long() // self.block)
+        bad = used & ((index < 0) | (index >= blocks[:, None, None]))
         if bool(bad.any()):
             row = int(bad.nonzero()[0, 0])
+            unit = "slots" if self.block == 1 else f"blocks of {self.block} slots"
             raise SelectionError(
-                f"list entry {int(index[bad][0])} of row {row} lies outside the {int(blocks[row])} "
-                f"{'slots' if self.block == 1 else f'blocks of {self.block} slots'} its sequence holds"
+                f"list entry {int(index[bad][0])} lies outside the {int(blocks[row])} {unit} that sequence "
+                f"{int(rows.seq[row])} holds (row at position {int(rows.pos[row])})"
             )
-        width = -(-kv.capacity // self.block)
-        spare = torch.where(used, index, width)  # unused entries land in a column that is cut off
-        times = torch.zeros(*index.shape[:2], width + 1, dtype=torch.int32, device=index.device)
-        times.scatter_add_(2, spare, torch.ones_like(spare, dtype=torch.int32))
-        if bool((times[..., :width] > 1).any()):
-            raise SelectionError("a list names the same entry twice; entries must be distinct")
-        over = (count > capacity)[..., None]
-        mask = self._slots(times[..., :width] > 0, stop) | over
-        if self.log_weight is None:
-            return mask, None
-        weight = self._per_row(self.log_weight)
-        sheet = torch.zeros(*index.shape[:2], width + 1, dtype=weight.dtype, device=index.device)
-        weights = self._slots(sheet.scatter(2, spare, weight)[..., :width], stop)
-        return mask, weights.masked_fill(over, 0.0)
+        spare = -1 - torch.arange(index.shape[2], device=index.device)  # distinct, and no entry is negative
+        ordered = torch.where(used, index, spare).sort(-1).values
+        twice = (ordered[..., 1:] == ordered[..., :-1]).any(-1)
+        if bool(twice.any()):
+            row = int(twice.nonzero()[0, 0])
+            raise SelectionError(
+                f"a list of sequence {int(rows.seq[row])} (row at position {int(rows.pos[row])}) names an entry "
+                "twice; entries must be distinct"
+            )
+        return self._painted(stop)
 
-    def _slots(self, entries: Tensor, stop: int) -> Tensor:
-        return entries.repeat_interleave(self.block, 2)[..., :stop] if self.block > 1 else entries[..., :stop]
+    def _painted(self, stop: int) -> tuple[Tensor, Tensor | None]:
+        """`chosen` of lists that are known to be valid; no device sync."""
+        index, used, over = self._entries()
+        width = -(-stop // self.block)
+        place = torch.where(used & (index >= 0) & (index < width), index, width)  # a spare column, cut off again
+
+        def paint(values: Tensor) -> Tensor:
+            sheet = torch.zeros(*index.shape[:2], width + 1, dtype=values.dtype, device=index.device)
+            return sheet.scatter(2, place, values)[..., :width].repeat_interleave(self.block, 2)[..., :stop]
+
+        mask = paint(torch.ones_like(place, dtype=torch.bool)) | over[..., None]
+        return mask, None if self.log_weight is None else paint(self._per_row(self.log_weight))
 
     def reads(self, rows: Rows, kv: KVView) -> Tensor:
-        shared = self.index.shape[1] == 1
-        if kv.slot_pos is not None or (self.per == "query" and not shared):
-            return self.streamed(rows, kv).sum(-1)
-        index, count = self._per_row(self.index).long(), self._per_row(self.count)
-        dense = torch.minimum(rows.pos.long() + 1, kv.filled[rows.seq.long()].long())[:, None]
-        first = index * self.block
-        keys = torch.minimum(first + self.block, dense[..., None]) - first
-        used = torch.arange(index.shape[2], device=index.device) < count[..., None]
-        total = (keys.clamp(min=0) * used).sum(-1)
-        return torch.where(count > index.shape[2], dense, total).expand(-1, kv.heads)
+        if kv.slot_pos is not None:
+            mask = self._painted(kv.capacity)[0] & visible(rows, kv, kv.capacity, self.per)
+            return self._union(mask, rows, kv).sum(-1)
+        index, used, over = self._entries()
+        if self.per == "query" and index.shape[1] > 1:  # lists of a group's query heads are one stream
+            spare = -1 - torch.arange(index.shape[2], device=index.device)
+            index = torch.where(used, index, spare).unflatten(1, (kv.heads, -1)).flatten(2).sort(-1).values
+            first = torch.ones_like(index[..., :1], dtype=torch.bool)
+            used = (index >= 0) & torch.cat([first, index[..., 1:] != index[..., :-1]], -1)
+            over = over.unflatten(1, (kv.heads, -1)).any(2)
+        dense = _seen(rows, kv)[:, None]
+        start = index.clamp(min=0) * self.block
+        keys = (torch.minimum(start + self.block, dense[..., None]) - start).clamp(min=0)
+        return torch.where(over, dense, (keys * used).sum(-1)).expand(-1, kv.heads)
 
 
 @dataclass(frozen=True)
@@ -289,10 +313,11 @@ class PackedLists(Selection):
             rest == 0 and lists >= 0, f"offsets: expected L * {self.heads} + 1 entries, got {describe(self.offsets)}"
         )
         if self.log_weight is not None:
-            ok = self.log_weight.is_floating_point() and self.log_weight.shape == self.index.shape
+            ok = isinstance(self.log_weight, Tensor) and self.log_weight.is_floating_point()
+            ok = ok and self.log_weight.shape == self.index.shape
             ok = ok and self.log_weight.device == self.index.device
             require(ok, f"log_weight: expected float {list(self.index.shape)}, got {describe(self.log_weight)}")
-        require(self.block >= 1, f"block: expected >= 1 keys, got {self.block}")
+        _check_block(self.block)
         _check_list_of(self.list_of, lists, rows)
 
     def take(self, index: Tensor) -> Lists:
@@ -301,8 +326,11 @@ class PackedLists(Selection):
     def padded(self) -> Lists:
         """The same lists with a common capacity (host work: it reads the longest length)."""
         length = self.offsets[1:] - self.offsets[:-1]
-        if self.offsets.numel() and (bool((length < 0).any()) or int(self.offsets[-1]) > self.index.shape[0]):
-            raise SelectionError("offsets must ascend and end within index")
+        first, last = int(self.offsets[0]), int(self.offsets[-1])
+        if first < 0 or bool((length < 0).any()) or last > self.index.shape[0]:
+            raise SelectionError(
+                f"offsets: expected to ascend within the {self.index.shape[0]} entries of index, got {first} to {last}"
+            )
         column = torch.arange(max(1, int(length.max()) if length.numel() else 1), device=self.index.device)
         entry = (self.offsets[:-1, None] + column).clamp(max=max(self.index.shape[0] - 1, 0))
         used = column < length[:, None]
@@ -322,12 +350,22 @@ class PackedLists(Selection):
         return self.padded().reads(rows, kv)
 
 
+def _seen(rows: Rows, kv: KVView) -> Tensor:
+    """int64 [R]: slots each row can see, where slots are positions."""
+    return torch.minimum(rows.pos.long() + 1, kv.filled[rows.seq.long()].long()).clamp(min=0)
+
+
+def _check_block(block: int) -> None:
+    require(isinstance(block, int) and block >= 1, f"block: expected a count of keys >= 1, got {block!r}")
+
+
 def _check_list_of(list_of: Tensor | None, lists: int, rows: Rows) -> None:
     count = rows.pos.shape[0]
     if list_of is None:
         require(lists == count, f"lists: expected one per row ({count}) or list_of, got {lists}")
         return
-    ok = list_of.dtype in INTS and list_of.shape == (count,) and list_of.device == rows.pos.device
+    ok = isinstance(list_of, Tensor) and list_of.dtype in INTS
+    ok = ok and list_of.shape == (count,) and list_of.device == rows.pos.device
     require(ok, f"list_of: expected int [R={count}] on {rows.pos.device}, got {describe(list_of)}")
     if list_of.device.type == "cpu" and count:
         inside = int(list_of.min()) >= 0 and int(list_of.max()) < lists

@@ -86,6 +86,7 @@ class KVView:
         k, v, filled = self.k, self.v, self.filled
         require(isinstance(k, Tensor) and k.dim() == 4, f"k: expected [P, G, page, D], got {describe(k)}")
         require(k.dtype in FLOATS, f"k: expected bf16, fp16, fp32 or fp64, got {describe(k)}")
+        require(min(k.shape[1:]) >= 1, f"k: expected at least one KV head, slot and channel, got {describe(k)}")
         same = isinstance(v, Tensor) and v.shape == k.shape and v.dtype == k.dtype and v.device == k.device
         require(same, f"v: expected {describe(k)} like k, got {describe(v)}")
         require(k.stride(-1) == 1 and v.stride(-1) == 1, "k, v: the last dimension must be contiguous")
@@ -100,7 +101,8 @@ class KVView:
             ok = ok and table.shape[0] == filled.shape[0]
             require(ok, f"block_table: expected int [B={filled.shape[0]}, pages], got {describe(table)}")
         if self.slot_pos is not None:
-            ok = self.slot_pos.dtype in INTS and self.slot_pos.shape == k.shape[:3]
+            ok = isinstance(self.slot_pos, Tensor) and self.slot_pos.dtype in INTS
+            ok = ok and self.slot_pos.shape == k.shape[:3]
             require(ok, f"slot_pos: expected int {list(k.shape[:3])}, got {describe(self.slot_pos)}")
         for name in ("v", "filled", "block_table", "slot_pos"):
             x = getattr(self, name)

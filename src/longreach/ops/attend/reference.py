@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from longreach.ops.by_sequence import logits, reach, read, steps
 from longreach.ops.partial import merge
-from longreach.ops.selection import Selection, visible
+from longreach.ops.selection import PackedLists, Selection, visible
 from longreach.ops.types import KVView, Partial, Rows, accumulator
 
 
@@ -18,14 +19,19 @@ def attend(
     rows: Rows, kv: KVView, selection: Selection, *, scale: float, softcap: float | None, sink_logit: Tensor | None
 ) -> Partial:
     count, heads, dim = rows.q.shape
-    result = Partial.empty(count, heads, dim, dtype=accumulator(rows.q.dtype), device=rows.q.device)
-    out, lse = result.out, result.lse
-    for index in steps(rows, kv):
-        o, z = _step(rows.take(index), kv, selection.take(index), scale, softcap)
-        out, lse = out.index_copy(0, index, o), lse.index_copy(0, index, z)
+    dtype = accumulator(rows.q.dtype)
+    if isinstance(selection, PackedLists):
+        selection = selection.padded()  # once, not at every step
+    order = steps(rows, kv)
+    if order:
+        outs, lses = zip(*(_step(rows.take(i), kv, selection.take(i), scale, softcap) for i in order), strict=True)
+        place = torch.cat(order).argsort()  # each row lies in one step
+        result = Partial(torch.cat(outs)[place], torch.cat(lses)[place])
+    else:
+        result = Partial.empty(count, heads, dim, dtype=dtype, device=rows.q.device)
     if sink_logit is None:
-        return Partial(out, lse)
-    return merge(Partial(out, lse), Partial(torch.zeros_like(out), sink_logit.to(lse.dtype).expand(count, heads)))
+        return result
+    return merge(result, Partial(torch.zeros_like(result.out), sink_logit.to(dtype).expand(count, heads)))
 
 
 def _step(rows: Rows, kv: KVView, selection: Selection, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
@@ -41,7 +47,7 @@ def _step(rows: Rows, kv: KVView, selection: Selection, scale: float, softcap: f
     for g in range(kv.heads):  # KV heads choose different slots, so each gathers its own
         mine = slice(g * width, (g + 1) * width)
         q = rows.q[:, g * group : (g + 1) * group]
-        w = None if weight is None else weight[:, mine]
+        w = None if weight is None else weight.expand_as(mask)[:, mine]
         parts.append(_columns(q, kv, rows.seq[0], slice(g, g + 1), mask[:, mine], w, scale, softcap))
     outs, lses = zip(*parts, strict=True)
     return torch.cat(outs, 1), torch.cat(lses, 1)
@@ -66,13 +72,14 @@ def _columns(
     if weight is not None:
         x = x + weight[:, :, columns].transpose(0, 1).to(dtype)
     x = x.masked_fill(~mask[:, :, columns].transpose(0, 1), -torch.inf)
-    if not columns.numel():
-        x = x.new_full((*x.shape[:2], 1), -torch.inf)
-        v = v.new_zeros(v.shape[0], 1, v.shape[2])
-    # the maximum is a constant of the formula: no gradient; a row over no keys has none, and exp(-inf) = 0
+    if not columns.numel():  # one column that weighs nothing, so that out stays a function of q
+        x, v = pad(x, (0, 1), value=-torch.inf), pad(v, (0, 0, 0, 1))
+    # the maximum is a constant of the formula: no gradient; where no key weighs anything exp(-inf) = 0
     top = x.detach().amax(-1, keepdim=True).clamp(min=torch.finfo(dtype).min)
     p = torch.exp(x - top)
     total = p.sum(-1, keepdim=True)
-    out = (p.view(k.shape[0], -1, p.shape[-1]) @ v).view(*x.shape[:2], -1) / total.clamp(min=1e-30)
-    lse = (top + torch.log(total)).squeeze(-1)
+    none = total == 0
+    total = total.masked_fill(none, 1.0)
+    out = (p.reshape(k.shape[0], -1, p.shape[-1]) @ v).view(*x.shape[:2], -1) / total
+    lse = (top + torch.log(total)).masked_fill(none, -torch.inf).squeeze(-1)
     return out.transpose(0, 1), lse.transpose(0, 1)

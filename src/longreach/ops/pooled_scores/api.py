@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from longreach.ops.checks import check_logits, check_memory
 from longreach.ops.impl import Implementations
 from longreach.ops.types import INTS, KVView, Rows, describe, require
 
@@ -32,17 +33,20 @@ def pooled_scores(
 
     Returns fp32 [tiles, G, N], N = kv.capacity, 0 where nothing is seen. Raises InvalidInput, UnknownName.
     """
-    compute = implementations.get(impl, rows.q.device)
-    kv.group(rows)
+    check_memory(rows, kv)
+    check_logits(scale, softcap, rows)
     count, heads = rows.q.shape[:2]
     require((tile is None) == (tiles is None), "tile and tiles: give both or neither")
     if tile is not None and tiles is not None:
+        require(isinstance(tiles, int) and tiles >= 0, f"tiles: expected a count >= 0, got {tiles!r}")
         ok = isinstance(tile, Tensor) and tile.dtype in INTS and tile.shape == (count,) and tile.device == rows.q.device
         require(ok, f"tile: expected int [R={count}] on {rows.q.device}, got {describe(tile)}")
         if tile.device.type == "cpu" and count:
             inside = int(tile.min()) >= 0 and int(tile.max()) < tiles
             require(inside, f"tile: expected values in [0, {tiles}), got {int(tile.min())} to {int(tile.max())}")
     if lse is not None:
-        ok = isinstance(lse, Tensor) and lse.shape == (count, heads) and lse.device == rows.q.device
+        ok = isinstance(lse, Tensor) and lse.shape == (count, heads) and lse.is_floating_point()
+        ok = ok and lse.device == rows.q.device
         require(ok, f"lse: expected float [{count}, {heads}] on {rows.q.device}, got {describe(lse)}")
+    compute = implementations.get(impl, rows.q.device)
     return compute(rows, kv, scale=scale, softcap=softcap, lse=lse, tile=tile, tiles=tiles)

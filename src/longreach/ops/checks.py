@@ -1,0 +1,47 @@
+"""What several ops check of their arguments together, beyond what each type checks of itself."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from longreach.errors import InvalidInput
+from longreach.ops.types import KVView, Rows, describe, require
+
+
+def check_memory(rows: Rows, kv: KVView) -> None:
+    """Raise InvalidInput where rows and view do not fit together, or (on the CPU) name memory that is not there."""
+    kv.group(rows)
+    if kv.k.device.type != "cpu":
+        return  # values lie on the device: reading them would cost a sync
+    if rows.seq.numel():
+        low, high = int(rows.seq.min()), int(rows.seq.max())
+        require(low >= 0 and high < kv.sequences, f"seq: expected in [0, B={kv.sequences}), got {low} to {high}")
+    if kv.sequences:
+        low, high = int(kv.filled.min()), int(kv.filled.max())
+        fits = low >= 0 and high <= kv.capacity
+        require(fits, f"filled: expected in [0, {kv.capacity}], the slots a sequence can address, got {low} to {high}")
+    if kv.block_table is not None:
+        pages = kv.k.shape[0]
+        need = -(-kv.filled // kv.page)
+        used = torch.arange(kv.block_table.shape[1]) < need[:, None]
+        bad = used & ((kv.block_table < 0) | (kv.block_table >= pages))
+        if bool(bad.any()):
+            seq, entry = bad.nonzero()[0].tolist()
+            page = int(kv.block_table[seq, entry])
+            message = f"block_table: expected pages in [0, P={pages}), got {page} for page {entry} of sequence {seq}"
+            raise InvalidInput(message)
+
+
+def check_logits(scale: float, softcap: float | None, rows: Rows, sink_logit: Tensor | None = None) -> None:
+    """Raise InvalidInput where what shapes the logits is not usable with `rows`."""
+    require(isinstance(scale, (int, float)) and math.isfinite(scale), f"scale: expected a finite number, got {scale!r}")
+    ok = softcap is None or (isinstance(softcap, (int, float)) and 0 < softcap < math.inf)
+    require(ok, f"softcap: expected None or a finite number > 0, got {softcap!r}")
+    if sink_logit is not None:
+        heads = rows.q.shape[1]
+        ok = isinstance(sink_logit, Tensor) and sink_logit.shape == (heads,) and sink_logit.is_floating_point()
+        ok = ok and sink_logit.device == rows.q.device
+        require(ok, f"sink_logit: expected float [H={heads}] on {rows.q.device}, got {describe(sink_logit)}")
