@@ -9,7 +9,7 @@ import numpy as np
 
 WINDOW = 64  # characters; a power of two, so that window hashes double up
 
-_BASE = np.uint64(0x9E3779B97F4A7C15 | 1)
+_BASE = 0x9E3779B97F4A7C15  # odd
 
 
 def normalise(text: str) -> str:
@@ -24,8 +24,8 @@ def window_hashes(text: str) -> np.ndarray:
         return np.empty(0, dtype=np.uint64)
     hashes, power, width = codes + np.uint64(1), _BASE, 1
     while width < WINDOW:
-        hashes = hashes[:-width] * power + hashes[width:]
-        power, width = power * power, width * 2
+        hashes = hashes[:-width] * np.uint64(power) + hashes[width:]
+        power, width = power * power % 2**64, width * 2
     return hashes
 
 

@@ -74,7 +74,8 @@ def prepare(
         for kind, texts in (("prose", corpus.prose), ("code", corpus.code))
     }
     (folder / "words.json").write_text(json.dumps(words) + "\n")
-    manifest = {**corpus.manifest, "tokens": tokens}
+    recorded = json.loads((haystack / "haystack.json").read_text())
+    manifest = {**corpus.manifest, "tokens": tokens, "haystack_sha256": recorded["sha256"]}
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
     return manifest
 

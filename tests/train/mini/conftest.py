@@ -1,0 +1,29 @@
+"""A tiny corpus of real text and what the recipe makes of it, shared by these tests."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from longreach.tasks import haystack
+from longreach.tasks.needle import KeySource
+from longreach.testing.recipe import SHAPE
+from longreach.train.mini.prepare import task_text, write_tokens
+from longreach.train.mini.tokenizer import save_tokenizer, train_tokenizer
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as `prepare` writes it, from a little of the shipped text."""
+    folder = tmp_path_factory.mktemp("data")
+    paragraphs = haystack.paragraphs()
+    texts = ["\n\n".join(paragraphs[i : i + 10]) for i in range(0, 600, 10)]
+    words = KeySource(False).nouns[:50]
+    tokenizer = train_tokenizer([*texts, *task_text(words, 20)], SHAPE.vocab_size, number_repeats=40)
+    save_tokenizer(tokenizer, folder, SHAPE.max_position_embeddings)
+    for kind in ("prose", "code"):
+        write_tokens(folder / f"{kind}.bin.xz", texts, tokenizer)
+    (folder / "words.json").write_text(json.dumps(words))
+    return folder
