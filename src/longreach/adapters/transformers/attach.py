@@ -3,31 +3,41 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from typing import Any, NoReturn
 
-import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
-from longreach.adapters.transformers import step as steps
 from longreach.adapters.transformers.attention import NAME, longreach_attention
-from longreach.adapters.transformers.checks import check_model, decoder_of, text_config
+from longreach.adapters.transformers.checks import check_model, check_pass, decoder_of, text_config
+from longreach.adapters.transformers.generate import (
+    SERVING,
+    Phases,
+    check_thread,
+    foreign_cache,
+    refuse_serving,
+    wrap_generate,
+)
 from longreach.adapters.transformers.hf_cache import LongreachCache
-from longreach.adapters.transformers.mask import no_mask
+from longreach.adapters.transformers.mask import pattern
+from longreach.adapters.transformers.memory import memory_errors
 from longreach.adapters.transformers.padding import real_tokens
-from longreach.adapters.transformers.shard import out_of_memory
+from longreach.adapters.transformers.rotary import find_rotation, probing
+from longreach.adapters.transformers.step import Memo, Step, current, entered, plain_append
 from longreach.cache import CacheConfig
-from longreach.errors import ConcurrentUse, InvalidInput, OutOfMemory, UnknownName, Unsupported
+from longreach.errors import ConcurrentUse, InvalidInput, UnknownName, Unsupported
 from longreach.methods.base import AttentionMethod
 from longreach.methods.ledger import Ledger, Report
 from longreach.methods.registry import NONE, choose
 from longreach.ops.attend import implementations
 
 MARK = "_longreach_session"
+_ABSENT = object()
 
 
 def attach(
@@ -62,18 +72,23 @@ class Session:
         self, model: PreTrainedModel, prefill: AttentionMethod, decode: AttentionMethod, cache: CacheConfig, impl: str
     ):
         decoder = decoder_of(model)
-        check_model(model)
-        if MARK in decoder.__dict__:
-            raise ConcurrentUse(f"{type(model).__name__} has longreach attached already; close that session first")
+        if MARK in decoder.__dict__ or decoder.config._attn_implementation == NAME:
+            raise ConcurrentUse(
+                f"{type(model).__name__}, or a model it shares its config with, has longreach attached already; "
+                f"close that session first"
+            )
+        check_model(model, decoder, rotary=prefill.needs_pre_rope or decode.needs_pre_rope)
         self.model, self.prefill, self.decode, self.cache_config = model, prefill, decode, cache
         self.impl = implementations.resolve(impl, model.device)
         self.ledger = Ledger()
         self.observe: Callable[..., None] | None = None
-        self._layers = text_config(model).num_hidden_layers
+        self._decoder, self._layers = decoder, text_config(model).num_hidden_layers
+        self._memo = Memo()
         self._busy, self._generating = threading.Lock(), threading.Lock()
-        self._prompt_end: int | None = None
+        self._pass_thread: int | None = None
+        self._phases: Phases | None = None
         AttentionInterface.register(NAME, longreach_attention)
-        AttentionMaskInterface.register(NAME, no_mask)
+        AttentionMaskInterface.register(NAME, pattern)  # type: ignore[arg-type]
         self._undo: list[Callable[[], Any]] = []
         try:
             self._put_in(decoder)
@@ -81,24 +96,39 @@ class Session:
             self.close()
             raise
 
+    # in and out
+
     def _put_in(self, decoder: PreTrainedModel) -> None:
         model = self.model
-        configs = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}
-        for config in configs.values():
-            self._undo.append(functools.partial(setattr, config, "_attn_implementation", config._attn_implementation))
-        model.set_attn_implementation(NAME)
-        decoder.__dict__[MARK] = self
-        self._undo.append(lambda: decoder.__dict__.pop(MARK))
-        self._hook(decoder.register_forward_pre_hook(self._before, with_kwargs=True))
-        self._hook(decoder.register_forward_hook(self._after, always_call=True))
+        for config in {id(m.config): m.config for m in decoder.modules() if isinstance(m, PreTrainedModel)}.values():
+            self._undo.append(
+                functools.partial(setattr, config, "_attn_implementation_internal", config._attn_implementation)
+            )
+        decoder.set_attn_implementation(NAME)
+        if decoder.config._attn_implementation != NAME:
+            raise Unsupported(f"{type(model).__name__} does not let its attention be replaced")
+        self._override(decoder, MARK, self)
+        self._override(decoder, "forward", self._wrap_decoder(decoder.forward))
+        if model is not decoder:
+            self._override(model, "forward", self._wrap_model(model.forward))
         if self.prefill.needs_pre_rope or self.decode.needs_pre_rope:
-            self._note_rotary(decoder)
+            self._note_rotary()
         if hasattr(model, "generate"):
-            model.__dict__["generate"] = self._wrap_generate(getattr(model, "generate"))  # noqa: B009
-            self._undo.append(lambda: model.__dict__.pop("generate"))
+            self._override(model, "generate", wrap_generate(self, getattr(model, "generate")))  # noqa: B009
+            for name in SERVING:
+                self._override(model, name, refuse_serving(name))
 
-    def _hook(self, handle: Any) -> None:
-        self._undo.append(handle.remove)
+    def _override(self, module: nn.Module, name: str, value: Any) -> None:
+        before = module.__dict__.get(name, _ABSENT)
+
+        def restore() -> None:
+            if before is _ABSENT:
+                del module.__dict__[name]
+            else:
+                module.__dict__[name] = before
+
+        module.__dict__[name] = value
+        self._undo.append(restore)
 
     def __enter__(self) -> Session:
         return self
@@ -106,10 +136,24 @@ class Session:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise Unsupported("a model cannot be copied while longreach is attached; close the session first")
+
+    def __reduce__(self) -> NoReturn:
+        raise Unsupported("a model cannot be pickled while longreach is attached; close the session first")
+
     def close(self) -> None:
-        """Restore the model; its outputs are bit-identical to before. The report stays readable."""
-        while self._undo:
-            self._undo.pop()()
+        """Restore the model; its outputs are bit-identical to before. The report stays readable.
+
+        A pass that another thread is in is waited for.
+        """
+        if self._pass_thread == threading.get_ident():
+            raise ConcurrentUse("a session cannot be closed from within a forward pass of its model")
+        with self._busy:
+            while self._undo:
+                self._undo.pop()()
+
+    # what users ask of it
 
     def report(self) -> Report:
         """What was read so far, per layer and phase, beside what dense attention reads."""
@@ -128,13 +172,19 @@ class Session:
         self.reset_report()
 
     @contextmanager
-    def prompt_end(self, columns: int) -> Iterator[None]:
-        """Within this block, what lies below `columns` of the cache is prompt (prefill), the rest is decoding."""
-        before, self._prompt_end = self._prompt_end, columns
+    def prompt_end(self, columns: int | None) -> Iterator[Phases]:
+        """Within this block, in this thread: what lies below `columns` of the cache is prefill, the rest is decoding.
+
+        None: all is prefill until the phases yielded are told that the prompt is done.
+        """
+        if not self._generating.acquire(blocking=False):
+            raise ConcurrentUse("two generate calls at once on one attached model; use one model object per thread")
+        self._phases = Phases(threading.get_ident(), columns)
         try:
-            yield
+            yield self._phases
         finally:
-            self._prompt_end = before
+            self._phases = None
+            self._generating.release()
 
     def new_cache(self, batch: int = 1) -> LongreachCache:
         """An empty cache for `batch` sequences, to be passed as `past_key_values`."""
@@ -142,159 +192,122 @@ class Session:
 
     # the forward pass
 
-    def _before(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def _wrap_model(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """What follows the decoder (logits of a whole prompt) may fail too: then the cache is as it was."""
+        signature = inspect.signature(forward)
+
+        @functools.wraps(forward)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            cache = signature.bind(*args, **kwargs).arguments.get("past_key_values")
+            ours = cache if isinstance(cache, LongreachCache) else None
+            with memory_errors(), nullcontext() if ours is None else ours.restored_on_error():
+                return forward(*args, **kwargs)
+
+        return wrapped
+
+    def _wrap_decoder(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        # wrapped rather than hooked: torch calls no hook after Ctrl-C, and the lock would stay closed
+        names = list(inspect.signature(forward).parameters)
+
+        @functools.wraps(forward)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            with self._alone(), memory_errors():
+                check_pass(self._decoder, given)
+                step = self._begin(given)
+                try:
+                    with entered(step):
+                        output = forward(**given)
+                    self._commit(step)
+                except BaseException:
+                    if step.cache is not None:
+                        step.cache.abandon()
+                    raise
+                return output
+
+        return wrapped
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        check_thread(self._phases, threading.get_ident())
         if not self._busy.acquire(blocking=False):
             raise ConcurrentUse("two forward passes at once on one attached model; use one model object per thread")
+        self._pass_thread = threading.get_ident()
         try:
-            kwargs = dict(kwargs)
-            if args:
-                kwargs["input_ids"] = args[0]
-                if len(args) > 1:
-                    raise InvalidInput("an attached model's decoder takes keyword arguments only, besides input_ids")
-            steps.enter(self._step(kwargs))
-            return (), kwargs
-        except BaseException as error:
-            self._busy.release()
-            _raise_if_memory(error)
-            raise
-
-    def _after(self, decoder: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        step = steps.leave()
-        if step is None:  # the pass never began: the pre-hook raised
-            return
-        try:
-            if output is None:  # an error is on its way up; nothing is committed
-                return
-            if step.layers_seen != self._layers:
-                raise Unsupported(
-                    f"{type(self.model).__name__} called longreach's attention {step.layers_seen} times for "
-                    f"{self._layers} layers; it does not take all its attention from the attention interface"
-                )
-            if step.cache is not None:
-                step.cache.commit(step)
+            yield
         finally:
+            self._pass_thread = None
             self._busy.release()
 
-    def _step(self, kwargs: dict[str, Any]) -> steps.Step:
-        tokens = kwargs.get("input_ids")
-        tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
-        if not isinstance(tokens, Tensor) or tokens.dim() < 2:
-            raise InvalidInput("expected input_ids [B, T] or inputs_embeds [B, T, width]")
+    def _begin(self, given: dict[str, Any]) -> Step:
+        tokens = given.get("input_ids")
+        tokens = given.get("inputs_embeds") if tokens is None else tokens
+        if not isinstance(tokens, Tensor) or tokens.dim() < 2 or not tokens.shape[1]:
+            raise InvalidInput("expected input_ids [B, T] or inputs_embeds [B, T, width] with at least one token")
         batch, length = tokens.shape[:2]
-        cache = self._cache(kwargs, batch)
+        cache = self._cache(given, batch)
         past = 0 if cache is None else cache.columns
+        phases = self._phases
+        decoding = length == 1 and past > 0 if phases is None else phases.decoding(past, length)
         real, counts = real_tokens(
-            kwargs.get("attention_mask"), kwargs.get("position_ids"), batch, length, cache, tokens.device
-        )
-        append = steps.plain_append(counts, tokens.device) if cache is None else cache.kv.begin(range(batch), counts)
-        decoding = length == 1 and past > 0 if self._prompt_end is None else past + length > self._prompt_end
-        return steps.Step(
+            given.get("attention_mask"), given.get("position_ids"), batch, length, cache,
+            trusted=phases is not None and phases.prompt_done and past > 0 and length == 1,
+        )  # fmt: skip
+        return Step(
             phase="decode" if decoding else "prefill",
             method=self.decode if decoding else self.prefill,
             impl=self.impl,
             ledger=self.ledger,
+            memo=self._memo,
             shape=(batch, length),
             real=real,
-            append=append,
+            append=plain_append(counts, tokens.device) if cache is None else cache.kv.begin(range(batch), counts),
             cache=cache,
             observe=self.observe,
         )
 
-    def _cache(self, kwargs: dict[str, Any], batch: int) -> LongreachCache | None:
-        """The cache of this pass; a fresh one that generate or the model would use is replaced by ours."""
-        past = kwargs.get("past_key_values")
-        use = kwargs.get("use_cache")
-        if past is None and not (text_config(self.model).use_cache if use is None else use):
-            return None
+    def _commit(self, step: Step) -> None:
+        if step.layers != set(range(self._layers)):
+            raise Unsupported(
+                f"{type(self.model).__name__} called longreach's attention in layers {sorted(step.layers)} of "
+                f"{self._layers}; it does not take all its attention from the attention interface"
+            )
+        if step.cache is not None:
+            step.cache.commit(step)
+
+    def _cache(self, given: dict[str, Any], batch: int) -> LongreachCache | None:
+        """The cache of this pass; the fresh one that generate or the model would use is replaced by ours."""
+        past, use = given.get("past_key_values"), given.get("use_cache")
         if isinstance(past, LongreachCache):
             if past.owner is not self:
                 raise InvalidInput("past_key_values belongs to another session; use session.new_cache()")
             if past.batch != batch:
                 raise InvalidInput(f"past_key_values holds {past.batch} sequences, the input has {batch}")
+            if past.spoilt:
+                raise InvalidInput(f"past_key_values: {past.spoilt}")
             return past
-        if past is not None and not (isinstance(past, DynamicCache) and past.get_seq_length() == 0):
-            raise Unsupported(
-                f"past_key_values: longreach brings its own cache and cannot take over a {type(past).__name__} "
-                f"(cache_implementation=...?); leave it out, or pass session.new_cache()"
-            )
-        ours = self.new_cache(batch)
-        kwargs["past_key_values"] = ours
+        if past is None and not (text_config(self.model).use_cache if use is None else use):
+            return None
+        # a user's own cache would stay empty while ours fills, so only the one that generate has just made is replaced
+        fresh = self._phases is not None and type(past) is DynamicCache and past.get_seq_length() == 0
+        if past is not None and not (fresh and not past.offloading):
+            raise Unsupported(foreign_cache(past))
+        ours = given["past_key_values"] = self.new_cache(batch)
         return ours
 
-    def _note_rotary(self, decoder: nn.Module) -> None:
+    def _note_rotary(self) -> None:
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             pair = kwargs.get("position_embeddings")
-            if pair is not None:
-                steps.current().rotary[module.layer_idx] = pair  # type: ignore[index]
+            if probing() or pair is None:
+                return
+            layer, step = int(module.layer_idx), current()  # type: ignore[arg-type]
+            if not (isinstance(pair, tuple) and len(pair) == 2):
+                step.memo.rotations[layer] = f"layer {layer} gets no pair (cos, sin) as position_embeddings"
+                return
+            if layer not in step.memo.rotations:
+                step.memo.rotations[layer] = find_rotation(module, args, kwargs)
+            step.rotary[layer] = pair
 
-        for module in decoder.modules():
-            if isinstance(getattr(module, "layer_idx", None), int) and type(module).__name__.endswith("Attention"):
-                self._hook(module.register_forward_pre_hook(note, with_kwargs=True))
-
-    # generate
-
-    def _wrap_generate(self, generate: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(generate)
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            if not self._generating.acquire(blocking=False):
-                raise ConcurrentUse("two generate calls at once on one attached model; use one model object per thread")
-            try:
-                _refuse_search(self.model, kwargs)
-                self._prompt_end = _prompt_columns(args, kwargs)
-                with memory_errors():
-                    return generate(*args, **kwargs)
-            finally:
-                self._prompt_end = None
-                self._generating.release()
-
-        return wrapped
-
-
-def _refuse_search(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
-    config = kwargs.get("generation_config") or model.generation_config
-    beams = kwargs.get("num_beams", getattr(config, "num_beams", None)) or 1
-    if beams > 1:
-        raise Unsupported(f"beam search (num_beams={beams}) is not supported on a model with longreach attached")
-    for name in ("assistant_model", "prompt_lookup_num_tokens", "constraints", "force_words_ids", "custom_generate"):
-        if kwargs.get(name):
-            raise Unsupported(f"generate({name}=...) is not supported on a model with longreach attached")
-
-
-def _prompt_columns(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-    """Columns, padding included, that belong to the prompt; None where generate makes its own."""
-    mask = kwargs.get("attention_mask")
-    if isinstance(mask, Tensor):
-        return mask.shape[-1]
-    tokens = next(
-        (
-            x
-            for x in (*args[:1], kwargs.get("inputs"), kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
-            if x is not None
-        ),
-        None,
-    )
-    past = kwargs.get("past_key_values")
-    columns = past.columns if isinstance(past, LongreachCache) else 0
-    if not isinstance(tokens, Tensor):
-        return None
-    return tokens.shape[1] if tokens.shape[1] > columns else columns + tokens.shape[1]
-
-
-@contextmanager
-def memory_errors() -> Iterator[None]:
-    """Turn torch's out-of-memory errors into one that says what to lower."""
-    try:
-        yield
-    except BaseException as error:
-        _raise_if_memory(error)
-        raise
-
-
-def _raise_if_memory(error: BaseException) -> None:
-    if not isinstance(error, OutOfMemory) and out_of_memory(error):
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        raise OutOfMemory(
-            "memory ran out; the cache holds what it held before. Lower prefill_chunk_size (try 2048), the batch, "
-            f"or the length of the prompt. torch said: {str(error).splitlines()[0]}"
-        ) from error
+        for module in self._decoder.modules():
+            if isinstance(getattr(module, "layer_idx", None), int) and "Attention" in type(module).__name__:
+                self._undo.append(module.register_forward_pre_hook(note, with_kwargs=True).remove)

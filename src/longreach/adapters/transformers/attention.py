@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from longreach.adapters.transformers.rotary import before_rotation
+from longreach.adapters.transformers.formula import check_formula
+from longreach.adapters.transformers.mask import Pattern
+from longreach.adapters.transformers.rotary import Captured, Rotation, probing
 from longreach.adapters.transformers.shard import shard_of
 from longreach.adapters.transformers.step import Step, current
-from longreach.errors import InvalidInput, Unsupported
+from longreach.errors import Unsupported
 from longreach.methods.base import LayerCall, Outcome, Reads
-from longreach.ops import Rows, Spans
+from longreach.ops import KVView, Rows, Spans
 
 NAME = "longreach"
 
@@ -30,33 +33,38 @@ ONLY = {"dropout": 0.0, "output_attentions": False, "is_causal": True}  # implem
 
 
 def longreach_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """Attention of one layer. query [B, H, T, D], key and value [B, G, T, D], post-RoPE. Returns ([B, T, H, D], None).
 
     Raises Unsupported for a keyword that is not implemented, CalledOutside without an attached model around it.
     """
+    if probing():
+        raise Captured(query, key)
     step = current()
-    _refuse_unknown(kwargs, attention_mask)
-    call = _layer_call(step, module, query, key, value, kwargs)
-    window = kwargs.get("sliding_window")
+    _refuse_unknown(kwargs)
+    layer = _check_layer(step, module, query, key, value)
+    window = _window(step, attention_mask, kwargs.get("sliding_window"))
+    if layer not in step.memo.checked:
+        check_formula(module, query, key, kwargs)
+        step.memo.checked.add(layer)
+    call = _layer_call(step, layer, module, query, key, value, kwargs)
     if window is None:
         outcome = step.method.run(call, _state(step, call))
         method, dense = step.method.name, Spans.dense()
     else:
-        dense = Spans.window(int(window))
+        dense = Spans.window(window)
         outcome = Outcome(call.attend(dense), Reads((dense,), (dense,)), f"sliding window of {window}")
         method = "dense"
-    step.layers_seen += 1
-    step.ledger.add(step.phase, call, method, step.impl, outcome, dense)
+    step.layers.add(layer)
+    with torch.inference_mode(False):  # tallies made in inference mode could not be added to outside of it
+        step.ledger.add(step.phase, call, method, step.impl, outcome, dense)
     if step.observe is not None:
         step.observe(step.phase, call, outcome)
     return step.rectangle(outcome.partial.out.to(query.dtype)), None
 
 
-def _refuse_unknown(kwargs: dict[str, Any], attention_mask: Tensor | None) -> None:
-    if attention_mask is not None:
-        raise Unsupported("the model built an attention mask of its own; longreach handles 2-D padding masks only")
+def _refuse_unknown(kwargs: dict[str, Any]) -> None:
     for name, value in kwargs.items():
         if name in USED or name in WITHOUT_EFFECT or value is None:
             continue
@@ -74,39 +82,64 @@ def _short(value: Any) -> str:
     return f"<{type(value).__name__}>" if hasattr(value, "shape") else repr(value)
 
 
-def _layer_call(
-    step: Step, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]
-) -> LayerCall:
-    layer = getattr(module, "layer_idx", None)
+def _check_layer(step: Step, module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> int:
+    """The layer's number, once it is sure that its keys are the new tokens' and lie where its number says."""
+    name, layer = type(module).__name__, getattr(module, "layer_idx", None)
     if not isinstance(layer, int):
-        raise Unsupported(f"{type(module).__name__} has no layer_idx, so its keys have no place in the cache")
+        raise Unsupported(f"{name} has no layer_idx, so its keys have no place in the cache")
     if query.shape[2] != step.shape[1] or key.shape[2] != step.shape[1]:
-        raise InvalidInput(
-            f"expected {step.shape[1]} tokens in attention, got {query.shape[2]} queries, {key.shape[2]} keys"
+        raise Unsupported(
+            f"{name} attends with {query.shape[2]} queries to {key.shape[2]} keys in a pass of {step.shape[1]} tokens "
+            f"(cross-attention?); longreach implements self-attention only"
         )
-    append = step.append
-    rows = Rows(step.rows(query), append.seq, append.pos)
-    kv = step.view_of(key, value) if step.cache is None else step.cache.kv.view(layer, append)
-    if step.cache is not None and key.requires_grad:
-        if step.cache.columns:
-            raise Unsupported("gradients do not flow into a KV cache; call the model under torch.no_grad()")
-        kv = step.view_of(key, value)
+    if value.shape[3] != key.shape[3]:
+        raise Unsupported(
+            f"{name} has values of {value.shape[3]} channels beside keys of {key.shape[3]}; longreach needs them equal"
+        )
+    if not query.dtype == key.dtype == value.dtype:
+        raise Unsupported(
+            f"{name} has queries, keys and values of {query.dtype}, {key.dtype} and {value.dtype} (autocast?); "
+            f"load the model in the dtype it is to run in"
+        )
+    if layer in step.layers:
+        raise Unsupported(f"{name} attends twice in layer {layer} of one pass; longreach implements one")
+    if step.cache is not None:
+        k, v = step.written.get(layer, (None, None))
+        if k is not key or v is not value:
+            raise Unsupported(
+                f"{name} attends to other keys in layer {layer} than it put into the cache there "
+                f"(shared or changed after caching); longreach does not implement that"
+            )
+    return layer
+
+
+def _window(step: Step, mask: Any, keyword: Any) -> int | None:
+    """The window of the layer; what its mask and its keyword say must agree."""
+    if not isinstance(mask, Pattern):
+        what = "no mask at all" if mask is None else "a mask of its own"
+        raise Unsupported(f"the model gives attention {what}; longreach handles 2-D padding masks [B, T] only")
+    if keyword is None or mask.window == keyword or (mask.window is None and step.columns <= keyword):
+        return mask.window if keyword is None else int(keyword)
+    raise Unsupported(f"the model passes sliding_window={keyword} to attention, but its mask is {mask}")
+
+
+def _layer_call(
+    step: Step, layer: int, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]
+) -> LayerCall:
     scale = kwargs.get("scaling")
 
     def pre_rope() -> tuple[Tensor, Tensor]:
-        if layer not in step.rotary:
-            raise Unsupported(
-                f"{step.method.name} needs queries before rotation, and layer {layer} of this model gets no "
-                f"rotary embedding (position_embeddings)"
-            )
+        rotation = step.memo.rotations.get(layer, "no layer of this model gets a rotary embedding")
+        if not isinstance(rotation, Rotation):
+            raise Unsupported(f"{step.method.name} needs queries before rotation: {rotation}")
         cos, sin = step.rotary[layer]
-        return step.rows(before_rotation(module, query, cos, sin)), step.rows(before_rotation(module, key, cos, sin))
+        return step.rows(rotation.undo(query, cos, sin)), step.rows(rotation.undo(key, cos, sin))
 
     return LayerCall(
         layer=layer,
-        rows=rows,
-        kv=kv,
-        slots=append.slots,
+        rows=Rows(step.rows(query), step.append.seq, step.append.pos),
+        kv=_view(step, layer, key, value),
+        slots=step.append.slots,
         scale=query.shape[3] ** -0.5 if scale is None else float(scale),
         softcap=kwargs.get("softcap"),
         sink_logit=kwargs.get("s_aux"),
@@ -114,6 +147,16 @@ def _layer_call(
         impl=step.impl,
         pre_rope=pre_rope,
     )
+
+
+def _view(step: Step, layer: int, key: Tensor, value: Tensor) -> KVView:
+    if step.cache is None:
+        return step.view_of(key, value)
+    if key.requires_grad or value.requires_grad:
+        if step.cache.columns:
+            raise Unsupported("gradients do not flow into a KV cache; call the model under torch.no_grad()")
+        return step.view_of(key, value)
+    return step.cache.kv.view(layer, step.append)
 
 
 def _state(step: Step, call: LayerCall) -> Any:

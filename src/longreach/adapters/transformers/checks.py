@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -20,24 +21,60 @@ def text_config(model: PreTrainedModel) -> Any:
 def decoder_of(model: nn.Module) -> PreTrainedModel:
     """The decoder whose forward pass longreach stands around. Raises InvalidInput, Unsupported."""
     if not isinstance(model, PreTrainedModel):
-        raise InvalidInput(f"expected a transformers model, got {type(model).__name__}")
+        raise InvalidInput(
+            f"expected a transformers model, got {type(model).__name__}; attach to the model itself, before "
+            f"it is compiled or wrapped"
+        )
     if model.config.is_encoder_decoder:
         raise Unsupported(f"{type(model).__name__} is an encoder-decoder; longreach attaches to decoder-only models")
-    return model.get_decoder()
+    decoder = model.get_decoder()
+    if not isinstance(decoder, PreTrainedModel):
+        raise Unsupported(f"{type(model).__name__} has no decoder of its own to attach to")
+    return decoder
 
 
-def check_model(model: PreTrainedModel) -> None:
-    """Raise Unsupported where the model's attention is not of a kind that longreach computes."""
+def check_model(model: PreTrainedModel, decoder: PreTrainedModel, *, rotary: bool) -> None:
+    """Raise Unsupported where the model's attention is not of a kind that longreach computes.
+
+    rotary: whether a method needs queries before rotation.
+    """
     name, config = type(model).__name__, text_config(model)
-    if not getattr(model, "_supports_attention_backend", False):
+    if not decoder._supports_attention_backend:
         raise Unsupported(f"{name} does not take its attention from transformers' attention interface")
     if getattr(config, "kv_lora_rank", None) is not None:
         raise Unsupported(f"{name} uses multi-head latent attention (MLA), which longreach does not implement")
+    if getattr(decoder, "_is_stateful", False):
+        raise Unsupported(f"{name} has recurrent layers, whose state longreach's cache does not hold")
     strange = sorted(set(getattr(config, "layer_types", None) or ()) - set(KNOWN_LAYERS))
     if strange:
         raise Unsupported(f"{name} has layers of type {', '.join(strange)}; longreach knows {', '.join(KNOWN_LAYERS)}")
     if getattr(config, "num_kv_shared_layers", 0):
         raise Unsupported(f"{name} shares keys and values between layers, which longreach does not implement")
+    if config.output_attentions:
+        raise Unsupported(f"{name}'s config sets output_attentions; longreach never holds attention weights")
+    if rotary and getattr(config, "rope_parameters", None) is None:
+        raise Unsupported(f"{name} has no rotary embedding, and a method needs queries before rotation")
+    if any(getattr(m, "_compiled_call_impl", None) is not None for m in model.modules()):
+        raise Unsupported(f"{name} is compiled; attach before torch.compile is not supported either, use it as it is")
+    _check_places(name, model)
+
+
+def _check_places(name: str, model: PreTrainedModel) -> None:
     places = {str(d) for d in (getattr(model, "hf_device_map", None) or {}).values()}
+    places = places if len(places) > 1 else {str(p.device) for p in model.parameters()}
+    if "meta" in places:
+        raise Unsupported(f"{name} has weights on the meta device; load them first")
     if len(places) > 1:
         raise Unsupported(f"{name} is spread over {', '.join(sorted(places))} by device_map; load it on one device")
+
+
+def check_pass(decoder: PreTrainedModel, kwargs: dict[str, Any]) -> None:
+    """Raise Unsupported where a forward pass asks for what longreach does not do."""
+    name = type(decoder).__name__
+    if torch.compiler.is_compiling():
+        raise Unsupported(f"torch.compile of {name} with longreach attached is not supported; call it uncompiled")
+    wanted = kwargs.get("output_attentions")
+    if decoder.config.output_attentions if wanted is None else wanted:
+        raise Unsupported("output_attentions=True: longreach never holds attention weights")
+    if torch.is_grad_enabled() and decoder.training and decoder.is_gradient_checkpointing:
+        raise Unsupported(f"gradient checkpointing of {name} with longreach attached; disable it, or attach later")

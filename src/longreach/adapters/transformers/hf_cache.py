@@ -5,6 +5,8 @@ transformers counts padded columns; the memory below holds real tokens only, so 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,13 +15,14 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from longreach.adapters.transformers.step import Step, current
 from longreach.cache import CacheConfig, KVCache
-from longreach.errors import InvalidInput, Unsupported
+from longreach.errors import ConcurrentUse, InvalidInput, LongreachError, Unsupported
 
 
 class _Layer(CacheLayerMixin):
     """One layer as transformers sees it: a door to the shared cache."""
 
     is_compileable = False
+    is_croppable = True
     is_sliding = False
 
     def __init__(self, cache: LongreachCache, index: int):
@@ -33,7 +36,9 @@ class _Layer(CacheLayerMixin):
         step = current()
         if step.cache is not self.cache:
             raise InvalidInput("a cache of another session was passed as past_key_values; use session.new_cache()")
-        self.cache.kv.append(self.index, step.append, step.rows(key_states), step.rows(value_states))
+        step.written[self.index] = (key_states, value_states)
+        with torch.inference_mode(False):  # memory made in inference mode could not be written outside of it
+            self.cache.kv.append(self.index, step.append, step.rows(key_states), step.rows(value_states))
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int, *args: Any) -> tuple[int, int]:
@@ -50,6 +55,8 @@ class _Layer(CacheLayerMixin):
             self.cache.empty()
 
     def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove > 0:
+            raise InvalidInput(f"crop: expected -n, to drop the last n columns, got {tokens_to_remove}")
         if self.index == 0:
             self.cache.drop_columns(-tokens_to_remove)
 
@@ -79,14 +86,25 @@ class LongreachCache(Cache):
         super().__init__(layers=[_Layer(self, i) for i in range(layers)])
         self.kv = KVCache(layers, batch, config, device)
         self.batch, self.owner = batch, owner
-        self.real: list[Tensor | int] = []  # per pass: bool [B, T] on the host, or T where all tokens are real
+        self.real: list[Tensor | int] = []  # column by column: bool [B, T] on the host, or T where all are real
         self.columns = 0
+        self.spoilt: str | None = None
 
     def commit(self, step: Step) -> None:
         """The pass is done: its tokens count from now on."""
         self.kv.commit(step.append)
-        self.real.append(step.shape[1] if step.real is None else step.real.cpu())
+        if step.real is not None:
+            self.real.append(step.real.cpu())
+        elif self.real and isinstance(self.real[-1], int):
+            self.real[-1] += step.shape[1]
+        else:
+            self.real.append(step.shape[1])
         self.columns += step.shape[1]
+
+    @property
+    def padded(self) -> bool:
+        """Whether some columns are padding."""
+        return not all(isinstance(part, int) for part in self.real)
 
     def column_mask(self) -> Tensor:
         """bool [B, columns] on the host: which columns hold real tokens."""
@@ -97,11 +115,38 @@ class LongreachCache(Cache):
         """Forget the last `count` columns (padding counts as columns)."""
         if not 0 <= count <= self.columns:
             raise InvalidInput(f"crop: the cache holds {self.columns} columns, cannot drop {count}")
+        if count == 0:
+            return
         kept = self.column_mask()[:, : self.columns - count]
         self.kv.truncate(range(self.batch), kept.sum(1).tolist())
-        self.real, self.columns = [kept], kept.shape[1]
+        self.real, self.columns = [kept.shape[1] if bool(kept.all()) else kept], kept.shape[1]
 
     def empty(self) -> None:
         """Forget everything."""
         self.kv.reset(range(self.batch))
-        self.real, self.columns = [], 0
+        self.real, self.columns, self.spoilt = [], 0, None
+
+    def abandon(self) -> None:
+        """A pass failed half-way: what methods noted of it is taken back. K and V need nothing, it never counted."""
+        lengths = torch.tensor(self.kv.lengths, device=self.kv.device)
+        slots = torch.arange(self.batch, device=self.kv.device)
+        try:
+            for state in self.kv.state.values():
+                state.truncate(slots, lengths)
+        except LongreachError as error:
+            self.spoilt = (
+                f"a pass over this cache failed and could not be taken back ({error}); use session.new_cache()"
+            )
+
+    @contextmanager
+    def restored_on_error(self) -> Iterator[None]:
+        """Within this block, an error (Ctrl-C too) leaves the cache with the columns it had."""
+        columns = self.columns
+        try:
+            yield
+        except ConcurrentUse:  # the columns of another caller, who goes on
+            raise
+        except BaseException:
+            if self.columns > columns:
+                self.drop_columns(self.columns - columns)
+            raise

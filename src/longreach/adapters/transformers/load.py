@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
-from longreach.adapters.transformers.shard import out_of_memory
+from longreach.adapters.transformers.memory import out_of_memory
 from longreach.errors import InvalidInput, ModelFileError, OutOfMemory
 
 MINI = "longreach-mini"

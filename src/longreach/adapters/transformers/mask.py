@@ -1,12 +1,14 @@
-"""The mask function registered beside the attention function: it builds nothing and refuses what it does not know.
+"""The mask function registered beside the attention function: it builds no mask, it finds out which one is meant.
 
-Causality, padding and windows are ours (positions, ragged rows, spans), so no [T, N] mask is needed. A model
-whose mask is neither causal nor a sliding window is refused here, or its pattern would be lost.
+Causality, padding and windows are ours (positions, ragged rows, spans), so no [T, N] mask is needed. What the
+model means by its mask is asked of its mask function at chosen points, and handed to the layers as a Pattern:
+only the mask knows a layer's window for sure, since not every model passes it to attention as a keyword.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +17,29 @@ from torch import Tensor
 from longreach.errors import Unsupported
 
 
-def no_mask(
+class _NoTensor(Unsupported, AttributeError):
+    """The model handles its attention mask as a tensor."""
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """What stands in the place of a mask: causal, within the last `window` tokens where there is one."""
+
+    window: int | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        raise _NoTensor(
+            f"the model reads .{name} of its attention mask, and longreach builds no mask; it cannot attach"
+        )
+
+    def __getitem__(self, index: Any) -> Any:
+        raise _NoTensor("the model cuts its attention mask, and longreach builds no mask; it cannot attach")
+
+    def __str__(self) -> str:
+        return "causal" if self.window is None else f"a sliding window of {self.window}"
+
+
+def pattern(
     batch_size: int,
     q_length: int | Tensor,
     kv_length: int,
@@ -23,30 +47,50 @@ def no_mask(
     kv_offset: int = 0,
     mask_function: Callable[..., Any] | None = None,
     config: Any = None,
-    device: Any = None,
+    local_size: int | None = None,
     **kwargs: Any,
-) -> None:
-    """None, once the model's mask proved to be causal, or causal within a sliding window. Raises Unsupported."""
-    length = int(q_length)
-    if mask_function is None or length == 1:  # what a prompt was checked for holds for its next tokens
-        return None
-    first = int(q_offset)
-    q = torch.linspace(first, first + length - 1, min(length, 33), device=device).round().long()
-    last = kv_offset + kv_length - 1
-    near = (q[:, None] + torch.arange(-2, 3, device=q.device)).flatten()  # the diagonal is where patterns differ
-    spread = torch.linspace(kv_offset, last, min(kv_length, 65), device=device).round().long()
-    window = getattr(config, "sliding_window", None)
-    edges = [q - window + d for d in (-1, 0, 1, 2)] if isinstance(window, int) else []
-    k = torch.cat([near, spread, *edges]).clamp(kv_offset, last).unique()
-    zero = torch.zeros((), dtype=torch.long, device=q.device)
-    got = torch.as_tensor(mask_function(zero, zero, q[:, None], k[None, :]), device=q.device).expand(len(q), len(k))
-    causal = k[None, :] <= q[:, None]
-    allowed = [causal]
-    if isinstance(window, int):
-        allowed.append(causal & (k[None, :] > q[:, None] - window))
-    if not any(bool((got == a).all()) for a in allowed):
-        raise Unsupported(
-            "this model (or input) masks attention in a way that is neither causal nor a sliding window "
-            "(packed sequences, chunked or bidirectional attention); longreach does not implement that pattern"
-        )
-    return None
+) -> Pattern:
+    """The pattern that the model's mask proved to be: causal, or causal within a window. Raises Unsupported.
+
+    local_size: transformers says by it that a window (or a chunk) is meant, also where the pass is shorter.
+    """
+    length, first = int(q_length), int(q_offset)
+    windows = [local_size, getattr(config, "sliding_window", None)]
+    patterns = [Pattern(w) for w in dict.fromkeys(windows) if isinstance(w, int)]
+    patterns.insert(0 if local_size is None else len(patterns), Pattern())
+    if mask_function is None:
+        raise Unsupported("the model asks for a mask without saying which one")
+    q, k = _points(first, length, kv_offset + kv_length, [p.window for p in patterns if p.window is not None])
+    try:
+        rows = torch.arange(batch_size)[:, None]
+        said = mask_function(rows, torch.zeros((), dtype=torch.long), q, k)
+        allowed = torch.as_tensor(said).bool().cpu().expand(batch_size, len(q))
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        raise Unsupported(f"the model's mask function could not be asked what it masks: {error}") from error
+    for candidate in patterns:
+        meant = k <= q if candidate.window is None else (k <= q) & (k > q - candidate.window)
+        if bool((allowed == meant).all()):
+            return candidate
+    raise Unsupported(
+        "this model (or input) masks attention in a way that is neither causal nor a sliding window "
+        "(packed sequences, chunked or bidirectional attention); longreach does not implement that pattern"
+    )
+
+
+def _points(first: int, length: int, stop: int, windows: list[int]) -> tuple[Tensor, Tensor]:
+    """Pairs (q, k) that tell patterns apart, on the CPU: each query with keys at every edge, a grid over the rest.
+
+    Chunks, packed sequences and blocks seen both ways differ from causal beside the diagonal, or at its start.
+    """
+    offsets = [1, 0, -1, *(d for w in windows for d in (1 - w, -w))]
+    if length == 1:
+        keys = sorted({k for k in (0, first // 2, *(first + d for d in offsets)) if 0 <= k < stop})
+        return torch.full((len(keys),), first), torch.tensor(keys)
+    q = torch.arange(first, first + length)
+    near = torch.stack([q + d for d in offsets] + [torch.zeros_like(q)])
+    rows = torch.linspace(first, first + length - 1, min(length, 33)).round().long()
+    columns = torch.linspace(0, stop - 1, min(stop, 65)).round().long()
+    pairs_q = torch.cat([q.expand(near.shape).flatten(), rows.repeat_interleave(len(columns))])
+    pairs_k = torch.cat([near.flatten(), columns.repeat(len(rows))])
+    inside = (pairs_k >= 0) & (pairs_k < stop)
+    return pairs_q[inside], pairs_k[inside]

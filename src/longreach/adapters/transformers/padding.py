@@ -1,4 +1,7 @@
-"""Which tokens of a pass are real. transformers pads to a rectangle; longreach's rows and cache are ragged."""
+"""Which tokens of a pass are real. transformers pads to a rectangle; longreach's rows and cache are ragged.
+
+Padding is never stored and never counts: in sliding windows too, a sequence is what it would be alone.
+"""
 
 from __future__ import annotations
 
@@ -15,23 +18,29 @@ def real_tokens(
     batch: int,
     length: int,
     cache: LongreachCache | None,
-    device: torch.device,
+    *,
+    trusted: bool = False,
 ) -> tuple[Tensor | None, list[int]]:
     """(bool [B, T] of real new tokens, None where all are; their number per sequence).
 
     mask: transformers' 2-D padding mask [B, past + T] or None; position_ids: [1 or B, T] or None.
-    On a GPU a pass of one token is taken to be real without a look, so that decoding needs no sync.
+    trusted: the new tokens are known to be real and the mask to be the cache's: generate, past its prompt, adds
+    ones. They are then not looked at, so that decoding needs no device sync.
     Raises InvalidInput, Unsupported where mask, positions and cache contradict each other.
     """
     past = 0 if cache is None else cache.columns
-    if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
-        raise Unsupported("attention_mask: longreach takes 2-D padding masks [B, T] only")
-    if mask is not None and tuple(mask.shape) != (batch, past + length):
-        raise InvalidInput(f"attention_mask: expected [{batch}, {past + length}], got {list(mask.shape)}")
-    look = device.type == "cpu" or length > 1
-    if not look or mask is None:
-        if look:
-            _check_positions(position_ids, None, batch, length)
+    if mask is not None:
+        if not isinstance(mask, Tensor) or mask.dim() != 2:
+            shape = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+            raise Unsupported(f"attention_mask: longreach takes 2-D padding masks [B, T] only, got {shape}")
+        if tuple(mask.shape) != (batch, past + length):
+            raise InvalidInput(f"attention_mask: expected [{batch}, {past + length}], got {list(mask.shape)}")
+    if trusted:
+        return None, [length] * batch
+    if mask is None:
+        if cache is not None and cache.padded:
+            raise InvalidInput("attention_mask: left out, but the cache was filled with padding; pass the whole mask")
+        _check_positions(position_ids, None, batch, length)
         return None, [length] * batch
     if not bool(((mask == 0) | (mask == 1)).all()):
         raise Unsupported("attention_mask: longreach takes masks of 0 and 1 only")
@@ -46,10 +55,13 @@ def real_tokens(
 
 def _check_positions(position_ids: Tensor | None, real: Tensor | None, batch: int, length: int) -> None:
     """Positions must go up by one from token to token: packed sequences restart theirs and would be mixed up."""
-    if position_ids is None or length < 2 or position_ids.dim() != 2:
+    if position_ids is None:
         return
-    step = position_ids[:, 1:] - position_ids[:, :-1]
-    follows = step == 1
+    if position_ids.dim() != 2:
+        raise Unsupported(
+            f"position_ids: expected [B, T], got {list(position_ids.shape)} (multimodal rotary embedding?)"
+        )
+    follows = position_ids[:, 1:] - position_ids[:, :-1] == 1
     if real is not None:
         follows = follows.expand(batch, -1) | ~(real[:, 1:] & real[:, :-1])
     if not bool(follows.all()):

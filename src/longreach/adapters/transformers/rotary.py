@@ -1,50 +1,120 @@
 """Queries and keys before rotation, for any model, without touching its code.
 
-The layer's (cos, sin) are noted by a hook; how its module pairs channels is found out by asking its own
-apply_rotary_pos_emb, and then undone with ops.rope.
+A hook notes the (cos, sin) that a layer gets. How the layer turns channels by them is found out once, by
+running its projections on a few random tokens with no rotation and with a random one; it is then undone with
+ops.rope. A layer that turns nothing, or in a way ops.rope does not know, is thereby found and refused.
 """
 
 from __future__ import annotations
 
-import sys
-from functools import cache
-from types import ModuleType
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
 
 from longreach.errors import Unsupported
 from longreach.ops import rotate, unrotate
 from longreach.ops.rope import Layout
 
 LAYOUTS: tuple[Layout, ...] = ("half", "interleaved")
+Stored = Literal["halves", "adjacent", "once"]  # how the last dimension of cos holds a pair: a b a b, a a b b, a b
+PROBE = 3  # tokens
 
 
-@cache
-def layout_of(module: ModuleType, dim: int, width: int) -> tuple[Layout, int]:
-    """(layout, pairs): how `module` rotates a head of `dim` channels given cos of `width` entries.
+class Captured(Exception):
+    """Leaves a probed layer with its query and key."""
 
-    Raises Unsupported where the module has no rotation that longreach knows.
-    """
-    apply = getattr(module, "apply_rotary_pos_emb", None)
-    if apply is None:
-        raise Unsupported(f"{module.__name__} has no rotary embedding (apply_rotary_pos_emb); this method needs one")
+    def __init__(self, query: Tensor, key: Tensor):
+        super().__init__()
+        self.query, self.key = query, key
+
+
+_PROBING: ContextVar[bool] = ContextVar("longreach_probing", default=False)
+
+
+def probing() -> bool:
+    """Whether a layer is only being asked for its query and key."""
+    return _PROBING.get()
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """How a layer rotates: the layout of channels, and how cos and sin hold their pairs."""
+
+    layout: Layout
+    stored: Stored
+
+    def pairs(self, x: Tensor) -> Tensor:
+        """cos or sin as the model has it, [..., width] -> one entry a pair."""
+        if self.stored == "once":
+            return x
+        return x[..., : x.shape[-1] // 2] if self.stored == "halves" else x[..., ::2]
+
+    def undo(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x [B, heads, T, D] rotated by the model -> unrotated. cos, sin: as the model has them, [1 or B, T, width]."""
+        return unrotate(x, self.pairs(cos)[:, None], self.pairs(sin)[:, None], layout=self.layout)
+
+
+def find_rotation(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rotation | str:
+    """How the attention module rotates, asked with the arguments it is about to be called with; or why not known."""
+    name = f"{type(module).__name__} (layer {getattr(module, 'layer_idx', '?')})"
+    cos, _ = kwargs["position_embeddings"]
+    width = cos.shape[-1]
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(1, 1, 3, dim, generator=generator)
-    for pairs in (width // 2, width):  # cos may hold each pair once or twice
-        if not 0 < 2 * pairs <= dim:
-            continue
-        angle = torch.rand(1, 3, pairs, generator=generator)
-        cos, sin = angle.cos(), angle.sin()
-        full = [torch.cat([t, t], -1) if width == 2 * pairs else t for t in (cos, sin)]
-        theirs = apply(x, x, *full)[0]
-        for layout in LAYOUTS:
-            if torch.allclose(theirs, rotate(x, cos[:, None], sin[:, None], layout=layout), atol=1e-5):
-                return layout, pairs
-    raise Unsupported(f"{module.__name__} rotates channels in a layout longreach does not know; known: {LAYOUTS}")
+    still = (torch.ones(1, PROBE, width), torch.zeros(1, PROBE, width))
+    try:
+        before = _projected(module, args, kwargs, *still)
+        for stored in ("halves", "adjacent", "once"):
+            pairs = width if stored == "once" else width // 2
+            if not 0 < 2 * pairs <= before.shape[-1]:
+                continue
+            angle = 6.0 * torch.rand(1, PROBE, pairs, generator=generator)
+            turn = angle.cos(), angle.sin()
+            after = _projected(module, args, kwargs, *(_store(t, stored) for t in turn))
+            if _close(after, before):
+                return f"{name} does not rotate its queries"
+            for layout in LAYOUTS:
+                turned = rotate(before, *(t[:, None].to(before) for t in turn), layout=layout)
+                found = Rotation(layout, stored)
+                if _close(after, turned):
+                    same = torch.equal(_store(found.pairs(cos), stored), cos)
+                    return found if same else f"{name} gets cos and sin that do not hold their pairs as it reads them"
+    except (RuntimeError, TypeError, ValueError, AttributeError) as error:
+        return f"{name} could not be asked how it rotates: {error}"
+    return f"{name} rotates channels in a layout longreach does not know; known: {', '.join(LAYOUTS)}"
 
 
-def before_rotation(attention: nn.Module, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [B, heads, T, D] rotated by the model -> unrotated. cos, sin: as the model passes them, [1 or B, T, width]."""
-    layout, pairs = layout_of(sys.modules[type(attention).__module__], x.shape[-1], cos.shape[-1])
-    return unrotate(x, cos[:, None, :, :pairs], sin[:, None, :, :pairs], layout=layout)
+def _store(x: Tensor, stored: Stored) -> Tensor:
+    if stored == "halves":
+        return torch.cat([x, x], -1)
+    return x.repeat_interleave(2, -1) if stored == "adjacent" else x
+
+
+@torch.no_grad()
+def _projected(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], cos: Tensor, sin: Tensor) -> Tensor:
+    """The queries [1, H, PROBE, D] that the module makes of random hidden states, rotated by cos and sin."""
+    hidden = args[0] if args else kwargs["hidden_states"]
+    like = kwargs["position_embeddings"][0]
+    random = torch.randn(1, PROBE, hidden.shape[-1], generator=torch.Generator().manual_seed(1)).to(hidden)
+    probe = {name: None if isinstance(value, Cache) else value for name, value in kwargs.items()}
+    probe["position_embeddings"] = (cos.to(like), sin.to(like))
+    if isinstance(probe.get("position_ids"), Tensor):
+        probe["position_ids"] = torch.arange(PROBE, device=hidden.device)[None]
+    if not args:
+        probe["hidden_states"] = random
+    token = _PROBING.set(True)
+    try:
+        module.forward(*((random, *args[1:]) if args else ()), **probe)
+    except Captured as captured:
+        return captured.query
+    finally:
+        _PROBING.reset(token)
+    raise Unsupported(f"{type(module).__name__} does not call longreach's attention")
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    few_digits = a.element_size() < 4  # bf16 cos and sin carry 3 digits
+    return bool((a.float() - b.float()).norm() <= (0.03 if few_digits else 1e-4) * b.float().norm())

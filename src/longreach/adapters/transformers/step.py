@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from longreach.adapters.transformers.rotary import Rotation
 from longreach.cache import Append
 from longreach.errors import CalledOutside
 from longreach.methods.base import AttentionMethod, Phase
@@ -21,25 +23,44 @@ if TYPE_CHECKING:
 
 
 @dataclass
+class Memo:
+    """What a session has found out about the layers of its model: it outlives the pass.
+
+    checked: layers whose formula is known; rotations: how each layer rotates, or why that is not known.
+    """
+
+    checked: set[int] = field(default_factory=set)
+    rotations: dict[int, Rotation | str] = field(default_factory=dict)
+
+
+@dataclass
 class Step:
     """What the attention function needs to know about the forward pass around it.
 
     shape: (B, T) of the pass; real: bool [B, T], the tokens that are no padding, None where all are;
     append: where they go; cache: the cache they go to, None for a pass without one.
     rotary: (cos, sin) per layer, noted for methods that want queries before rotation.
+    written: key and value that a layer put into the cache; layers: those that have attended.
     """
 
     phase: Phase
     method: AttentionMethod
     impl: str
     ledger: Ledger
+    memo: Memo
     shape: tuple[int, int]
     real: Tensor | None
     append: Append
     cache: LongreachCache | None
     rotary: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    written: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    layers: set[int] = field(default_factory=set)
     observe: Callable[..., None] | None = None
-    layers_seen: int = 0
+
+    @property
+    def columns(self) -> int:
+        """Columns, padding included, that the pass and what came before it fill."""
+        return self.shape[1] + (0 if self.cache is None else self.cache.columns)
 
     def rows(self, x: Tensor) -> Tensor:
         """[B, heads, T, D] as the model has it -> the real tokens, packed [R, heads, D]."""
@@ -50,9 +71,8 @@ class Step:
         """[R, H, D] -> [B, T, H, D], zeros for padding."""
         if self.real is None:
             return out.unflatten(0, self.shape)
-        return out.new_zeros(*self.shape, *out.shape[1:]).masked_scatter(
-            self.real[..., None, None].expand(*self.shape, *out.shape[1:]), out
-        )
+        real = self.real[..., None, None].expand(*self.shape, *out.shape[1:])
+        return out.new_zeros(*self.shape, *out.shape[1:]).masked_scatter(real, out)
 
     def view_of(self, k: Tensor, v: Tensor) -> KVView:
         """The new tokens alone as a KVView, without a copy where nothing is padded; gradients flow."""
@@ -71,15 +91,14 @@ class Step:
 _STEP: ContextVar[Step | None] = ContextVar("longreach_step", default=None)
 
 
-def enter(step: Step) -> None:
-    _STEP.set(step)
-
-
-def leave() -> Step | None:
-    """End the pass and return its step; None if none was open."""
-    step = _STEP.get()
-    _STEP.set(None)
-    return step
+@contextmanager
+def entered(step: Step) -> Iterator[None]:
+    """Within this block, attention belongs to `step`."""
+    token = _STEP.set(step)
+    try:
+        yield
+    finally:
+        _STEP.reset(token)
 
 
 def current() -> Step:
@@ -88,8 +107,8 @@ def current() -> Step:
     if step is None:
         raise CalledOutside(
             "longreach's attention was called outside a forward pass of an attached model: the model is not "
-            "attached (another one shares its config?), or one of its parts was called alone; call the whole "
-            "model inside `with longreach.attach(model):`"
+            "attached (another one shares its config?), one of its parts was called alone, or a pass is being "
+            "repeated for its gradients; call the whole model inside `with longreach.attach(model):`"
         )
     return step
 

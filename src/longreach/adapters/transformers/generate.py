@@ -1,0 +1,131 @@
+"""generate on an attached model: where the prompt ends, one call at a time, and what is refused."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
+
+from longreach.adapters.transformers.hf_cache import LongreachCache
+from longreach.adapters.transformers.memory import memory_errors
+from longreach.errors import ConcurrentUse, InvalidInput, Unsupported
+
+if TYPE_CHECKING:
+    from longreach.adapters.transformers.attach import Session
+
+OTHER_SEARCHES = (  # settings that choose another search than greedy and sampling
+    "assistant_model",
+    "assistant_early_exit",
+    "prompt_lookup_num_tokens",
+    "use_mtp",
+    "penalty_alpha",
+    "dola_layers",
+    "constraints",
+    "force_words_ids",
+    "custom_generate",
+)
+SERVING = ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager")
+
+
+@dataclass
+class Phases:
+    """Where prefill ends for the thread that decodes: at `columns` of the cache, or when `prompt_done`."""
+
+    thread: int
+    columns: int | None = None
+    prompt_done: bool = False
+
+    def decoding(self, past: int, length: int) -> bool:
+        if self.columns is not None:
+            return past + length > self.columns
+        return self.prompt_done and past > 0
+
+
+class _PromptDone(LogitsProcessor):
+    """Called when the first token is about to be chosen: what was read until then is the prompt."""
+
+    def __init__(self, phases: Phases):
+        self.phases = phases
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.phases.prompt_done = True
+        return scores
+
+
+def wrap_generate(session: Session, generate: Callable[..., Any]) -> Callable[..., Any]:
+    """`generate` of the session's model, for as long as the session lasts."""
+    signature = inspect.signature(generate)
+    rest = next((n for n, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD), "")
+
+    @functools.wraps(generate)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        given = dict(signature.bind(*args, **kwargs).arguments)
+        given.update(given.pop(rest, {}))
+        refuse_search(session.model, given)
+        cache = given.get("past_key_values")
+        if cache is not None and not isinstance(cache, LongreachCache):
+            raise Unsupported(foreign_cache(cache))
+        with session.prompt_end(None) as phases:
+            if given.get("use_cache") is False and session.prefill != session.decode:
+                raise InvalidInput(
+                    "generate(use_cache=False) reads the prompt again for every token, so it has no decode steps to "
+                    f"run {session.decode.name} in; leave use_cache on"
+                )
+            given["logits_processor"] = LogitsProcessorList(
+                [*(given.get("logits_processor") or ()), _PromptDone(phases)]
+            )
+            with memory_errors(), nullcontext() if cache is None else cache.restored_on_error():
+                return generate(**given)
+
+    return wrapped
+
+
+def refuse_serving(name: str) -> Callable[..., Any]:
+    """What stands in the place of continuous batching."""
+
+    def refused(*args: Any, **kwargs: Any) -> Any:
+        raise Unsupported(f"{name} (continuous batching) brings its own cache; longreach supports generate")
+
+    return refused
+
+
+def foreign_cache(cache: Any) -> str:
+    """Why another cache than the session's is refused."""
+    return (
+        f"past_key_values: longreach brings its own cache and cannot take over a {type(cache).__name__}; "
+        f"leave it out, or pass session.new_cache()"
+    )
+
+
+def refuse_search(model: PreTrainedModel, given: dict[str, Any]) -> None:
+    """Raise Unsupported for any search but greedy and sampling, and for caches by name."""
+    configs = [given.get("generation_config"), model.generation_config]
+
+    def setting(name: str) -> Any:
+        found = (given.get(name), *(getattr(c, name, None) for c in configs))
+        return next((value for value in found if value is not None), None)
+
+    beams = setting("num_beams") or 1
+    if beams > 1:
+        raise Unsupported(f"beam search (num_beams={beams}) is not supported on a model with longreach attached")
+    for name in OTHER_SEARCHES:
+        if setting(name):
+            raise Unsupported(
+                f"generate({name}=...) is not supported on a model with longreach attached; "
+                f"use greedy search or sampling"
+            )
+    cache = setting("cache_implementation")
+    if cache not in (None, "dynamic"):
+        raise Unsupported(f"cache_implementation={cache!r}: longreach brings its own cache; leave it out")
+
+
+def check_thread(phases: Phases | None, thread: int) -> None:
+    """Raise ConcurrentUse where another thread is generating."""
+    if phases is not None and phases.thread != thread:
+        raise ConcurrentUse("a forward pass while another thread generates; use one model object per thread")

@@ -1,0 +1,35 @@
+"""Torch out of memory: told apart from other errors, and turned into one that says what to lower."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from longreach.errors import OutOfMemory
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether torch ran out of memory, on a GPU or on the CPU."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return not isinstance(error, OutOfMemory)
+    text = str(error)
+    return isinstance(error, RuntimeError) and ("can't allocate memory" in text or "not enough memory" in text)
+
+
+@contextmanager
+def memory_errors() -> Iterator[None]:
+    """Turn torch's out-of-memory errors into OutOfMemory."""
+    try:
+        yield
+    except BaseException as error:
+        if not out_of_memory(error):
+            raise
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        said = (str(error).splitlines() or [type(error).__name__])[0]
+        raise OutOfMemory(
+            "memory ran out; the cache holds what it held before. Lower prefill_chunk_size (try 2048), the batch, "
+            f"or the length of the prompt. torch said: {said}"
+        ) from error
