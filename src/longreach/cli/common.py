@@ -1,32 +1,54 @@
-"""What several verbs share: model and method arguments, progress on stderr, JSON on stdout."""
+"""Arguments that several verbs share, and what they mean."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from longreach.errors import InvalidInput, UnknownName
 
-SLOTS = ("prefill", "decode")
+WORDS = {"True": True, "False": False, "None": None}  # Python's spelling of what JSON spells in lower case
 
 
-def add_model(parser: argparse.ArgumentParser, required: bool) -> None:
+def positive(text: str) -> int:
+    """An argument that is a count of at least 1."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+    return value
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
     """--model, --device, --dtype."""
-    parser.add_argument("--model", required=required, default="mini", metavar="DIR|mini",
+    parser.add_argument("--model", required=True, metavar="DIR|mini",
                         help="a model directory in transformers' format, or 'mini', the one shipped")  # fmt: skip
-    parser.add_argument("--device", default="auto", help="cpu, cuda or auto (default)")
+    add_device(parser)
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto",
-                        help="auto (default): fp32 on the CPU, the checkpoint's own elsewhere")  # fmt: skip
+                        help="auto (default): float32 on the CPU, the checkpoint's own elsewhere")  # fmt: skip
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """--device."""
+    parser.add_argument("--device", default="auto", help="cpu, cuda or auto (default: cuda where there is a GPU)")
+
+
+def add_document(parser: argparse.ArgumentParser) -> None:
+    """--document, --prefill-chunk-size."""
+    parser.add_argument("--document", required=True, metavar="FILE", help="UTF-8 text; - for standard input")
+    parser.add_argument("--prefill-chunk-size", type=positive, default=512, metavar="N",
+                        help="prompt tokens per pass (default 512); fewer take less memory")  # fmt: skip
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
     """--json."""
-    parser.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
 
 
 def load_model(args: argparse.Namespace) -> tuple[Any, Any]:
@@ -41,58 +63,53 @@ def load_model(args: argparse.Namespace) -> tuple[Any, Any]:
 
 def read_document(path: str) -> str:
     """The text of a file, or of standard input for "-". Raises InvalidInput with the remedy."""
+    name = "standard input" if path == "-" else path
     try:
-        text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+        content = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+        text = content.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise InvalidInput(
-            f"{path} is no UTF-8 text (byte {error.start}); convert it, for example with iconv"
+            f"{name} is no UTF-8 text (byte {error.start}); convert it, for example with iconv"
         ) from error
     except OSError as error:
-        raise InvalidInput(f"cannot read {path}: {error.strerror}; check the path given to --document") from error
+        raise InvalidInput(f"cannot read {name}: {error.strerror}; check the path given to --document") from error
     if not text.strip():
-        raise InvalidInput(f"the document {path} is empty; give one with text in it")
+        raise InvalidInput(f"the document {name} is empty; give one with text in it")
     return text
 
 
-def parse_settings(settings: list[str]) -> dict[str, dict[str, Any]]:
-    """["decode.window=0.3"] -> {"prefill": {}, "decode": {"window": 0.3}}. Raises InvalidInput, UnknownName."""
-    options: dict[str, dict[str, Any]] = {slot: {} for slot in SLOTS}
+def check_questions(questions: Iterable[str]) -> None:
+    """Raise InvalidInput for an empty question, before anything is loaded."""
+    if not all(question.strip() for question in questions):
+        raise InvalidInput("a --question is empty; ask something")
+
+
+def parse_settings(settings: Iterable[str], kind: str, known: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """["decode.window=0.3"] -> {"decode": {"window": 0.3}}; kind: what stands before the dot, known: its names.
+
+    Values are JSON (numbers, true, false, null, "text", [1, 2]), Python's True, False and None, or plain words.
+    Raises InvalidInput for what is no setting or set twice, UnknownName for an unknown name before the dot.
+    """
+    options: dict[str, dict[str, Any]] = {}
     for setting in settings:
         name, equals, value = setting.partition("=")
-        slot, dot, option = name.partition(".")
-        if not (equals and dot and option):
-            raise InvalidInput(f"--set {setting}: expected SLOT.OPTION=VALUE, for example decode.window=0.3")
-        if slot not in options:
-            raise UnknownName("slot in --set", slot, SLOTS)
-        try:
-            options[slot][option] = json.loads(value)
-        except ValueError:
-            options[slot][option] = value  # a plain word
+        owner, dot, option = name.strip().partition(".")
+        if not (equals and dot and owner and option and value.strip()):
+            raise InvalidInput(f"--set {setting}: expected {kind.upper()}.OPTION=VALUE, such as decode.window=0.3")
+        if owner not in known:
+            raise UnknownName(f"{kind} in --set", owner, known)
+        if option in options.setdefault(owner, {}):
+            raise InvalidInput(f"--set {setting}: {owner}.{option} is set twice; keep one of them")
+        options[owner][option] = _value(value.strip())
     return options
 
 
-def emit(document: Any) -> None:
-    """One JSON document on standard output."""
-    print(json.dumps(document, indent=1))
-
-
-@contextmanager
-def progress(what: str, total: int) -> Iterator[Any]:
-    """A progress bar on stderr, gone when done; yields advance(n)."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda n: bar.advance(task, n)
-
-
-def milliseconds(seconds: float | None) -> str:
-    """A time for a table; "-" where there is none."""
-    return "-" if seconds is None else f"{seconds * 1e3:.0f} ms"
-
-
-def percent(share: float | None) -> str:
-    """A share for a table; "-" where there is none."""
-    return "-" if share is None else f"{share:.1%}"
+def _value(text: str) -> Any:
+    if text in WORDS:
+        return WORDS[text]
+    try:
+        return json.loads(text)
+    except ValueError:
+        if text[0] in "[{\"'":
+            raise InvalidInput(f"--set: {text} is no JSON value; write lists as [0, 1] and text plainly") from None
+        return text  # a plain word

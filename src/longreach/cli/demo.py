@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
-from longreach.cli.common import add_json, emit, milliseconds, percent
+from longreach.cli.common import add_device, add_json, load_model, positive
+from longreach.cli.show import Column, Table, console, duration, emit, percent, place, progress, waiting
+
+if TYPE_CHECKING:
+    from longreach.evals.demo import Demo, Row
 
 NAME = "demo"
 HELP = "hide facts in real text and ask the shipped model for them with each method"
@@ -13,65 +18,78 @@ EXAMPLES = ("longreach demo", "longreach demo --length 8192 --seed 3", "longreac
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--length", type=int, default=4096, help="tokens of text, question and answer (default 4096)")
-    parser.add_argument("--seed", type=int, default=0, help="which text and facts (default 0)")
-    parser.add_argument("--device", default="auto", help="cpu, cuda or auto (default)")
+    parser.add_argument("--length", type=positive, default=4096, metavar="N",
+                        help="tokens of text, question and answer (default 4096)")  # fmt: skip
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="which text and facts (default 0)")
+    add_device(parser)
     add_json(parser)
+    parser.set_defaults(model="mini", dtype="auto")
 
 
 def run(args: argparse.Namespace) -> int:
-    from rich.console import Console
+    with waiting("loading longreach-mini"):
+        model, tokenizer = load_model(args)
+        from longreach.evals.demo import Demo
+        from longreach.records import environment
 
-    from longreach.adapters.transformers import context_limit, device_of
-    from longreach.cli.common import progress
-    from longreach.errors import InvalidInput
-    from longreach.evals.demo import Demo
-    from longreach.records import environment
-
-    demo = Demo(args.length, args.seed, str(device_of(args.device)))
-    limit = context_limit(demo.model)
-    if limit is not None and args.length > limit:
-        raise InvalidInput(f"--length {args.length}: longreach-mini's context is {limit} tokens; ask for less")
-    where = environment(demo.model.device)
-    rows, out = [], Console(highlight=False, soft_wrap=True)
-    setting = demo.setting
-    if not args.json:
-        out.print(
-            f"{setting.model}, {setting.tokens} tokens of real text ({setting.characters / setting.tokens:.1f} "
-            f"characters a token), {len(demo.facts)} facts hidden at "
-            f"depths {', '.join(f'{d:.0%}' for d in setting.depths)}.\n"
-        )
-        out.print(
-            f"[bold]{'prefill':14}{'decode':14}{'fact at':>7}  {'expected':9}{'answer':12}"
-            f"{'read':>7}{'first':>8}{'token':>7}[/]"
-        )
-    with progress("reading", len(demo.document) * len(demo.combinations())) as advance:
-        for row in demo.rows(advance):
-            rows.append(row)
-            if args.json:
-                continue
-            mark = "[green]right[/]" if row.right else "[red]wrong[/]"
-            first = milliseconds(row.read_seconds + row.first_token_seconds)
-            out.print(
-                f"{row.prefill:14}{row.decode:14}{row.depth:>7.0%}  {row.expected:9}{_short(row.answer):12}"
-                f"{percent(row.decode_fraction):>7}{first:>8}{milliseconds(row.seconds_per_token):>7} {mark}"
-            )
+        demo = Demo(model, tokenizer, args.length, args.seed)
+        where = environment(model.device)
     if args.json:
-        emit({**where, "setting": asdict(setting), "rows": [asdict(r) for r in rows]})
+        facts = [{"depth": d, "key": f.key, "value": f.value, "statement": f.statement} for d, f in demo.placed]
+        text = {"model": "longreach-mini", "tokens": demo.tokens, "characters": demo.characters, "facts": facts}
+        emit({**where, **text, "rows": [asdict(row) for row in demo.rows(progress)]})
         return 0
-    shares = {r.prefill: r.prefill_fraction for r in rows}
-    out.print(
-        "\nread: bytes of keys, values and metadata that decoding read, over dense attention's; oracle_top_k scores "
-        "all keys first, so it reads more than dense and shows quality only. first: time to the first token, reading "
-        "the document included (methods with the same prefill share that reading; prefill read "
-        + ", ".join(f"{percent(share)} with {name}" for name, share in shares.items())
-        + "). token: time per token after it.\n"
-        f"Measured just now on {where['device']['name']}, {where['device']['threads']} threads, "
-        f"torch {where['versions']['torch']}, transformers {where['versions']['transformers']}."
-    )
+    out = console()
+    _introduce(demo, out)
+    table = Table(out, _columns(demo))
+    table.header()
+    prefill, rows = "", []
+    for row in demo.rows(progress):
+        if row.prefill != prefill:
+            prefill = row.prefill
+            read = percent(row.prefill_reads.total if row.prefill_reads else None)
+            out.print(f"-- {prefill} prefill: {duration(row.read_seconds)}, {read} of dense attention's bytes")
+        table.row(_cells(row))
+        rows.append(row)
+    _explain(rows, out, place(where))
     return 0
 
 
-def _short(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= 11 else line[:10] + "…"
+def _introduce(demo: Demo, out: Any) -> None:
+    out.print(f"longreach-mini reads {demo.tokens} tokens of real text ({demo.characters / demo.tokens:.1f} characters "
+              f"a token) in which {len(demo.placed)} facts are hidden:")  # fmt: skip
+    for depth, fact in demo.placed:
+        out.print(f"  {depth:.0%} deep  {fact.statement}")
+    out.print(f"Each method is asked for each: {demo.placed[0][1].question.partition('?')[0]}?\n")
+
+
+def _columns(demo: Demo) -> list[Column]:
+    facts = [Column(f"at {depth:.0%}", 13, left=True) for depth, _ in demo.placed]
+    shares = [Column(title, 6, wide=True) for title in ("K", "V", "meta")]
+    return [Column("decode", 14, left=True), *facts, Column("bytes", 6), *shares, Column("1st tok", 7),
+            Column("per tok", 7)]  # fmt: skip
+
+
+def _cells(row: Row) -> list[Any]:
+    from rich.text import Text
+
+    answers = []
+    for said in row.answers:
+        words = " ".join(said.answer.split())
+        words = words if len(words) <= 7 else words[:5] + ".."
+        verdict = ("right", "green") if said.right else ("wrong", "red")
+        answers.append(Text.assemble(f"{words:7} ", verdict))
+    reads = row.decode_reads
+    shares = [percent(x) for x in (reads.total, reads.keys, reads.values, reads.metadata)] if reads else ["-"] * 4
+    return [row.decode, *answers, *shares, duration(row.first_token_seconds), duration(row.seconds_per_token)]
+
+
+def _explain(rows: list[Row], out: Any, where: str) -> None:
+    costly = [row.decode for row in rows if row.decode_reads and row.decode_reads.total > 1.0]
+    above = f" Above 100%: {', '.join(costly)} scores every key first; it shows quality, not savings." if costly else ""
+    out.print(
+        f"\nbytes: keys (K), values (V) and metadata that decoding read, over what dense attention reads.{above} "
+        "1st tok: time to the first token, reading the text included, which methods with the same prefill share. "
+        "per tok: time per token after it. All methods run with their default options."
+    )
+    out.print(where)

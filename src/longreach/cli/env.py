@@ -6,7 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from longreach.cli.common import add_json, emit
+from longreach.cli.common import add_json
+from longreach.cli.show import emit
 
 NAME = "env"
 HELP = "show versions, devices and the shipped model"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+import warnings
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn
 
 from longreach import __version__
 from longreach.errors import LongreachError
@@ -13,9 +15,16 @@ from longreach.errors import LongreachError
 VERBS = ("demo", "run", "compare", "methods", "env", "train")
 
 
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, like all others."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {' '.join(message.split())}; see {self.prog} --help\n")
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all verbs."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="longreach", description="Long contexts at a fraction of the attention reads.", allow_abbrev=False
     )
     parser.add_argument("--version", action="version", version=f"longreach {__version__}")
@@ -34,17 +43,33 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code: 0, 2 for errors of use or input, 130 when interrupted."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # an answer may hold what the terminal cannot show
     args = build_parser().parse_args(argv)
     try:
-        return int(args.run(args))
+        with warnings.catch_warnings():
+            warnings.showwarning = _warn
+            code = int(args.run(args))
+        sys.stdout.flush()
+        return code
     except LongreachError as error:
-        print(f"longreach: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"longreach: {_one_line(error)}", file=sys.stderr)
         return 2
-    except BrokenPipeError:
+    except BrokenPipeError:  # the reader of our output has left; so that nothing is flushed into the pipe at exit:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
         print("longreach: interrupted", file=sys.stderr)
         return 130
+
+
+def _one_line(message: object) -> str:
+    return " ".join(str(message).split())
+
+
+def _warn(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+    print(f"longreach: warning: {_one_line(message)}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from longreach.cli.common import add_json, emit
+from longreach.cli.common import add_json
+from longreach.cli.show import emit
 
 NAME = "methods"
 HELP = "list the methods, the slots they fill and their options"

@@ -6,7 +6,8 @@ import argparse
 from functools import partial
 from pathlib import Path
 
-from longreach.cli.common import add_json, emit, percent, progress
+from longreach.cli.common import add_json
+from longreach.cli.show import emit, percent, progress
 
 NAME = "train"
 HELP = "prepare, train and evaluate the model that longreach ships"

@@ -2,96 +2,131 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from longreach.adapters.transformers import Reader, attach, check_length, stop_tokens
+from longreach.adapters.transformers import CHUNK, Advance, Reader, Session, attach, check_length, stop_tokens
+from longreach.cache import CacheConfig
 from longreach.errors import InvalidInput
-from longreach.methods.registry import names
+from longreach.evals.plans import plans
+from longreach.evals.progress import Progress, unseen
+from longreach.evals.reads import Reads
+from longreach.methods.base import AttentionMethod
+from longreach.methods.registry import choose
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One method beside dense over the same tokens (dense's own greedy continuation, fed to both).
+    """One method beside dense over the same tokens: dense's own greedy continuation, fed to both.
 
-    kl: mean KL(dense || method) of next-token distributions, nats. first_divergence: the first step at which the
-    method's most likely token is another, counted from 0; None if none. Fractions are of dense's bytes.
+    kl: mean over the decode steps of KL(dense || method) of the next-token distributions, in nats (natural log);
+    kl_steps: its terms, the first of them for the token right after the prompt, which no decode step made.
+    first_divergence: the first of these distributions whose most likely token is not dense's, from 0; None if none.
+    read_seconds: reading the prompt, once for all methods with the same prefill: the time to the first token.
     """
 
-    prefill: str
-    decode: str
+    prefill: dict[str, Any]
+    decode: dict[str, Any]
     kl: float
+    kl_steps: tuple[float, ...]
     first_divergence: int | None
     steps: int
-    prefill_fraction: float | None
-    decode_fraction: float | None
-    first_token_seconds: float
-    seconds_per_token: float | None
+    prefill_reads: Reads | None
+    decode_reads: Reads | None
+    read_seconds: float
+    seconds_per_token: float
 
 
-def combinations(chosen: Sequence[str] | None = None) -> list[tuple[str, str]]:
-    """(prefill, decode) pairs: dense, each decode method after a dense prefill, each prefill method throughout."""
-    pairs = [("dense", name) for name in names("decode")]
-    pairs += [(name, name) for name in names("prefill") if name != "dense"]
-    return [p for p in pairs if p == ("dense", "dense") or chosen is None or p[1] in chosen]
+class Compare:
+    """A prompt, and the methods to be compared on it over at most `steps` decode steps.
 
+    options: per method name. Raises InvalidInput for a prompt too long or no steps, UnknownName for a method or
+    option that does not exist.
+    """
 
-def compare(
-    model: Any, tokenizer: Any, prompt: Sequence[int], *, steps: int = 32, methods: Sequence[str] | None = None,
-    chunk: int = 512, progress: Callable[[int], None] = lambda n: None,
-) -> list[Comparison]:  # fmt: skip
-    """Compare over at most `steps` decode steps; dense comes first. Raises InvalidInput for a prompt too long."""
-    if steps < 1:
-        raise InvalidInput(f"steps: expected at least 1, got {steps}")
-    stop = stop_tokens(model, tokenizer)
-    found: list[Comparison] = []
-    tokens: list[int] = []
-    reference: list[Tensor] = []
-    for prefill, decode in combinations(methods):
-        dense = (prefill, decode) == ("dense", "dense")
-        with attach(model, prefill=prefill, decode=decode) as session:
-            check_length(session, len(prompt), steps)
-            reader = Reader(session, chunk)
-            started = time.perf_counter()
-            rows = [_log_probabilities(_prompt(reader, prompt, progress))]
-            first = time.perf_counter() - started
-            begun = time.perf_counter()
-            while len(rows) <= (steps if dense else len(tokens)):
-                token = int(rows[-1].argmax()) if dense else tokens[len(rows) - 1]
-                if dense:
-                    if token in stop and len(rows) > 1:
-                        break
-                    tokens.append(token)
-                rows.append(_log_probabilities(reader.step(token)))
-            took = time.perf_counter() - begun
-            report = session.report()
-        reference = rows if dense else reference
-        kls = [float((a.exp() * (a - b)).sum()) for a, b in zip(reference, rows, strict=True)]
-        differs = [i for i, (a, b) in enumerate(zip(reference, rows, strict=True)) if a.argmax() != b.argmax()]
-        found.append(
-            Comparison(
-                prefill,
-                decode,
-                max(0.0, sum(kls) / len(kls)),
-                differs[0] if differs else None,
-                len(rows) - 1,
-                report.fraction("prefill"),
-                report.fraction("decode"),
-                first,
-                took / (len(rows) - 1),
-            )
+    def __init__(
+        self, model: Any, tokenizer: Any, prompt: Sequence[int], *, steps: int = 32,
+        methods: Sequence[str] | None = None, options: Mapping[str, Mapping[str, Any]] | None = None,
+    ):  # fmt: skip
+        if steps < 1:
+            raise InvalidInput(f"steps: expected at least 1, got {steps}")
+        check_length(model, len(prompt), steps)
+        self.model, self.stop, self.prompt, self.steps = model, stop_tokens(model, tokenizer), prompt, steps
+        self.plans, self.options = plans(methods), options or {}
+        for name in self.options:
+            if not any(name == prefill or name in decodes for prefill, decodes in self.plans):
+                raise InvalidInput(f"options for {name}, which is not compared; name it among the methods")
+        self.configured: list[tuple[AttentionMethod, list[AttentionMethod]]] = [
+            (choose("prefill", p, **self._options(p)), [choose("decode", d, **self._options(d)) for d in decodes])
+            for p, decodes in self.plans
+        ]
+        self.tokens: list[int] = []
+        self.reference: list[Tensor] = []
+
+    def _options(self, name: str) -> dict[str, Any]:
+        return dict(self.options.get(name, {}))
+
+    def run(self, chunk: int = CHUNK, progress: Progress = unseen) -> Iterator[Comparison]:
+        """Compare method by method; dense comes first."""
+        room = CacheConfig(capacity=len(self.prompt) + self.steps)
+        for prefill, decodes in self.configured:
+            with attach(self.model, prefill=prefill, cache=room) as session:
+                reader = Reader(session, chunk)
+                with progress(f"reading, {prefill.name}", len(self.prompt)) as advance:
+                    first = _log_probabilities(reader.read(self.prompt, advance))
+                prefill_reads = Reads.of(session.report(), "prefill")
+                for decode in decodes:
+                    session.switch(decode)
+                    with reader.aside(), progress(f"decoding, {decode.name}", self.steps) as advance:
+                        rows, seconds = self._decode(reader, first, advance)
+                    yield self._compared(session, prefill_reads, rows, reader.read_seconds, seconds)
+
+    def _decode(self, reader: Reader, first: Tensor, advance: Advance) -> tuple[list[Tensor], float]:
+        """Log-probabilities after the prompt and after each token of dense's answer, which the first call makes."""
+        rows, took, leading = [first], 0.0, not self.reference
+        for step in range(self.steps if leading else len(self.tokens)):
+            token = int(rows[-1].argmax()) if leading else self.tokens[step]
+            if leading and step and token in self.stop:
+                break
+            if leading:
+                self.tokens.append(token)
+            logits, seconds = reader.step(token)
+            rows.append(_log_probabilities(logits))
+            took += seconds
+            advance(1)
+        if leading:
+            self.reference = rows
+        return rows, took
+
+    def _compared(
+        self, session: Session, prefill_reads: Reads | None, rows: list[Tensor], read_seconds: float, seconds: float
+    ) -> Comparison:
+        pairs = list(zip(self.reference, rows, strict=True))
+        kl = [_divergence(a, b) for a, b in pairs]
+        differs = [i for i, (a, b) in enumerate(pairs) if a.argmax() != b.argmax()]
+        steps = len(rows) - 1
+        return Comparison(
+            session.prefill.to_json(),
+            session.decode.to_json(),
+            sum(kl[1:]) / steps,
+            tuple(kl),
+            differs[0] if differs else None,
+            steps,
+            prefill_reads,
+            Reads.of(session.report(), "decode"),
+            read_seconds,
+            seconds / steps,
         )
-    return found
 
 
-def _prompt(reader: Reader, prompt: Sequence[int], progress: Callable[[int], None]) -> Tensor:
-    reader.read(prompt[:-1], progress)
-    return reader.prompt(prompt[-1:])
+def _divergence(a: Tensor, b: Tensor) -> float:
+    """KL(a || b) of log-probabilities [V], nats; tokens that `a` excludes (-inf) add nothing."""
+    terms = torch.where(a == -torch.inf, 0.0, a.exp() * (a - b))
+    return max(0.0, float(terms.sum()))  # rounding may leave a zero below zero
 
 
 def _log_probabilities(logits: Tensor) -> Tensor:

@@ -1,13 +1,25 @@
-"""Facts hidden in real text, asked of the shipped model with each method."""
+"""Facts hidden in real text, asked of a model with each method."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
-from longreach.adapters.transformers import Answer, Reader, attach, load, share, stop_tokens
-from longreach.methods.registry import names
+from longreach.adapters.transformers import (
+    Answer,
+    Reader,
+    attach,
+    check_length,
+    encode,
+    share,
+    stop_tokens,
+)
+from longreach.cache import CacheConfig
+from longreach.evals.plans import plans
+from longreach.evals.progress import Progress, unseen
+from longreach.evals.reads import Reads
 from longreach.tasks import haystack
 from longreach.tasks.needle import INTRO, KeySource, Needle, evaluation_episode
 
@@ -16,73 +28,98 @@ ANSWER_TOKENS = 12
 
 
 @dataclass(frozen=True)
-class Row:
-    """One question asked with one method. Fractions are of the bytes that dense attention reads."""
+class Said:
+    """The answer to one question."""
 
-    prefill: str
-    decode: str
     depth: float
     key: str
     expected: str
     answer: str
     right: bool
-    prefill_fraction: float
-    decode_fraction: float | None
+    question_seconds: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method, asked for every fact.
+
+    read_seconds: reading the document, once for all methods with the same prefill. first_token_seconds: that and
+    the question, mean over the questions; seconds_per_token: mean decode step, None where there was none.
+    """
+
+    prefill: str
+    decode: str
+    answers: tuple[Said, ...]
+    prefill_reads: Reads | None
+    decode_reads: Reads | None
     read_seconds: float
     first_token_seconds: float
     seconds_per_token: float | None
 
 
-@dataclass(frozen=True)
-class Setting:
-    """What the demo runs on."""
-
-    model: str
-    tokens: int
-    characters: int
-    depths: tuple[float, ...] = DEPTHS
-
-
 class Demo:
-    """The document, its facts and the model; `rows` asks."""
+    """A document of at most `length` tokens with question and answer, its facts, and who is asked.
 
-    def __init__(self, length: int = 4096, seed: int = 0, device: str = "cpu"):
-        self.model, self.tokenizer = load("mini", device=device)
+    Raises InvalidInput where the facts do not fit, or the model's context is shorter than `length`.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, length: int = 4096, seed: int = 0):
+        check_length(model, length - ANSWER_TOKENS, ANSWER_TOKENS)
+        self.model, self.tokenizer = model, tokenizer
         random, source = Random(f"demo/{seed}"), KeySource(True)
-        self.facts: list[Needle] = [evaluation_episode(random, source).needles[0] for _ in DEPTHS]
+        facts = _different(random, source, len(DEPTHS))
+        self.placed = tuple(zip(DEPTHS, facts, strict=True))
 
         def count(text: str) -> int:
-            return len(self.tokenizer(text).input_ids)
+            return len(encode(tokenizer, text))
 
-        room = length - ANSWER_TOKENS - max(count("\n\n" + f.question) for f in self.facts)
-        placed = [(depth, fact.statement) for depth, fact in zip(DEPTHS, self.facts, strict=True)]
-        text = haystack.document(random, placed, room, count, INTRO.format(attribute="number"))
-        prompts = [self.tokenizer(f"{text}\n\n{f.question}").input_ids for f in self.facts]
-        other = self.tokenizer(f"{text}\n\nWhy?").input_ids
-        self.document, self.questions = share(prompts, other)
-        self.setting = Setting("longreach-mini", max(map(len, prompts)), len(text))
+        room = length - ANSWER_TOKENS - max(count("\n\n" + f.question) for f in facts)
+        statements = [(depth, fact.statement) for depth, fact in self.placed]
+        text = haystack.document(random, statements, room, count, INTRO.format(attribute="number"))
+        prompts = [encode(tokenizer, f"{text}\n\n{f.question}") for f in facts]
+        self.document, self.questions = share(prompts, encode(tokenizer, f"{text}\n\nWhy?"))
+        self.tokens, self.characters = len(encode(tokenizer, text)), len(text)
 
-    def combinations(self) -> list[tuple[str, tuple[str, ...]]]:
-        """(prefill method, decode methods that share its reading of the document)."""
-        plans = [("dense", names("decode"))]
-        return plans + [(name, (name,)) for name in names("prefill") if name != "dense"]
-
-    def rows(self, progress: Callable[[int], None] = lambda n: None) -> Iterator[Row]:
+    def rows(self, progress: Progress = unseen) -> Iterator[Row]:
         """Ask every question with every method; the document is read once per prefill method."""
         stop = stop_tokens(self.model, self.tokenizer)
-        for prefill, decodes in self.combinations():
-            with attach(self.model, prefill=prefill) as session:
+        room = len(self.document) + max(map(len, self.questions)) + ANSWER_TOKENS
+        for prefill, decodes in plans():
+            with attach(self.model, prefill=prefill, cache=CacheConfig(capacity=room)) as session:
                 reader = Reader(session)
-                reader.read(self.document, progress)
-                prefill_fraction = session.report().fraction("prefill") or 0.0
+                with progress(f"reading, {prefill}", len(self.document)) as advance:
+                    reader.read(self.document, advance)
+                prefill_reads = Reads.of(session.report(), "prefill")
                 for decode in decodes:
-                    for depth, fact, question in zip(DEPTHS, self.facts, self.questions, strict=True):
-                        session.switch(decode)
-                        answer = Answer()
-                        list(reader.ask(question, ANSWER_TOKENS, stop, answer))
-                        said = self.tokenizer.decode(answer.tokens).strip()
-                        yield Row(
-                            prefill, decode, depth, fact.key, fact.value, said, fact.value in said, prefill_fraction,
-                            session.report().fraction("decode"), reader.read_seconds, answer.first_token_seconds,
-                            answer.seconds_per_token,
-                        )  # fmt: skip
+                    session.switch(decode)
+                    answers = [Answer() for _ in self.questions]
+                    with progress(f"asking, {decode}", len(answers)) as advance:
+                        for question, answer in zip(self.questions, answers, strict=True):
+                            list(reader.ask(question, ANSWER_TOKENS, stop, answer))
+                            advance(1)
+                    asked = [a.first_token_seconds for a in answers]
+                    steps = sum(a.steps for a in answers)
+                    yield Row(
+                        prefill,
+                        decode,
+                        tuple(self._said(d, f, a) for (d, f), a in zip(self.placed, answers, strict=True)),
+                        prefill_reads,
+                        Reads.of(session.report(), "decode"),
+                        reader.read_seconds,
+                        reader.read_seconds + sum(asked) / len(asked),
+                        sum(a.decode_seconds for a in answers) / steps if steps else None,
+                    )
+
+    def _said(self, depth: float, fact: Needle, answer: Answer) -> Said:
+        text = self.tokenizer.decode(answer.tokens, skip_special_tokens=True).strip()
+        return Said(depth, fact.key, fact.value, text, fact.value in text, answer.first_token_seconds)
+
+
+def _different(random: Random, source: KeySource, count: int) -> list[Needle]:
+    """Facts with different keys and values, so that each question has one answer."""
+    found: list[Needle] = []
+    while len(found) < count:
+        needle = evaluation_episode(random, source).needles[0]
+        if not any(needle.key == other.key or needle.value == other.value for other in found):
+            found.append(needle)
+    return found

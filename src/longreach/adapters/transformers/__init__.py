@@ -4,16 +4,22 @@ from longreach.adapters.transformers.attach import Session, attach
 from longreach.adapters.transformers.hf_cache import LongreachCache
 from longreach.adapters.transformers.load import device_of, load, model_path
 from longreach.adapters.transformers.reading import (
+    CHUNK,
+    Advance,
     Answer,
     Reader,
     check_length,
     context_limit,
+    encode,
     prompts,
     share,
+    stop_strings,
     stop_tokens,
 )
 
 __all__ = [
+    "CHUNK",
+    "Advance",
     "Answer",
     "LongreachCache",
     "Reader",
@@ -22,9 +28,11 @@ __all__ = [
     "check_length",
     "context_limit",
     "device_of",
+    "encode",
     "load",
     "model_path",
     "prompts",
     "share",
+    "stop_strings",
     "stop_tokens",
 ]

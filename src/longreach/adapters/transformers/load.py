@@ -126,12 +126,15 @@ def load(model: str | Path, *, device: str = "cpu", dtype: torch.dtype | None = 
     _check_weights(path)
     _check_generation(path)
     wanted = dtype if dtype is not None else (torch.float32 if place.type == "cpu" else "auto")
+    part = "config and weights"
+    loaded: Any  # typed as the model alone, though it comes with what was found
     try:
         with _quiet():
             loaded, found = AutoModelForCausalLM.from_pretrained(
                 path, dtype=wanted, local_files_only=True, trust_remote_code=False,
                 ignore_mismatched_sizes=True, output_loading_info=True,
             )  # fmt: skip
+            part = "tokenizer"
             tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         _check_complete(path, loaded, found)
         loaded.to(place)
@@ -141,5 +144,7 @@ def load(model: str | Path, *, device: str = "cpu", dtype: torch.dtype | None = 
         if out_of_memory(error):
             raise OutOfMemory(f"{path} does not fit into the memory of {place}; try --dtype bfloat16") from error
         lines = str(error).strip().splitlines() or ["no reason given"]
-        raise ModelFileError(f"{path} could not be loaded: {type(error).__name__}: {lines[0]}") from error
+        raise ModelFileError(
+            f"{path}: its {part} could not be loaded; fetch the model again ({type(error).__name__}: {lines[0]})"
+        ) from error
     return loaded.eval(), tokenizer

@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from longreach.adapters.transformers.attach import Session, memory_errors
+from longreach.adapters.transformers.attach import Session
 from longreach.adapters.transformers.checks import text_config
-from longreach.errors import InvalidInput
+from longreach.adapters.transformers.memory import memory_errors
+from longreach.errors import InvalidInput, OutOfMemory
 
 CHUNK = 512  # prompt tokens per pass: short enough for a progress bar to move
+Advance = Callable[[int], None]  # told how many more units of work are done
+
+
+def _ignore(done: int) -> None:
+    """Progress that nobody watches."""
 
 
 @dataclass
 class Answer:
-    """One answer as it comes: tokens without the stop token; seconds are wall-clock, waiting for the device."""
+    """One answer as it comes: tokens without the stop token; seconds are wall-clock, waiting for the device.
+
+    stopped: it ended with a stop token, not because max_new_tokens was reached.
+    """
 
     tokens: list[int] = field(default_factory=list)
+    stopped: bool = False
     first_token_seconds: float = 0.0
     decode_seconds: float = 0.0
     steps: int = 0
@@ -42,50 +53,65 @@ class Reader:
         self.cache = session.new_cache(1)
         self.read_seconds = 0.0
 
-    def read(self, tokens: Sequence[int], progress: Callable[[int], None] = lambda n: None) -> None:
-        """Put the document into the cache. progress is told how many tokens were read, pass by pass."""
+    def read(self, tokens: Sequence[int], progress: Advance = _ignore) -> Tensor:
+        """Put the document into the cache; logits [V] after it. progress is told how many tokens each pass read."""
         started = self._now()
-        self._pass(tokens, progress)
+        logits = self._pass(tokens, progress)
         self.read_seconds += self._now() - started
+        return logits
 
-    def ask(self, tokens: Sequence[int], max_new_tokens: int, stop: Sequence[int], answer: Answer) -> Iterator[int]:
-        """Greedy tokens after document and question, each as it comes, until a stop token (not yielded)."""
-        document = self.cache.columns
-        check_length(self.session, document + len(tokens), max_new_tokens)
-        started = self._now()
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is read or decoded within this block is forgotten after it."""
+        columns = self.cache.columns
         try:
-            logits = self._pass(tokens)
-            token = int(logits.argmax())
+            yield
+        finally:
+            self.cache.drop_columns(self.cache.columns - columns)
+
+    def ask(
+        self, tokens: Sequence[int], max_new_tokens: int, stop: Sequence[int], answer: Answer
+    ) -> Generator[int, None, None]:
+        """Greedy tokens after document and question, each as it comes, until a stop token (not yielded)."""
+        check_length(self.session.model, self.cache.columns + len(tokens), max_new_tokens)
+        with self.aside():
+            started = self._now()
+            token = int(self._pass(tokens).argmax())
             answer.first_token_seconds = self._now() - started
             while token not in stop:
                 answer.tokens.append(token)
                 yield token
                 if len(answer.tokens) >= max_new_tokens:
                     return
-                begun = self._now()
-                token = int(self.step(token).argmax())
-                answer.decode_seconds += self._now() - begun
+                logits, seconds = self.step(token)
+                token = int(logits.argmax())
+                answer.decode_seconds += seconds
                 answer.steps += 1
-        finally:
-            self.cache.drop_columns(self.cache.columns - document)
+            answer.stopped = True
 
-    def step(self, token: int) -> Tensor:
-        """One decode step: logits [V] after `token`, fp32."""
+    def step(self, token: int) -> tuple[Tensor, float]:
+        """One decode step: (logits [V] after `token`, fp32; seconds it took)."""
+        started = self._now()
         with memory_errors(), self.session.prompt_end(self.cache.columns):
-            return self._forward([token])
+            logits = self._forward([token])
+        return logits, self._now() - started
 
-    def prompt(self, tokens: Sequence[int]) -> Tensor:
-        """Prefill `tokens` after what is in the cache: logits [V] after the last, fp32."""
-        return self._pass(tokens)
-
-    def _pass(self, tokens: Sequence[int], progress: Callable[[int], None] = lambda n: None) -> Tensor:
+    def _pass(self, tokens: Sequence[int], progress: Advance = _ignore) -> Tensor:
         if not tokens:
             raise InvalidInput("expected at least one token, got none")
-        with memory_errors(), self.session.prompt_end(self.cache.columns + len(tokens)):
-            for first in range(0, len(tokens), self.chunk):
-                part = tokens[first : first + self.chunk]
-                logits = self._forward(part)
-                progress(len(part))
+        first = 0
+        try:
+            end = self.cache.columns + len(tokens)
+            with memory_errors(), self.session.prompt_end(end), self.cache.restored_on_error():
+                for first in range(0, len(tokens), self.chunk):
+                    part = tokens[first : first + self.chunk]
+                    logits = self._forward(part)
+                    progress(len(part))
+        except OutOfMemory as error:
+            raise OutOfMemory(
+                f"memory ran out after {first} of {len(tokens)} prompt tokens, read {self.chunk} at a time; lower the "
+                f"prefill chunk size (--prefill-chunk-size) or shorten the document"
+            ) from error
         return logits
 
     @torch.no_grad()
@@ -96,7 +122,7 @@ class Reader:
 
     def _now(self) -> float:
         if self.session.model.device.type == "cuda":
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(self.session.model.device)
         return time.perf_counter()
 
 
@@ -105,13 +131,14 @@ def context_limit(model: Any) -> int | None:
     return getattr(text_config(model), "max_position_embeddings", None)
 
 
-def check_length(session: Session, prompt: int, max_new_tokens: int) -> None:
+def check_length(model: Any, prompt: int, max_new_tokens: int) -> None:
     """Raise InvalidInput where prompt and answer are longer than the model's context."""
-    limit = context_limit(session.model)
+    limit = context_limit(model)
     if limit is not None and prompt + max_new_tokens > limit:
         raise InvalidInput(
-            f"document and question are {prompt} tokens, with {max_new_tokens} for the answer, but the model's context "
-            f"is {limit}; shorten the document or lower --max-new-tokens"
+            f"document and question are {prompt} tokens and the answer may take {max_new_tokens}, but the model's "
+            f"context is {limit} tokens; shorten the document by {prompt + max_new_tokens - limit} tokens, or ask for "
+            f"a shorter answer"
         )
 
 
@@ -123,6 +150,20 @@ def stop_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
+def stop_strings(model: Any) -> tuple[str, ...]:
+    """Texts that end an answer, from the generation config."""
+    value = getattr(model.generation_config, "stop_strings", None)
+    return (value,) if isinstance(value, str) else tuple(value or ())
+
+
+def encode(tokenizer: Any, text: str, special: bool = True) -> list[int]:
+    """Tokens of a prompt that is to be gone on with: special ones at its beginning if asked for, none at its end."""
+    ids = list(tokenizer(text, add_special_tokens=special, verbose=False).input_ids)
+    if special and ids and ids[-1] == tokenizer.eos_token_id and not text.endswith(tokenizer.eos_token):
+        ids.pop()
+    return ids
+
+
 def prompts(tokenizer: Any, document: str, questions: Sequence[str]) -> tuple[list[int], list[list[int]]]:
     """(tokens all prompts begin with, what each goes on with): the document is read once, exactly as in each prompt.
 
@@ -131,18 +172,18 @@ def prompts(tokenizer: Any, document: str, questions: Sequence[str]) -> tuple[li
     """
     if not document.strip():
         raise InvalidInput("the document is empty; give one with text in it")
-    for question in questions:
-        if not question.strip():
-            raise InvalidInput("a question is empty; ask something")
+    if not questions or not all(question.strip() for question in questions):
+        raise InvalidInput("a question is empty; ask something")
 
-    def encode(question: str) -> list[int]:
+    def prompt(question: str) -> list[int]:
+        text = f"{document.rstrip()}\n\n"
         if getattr(tokenizer, "chat_template", None):
-            turn = [{"role": "user", "content": f"{document}\n\n{question}"}]
-            text = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
-            return list(tokenizer(text, add_special_tokens=False).input_ids)
-        return list(tokenizer(f"{document.rstrip()}\n\nQuestion: {question}\nAnswer:").input_ids)
+            turn = [{"role": "user", "content": text + question}]
+            chat = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
+            return encode(tokenizer, chat, special=False)
+        return encode(tokenizer, f"{text}Question: {question}\nAnswer:")
 
-    return share([encode(q) for q in questions], encode("?"))
+    return share([prompt(q) for q in questions], prompt("?"))
 
 
 def share(sequences: Sequence[list[int]], other: list[int]) -> tuple[list[int], list[list[int]]]:

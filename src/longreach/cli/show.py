@@ -1,0 +1,118 @@
+"""What verbs show: tables that grow row by row, progress on stderr, times and shares, JSON on stdout."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+
+def emit(document: Any) -> None:
+    """One JSON document on standard output."""
+    print(json.dumps(document, indent=1))
+
+
+def console() -> Console:
+    """Standard output, as wide as the terminal; text is shown as it is."""
+    from rich.console import Console
+
+    return Console(highlight=False, markup=False, emoji=False)
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of fixed width. wide: left out where the terminal is too narrow for all columns."""
+
+    title: str
+    width: int
+    left: bool = False
+    wide: bool = False
+
+
+class Table:
+    """A table whose rows are printed one by one as results come, so all widths are fixed beforehand."""
+
+    def __init__(self, out: Console, columns: Sequence[Column]):
+        self.out, self.columns = out, tuple(columns)
+        gap, everything = 2, sum(c.width for c in columns) + 2 * (len(columns) - 1)
+        self.shown = [everything <= out.width or not c.wide for c in columns]
+        needed = sum(c.width + gap for c, shown in zip(columns, self.shown, strict=True) if shown) - gap
+        self.gap = " " * (gap if needed <= out.width else 1)
+
+    def header(self) -> None:
+        """The line of titles."""
+        self.row([c.title for c in self.columns], style="bold")
+
+    def row(self, cells: Sequence[str | Text], style: str = "") -> None:
+        """One line; a cell that is too long loses its end."""
+        from rich.text import Text
+
+        parts = []
+        for column, cell, shown in zip(self.columns, cells, self.shown, strict=True):
+            if not shown:
+                continue
+            text = Text(cell, style) if isinstance(cell, str) else cell.copy()
+            if text.cell_len > column.width:
+                text.truncate(column.width - 2)
+                text.append("..")
+            text.align("left" if column.left else "right", column.width)
+            parts.append(text)
+        line = Text(self.gap).join(parts)
+        line.rstrip()
+        self.out.print(line, soft_wrap=True)
+
+
+@contextmanager
+def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar on stderr, gone when done, nothing where stderr is no terminal; yields advance(n)."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    errors = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda done: bar.advance(task, done)
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """A spinner on stderr for work whose length is not known, nothing where stderr is no terminal."""
+    from rich.console import Console
+
+    errors = Console(stderr=True)
+    if not errors.is_terminal:
+        yield
+        return
+    with errors.status(what):
+        yield
+
+
+def duration(seconds: float | None) -> str:
+    """A time in at most seven characters; "-" where there is none."""
+    if seconds is None:
+        return "-"
+    if seconds < 0.01:
+        return f"{seconds * 1e3:.1f} ms"
+    if seconds < 1:
+        return f"{seconds * 1e3:.0f} ms"
+    return f"{seconds:.1f} s" if seconds < 100 else f"{seconds:.0f} s"
+
+
+def percent(share: float | None) -> str:
+    """A share; "-" where there is none."""
+    return "-" if share is None else f"{share:.1%}"
+
+
+def place(where: dict[str, Any]) -> str:
+    """Where numbers come from, in a sentence. where: what `records.environment` found."""
+    device, versions = where["device"], where["versions"]
+    threads = f" ({device['threads']} threads)" if device["type"] == "cpu" else ""
+    packages = ", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers"))
+    return f"Measured just now on this machine: {device['name']}{threads}, {packages}."

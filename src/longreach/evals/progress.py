@@ -1,0 +1,17 @@
+"""How long work tells that it goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+from longreach.adapters.transformers import Advance
+
+Progress = Callable[[str, int], AbstractContextManager[Advance]]
+"""`with progress("reading", total) as advance: ... advance(n)`: what is done, and how many units of it."""
+
+
+@contextmanager
+def unseen(what: str, total: int) -> Iterator[Advance]:
+    """Progress that nobody watches."""
+    yield lambda done: None

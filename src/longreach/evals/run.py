@@ -1,0 +1,81 @@
+"""Questions about one document: its KV is computed once, each answer streams."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+from longreach.adapters.transformers import (
+    CHUNK,
+    Answer,
+    Reader,
+    Session,
+    check_length,
+    prompts,
+    stop_strings,
+    stop_tokens,
+)
+from longreach.cache import CacheConfig
+from longreach.evals.progress import Progress, unseen
+from longreach.evals.text import pieces
+
+
+@dataclass(frozen=True)
+class Answered:
+    """One question and what came of it. first_token_seconds counts from the question; the document was read before.
+
+    stopped: the model ended its answer, max_new_tokens did not.
+    """
+
+    question: str
+    answer: str
+    prompt_tokens: int
+    tokens: int
+    stopped: bool
+    first_token_seconds: float
+    seconds_per_token: float | None
+
+
+class Questions:
+    """Questions about one document in the tokens of one model.
+
+    Raises InvalidInput for an empty document or question, and where they and the answer exceed the model's context.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, document: str, questions: Sequence[str], max_new_tokens: int = 128):
+        self.model, self.tokenizer, self.questions = model, tokenizer, tuple(questions)
+        self.max_new_tokens = max_new_tokens
+        self.document, self.rests = prompts(tokenizer, document, questions)
+        longest = len(self.document) + max(map(len, self.rests))
+        check_length(model, longest, max_new_tokens)
+        self.cache = CacheConfig(capacity=longest + max_new_tokens)
+        self.answered: list[Answered] = []
+
+    def read(self, session: Session, chunk: int = CHUNK, progress: Progress = unseen) -> Reader:
+        """Compute the document's KV."""
+        reader = Reader(session, chunk)
+        with progress("reading the document", len(self.document)) as advance:
+            reader.read(self.document, advance)
+        return reader
+
+    def ask(self, reader: Reader, number: int) -> Iterator[str]:
+        """The answer to a question, piece by piece; when done, `answered` holds it whole."""
+        rest, answer, text = self.rests[number], Answer(), ""
+        stop = stop_tokens(self.model, self.tokenizer)
+        with closing(reader.ask(rest, self.max_new_tokens, stop, answer)) as tokens:
+            for piece in pieces(tokens, self.tokenizer, stop_strings(self.model)):
+                text += piece
+                yield piece
+        self.answered.append(
+            Answered(
+                self.questions[number],
+                text.rstrip(),
+                len(self.document) + len(rest),
+                len(answer.tokens),
+                len(answer.tokens) < self.max_new_tokens or answer.stopped,
+                answer.first_token_seconds,
+                answer.seconds_per_token,
+            )
+        )
