@@ -127,10 +127,10 @@ def load(model: str | Path, *, device: str = "cpu", dtype: torch.dtype | None = 
     _check_generation(path)
     wanted = dtype if dtype is not None else (torch.float32 if place.type == "cpu" else "auto")
     part = "config and weights"
-    loaded: Any  # typed as the model alone, though it comes with what was found
+    auto: Any = AutoModelForCausalLM  # typed as if it gave the model alone, without what was found
     try:
         with _quiet():
-            loaded, found = AutoModelForCausalLM.from_pretrained(
+            loaded, found = auto.from_pretrained(
                 path, dtype=wanted, local_files_only=True, trust_remote_code=False,
                 ignore_mismatched_sizes=True, output_loading_info=True,
             )  # fmt: skip
