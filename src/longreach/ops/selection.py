@@ -220,6 +220,8 @@ class Lists(Selection):
         for name, x in (("index", index), ("count", count), ("log_weight", weight)):
             on = x is None or x.device == rows.pos.device
             require(on, f"{name}: expected on {rows.pos.device} like the rows, got {describe(x)}")
+        if count.device.type == "cpu" and count.numel():
+            require(int(count.min()) >= 0, f"count: expected >= 0, got {int(count.min())}")
 
     def take(self, index: Tensor) -> Lists:
         return replace(self, list_of=index if self.list_of is None else self.list_of[index])

@@ -21,7 +21,8 @@ class Exact:
     """The result in fp64 with the magnitudes an error bound is made of (tolerance.py); 0 where no key is seen.
 
     out [R, H, D], lse [R, H]; keys: how many [R, H]; products: the largest sum_i |scale q_i k_i| of a key [R, H];
-    logit: the largest |logit|, of cap, log-weight and sink too [R, H]; mass: sum softmax |v| [R, H, D].
+    logit: the largest |logit|, of cap, log-weight and sink too [R, H]; mass: sum softmax |v| [R, H, D];
+    sunk: whether there was a sink.
     """
 
     out: Tensor
@@ -30,6 +31,7 @@ class Exact:
     products: Tensor
     logit: Tensor
     mass: Tensor
+    sunk: bool
 
 
 def seen_keys(rows: Rows, kv: KVView, selection: Selection) -> list[list[Keys]]:
@@ -91,7 +93,7 @@ def exact_attend(
             products[r, h] = max(terms.abs().sum(-1).tolist(), default=0.0)
             finite = torch.cat([x, y, weight, z])
             logit[r, h] = finite[finite.isfinite()].abs().max()
-    return Exact(out, lse, keys, products, logit, mass)
+    return Exact(out, lse, keys, products, logit, mass, sink_logit is not None)
 
 
 def exact_pooled_scores(

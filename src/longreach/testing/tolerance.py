@@ -34,9 +34,25 @@ def bounds(want: Exact, unit: float) -> tuple[Tensor, Tensor]:
     logit = unit * ((want.out.shape[2] + 1) * want.products + 8 * size)
     weight = logit + unit * (2 * size + 4)
     finite = want.lse.nan_to_num(neginf=0.0).abs()
-    lse = weight + unit * (3 * keys + 4 + finite) + unit * (2 * size + 2 * finite + 8)
-    out = (2 * weight + unit * (2 * keys + 4) + 2 * lse)[..., None] * want.mass
-    return out + UNDERFLOW, lse + UNDERFLOW
+    lse = weight + unit * (3 * keys + 4 + finite)
+    out = 2 * weight + unit * (2 * keys + 4)
+    if want.sunk:
+        lse = lse + unit * (2 * size + 2 * finite + 8)
+        out = out + 2 * lse
+    return out[..., None] * want.mass + UNDERFLOW, lse + UNDERFLOW
+
+
+def pooled_bound(pooled: Tensor, dense: Exact, unit: float) -> Tensor:
+    """Bound on |pooled_scores - pooled| for exact `pooled` [T, G, N]; `dense` is attend's oracle on the same rows.
+
+    Each score exp(logit - lse) has the relative error of its exponent: that of the logit, of lse and of their
+    difference, and exp; at most R H of them are added.
+    """
+    _, lse = bounds(dense, unit)
+    logit = unit * ((dense.out.shape[2] + 1) * dense.products + 8 * dense.logit)
+    difference = unit * (dense.logit + dense.lse.nan_to_num(neginf=0.0).abs() + 4)
+    relative = (logit + lse + difference).max() if lse.numel() else torch.zeros(())
+    return (relative + unit * dense.lse.numel()) * pooled + UNDERFLOW
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:
