@@ -6,7 +6,7 @@ import argparse
 from functools import partial
 from pathlib import Path
 
-from longreach.cli.common import add_json
+from longreach.cli.common import add_device, add_json, positive
 from longreach.cli.show import emit, percent, progress
 
 NAME = "train"
@@ -25,13 +25,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="DIR", type=Path, default=Path("runs/mini"), help="where the model goes")
     parser.add_argument("--minutes", type=float, default=23.0, help="time budget, compilation included (default 23)")
     parser.add_argument("--resume", metavar="DIR", type=Path, help="start from this checkpoint's weights")
-    parser.add_argument("--workers", type=int, default=14, help="processes that make batches (default 14)")
+    parser.add_argument("--workers", type=positive, default=14, help="processes that make batches (default 14)")
     parser.add_argument("--evaluate", action="store_true", help="ask single-needle questions in the shipped haystack")
     parser.add_argument("--model", default="mini", metavar="DIR|mini", help="what to evaluate (default mini)")
-    parser.add_argument("--samples", type=int, default=200, help="questions to ask (default 200)")
-    parser.add_argument("--length", type=int, default=4096, help="tokens of prompt and answer (default 4096)")
+    parser.add_argument("--samples", type=positive, default=200, help="questions to ask (default 200)")
+    parser.add_argument("--length", type=positive, default=4096, help="tokens of prompt and answer (default 4096)")
     parser.add_argument("--output", metavar="FILE", type=Path, help="write the evaluation's record here")
-    parser.add_argument("--device", default="auto", help="cpu, cuda or auto (default)")
+    add_device(parser)
     parser.add_argument("--seed", type=int, default=0, help="of training or evaluation (default 0)")
     add_json(parser)
 
@@ -54,9 +54,11 @@ def run(args: argparse.Namespace) -> int:
         train(args.data, args.out, minutes=args.minutes, resume=args.resume, device=device, workers=args.workers,
               seed=args.seed, say=partial(print, flush=True))  # fmt: skip
     if args.evaluate:
-        from longreach.records import write
+        from longreach.records import check_writable, write
         from longreach.train.mini.evaluate import evaluate
 
+        if args.output:
+            check_writable(args.output)
         with progress("asking", args.samples) as advance:
             record = evaluate(args.model, samples=args.samples, length=args.length, seed=args.seed, device=device,
                               progress=advance)  # fmt: skip

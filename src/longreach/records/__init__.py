@@ -1,5 +1,5 @@
 """Measured results with all that is needed to repeat them."""
 
-from longreach.records.record import environment, wilson, write
+from longreach.records.record import check_writable, environment, wilson, write
 
-__all__ = ["environment", "wilson", "write"]
+__all__ = ["check_writable", "environment", "wilson", "write"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -65,6 +66,19 @@ def wilson(right: int, total: int, z: float = 1.96) -> tuple[float, float]:
     middle = (p + z * z / (2 * n)) / (1 + z * z / n)
     half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
     return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def check_writable(path: Path) -> None:
+    """Raise InvalidInput where no record can be written, before it is measured at length."""
+    part = path.with_name(path.name + ".part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.touch()
+        part.unlink()
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    except OSError as error:
+        raise InvalidInput(f"cannot write {path}: {error.strerror}; choose another --output") from error
 
 
 def write(path: Path, record: dict[str, Any]) -> None:
