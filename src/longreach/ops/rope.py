@@ -58,6 +58,9 @@ def reposition(x: Tensor, old: Tensor, new: Tensor, inv_freq: Tensor, *, layout:
 
     x: [..., D]; old, new: int, broadcast against x's leading dimensions; inv_freq: [rotary/2].
     """
+    both = isinstance(old, Tensor) and isinstance(new, Tensor)
+    require(both, f"old, new: expected tensors of positions, got {describe(old)} and {describe(new)}")
+    require(old.device == new.device, f"old, new: expected on one device, got {describe(old)} and {describe(new)}")
     cos, sin = angles(new - old, inv_freq)
     return rotate(x, cos, sin, layout=layout)
 

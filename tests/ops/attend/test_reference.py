@@ -142,7 +142,14 @@ def test_a_sink_is_a_merge(kind: Kind, softcap: float | None) -> None:
     bare = check(rows, kv, selection, softcap=softcap)
     want = merge(bare, Partial(torch.zeros_like(bare.out), sink.expand(6, 4)))
     assert torch.equal(got.out, want.out) and torch.equal(got.lse, want.lse)
-    assert torch.equal(check(rows, kv, selection, sink_logit=sink.bfloat16()).lse, check(rows, kv, selection, sink_logit=sink).lse)
+
+
+def test_a_sink_may_have_any_float_dtype() -> None:
+    kv = random_kv([19], heads=2, dim=8)
+    rows, sink = random_rows(kv, 3), torch.tensor([-2.0, 0.5, 3.0, 0.25])
+    want = check(rows, kv, Spans.dense(), sink_logit=sink)
+    for dtype in (torch.bfloat16, torch.float64):
+        assert torch.equal(check(rows, kv, Spans.dense(), sink_logit=sink.to(dtype)).lse, want.lse)
 
 
 def test_sinks_alone() -> None:
@@ -152,7 +159,10 @@ def test_sinks_alone() -> None:
     assert not got.out.any()
 
 
-@pytest.mark.parametrize("logits", [{"scale": 0.0}, {"scale": -1.0}, {"scale": 3.0}, {"softcap": 0.3}, {"softcap": 50.0}])
+SHAPES = [{"scale": 0.0}, {"scale": -1.0}, {"scale": 3.0}, {"softcap": 0.3}, {"softcap": 50.0}]
+
+
+@pytest.mark.parametrize("logits", SHAPES)
 def test_scale_and_softcap(logits: dict[str, float]) -> None:
     kv = random_kv([19, 30], heads=2, dim=16)
     check(random_rows(kv, 6), kv, Spans.dense(), **logits)
@@ -266,9 +276,8 @@ def test_gradients(page: int | None, kind: Kind, per: Any, shape: str) -> None:
         selection: Selection = random_spans(rows, kv, per=per, seed=1)
         weight = torch.zeros(0, dtype=torch.float64, requires_grad=True)
     else:
-        lists = requiring_grad(random_lists(rows, kv, per=per, block=2, weighted=True, overflow=0.1, seed=2))
-        if kind == "packed":
-            lists = replace(lists, count=lists.count.clamp(max=0).where(lists.overflowed, lists.count))
+        overflow = 0.1 if kind == "lists" else 0.0
+        lists = requiring_grad(random_lists(rows, kv, per=per, block=2, weighted=True, overflow=overflow, seed=2))
         selection = packed(lists) if kind == "packed" else lists
         weight = leaf(selection.log_weight)
     sink = torch.randn(4, dtype=torch.float64)

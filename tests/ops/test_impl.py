@@ -1,0 +1,56 @@
+"""Who computes: names are resolved by one rule, and what is slow says so."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from longreach.errors import UnknownName
+from longreach.ops.attend import implementations
+from longreach.ops.impl import Implementations, _warn_slow
+from longreach.ops.pooled_scores import implementations as pooled
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def _forget_warnings() -> Iterator[None]:
+    _warn_slow.cache_clear()
+    yield
+    _warn_slow.cache_clear()
+
+
+@pytest.mark.parametrize("op", [implementations, pooled])
+def test_the_reference_is_always_there(op: Implementations) -> None:
+    assert "reference" in op.names()
+    assert op.resolve("reference", CPU) == "reference"
+    assert op.resolve("auto", CPU) in op.names()
+    assert callable(op.get("auto", CPU))
+
+
+@pytest.mark.parametrize("op", [implementations, pooled])
+def test_an_unknown_name_lists_the_known_ones(op: Implementations) -> None:
+    with pytest.raises(UnknownName, match=f"unknown impl of {op.op} 'fast'; known: auto, reference"):
+        op.resolve("fast", CPU)
+
+
+def test_the_reference_off_the_cpu_warns_once() -> None:
+    with pytest.warns(UserWarning, match="attend runs its reference implementation on cuda: exact, but slow"):
+        assert implementations.resolve("reference", CUDA) == "reference"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        implementations.resolve("reference", CUDA)
+        implementations.resolve("reference", CPU)
+    with pytest.warns(UserWarning, match="pooled_scores"):
+        pooled.resolve("reference", CUDA)
+
+
+def test_an_implementation_is_imported_when_it_is_first_asked_for() -> None:
+    op = Implementations("op", {"reference": "math:sqrt", "missing": "longreach.ops.nowhere:f"})
+    assert op.get("reference", CPU)(9.0) == 3.0
+    assert op.resolve("missing", CPU) == "missing"
+    with pytest.raises(ModuleNotFoundError):
+        op.get("missing", CPU)
