@@ -7,6 +7,8 @@ export HF_HUB_OFFLINE := 1
 export PIP_NO_INPUT := 1
 
 .PHONY: run test test-oldest lint clean
+.NOTPARALLEL:
+.SECONDARY:
 
 run: $(VENV)/.run
 	$(VENV)/bin/longreach demo
@@ -22,24 +24,28 @@ lint: $(VENV)/.test
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
-# torch comes first and alone: with it in place, nothing that follows can pull in another build of it
-%/bin/python:
-	@echo "installing torch into $* (the largest download; README.md says how large)"
+# torch comes first and alone: with it in place, nothing that follows can pull in another build of it.
+# The stamp comes last, so that an install that was cut short starts again.
+%/.torch: constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "longreach needs Python >= 3.11, and $(PYTHON) is none; name one: make PYTHON=python3.12" >&2; exit 1; }
+	@echo "installing torch into $* (about 200 MB as a CPU build, several GB as a CUDA build)"
 	@$(PYTHON) -m venv $*
-	@$*/bin/python $(PIP) torch==2.13.0
+	@$*/bin/python $(PIP) -c constraints.txt torch==2.13.0
+	@touch $@
 
-$(VENV)/.run: constraints.txt pyproject.toml | $(VENV)/bin/python
-	@echo "installing longreach and its dependencies into $(VENV)"
+$(VENV)/.run: pyproject.toml $(VENV)/.torch
+	@echo "installing longreach and its dependencies into $(VENV) (about 50 MB)"
 	@$(VENV)/bin/python $(PIP) -c constraints.txt -e .
 	@touch $@
 
-$(VENV)/.test: constraints.txt pyproject.toml | $(VENV)/bin/python
-	@echo "installing longreach, its dependencies and test tools into $(VENV)"
+$(VENV)/.test: pyproject.toml $(VENV)/.torch
+	@echo "installing longreach, its dependencies and test tools into $(VENV) (about 80 MB)"
 	@$(VENV)/bin/python $(PIP) -c constraints.txt -e ".[dev]"
 	@touch $@ $(VENV)/.run
 
-$(OLDEST)/.test: constraints-oldest.txt pyproject.toml | $(OLDEST)/bin/python
-	@echo "installing longreach with the oldest supported transformers into $(OLDEST)"
+$(OLDEST)/.test: constraints-oldest.txt pyproject.toml $(OLDEST)/.torch
+	@echo "installing longreach with the oldest supported transformers into $(OLDEST) (about 80 MB)"
 	@$(OLDEST)/bin/python $(PIP) -c constraints-oldest.txt -e ".[dev]"
 	@touch $@
 

@@ -79,7 +79,7 @@ def complaints(place: tuple[str, ...], name: str) -> list[str]:
         return ["is a sibling room"] if RANK[other] == RANK[room] else []
     found = []
     if place[-1].startswith("triton") and "reference" in rest:
-        found.append("a kernel does not import the reference")
+        found.append("is the reference, which no kernel imports")
     if room in SHARED and target not in SHARED[room] and member not in ("__init__", target):
         found.append("is a sibling")
     return found
