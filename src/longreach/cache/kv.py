@@ -2,7 +2,9 @@
 
 A forward pass appends in three moves: `begin` makes room and says where each new token goes (or raises with
 nothing changed), `append` writes a layer on the device, `commit` makes the tokens count. A pass that fails
-before `commit` leaves the cache as it was.
+before `commit` never counted; `abort` gives back its pages and has state forget it.
+
+Memory is allocated outside inference mode, so that a cache filled under it can be used without it.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ class CacheConfig:
     """How KV memory is laid out and how it grows.
 
     kind: "contiguous" (one buffer a sequence) or "paged" (pages of `page` tokens from a shared pool).
-    capacity: tokens a sequence may hold; allocated at once and never grown. None: starts at 256 tokens (or
-        what the first prompt needs) and doubles between steps, copying what it holds.
+    capacity: tokens a sequence may hold; allocated at once and never grown. None: starts at 256 tokens and
+        doubles between steps until there is room, copying what it holds.
     page: tokens in a page (paged). pages: pages in the pool, allocated at once; None: the pool doubles.
     """
 
@@ -36,9 +38,9 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         require(self.kind in ("contiguous", "paged"), f"kind: expected 'contiguous' or 'paged', got {self.kind!r}")
-        for name in ("capacity", "page", "pages"):
-            value = getattr(self, name)
-            require(value is None or (isinstance(value, int) and value >= 1), f"{name}: expected >= 1, got {value!r}")
+        for name, value in (("capacity", self.capacity), ("page", self.page), ("pages", self.pages)):
+            count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+            require(count or (value is None and name != "page"), f"{name}: expected a count >= 1, got {value!r}")
         require(self.pages is None or self.kind == "paged", "pages: only a paged cache has a pool of pages")
 
     def plan(self, slots: int) -> Pages:
@@ -49,13 +51,16 @@ class CacheConfig:
 
 
 class SequenceState(Protocol):
-    """What a method remembers about sequences. Addressed by slot, never by batch row."""
+    """What a method remembers about sequences. Addressed by slot, never by batch row; slots, lengths: int64 [n]."""
 
     def reset(self, slots: Tensor) -> None:
-        """Forget the sequences in `slots` [n]."""
+        """Forget the sequences in `slots`."""
+
+    def check_truncate(self, slots: Tensor, lengths: Tensor) -> None:
+        """Raise Unsupported if the sequences in `slots` cannot be cut to `lengths` tokens. Changes nothing."""
 
     def truncate(self, slots: Tensor, lengths: Tensor) -> None:
-        """The sequences in `slots` [n] now end after `lengths` [n] tokens; raise Unsupported if that cannot be."""
+        """The sequences in `slots` now end after `lengths` tokens; called once every state has agreed."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,8 @@ class Append:
 
     slots: int64 [B], the cache slot of each sequence of the pass; seq: int64 [R], its row in `slots`;
     pos: int64 [R], absolute position (the logical slot index); page, offset: int64 [R], place in memory;
-    filled: int64 [B], tokens per sequence once the pass is done; counts: new tokens per sequence (host).
+    filled: int64 [B], tokens per sequence once the pass is done; table: int64 [B, pages];
+    counts, host_slots: new tokens and slot per sequence, on the host; number: which pass of its cache it is.
     """
 
     slots: Tensor
@@ -76,6 +82,7 @@ class Append:
     table: Tensor
     counts: tuple[int, ...]
     host_slots: tuple[int, ...]
+    number: int = -1
 
 
 class KVCache:
@@ -84,51 +91,63 @@ class KVCache:
     def __init__(self, layers: int, slots: int, config: CacheConfig | None = None, device: torch.device | str = "cpu"):
         require(layers >= 1 and slots >= 1, f"expected at least one layer and slot, got {layers} and {slots}")
         self.config = config or CacheConfig()
-        self.device = torch.device(device)
+        self.device = torch.empty(0, device=device).device  # with its index: "cuda" is not "cuda:0"
         self.pages = self.config.plan(slots)
         self.lengths = [0] * slots
         self.memory: list[tuple[Tensor, Tensor] | None] = [None] * layers
         self.state: dict[Hashable, SequenceState] = {}
+        self._begun = 0
+        self._under_way = [0] * slots  # number of the pass that was begun on the slot and is not over; 0 for none
 
     def begin(self, slots: Sequence[int], counts: Sequence[int]) -> Append:
-        """Make room for counts[b] new tokens of the sequence in slots[b]. Raises CapacityError, InvalidInput."""
-        fits = len(slots) == len(counts) and len(set(slots)) == len(slots)
-        require(fits, f"slots and counts: expected distinct slots and as many counts, got {slots} and {counts}")
-        inside = all(0 <= s < len(self.lengths) for s in slots) and all(n >= 0 for n in counts)
-        require(inside, f"slots: expected in [0, {len(self.lengths)}) with counts >= 0, got {slots} and {counts}")
+        """Make room for counts[b] new tokens of the sequence in slots[b]. Raises CapacityError, InvalidInput.
+
+        A pass that was begun on one of the slots and never committed counts as failed: see `abort`.
+        """
+        self._check("begin", slots, counts)
+        self._drop([s for s in slots if self._under_way[s]])
         before = [self.lengths[s] for s in slots]
         after = {s: n + c for s, n, c in zip(slots, before, counts, strict=True)}
         size, total = self.pages.sizes_for(after)
         if (size, total) != (self.pages.size, self.pages.total):
             self._resize(size, total)
         self.pages.take(after, size, total)
+        self._begun += 1
+        for slot in slots:
+            self._under_way[slot] = self._begun
         start, new, table = self._ints(before), self._ints(counts), self._ints(self._table(slots))
         seq = torch.repeat_interleave(torch.arange(len(slots), device=self.device), new, output_size=sum(counts))
         first = torch.cumsum(new, 0) - new
         pos = torch.arange(sum(counts), device=self.device) - first[seq] + start[seq]
         page, offset = table[seq, pos // self.pages.size], pos % self.pages.size
-        return Append(self._ints(slots), seq, pos, page, offset, start + new, table, tuple(counts), tuple(slots))
+        at, host = self._ints(slots), (tuple(counts), tuple(slots))
+        return Append(at, seq, pos, page, offset, start + new, table, *host, self._begun)
 
     def append(self, layer: int, step: Append, k: Tensor, v: Tensor) -> None:
         """Write the new tokens of one layer. k, v: [R, G, D] in the order of step.seq and step.pos."""
+        self._check_layer(layer)
+        self._check_open(step)
         rows = step.seq.shape[0]
         ok = isinstance(k, Tensor) and k.dim() == 3 and k.shape[0] == rows and k.dtype in FLOATS
         require(ok, f"k: expected float [R={rows}, G, D], got {describe(k)}")
-        require(v.shape == k.shape and v.dtype == k.dtype, f"v: expected {describe(k)} like k, got {describe(v)}")
+        same = isinstance(v, Tensor) and v.shape == k.shape and v.dtype == k.dtype
+        require(same, f"v: expected {describe(k)} like k, got {describe(v)}")
         on = k.device == self.device and v.device == self.device
         require(on, f"k, v: expected on {self.device} like the cache, got {describe(k)} and {describe(v)}")
         held = self.memory[layer]
-        if held is None:
-            shape = (self.pages.total, k.shape[1], self.pages.size, k.shape[2])
-            held = self.memory[layer] = (k.new_empty(shape), v.new_empty(shape))
-        same = held[0].shape[1::2] == k.shape[1:] and held[0].dtype == k.dtype
-        require(same, f"k: layer {layer} holds {describe(held[0])} [P, G, page, D], got {describe(k)}")
-        with torch.no_grad():
+        if held is not None:
+            same = held[0].shape[1::2] == k.shape[1:] and held[0].dtype == k.dtype
+            require(same, f"k: layer {layer} holds {describe(held[0])} [P, G, page, D], got {describe(k)}")
+        with torch.inference_mode(False), torch.no_grad():
+            if held is None:
+                shape = (self.pages.total, k.shape[1], self.pages.size, k.shape[2])
+                held = self.memory[layer] = (k.new_empty(shape), v.new_empty(shape))
             held[0][step.page, :, step.offset] = k
             held[1][step.page, :, step.offset] = v
 
     def view(self, layer: int, step: Append) -> KVView:
         """What the rows of this pass attend to: all tokens up to and including the new ones."""
+        self._check_layer(layer)
         held = self.memory[layer]
         if held is None:
             raise InvalidInput(f"layer {layer} holds no keys yet; append before view")
@@ -136,33 +155,73 @@ class KVCache:
 
     def commit(self, step: Append) -> None:
         """The pass is done: its tokens count from now on."""
+        self._check_open(step)
         for slot, n in zip(step.host_slots, step.counts, strict=True):
             self.lengths[slot] += n
+            self._under_way[slot] = 0
+
+    def abort(self, step: Append) -> None:
+        """The pass failed: its pages go back and state forgets what it noted. A pass that is over is left alone.
+
+        Raises Unsupported where a state cannot forget; K and V are right even then.
+        """
+        self._drop([s for s in step.host_slots if self._under_way[s] == step.number])
 
     def truncate(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
-        """Drop what lies past lengths[b] tokens in slots[b]; state follows or refuses by name, first."""
+        """Drop what lies past lengths[b] tokens in slots[b]. A state that cannot follow refuses, nothing changed."""
+        self._check("truncate", slots, lengths)
         for slot, n in zip(slots, lengths, strict=True):
-            fits = 0 <= n <= self.lengths[slot]
-            require(fits, f"truncate: slot {slot} holds {self.lengths[slot]} tokens, cannot keep {n}")
-        if tuple(lengths) != tuple(self.lengths[s] for s in slots):
-            for state in self.state.values():
-                state.truncate(self._ints(slots), self._ints(lengths))
-        for slot, n in zip(slots, lengths, strict=True):
-            self.lengths[slot] = n
-            self.pages.release(slot, n)
+            held = self.lengths[slot]
+            require(n <= held, f"truncate: slot {slot} holds {held} tokens, cannot keep {n}")
+        ends = dict(zip(slots, lengths, strict=True))
+        self._truncate_state({s: n for s, n in ends.items() if n < self.lengths[s] or self._under_way[s]})
+        self._keep(ends)
 
     def reset(self, slots: Sequence[int]) -> None:
         """Empty the slots for other sequences."""
+        self._check("reset", slots, [0] * len(slots))
         for state in self.state.values():
             state.reset(self._ints(slots))
-        for slot in slots:
-            self.lengths[slot] = 0
-            self.pages.release(slot, 0)
+        self._keep(dict.fromkeys(slots, 0))
 
     @property
     def nbytes(self) -> int:
         """Bytes of K and V allocated, all layers."""
         return sum(x.numel() * x.element_size() for held in self.memory if held for x in held)
+
+    def _check(self, what: str, slots: Sequence[int], counts: Sequence[int]) -> None:
+        fits = len(slots) == len(counts) and len(set(slots)) == len(slots)
+        require(fits, f"{what}: expected distinct slots and a number for each, got {list(slots)} and {list(counts)}")
+        inside = all(0 <= s < len(self.lengths) for s in slots) and all(n >= 0 for n in counts)
+        asked = f"{list(slots)} and {list(counts)}"
+        require(inside, f"{what}: expected slots in [0, {len(self.lengths)}) and numbers >= 0, got {asked}")
+
+    def _check_layer(self, layer: int) -> None:
+        require(0 <= layer < len(self.memory), f"layer: expected in [0, {len(self.memory)}), got {layer}")
+
+    def _check_open(self, step: Append) -> None:
+        ok = all(self._under_way[s] == step.number for s in step.host_slots)
+        why = "this pass is over: it was committed or aborted, or its slots were begun anew, cut or reset"
+        require(ok, f"{why}; call begin again")
+
+    def _drop(self, slots: Sequence[int]) -> None:
+        ends = {s: self.lengths[s] for s in slots}
+        self._keep(ends)
+        self._truncate_state(ends)
+
+    def _keep(self, ends: dict[int, int]) -> None:
+        for slot, n in ends.items():
+            self.lengths[slot] = n
+            self.pages.release(slot, n)
+            self._under_way[slot] = 0
+
+    def _truncate_state(self, ends: dict[int, int]) -> None:
+        if ends:
+            slots, lengths = self._ints(list(ends)), self._ints(list(ends.values()))
+            for state in self.state.values():
+                state.check_truncate(slots, lengths)
+            for state in self.state.values():
+                state.truncate(slots, lengths)
 
     def _ints(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
         return torch.tensor(list(values), dtype=torch.int64, device=self.device)
@@ -174,15 +233,11 @@ class KVCache:
 
     def _resize(self, size: int, total: int) -> None:
         """Move all layers to larger pages or more of them; an allocation that fails leaves the old memory in place."""
-        grown: list[tuple[Tensor, Tensor] | None] = []
-        for held in self.memory:
-            if held is None:
-                grown.append(None)
-                continue
-            pair = []
-            for old in held:
-                new = old.new_empty(total, old.shape[1], size, old.shape[3])
-                new[: old.shape[0], :, : old.shape[2]] = old
-                pair.append(new)
-            grown.append((pair[0], pair[1]))
-        self.memory = grown
+
+        def moved(old: Tensor) -> Tensor:
+            new = old.new_empty(total, old.shape[1], size, old.shape[3])
+            new[: old.shape[0], :, : old.shape[2]] = old
+            return new
+
+        with torch.inference_mode(False), torch.no_grad():
+            self.memory = [held and (moved(held[0]), moved(held[1])) for held in self.memory]

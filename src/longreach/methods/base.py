@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from longreach.cache import SequenceState
+from longreach.cache import KVCache, SequenceState
 from longreach.errors import UnknownName
 from longreach.ops import HeadShard, KVView, Partial, Rows, Selection, Spans, attend
 from longreach.ops.types import require
@@ -113,6 +113,21 @@ class AttentionMethod(ABC):
         return cls(**tuples)
 
 
+def state_of(method: AttentionMethod, cache: KVCache, call: LayerCall) -> SequenceState | None:
+    """The state of `method` for the layer of `call`: made at its first call, kept by the cache, gone with it.
+
+    Another config is another method: what it would remember differs.
+    """
+    place = (method, call.layer)
+    if place not in cache.state:
+        with torch.inference_mode(False):  # it outlives the mode this pass runs in
+            fresh = method.new_state(call, len(cache.lengths))
+        if fresh is None:
+            return None
+        cache.state[place] = fresh
+    return cache.state[place]
+
+
 def attend_densely(call: LayerCall, because: str | None = None) -> Outcome:
     """Exact attention over all that the rows can see."""
     everything = Spans.dense()
@@ -127,8 +142,13 @@ def budget(amount: int | float, length: Tensor) -> Tensor:
     return torch.ceil(amount * length.double() - 1e-9).long().clamp(min=1).minimum(length)
 
 
+def is_count(value: object, least: int = 0) -> bool:
+    """Whether `value` is an int (True is none) of at least `least`."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
 def check_budget(name: str, amount: int | float) -> None:
     """Raise InvalidInput unless `amount` is a count >= 1 or a fraction in (0, 1]."""
-    count = isinstance(amount, int) and not isinstance(amount, bool) and amount >= 1
+    count = is_count(amount, 1)
     share = isinstance(amount, float) and 0.0 < amount <= 1.0
     require(count or share, f"{name}: expected a count (int >= 1) or a fraction (float in (0, 1]), got {amount!r}")

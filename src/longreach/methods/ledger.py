@@ -35,7 +35,16 @@ class Ledger:
     def add(
         self, phase: Phase, call: LayerCall, method: str, impl: str, outcome: Outcome, dense_reads: Selection
     ) -> None:
-        """Count one layer of one pass; `dense_reads` is what exact attention of this layer reads."""
+        """Count one layer of one pass; `dense_reads` is what exact attention of this layer reads.
+
+        Sums outlive the pass, so they are made outside inference mode, whatever the pass runs in.
+        """
+        with torch.inference_mode(False):
+            self._add(phase, call, method, impl, outcome, dense_reads)
+
+    def _add(
+        self, phase: Phase, call: LayerCall, method: str, impl: str, outcome: Outcome, dense_reads: Selection
+    ) -> None:
         tally = self.tallies.get((phase, call.layer))
         if tally is None:
             zeros = torch.zeros(len(COLUMNS), dtype=torch.int64, device=call.rows.q.device)
@@ -48,7 +57,8 @@ class Ledger:
             return torch.stack(counts).sum() * vector if counts else torch.zeros_like(tally.sums[0])
 
         dense = total((dense_reads,)) * 2
-        extra = torch.as_tensor(metadata, device=dense.device).sum()
+        # an int is filled in on the device: copying it there would be a sync
+        extra = torch.full_like(dense, metadata) if isinstance(metadata, int) else metadata.sum()
         lists = {id(s): s for s in (*keys, *values) if hasattr(s, "overflowed")}
         over = sum((s.overflowed.sum() for s in lists.values()), torch.zeros_like(dense))
         tally.sums += torch.stack([total(keys), total(values), extra, dense, over])

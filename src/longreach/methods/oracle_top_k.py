@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
-import torch
+from torch import Tensor
 
 from longreach.cache import SequenceState
-from longreach.methods.base import AttentionMethod, LayerCall, Outcome, Reads, attend_densely, budget, check_budget
+from longreach.errors import Unsupported
+from longreach.methods.base import (
+    AttentionMethod,
+    LayerCall,
+    Outcome,
+    Reads,
+    attend_densely,
+    budget,
+    check_budget,
+    is_count,
+)
 from longreach.ops import Lists, Spans, pooled_scores
+from longreach.ops.selection import visible
 from longreach.ops.types import require
+
+EVERYTHING = Spans.dense()
 
 
 @dataclass(frozen=True)
@@ -18,12 +32,14 @@ class OracleTopK(AttentionMethod):
 
     k: a count, or a fraction of the row's context. dense_layers: layers that attend densely ((0,) changes
     the result: Kascade, Fig. 2). heads: "kv" chooses per KV head, "all" one set for all heads (over all ranks).
-    It reads all keys twice to score them, so it costs more than dense: it shows quality, not speed.
+    Ties go to the older key. It reads all keys twice to score them (once for the softmax's normaliser, once for
+    the scores; an implementation that holds all logits saves the second), so it costs more than dense: it shows
+    quality, not speed. Where a sink logit takes probability, the normaliser is dense attention's, values included.
     """
 
     k: int | float = 0.1
     dense_layers: tuple[int, ...] = ()
-    heads: str = "kv"
+    heads: Literal["kv", "all"] = "kv"
 
     name = "oracle_top_k"
     phases = ("decode",)
@@ -31,23 +47,33 @@ class OracleTopK(AttentionMethod):
     def __post_init__(self) -> None:
         check_budget("k", self.k)
         require(self.heads in ("kv", "all"), f"heads: expected 'kv' or 'all', got {self.heads!r}")
-        ok = isinstance(self.dense_layers, tuple) and all(isinstance(n, int) and n >= 0 for n in self.dense_layers)
+        ok = isinstance(self.dense_layers, tuple) and all(is_count(n) for n in self.dense_layers)
         require(ok, f"dense_layers: expected a tuple of layer numbers, got {self.dense_layers!r}")
 
     def run(self, call: LayerCall, state: SequenceState | None) -> Outcome:
         if call.layer in self.dense_layers:
             return attend_densely(call, "in dense_layers")
-        scores = pooled_scores(call.rows, call.kv, scale=call.scale, softcap=call.softcap, impl=call.impl)
+        scores, reads = self._scores(call)
         if self.heads == "all":
+            if call.kv.slot_pos is not None:
+                raise Unsupported("heads='all': after eviction a slot holds another key in each head; use heads='kv'")
             scores = call.sum_over_ranks(scores.sum(1, keepdim=True))
-        seen = torch.minimum(call.rows.pos.long() + 1, call.kv.filled[call.rows.seq])
-        count = budget(self.k, seen)[:, None].expand(-1, scores.shape[1])
-        most = call.kv.capacity if isinstance(self.k, float) else min(self.k, call.kv.capacity)
-        if isinstance(self.k, float):
-            most = min(most, int(self.k * call.kv.capacity) + 1)
-        unseen = torch.arange(scores.shape[2], device=scores.device) >= seen[:, None, None]
+        seen = visible(call.rows, call.kv, call.kv.capacity, "kv")  # [R, 1 or G, N]
+        count = budget(self.k, seen.sum(-1)).expand(-1, scores.shape[1])
         # a stable sort: ties go to the older key, whatever the capacity
-        order = scores.masked_fill(unseen, -1.0).sort(dim=-1, descending=True, stable=True).indices[..., :most]
-        chosen = Lists(order, count)
-        everything = Spans.dense()
-        return Outcome(call.attend(chosen), Reads((everything, everything, chosen), (chosen,)))
+        order = scores.masked_fill(~seen, -1.0).sort(dim=-1, descending=True, stable=True).indices
+        chosen = Lists(order[..., : self._most(call.kv.capacity)], count)
+        return Outcome(call.attend(chosen), Reads((*reads.keys, chosen), (*reads.values, chosen)))
+
+    def _scores(self, call: LayerCall) -> tuple[Tensor, Reads]:
+        """fp32 [R, G, N], and what was read for them."""
+        if call.sink_logit is None:
+            scores = pooled_scores(call.rows, call.kv, scale=call.scale, softcap=call.softcap, impl=call.impl)
+            return scores, Reads((EVERYTHING, EVERYTHING), ())
+        lse = call.attend(EVERYTHING).lse
+        scores = pooled_scores(call.rows, call.kv, scale=call.scale, softcap=call.softcap, lse=lse, impl=call.impl)
+        return scores, Reads((EVERYTHING, EVERYTHING), (EVERYTHING,))
+
+    def _most(self, capacity: int) -> int:
+        """The longest list that `budget` can ask for."""
+        return min(capacity, int(self.k * capacity) + 1 if isinstance(self.k, float) else self.k)

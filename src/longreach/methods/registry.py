@@ -52,7 +52,11 @@ def choose(phase: Phase, method: str | AttentionMethod | None, **options: Any) -
 
 
 def from_json(config: str | dict[str, Any]) -> AttentionMethod:
-    """The method that `AttentionMethod.to_json` described."""
-    fields = dict(json.loads(config) if isinstance(config, str) else config)
-    name = fields.pop("name", None)
-    return method_class(str(name)).make(**fields)
+    """The method that `AttentionMethod.to_json` described. Raises InvalidInput, UnknownName."""
+    try:
+        fields = json.loads(config) if isinstance(config, str) else config
+    except json.JSONDecodeError as error:
+        raise InvalidInput(f"method config: expected a JSON object, got {str(config)[:40]!r} ({error})") from error
+    if not isinstance(fields, dict) or not isinstance(fields.get("name"), str):
+        raise InvalidInput(f'method config: expected an object with a "name", got {fields!r}')
+    return method_class(fields["name"]).make(**{key: value for key, value in fields.items() if key != "name"})

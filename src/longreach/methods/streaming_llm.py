@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from longreach.cache import SequenceState
-from longreach.methods.base import AttentionMethod, LayerCall, Outcome, Reads, budget, check_budget
+from longreach.methods.base import AttentionMethod, LayerCall, Outcome, Reads, budget, check_budget, is_count
 from longreach.ops import Span, Spans, at, near
 from longreach.ops.types import require
 
@@ -26,7 +26,7 @@ class StreamingLLM(AttentionMethod):
     phases = ("prefill", "decode")
 
     def __post_init__(self) -> None:
-        require(isinstance(self.sinks, int) and self.sinks >= 0, f"sinks: expected a count, got {self.sinks!r}")
+        require(is_count(self.sinks), f"sinks: expected a count, got {self.sinks!r}")
         check_budget("window", self.window)
 
     def run(self, call: LayerCall, state: SequenceState | None) -> Outcome:
