@@ -62,8 +62,7 @@ def run(args: argparse.Namespace) -> int:
         where = environment(model.device)
     found = task.run(args.prefill_chunk_size, progress)
     if args.json:
-        prompt = {"prompt_tokens": len(task.prompt), "document_tokens": len(shared)}
-        emit({**where, **prompt, "comparisons": [asdict(c) for c in found]})
+        emit({**where, "prompt_tokens": len(task.prompt), "comparisons": [asdict(c) for c in found]})
         return 0
     out = console()
     out.print(

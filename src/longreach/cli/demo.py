@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from longreach.cli.common import add_device, add_json, load_model, positive
-from longreach.cli.show import Column, Table, console, duration, emit, percent, place, progress, waiting
+from longreach.cli.show import Column, Table, console, duration, emit, fitted, percent, place, progress, waiting
 
 if TYPE_CHECKING:
     from longreach.evals.demo import Demo, Row
@@ -75,10 +75,8 @@ def _cells(row: Row) -> list[Any]:
 
     answers = []
     for said in row.answers:
-        words = " ".join(said.answer.split())
-        words = words if len(words) <= 7 else words[:5] + ".."
         verdict = ("right", "green") if said.right else ("wrong", "red")
-        answers.append(Text.assemble(f"{words:7} ", verdict))
+        answers.append(Text.assemble(fitted(said.answer, 7), " ", verdict))
     reads = row.decode_reads
     shares = [percent(x) for x in (reads.total, reads.keys, reads.values, reads.metadata)] if reads else ["-"] * 4
     return [row.decode, *answers, *shares, duration(row.first_token_seconds), duration(row.seconds_per_token)]

@@ -94,6 +94,14 @@ def waiting(what: str) -> Iterator[None]:
         yield
 
 
+def fitted(text: str, width: int) -> str:
+    """Text of any kind in exactly `width` columns: one line, nothing that a terminal would obey."""
+    from rich.cells import cell_len, set_cell_size
+
+    line = "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
+    return set_cell_size(line, width) if cell_len(line) <= width else set_cell_size(line, width - 2) + ".."
+
+
 def duration(seconds: float | None) -> str:
     """A time in at most seven characters; "-" where there is none."""
     if seconds is None:

@@ -1,0 +1,58 @@
+"""A tiny model directory, a document, and the command line called in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from longreach.cli.main import main
+from longreach.testing.tiny import save_tiny
+
+TEXT = "The brown hen laid an egg. The code for the barn is 4815162. The fox slept all day long.\n"
+
+
+class Result(NamedTuple):
+    """What a command did."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama, one token a byte, 4096 tokens of context."""
+    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def tiny_chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama with a chat template."""
+    return save_tiny(tmp_path_factory.mktemp("models") / "chat", chat=True, seed=1)
+
+
+@pytest.fixture(scope="session")
+def document(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A short text file."""
+    path = tmp_path_factory.mktemp("documents") / "notes.txt"
+    path.write_text(TEXT, encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def longreach(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """`longreach(verb, ...)`: exit code, standard output and standard error, at 80 columns."""
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def call(*arguments: Any) -> Result:
+        capsys.readouterr()
+        try:
+            code = main([str(a) for a in arguments])
+        except SystemExit as exit:  # argparse leaves by itself
+            code = int(exit.code or 0)
+        return Result(code, *capsys.readouterr())
+
+    return call

@@ -1,0 +1,50 @@
+"""`longreach compare`: the table, the JSON, options per method."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longreach.methods.registry import METHODS
+
+WIDTHS = (80, 120)
+
+
+def compared(model: Path, document: Path, *more: Any) -> list[Any]:
+    return ["compare", "--model", model, "--document", document, "--steps", 4, *more]
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_table_fits_the_terminal(
+    longreach: Any, tiny: Path, document: Path, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    result = longreach(*compared(tiny, document))
+    assert result.code == 0 and result.err == ""
+    lines = result.out.splitlines()
+    assert all(len(line) <= width for line in lines)
+    header = next(line for line in lines if line.startswith("decode"))
+    assert ("meta" in header) == (width == 120)
+    rows = [line.split() for line in lines if line.split(" ")[0] in METHODS]
+    assert [row[0] for row in rows] == ["dense", "streaming_llm", "oracle_top_k", "streaming_llm"]
+    assert rows[0][1:6] == ["0", "none", "in", "4", "100.0%"]
+    assert sum(line.startswith("-- ") for line in lines) == 2  # one heading per prefill method
+    assert "Measured just now on this machine" in result.out
+
+
+def test_json_holds_every_method_with_its_options(longreach: Any, tiny: Path, document: Path) -> None:
+    chosen = ["--methods", "streaming_llm", "--set", "streaming_llm.window=16", "--question", "Who slept?"]
+    found = json.loads(longreach(*compared(tiny, document, *chosen, "--json")).out)
+    pairs = [(c["prefill"]["name"], c["decode"]["name"]) for c in found["comparisons"]]
+    assert pairs == [("dense", "dense"), ("dense", "streaming_llm"), ("streaming_llm", "streaming_llm")]
+    assert found["prompt_tokens"] == 1 + len(f"{document.read_text().rstrip()}\n\nQuestion: Who slept?\nAnswer:")
+    for c in found["comparisons"][1:]:
+        assert c["decode"]["window"] == 16 and c["steps"] == 4 and len(c["kl_steps"]) == 5
+        reads = c["decode_reads"]
+        assert reads["total"] == pytest.approx(reads["keys"] + reads["values"] + reads["metadata"])
+        steps = [found["prompt_tokens"] + i + 1 for i in range(4)]
+        assert reads["total"] == pytest.approx(20 * 4 / sum(steps))
+    assert found["comparisons"][2]["prefill"]["window"] == 16

@@ -1,0 +1,72 @@
+"""`longreach demo`: on the shipped model, and its table on a tiny one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.cells import cell_len
+
+from longreach.adapters.transformers import load
+
+LENGTH = 1024
+
+
+def verdicts(out: str) -> dict[str, list[str]]:
+    """Method (prefill/decode) -> right or wrong, fact by fact."""
+    found, prefill = {}, ""
+    for line in out.splitlines():
+        words = line.split()
+        if line.startswith("-- "):
+            prefill = words[1]
+        elif line.endswith(" s") or line.endswith(" ms"):
+            found[f"{prefill}/{words[0]}"] = [w for w in words if w in ("right", "wrong")]
+    return found
+
+
+def test_the_shipped_model_finds_the_facts_where_its_attention_reads_them(longreach: Any) -> None:
+    result = longreach("demo", "--length", LENGTH)
+    assert result.code == 0 and result.err == ""
+    found = verdicts(result.out)
+    assert found["dense/dense"] == found["dense/oracle_top_k"] == ["right"] * 3
+    # the window reaches back 30 %: it holds the fact at 90 %, not those at 10 % and 50 %
+    assert found["dense/streaming_llm"] == found["streaming_llm/streaming_llm"] == ["wrong", "wrong", "right"]
+    assert all(len(line) <= 80 for line in result.out.splitlines())
+
+
+@pytest.fixture
+def on_tiny(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("longreach.cli.demo.load_model", lambda args: load(tiny))
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_table_fits_the_terminal(
+    longreach: Any, on_tiny: None, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    result = longreach("demo", "--length", 1500)
+    lines = result.out.splitlines()
+    assert result.code == 0 and all(cell_len(line) <= width for line in lines)
+    header = next(line for line in lines if line.startswith("decode"))
+    for title in ("at 10%", "at 50%", "at 90%", "bytes", "1st tok", "per tok"):
+        assert title in header
+    assert ("meta" in header) == (width == 120)
+    assert len(verdicts(result.out)) == 4 and all(len(v) == 3 for v in verdicts(result.out).values())
+    for said in ("torch", "transformers", "threads", "characters a token", "default options"):
+        assert said in " ".join(result.out.split())
+
+
+def test_json_holds_facts_answers_and_where_the_numbers_come_from(longreach: Any, on_tiny: None) -> None:
+    result = longreach("demo", "--length", 1500, "--seed", 5, "--json")
+    found = json.loads(result.out)
+    assert {"commit", "python", "versions", "device"} <= found.keys()
+    assert [fact["depth"] for fact in found["facts"]] == [0.1, 0.5, 0.9]
+    assert found["tokens"] == found["characters"] + 1  # one token a byte, and the first
+    for row in found["rows"]:
+        for fact, said in zip(found["facts"], row["answers"], strict=True):
+            assert said["expected"] == fact["value"] and fact["key"] == said["key"] and fact["key"] in fact["statement"]
+        assert row["first_token_seconds"] > row["read_seconds"] > 0
+        assert row["decode_reads"]["total"] > 0
+    assert found["facts"] != json.loads(longreach("demo", "--length", 1500, "--json").out)["facts"]

@@ -1,0 +1,86 @@
+"""Tables, times and shares, progress."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+from rich.text import Text
+
+from longreach.cli import show
+from longreach.cli.show import Column, Table, duration, fitted, percent
+
+COLUMNS = [Column("name", 12, left=True), Column("bytes", 7), Column("K", 30, wide=True), Column("time", 8)]
+
+
+def lines(width: int, *rows: list[str | Text]) -> list[str]:
+    stream = io.StringIO()
+    table = Table(Console(file=stream, width=width, highlight=False), COLUMNS)
+    table.header()
+    for row in rows:
+        table.row(row)
+    return stream.getvalue().splitlines()
+
+
+def test_columns_line_up_and_wide_ones_give_way() -> None:
+    row: list[str | Text] = ["dense", "100.0%", "50%", Text("1.0 s", "red")]
+    wide, narrow = lines(80, row), lines(40, row)
+    assert wide == [
+        "name            bytes                               K      time",
+        "dense          100.0%                             50%     1.0 s",
+    ]
+    assert narrow == ["name            bytes      time", "dense          100.0%     1.0 s"]
+
+
+def test_the_gap_narrows_before_a_line_breaks_and_cells_are_cut_to_their_column() -> None:
+    found = lines(29, ["a_name_much_too_long", "[b]", "", "1.0 s"])
+    assert found == ["name           bytes     time", "a_name_muc..     [b]    1.0 s"]
+
+
+@pytest.mark.parametrize(
+    "seconds, text",
+    [(None, "-"), (0.00042, "0.4 ms"), (0.0257, "26 ms"), (0.9994, "999 ms"), (4.13, "4.1 s"), (321.4, "321 s")],
+)
+def test_durations(seconds: float | None, text: str) -> None:
+    assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    "text, shown",
+    [
+        ("4815162", "4815162"),
+        ("48 15", "48 15  "),
+        ("a\n b", "a b    "),
+        ("\x1b[31m\x07", "?[31m? "),
+        ("日本語日本語", "日本 .."),  # two columns each
+    ],
+)
+def test_any_text_fits_its_cell(text: str, shown: str) -> None:
+    assert fitted(text, 7) == shown and cell_len(shown) == 7
+
+
+def test_shares() -> None:
+    assert [percent(x) for x in (None, 0.0, 0.3014, 1.1)] == ["-", "0.0%", "30.1%", "110.0%"]
+
+
+def test_progress_says_nothing_where_nobody_watches(capsys: pytest.CaptureFixture[str]) -> None:
+    with show.progress("reading", 3) as advance:
+        advance(3)
+    with show.waiting("loading"):
+        pass
+    assert capsys.readouterr() == ("", "")
+
+
+def test_progress_is_shown_on_a_terminal_and_leaves_standard_output_alone(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    with show.progress("reading", 3) as advance:
+        advance(2)
+        advance(1)
+    out, err = capsys.readouterr()
+    assert out == "" and "reading" in err and "3/3" in err
