@@ -115,7 +115,7 @@ class KVCache:
         self._begun += 1
         for slot in slots:
             self._under_way[slot] = self._begun
-        start, new, table = self._ints(before), self._ints(counts), self._ints(self._table(slots))
+        start, new, table = self._ints(before), self._ints(counts), self._table(slots)
         seq = torch.repeat_interleave(torch.arange(len(slots), device=self.device), new, output_size=sum(counts))
         first = torch.cumsum(new, 0) - new
         pos = torch.arange(sum(counts), device=self.device) - first[seq] + start[seq]
@@ -223,13 +223,14 @@ class KVCache:
             for state in self.state.values():
                 state.truncate(slots, lengths)
 
-    def _ints(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
+    def _ints(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(list(values), dtype=torch.int64, device=self.device)
 
-    def _table(self, slots: Sequence[int]) -> list[list[int]]:
+    def _table(self, slots: Sequence[int]) -> Tensor:
         held = [self.pages.held[s] for s in slots]
-        width = max(1, max((len(h) for h in held), default=1))
-        return [h + [0] * (width - len(h)) for h in held]  # entries past `filled` are never read
+        width = max((len(h) for h in held), default=0) or 1
+        rows = [h + [0] * (width - len(h)) for h in held]  # entries past `filled` are never read
+        return torch.tensor(rows, dtype=torch.int64, device=self.device).view(len(rows), width)
 
     def _resize(self, size: int, total: int) -> None:
         """Move all layers to larger pages or more of them; an allocation that fails leaves the old memory in place."""

@@ -1,0 +1,66 @@
+"""Who holds which page."""
+
+from __future__ import annotations
+
+import pytest
+
+from longreach.cache.pages import Pages
+from longreach.errors import CapacityError
+
+
+def take(pages: Pages, **lengths: int) -> None:
+    wanted = {int(name[1:]): n for name, n in lengths.items()}
+    pages.take(wanted, *pages.sizes_for(wanted))
+
+
+def test_a_page_is_taken_when_the_last_one_is_full() -> None:
+    pages = Pages(slots=2, size=4, total=8, contiguous=False)
+    for length, count in ((0, 0), (1, 1), (4, 1), (5, 2), (8, 2), (9, 3)):
+        take(pages, s0=length)
+        assert len(pages.held[0]) == count
+    assert pages.held[1] == []
+
+
+def test_released_pages_are_handed_out_again() -> None:
+    pages = Pages(slots=2, size=4, total=4, contiguous=False, most=4)
+    take(pages, s0=16)
+    first = list(pages.held[0])
+    pages.release(0, 5)
+    assert pages.held[0] == first[:2]
+    take(pages, s1=8)
+    assert sorted(pages.held[0] + pages.held[1]) == [0, 1, 2, 3] and pages.free == []
+    pages.release(0, 5)  # nothing more to give
+    assert len(pages.held[0]) == 2
+
+
+def test_asking_changes_nothing() -> None:
+    pages = Pages(slots=2, size=4, total=2, contiguous=False)
+    take(pages, s0=3)
+    before = ([*map(list, pages.held)], list(pages.free), pages.size, pages.total)
+    assert pages.sizes_for({0: 40, 1: 1}) == (4, 16)  # 11 pages
+    assert ([*map(list, pages.held)], list(pages.free), pages.size, pages.total) == before
+
+
+def test_the_pool_doubles_until_there_is_room_and_no_further_than_it_may() -> None:
+    assert Pages(1, 4, 3, False).sizes_for({0: 13}) == (4, 6)
+    assert Pages(1, 4, 3, False).sizes_for({0: 12}) == (4, 3)
+    assert Pages(1, 4, 3, False, most=5).sizes_for({0: 20}) == (4, 5)
+    with pytest.raises(CapacityError, match=r"5 pages of 4 tokens, 0 in use, and 6 more"):
+        Pages(1, 4, 3, False, most=5).sizes_for({0: 21})
+
+
+def test_contiguous_memory_stretches() -> None:
+    pages = Pages(slots=3, size=4, total=3, contiguous=True, limit=12)
+    assert pages.held == [[0], [1], [2]]
+    assert pages.sizes_for({1: 4}) == (4, 3) and pages.sizes_for({1: 5, 2: 1}) == (8, 3)
+    assert pages.sizes_for({0: 9}) == (12, 3)  # 16 would be more than it may
+    with pytest.raises(CapacityError, match="holds 12 tokens a sequence, 13 are needed"):
+        pages.sizes_for({0: 13})
+    take(pages, s1=9)
+    pages.release(1, 0)
+    assert pages.held == [[0], [1], [2]] and pages.size == 12
+
+
+def test_nothing_asked_for() -> None:
+    for contiguous in (True, False):
+        assert Pages(2, 4, 2, contiguous).sizes_for({}) == (4, 2)

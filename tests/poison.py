@@ -1,0 +1,23 @@
+"""Memory that nobody has written holds NaN, so that reading it shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+
+@contextmanager
+def nan_memory() -> Iterator[None]:
+    """Within this block, `new_empty` gives NaN (the caches allocate by it)."""
+
+    def new_empty(self: Tensor, *size: Any, **options: Any) -> Tensor:
+        shape = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
+        return self.new_full(tuple(shape), torch.nan, **options)
+
+    with patch.object(torch.Tensor, "new_empty", new_empty):
+        yield
