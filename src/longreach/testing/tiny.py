@@ -82,7 +82,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "sliding_window": WINDOW,
             "query_pre_attn_scalar": 4,
-            "attn_logit_softcapping": 10.0,
+            "attn_logit_softcapping": 5.0,
             "final_logit_softcapping": 30.0,
             "hidden_activation": "gelu_pytorch_tanh",
         },

@@ -136,7 +136,7 @@ def test_bad_chunks_tokens_and_lengths_are_refused(model: Any) -> None:
         with pytest.raises(InvalidInput, match="at least one token"):
             reader.read([])
         reader.read(DOCUMENT)
-        with pytest.raises(InvalidInput, match="59 tokens and the answer may take 4038.*by 1 tokens"):
+        with pytest.raises(InvalidInput, match=r"59 tokens and the answer may take 4038.*by 1 tokens"):
             next(reader.ask(QUESTION, 4038, (), Answer()))
         assert reader.cache.columns == len(DOCUMENT)
     assert context_limit(model) == 4096

@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.cache_utils import DynamicCache
 
 from longreach.adapters.transformers.attention import NAME, longreach_attention
-from longreach.adapters.transformers.checks import check_model, check_pass, decoder_of, text_config
+from longreach.adapters.transformers.checks import cache_windows, check_model, check_pass, decoder_of, text_config
 from longreach.adapters.transformers.generate import (
     SERVING,
     Phases,
@@ -83,7 +83,7 @@ class Session:
         self.ledger = Ledger()
         self.observe: Callable[..., None] | None = None
         self._decoder, self._layers = decoder, text_config(model).num_hidden_layers
-        self._memo = Memo()
+        self._memo = Memo(cache_windows(model))
         self._busy, self._generating = threading.Lock(), threading.Lock()
         self._pass_thread: int | None = None
         self._phases: Phases | None = None

@@ -44,7 +44,7 @@ def longreach_attention(
     step = current()
     _refuse_unknown(kwargs)
     layer = _check_layer(step, module, query, key, value)
-    window = _window(step, attention_mask, kwargs.get("sliding_window"))
+    window = _window(step, layer, attention_mask, kwargs.get("sliding_window"))
     if layer not in step.memo.checked:
         check_formula(module, query, key, kwargs)
         step.memo.checked.add(layer)
@@ -113,14 +113,18 @@ def _check_layer(step: Step, module: nn.Module, query: Tensor, key: Tensor, valu
     return layer
 
 
-def _window(step: Step, mask: Any, keyword: Any) -> int | None:
-    """The window of the layer; what its mask and its keyword say must agree."""
+def _window(step: Step, layer: int, mask: Any, keyword: Any) -> int | None:
+    """The window of the layer; what its mask, its keyword and its configuration say must agree."""
     if not isinstance(mask, Pattern):
         what = "no mask at all" if mask is None else "a mask of its own"
         raise Unsupported(f"the model gives attention {what}; longreach handles 2-D padding masks [B, T] only")
-    if keyword is None or mask.window == keyword or (mask.window is None and step.columns <= keyword):
-        return mask.window if keyword is None else int(keyword)
-    raise Unsupported(f"the model passes sliding_window={keyword} to attention, but its mask is {mask}")
+    if mask.window is not None and keyword in (None, mask.window):
+        return mask.window
+    limits = {"passes sliding_window": keyword, "caches a window": step.memo.cache_windows.get(layer)}
+    for how, limit in limits.items():
+        if limit is not None and step.columns > limit:
+            raise Unsupported(f"layer {layer} {how} of {limit} tokens, but its mask is {mask}; which one is meant?")
+    return mask.window
 
 
 def _layer_call(

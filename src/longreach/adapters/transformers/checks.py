@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
 
 from longreach.errors import InvalidInput, Unsupported
 
@@ -16,6 +17,12 @@ KNOWN_LAYERS = ("full_attention", "sliding_attention")
 def text_config(model: PreTrainedModel) -> Any:
     """The configuration of the language model, also inside a model of several parts."""
     return model.config.get_text_config(decoder=True)
+
+
+def cache_windows(model: PreTrainedModel) -> dict[int, int]:
+    """layer -> window of the layers of which transformers' own cache keeps a window only."""
+    layers = enumerate(DynamicCache(config=text_config(model)).layers)
+    return {n: int(layer.sliding_window) for n, layer in layers if getattr(layer, "is_sliding", False)}
 
 
 def decoder_of(model: nn.Module) -> PreTrainedModel:

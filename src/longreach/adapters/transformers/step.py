@@ -26,9 +26,11 @@ if TYPE_CHECKING:
 class Memo:
     """What a session has found out about the layers of its model: it outlives the pass.
 
+    cache_windows: layer -> window beyond which transformers' own cache would forget keys;
     checked: layers whose formula is known; rotations: how each layer rotates, or why that is not known.
     """
 
+    cache_windows: dict[int, int] = field(default_factory=dict)
     checked: set[int] = field(default_factory=set)
     rotations: dict[int, Rotation | str] = field(default_factory=dict)
 
