@@ -43,7 +43,7 @@ def test_settings_are_gathered_by_owner() -> None:
 
 @pytest.mark.parametrize("setting", ["window=0.3", "decode.window", "decode.=3", ".window=3", "decode.window=", "="])
 def test_what_is_no_setting_is_refused_with_an_example(setting: str) -> None:
-    with pytest.raises(InvalidInput, match="SLOT.OPTION=VALUE"):
+    with pytest.raises(InvalidInput, match=r"SLOT\.OPTION=VALUE"):
         parse_settings([setting], "slot", SLOTS)
 
 
@@ -65,12 +65,12 @@ def test_documents_from_files_and_standard_input(tmp_path: Path, monkeypatch: py
 
 def test_documents_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "latin.txt").write_bytes("caf\xe9 au lait".encode("latin-1"))
-    with pytest.raises(InvalidInput, match=r"latin.txt is no UTF-8 text \(byte 3\)"):
+    with pytest.raises(InvalidInput, match=r"latin\.txt is no UTF-8 text \(byte 3\)"):
         read_document(str(tmp_path / "latin.txt"))
     (tmp_path / "blank.txt").write_text(" \n\t")
-    with pytest.raises(InvalidInput, match="blank.txt is empty"):
+    with pytest.raises(InvalidInput, match=r"blank\.txt is empty"):
         read_document(str(tmp_path / "blank.txt"))
-    with pytest.raises(InvalidInput, match="No such file.*--document"):
+    with pytest.raises(InvalidInput, match=r"No such file.*--document"):
         read_document(str(tmp_path / "missing.txt"))
     with pytest.raises(InvalidInput, match="directory"):
         read_document(str(tmp_path))

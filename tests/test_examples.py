@@ -1,0 +1,69 @@
+"""The examples run, and their output is right."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+from longreach.testing.tiny import save_tiny
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):  # type: ignore[no-untyped-def]
+    """`run(name, *arguments)`: what the example prints."""
+
+    def call(name: str, *arguments: object) -> str:
+        monkeypatch.setattr("sys.argv", [name, *map(str, arguments)])
+        capsys.readouterr()
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+        return capsys.readouterr().out
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def share(line: str) -> float:
+    return float(re.findall(r"([\d.]+)%", line)[-1])
+
+
+def test_every_example_is_tested_and_says_how_to_run_it() -> None:
+    tested = {"ask_a_file", "attend_alone", "compare_methods", "many_questions"}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == tested
+    for path in EXAMPLES.glob("*.py"):
+        assert f"    python examples/{path.name}" in path.read_text()
+
+
+def test_ask_a_file(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    filler = "The brown hen laid an egg in the hay. " * 20
+    (tmp_path / "notes.txt").write_text(f"{filler}The access code for the archive is 4815162. {filler[:150]}")
+    out = run("ask_a_file", tmp_path / "notes.txt", "What is the access code for the archive?").splitlines()
+    assert out[0] == "4815162" and 30.0 <= share(out[1]) < 40.0
+
+
+def test_many_questions(run) -> None:  # type: ignore[no-untyped-def]
+    out = run("many_questions").splitlines()
+    assert re.match(r"read \d+ tokens", out[0])
+    assert [line.split(" (")[0] for line in out[1:]] == ["archive: 4815162", "barn: 2342108", "tower: 1618033"]
+
+
+def test_compare_methods(run, tiny: Path) -> None:  # type: ignore[no-untyped-def]
+    out = run("compare_methods", tiny).splitlines()
+    assert out[0].startswith("dense: ") and share(out[0]) == 100.0
+    assert 2.0 < share(out[1]) < 5.0  # 68 of about 2000 tokens
+    assert 10.0 < share(out[2]) < 10.5 and share(out[3]) > 100.0
+    assert out[4].startswith("phase") and out[-1].startswith("decode: ")
+
+
+def test_attend_alone(run) -> None:  # type: ignore[no-untyped-def]
+    some, merged, second = run("attend_alone").splitlines()
+    assert float(some.split()[-1]) > 0.01 and float(merged.split()[-1]) < 1e-6
+    assert 0.4 < float(second.split()[-1]) < 0.6
