@@ -1,6 +1,6 @@
 """Ask a question about a text file, reading 30 % of the keys and values while the answer is written.
 
-    python examples/ask_a_file.py notes.txt "What is the access code for the archive?" [MODEL]
+Run: python examples/ask_a_file.py notes.txt "What is the access code for the archive?" [MODEL]
 
 MODEL is a directory in transformers' format; without it the model shipped with longreach answers.
 """

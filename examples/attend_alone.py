@@ -1,6 +1,6 @@
 """The operator alone, on tensors: attention over selected keys, and partial results merged.
 
-python examples/attend_alone.py
+Run: python examples/attend_alone.py
 """
 
 import torch

@@ -1,6 +1,6 @@
 """What each method reads, layer by layer, for the same prompt and answer.
 
-python examples/compare_methods.py [MODEL]
+Run: python examples/compare_methods.py [MODEL]
 """
 
 import sys

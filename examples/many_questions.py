@@ -1,6 +1,6 @@
 """Several questions about one document whose KV is computed once and stays in the cache.
 
-python examples/many_questions.py [MODEL]
+Run: python examples/many_questions.py [MODEL]
 """
 
 import sys

@@ -39,7 +39,7 @@ def test_every_example_is_tested_and_says_how_to_run_it() -> None:
     tested = {"ask_a_file", "attend_alone", "compare_methods", "many_questions"}
     assert {path.stem for path in EXAMPLES.glob("*.py")} == tested
     for path in EXAMPLES.glob("*.py"):
-        assert f"    python examples/{path.name}" in path.read_text()
+        assert f"\nRun: python examples/{path.name}" in path.read_text()
 
 
 def test_ask_a_file(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
