@@ -147,6 +147,16 @@ def test_removing_everything_leaves_nothing(seed: int) -> None:
 
 
 @many
+@given(seeds)
+def test_what_two_roundings_differ_by_is_nothing(seed: int) -> None:
+    """The same keys added up in two orders give lse that differ in their last digit, not a remainder."""
+    a = partial(seed, empty=0.0)
+    up = Partial(a.out, a.lse.nextafter(torch.tensor(torch.inf)))
+    assert bool(remove(up, a).is_empty.all())
+    assert not bool(remove(Partial(a.out, a.lse + 1e-3), a).is_empty.any())
+
+
+@many
 @given(seeds, st.floats(18.0, 100.0))
 def test_what_is_below_rounding_is_said_to_be_nothing(seed: int, gap: float) -> None:
     """exp(-18) is below u: the merge no longer holds what the smaller part added."""

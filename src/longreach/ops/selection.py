@@ -335,11 +335,9 @@ class PackedLists(Selection):
             )
         column = torch.arange(max(1, int(length.max()) if length.numel() else 1), device=self.index.device)
         entry = (self.offsets[:-1, None] + column).clamp(max=max(self.index.shape[0] - 1, 0))
-        used = column < length[:, None]
 
-        def spread(x: Tensor) -> Tensor:
-            values = x[entry] if x.shape[0] else x.new_zeros(entry.shape)
-            return torch.where(used, values, 0).unflatten(0, (-1, self.heads))
+        def spread(x: Tensor) -> Tensor:  # entries past a list's end are its successor's, and not in use
+            return (x[entry] if x.shape[0] else x.new_zeros(entry.shape)).unflatten(0, (-1, self.heads))
 
         weight = None if self.log_weight is None else spread(self.log_weight)
         count = length.unflatten(0, (-1, self.heads))
