@@ -21,8 +21,8 @@ def text_config(model: PreTrainedModel) -> Any:
 
 def cache_windows(model: PreTrainedModel) -> dict[int, int]:
     """layer -> window of the layers of which transformers' own cache keeps a window only."""
-    layers = enumerate(DynamicCache(config=text_config(model)).layers)
-    return {n: int(layer.sliding_window) for n, layer in layers if getattr(layer, "is_sliding", False)}
+    layers: list[Any] = DynamicCache(config=text_config(model)).layers
+    return {n: int(layer.sliding_window) for n, layer in enumerate(layers) if getattr(layer, "is_sliding", False)}
 
 
 def decoder_of(model: nn.Module) -> PreTrainedModel:
@@ -83,5 +83,5 @@ def check_pass(decoder: PreTrainedModel, kwargs: dict[str, Any]) -> None:
     wanted = kwargs.get("output_attentions")
     if decoder.config.output_attentions if wanted is None else wanted:
         raise Unsupported("output_attentions=True: longreach never holds attention weights")
-    if torch.is_grad_enabled() and decoder.training and decoder.is_gradient_checkpointing:
-        raise Unsupported(f"gradient checkpointing of {name} with longreach attached; disable it, or attach later")
+    if decoder.training and any(getattr(m, "gradient_checkpointing", False) for m in decoder.modules()):
+        raise Unsupported(f"gradient checkpointing of {name} with longreach attached: disable it, or call model.eval()")
