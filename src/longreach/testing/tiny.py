@@ -119,11 +119,11 @@ def from_config(config: Any, *, seed: int = 0, auto: Any = AutoModelForCausalLM)
 
 @torch.no_grad()
 def randomise(model: PreTrainedModel) -> None:
-    """Move what was filled with constants: norms vary by 20 %, biases are of size 0.2, sinks of size 1."""
+    """Move what was filled with constants: norms vary by 20 %, biases are of size 0.2, sinks the size of a lse."""
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape)
         if name.endswith("sinks"):
-            parameter.copy_(noise + 1.0)
+            parameter.copy_(2.0 * noise + 8.0)
         elif name.endswith("bias"):
             parameter.copy_(RANGE * noise)
         elif parameter.dim() == 1:

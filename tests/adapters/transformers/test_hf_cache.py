@@ -1,0 +1,140 @@
+"""The cache that generate uses: no copy of the KV per step, crop, reset, growth, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from longreach import CacheConfig, attach
+from longreach.adapters.transformers.hf_cache import LongreachCache
+from longreach.errors import CalledOutside, CapacityError, InvalidInput, Unsupported
+from longreach.testing.tiny import tiny_model
+from tests.adapters.transformers.reference import model_of, padded_batch, prompt
+
+
+def _places(cache: LongreachCache) -> list[int]:
+    return [x.data_ptr() for pair in cache.kv.memory for x in pair]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [CacheConfig(capacity=80), CacheConfig("paged", capacity=80, page=16, pages=5)],
+    ids=["contiguous", "paged"],
+)
+@torch.no_grad()
+def test_steps_write_in_place(config: CacheConfig) -> None:
+    """K and V stay where they are, of the size they have, and every step writes one slot of them."""
+    model = model_of("llama")
+    with attach(model, cache=config) as session:
+        cache = session.new_cache()
+        model(prompt(), past_key_values=cache)
+        places, size = _places(cache), cache.kv.nbytes
+        assert size == 2 * 2 * 80 * 2 * 16 * 4  # layers, K and V, tokens, heads, channels, bytes
+        for n in range(24):
+            before = copy.deepcopy(cache.kv.memory)
+            model(prompt(1, seed=n), past_key_values=cache)
+            assert _places(cache) == places and cache.kv.nbytes == size
+            changed = [(a != b).any(-1).sum() for old, new in zip(before, cache.kv.memory) for a, b in zip(old, new)]
+            assert changed == [2, 2, 2, 2]  # one slot of two heads
+
+
+@torch.no_grad()
+def test_generate_keeps_its_memory() -> None:
+    model, seen = model_of("llama"), []
+    with attach(model, cache=CacheConfig(capacity=64)) as session:
+        cache = session.new_cache()
+        session.observe = lambda phase, call, outcome: seen.append((call.layer, call.kv.k.data_ptr()))
+        model.generate(prompt(), past_key_values=cache, max_new_tokens=24, do_sample=False)
+    assert len(seen) == 48 and len(set(seen)) == 2
+
+
+def test_a_full_cache_is_an_error_before_anything_is_written() -> None:
+    model = model_of("llama")
+    with attach(model, cache=CacheConfig(capacity=44)) as session:
+        cache = session.new_cache()
+        with pytest.raises(CapacityError, match="holds 44 tokens"):
+            model.generate(prompt(), past_key_values=cache, max_new_tokens=24, do_sample=False)
+        assert cache.columns == 0 and cache.kv.lengths == [0]
+        got = model.generate(prompt(), past_key_values=cache, max_new_tokens=5, do_sample=False)
+    assert torch.equal(got, model.generate(prompt(), max_new_tokens=5, do_sample=False))
+
+
+@torch.no_grad()
+def test_crop_counts_columns_and_reset_empties() -> None:
+    model, (tokens, mask) = model_of("llama"), padded_batch((12, 5))
+    with attach(model) as session:
+        cache = session.new_cache(2)
+        model(tokens, attention_mask=mask, past_key_values=cache)
+        assert cache.get_seq_length() == 12 and cache.kv.lengths == [12, 5]
+        cache.crop(0)
+        assert cache.columns == 12
+        cache.crop(-8)  # all five tokens of the second sequence among them
+        assert cache.columns == 4 and cache.kv.lengths == [4, 0]
+        with pytest.raises(InvalidInput, match="holds 4 columns, cannot drop 5"):
+            cache.crop(-5)
+        with pytest.raises(InvalidInput, match="expected -n"):
+            cache.crop(2)
+        cache.reset()
+        assert cache.columns == 0 and cache.kv.lengths == [0, 0] and not cache.padded
+        want = model(tokens, attention_mask=mask, past_key_values=session.new_cache(2)).logits
+        assert torch.equal(model(tokens, attention_mask=mask, past_key_values=cache).logits, want)
+
+
+@torch.no_grad()
+def test_a_cropped_batch_goes_on_as_if_the_tokens_had_never_been() -> None:
+    model, (tokens, mask) = model_of("mistral"), padded_batch((30, 18))
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    with attach(model, cache=CacheConfig("paged", page=8)) as session:
+        cache = session.new_cache(2)
+        model(tokens, attention_mask=mask, position_ids=positions, past_key_values=cache)
+        cache.crop(-7)
+        last = {"input_ids": tokens[:, 23:], "position_ids": positions[:, 23:]}
+        got = model(**last, attention_mask=mask, past_key_values=cache).logits
+    want = model(tokens, attention_mask=mask, position_ids=positions).logits[:, 23:]
+    assert torch.allclose(got, want, rtol=0, atol=1e-4)
+
+
+@torch.no_grad()
+def test_inference_mode_may_come_and_go() -> None:
+    model = model_of("llama")
+    want = model(torch.cat([prompt(), prompt(2)], 1)).logits[:, -1]
+    with attach(model) as session:
+        cache = session.new_cache()
+        with torch.inference_mode():
+            model(prompt(), past_key_values=cache)
+        model(prompt(1, seed=1), past_key_values=cache)
+        with torch.inference_mode():
+            got = model(prompt(2)[:, 1:], past_key_values=cache).logits[:, -1]
+        assert session.report().fraction("decode") == 1.0
+    assert cache.kv.lengths == [42] and got.shape == want.shape
+
+
+@pytest.mark.parametrize(
+    ("what", "call"),
+    [
+        ("beam search", lambda cache: cache.reorder_cache(torch.tensor([0]))),
+        ("repeating", lambda cache: cache.batch_repeat_interleave(2)),
+        ("selecting", lambda cache: cache.batch_select_indices(torch.tensor([0]))),
+        ("offloading", lambda cache: cache.layers[0].offload()),
+        ("offloading", lambda cache: cache.layers[0].prefetch()),
+    ],
+)
+def test_what_the_cache_cannot_do_it_refuses(what, call) -> None:
+    with attach(model_of("llama")) as session, pytest.raises(Unsupported, match=what):
+        call(session.new_cache())
+
+
+def test_a_cache_of_another_session_is_refused() -> None:
+    model, other = model_of("llama"), tiny_model("llama", seed=3)
+    with attach(model) as session, attach(other):
+        foreign = session.new_cache()
+        with pytest.raises(InvalidInput, match="belongs to another session"):
+            other(prompt(), past_key_values=foreign)
+        with pytest.raises(InvalidInput, match="belongs to another session"):
+            other.generate(prompt(), past_key_values=foreign, max_new_tokens=2)
+    with pytest.raises(CalledOutside):
+        model(prompt(), past_key_values=foreign)
+    with attach(model), pytest.raises(InvalidInput, match="belongs to another session"):
+        model(prompt(), past_key_values=foreign)
