@@ -21,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def gather() -> dict[str, Any]:
     """Versions, devices, the package's place and the shipped model's size and hash."""
     import hashlib
+    from importlib import metadata
 
     import torch
 
@@ -30,6 +31,10 @@ def gather() -> dict[str, Any]:
     from longreach.records import environment
 
     found = {"longreach": longreach.__version__, **environment("cpu")}
+    try:
+        found["versions"]["triton"] = metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        found["versions"]["triton"] = None
     found["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     found["package"] = str(Path(longreach.__file__).parent)
     try:
@@ -47,6 +52,11 @@ def run(args: argparse.Namespace) -> int:
         emit(found)
         return 0
     for key, value in found.items():
-        shown = ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value
-        print(f"{key:10} {'none' if shown in (None, []) else shown}")
+        print(f"{key:10} {_shown(value)}")
     return 0
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_shown(part)}" for key, part in value.items())
+    return "none" if value in (None, []) else str(value)
