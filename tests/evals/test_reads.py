@@ -7,6 +7,8 @@ import torch
 
 from longreach import attach
 from longreach.evals.reads import Reads
+from longreach.methods.base import Phase
+from longreach.methods.ledger import LayerReport, Report
 from longreach.testing.tiny import random_tokens, tiny_model
 
 
@@ -24,3 +26,13 @@ def test_shares_are_bytes_over_dense_bytes() -> None:
     # 41 keys: all scored twice, then a tenth of them, rounded up, attended to; the same tenth of the values
     assert decode.keys == pytest.approx((2 * 41 + 5) / 82) and decode.values == pytest.approx(5 / 82)
     assert decode.metadata == 0.0
+
+
+def test_all_layers_of_a_phase_count_by_their_bytes_metadata_too() -> None:
+    def layer(phase: Phase, *sizes: int) -> LayerReport:
+        return LayerReport(phase, 0, "any", "reference", 1, 1, *sizes, overflowed_lists=0, dense_because=())
+
+    report = Report((layer("decode", 30, 10, 4, 100), layer("decode", 90, 0, 6, 300), layer("prefill", 9, 9, 9, 18)))
+    found = Reads.of(report, "decode")
+    assert found == Reads(total=0.35, keys=0.3, values=0.025, metadata=0.025)
+    assert report.fraction("decode") == 0.35
