@@ -24,7 +24,7 @@ class Reads:
         dense = sum(layer.dense_bytes for layer in layers)
         if not dense:
             return None
-        keys = sum(layer.key_bytes for layer in layers) / dense
-        values = sum(layer.value_bytes for layer in layers) / dense
-        metadata = sum(layer.metadata_bytes for layer in layers) / dense
-        return cls(keys + values + metadata, keys, values, metadata)
+        keys = sum(layer.key_bytes for layer in layers)
+        values = sum(layer.value_bytes for layer in layers)
+        metadata = sum(layer.metadata_bytes for layer in layers)
+        return cls((keys + values + metadata) / dense, keys / dense, values / dense, metadata / dense)
