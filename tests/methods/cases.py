@@ -1,0 +1,101 @@
+"""What the contract needs to know about each registered method, and cannot find out by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from longreach.methods.base import AttentionMethod, LayerCall, Outcome
+from longreach.methods.dense import Dense
+from longreach.methods.oracle_top_k import OracleTopK
+from longreach.methods.streaming_llm import StreamingLLM
+from longreach.ops import Selection
+from tests.methods.drive import HEADS, KV_HEADS, largest_value, shares, slots_read
+
+CONTEXT = 61  # tokens of a sequence with planted keys
+HEAVY = 9.0  # their logit: e^9 against the sum of about 100 of all others
+
+
+def values_read(outcome: Outcome) -> tuple[Selection, ...]:
+    """What was attended to, where values are read for nothing else."""
+    return outcome.reads.values
+
+
+def last_values_read(outcome: Outcome) -> tuple[Selection, ...]:
+    """What was attended to, where values were read before to find that out."""
+    return outcome.reads.values[-1:]
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A configuration, planted keys (slot -> logit), and the one of them that lies outside its selection."""
+
+    method: AttentionMethod
+    heavy: dict[int, float]
+    slot: int
+
+
+@dataclass(frozen=True)
+class Case:
+    """One method.
+
+    everything: its budget set to everything, or its reuse to never: equals dense.
+    default: its default budget; heavy: slots whose keys it reads for a row at the end of CONTEXT tokens, if they
+        are heavy; lost: None where nothing can be outside (dense).
+    attended: the selections whose values make up the result.
+    variants: further configurations that the contract holds for. refused: options that must be.
+    """
+
+    everything: AttentionMethod
+    default: AttentionMethod
+    heavy: tuple[int, ...]
+    lost: Lost | None
+    attended: Callable[[Outcome], tuple[Selection, ...]] = values_read
+    variants: tuple[AttentionMethod, ...] = ()
+    refused: tuple[dict[str, Any], ...] = ()
+
+    def missed(self, call: LayerCall, outcome: Outcome) -> Tensor:
+        """[R, H]: the probability that exact attention gives to slots that were not attended to."""
+        read = slots_read(call, self.attended(outcome)).repeat_interleave(HEADS // KV_HEADS, 1)
+        return (shares(call) * ~read).sum(-1)
+
+    def predicted(self, call: LayerCall, outcome: Outcome) -> Tensor:
+        """[R, H], bound on |out - dense|: with mass m missed, out is the mean over the rest, so 2 m max|v|."""
+        return 2 * self.missed(call, outcome) * largest_value(call)
+
+
+BAD_BUDGETS: tuple[Any, ...] = (0, -3, 0.0, 1.5, -0.1, float("nan"), True, "all", None)
+MIDDLE = CONTEXT // 2
+
+CASES = {
+    "dense": Case(everything=Dense(), default=Dense(), heavy=(MIDDLE,), lost=None),
+    "streaming_llm": Case(
+        everything=StreamingLLM(window=1.0),
+        default=StreamingLLM(),
+        heavy=(1, CONTEXT - 5),
+        lost=Lost(StreamingLLM(), {MIDDLE: HEAVY}, MIDDLE),
+        variants=(StreamingLLM(sinks=0, window=7), StreamingLLM(sinks=9, window=1)),
+        refused=({"sinks": -1}, {"sinks": 0.5}, {"sinks": True}, *({"window": x} for x in BAD_BUDGETS)),
+    ),
+    "oracle_top_k": Case(
+        everything=OracleTopK(k=1.0),
+        default=OracleTopK(),
+        heavy=(2, MIDDLE, CONTEXT - 3),
+        lost=Lost(OracleTopK(k=1), {20: HEAVY, 40: HEAVY + 0.7}, 20),
+        attended=last_values_read,
+        variants=(OracleTopK(k=0.2, heads="all"), OracleTopK(k=5, dense_layers=(1,))),
+        refused=(
+            {"heads": "some"},
+            {"dense_layers": (-1,)},
+            {"dense_layers": 0},
+            {"dense_layers": ("0",)},
+            *({"k": x} for x in BAD_BUDGETS),
+        ),
+    ),
+}
+
+CONFIGS = [(name, m) for name, case in CASES.items() for m in (case.default, *case.variants)]
+each_config = {"argvalues": [m for _, m in CONFIGS], "ids": [repr(m) for _, m in CONFIGS]}

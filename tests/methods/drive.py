@@ -1,0 +1,205 @@
+"""Methods driven without a model: sequences of random queries, keys and values, a KV cache, passes over it.
+
+Three layers: plain logits, soft-capped ones, and one whose heads have sink logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from longreach.cache import Append, CacheConfig, KVCache
+from longreach.methods.base import AttentionMethod, LayerCall, Outcome, state_of
+from longreach.methods.dense import Dense
+from longreach.ops import HeadShard, Rows, Selection, Spans, angles, unrotate
+from longreach.testing.oracle import Exact, exact_attend
+from longreach.testing.tolerance import bounds, unit_roundoff
+
+HEADS, KV_HEADS, DIM = 4, 2, 16
+SCALE = DIM**-0.5
+LOGITS: tuple[dict[str, Any], ...] = ({}, {"softcap": 20.0}, {"sink_logit": torch.tensor([0.5, 2.0, -1.0, 1.0])})
+LAYERS = len(LOGITS)
+FREQUENCIES = 10000.0 ** -(torch.arange(DIM // 2) / (DIM // 2))
+CACHES = {"contiguous": CacheConfig(), "paged": CacheConfig("paged", page=5)}
+
+
+@dataclass(frozen=True)
+class Text:
+    """One sequence as every layer sees it: q [L, N, H, D], k and v [L, N, G, D]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+    def to(self, dtype: torch.dtype) -> Text:
+        return Text(self.q.to(dtype), self.k.to(dtype), self.v.to(dtype))
+
+
+def text(length: int, seed: int = 0, heavy: dict[int, float] | None = None) -> Text:
+    """A random sequence. heavy: slot -> logit that every query of every layer has with its key (cap aside).
+
+    Queries share the direction u, which other keys have nothing of: theirs are logits of size 1.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    u = torch.nn.functional.normalize(torch.randn(DIM, generator=draw), dim=0)
+    q = torch.randn(LAYERS, length, HEADS, DIM, generator=draw)
+    k, v = torch.randn(2, LAYERS, length, KV_HEADS, DIM, generator=draw)
+    q, k = (x - (x @ u)[..., None] * u for x in (q, k))
+    for slot, logit in (heavy or {}).items():
+        k[:, slot] = u * logit
+    return Text(q + u / SCALE, k, v)
+
+
+class Turn(NamedTuple):
+    """The next `count` tokens of a text, in a slot that holds what comes before them."""
+
+    text: Text
+    slot: int
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What a method was asked in each layer, and what it made of it."""
+
+    calls: list[LayerCall]
+    outcomes: list[Outcome]
+
+    def outs(self, row: int) -> Tensor:
+        """[L, n, H, D]: the results of sequence `row` of the batch."""
+        mine = self.calls[0].rows.seq == row
+        return torch.stack([o.partial.out[mine] for o in self.outcomes])
+
+
+def run(
+    cache: KVCache,
+    method: AttentionMethod,
+    turns: Sequence[Turn],
+    *,
+    before: Callable[[LayerCall], None] | None = None,
+    impl: str = "auto",
+) -> Pass:
+    """One pass over all layers, committed. before: called when a layer's keys are in, before the method runs."""
+    start = [cache.lengths[t.slot] for t in turns]
+    step = cache.begin([t.slot for t in turns], [t.count for t in turns])
+    calls, outcomes = [], []
+    for layer in range(LAYERS):
+        q, k, v = (
+            torch.cat([x[layer, n : n + t.count] for t, x, n in zip(turns, parts, start, strict=True)])
+            for parts in ([t.text.q for t in turns], [t.text.k for t in turns], [t.text.v for t in turns])
+        )
+        cache.append(layer, step, k, v)
+        call = _call(cache, layer, step, q, k, impl)
+        if before is not None:
+            before(call)
+        calls.append(call)
+        outcomes.append(method.run(call, state_of(method, cache, call)))
+    cache.commit(step)
+    return Pass(calls, outcomes)
+
+
+def _call(cache: KVCache, layer: int, step: Append, q: Tensor, k: Tensor, impl: str) -> LayerCall:
+    cos, sin = (x[:, None] for x in angles(step.pos, FREQUENCIES))
+    return LayerCall(
+        layer=layer,
+        rows=Rows(q, step.seq, step.pos),
+        kv=cache.view(layer, step),
+        slots=step.slots,
+        scale=SCALE,
+        shard=HeadShard.whole(KV_HEADS),
+        impl=impl,
+        pre_rope=lambda: (unrotate(q, cos, sin), unrotate(k, cos, sin)),
+        **LOGITS[layer],
+    )
+
+
+def new_cache(config: CacheConfig | None = None, slots: int = 1) -> KVCache:
+    return KVCache(LAYERS, slots, config)
+
+
+def read_text(
+    method: AttentionMethod,
+    whole: Text,
+    *,
+    chunks: Sequence[int] | None = None,
+    steps: int = 3,
+    cache: KVCache | None = None,
+    slot: int = 0,
+    impl: str = "auto",
+) -> list[Pass]:
+    """Prefill all but the last `steps` tokens in chunks (one by default), then decode those, one cache throughout."""
+    cache = cache or new_cache()
+    turns = [*(chunks or [whole.q.shape[1] - steps]), *[1] * steps]
+    phases = ["prefill"] * (len(turns) - steps) + ["decode"] * steps
+    return [
+        run(cache, in_phase(method, phase), [Turn(whole, slot, n)], impl=impl)
+        for phase, n in zip(phases, turns, strict=True)
+    ]
+
+
+def in_phase(method: AttentionMethod, phase: str) -> AttentionMethod:
+    """Who attends in a phase: the method if it fills it, else dense."""
+    return method if phase in method.phases else Dense()
+
+
+def outputs(passes: Sequence[Pass]) -> Tensor:
+    """[L, N, H, D]: results of all tokens of passes over one sequence."""
+    return torch.cat([p.outs(0) for p in passes], 1)
+
+
+# what the results are held against
+
+
+def exact(call: LayerCall, selection: Selection | None = None) -> Exact:
+    """Attention of a layer in fp64; dense without a selection."""
+    return exact_attend(
+        call.rows,
+        call.kv,
+        Spans.dense() if selection is None else selection,
+        scale=call.scale,
+        softcap=call.softcap,
+        sink_logit=call.sink_logit,
+    )
+
+
+def tolerance(want: Exact) -> Tensor:
+    """How far rounding alone may take a result from `want`: [R, H, D]."""
+    return bounds(want, unit_roundoff(torch.float32))[0]
+
+
+def shares(call: LayerCall) -> Tensor:
+    """The probability exact attention gives each slot, in fp64: [R, H, N], N = the longest sequence."""
+    rows, kv = call.rows, call.kv
+    found = torch.zeros(*rows.q.shape[:2], int(kv.filled.max()), dtype=torch.float64)
+    for r, (seq, pos) in enumerate(zip(rows.seq, rows.pos.tolist(), strict=True)):
+        slots = torch.arange(pos + 1)
+        page, offset = kv.locate(seq, slots)
+        k = kv.k[page, :, offset].double().repeat_interleave(HEADS // KV_HEADS, 1)
+        x = (k * rows.q[r].double()).sum(-1).T * call.scale
+        x = x if call.softcap is None else call.softcap * torch.tanh(x / call.softcap)
+        sink = torch.full((HEADS, 1), -torch.inf) if call.sink_logit is None else call.sink_logit[:, None]
+        found[r, :, : pos + 1] = torch.cat([x, sink.double()], 1).softmax(-1)[:, :-1]
+    return found
+
+
+def slots_read(call: LayerCall, selections: Sequence[Selection]) -> Tensor:
+    """bool [R, G, N]: slots that some of the selections read for a row."""
+    stop = int(call.kv.filled.max())
+    found = torch.zeros(call.rows.pos.shape[0], KV_HEADS, stop, dtype=torch.bool)
+    for selection in selections:
+        found = found | selection.streamed(call.rows, call.kv, stop)
+    return found
+
+
+def largest_value(call: LayerCall) -> float:
+    """max |v| over the slots in use."""
+    values = []
+    for seq, filled in enumerate(call.kv.filled.tolist()):
+        slots = torch.arange(filled)
+        page, offset = call.kv.locate(torch.full_like(slots, seq), slots)
+        values.append(call.kv.v[page, :, offset].abs().amax())
+    return float(torch.stack(values).max())

@@ -1,0 +1,163 @@
+"""Budgets, state, and what a method is given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from longreach.errors import InvalidInput, UnknownName
+from longreach.methods.base import AttentionMethod, LayerCall, Outcome, attend_densely, budget, check_budget, state_of
+from longreach.methods.oracle_top_k import OracleTopK
+from longreach.ops import HeadShard, Partial, Spans, merge
+from tests.methods.drive import LOGITS, Turn, new_cache, read_text, run, text
+
+
+@pytest.mark.parametrize(
+    ("amount", "length", "keys"),
+    [
+        (1, 1, 1),
+        (7, 100, 7),
+        (7, 3, 3),
+        (7, 0, 0),
+        (1.0, 37, 37),
+        (0.3, 10, 3),
+        (0.1, 30, 3),
+        (0.07, 100, 7),  # 7.000000000000001 in floating point
+        (0.29, 100, 29),  # 28.999999999999996
+        (0.1, 31, 4),
+        (0.1, 1, 1),
+        (1e-6, 5, 1),
+        (0.5, 0, 0),
+        (0.1, 1_000_000, 100_000),
+    ],
+)
+def test_budget(amount: float, length: int, keys: int) -> None:
+    found = budget(amount, torch.tensor([length, length]))
+    assert found.tolist() == [keys, keys] and found.dtype == torch.int64
+
+
+def test_a_count_of_one_and_a_fraction_of_one_differ() -> None:
+    assert budget(1, torch.tensor([9])).item() == 1 and budget(1.0, torch.tensor([9])).item() == 9
+
+
+@pytest.mark.parametrize("amount", [1, 5, 0.01, 1.0])
+def test_budgets_that_are_taken(amount: Any) -> None:
+    check_budget("k", amount)
+
+
+@pytest.mark.parametrize("amount", [0, -1, 0.0, 1.0001, -0.5, float("nan"), float("inf"), True, "1", None])
+def test_budgets_that_are_refused(amount: Any) -> None:
+    with pytest.raises(InvalidInput, match=r"k: expected a count \(int >= 1\) or a fraction"):
+        check_budget("k", amount)
+
+
+def call() -> LayerCall:
+    return read_text(OracleTopK(), text(9, seed=1))[-1].calls[2]
+
+
+def test_the_sink_is_taken_once() -> None:
+    whole, window = call(), Spans.window(4)
+    assert whole.sink_logit is not None
+    without = whole.attend(window, sink=False)
+    alone = Partial(torch.zeros_like(without.out), whole.sink_logit.expand_as(without.lse))
+    both, want = whole.attend(window), merge(without, alone)
+    torch.testing.assert_close(both.out, want.out)
+    torch.testing.assert_close(both.lse, want.lse)
+    assert not torch.equal(both.lse, without.lse)
+
+
+def test_soft_caps_reach_attend() -> None:
+    capped = replace(call(), softcap=0.5)
+    assert not torch.allclose(capped.attend(Spans.dense()).lse, call().attend(Spans.dense()).lse)
+
+
+def test_sums_over_ranks() -> None:
+    x = torch.ones(3)
+    assert torch.equal(replace(call(), shard=None).sum_over_ranks(x), x)
+    assert torch.equal(replace(call(), shard=HeadShard(2, 2, 4, lambda t: 2 * t)).sum_over_ranks(x), 2 * x)
+
+
+def test_dense_attention_says_why() -> None:
+    outcome = attend_densely(call(), "too short")
+    assert outcome.dense_because == "too short" and outcome.reads.keys == outcome.reads.values == (Spans.dense(),)
+    assert attend_densely(call()).dense_because is None
+
+
+@dataclass(frozen=True)
+class Remembers(AttentionMethod):
+    """Counts the tokens of each slot."""
+
+    size: int = 1
+
+    name = "remembers"
+    phases = ("prefill", "decode")
+
+    def run(self, call: LayerCall, state: Any) -> Outcome:
+        state.tokens[call.slots] += torch.bincount(call.rows.seq, minlength=call.slots.shape[0])
+        return attend_densely(call)
+
+    def new_state(self, call: LayerCall, slots: int) -> Counts:
+        return Counts(slots)
+
+
+class Counts:
+    def __init__(self, slots: int):
+        self.tokens = torch.zeros(slots, dtype=torch.int64)
+
+    def reset(self, slots: Tensor) -> None:
+        self.tokens[slots] = 0
+
+    def check_truncate(self, slots: Tensor, lengths: Tensor) -> None:
+        assert bool((lengths <= self.tokens[slots]).all())
+
+    def truncate(self, slots: Tensor, lengths: Tensor) -> None:
+        self.tokens[slots] = lengths
+
+
+def test_state_belongs_to_the_cache_and_is_found_by_slot() -> None:
+    cache, other = new_cache(slots=4), new_cache(slots=4)
+    one, two = text(9, seed=1), text(9, seed=2)
+    run(cache, Remembers(), [Turn(one, 3, 5), Turn(two, 1, 2)])
+    run(cache, Remembers(), [Turn(two, 1, 4), Turn(one, 3, 1)])
+    run(other, Remembers(), [Turn(one, 0, 2)])
+    assert len(cache.state) == len(LOGITS)
+    assert all(state.tokens.tolist() == [0, 6, 0, 6] for state in cache.state.values())  # type: ignore[attr-defined]
+    assert all(state.tokens.tolist() == [2, 0, 0, 0] for state in other.state.values())  # type: ignore[attr-defined]
+    cache.reset([1])
+    cache.truncate([3], [4])
+    assert all(state.tokens.tolist() == [0, 0, 0, 4] for state in cache.state.values())  # type: ignore[attr-defined]
+
+
+def test_state_is_made_once_for_each_layer_and_configuration() -> None:
+    cache, mine = new_cache(slots=2), call()
+    state = state_of(Remembers(), cache, mine)
+    assert state is state_of(Remembers(), cache, mine) and state is not None
+    assert state is not state_of(Remembers(), cache, replace(mine, layer=0))
+    assert state is not state_of(Remembers(size=2), cache, mine)
+    before = dict(cache.state)
+    assert state_of(OracleTopK(), cache, mine) is None and cache.state == before
+
+
+def test_state_made_in_inference_mode_serves_outside() -> None:
+    cache = new_cache()
+    with torch.inference_mode():
+        run(cache, Remembers(), [Turn(text(9), 0, 5)])
+    run(cache, Remembers(), [Turn(text(9), 0, 1)])
+    assert {int(state.tokens[0]) for state in cache.state.values()} == {6}  # type: ignore[attr-defined]
+
+
+def test_options() -> None:
+    assert Remembers.options() == {"size": 1} and Remembers.make(size=3) == Remembers(3)
+    assert Remembers(3).to_json() == {"name": "remembers", "size": 3}
+    with pytest.raises(UnknownName, match="unknown option of remembers 'length'; known: size"):
+        Remembers.make(length=3)
+    assert OracleTopK.make(dense_layers=[0, 2]).to_json()["dense_layers"] == (0, 2)
+
+
+def test_methods_are_frozen() -> None:
+    with pytest.raises(AttributeError):
+        OracleTopK().k = 3  # type: ignore[misc]

@@ -1,0 +1,467 @@
+"""What every method promises, asked of every registered one. cases.py holds what must be known of each."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+import longreach
+from longreach.cache import CacheConfig, KVCache
+from longreach.errors import InvalidInput, UnknownName, Unsupported
+from longreach.methods.base import AttentionMethod, LayerCall, Outcome
+from longreach.methods.dense import Dense
+from longreach.methods.ledger import Ledger
+from longreach.methods.oracle_top_k import OracleTopK
+from longreach.methods.registry import METHODS, from_json, method_class
+from longreach.ops import KVView, Partial, Rows, Selection, Spans
+from longreach.ops.attend import attend, implementations
+from longreach.ops.pooled_scores import implementations as scoring
+from longreach.testing.tiny import PAD_ID, random_tokens, save_tiny, tiny_model
+from longreach.testing.tolerance import assert_close
+from tests.methods import two_ranks
+from tests.methods.cases import CASES, CONTEXT, HEAVY, each_config
+from tests.methods.drive import (
+    CACHES,
+    DIM,
+    LAYERS,
+    Pass,
+    Turn,
+    exact,
+    in_phase,
+    new_cache,
+    outputs,
+    read_text,
+    run,
+    shares,
+    slots_read,
+    text,
+    tolerance,
+)
+
+every_method = pytest.mark.parametrize("name", METHODS)
+every_config = pytest.mark.parametrize("method", **each_config)
+every_cache = pytest.mark.parametrize("config", CACHES.values(), ids=CACHES)
+ROUNDING = 2e-5  # between two orders of the same sums, for outputs of size 1
+
+
+def close(a: Tensor, b: Tensor) -> None:
+    torch.testing.assert_close(a, b, rtol=0, atol=ROUNDING)
+
+
+def test_every_registered_method_has_a_case() -> None:
+    assert set(CASES) == set(METHODS), "give each method of the registry its entry in tests/methods/cases.py"
+    for name, case in CASES.items():
+        for method in (case.everything, case.default, *case.variants, *([case.lost.method] if case.lost else [])):
+            assert method.name == name
+        assert case.lost is not None or name == "dense", "say what lies outside the selection"
+
+
+# 1. budgets
+
+
+@every_method
+@every_cache
+def test_everything_is_dense(name: str, config: CacheConfig) -> None:
+    for length in (1, 2, 41):
+        for turn in read_text(CASES[name].everything, text(length, seed=length), steps=1, cache=new_cache(config)):
+            for call, outcome in zip(turn.calls, turn.outcomes, strict=True):
+                assert_close(outcome.partial, exact(call))
+
+
+@every_method
+def test_heavy_keys_are_attended_to(name: str) -> None:
+    """Planted keys that the default budget covers: the error is as predicted, and little is missed."""
+    case = CASES[name]
+    heavy = dict.fromkeys(case.heavy, HEAVY)
+    for turn in read_text(case.default, text(CONTEXT, heavy=heavy), steps=1):
+        for call, outcome in zip(turn.calls, turn.outcomes, strict=True):
+            dense = exact(call)
+            error = (outcome.partial.out.double() - dense.out).abs()
+            assert bool((error <= case.predicted(call, outcome)[..., None] + tolerance(dense)).all())
+    assert turn.calls[0].rows.pos.tolist() == [CONTEXT - 1]
+    for call, outcome in zip(turn.calls, turn.outcomes, strict=True):
+        missed = case.missed(call, outcome)
+        assert float(missed.max()) < 0.05
+        assert name == "dense" or outcome.dense_because or float(missed.min()) > 0
+
+
+@every_method
+def test_a_heavy_key_outside_the_selection_is_missed(name: str) -> None:
+    case, lost = CASES[name], CASES[name].lost
+    if lost is None:
+        pytest.skip(f"{name} selects everything")
+    last = read_text(lost.method, text(CONTEXT, heavy=lost.heavy), steps=1)[-1]
+    for call, outcome in zip(last.calls, last.outcomes, strict=True):
+        assert not slots_read(call, case.attended(outcome))[0, :, lost.slot].any()
+        assert float(shares(call)[0, :, lost.slot].min()) > 0.3
+        dense = exact(call)
+        error = (outcome.partial.out.double() - dense.out).abs()
+        assert bool((error.amax(-1) > 0.05).all()) and bool((error.amax(-1) > 100 * tolerance(dense).amax(-1)).all())
+        assert bool((error <= case.predicted(call, outcome)[..., None] + tolerance(dense)).all())
+
+
+# 2. sequences
+
+
+@every_config
+@every_cache
+def test_sequences_do_not_affect_each_other(method: AttentionMethod, config: CacheConfig) -> None:
+    """Ragged, in any slots, in any order, prefilled and decoded interleaved: each as if it were alone."""
+    texts = [text(n, seed=n) for n in (38, 9, 23)]
+    alone = [outputs(read_text(method, t, steps=4)) for t in texts]
+    cache = new_cache(config, slots=6)
+    slots = [4, 0, 3]
+    prefill, decode = in_phase(method, "prefill"), in_phase(method, "decode")
+    found: list[list[Tensor]] = [[], [], []]
+
+    def go(who: AttentionMethod, order: Sequence[int], counts: Sequence[int]) -> None:
+        turn = run(cache, who, [Turn(texts[i], slots[i], n) for i, n in zip(order, counts, strict=True)])
+        for row, i in enumerate(order):
+            found[i].append(turn.outs(row))
+
+    go(prefill, [0], [34])
+    go(decode, [0], [1])
+    go(prefill, [2, 1], [19, 5])
+    go(decode, [1, 0], [1, 1])
+    go(decode, [2, 1, 0], [1, 1, 1])
+    go(decode, [0, 2], [1, 1])
+    go(decode, [1, 2], [1, 1])
+    go(decode, [2, 1], [1, 1])
+    for parts, want in zip(found, alone, strict=True):
+        close(torch.cat(parts, 1), want)
+
+
+@every_config
+@every_cache
+def test_a_slot_forgets(method: AttentionMethod, config: CacheConfig) -> None:
+    """After a reset, a failed pass and a cut, a sequence is what it would be in a new cache."""
+    cache, first, second = new_cache(config, slots=2), text(30, seed=1), text(37, seed=2)
+    neighbour = text(37, seed=3)
+    read_text(method, first, cache=cache, slot=1)
+    cache.reset([1])
+    want = outputs(read_text(method, second, steps=6))
+
+    def fails(call: LayerCall) -> None:
+        if call.layer == 1:
+            raise KeyboardInterrupt
+
+    run(cache, in_phase(method, "prefill"), [Turn(second, 1, 31), Turn(neighbour, 0, 12)])
+    found = []
+    decode = in_phase(method, "decode")
+    for n in range(6):
+        with pytest.raises(KeyboardInterrupt):
+            run(cache, decode, [Turn(neighbour, 0), Turn(second, 1)], before=fails)
+        if n == 3:  # go on past the end, and come back
+            run(cache, decode, [Turn(second, 1)])
+            try:
+                cache.truncate([1], [34])
+            except Unsupported:
+                assert cache.lengths == [15, 35]
+                return
+        found.append(run(cache, decode, [Turn(neighbour, 0), Turn(second, 1)]).outs(1))
+    close(torch.cat(found, 1), want[:, 31:])
+
+
+@every_config
+def test_batches_of_a_model(method: AttentionMethod, model: Any) -> None:
+    """Left-padded, in any order: each sequence gets the tokens it gets alone."""
+    tokens = random_tokens(3, 45)
+    mask = torch.ones_like(tokens)
+    mask[0, :20], mask[2, :3] = 0, 0
+    tokens = tokens.masked_fill(mask == 0, PAD_ID)
+
+    def generate(rows: list[int], first: int = 0) -> Tensor:
+        out = model.generate(tokens[rows, first:], attention_mask=mask[rows, first:], max_new_tokens=6, do_sample=False)
+        return out[:, -6:]
+
+    with attached(model, method):
+        alone = torch.cat([generate([0], 20), generate([1]), generate([2], 3)])
+        assert torch.equal(generate([0, 1, 2]), alone)
+        assert torch.equal(generate([2, 0, 1]), alone[[2, 0, 1]])
+
+
+# 3. chunks
+
+
+@every_config
+@every_cache
+def test_chunks_make_no_difference(method: AttentionMethod, config: CacheConfig) -> None:
+    whole = text(44, seed=5)
+    if not method.chunked_prefill_exact:
+        pytest.skip(f"{method.name} does not claim that chunked prefill is exact")
+    want = outputs(read_text(method, whole))
+    for chunks in ([40, 1], [1, 40], [5, 1, 17, 18], [7] * 5 + [6], [1] * 41):
+        close(outputs(read_text(method, whole, chunks=chunks, cache=new_cache(config))), want)
+
+
+# 4. implementations
+
+
+def assert_agrees(method: AttentionMethod, impl: str) -> None:
+    """Against fp64, `impl` may err at most twice as much as the reference in the same dtype, plus rounding."""
+    for dtype in (torch.float32, torch.bfloat16):
+        whole = text(50, seed=8).to(dtype)
+        want = outputs(read_text(method, whole.to(torch.float64), impl="reference"))
+        reference, other = (
+            (outputs(read_text(method, whole, impl=name)).double() - want).abs().max() for name in ("reference", impl)
+        )
+        assert float(other) <= 2 * float(reference) + ROUNDING, f"{impl} errs by {other}, the reference by {reference}"
+
+
+@every_config
+def test_implementations_agree(method: AttentionMethod) -> None:
+    others = [name for name in implementations.names() if name != "reference"]
+    if not others:
+        pytest.skip("attend has one implementation, the reference")
+    for other in others:
+        assert_agrees(method, other)
+
+
+@pytest.mark.parametrize("method", [Dense(), OracleTopK()], ids=repr)
+def test_a_sloppy_implementation_is_found(method: AttentionMethod, monkeypatch: pytest.MonkeyPatch) -> None:
+    for op in (implementations, scoring):
+        monkeypatch.setitem(op.paths, "same", op.paths["reference"])
+        monkeypatch.setitem(op.paths, "sloppy", op.paths["reference"])
+    assert_agrees(method, "same")
+    monkeypatch.setitem(implementations.paths, "sloppy", f"{__name__}:half_scaled")
+    with pytest.raises(AssertionError, match="sloppy errs by"):
+        assert_agrees(method, "sloppy")
+
+
+def half_scaled(rows: Rows, kv: KVView, selection: Selection, *, scale: float, **logits: Any) -> Partial:
+    return attend(rows, kv, selection, scale=scale / 2, impl="reference", **logits)
+
+
+# 5. configuration
+
+
+@every_config
+def test_configuration_round_trips_through_json(method: AttentionMethod) -> None:
+    written = json.dumps(method.to_json())
+    assert from_json(written) == method and from_json(json.loads(written)) == method
+    assert hash(from_json(written)) == hash(method)
+
+
+@every_method
+def test_an_unknown_option_is_refused(name: str) -> None:
+    with pytest.raises(UnknownName) as error:
+        method_class(name).make(nonsense=1)
+    assert f"unknown option of {name} 'nonsense'" in str(error.value)
+    assert all(option in str(error.value) for option in method_class(name).options())
+    with pytest.raises(UnknownName):
+        from_json({**CASES[name].default.to_json(), "nonsense": 1})
+
+
+@pytest.mark.parametrize(("name", "options"), [(n, o) for n, case in CASES.items() for o in case.refused])
+def test_bad_values_are_refused(name: str, options: dict[str, Any]) -> None:
+    (option,) = options
+    with pytest.raises(InvalidInput, match=f"{option}: expected"):
+        method_class(name).make(**options)
+
+
+# 6. in and out of a model
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_model("llama", num_hidden_layers=LAYERS)
+
+
+def attached(model: Any, method: AttentionMethod, **options: Any) -> longreach.adapters.transformers.Session:
+    slots = {phase: method for phase in method.phases}
+    return longreach.attach(model, **slots, **options)
+
+
+@every_config
+def test_nothing_stays_behind(method: AttentionMethod, model: Any) -> None:
+    tokens = random_tokens(2, 30, seed=7)
+
+    def answer() -> tuple[Tensor, Tensor]:
+        return model(tokens).logits.detach(), model.generate(tokens, max_new_tokens=4, do_sample=False)
+
+    before = answer()
+    with attached(model, method) as session:
+        answer()
+    assert method.name in {layer.method for layer in session.report().layers}
+    assert all(torch.equal(a, b) for a, b in zip(answer(), before, strict=True))
+    with pytest.raises(KeyboardInterrupt), attached(model, method):
+        answer()
+        raise KeyboardInterrupt
+    assert all(torch.equal(a, b) for a, b in zip(answer(), before, strict=True))
+
+
+# 7. reports
+
+
+def poison(call: LayerCall, seq: int, head: int, slots: Tensor, what: str) -> None:
+    """NaN into keys or values of one sequence and KV head."""
+    page, offset = call.kv.locate(torch.full_like(slots, seq), slots)
+    getattr(call.kv, what)[page, head, offset] = torch.nan
+
+
+def scenes(method: AttentionMethod) -> Iterator[tuple[KVCache, AttentionMethod, list[Turn]]]:
+    """Caches and the pass that comes next: a ragged prefill, one that continues, and decoding."""
+    for config in CACHES.values():
+        cache = new_cache(config, slots=4)
+        texts = [text(n, seed=n) for n in (50, 11, 33)]
+        prefill = in_phase(method, "prefill")
+        turns = [Turn(texts[0], 2, 33), Turn(texts[1], 0, 4)]
+        yield cache, prefill, turns
+        run(cache, prefill, turns)
+        turns = [Turn(texts[1], 0, 5), Turn(texts[2], 3, 30), Turn(texts[0], 2, 13)]
+        yield cache, prefill, turns
+        run(cache, prefill, turns)
+        for order in ([0, 1, 2], [2, 0]):
+            turns = [Turn(texts[i], (2, 0, 3)[i]) for i in order]
+            yield cache, in_phase(method, "decode"), turns
+            run(cache, in_phase(method, "decode"), turns)
+
+
+def again(cache: KVCache, method: AttentionMethod, turns: list[Turn], before: Any = None) -> Pass:
+    """The pass on a copy of the cache, its state included."""
+    return run(copy.deepcopy(cache), method, turns, before=before)
+
+
+def bits(turn: Pass) -> list[bytes]:
+    return [x.numpy().tobytes() for o in turn.outcomes for x in (o.partial.out, o.partial.lse)]
+
+
+def union(call: LayerCall, selections: Sequence[Selection], seq: int) -> Tensor:
+    """bool [G, N]: what any row of the sequence reads."""
+    return slots_read(call, selections)[call.rows.seq == seq].any(0)
+
+
+@every_config
+def test_what_the_report_calls_unread_is_unread(method: AttentionMethod) -> None:
+    hidden = 0
+    for cache, who, turns in scenes(method):
+        plain = again(cache, who, turns)
+
+        def hide(call: LayerCall, plain: Pass = plain) -> None:
+            nonlocal hidden
+            reads = plain.outcomes[call.layer].reads
+            for what, selections in (("k", reads.keys), ("v", reads.values)):
+                for seq, filled in enumerate(call.kv.filled.tolist()):
+                    for head, read in enumerate(union(call, selections, seq)):
+                        slots = (~read[:filled]).nonzero()[:, 0]
+                        poison(call, seq, head, slots, what)
+                        hidden += slots.numel()
+
+        assert bits(again(cache, who, turns, hide)) == bits(plain)
+        assert not any(o.partial.out.isnan().any() for o in plain.outcomes)
+    assert hidden or method.name == "dense"
+
+
+@every_config
+def test_what_the_report_calls_read_is_read(method: AttentionMethod) -> None:
+    """Poison in a key or value that weighs something is seen by the row that reads it, in that layer and head."""
+    dice = random.Random(0)
+    for cache, who, turns in scenes(method):
+        plain = again(cache, who, turns)
+        for layer, (call, outcome) in enumerate(zip(plain.calls, plain.outcomes, strict=True)):
+            for what, selections in (("k", outcome.reads.keys), ("v", outcome.reads.values)):
+                row = dice.randrange(call.rows.pos.shape[0])
+                seq, head = int(call.rows.seq[row]), dice.randrange(call.kv.heads)
+                group = slice(2 * head, 2 * head + 2)
+                weight = shares(call)[row, group].sum(0)[: int(call.kv.filled[seq])]
+                read = slots_read(call, selections)[row, head, : weight.shape[0]]
+                slot = int((weight * read).argmax())
+                assert float(weight[slot]) > 1e-3
+
+                def hide(now: LayerCall, at: tuple[Any, ...] = (layer, seq, head, slot, what)) -> None:
+                    if now.layer == at[0]:
+                        poison(now, at[1], at[2], torch.tensor([at[3]]), at[4])
+
+                seen = again(cache, who, turns, hide).outcomes[layer].partial
+                assert not torch.equal(seen.out[row, group], outcome.partial.out[row, group])
+
+
+@every_config
+def test_bytes_are_those_of_the_slots_read(method: AttentionMethod) -> None:
+    ledger, want = Ledger(), torch.zeros(LAYERS, 3, dtype=torch.int64)
+    for cache, who, turns in scenes(method):
+        plain = again(cache, who, turns)
+        if who is not method:
+            continue
+        for call, outcome in zip(plain.calls, plain.outcomes, strict=True):
+            ledger.add("decode", call, who.name, "reference", outcome, Spans.dense())
+            stop = int(call.kv.filled.max())
+            for column, selections in enumerate((outcome.reads.keys, outcome.reads.values, [Spans.dense()] * 2)):
+                slots = sum(int(s.streamed(call.rows, call.kv, stop).sum()) for s in selections)
+                want[call.layer, column] += slots * DIM * 4
+    for layer in ledger.report().layers:
+        assert [layer.key_bytes, layer.value_bytes, layer.dense_bytes] == want[layer.layer].tolist()
+        assert layer.metadata_bytes >= 0 and layer.steps == (8 if "prefill" in method.phases else 4)
+        assert layer.fraction > 0
+        if method.name.startswith("oracle_"):
+            assert layer.fraction >= 1.0, "an oracle reads everything to know what to read"
+
+
+@every_config
+def test_a_session_reports_what_its_layers_read(method: AttentionMethod, model: Any) -> None:
+    counted: dict[tuple[str, int], list[int]] = {}
+
+    def observe(phase: str, call: LayerCall, outcome: Outcome) -> None:
+        columns = counted.setdefault((phase, call.layer), [0, 0, 0])
+        for column, selections in enumerate((outcome.reads.keys, outcome.reads.values, [Spans.dense()] * 2)):
+            columns[column] += sum(int(s.streamed(call.rows, call.kv).sum()) for s in selections) * 16 * 4
+
+    with attached(model, method) as session:
+        session.observe = observe
+        model.generate(random_tokens(2, 30), max_new_tokens=5, do_sample=False)
+    report = session.report()
+    assert len(report.layers) == 2 * LAYERS
+    for layer in report.layers:
+        read = [layer.key_bytes, layer.value_bytes, layer.dense_bytes]
+        assert read == counted[layer.phase, layer.layer]
+        assert layer.rows == (60 if layer.phase == "prefill" else 8)
+        who = in_phase(method, layer.phase).name
+        assert layer.method == who
+
+
+# 8. ranks
+
+
+def test_two_ranks_give_the_tokens_of_one(tmp_path: Path) -> None:
+    """Every configuration at once, since the two processes take longest to start."""
+    directory = save_tiny(tmp_path / "model", num_hidden_layers=LAYERS, eos_token_id=None)
+    root, source = Path(__file__).parents[2], Path(longreach.__file__).parents[1]
+    path = {"PYTHONPATH": f"{source}{os.pathsep}{root}", "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
+    script = [sys.executable, "-m", two_ranks.__name__, str(directory), str(tmp_path / "out"), str(tmp_path / "store")]
+    running = [
+        subprocess.Popen(
+            script,
+            cwd=root,
+            env={**os.environ, **path, "RANK": rank, "LOCAL_RANK": rank},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in ("0", "1")
+    ]
+    try:
+        alone = two_ranks.answers(AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval())
+        for process in running:
+            said = process.communicate(timeout=100)[1]
+            assert process.returncode == 0, said
+    finally:
+        for process in running:
+            process.kill()
+    for rank in range(2):
+        kv_channels, found = torch.load(tmp_path / f"out.{rank}")
+        assert kv_channels == 16, "each rank holds one of the two KV heads"
+        assert set(found) == set(alone)
+        for config, (tokens, logits) in alone.items():
+            assert torch.equal(found[config][0], tokens), f"rank {rank}, {config}"
+            torch.testing.assert_close(found[config][1], logits, rtol=1e-4, atol=1e-3, msg=f"rank {rank}, {config}")

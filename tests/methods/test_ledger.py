@@ -1,0 +1,160 @@
+"""Counting what was read."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from longreach.methods.base import LayerCall, Outcome, Reads
+from longreach.methods.ledger import Ledger, Report
+from longreach.ops import KVView, Lists, Partial, Rows, Selection, Spans, at, near
+from longreach.ops.selection import Span
+from longreach.testing.inputs import random_kv
+
+VECTOR = 16 * 2  # bytes of a key: 16 channels of bf16
+DENSE = Spans.dense()
+
+
+def call(layer: int = 0, lengths: tuple[int, ...] = (10, 4)) -> LayerCall:
+    """One new token for sequences of these lengths; 2 KV heads of 2 query heads."""
+    kv = random_kv(lengths, heads=2, dim=16, dtype=torch.bfloat16)
+    batch = torch.arange(len(lengths))
+    rows = Rows(torch.randn(len(lengths), 4, 16).bfloat16(), batch, kv.filled - 1)
+    return LayerCall(layer, rows, kv, batch, 0.25)
+
+
+def outcome(
+    keys: tuple[Selection, ...] = (), values: tuple[Selection, ...] = (), metadata: Any = 0, why: str | None = None
+) -> Outcome:
+    return Outcome(Partial.empty(2, 4, 16), Reads(keys, values, metadata), why)
+
+
+def reported(*outcomes: Outcome) -> Any:
+    ledger = Ledger()
+    for made in outcomes:
+        ledger.add("decode", call(), "some", "reference", made, DENSE)
+    (layer,) = ledger.report().layers
+    return layer
+
+
+def test_each_pass_over_a_key_or_value_counts() -> None:
+    """14 keys are seen, in each of 2 KV heads."""
+    window = Spans.window(3)
+    layer = reported(outcome((DENSE,), (DENSE,)))
+    assert layer.key_bytes == layer.value_bytes == 14 * 2 * VECTOR and layer.dense_bytes == 28 * 2 * VECTOR
+    assert layer.fraction == 1.0 and layer.bytes_read == layer.dense_bytes
+    layer = reported(outcome((DENSE, DENSE, window), (window,)))
+    assert layer.key_bytes == (14 + 14 + 6) * 2 * VECTOR and layer.value_bytes == 6 * 2 * VECTOR
+    assert layer.fraction == 40 / 28
+    assert reported(outcome()).bytes_read == 0
+
+
+def test_a_group_of_query_heads_streams_its_keys_once() -> None:
+    starts = torch.tensor([[2, 8, 5, 5], [0, 4, 9, 9]])  # per query head; heads 0, 1 and 2, 3 share a KV head
+    spans = Spans((Span(at(starts), near(1)),), per="query")
+    layer = reported(outcome((spans,), (spans,)))
+    assert layer.key_bytes == (8 + 5 + 4 + 0) * VECTOR
+
+
+def test_metadata_may_differ_from_row_to_row() -> None:
+    assert reported(outcome(metadata=100)).metadata_bytes == 100
+    assert reported(outcome(metadata=torch.tensor([30, 12]))).metadata_bytes == 42
+    with pytest.raises(RuntimeError):
+        reported(outcome(metadata=torch.tensor([0.5, 0.25])))
+
+
+def test_lists_that_overflow_are_counted_once_and_read_densely() -> None:
+    lists = Lists(torch.tensor([[[1, 0]], [[2, 1]]]), torch.tensor([[3], [2]]))
+    layer = reported(outcome((lists,), (lists,)))
+    assert layer.overflowed_lists == 1 and layer.key_bytes == (10 + 2) * 2 * VECTOR
+    assert "1 lists overflowed and read densely" in str(Report((layer,)))
+
+
+def test_steps_add_up() -> None:
+    ledger = Ledger()
+    for _ in range(3):
+        ledger.add("decode", call(1), "some", "reference", outcome((DENSE,), (DENSE,), 7, "short"), DENSE)
+    ledger.add("decode", call(0), "some", "reference", outcome(), DENSE)
+    ledger.add("prefill", call(1), "other", "triton", outcome((DENSE,), ()), DENSE)
+    ledger.add("decode", call(1), "some", "reference", outcome((DENSE,), (DENSE,), 7, "early"), DENSE)
+    layers = ledger.report().layers
+    assert [(r.phase, r.layer) for r in layers] == [("prefill", 1), ("decode", 0), ("decode", 1)]
+    last = layers[2]
+    assert (last.steps, last.rows, last.metadata_bytes) == (4, 8, 28)
+    assert last.key_bytes == 4 * 14 * 2 * VECTOR and last.dense_because == ("early", "short")
+    assert (layers[0].method, layers[0].impl) == ("other", "triton")
+
+
+def test_what_exact_attention_reads_is_the_measure() -> None:
+    """In a sliding-window layer that is the window."""
+    ledger, window = Ledger(), Spans.window(4)
+    ledger.add("decode", call(), "dense", "reference", outcome((window,), (window,), 0, "sliding window of 4"), window)
+    (layer,) = ledger.report().layers
+    assert layer.fraction == 1.0 and layer.dense_bytes == 8 * 2 * 2 * VECTOR
+
+
+def test_a_report_can_be_printed_and_written() -> None:
+    ledger = Ledger()
+    for layer in (0, 1):
+        window = Spans.window(1 + layer)
+        ledger.add("decode", call(layer), "streaming_llm", "reference", outcome((window,), (window,), 56), DENSE)
+    ledger.add("prefill", call(), "dense", "reference", outcome((DENSE,), (DENSE,), why="too short"), DENSE)
+    report = ledger.report()
+    assert str(report).splitlines() == [
+        "phase    layer  method        impl            rows        K        V     meta  of dense  note",
+        "prefill      0  dense         reference          2    50.0%    50.0%     0.0%    100.0%  dense: too short",
+        "decode       0  streaming_llm reference          2     7.1%     7.1%     3.1%     17.4%",
+        "decode       1  streaming_llm reference          2    14.3%    14.3%     3.1%     31.7%",
+        "prefill: 100.0% of the bytes that dense attention reads",
+        "decode: 24.6% of the bytes that dense attention reads",
+    ]
+    written = json.loads(json.dumps(report.to_json()))
+    assert written["prefill"] == 1.0 and written["decode"] == report.fraction("decode")
+    first = written["layers"][1]
+    assert first["key_bytes"] == 4 * VECTOR and first["metadata_bytes"] == 56
+    assert first["fraction"] == first["bytes_read"] / first["dense_bytes"] == (8 * VECTOR + 56) / (56 * VECTOR)
+    assert written["layers"][0]["dense_because"] == ["too short"]
+
+
+def test_nothing_to_report() -> None:
+    empty = Ledger().report()
+    assert empty.layers == () and empty.fraction() is None
+    assert empty.to_json() == {"prefill": None, "decode": None, "layers": []}
+    ledger = Ledger()
+    ledger.add("decode", call(lengths=()), "dense", "reference", outcome((DENSE,), (DENSE,)), DENSE)
+    report = ledger.report()
+    assert report.layers[0].fraction == 0.0 and report.fraction("decode") is None
+    assert "dense" in str(report)
+
+
+def test_sums_made_in_inference_mode_go_on_outside() -> None:
+    ledger = Ledger()
+    with torch.inference_mode():
+        ledger.add("decode", call(), "some", "reference", outcome((DENSE,), (DENSE,)), DENSE)
+    with torch.no_grad():
+        ledger.add("decode", call(), "some", "reference", outcome((DENSE,), (DENSE,)), DENSE)
+    assert ledger.report().layers[0].steps == 2
+
+
+@pytest.mark.parametrize("per", ["kv", "query"])
+@pytest.mark.parametrize("metadata", [100, None])
+def test_adding_needs_no_value_from_the_device(per: Any, metadata: Any) -> None:
+    """Fake tensors have none: whatever waits for the device would raise."""
+    with FakeTensorMode():
+        batch, heads = 3, 2 if per == "kv" else 4
+        k = torch.empty(3, 2, 20, 16)
+        ints = torch.ones(3, dtype=torch.int64)
+        rows = Rows(torch.empty(3, 4, 16), ints, ints)
+        now = LayerCall(0, rows, KVView(k, k, ints), ints, 0.25)
+        bound = torch.ones(batch, heads, dtype=torch.int64)
+        spans = Spans((Span(at(0), at(4)), Span(near(bound), near(1))), per)
+        lists = Lists(torch.ones(batch, heads, 5, dtype=torch.int64), bound, per=per)
+        ledger = Ledger()
+        made = outcome((DENSE, spans), (lists,), ints if metadata is None else metadata)
+        for _ in range(2):
+            ledger.add("decode", now, "some", "triton", made, DENSE)
+    assert ledger.tallies["decode", 0].steps == 2
