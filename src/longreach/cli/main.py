@@ -46,6 +46,8 @@ def main(argv: list[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # an answer may hold what the terminal cannot show
+    if "torch" not in sys.modules:  # threads that spin while they wait make a busy machine several times slower
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     args = build_parser().parse_args(argv)
     try:
         with warnings.catch_warnings():
