@@ -94,7 +94,7 @@ def test_sliding_layers_read_nothing_outside_their_window() -> None:
 @pytest.mark.parametrize("value", [1, 2.5, torch.ones(3)], ids=["int", "float", "tensor"])
 def test_unknown_keywords_are_refused_by_name(value: Any) -> None:
     model = model_of("llama")
-    with attach(model), pytest.raises(Unsupported, match="position_bias=.*does not implement"):
+    with attach(model), pytest.raises(Unsupported, match=r"position_bias=.*does not implement"):
         model(prompt(), position_bias=value)
     assert torch.isfinite(model(prompt()).logits).all()
 

@@ -159,7 +159,7 @@ def test_without_a_cache() -> None:
     same = StreamingLLM(sinks=1, window=2)
     with attach(model, prefill=same, decode=same):
         assert generate(model, prompt(), steps=6, use_cache=False).tokens.shape == (1, 6)
-    with attach(model, decode=same), pytest.raises(InvalidInput, match="use_cache=False.*streaming_llm"):
+    with attach(model, decode=same), pytest.raises(InvalidInput, match=r"use_cache=False.*streaming_llm"):
         generate(model, prompt(), steps=6, use_cache=False)
 
 

@@ -102,13 +102,13 @@ def test_what_contradicts_itself_is_refused() -> None:
     with attach(model) as session:
         with pytest.raises(Unsupported, match="packed sequences"):
             model(prompt(), position_ids=packed)
-        with pytest.raises(Unsupported, match="packed sequences|neither causal"):
+        with pytest.raises(Unsupported, match=r"packed sequences|neither causal"):
             model(prompt(), position_ids=packed, use_cache=False)
-        with pytest.raises(Unsupported, match="position_ids.*3, 1, 40"):
+        with pytest.raises(Unsupported, match=r"position_ids.*3, 1, 40"):
             model.model(input_ids=prompt(), position_ids=torch.arange(40).expand(3, 1, 40))
         with pytest.raises(Unsupported, match=r"2-D.*\[1, 1, 40, 40\]"):
             model(prompt(), attention_mask=torch.zeros(1, 1, 40, 40))
-        with pytest.raises(Unsupported, match="2-D.*dict"):
+        with pytest.raises(Unsupported, match=r"2-D.*dict"):
             model(prompt(), attention_mask={"full_attention": None})
         with pytest.raises(Unsupported, match="0 and 1 only"):
             model(prompt(), attention_mask=torch.full((1, 40), 2))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.cache_utils import DynamicCache
@@ -37,6 +38,7 @@ from longreach.methods.registry import NONE, choose
 from longreach.ops.attend import implementations
 
 MARK = "_longreach_session"
+ATTENTION = "_attn_implementation_internal"  # where transformers' configurations name their attention
 _ABSENT = object()
 
 
@@ -100,13 +102,11 @@ class Session:
 
     def _put_in(self, decoder: PreTrainedModel) -> None:
         model = self.model
-        for config in {id(m.config): m.config for m in decoder.modules() if isinstance(m, PreTrainedModel)}.values():
-            self._undo.append(
-                functools.partial(setattr, config, "_attn_implementation_internal", config._attn_implementation)
-            )
-        decoder.set_attn_implementation(NAME)
-        if decoder.config._attn_implementation != NAME:
-            raise Unsupported(f"{type(model).__name__} does not let its attention be replaced")
+        # the layers read the name in the configuration they hold; set_attn_implementation would change others too
+        for config in {id(c): c for m in decoder.modules() if (c := getattr(m, "config", None)) is not None}.values():
+            if hasattr(config, ATTENTION):
+                self._undo.append(functools.partial(setattr, config, ATTENTION, getattr(config, ATTENTION)))
+                setattr(config, ATTENTION, NAME)
         self._override(decoder, MARK, self)
         self._override(decoder, "forward", self._wrap_decoder(decoder.forward))
         if model is not decoder:
@@ -209,6 +209,7 @@ class Session:
         # wrapped rather than hooked: torch calls no hook after Ctrl-C, and the lock would stay closed
         names = list(inspect.signature(forward).parameters)
 
+        @torch.compiler.disable(reason="longreach's attention keeps state between layers")
         @functools.wraps(forward)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -221,7 +222,7 @@ class Session:
                     self._commit(step)
                 except BaseException:
                     if step.cache is not None:
-                        step.cache.abandon()
+                        step.cache.abandon(step)
                     raise
                 return output
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from longreach.adapters.transformers.formula import check_formula
@@ -13,7 +12,7 @@ from longreach.adapters.transformers.rotary import Captured, Rotation, probing
 from longreach.adapters.transformers.shard import shard_of
 from longreach.adapters.transformers.step import Step, current
 from longreach.errors import Unsupported
-from longreach.methods.base import LayerCall, Outcome, Reads
+from longreach.methods.base import LayerCall, Outcome, Reads, state_of
 from longreach.ops import KVView, Rows, Spans
 
 NAME = "longreach"
@@ -57,8 +56,7 @@ def longreach_attention(
         outcome = Outcome(call.attend(dense), Reads((dense,), (dense,)), f"sliding window of {window}")
         method = "dense"
     step.layers.add(layer)
-    with torch.inference_mode(False):  # tallies made in inference mode could not be added to outside of it
-        step.ledger.add(step.phase, call, method, step.impl, outcome, dense)
+    step.ledger.add(step.phase, call, method, step.impl, outcome, dense)
     if step.observe is not None:
         step.observe(step.phase, call, outcome)
     return step.rectangle(outcome.partial.out.to(query.dtype)), None
@@ -167,11 +165,4 @@ def _state(step: Step, call: LayerCall) -> Any:
     """The method's state for this layer: it lives in the cache and dies with it."""
     if step.cache is None:
         return step.method.new_state(call, len(step.append.host_slots))
-    held = step.cache.kv.state
-    place = (step.method.name, call.layer)
-    if place not in held:
-        fresh = step.method.new_state(call, step.cache.batch)
-        if fresh is None:
-            return None
-        held[place] = fresh
-    return held[place]
+    return state_of(step.method, step.cache.kv, call)

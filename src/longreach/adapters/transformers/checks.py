@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
@@ -62,7 +61,7 @@ def check_model(model: PreTrainedModel, decoder: PreTrainedModel, *, rotary: boo
     if rotary and getattr(config, "rope_parameters", None) is None:
         raise Unsupported(f"{name} has no rotary embedding, and a method needs queries before rotation")
     if any(getattr(m, "_compiled_call_impl", None) is not None for m in model.modules()):
-        raise Unsupported(f"{name} is compiled; attach before torch.compile is not supported either, use it as it is")
+        raise Unsupported(f"{name} is compiled; longreach attaches to models as they are, before model.compile()")
     _check_places(name, model)
 
 
@@ -78,8 +77,6 @@ def _check_places(name: str, model: PreTrainedModel) -> None:
 def check_pass(decoder: PreTrainedModel, kwargs: dict[str, Any]) -> None:
     """Raise Unsupported where a forward pass asks for what longreach does not do."""
     name = type(decoder).__name__
-    if torch.compiler.is_compiling():
-        raise Unsupported(f"torch.compile of {name} with longreach attached is not supported; call it uncompiled")
     wanted = kwargs.get("output_attentions")
     if decoder.config.output_attentions if wanted is None else wanted:
         raise Unsupported("output_attentions=True: longreach never holds attention weights")

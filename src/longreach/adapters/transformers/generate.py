@@ -68,6 +68,11 @@ def wrap_generate(session: Session, generate: Callable[..., Any]) -> Callable[..
         given = dict(signature.bind(*args, **kwargs).arguments)
         given.update(given.pop(rest, {}))
         refuse_search(session.model, given)
+        mask = given.get("attention_mask")
+        if isinstance(mask, Tensor) and mask.dim() == 2 and not bool(mask[:, -1].all()):
+            raise InvalidInput(
+                "attention_mask: a prompt ends with padding, which its answer would follow; pad on the left"
+            )
         cache = given.get("past_key_values")
         if cache is not None and not isinstance(cache, LongreachCache):
             raise Unsupported(foreign_cache(cache))

@@ -37,8 +37,7 @@ class _Layer(CacheLayerMixin):
         if step.cache is not self.cache:
             raise InvalidInput("a cache of another session was passed as past_key_values; use session.new_cache()")
         step.written[self.index] = (key_states, value_states)
-        with torch.inference_mode(False):  # memory made in inference mode could not be written outside of it
-            self.cache.kv.append(self.index, step.append, step.rows(key_states), step.rows(value_states))
+        self.cache.kv.append(self.index, step.append, step.rows(key_states), step.rows(value_states))
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int, *args: Any) -> tuple[int, int]:
@@ -126,17 +125,12 @@ class LongreachCache(Cache):
         self.kv.reset(range(self.batch))
         self.real, self.columns, self.spoilt = [], 0, None
 
-    def abandon(self) -> None:
-        """A pass failed half-way: what methods noted of it is taken back. K and V need nothing, it never counted."""
-        lengths = torch.tensor(self.kv.lengths, device=self.kv.device)
-        slots = torch.arange(self.batch, device=self.kv.device)
+    def abandon(self, step: Step) -> None:
+        """The pass failed half-way: what was noted of it is taken back."""
         try:
-            for state in self.kv.state.values():
-                state.truncate(slots, lengths)
-        except LongreachError as error:
-            self.spoilt = (
-                f"a pass over this cache failed and could not be taken back ({error}); use session.new_cache()"
-            )
+            self.kv.abort(step.append)
+        except LongreachError as refusal:
+            self._spoil(refusal)
 
     @contextmanager
     def restored_on_error(self) -> Iterator[None]:
@@ -148,5 +142,11 @@ class LongreachCache(Cache):
             raise
         except BaseException:
             if self.columns > columns:
-                self.drop_columns(self.columns - columns)
+                try:
+                    self.drop_columns(self.columns - columns)
+                except LongreachError as refusal:
+                    self._spoil(refusal)
             raise
+
+    def _spoil(self, refusal: LongreachError) -> None:
+        self.spoilt = f"a pass over this cache failed and could not be taken back ({refusal}); use session.new_cache()"

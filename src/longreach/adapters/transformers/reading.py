@@ -14,7 +14,7 @@ from torch import Tensor
 from longreach.adapters.transformers.attach import Session
 from longreach.adapters.transformers.checks import text_config
 from longreach.adapters.transformers.memory import memory_errors
-from longreach.errors import InvalidInput, OutOfMemory
+from longreach.errors import InvalidInput, ModelFileError, OutOfMemory
 
 CHUNK = 512  # prompt tokens per pass: short enough for a progress bar to move
 Advance = Callable[[int], None]  # told how many more units of work are done
@@ -175,11 +175,18 @@ def prompts(tokenizer: Any, document: str, questions: Sequence[str]) -> tuple[li
     if not questions or not all(question.strip() for question in questions):
         raise InvalidInput("a question is empty; ask something")
 
+    if any("\ud800" <= c <= "\udfff" for text in (document, *questions) for c in text):
+        raise InvalidInput("document and questions must be text; one of them holds bytes that are no UTF-8")
+
     def prompt(question: str) -> list[int]:
         text = f"{document.rstrip()}\n\n"
         if getattr(tokenizer, "chat_template", None):
             turn = [{"role": "user", "content": text + question}]
-            chat = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
+            try:
+                chat = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
+            except Exception as error:  # a template is a program of the model's: it may raise anything
+                why = f"{type(error).__name__}: {error}"
+                raise ModelFileError(f"the tokenizer's chat template failed ({why}); mend it or remove it") from error
             return encode(tokenizer, chat, special=False)
         return encode(tokenizer, f"{text}Question: {question}\nAnswer:")
 

@@ -1,0 +1,186 @@
+"""Models that need what longreach lacks are refused by name when it is attached, and left untouched."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
+
+from longreach import attach
+from longreach.errors import ConcurrentUse, InvalidInput, UnknownName, Unsupported
+from longreach.testing.tiny import from_config, tiny_model
+from tests.adapters.transformers.reference import generate, model_of, prompt
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 264, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2,
+    "eos_token_id": None, "pad_token_id": 256, "bos_token_id": 257,
+}  # fmt: skip
+LATENT = {
+    **SMALL, "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8, "v_head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
+    "topk_group": 1, "n_shared_experts": 1,
+}  # fmt: skip
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "Bloom": ("bloom", {"vocab_size": 264, "hidden_size": 64, "n_layer": 2, "n_head": 4}, "Bloom.*interface"),
+    "MPT": ("mpt", {"vocab_size": 264, "d_model": 64, "n_layers": 2, "n_heads": 4}, "MptForCausalLM.*interface"),
+    "DeepSeek-V2": ("deepseek_v2", LATENT, "DeepseekV2ForCausalLM.*MLA"),
+    "DeepSeek-V3": ("deepseek_v3", LATENT, "DeepseekV3ForCausalLM.*MLA"),
+    "Llama-4": ("llama4_text", {**SMALL, "intermediate_size_mlp": 96, "num_local_experts": 2}, "chunked_attention"),
+    "LFM2": ("lfm2", {**SMALL, "layer_types": ["conv", "full_attention"]}, "layers of type conv"),
+    "Mamba": ("mamba", {"vocab_size": 264, "hidden_size": 64, "num_hidden_layers": 2}, "MambaForCausalLM.*interface"),
+}  # fmt: skip
+
+
+def _configs(model: Any) -> list[Any]:
+    return [(m.config, m.config._attn_implementation) for m in model.modules() if hasattr(m, "config")]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_models_are_refused_by_name_and_left_untouched(name: str) -> None:
+    kind, fields, message = REFUSED[name]
+    model = from_config(AutoConfig.for_model(kind, **fields))
+    before, attributes = _configs(model), {id(m): dict(vars(m)) for m in model.modules()}
+    with pytest.raises(Unsupported, match=message):
+        attach(model)
+    assert _configs(model) == before
+    assert all(vars(m).keys() == attributes[id(m)].keys() for m in model.modules())
+
+
+def test_encoder_decoders_are_refused() -> None:
+    config = AutoConfig.for_model("t5", vocab_size=264, d_model=64, d_kv=16, d_ff=96, num_layers=1, num_heads=4)
+    with pytest.raises(Unsupported, match="T5ForConditionalGeneration is an encoder-decoder"):
+        attach(from_config(config, auto=AutoModelForSeq2SeqLM))
+
+
+def test_keys_shared_between_layers_are_refused() -> None:
+    model = tiny_model("llama")
+    model.config.num_kv_shared_layers = 1
+    with pytest.raises(Unsupported, match="shares keys and values between layers"):
+        attach(model)
+
+
+def test_recurrent_layers_are_refused() -> None:
+    model = tiny_model("llama")
+    model.model._is_stateful = True
+    with pytest.raises(Unsupported, match="recurrent layers"):
+        attach(model)
+
+
+def test_keys_changed_after_caching_are_refused() -> None:
+    """JetMoE repeats its keys between cache and attention."""
+    model = from_config(AutoConfig.for_model("jetmoe", **{**SMALL, "num_local_experts": 4, "kv_channels": 16}))
+    with attach(model), pytest.raises(Unsupported, match="JetMoeAttention attends to other keys"):
+        model(prompt())
+
+
+def test_a_model_whose_cache_and_mask_disagree_is_refused() -> None:
+    """Moshi's cache keeps a window which its mask does not have: its answers depend on use_cache."""
+    model = from_config(AutoConfig.for_model("moshi", **{**SMALL, "ffn_dim": 96, "head_dim": 16, "sliding_window": 16}))
+    with attach(model):
+        model(prompt(16), attention_mask=torch.ones(1, 16))
+        with pytest.raises(Unsupported, match="caches a window of 16 tokens, but its mask is causal"):
+            model(prompt(17), attention_mask=torch.ones(1, 17))
+
+
+def test_a_model_on_two_devices_is_refused() -> None:
+    model = tiny_model("llama")
+    model.hf_device_map = {"model.embed_tokens": 0, "model.layers": 1, "lm_head": "cpu"}
+    with pytest.raises(Unsupported, match="spread over 0, 1, cpu by device_map"):
+        attach(model)
+    model.hf_device_map = {"": "cpu"}
+    with attach(model):
+        model(prompt())
+    del model.hf_device_map
+    model.model.layers[1].to("meta")
+    with pytest.raises(Unsupported, match="weights on the meta device"):
+        attach(model)
+
+
+def test_compiled_and_wrapped_models_are_refused() -> None:
+    model = tiny_model("llama")
+    for wrapped in (torch.compile(model, backend="eager"), nn.Sequential(model), nn.Linear(2, 2)):
+        with pytest.raises(InvalidInput, match=f"expected a transformers model, got {type(wrapped).__name__}"):
+            attach(wrapped)
+    model.model.compile(backend="eager")
+    with pytest.raises(Unsupported, match="compiled"):
+        attach(model)
+
+
+@torch.no_grad()
+def test_an_attached_model_within_compiled_code_runs_uncompiled() -> None:
+    model = model_of("llama")
+    want = model(prompt()).logits
+    with attach(model) as session:
+        around = torch.compile(lambda tokens: model.model(tokens)[0] * 2, backend="eager")
+        hidden = around(prompt())
+        assert session.report().fraction("prefill") == 1.0
+    torch.compiler.reset()
+    assert torch.allclose(model.lm_head(hidden / 2), want, rtol=0, atol=1e-4)
+
+
+def test_attention_weights_in_the_config_are_refused() -> None:
+    model = tiny_model("llama")
+    model.config.output_attentions = True
+    with pytest.raises(Unsupported, match="output_attentions"):
+        attach(model)
+
+
+def test_unknown_names_list_the_known_ones() -> None:
+    model = model_of("llama")
+    with pytest.raises(UnknownName, match="unknown decode method 'nearest'; known: dense"):
+        attach(model, decode="nearest")
+    with pytest.raises(UnknownName, match="unknown prefill method 'oracle_top_k'"):
+        attach(model, prefill="oracle_top_k")
+    with pytest.raises(UnknownName, match="unknown evict method 'snap'; known: none"):
+        attach(model, evict="snap")
+    with pytest.raises(UnknownName, match="unknown impl of attend 'cuda'"):
+        attach(model, impl="cuda")
+    with pytest.raises(InvalidInput, match="expected a method or its name, got 3"):
+        attach(model, decode=3)
+    with attach(model):  # nothing of the failed attempts is left
+        generate(model, prompt(), steps=2)
+
+
+def test_a_second_attach_is_refused() -> None:
+    model = tiny_model("llama")
+    twin = copy.copy(model)  # another head over the same decoder
+    with attach(model):
+        for again in (model, model.model, twin):
+            with pytest.raises(ConcurrentUse, match="attached already"):
+                attach(again)
+        generate(model, prompt(), steps=2)
+    with attach(model.model):
+        pass
+
+
+def test_models_that_share_a_config_are_refused_while_one_is_attached() -> None:
+    """Restoring the first would take the second's attention away in mid-session."""
+    model = tiny_model("llama")
+    other = type(model)(model.config)
+    with attach(model), pytest.raises(ConcurrentUse, match="shares its config"):
+        attach(other)
+    with attach(other):
+        pass
+
+
+def test_the_decoder_alone_can_be_attached() -> None:
+    model = tiny_model("llama").model
+    want = model(prompt()).last_hidden_state
+    with attach(model) as session:
+        got = model(prompt()).last_hidden_state
+        assert session.report().fraction() == 1.0
+    assert torch.allclose(got, want, rtol=0, atol=1e-4)
+
+
+def test_other_heads_than_language_models() -> None:
+    config = tiny_model("llama").config
+    config.num_labels = 3
+    model = from_config(config, auto=AutoModelForSequenceClassification)
+    want = model(prompt()).logits
+    with attach(model):
+        assert torch.allclose(model(prompt()).logits, want, rtol=0, atol=1e-4)

@@ -1,0 +1,84 @@
+"""Tensor parallelism by transformers' plan: two ranks, each with half of the heads, give one process's tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from longreach import OracleTopK, StreamingLLM, attach
+from longreach.methods.base import AttentionMethod
+from longreach.testing.ranks import run_on_ranks
+from longreach.testing.tiny import save_tiny
+from tests.adapters.transformers.reference import generate, padded_batch
+
+METHODS: dict[str, AttentionMethod | str] = {
+    "dense": "dense",
+    "streaming_llm": StreamingLLM(sinks=1, window=6),
+    "oracle, each KV head its own keys": OracleTopK(k=5, heads="kv"),
+    "oracle, all heads the same keys": OracleTopK(k=5, heads="all"),
+}
+FAMILIES = ("llama", "qwen3_moe")
+STEPS = 16
+
+
+def answers(rank: int, world: int, folders: dict[str, str]) -> dict[str, Any]:
+    """tokens by family and method, and the shards that layers saw; on one rank, without a plan."""
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    found: dict[str, Any] = {}
+    for family, folder in folders.items():
+        plan = {"distributed_config": DistributedConfig(tp_plan="auto")} if world > 1 else {}
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", **plan)
+        for name, method in METHODS.items():
+            shards = set()
+
+            def observe(phase: str, call: Any, outcome: Any, shards: set[Any] = shards) -> None:
+                heads = (call.rows.q.shape[1], call.kv.heads)
+                summed = call.sum_over_ranks(torch.ones(2, 1))
+                shards.add((call.shard.first, call.shard.count, call.shard.total, heads, float(summed.sum())))
+
+            with attach(model, decode=method) as session:
+                session.observe = observe
+                out = generate(model, *padded_batch(), steps=STEPS)
+                found[f"{family} {name}"] = (out.tokens, out.logits, shards)
+    return found
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    place = tmp_path_factory.mktemp("models")
+    return {family: str(save_tiny(Path(place) / family, family, eos_token_id=None)) for family in FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def one_process(folders: dict[str, str]) -> dict[str, Any]:
+    return answers(0, 1, folders)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(folders: dict[str, str]) -> list[dict[str, Any]]:
+    return run_on_ranks("tests.adapters.transformers.test_shard:answers", folders)
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_ranks_give_one_processes_tokens(
+    family: str, name: str, one_process: dict[str, Any], two_ranks: list[dict[str, Any]]
+) -> None:
+    tokens, logits, shards = one_process[f"{family} {name}"]
+    assert shards == {(0, 2, 2, (4, 2), 2.0)}
+    for rank, found in enumerate(two_ranks):
+        got, got_logits, got_shards = found[f"{family} {name}"]
+        assert torch.equal(got, tokens)
+        assert torch.allclose(got_logits, logits, rtol=0, atol=1e-4)
+        assert got_shards == {(rank, 1, 2, (2, 1), 4.0)}
+
+
+def test_methods_differ_enough_to_see_a_wrong_choice(one_process: dict[str, Any]) -> None:
+    for family in FAMILIES:
+        answers = [one_process[f"{family} {name}"][0] for name in METHODS]
+        assert all(not torch.equal(a, b) for n, a in enumerate(answers) for b in answers[:n])
