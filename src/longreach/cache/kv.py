@@ -23,7 +23,7 @@ from longreach.ops.types import FLOATS, KVView, describe, require
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """How KV memory is laid out and how it grows.
+    """How KV memory is laid out and how it grows. While it grows, old and new memory exist side by side.
 
     kind: "contiguous" (one buffer a sequence) or "paged" (pages of `page` tokens from a shared pool).
     capacity: tokens a sequence may hold; allocated at once and never grown. None: starts at 256 tokens and

@@ -143,8 +143,8 @@ def budget(amount: int | float, length: Tensor) -> Tensor:
 
 
 def is_count(value: object, least: int = 0) -> bool:
-    """Whether `value` is an int (True is none) of at least `least`."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+    """Whether `value` is an int (True is none) of at least `least` that a 32-bit index can hold."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**31
 
 
 def check_budget(name: str, amount: int | float) -> None:

@@ -13,6 +13,8 @@ from longreach.ops.types import KVView, Rows, describe, require
 
 def check_memory(rows: Rows, kv: KVView) -> None:
     """Raise InvalidInput where rows and view do not fit together, or (on the CPU) name memory that is not there."""
+    require(isinstance(rows, Rows), f"rows: expected Rows, got {describe(rows)}")
+    require(isinstance(kv, KVView), f"kv: expected a KVView, got {describe(kv)}")
     kv.group(rows)
     if kv.k.device.type != "cpu":
         return  # values lie on the device: reading them would cost a sync
