@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers import DynamicCache, GenerationConfig, LogitsProcessor, StaticCache, TextIteratorStreamer
 
 from longreach import StreamingLLM, attach
@@ -97,6 +99,30 @@ def test_turns_share_a_cache_and_may_be_taken_back(family: str, cut: int) -> Non
         got = model.generate(second, past_key_values=cache, max_new_tokens=12, do_sample=False)
         assert {r.rows for r in session.report().layers if r.phase == "decode"} == {22}
     assert torch.equal(got, model.generate(second, max_new_tokens=12, do_sample=False))
+
+
+def test_a_second_turn_in_chunks() -> None:
+    """Where transformers cannot do that (5.17 feeds the whole prompt again), it is an error and not an answer."""
+    model = model_of("llama")
+    with attach(model) as session:
+        cache = session.new_cache()
+        with torch.no_grad():
+            model(prompt()[:, :10], past_key_values=cache)
+        options = {"past_key_values": cache, "max_new_tokens": 6, "do_sample": False, "prefill_chunk_size": 8}
+        if Version(transformers.__version__) < Version("5.18"):
+            with pytest.raises(InvalidInput, match=r"expected \[1, 18\] \(10 columns of the cache, 8 new\)"):
+                model.generate(prompt(), **options)
+            assert cache.columns == 10
+            return
+        got = model.generate(prompt(), **options)
+    assert torch.equal(got, model.generate(prompt(), max_new_tokens=6, do_sample=False))
+
+
+def test_a_prompt_that_ends_with_padding_is_refused_where_generate_finds_it_itself() -> None:
+    """Without a mask generate takes padding tokens for padding."""
+    tokens, _ = padded_batch((12, 5), right=True)
+    with attach(model_of("llama")), pytest.raises(InvalidInput, match="pad on the left"):
+        model_of("llama").generate(tokens, max_new_tokens=3, do_sample=False)
 
 
 def test_padded_turns() -> None:

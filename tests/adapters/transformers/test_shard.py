@@ -20,7 +20,8 @@ METHODS: dict[str, AttentionMethod | str] = {
     "oracle, each KV head its own keys": OracleTopK(k=5, heads="kv"),
     "oracle, all heads the same keys": OracleTopK(k=5, heads="all"),
 }
-FAMILIES = ("llama", "qwen3_moe")
+FAMILIES = ("llama", "qwen3_moe", "phi3")
+GATHERED = ("phi3",)  # its plan gives every rank all heads
 STEPS = 16
 
 
@@ -75,10 +76,10 @@ def test_two_ranks_give_one_processes_tokens(
         got, got_logits, got_shards = found[f"{family} {name}"]
         assert torch.equal(got, tokens)
         assert torch.allclose(got_logits, logits, rtol=0, atol=1e-4)
-        assert got_shards == {(rank, 1, 2, (2, 1), 4.0)}
+        assert got_shards == (shards if family in GATHERED else {(rank, 1, 2, (2, 1), 4.0)})
 
 
 def test_methods_differ_enough_to_see_a_wrong_choice(one_process: dict[str, Any]) -> None:
     for family in FAMILIES:
-        answers = [one_process[f"{family} {name}"][0] for name in METHODS]
+        answers = [one_process[f"{family} {name}"][1] for name in METHODS]
         assert all(not torch.equal(a, b) for n, a in enumerate(answers) for b in answers[:n])

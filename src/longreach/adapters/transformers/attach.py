@@ -254,6 +254,8 @@ class Session:
             given.get("attention_mask"), given.get("position_ids"), batch, length, cache,
             trusted=phases is not None and phases.prompt_done and past > 0 and length == 1,
         )  # fmt: skip
+        if phases is not None:
+            phases.padded_end = real is not None and not bool(real[:, -1].all())
         return Step(
             phase="decode" if decoding else "prefill",
             method=self.decode if decoding else self.prefill,

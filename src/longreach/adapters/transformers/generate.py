@@ -30,16 +30,21 @@ OTHER_SEARCHES = (  # settings that choose another search than greedy and sampli
     "force_words_ids",
     "custom_generate",
 )
+PADDED_END = "attention_mask: a prompt ends with padding, which its answer would follow; pad on the left"
 SERVING = ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager")
 
 
 @dataclass
 class Phases:
-    """Where prefill ends for the thread that decodes: at `columns` of the cache, or when `prompt_done`."""
+    """Where prefill ends for the thread that decodes: at `columns` of the cache, or when `prompt_done`.
+
+    padded_end: whether a sequence of the pass under way ends with padding.
+    """
 
     thread: int
     columns: int | None = None
     prompt_done: bool = False
+    padded_end: bool = False
 
     def decoding(self, past: int, length: int) -> bool:
         if self.columns is not None:
@@ -54,6 +59,8 @@ class _PromptDone(LogitsProcessor):
         self.phases = phases
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if self.phases.padded_end:  # generate makes a mask of its own where it finds padding tokens
+            raise InvalidInput(PADDED_END)
         self.phases.prompt_done = True
         return scores
 
@@ -70,9 +77,7 @@ def wrap_generate(session: Session, generate: Callable[..., Any]) -> Callable[..
         refuse_search(session.model, given)
         mask = given.get("attention_mask")
         if isinstance(mask, Tensor) and mask.dim() == 2 and not bool(mask[:, -1].all()):
-            raise InvalidInput(
-                "attention_mask: a prompt ends with padding, which its answer would follow; pad on the left"
-            )
+            raise InvalidInput(PADDED_END)
         cache = given.get("past_key_values")
         if cache is not None and not isinstance(cache, LongreachCache):
             raise Unsupported(foreign_cache(cache))

@@ -34,7 +34,8 @@ def real_tokens(
             shape = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
             raise Unsupported(f"attention_mask: longreach takes 2-D padding masks [B, T] only, got {shape}")
         if tuple(mask.shape) != (batch, past + length):
-            raise InvalidInput(f"attention_mask: expected [{batch}, {past + length}], got {list(mask.shape)}")
+            of = f" ({past} columns of the cache, {length} new)" if past else ""
+            raise InvalidInput(f"attention_mask: expected [{batch}, {past + length}]{of}, got {list(mask.shape)}")
     if trusted:
         return None, [length] * batch
     if mask is None:
