@@ -37,7 +37,7 @@ def _check_weights(path: Path) -> None:
     if index.is_file():
         try:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise ModelFileError(f"{index} is no valid safetensors index ({error}); fetch the model again") from error
     else:
         names = ["model.safetensors"]
