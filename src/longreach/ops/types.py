@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,17 +36,31 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+class Run(NamedTuple):
+    """What the host knows of consecutive rows: `count` rows of sequence `seq`, at positions first, first + 1, ...
+
+    first is None where only the device knows it.
+    """
+
+    count: int
+    seq: int
+    first: int | None = None
+
+
 @dataclass(frozen=True)
 class Rows:
     """Queries, packed. A rectangle [B, T] is a view of it; rows may come in any order.
 
     q: [R, H, D] float; seq: [R] int, the sequence each row belongs to, in [0, B);
     pos: [R] int, its absolute position. Causal limits and windows come from `pos`, never from row order.
+    runs: the same rows as the host knows them, run by run, or None. It must be true; it helps implementations to
+        choose tiles and kernels, and changes no result.
     """
 
     q: Tensor
     seq: Tensor
     pos: Tensor
+    runs: tuple[Run, ...] | None = None
 
     def __post_init__(self) -> None:
         require(isinstance(self.q, Tensor) and self.q.dim() == 3, f"q: expected [R, H, D], got {describe(self.q)}")
@@ -56,6 +71,9 @@ class Rows:
             ok = isinstance(x, Tensor) and x.dtype in INTS and x.shape == (rows,)
             require(ok, f"{name}: expected int32 or int64 [R={rows}], got {describe(x)}")
             require(x.device == self.q.device, f"{name}: expected on {self.q.device} like q, got {describe(x)}")
+        if self.runs is not None:
+            total = sum(run.count for run in self.runs)
+            require(total == rows, f"runs: expected counts that sum to R={rows}, got {total}")
 
     def take(self, index: Tensor) -> Rows:
         """The rows at `index` [r]."""

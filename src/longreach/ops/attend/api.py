@@ -9,7 +9,10 @@ from longreach.ops.impl import Implementations
 from longreach.ops.selection import Selection
 from longreach.ops.types import KVView, Partial, Rows, describe, require
 
-implementations = Implementations("attend", {"reference": "longreach.ops.attend.reference:attend"})
+implementations = Implementations(
+    "attend",
+    {"reference": "longreach.ops.attend.reference:attend", "triton": "longreach.ops.attend.triton:attend"},
+)
 
 
 def attend(

@@ -1,0 +1,210 @@
+"""attend on the GPU: what the kernels need to know, made from Rows, KVView and Selection without a device sync."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from longreach.errors import Unsupported
+from longreach.ops.attend import triton_kernels as kernels
+from longreach.ops.attend.triton_tuning import Tuning, tuning
+from longreach.ops.selection import Bound, Lists, PackedLists, Selection, Span, Spans, at
+from longreach.ops.attend.tiles import tiles_of
+from longreach.ops.types import KVView, Partial, Rows
+
+FAR = (1 << 30) - 1
+MOST_DEALT = 8192  # entries of the table of items and rows that every program goes through to find its share
+NOTHING: tuple[int, int, int] = (0, 0, 0)
+
+
+def attend(
+    rows: Rows, kv: KVView, selection: Selection, *, scale: float, softcap: float | None, sink_logit: Tensor | None
+) -> Partial:
+    return launch(rows, kv, selection, scale=scale, softcap=softcap, sink_logit=sink_logit, split=None)[0]
+
+
+def attend_split(
+    rows: Rows, kv: KVView, selection: Selection, split: Bound, *, scale: float, softcap: float | None
+) -> tuple[Partial, Partial]:
+    first, second = launch(rows, kv, selection, scale=scale, softcap=softcap, sink_logit=None, split=split)
+    return first, second
+
+
+def launch(
+    rows: Rows,
+    kv: KVView,
+    selection: Selection,
+    *,
+    scale: float,
+    softcap: float | None,
+    sink_logit: Tensor | None,
+    split: Bound | None,
+    tune: Tuning | None = None,
+) -> list[Partial]:
+    """One Partial, or one for each side of `split`. tune: how to launch instead of what `tuning` says."""
+    refuse(rows, kv, selection, sink_logit)
+    count, heads, dim = rows.q.shape
+    parts = 1 if split is None else 2
+    out = rows.q.new_empty((parts, count, heads, dim), dtype=torch.float32)
+    lse = rows.q.new_empty((parts, count, heads), dtype=torch.float32)
+    if count:
+        with torch.cuda.device_of(rows.q):
+            _launch(rows, kv, selection, scale, softcap, sink_logit, split, tune, out, lse)
+    return [Partial(o, x) for o, x in zip(out, lse, strict=True)]
+
+
+def refuse(rows: Rows, kv: KVView, selection: Selection, sink_logit: Tensor | None) -> None:
+    """Raise Unsupported for what these kernels cannot do and the reference can."""
+    if rows.q.dtype == torch.float64:
+        raise Unsupported("attend's Triton kernels compute in fp32; for fp64 use impl='reference'")
+    weight = getattr(selection, "log_weight", None)
+    if torch.is_grad_enabled():
+        for name, x in (("q", rows.q), ("k", kv.k), ("v", kv.v), ("log_weight", weight), ("sink_logit", sink_logit)):
+            if x is not None and x.requires_grad:
+                raise Unsupported(
+                    f"attend's Triton kernels have no backward pass and {name} requires a gradient; "
+                    f"use impl='reference', or torch.no_grad()"
+                )
+    if rows.q.device.type != "cuda" and not kernels.INTERPRETED:
+        raise Unsupported(
+            f"attend's Triton kernels run on CUDA devices, got {rows.q.device}; use impl='reference' "
+            f"(or set TRITON_INTERPRET=1 before longreach is used, to debug them)"
+        )
+    if kv.capacity >= FAR:
+        raise Unsupported(f"attend's Triton kernels address {FAR - 1} slots a sequence, got {kv.capacity}")
+
+
+class _Choice(NamedTuple):
+    """A selection as the kernels take it; see attend_pieces."""
+
+    spans: tuple[Any, ...]
+    lists: tuple[Any, ...]
+    kinds: tuple[Any, ...]
+    own: bool  # query heads of one KV head differ in their spans
+    apart: bool  # every query head has a list of its own
+    uniform: bool  # the rows of a tile start their spans together
+
+
+def _launch(
+    rows: Rows,
+    kv: KVView,
+    selection: Selection,
+    scale: float,
+    softcap: float | None,
+    sink_logit: Tensor | None,
+    split: Bound | None,
+    tune: Tuning | None,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    count, heads, dim = rows.q.shape
+    group = kv.group(rows)
+    choice = _choice(selection, split, rows)
+    evicted = kv.slot_pos is not None
+    axis, per_item = (heads, 1) if choice.apart else (kv.heads, group)
+    tiles = tiles_of(rows, kv, selection, most=_rows_at_once(dim, per_item, rows.q.dtype))
+    parts = out.shape[0]
+    items = tiles.count * axis * parts
+    own = per_item if choice.own else 1
+    m = max(16, triton.next_power_of_2(tiles.size * per_item))
+    i2, x = triton.next_power_of_2(items), triton.next_power_of_2(tiles.size * own)
+    dealt = items <= 1024 and i2 * x <= MOST_DEALT
+    wide = max(16, triton.next_power_of_2(dim))
+    lists = choice.kinds[3] is not None
+    t = tune or tuning(rows.q.dtype, wide, m, lists=lists, dealt=dealt, items=items)
+    programs = t.programs(rows.q.device) if dealt else 1
+
+    q = rows.q if rows.q.stride(2) == 1 else rows.q.contiguous()
+    form = (parts, axis, per_item, own, evicted)
+    layout = (tiles.size, tiles.width, tiles.table is not None)
+    row_args = (q, q.stride(0), q.stride(1), rows.seq, rows.pos, tiles.count, rows.seq if tiles.table is None else tiles.table)
+    table = torch.arange(kv.sequences, device=kv.k.device) if kv.block_table is None else kv.block_table
+    slot_pos = kv.k if kv.slot_pos is None else kv.slot_pos
+    memory = (
+        (kv.k, *kv.k.stride()[:3]),
+        (kv.v, *kv.v.stride()[:3]),
+        kv.filled,
+        table,
+        table.stride(0),
+        (slot_pos, *slot_pos.stride()[:3]),
+        group,
+        kv.page,
+    )
+    paging = 0 if table.dim() == 1 or table.shape[1] == 1 else 1 if kv.page % t.block == 0 and not lists else 2
+    mr = tiles.size * per_item
+    pieces = out, out, out
+    ends = out
+    if dealt:
+        slots = (programs + items) * mr
+        pieces = out.new_empty(slots), out.new_empty(slots), out.new_empty(slots * dim)
+        ends = torch.empty(items, dtype=torch.int32, device=q.device)
+    sunk = sink_logit is not None
+    result = (out, lse, sink_logit if sunk else out, pieces, ends, heads, count)
+    hull = not evicted and (choice.uniform or (tiles.size == 1 and not choice.own))
+    kernels.attend_pieces[(programs if dealt else items,)](
+        row_args, memory, choice.spans, choice.lists, result, float(scale), float(softcap or 1.0), items, programs,
+        layout=layout, kinds=choice.kinds, form=form, paging=paging, HULL=hull, CAPPED=softcap is not None,
+        SUNK=sunk, DEALT=dealt, I2=i2 if dealt else 1, X=x, M=m, BN=t.block, D=dim, BD=wide, STAGES=t.stages,
+        num_warps=t.warps,
+    )  # fmt: skip
+    if dealt:
+        chunk = min(64, triton.next_power_of_2(programs // items + 2))
+        kernels.merge_pieces[(items * mr,)](
+            row_args, result, items, programs, layout=layout, form=form, SUNK=sunk, D=dim, BD=wide, C=chunk,
+            num_warps=4 if chunk * wide >= 2048 else 1,
+        )  # fmt: skip
+
+
+def _rows_at_once(dim: int, per_item: int, dtype: torch.dtype) -> int:
+    """Rows of a tile: as many as fill the tensor cores and still leave room for keys and values."""
+    most = 128 if dim <= 128 and dtype != torch.float32 else 64 if dim <= 128 else 32
+    return max(1, most // per_item)
+
+
+def _choice(selection: Selection, split: Bound | None, rows: Rows) -> _Choice:
+    cut, cut_kind = (NOTHING, None) if split is None else _bound(split)
+    if not isinstance(selection, (Spans, Lists, PackedLists)):
+        raise Unsupported(f"attend's Triton kernels know Spans, Lists and PackedLists, got {type(selection).__name__}")
+    spans = selection.spans if isinstance(selection, Spans) else ()
+    bounds = [b for s in spans for b in s] + ([] if split is None else [split])
+    wide = any(not isinstance(b.value, int) and b.value.shape[1] > 1 for b in bounds)
+    if isinstance(selection, Spans):
+        spans = spans or (Span(at(0), at(0)),)
+        starts, start_kinds = zip(*(_bound(s.start) for s in spans), strict=True)
+        stops, stop_kinds = zip(*(_bound(s.stop) for s in spans), strict=True)
+        own = selection.per == "query" and wide
+        together = split is None and all(_fixed(start) for start, _ in spans)
+        unused = (rows.pos, rows.pos, rows.pos, rows.pos)
+        return _Choice((starts, stops, cut), unused, (start_kinds, stop_kinds, cut_kind, None), own, False, together)
+    packed = isinstance(selection, PackedLists)
+    heads = selection.heads if isinstance(selection, PackedLists) else selection.index.shape[1]
+    count = selection.offsets if isinstance(selection, PackedLists) else selection.count
+    capacity = 0 if isinstance(selection, PackedLists) else selection.index.shape[2]
+    index, weight, of = selection.index.contiguous(), selection.log_weight, selection.list_of
+    lists = (
+        index,
+        count.contiguous(),
+        index if weight is None else weight.contiguous(),
+        rows.pos if of is None else of,
+    )
+    kind = (heads, selection.block, packed, weight is not None, capacity, of is not None)
+    apart = selection.per == "query" and heads > 1
+    own = selection.per == "query" and wide and not apart
+    return _Choice(((), (), cut), lists, ((), (), cut_kind, kind), own, apart, True)
+
+
+def _fixed(bound: Bound) -> bool:
+    """Whether a bound is the same slot for every row."""
+    return isinstance(bound.value, int) and not bound.relative
+
+
+def _bound(bound: Bound) -> tuple[tuple[Any, int, int], tuple[bool, bool]]:
+    """A bound as the kernels take it: (value, row stride, head stride), (tensor or not, relative or not)."""
+    value = bound.value
+    if isinstance(value, int):
+        return (max(-FAR, min(FAR, value)), 0, 0), (False, bound.relative)
+    return (value, value.stride(0), value.stride(1) if value.shape[1] > 1 else 0), (True, bound.relative)

@@ -1,0 +1,450 @@
+"""The Triton kernels of attend: work divided inside the kernel, then results over the same keys' parts merged.
+
+An *item* is what shares a stream of keys: the rows of one tile (one sequence each) under one KV head, or one query
+head where lists belong to query heads. Its keys are cut into blocks. The blocks of all items, laid end to end, are
+dealt out evenly to a fixed number of programs, from lengths and spans in device memory; a program may hold the end of
+one item and the start of the next. What it holds of an item is a *piece*, kept at index program + item (both only
+grow along the line of blocks, so no two pieces share an index), and `merge_pieces` puts the pieces of a row together.
+
+Logits are kept in base 2. Letters as in ops/README.md; M rows x heads of a tile, I items, X rows x heads with spans of
+their own.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+INTERPRETED = triton.knobs.runtime.interpret  # kernels run in Python, on CPU tensors
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+FAR = tl.constexpr((1 << 30) - 1)  # beyond any slot or position; two of them do not overflow
+
+
+@triton.jit
+def _row_of(tile, t, rows, layout: tl.constexpr):
+    """Row number of entry t of a tile, -1 for none. layout: (T entries a tile, run width, whether there is a table)."""
+    _, _, _, _, _, tiles, table = rows
+    T: tl.constexpr = layout[0]
+    WIDTH: tl.constexpr = layout[1]
+    there = (t < T) & (tile < tiles)
+    if layout[2]:
+        row = tl.load(table + tile * T + t, mask=there, other=-1)
+    else:
+        a_run: tl.constexpr = (WIDTH + T - 1) // T
+        offset = tile % a_run * T + t
+        row = tl.where(there & (offset < WIDTH), tile // a_run * WIDTH + offset, -1)
+    return row
+
+
+@triton.jit
+def _sight(row, rows, memory, EVICTED: tl.constexpr):
+    """Sequence, position and slots a row can see (all 0 for row -1): slots [0, seen), or the filled ones."""
+    _, _, _, seq_of, pos_of, _, _ = rows
+    _, _, filled, _, _, _, _, _ = memory
+    there = row >= 0
+    seq = tl.load(seq_of + row, mask=there, other=0).to(tl.int32)
+    pos = tl.minimum(tl.load(pos_of + row, mask=there, other=-1), FAR).to(tl.int32)
+    seen = tl.load(filled + seq, mask=there, other=0).to(tl.int32)
+    if not EVICTED:
+        seen = tl.minimum(seen, pos + 1)
+    return seq, pos, seen
+
+
+@triton.jit
+def _bound(value, row_stride, head_stride, row, head, pos, kind: tl.constexpr):
+    """One end of a span for each row and head. kind: (whether it is a tensor, whether it is relative)."""
+    if kind[0]:
+        at = row.to(tl.int64) * row_stride + head.to(tl.int64) * head_stride
+        x = tl.load(value + at, mask=row >= 0, other=0)
+        x = tl.minimum(tl.maximum(x, -FAR), FAR).to(tl.int32)
+    else:
+        x = tl.zeros_like(row) + value
+    if kind[1]:
+        x += pos
+    return x
+
+
+@triton.jit
+def _span(s: tl.constexpr, spans, row, head, pos, seen, part, kinds: tl.constexpr, EVICTED: tl.constexpr):
+    """Slots [low, high) of span s for each row and head, cut to what the row sees and to the part of a split.
+
+    After eviction relative bounds say nothing about slots: then all that the row sees is walked.
+    """
+    start, stop = spans[0][s], spans[1][s]
+    start_kind: tl.constexpr = kinds[0][s]
+    stop_kind: tl.constexpr = kinds[1][s]
+    low = tl.zeros_like(seen)
+    high = seen
+    if not (EVICTED and start_kind[1]):
+        low = tl.maximum(low, _bound(start[0], start[1], start[2], row, head, pos, start_kind))
+    if not (EVICTED and stop_kind[1]):
+        high = tl.minimum(high, _bound(stop[0], stop[1], stop[2], row, head, pos, stop_kind))
+    if kinds[2] is not None:
+        split, split_kind = spans[2], kinds[2]
+        if not (EVICTED and split_kind[1]):
+            middle = _bound(split[0], split[1], split[2], row, head, pos, split_kind)
+            low = tl.where(part == 0, low, tl.maximum(low, middle))
+            high = tl.where(part == 0, tl.minimum(high, middle), high)
+    some = high > low
+    return tl.where(some, low, FAR), tl.where(some, high, 0)
+
+
+@triton.jit
+def _list(number, head, lists, kind: tl.constexpr):
+    """(where the list starts, entries, whether it overflowed). kind: (heads, block, packed, weighted, capacity)."""
+    _, count, _, _ = lists
+    heads: tl.constexpr = kind[0]
+    capacity: tl.constexpr = kind[4]
+    place = number.to(tl.int64) * heads + (head if heads > 1 else 0)
+    if kind[2]:
+        start = tl.load(count + place).to(tl.int64)
+        entries = (tl.load(count + place + 1) - start).to(tl.int32)
+        over = entries < 0
+    else:
+        start = place * capacity
+        entries = tl.load(count + place).to(tl.int32)
+        over = entries > capacity
+    return start, entries, over
+
+
+@triton.jit
+def _list_number(row, lists, LIST_OF: tl.constexpr):
+    _, _, _, list_of = lists
+    row = tl.maximum(row, 0)
+    return tl.load(list_of + row).to(tl.int32) if LIST_OF else row
+
+
+@triton.jit
+def _blocks_of(
+    item, rows, memory, spans, lists, layout: tl.constexpr, kinds: tl.constexpr, form: tl.constexpr,
+    X: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Blocks of keys of each item [I]."""
+    PARTS: tl.constexpr = form[0]
+    AXIS: tl.constexpr = form[1]
+    OWN: tl.constexpr = form[3]  # query heads of an item that have spans of their own
+    EVICTED: tl.constexpr = form[4]
+    part = item % PARTS
+    axis = item // PARTS % AXIS
+    tile = item // (PARTS * AXIS)
+    x = tl.arange(0, X)[None, :]
+    row = _row_of(tile[:, None], x // OWN, rows, layout)
+    _, pos, seen = _sight(row, rows, memory, EVICTED)
+    if kinds[3] is None:
+        head = axis[:, None] * OWN + x % OWN
+        blocks = tl.zeros_like(item)
+        for s in tl.static_range(len(kinds[0])):
+            low, high = _span(s, spans, row, head, pos, seen, part[:, None], kinds, EVICTED)
+            first, last = tl.min(low, 1), tl.max(high, 1)
+            blocks += tl.where(last > first, (last + BN - 1) // BN - first // BN, 0)
+    else:
+        top = tl.max(row, 1)
+        number = _list_number(top, lists, kinds[3][5])
+        _, entries, over = _list(number, axis, lists, kinds[3])
+        keys = tl.where(over, tl.max(seen, 1), entries * kinds[3][1])
+        blocks = tl.where(top >= 0, (keys + BN - 1) // BN, 0)
+    return blocks
+
+
+@triton.jit
+def _tanh(x):
+    t = tl.exp2(-2.0 * LOG2E * tl.abs(x))
+    y = (1.0 - t) / (1.0 + t)
+    return tl.where(x < 0, -y, y)
+
+
+@triton.jit
+def _piece(
+    item, begin, end, rows, memory, spans, lists, scale, cap,
+    layout: tl.constexpr, kinds: tl.constexpr, form: tl.constexpr, paging: tl.constexpr, HULL: tl.constexpr,
+    CAPPED: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Blocks [begin, end) of one item: (row [M], head [M], maximum [M], sum [M], weighted values [M, BD])."""
+    PARTS: tl.constexpr = form[0]
+    AXIS: tl.constexpr = form[1]
+    GROUP: tl.constexpr = form[2]
+    EVICTED: tl.constexpr = form[4]
+    LISTS: tl.constexpr = kinds[3] is not None
+    BLOCK: tl.constexpr = kinds[3][1] if LISTS else 1
+    q_of, q_row, q_head, _, _, _, _ = rows
+    keys, values, filled, table, table_row, slot_pos, group, slots = memory
+    part = item % PARTS
+    axis = item // PARTS % AXIS
+    tile = item // (PARTS * AXIS)
+    m = tl.arange(0, M)
+    row = _row_of(tile, m // GROUP, rows, layout)
+    sequence, pos, seen = _sight(row, rows, memory, EVICTED)
+    head = axis * GROUP + m % GROUP
+    bound_head = head if form[3] > 1 else axis + tl.zeros_like(head)  # kv head or query head, as the selection says
+    kv_head = (axis * GROUP // group).to(tl.int64)
+    seq = tl.max(sequence, 0)
+    top = tl.max(seen, 0)
+    d = tl.arange(0, BD)
+    inside = d < D
+    q = tl.load(
+        q_of + row.to(tl.int64)[:, None] * q_row + head[:, None] * q_head + d[None, :],
+        mask=(row >= 0)[:, None] & inside[None, :],
+        other=0.0,
+    )
+    k_at = keys[0] + kv_head * keys[2]
+    v_at = values[0] + kv_head * values[2]
+    pos_at = slot_pos[0] + kv_head * slot_pos[2]
+    if paging == 0:  # one page a sequence
+        page = tl.load(table + seq.to(tl.int64) * table_row).to(tl.int64)
+        k_at += page * keys[1]
+        v_at += page * values[1]
+        pos_at += page * slot_pos[1]
+    pages = table + seq.to(tl.int64) * table_row
+
+    # where the item's spans lie: for each row, and for the block walk their hull
+    lows, highs = (), ()
+    firsts, lasts, counts = (), (), ()
+    after = 0
+    if LISTS:
+        number = _list_number(tl.max(row, 0), lists, kinds[3][5])
+        list_start, entries, over = _list(number, axis, lists, kinds[3])
+        stream = tl.where(over, top, entries * BLOCK)
+    else:
+        for s in tl.static_range(len(kinds[0])):
+            low, high = _span(s, spans, row, bound_head, pos, seen, part, kinds, EVICTED)
+            first, last = tl.min(low, 0), tl.max(high, 0)
+            counts = counts + (after,)
+            after += tl.where(last > first, (last + BN - 1) // BN - first // BN, 0)
+            lows, highs = lows + (low,), highs + (high,)
+            firsts, lasts = firsts + (first,), lasts + (last,)
+    if kinds[2] is not None:
+        split, split_kind = spans[2], kinds[2]
+        middle = _bound(split[0], split[1], split[2], row, bound_head, pos, split_kind)
+
+    peak = tl.full((M,), float("-inf"), tl.float32)
+    total = tl.zeros((M,), tl.float32)
+    acc = tl.zeros((M, BD), tl.float32)
+    n = tl.arange(0, BN)
+    for block in tl.range(begin, end, num_stages=STAGES):
+        if LISTS:
+            j = block * BN + n
+            listed = j < stream
+            entry = tl.load(lists[0] + list_start + j // BLOCK, mask=listed & ~over, other=0).to(tl.int32)
+            slot = tl.where(over, j, entry * BLOCK + j % BLOCK)
+            column = listed & (slot >= 0) & (slot < top)
+        else:
+            first, last, since, number_of = firsts[0], lasts[0], 0, 0
+            for s in tl.static_range(1, len(kinds[0])):
+                reached = block >= counts[s]
+                first = tl.where(reached, firsts[s], first)
+                last = tl.where(reached, lasts[s], last)
+                since = tl.where(reached, counts[s], since)
+                number_of = tl.where(reached, s, number_of)
+            base_slot = (block - since + first // BN) * BN
+            slot = base_slot + n
+            column = (slot >= first) & (slot < last)
+        # memory: the page of each slot, or of the block
+        safe = tl.where(column, slot, 0)
+        if paging == 0:
+            page_k = tl.zeros((BN,), tl.int64)
+            page_v = page_k
+            page_p = page_k
+            offset = safe
+        elif paging == 1:  # a block of keys lies in one page
+            page = tl.load(pages + base_slot // slots).to(tl.int64)
+            page_k = page * keys[1]
+            page_v = page * values[1]
+            page_p = page * slot_pos[1]
+            offset = safe % slots
+        else:
+            page = tl.load(pages + safe // slots, mask=column, other=0).to(tl.int64)
+            page_k = page * keys[1]
+            page_v = page * values[1]
+            page_p = page * slot_pos[1]
+            offset = safe % slots
+        if EVICTED:
+            position = tl.load(pos_at + page_p + offset * slot_pos[3], mask=column, other=FAR).to(tl.int32)
+        # which keys each row takes
+        if LISTS:
+            take = column[None, :] & (slot[None, :] < seen[:, None])
+        else:
+            take = (slot[None, :] < 0) & (seen[:, None] < 0)
+            before = take
+            for s in tl.static_range(len(kinds[0])):
+                named = (slot[None, :] >= lows[s][:, None]) & (slot[None, :] < highs[s][:, None])
+                if EVICTED:
+                    start_kind: tl.constexpr = kinds[0][s]
+                    stop_kind: tl.constexpr = kinds[1][s]
+                    start, stop = spans[0][s], spans[1][s]
+                    if start_kind[1]:
+                        x = _bound(start[0], start[1], start[2], row, bound_head, pos, start_kind)
+                        named = named & (position[None, :] >= x[:, None])
+                    if stop_kind[1]:
+                        x = _bound(stop[0], stop[1], stop[2], row, bound_head, pos, stop_kind)
+                        named = named & (position[None, :] < x[:, None])
+                if len(kinds[0]) == 1:
+                    take = named
+                else:
+                    take = take | (named & ~before & (number_of == s))
+                    before = before | named
+        if EVICTED:
+            take = take & (position[None, :] <= pos[:, None])
+        if kinds[2] is not None:
+            if EVICTED and split_kind[1]:
+                take = take & ((position[None, :] < middle[:, None]) == (part == 0))
+            elif LISTS:
+                take = take & ((slot[None, :] < middle[:, None]) == (part == 0))
+        if not HULL:  # read what some row takes, nothing else
+            column = tl.max(take.to(tl.int32), 0) > 0
+        k = tl.load(
+            k_at + (page_k + offset.to(tl.int64) * keys[3])[None, :] + d[:, None],
+            mask=column[None, :] & inside[:, None] if BD != D else column[None, :],
+            other=0.0,
+        )
+        x = tl.dot(q, k, input_precision="ieee")
+        if CAPPED:
+            x = cap * LOG2E * _tanh(x * (scale / cap))
+        else:
+            x = x * (scale * LOG2E)
+        if LISTS:
+            if kinds[3][3]:
+                w = tl.load(lists[2] + list_start + j // BLOCK, mask=listed & ~over, other=0.0)
+                x += w.to(tl.float32)[None, :] * LOG2E
+        x = tl.where(take, x, float("-inf"))
+        high = tl.maximum(peak, tl.max(x, 1))
+        base = tl.where(high == float("-inf"), 0.0, high)
+        p = tl.exp2(x - base[:, None])
+        shrink = tl.exp2(peak - base)
+        total = total * shrink + tl.sum(p, 1)
+        v = tl.load(
+            v_at + (page_v + offset.to(tl.int64) * values[3])[:, None] + d[None, :],
+            mask=column[:, None] & inside[None, :] if BD != D else column[:, None],
+            other=0.0,
+        )
+        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        peak = high
+    return row, head, peak, total, acc
+
+
+@triton.jit
+def _finish(row, head, peak, total, acc, sink, out, lse, heads, D: tl.constexpr, SUNK: tl.constexpr, d, there):
+    """Write out [.., d] and lse of (row, head), a sink logit merged in."""
+    if SUNK:
+        x = tl.load(sink + head, mask=there, other=float("-inf")).to(tl.float32) * LOG2E
+        high = tl.maximum(peak, x)
+        base = tl.where(high == float("-inf"), 0.0, high)
+        shrink = tl.exp2(peak - base)
+        total = total * shrink + tl.exp2(x - base)
+        acc = acc * shrink[:, None]
+        peak = high
+    some = total > 0
+    whole = tl.where(some, total, 1.0)
+    place = row.to(tl.int64) * heads + head
+    tl.store(lse + place, tl.where(some, (peak + tl.log2(whole)) * LN2, float("-inf")), mask=there)
+    tl.store(
+        out + place[:, None] * D + d[None, :],
+        acc / whole[:, None],
+        mask=there[:, None] & (d < D)[None, :],
+    )
+
+
+@triton.jit
+def attend_pieces(
+    rows, memory, spans, lists, result, scale, cap, items, programs,
+    layout: tl.constexpr, kinds: tl.constexpr, form: tl.constexpr, paging: tl.constexpr, HULL: tl.constexpr,
+    CAPPED: tl.constexpr, SUNK: tl.constexpr, DEALT: tl.constexpr, I2: tl.constexpr, X: tl.constexpr,
+    M: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """attend. rows: (q, row and head stride, seq, pos, tiles, table of tiles); memory: ((k and strides), (v and
+    strides), filled, block table, its row stride, (slot_pos and strides), query heads per KV head, slots a page);
+    spans: (starts, stops, split), each bound (value, row stride, head stride); lists: (index, count or offsets,
+    log-weight, list_of); result: (out, lse, sink, pieces, ends, heads, rows).
+
+    layout: see _row_of. kinds: (start kinds, stop kinds, split kind, list kind). form: (parts, head axis, query heads
+    an item, those with spans of their own, whether slots have positions of their own). paging: 0 one page a
+    sequence, 1 a block lies in one page, 2 anything. HULL: the slots that a block's rows take form one run.
+    DEALT: blocks are dealt out evenly and pieces kept; else a program does one item and writes its result.
+    """
+    out, lse, sink, pieces, ends_at, heads, row_count = result
+    program = tl.program_id(0)
+    d = tl.arange(0, BD)
+    m = tl.arange(0, M)
+    GROUP: tl.constexpr = form[2]
+    MR: tl.constexpr = layout[0] * GROUP
+    if DEALT:
+        number = tl.arange(0, I2)
+        blocks = _blocks_of(number, rows, memory, spans, lists, layout, kinds, form, X, BN)
+        ends = tl.cumsum(tl.where(number < items, blocks, 0), 0)
+        whole = tl.max(ends, 0).to(tl.int64)
+        if program == 0:
+            tl.store(ends_at + number, ends, mask=number < items)
+        begin = (program * whole // programs).to(tl.int32)
+        stop = ((program + 1) * whole // programs).to(tl.int32)
+        while begin < stop:
+            item = tl.sum((ends <= begin).to(tl.int32), 0)
+            start = tl.sum(tl.where(number == item - 1, ends, 0), 0)
+            end = tl.minimum(tl.sum(tl.where(number == item, ends, 0), 0), stop)
+            row, head, peak, total, acc = _piece(
+                item, begin - start, end - start, rows, memory, spans, lists, scale, cap,
+                layout, kinds, form, paging, HULL, CAPPED, M, BN, D, BD, STAGES,
+            )  # fmt: skip
+            place = (program + item) * MR + m
+            tl.store(pieces[0] + place, peak, mask=m < MR)
+            tl.store(pieces[1] + place, total, mask=m < MR)
+            tl.store(
+                pieces[2] + place.to(tl.int64)[:, None] * D + d[None, :],
+                acc,
+                mask=(m < MR)[:, None] & (d < D)[None, :],
+            )
+            begin = end
+    else:
+        item = items - 1 - program  # later tiles see more: long work first
+        number = item + tl.arange(0, 1)
+        end = tl.sum(_blocks_of(number, rows, memory, spans, lists, layout, kinds, form, X, BN), 0)
+        row, head, peak, total, acc = _piece(
+            item, 0, end, rows, memory, spans, lists, scale, cap,
+            layout, kinds, form, paging, HULL, CAPPED, M, BN, D, BD, STAGES,
+        )  # fmt: skip
+        shifted = row + item % form[0] * row_count
+        _finish(shifted, head, peak, total, acc, sink, out, lse, heads, D, SUNK, d, (row >= 0) & (m < MR))
+
+
+@triton.jit
+def merge_pieces(
+    rows, result, items, programs, layout: tl.constexpr, form: tl.constexpr, SUNK: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """The result of one row and head from the pieces of its item, C at a time."""
+    out, lse, sink, pieces, ends_at, heads, row_count = result
+    GROUP: tl.constexpr = form[2]
+    MR: tl.constexpr = layout[0] * GROUP
+    item = tl.program_id(0) // MR
+    m = tl.program_id(0) % MR
+    start = tl.load(ends_at + item - 1, mask=item > 0, other=0).to(tl.int64)
+    end = tl.load(ends_at + item).to(tl.int64)
+    whole = tl.maximum(tl.load(ends_at + items - 1).to(tl.int64), 1)
+    # program p holds blocks [p W / P, (p + 1) W / P), so block c is with program ((c + 1) P - 1) / W
+    first = ((start + 1) * programs - 1) // whole
+    last = (end * programs - 1) // whole
+    count = tl.where(end > start, last - first + 1, 0).to(tl.int32)
+    d = tl.arange(0, BD)
+    c = tl.arange(0, C)
+    peak = tl.full((1,), float("-inf"), tl.float32)
+    total = tl.zeros((1,), tl.float32)
+    acc = tl.zeros((1, BD), tl.float32)
+    for chunk in range(0, count, C):
+        there = chunk + c < count
+        place = (first + item + chunk + c) * MR + m
+        peaks = tl.load(pieces[0] + place, mask=there, other=float("-inf"))
+        totals = tl.load(pieces[1] + place, mask=there, other=0.0)
+        parts = tl.load(pieces[2] + place[:, None] * D + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0)
+        high = tl.maximum(peak, tl.max(peaks, 0))
+        base = tl.where(high == float("-inf"), 0.0, high)
+        weight = tl.exp2(peaks - base)
+        shrink = tl.exp2(peak - base)
+        total = total * shrink + tl.sum(totals * weight, 0)
+        acc = acc * shrink[:, None] + tl.sum(parts * weight[:, None], 0)[None, :]
+        peak = high
+    tile = item // (form[0] * form[1])
+    t = tl.zeros((1,), tl.int32) + m // GROUP
+    row = _row_of(tile, t, rows, layout)
+    head = tl.zeros((1,), tl.int32) + item // form[0] % form[1] * GROUP + m % GROUP
+    shifted = row + item % form[0] * row_count
+    _finish(shifted, head, peak, total, acc, sink, out, lse, heads, D, SUNK, d, row >= 0)
