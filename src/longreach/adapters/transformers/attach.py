@@ -250,8 +250,9 @@ class Session:
         past = 0 if cache is None else cache.columns
         phases = self._phases
         decoding = length == 1 and past > 0 if phases is None else phases.decoding(past, length)
+        mask = given.get("attention_mask")
         real, counts = real_tokens(
-            given.get("attention_mask"), given.get("position_ids"), batch, length, cache,
+            mask.to(tokens.device) if isinstance(mask, Tensor) else mask, given.get("position_ids"), batch, length, cache,
             trusted=phases is not None and phases.prompt_done and past > 0 and length == 1,
         )  # fmt: skip
         if phases is not None:

@@ -114,12 +114,12 @@ def foreign_cache(cache: Any) -> str:
 
 
 def refuse_search(model: PreTrainedModel, given: dict[str, Any]) -> None:
-    """Raise Unsupported for any search but greedy and sampling, and for caches by name."""
-    configs = [given.get("generation_config"), model.generation_config]
+    """Raise Unsupported for any search but greedy and sampling, and for caches asked for by name."""
+    asked = (given, vars(given["generation_config"]) if given.get("generation_config") else {})
+    own = vars(model.generation_config)
 
     def setting(name: str) -> Any:
-        found = (given.get(name), *(getattr(c, name, None) for c in configs))
-        return next((value for value in found if value is not None), None)
+        return next((found[name] for found in (*asked, own) if found.get(name) is not None), None)
 
     beams = setting("num_beams") or 1
     if beams > 1:
@@ -130,9 +130,11 @@ def refuse_search(model: PreTrainedModel, given: dict[str, Any]) -> None:
                 f"generate({name}=...) is not supported on a model with longreach attached; "
                 f"use greedy search or sampling"
             )
-    cache = setting("cache_implementation")
+    cache = next((found["cache_implementation"] for found in asked if found.get("cache_implementation")), None)
     if cache not in (None, "dynamic"):
         raise Unsupported(f"cache_implementation={cache!r}: longreach brings its own cache; leave it out")
+    if own.get("cache_implementation") is not None:  # a checkpoint's habit, which nobody asked for
+        given["cache_implementation"] = "dynamic"
 
 
 def check_thread(phases: Phases | None, thread: int) -> None:

@@ -84,6 +84,7 @@ class _Choice(NamedTuple):
     spans: tuple[Any, ...]
     lists: tuple[Any, ...]
     kinds: tuple[Any, ...]
+    listing: tuple[Any, ...] | None
     own: bool  # query heads of one KV head differ in their spans
     apart: bool  # every query head has a list of its own
     uniform: bool  # the rows of a tile start their spans together
@@ -114,12 +115,12 @@ def _launch(
     i2, x = triton.next_power_of_2(items), triton.next_power_of_2(tiles.size * own)
     dealt = items <= 1024 and i2 * x <= MOST_DEALT
     wide = max(16, triton.next_power_of_2(dim))
-    lists = choice.kinds[3] is not None
+    lists = choice.listing is not None
     t = tune or tuning(rows.q.dtype, wide, m, lists=lists, dealt=dealt, items=items)
     programs = t.programs(rows.q.device) if dealt else 1
 
     q = rows.q if rows.q.stride(2) == 1 else rows.q.contiguous()
-    form = (parts, axis, per_item, own, evicted)
+    form = (parts, axis, per_item, own, evicted, len(choice.spans[0]))
     layout = (tiles.size, tiles.width, tiles.table is not None)
     row_args = (q, q.stride(0), q.stride(1), rows.seq, rows.pos, tiles.count, rows.seq if tiles.table is None else tiles.table)
     table = torch.arange(kv.sequences, device=kv.k.device) if kv.block_table is None else kv.block_table
@@ -147,7 +148,7 @@ def _launch(
     hull = not evicted and (choice.uniform or (tiles.size == 1 and not choice.own))
     kernels.attend_pieces[(programs if dealt else items,)](
         row_args, memory, choice.spans, choice.lists, result, float(scale), float(softcap or 1.0), items, programs,
-        layout=layout, kinds=choice.kinds, form=form, paging=paging, HULL=hull, CAPPED=softcap is not None,
+        layout=layout, kinds=choice.kinds, listing=choice.listing, form=form, paging=paging, HULL=hull, CAPPED=softcap is not None,
         SUNK=sunk, DEALT=dealt, I2=i2 if dealt else 1, X=x, M=m, BN=t.block, D=dim, BD=wide, STAGES=t.stages,
         num_warps=t.warps,
     )  # fmt: skip
@@ -166,7 +167,7 @@ def _rows_at_once(dim: int, per_item: int, dtype: torch.dtype) -> int:
 
 
 def _choice(selection: Selection, split: Bound | None, rows: Rows) -> _Choice:
-    cut, cut_kind = (NOTHING, None) if split is None else _bound(split)
+    cut, cut_kind = (NOTHING, (None, None)) if split is None else _bound(split)
     if not isinstance(selection, (Spans, Lists, PackedLists)):
         raise Unsupported(f"attend's Triton kernels know Spans, Lists and PackedLists, got {type(selection).__name__}")
     spans = selection.spans if isinstance(selection, Spans) else ()
@@ -176,10 +177,11 @@ def _choice(selection: Selection, split: Bound | None, rows: Rows) -> _Choice:
         spans = spans or (Span(at(0), at(0)),)
         starts, start_kinds = zip(*(_bound(s.start) for s in spans), strict=True)
         stops, stop_kinds = zip(*(_bound(s.stop) for s in spans), strict=True)
+        tensors, relative = zip(*(zip(*kinds, strict=True) for kinds in (start_kinds, stop_kinds)), strict=True)
         own = selection.per == "query" and wide
         together = split is None and all(_fixed(start) for start, _ in spans)
         unused = (rows.pos, rows.pos, rows.pos, rows.pos)
-        return _Choice((starts, stops, cut), unused, (start_kinds, stop_kinds, cut_kind, None), own, False, together)
+        return _Choice((starts, stops, cut), unused, (*tensors, *relative, *cut_kind), None, own, False, together)
     packed = isinstance(selection, PackedLists)
     heads = selection.heads if isinstance(selection, PackedLists) else selection.index.shape[1]
     count = selection.offsets if isinstance(selection, PackedLists) else selection.count
@@ -194,7 +196,7 @@ def _choice(selection: Selection, split: Bound | None, rows: Rows) -> _Choice:
     kind = (heads, selection.block, packed, weight is not None, capacity, of is not None)
     apart = selection.per == "query" and heads > 1
     own = selection.per == "query" and wide and not apart
-    return _Choice(((), (), cut), lists, ((), (), cut_kind, kind), own, apart, True)
+    return _Choice(((), (), cut), lists, ((), (), (), (), *cut_kind), kind, own, apart, True)
 
 
 def _fixed(bound: Bound) -> bool:

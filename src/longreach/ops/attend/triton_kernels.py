@@ -52,15 +52,16 @@ def _sight(row, rows, memory, EVICTED: tl.constexpr):
 
 
 @triton.jit
-def _bound(value, row_stride, head_stride, row, head, pos, kind: tl.constexpr):
-    """One end of a span for each row and head. kind: (whether it is a tensor, whether it is relative)."""
-    if kind[0]:
+def _bound(bound, row, head, pos, TENSOR: tl.constexpr, RELATIVE: tl.constexpr):
+    """One end of a span for each row and head. bound: (value, row stride, head stride)."""
+    value, row_stride, head_stride = bound
+    if TENSOR:
         at = row.to(tl.int64) * row_stride + head.to(tl.int64) * head_stride
         x = tl.load(value + at, mask=row >= 0, other=0)
         x = tl.minimum(tl.maximum(x, -FAR), FAR).to(tl.int32)
     else:
         x = tl.zeros_like(row) + value
-    if kind[1]:
+    if RELATIVE:
         x += pos
     return x
 
@@ -71,19 +72,21 @@ def _span(s: tl.constexpr, spans, row, head, pos, seen, part, kinds: tl.constexp
 
     After eviction relative bounds say nothing about slots: then all that the row sees is walked.
     """
-    start, stop = spans[0][s], spans[1][s]
-    start_kind: tl.constexpr = kinds[0][s]
-    stop_kind: tl.constexpr = kinds[1][s]
+    START: tl.constexpr = kinds[0][s]
+    STOP: tl.constexpr = kinds[1][s]
+    START_RELATIVE: tl.constexpr = kinds[2][s]
+    STOP_RELATIVE: tl.constexpr = kinds[3][s]
+    SPLIT: tl.constexpr = kinds[4]
+    SPLIT_RELATIVE: tl.constexpr = kinds[5]
     low = tl.zeros_like(seen)
     high = seen
-    if not (EVICTED and start_kind[1]):
-        low = tl.maximum(low, _bound(start[0], start[1], start[2], row, head, pos, start_kind))
-    if not (EVICTED and stop_kind[1]):
-        high = tl.minimum(high, _bound(stop[0], stop[1], stop[2], row, head, pos, stop_kind))
-    if kinds[2] is not None:
-        split, split_kind = spans[2], kinds[2]
-        if not (EVICTED and split_kind[1]):
-            middle = _bound(split[0], split[1], split[2], row, head, pos, split_kind)
+    if not (EVICTED and START_RELATIVE):
+        low = tl.maximum(low, _bound(spans[0][s], row, head, pos, START, START_RELATIVE))
+    if not (EVICTED and STOP_RELATIVE):
+        high = tl.minimum(high, _bound(spans[1][s], row, head, pos, STOP, STOP_RELATIVE))
+    if SPLIT is not None:
+        if not (EVICTED and SPLIT_RELATIVE):
+            middle = _bound(spans[2], row, head, pos, SPLIT, SPLIT_RELATIVE)
             low = tl.where(part == 0, low, tl.maximum(low, middle))
             high = tl.where(part == 0, tl.minimum(high, middle), high)
     some = high > low
@@ -91,33 +94,33 @@ def _span(s: tl.constexpr, spans, row, head, pos, seen, part, kinds: tl.constexp
 
 
 @triton.jit
-def _list(number, head, lists, kind: tl.constexpr):
-    """(where the list starts, entries, whether it overflowed). kind: (heads, block, packed, weighted, capacity)."""
-    _, count, _, _ = lists
-    heads: tl.constexpr = kind[0]
-    capacity: tl.constexpr = kind[4]
-    place = number.to(tl.int64) * heads + (head if heads > 1 else 0)
-    if kind[2]:
+def _list(row, head, lists, listing: tl.constexpr):
+    """(where a row's list starts, entries, whether it overflowed)."""
+    _, count, _, list_of = lists
+    HEADS: tl.constexpr = listing[0]
+    PACKED: tl.constexpr = listing[2]
+    CAPACITY: tl.constexpr = listing[4]
+    SHARED: tl.constexpr = listing[5]
+    number = tl.maximum(row, 0)
+    if SHARED:
+        number = tl.load(list_of + number).to(tl.int32)
+    place = number.to(tl.int64) * HEADS
+    if HEADS > 1:
+        place += head
+    if PACKED:
         start = tl.load(count + place).to(tl.int64)
         entries = (tl.load(count + place + 1) - start).to(tl.int32)
         over = entries < 0
     else:
-        start = place * capacity
+        start = place * CAPACITY
         entries = tl.load(count + place).to(tl.int32)
-        over = entries > capacity
+        over = entries > CAPACITY
     return start, entries, over
 
 
 @triton.jit
-def _list_number(row, lists, LIST_OF: tl.constexpr):
-    _, _, _, list_of = lists
-    row = tl.maximum(row, 0)
-    return tl.load(list_of + row).to(tl.int32) if LIST_OF else row
-
-
-@triton.jit
 def _blocks_of(
-    item, rows, memory, spans, lists, layout: tl.constexpr, kinds: tl.constexpr, form: tl.constexpr,
+    item, rows, memory, spans, lists, layout: tl.constexpr, kinds: tl.constexpr, listing: tl.constexpr, form: tl.constexpr,
     X: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Blocks of keys of each item [I]."""
@@ -125,24 +128,25 @@ def _blocks_of(
     AXIS: tl.constexpr = form[1]
     OWN: tl.constexpr = form[3]  # query heads of an item that have spans of their own
     EVICTED: tl.constexpr = form[4]
+    SPANS: tl.constexpr = form[5]
     part = item % PARTS
     axis = item // PARTS % AXIS
     tile = item // (PARTS * AXIS)
     x = tl.arange(0, X)[None, :]
     row = _row_of(tile[:, None], x // OWN, rows, layout)
     _, pos, seen = _sight(row, rows, memory, EVICTED)
-    if kinds[3] is None:
+    if listing is None:
         head = axis[:, None] * OWN + x % OWN
         blocks = tl.zeros_like(item)
-        for s in tl.static_range(len(kinds[0])):
+        for s in tl.static_range(SPANS):
             low, high = _span(s, spans, row, head, pos, seen, part[:, None], kinds, EVICTED)
             first, last = tl.min(low, 1), tl.max(high, 1)
             blocks += tl.where(last > first, (last + BN - 1) // BN - first // BN, 0)
     else:
         top = tl.max(row, 1)
-        number = _list_number(top, lists, kinds[3][5])
-        _, entries, over = _list(number, axis, lists, kinds[3])
-        keys = tl.where(over, tl.max(seen, 1), entries * kinds[3][1])
+        BLOCK: tl.constexpr = listing[1]
+        _, entries, over = _list(top, axis, lists, listing)
+        keys = tl.where(over, tl.max(seen, 1), entries * BLOCK)
         blocks = tl.where(top >= 0, (keys + BN - 1) // BN, 0)
     return blocks
 
@@ -157,7 +161,7 @@ def _tanh(x):
 @triton.jit
 def _piece(
     item, begin, end, rows, memory, spans, lists, scale, cap,
-    layout: tl.constexpr, kinds: tl.constexpr, form: tl.constexpr, paging: tl.constexpr, HULL: tl.constexpr,
+    layout: tl.constexpr, kinds: tl.constexpr, listing: tl.constexpr, form: tl.constexpr, paging: tl.constexpr, HULL: tl.constexpr,
     CAPPED: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -166,8 +170,13 @@ def _piece(
     AXIS: tl.constexpr = form[1]
     GROUP: tl.constexpr = form[2]
     EVICTED: tl.constexpr = form[4]
-    LISTS: tl.constexpr = kinds[3] is not None
-    BLOCK: tl.constexpr = kinds[3][1] if LISTS else 1
+    OWN: tl.constexpr = form[3]
+    SPANS: tl.constexpr = form[5]
+    LISTS: tl.constexpr = listing is not None
+    BLOCK: tl.constexpr = listing[1] if LISTS else 1
+    WEIGHTED: tl.constexpr = listing[3] if LISTS else False
+    SPLIT: tl.constexpr = kinds[4]
+    SPLIT_RELATIVE: tl.constexpr = kinds[5]
     q_of, q_row, q_head, _, _, _, _ = rows
     keys, values, filled, table, table_row, slot_pos, group, slots = memory
     part = item % PARTS
@@ -177,7 +186,7 @@ def _piece(
     row = _row_of(tile, m // GROUP, rows, layout)
     sequence, pos, seen = _sight(row, rows, memory, EVICTED)
     head = axis * GROUP + m % GROUP
-    bound_head = head if form[3] > 1 else axis + tl.zeros_like(head)  # kv head or query head, as the selection says
+    bound_head = head if OWN > 1 else axis + tl.zeros_like(head)  # kv head or query head, as the selection says
     kv_head = (axis * GROUP // group).to(tl.int64)
     seq = tl.max(sequence, 0)
     top = tl.max(seen, 0)
@@ -203,20 +212,18 @@ def _piece(
     firsts, lasts, counts = (), (), ()
     after = 0
     if LISTS:
-        number = _list_number(tl.max(row, 0), lists, kinds[3][5])
-        list_start, entries, over = _list(number, axis, lists, kinds[3])
+        list_start, entries, over = _list(tl.max(row, 0), axis, lists, listing)
         stream = tl.where(over, top, entries * BLOCK)
     else:
-        for s in tl.static_range(len(kinds[0])):
+        for s in tl.static_range(SPANS):
             low, high = _span(s, spans, row, bound_head, pos, seen, part, kinds, EVICTED)
             first, last = tl.min(low, 0), tl.max(high, 0)
             counts = counts + (after,)
             after += tl.where(last > first, (last + BN - 1) // BN - first // BN, 0)
             lows, highs = lows + (low,), highs + (high,)
             firsts, lasts = firsts + (first,), lasts + (last,)
-    if kinds[2] is not None:
-        split, split_kind = spans[2], kinds[2]
-        middle = _bound(split[0], split[1], split[2], row, bound_head, pos, split_kind)
+    if SPLIT is not None:
+        middle = _bound(spans[2], row, bound_head, pos, SPLIT, SPLIT_RELATIVE)
 
     peak = tl.full((M,), float("-inf"), tl.float32)
     total = tl.zeros((M,), tl.float32)
@@ -231,7 +238,7 @@ def _piece(
             column = listed & (slot >= 0) & (slot < top)
         else:
             first, last, since, number_of = firsts[0], lasts[0], 0, 0
-            for s in tl.static_range(1, len(kinds[0])):
+            for s in tl.static_range(1, SPANS):
                 reached = block >= counts[s]
                 first = tl.where(reached, firsts[s], first)
                 last = tl.where(reached, lasts[s], last)
@@ -267,27 +274,28 @@ def _piece(
         else:
             take = (slot[None, :] < 0) & (seen[:, None] < 0)
             before = take
-            for s in tl.static_range(len(kinds[0])):
+            for s in tl.static_range(SPANS):
                 named = (slot[None, :] >= lows[s][:, None]) & (slot[None, :] < highs[s][:, None])
                 if EVICTED:
-                    start_kind: tl.constexpr = kinds[0][s]
-                    stop_kind: tl.constexpr = kinds[1][s]
-                    start, stop = spans[0][s], spans[1][s]
-                    if start_kind[1]:
-                        x = _bound(start[0], start[1], start[2], row, bound_head, pos, start_kind)
+                    START: tl.constexpr = kinds[0][s]
+                    STOP: tl.constexpr = kinds[1][s]
+                    START_RELATIVE: tl.constexpr = kinds[2][s]
+                    STOP_RELATIVE: tl.constexpr = kinds[3][s]
+                    if START_RELATIVE:
+                        x = _bound(spans[0][s], row, bound_head, pos, START, START_RELATIVE)
                         named = named & (position[None, :] >= x[:, None])
-                    if stop_kind[1]:
-                        x = _bound(stop[0], stop[1], stop[2], row, bound_head, pos, stop_kind)
+                    if STOP_RELATIVE:
+                        x = _bound(spans[1][s], row, bound_head, pos, STOP, STOP_RELATIVE)
                         named = named & (position[None, :] < x[:, None])
-                if len(kinds[0]) == 1:
+                if SPANS == 1:
                     take = named
                 else:
                     take = take | (named & ~before & (number_of == s))
                     before = before | named
         if EVICTED:
             take = take & (position[None, :] <= pos[:, None])
-        if kinds[2] is not None:
-            if EVICTED and split_kind[1]:
+        if SPLIT is not None:
+            if EVICTED and SPLIT_RELATIVE:
                 take = take & ((position[None, :] < middle[:, None]) == (part == 0))
             elif LISTS:
                 take = take & ((slot[None, :] < middle[:, None]) == (part == 0))
@@ -304,12 +312,12 @@ def _piece(
         else:
             x = x * (scale * LOG2E)
         if LISTS:
-            if kinds[3][3]:
+            if WEIGHTED:
                 w = tl.load(lists[2] + list_start + j // BLOCK, mask=listed & ~over, other=0.0)
                 x += w.to(tl.float32)[None, :] * LOG2E
         x = tl.where(take, x, float("-inf"))
-        high = tl.maximum(peak, tl.max(x, 1))
-        base = tl.where(high == float("-inf"), 0.0, high)
+        higher = tl.maximum(peak, tl.max(x, 1))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
         p = tl.exp2(x - base[:, None])
         shrink = tl.exp2(peak - base)
         total = total * shrink + tl.sum(p, 1)
@@ -319,7 +327,7 @@ def _piece(
             other=0.0,
         )
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
-        peak = high
+        peak = higher
     return row, head, peak, total, acc
 
 
@@ -348,7 +356,7 @@ def _finish(row, head, peak, total, acc, sink, out, lse, heads, D: tl.constexpr,
 @triton.jit
 def attend_pieces(
     rows, memory, spans, lists, result, scale, cap, items, programs,
-    layout: tl.constexpr, kinds: tl.constexpr, form: tl.constexpr, paging: tl.constexpr, HULL: tl.constexpr,
+    layout: tl.constexpr, kinds: tl.constexpr, listing: tl.constexpr, form: tl.constexpr, paging: tl.constexpr, HULL: tl.constexpr,
     CAPPED: tl.constexpr, SUNK: tl.constexpr, DEALT: tl.constexpr, I2: tl.constexpr, X: tl.constexpr,
     M: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -357,8 +365,10 @@ def attend_pieces(
     spans: (starts, stops, split), each bound (value, row stride, head stride); lists: (index, count or offsets,
     log-weight, list_of); result: (out, lse, sink, pieces, ends, heads, rows).
 
-    layout: see _row_of. kinds: (start kinds, stop kinds, split kind, list kind). form: (parts, head axis, query heads
-    an item, those with spans of their own, whether slots have positions of their own). paging: 0 one page a
+    layout: see _row_of. kinds: for each span whether start and stop are tensors, whether they are relative, and the
+    same two of the split (None, None without one). listing: None for spans, else (heads, block, packed or not,
+    weighted or not, capacity, shared or not). form: (parts, head axis, query heads an item, those with spans of their
+    own, whether slots have positions of their own, spans). paging: 0 one page a
     sequence, 1 a block lies in one page, 2 anything. HULL: the slots that a block's rows take form one run.
     DEALT: blocks are dealt out evenly and pieces kept; else a program does one item and writes its result.
     """
@@ -370,7 +380,7 @@ def attend_pieces(
     MR: tl.constexpr = layout[0] * GROUP
     if DEALT:
         number = tl.arange(0, I2)
-        blocks = _blocks_of(number, rows, memory, spans, lists, layout, kinds, form, X, BN)
+        blocks = _blocks_of(number, rows, memory, spans, lists, layout, kinds, listing, form, X, BN)
         ends = tl.cumsum(tl.where(number < items, blocks, 0), 0)
         whole = tl.max(ends, 0).to(tl.int64)
         if program == 0:
@@ -383,7 +393,7 @@ def attend_pieces(
             end = tl.minimum(tl.sum(tl.where(number == item, ends, 0), 0), stop)
             row, head, peak, total, acc = _piece(
                 item, begin - start, end - start, rows, memory, spans, lists, scale, cap,
-                layout, kinds, form, paging, HULL, CAPPED, M, BN, D, BD, STAGES,
+                layout, kinds, listing, form, paging, HULL, CAPPED, M, BN, D, BD, STAGES,
             )  # fmt: skip
             place = (program + item) * MR + m
             tl.store(pieces[0] + place, peak, mask=m < MR)
@@ -397,10 +407,10 @@ def attend_pieces(
     else:
         item = items - 1 - program  # later tiles see more: long work first
         number = item + tl.arange(0, 1)
-        end = tl.sum(_blocks_of(number, rows, memory, spans, lists, layout, kinds, form, X, BN), 0)
+        end = tl.sum(_blocks_of(number, rows, memory, spans, lists, layout, kinds, listing, form, X, BN), 0)
         row, head, peak, total, acc = _piece(
             item, 0, end, rows, memory, spans, lists, scale, cap,
-            layout, kinds, form, paging, HULL, CAPPED, M, BN, D, BD, STAGES,
+            layout, kinds, listing, form, paging, HULL, CAPPED, M, BN, D, BD, STAGES,
         )  # fmt: skip
         shifted = row + item % form[0] * row_count
         _finish(shifted, head, peak, total, acc, sink, out, lse, heads, D, SUNK, d, (row >= 0) & (m < MR))
