@@ -25,7 +25,7 @@ def test_shares_are_bytes_over_dense_bytes() -> None:
     assert prefill == Reads(1.0, 0.5, 0.5, 0.0)
     # 41 keys: all scored twice, then a tenth of them, rounded up, attended to; the same tenth of the values
     assert decode.keys == pytest.approx((2 * 41 + 5) / 82) and decode.values == pytest.approx(5 / 82)
-    assert decode.metadata == 0.0
+    assert decode.metadata == pytest.approx(5 * 4 / (82 * 16 * 4))  # its list: int32 entries beside fp32 [16] vectors
 
 
 def test_all_layers_of_a_phase_count_by_their_bytes_metadata_too() -> None:

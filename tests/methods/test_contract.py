@@ -25,7 +25,7 @@ from longreach.methods.dense import Dense
 from longreach.methods.ledger import Ledger
 from longreach.methods.oracle_top_k import OracleTopK
 from longreach.methods.registry import METHODS, from_json, method_class
-from longreach.ops import KVView, Partial, Rows, Selection, Spans
+from longreach.ops import KVView, Lists, Partial, Rows, Selection, Spans
 from longreach.ops.attend import attend, implementations
 from longreach.ops.pooled_scores import implementations as scoring
 from longreach.testing.tiny import PAD_ID, random_tokens, save_tiny, tiny_model
@@ -388,9 +388,19 @@ def test_what_the_report_calls_read_is_read(method: AttentionMethod) -> None:
                 assert not torch.equal(seen.out[row, group], outcome.partial.out[row, group])
 
 
+def bytes_of_lists(call: LayerCall, outcome: Outcome) -> int:
+    """Each pass over keys by lists reads, for each row and KV head, as many entries as it reads slots of its own."""
+    found = 0
+    for lists in outcome.reads.keys:
+        if isinstance(lists, Lists):
+            assert lists.per == "kv" and lists.block == 1 and lists.log_weight is None, "say here what its entries are"
+            found += int(lists.streamed(call.rows, call.kv).sum()) * lists.index.element_size()
+    return found
+
+
 @every_config
 def test_bytes_are_those_of_the_slots_read(method: AttentionMethod) -> None:
-    ledger, want = Ledger(), torch.zeros(LAYERS, 3, dtype=torch.int64)
+    ledger, want = Ledger(), torch.zeros(LAYERS, 4, dtype=torch.int64)
     for cache, who, turns in scenes(method):
         plain = again(cache, who, turns)
         if who is not method:
@@ -401,9 +411,11 @@ def test_bytes_are_those_of_the_slots_read(method: AttentionMethod) -> None:
             for column, selections in enumerate((outcome.reads.keys, outcome.reads.values, [Spans.dense()] * 2)):
                 slots = sum(int(s.streamed(call.rows, call.kv, stop).sum()) for s in selections)
                 want[call.layer, column] += slots * DIM * 4
+            want[call.layer, 3] += bytes_of_lists(call, outcome) + int(torch.as_tensor(outcome.reads.metadata).sum())
     for layer in ledger.report().layers:
-        assert [layer.key_bytes, layer.value_bytes, layer.dense_bytes] == want[layer.layer].tolist()
-        assert layer.metadata_bytes >= 0 and layer.steps == (8 if "prefill" in method.phases else 4)
+        columns = [layer.key_bytes, layer.value_bytes, layer.dense_bytes, layer.metadata_bytes]
+        assert columns == want[layer.layer].tolist()
+        assert layer.steps == (8 if "prefill" in method.phases else 4)
         assert layer.fraction > 0
         if method.name.startswith("oracle_"):
             assert layer.fraction >= 1.0, "an oracle reads everything to know what to read"
@@ -414,7 +426,8 @@ def test_a_session_reports_what_its_layers_read(method: AttentionMethod, model: 
     counted: dict[tuple[str, int], list[int]] = {}
 
     def observe(phase: str, call: LayerCall, outcome: Outcome) -> None:
-        columns = counted.setdefault((phase, call.layer), [0, 0, 0])
+        columns = counted.setdefault((phase, call.layer), [0, 0, 0, 0])
+        columns[3] += bytes_of_lists(call, outcome) + int(torch.as_tensor(outcome.reads.metadata).sum())
         for column, selections in enumerate((outcome.reads.keys, outcome.reads.values, [Spans.dense()] * 2)):
             columns[column] += sum(int(s.streamed(call.rows, call.kv).sum()) for s in selections) * 16 * 4
 
@@ -424,7 +437,7 @@ def test_a_session_reports_what_its_layers_read(method: AttentionMethod, model: 
     report = session.report()
     assert len(report.layers) == 2 * LAYERS
     for layer in report.layers:
-        read = [layer.key_bytes, layer.value_bytes, layer.dense_bytes]
+        read = [layer.key_bytes, layer.value_bytes, layer.dense_bytes, layer.metadata_bytes]
         assert read == counted[layer.phase, layer.layer]
         assert layer.rows == (60 if layer.phase == "prefill" else 8)
         who = in_phase(method, layer.phase).name

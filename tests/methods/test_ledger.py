@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,8 +11,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from longreach.methods.base import LayerCall, Outcome, Reads
-from longreach.methods.ledger import Ledger, Report
-from longreach.ops import KVView, Lists, Partial, Rows, Selection, Spans, at, near
+from longreach.methods.ledger import Ledger, Report, list_bytes
+from longreach.ops import KVView, Lists, PackedLists, Partial, Rows, Selection, Spans, at, near
 from longreach.ops.selection import Span
 from longreach.testing.inputs import random_kv
 
@@ -65,6 +66,39 @@ def test_metadata_may_differ_from_row_to_row() -> None:
     assert reported(outcome(metadata=torch.tensor([30, 12]))).metadata_bytes == 42
     with pytest.raises(RuntimeError):
         reported(outcome(metadata=torch.tensor([0.5, 0.25])))
+
+
+def test_a_list_is_read_once_by_each_pass_over_keys() -> None:
+    """Entries in use, for each row and KV head, beside 32 bytes a key; what stands behind them is not read."""
+    count = torch.tensor([[3, 1], [2, 0]])
+    lists = Lists(torch.arange(3, dtype=torch.int32).expand(2, 2, 3), count)
+    assert reported(outcome((lists,), (lists,))).metadata_bytes == 6 * 4
+    assert reported(outcome((DENSE, lists, lists), (lists,), 5)).metadata_bytes == 2 * 6 * 4 + 5
+    assert reported(outcome((), (lists,))).metadata_bytes == 6 * 4
+    weighed = replace(lists, index=lists.index.long(), log_weight=torch.zeros(2, 2, 3, dtype=torch.bfloat16))
+    assert reported(outcome((weighed,), (weighed,))).metadata_bytes == 6 * (8 + 2)
+    for_all = Lists(lists.index[:, :1], count[:, :1])
+    assert reported(outcome((for_all,), (for_all,))).metadata_bytes == 2 * 5 * 4
+    shared = replace(lists, list_of=torch.tensor([0, 0]))
+    assert reported(outcome((shared,), (shared,))).metadata_bytes == 2 * 4 * 4
+    over = replace(lists, count=torch.tensor([[4, 1], [2, 0]]))
+    assert reported(outcome((over,), (over,))).metadata_bytes == 3 * 4
+    blocks = replace(lists, block=2)
+    assert reported(outcome((blocks,), (blocks,))).metadata_bytes == 6 * 4
+    packed = PackedLists(torch.tensor([0, 1, 2, 0, 0, 1]), torch.tensor([0, 3, 4, 6, 6]), heads=2)
+    assert reported(outcome((packed,), (packed,))).metadata_bytes == 6 * 8
+
+
+def test_entries_that_do_not_count_are_not_read() -> None:
+    """Poisoned with slots there are not, the result stays as it is; one in use changes it."""
+    now, index = call(), torch.tensor([[[5, 1, 2]], [[3, 0, 1]]])
+    lists = Lists(index, torch.tensor([[2], [1]]))
+    assert int(list_bytes(lists, now.rows, now.kv).sum()) == 3 * 2 * 8
+    spare = torch.tensor([[[5, 1, 999]], [[3, -7, 999]]])
+    assert torch.equal(now.attend(replace(lists, index=spare)).out, now.attend(lists).out)
+    other = index.clone()
+    other[1, 0, 0] = 2
+    assert not torch.equal(now.attend(replace(lists, index=other)).out, now.attend(lists).out)
 
 
 def test_lists_that_overflow_are_counted_once_and_read_densely() -> None:

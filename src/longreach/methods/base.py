@@ -60,7 +60,12 @@ class LayerCall:
 class Reads(NamedTuple):
     """What a layer really read: each selection is one pass over the keys (or values) it names.
 
-    metadata: further bytes per row [R] or for all rows (int): page bounds, tables, rings, codes.
+    metadata: further bytes per row [R] or for all rows (int) of what the method keeps between steps: page bounds,
+    tables, rings, codes. The rule: what lies in memory when a pass begins, and is not needed for dense attention,
+    counts each time it is read. So the ledger adds, for each pass over keys by lists, their entries in use and
+    log-weights (8 bytes for an int64 entry: keep them in int32), as metadata. Not counted is what dense attention
+    reads too (queries, lengths, block tables) and what an op makes and consumes itself (score rows on their way to
+    a top-k, softmax statistics, results of split kernels).
     """
 
     keys: tuple[Selection, ...]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from longreach.methods.base import LayerCall, Outcome, Phase
-from longreach.ops import Selection
+from longreach.ops import KVView, Lists, PackedLists, Rows, Selection
 
 COLUMNS = ("key_bytes", "value_bytes", "metadata_bytes", "dense_bytes", "overflowed_lists")
 
@@ -59,7 +59,10 @@ class Ledger:
         dense = total((dense_reads,)) * 2
         # an int is filled in on the device: copying it there would be a sync
         extra = torch.full_like(dense, metadata) if isinstance(metadata, int) else metadata.sum()
-        lists = {id(s): s for s in (*keys, *values) if hasattr(s, "overflowed")}
+        for s in (*keys, *(v for v in values if not any(v is k for k in keys))):
+            if isinstance(s, (Lists, PackedLists)):
+                extra = extra + list_bytes(s, call.rows, call.kv).sum()
+        lists = {id(s): s for s in (*keys, *values) if isinstance(s, Lists)}
         over = sum((s.overflowed.sum() for s in lists.values()), torch.zeros_like(dense))
         tally.sums += torch.stack([total(keys), total(values), extra, dense, over])
         tally.steps += 1
@@ -82,6 +85,20 @@ class Ledger:
             for (phase, layer), t in sorted(self.tallies.items(), key=lambda kv: (kv[0][0] != "prefill", kv[0][1]))
         ]
         return Report(tuple(layers))
+
+
+def list_bytes(lists: Lists | PackedLists, rows: Rows, kv: KVView) -> Tensor:
+    """Bytes of list entries in use, log-weights included, that one pass reads for each row: int64 [R]."""
+    entry = lists.index.element_size()
+    if lists.log_weight is not None:
+        entry += lists.log_weight.element_size()
+    if isinstance(lists, Lists):
+        used = lists.count.long().masked_fill(lists.overflowed, 0)  # an overflowed list is not read, its row is dense
+    else:
+        used = lists.offsets.long().diff().unflatten(0, (-1, lists.heads))
+    streams = kv.heads if used.shape[1] == 1 else 1  # every KV head reads the list that serves them all
+    used = used.sum(1) * streams * entry
+    return used if lists.list_of is None else used[lists.list_of.long()]
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,9 @@ class OracleTopK(AttentionMethod):
     k: a count, or a fraction of the row's context. dense_layers: layers that attend densely ((0,) changes
     the result: Kascade, Fig. 2). heads: "kv" chooses per KV head, "all" one set for all heads (over all ranks).
     Ties go to the older key. It reads all keys twice to score them (once for the softmax's normaliser, once for
-    the scores; an implementation that holds all logits saves the second), so it costs more than dense: it shows
-    quality, not speed. Where a sink logit takes probability, the normaliser is dense attention's, values included.
+    the scores; an implementation that holds all logits saves the second), then the list it made, so it costs more
+    than dense: it shows quality, not speed. Where a sink logit takes probability, the normaliser is dense
+    attention's, values included. Its score rows and their sort are not counted (see `Reads`).
     """
 
     k: int | float = 0.1
@@ -62,7 +63,7 @@ class OracleTopK(AttentionMethod):
         count = budget(self.k, seen.sum(-1)).expand(-1, scores.shape[1])
         # a stable sort: ties go to the older key, whatever the capacity
         order = scores.masked_fill(~seen, -1.0).sort(dim=-1, descending=True, stable=True).indices
-        chosen = Lists(order[..., : self._most(call.kv.capacity)], count)
+        chosen = Lists(order[..., : self._most(call.kv.capacity)].int(), count)
         return Outcome(call.attend(chosen), Reads((*reads.keys, chosen), (*reads.values, chosen)))
 
     def _scores(self, call: LayerCall) -> tuple[Tensor, Reads]:
