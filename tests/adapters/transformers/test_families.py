@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -99,6 +103,52 @@ def test_window_that_only_the_mask_knows(kind: str) -> None:
     model.config.sliding_window = 1000  # eager itself, for proof that the window shows
     wide = generate(model, prompt(), steps=24)
     assert not torch.equal(wide.tokens, want.tokens)
+
+
+class _Routes:
+    """Experts chosen by the first pass of a model, kept in those that follow.
+
+    Which experts a token goes to is a choice: where two come close, any rounding turns it, and an error of any
+    size follows. What is compared here is the rounding of attention, so all passes take the same experts.
+    """
+
+    def __init__(self) -> None:
+        self.chosen: dict[str, Tensor] = {}
+
+    @contextmanager
+    def kept(self, model: nn.Module) -> Iterator[None]:
+        routers = [(name, m) for name, m in model.named_modules() if name.endswith("mlp.router")]
+        hooks = [m.register_forward_hook(partial(self._route, name)) for name, m in routers]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _route(self, name: str, module: nn.Module, args: Any, out: tuple[Tensor, Tensor, Tensor]) -> Any:
+        """GPT-OSS: logits of all experts, weights of the chosen ones (a softmax over those), the chosen ones."""
+        logits, weights, chosen = out
+        assert torch.equal(weights, logits.gather(1, chosen).softmax(1))
+        chosen = self.chosen.setdefault(name, chosen)
+        return logits, logits.gather(1, chosen).softmax(1), chosen
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "glm4"])
+@torch.no_grad()
+def test_low_precision(family: str, dtype: torch.dtype) -> None:
+    """As near to fp64 with the same weights as eager attention in the same dtype: twice its error, and one rounding."""
+    model = copy.deepcopy(model_of(family)).to(dtype)
+    model.set_experts_implementation("eager")
+    exact, routes = copy.deepcopy(model).double(), _Routes()
+    with routes.kept(exact):
+        truth = exact(prompt()).logits
+    with routes.kept(model):
+        theirs = (model(prompt()).logits - truth).norm()
+        with attach(model):
+            error = (model(prompt()).logits - truth).norm()
+    assert len(routes.chosen) == (2 if family == "gpt_oss" else 0)
+    assert error <= 2 * theirs + torch.finfo(dtype).eps * truth.norm()
 
 
 def _without_queries(module: nn.Module, args: Any, out: Tensor) -> Tensor:

@@ -213,6 +213,27 @@ def test_users_logits_processors_are_kept() -> None:
     assert out[0, 40:].tolist() == [7, 7, 7] and len(mine) == 1
 
 
+@pytest.mark.parametrize("habit", ["hybrid", "static"])
+def test_a_checkpoints_habit_of_another_cache_gives_way(habit: str) -> None:
+    """Gemma's files say "hybrid"; nobody who calls generate asked for it."""
+    model = tiny_model("gemma2")
+    want = generate(model, prompt(), steps=8).tokens
+    model.generation_config.cache_implementation = habit
+    with attach(model) as session:
+        assert torch.equal(generate(model, prompt(), steps=8).tokens, want)
+        assert session.report().fraction("decode") == 1.0
+    assert model.generation_config.cache_implementation == habit
+
+
+def test_a_checkpoints_habit_of_beams_is_refused_and_can_be_overruled() -> None:
+    model = tiny_model("llama")
+    model.generation_config.num_beams = 4
+    with attach(model):
+        with pytest.raises(Unsupported, match="num_beams=4"):
+            model.generate(prompt(), max_new_tokens=3)
+        assert generate(model, prompt(), steps=3, num_beams=1).tokens.shape == (1, 3)
+
+
 OTHER_SEARCHES = {
     "num_beams": 3,
     "assistant_model": object(),
