@@ -1,5 +1,6 @@
 """Memory: keys, values and per-sequence state. Knows shapes, not models."""
 
 from longreach.cache.kv import Append, CacheConfig, KVCache, SequenceState
+from longreach.cache.static import StaticSteps
 
-__all__ = ["Append", "CacheConfig", "KVCache", "SequenceState"]
+__all__ = ["Append", "CacheConfig", "KVCache", "SequenceState", "StaticSteps"]

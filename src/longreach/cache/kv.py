@@ -10,7 +10,7 @@ Memory is allocated outside inference mode, so that a cache filled under it can 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import torch
@@ -96,6 +96,7 @@ class KVCache:
         self.lengths = [0] * slots
         self.memory: list[tuple[Tensor, Tensor] | None] = [None] * layers
         self.state: dict[Hashable, SequenceState] = {}
+        self.resized = 0  # how often the memory has moved
         self._begun = 0
         self._under_way = [0] * slots  # number of the pass that was begun on the slot and is not over; 0 for none
 
@@ -104,24 +105,33 @@ class KVCache:
 
         A pass that was begun on one of the slots and never committed counts as failed: see `abort`.
         """
-        self._check("begin", slots, counts)
-        self._drop([s for s in slots if self._under_way[s]])
-        before = [self.lengths[s] for s in slots]
-        after = {s: n + c for s, n, c in zip(slots, before, counts, strict=True)}
-        size, total = self.pages.sizes_for(after)
-        if (size, total) != (self.pages.size, self.pages.total):
-            self._resize(size, total)
-        self.pages.take(after, size, total)
-        self._begun += 1
-        for slot in slots:
-            self._under_way[slot] = self._begun
-        start, new, table = self._ints(before), self._ints(counts), self._table(slots)
+        before = self._begin("begin", slots, counts)
+        start, new, table = self._ints(before), self._ints(counts), self.table(slots)
         seq = torch.repeat_interleave(torch.arange(len(slots), device=self.device), new, output_size=sum(counts))
         first = torch.cumsum(new, 0) - new
         pos = torch.arange(sum(counts), device=self.device) - first[seq] + start[seq]
         page, offset = table[seq, pos // self.pages.size], pos % self.pages.size
         at, host = self._ints(slots), (tuple(counts), tuple(slots))
         return Append(at, seq, pos, page, offset, start + new, table, *host, self._begun)
+
+    def reserve(self, slots: Sequence[int], counts: Sequence[int]) -> None:
+        """Make room for counts[b] more tokens in slots[b] now, so that passes to come need none. Raises as `begin`."""
+        self._begin("reserve", slots, counts)
+        for slot in slots:
+            self._under_way[slot] = 0
+
+    def begin_run(self, step: Append, passes: int) -> Append:
+        """Begin `passes` passes like `step`, one after another: its tensors, a number of its own. Raises as `begin`.
+
+        All have room from now on. `commit(..., over=False)` counts one, `end_run` ends them.
+        """
+        self._begin("begin_run", step.host_slots, [n * passes for n in step.counts])
+        return replace(step, number=self._begun)
+
+    def end_run(self, step: Append) -> None:
+        """The passes of `begin_run` are over; room they did not use goes back."""
+        self._check_open(step)
+        self._keep({s: self.lengths[s] for s in step.host_slots})
 
     def append(self, layer: int, step: Append, k: Tensor, v: Tensor) -> None:
         """Write the new tokens of one layer. k, v: [R, G, D] in the order of step.seq and step.pos."""
@@ -153,12 +163,13 @@ class KVCache:
             raise InvalidInput(f"layer {layer} holds no keys yet; append before view")
         return KVView(held[0], held[1], step.filled, step.table)
 
-    def commit(self, step: Append) -> None:
-        """The pass is done: its tokens count from now on."""
+    def commit(self, step: Append, *, over: bool = True) -> None:
+        """The pass is done: its tokens count from now on. over=False: another pass of its run follows."""
         self._check_open(step)
         for slot, n in zip(step.host_slots, step.counts, strict=True):
             self.lengths[slot] += n
-            self._under_way[slot] = 0
+            if over:
+                self._under_way[slot] = 0
 
     def abort(self, step: Append) -> None:
         """The pass failed: its pages go back and state forgets what it noted. A pass that is over is left alone.
@@ -188,6 +199,29 @@ class KVCache:
     def nbytes(self) -> int:
         """Bytes of K and V allocated, all layers."""
         return sum(x.numel() * x.element_size() for held in self.memory if held for x in held)
+
+    def table(self, slots: Sequence[int], width: int | None = None) -> Tensor:
+        """int64 [B, width] on the device: the pages of each sequence; width: at least the most pages one holds."""
+        held = [self.pages.held[s] for s in slots]
+        most = max((len(h) for h in held), default=0) or 1
+        require(width is None or width >= most, f"table: {most} pages do not fit into {width} columns")
+        rows = [h + [0] * ((width or most) - len(h)) for h in held]  # entries past `filled` are never read
+        return torch.tensor(rows, dtype=torch.int64, device=self.device).view(len(rows), width or most)
+
+    def _begin(self, what: str, slots: Sequence[int], counts: Sequence[int]) -> list[int]:
+        """Make room and open a pass on the slots; their lengths before it."""
+        self._check(what, slots, counts)
+        self._drop([s for s in slots if self._under_way[s]])
+        before = [self.lengths[s] for s in slots]
+        after = {s: n + c for s, n, c in zip(slots, before, counts, strict=True)}
+        size, total = self.pages.sizes_for(after)
+        if (size, total) != (self.pages.size, self.pages.total):
+            self._resize(size, total)
+        self.pages.take(after, size, total)
+        self._begun += 1
+        for slot in slots:
+            self._under_way[slot] = self._begun
+        return before
 
     def _check(self, what: str, slots: Sequence[int], counts: Sequence[int]) -> None:
         fits = len(slots) == len(counts) and len(set(slots)) == len(slots)
@@ -226,12 +260,6 @@ class KVCache:
     def _ints(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(list(values), dtype=torch.int64, device=self.device)
 
-    def _table(self, slots: Sequence[int]) -> Tensor:
-        held = [self.pages.held[s] for s in slots]
-        width = max((len(h) for h in held), default=0) or 1
-        rows = [h + [0] * (width - len(h)) for h in held]  # entries past `filled` are never read
-        return torch.tensor(rows, dtype=torch.int64, device=self.device).view(len(rows), width)
-
     def _resize(self, size: int, total: int) -> None:
         """Move all layers to larger pages or more of them; an allocation that fails leaves the old memory in place."""
 
@@ -242,3 +270,4 @@ class KVCache:
 
         with torch.inference_mode(False), torch.no_grad():
             self.memory = [held and (moved(held[0]), moved(held[1])) for held in self.memory]
+        self.resized += 1
