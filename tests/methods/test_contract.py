@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 import longreach
 from longreach.cache import CacheConfig, KVCache
 from longreach.errors import InvalidInput, UnknownName, Unsupported
-from longreach.methods.base import AttentionMethod, LayerCall, Outcome
+from longreach.methods.base import AttentionMethod, LayerCall, ModelShape, Outcome
 from longreach.methods.dense import Dense
 from longreach.methods.ledger import Ledger
 from longreach.methods.oracle_top_k import OracleTopK
@@ -269,6 +269,11 @@ def test_bad_values_are_refused(name: str, options: dict[str, Any]) -> None:
     (option,) = options
     with pytest.raises(InvalidInput, match=f"{option}: expected"):
         method_class(name).make(**options)
+
+
+@every_config
+def test_options_that_fit_a_model_are_taken(method: AttentionMethod) -> None:
+    method.check(ModelShape(layers=LAYERS, query_heads=4, kv_heads=2, head_dim=DIM))
 
 
 # 6. in and out of a model

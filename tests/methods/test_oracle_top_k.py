@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from longreach.cache import CacheConfig
-from longreach.errors import Unsupported
-from longreach.methods.base import LayerCall, Outcome
+from longreach.errors import InvalidInput, Unsupported
+from longreach.methods.base import LayerCall, ModelShape, Outcome
 from longreach.methods.oracle_top_k import OracleTopK
 from longreach.ops import HeadShard, Lists, Rows
 from longreach.testing.inputs import random_kv
@@ -116,6 +116,13 @@ def test_dense_layers_say_so() -> None:
         )
         for layer in (0, 2):
             assert_close(turn.outcomes[layer].partial, exact(turn.calls[layer]))
+
+
+def test_dense_layers_must_be_the_models() -> None:
+    model = ModelShape(layers=3, query_heads=HEADS, kv_heads=KV_HEADS, head_dim=DIM)
+    OracleTopK(dense_layers=(2, 0)).check(model)
+    with pytest.raises(InvalidInput, match=r"dense_layers: .* has 3 \(0 to 2\), got layer 3"):
+        OracleTopK(dense_layers=(0, 3)).check(model)
 
 
 def test_what_it_reads() -> None:

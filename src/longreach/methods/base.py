@@ -82,6 +82,16 @@ class Outcome(NamedTuple):
 
 
 @dataclass(frozen=True)
+class ModelShape:
+    """What of a model a method's options may refer to. Heads are those of all ranks; head_dim is in channels."""
+
+    layers: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
 class AttentionMethod(ABC):
     """Base of methods that fill the prefill or decode slot. Subclasses are frozen dataclasses of options."""
 
@@ -98,6 +108,9 @@ class AttentionMethod(ABC):
     def new_state(self, call: LayerCall, slots: int) -> SequenceState | None:
         """The state of one layer for `slots` sequences, made at its first call; None if there is none."""
         return None
+
+    def check(self, model: ModelShape) -> None:  # noqa: B027 - most options fit every model
+        """Raise InvalidInput where an option does not fit the model; asked before anything is attached or switched."""
 
     def to_json(self) -> dict[str, Any]:
         """{"name": ..., option: value}; `from_json` of the registry reads it back."""

@@ -12,6 +12,7 @@ from longreach.errors import Unsupported
 from longreach.methods.base import (
     AttentionMethod,
     LayerCall,
+    ModelShape,
     Outcome,
     Reads,
     attend_densely,
@@ -50,6 +51,14 @@ class OracleTopK(AttentionMethod):
         require(self.heads in ("kv", "all"), f"heads: expected 'kv' or 'all', got {self.heads!r}")
         ok = isinstance(self.dense_layers, tuple) and all(is_count(n) for n in self.dense_layers)
         require(ok, f"dense_layers: expected a tuple of layer numbers, got {self.dense_layers!r}")
+
+    def check(self, model: ModelShape) -> None:
+        for layer in self.dense_layers:
+            require(
+                layer < model.layers,
+                f"dense_layers: expected layers of the model, which has {model.layers} (0 to {model.layers - 1}), "
+                f"got layer {layer}",
+            )
 
     def run(self, call: LayerCall, state: SequenceState | None) -> Outcome:
         if call.layer in self.dense_layers:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 
-from longreach import attach
+from longreach import Dense, OracleTopK, StreamingLLM, attach
 from longreach.errors import ConcurrentUse, InvalidInput, UnknownName, Unsupported
+from longreach.methods.base import ModelShape
 from longreach.testing.tiny import from_config, tiny_model
 from tests.adapters.transformers.reference import generate, model_of, prompt
 
@@ -144,6 +145,41 @@ def test_unknown_names_list_the_known_ones() -> None:
         attach(model, decode=3)
     with attach(model):  # nothing of the failed attempts is left
         generate(model, prompt(), steps=2)
+
+
+class Curious(Dense):
+    """Notes the models it is asked about."""
+
+    asked: ClassVar[list[ModelShape]] = []
+
+    def check(self, model: ModelShape) -> None:
+        self.asked.append(model)
+
+
+def test_methods_are_asked_whether_their_options_fit_the_model() -> None:
+    Curious.asked.clear()
+    with attach(tiny_model("gemma2"), prefill=Curious(), decode=Curious()) as session:
+        session.switch(Curious())
+    with attach(tiny_model("llama", num_hidden_layers=3, num_key_value_heads=1, head_dim=None).model, decode=Curious()):
+        pass
+    assert Curious.asked == [ModelShape(2, 4, 2, 16)] * 3 + [ModelShape(3, 4, 1, 16)]
+
+
+def test_options_that_do_not_fit_are_refused_and_nothing_changes() -> None:
+    model, beyond = model_of("llama"), OracleTopK(k=1, dense_layers=(0, 2))
+    before = _configs(model), dict(vars(model))
+    with pytest.raises(InvalidInput, match=r"dense_layers.*has 2 \(0 to 1\), got layer 2"):
+        attach(model, decode=beyond)
+    assert (_configs(model), dict(vars(model))) == before
+    with attach(model, decode="streaming_llm") as session:
+        generate(model, prompt(), steps=2)
+        with pytest.raises(InvalidInput, match="got layer 2"):
+            session.switch(beyond)
+        assert session.decode == StreamingLLM()
+        assert session.report().layers, "a switch that is refused counts on"
+        session.switch("oracle_top_k", dense_layers=[0, 1])
+        generate(model, prompt(), steps=2)
+        assert session.report().layers[-1].dense_because == ("in dense_layers",)
 
 
 def test_a_second_attach_is_refused() -> None:

@@ -15,7 +15,14 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.cache_utils import DynamicCache
 
 from longreach.adapters.transformers.attention import NAME, longreach_attention
-from longreach.adapters.transformers.checks import cache_windows, check_model, check_pass, decoder_of, text_config
+from longreach.adapters.transformers.checks import (
+    cache_windows,
+    check_model,
+    check_pass,
+    decoder_of,
+    shape_of,
+    text_config,
+)
 from longreach.adapters.transformers.generate import (
     SERVING,
     Phases,
@@ -80,11 +87,14 @@ class Session:
                 f"close that session first"
             )
         check_model(model, decoder, rotary=prefill.needs_pre_rope or decode.needs_pre_rope)
+        self._shape = shape_of(model)
+        for method in (prefill, decode):
+            method.check(self._shape)
         self.model, self.prefill, self.decode, self.cache_config = model, prefill, decode, cache
         self.impl = implementations.resolve(impl, model.device)
         self.ledger = Ledger()
         self.observe: Callable[..., None] | None = None
-        self._decoder, self._layers = decoder, text_config(model).num_hidden_layers
+        self._decoder, self._layers = decoder, self._shape.layers
         self._memo = Memo(cache_windows(model))
         self._busy, self._generating = threading.Lock(), threading.Lock()
         self._pass_thread: int | None = None
@@ -168,6 +178,7 @@ class Session:
         chosen = choose("decode", decode, **options)
         if chosen.needs_pre_rope and not (self.prefill.needs_pre_rope or self.decode.needs_pre_rope):
             raise InvalidInput(f"{chosen.name} needs queries before rotation; attach with it instead of switching")
+        chosen.check(self._shape)
         self.decode = chosen
         self.reset_report()
 
@@ -251,8 +262,9 @@ class Session:
         phases = self._phases
         decoding = length == 1 and past > 0 if phases is None else phases.decoding(past, length)
         mask = given.get("attention_mask")
+        mask = mask.to(tokens.device) if isinstance(mask, Tensor) else mask
         real, counts = real_tokens(
-            mask.to(tokens.device) if isinstance(mask, Tensor) else mask, given.get("position_ids"), batch, length, cache,
+            mask, given.get("position_ids"), batch, length, cache,
             trusted=phases is not None and phases.prompt_done and past > 0 and length == 1,
         )  # fmt: skip
         if phases is not None:

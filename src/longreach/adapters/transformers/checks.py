@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from longreach.errors import InvalidInput, Unsupported
+from longreach.methods.base import ModelShape
 
 KNOWN_LAYERS = ("full_attention", "sliding_attention")
 
@@ -16,6 +17,18 @@ KNOWN_LAYERS = ("full_attention", "sliding_attention")
 def text_config(model: PreTrainedModel) -> Any:
     """The configuration of the language model, also inside a model of several parts."""
     return model.config.get_text_config(decoder=True)
+
+
+def shape_of(model: PreTrainedModel) -> ModelShape:
+    """What methods check their options against."""
+    config = text_config(model)
+    heads = config.num_attention_heads
+    return ModelShape(
+        layers=config.num_hidden_layers,
+        query_heads=heads,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+    )
 
 
 def cache_windows(model: PreTrainedModel) -> dict[int, int]:
