@@ -191,4 +191,5 @@ def test_adding_needs_no_value_from_the_device(per: Any, metadata: Any) -> None:
         made = outcome((DENSE, spans), (lists,), ints if metadata is None else metadata)
         for _ in range(2):
             ledger.add("decode", now, "some", "triton", made, DENSE)
+            ledger.flush()
     assert ledger.tallies["decode", 0].steps == 2

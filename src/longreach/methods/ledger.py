@@ -2,35 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from longreach.methods.base import LayerCall, Outcome, Phase
-from longreach.ops import KVView, Lists, PackedLists, Rows, Selection
+from longreach.methods.base import LayerCall, Outcome, Phase, Reads
+from longreach.ops import KVView, Lists, PackedLists, Rows, Selection, Spans
 
 COLUMNS = ("key_bytes", "value_bytes", "metadata_bytes", "dense_bytes", "overflowed_lists")
 
 
 @dataclass
 class LayerTally:
-    """Sums over the steps of one layer in one phase: COLUMNS on the device, the rest known on the host."""
+    """One layer in one phase, as far as the host knows; bytes are summed on the device."""
 
     method: str
     impl: str
-    sums: Tensor
     steps: int = 0
     rows: int = 0
     dense_because: set[str] = field(default_factory=set)
 
 
+@dataclass(frozen=True)
+class Counted:
+    """One layer of one pass, for the host: it counts once for every time that the pass runs on the device."""
+
+    phase: Phase
+    layer: int
+    method: str
+    impl: str
+    rows: int
+    dense_because: str | None
+
+
 class Ledger:
-    """Adds up reads without a device sync. A row streams its keys once per KV head and pass."""
+    """Adds up reads without a device sync. A row streams its keys once per KV head and pass.
+
+    `add` notes a layer, `flush` ends a pass: then all layers are added with one op, to a tensor that stays where it is,
+    so that a pass captured in a CUDA graph counts whenever it is replayed (`settle` once, `count` at each replay).
+    """
 
     def __init__(self) -> None:
         self.tallies: dict[tuple[Phase, int], LayerTally] = {}
+        self._sums: dict[tuple[tuple[Phase, int], ...], Tensor] = {}  # layers of a pass -> COLUMNS of each
+        self._noted: list[tuple[Counted, Tensor]] = []
+        self._pass = _Pass()
 
     def add(
         self, phase: Phase, call: LayerCall, method: str, impl: str, outcome: Outcome, dense_reads: Selection
@@ -40,37 +59,50 @@ class Ledger:
         Sums outlive the pass, so they are made outside inference mode, whatever the pass runs in.
         """
         with torch.inference_mode(False):
-            self._add(phase, call, method, impl, outcome, dense_reads)
+            columns = self._pass.columns(call, outcome.reads, dense_reads)
+        rows = call.rows.pos.shape[0]
+        self._noted.append((Counted(phase, call.layer, method, impl, rows, outcome.dense_because), columns))
 
-    def _add(
-        self, phase: Phase, call: LayerCall, method: str, impl: str, outcome: Outcome, dense_reads: Selection
-    ) -> None:
-        tally = self.tallies.get((phase, call.layer))
-        if tally is None:
-            zeros = torch.zeros(len(COLUMNS), dtype=torch.int64, device=call.rows.q.device)
-            tally = self.tallies[phase, call.layer] = LayerTally(method, impl, zeros)
-        vector = call.kv.k.shape[3] * call.kv.k.element_size()
-        keys, values, metadata = outcome.reads
+    def flush(self) -> None:
+        """The pass is over: what was added counts."""
+        self.count(self.settle())
 
-        def total(selections: tuple[Any, ...]) -> Tensor:
-            counts = [s.reads(call.rows, call.kv).sum() for s in selections]
-            return torch.stack(counts).sum() * vector if counts else torch.zeros_like(tally.sums[0])
+    def settle(self) -> tuple[Counted, ...]:
+        """The device's part of `flush`; returns what the host is to `count`."""
+        noted, self._noted, self._pass = self._noted, [], _Pass()
+        if not noted:
+            return ()
+        layers = tuple((n.phase, n.layer) for n, _ in noted)
+        with torch.inference_mode(False):
+            columns = torch.stack([c for _, c in noted])
+            if layers not in self._sums:
+                self._sums[layers] = torch.zeros_like(columns)
+            self._sums[layers] += columns
+        return tuple(n for n, _ in noted)
 
-        dense = total((dense_reads,)) * 2
-        # an int is filled in on the device: copying it there would be a sync
-        extra = torch.full_like(dense, metadata) if isinstance(metadata, int) else metadata.sum()
-        for s in (*keys, *(v for v in values if not any(v is k for k in keys))):
-            if isinstance(s, (Lists, PackedLists)):
-                extra = extra + list_bytes(s, call.rows, call.kv).sum()
-        lists = {id(s): s for s in (*keys, *values) if isinstance(s, Lists)}
-        over = sum((s.overflowed.sum() for s in lists.values()), torch.zeros_like(dense))
-        tally.sums += torch.stack([total(keys), total(values), extra, dense, over])
-        tally.steps += 1
-        tally.rows += call.rows.pos.shape[0]
-        if outcome.dense_because:
-            tally.dense_because.add(outcome.dense_because)
+    def count(self, layers: tuple[Counted, ...]) -> None:
+        """The host's part of `flush`."""
+        for n in layers:
+            tally = self.tallies.setdefault((n.phase, n.layer), LayerTally(n.method, n.impl))
+            tally.steps += 1
+            tally.rows += n.rows
+            if n.dense_because:
+                tally.dense_because.add(n.dense_because)
+
+    def reset(self) -> None:
+        """Start counting anew. Sums are cleared where they are: captured passes go on adding to them."""
+        self.tallies.clear()
+        self._noted, self._pass = [], _Pass()
+        for sums in self._sums.values():
+            sums.zero_()
 
     def report(self) -> Report:
+        self.flush()
+        sums = {place: [0] * len(COLUMNS) for place in self.tallies}
+        for places, columns in self._sums.items():
+            for place, more in zip(places, columns.tolist(), strict=True):
+                if place in sums:
+                    sums[place] = [a + b for a, b in zip(sums[place], more, strict=True)]
         layers = [
             LayerReport(
                 phase=phase,
@@ -79,12 +111,78 @@ class Ledger:
                 impl=t.impl,
                 steps=t.steps,
                 rows=t.rows,
-                **dict(zip(COLUMNS, t.sums.tolist(), strict=True)),
+                **dict(zip(COLUMNS, sums[phase, layer], strict=True)),
                 dense_because=tuple(sorted(t.dense_because)),
             )
             for (phase, layer), t in sorted(self.tallies.items(), key=lambda kv: (kv[0][0] != "prefill", kv[0][1]))
         ]
         return Report(tuple(layers))
+
+
+class _Pass:
+    """What the layers of one pass read: spans that several layers share are counted once."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, Tensor] = {}
+        self._kept: list[Any] = []  # what is known by its id must not be freed before the pass is over
+
+    def columns(self, call: LayerCall, reads: Reads, dense: Selection) -> Tensor:
+        """COLUMNS of one layer: int64 [5] on the device."""
+        keys, values, metadata = reads
+        vector = call.kv.k.shape[3] * call.kv.k.element_size()
+        names = [[self._name(s) for s in some] for some in (keys, values, (dense,))]
+        if not isinstance(metadata, int) or any(n is None for some in names for n in some):
+            return self._count(call, reads, dense, vector)
+        name = (self._where(call), vector, metadata, *map(tuple, names))
+        if name not in self._known:
+            self._known[name] = self._count(call, reads, dense, vector)
+        return self._known[name]
+
+    def _count(self, call: LayerCall, reads: Reads, dense_reads: Selection, vector: int) -> Tensor:
+        keys, values, metadata = reads
+        counted: dict[int, Tensor] = {}
+
+        def total(selections: tuple[Any, ...]) -> Tensor:
+            for s in selections:
+                if id(s) not in counted:
+                    counted[id(s)] = self._reads(call, s)
+            counts = [counted[id(s)] for s in selections]
+            return torch.stack(counts).sum() * vector if counts else torch.zeros_like(dense)
+
+        dense = self._reads(call, dense_reads) * vector * 2
+        # an int is filled in on the device: copying it there would be a sync
+        extra = torch.full_like(dense, metadata) if isinstance(metadata, int) else metadata.sum()
+        for s in (*keys, *(v for v in values if not any(v is k for k in keys))):
+            if isinstance(s, (Lists, PackedLists)):
+                extra = extra + list_bytes(s, call.rows, call.kv).sum()
+        lists = {id(s): s for s in (*keys, *values) if isinstance(s, Lists)}
+        over = sum((s.overflowed.sum() for s in lists.values()), torch.zeros_like(dense))
+        return torch.stack([total(keys), total(values), extra, dense, over])
+
+    def _reads(self, call: LayerCall, selection: Selection) -> Tensor:
+        """Keys streamed by all rows in all KV heads: int64 []."""
+        name = self._name(selection)
+        if name is None:
+            return selection.reads(call.rows, call.kv).sum()
+        name = (self._where(call), name)
+        if name not in self._known:
+            self._known[name] = selection.reads(call.rows, call.kv).sum()
+        return self._known[name]
+
+    def _name(self, selection: Selection) -> Hashable:
+        """What tells spans from others; None for lists, which are too large to be kept until the pass is over."""
+        if not isinstance(selection, Spans):
+            return None
+        if all(isinstance(bound.value, int) for span in selection.spans for bound in span):
+            return (selection.spans, selection.per)
+        self._kept.append(selection)
+        return id(selection)
+
+    def _where(self, call: LayerCall) -> Hashable:
+        rows, kv = call.rows, call.kv
+        parts = (rows.seq, rows.pos, kv.filled, kv.block_table, kv.slot_pos)
+        self._kept.append(parts)
+        return (*map(id, parts), rows.q.shape[1], kv.heads, kv.page)
 
 
 def list_bytes(lists: Lists | PackedLists, rows: Rows, kv: KVView) -> Tensor:

@@ -171,7 +171,7 @@ class Session:
 
     def reset_report(self) -> None:
         """Start counting anew."""
-        self.ledger.tallies.clear()
+        self.ledger.reset()
 
     def switch(self, decode: str | AttentionMethod | None, **options: Any) -> None:
         """Decode with another method from now on and count anew; caches stay valid. Raises as `attach` does."""
@@ -290,6 +290,7 @@ class Session:
             )
         if step.cache is not None:
             step.cache.commit(step)
+        self.ledger.flush()
 
     def _cache(self, given: dict[str, Any], batch: int) -> LongreachCache | None:
         """The cache of this pass; the fresh one that generate or the model would use is replaced by ours."""

@@ -125,15 +125,18 @@ def _launch(
     row_args = (q, q.stride(0), q.stride(1), rows.seq, rows.pos, tiles.count, rows.seq if tiles.table is None else tiles.table)
     table = torch.arange(kv.sequences, device=kv.k.device) if kv.block_table is None else kv.block_table
     slot_pos = kv.k if kv.slot_pos is None else kv.slot_pos
+    slot_pos = slot_pos if slot_pos.stride(-1) == 1 else slot_pos.contiguous()
     memory = (
-        (kv.k, *kv.k.stride()[:3]),
-        (kv.v, *kv.v.stride()[:3]),
+        kv.k,
+        *kv.k.stride()[:3],
+        kv.v,
+        *kv.v.stride()[:3],
         kv.filled,
         table,
         table.stride(0),
-        (slot_pos, *slot_pos.stride()[:3]),
+        slot_pos,
+        *slot_pos.stride()[:2],
         group,
-        kv.page,
     )
     paging = 0 if table.dim() == 1 or table.shape[1] == 1 else 1 if kv.page % t.block == 0 and not lists else 2
     mr = tiles.size * per_item
@@ -144,19 +147,22 @@ def _launch(
         pieces = out.new_empty(slots), out.new_empty(slots), out.new_empty(slots * dim)
         ends = torch.empty(items, dtype=torch.int32, device=q.device)
     sunk = sink_logit is not None
+    chained = t.chained
+    launch = {"launch_pdl": True} if chained else {}
     result = (out, lse, sink_logit if sunk else out, pieces, ends, heads, count)
     hull = not evicted and (choice.uniform or (tiles.size == 1 and not choice.own))
     kernels.attend_pieces[(programs if dealt else items,)](
         row_args, memory, choice.spans, choice.lists, result, float(scale), float(softcap or 1.0), items, programs,
-        layout=layout, kinds=choice.kinds, listing=choice.listing, form=form, paging=paging, HULL=hull, CAPPED=softcap is not None,
+        layout=layout, kinds=choice.kinds, listing=choice.listing, form=form, PAGING=paging,
+        PAGE=kv.page if paging else 1, HULL=hull, CAPPED=softcap is not None,
         SUNK=sunk, DEALT=dealt, I2=i2 if dealt else 1, X=x, M=m, BN=t.block, D=dim, BD=wide, STAGES=t.stages,
-        num_warps=t.warps,
+        CHAINED=chained, num_warps=t.warps, **launch,
     )  # fmt: skip
     if dealt:
         chunk = min(64, triton.next_power_of_2(programs // items + 2))
         kernels.merge_pieces[(items * mr,)](
             row_args, result, items, programs, layout=layout, form=form, SUNK=sunk, D=dim, BD=wide, C=chunk,
-            num_warps=4 if chunk * wide >= 2048 else 1,
+            CHAINED=chained, num_warps=4 if chunk * wide >= 2048 else 1, **launch,
         )  # fmt: skip
 
 

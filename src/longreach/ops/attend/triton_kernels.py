@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 INTERPRETED = triton.knobs.runtime.interpret  # kernels run in Python, on CPU tensors
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -41,7 +42,7 @@ def _row_of(tile, t, rows, layout: tl.constexpr):
 def _sight(row, rows, memory, EVICTED: tl.constexpr):
     """Sequence, position and slots a row can see (all 0 for row -1): slots [0, seen), or the filled ones."""
     _, _, _, seq_of, pos_of, _, _ = rows
-    _, _, filled, _, _, _, _, _ = memory
+    filled = memory[8]
     there = row >= 0
     seq = tl.load(seq_of + row, mask=there, other=0).to(tl.int32)
     pos = tl.minimum(tl.load(pos_of + row, mask=there, other=-1), FAR).to(tl.int32)
@@ -161,7 +162,7 @@ def _tanh(x):
 @triton.jit
 def _piece(
     item, begin, end, rows, memory, spans, lists, scale, cap,
-    layout: tl.constexpr, kinds: tl.constexpr, listing: tl.constexpr, form: tl.constexpr, paging: tl.constexpr, HULL: tl.constexpr,
+    layout: tl.constexpr, kinds: tl.constexpr, listing: tl.constexpr, form: tl.constexpr, PAGING: tl.constexpr, PAGE: tl.constexpr, HULL: tl.constexpr,
     CAPPED: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -178,7 +179,8 @@ def _piece(
     SPLIT: tl.constexpr = kinds[4]
     SPLIT_RELATIVE: tl.constexpr = kinds[5]
     q_of, q_row, q_head, _, _, _, _ = rows
-    keys, values, filled, table, table_row, slot_pos, group, slots = memory
+    k_of, k_page, k_head, k_slot, v_of, v_page, v_head, v_slot = memory[:8]
+    filled, table, table_row, p_of, p_page, p_head, group = memory[8:]
     part = item % PARTS
     axis = item // PARTS % AXIS
     tile = item // (PARTS * AXIS)
@@ -197,14 +199,14 @@ def _piece(
         mask=(row >= 0)[:, None] & inside[None, :],
         other=0.0,
     )
-    k_at = keys[0] + kv_head * keys[2]
-    v_at = values[0] + kv_head * values[2]
-    pos_at = slot_pos[0] + kv_head * slot_pos[2]
-    if paging == 0:  # one page a sequence
+    k_at = k_of + kv_head * k_head
+    v_at = v_of + kv_head * v_head
+    pos_at = p_of + kv_head * p_head
+    if PAGING == 0:  # one page a sequence
         page = tl.load(table + seq.to(tl.int64) * table_row).to(tl.int64)
-        k_at += page * keys[1]
-        v_at += page * values[1]
-        pos_at += page * slot_pos[1]
+        k_at += page * k_page
+        v_at += page * v_page
+        pos_at += page * p_page
     pages = table + seq.to(tl.int64) * table_row
 
     # where the item's spans lie: for each row, and for the block walk their hull
@@ -247,27 +249,23 @@ def _piece(
             base_slot = (block - since + first // BN) * BN
             slot = base_slot + n
             column = (slot >= first) & (slot < last)
-        # memory: the page of each slot, or of the block
-        safe = tl.where(column, slot, 0)
-        if paging == 0:
-            page_k = tl.zeros((BN,), tl.int64)
-            page_v = page_k
-            page_p = page_k
-            offset = safe
-        elif paging == 1:  # a block of keys lies in one page
-            page = tl.load(pages + base_slot // slots).to(tl.int64)
-            page_k = page * keys[1]
-            page_v = page * values[1]
-            page_p = page * slot_pos[1]
-            offset = safe % slots
+        # where in memory; a slot that is no column is never followed
+        if PAGING == 0:
+            at_k = tl.zeros((BN,), tl.int64)
+            at_v = at_k
+            at_p = at_k
+            offset = slot
         else:
-            page = tl.load(pages + safe // slots, mask=column, other=0).to(tl.int64)
-            page_k = page * keys[1]
-            page_v = page * values[1]
-            page_p = page * slot_pos[1]
-            offset = safe % slots
+            if PAGING == 1:  # a block of keys lies in one page
+                page = tl.load(pages + base_slot // PAGE)
+            else:
+                page = tl.load(pages + slot // PAGE, mask=column, other=0)
+            at_k = page.to(tl.int64) * k_page
+            at_v = page.to(tl.int64) * v_page
+            at_p = page.to(tl.int64) * p_page
+            offset = slot % PAGE
         if EVICTED:
-            position = tl.load(pos_at + page_p + offset * slot_pos[3], mask=column, other=FAR).to(tl.int32)
+            position = tl.load(pos_at + at_p + offset, mask=column, other=FAR).to(tl.int32)
         # which keys each row takes
         if LISTS:
             take = column[None, :] & (slot[None, :] < seen[:, None])
@@ -302,7 +300,7 @@ def _piece(
         if not HULL:  # read what some row takes, nothing else
             column = tl.max(take.to(tl.int32), 0) > 0
         k = tl.load(
-            k_at + (page_k + offset.to(tl.int64) * keys[3])[None, :] + d[:, None],
+            k_at + (at_k + offset.to(tl.int64) * k_slot)[None, :] + d[:, None],
             mask=column[None, :] & inside[:, None] if BD != D else column[None, :],
             other=0.0,
         )
@@ -322,7 +320,7 @@ def _piece(
         shrink = tl.exp2(peak - base)
         total = total * shrink + tl.sum(p, 1)
         v = tl.load(
-            v_at + (page_v + offset.to(tl.int64) * values[3])[:, None] + d[None, :],
+            v_at + (at_v + offset.to(tl.int64) * v_slot)[:, None] + d[None, :],
             mask=column[:, None] & inside[None, :] if BD != D else column[:, None],
             other=0.0,
         )
@@ -356,20 +354,22 @@ def _finish(row, head, peak, total, acc, sink, out, lse, heads, D: tl.constexpr,
 @triton.jit
 def attend_pieces(
     rows, memory, spans, lists, result, scale, cap, items, programs,
-    layout: tl.constexpr, kinds: tl.constexpr, listing: tl.constexpr, form: tl.constexpr, paging: tl.constexpr, HULL: tl.constexpr,
+    layout: tl.constexpr, kinds: tl.constexpr, listing: tl.constexpr, form: tl.constexpr, PAGING: tl.constexpr, PAGE: tl.constexpr, HULL: tl.constexpr,
     CAPPED: tl.constexpr, SUNK: tl.constexpr, DEALT: tl.constexpr, I2: tl.constexpr, X: tl.constexpr,
-    M: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr,
+    M: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """attend. rows: (q, row and head stride, seq, pos, tiles, table of tiles); memory: ((k and strides), (v and
-    strides), filled, block table, its row stride, (slot_pos and strides), query heads per KV head, slots a page);
+    """attend. rows: (q, row and head stride, seq, pos, tiles, table of tiles); memory: (k and its
+    strides, v and its strides, filled, block table, its row stride, slot_pos, its page and head stride, query heads per
+    KV head);
     spans: (starts, stops, split), each bound (value, row stride, head stride); lists: (index, count or offsets,
     log-weight, list_of); result: (out, lse, sink, pieces, ends, heads, rows).
 
     layout: see _row_of. kinds: for each span whether start and stop are tensors, whether they are relative, and the
     same two of the split (None, None without one). listing: None for spans, else (heads, block, packed or not,
     weighted or not, capacity, shared or not). form: (parts, head axis, query heads an item, those with spans of their
-    own, whether slots have positions of their own, spans). paging: 0 one page a
+    own, whether slots have positions of their own, spans). PAGING: 0 one page a
     sequence, 1 a block lies in one page, 2 anything. HULL: the slots that a block's rows take form one run.
+    CHAINED: launched while the kernel before still runs (programmatic dependent launch), so it has to wait for it.
     DEALT: blocks are dealt out evenly and pieces kept; else a program does one item and writes its result.
     """
     out, lse, sink, pieces, ends_at, heads, row_count = result
@@ -378,6 +378,9 @@ def attend_pieces(
     m = tl.arange(0, M)
     GROUP: tl.constexpr = form[2]
     MR: tl.constexpr = layout[0] * GROUP
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
     if DEALT:
         number = tl.arange(0, I2)
         blocks = _blocks_of(number, rows, memory, spans, lists, layout, kinds, listing, form, X, BN)
@@ -385,15 +388,16 @@ def attend_pieces(
         whole = tl.max(ends, 0).to(tl.int64)
         if program == 0:
             tl.store(ends_at + number, ends, mask=number < items)
-        begin = (program * whole // programs).to(tl.int32)
-        stop = ((program + 1) * whole // programs).to(tl.int32)
+        share = tl.minimum(whole, programs)  # programs that get any: then each one between two of an item has a piece
+        begin = (tl.minimum(program, share) * whole // tl.maximum(share, 1)).to(tl.int32)
+        stop = (tl.minimum(program + 1, share) * whole // tl.maximum(share, 1)).to(tl.int32)
         while begin < stop:
             item = tl.sum((ends <= begin).to(tl.int32), 0)
             start = tl.sum(tl.where(number == item - 1, ends, 0), 0)
             end = tl.minimum(tl.sum(tl.where(number == item, ends, 0), 0), stop)
             row, head, peak, total, acc = _piece(
                 item, begin - start, end - start, rows, memory, spans, lists, scale, cap,
-                layout, kinds, listing, form, paging, HULL, CAPPED, M, BN, D, BD, STAGES,
+                layout, kinds, listing, form, PAGING, PAGE, HULL, CAPPED, M, BN, D, BD, STAGES,
             )  # fmt: skip
             place = (program + item) * MR + m
             tl.store(pieces[0] + place, peak, mask=m < MR)
@@ -410,7 +414,7 @@ def attend_pieces(
         end = tl.sum(_blocks_of(number, rows, memory, spans, lists, layout, kinds, listing, form, X, BN), 0)
         row, head, peak, total, acc = _piece(
             item, 0, end, rows, memory, spans, lists, scale, cap,
-            layout, kinds, listing, form, paging, HULL, CAPPED, M, BN, D, BD, STAGES,
+            layout, kinds, listing, form, PAGING, PAGE, HULL, CAPPED, M, BN, D, BD, STAGES,
         )  # fmt: skip
         shifted = row + item % form[0] * row_count
         _finish(shifted, head, peak, total, acc, sink, out, lse, heads, D, SUNK, d, (row >= 0) & (m < MR))
@@ -419,7 +423,7 @@ def attend_pieces(
 @triton.jit
 def merge_pieces(
     rows, result, items, programs, layout: tl.constexpr, form: tl.constexpr, SUNK: tl.constexpr,
-    D: tl.constexpr, BD: tl.constexpr, C: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """The result of one row and head from the pieces of its item, C at a time."""
     out, lse, sink, pieces, ends_at, heads, row_count = result
@@ -427,12 +431,15 @@ def merge_pieces(
     MR: tl.constexpr = layout[0] * GROUP
     item = tl.program_id(0) // MR
     m = tl.program_id(0) % MR
+    if CHAINED:
+        gdc_wait()
     start = tl.load(ends_at + item - 1, mask=item > 0, other=0).to(tl.int64)
     end = tl.load(ends_at + item).to(tl.int64)
     whole = tl.maximum(tl.load(ends_at + items - 1).to(tl.int64), 1)
-    # program p holds blocks [p W / P, (p + 1) W / P), so block c is with program ((c + 1) P - 1) / W
-    first = ((start + 1) * programs - 1) // whole
-    last = (end * programs - 1) // whole
+    # program p of P holds blocks [p W / P, (p + 1) W / P), so block c is with program ((c + 1) P - 1) / W
+    share = tl.minimum(whole, programs)
+    first = ((start + 1) * share - 1) // whole
+    last = (end * share - 1) // whole
     count = tl.where(end > start, last - first + 1, 0).to(tl.int32)
     d = tl.arange(0, BD)
     c = tl.arange(0, C)

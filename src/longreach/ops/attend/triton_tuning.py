@@ -18,6 +18,7 @@ class Tuning:
     warps: int
     stages: int
     per_sm: int
+    chained: bool = not INTERPRETED
 
     def programs(self, device: torch.device) -> int:
         """Programs among which blocks are dealt out."""
