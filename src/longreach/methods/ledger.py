@@ -76,7 +76,7 @@ class Ledger:
         with torch.inference_mode(False):
             columns = torch.stack([c for _, c in noted])
             if layers not in self._sums:
-                self._sums[layers] = torch.zeros_like(columns)
+                self._sums[layers] = torch.zeros_like(columns, dtype=torch.int64)
             self._sums[layers] += columns
         return tuple(n for n, _ in noted)
 
