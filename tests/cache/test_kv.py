@@ -104,6 +104,22 @@ def test_contiguous_memory_starts_at_256_and_doubles() -> None:
     assert same(held(cache, 0), want[0]) and same(held(cache, 1), want[1])
 
 
+@pytest.mark.parametrize("config", [CacheConfig(), CacheConfig("paged", page=10)])
+def test_reserved_room_is_exact_at_first_and_taken_without_growing(config: CacheConfig) -> None:
+    cache = KVCache(2, 2, config)
+    cache.reserve([0, 1], [3, 700])
+    assert cache.lengths == [0, 0] and cache.nbytes == 0
+    want = fill(cache, [0, 1], [3, 650])
+    size = 2 * 700 if config.kind == "contiguous" else 71 * 10
+    assert cache.nbytes == 2 * 2 * size * HEADS * DIM * 4
+    place, moved = [pair[0].data_ptr() for pair in cache.memory if pair], cache.resized
+    want[1] = joined(want[1], fill(cache, [1], [50])[1])
+    assert [pair[0].data_ptr() for pair in cache.memory if pair] == place
+    cache.reserve([1], [1])  # past it, memory doubles as ever
+    assert cache.resized == moved + 1 and cache.pages.size * cache.pages.total == 2 * size
+    assert same(held(cache, 0), want[0]) and same(held(cache, 1), want[1])
+
+
 def test_the_pool_doubles() -> None:
     cache = KVCache(2, 2, CacheConfig("paged", page=128))
     want = fill(cache, [0, 1], [256, 129])

@@ -49,6 +49,15 @@ def test_the_pool_doubles_until_there_is_room_and_no_further_than_it_may() -> No
         Pages(1, 4, 3, False, most=5).sizes_for({0: 21})
 
 
+def test_final_lengths_get_what_they_need_and_no_more() -> None:
+    assert Pages(2, 4, 2, True).sizes_for({0: 13, 1: 2}, exact=True) == (13, 2)
+    assert Pages(2, 4, 2, True).sizes_for({0: 3}, exact=True) == (4, 2)
+    assert Pages(2, 4, 3, False).sizes_for({0: 13, 1: 2}, exact=True) == (4, 5)
+    assert Pages(2, 4, 3, False, most=5).sizes_for({0: 20}, exact=True) == (4, 5)
+    with pytest.raises(CapacityError, match="13 are needed"):
+        Pages(1, 4, 1, True, limit=12).sizes_for({0: 13}, exact=True)
+
+
 def test_contiguous_memory_stretches() -> None:
     pages = Pages(slots=3, size=4, total=3, contiguous=True, limit=12)
     assert pages.held == [[0], [1], [2]]

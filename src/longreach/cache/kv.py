@@ -26,8 +26,9 @@ class CacheConfig:
     """How KV memory is laid out and how it grows. While it grows, old and new memory exist side by side.
 
     kind: "contiguous" (one buffer a sequence) or "paged" (pages of `page` tokens from a shared pool).
-    capacity: tokens a sequence may hold; allocated at once and never grown. None: starts at 256 tokens and
-        doubles between steps until there is room, copying what it holds.
+    capacity: tokens a sequence may hold; allocated at once and never grown. None: generate reserves prompt and
+        longest answer at once; without it, or past it, memory starts at 256 tokens and doubles between steps
+        until there is room, copying what it holds.
     page: tokens in a page (paged). pages: pages in the pool, allocated at once; None: the pool doubles.
     """
 
@@ -115,8 +116,11 @@ class KVCache:
         return Append(at, seq, pos, page, offset, start + new, table, *host, self._begun)
 
     def reserve(self, slots: Sequence[int], counts: Sequence[int]) -> None:
-        """Make room for counts[b] more tokens in slots[b] now, so that passes to come need none. Raises as `begin`."""
-        self._begin("reserve", slots, counts)
+        """Make room for counts[b] more tokens in slots[b] now, so that passes to come need none. Raises as `begin`.
+
+        A cache that holds nothing yet gets just that room (and its first size at least), later ones double.
+        """
+        self._begin("reserve", slots, counts, exact=not any(self.memory))
         for slot in slots:
             self._under_way[slot] = 0
 
@@ -208,13 +212,13 @@ class KVCache:
         rows = [h + [0] * ((width or most) - len(h)) for h in held]  # entries past `filled` are never read
         return torch.tensor(rows, dtype=torch.int64, device=self.device).view(len(rows), width or most)
 
-    def _begin(self, what: str, slots: Sequence[int], counts: Sequence[int]) -> list[int]:
+    def _begin(self, what: str, slots: Sequence[int], counts: Sequence[int], exact: bool = False) -> list[int]:
         """Make room and open a pass on the slots; their lengths before it."""
         self._check(what, slots, counts)
         self._drop([s for s in slots if self._under_way[s]])
         before = [self.lengths[s] for s in slots]
         after = {s: n + c for s, n, c in zip(slots, before, counts, strict=True)}
-        size, total = self.pages.sizes_for(after)
+        size, total = self.pages.sizes_for(after, exact)
         if (size, total) != (self.pages.size, self.pages.total):
             self._resize(size, total)
         self.pages.take(after, size, total)

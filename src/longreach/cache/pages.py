@@ -29,8 +29,12 @@ class Pages:
         self.held = [[s] if self.contiguous else [] for s in range(self.slots)]
         self.free = [] if self.contiguous else list(range(self.total))[::-1]
 
-    def sizes_for(self, lengths: dict[int, int]) -> tuple[int, int]:
-        """(size, total) with room for slot -> length tokens. Changes nothing; raises CapacityError."""
+    def sizes_for(self, lengths: dict[int, int], exact: bool = False) -> tuple[int, int]:
+        """(size, total) with room for slot -> length tokens. Changes nothing; raises CapacityError.
+
+        exact: grow to what is needed and no further, for lengths that are final.
+        """
+        grown = _exactly if exact else _doubled
         longest = max(lengths.values(), default=0)
         if self.limit is not None and longest > self.limit:
             raise CapacityError(
@@ -38,7 +42,7 @@ class Pages:
                 f"Raise CacheConfig(capacity=...) or shorten the prompt or max_new_tokens"
             )
         if self.contiguous:
-            return _doubled(self.size, longest, self.limit), self.total
+            return grown(self.size, longest, self.limit), self.total
         used = self.total - len(self.free)
         wanted = sum(self._missing(slot, n) for slot, n in lengths.items())
         if self.most is not None and used + wanted > self.most:
@@ -46,7 +50,7 @@ class Pages:
                 f"the KV pool has {self.most} pages of {self.size} tokens, {used} in use, and {wanted} more are "
                 f"needed; nothing was written. Raise CacheConfig(pages=...) or lower the batch"
             )
-        return self.size, _doubled(self.total, used + wanted, self.most)
+        return self.size, grown(self.total, used + wanted, self.most)
 
     def take(self, lengths: dict[int, int], size: int, total: int) -> None:
         """Hand out the pages, memory of `sizes_for` being there."""
@@ -65,6 +69,10 @@ class Pages:
             keep = -(-length // self.size)
             self.free += self.held[slot][keep:][::-1]
             del self.held[slot][keep:]
+
+
+def _exactly(now: int, needed: int, most: int | None) -> int:
+    return max(now, needed)  # `most` was checked: no more is needed
 
 
 def _doubled(now: int, needed: int, most: int | None) -> int:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
 from longreach import CacheConfig, attach
 from longreach.adapters.transformers.hf_cache import LongreachCache
@@ -48,6 +50,73 @@ def test_generate_keeps_its_memory() -> None:
         session.observe = lambda phase, call, outcome: seen.append((call.layer, call.kv.k.data_ptr()))
         model.generate(prompt(), past_key_values=cache, max_new_tokens=24, do_sample=False)
     assert len(seen) == 48 and len(set(seen)) == 2
+
+
+ROOM: dict[str, dict[str, Any]] = {  # 300 tokens of prompt; all but the last of the answer's are kept
+    "max_new_tokens": {"max_new_tokens": 60},
+    "chunks": {"max_new_tokens": 60, "prefill_chunk_size": 90},
+    "config": {"generation_config": GenerationConfig(max_new_tokens=60)},
+    "max_length": {"max_length": 360},
+    "embeddings": {"max_new_tokens": 60},
+}
+
+
+@pytest.mark.parametrize("how", ROOM)
+@pytest.mark.parametrize("given", [True, False])
+def test_generate_makes_room_for_prompt_and_answer_at_once(how: str, given: bool) -> None:
+    """Memory is allocated once, of the size that is needed, and never copied."""
+    model, tokens, seen = model_of("llama"), prompt(300), set()
+    inputs = {"inputs_embeds": model.model.embed_tokens(tokens)} if how == "embeddings" else {"inputs": tokens}
+    with attach(model) as session:
+        cache = session.new_cache() if given else None
+        session.observe = lambda phase, call, outcome: seen.add((call.layer, call.kv.k.data_ptr(), call.kv.capacity))
+        with torch.no_grad():
+            model.generate(**inputs, **ROOM[how], past_key_values=cache, do_sample=False)
+    assert len(seen) == 2 and {capacity for _, _, capacity in seen} == {359}
+    if cache is not None:
+        assert cache.kv.resized <= 1 and cache.columns == 359  # once before there was any memory
+
+
+def test_nothing_is_copied_where_the_limit_is_generates_own() -> None:
+    model = model_of("llama")
+    with attach(model) as session:
+        cache = session.new_cache()
+        model.generate(prompt(250), past_key_values=cache, do_sample=False)  # 20 tokens
+        assert cache.columns == cache.kv.pages.size == 269
+
+
+def test_a_paged_batch_gets_its_pages_at_once() -> None:
+    model, (tokens, mask) = model_of("llama"), padded_batch((300, 30))
+    with attach(model, cache=CacheConfig("paged", page=16)) as session:
+        cache = session.new_cache(2)
+        seen = set()
+        session.observe = lambda phase, call, outcome: seen.add((call.layer, call.kv.k.data_ptr()))
+        model.generate(tokens, attention_mask=mask, past_key_values=cache, max_new_tokens=280, do_sample=False)
+        assert len(seen) == 2 and cache.kv.pages.total == 37 + 20  # pages of 579 and of 309 tokens
+        assert cache.kv.lengths == [579, 309]
+
+
+def test_an_answer_that_goes_on_in_the_same_cache_makes_it_grow() -> None:
+    model = model_of("llama")
+    want = model.generate(prompt(), max_new_tokens=300, do_sample=False)
+    with attach(model) as session:
+        cache = session.new_cache()
+        first = model.generate(prompt(), past_key_values=cache, max_new_tokens=230, do_sample=False)
+        assert (cache.kv.pages.size, cache.kv.resized) == (269, 1)
+        whole = torch.ones_like(first)
+        got = model.generate(first, attention_mask=whole, past_key_values=cache, max_new_tokens=70, do_sample=False)
+        assert (cache.kv.pages.size, cache.kv.resized) == (2 * 269, 2)
+    assert torch.equal(got, want)
+
+
+def test_a_size_the_user_fixed_stays() -> None:
+    """More than fits may be asked for: the answer may end before."""
+    model, anything = model_of("llama"), [*range(264)]
+    for config in (CacheConfig(capacity=64), CacheConfig("paged", capacity=64, page=16), CacheConfig("paged", pages=2)):
+        with attach(model, cache=config) as session:
+            cache = session.new_cache()
+            model.generate(prompt(), past_key_values=cache, max_new_tokens=500, eos_token_id=anything)
+            assert cache.columns == 40 and cache.kv.resized == 0
 
 
 def test_a_full_cache_is_an_error_before_anything_is_written() -> None:

@@ -67,6 +67,17 @@ def test_answers_are_those_of_whole_passes_for_any_chunk_size(model: Any, chunk:
     assert rows == {"prefill": len(DOCUMENT) + 2 * len(QUESTION), "decode": 2 * 7}
 
 
+def test_memory_is_allocated_once_where_it_is_said_what_comes(model: Any) -> None:
+    document = random_tokens(1, 290)[0].tolist()
+    with attach(model) as session:
+        reader = Reader(session, chunk=64)
+        reader.read(document, then=9 + 40)
+        assert len(answered(reader, most=40).tokens) == len(answered(reader, most=12).tokens) + 28 == 40
+        assert (reader.cache.kv.resized, reader.cache.kv.pages.size) == (1, 339)  # once before there was any
+        answered(reader, most=300)  # more than was said: all of it at once
+        assert (reader.cache.kv.resized, reader.cache.kv.pages.size) == (2, 2 * 339)
+
+
 def test_an_answer_ends_before_a_stop_token_or_at_its_longest(model: Any) -> None:
     with attach(model) as session:
         reader = Reader(session)

@@ -269,6 +269,9 @@ class Session:
         )  # fmt: skip
         if phases is not None:
             phases.padded_end = real is not None and not bool(real[:, -1].all())
+            if cache is not None and phases.room:
+                cache.reserve(counts, max(0, phases.room - past - length))
+                phases.room = 0
         return Step(
             phase="decode" if decoding else "prefill",
             method=self.decode if decoding else self.prefill,

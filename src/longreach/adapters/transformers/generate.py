@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,7 @@ OTHER_SEARCHES = (  # settings that choose another search than greedy and sampli
     "custom_generate",
 )
 PADDED_END = "attention_mask: a prompt ends with padding, which its answer would follow; pad on the left"
+DEFAULT_NEW = 20  # tokens, where neither the call nor the model says a limit
 SERVING = ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager")
 
 
@@ -39,12 +40,14 @@ class Phases:
     """Where prefill ends for the thread that decodes: at `columns` of the cache, or when `prompt_done`.
 
     padded_end: whether a sequence of the pass under way ends with padding.
+    room: columns that prompt and longest answer take, where that is known; reserved at the first pass.
     """
 
     thread: int
     columns: int | None = None
     prompt_done: bool = False
     padded_end: bool = False
+    room: int = 0
 
     def decoding(self, past: int, length: int) -> bool:
         if self.columns is not None:
@@ -82,6 +85,7 @@ def wrap_generate(session: Session, generate: Callable[..., Any]) -> Callable[..
         if cache is not None and not isinstance(cache, LongreachCache):
             raise Unsupported(foreign_cache(cache))
         with session.prompt_end(None) as phases:
+            phases.room = _room(session.model, given)
             if given.get("use_cache") is False and session.prefill != session.decode:
                 raise InvalidInput(
                     "generate(use_cache=False) reads the prompt again for every token, so it has no decode steps to "
@@ -113,13 +117,35 @@ def foreign_cache(cache: Any) -> str:
     )
 
 
+def _settings(model: PreTrainedModel, given: dict[str, Any]) -> list[dict[str, Any]]:
+    """Where generate finds its settings: what it is called with, a configuration of the call, the model's own."""
+    passed = given.get("generation_config")
+    return [given, vars(passed) if passed else {}, vars(model.generation_config)]
+
+
+def _first(sources: Sequence[dict[str, Any]], name: str) -> Any:
+    return next((found[name] for found in sources if found.get(name) is not None), None)
+
+
+def _room(model: PreTrainedModel, given: dict[str, Any]) -> int:
+    """Columns that prompt and longest answer will take, as generate reckons; 0 where no prompt is given."""
+    prompts = (given.get(name) for name in ("inputs", "input_ids", "inputs_embeds"))
+    prompt = next((x.shape[1] for x in prompts if isinstance(x, Tensor) and x.dim() > 1), 0)
+    if not prompt:
+        return 0
+    sources = _settings(model, given)
+    new, total = _first(sources, "max_new_tokens"), _first(sources, "max_length")
+    if new is None and total is None:
+        new = DEFAULT_NEW
+    return (total if new is None else prompt + new) - 1  # the last token's keys are not needed
+
+
 def refuse_search(model: PreTrainedModel, given: dict[str, Any]) -> None:
     """Raise Unsupported for any search but greedy and sampling, and for caches asked for by name."""
-    asked = (given, vars(given["generation_config"]) if given.get("generation_config") else {})
-    own = vars(model.generation_config)
+    *asked, own = sources = _settings(model, given)
 
     def setting(name: str) -> Any:
-        return next((found[name] for found in (*asked, own) if found.get(name) is not None), None)
+        return _first(sources, name)
 
     beams = setting("num_beams") or 1
     if beams > 1:
@@ -130,7 +156,7 @@ def refuse_search(model: PreTrainedModel, given: dict[str, Any]) -> None:
                 f"generate({name}=...) is not supported on a model with longreach attached; "
                 f"use greedy search or sampling"
             )
-    cache = next((found["cache_implementation"] for found in asked if found.get("cache_implementation")), None)
+    cache = _first(asked, "cache_implementation")
     if cache not in (None, "dynamic"):
         raise Unsupported(f"cache_implementation={cache!r}: longreach brings its own cache; leave it out")
     if own.get("cache_implementation") is not None:  # a checkpoint's habit, which nobody asked for

@@ -5,7 +5,7 @@ transformers counts padded columns; the memory below holds real tokens only, so 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -87,18 +87,37 @@ class LongreachCache(Cache):
         self.batch, self.owner = batch, owner
         self.real: list[Tensor | int] = []  # column by column: bool [B, T] on the host, or T where all are real
         self.columns = 0
+        self.as_if: int | None = None
+        self.decoders: dict[Hashable, Any] = {}  # static steps made for this cache; they die with it
         self.spoilt: str | None = None
+
+    def reserve(self, new: Sequence[int], columns: int) -> None:
+        """Make room at once for the new[b] tokens of a pass and `columns` more after it.
+
+        A cache whose size the user fixed has its memory, and says only when that is full that it is.
+        """
+        if self.kv.config.capacity is None and self.kv.config.pages is None:
+            self.kv.reserve(range(self.batch), [n + columns for n in new])
 
     def commit(self, step: Step) -> None:
         """The pass is done: its tokens count from now on."""
         self.kv.commit(step.append)
-        if step.real is not None:
-            self.real.append(step.real.cpu())
+        self.grow(step.shape[1], step.real)
+
+    def grow(self, columns: int, real: Tensor | None = None) -> None:
+        """So many columns more are there. real: bool [B, columns], None where all are real tokens."""
+        if real is not None:
+            self.real.append(real.cpu())
         elif self.real and isinstance(self.real[-1], int):
-            self.real[-1] += step.shape[1]
+            self.real[-1] += columns
         else:
-            self.real.append(step.shape[1])
-        self.columns += step.shape[1]
+            self.real.append(columns)
+        self.columns += columns
+
+    @property
+    def seen(self) -> int:
+        """The columns transformers is told of: `as_if` where a step is to hold for any number of them."""
+        return self.columns if self.as_if is None else self.as_if
 
     @property
     def padded(self) -> bool:

@@ -53,10 +53,13 @@ class Reader:
         self.cache = session.new_cache(1)
         self.read_seconds = 0.0
 
-    def read(self, tokens: Sequence[int], progress: Advance = _ignore) -> Tensor:
-        """Put the document into the cache; logits [V] after it. progress is told how many tokens each pass read."""
+    def read(self, tokens: Sequence[int], progress: Advance = _ignore, *, then: int = 0) -> Tensor:
+        """Put the document into the cache; logits [V] after it. progress is told how many tokens each pass read.
+
+        then: tokens that the longest question and answer will take; the cache makes room for them at once.
+        """
         started = self._now()
-        logits = self._pass(tokens, progress)
+        logits = self._pass(tokens, progress, then)
         self.read_seconds += self._now() - started
         return logits
 
@@ -76,7 +79,7 @@ class Reader:
         check_length(self.session.model, self.cache.columns + len(tokens), max_new_tokens)
         with self.aside():
             started = self._now()
-            token = int(self._pass(tokens).argmax())
+            token = int(self._pass(tokens, then=max_new_tokens - 1).argmax())
             answer.first_token_seconds = self._now() - started
             while token not in stop:
                 answer.tokens.append(token)
@@ -96,13 +99,14 @@ class Reader:
             logits = self._forward([token])
         return logits, self._now() - started
 
-    def _pass(self, tokens: Sequence[int], progress: Advance = _ignore) -> Tensor:
+    def _pass(self, tokens: Sequence[int], progress: Advance = _ignore, then: int = 0) -> Tensor:
         if not tokens:
             raise InvalidInput("expected at least one token, got none")
         first = 0
         try:
             end = self.cache.columns + len(tokens)
-            with memory_errors(), self.session.prompt_end(end), self.cache.restored_on_error():
+            with memory_errors(), self.session.prompt_end(end) as phases, self.cache.restored_on_error():
+                phases.room = end + then
                 for first in range(0, len(tokens), self.chunk):
                     part = tokens[first : first + self.chunk]
                     logits = self._forward(part)
