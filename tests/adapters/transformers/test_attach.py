@@ -14,6 +14,8 @@ import pytest
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from longreach import CacheConfig, Dense, StreamingLLM, attach
 from longreach.adapters.transformers import Session
@@ -44,6 +46,24 @@ def test_afterwards_all_is_as_before(family: str) -> None:
     assert torch.equal(again.logits, want.logits) and torch.equal(again.tokens, want.tokens)
     assert not torch.equal(other.logits, want.logits)
     assert _trace(model) == trace
+
+
+def _registered() -> list[bool]:
+    return ["longreach" in table.valid_keys() for table in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)]
+
+
+def test_transformers_knows_the_name_only_while_some_session_lasts() -> None:
+    model, other = model_of("llama"), tiny_model("qwen3")
+    assert _registered() == [False, False]
+    first, second = attach(model), attach(other)
+    with pytest.raises(ConcurrentUse):
+        attach(model)
+    first.close()
+    first.close()
+    assert _registered() == [True, True]
+    other(prompt())
+    second.close()
+    assert _registered() == [False, False]
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
@@ -89,7 +109,7 @@ def test_an_error_while_attaching_leaves_the_model_untouched(monkeypatch: pytest
         with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="half-way"):
             patch.setattr(Session, step, _raise(RuntimeError("half-way")))
             attach(model)
-        assert _trace(model) == trace
+        assert _trace(model) == trace and _registered() == [False, False]
 
 
 def test_closing_twice_is_closing_once() -> None:

@@ -11,10 +11,10 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
-from longreach.adapters.transformers.attention import NAME, longreach_attention
+from longreach.adapters.transformers.attention import NAME
 from longreach.adapters.transformers.checks import (
     cache_windows,
     check_model,
@@ -32,9 +32,9 @@ from longreach.adapters.transformers.generate import (
     wrap_generate,
 )
 from longreach.adapters.transformers.hf_cache import LongreachCache
-from longreach.adapters.transformers.mask import pattern
 from longreach.adapters.transformers.memory import memory_errors
 from longreach.adapters.transformers.padding import real_tokens
+from longreach.adapters.transformers.registration import register, release
 from longreach.adapters.transformers.rotary import find_rotation, probing
 from longreach.adapters.transformers.step import Memo, Step, current, entered, plain_append
 from longreach.cache import CacheConfig
@@ -99,9 +99,8 @@ class Session:
         self._busy, self._generating = threading.Lock(), threading.Lock()
         self._pass_thread: int | None = None
         self._phases: Phases | None = None
-        AttentionInterface.register(NAME, longreach_attention)
-        AttentionMaskInterface.register(NAME, pattern)  # type: ignore[arg-type]
-        self._undo: list[Callable[[], Any]] = []
+        register()
+        self._undo: list[Callable[[], Any]] = [release]
         try:
             self._put_in(decoder)
         except BaseException:
