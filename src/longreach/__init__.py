@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 _NAMES = {
     "attach": "longreach.adapters.transformers",
     "load": "longreach.adapters.transformers",
+    "generate": "longreach.adapters.transformers.loop",
     "CacheConfig": "longreach.cache",
     "Dense": "longreach.methods.dense",
     "StreamingLLM": "longreach.methods.streaming_llm",
@@ -23,6 +24,7 @@ __all__ = ["__version__", *_NAMES]
 
 if TYPE_CHECKING:
     from longreach.adapters.transformers import attach as attach
+    from longreach.adapters.transformers.loop import generate as generate
     from longreach.adapters.transformers import load as load
     from longreach.cache import CacheConfig as CacheConfig
     from longreach.errors import LongreachError as LongreachError

@@ -83,7 +83,9 @@ class Ledger:
     def count(self, layers: tuple[Counted, ...]) -> None:
         """The host's part of `flush`."""
         for n in layers:
-            tally = self.tallies.setdefault((n.phase, n.layer), LayerTally(n.method, n.impl))
+            tally = self.tallies.get((n.phase, n.layer))
+            if tally is None:
+                tally = self.tallies[n.phase, n.layer] = LayerTally(n.method, n.impl)
             tally.steps += 1
             tally.rows += n.rows
             if n.dense_because:

@@ -94,8 +94,10 @@ class Session:
         self.impl = implementations.resolve(impl, model.device)
         self.ledger = Ledger()
         self.observe: Callable[..., None] | None = None
+        self.static_step: Step | None = None  # the step that the pass to come is, where the decode loop made it
+        self.static_caches: dict[int, LongreachCache] = {}  # batch -> the cache that the decode loop uses again
         self._decoder, self._layers = decoder, self._shape.layers
-        self._memo = Memo(cache_windows(model))
+        self.memo = Memo(cache_windows(model))
         self._busy, self._generating = threading.Lock(), threading.Lock()
         self._pass_thread: int | None = None
         self._phases: Phases | None = None
@@ -159,6 +161,7 @@ class Session:
         if self._pass_thread == threading.get_ident():
             raise ConcurrentUse("a session cannot be closed from within a forward pass of its model")
         with self._busy:
+            self.static_caches.clear()
             while self._undo:
                 self._undo.pop()()
 
@@ -196,9 +199,9 @@ class Session:
             self._phases = None
             self._generating.release()
 
-    def new_cache(self, batch: int = 1) -> LongreachCache:
-        """An empty cache for `batch` sequences, to be passed as `past_key_values`."""
-        return LongreachCache(self._layers, batch, self.cache_config, self.model.device, self)
+    def new_cache(self, batch: int = 1, config: CacheConfig | None = None) -> LongreachCache:
+        """An empty cache for `batch` sequences, to be passed as `past_key_values`. config: default the session's."""
+        return LongreachCache(self._layers, batch, config or self.cache_config, self.model.device, self)
 
     # the forward pass
 
@@ -251,6 +254,8 @@ class Session:
             self._busy.release()
 
     def _begin(self, given: dict[str, Any]) -> Step:
+        if self.static_step is not None:
+            return self.static_step
         tokens = given.get("input_ids")
         tokens = given.get("inputs_embeds") if tokens is None else tokens
         if not isinstance(tokens, Tensor) or tokens.dim() < 2 or not tokens.shape[1]:
@@ -276,7 +281,7 @@ class Session:
             method=self.decode if decoding else self.prefill,
             impl=self.impl,
             ledger=self.ledger,
-            memo=self._memo,
+            memo=self.memo,
             shape=(batch, length),
             real=real,
             append=plain_append(counts, tokens.device) if cache is None else cache.kv.begin(range(batch), counts),
@@ -290,6 +295,8 @@ class Session:
                 f"{type(self.model).__name__} called longreach's attention in layers {sorted(step.layers)} of "
                 f"{self._layers}; it does not take all its attention from the attention interface"
             )
+        if step.static:
+            return
         if step.cache is not None:
             step.cache.commit(step)
         self.ledger.flush()

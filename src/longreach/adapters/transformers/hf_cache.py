@@ -41,10 +41,10 @@ class _Layer(CacheLayerMixin):
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int, *args: Any) -> tuple[int, int]:
-        return self.cache.columns + int(query_length), 0
+        return self.cache.seen + int(query_length), 0
 
     def get_seq_length(self) -> int:
-        return self.cache.columns
+        return self.cache.seen
 
     def get_max_length(self) -> int:
         return self.cache.kv.config.capacity or -1

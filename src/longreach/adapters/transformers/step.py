@@ -43,6 +43,7 @@ class Step:
     append: where they go; cache: the cache they go to, None for a pass without one.
     rotary: (cos, sin) per layer, noted for methods that want queries before rotation.
     written: key and value that a layer put into the cache; layers: those that have attended.
+    static: one of a run of steps over fixed buffers: who runs them commits and counts.
     """
 
     phase: Phase
@@ -58,11 +59,12 @@ class Step:
     written: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     layers: set[int] = field(default_factory=set)
     observe: Callable[..., None] | None = None
+    static: bool = False
 
     @property
     def columns(self) -> int:
         """Columns, padding included, that the pass and what came before it fill."""
-        return self.shape[1] + (0 if self.cache is None else self.cache.columns)
+        return self.shape[1] + (0 if self.cache is None else self.cache.seen)
 
     def rows(self, x: Tensor) -> Tensor:
         """[B, heads, T, D] as the model has it -> the real tokens, packed [R, heads, D]."""

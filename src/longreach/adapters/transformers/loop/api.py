@@ -1,0 +1,299 @@
+"""longreach.generate: transformers' generate, greedy or sampling, by a loop made for decoding."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from longreach.adapters.transformers.attach import Session, attach
+from longreach.adapters.transformers.generate import PADDED_END
+from longreach.adapters.transformers.hf_cache import LongreachCache
+from longreach.adapters.transformers.loop import fuse as fusing
+from longreach.adapters.transformers.loop.choosing import Sampler, ends_of, greedy
+from longreach.adapters.transformers.loop.decoder import WARM, Decoder, vocabulary_of
+from longreach.adapters.transformers.loop.reading_back import read_back
+from longreach.adapters.transformers.memory import memory_errors
+from longreach.cache import CacheConfig
+from longreach.errors import InvalidInput, Unsupported
+from longreach.methods.base import AttentionMethod
+from longreach.ops.types import describe
+
+ROUND = 256  # tokens to which the loop's own caches round their size up, so that similar prompts share a captured step
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What `generate` made, and how.
+
+    sequences: int64 [B, T + new] on the model's device, prompts and answers; what follows an end is padding.
+    prompt: T. captured: whether the decode step ran as one CUDA graph; why_not: why it did not.
+    prefill_seconds; setup_seconds: the first steps, run uncaptured, with compiling and capturing, 0 where the step of
+    an earlier call was used; decode_seconds: the other `steps` steps of the model. Wall-clock, waiting for the device.
+    """
+
+    sequences: Tensor
+    prompt: int
+    captured: bool
+    why_not: str | None
+    prefill_seconds: float
+    setup_seconds: float
+    decode_seconds: float
+    steps: int
+
+    @property
+    def tokens(self) -> Tensor:
+        """int64 [B, new]: the answers."""
+        return self.sequences[:, self.prompt :]
+
+    @property
+    def seconds_per_token(self) -> float | None:
+        """Mean time of a decode step past the first ones; None where there was none."""
+        return self.decode_seconds / self.steps if self.steps else None
+
+
+@torch.no_grad()
+def generate(
+    session: Session | PreTrainedModel,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    max_new_tokens: int,
+    do_sample: bool = False,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    generator: torch.Generator | None = None,
+    eos_token_id: int | Sequence[int] | None = None,
+    pad_token_id: int | None = None,
+    prefill_chunk_size: int | None = None,
+    past_key_values: LongreachCache | None = None,
+    streamer: Any = None,
+    graph: bool | None = None,
+    fuse: str = "auto",
+    **attaching: Any,
+) -> Generated:
+    """Continue input_ids [B, T] (padded on the left where attention_mask [B, T] is 0) by up to max_new_tokens.
+
+    The same tokens as `model.generate` with the same options, by a loop of longreach's own: KV memory for prompt and
+    answer is reserved first, and on a GPU the decode step (the whole model, and the choice of a greedy token) is one
+    CUDA graph over fixed buffers, captured at a session's first call of a shape and used again by later ones.
+    Tokens are read back a few steps late so that the GPU never waits; the steps it ran past an end are forgotten, but
+    they were read for and the report counts them.
+
+    session: what `attach` returned; or a model, to which longreach is attached for the call, as `attach` does with
+        the remaining keywords (prefill=, decode=, cache=, impl=).
+    do_sample: draw tokens; otherwise greedy. temperature, top_k, top_p: as in transformers, by default what the
+        model's generation config says. generator: default torch's own.
+    eos_token_id: what ends an answer, by default as the generation config says; () for none. pad_token_id: likewise.
+    prefill_chunk_size: prompt tokens per pass, None for all at once.
+    past_key_values: a cache of session.new_cache() that holds the beginning of input_ids; it is gone on with.
+        None: a cache that the session keeps and uses again, for each batch size one.
+    streamer: as in transformers: put(prompt), put(tokens [B]) for every step, end().
+    graph: True or False to ask for capture or against it; None: where device and method allow it.
+    fuse: which parts are compiled for the captured step, one of `loop.fuse.FUSIONS`.
+
+    Raises InvalidInput, CapacityError, OutOfMemory, ConcurrentUse (another generate is running on the session),
+    Unsupported (graph=True where it cannot be; a model whose step cannot be captured). Whatever is raised, Ctrl-C
+    included, leaves session and cache as before the call.
+    """
+    if not isinstance(session, Session):
+        with attach(session, **attaching) as made:
+            return generate(
+                made, input_ids, attention_mask, max_new_tokens=max_new_tokens, do_sample=do_sample,
+                temperature=temperature, top_k=top_k, top_p=top_p, generator=generator, eos_token_id=eos_token_id,
+                pad_token_id=pad_token_id, prefill_chunk_size=prefill_chunk_size, past_key_values=past_key_values,
+                streamer=streamer, graph=graph, fuse=fuse,
+            )  # fmt: skip
+    if attaching:
+        raise InvalidInput(f"{', '.join(attaching)}: the session was attached already; give them to attach")
+    model = session.model
+    ids, mask = _prompt(session, input_ids, attention_mask, past_key_values)
+    for name, value in (("max_new_tokens", max_new_tokens), ("prefill_chunk_size", prefill_chunk_size)):
+        count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        if not count and (value is not None or name == "max_new_tokens"):
+            raise InvalidInput(f"{name}: expected a count >= 1, got {value!r}")
+    ends = ends_of(model, eos_token_id, pad_token_id, vocabulary_of(model))
+    if not do_sample and any(x is not None for x in (temperature, top_k, top_p, generator)):
+        raise InvalidInput("temperature, top_k, top_p and generator are for sampling; give do_sample=True too")
+    choose = Sampler(model, temperature, top_k, top_p, generator) if do_sample else greedy
+    why_not = _why_uncaptured(session, graph)
+    fuse = fusing.resolve(fuse, captured=why_not is None)
+
+    with session.prompt_end(ids.shape[1]), memory_errors():
+        cache = past_key_values or _own_cache(session, ids.shape[0], ids.shape[1] + max_new_tokens)
+        with cache.restored_on_error():
+            started = _now(model)
+            first = mask[:, cache.columns :].sum(1).tolist()
+            cache.kv.reserve(range(cache.batch), [n + max_new_tokens - 1 for n in first])
+            logits = _prefill(session, cache, ids, mask, prefill_chunk_size)
+            decoder = _decoder(session, cache, max_new_tokens, do_sample, fuse)
+            begun = _now(model)
+            with decoder.run(ends, max_new_tokens - 1):
+                run = _Run(decoder, choose, ends.eos, streamer, why_not is None, own=past_key_values is None)
+                tokens = run.tokens(ids, logits, max_new_tokens)
+            finished = _now(model)
+            extra = cache.columns - (ids.shape[1] + tokens.shape[1] - 1)
+            cache.drop_columns(extra)
+    return Generated(
+        torch.cat([ids, tokens], 1), ids.shape[1], why_not is None and run.replayed > 0,
+        why_not or (None if run.replayed else f"the answer was over within {WARM} steps"),
+        begun - started, run.setup_seconds, finished - begun - run.setup_seconds, run.steps - run.setup_steps,
+    )  # fmt: skip
+
+
+class _Run:
+    """The loop itself: tokens as they come."""
+
+    def __init__(self, decoder: Decoder, choose: Any, eos: tuple[int, ...], streamer: Any, capture: bool, *, own: bool):
+        self.decoder, self.choose, self.eos, self.streamer = decoder, choose, eos, streamer
+        # what ran past an end must be forgotten again, which state may refuse: then no step is run ahead
+        self.ahead = 0 if decoder.cache.kv.state and not own else None
+        self.capture = capture
+        self.setup_seconds, self.setup_steps, self.steps, self.replayed = 0.0, 0, 0, 0
+
+    def tokens(self, ids: Tensor, logits: Tensor, most: int) -> Tensor:
+        """int64 [B, new]: choose the first token from the prompt's logits [B, V], then step until all have ended."""
+        decoder = self.decoder
+        decoder.take(self.choose(logits))
+        back = read_back(decoder.token, ahead=self.ahead)
+        kept: list[Tensor] = []
+        if self.streamer is not None:
+            self.streamer.put(ids.cpu())
+        done = torch.zeros(ids.shape[0], dtype=torch.bool)
+        back.note(decoder.token)
+        while True:
+            for token in back.ready(last=len(kept) + back.pending >= most):
+                kept.append(token)
+                if self.streamer is not None:
+                    self.streamer.put(token)
+                done |= torch.isin(token, torch.tensor(self.eos, dtype=torch.int64))
+                if bool(done.all()) or len(kept) == most:
+                    if self.streamer is not None:
+                        self.streamer.end()
+                    return torch.stack(kept, 1).to(ids.device)
+            self._step()
+            back.note(decoder.token)
+
+    def _step(self) -> None:
+        decoder = self.decoder
+        setting_up = self.capture and decoder.graph is None
+        started = _now(decoder.session.model) if setting_up else 0.0
+        decoder.step(capture=self.capture)
+        if self.choose is not greedy:
+            assert decoder.logits is not None
+            decoder.take(self.choose(decoder.logits))
+        self.steps += 1
+        self.replayed += decoder.graph is not None
+        if setting_up:
+            self.setup_seconds += _now(decoder.session.model) - started
+            self.setup_steps += 1
+
+
+def _prompt(
+    session: Session, ids: Any, mask: Any, past: LongreachCache | None
+) -> tuple[Tensor, Tensor]:
+    """input_ids [B, T] and their padding mask [B, T], checked."""
+    model, columns = session.model, 0
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype not in (torch.int32, torch.int64) or not ids.numel():
+        raise InvalidInput(f"input_ids: expected int64 [B, T] with at least one token, got {describe(ids)}")
+    ids = ids.to(model.device, torch.int64)
+    if past is not None:
+        if not isinstance(past, LongreachCache) or past.owner is not session:
+            raise InvalidInput(f"past_key_values: expected a cache of session.new_cache(), got {describe(past)}")
+        columns = past.columns
+        if past.batch != ids.shape[0]:
+            raise InvalidInput(f"past_key_values holds {past.batch} sequences, the input has {ids.shape[0]}")
+        if past.spoilt:
+            raise InvalidInput(f"past_key_values: {past.spoilt}")
+        if columns >= ids.shape[1]:
+            raise InvalidInput(
+                f"input_ids: expected what the cache holds ({columns} columns) and at least one token more, got "
+                f"{ids.shape[1]} columns"
+            )
+    if mask is None:
+        mask = torch.ones_like(ids)
+        if past is not None:
+            mask[:, :columns] = past.column_mask().to(ids)
+    elif not isinstance(mask, Tensor) or mask.shape != ids.shape:
+        raise InvalidInput(f"attention_mask: expected [B, T] {list(ids.shape)} like input_ids, got {describe(mask)}")
+    mask = mask.to(ids.device)
+    if not bool(mask[:, -1].all()):
+        raise InvalidInput(PADDED_END)
+    return ids, mask
+
+
+def _why_uncaptured(session: Session, graph: bool | None) -> str | None:
+    """Why the decode step is not captured; None where it is. Raises Unsupported where capture was asked for."""
+    if graph is False:
+        return "graph=False"
+    why = None
+    if session.model.device.type != "cuda":
+        why = f"the model is on the {session.model.device.type}, which has no CUDA graphs"
+    elif session.decode.capture != "full":
+        why = f"{session.decode.name} works on the host between layers (capture = {session.decode.capture!r})"
+    elif session.observe is not None:
+        why = "session.observe is set, which wants to see every step"
+    if graph and why:
+        raise Unsupported(f"graph=True: {why}; leave graph out")
+    return why
+
+
+def _own_cache(session: Session, batch: int, columns: int) -> LongreachCache:
+    """An empty cache that the session keeps, with room for so many columns."""
+    kept = session.static_caches.get(batch)
+    config = session.cache_config
+    room = config.capacity or -(-columns // ROUND) * ROUND
+    if kept is not None and (kept.kv.config.capacity or 0) >= room:
+        kept.empty()
+        return kept
+    session.static_caches.pop(batch, None)
+    kept = None  # its memory goes before more is taken
+    pages = -(-room // config.page) * batch if config.kind == "paged" and config.pages is None else config.pages
+    fresh = session.new_cache(batch, replace(config, capacity=room, pages=pages))
+    session.static_caches[batch] = fresh
+    return fresh
+
+
+def _prefill(session: Session, cache: LongreachCache, ids: Tensor, mask: Tensor, chunk: int | None) -> Tensor:
+    """Read the prompt; logits [B, V] after it."""
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    for first in range(cache.columns, ids.shape[1], chunk or ids.shape[1]):
+        part = slice(first, first + (chunk or ids.shape[1]))
+        out = session.model(
+            input_ids=ids[:, part],
+            attention_mask=mask[:, : part.stop],
+            position_ids=positions[:, part],
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+    return out.logits[:, -1]
+
+
+def _decoder(session: Session, cache: LongreachCache, room: int, sampled: bool, fuse: str) -> Decoder:
+    """The step for this cache and method: that of an earlier call where its buffers fit."""
+    config, need = cache.kv.config, max(cache.kv.lengths) + room
+    name = (session.decode, sampled, fuse)
+    found: Decoder | None = cache.decoders.get(name)
+    if found is not None and found.usable and found.steps.width * found.steps.size >= need:
+        return found
+    cache.decoders.pop(name, None)
+    width = 1
+    if config.kind == "paged":
+        width = -(-(config.capacity or need) // config.page)
+        width = width if config.capacity else 1 << (width - 1).bit_length()
+    made = cache.decoders[name] = Decoder(session, cache, width, sampled=sampled, fuse=fuse)
+    return made
+
+
+def _now(model: PreTrainedModel) -> float:
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)
+    return time.perf_counter()

@@ -1,0 +1,169 @@
+"""The decode step of one batch over buffers that stay in place: run as it is, or captured in one CUDA graph."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import traceback
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from longreach.adapters.transformers.hf_cache import LongreachCache
+from longreach.adapters.transformers.loop.choosing import Ends, greedy
+from longreach.adapters.transformers.loop.fuse import fused
+from longreach.adapters.transformers.step import Step
+from longreach.cache import StaticSteps
+from longreach.errors import LongreachError, Unsupported
+from longreach.methods.ledger import Counted
+
+if TYPE_CHECKING:
+    from longreach.adapters.transformers.attach import Session
+
+WARM = 2  # steps run as they are before one is captured: what is compiled or made at first use must be there by then
+
+
+class Decoder:
+    """One token for every sequence of a batch, again and again. Made once for a cache and a method, used by many calls.
+
+    `start` begins a run after a prompt, `step` runs the model on the tokens chosen last and (greedily) chooses the
+    next, `take` takes tokens chosen outside. All of it works on fixed buffers and reads no length from the host, so
+    that the captured step is the step.
+    """
+
+    def __init__(self, session: Session, cache: LongreachCache, width: int, *, sampled: bool, fuse: str):
+        self.session, self.cache, self.sampled, self.fuse = session, cache, sampled, fuse
+        self.method, device = session.decode, session.model.device
+        self.steps = StaticSteps(cache.kv, range(cache.batch), width)
+        vocabulary = vocabulary_of(session.model)
+        with torch.inference_mode(False):
+            self.token = torch.zeros(cache.batch, dtype=torch.int64, device=device)
+            self.done = torch.zeros(cache.batch, dtype=torch.bool, device=device)
+            self.pad = torch.zeros((), dtype=torch.int64, device=device)
+            self.ends = torch.zeros(vocabulary, dtype=torch.bool, device=device)
+        self.logits: Tensor | None = None
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.counted: tuple[Counted, ...] = ()
+        self.warm = 0
+        self.capture_seconds = 0.0
+        self.weights = weights_of(session.model)
+
+    @property
+    def usable(self) -> bool:
+        """Whether memory and weights are where they were when the step was made."""
+        return self.steps.valid and self.weights == weights_of(self.session.model)
+
+    @contextlib.contextmanager
+    def run(self, ends: Ends, room: int) -> Iterator[None]:
+        """Within this block up to `room` steps may be run. Raises CapacityError."""
+        self.session.ledger.flush()  # what an earlier pass left half done is not this step's
+        with torch.inference_mode(False), torch.no_grad():
+            self.steps.open(room)
+            self.pad.fill_(ends.pad)
+            self.ends.zero_()
+            if ends.eos:
+                self.ends[torch.tensor(ends.eos, device=self.ends.device)] = True
+            self.done.zero_()
+        yield
+        self.steps.close()
+
+    def take(self, chosen: Tensor) -> None:
+        """These are the next tokens [B]; a sequence that has ended gets padding."""
+        self.token.copy_(torch.where(self.done, self.pad, chosen))
+        self.done.logical_or_(self.ends[self.token])
+
+    def step(self, *, capture: bool) -> None:
+        """One pass of the model; `token` then holds the next tokens (greedy), or `logits` [B, V] what to draw from."""
+        if self.graph is None and capture and self.warm >= WARM:
+            self._capture()
+        if self.graph is not None and capture:
+            self.graph.replay()
+        else:
+            with self._fused(capture):
+                self._pass()
+            self.warm += 1
+        self.session.ledger.count(self.counted)
+        self.steps.count()
+        self.cache.grow(1)
+
+    def _pass(self) -> None:
+        """What is captured."""
+        session, cache = self.session, self.cache
+        cache.as_if = self.steps.width * self.steps.size - 1  # masks found for a full cache hold for any length
+        session.static_step = self._step()
+        try:
+            out = session.model(
+                input_ids=self.token[:, None],
+                position_ids=self.steps.append.pos[:, None],
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+        finally:
+            session.static_step = cache.as_if = None
+        self.counted = session.ledger.settle()
+        self.steps.advance()
+        logits = out.logits[:, -1]
+        if self.sampled:
+            self.logits = logits
+        else:
+            self.take(greedy(logits))
+
+    def _step(self) -> Step:
+        session = self.session
+        return Step(
+            phase="decode",
+            method=self.method,
+            impl=session.impl,
+            ledger=session.ledger,
+            memo=session.memo,
+            shape=(self.cache.batch, 1),
+            real=None,
+            append=self.steps.append,
+            cache=self.cache,
+            observe=session.observe,
+            static=True,
+        )
+
+    def _capture(self) -> None:
+        started = time.perf_counter()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with self._fused(True), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self._pass()
+        except LongreachError:
+            raise
+        except RuntimeError as error:
+            raise Unsupported(
+                f"the decode step of {type(self.session.model).__name__} with {self.method.name} cannot be captured in a "
+                f"CUDA graph: {_last_line(error)} ({_where(error)}); use graph=False"
+            ) from error
+        self.graph = graph
+        self.capture_seconds = time.perf_counter() - started
+
+    def _fused(self, capture: bool) -> contextlib.AbstractContextManager[Any]:
+        return fused(self.session.model, self.fuse) if capture else contextlib.nullcontext()
+
+
+def vocabulary_of(model: Any) -> int:
+    """Entries of the model's logits."""
+    return model.get_output_embeddings().weight.shape[0]
+
+
+def weights_of(model: Any) -> int:
+    """Changes when a parameter moves: a captured step has read where it lay."""
+    return hash((model.training, *(p.data_ptr() for p in model.parameters())))
+
+
+def _last_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _where(error: BaseException) -> str:
+    """The innermost line of the model's or a method's code on the way to the error."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [f for f in frames if "transformers/models" in f.filename or "longreach/" in f.filename]
+    frame = (ours or frames)[-1]
+    return f"{frame.filename.rpartition('/')[2]}:{frame.lineno}: {frame.line}"
