@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from longreach.tasks.needle import training_episode
-from longreach.train.mini.batches import ANSWER, PADDING, TEXT, Renderer, load_renderer
+from longreach.train.mini.batches import ANSWER, PADDING, TEXT, Filler, Renderer, load_renderer
 from longreach.train.mini.config import BOS_ID, EOS_ID, PAD_ID
 
 
@@ -36,16 +36,25 @@ def test_answers_stand_in_the_context_and_end_with_eos(renderer: Renderer, seed:
     assert (supervised == EOS_ID).sum() == len(asked)
 
 
-@pytest.mark.parametrize("seed", range(4))
+def retokenised(renderer: Renderer, random: Random, filler: Filler) -> tuple[list[int], list[int]]:
+    """A rendered sequence up to its first answer (EOS parts what follows), and the tokens of its text."""
+    tokens, kinds = renderer.episode(random, 512, training_episode(random, renderer.train_keys, 3), filler)
+    rendered = tokens[1 : int(np.flatnonzero(kinds == ANSWER)[0]) + 1].tolist()
+    text = renderer.tokenizer.decode(rendered, skip_special_tokens=False)
+    return rendered, renderer.tokenizer.encode(text, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize("seed", range(40))
 def test_a_sequence_is_the_tokenisation_of_its_text(renderer: Renderer, seed: int) -> None:
-    random = Random(seed)
-    tokens, kinds = renderer.episode(
-        random, 512, training_episode(random, renderer.train_keys, 3), renderer.mixture.prose
-    )
-    end = int(np.flatnonzero(kinds == ANSWER)[0]) + 1  # up to the first answer: EOS splits what follows
-    text = renderer.tokenizer.decode(tokens[1:end].tolist())
-    again = renderer.tokenizer.encode(text, add_special_tokens=False).ids
-    assert again == tokens[1:end].tolist()
+    rendered, again = retokenised(renderer, Random(seed), renderer.mixture.prose)
+    assert again == rendered
+
+
+def test_special_tokens_that_filler_spells_are_those_tokens(renderer: Renderer) -> None:
+    text = "\n\n".join(['The start token, "<s>" if not given. The end token defaults to "</s>"; see below.'] * 60)
+    filler = Filler(np.asarray(renderer.encode([text])[0], dtype=np.uint16), renderer.tokenizer)
+    rendered, again = retokenised(renderer, Random(0), filler)
+    assert again == rendered and BOS_ID in rendered and EOS_ID in rendered
 
 
 def test_plain_text_is_all_supervised_as_text(renderer: Renderer) -> None:

@@ -1,7 +1,8 @@
 """Training sequences: filler tokens spliced with tokenised needles, questions and answers; made by worker processes.
 
-A rendered sequence equals the tokenisation of its own text: filler is cut, and needles go in, only where the
-tokenizer never merges across (before " Word" after a sentence's end, and after a line break).
+A rendered sequence, its special tokens spelt out, is the tokenisation of its own text: filler is cut, and needles go
+in, only where the tokenizer never merges across (before " Word" after a sentence's end, and after a line break).
+Filler holds a few special tokens itself, where documentation spells them ("</s>"): decoding without them loses those.
 """
 
 from __future__ import annotations
