@@ -40,4 +40,8 @@ def test_wilson_interval() -> None:
     low, high = wilson(90, 100)
     assert low == pytest.approx(0.8256, abs=1e-4) and high == pytest.approx(0.9448, abs=1e-4)
     assert wilson(0, 0) == (0.0, 1.0)
-    assert wilson(200, 200)[1] == pytest.approx(1.0)
+    for total in range(1, 300):
+        all_right, none_right = wilson(total, total), wilson(0, total)
+        assert all_right[1] == 1.0 and none_right[0] == 0.0
+        assert all_right[0] == pytest.approx(total / (total + 1.96**2))
+        assert none_right[1] == pytest.approx(1 - all_right[0])

@@ -24,7 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", metavar="DIR", type=Path, help="what --prepare built; trains from it")
     parser.add_argument("--out", metavar="DIR", type=Path, default=Path("runs/mini"), help="where the model goes")
     parser.add_argument("--minutes", type=float, default=23.0, help="time budget, compilation included (default 23)")
-    parser.add_argument("--resume", metavar="DIR", type=Path, help="start from this checkpoint's weights")
+    parser.add_argument("--resume", metavar="DIR", type=Path, help="go on from a checkpoint of --out, at its place in "
+                        "the schedule; --minutes counts its own (weights only: the optimiser starts anew)")  # fmt: skip
     parser.add_argument("--workers", type=positive, default=14, help="processes that make batches (default 14)")
     parser.add_argument("--evaluate", action="store_true", help="ask single-needle questions in the shipped haystack")
     parser.add_argument("--model", default="mini", metavar="DIR|mini", help="what to evaluate (default mini)")

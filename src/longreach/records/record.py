@@ -65,7 +65,8 @@ def wilson(right: int, total: int, z: float = 1.96) -> tuple[float, float]:
     p, n = right / total, total
     middle = (p + z * z / (2 * n)) / (1 + z * z / n)
     half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
-    return max(0.0, middle - half), min(1.0, middle + half)
+    # at the ends the bounds are 0 and 1 exactly, which the sums above miss by a rounding
+    return 0.0 if right == 0 else middle - half, 1.0 if right == total else middle + half
 
 
 def check_writable(path: Path) -> None:

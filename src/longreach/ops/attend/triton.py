@@ -69,7 +69,7 @@ def refuse(rows: Rows, kv: KVView, selection: Selection, sink_logit: Tensor | No
                     f"attend's Triton kernels have no backward pass and {name} requires a gradient; "
                     f"use impl='reference', or torch.no_grad()"
                 )
-    if rows.q.device.type != "cuda" and not kernels.INTERPRETED:
+    if rows.q.device.type != "cuda" and not kernels.INTERPRETED.value:
         raise Unsupported(
             f"attend's Triton kernels run on CUDA devices, got {rows.q.device}; use impl='reference' "
             f"(or set TRITON_INTERPRET=1 before longreach is used, to debug them)"
@@ -138,7 +138,7 @@ def _launch(
         *slot_pos.stride()[:2],
         group,
     )
-    paging = 0 if table.dim() == 1 or table.shape[1] == 1 else 1 if kv.page % t.block == 0 and not lists else 2
+    paged = table.dim() == 2 and table.shape[1] > 1
     mr = tiles.size * per_item
     pieces = out, out, out
     ends = out
@@ -147,14 +147,14 @@ def _launch(
         pieces = out.new_empty(slots), out.new_empty(slots), out.new_empty(slots * dim)
         ends = torch.empty(items, dtype=torch.int32, device=q.device)
     sunk = sink_logit is not None
-    chained = t.chained
+    chained = t.chained and dealt
     launch = {"launch_pdl": True} if chained else {}
     result = (out, lse, sink_logit if sunk else out, pieces, ends, heads, count)
     hull = not evicted and (choice.uniform or (tiles.size == 1 and not choice.own))
     kernels.attend_pieces[(programs if dealt else items,)](
         row_args, memory, choice.spans, choice.lists, result, float(scale), float(softcap or 1.0), items, programs,
-        layout=layout, kinds=choice.kinds, listing=choice.listing, form=form, PAGING=paging,
-        PAGE=kv.page if paging else 1, HULL=hull, CAPPED=softcap is not None,
+        layout=layout, kinds=choice.kinds, listing=choice.listing, form=form, PAGED=paged,
+        PAGE=kv.page if paged else 1, HULL=hull, CAPPED=softcap is not None,
         SUNK=sunk, DEALT=dealt, I2=i2 if dealt else 1, X=x, M=m, BN=t.block, D=dim, BD=wide, STAGES=t.stages,
         CHAINED=chained, num_warps=t.warps, **launch,
     )  # fmt: skip

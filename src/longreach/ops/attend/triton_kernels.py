@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-INTERPRETED = triton.knobs.runtime.interpret  # kernels run in Python, on CPU tensors
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # kernels run in Python, on CPU tensors
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 FAR = tl.constexpr((1 << 30) - 1)  # beyond any slot or position; two of them do not overflow
@@ -153,6 +153,52 @@ def _blocks_of(
 
 
 @triton.jit
+def _peek(at, mask):
+    """tl.load of integers, 0 where masked, that the software pipeliner leaves where it stands."""
+    if INTERPRETED:
+        x = tl.load(at, mask=mask, other=0)
+    elif at.dtype.element_ty == tl.int64:
+        x = tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b64 $0, 0; @p ld.global.b64 $0, [$1]; }",
+            "=l,l,r", [at.to(tl.int64), mask.to(tl.int32)], dtype=tl.int64, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        x = tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p ld.global.b32 $0, [$1]; }",
+            "=r,l,r", [at.to(tl.int64), mask.to(tl.int32)], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    return x
+
+
+@triton.jit
+def _entries(at, block, n, stream, over, BLOCK: tl.constexpr, BN: tl.constexpr):
+    """Entries of a block of a list [BN]."""
+    j = block * BN + n
+    return _peek(at + j // BLOCK, (j < stream) & ~over).to(tl.int32)
+
+
+@triton.jit
+def _slots(entry, block, n, stream, top, over, BLOCK: tl.constexpr, BN: tl.constexpr):
+    """Slots that these entries name [BN], -1 for none."""
+    j = block * BN + n
+    slot = tl.where(over, j, entry * BLOCK + j % BLOCK)
+    return tl.where((j < stream) & (slot < top), slot, -1)
+
+
+@triton.jit
+def _stretch(block, n, firsts, lasts, counts, SPANS: tl.constexpr, BN: tl.constexpr):
+    """Slots of a block of an item's spans [BN], where its span starts and stops, and the span's number."""
+    first, last, since, number = firsts[0], lasts[0], 0, 0
+    for s in tl.static_range(1, SPANS):
+        reached = block >= counts[s]
+        first = tl.where(reached, firsts[s], first)
+        last = tl.where(reached, lasts[s], last)
+        since = tl.where(reached, counts[s], since)
+        number = tl.where(reached, s, number)
+    return (block - since + first // BN) * BN + n, first, last, number
+
+
+@triton.jit
 def _tanh(x):
     t = tl.exp2(-2.0 * LOG2E * tl.abs(x))
     y = (1.0 - t) / (1.0 + t)
@@ -162,7 +208,7 @@ def _tanh(x):
 @triton.jit
 def _piece(
     item, begin, end, rows, memory, spans, lists, scale, cap,
-    layout: tl.constexpr, kinds: tl.constexpr, listing: tl.constexpr, form: tl.constexpr, PAGING: tl.constexpr, PAGE: tl.constexpr, HULL: tl.constexpr,
+    layout: tl.constexpr, kinds: tl.constexpr, listing: tl.constexpr, form: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr, HULL: tl.constexpr,
     CAPPED: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -202,7 +248,7 @@ def _piece(
     k_at = k_of + kv_head * k_head
     v_at = v_of + kv_head * v_head
     pos_at = p_of + kv_head * p_head
-    if PAGING == 0:  # one page a sequence
+    if not PAGED:  # one page a sequence
         page = tl.load(table + seq.to(tl.int64) * table_row).to(tl.int64)
         k_at += page * k_page
         v_at += page * v_page
@@ -231,41 +277,31 @@ def _piece(
     total = tl.zeros((M,), tl.float32)
     acc = tl.zeros((M, BD), tl.float32)
     n = tl.arange(0, BN)
+    if LISTS:  # entries are read two blocks ahead and their pages one, so that no load waits for another
+        entry = _entries(lists[0] + list_start, begin, n, stream, over, BLOCK, BN)
+        slot = _slots(entry, begin, n, stream, top, over, BLOCK, BN)
+        entry = _entries(lists[0] + list_start, begin + 1, n, stream, over, BLOCK, BN)
+        if PAGED:
+            page = _peek(pages + slot // PAGE, slot >= 0)
+    elif PAGED:
+        slot, first, last, _ = _stretch(begin, n, firsts, lasts, counts, SPANS, BN)
+        page = _peek(pages + slot // PAGE, (slot >= first) & (slot < last))
     for block in tl.range(begin, end, num_stages=STAGES):
         if LISTS:
-            j = block * BN + n
-            listed = j < stream
-            entry = tl.load(lists[0] + list_start + j // BLOCK, mask=listed & ~over, other=0).to(tl.int32)
-            slot = tl.where(over, j, entry * BLOCK + j % BLOCK)
-            column = listed & (slot >= 0) & (slot < top)
+            column = slot >= 0
         else:
-            first, last, since, number_of = firsts[0], lasts[0], 0, 0
-            for s in tl.static_range(1, SPANS):
-                reached = block >= counts[s]
-                first = tl.where(reached, firsts[s], first)
-                last = tl.where(reached, lasts[s], last)
-                since = tl.where(reached, counts[s], since)
-                number_of = tl.where(reached, s, number_of)
-            base_slot = (block - since + first // BN) * BN
-            slot = base_slot + n
+            slot, first, last, number_of = _stretch(block, n, firsts, lasts, counts, SPANS, BN)
             column = (slot >= first) & (slot < last)
         # where in memory; a slot that is no column is never followed
-        if PAGING == 0:
-            at_k = tl.zeros((BN,), tl.int64)
-            at_v = at_k
-            at_p = at_k
-            offset = slot
+        if PAGED:
+            at_k = page.to(tl.int64) * k_page + (slot % PAGE).to(tl.int64) * k_slot
+            at_v = page.to(tl.int64) * v_page + (slot % PAGE).to(tl.int64) * v_slot
         else:
-            if PAGING == 1:  # a block of keys lies in one page
-                page = tl.load(pages + base_slot // PAGE)
-            else:
-                page = tl.load(pages + slot // PAGE, mask=column, other=0)
-            at_k = page.to(tl.int64) * k_page
-            at_v = page.to(tl.int64) * v_page
-            at_p = page.to(tl.int64) * p_page
-            offset = slot % PAGE
+            at_k = slot.to(tl.int64) * k_slot
+            at_v = slot.to(tl.int64) * v_slot
         if EVICTED:
-            position = tl.load(pos_at + at_p + offset, mask=column, other=FAR).to(tl.int32)
+            at_p = page.to(tl.int64) * p_page + slot % PAGE if PAGED else slot
+            position = tl.load(pos_at + at_p, mask=column, other=FAR).to(tl.int32)
         # which keys each row takes
         if LISTS:
             take = column[None, :] & (slot[None, :] < seen[:, None])
@@ -300,7 +336,7 @@ def _piece(
         if not HULL:  # read what some row takes, nothing else
             column = tl.max(take.to(tl.int32), 0) > 0
         k = tl.load(
-            k_at + (at_k + offset.to(tl.int64) * k_slot)[None, :] + d[:, None],
+            k_at + at_k[None, :] + d[:, None],
             mask=column[None, :] & inside[:, None] if BD != D else column[None, :],
             other=0.0,
         )
@@ -311,7 +347,8 @@ def _piece(
             x = x * (scale * LOG2E)
         if LISTS:
             if WEIGHTED:
-                w = tl.load(lists[2] + list_start + j // BLOCK, mask=listed & ~over, other=0.0)
+                j = block * BN + n
+                w = tl.load(lists[2] + list_start + j // BLOCK, mask=(j < stream) & ~over, other=0.0)
                 x += w.to(tl.float32)[None, :] * LOG2E
         x = tl.where(take, x, float("-inf"))
         higher = tl.maximum(peak, tl.max(x, 1))
@@ -320,12 +357,20 @@ def _piece(
         shrink = tl.exp2(peak - base)
         total = total * shrink + tl.sum(p, 1)
         v = tl.load(
-            v_at + (at_v + offset.to(tl.int64) * v_slot)[:, None] + d[None, :],
+            v_at + at_v[:, None] + d[None, :],
             mask=column[:, None] & inside[None, :] if BD != D else column[:, None],
             other=0.0,
         )
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
         peak = higher
+        if LISTS:
+            slot = _slots(entry, block + 1, n, stream, top, over, BLOCK, BN)
+            if PAGED:
+                page = _peek(pages + slot // PAGE, slot >= 0)
+            entry = _entries(lists[0] + list_start, block + 2, n, stream, over, BLOCK, BN)
+        elif PAGED:
+            slot, first, last, _ = _stretch(block + 1, n, firsts, lasts, counts, SPANS, BN)
+            page = _peek(pages + slot // PAGE, (slot >= first) & (slot < last))
     return row, head, peak, total, acc
 
 
@@ -354,7 +399,7 @@ def _finish(row, head, peak, total, acc, sink, out, lse, heads, D: tl.constexpr,
 @triton.jit
 def attend_pieces(
     rows, memory, spans, lists, result, scale, cap, items, programs,
-    layout: tl.constexpr, kinds: tl.constexpr, listing: tl.constexpr, form: tl.constexpr, PAGING: tl.constexpr, PAGE: tl.constexpr, HULL: tl.constexpr,
+    layout: tl.constexpr, kinds: tl.constexpr, listing: tl.constexpr, form: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr, HULL: tl.constexpr,
     CAPPED: tl.constexpr, SUNK: tl.constexpr, DEALT: tl.constexpr, I2: tl.constexpr, X: tl.constexpr,
     M: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
@@ -367,8 +412,8 @@ def attend_pieces(
     layout: see _row_of. kinds: for each span whether start and stop are tensors, whether they are relative, and the
     same two of the split (None, None without one). listing: None for spans, else (heads, block, packed or not,
     weighted or not, capacity, shared or not). form: (parts, head axis, query heads an item, those with spans of their
-    own, whether slots have positions of their own, spans). PAGING: 0 one page a
-    sequence, 1 a block lies in one page, 2 anything. HULL: the slots that a block's rows take form one run.
+    own, whether slots have positions of their own, spans). PAGED: more than one page a
+    sequence, of PAGE slots. HULL: the slots that a block's rows take form one run.
     CHAINED: launched while the kernel before still runs (programmatic dependent launch), so it has to wait for it.
     DEALT: blocks are dealt out evenly and pieces kept; else a program does one item and writes its result.
     """
@@ -397,7 +442,7 @@ def attend_pieces(
             end = tl.minimum(tl.sum(tl.where(number == item, ends, 0), 0), stop)
             row, head, peak, total, acc = _piece(
                 item, begin - start, end - start, rows, memory, spans, lists, scale, cap,
-                layout, kinds, listing, form, PAGING, PAGE, HULL, CAPPED, M, BN, D, BD, STAGES,
+                layout, kinds, listing, form, PAGED, PAGE, HULL, CAPPED, M, BN, D, BD, STAGES,
             )  # fmt: skip
             place = (program + item) * MR + m
             tl.store(pieces[0] + place, peak, mask=m < MR)
@@ -414,7 +459,7 @@ def attend_pieces(
         end = tl.sum(_blocks_of(number, rows, memory, spans, lists, layout, kinds, listing, form, X, BN), 0)
         row, head, peak, total, acc = _piece(
             item, 0, end, rows, memory, spans, lists, scale, cap,
-            layout, kinds, listing, form, PAGING, PAGE, HULL, CAPPED, M, BN, D, BD, STAGES,
+            layout, kinds, listing, form, PAGED, PAGE, HULL, CAPPED, M, BN, D, BD, STAGES,
         )  # fmt: skip
         shifted = row + item % form[0] * row_count
         _finish(shifted, head, peak, total, acc, sink, out, lse, heads, D, SUNK, d, (row >= 0) & (m < MR))

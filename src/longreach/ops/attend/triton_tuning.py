@@ -7,7 +7,9 @@ from functools import cache
 
 import torch
 
-from longreach.ops.attend.triton_kernels import INTERPRETED
+from longreach.ops.attend.triton_kernels import INTERPRETED as _INTERPRETED
+
+INTERPRETED: bool = _INTERPRETED.value
 
 
 @dataclass(frozen=True)

@@ -202,7 +202,7 @@ def _work(folder: str, plain_text: float, requests: Any, results: Any) -> None:
 class BatchFactory:
     """Worker processes that make batches ahead of time, delivered in the order in which they were asked for."""
 
-    def __init__(self, folder: Path, plain_text: float, workers: int, seed: int):
+    def __init__(self, folder: Path, plain_text: float, workers: int, seed: str):
         context = multiprocessing.get_context("spawn")
         self._requests, self._results = context.Queue(), context.Queue()
         self._seed, self._asked, self._given = seed, 0, 0

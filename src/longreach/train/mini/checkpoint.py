@@ -5,35 +5,55 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from longreach.errors import ModelFileError
 from longreach.train.mini.model import Llama
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+CORPUS = "corpus.json"  # beside a model: what it was trained on, as `prepare` wrote it
+MANIFEST = "manifest.json"  # the same, beside the training data
 
 
-def save(model: Llama, folder: Path, data: Path) -> None:
-    """Write a complete model directory; each file is replaced at once, so that a reader never sees half of one."""
+@dataclass(frozen=True)
+class Progress:
+    """How far training has come: seconds of its budget, updates, tokens seen."""
+
+    seconds: float = 0.0
+    steps: int = 0
+    tokens: int = 0
+
+
+def save(model: Llama, folder: Path, data: Path, done: Progress) -> None:
+    """Write a complete model directory; each file is replaced at once, so that a reader never sees half of one.
+
+    done: noted in the weights' header, for `load` to go on from.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     weights = {
         name: w.detach().to(device="cpu", dtype=torch.bfloat16).contiguous() for name, w in model.state_dict().items()
     }
-    save_file(weights, folder / "model.safetensors.part", metadata={"format": "pt"})
+    save_file(weights, folder / "model.safetensors.part", metadata={"format": "pt", "training": json.dumps(asdict(done))})
     os.replace(folder / "model.safetensors.part", folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(model.shape.to_transformers(), indent=1) + "\n")
     for name in TOKENIZER_FILES:
         shutil.copyfile(data / name, folder / name)
+    shutil.copyfile(data / MANIFEST, folder / CORPUS)
 
 
-def load_weights(model: Llama, folder: Path) -> None:
+def load(model: Llama, folder: Path) -> Progress:
     """Fill the model from a checkpoint of the same shape.
 
+    Returns:
+        how far its training had come.
+
     Raises:
-        ModelFileError: no such file, or weights of another shape.
+        ModelFileError: no such file, weights of another shape, or none of `save`'s.
     """
     path = folder / "model.safetensors"
     if not path.is_file():
@@ -42,4 +62,9 @@ def load_weights(model: Llama, folder: Path) -> None:
     expected = {name: tuple(w.shape) for name, w in model.state_dict().items()}
     if {name: tuple(w.shape) for name, w in weights.items()} != expected:
         raise ModelFileError(f"{path} holds a model of another shape; resume from one with this recipe's shape")
+    with safe_open(path, framework="pt") as file:
+        noted = (file.metadata() or {}).get("training")
+    if noted is None:
+        raise ModelFileError(f"{path} does not say how far its training had come; resume from one that training wrote")
     model.load_state_dict({name: w.float() for name, w in weights.items()})
+    return Progress(**json.loads(noted))

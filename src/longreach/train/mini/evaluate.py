@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from longreach.adapters.transformers import load, model_path
 from longreach.records import environment, wilson
 from longreach.tasks import haystack
 from longreach.tasks.needle import KeySource, evaluation_episode
+from longreach.train.mini.checkpoint import CORPUS
 
 ANSWER_ROOM = 16
 
@@ -31,6 +33,17 @@ class Sample:
     right: bool
     control_answer: str
     control_right: bool
+
+
+def training_overlap(folder: Path) -> dict[str, int] | None:
+    """Stretches of so many characters that a model's training text shares with the haystack, as counted when the
+    text was made; None where the model does not say what it was trained on, or was held against another haystack.
+    """
+    path = folder / CORPUS
+    corpus = json.loads(path.read_text()) if path.is_file() else {}
+    if corpus.get("haystack_sha256") != haystack.sha256():
+        return None
+    return {"characters": corpus["overlap_window"], "stretches": corpus["overlap_hits"]}
 
 
 def evaluate(
@@ -70,7 +83,8 @@ def evaluate(
         results.append(Sample(depth, tokens, len(text), needle.value, said, right, control, needle.value in control))
         progress(1)
     total = sum(s.right for s in results)
-    weights = (model_path(model) / "model.safetensors").read_bytes()
+    folder = model_path(model)
+    weights = (folder / "model.safetensors").read_bytes()
     return {
         "what": "single needle in real text",
         "config": {
@@ -83,6 +97,7 @@ def evaluate(
         },
         "model_sha256": hashlib.sha256(weights).hexdigest(),
         "haystack_sha256": haystack.sha256(),
+        "training_overlap": training_overlap(folder),
         **environment(network.device),
         "dtype": str(network.dtype).removeprefix("torch."),
         "right": total,

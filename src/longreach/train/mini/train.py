@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from longreach.errors import LongreachError
+from longreach.records import environment
 from longreach.train.mini import checkpoint
 from longreach.train.mini.batches import ANSWER, CONTEXT, TEXT, BatchFactory
 from longreach.train.mini.config import ModelShape, Schedule
@@ -122,7 +123,9 @@ def train(
 
     Args:
         data: what `prepare` wrote.
-        resume: a checkpoint whose weights to start from; the learning rate warms up again.
+        resume: a checkpoint that training wrote, to go on from: at its place in the schedule of `minutes`, which its
+            own count in. It holds weights (bf16) and no optimiser: the learning rate warms up again, and batches are
+            others.
         dev_every, save_every: seconds between accuracy measurements and checkpoints.
         dev_batches: microbatches per length in each accuracy measurement.
 
@@ -135,23 +138,26 @@ def train(
         raise LongreachError("no CUDA device here; pass --device cpu (slow) or train on a machine with a GPU")
     torch.set_float32_matmul_precision("high")
     trainer = Trainer(shape, schedule, device, compile_layers)
-    if resume is not None:
-        checkpoint.load_weights(trainer.model, resume)
-    factory = BatchFactory(data, schedule.plain_text, workers, seed)
+    done = checkpoint.Progress() if resume is None else checkpoint.load(trainer.model, resume)
+    if done.seconds >= minutes * 60:
+        raise LongreachError(
+            f"{resume} was trained for {done.seconds / 60:.1f} minutes, all of the {minutes:g} asked for; give more "
+            f"--minutes, its own included, to go on with it"
+        )
+    factory = BatchFactory(data, schedule.plain_text, workers, f"{seed}" if resume is None else f"{seed}@{done.steps}")
     log: dict[str, Any] = {
         "shape": asdict(shape),
         "schedule": asdict(schedule),
         "minutes": minutes,
         "seed": seed,
-        "resume": str(resume) if resume else None,
-        "torch": torch.__version__,
-        "device": device,
+        "resume": {"from": str(resume), **asdict(done)} if resume else None,
+        **environment(trainer.device),
         "parameters": sum(p.numel() for p in trainer.model.parameters()),
         "curve": [],
         "dev": [],
     }
     try:
-        _loop(trainer, factory, data, out, log, minutes * 60, dev_every, save_every, dev_batches, workers, say)
+        _loop(trainer, factory, data, out, log, done, minutes * 60, dev_every, save_every, dev_batches, workers, say)
     finally:
         factory.close()
     return log
@@ -163,6 +169,7 @@ def _loop(
     data: Path,
     out: Path,
     log: dict[str, Any],
+    done: checkpoint.Progress,
     budget: float,
     dev_every: float,
     save_every: float,
@@ -178,9 +185,11 @@ def _loop(
             factory.ask(length, max(1, schedule.microbatch_tokens // length), dev=True)
     for _ in range(factory.pending):
         dev.append(factory.take())
-    begun = said = time.monotonic()
-    last_dev, last_save = begun, begun
-    step = asked = tokens = bad = said_tokens = 0
+    last_dev = last_save = said = time.monotonic()
+    begun = said - done.seconds
+    step, tokens = done.steps, done.tokens
+    asked = bad = 0
+    said_tokens = tokens
     starved = 0.0
     while (elapsed := time.monotonic() - begun) < budget:
         fraction = elapsed / budget
@@ -192,15 +201,15 @@ def _loop(
         waited = time.monotonic()
         batches = [factory.take() for _ in range(schedule.microbatches)]
         starved += time.monotonic() - waited
-        lr = learning_rate(schedule, fraction, step)
+        lr = learning_rate(schedule, fraction, step - done.steps)
         result = trainer.step(batches, lr)
-        step += 1
+        step, first = step + 1, step == done.steps
         tokens += sum(k.size for _, _, k in batches)
         bad = 0 if result else bad + 1
         if bad > MAX_BAD_STEPS:
             raise LongreachError(f"{bad} steps in a row were not finite; lower the learning rate")
         now = time.monotonic()
-        if result and (step % 10 == 0 or step == 1):
+        if result and (step % 10 == 0 or first):
             log["curve"].append(
                 {
                     "step": step,
@@ -211,7 +220,7 @@ def _loop(
                     **result,
                 }
             )
-        if result and (now - said > 10 or step == 1):
+        if result and (now - said > 10 or first):
             rate = (tokens - said_tokens) / (now - said)
             say(
                 f"{now - begun:6.0f}s step {step} {tokens / 1e6:.1f}M tok {rate / 1e6:.3f}M/s "
@@ -227,13 +236,14 @@ def _loop(
             say(f"{now - begun:6.0f}s dev exact match " + " ".join(f"{n}: {a:.3f}" for n, a in accuracy.items()))
             last_dev = now
         if now - last_save > save_every:
-            _write(trainer, data, out, log)
+            _write(trainer, data, out, log, checkpoint.Progress(now - begun, step, tokens))
             last_save = now
-    log["steps"], log["tokens"], log["seconds"] = step, tokens, round(time.monotonic() - begun, 2)
-    _write(trainer, data, out, log)
+    seconds = time.monotonic() - begun
+    log["steps"], log["tokens"], log["seconds"] = step, tokens, round(seconds, 2)
+    _write(trainer, data, out, log, checkpoint.Progress(seconds, step, tokens))
     say(f"done: {step} steps, {tokens / 1e6:.1f}M tokens, {log['seconds']:.0f}s, written to {out}")
 
 
-def _write(trainer: Trainer, data: Path, out: Path, log: dict[str, Any]) -> None:
-    checkpoint.save(trainer.model, out, data)
+def _write(trainer: Trainer, data: Path, out: Path, log: dict[str, Any], done: checkpoint.Progress) -> None:
+    checkpoint.save(trainer.model, out, data, done)
     (out / "train.json").write_text(json.dumps(log) + "\n")
