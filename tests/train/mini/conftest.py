@@ -25,5 +25,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_tokenizer(tokenizer, folder, SHAPE.max_position_embeddings)
     for kind in ("prose", "code"):
         write_tokens(folder / f"{kind}.bin.xz", texts, tokenizer)
+    manifest = {"overlap_window": 64, "overlap_hits": 3, "haystack_sha256": haystack.sha256()}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
     (folder / "words.json").write_text(json.dumps(words))
     return folder

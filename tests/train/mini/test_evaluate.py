@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import pytest
+
+from longreach.adapters.transformers import model_path
 from longreach.cli.main import main
+from longreach.errors import ModelFileError
 from longreach.records import wilson
 from longreach.tasks import haystack
-from longreach.train.mini.evaluate import evaluate
+from longreach.train.mini.evaluate import evaluate, training_overlap
 
 
 def test_the_shipped_model_finds_needles_and_only_needles() -> None:
@@ -22,9 +27,24 @@ def test_the_shipped_model_finds_needles_and_only_needles() -> None:
     assert all(i / 4 <= d < (i + 1) / 4 for i, d in enumerate(depths))
 
 
-def test_the_shipped_model_is_small_enough() -> None:
-    from longreach.adapters.transformers import model_path
+def test_a_record_says_what_training_and_haystack_share(tmp_path: Path) -> None:
+    """As counted when the training text was made; unknown where that was not for this haystack."""
+    shipped = training_overlap(model_path("mini"))
+    assert shipped == {"characters": 64, "stretches": 0}
+    assert evaluate("mini", samples=1, length=300)["training_overlap"] == shipped
+    corpus = {"overlap_window": 64, "overlap_hits": 5, "haystack_sha256": haystack.sha256()}
+    assert training_overlap(tmp_path) is None
+    (tmp_path / "corpus.json").write_text(json.dumps(corpus))
+    assert training_overlap(tmp_path) == {"characters": 64, "stretches": 5}
+    (tmp_path / "corpus.json").write_text(json.dumps({**corpus, "haystack_sha256": "other"}))
+    assert training_overlap(tmp_path) is None
+    for wrong in ("[]", "{", json.dumps({"haystack_sha256": haystack.sha256()})):
+        (tmp_path / "corpus.json").write_text(wrong)
+        with pytest.raises(ModelFileError, match=r"corpus\.json is not as training writes it"):
+            training_overlap(tmp_path)
 
+
+def test_the_shipped_model_is_small_enough() -> None:
     assert sum(p.stat().st_size for p in model_path("mini").iterdir()) <= 36_000_000
 
 

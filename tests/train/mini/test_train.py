@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from longreach.adapters.transformers import load
+from longreach.adapters.transformers import load, model_path
 from longreach.errors import LongreachError, ModelFileError
 from longreach.testing.recipe import SHAPE
 from longreach.train.mini import checkpoint
@@ -41,12 +41,21 @@ def test_train_writes_a_transformers_model_and_resumes_from_it(data: Path, tmp_p
     log = train(data, out, minutes=0.05, schedule=SCHEDULE, say=said.append, dev_every=1, **options)
     assert log["steps"] >= 1 and log["dev"] and said[-1].startswith("done")
     assert json.loads((out / "train.json").read_text())["steps"] == log["steps"]
+    assert log["device"]["type"] == "cpu" and log["device"]["name"] and {"commit", "dirty", "versions"} <= log.keys()
+    assert json.loads((out / "corpus.json").read_text())["overlap_hits"] == 3
     model, tokenizer = load(out)
     ids = torch.tensor([tokenizer("One 1234567.").input_ids])
     assert ids[0, 0] == 1 and torch.isfinite(model(ids).logits).all()
     still = replace(SCHEDULE, peak_lr=0.0, final_lr=0.0)  # what is written is then what was read
-    again = train(data, more, minutes=0.01, schedule=still, resume=out, seed=1, say=said.append, **options)
-    assert again["steps"] >= 1 and again["resume"] == str(out)
+    with pytest.raises(LongreachError, match=r"all of the 0\.05 asked for; give more --minutes"):
+        train(data, more, minutes=0.05, schedule=still, resume=out, **options)
+    longer = (log["seconds"] + 1) / 60  # so this is its last second, where sequences are long
+    again = train(data, more, minutes=longer, schedule=still, resume=out, say=said.append, **options)
+    assert again["steps"] > log["steps"] and again["tokens"] > log["tokens"] and again["seconds"] > log["seconds"]
+    first = again["curve"][0]
+    assert first["lengths"] == [512, 256] and log["curve"][0]["lengths"] == [256, 256]
+    assert first["step"] == log["steps"] + 1 and first["seconds"] > log["seconds"]
+    assert again["resume"]["from"] == str(out) and again["resume"]["steps"] == log["steps"]
     read, written = (load_file(folder / "model.safetensors") for folder in (out, more))
     assert read.keys() == written.keys() and all(torch.equal(read[name], written[name]) for name in read)
 
@@ -57,7 +66,7 @@ def test_the_training_model_is_transformers_llama(data: Path, tmp_path: Path) ->
     with torch.no_grad():
         for weight in ours.parameters():
             weight.copy_((weight * 8).bfloat16())  # large enough for attention to matter, exact in the checkpoint
-    checkpoint.save(ours, tmp_path, data)
+    checkpoint.save(ours, tmp_path, data, checkpoint.Trained())
     theirs, _ = load(tmp_path)
     ids = torch.randint(3, SHAPE.vocab_size, (2, 50))
     with torch.no_grad():
@@ -66,13 +75,17 @@ def test_the_training_model_is_transformers_llama(data: Path, tmp_path: Path) ->
     assert error < 1e-4  # fp32 rounding through two layers; another RoPE, norm or head order gives over 1e-2
 
 
-def test_resuming_from_another_shape_is_refused(data: Path, tmp_path: Path) -> None:
-    checkpoint.save(Llama(SHAPE), tmp_path, data)
+def test_resuming_from_what_training_did_not_write_is_refused(data: Path, tmp_path: Path) -> None:
+    checkpoint.save(Llama(SHAPE), tmp_path, data, checkpoint.Trained(61.5, 7, 900))
+    assert checkpoint.load(Llama(SHAPE), tmp_path) == checkpoint.Trained(61.5, 7, 900)
     other = Llama(ModelShape(**{**SHAPE.__dict__, "hidden_size": 48}))
     with pytest.raises(ModelFileError, match="another shape"):
-        checkpoint.load_weights(other, tmp_path)
+        checkpoint.load(other, tmp_path)
     with pytest.raises(ModelFileError, match=r"no model\.safetensors"):
-        checkpoint.load_weights(other, tmp_path / "nowhere")
+        checkpoint.load(other, tmp_path / "nowhere")
+    shipped = model_path("mini")
+    with pytest.raises(ModelFileError, match="does not say how far"):
+        checkpoint.load(Llama(ModelShape()), shipped)
 
 
 def test_cuda_where_there_is_none(data: Path, tmp_path: Path) -> None:

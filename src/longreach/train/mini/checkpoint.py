@@ -21,7 +21,7 @@ MANIFEST = "manifest.json"  # the same, beside the training data
 
 
 @dataclass(frozen=True)
-class Progress:
+class Trained:
     """How far training has come: seconds of its budget, updates, tokens seen."""
 
     seconds: float = 0.0
@@ -29,7 +29,7 @@ class Progress:
     tokens: int = 0
 
 
-def save(model: Llama, folder: Path, data: Path, done: Progress) -> None:
+def save(model: Llama, folder: Path, data: Path, done: Trained) -> None:
     """Write a complete model directory; each file is replaced at once, so that a reader never sees half of one.
 
     done: noted in the weights' header, for `load` to go on from.
@@ -38,7 +38,8 @@ def save(model: Llama, folder: Path, data: Path, done: Progress) -> None:
     weights = {
         name: w.detach().to(device="cpu", dtype=torch.bfloat16).contiguous() for name, w in model.state_dict().items()
     }
-    save_file(weights, folder / "model.safetensors.part", metadata={"format": "pt", "training": json.dumps(asdict(done))})
+    header = {"format": "pt", "training": json.dumps(asdict(done))}
+    save_file(weights, folder / "model.safetensors.part", metadata=header)
     os.replace(folder / "model.safetensors.part", folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(model.shape.to_transformers(), indent=1) + "\n")
     for name in TOKENIZER_FILES:
@@ -46,7 +47,7 @@ def save(model: Llama, folder: Path, data: Path, done: Progress) -> None:
     shutil.copyfile(data / MANIFEST, folder / CORPUS)
 
 
-def load(model: Llama, folder: Path) -> Progress:
+def load(model: Llama, folder: Path) -> Trained:
     """Fill the model from a checkpoint of the same shape.
 
     Returns:
@@ -67,4 +68,4 @@ def load(model: Llama, folder: Path) -> Progress:
     if noted is None:
         raise ModelFileError(f"{path} does not say how far its training had come; resume from one that training wrote")
     model.load_state_dict({name: w.float() for name, w in weights.items()})
-    return Progress(**json.loads(noted))
+    return Trained(**json.loads(noted))

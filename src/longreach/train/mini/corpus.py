@@ -164,7 +164,8 @@ def build(limit_files: int | None = None) -> Corpus:
     index = OverlapIndex(["\n\n".join(corpus.haystack)])
     corpus.prose, dropped_prose = without_overlap(unrepeated(prose), index)
     corpus.code, dropped_code = without_overlap(unrepeated(code), index)
-    hits = {kind: len(index.starts("\n\n".join(texts))) for kind, texts in (("prose", corpus.prose), ("code", corpus.code))}
+    texts = {"prose": corpus.prose, "code": corpus.code}
+    hits = {kind: len(index.starts("\n\n".join(parts))) for kind, parts in texts.items()}
     if any(hits.values()):
         raise LongreachError(f"training text still shares {WINDOW} characters with the haystack, at {hits} places")
     corpus.manifest = {

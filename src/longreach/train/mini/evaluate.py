@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from longreach.adapters.transformers import load, model_path
+from longreach.errors import ModelFileError
 from longreach.records import environment, wilson
 from longreach.tasks import haystack
 from longreach.tasks.needle import KeySource, evaluation_episode
@@ -40,10 +41,13 @@ def training_overlap(folder: Path) -> dict[str, int] | None:
     text was made; None where the model does not say what it was trained on, or was held against another haystack.
     """
     path = folder / CORPUS
-    corpus = json.loads(path.read_text()) if path.is_file() else {}
-    if corpus.get("haystack_sha256") != haystack.sha256():
-        return None
-    return {"characters": corpus["overlap_window"], "stretches": corpus["overlap_hits"]}
+    try:
+        corpus = json.loads(path.read_text()) if path.is_file() else {}
+        if corpus.get("haystack_sha256") != haystack.sha256():
+            return None
+        return {"characters": corpus["overlap_window"], "stretches": corpus["overlap_hits"]}
+    except (ValueError, KeyError, AttributeError) as error:
+        raise ModelFileError(f"{path} is not as training writes it ({error!r}); mend it or remove it") from error
 
 
 def evaluate(

@@ -138,7 +138,7 @@ def train(
         raise LongreachError("no CUDA device here; pass --device cpu (slow) or train on a machine with a GPU")
     torch.set_float32_matmul_precision("high")
     trainer = Trainer(shape, schedule, device, compile_layers)
-    done = checkpoint.Progress() if resume is None else checkpoint.load(trainer.model, resume)
+    done = checkpoint.Trained() if resume is None else checkpoint.load(trainer.model, resume)
     if done.seconds >= minutes * 60:
         raise LongreachError(
             f"{resume} was trained for {done.seconds / 60:.1f} minutes, all of the {minutes:g} asked for; give more "
@@ -169,7 +169,7 @@ def _loop(
     data: Path,
     out: Path,
     log: dict[str, Any],
-    done: checkpoint.Progress,
+    done: checkpoint.Trained,
     budget: float,
     dev_every: float,
     save_every: float,
@@ -236,14 +236,14 @@ def _loop(
             say(f"{now - begun:6.0f}s dev exact match " + " ".join(f"{n}: {a:.3f}" for n, a in accuracy.items()))
             last_dev = now
         if now - last_save > save_every:
-            _write(trainer, data, out, log, checkpoint.Progress(now - begun, step, tokens))
+            _write(trainer, data, out, log, checkpoint.Trained(now - begun, step, tokens))
             last_save = now
     seconds = time.monotonic() - begun
     log["steps"], log["tokens"], log["seconds"] = step, tokens, round(seconds, 2)
-    _write(trainer, data, out, log, checkpoint.Progress(seconds, step, tokens))
+    _write(trainer, data, out, log, checkpoint.Trained(seconds, step, tokens))
     say(f"done: {step} steps, {tokens / 1e6:.1f}M tokens, {log['seconds']:.0f}s, written to {out}")
 
 
-def _write(trainer: Trainer, data: Path, out: Path, log: dict[str, Any], done: checkpoint.Progress) -> None:
+def _write(trainer: Trainer, data: Path, out: Path, log: dict[str, Any], done: checkpoint.Trained) -> None:
     checkpoint.save(trainer.model, out, data, done)
     (out / "train.json").write_text(json.dumps(log) + "\n")
