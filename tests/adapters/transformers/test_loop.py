@@ -1,0 +1,132 @@
+"""longreach.generate gives transformers' own tokens: every family, padding, ends, sampling, methods, and again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from longreach import CacheConfig, OracleTopK, StreamingLLM, attach, generate
+from longreach.testing.tiny import FAMILIES, PAD_ID
+from tests.adapters.transformers.reference import (
+    STEPS,
+    eager_batch,
+    eager_one,
+    model_of,
+    padded_batch,
+    prompt,
+)
+
+LAYOUTS = {"contiguous": CacheConfig(), "paged": CacheConfig("paged", page=8), "fixed": CacheConfig(capacity=200)}
+layouts = pytest.mark.parametrize("cache", LAYOUTS.values(), ids=LAYOUTS)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_with_left_padding(family: str) -> None:
+    tokens, mask = padded_batch()
+    got = generate(model_of(family), tokens, mask, max_new_tokens=STEPS)
+    assert torch.equal(got.tokens, eager_batch(family).answer.tokens)
+    assert torch.equal(got.sequences[:, : tokens.shape[1]], tokens) and got.prompt == tokens.shape[1]
+
+
+@layouts
+def test_again_with_the_same_step_and_with_longer_prompts(cache: CacheConfig) -> None:
+    tokens, mask = padded_batch()
+    with attach(model_of("gemma2"), cache=cache) as session:
+        first = generate(session, tokens, mask, max_new_tokens=STEPS)
+        kept = session.static_caches[len(tokens)]
+        (step,) = kept.decoders.values()
+        second = generate(session, tokens, mask, max_new_tokens=STEPS)
+        assert session.static_caches[len(tokens)] is kept and list(kept.decoders.values()) == [step]
+        longer = generate(session, second.sequences, max_new_tokens=1)
+        one = generate(session, prompt(), max_new_tokens=STEPS)
+    want = eager_batch("gemma2").answer.tokens
+    assert torch.equal(first.tokens, want) and torch.equal(second.tokens, want) and longer.tokens.shape[1] == 1
+    assert torch.equal(one.tokens, eager_one("gemma2").answer.tokens)
+
+
+@layouts
+def test_a_prompt_in_chunks(cache: CacheConfig) -> None:
+    tokens, mask = padded_batch()
+    with attach(model_of("llama"), cache=cache) as session:
+        got = generate(session, tokens, mask, max_new_tokens=STEPS, prefill_chunk_size=13)
+        steps = {(r.phase, r.steps) for r in session.report().layers}
+    assert torch.equal(got.tokens, eager_batch("llama").answer.tokens)
+    assert steps == {("prefill", -(-tokens.shape[1] // 13)), ("decode", STEPS - 1)}
+
+
+def test_an_answer_ends_where_transformers_ends_it() -> None:
+    tokens, mask = padded_batch()
+    want = eager_batch("llama").answer.tokens
+    eos = [int(want[0, 5]), int(want[1, 9])]
+    model = model_of("llama")
+    theirs = model.generate(
+        tokens, attention_mask=mask, max_new_tokens=STEPS, do_sample=False, eos_token_id=eos, pad_token_id=PAD_ID
+    )
+    got = generate(model, tokens, mask, max_new_tokens=STEPS, eos_token_id=eos, pad_token_id=PAD_ID)
+    assert torch.equal(got.sequences, theirs) and bool((got.tokens == PAD_ID).any())
+    alone = generate(model, prompt(), max_new_tokens=STEPS, eos_token_id=int(eager_one("llama").answer.tokens[0, 3]))
+    assert alone.tokens.shape[1] <= 4
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "top_k": 0}, {"top_k": 5, "top_p": 0.8}], ids=str)
+def test_sampling_draws_what_transformers_draws(options: dict[str, Any]) -> None:
+    tokens, mask = padded_batch()
+    model = model_of("qwen3")
+    torch.manual_seed(3)
+    want = model.generate(tokens, attention_mask=mask, max_new_tokens=STEPS, do_sample=True, **options)
+    torch.manual_seed(3)
+    got = generate(model, tokens, mask, max_new_tokens=STEPS, do_sample=True, **options)
+    assert torch.equal(got.sequences, want)
+    own = torch.Generator().manual_seed(3)
+    assert torch.equal(
+        generate(model, tokens, mask, max_new_tokens=STEPS, do_sample=True, generator=own, **options).sequences, want
+    )
+
+
+@pytest.mark.parametrize("method", [StreamingLLM(2, 9), StreamingLLM(), OracleTopK(0.3), OracleTopK(7)], ids=str)
+def test_methods_decode_as_in_transformers_loop(method: Any) -> None:
+    tokens, mask = padded_batch()
+    model = model_of("llama")
+    with attach(model, decode=method) as session:
+        want = model.generate(tokens, attention_mask=mask, max_new_tokens=STEPS, do_sample=False)
+        theirs = session.report()
+        session.reset_report()
+        got = generate(session, tokens, mask, max_new_tokens=STEPS)
+        assert torch.equal(got.sequences, want)
+        ours = session.report()
+    for a, b in zip(theirs.layers, ours.layers, strict=True):
+        assert a.phase == "prefill" or a == b  # transformers prefills in one pass too, but pads columns it computes
+    assert theirs.fraction("decode") == ours.fraction("decode")
+
+
+def test_a_cache_is_gone_on_with() -> None:
+    tokens, mask = padded_batch()
+    want = eager_batch("llama").answer.tokens
+    with attach(model_of("llama")) as session:
+        cache = session.new_cache(len(tokens))
+        first = generate(session, tokens, mask, max_new_tokens=7, past_key_values=cache)
+        assert cache.columns == tokens.shape[1] + 6
+        rest = generate(session, first.sequences, max_new_tokens=STEPS - 7, past_key_values=cache)
+    assert torch.equal(torch.cat([first.tokens, rest.tokens], 1), want)
+
+
+def test_a_streamer_sees_every_token() -> None:
+    class Streamer:
+        def __init__(self) -> None:
+            self.seen: list[Any] = []
+
+        def put(self, value: torch.Tensor) -> None:
+            self.seen.append(value.clone())
+
+        def end(self) -> None:
+            self.seen.append(None)
+
+    tokens, mask = padded_batch()
+    ours, theirs = Streamer(), Streamer()
+    got = generate(model_of("llama"), tokens, mask, max_new_tokens=9, streamer=ours)
+    model_of("llama").generate(tokens, attention_mask=mask, max_new_tokens=9, do_sample=False, streamer=theirs)
+    assert len(ours.seen) == len(theirs.seen) == 11 and ours.seen[-1] is None
+    assert all(torch.equal(a, b) for a, b in zip(ours.seen[:-1], theirs.seen[:-1], strict=True))
+    assert torch.equal(torch.stack(ours.seen[1:-1], 1), got.tokens)
