@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import subprocess
 import sys
 import warnings
@@ -21,6 +23,15 @@ def test_every_verb_explains_itself_with_examples_and_gives_json(longreach: Any,
     examples = import_module(f"longreach.cli.{verb}").EXAMPLES
     assert all(example in result.out for example in examples) and f"longreach {verb}" in result.out
     assert "--json" in result.out
+
+
+@pytest.mark.parametrize("verb", dispatcher.VERBS)
+def test_the_examples_of_help_are_taken_as_they_stand(verb: str) -> None:
+    lines = "\n".join(import_module(f"longreach.cli.{verb}").EXAMPLES).replace("\\\n", " ").splitlines()
+    assert any(line.split()[1] == verb for line in lines)
+    for line in lines:
+        command, *arguments = shlex.split(re.sub(r"\s{2,}\(.*\)$", "", line))
+        assert command == "longreach" and dispatcher.build_parser().parse_args(arguments).verb == arguments[0]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,63 @@
+"""What README.md tells a newcomer to type works as it stands there."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from longreach.cli.main import main
+from longreach.testing.tiny import save_tiny
+
+ROOT = Path(__file__).parent.parent
+TEXT = "The brown hen laid an egg in the hay. " * 12 + "The access code for the archive is 4815162. The fox slept.\n"
+
+
+def blocks(language: str) -> list[str]:
+    """Fenced blocks of README.md in this language ("" for none)."""
+    found = re.findall(r"(?ms)^```(\w*)\n(.*?)^```$", (ROOT / "README.md").read_text())
+    return [code for name, code in found if name == language]
+
+
+def commands() -> Iterator[list[str]]:
+    for block in blocks(""):
+        for line in block.splitlines():
+            if line.strip():
+                yield shlex.split(line, comments=True)
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the documents and the model of its own that README speaks of."""
+    for name in ("notes.txt", "report.txt"):
+        (tmp_path / name).write_text(TEXT)
+    save_tiny(tmp_path / "Llama-3.1-8B-Instruct", chat=True, max_position_embeddings=8192)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("command", [c for c in commands() if c[0] == "longreach"], ids=" ".join)
+def test_commands(place: Path, capsys: pytest.CaptureFixture[str], command: list[str]) -> None:
+    assert main(command[1:]) == 0
+    out = capsys.readouterr().out
+    assert out.strip()
+    if "mini" in command and "run" in command:
+        assert "4815162" in out
+
+
+def test_the_other_commands_are_targets_of_the_makefile() -> None:
+    others = [c for c in commands() if c[0] != "longreach"]
+    targets = re.findall(r"(?m)^([\w-]+):", (ROOT / "Makefile").read_text())
+    assert others and all(c[0] == "make" and set(c[1:]) <= set(targets) for c in others)
+
+
+@pytest.mark.parametrize("code", blocks("python"))
+def test_python(place: Path, capsys: pytest.CaptureFixture[str], code: str) -> None:
+    exec(compile(code, "README.md", "exec"), {})
+    out = capsys.readouterr().out
+    assert out.strip()
+    if "session.report()" in code:
+        assert "of the bytes that dense attention reads" in out
