@@ -120,6 +120,23 @@ def test_reserved_room_is_exact_at_first_and_taken_without_growing(config: Cache
     assert same(held(cache, 0), want[0]) and same(held(cache, 1), want[1])
 
 
+@pytest.mark.parametrize("config", [CacheConfig(), CacheConfig("paged", page=10), CacheConfig(capacity=900)])
+def test_memory_that_could_not_be_allocated_whole_is_given_back(config: CacheConfig) -> None:
+    """Less can then be asked of the same cache. One that holds something keeps its memory."""
+    cache, other = KVCache(2, 2, config), KVCache(2, 2, config)
+    cache.reserve([0, 1], [900, 30])
+    step = cache.begin([0, 1], [5, 5])
+    cache.append(0, step, *random_tokens(10))  # and for layer 1 there is no memory left
+    cache.abort(step)
+    assert cache.memory == [None, None] and cache.nbytes == 0
+    want = fill(cache, [0, 1], [5, 5])
+    fill(other, [0, 1], [5, 5])
+    assert cache.nbytes == other.nbytes
+    before = cache.nbytes
+    cache.abort(cache.begin([0], [3]))
+    assert cache.nbytes == before and same(held(cache, 0), want[0]) and same(held(cache, 1), want[1])
+
+
 def test_the_pool_doubles() -> None:
     cache = KVCache(2, 2, CacheConfig("paged", page=128))
     want = fill(cache, [0, 1], [256, 129])

@@ -178,9 +178,14 @@ class KVCache:
     def abort(self, step: Append) -> None:
         """The pass failed: its pages go back and state forgets what it noted. A pass that is over is left alone.
 
+        Where it was the first and not all layers got memory, that goes back too, so that less can be asked for.
         Raises Unsupported where a state cannot forget; K and V are right even then.
         """
         self._drop([s for s in step.host_slots if self._under_way[s] == step.number])
+        if not all(self.memory) and not any(self.lengths) and not any(self._under_way):
+            self.memory = [None] * len(self.memory)
+            self.pages = self.config.plan(len(self.lengths))
+            self.resized += 1
 
     def truncate(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
         """Drop what lies past lengths[b] tokens in slots[b]. A state that cannot follow refuses, nothing changed."""
