@@ -35,8 +35,9 @@ class Text:
     k: Tensor
     v: Tensor
 
-    def to(self, dtype: torch.dtype) -> Text:
-        return Text(self.q.to(dtype), self.k.to(dtype), self.v.to(dtype))
+    def to(self, what: torch.dtype | str) -> Text:
+        """In another dtype, or on another device."""
+        return Text(self.q.to(what), self.k.to(what), self.v.to(what))
 
 
 def text(length: int, seed: int = 0, heavy: dict[int, float] | None = None) -> Text:
@@ -103,7 +104,8 @@ def run(
 
 
 def _call(cache: KVCache, layer: int, step: Append, q: Tensor, k: Tensor, impl: str) -> LayerCall:
-    cos, sin = (x[:, None] for x in angles(step.pos, FREQUENCIES))
+    cos, sin = (x[:, None] for x in angles(step.pos, FREQUENCIES.to(q.device)))
+    terms = {name: x.to(q.device) if isinstance(x, Tensor) else x for name, x in LOGITS[layer].items()}
     return LayerCall(
         layer=layer,
         rows=Rows(q, step.seq, step.pos),
@@ -113,12 +115,12 @@ def _call(cache: KVCache, layer: int, step: Append, q: Tensor, k: Tensor, impl: 
         shard=HeadShard.whole(KV_HEADS),
         impl=impl,
         pre_rope=lambda: (unrotate(q, cos, sin), unrotate(k, cos, sin)),
-        **LOGITS[layer],
+        **terms,
     )
 
 
-def new_cache(config: CacheConfig | None = None, slots: int = 1) -> KVCache:
-    return KVCache(LAYERS, slots, config)
+def new_cache(config: CacheConfig | None = None, slots: int = 1, device: torch.device | str = "cpu") -> KVCache:
+    return KVCache(LAYERS, slots, config, device)
 
 
 def read_text(
@@ -132,7 +134,7 @@ def read_text(
     impl: str = "auto",
 ) -> list[Pass]:
     """Prefill all but the last `steps` tokens in chunks (one by default), then decode those, one cache throughout."""
-    cache = cache or new_cache()
+    cache = cache or new_cache(device=whole.q.device)
     turns = [*(chunks or [whole.q.shape[1] - steps]), *[1] * steps]
     phases = ["prefill"] * (len(turns) - steps) + ["decode"] * steps
     return [

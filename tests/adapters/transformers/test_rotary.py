@@ -115,7 +115,7 @@ def test_layouts_are_found(kind: str, layout: str, stored: str) -> None:
     model = from_config(config)
     with attach(model, prefill=Asking()) as session:
         model(prompt())
-        assert session._memo.rotations == {0: rotary.Rotation(layout, stored)}
+        assert session.memo.rotations == {0: rotary.Rotation(layout, stored)}
 
 
 def test_the_first_token_alone_is_enough_to_find_the_layout() -> None:
@@ -123,7 +123,7 @@ def test_the_first_token_alone_is_enough_to_find_the_layout() -> None:
     model = model_of("glm4")
     with attach(model, prefill=Asking(), decode=Asking()) as session:
         model(prompt(1))
-        assert session._memo.rotations[1] == rotary.Rotation("interleaved", "halves")
+        assert session.memo.rotations[1] == rotary.Rotation("interleaved", "halves")
 
 
 def test_asking_leaves_the_answer_alone() -> None:
