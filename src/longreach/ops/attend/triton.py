@@ -118,6 +118,8 @@ def _launch(
     lists = choice.listing is not None
     t = tune or tuning(rows.q.dtype, wide, m, lists=lists, dealt=dealt, items=items)
     programs = t.programs(rows.q.device) if dealt else 1
+    if items < programs:  # items of equal length then end where a program's share ends
+        programs -= programs % items
 
     q = rows.q if rows.q.stride(2) == 1 else rows.q.contiguous()
     form = (parts, axis, per_item, own, evicted, len(choice.spans[0]))

@@ -1,10 +1,11 @@
 """The Triton kernels of attend: work divided inside the kernel, then results over the same keys' parts merged.
 
 An *item* is what shares a stream of keys: the rows of one tile (one sequence each) under one KV head, or one query
-head where lists belong to query heads. Its keys are cut into blocks. The blocks of all items, laid end to end, are
-dealt out evenly to a fixed number of programs, from lengths and spans in device memory; a program may hold the end of
-one item and the start of the next. What it holds of an item is a *piece*, kept at index program + item (both only
-grow along the line of blocks, so no two pieces share an index), and `merge_pieces` puts the pieces of a row together.
+head where lists belong to query heads. Its keys, in the order they are read, are its *stream*, measured in units of
+UNIT keys. The streams of all items, laid end to end, are dealt out evenly to a fixed number of programs, from lengths
+and spans in device memory; a program may hold the end of one item and the start of the next. What it holds of an item
+is a *piece*, kept at index program + item (both only grow along the line, so no two pieces share an index), and
+`merge_pieces` puts the pieces of a row together. A program reads its pieces in blocks of BN keys.
 
 Logits are kept in base 2. Letters as in ops/README.md; M rows x heads of a tile, I items, X rows x heads with spans of
 their own.
@@ -18,6 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # kernels run in Python, on CPU tensors
 LOG2E = tl.constexpr(1.4426950408889634)
+UNIT = tl.constexpr(16)
 LN2 = tl.constexpr(0.6931471805599453)
 FAR = tl.constexpr((1 << 30) - 1)  # beyond any slot or position; two of them do not overflow
 
@@ -120,11 +122,11 @@ def _list(row, head, lists, listing: tl.constexpr):
 
 
 @triton.jit
-def _blocks_of(
-    item, rows, memory, spans, lists, layout: tl.constexpr, kinds: tl.constexpr, listing: tl.constexpr, form: tl.constexpr,
-    X: tl.constexpr, BN: tl.constexpr,
+def _units_of(
+    item, rows, memory, spans, lists, layout: tl.constexpr, kinds: tl.constexpr, listing: tl.constexpr,
+    form: tl.constexpr, X: tl.constexpr,
 ):  # fmt: skip
-    """Blocks of keys of each item [I]."""
+    """Length of the stream of each item [I], in units."""
     PARTS: tl.constexpr = form[0]
     AXIS: tl.constexpr = form[1]
     OWN: tl.constexpr = form[3]  # query heads of an item that have spans of their own
@@ -138,18 +140,18 @@ def _blocks_of(
     _, pos, seen = _sight(row, rows, memory, EVICTED)
     if listing is None:
         head = axis[:, None] * OWN + x % OWN
-        blocks = tl.zeros_like(item)
+        units = tl.zeros_like(item)
         for s in tl.static_range(SPANS):
             low, high = _span(s, spans, row, head, pos, seen, part[:, None], kinds, EVICTED)
             first, last = tl.min(low, 1), tl.max(high, 1)
-            blocks += tl.where(last > first, (last + BN - 1) // BN - first // BN, 0)
+            units += (tl.maximum(last - first, 0) + UNIT - 1) // UNIT
     else:
         top = tl.max(row, 1)
         BLOCK: tl.constexpr = listing[1]
         _, entries, over = _list(top, axis, lists, listing)
         keys = tl.where(over, tl.max(seen, 1), entries * BLOCK)
-        blocks = tl.where(top >= 0, (keys + BN - 1) // BN, 0)
-    return blocks
+        units = tl.where(top >= 0, (keys + UNIT - 1) // UNIT, 0)
+    return units
 
 
 @triton.jit
@@ -171,31 +173,29 @@ def _peek(at, mask):
 
 
 @triton.jit
-def _entries(at, block, n, stream, over, BLOCK: tl.constexpr, BN: tl.constexpr):
-    """Entries of a block of a list [BN]."""
-    j = block * BN + n
-    return _peek(at + j // BLOCK, (j < stream) & ~over).to(tl.int32)
+def _entries(entries_at, j, end, over, BLOCK: tl.constexpr):
+    """The list entries that keys j of a stream belong to."""
+    return _peek(entries_at + j // BLOCK, (j < end) & ~over).to(tl.int32)
 
 
 @triton.jit
-def _slots(entry, block, n, stream, top, over, BLOCK: tl.constexpr, BN: tl.constexpr):
-    """Slots that these entries name [BN], -1 for none."""
-    j = block * BN + n
+def _slots(entry, j, end, top, over, BLOCK: tl.constexpr):
+    """The slots of keys j of a list's stream, -1 for none."""
     slot = tl.where(over, j, entry * BLOCK + j % BLOCK)
-    return tl.where((j < stream) & (slot < top), slot, -1)
+    return tl.where((j < end) & (slot < top), slot, -1)
 
 
 @triton.jit
-def _stretch(block, n, firsts, lasts, counts, SPANS: tl.constexpr, BN: tl.constexpr):
-    """Slots of a block of an item's spans [BN], where its span starts and stops, and the span's number."""
+def _stretch(j, firsts, lasts, counts, SPANS: tl.constexpr):
+    """Of keys j of a stream of spans: slot, where its span starts and stops, the span's number."""
     first, last, since, number = firsts[0], lasts[0], 0, 0
     for s in tl.static_range(1, SPANS):
-        reached = block >= counts[s]
+        reached = j >= counts[s]
         first = tl.where(reached, firsts[s], first)
         last = tl.where(reached, lasts[s], last)
         since = tl.where(reached, counts[s], since)
         number = tl.where(reached, s, number)
-    return (block - since + first // BN) * BN + n, first, last, number
+    return j - since + first, first, last, number
 
 
 @triton.jit
@@ -212,7 +212,7 @@ def _piece(
     CAPPED: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Blocks [begin, end) of one item: (row [M], head [M], maximum [M], sum [M], weighted values [M, BD])."""
+    """Units [begin, end) of one item's stream: (row [M], head [M], maximum [M], sum [M], weighted values [M, BD])."""
     PARTS: tl.constexpr = form[0]
     AXIS: tl.constexpr = form[1]
     GROUP: tl.constexpr = form[2]
@@ -255,7 +255,7 @@ def _piece(
         pos_at += page * p_page
     pages = table + seq.to(tl.int64) * table_row
 
-    # where the item's spans lie: for each row, and for the block walk their hull
+    # where the item's spans lie: for each row, their hull, and where they start in the stream
     lows, highs = (), ()
     firsts, lasts, counts = (), (), ()
     after = 0
@@ -267,7 +267,7 @@ def _piece(
             low, high = _span(s, spans, row, bound_head, pos, seen, part, kinds, EVICTED)
             first, last = tl.min(low, 0), tl.max(high, 0)
             counts = counts + (after,)
-            after += tl.where(last > first, (last + BN - 1) // BN - first // BN, 0)
+            after += (tl.maximum(last - first, 0) + UNIT - 1) // UNIT * UNIT
             lows, highs = lows + (low,), highs + (high,)
             firsts, lasts = firsts + (first,), lasts + (last,)
     if SPLIT is not None:
@@ -277,21 +277,23 @@ def _piece(
     total = tl.zeros((M,), tl.float32)
     acc = tl.zeros((M, BD), tl.float32)
     n = tl.arange(0, BN)
+    begin, end = begin * UNIT, end * UNIT
     if LISTS:  # entries are read two blocks ahead and their pages one, so that no load waits for another
-        entry = _entries(lists[0] + list_start, begin, n, stream, over, BLOCK, BN)
-        slot = _slots(entry, begin, n, stream, top, over, BLOCK, BN)
-        entry = _entries(lists[0] + list_start, begin + 1, n, stream, over, BLOCK, BN)
+        end = tl.minimum(end, stream)
+        entry = _entries(lists[0] + list_start, begin + n, end, over, BLOCK)
+        slot = _slots(entry, begin + n, end, top, over, BLOCK)
+        entry = _entries(lists[0] + list_start, begin + BN + n, end, over, BLOCK)
         if PAGED:
             page = _peek(pages + slot // PAGE, slot >= 0)
     elif PAGED:
-        slot, first, last, _ = _stretch(begin, n, firsts, lasts, counts, SPANS, BN)
-        page = _peek(pages + slot // PAGE, (slot >= first) & (slot < last))
-    for block in tl.range(begin, end, num_stages=STAGES):
+        slot, first, last, _ = _stretch(begin + n, firsts, lasts, counts, SPANS)
+        page = _peek(pages + slot // PAGE, (slot < last) & (begin + n < end))
+    for at in tl.range(begin, end, BN, num_stages=STAGES):
         if LISTS:
             column = slot >= 0
         else:
-            slot, first, last, number_of = _stretch(block, n, firsts, lasts, counts, SPANS, BN)
-            column = (slot >= first) & (slot < last)
+            slot, first, last, number_of = _stretch(at + n, firsts, lasts, counts, SPANS)
+            column = (slot < last) & (at + n < end)
         # where in memory; a slot that is no column is never followed
         if PAGED:
             at_k = page.to(tl.int64) * k_page + (slot % PAGE).to(tl.int64) * k_slot
@@ -322,9 +324,9 @@ def _piece(
                         x = _bound(spans[1][s], row, bound_head, pos, STOP, STOP_RELATIVE)
                         named = named & (position[None, :] < x[:, None])
                 if SPANS == 1:
-                    take = named
+                    take = named & column[None, :]
                 else:
-                    take = take | (named & ~before & (number_of == s))
+                    take = take | (named & ~before & (column & (number_of == s))[None, :])
                     before = before | named
         if EVICTED:
             take = take & (position[None, :] <= pos[:, None])
@@ -347,8 +349,7 @@ def _piece(
             x = x * (scale * LOG2E)
         if LISTS:
             if WEIGHTED:
-                j = block * BN + n
-                w = tl.load(lists[2] + list_start + j // BLOCK, mask=(j < stream) & ~over, other=0.0)
+                w = tl.load(lists[2] + list_start + (at + n) // BLOCK, mask=column & ~over, other=0.0)
                 x += w.to(tl.float32)[None, :] * LOG2E
         x = tl.where(take, x, float("-inf"))
         higher = tl.maximum(peak, tl.max(x, 1))
@@ -364,13 +365,13 @@ def _piece(
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
         peak = higher
         if LISTS:
-            slot = _slots(entry, block + 1, n, stream, top, over, BLOCK, BN)
+            slot = _slots(entry, at + BN + n, end, top, over, BLOCK)
             if PAGED:
                 page = _peek(pages + slot // PAGE, slot >= 0)
-            entry = _entries(lists[0] + list_start, block + 2, n, stream, over, BLOCK, BN)
+            entry = _entries(lists[0] + list_start, at + 2 * BN + n, end, over, BLOCK)
         elif PAGED:
-            slot, first, last, _ = _stretch(block + 1, n, firsts, lasts, counts, SPANS, BN)
-            page = _peek(pages + slot // PAGE, (slot >= first) & (slot < last))
+            slot, first, last, _ = _stretch(at + BN + n, firsts, lasts, counts, SPANS)
+            page = _peek(pages + slot // PAGE, (slot < last) & (at + BN + n < end))
     return row, head, peak, total, acc
 
 
@@ -415,7 +416,7 @@ def attend_pieces(
     own, whether slots have positions of their own, spans). PAGED: more than one page a
     sequence, of PAGE slots. HULL: the slots that a block's rows take form one run.
     CHAINED: launched while the kernel before still runs (programmatic dependent launch), so it has to wait for it.
-    DEALT: blocks are dealt out evenly and pieces kept; else a program does one item and writes its result.
+    DEALT: streams are dealt out evenly and pieces kept; else a program does one item and writes its result.
     """
     out, lse, sink, pieces, ends_at, heads, row_count = result
     program = tl.program_id(0)
@@ -428,8 +429,8 @@ def attend_pieces(
         gdc_launch_dependents()
     if DEALT:
         number = tl.arange(0, I2)
-        blocks = _blocks_of(number, rows, memory, spans, lists, layout, kinds, listing, form, X, BN)
-        ends = tl.cumsum(tl.where(number < items, blocks, 0), 0)
+        units = _units_of(number, rows, memory, spans, lists, layout, kinds, listing, form, X)
+        ends = tl.cumsum(tl.where(number < items, units, 0), 0)
         whole = tl.max(ends, 0).to(tl.int64)
         if program == 0:
             tl.store(ends_at + number, ends, mask=number < items)
@@ -456,7 +457,7 @@ def attend_pieces(
     else:
         item = items - 1 - program  # later tiles see more: long work first
         number = item + tl.arange(0, 1)
-        end = tl.sum(_blocks_of(number, rows, memory, spans, lists, layout, kinds, listing, form, X, BN), 0)
+        end = tl.sum(_units_of(number, rows, memory, spans, lists, layout, kinds, listing, form, X), 0)
         row, head, peak, total, acc = _piece(
             item, 0, end, rows, memory, spans, lists, scale, cap,
             layout, kinds, listing, form, PAGED, PAGE, HULL, CAPPED, M, BN, D, BD, STAGES,
@@ -481,7 +482,7 @@ def merge_pieces(
     start = tl.load(ends_at + item - 1, mask=item > 0, other=0).to(tl.int64)
     end = tl.load(ends_at + item).to(tl.int64)
     whole = tl.maximum(tl.load(ends_at + items - 1).to(tl.int64), 1)
-    # program p of P holds blocks [p W / P, (p + 1) W / P), so block c is with program ((c + 1) P - 1) / W
+    # program p of P holds units [p W / P, (p + 1) W / P), so unit c is with program ((c + 1) P - 1) / W
     share = tl.minimum(whole, programs)
     first = ((start + 1) * share - 1) // whole
     last = (end * share - 1) // whole
