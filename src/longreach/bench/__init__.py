@@ -1,0 +1,1 @@
+"""Named measurements: cases, fair timing, baselines in the same run, targets. See benchmarks/README.md."""

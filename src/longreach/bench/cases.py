@@ -1,0 +1,165 @@
+"""The measurements by name: shapes, what is read, who competes, and what must be reached."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from longreach.errors import UnknownName
+
+K = 1024
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Letters as in ops/README.md; context: filled slots of a sequence, the last rows' own included."""
+
+    batch: int
+    context: int
+    rows: int = 1
+    heads: int = 32
+    kv_heads: int = 8
+    dim: int = 128
+    dtype: str = "bfloat16"
+
+
+@dataclass(frozen=True)
+class Reads:
+    """What a row attends to: all, sinks and a recent window, or a drawn share of all keys."""
+
+    kind: Literal["dense", "window", "list"] = "dense"
+    sinks: int = 0
+    window: int = 0
+    share: float = 1.0
+
+    def keys(self, context: int) -> int:
+        """Keys a row at the last position attends to."""
+        if self.kind == "window":
+            return min(context, self.sinks + self.window)
+        return context if self.kind == "dense" else int(self.share * context)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """How keys and values lie: page None is contiguous; heads first [P, G, page, D] or tokens first [P, page, G, D]."""
+
+    page: int | None = None
+    order: Literal["heads", "tokens"] = "heads"
+
+    @property
+    def label(self) -> str:
+        where = "contiguous" if self.page is None else f"page {self.page}"
+        return where if self.order == "heads" else f"{where}, tokens first"
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a case must reach. of: the memory of ours it is about; over: the entry of ours it is compared to."""
+
+    quantity: Literal["speed over baseline", "microseconds", "TB/s", "speed over", "time over", "share of limit"]
+    bound: float
+    of: str = "contiguous"
+    over: str | None = None
+
+    @property
+    def least(self) -> bool:
+        """Whether the bound is a lower one."""
+        return self.quantity not in ("microseconds", "time over")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measurement of attend. `also`: row counts measured beside shape.rows in the same run."""
+
+    name: str
+    group: str
+    shape: Shape
+    reads: Reads = Reads()
+    memories: tuple[Memory, ...] = (Memory(),)
+    baselines: tuple[str, ...] = ()
+    also_rows: tuple[int, ...] = ()
+    targets: tuple[Target, ...] = ()
+
+    def but(self, **shape: Any) -> Case:
+        """The case with another shape. Its targets stay behind: they were set for the shape it had."""
+        changed = {key: value for key, value in shape.items() if value is not None}
+        new = replace(self.shape, **changed)
+        return self if new == self.shape else replace(self, shape=new, targets=())
+
+
+PAGED = tuple(Memory(page) for page in (16, 64, 256))
+EVERYWHERE = (Memory(), *PAGED)
+RIVALS = ("flashinfer", "flash_attention_3")
+
+
+def _label(context: int) -> str:
+    return f"{context // K}k"
+
+
+def _dense(batch: int, context: int, least: float) -> Case:
+    return Case(
+        f"dense-{_label(context)}-b{batch}", "dense-decode", Shape(batch, context), memories=EVERYWHERE,
+        baselines=(*RIVALS, "torch_sdpa"), targets=(Target("speed over baseline", least),),
+    )  # fmt: skip
+
+
+def _span(batch: int, keys: int, sinks: int, most: float) -> Case:
+    kind = "sinks" if sinks else "plain"
+    return Case(
+        f"span-{keys}-{kind}-b{batch}", "span-decode", Shape(batch, 128 * K), Reads("window", sinks, keys - sinks),
+        EVERYWHERE, targets=(Target("microseconds", most),),
+    )  # fmt: skip
+
+
+def _list(batch: int, rate: float) -> Case:
+    paged = tuple(Target("speed over", 0.93, f"page {page}", "contiguous") for page in (16, 64))
+    return Case(
+        f"list-10pct-128k-b{batch}", "list-decode", Shape(batch, 128 * K), Reads("list", share=0.1),
+        EVERYWHERE[:3], targets=(Target("TB/s", rate), *paged),
+    )  # fmt: skip
+
+
+def _verify(batch: int) -> Case:
+    return Case(
+        f"rows-8-128k-b{batch}", "rows-decode", Shape(batch, 128 * K, rows=8), also_rows=(1,),
+        baselines=("flash_attention_3",), targets=(Target("time over", 1.15, over="1 row"),),
+    )  # fmt: skip
+
+
+CASES: dict[str, Case] = {
+    case.name: case
+    for case in (
+        _dense(1, 128 * K, 1.0),
+        _dense(8, 128 * K, 1.0),
+        _dense(32, 128 * K, 1.0),
+        _dense(64, 8 * K, 0.97),
+        _dense(1, 32 * K, 0.95),
+        _span(1, 1280, 4, 8.5),
+        _span(1, 1280, 0, 8.5),
+        _span(32, 1536, 4, 58.0),
+        _span(32, 1536, 0, 58.0),
+        _list(1, 2.3),
+        _list(8, 4.0),
+        _list(32, 4.2),
+        _verify(1),
+        _verify(8),
+    )
+}
+GROUPS = tuple(dict.fromkeys(case.group for case in CASES.values()))
+
+
+def choose(names: list[str]) -> list[Case]:
+    """Cases by their own or their group's name, in the order of CASES; all for no name. Raises UnknownName."""
+    for name in names:
+        if name not in CASES and name not in GROUPS:
+            raise UnknownName("case or group", name, (*GROUPS, *CASES))
+    return [case for case in CASES.values() if not names or case.name in names or case.group in names]
+
+
+def tiny(case: Case) -> Case:
+    """The case at a size that a CPU computes at once; it measures nothing."""
+    shape = case.shape
+    small = Reads(case.reads.kind, case.reads.sinks, case.reads.window and 60, case.reads.share)
+    cut = case.but(batch=min(2, shape.batch), context=256, rows=min(2, shape.rows), heads=4, kv_heads=2, dim=16,
+                   dtype="float32")  # fmt: skip
+    return replace(cut, reads=small)

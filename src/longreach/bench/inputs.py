@@ -1,0 +1,127 @@
+"""What cases compute on: random keys and values in as many copies as cold caches need, seen in any layout."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from longreach.bench.cases import Case, Memory
+from longreach.bench.timing import copies_needed
+from longreach.ops import KVView, Lists, Rows, Selection, Span, Spans, at
+from longreach.ops.types import Run
+
+CHUNK = 1 << 28  # elements drawn at a time
+
+
+class Inputs:
+    """Copies of a case's inputs. Layouts share memory: they are views of the same random numbers.
+
+    Physical pages of paged layouts are a random permutation of the pool, one for each page size.
+    """
+
+    def __init__(self, case: Case, device: torch.device, seed: int = 0):
+        self.case, self.shape, self.device = case, case.shape, device
+        self.dtype: torch.dtype = getattr(torch, case.shape.dtype)
+        self.draw = torch.Generator(device).manual_seed(seed)
+        self.copies = copies_needed(bytes_needed(case), device)
+        shape = self.shape
+        numbers = shape.batch * shape.kv_heads * shape.context * shape.dim
+        self._kv = [tuple(self._normal(numbers) for _ in "kv") for _ in range(self.copies)]
+        self._q = [self._normal(shape.batch * shape.rows * shape.heads * shape.dim) for _ in range(self.copies)]
+        self._tables: dict[int, Tensor] = {}
+        self.filled = torch.full((shape.batch,), shape.context, dtype=torch.int32, device=device)
+
+    def _normal(self, numbers: int) -> Tensor:
+        x = torch.empty(numbers, dtype=self.dtype, device=self.device)
+        for start in range(0, numbers, CHUNK):
+            x[start : start + CHUNK].normal_(generator=self.draw)
+        return x
+
+    @property
+    def scale(self) -> float:
+        return self.shape.dim**-0.5
+
+    def table(self, page: int) -> Tensor:
+        """int32 [B, pages]: the physical pages of each sequence."""
+        if page not in self._tables:
+            count = self.shape.context // page
+            order = torch.randperm(self.shape.batch * count, generator=self.draw, device=self.device)
+            self._tables[page] = order.view(self.shape.batch, count).int()
+        return self._tables[page]
+
+    def kv(self, copy: int, memory: Memory) -> tuple[Tensor, Tensor]:
+        """k, v [P, G, page, D] of a copy, strided where tokens come first; contiguous memory has a page a sequence."""
+        size = memory.page or self.shape.context
+        heads, dim = self.shape.kv_heads, self.shape.dim
+        form = (-1, heads, size, dim) if memory.order == "heads" else (-1, size, heads, dim)
+        k, v = (x.view(form) for x in self._kv[copy])
+        return (k, v) if memory.order == "heads" else (k.transpose(1, 2), v.transpose(1, 2))
+
+    def view(self, copy: int, memory: Memory) -> KVView:
+        k, v = self.kv(copy, memory)
+        return KVView(k, v, self.filled, None if memory.page is None else self.table(memory.page))
+
+    def q(self, copy: int, rows: int) -> Tensor:
+        """[B * rows, H, D]; fewer rows than the shape's are the last ones of each sequence."""
+        shape = self.shape
+        q = self._q[copy].view(shape.batch, shape.rows, shape.heads, shape.dim)
+        return q[:, shape.rows - rows :].reshape(-1, shape.heads, shape.dim)
+
+    def rows(self, copy: int, rows: int) -> Rows:
+        """The last `rows` positions of each sequence, sequence by sequence; positions known on the device only."""
+        batch, context = self.shape.batch, self.shape.context
+        seq = torch.arange(batch, dtype=torch.int32, device=self.device).repeat_interleave(rows)
+        pos = torch.arange(context - rows, context, dtype=torch.int32, device=self.device).repeat(batch)
+        return Rows(self.q(copy, rows), seq, pos, tuple(Run(rows, b) for b in range(batch)))
+
+    @cached_property
+    def lists(self) -> list[Tensor]:
+        """For each copy int32 [B, G, n]: ascending slots drawn for each KV head of each sequence."""
+        shape, keys = self.shape, self.case.reads.keys(self.shape.context)
+
+        def one() -> Tensor:
+            order = torch.randperm(shape.context, generator=self.draw, device=self.device)
+            return order[:keys].sort().values.int()
+
+        count = shape.batch * shape.kv_heads
+        form = (shape.batch, shape.kv_heads, keys)
+        return [torch.stack([one() for _ in range(count)]).view(form) for _ in range(self.copies)]
+
+    def selection(self, copy: int, rows: int) -> Selection:
+        """What the case reads, as longreach says it. Lists serve all rows of their sequence."""
+        reads = self.case.reads
+        if reads.kind == "dense":
+            return Spans.dense()
+        if reads.kind == "window":
+            recent = Spans.window(reads.window).spans
+            return Spans((Span(at(0), at(reads.sinks)), *recent)) if reads.sinks else Spans(recent)
+        index = self.lists[copy]
+        count = torch.full(index.shape[:2], index.shape[2], dtype=torch.int32, device=self.device)
+        of = None if rows == 1 else self.rows(copy, rows).seq
+        return Lists(index, count, list_of=of)
+
+    def seen(self, copy: int, seq: int, head: int, position: int) -> Tensor:
+        """int64 [n]: slots that a row attends to, worked out without longreach's operators."""
+        reads = self.case.reads
+        slots = torch.arange(position + 1, device=self.device)
+        if reads.kind == "window":
+            return slots[(slots < reads.sinks) | (slots > position - reads.window)]
+        if reads.kind == "list":
+            listed = self.lists[copy][seq, head].long()
+            return listed[listed <= position]
+        return slots
+
+
+def bytes_needed(case: Case) -> int:
+    """Bytes of the keys and values that rows attend to, once for each KV head and sequence.
+
+    Rows of one sequence share them. Queries, results, lists and block tables are overhead: they do not count.
+    """
+    shape = case.shape
+    keys = case.reads.keys(shape.context)
+    if case.reads.kind == "window":
+        keys = min(shape.context, keys + shape.rows - 1)
+    width = {"bfloat16": 2, "float16": 2, "float32": 4}[shape.dtype]
+    return 2 * shape.batch * shape.kv_heads * keys * shape.dim * width

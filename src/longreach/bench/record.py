@@ -1,0 +1,62 @@
+"""Records of measurements: one file for each group of cases, written anew as soon as a case is measured."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from longreach.errors import InvalidInput
+from longreach.records import environment, write
+from longreach.records.kernels import kernel_hash
+
+FORMAT = 1
+
+
+def conditions(device: torch.device) -> dict[str, Any]:
+    """What a case was measured with: commit, versions, device and its clocks, the kernels' hash."""
+    found = environment(device)
+    versions = found["versions"]
+    try:
+        versions["triton"] = metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        versions["triton"] = None
+    versions["cuda"] = torch.version.cuda
+    if device.type == "cuda":
+        found["device"] |= _gpu()
+    return {**found, "kernels": kernel_hash("attend")}
+
+
+def _gpu() -> dict[str, str]:
+    """Driver and clocks as nvidia-smi tells them, under its names; empty where it cannot be run."""
+    asked = ("driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem", "power.limit")
+    command = ["nvidia-smi", "-i", "0", f"--query-gpu={','.join(asked)}", "--format=csv,noheader"]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return dict(zip(asked, (word.strip() for word in told.splitlines()[0].split(",")), strict=True))
+
+
+def add(path: Path, group: str, case: str, result: dict[str, Any]) -> None:
+    """Put a case's result into its group's record; the record's other cases stay as they are."""
+    record: dict[str, Any] = {"kind": "bench", "format": FORMAT, "group": group, "cases": {}}
+    if path.is_file():
+        record = read(path)
+    record["cases"][case] = result
+    write(path, record)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A bench record. Raises InvalidInput where the file is something else."""
+    try:
+        record = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise InvalidInput(f"{path} is no record: {error}; delete it or choose another --out") from error
+    if not isinstance(record, dict) or record.get("kind") != "bench" or record.get("format") != FORMAT:
+        raise InvalidInput(f"{path} is no bench record of format {FORMAT}; delete it or choose another --out")
+    return record

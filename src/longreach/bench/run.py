@@ -1,0 +1,89 @@
+"""Run a case: inputs, ours, baselines at their best, all checked, all timed in turns; the result as a record's part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from longreach.bench.baselines import baseline
+from longreach.bench.cases import Case, Memory
+from longreach.bench.check import bound, require_right
+from longreach.bench.competitor import Competitor, ours
+from longreach.bench.inputs import Inputs, bytes_needed
+from longreach.bench.sweep import best
+from longreach.bench.targets import judge
+from longreach.bench.timing import Timing, measure
+
+Say = Callable[[str], None]
+REPLAYS = 21
+QUICK = 7
+
+
+def run_case(
+    case: Case, device: torch.device, *, impl: str, without: Iterable[str] = (), replays: int = REPLAYS, seed: int = 0,
+    say: Say = lambda line: None,
+) -> dict[str, Any]:  # fmt: skip
+    """Measure a case. impl: attend's implementation; without: baselines left out, which the result names.
+
+    Raises Unsupported where a baseline cannot be loaded, BaselineFailed where it does not work, WrongResult for outputs
+    of ours that are wrong before or any that are wrong after all were timed.
+    """
+    names = [name for name in case.baselines if name not in set(without)]
+    versions: dict[str, str] = {}
+    for name in names:
+        versions |= baseline(name).load()
+    say(f"{case.name}: {case.shape.batch} x {case.shape.context} keys")
+    inputs = Inputs(case, device, seed)
+    layouts = [(memory, case.shape.rows) for memory in case.memories]
+    mine = [ours(inputs, memory, rows, impl) for memory, rows in layouts]
+    mine += [ours(inputs, Memory(), rows, impl) for rows in case.also_rows]
+    for competitor in mine:
+        _checked(competitor, inputs)
+    tried: dict[str, Any] = {}
+    rivals: list[Competitor] = []
+    for name in names:
+        found, tests = best(name, inputs, say)
+        tried[name] = [asdict(test) for test in tests]
+        rivals += found
+    everyone = [*mine, *rivals]
+    times = measure({c.name: c.calls for c in everyone}, device, replays=replays)
+    errors = {c.name: _checked(c, inputs) for c in everyone}  # again: state that calls leave behind would show now
+    needed = bytes_needed(case)
+    entries = [_entry(c, times[c.name], needed, errors[c.name]) for c in everyone]
+    return {
+        "shape": asdict(case.shape),
+        "reads": asdict(case.reads),
+        "bytes_needed": needed,
+        "copies": inputs.copies,
+        "seed": seed,
+        "error_bound": bound(inputs.dtype),
+        "timing": {"how": next(iter(times.values())).how, "replays": replays, "warm_up": 3},
+        "baselines": {"versions": versions, "left_out": sorted(set(case.baselines) - set(names)), "tried": tried},
+        "entries": entries,
+        "targets": judge(case, entries),
+    }
+
+
+def _checked(competitor: Competitor, inputs: Inputs) -> float:
+    with torch.no_grad():
+        out = competitor.output(competitor.calls[0]())
+    return require_right(competitor.name, inputs, competitor.memory, competitor.rows, out)
+
+
+def _entry(competitor: Competitor, timing: Timing, needed: int, error: float) -> dict[str, Any]:
+    return {
+        "name": competitor.name,
+        "who": competitor.who,
+        "settings": {"memory": competitor.memory.label, "rows": competitor.rows, **competitor.settings},
+        "microseconds": {
+            "median": timing.median * 1e6,
+            "first_quartile": timing.first_quartile * 1e6,
+            "third_quartile": timing.third_quartile * 1e6,
+        },
+        "tb_per_s": needed / timing.median / 1e12,
+        "calls_per_replay": timing.calls,
+        "error": error,
+    }

@@ -1,0 +1,44 @@
+"""Whether a case reached what it must, and by how much it did not."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from longreach.bench.cases import Case, Target
+from longreach.errors import InvalidInput
+
+RIVALS = ("flashinfer", "flash_attention_3")  # the faster of them is what speed is compared with
+
+
+def judge(case: Case, entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each target what was got, from entries of one run: {**target, "got", "than", "reached", "missed_by"}.
+
+    missed_by: share of the bound, 0 where reached. got is None where what it is compared with was left out.
+    """
+    return [_judged(target, entries) for target in case.targets]
+
+
+def _judged(target: Target, entries: list[dict[str, Any]]) -> dict[str, Any]:
+    ours = {e["name"]: e for e in entries if e["who"] == "longreach"}
+    mine = ours[target.of]
+    time, than, got = mine["microseconds"]["median"], None, None
+    if target.quantity == "speed over baseline":
+        rivals = [e for e in entries if e["who"] in RIVALS]
+        if {e["who"] for e in rivals} == set(RIVALS):  # the faster of both, or nothing
+            fastest = min(rivals, key=lambda e: e["microseconds"]["median"])
+            got, than = fastest["microseconds"]["median"] / time, fastest["name"]
+    elif target.quantity in ("speed over", "time over"):
+        than = str(target.over)
+        other = ours[than]["microseconds"]["median"]
+        got = other / time if target.quantity == "speed over" else time / other
+    elif target.quantity == "microseconds":
+        got = time
+    elif target.quantity == "TB/s":
+        got = mine["tb_per_s"]
+    else:
+        raise InvalidInput(f"target: {target.quantity} is not measured by this case")
+    if got is None:
+        return {**asdict(target), "got": None, "than": None, "reached": None, "missed_by": None}
+    short = (target.bound - got if target.least else got - target.bound) / target.bound
+    return {**asdict(target), "got": got, "than": than, "reached": short <= 0, "missed_by": max(0.0, short)}

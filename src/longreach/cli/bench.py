@@ -1,0 +1,170 @@
+"""`longreach bench`: measure named cases beside other kernels, keep records, check them, write README's numbers."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from longreach.cli.common import add_json, positive
+from longreach.cli.show import Column, Table, console, emit, progress
+from longreach.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from longreach.bench.cases import Case
+
+NAME = "bench"
+HELP = "measure speed beside other kernels, and keep the records"
+EXAMPLES = (
+    "longreach bench list",
+    "longreach bench run dense-decode --out runs/bench",
+    "longreach bench run list-10pct-128k-b1 --quick --without flashinfer",
+    "longreach bench run --tiny --out runs/bench     (any CPU: exercises the code, measures nothing)",
+    "longreach bench check    (records whose kernels have changed since, or that came from a dirty tree)",
+    "longreach bench readme   (write README's numbers from the records)",
+)
+ACTIONS = ("list", "run", "check", "readme")
+RESULTS = Path("benchmarks/results")
+SHAPE = ("batch", "context", "rows", "heads", "kv_heads", "dim")
+COLUMNS = (
+    Column("what", 44, left=True),
+    Column("us", 9),
+    Column("quartiles", 17, wide=True),
+    Column("TB/s", 6),
+    Column("error", 8, wide=True),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("action", choices=ACTIONS, help="what to do")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="of cases or groups (run, list; default all)")
+    parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help=f"records (default {RESULTS})")
+    parser.add_argument("--without", action="append", default=[], metavar="BASELINE", help="leave a baseline out")
+    parser.add_argument("--quick", action="store_true", help="fewer replays")
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes, on the CPU too; measures nothing")
+    parser.add_argument("--impl", help="attend's implementation (default triton, on the CPU reference)")
+    parser.add_argument("--seed", type=int, default=0, help="of the inputs (default 0)")
+    for name in SHAPE:
+        parser.add_argument(f"--{name.replace('_', '-')}", type=positive, metavar="N", help="other than the case's; "
+                            "its targets then do not apply")  # fmt: skip
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="other than the case's")
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    action = {"list": _list, "run": _run, "check": _check, "readme": _readme}[args.action]
+    if args.names and args.action in ("check", "readme"):
+        raise InvalidInput(f"bench {args.action} takes no names; it looks at all records in --out")
+    return action(args)
+
+
+def _list(args: argparse.Namespace) -> int:
+    from longreach.bench.cases import choose
+
+    cases = choose(args.names)
+    if args.json:
+        from dataclasses import asdict
+
+        emit([asdict(case) for case in cases])
+        return 0
+    columns = Column("group", 13, left=True), Column("case", 22, left=True), Column("must reach", 60, left=True)
+    table = Table(console(), columns)
+    table.header()
+    for case in cases:
+        table.row([case.group, case.name, "; ".join(goal(vars(t)) for t in case.targets)])
+    return 0
+
+
+def _run(args: argparse.Namespace) -> int:
+    import torch
+
+    from longreach.bench.baselines import NAMES, baseline
+    from longreach.bench.cases import choose, tiny
+    from longreach.bench.record import add, conditions
+    from longreach.bench.run import QUICK, REPLAYS, run_case
+    from longreach.records import check_writable
+
+    gpu = torch.cuda.is_available() and not args.tiny
+    if not gpu and not args.tiny:
+        raise InvalidInput("bench run needs a CUDA device; --tiny exercises it on the CPU, where times mean nothing")
+    if args.tiny and args.out == RESULTS:
+        raise InvalidInput(f"--tiny measures nothing and belongs in no record of {RESULTS}; give --out another folder")
+    device = torch.device("cuda" if gpu else "cpu")
+    without = list(args.without) + ([] if gpu else [name for name in NAMES if name != "torch_sdpa"])
+    cases = [tiny(case) if args.tiny else case for case in choose(args.names)]
+    cases = [case.but(**{name: getattr(args, name) for name in (*SHAPE, "dtype")}) for case in cases]
+    for name in {name for case in cases for name in case.baselines} - set(without) | set(args.without):
+        baseline(name).load() if name not in without else baseline(name)
+    for group in {case.group for case in cases}:
+        check_writable(args.out / f"{group}.json")
+    out, results = console(), {}
+    with progress("measuring", len(cases)) as advance:
+        for case in cases:
+            say = (lambda line: None) if args.json else (lambda line: print(line, flush=True))
+            measured = run_case(case, device, impl=args.impl or ("triton" if gpu else "reference"), without=without,
+                                replays=QUICK if args.quick else REPLAYS, seed=args.seed, say=say)  # fmt: skip
+            results[case.name] = {**conditions(device), **measured}
+            add(args.out / f"{case.group}.json", case.group, case.name, results[case.name])
+            if gpu:
+                torch.cuda.empty_cache()
+            if not args.json:
+                show(out, case, results[case.name])
+            advance(1)
+    if args.json:
+        emit(results)
+    return 0
+
+
+def show(out: Any, case: Case, result: dict[str, Any]) -> None:
+    """A case's table and what became of its targets."""
+    table = Table(out, COLUMNS)
+    table.header()
+    for entry in result["entries"]:
+        us = entry["microseconds"]
+        who = "longreach, " if entry["who"] == "longreach" else ""
+        table.row([who + entry["name"], f"{us['median']:.2f}", f"{us['first_quartile']:.2f}-{us['third_quartile']:.2f}",
+                   f"{entry['tb_per_s']:.2f}", f"{entry['error']:.1e}"])  # fmt: skip
+    for target in result["targets"]:
+        out.print("  " + verdict(target), soft_wrap=True)
+    out.print()
+
+
+def goal(target: dict[str, Any]) -> str:
+    """What must be reached, in words."""
+    over = f" {target['over']}" if target["over"] else ""
+    sign = "<=" if target["quantity"] in ("microseconds", "time over") else ">="
+    return f"{target['of']}: {target['quantity']}{over} {sign} {target['bound']:g}"
+
+
+def verdict(target: dict[str, Any]) -> str:
+    """What became of a target, in words."""
+    if target["got"] is None:
+        return f"{goal(target)}: not known, a baseline was left out"
+    than = f" (against {target['than']})" if target["than"] and not target["over"] else ""
+    end = "reached" if target["reached"] else f"missed by {target['missed_by']:.1%}"
+    return f"{goal(target)}: {target['got']:.3f}{than}, {end}"
+
+
+def _check(args: argparse.Namespace) -> int:
+    from longreach.records.stale import stale
+
+    found = stale(args.out)
+    if args.json:
+        emit([{"record": str(path), "part": part, "why": why} for path, part, why in found])
+    else:
+        for path, part, why in found:
+            print(f"{path}{f' ({part})' if part else ''}: {why}")
+        if not found:
+            print(f"all records in {args.out} are of these kernels and of clean trees")
+    return 1 if found else 0
+
+
+def _readme(args: argparse.Namespace) -> int:
+    from longreach.bench.readme import update
+
+    changed = update(Path("README.md"), args.out)
+    if args.json:
+        emit({"changed": changed})
+    else:
+        print("README.md " + ("written" if changed else "is up to date"))
+    return 0
