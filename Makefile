@@ -6,7 +6,7 @@ PIP := -m pip install --quiet --disable-pip-version-check
 export HF_HUB_OFFLINE := 1
 export PIP_NO_INPUT := 1
 
-.PHONY: run test test-oldest lint clean
+.PHONY: run test test-oldest lint check-records clean
 .NOTPARALLEL:
 .SECONDARY:
 
@@ -23,6 +23,10 @@ lint: $(VENV)/.test
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+
+# Names records whose kernels have changed since, or that came from a dirty tree; exits with 1 if there are any.
+check-records: $(VENV)/.run
+	$(VENV)/bin/longreach bench check
 
 # torch comes first and alone: with it in place, nothing that follows can pull in another build of it.
 # The stamp comes last, so that an install that was cut short starts again.

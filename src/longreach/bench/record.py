@@ -28,7 +28,7 @@ def conditions(device: torch.device) -> dict[str, Any]:
     versions["cuda"] = torch.version.cuda
     if device.type == "cuda":
         found["device"] |= _gpu()
-    return {**found, "kernels": kernel_hash("attend")}
+    return {**found, "kernels": {"attend": kernel_hash("attend")}}
 
 
 def _gpu() -> dict[str, str]:

@@ -60,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _list(args: argparse.Namespace) -> int:
     from longreach.bench.cases import choose
+    from longreach.bench.words import goal
 
     cases = choose(args.names)
     if args.json:
@@ -117,6 +118,8 @@ def _run(args: argparse.Namespace) -> int:
 
 def show(out: Any, case: Case, result: dict[str, Any]) -> None:
     """A case's table and what became of its targets."""
+    from longreach.bench.words import goal, outcome
+
     table = Table(out, COLUMNS)
     table.header()
     for entry in result["entries"]:
@@ -125,24 +128,8 @@ def show(out: Any, case: Case, result: dict[str, Any]) -> None:
         table.row([who + entry["name"], f"{us['median']:.2f}", f"{us['first_quartile']:.2f}-{us['third_quartile']:.2f}",
                    f"{entry['tb_per_s']:.2f}", f"{entry['error']:.1e}"])  # fmt: skip
     for target in result["targets"]:
-        out.print("  " + verdict(target), soft_wrap=True)
+        out.print(f"  {goal(target)}: {outcome(target)}", soft_wrap=True)
     out.print()
-
-
-def goal(target: dict[str, Any]) -> str:
-    """What must be reached, in words."""
-    over = f" {target['over']}" if target["over"] else ""
-    sign = "<=" if target["quantity"] in ("microseconds", "time over") else ">="
-    return f"{target['of']}: {target['quantity']}{over} {sign} {target['bound']:g}"
-
-
-def verdict(target: dict[str, Any]) -> str:
-    """What became of a target, in words."""
-    if target["got"] is None:
-        return f"{goal(target)}: not known, a baseline was left out"
-    than = f" (against {target['than']})" if target["than"] and not target["over"] else ""
-    end = "reached" if target["reached"] else f"missed by {target['missed_by']:.1%}"
-    return f"{goal(target)}: {target['got']:.3f}{than}, {end}"
 
 
 def _check(args: argparse.Namespace) -> int:
