@@ -208,6 +208,19 @@ def test_a_pass_that_fails_leaves_the_cache_as_it_was(name: str, where: str, cal
     assert torch.equal(got, want)
 
 
+def test_an_answer_that_no_memory_can_hold_is_refused_at_once_and_a_shorter_one_is_not() -> None:
+    """Out of memory in earnest: the keys of 10^14 tokens, more than there are addresses for."""
+    model = model_of("llama")
+    want = model.generate(prompt(30), max_new_tokens=6, do_sample=False)
+    with attach(model) as session:
+        cache = session.new_cache()
+        with pytest.raises(OutOfMemory, match="max_new_tokens"):
+            model.generate(prompt(30), past_key_values=cache, max_new_tokens=10**14, do_sample=False)
+        assert (cache.columns, cache.kv.lengths, cache.kv.nbytes) == (0, [0], 0)
+        got = model.generate(prompt(30), past_key_values=cache, max_new_tokens=6, do_sample=False)
+    assert torch.equal(got, want)
+
+
 def test_what_methods_noted_of_a_failed_pass_is_taken_back() -> None:
     class Notes:
         def __init__(self) -> None:
