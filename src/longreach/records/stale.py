@@ -31,8 +31,10 @@ def stale(directory: Path) -> list[Fault]:
 
 
 def faults(measured: dict[str, Any]) -> Iterator[str]:
-    """What is wrong with one measurement."""
-    if not measured.get("commit"):
+    """What is wrong with one measurement. Records from before they stated a commit claim nothing and are passed over."""
+    if "commit" not in measured:
+        return
+    if not measured["commit"]:
         yield "names no commit; measure it again from a checkout, or with LONGREACH_COMMIT set"
     elif measured.get("dirty"):
         yield f"came from a dirty tree at {measured['commit'][:12]}; commit, then measure it again"
