@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 
 from longreach import Dense, OracleTopK, StreamingLLM, attach
 from longreach.errors import ConcurrentUse, InvalidInput, UnknownName, Unsupported
 from longreach.methods.base import ModelShape
-from longreach.testing.tiny import from_config, tiny_model
+from longreach.testing.tiny import from_config, save_tiny, tiny_model
 from tests.adapters.transformers.reference import generate, model_of, prompt
 
 SMALL: dict[str, Any] = {
@@ -100,6 +101,23 @@ def test_a_model_on_two_devices_is_refused() -> None:
     model.model.layers[1].to("meta")
     with pytest.raises(Unsupported, match="weights on the meta device"):
         attach(model)
+
+
+def test_models_that_transformers_itself_has_spread(tmp_path: Path) -> None:
+    """By device_map, as accelerate does it: attached to where whole on one device, refused where offloaded in part."""
+    path = save_tiny(tmp_path / "model", eos_token_id=None)
+    places = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.layers.0": "cpu",
+              "model.layers.1": "disk", "model.norm": "cpu", "lm_head": "cpu"}  # fmt: skip
+    whole, spread = (
+        AutoModelForCausalLM.from_pretrained(path, device_map=where, offload_folder=tmp_path, dtype=torch.float32)
+        for where in ({"": "cpu"}, places)
+    )
+    want = spread(prompt()).logits
+    with pytest.raises(Unsupported, match="spread over cpu, disk by device_map; load it on one device"):
+        attach(spread)
+    assert torch.equal(spread(prompt()).logits, want)
+    with attach(whole):
+        assert torch.allclose(whole(prompt()).logits, want, rtol=0, atol=1e-4)
 
 
 def test_compiled_and_wrapped_models_are_refused() -> None:
