@@ -85,6 +85,7 @@ def _run(args: argparse.Namespace) -> int:
     from longreach.bench.run import QUICK, REPLAYS, run_case
     from longreach.records import check_writable
 
+    chosen = choose(args.names)
     gpu = torch.cuda.is_available() and not args.tiny
     if not gpu and not args.tiny:
         raise InvalidInput("bench run needs a CUDA device; --tiny exercises it on the CPU, where times mean nothing")
@@ -92,7 +93,7 @@ def _run(args: argparse.Namespace) -> int:
         raise InvalidInput(f"--tiny measures nothing and belongs in no record of {RESULTS}; give --out another folder")
     device = torch.device("cuda" if gpu else "cpu")
     without = list(args.without) + ([] if gpu else [name for name in NAMES if name != "torch_sdpa"])
-    cases = [tiny(case) if args.tiny else case for case in choose(args.names)]
+    cases = [tiny(case) if args.tiny else case for case in chosen]
     cases = [case.but(**{name: getattr(args, name) for name in (*SHAPE, "dtype")}) for case in cases]
     for name in {name for case in cases for name in case.baselines} - set(without) | set(args.without):
         baseline(name).load() if name not in without else baseline(name)

@@ -31,7 +31,7 @@ def stale(directory: Path) -> list[Fault]:
 
 
 def faults(measured: dict[str, Any]) -> Iterator[str]:
-    """What is wrong with one measurement. Records from before they stated a commit claim nothing and are passed over."""
+    """What is wrong with one measurement. Records older than the habit of naming a commit are passed over."""
     if "commit" not in measured:
         return
     if not measured["commit"]:

@@ -1,0 +1,63 @@
+"""Inputs: layouts are views of the same numbers, pages are permuted, lists differ and ascend, bytes add up."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from longreach.bench.cases import Case, Memory, Reads, Shape
+from longreach.bench.check import exact
+from longreach.bench.inputs import Inputs, bytes_needed
+from longreach.ops import attend
+
+CPU = torch.device("cpu")
+SHAPE = Shape(2, 64, 2, 4, 2, 16, "float32")
+
+
+def inputs(reads: Reads, shape: Shape = SHAPE) -> Inputs:
+    return Inputs(Case("it", "group", shape, reads), CPU, seed=3)
+
+
+def test_pages_are_a_permutation_of_the_pool() -> None:
+    table = inputs(Reads()).table(16)
+    assert table.shape == (2, 4)
+    assert sorted(table.flatten().tolist()) == list(range(8)) != table.flatten().tolist()
+
+
+def test_lists_ascend_without_repetition_and_differ() -> None:
+    (lists,) = inputs(Reads("list", share=0.25)).lists
+    assert lists.shape == (2, 2, 16)
+    assert bool((lists.diff(dim=-1) > 0).all())
+    assert len({tuple(x) for x in lists.flatten(0, 1).tolist()}) == 4
+
+
+def test_layouts_share_memory() -> None:
+    made = inputs(Reads())
+    pointers = {made.kv(0, Memory(page, order))[0].data_ptr() for page in (None, 16) for order in ("heads", "tokens")}
+    assert len(pointers) == 1
+
+
+@pytest.mark.parametrize("memory", [Memory(), Memory(16), Memory(32, "tokens")])
+@pytest.mark.parametrize("reads", [Reads(), Reads("window", 4, 20), Reads("window", 0, 9), Reads("list", share=0.25)])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_the_yardstick_agrees_with_attend(memory: Memory, reads: Reads, rows: int) -> None:
+    made = inputs(reads)
+    out = attend(made.rows(0, rows), made.view(0, memory), made.selection(0, rows), scale=made.scale).out
+    want = torch.stack(
+        [torch.cat([exact(made, memory, rows, 0, b, g, r) for g in range(2)]) for b in range(2) for r in range(rows)]
+    )
+    torch.testing.assert_close(out.double(), want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("reads", "rows", "keys"),
+    [
+        (Reads(), 1, 64),
+        (Reads("window", 4, 20), 1, 24),
+        (Reads("window", 4, 20), 2, 25),
+        (Reads("list", share=0.25), 1, 16),
+    ],
+)
+def test_bytes_needed_are_keys_and_values_once_a_kv_head(reads: Reads, rows: int, keys: int) -> None:
+    case = Case("it", "group", Shape(2, 64, rows, 4, 2, 16, "bfloat16"), reads)
+    assert bytes_needed(case) == 2 * 2 * 2 * keys * 16 * 2

@@ -1,0 +1,71 @@
+"""longreach bench, on tiny shapes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from longreach.bench.record import read
+
+
+def test_list_names_cases_and_what_they_must_reach(longreach: Callable) -> None:
+    code, out, _ = longreach("bench", "list", "list-decode")
+    assert code == 0 and "list-10pct-128k-b1" in out and "2.3" in out and "dense" not in out
+    code, out, _ = longreach("bench", "list", "--json")
+    assert code == 0 and {"dense-128k-b32", "rows-8-128k-b1"} <= {case["name"] for case in json.loads(out)}
+
+
+def test_run_writes_a_record_case_by_case(longreach: Callable, tmp_path: Path) -> None:
+    options = ("--tiny", "--quick", "--out", tmp_path)
+    code, out, err = longreach("bench", "run", "span-1280-sinks-b1", *options)
+    assert (code, err) == (0, "") and "contiguous" in out
+    assert longreach("bench", "run", "span-1280-plain-b1", *options).code == 0
+    record = read(tmp_path / "span-decode.json")
+    assert list(record["cases"]) == ["span-1280-sinks-b1", "span-1280-plain-b1"]
+    case = record["cases"]["span-1280-plain-b1"]
+    assert {"commit", "dirty", "versions", "device", "kernels", "shape", "timing", "seed"} <= set(case)
+    assert [e["name"] for e in case["entries"]] == ["contiguous", "page 16", "page 64", "page 256"]
+    assert "functional" in case["timing"]["how"] and case["targets"] == []
+
+
+def test_a_baseline_left_out_is_named(longreach: Callable, tmp_path: Path) -> None:
+    code, out, _ = longreach("bench", "run", "dense-32k-b1", "--tiny", "--quick", "--json", "--out", tmp_path)
+    assert code == 0
+    case = json.loads(out)["dense-32k-b1"]
+    assert case["baselines"]["left_out"] == ["flash_attention_3", "flashinfer"]
+    assert {e["who"] for e in case["entries"]} == {"longreach", "torch_sdpa"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("run", "dense-128k-b2", "--tiny", "--out", "x"), "dense-128k-b32"),
+        (("run", "--tiny"), "--out"),
+        (("run", "--tiny", "--out", "x", "--without", "fa2"), "flashinfer"),
+        (("check", "dense-decode"), "no names"),
+    ],
+)
+def test_bad_input_is_one_line_with_the_remedy(longreach: Callable, arguments: tuple[str, ...], message: str) -> None:
+    code, out, err = longreach("bench", *arguments)
+    assert (code, out) == (2, "") and message in err and err.count("\n") == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so(longreach: Callable) -> None:
+    code, _, err = longreach("bench", "run", "dense-decode")
+    assert code == 2 and "--tiny" in err
+
+
+def test_check_fails_for_a_stale_record(longreach: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = ("bench", "run", "rows-8-128k-b1", "--tiny", "--quick", "--out", tmp_path)
+    monkeypatch.setenv("LONGREACH_COMMIT", "abc")
+    assert longreach(*run).code == 0
+    assert longreach("bench", "check", "--out", tmp_path).code == 0
+    monkeypatch.setenv("LONGREACH_COMMIT", "abc+dirty")
+    assert longreach(*run).code == 0
+    code, out, _ = longreach("bench", "check", "--out", tmp_path)
+    assert code == 1 and "rows-8-128k-b1" in out and "dirty" in out

@@ -1,0 +1,69 @@
+"""The kernels' hash: blind to comments and form, not to anything that runs."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+import longreach.ops
+from longreach.errors import UnknownName
+from longreach.records.kernels import kernel_hash, normalised
+
+CODE = '''
+def f(x, y):
+    """Doc."""
+    if x:  # why
+        return g(x, f"a{y!r} b")
+    return y
+'''
+
+
+@pytest.mark.parametrize(
+    "same",
+    [
+        CODE.replace('"""Doc."""', '"""Another\n    text."""'),
+        CODE.replace("  # why", ""),
+        CODE.replace("    return y", "\n    # here\n\n    return y"),
+        CODE.replace('g(x, f"a{y!r} b")', 'g(\n            x,\n            f"a{y!r} b",\n        )'),
+    ],
+)
+def test_form_does_not_count(same: str) -> None:
+    assert same != CODE and normalised(same) == normalised(CODE)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("return y", "return x"),
+        ("    return y", "        return y"),
+        ("a{y!r} b", "a{y!r}  b"),
+        ("g(x, ", "g(x + 1, "),
+        ("if x:", "if not x:"),
+        ("(x, y)", "(y, x)"),
+    ],
+)
+def test_what_runs_counts(old: str, new: str) -> None:
+    changed = CODE.replace(old, new)
+    assert changed != CODE and normalised(changed) != normalised(CODE)
+
+
+def test_text_that_is_no_docstring_counts() -> None:
+    assert normalised('x = """a"""\n') != normalised('x = """b"""\n')
+
+
+def test_the_hash_covers_the_kernels_and_what_calls_them(tmp_path: Path) -> None:
+    root = tmp_path / "ops"
+    shutil.copytree(Path(longreach.ops.__file__).parent, root)
+    whole = kernel_hash("attend")
+    assert kernel_hash("attend", root) == whole
+    for name in ("attend/api.py", "attend/triton_kernels.py", "selection.py"):
+        path = root / name
+        text = path.read_text()
+        path.write_text(text + "\nLATER = 1\n")
+        assert kernel_hash("attend", root) != whole
+        path.write_text(text + "\n# a remark\n")
+        assert kernel_hash("attend", root) == whole
+    with pytest.raises(UnknownName, match="attend"):
+        kernel_hash("attent")

@@ -1,0 +1,49 @@
+"""Records that no longer speak for the code are named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longreach.errors import InvalidInput
+from longreach.records import write
+from longreach.records.kernels import kernel_hash
+from longreach.records.stale import stale
+
+CLEAN: dict[str, Any] = {"commit": "a" * 40, "dirty": False}
+
+
+def bench(**cases: Any) -> dict[str, Any]:
+    return {"kind": "bench", "format": 1, "group": "g", "cases": cases}
+
+
+def test_clean_and_current_records_pass(tmp_path: Path) -> None:
+    write(tmp_path / "a.json", CLEAN)
+    write(tmp_path / "b.json", bench(it={**CLEAN, "kernels": {"attend": kernel_hash("attend")}}))
+    write(tmp_path / "old.json", {"curve": []})
+    assert stale(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"dirty": True}, "dirty tree"),
+        ({"commit": None}, "no commit"),
+        ({"kernels": {"attend": "0" * 64}}, "have changed"),
+    ],
+)
+def test_each_fault_is_named_with_its_case(tmp_path: Path, changes: dict[str, Any], why: str) -> None:
+    good = {**CLEAN, "kernels": {"attend": kernel_hash("attend")}}
+    write(tmp_path / "a.json", bench(good=good, bad={**good, **changes}))
+    (fault,) = stale(tmp_path)
+    assert fault.part == "bad" and why in fault.why
+
+
+def test_what_is_no_record_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="no folder"):
+        stale(tmp_path / "missing")
+    (tmp_path / "a.json").write_text("{")
+    with pytest.raises(InvalidInput, match="no JSON"):
+        stale(tmp_path)
