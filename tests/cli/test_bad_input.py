@@ -46,6 +46,7 @@ def refused(result: Any, *words: str) -> None:
         ([*COMPARE, "--methods", "dense,quset"], ["unknown method 'quset'", "known: dense, streaming_llm"]),
         ([*COMPARE, "--methods", ","], ["no methods to compare", "name some of dense"]),
         ([*COMPARE, "--set", "quset.k=1"], ["unknown method in --set 'quset'"]),
+        ([*COMPARE, "--set", "oracle_top_k.dense_layers=[7]"], ["dense_layers", "got layer 7"]),
         ([*COMPARE, "--methods", "dense", "--set", "streaming_llm.window=3"], ["streaming_llm", "not compared"]),
         ([*COMPARE, "--set", "streaming_llm.k=3"], ["option of streaming_llm 'k'", "known: sinks, window"]),
         ([*COMPARE, "--question", ""], ["--question is empty"]),

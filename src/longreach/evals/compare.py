@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longreach.adapters.transformers import CHUNK, Advance, Reader, Session, attach, check_length, stop_tokens
+from longreach.adapters.transformers import CHUNK, Advance, Reader, Session, attach, check_length, shape_of, stop_tokens
 from longreach.cache import CacheConfig
 from longreach.errors import InvalidInput
 from longreach.evals.plans import plans
@@ -64,6 +64,9 @@ class Compare:
             (choose("prefill", p, **self._options(p)), [choose("decode", d, **self._options(d)) for d in decodes])
             for p, decodes in self.plans
         ]
+        for prefill, answering in self.configured:  # now, not when it is their turn
+            for method in (prefill, *answering):
+                method.check(shape_of(model))
         self.tokens: list[int] = []
         self.reference: list[Tensor] = []
 

@@ -1,6 +1,7 @@
 """Hugging Face transformers: attach a method to a model, load a model, the cache that generate uses."""
 
 from longreach.adapters.transformers.attach import Session, attach
+from longreach.adapters.transformers.checks import shape_of
 from longreach.adapters.transformers.hf_cache import LongreachCache
 from longreach.adapters.transformers.load import device_of, load, model_path
 from longreach.adapters.transformers.reading import (
@@ -32,6 +33,7 @@ __all__ = [
     "load",
     "model_path",
     "prompts",
+    "shape_of",
     "share",
     "stop_strings",
     "stop_tokens",
