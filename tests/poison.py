@@ -13,9 +13,12 @@ from torch import Tensor
 
 @contextmanager
 def nan_memory() -> Iterator[None]:
-    """Within this block, `new_empty` gives NaN (the caches allocate by it)."""
+    """Within this block, `new_empty` of floats gives NaN (the caches allocate by it)."""
+    plain = torch.Tensor.new_empty
 
     def new_empty(self: Tensor, *size: Any, **options: Any) -> Tensor:
+        if not options.get("dtype", self.dtype).is_floating_point:
+            return plain(self, *size, **options)
         shape = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
         return self.new_full(tuple(shape), torch.nan, **options)
 

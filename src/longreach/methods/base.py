@@ -13,7 +13,10 @@ from torch import Tensor
 
 from longreach.cache import KVCache, SequenceState
 from longreach.errors import UnknownName
-from longreach.ops import HeadShard, KVView, Partial, Rows, Selection, Spans, attend
+from longreach.ops import HeadShard, KVView, Partial, Rows, Selection, Spans
+from longreach.ops.attend import attend, resolve
+from longreach.ops.pooled_scores import implementations as scorers
+from longreach.ops.pooled_scores import pooled_scores
 from longreach.ops.types import require
 
 Phase = Literal["prefill", "decode"]
@@ -25,7 +28,7 @@ class LayerCall:
 
     layer: index; rows: post-RoPE queries [R, H, D]; kv: the layer's cache, the rows' own keys in it;
     slots: int [B], the cache slot of each sequence, by which state is addressed; scale, softcap, sink_logit:
-    as in ops.attend; shard: which KV heads are here; impl: who computes.
+    as in ops.attend; shard: which KV heads are here; impl: who computes; ran: who did.
     pre_rope: gives (q [R, H, D], k [R, G, D]) of the rows before rotation, for methods with `needs_pre_rope`.
     """
 
@@ -39,18 +42,29 @@ class LayerCall:
     shard: HeadShard | None = None
     impl: str = "auto"
     pre_rope: Callable[[], tuple[Tensor, Tensor]] | None = field(default=None, repr=False)
+    ran: set[str] = field(default_factory=set, repr=False, compare=False)
 
     def attend(self, selection: Selection, *, sink: bool = True) -> Partial:
         """ops.attend with this layer's logits. A method that merges several results takes the sink once."""
+        sink_logit = self.sink_logit if sink else None
+        name = resolve(self.impl, self.rows, self.kv, selection, softcap=self.softcap, sink_logit=sink_logit)
+        self.ran.add(name)
         return attend(
             self.rows,
             self.kv,
             selection,
             scale=self.scale,
             softcap=self.softcap,
-            sink_logit=self.sink_logit if sink else None,
-            impl=self.impl,
+            sink_logit=sink_logit,
+            impl=name,
         )
+
+    def pooled_scores(self, lse: Tensor | None = None) -> Tensor:
+        """ops.pooled_scores with this layer's logits: fp32 [R, G, N]. By `impl` where the op has it, else "auto"."""
+        asked = self.impl if self.impl in scorers.names() else "auto"
+        name = scorers.resolve(asked, self.rows.q.device)
+        self.ran.add(name)
+        return pooled_scores(self.rows, self.kv, scale=self.scale, softcap=self.softcap, lse=lse, impl=name)
 
     def sum_over_ranks(self, x: Tensor) -> Tensor:
         """x, pooled over the KV heads that are here, summed over the ranks that hold the others."""

@@ -20,7 +20,7 @@ class LayerTally:
     """One layer in one phase, as far as the host knows; bytes are summed on the device."""
 
     method: str
-    impl: str
+    impls: set[str] = field(default_factory=set)
     steps: int = 0
     rows: int = 0
     dense_because: set[str] = field(default_factory=set)
@@ -54,7 +54,7 @@ class Ledger:
     def add(
         self, phase: Phase, call: LayerCall, method: str, impl: str, outcome: Outcome, dense_reads: Selection
     ) -> None:
-        """Count one layer of one pass; `dense_reads` is what exact attention of this layer reads.
+        """Count one layer of one pass that `impl` computed; `dense_reads` is what exact attention of it reads.
 
         Sums outlive the pass, so they are made outside inference mode, whatever the pass runs in.
         """
@@ -85,7 +85,8 @@ class Ledger:
         for n in layers:
             tally = self.tallies.get((n.phase, n.layer))
             if tally is None:
-                tally = self.tallies[n.phase, n.layer] = LayerTally(n.method, n.impl)
+                tally = self.tallies[n.phase, n.layer] = LayerTally(n.method)
+            tally.impls.add(n.impl)
             tally.steps += 1
             tally.rows += n.rows
             if n.dense_because:
@@ -110,7 +111,7 @@ class Ledger:
                 phase=phase,
                 layer=layer,
                 method=t.method,
-                impl=t.impl,
+                impl=", ".join(sorted(t.impls)),
                 steps=t.steps,
                 rows=t.rows,
                 **dict(zip(COLUMNS, sums[phase, layer], strict=True)),

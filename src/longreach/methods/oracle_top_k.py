@@ -20,7 +20,7 @@ from longreach.methods.base import (
     check_budget,
     is_count,
 )
-from longreach.ops import Lists, Spans, pooled_scores
+from longreach.ops import Lists, Spans
 from longreach.ops.selection import visible
 from longreach.ops.types import require
 
@@ -78,11 +78,9 @@ class OracleTopK(AttentionMethod):
     def _scores(self, call: LayerCall) -> tuple[Tensor, Reads]:
         """fp32 [R, G, N], and what was read for them."""
         if call.sink_logit is None:
-            scores = pooled_scores(call.rows, call.kv, scale=call.scale, softcap=call.softcap, impl=call.impl)
-            return scores, Reads((EVERYTHING, EVERYTHING), ())
+            return call.pooled_scores(), Reads((EVERYTHING, EVERYTHING), ())
         lse = call.attend(EVERYTHING).lse
-        scores = pooled_scores(call.rows, call.kv, scale=call.scale, softcap=call.softcap, lse=lse, impl=call.impl)
-        return scores, Reads((EVERYTHING, EVERYTHING), (EVERYTHING,))
+        return call.pooled_scores(lse), Reads((EVERYTHING, EVERYTHING), (EVERYTHING,))
 
     def _most(self, capacity: int) -> int:
         """The longest list that `budget` can ask for."""

@@ -1,11 +1,11 @@
 """Pure functions over tensors. README.md beside this file fixes letters, layouts and tolerances."""
 
-from longreach.ops.attend import attend
+from longreach.ops.attend import attend, attend_split
 from longreach.ops.partial import merge, remove, shift
 from longreach.ops.pooled_scores import pooled_scores
 from longreach.ops.rope import angles, reposition, rotate, unrotate
 from longreach.ops.selection import Bound, Lists, PackedLists, Selection, Span, Spans, at, near
-from longreach.ops.types import HeadShard, KVView, Partial, Rows
+from longreach.ops.types import HeadShard, KVView, Partial, Rows, Run
 
 __all__ = [
     "Bound",
@@ -15,12 +15,14 @@ __all__ = [
     "PackedLists",
     "Partial",
     "Rows",
+    "Run",
     "Selection",
     "Span",
     "Spans",
     "angles",
     "at",
     "attend",
+    "attend_split",
     "merge",
     "near",
     "pooled_scores",

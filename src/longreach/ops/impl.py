@@ -13,7 +13,7 @@ import torch
 
 from longreach.errors import UnknownName
 
-Impl = Literal["auto", "reference"]
+Impl = Literal["auto", "reference", "triton", "sdpa_cudnn", "sdpa_flash"]
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,12 @@ class Implementations:
         return tuple(self.paths)
 
     def resolve(self, impl: str, device: torch.device) -> str:
-        """The name `impl` stands for on `device`. The reference on a GPU is resolved with a warning."""
-        name = "reference" if impl == "auto" else impl
+        """The name `impl` stands for on `device`: "auto" is Triton on a GPU if the op has kernels, else the reference.
+
+        The reference on a GPU is resolved with a warning.
+        """
+        kernels = "triton" if device.type == "cuda" and "triton" in self.paths else "reference"
+        name = kernels if impl == "auto" else impl
         if name not in self.paths:
             raise UnknownName(f"impl of {self.op}", impl, ("auto", *self.paths))
         if name == "reference" and device.type != "cpu":

@@ -25,6 +25,10 @@ class Bound(NamedTuple):
     value: int | Tensor
     relative: bool
 
+    def take(self, index: Tensor) -> Bound:
+        """The bound of the rows at `index` [r]."""
+        return self if isinstance(self.value, int) else Bound(self.value[index], self.relative)
+
 
 def at(slot: int | Tensor) -> Bound:
     """The bound at an absolute slot."""
@@ -84,10 +88,28 @@ class Selection(ABC):
             mask = mask.unflatten(1, (kv.heads, kv.group(rows))).any(2)
         return mask.expand(rows.pos.shape[0], kv.heads, -1)
 
-    def _check_heads(self, size: int, rows: Rows, kv: KVView, what: str) -> None:
-        heads = kv.heads if self.per == "kv" else rows.q.shape[1]
-        require(self.per in ("kv", "query"), f"per: expected 'kv' or 'query', got {self.per!r}")
-        require(size in (1, heads), f"{what}: expected 1 or {heads} {self.per} heads, got {size}")
+
+def check_bound(what: str, bound: Bound, per: Per, rows: Rows, kv: KVView) -> None:
+    """Raise InvalidInput or SelectionError where a bound does not fit rows and view."""
+    require(isinstance(bound, Bound), f"{what}: expected bounds made by at() or near(), got {describe(bound)}")
+    value = bound.value
+    if isinstance(value, int):
+        if not bound.relative and value < 0:
+            raise SelectionError(f"{what}: absolute bounds must be >= 0, got {value}")
+        return
+    ok = isinstance(value, Tensor) and value.dtype in INTS and value.dim() == 2
+    ok = ok and value.shape[0] == rows.pos.shape[0] and value.device == rows.pos.device
+    require(ok, f"{what}: expected an int or int [R={rows.pos.shape[0]}, heads], got {describe(value)}")
+    check_heads(value.shape[1], per, rows, kv, what)
+    if not bound.relative and value.device.type == "cpu" and bool((value < 0).any()):
+        raise SelectionError(f"{what}: absolute bounds must be >= 0, got {int(value.min())}")
+
+
+def check_heads(size: int, per: Per, rows: Rows, kv: KVView, what: str) -> None:
+    """Raise InvalidInput unless a head axis of `size` entries fits."""
+    heads = kv.heads if per == "kv" else rows.q.shape[1]
+    require(per in ("kv", "query"), f"per: expected 'kv' or 'query', got {per!r}")
+    require(size in (1, heads), f"{what}: expected 1 or {heads} {per} heads, got {size}")
 
 
 def slot_positions(rows: Rows, kv: KVView, stop: int, per: Per) -> Tensor:
@@ -99,6 +121,14 @@ def slot_positions(rows: Rows, kv: KVView, stop: int, per: Per) -> Tensor:
     page = page.clamp(0, kv.k.shape[0] - 1)  # a table's entries past `filled` may be anything
     position = kv.slot_pos[page, :, offset].transpose(1, 2).long()
     return position if per == "kv" else position.repeat_interleave(kv.group(rows), 1)
+
+
+def beyond(bound: Bound, rows: Rows, kv: KVView, stop: int, per: Per) -> Tensor:
+    """bool, broadcasts to [R, heads, stop]: slots at or past the bound, for each row."""
+    value = bound.value if isinstance(bound.value, int) else bound.value[:, :, None]
+    if bound.relative:
+        return slot_positions(rows, kv, stop, per) >= rows.pos.long()[:, None, None] + value
+    return torch.arange(stop, device=rows.pos.device)[None, None] >= value
 
 
 def visible(rows: Rows, kv: KVView, stop: int, per: Per) -> Tensor:
@@ -119,39 +149,27 @@ class Spans(Selection):
         """Everything a row can see: [0, pos + 1)."""
         return cls((Span(at(0), near(1)),))
 
+    @property
+    def is_dense(self) -> bool:
+        """Whether this is what `dense` makes."""
+        fixed = all(isinstance(bound.value, int) for span in self.spans for bound in span)
+        return fixed and self.spans == (Span(at(0), near(1)),)
+
     @classmethod
     def window(cls, size: int) -> Spans:
         """The last `size` positions, the row's own included."""
         return cls((Span(near(1 - size), near(1)),))
 
     def take(self, index: Tensor) -> Spans:
-        def cut(bound: Bound) -> Bound:
-            return bound if isinstance(bound.value, int) else Bound(bound.value[index], bound.relative)
-
-        return Spans(tuple(Span(cut(s.start), cut(s.stop)) for s in self.spans), self.per)
+        return Spans(tuple(Span(s.start.take(index), s.stop.take(index)) for s in self.spans), self.per)
 
     def check(self, rows: Rows, kv: KVView) -> None:
         for bound in (b for span in self.spans for b in span):
-            require(isinstance(bound, Bound), f"span: expected bounds made by at() or near(), got {describe(bound)}")
-            value = bound.value
-            if isinstance(value, int):
-                if not bound.relative and value < 0:
-                    raise SelectionError(f"span: absolute bounds must be >= 0, got {value}")
-                continue
-            ok = isinstance(value, Tensor) and value.dtype in INTS and value.dim() == 2
-            ok = ok and value.shape[0] == rows.pos.shape[0] and value.device == rows.pos.device
-            require(ok, f"span: expected an int or int [R={rows.pos.shape[0]}, heads], got {describe(value)}")
-            self._check_heads(value.shape[1], rows, kv, "span")
-            if not bound.relative and value.device.type == "cpu" and bool((value < 0).any()):
-                raise SelectionError(f"span: absolute bounds must be >= 0, got {int(value.min())}")
+            check_bound("span", bound, self.per, rows, kv)
 
     def chosen(self, rows: Rows, kv: KVView, stop: int) -> tuple[Tensor, Tensor | None]:
-        slot = torch.arange(stop, device=rows.pos.device)[None, None]
-        position = slot_positions(rows, kv, stop, self.per)
-
         def passed(bound: Bound) -> Tensor:
-            value = bound.value if isinstance(bound.value, int) else bound.value[:, :, None]
-            return position >= rows.pos.long()[:, None, None] + value if bound.relative else slot >= value
+            return beyond(bound, rows, kv, stop, self.per)
 
         mask = torch.zeros(rows.pos.shape[0], 1, stop, dtype=torch.bool, device=rows.pos.device)
         for span in self.spans:
@@ -209,7 +227,7 @@ class Lists(Selection):
         index, count, weight = self.index, self.count, self.log_weight
         ok = isinstance(index, Tensor) and index.dtype in INTS and index.dim() == 3
         require(ok, f"index: expected int [L, heads, C], got {describe(index)}")
-        self._check_heads(index.shape[1], rows, kv, "index")
+        check_heads(index.shape[1], self.per, rows, kv, "index")
         ok = isinstance(count, Tensor) and count.dtype in INTS and count.shape == index.shape[:2]
         require(ok, f"count: expected int {list(index.shape[:2])}, got {describe(count)}")
         if weight is not None:
@@ -309,7 +327,7 @@ class PackedLists(Selection):
             x = getattr(self, name)
             ok = isinstance(x, Tensor) and x.dtype in INTS and x.dim() == 1 and x.device == rows.pos.device
             require(ok, f"{name}: expected int, one dimension, on {rows.pos.device}, got {describe(x)}")
-        self._check_heads(self.heads, rows, kv, "heads")
+        check_heads(self.heads, self.per, rows, kv, "heads")
         lists, rest = divmod(self.offsets.shape[0] - 1, self.heads)
         require(
             rest == 0 and lists >= 0, f"offsets: expected L * {self.heads} + 1 entries, got {describe(self.offsets)}"

@@ -37,12 +37,12 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 
 
 class Run(NamedTuple):
-    """What the host knows of consecutive rows: `count` rows of sequence `seq`, at positions first, first + 1, ...
+    """What the host knows of consecutive rows: `rows` of sequence `seq`, at positions first, first + 1, ...
 
-    first is None where only the device knows it.
+    first is given only where slots [0, first + rows) of the sequence are filled; None: only the device knows.
     """
 
-    count: int
+    rows: int
     seq: int
     first: int | None = None
 
@@ -72,8 +72,8 @@ class Rows:
             require(ok, f"{name}: expected int32 or int64 [R={rows}], got {describe(x)}")
             require(x.device == self.q.device, f"{name}: expected on {self.q.device} like q, got {describe(x)}")
         if self.runs is not None:
-            total = sum(run.count for run in self.runs)
-            require(total == rows, f"runs: expected counts that sum to R={rows}, got {total}")
+            total = sum(run.rows for run in self.runs)
+            require(total == rows, f"runs: expected rows that sum to R={rows}, got {total}")
 
     def take(self, index: Tensor) -> Rows:
         """The rows at `index` [r]."""

@@ -36,7 +36,9 @@ class Compiler:
             names = self.kernel.arg_names
             given = dict(zip(names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in names}
             options = {k: v for k, v in kwargs.items() if k not in names}
-            signature, constants, attributes = {}, {}, {}
+            signature: dict[str, Any] = {}
+            constants: dict[tuple[int, ...], Any] = {}
+            attributes: dict[tuple[int, ...], Any] = {}
             for place, name in enumerate(names):
                 declared = self.kernel.params[place].is_constexpr
                 signature[name] = _describe(given[name], (place,), declared, constants, attributes)

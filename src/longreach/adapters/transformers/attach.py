@@ -91,7 +91,8 @@ class Session:
         for method in (prefill, decode):
             method.check(self._shape)
         self.model, self.prefill, self.decode, self.cache_config = model, prefill, decode, cache
-        self.impl = implementations.resolve(impl, model.device)
+        implementations.resolve(impl, model.device)  # an unknown name is refused now; "auto" is resolved call by call
+        self.impl = impl
         self.ledger = Ledger()
         self.observe: Callable[..., None] | None = None
         self.static_step: Step | None = None  # the step that the pass to come is, where the decode loop made it

@@ -56,7 +56,7 @@ def longreach_attention(
         outcome = Outcome(call.attend(dense), Reads((dense,), (dense,)), f"sliding window of {window}")
         method = "dense"
     step.layers.add(layer)
-    step.ledger.add(step.phase, call, method, step.impl, outcome, dense)
+    step.ledger.add(step.phase, call, method, "+".join(sorted(call.ran)), outcome, dense)
     if step.observe is not None:
         step.observe(step.phase, call, outcome)
     return step.rectangle(outcome.partial.out.to(query.dtype)), None

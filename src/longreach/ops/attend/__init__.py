@@ -1,5 +1,5 @@
 """attend: the one operator."""
 
-from longreach.ops.attend.api import attend, implementations
+from longreach.ops.attend.api import attend, attend_split, implementations, resolve
 
-__all__ = ["attend", "implementations"]
+__all__ = ["attend", "attend_split", "implementations", "resolve"]

@@ -4,15 +4,45 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from longreach.ops.attend.sdpa import sdpa_for
 from longreach.ops.checks import check_logits, check_memory
 from longreach.ops.impl import Implementations
-from longreach.ops.selection import Selection
+from longreach.ops.selection import Bound, Selection, check_bound
 from longreach.ops.types import KVView, Partial, Rows, describe, require
 
 implementations = Implementations(
     "attend",
-    {"reference": "longreach.ops.attend.reference:attend", "triton": "longreach.ops.attend.triton:attend"},
+    {
+        "reference": "longreach.ops.attend.reference:attend",
+        "triton": "longreach.ops.attend.triton:attend",
+        "sdpa_cudnn": "longreach.ops.attend.sdpa:cudnn",
+        "sdpa_flash": "longreach.ops.attend.sdpa:flash",
+    },
 )
+_split = Implementations(
+    "attend_split",
+    {"reference": "longreach.ops.attend.reference:attend_split", "triton": "longreach.ops.attend.triton:attend_split"},
+)
+
+
+def resolve(
+    impl: str,
+    rows: Rows,
+    kv: KVView,
+    selection: Selection,
+    *,
+    softcap: float | None = None,
+    sink_logit: Tensor | None = None,
+) -> str:
+    """The implementation that `attend` with these arguments uses.
+
+    "auto" is the reference on a CPU and Triton on a GPU, but for plain dense prefill of long prompts, which goes to
+    torch's fastest exact kernel: cuDNN's for whole prompts, FlashAttention-2 for the later chunks of one.
+    """
+    name = implementations.resolve(impl, rows.q.device)
+    if impl == "auto" and name == "triton":
+        return sdpa_for(rows, kv, selection, softcap, sink_logit) or name
+    return name
 
 
 def attend(
@@ -44,5 +74,31 @@ def attend(
     require(isinstance(selection, Selection), f"selection: expected a Selection, got {describe(selection)}")
     selection.check(rows, kv)
     check_logits(scale, softcap, rows, sink_logit)
-    compute = implementations.get(impl, rows.q.device)
+    name = resolve(impl, rows, kv, selection, softcap=softcap, sink_logit=sink_logit)
+    compute = implementations.get(name, rows.q.device)
     return compute(rows, kv, selection, scale=scale, softcap=softcap, sink_logit=sink_logit)
+
+
+def attend_split(
+    rows: Rows,
+    kv: KVView,
+    selection: Selection,
+    split: Bound,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    impl: str = "auto",
+) -> tuple[Partial, Partial]:
+    """attend in two parts, in one pass: over the selected keys before `split`, and over those from it on.
+
+    split: a bound made by at() (a slot) or near() (an offset to the row's position), int or int [R, 1 or heads], the
+        heads those of `selection.per`. The two parts merge to attend's result.
+    There is no sink logit: it belongs to the whole, so merge it there. Everything else is as in `attend`.
+    """
+    check_memory(rows, kv)
+    require(isinstance(selection, Selection), f"selection: expected a Selection, got {describe(selection)}")
+    selection.check(rows, kv)
+    check_bound("split", split, selection.per, rows, kv)
+    check_logits(scale, softcap, rows)
+    compute = _split.get(_split.resolve(impl, rows.q.device), rows.q.device)
+    return compute(rows, kv, selection, split, scale=scale, softcap=softcap)

@@ -11,34 +11,61 @@ from torch.nn.functional import pad
 
 from longreach.ops.by_sequence import logits, reach, read, steps
 from longreach.ops.partial import merge
-from longreach.ops.selection import PackedLists, Selection, visible
+from longreach.ops.selection import Bound, PackedLists, Selection, beyond, visible
 from longreach.ops.types import KVView, Partial, Rows, accumulator
 
 
 def attend(
     rows: Rows, kv: KVView, selection: Selection, *, scale: float, softcap: float | None, sink_logit: Tensor | None
 ) -> Partial:
+    result = _attend(rows, kv, selection, scale, softcap, None, 0)
+    if sink_logit is None:
+        return result
+    sink = sink_logit.to(result.lse.dtype).expand_as(result.lse)
+    return merge(result, Partial(torch.zeros_like(result.out), sink))
+
+
+def attend_split(
+    rows: Rows, kv: KVView, selection: Selection, split: Bound, *, scale: float, softcap: float | None
+) -> tuple[Partial, Partial]:
+    before, after = (_attend(rows, kv, selection, scale, softcap, split, part) for part in (0, 1))
+    return before, after
+
+
+def _attend(
+    rows: Rows, kv: KVView, selection: Selection, scale: float, softcap: float | None, split: Bound | None, part: int
+) -> Partial:
+    """Over all selected keys, or those of one side of `split`."""
     count, heads, dim = rows.q.shape
     dtype = accumulator(rows.q.dtype)
     if isinstance(selection, PackedLists):
         selection = selection.padded()  # once, not at every step
     order = steps(rows, kv)
-    if order:
-        outs, lses = zip(*(_step(rows.take(i), kv, selection.take(i), scale, softcap) for i in order), strict=True)
-        place = torch.cat(order).argsort()  # each row lies in one step
-        result = Partial(torch.cat(outs)[place], torch.cat(lses)[place])
-    else:
-        result = Partial.empty(count, heads, dim, dtype=dtype, device=rows.q.device)
-    if sink_logit is None:
-        return result
-    return merge(result, Partial(torch.zeros_like(result.out), sink_logit.to(dtype).expand(count, heads)))
+    if not order:
+        return Partial.empty(count, heads, dim, dtype=dtype, device=rows.q.device)
+    outs, lses = zip(*(_step(rows, kv, selection, scale, softcap, split, part, i) for i in order), strict=True)
+    place = torch.cat(order).argsort()  # each row lies in one step
+    return Partial(torch.cat(outs)[place], torch.cat(lses)[place])
 
 
-def _step(rows: Rows, kv: KVView, selection: Selection, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
-    """out [r, H, D], lse [r, H] of rows of one sequence."""
+def _step(
+    rows: Rows,
+    kv: KVView,
+    selection: Selection,
+    scale: float,
+    softcap: float | None,
+    split: Bound | None,
+    part: int,
+    index: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """out [r, H, D], lse [r, H] of the rows at `index`, which are of one sequence."""
+    rows, selection = rows.take(index), selection.take(index)
     stop = reach(rows, kv)
     chosen, weight = selection.chosen(rows, kv, stop)
-    mask = (chosen & visible(rows, kv, stop, selection.per)).expand(rows.q.shape[0], -1, -1)
+    mask = chosen & visible(rows, kv, stop, selection.per)
+    if split is not None:
+        mask = mask & (beyond(split.take(index), rows, kv, stop, selection.per) == bool(part))
+    mask = mask.expand(rows.q.shape[0], -1, -1)
     if mask.shape[1] == 1:
         return _columns(rows.q, kv, rows.seq[0], slice(None), mask, weight, scale, softcap)
     group = rows.q.shape[1] // kv.heads

@@ -33,7 +33,7 @@ def tiles_of(rows: Rows, kv: KVView, selection: Selection, *, most: int) -> Tile
     if most == 1 or (listed and shared is None):
         return Tiles(count, 1)
     if rows.runs is not None and not listed:
-        widths = [run.count for run in rows.runs if run.count]
+        widths = [run.rows for run in rows.runs if run.rows]
         if len(set(widths)) == 1:
             size = min(widths[0], most)
             return Tiles(len(widths) * -(-widths[0] // size), size, widths[0])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -11,9 +10,9 @@ from torch import Tensor
 
 from longreach.errors import Unsupported
 from longreach.ops.attend import triton_kernels as kernels
+from longreach.ops.attend.tiles import tiles_of
 from longreach.ops.attend.triton_tuning import Tuning, tuning
 from longreach.ops.selection import Bound, Lists, PackedLists, Selection, Span, Spans, at
-from longreach.ops.attend.tiles import tiles_of
 from longreach.ops.types import KVView, Partial, Rows
 
 FAR = (1 << 30) - 1
@@ -124,8 +123,16 @@ def _launch(
     q = rows.q if rows.q.stride(2) == 1 else rows.q.contiguous()
     form = (parts, axis, per_item, own, evicted, len(choice.spans[0]))
     layout = (tiles.size, tiles.width, tiles.table is not None)
-    row_args = (q, q.stride(0), q.stride(1), rows.seq, rows.pos, tiles.count, rows.seq if tiles.table is None else tiles.table)
-    table = torch.arange(kv.sequences, device=kv.k.device) if kv.block_table is None else kv.block_table
+    row_args = (
+        q,
+        q.stride(0),
+        q.stride(1),
+        rows.seq,
+        rows.pos,
+        tiles.count,
+        rows.seq if tiles.table is None else tiles.table,
+    )
+    table = kv.filled if kv.block_table is None else kv.block_table
     slot_pos = kv.k if kv.slot_pos is None else kv.slot_pos
     slot_pos = slot_pos if slot_pos.stride(-1) == 1 else slot_pos.contiguous()
     memory = (
@@ -140,7 +147,7 @@ def _launch(
         *slot_pos.stride()[:2],
         group,
     )
-    paged = table.dim() == 2 and table.shape[1] > 1
+    paged = kv.block_table is not None and kv.block_table.shape[1] > 1
     mr = tiles.size * per_item
     pieces = out, out, out
     ends = out
@@ -156,7 +163,7 @@ def _launch(
     kernels.attend_pieces[(programs if dealt else items,)](
         row_args, memory, choice.spans, choice.lists, result, float(scale), float(softcap or 1.0), items, programs,
         layout=layout, kinds=choice.kinds, listing=choice.listing, form=form, PAGED=paged,
-        PAGE=kv.page if paged else 1, HULL=hull, CAPPED=softcap is not None,
+        TABLED=kv.block_table is not None, PAGE=kv.page if paged else 1, HULL=hull, CAPPED=softcap is not None,
         SUNK=sunk, DEALT=dealt, I2=i2 if dealt else 1, X=x, M=m, BN=t.block, D=dim, BD=wide, STAGES=t.stages,
         CHAINED=chained, num_warps=t.warps, **launch,
     )  # fmt: skip

@@ -208,7 +208,8 @@ def _tanh(x):
 @triton.jit
 def _piece(
     item, begin, end, rows, memory, spans, lists, scale, cap,
-    layout: tl.constexpr, kinds: tl.constexpr, listing: tl.constexpr, form: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr, HULL: tl.constexpr,
+    layout: tl.constexpr, kinds: tl.constexpr, listing: tl.constexpr, form: tl.constexpr, PAGED: tl.constexpr,
+    TABLED: tl.constexpr, PAGE: tl.constexpr, HULL: tl.constexpr,
     CAPPED: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -249,7 +250,9 @@ def _piece(
     v_at = v_of + kv_head * v_head
     pos_at = p_of + kv_head * p_head
     if not PAGED:  # one page a sequence
-        page = tl.load(table + seq.to(tl.int64) * table_row).to(tl.int64)
+        page = seq.to(tl.int64)
+        if TABLED:
+            page = tl.load(table + page * table_row).to(tl.int64)
         k_at += page * k_page
         v_at += page * v_page
         pos_at += page * p_page
@@ -265,11 +268,11 @@ def _piece(
     else:
         for s in tl.static_range(SPANS):
             low, high = _span(s, spans, row, bound_head, pos, seen, part, kinds, EVICTED)
-            first, last = tl.min(low, 0), tl.max(high, 0)
+            lowest, highest = tl.min(low, 0), tl.max(high, 0)
             counts = counts + (after,)
-            after += (tl.maximum(last - first, 0) + UNIT - 1) // UNIT * UNIT
+            after += (tl.maximum(highest - lowest, 0) + UNIT - 1) // UNIT * UNIT
             lows, highs = lows + (low,), highs + (high,)
-            firsts, lasts = firsts + (first,), lasts + (last,)
+            firsts, lasts = firsts + (lowest,), lasts + (highest,)
     if SPLIT is not None:
         middle = _bound(spans[2], row, bound_head, pos, SPLIT, SPLIT_RELATIVE)
 
@@ -286,9 +289,17 @@ def _piece(
         if PAGED:
             page = _peek(pages + slot // PAGE, slot >= 0)
     elif PAGED:
-        slot, first, last, _ = _stretch(begin + n, firsts, lasts, counts, SPANS)
-        page = _peek(pages + slot // PAGE, (slot < last) & (begin + n < end))
+        next_slot, _, next_last, _ = _stretch(begin + n, firsts, lasts, counts, SPANS)
+        page = _peek(pages + next_slot // PAGE, (next_slot < next_last) & (begin + n < end))
     for at in tl.range(begin, end, BN, num_stages=STAGES):
+        if LISTS:  # asked for now, needed in the next round
+            next_slot = _slots(entry, at + BN + n, end, top, over, BLOCK)
+            if PAGED:
+                next_page = _peek(pages + next_slot // PAGE, next_slot >= 0)
+            entry = _entries(lists[0] + list_start, at + 2 * BN + n, end, over, BLOCK)
+        elif PAGED:
+            next_slot, _, next_last, _ = _stretch(at + BN + n, firsts, lasts, counts, SPANS)
+            next_page = _peek(pages + next_slot // PAGE, (next_slot < next_last) & (at + BN + n < end))
         if LISTS:
             column = slot >= 0
         else:
@@ -365,13 +376,9 @@ def _piece(
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
         peak = higher
         if LISTS:
-            slot = _slots(entry, at + BN + n, end, top, over, BLOCK)
-            if PAGED:
-                page = _peek(pages + slot // PAGE, slot >= 0)
-            entry = _entries(lists[0] + list_start, at + 2 * BN + n, end, over, BLOCK)
-        elif PAGED:
-            slot, first, last, _ = _stretch(at + BN + n, firsts, lasts, counts, SPANS)
-            page = _peek(pages + slot // PAGE, (slot < last) & (at + BN + n < end))
+            slot = next_slot
+        if PAGED:
+            page = next_page
     return row, head, peak, total, acc
 
 
@@ -400,7 +407,8 @@ def _finish(row, head, peak, total, acc, sink, out, lse, heads, D: tl.constexpr,
 @triton.jit
 def attend_pieces(
     rows, memory, spans, lists, result, scale, cap, items, programs,
-    layout: tl.constexpr, kinds: tl.constexpr, listing: tl.constexpr, form: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr, HULL: tl.constexpr,
+    layout: tl.constexpr, kinds: tl.constexpr, listing: tl.constexpr, form: tl.constexpr, PAGED: tl.constexpr,
+    TABLED: tl.constexpr, PAGE: tl.constexpr, HULL: tl.constexpr,
     CAPPED: tl.constexpr, SUNK: tl.constexpr, DEALT: tl.constexpr, I2: tl.constexpr, X: tl.constexpr,
     M: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
@@ -414,7 +422,8 @@ def attend_pieces(
     same two of the split (None, None without one). listing: None for spans, else (heads, block, packed or not,
     weighted or not, capacity, shared or not). form: (parts, head axis, query heads an item, those with spans of their
     own, whether slots have positions of their own, spans). PAGED: more than one page a
-    sequence, of PAGE slots. HULL: the slots that a block's rows take form one run.
+    sequence, of PAGE slots. TABLED: whether there is a block table. HULL: the slots that the rows of an item take
+    form one run.
     CHAINED: launched while the kernel before still runs (programmatic dependent launch), so it has to wait for it.
     DEALT: streams are dealt out evenly and pieces kept; else a program does one item and writes its result.
     """
@@ -443,7 +452,7 @@ def attend_pieces(
             end = tl.minimum(tl.sum(tl.where(number == item, ends, 0), 0), stop)
             row, head, peak, total, acc = _piece(
                 item, begin - start, end - start, rows, memory, spans, lists, scale, cap,
-                layout, kinds, listing, form, PAGED, PAGE, HULL, CAPPED, M, BN, D, BD, STAGES,
+                layout, kinds, listing, form, PAGED, TABLED, PAGE, HULL, CAPPED, M, BN, D, BD, STAGES,
             )  # fmt: skip
             place = (program + item) * MR + m
             tl.store(pieces[0] + place, peak, mask=m < MR)
@@ -460,7 +469,7 @@ def attend_pieces(
         end = tl.sum(_units_of(number, rows, memory, spans, lists, layout, kinds, listing, form, X), 0)
         row, head, peak, total, acc = _piece(
             item, 0, end, rows, memory, spans, lists, scale, cap,
-            layout, kinds, listing, form, PAGED, PAGE, HULL, CAPPED, M, BN, D, BD, STAGES,
+            layout, kinds, listing, form, PAGED, TABLED, PAGE, HULL, CAPPED, M, BN, D, BD, STAGES,
         )  # fmt: skip
         shifted = row + item % form[0] * row_count
         _finish(shifted, head, peak, total, acc, sink, out, lse, heads, D, SUNK, d, (row >= 0) & (m < MR))

@@ -1,0 +1,99 @@
+"""attend over everything for whole runs of rows: torch's fastest exact kernels, for dense prefill of long prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from longreach.errors import Unsupported
+from longreach.ops.selection import Selection, Spans
+from longreach.ops.types import KVView, Partial, Rows, Run, describe
+
+LONG = 256  # rows of a run from which these kernels are worth their set-up
+
+
+def sdpa_for(
+    rows: Rows, kv: KVView, selection: Selection, softcap: float | None, sink_logit: Tensor | None
+) -> str | None:
+    """The implementation here that "auto" means for these arguments, None if it means none."""
+    runs = rows.runs or ()
+    if not runs or min(run.rows for run in runs) < LONG or _refusal(rows, kv, selection, softcap, sink_logit, ""):
+        return None
+    return "sdpa_flash" if any(run.first for run in runs) else "sdpa_cudnn"
+
+
+def cudnn(
+    rows: Rows, kv: KVView, selection: Selection, *, scale: float, softcap: float | None, sink_logit: Tensor | None
+) -> Partial:
+    """cuDNN's kernel, for whole prompts."""
+    refusal = _refusal(rows, kv, selection, softcap, sink_logit, "sdpa_cudnn")
+    if refusal is None and any(run.first for run in rows.runs or ()):
+        refusal = "sdpa_cudnn attends for whole prompts, and a run starts after position 0; use impl='sdpa_flash'"
+    if refusal:
+        raise Unsupported(refusal)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True, scale=scale)[:2]
+
+    return _by_run(rows, kv, attend)
+
+
+def flash(
+    rows: Rows, kv: KVView, selection: Selection, *, scale: float, softcap: float | None, sink_logit: Tensor | None
+) -> Partial:
+    """FlashAttention-2, for whole prompts and for chunks that follow what is in the cache."""
+    refusal = _refusal(rows, kv, selection, softcap, sink_logit, "sdpa_flash")
+    if refusal:
+        raise Unsupported(refusal)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        # with fewer queries than keys this kernel aligns the causal triangle with the last key
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, scale=scale)[:2]
+
+    return _by_run(rows, kv, attend)
+
+
+def _refusal(
+    rows: Rows, kv: KVView, selection: Selection, softcap: float | None, sink_logit: Tensor | None, impl: str
+) -> str | None:
+    """Why these kernels cannot do it."""
+    if rows.q.device.type != "cuda" or rows.q.dtype not in (torch.bfloat16, torch.float16):
+        return f"{impl} takes bf16 and fp16 on CUDA devices, got {describe(rows.q)}; use impl='triton'"
+    if rows.runs is None or any(run.first is None for run in rows.runs):
+        return f"{impl} takes Rows whose runs and their positions the host knows (Rows.runs); use impl='triton'"
+    if not isinstance(selection, Spans) or not selection.is_dense:
+        return f"{impl} attends to everything: the selection must be Spans.dense(); use impl='triton'"
+    if softcap is not None or sink_logit is not None or kv.slot_pos is not None:
+        return f"{impl} knows no softcap, no sink logit and no evicted slots; use impl='triton'"
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (rows.q, kv.k, kv.v)):
+        return f"{impl} is not differentiable through lse; use impl='reference', or torch.no_grad()"
+    return None
+
+
+def _by_run(rows: Rows, kv: KVView, attend: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]) -> Partial:
+    """`attend` takes q [1, H, T, D] and k, v [1, H, N, D] and gives out like q and lse [1, H, T]."""
+    group = kv.group(rows)
+    out = torch.empty_like(rows.q, dtype=torch.float32, memory_format=torch.contiguous_format)
+    lse = out.new_empty(out.shape[:2])
+    start = 0
+    for run in rows.runs or ():
+        part = slice(start, start + run.rows)
+        q = rows.q[part].transpose(0, 1)[None]
+        k, v = (_keys(x, kv, run, group) for x in (kv.k, kv.v))
+        o, x = attend(q, k, v)
+        out[part], lse[part] = o[0].transpose(0, 1), x[0, :, : run.rows].reshape(-1, run.rows).transpose(0, 1)
+        start += run.rows
+    return Partial(out, lse)
+
+
+def _keys(memory: Tensor, kv: KVView, run: Run, group: int) -> Tensor:
+    """[1, H, N, D]: what a run sees of keys or values, each KV head once for every query head of its group."""
+    stop = (run.first or 0) + run.rows
+    if kv.block_table is None:
+        held = memory[run.seq, :, :stop]
+    else:
+        pages = kv.block_table[run.seq, : -(-stop // kv.page)].long()
+        held = memory[pages].transpose(0, 1).flatten(1, 2)[:, :stop]
+    return held[None, :, None].expand(-1, -1, group, -1, -1).flatten(1, 2)
