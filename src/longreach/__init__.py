@@ -24,8 +24,8 @@ __all__ = ["__version__", *_NAMES]
 
 if TYPE_CHECKING:
     from longreach.adapters.transformers import attach as attach
-    from longreach.adapters.transformers.loop import generate as generate
     from longreach.adapters.transformers import load as load
+    from longreach.adapters.transformers.loop import generate as generate
     from longreach.cache import CacheConfig as CacheConfig
     from longreach.errors import LongreachError as LongreachError
     from longreach.methods.dense import Dense as Dense

@@ -73,27 +73,26 @@ def _refusal(
 
 
 def _by_run(rows: Rows, kv: KVView, attend: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]) -> Partial:
-    """`attend` takes q [1, H, T, D] and k, v [1, H, N, D] and gives out like q and lse [1, H, T]."""
-    group = kv.group(rows)
+    """`attend` takes q [1, H, T, D] and k, v [1, G, N, D] and gives out like q and lse [1, H, T]."""
     out = torch.empty_like(rows.q, dtype=torch.float32, memory_format=torch.contiguous_format)
     lse = out.new_empty(out.shape[:2])
     start = 0
     for run in rows.runs or ():
         part = slice(start, start + run.rows)
         q = rows.q[part].transpose(0, 1)[None]
-        k, v = (_keys(x, kv, run, group) for x in (kv.k, kv.v))
+        k, v = _keys(kv.k, kv, run), _keys(kv.v, kv, run)
         o, x = attend(q, k, v)
         out[part], lse[part] = o[0].transpose(0, 1), x[0, :, : run.rows].reshape(-1, run.rows).transpose(0, 1)
         start += run.rows
     return Partial(out, lse)
 
 
-def _keys(memory: Tensor, kv: KVView, run: Run, group: int) -> Tensor:
-    """[1, H, N, D]: what a run sees of keys or values, each KV head once for every query head of its group."""
+def _keys(memory: Tensor, kv: KVView, run: Run) -> Tensor:
+    """[1, G, N, D]: what a run sees of keys or values; a view where memory is contiguous."""
     stop = (run.first or 0) + run.rows
     if kv.block_table is None:
         held = memory[run.seq, :, :stop]
     else:
         pages = kv.block_table[run.seq, : -(-stop // kv.page)].long()
         held = memory[pages].transpose(0, 1).flatten(1, 2)[:, :stop]
-    return held[None, :, None].expand(-1, -1, group, -1, -1).flatten(1, 2)
+    return held[None]

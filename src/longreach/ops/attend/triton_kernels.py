@@ -173,6 +173,19 @@ def _peek(at, mask):
 
 
 @triton.jit
+def _soon(at, mask):
+    """Bring the cache lines at these addresses into L2. Gives 0, so that it stands somewhere."""
+    if INTERPRETED:
+        x = tl.zeros_like(mask.to(tl.int32))
+    else:
+        x = tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p prefetch.global.L2 [$1]; }",
+            "=r,l,r", [at.to(tl.int64), mask.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    return x
+
+
+@triton.jit
 def _entries(entries_at, j, end, over, BLOCK: tl.constexpr):
     """The list entries that keys j of a stream belong to."""
     return _peek(entries_at + j // BLOCK, (j < end) & ~over).to(tl.int32)
@@ -283,6 +296,8 @@ def _piece(
     begin, end = begin * UNIT, end * UNIT
     if LISTS:  # entries are read two blocks ahead and their pages one, so that no load waits for another
         end = tl.minimum(end, stream)
+        line = begin + n * 32  # 32 entries of 4 bytes; more of them than the first rounds need
+        _soon(lists[0] + list_start + line // BLOCK, (line < end) & (n < 32) & ~over)
         entry = _entries(lists[0] + list_start, begin + n, end, over, BLOCK)
         slot = _slots(entry, begin + n, end, top, over, BLOCK)
         entry = _entries(lists[0] + list_start, begin + BN + n, end, over, BLOCK)
@@ -297,6 +312,8 @@ def _piece(
             if PAGED:
                 next_page = _peek(pages + next_slot // PAGE, next_slot >= 0)
             entry = _entries(lists[0] + list_start, at + 2 * BN + n, end, over, BLOCK)
+            line = at + (32 + n) * 32
+            _soon(lists[0] + list_start + line // BLOCK, (line < end) & (n * 32 < BN) & ~over)
         elif PAGED:
             next_slot, _, next_last, _ = _stretch(at + BN + n, firsts, lasts, counts, SPANS)
             next_page = _peek(pages + next_slot // PAGE, (next_slot < next_last) & (at + BN + n < end))
@@ -488,6 +505,7 @@ def merge_pieces(
     m = tl.program_id(0) % MR
     if CHAINED:
         gdc_wait()
+        gdc_launch_dependents()
     start = tl.load(ends_at + item - 1, mask=item > 0, other=0).to(tl.int64)
     end = tl.load(ends_at + item).to(tl.int64)
     whole = tl.maximum(tl.load(ends_at + items - 1).to(tl.int64), 1)

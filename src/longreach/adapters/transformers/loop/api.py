@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,9 +19,7 @@ from longreach.adapters.transformers.loop.choosing import Sampler, ends_of, gree
 from longreach.adapters.transformers.loop.decoder import WARM, Decoder, vocabulary_of
 from longreach.adapters.transformers.loop.reading_back import read_back
 from longreach.adapters.transformers.memory import memory_errors
-from longreach.cache import CacheConfig
 from longreach.errors import InvalidInput, Unsupported
-from longreach.methods.base import AttentionMethod
 from longreach.ops.types import describe
 
 ROUND = 256  # tokens to which the loop's own caches round their size up, so that similar prompts share a captured step
