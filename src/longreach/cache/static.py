@@ -44,7 +44,7 @@ class StaticSteps:
         return self.resized == self.cache.resized
 
     def open(self, steps: int) -> Append:
-        """Begin `steps` passes; all have room from now on. Raises CapacityError, and InvalidInput for a narrow table."""
+        """Begin `steps` passes; all have room from now on. Raises CapacityError; InvalidInput for a narrow table."""
         append = self.cache.begin_run(self.append, steps)
         before = [self.cache.lengths[s] for s in append.host_slots]
         with torch.inference_mode(False):

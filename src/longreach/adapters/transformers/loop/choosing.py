@@ -61,7 +61,7 @@ class Sampler:
             values[name] = values[name] if values[name] is not None else default if found is None else found
         heat, most, share = values["temperature"], values["top_k"], values["top_p"]
         if not isinstance(heat, (int, float)) or isinstance(heat, bool) or not heat > 0:
-            raise InvalidInput(f"temperature: expected a number > 0, got {heat!r}; for greedy search leave do_sample out")
+            raise InvalidInput(f"temperature: expected a number > 0, got {heat!r}; for greedy leave do_sample out")
         if not isinstance(most, int) or isinstance(most, bool) or most < 0:
             raise InvalidInput(f"top_k: expected a count >= 0 (0: no limit), got {most!r}")
         if not isinstance(share, (int, float)) or isinstance(share, bool) or not 0 < share <= 1:
@@ -70,7 +70,8 @@ class Sampler:
             raise InvalidInput(f"generator: expected a torch.Generator, got {type(generator).__name__}")
         if generator is not None and generator.device.type != model.device.type:
             raise InvalidInput(f"generator: expected one on {model.device} like the model, got {generator.device}")
-        self.generator, self.warpers = generator, LogitsProcessorList()
+        self.generator: torch.Generator | None = generator
+        self.warpers: LogitsProcessorList = LogitsProcessorList()
         if heat != 1.0:
             self.warpers.append(TemperatureLogitsWarper(float(heat)))
         if most:

@@ -137,8 +137,8 @@ class Decoder:
             raise
         except RuntimeError as error:
             raise Unsupported(
-                f"the decode step of {type(self.session.model).__name__} with {self.method.name} cannot be captured in a "
-                f"CUDA graph: {_last_line(error)} ({_where(error)}); use graph=False"
+                f"the decode step of {type(self.session.model).__name__} with {self.method.name} cannot be captured in "
+                f"a CUDA graph: {_last_line(error)} ({_where(error)}); use graph=False"
             ) from error
         self.graph = graph
         self.capture_seconds = time.perf_counter() - started

@@ -30,7 +30,7 @@ class _AtOnce:
 
 
 class _Late:
-    """Copies go to pinned memory behind their step; the host waits for one only when `ahead` younger ones are queued."""
+    """Copies go to pinned memory behind their step; the host waits for one when `ahead` younger ones are queued."""
 
     def __init__(self, token: Tensor, ahead: int):
         self.ahead, self.device = ahead, token.device
