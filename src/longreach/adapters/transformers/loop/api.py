@@ -193,9 +193,7 @@ class _Run:
             self.setup_steps += 1
 
 
-def _prompt(
-    session: Session, ids: Any, mask: Any, past: LongreachCache | None
-) -> tuple[Tensor, Tensor]:
+def _prompt(session: Session, ids: Any, mask: Any, past: LongreachCache | None) -> tuple[Tensor, Tensor]:
     """input_ids [B, T] and their padding mask [B, T], checked."""
     model, columns = session.model, 0
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype not in (torch.int32, torch.int64) or not ids.numel():
