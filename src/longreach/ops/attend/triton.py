@@ -115,7 +115,9 @@ def _launch(
     dealt = items <= 1024 and i2 * x <= MOST_DEALT
     wide = max(16, triton.next_power_of_2(dim))
     lists = choice.listing is not None
-    t = tune or tuning(rows.q.dtype, wide, m, lists=lists, dealt=dealt, items=items)
+    paged = kv.block_table is not None and kv.block_table.shape[1] > 1
+    dense = isinstance(selection, Spans) and selection.is_dense
+    t = tune or tuning(rows.q.dtype, wide, m, lists=lists, paged=paged, dense=dense, items=items)
     programs = t.programs(rows.q.device) if dealt else 1
     if items < programs:  # items of equal length then end where a program's share ends
         programs -= programs % items
@@ -147,7 +149,6 @@ def _launch(
         *slot_pos.stride()[:2],
         group,
     )
-    paged = kv.block_table is not None and kv.block_table.shape[1] > 1
     mr = tiles.size * per_item
     pieces = out, out, out
     ends = out

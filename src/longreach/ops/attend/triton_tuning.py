@@ -32,13 +32,18 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def tuning(dtype: torch.dtype, wide: int, m: int, *, lists: bool, dealt: bool, items: int) -> Tuning:
-    """The launch for head dim `wide` (a power of two) and `m` rows x heads of a tile."""
+def tuning(dtype: torch.dtype, wide: int, m: int, *, lists: bool, paged: bool, dense: bool, items: int) -> Tuning:
+    """The launch for head dim `wide` (a power of two), `m` rows x heads of a tile and `items` streams of keys."""
     if INTERPRETED:
         return Tuning(16 if wide <= 64 else 32, 1, 1, 1)
-    bytes_a_key = wide * dtype.itemsize
-    if m > 32:
-        block = 64 if bytes_a_key <= 256 else 32
-        return Tuning(block, 8 if m >= 128 else 4, 2, 1)
-    block = 128 if bytes_a_key <= 128 else 64 if bytes_a_key <= 256 else 32
-    return Tuning(block, 4, 3, 2)
+    vector = wide * dtype.itemsize
+    if m > 32:  # prefill, and verification of several tokens: bound by tensor cores and registers
+        return Tuning(64, 8 if m >= 128 else 4, 3 if vector <= 256 else 2, 2) if vector <= 512 else Tuning(32, 4, 2, 1)
+    if m > 16:
+        return Tuning(64 if vector <= 256 else 32, 4, 3, 2)
+    scale = max(1, 256 // vector)  # blocks of equal bytes
+    if lists and not paged and items >= 128:
+        return Tuning(64 * scale, 8, 3, 3)
+    if lists:
+        return Tuning(32 * scale, 4, 3, (2 if items < 32 else 3) + paged)
+    return Tuning(32 * scale, 4, 4, 2 if dense else 3)
