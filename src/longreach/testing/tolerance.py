@@ -13,6 +13,8 @@ sink included), and summation in any order:
   e + u (3 n + 4 + |lse|).
 * out = sum(p v) / sum(p): numerator and denominator each e + n u, one product, one division:
   (2 e + u (2 n + 4)) sum softmax |v|, per channel.
+* Weights rounded to the inputs' dtype before they meet the values (as tensor cores want them), with unit roundoff w:
+  the numerator changes by at most w sum p |v|, so out by w sum softmax |v|; the sum of weights is taken unrounded.
 * A sink is one merge more: of the lse, max and log once more, u (2 X + 2 |lse| + 8); out is multiplied by
   exp(lse - lse'), whose relative error is that of both lse: twice the bound of lse.
 """
@@ -28,8 +30,8 @@ from longreach.testing.oracle import Exact
 UNDERFLOW = 1e-30  # below it, fp32 results may be flushed
 
 
-def bounds(want: Exact, unit: float) -> tuple[Tensor, Tensor]:
-    """Bounds on |out - want.out| [R, H, D] and |lse - want.lse| [R, H] for unit roundoff `unit`."""
+def bounds(want: Exact, unit: float, weights: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Bounds on |out - want.out| [R, H, D] and |lse - want.lse| [R, H] for unit roundoffs `unit` and w = `weights`."""
     keys, size = want.keys.double(), want.logit
     logit = unit * ((want.out.shape[2] + 1) * want.products + 8 * size)
     weight = logit + unit * (2 * size + 4)
@@ -39,7 +41,7 @@ def bounds(want: Exact, unit: float) -> tuple[Tensor, Tensor]:
     if want.sunk:
         lse = lse + unit * (2 * size + 2 * finite + 8)
         out = out + 2 * lse
-    return out[..., None] * want.mass + UNDERFLOW, lse + UNDERFLOW
+    return (out + weights)[..., None] * want.mass + UNDERFLOW, lse + UNDERFLOW
 
 
 def pooled_bound(pooled: Tensor, dense: Exact, unit: float) -> Tensor:
@@ -60,17 +62,18 @@ def unit_roundoff(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2
 
 
-def assert_close(got: Partial, want: Exact, *, unit: float | None = None) -> None:
+def assert_close(got: Partial, want: Exact, *, unit: float | None = None, weights: float = 0.0) -> None:
     """Fail unless `got` is within the derived bound of `want`, and exactly out 0, lse -inf where there are no keys.
 
-    unit: unit roundoff of the accumulator; default that of got's dtype.
+    unit: unit roundoff of the accumulator; default that of got's dtype. weights: that of the attention weights where
+        they are rounded, else 0.
     """
     empty = want.lse == -torch.inf
     out, lse = got.out.detach().double().cpu(), got.lse.detach().double().cpu()
     assert out.shape == want.out.shape, f"out: expected {list(want.out.shape)}, got {list(out.shape)}"
     assert torch.equal(lse == -torch.inf, empty), "lse is -inf where keys are seen, or finite where none are"
     assert not bool(out[empty].any()), "out over no keys must be 0"
-    out_bound, lse_bound = bounds(want, unit_roundoff(got.out.dtype) if unit is None else unit)
+    out_bound, lse_bound = bounds(want, unit_roundoff(got.out.dtype) if unit is None else unit, weights)
     within("lse", lse[~empty], want.lse[~empty], lse_bound[~empty])
     within("out", out, want.out, out_bound)
 

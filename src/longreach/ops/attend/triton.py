@@ -11,7 +11,7 @@ from torch import Tensor
 from longreach.errors import Unsupported
 from longreach.ops.attend import triton_kernels as kernels
 from longreach.ops.attend.tiles import tiles_of
-from longreach.ops.attend.triton_tuning import Tuning, tuning
+from longreach.ops.attend.triton_tuning import INTERPRETED, Tuning, tuning
 from longreach.ops.selection import Bound, Lists, PackedLists, Selection, Span, Spans, at
 from longreach.ops.types import KVView, Partial, Rows
 
@@ -68,7 +68,7 @@ def refuse(rows: Rows, kv: KVView, selection: Selection, sink_logit: Tensor | No
                     f"attend's Triton kernels have no backward pass and {name} requires a gradient; "
                     f"use impl='reference', or torch.no_grad()"
                 )
-    if rows.q.device.type != "cuda" and not kernels.INTERPRETED.value:
+    if rows.q.device.type != "cuda" and not INTERPRETED:
         raise Unsupported(
             f"attend's Triton kernels run on CUDA devices, got {rows.q.device}; use impl='reference' "
             f"(or set TRITON_INTERPRET=1 before longreach is used, to debug them)"

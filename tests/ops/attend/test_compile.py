@@ -1,0 +1,58 @@
+"""Every kernel compiles for an H200 where there is none: no interpreter, no GPU, down to machine code that fits."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+SHARED_MEMORY = 232_448  # bytes a block may have on compute capability 9.0
+
+COMPILE = """
+import json, sys
+from unittest.mock import patch
+import torch
+from longreach.ops import Lists, Rows, Run, Span, Spans, at, near
+from longreach.ops.attend import triton, triton_kernels
+from longreach.ops.attend.triton_tuning import Tuning
+from longreach.testing.compile import compiling
+from longreach.testing.inputs import random_kv
+
+dim = int(sys.argv[1])
+found = {}
+with patch.object(triton, "refuse", lambda *a: None), patch.object(Tuning, "programs", lambda s, d: 132 * s.per_sm):
+    for kind, dtype, page, rows in (
+        ("dense", torch.bfloat16, None, 1), ("spans", torch.bfloat16, 16, 1), ("lists", torch.bfloat16, 16, 1),
+        ("dense", torch.float16, None, 8), ("dense", torch.float32, None, 1), ("dense", torch.bfloat16, None, 200),
+        ("dense", torch.float32, 64, 200),
+    ):
+        kv = random_kv([256, 256], heads=2, dim=dim, page=page, dtype=dtype)
+        seq = torch.arange(2).repeat_interleave(rows)
+        pos = (256 - rows + torch.arange(rows)).repeat(2)
+        given = Rows(torch.randn(2 * rows, 8, dim).to(dtype), seq, pos, (Run(rows, 0), Run(rows, 1)))
+        selection = {
+            "dense": Spans.dense(),
+            "spans": Spans((Span(at(0), at(4)), Span(near(torch.full((2 * rows, 8), -63)), near(1))), "query"),
+            "lists": Lists(torch.zeros(2, 2, 128).int(), torch.ones(2, 2).int(), torch.zeros(2, 2, 128)),
+        }[kind]
+        with compiling(triton_kernels, "attend_pieces", "merge_pieces") as made:
+            triton.launch(given, kv, selection, scale=1.0, softcap=None, sink_logit=None, split=None)
+        found[f"{kind} {dtype} {page} {rows}"] = [[m.metadata.name, m.metadata.shared, "cubin" in m.asm] for m in made]
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.parametrize("dim", [32, 64, 80, 96, 128, 256])
+def test_compiles_for_an_h200(dim: int) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, str(dim)], env=environment, capture_output=True, text=True, timeout=110
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    for case, kernels in json.loads(done.stdout.splitlines()[-1]).items():
+        assert kernels[0][0] == "attend_pieces", case
+        for name, shared, machine_code in kernels:
+            assert machine_code and shared <= SHARED_MEMORY, (case, name, shared)
