@@ -159,6 +159,7 @@ def _launch(
     sunk = sink_logit is not None
     chained = t.chained and dealt
     launch = {"launch_pdl": True} if chained else {}
+    limits = {"maxnreg": t.registers} if dealt and not INTERPRETED else {}
     result = (out, lse, sink_logit if sunk else out, pieces, ends, heads, count)
     hull = not evicted and (choice.uniform or (tiles.size == 1 and not choice.own))
     kernels.attend_pieces[(programs if dealt else items,)](
@@ -166,7 +167,7 @@ def _launch(
         layout=layout, kinds=choice.kinds, listing=choice.listing, form=form, PAGED=paged,
         TABLED=kv.block_table is not None, PAGE=kv.page if paged else 1, HULL=hull, CAPPED=softcap is not None,
         SUNK=sunk, DEALT=dealt, I2=i2 if dealt else 1, X=x, M=m, BN=t.block, D=dim, BD=wide, STAGES=t.stages,
-        CHAINED=chained, num_warps=t.warps, **launch,
+        UNIT=t.unit, CHAINED=chained, num_warps=t.warps, **launch, **limits,
     )  # fmt: skip
     if dealt:
         chunk = min(64, triton.next_power_of_2(programs // items + 2))

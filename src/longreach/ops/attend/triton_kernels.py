@@ -19,7 +19,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # kernels run in Python, on CPU tensors
 LOG2E = tl.constexpr(1.4426950408889634)
-UNIT = tl.constexpr(16)
 LN2 = tl.constexpr(0.6931471805599453)
 FAR = tl.constexpr((1 << 30) - 1)  # beyond any slot or position; two of them do not overflow
 
@@ -97,6 +96,23 @@ def _span(s: tl.constexpr, spans, row, head, pos, seen, part, kinds: tl.constexp
 
 
 @triton.jit
+def _placed(s: tl.constexpr, spans, row, head, pos, position, kinds: tl.constexpr):
+    """Which keys the relative bounds of span s name for each row, after eviction: those name positions, not slots."""
+    START: tl.constexpr = kinds[0][s]
+    STOP: tl.constexpr = kinds[1][s]
+    START_RELATIVE: tl.constexpr = kinds[2][s]
+    STOP_RELATIVE: tl.constexpr = kinds[3][s]
+    named = (position[None, :] >= 0) & (pos[:, None] >= 0)
+    if START_RELATIVE:
+        x = _bound(spans[0][s], row, head, pos, START, START_RELATIVE)
+        named = named & (position[None, :] >= x[:, None])
+    if STOP_RELATIVE:
+        x = _bound(spans[1][s], row, head, pos, STOP, STOP_RELATIVE)
+        named = named & (position[None, :] < x[:, None])
+    return named
+
+
+@triton.jit
 def _list(row, head, lists, listing: tl.constexpr):
     """(where a row's list starts, entries, whether it overflowed)."""
     _, count, _, list_of = lists
@@ -124,7 +140,7 @@ def _list(row, head, lists, listing: tl.constexpr):
 @triton.jit
 def _units_of(
     item, rows, memory, spans, lists, layout: tl.constexpr, kinds: tl.constexpr, listing: tl.constexpr,
-    form: tl.constexpr, X: tl.constexpr,
+    form: tl.constexpr, X: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Length of the stream of each item [I], in units."""
     PARTS: tl.constexpr = form[0]
@@ -213,7 +229,7 @@ def _stretch(j, firsts, lasts, counts, SPANS: tl.constexpr):
 
 @triton.jit
 def _tanh(x):
-    t = tl.exp2(-2.0 * LOG2E * tl.abs(x))
+    t = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
     y = (1.0 - t) / (1.0 + t)
     return tl.where(x < 0, -y, y)
 
@@ -224,7 +240,7 @@ def _piece(
     layout: tl.constexpr, kinds: tl.constexpr, listing: tl.constexpr, form: tl.constexpr, PAGED: tl.constexpr,
     TABLED: tl.constexpr, PAGE: tl.constexpr, HULL: tl.constexpr,
     CAPPED: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Units [begin, end) of one item's stream: (row [M], head [M], maximum [M], sum [M], weighted values [M, BD])."""
     PARTS: tl.constexpr = form[0]
@@ -341,16 +357,7 @@ def _piece(
             for s in tl.static_range(SPANS):
                 named = (slot[None, :] >= lows[s][:, None]) & (slot[None, :] < highs[s][:, None])
                 if EVICTED:
-                    START: tl.constexpr = kinds[0][s]
-                    STOP: tl.constexpr = kinds[1][s]
-                    START_RELATIVE: tl.constexpr = kinds[2][s]
-                    STOP_RELATIVE: tl.constexpr = kinds[3][s]
-                    if START_RELATIVE:
-                        x = _bound(spans[0][s], row, bound_head, pos, START, START_RELATIVE)
-                        named = named & (position[None, :] >= x[:, None])
-                    if STOP_RELATIVE:
-                        x = _bound(spans[1][s], row, bound_head, pos, STOP, STOP_RELATIVE)
-                        named = named & (position[None, :] < x[:, None])
+                    named = named & _placed(s, spans, row, bound_head, pos, position, kinds)
                 if SPANS == 1:
                     take = named & column[None, :]
                 else:
@@ -427,7 +434,8 @@ def attend_pieces(
     layout: tl.constexpr, kinds: tl.constexpr, listing: tl.constexpr, form: tl.constexpr, PAGED: tl.constexpr,
     TABLED: tl.constexpr, PAGE: tl.constexpr, HULL: tl.constexpr,
     CAPPED: tl.constexpr, SUNK: tl.constexpr, DEALT: tl.constexpr, I2: tl.constexpr, X: tl.constexpr,
-    M: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr, CHAINED: tl.constexpr,
+    M: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr, UNIT: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """attend. rows: (q, row and head stride, seq, pos, tiles, table of tiles); memory: (k and its
     strides, v and its strides, filled, block table, its row stride, slot_pos, its page and head stride, query heads per
@@ -455,7 +463,7 @@ def attend_pieces(
         gdc_launch_dependents()
     if DEALT:
         number = tl.arange(0, I2)
-        units = _units_of(number, rows, memory, spans, lists, layout, kinds, listing, form, X)
+        units = _units_of(number, rows, memory, spans, lists, layout, kinds, listing, form, X, UNIT)
         ends = tl.cumsum(tl.where(number < items, units, 0), 0)
         whole = tl.max(ends, 0).to(tl.int64)
         if program == 0:
@@ -469,7 +477,7 @@ def attend_pieces(
             end = tl.minimum(tl.sum(tl.where(number == item, ends, 0), 0), stop)
             row, head, peak, total, acc = _piece(
                 item, begin - start, end - start, rows, memory, spans, lists, scale, cap,
-                layout, kinds, listing, form, PAGED, TABLED, PAGE, HULL, CAPPED, M, BN, D, BD, STAGES,
+                layout, kinds, listing, form, PAGED, TABLED, PAGE, HULL, CAPPED, M, BN, D, BD, STAGES, UNIT,
             )  # fmt: skip
             place = (program + item) * MR + m
             tl.store(pieces[0] + place, peak, mask=m < MR)
@@ -483,10 +491,10 @@ def attend_pieces(
     else:
         item = items - 1 - program  # later tiles see more: long work first
         number = item + tl.arange(0, 1)
-        end = tl.sum(_units_of(number, rows, memory, spans, lists, layout, kinds, listing, form, X), 0)
+        end = tl.sum(_units_of(number, rows, memory, spans, lists, layout, kinds, listing, form, X, UNIT), 0)
         row, head, peak, total, acc = _piece(
             item, 0, end, rows, memory, spans, lists, scale, cap,
-            layout, kinds, listing, form, PAGED, TABLED, PAGE, HULL, CAPPED, M, BN, D, BD, STAGES,
+            layout, kinds, listing, form, PAGED, TABLED, PAGE, HULL, CAPPED, M, BN, D, BD, STAGES, UNIT,
         )  # fmt: skip
         shifted = row + item % form[0] * row_count
         _finish(shifted, head, peak, total, acc, sink, out, lse, heads, D, SUNK, d, (row >= 0) & (m < MR))

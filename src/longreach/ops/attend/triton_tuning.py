@@ -14,13 +14,22 @@ INTERPRETED: bool = _INTERPRETED.value
 
 @dataclass(frozen=True)
 class Tuning:
-    """block: keys of a block; stages: blocks under way at a time; per_sm: programs a multiprocessor is dealt."""
+    """block: keys of a block; stages: blocks under way at a time; per_sm: programs a multiprocessor is dealt.
+
+    unit: keys in which work is dealt out; chained: by programmatic dependent launch.
+    """
 
     block: int
     warps: int
     stages: int
     per_sm: int
+    unit: int = 16
     chained: bool = not INTERPRETED
+
+    @property
+    def registers(self) -> int:
+        """The most a thread may use if all programs of a multiprocessor are to run at once."""
+        return min(255, 65536 // (self.per_sm * self.warps * 32) // 8 * 8)
 
     def programs(self, device: torch.device) -> int:
         """Programs among which blocks are dealt out."""
@@ -43,7 +52,9 @@ def tuning(dtype: torch.dtype, wide: int, m: int, *, lists: bool, paged: bool, d
         return Tuning(64 if vector <= 256 else 32, 4, 3, 2)
     scale = max(1, 256 // vector)  # blocks of equal bytes
     if lists and not paged and items >= 128:
-        return Tuning(64 * scale, 8, 3, 3)
+        return Tuning(64 * scale, 8, 3, 2)
     if lists:
-        return Tuning(32 * scale, 4, 3, (2 if items < 32 else 3) + paged)
-    return Tuning(32 * scale, 4, 4, 2 if dense else 3)
+        return Tuning(32 * scale, 4, 3, 3 if paged or items >= 32 else 2)
+    if dense:
+        return Tuning(64 * scale, 4, 3, 2, unit=64 * scale) if vector <= 256 else Tuning(32, 4, 3, 2, unit=32)
+    return Tuning(32 * scale, 4, 4, 3 if items < 128 else 2)
