@@ -159,7 +159,7 @@ def _launch(
     sunk = sink_logit is not None
     chained = t.chained and dealt
     launch = {"launch_pdl": True} if chained else {}
-    limits = {"maxnreg": t.registers} if dealt and not INTERPRETED else {}
+    limits = {"maxnreg": t.registers} if t.registers else {}
     result = (out, lse, sink_logit if sunk else out, pieces, ends, heads, count)
     hull = not evicted and (choice.uniform or (tiles.size == 1 and not choice.own))
     kernels.attend_pieces[(programs if dealt else items,)](

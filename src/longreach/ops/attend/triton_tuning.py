@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -16,7 +16,8 @@ INTERPRETED: bool = _INTERPRETED.value
 class Tuning:
     """block: keys of a block; stages: blocks under way at a time; per_sm: programs a multiprocessor is dealt.
 
-    unit: keys in which work is dealt out; chained: by programmatic dependent launch.
+    unit: keys in which work is dealt out; registers: the most a thread may use (128 lets four programs of four warps
+    run at once), None for what the compiler likes; chained: by programmatic dependent launch.
     """
 
     block: int
@@ -24,12 +25,8 @@ class Tuning:
     stages: int
     per_sm: int
     unit: int = 16
+    registers: int | None = None
     chained: bool = not INTERPRETED
-
-    @property
-    def registers(self) -> int:
-        """The most a thread may use if all programs of a multiprocessor are to run at once."""
-        return min(255, 65536 // (self.per_sm * self.warps * 32) // 8 * 8)
 
     def programs(self, device: torch.device) -> int:
         """Programs among which blocks are dealt out."""
@@ -51,10 +48,15 @@ def tuning(dtype: torch.dtype, wide: int, m: int, *, lists: bool, paged: bool, d
     if m > 16:
         return Tuning(64 if vector <= 256 else 32, 4, 3, 2)
     scale = max(1, 256 // vector)  # blocks of equal bytes
-    if lists and not paged and items >= 128:
-        return Tuning(64 * scale, 8, 3, 2)
+    narrow, wider = Tuning(32 * scale, 4, 3, 3), Tuning(64 * scale, 4, 3, 3, unit=64 * scale)
+    if vector > 256:
+        return Tuning(32, 4, 3, 2, unit=32 if dense else 16)
+    if lists and (items >= 128 or (paged and items >= 32)):
+        return replace(narrow, per_sm=4, registers=128)
     if lists:
-        return Tuning(32 * scale, 4, 3, 3 if paged or items >= 32 else 2)
-    if dense:
-        return Tuning(64 * scale, 4, 3, 2, unit=64 * scale) if vector <= 256 else Tuning(32, 4, 3, 2, unit=32)
-    return Tuning(32 * scale, 4, 4, 3 if items < 128 else 2)
+        return narrow if paged or items >= 32 else replace(narrow, per_sm=2)
+    if not dense:
+        return replace(narrow, stages=4) if items < 128 else wider
+    if items < 32:
+        return replace(wider, per_sm=2)
+    return wider if paged or items > 256 else Tuning(128 * scale, 8, 3, 3, unit=128 * scale)
