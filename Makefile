@@ -19,6 +19,11 @@ test: $(VENV)/.test lint
 test-oldest: $(OLDEST)/.test
 	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n 2 tests/adapters tests/methods
 
+# On a machine with a CUDA device and its own torch: kernels on the GPU, and what only a GPU can show.
+test-gpu:
+	$(PYTHON) -m pytest -n 8 -m gpu tests
+	$(PYTHON) -m pytest -n 8 tests/ops tests/methods
+
 lint: $(VENV)/.test
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .

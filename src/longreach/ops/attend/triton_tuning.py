@@ -57,6 +57,6 @@ def tuning(dtype: torch.dtype, wide: int, m: int, *, lists: bool, paged: bool, d
         return narrow if paged or items >= 32 else replace(narrow, per_sm=2)
     if not dense:
         return replace(narrow, stages=4) if items < 128 else wider
-    if items < 32:
+    if items < 32 or paged:
         return replace(wider, per_sm=2)
-    return wider if paged or items > 256 else Tuning(128 * scale, 8, 3, 3, unit=128 * scale)
+    return wider if items > 256 else Tuning(128 * scale, 8, 3, 3, unit=128 * scale)
