@@ -6,7 +6,7 @@ PIP := -m pip install --quiet --disable-pip-version-check
 export HF_HUB_OFFLINE := 1
 export PIP_NO_INPUT := 1
 
-.PHONY: run test test-oldest lint check-records clean
+.PHONY: run test test-oldest test-gpu lint check-records clean
 .NOTPARALLEL:
 .SECONDARY:
 
@@ -49,12 +49,12 @@ $(VENV)/.run: pyproject.toml $(VENV)/.torch
 	@touch $@
 
 $(VENV)/.test: pyproject.toml $(VENV)/.torch
-	@echo "installing longreach, its dependencies and test tools into $(VENV) (about 80 MB)"
+	@echo "installing longreach, its dependencies and test tools into $(VENV) (about 280 MB)"
 	@$(VENV)/bin/python $(PIP) -c constraints.txt -e ".[dev]"
 	@touch $@ $(VENV)/.run
 
 $(OLDEST)/.test: constraints-oldest.txt pyproject.toml $(OLDEST)/.torch
-	@echo "installing longreach with the oldest supported transformers into $(OLDEST) (about 80 MB)"
+	@echo "installing longreach with the oldest supported transformers into $(OLDEST) (about 280 MB)"
 	@$(OLDEST)/bin/python $(PIP) -c constraints-oldest.txt -e ".[dev]"
 	@touch $@
 
