@@ -119,7 +119,7 @@ def _launch(
     dense = isinstance(selection, Spans) and selection.is_dense
     t = tune or tuning(rows.q.dtype, wide, m, lists=lists, paged=paged, dense=dense, items=items)
     programs = t.programs(rows.q.device) if dealt else 1
-    if items < programs:  # items of equal length then end where a program's share ends
+    if t.aligned and items < programs:
         programs -= programs % items
 
     q = rows.q if rows.q.stride(2) == 1 else rows.q.contiguous()

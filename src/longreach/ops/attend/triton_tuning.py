@@ -17,7 +17,9 @@ class Tuning:
     """block: keys of a block; stages: blocks under way at a time; per_sm: programs a multiprocessor is dealt.
 
     unit: keys in which work is dealt out; registers: the most a thread may use (128 lets four programs of four warps
-    run at once), None for what the compiler likes; chained: by programmatic dependent launch.
+    run at once), None for what the compiler likes; aligned: streams of equal length end where a program's share ends
+    (long ones read in step then, and with strides of a power of two from the same memory channels at a time);
+    chained: by programmatic dependent launch.
     """
 
     block: int
@@ -26,6 +28,7 @@ class Tuning:
     per_sm: int
     unit: int = 16
     registers: int | None = None
+    aligned: bool = True
     chained: bool = not INTERPRETED
 
     def programs(self, device: torch.device) -> int:
@@ -57,6 +60,4 @@ def tuning(dtype: torch.dtype, wide: int, m: int, *, lists: bool, paged: bool, d
         return narrow if paged or items >= 32 else replace(narrow, per_sm=2)
     if not dense:
         return replace(narrow, stages=4) if items < 128 else wider
-    if items < 32 or paged:
-        return replace(wider, per_sm=2)
-    return wider if items > 256 else Tuning(128 * scale, 8, 3, 3, unit=128 * scale)
+    return replace(wider, per_sm=2 if paged or items < 128 else 3, aligned=False)
