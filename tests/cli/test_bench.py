@@ -32,6 +32,19 @@ def test_run_writes_a_record_case_by_case(longreach: Callable, tmp_path: Path) -
     assert "functional" in case["timing"]["how"] and case["targets"] == []
 
 
+def test_a_model_decodes_beside_transformers(longreach: Callable, tmp_path: Path) -> None:
+    assert "share of limit >= 0.78" in longreach("bench", "list", "decode-8b").out
+    code, out, err = longreach("bench", "run", "8b-8k-b1", "--tiny", "--quick", "--out", tmp_path)
+    assert (code, err) == (0, "") and "reached of it" in out
+    case = read(tmp_path / "decode-8b.json")["cases"]["8b-8k-b1"]
+    ours, loop, theirs = case["entries"]
+    assert (ours["name"], loop["name"]) == ("captured step", "generate") and theirs["who"] == "transformers_static"
+    assert all(0 <= e["error"] <= case["error_bound"] for e in case["entries"])
+    assert case["bytes"]["kv"] == 2 * 2 * 2 * 256 * 16 * 4  # layers, K and V, heads, tokens, channels, bytes
+    assert case["limit"]["microseconds"] == pytest.approx(case["bytes_needed"] / 4.26e6)
+    assert {"model", "fill", "compile_and_capture"} <= set(case["setup_seconds"])
+
+
 def test_a_baseline_left_out_is_named(longreach: Callable, tmp_path: Path) -> None:
     code, out, _ = longreach("bench", "run", "dense-32k-b1", "--tiny", "--quick", "--json", "--out", tmp_path)
     assert code == 0

@@ -68,8 +68,18 @@ class Target:
 
 
 @dataclass(frozen=True)
+class Model:
+    """A Llama's sizes beside its heads: of Llama-3.1-8B by default."""
+
+    layers: int = 32
+    hidden: int = 4096
+    feed_forward: int = 14336
+    vocabulary: int = 128256
+
+
+@dataclass(frozen=True)
 class Case:
-    """One measurement of attend. `also`: row counts measured beside shape.rows in the same run."""
+    """One measurement of attend, or of a model's decode step. also_rows: measured beside shape.rows in the same run."""
 
     name: str
     group: str
@@ -79,6 +89,7 @@ class Case:
     baselines: tuple[str, ...] = ()
     also_rows: tuple[int, ...] = ()
     targets: tuple[Target, ...] = ()
+    model: Model | None = None
 
     def but(self, **shape: Any) -> Case:
         """The case with another shape. Its targets stay behind: they were set for the shape it had."""
@@ -126,6 +137,13 @@ def _verify(batch: int) -> Case:
     )  # fmt: skip
 
 
+def _model(context: int, least: float) -> Case:
+    return Case(
+        f"8b-{_label(context)}-b1", "decode-8b", Shape(1, context), baselines=("transformers_static",), model=Model(),
+        targets=(Target("share of limit", least, "captured step"),),
+    )  # fmt: skip
+
+
 CASES: dict[str, Case] = {
     case.name: case
     for case in (
@@ -143,6 +161,9 @@ CASES: dict[str, Case] = {
         _list(32, 4.2),
         _verify(1),
         _verify(8),
+        _model(8 * K, 0.65),
+        _model(32 * K, 0.65),
+        _model(128 * K, 0.78),
     )
 }
 GROUPS = tuple(dict.fromkeys(case.group for case in CASES.values()))
@@ -162,4 +183,4 @@ def tiny(case: Case) -> Case:
     small = Reads(case.reads.kind, case.reads.sinks, case.reads.window and 60, case.reads.share)
     cut = case.but(batch=min(2, shape.batch), context=256, rows=min(2, shape.rows), heads=4, kv_heads=2, dim=16,
                    dtype="float32")  # fmt: skip
-    return replace(cut, reads=small)
+    return replace(cut, reads=small, model=case.model and Model(2, 64, 96, 264))

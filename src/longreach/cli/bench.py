@@ -79,8 +79,9 @@ def _list(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace) -> int:
     import torch
 
-    from longreach.bench.baselines import NAMES, baseline
+    from longreach.bench.baselines import NAMES, ON_CPU, baseline
     from longreach.bench.cases import choose, tiny
+    from longreach.bench.decoding import Decoding
     from longreach.bench.record import add, conditions
     from longreach.bench.run import QUICK, REPLAYS, run_case
     from longreach.records import check_writable
@@ -92,7 +93,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.tiny and args.out == RESULTS:
         raise InvalidInput(f"--tiny measures nothing and belongs in no record of {RESULTS}; give --out another folder")
     device = torch.device("cuda" if gpu else "cpu")
-    without = list(args.without) + ([] if gpu else [name for name in NAMES if name != "torch_sdpa"])
+    without = list(args.without) + ([] if gpu else [name for name in NAMES if name not in ON_CPU])
     cases = [tiny(case) if args.tiny else case for case in chosen]
     cases = [case.but(**{name: getattr(args, name) for name in (*SHAPE, "dtype")}) for case in cases]
     for name in {name for case in cases for name in case.baselines} - set(without) | set(args.without):
@@ -100,11 +101,16 @@ def _run(args: argparse.Namespace) -> int:
     for group in {case.group for case in cases}:
         check_writable(args.out / f"{group}.json")
     out, results = console(), {}
+    say = (lambda line: None) if args.json else (lambda line: print(line, flush=True))
+    impl = args.impl or ("triton" if gpu else "reference")
+    models = Decoding(device, impl=impl, without=without, quick=args.quick, seed=args.seed, say=say)
     with progress("measuring", len(cases)) as advance:
         for case in cases:
-            say = (lambda line: None) if args.json else (lambda line: print(line, flush=True))
-            measured = run_case(case, device, impl=args.impl or ("triton" if gpu else "reference"), without=without,
-                                replays=QUICK if args.quick else REPLAYS, seed=args.seed, say=say)  # fmt: skip
+            if case.model is not None:
+                measured = models.run(case)
+            else:
+                measured = run_case(case, device, impl=impl, without=without, say=say, seed=args.seed,
+                                    replays=QUICK if args.quick else REPLAYS)  # fmt: skip
             results[case.name] = {**conditions(device), **measured}
             add(args.out / f"{case.group}.json", case.group, case.name, results[case.name])
             if gpu:
@@ -128,6 +134,11 @@ def show(out: Any, case: Case, result: dict[str, Any]) -> None:
         who = "longreach, " if entry["who"] == "longreach" else ""
         table.row([who + entry["name"], f"{us['median']:.2f}", f"{us['first_quartile']:.2f}-{us['third_quartile']:.2f}",
                    f"{entry['tb_per_s']:.2f}", f"{entry['error']:.1e}"])  # fmt: skip
+    if "limit" in result:
+        shares = ", ".join(f"{e['name']} {e['share_of_limit']:.1%}" for e in result["entries"])
+        out.print(f"  limit {result['limit']['microseconds']:.1f} us; reached of it: {shares}", soft_wrap=True)
+    for name, why in result["baselines"].get("why", {}).items():
+        out.print(f"  {name} left out: {why}", soft_wrap=True)
     for target in result["targets"]:
         out.print(f"  {goal(target)}: {outcome(target)}", soft_wrap=True)
     out.print()

@@ -14,7 +14,8 @@ from longreach.bench.competitor import Competitor
 from longreach.bench.inputs import Inputs
 from longreach.errors import UnknownName
 
-NAMES = ("flashinfer", "flash_attention_3", "torch_sdpa")
+NAMES = ("flashinfer", "flash_attention_3", "torch_sdpa", "transformers_static")
+ON_CPU = ("torch_sdpa", "transformers_static")
 Candidate = tuple[dict[str, Any], Callable[[], Competitor]]
 
 

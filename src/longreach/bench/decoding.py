@@ -1,0 +1,305 @@
+"""Run a case of a whole model: ms a token of longreach's loop over a filled cache, beside transformers' own generate.
+
+The limit is the time that reading takes: weights (of the input embedding one row, so it does not count) and filled keys
+and values at BANDWIDTH. Keys and values are drawn, not read from a prompt; both go on from the same ones.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longreach.bench.cases import Case
+from longreach.bench.check import WrongResult
+from longreach.bench.inputs import bytes_needed
+from longreach.bench.targets import judge
+from longreach.bench.timing import Timing
+from longreach.errors import InvalidInput
+
+Say = Callable[[str], None]
+BANDWIDTH = 4.26e12  # bytes a second: what reads of an H200's memory reach
+STEPS, QUICK = 64, 16  # decode steps that are timed
+WARM = 16  # tokens before them: compiling and capturing lie there
+BASELINE = "transformers_static"
+BASELINE_SECONDS = 60.0  # of all cases of a run together; where the next may not fit, the record says so
+ROUNDED = 12  # tensors rounded in a layer between its input and its output
+TOKENS_TEST = "tests/adapters/transformers/test_loop.py"  # fp32 tokens equal transformers', for every family
+
+
+class Decoding:
+    """Cases of whole models in one run: the model is made once, and the baselines' time is added up."""
+
+    def __init__(self, device: torch.device, *, impl: str, without: Iterable[str], quick: bool, seed: int, say: Say):
+        self.device, self.impl, self.without, self.seed, self.say = device, impl, set(without), seed, say
+        self.steps = QUICK if quick else STEPS
+        self.spent, self.last = 0.0, 0.0
+        self._model: tuple[Any, Any, float] | None = None
+
+    def run(self, case: Case) -> dict[str, Any]:
+        """Measure a case; the result as a record's part. Raises WrongResult where the loop's logits are wrong."""
+        from longreach.adapters.transformers.synthetic import weight_bytes
+
+        if case.shape.rows != 1:
+            raise InvalidInput(f"{case.name}: a model decodes one row a step, got --rows {case.shape.rows}")
+        self.say(f"{case.name}: {case.shape.batch} x {case.shape.context} keys in every layer")
+        model, model_seconds = self.model(case)
+        draw = torch.Generator(self.device).manual_seed(self.seed)
+        size = case.shape.batch, case.shape.context + 2
+        ids = torch.randint(model.config.vocab_size, size, generator=draw, device=self.device)
+        weights = weight_bytes(model)
+        kv = case.model.layers * bytes_needed(case) if case.model else 0
+        needed = weights + kv
+        ours, logits, setup = self._ours(case, model, ids)
+        rivals, baselines = self._baseline(case, model, ids, logits)
+        entries = [_entry(needed, **measured) for measured in (*ours, *rivals)]
+        return {
+            "shape": asdict(case.shape),
+            "model": asdict(case.model) if case.model else None,
+            "bytes_needed": needed,
+            "bytes": {"weights": weights, "kv": kv},
+            "limit": {"bytes_per_second": BANDWIDTH, "microseconds": needed / BANDWIDTH * 1e6},
+            "seed": self.seed,
+            "error_bound": tolerance(case),
+            "tokens_tested_by": TOKENS_TEST,
+            "setup_seconds": {"model": model_seconds, **setup},
+            "timing": {"how": ours[0]["timing"].how, "replays": self.steps, "warm_up": WARM},
+            "baselines": baselines,
+            "entries": entries,
+            "targets": judge(case, entries),
+        }
+
+    def model(self, case: Case) -> tuple[Any, float]:
+        """The case's model and the seconds it took to make; that of the case before where it is the same."""
+        from longreach.adapters.transformers.synthetic import random_llama
+
+        shape = case.shape
+        assert case.model is not None
+        sizes = {**asdict(case.model), "heads": shape.heads, "kv_heads": shape.kv_heads, "dim": shape.dim}
+        key = (sizes, shape.dtype)
+        if self._model is None or self._model[0] != key:
+            self._model = None
+            started = self._now()
+            made = random_llama(**sizes, dtype=getattr(torch, shape.dtype), device=self.device, seed=self.seed)
+            self._model = key, made, self._now() - started
+        return self._model[1:]
+
+    @torch.no_grad()
+    def _ours(self, case: Case, model: Any, ids: Tensor) -> tuple[list[dict[str, Any]], Tensor, dict[str, float]]:
+        """What was timed of ours, the first step's logits [B, V], seconds of setting up."""
+        from longreach.adapters.transformers import attach
+        from longreach.adapters.transformers.loop import generate
+        from longreach.adapters.transformers.loop.decoder import WARM as UNCAPTURED
+        from longreach.adapters.transformers.loop.decoder import Decoder
+        from longreach.adapters.transformers.synthetic import fill
+        from longreach.cache import CacheConfig
+
+        batch, tokens = case.shape.batch, case.shape.context
+        room = self.steps + WARM + 1
+        capture = self.device.type == "cuda"
+        with attach(model, cache=CacheConfig(capacity=tokens + room), impl=self.impl) as session:
+            cache = session.new_cache(batch)
+            started = self._now()
+            fill(cache, model, tokens, self.seed)
+            filled = self._now()
+            at = torch.full((batch, 1), tokens, device=self.device)
+            one = {"input_ids": ids[:, tokens : tokens + 1], "position_ids": at, "past_key_values": cache}
+            want = session.model(**one, use_cache=True).logits[:, -1]
+            cache.drop_columns(1)
+            clock = Clock()
+            got = generate(session, ids[:, : tokens + 1], max_new_tokens=room, eos_token_id=(), past_key_values=cache,
+                           streamer=clock)  # fmt: skip
+            (decoder,) = cache.decoders.values()
+            if got.captured is not capture:
+                raise WrongResult(f"{case.name}: the step was not captured ({got.why_not}); its time does not count")
+            cache.drop_columns(cache.columns - tokens)
+            replays = self._replays(decoder, capture)
+            cache.drop_columns(cache.columns - tokens)
+
+            check = Decoder(session, cache, decoder.steps.width, sampled=True, fuse=decoder.fuse)  # it keeps logits
+            with check.run(_no_end(), UNCAPTURED + 1):
+                for _ in range(UNCAPTURED + 1):
+                    check.step(capture=capture)
+            cache.drop_columns(cache.columns - tokens)
+            with check.run(_no_end(), 1):
+                check.take(ids[:, tokens])
+                check.step(capture=capture)
+            assert check.logits is not None
+            error = require_close(case, check.logits, want)
+            settings = {"fuse": decoder.fuse, "impl": self.impl, "captured": got.captured}
+            setup = {
+                "fill": filled - started,
+                "compile_and_capture": got.setup_seconds,
+                "capture": decoder.capture_seconds,
+            }
+            whole = {**settings, "mean_microseconds": 1e6 * (got.seconds_per_token or 0.0)}
+        del cache, decoder, check, one
+        self._free()
+        how = "CUDA graph replays in a row" if capture else "host clock, functional run only"
+        return [
+            {"name": "captured step", "who": "longreach", "settings": settings, "error": error,
+             "timing": Timing.of(replays, 1, how)},
+            {"name": "generate", "who": "longreach", "settings": whole, "error": error,
+             "timing": Timing.of(clock.steps(self.steps), 1, "host clock, token by token")},
+        ], want, setup  # fmt: skip
+
+    def _replays(self, decoder: Any, capture: bool) -> list[float]:
+        """Seconds of each of `steps` steps queued one behind the other."""
+        marks: list[Any] = []
+        with decoder.run(_no_end(), WARM // 2 + self.steps):
+            for _ in range(WARM // 2):
+                decoder.step(capture=capture)
+            for number in range(self.steps + 1):
+                if capture:
+                    marks.append(torch.cuda.Event(enable_timing=True))
+                    marks[-1].record()
+                else:
+                    marks.append(time.perf_counter())
+                if number < self.steps:
+                    decoder.step(capture=capture)
+        if not capture:
+            return [b - a for a, b in pairwise(marks)]
+        torch.cuda.synchronize(self.device)
+        return [a.elapsed_time(b) * 1e-3 for a, b in pairwise(marks)]
+
+    def _baseline(self, case: Case, model: Any, ids: Tensor, logits: Tensor) -> tuple[list[Any], dict[str, Any]]:
+        """transformers' generate on its static cache, compiled as it does by itself; its part of the record."""
+        from longreach.bench.baselines import baseline
+
+        told: dict[str, Any] = {"versions": {}, "left_out": [], "why": {}, "seconds": 0.0}
+        why = None
+        if BASELINE not in case.baselines or BASELINE in self.without:
+            why = "as asked for"
+        elif self.spent and self.spent + self.last > BASELINE_SECONDS:
+            why = (
+                f"{self.spent:.0f} s were spent on it in this run, the last case's {self.last:.0f} s more would exceed "
+                f"{BASELINE_SECONDS:.0f} s"
+            )
+        if why is not None:
+            return [], {**told, "left_out": [BASELINE], "why": {BASELINE: why}}
+        started = self._now()
+        told["versions"] = baseline(BASELINE).load()
+        try:
+            found = [self._transformers(case, model, ids, logits)]
+        except (RuntimeError, ValueError, NotImplementedError) as failure:  # dynamo's and inductor's are RuntimeErrors
+            reason = f"failed: {type(failure).__name__}: {' '.join(str(failure).split())[:300]}"
+            self.say(f"  {BASELINE} {reason}")
+            found, told["left_out"], told["why"] = [], [BASELINE], {BASELINE: reason}
+        finally:
+            torch.compiler.reset()  # what was compiled for this length holds the memory of its graphs
+            self._free()
+        self.last = self._now() - started
+        self.spent += self.last
+        return found, {**told, "seconds": self.last}
+
+    @torch.no_grad()
+    def _transformers(self, case: Case, model: Any, ids: Tensor, logits: Tensor) -> dict[str, Any]:
+        from longreach.adapters.transformers.synthetic import filled_static_cache
+
+        torch.compiler.reset()  # a second length would be compiled for any length, and be slower
+        tokens, new = case.shape.context, self.steps + WARM + 1
+        cache = filled_static_cache(model, case.shape.batch, tokens, room=128, seed=self.seed)
+        theirs = model(input_ids=ids[:, tokens : tokens + 1], past_key_values=cache).logits[:, -1]
+        error = require_close(case, theirs, logits)  # their step against ours
+        clock = Clock()
+        started = self._now()
+        model.generate(
+            ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=new, do_sample=False,
+            streamer=clock,
+        )  # fmt: skip
+        setup = clock.times[WARM] - started
+        compiled = hasattr(model, "_compiled_call") and self.device.type == "cuda"
+        settings = {
+            "cache": type(cache).__name__,
+            "attention": model.config._attn_implementation,
+            "compiled_by_itself": compiled,
+            "first_tokens_seconds": setup,
+        }
+        timing = Timing.of(clock.steps(self.steps), 1, "host clock, token by token")
+        name = "transformers generate, static cache"
+        return {"name": name, "who": BASELINE, "settings": settings, "error": error, "timing": timing}
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def _free(self) -> None:
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+class Clock:
+    """A streamer that notes when prompt and tokens come."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        return None
+
+    def steps(self, count: int) -> list[float]:
+        """Seconds between each of the last `count` tokens and the one before."""
+        last = self.times[-count - 1 :]
+        if len(last) != count + 1:
+            raise InvalidInput(f"expected {count} tokens and one before them, {len(self.times)} came")
+        return [b - a for a, b in pairwise(last)]
+
+
+def tolerance(case: Case) -> float:
+    """Relative error (norms) between two ways to compute the logits that rounding explains.
+
+    Each of ROUNDED tensors a layer is rounded to the model's dtype; errors add up like random ones, in both ways.
+    Softmax turns a relative error of its logits into one of the weights that is as many times larger as they spread.
+    """
+    from longreach.adapters.transformers.synthetic import logit_spread
+
+    layers = case.model.layers if case.model else 1
+    unit = torch.finfo(getattr(torch, case.shape.dtype)).eps / 2
+    return max(unit * (2 * ROUNDED * layers) ** 0.5 * max(1.0, logit_spread(case.shape.context)), 1e-4)
+
+
+def require_close(case: Case, got: Tensor, want: Tensor) -> float:
+    """Relative error of logits [B, V]; raises WrongResult where it exceeds `tolerance`, NaN included."""
+    off = float(((got.double() - want.double()).norm(dim=-1) / want.double().norm(dim=-1)).max())
+    if not off <= tolerance(case):
+        raise WrongResult(
+            f"{case.name}: logits differ by {off:.2e}, more than {tolerance(case):.1e}; its time does not count"
+        )
+    return off
+
+
+def _no_end() -> Any:
+    from longreach.adapters.transformers.loop.choosing import Ends
+
+    return Ends((), 0)
+
+
+def _entry(
+    needed: int, *, name: str, who: str, settings: dict[str, Any], timing: Timing, error: float
+) -> dict[str, Any]:
+    return {
+        "name": name,
+        "who": who,
+        "settings": settings,
+        "microseconds": {
+            "median": timing.median * 1e6,
+            "first_quartile": timing.first_quartile * 1e6,
+            "third_quartile": timing.third_quartile * 1e6,
+        },
+        "how": timing.how,
+        "tb_per_s": needed / timing.median / 1e12,
+        "share_of_limit": needed / BANDWIDTH / timing.median,
+        "calls_per_replay": timing.calls,
+        "error": error,
+    }

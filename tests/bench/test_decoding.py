@@ -1,0 +1,79 @@
+"""A model's step counts beside right logits only; the baseline keeps to its time and says why it was left out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from longreach.adapters.transformers import synthetic
+from longreach.adapters.transformers.loop.decoder import Decoder
+from longreach.bench.cases import CASES, tiny
+from longreach.bench.check import WrongResult
+from longreach.bench.decoding import Clock, Decoding, require_close
+from longreach.errors import InvalidInput
+
+CASE = tiny(CASES["8b-8k-b1"])
+
+
+def bench(*without: str) -> Decoding:
+    device = torch.device("cpu")
+    return Decoding(device, impl="reference", without=without, quick=True, seed=0, say=lambda line: None)
+
+
+def test_the_input_embedding_is_not_among_the_bytes() -> None:
+    model, _ = bench().model(CASE)
+    whole = sum(p.numel() for p in model.parameters())
+    assert synthetic.weight_bytes(model) == 4 * (whole - 264 * 64)
+
+
+def test_the_model_is_made_once_and_is_the_same_again() -> None:
+    one = bench()
+    assert one.model(CASE)[0] is one.model(tiny(CASES["8b-32k-b1"]))[0]
+    assert torch.equal(one.model(CASE)[0].lm_head.weight, bench().model(CASE)[0].lm_head.weight)
+    assert one.model(CASE)[0] is not one.model(CASE.but(dtype="bfloat16"))[0]
+
+
+def test_a_loop_that_reads_another_token_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    take = Decoder.take
+    monkeypatch.setattr(Decoder, "take", lambda self, chosen: take(self, chosen ^ 1))
+    with pytest.raises(WrongResult, match="logits differ"):
+        bench("transformers_static").run(CASE)
+
+
+def test_other_keys_than_transformers_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    fill = synthetic.fill
+
+    def shorter(cache: synthetic.LongreachCache, model: object, tokens: int, seed: int) -> None:
+        fill(cache, model, tokens, seed)  # type: ignore[arg-type]
+        for k, _ in cache.kv.memory:  # type: ignore[misc]
+            k[:, :, 5] *= -1
+
+    monkeypatch.setattr(synthetic, "fill", shorter)
+    with pytest.raises(WrongResult, match="logits differ"):
+        bench().run(CASE)
+
+
+def test_the_baseline_keeps_to_its_time() -> None:
+    one = bench()
+    one.spent, one.last = 45.0, 20.0
+    result = one.run(CASE)
+    assert result["baselines"]["left_out"] == ["transformers_static"]
+    assert "45 s" in result["baselines"]["why"]["transformers_static"]
+    assert {entry["who"] for entry in result["entries"]} == {"longreach"}
+
+
+def test_nan_and_several_rows_are_refused() -> None:
+    logits = torch.ones(1, 8)
+    assert require_close(CASE, logits, logits) == 0
+    with pytest.raises(WrongResult, match="nan"):
+        require_close(CASE, logits * torch.nan, logits)
+    with pytest.raises(InvalidInput, match="--rows 2"):
+        bench().run(CASE.but(rows=2))
+
+
+def test_the_clock_wants_all_its_tokens() -> None:
+    clock = Clock()
+    clock.times = [0.0, 1.0, 3.0, 6.0]
+    assert clock.steps(2) == [2.0, 3.0]
+    with pytest.raises(InvalidInput, match="4 came"):
+        clock.steps(4)
