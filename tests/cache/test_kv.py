@@ -541,3 +541,13 @@ def test_calls_that_make_no_sense_are_refused(call: Callable[[KVCache], Any], me
 def test_layouts_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInput, match=message):
         CacheConfig(**options)
+
+
+@layouts
+def test_runs_say_of_each_row_what_the_device_knows(config: CacheConfig) -> None:
+    cache = KVCache(1, 3, config)
+    for counts in ((5, 0, 9), (1, 4, 2)):
+        step = cache.begin([2, 0, 1], counts)
+        told = [(b, first + n) for rows, b, first in step.runs for n in range(rows)]
+        assert told == list(zip(step.seq.tolist(), step.pos.tolist(), strict=True))
+        cache.commit(step)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from longreach.cache.pages import Pages
 from longreach.errors import InvalidInput
-from longreach.ops.types import FLOATS, KVView, describe, require
+from longreach.ops.types import FLOATS, KVView, Run, describe, require
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,7 @@ class Append:
     pos: int64 [R], absolute position (the logical slot index); page, offset: int64 [R], place in memory;
     filled: int64 [B], tokens per sequence once the pass is done; table: int64 [B, pages];
     counts, host_slots: new tokens and slot per sequence, on the host; number: which pass of its cache it is.
+    starts: tokens per sequence before the pass, None where only the device knows them.
     """
 
     slots: Tensor
@@ -84,6 +85,13 @@ class Append:
     counts: tuple[int, ...]
     host_slots: tuple[int, ...]
     number: int = -1
+    starts: tuple[int, ...] | None = None
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """The new tokens as the host knows them, once they are appended."""
+        starts = self.starts or (None,) * len(self.counts)
+        return tuple(Run(n, b, first) for b, (n, first) in enumerate(zip(self.counts, starts, strict=True)))
 
 
 class KVCache:
@@ -113,7 +121,7 @@ class KVCache:
         pos = torch.arange(sum(counts), device=self.device) - first[seq] + start[seq]
         page, offset = table[seq, pos // self.pages.size], pos % self.pages.size
         at, host = self._ints(slots), (tuple(counts), tuple(slots))
-        return Append(at, seq, pos, page, offset, start + new, table, *host, self._begun)
+        return Append(at, seq, pos, page, offset, start + new, table, *host, self._begun, tuple(before))
 
     def reserve(self, slots: Sequence[int], counts: Sequence[int]) -> None:
         """Make room for counts[b] more tokens in slots[b] now, so that passes to come need none. Raises as `begin`.

@@ -9,7 +9,7 @@ import torch
 
 from longreach.errors import Unsupported
 from longreach.ops import KVView, Rows, Run, Spans, attend
-from longreach.ops.attend import resolve
+from longreach.ops.attend import resolve, sdpa
 from longreach.testing.inputs import random_kv, random_rows
 from tests.ops.attend.kernels import PLACE, here, needs_gpu
 
@@ -25,6 +25,28 @@ def test_auto_on_a_cpu_is_the_reference() -> None:
     kv = random_kv([300], heads=1, dim=16)
     rows = Rows(torch.randn(300, 2, 16), torch.zeros(300).long(), torch.arange(300), (Run(300, 0, 0),))
     assert resolve("auto", rows, kv, Spans.dense()) == "reference"
+
+
+@pytest.mark.parametrize("page", [None, 16, 64, 1000])
+@pytest.mark.parametrize("first", [0, 7])
+def test_runs_find_their_keys(page: int | None, first: int) -> None:
+    """The walk over runs and pages, with a plain function in the place of the GPU's kernel."""
+
+    def triangle(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, keys = q.shape[2], k.shape[2]
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+        hidden = ~torch.ones(rows, keys, dtype=torch.bool).tril(keys - rows)
+        logits = (0.25 * q @ k.transpose(-1, -2)).masked_fill(hidden, -torch.inf)
+        return logits.softmax(-1) @ v, logits.logsumexp(-1)
+
+    kv = random_kv([first + 30, first + 41], heads=2, dim=16, page=page)
+    seq = torch.arange(2).repeat_interleave(torch.tensor([30, 41]))
+    pos = torch.cat([first + torch.arange(n) for n in (30, 41)])
+    rows = Rows(torch.randn(71, 4, 16), seq, pos, (Run(30, 0, first), Run(41, 1, first)))
+    want = attend(rows, kv, Spans.dense(), scale=0.25)
+    got = sdpa._by_run(rows, kv, triangle)
+    torch.testing.assert_close(got.out, want.out)
+    torch.testing.assert_close(got.lse, want.lse)
 
 
 @needs_gpu

@@ -139,7 +139,7 @@ def _layer_call(
 
     return LayerCall(
         layer=layer,
-        rows=Rows(step.rows(query), step.append.seq, step.append.pos),
+        rows=Rows(step.rows(query), step.append.seq, step.append.pos, step.append.runs),
         kv=_view(step, layer, key, value),
         slots=step.append.slots,
         scale=query.shape[3] ** -0.5 if scale is None else float(scale),

@@ -124,4 +124,5 @@ def plain_append(counts: list[int], device: torch.device) -> Append:
     seq = torch.repeat_interleave(torch.arange(batch, device=device), new, output_size=sum(counts))
     pos = torch.arange(sum(counts), device=device) - (torch.cumsum(new, 0) - new)[seq]
     slots = torch.arange(batch, device=device)
-    return Append(slots, seq, pos, seq, pos, new, slots[:, None], tuple(counts), tuple(range(batch)))
+    host = (tuple(counts), tuple(range(batch)))
+    return Append(slots, seq, pos, seq, pos, new, slots[:, None], *host, starts=(0,) * batch)

@@ -88,11 +88,11 @@ def _by_run(rows: Rows, kv: KVView, attend: Callable[[Tensor, Tensor, Tensor], t
 
 
 def _keys(memory: Tensor, kv: KVView, run: Run) -> Tensor:
-    """[1, G, N, D]: what a run sees of keys or values; a view where memory is contiguous."""
+    """[1, G, N, D]: what a run sees of keys or values; a view where there is no block table."""
     stop = (run.first or 0) + run.rows
     if kv.block_table is None:
-        held = memory[run.seq, :, :stop]
-    else:
-        pages = kv.block_table[run.seq, : -(-stop // kv.page)].long()
-        held = memory[pages].transpose(0, 1).flatten(1, 2)[:, :stop]
-    return held[None]
+        return memory[run.seq : run.seq + 1, :, :stop]
+    pages = kv.block_table[run.seq, : -(-stop // kv.page)].long()
+    if stop <= kv.page:  # contiguous memory, whose one page may be far longer than what is filled
+        return memory[:, :, :stop].index_select(0, pages)
+    return memory[pages].transpose(0, 1).flatten(1, 2)[None, :, :stop]
