@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 
 from longreach import CacheConfig, OracleTopK, StreamingLLM, attach, generate
-from longreach.testing.tiny import FAMILIES, PAD_ID
+from longreach.adapters.transformers.loop import api as loop
+from longreach.cache import KVCache
+from longreach.errors import Unsupported
+from longreach.testing.tiny import FAMILIES, PAD_ID, tiny_model
 from tests.adapters.transformers.reference import (
     STEPS,
     eager_batch,
@@ -130,3 +135,43 @@ def test_a_streamer_sees_every_token() -> None:
     assert len(ours.seen) == len(theirs.seen) == 11 and ours.seen[-1] is None
     assert all(torch.equal(a, b) for a, b in zip(ours.seen[:-1], theirs.seen[:-1], strict=True))
     assert torch.equal(torch.stack(ours.seen[1:-1], 1), got.tokens)
+
+
+@pytest.mark.parametrize("decode", [None, OracleTopK()])
+def test_a_step_that_cannot_be_captured_says_why_and_leaves_no_trace(decode: Any, monkeypatch: Any) -> None:
+    """What fails while a stream captures must surface, not what undoing it would trip over."""
+    model = tiny_model("llama")
+    ids = torch.arange(3, 23)[None]
+    capturing = False
+
+    @contextmanager
+    def graph(*args: Any, **kwargs: Any) -> Iterator[None]:
+        nonlocal capturing
+        capturing = True
+        try:
+            yield
+        finally:
+            capturing = False
+
+    def ints(self: KVCache, values: Any) -> torch.Tensor:
+        if capturing:
+            raise RuntimeError("Cannot copy between CPU and CUDA tensors during CUDA graph capture")
+        return plain(self, values)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if capturing:
+            raise RuntimeError("this layer looks at the host")
+        return layer_forward(*args, **kwargs)
+
+    plain, layer_forward = KVCache._ints, model.model.layers[1].forward
+    monkeypatch.setattr(KVCache, "_ints", ints)
+    monkeypatch.setattr(model.model.layers[1], "forward", forward)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(loop, "_why_uncaptured", lambda *a: None)
+    with attach(model, decode=decode) as session:
+        want = generate(session, ids, max_new_tokens=2).tokens
+        with pytest.raises(Unsupported, match="cannot be captured in a CUDA graph: this layer looks at the host"):
+            generate(session, ids, max_new_tokens=9, fuse="none")
+        assert torch.equal(generate(session, ids, max_new_tokens=2).tokens, want)

@@ -235,7 +235,7 @@ class Session:
                         output = forward(**given)
                     self._commit(step)
                 except BaseException:
-                    if step.cache is not None:
+                    if step.cache is not None and not torch.cuda.is_current_stream_capturing():
                         step.cache.abandon(step)
                     raise
                 return output

@@ -133,9 +133,10 @@ class Decoder:
         try:
             with self._fused(True), torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self._pass()
-        except LongreachError:
-            raise
-        except RuntimeError as error:
+        except BaseException as error:
+            self.cache.abandon(self._step())  # the pass could not: nothing reaches the device while a stream captures
+            if isinstance(error, LongreachError) or not isinstance(error, RuntimeError):
+                raise
             raise Unsupported(
                 f"the decode step of {type(self.session.model).__name__} with {self.method.name} cannot be captured in "
                 f"a CUDA graph: {_last_line(error)} ({_where(error)}); use graph=False"
