@@ -13,6 +13,7 @@ from longreach import CacheConfig, OracleTopK, StreamingLLM, attach, generate
 from longreach.adapters.transformers.loop import api as loop
 from longreach.cache import KVCache
 from longreach.errors import Unsupported
+from longreach.testing.divergence import assert_tied
 from longreach.testing.tiny import FAMILIES, PAD_ID, tiny_model
 from tests.adapters.transformers.reference import (
     STEPS,
@@ -175,3 +176,20 @@ def test_a_step_that_cannot_be_captured_says_why_and_leaves_no_trace(decode: Any
         with pytest.raises(Unsupported, match="cannot be captured in a CUDA graph: this layer looks at the host"):
             generate(session, ids, max_new_tokens=9, fuse="none")
         assert torch.equal(generate(session, ids, max_new_tokens=2).tokens, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("cache", [LAYOUTS["contiguous"], LAYOUTS["paged"]], ids=["contiguous", "paged"])
+def test_low_precision_parts_from_transformers_only_at_ties(cache: CacheConfig, dtype: torch.dtype) -> None:
+    """On a CPU uncaptured; on a GPU (make test-gpu) this is the captured step on Triton kernels."""
+    place = "cuda" if torch.cuda.is_available() else "cpu"
+    model = tiny_model("llama").to(place, dtype)
+    ids = torch.randint(3, 90, (3, 33), generator=torch.Generator().manual_seed(5)).to(place)
+    theirs = model.generate(ids, max_new_tokens=24, do_sample=False, pad_token_id=PAD_ID)
+    with attach(model, cache=cache) as session:
+        got = generate(session, ids, max_new_tokens=24, pad_token_id=PAD_ID)
+        assert got.captured == (place == "cuda")
+    if dtype == torch.float32:
+        assert torch.equal(got.sequences, theirs)
+    assert_tied(model, got.sequences, theirs)
