@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from longreach import CacheConfig, OracleTopK, StreamingLLM, attach, generate
+from longreach.adapters.transformers import Session
 from longreach.adapters.transformers.loop import api as loop
 from longreach.cache import KVCache
 from longreach.errors import Unsupported
@@ -169,7 +171,7 @@ def test_a_step_that_cannot_be_captured_says_why_and_leaves_no_trace(decode: Any
     monkeypatch.setattr(model.model.layers[1], "forward", forward)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     monkeypatch.setattr(torch.cuda, "graph", graph)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(sys.modules[Session.__module__], "stream_captures", lambda: capturing)
     monkeypatch.setattr(loop, "_why_uncaptured", lambda *a: None)
     with attach(model, decode=decode) as session:
         want = generate(session, ids, max_new_tokens=2).tokens

@@ -32,7 +32,7 @@ from longreach.adapters.transformers.generate import (
     wrap_generate,
 )
 from longreach.adapters.transformers.hf_cache import LongreachCache
-from longreach.adapters.transformers.memory import memory_errors
+from longreach.adapters.transformers.memory import memory_errors, stream_captures
 from longreach.adapters.transformers.padding import real_tokens
 from longreach.adapters.transformers.registration import register, release
 from longreach.adapters.transformers.rotary import find_rotation, probing
@@ -235,7 +235,7 @@ class Session:
                         output = forward(**given)
                     self._commit(step)
                 except BaseException:
-                    if step.cache is not None and not torch.cuda.is_current_stream_capturing():
+                    if step.cache is not None and not stream_captures():
                         step.cache.abandon(step)
                     raise
                 return output
