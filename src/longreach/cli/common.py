@@ -46,6 +46,12 @@ def add_document(parser: argparse.ArgumentParser) -> None:
                         help="prompt tokens per pass (default 512); fewer take less memory")  # fmt: skip
 
 
+def add_graph(parser: argparse.ArgumentParser) -> None:
+    """--no-graph, as graph: None or False."""
+    parser.add_argument("--no-graph", dest="graph", action="store_const", const=False, help="on a GPU: run the decode "
+                        "step uncompiled, not as one CUDA graph: slower, but sooner ready")  # fmt: skip
+
+
 def add_json(parser: argparse.ArgumentParser) -> None:
     """--json."""
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")

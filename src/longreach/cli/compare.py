@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from longreach.cli.common import (
     add_document,
+    add_graph,
     add_json,
     add_model,
     check_questions,
@@ -39,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="METHOD.OPTION=VALUE",
                         help="an option of a method, such as streaming_llm.window=0.1")  # fmt: skip
     parser.add_argument("--steps", type=positive, default=32, metavar="N", help="decode steps compared (default 32)")
+    add_graph(parser)
     add_json(parser)
 
 
@@ -58,7 +60,8 @@ def run(args: argparse.Namespace) -> int:
         from longreach.records import environment
 
         shared, (rest,) = prompts(tokenizer, document, [args.question])
-        task = Compare(model, tokenizer, shared + rest, steps=args.steps, methods=chosen, options=options)
+        task = Compare(model, tokenizer, shared + rest, steps=args.steps, methods=chosen, options=options,
+                       graph=args.graph)  # fmt: skip
         where = environment(model.device)
     found = task.run(args.prefill_chunk_size, progress)
     if args.json:

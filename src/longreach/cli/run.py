@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from longreach.cli.common import (
     add_document,
+    add_graph,
     add_json,
     add_model,
     check_questions,
@@ -43,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="an option of the prefill or decode method, such as decode.window=0.3")  # fmt: skip
     parser.add_argument("--max-new-tokens", type=positive, default=128, metavar="N", help="longest answer, in tokens "
                         "(default 128)")  # fmt: skip
+    add_graph(parser)
     add_json(parser)
 
 
@@ -62,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
         task = Questions(model, tokenizer, document, args.question, args.max_new_tokens)
     with attach(model, prefill=prefill, decode=decode, cache=task.cache) as session:
-        reader = task.read(session, args.prefill_chunk_size, progress)
+        reader = task.read(session, args.prefill_chunk_size, progress, graph=args.graph)
         for number, question in enumerate(task.questions):
             if not args.json and len(task.questions) > 1:
                 print(f"> {question}")
@@ -99,9 +101,11 @@ def _summarise(answers: list[Answered], tokens: int, seconds: float, report: Any
     rate = sum(s * n for s, n in rates) / sum(n for _, n in rates) if rates else None
     shares = [f"{percent(report.fraction(phase))} in {phase} ({method})"
               for phase, method in zip(SLOTS, methods, strict=True) if report.fraction(phase) is not None]  # fmt: skip
+    setup = sum(a.setup_seconds for a in answers)
+    ready = f" Compiling and capturing the decode step took {duration(setup)}, once." if setup else ""
     again = f" ({duration(answers[1].first_token_seconds)} for further questions)" if len(answers) > 1 else ""
     Console(stderr=True, highlight=False, markup=False).print(
         f"\nRead {' and '.join(shares)} of the bytes that dense attention reads. Document: {tokens} tokens in "
         f"{duration(seconds)}. First token after {duration(seconds + answers[0].first_token_seconds)}{again}, then "
-        f"{duration(rate)} a token."
+        f"{duration(rate)} a token.{ready}"
     )

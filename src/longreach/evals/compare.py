@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from longreach.adapters.transformers import CHUNK, Advance, Reader, Session, attach, check_length, shape_of, stop_tokens
+from longreach.adapters.transformers import (
+    CHUNK,
+    Advance,
+    Answer,
+    Reader,
+    Session,
+    attach,
+    check_length,
+    shape_of,
+    stop_tokens,
+)
 from longreach.cache import CacheConfig
 from longreach.errors import InvalidInput
 from longreach.evals.plans import plans
@@ -27,6 +38,7 @@ class Comparison:
     kl_steps: its terms, the first of them for the token right after the prompt, which no decode step made.
     first_divergence: the first of these distributions whose most likely token is not dense's, from 0; None if none.
     read_seconds: reading the prompt, once for all methods with the same prefill: the time to the first token.
+    seconds_per_token: mean decode step, None where all went into setting the loop up.
     """
 
     prefill: dict[str, Any]
@@ -38,25 +50,26 @@ class Comparison:
     prefill_reads: Reads | None
     decode_reads: Reads | None
     read_seconds: float
-    seconds_per_token: float
+    seconds_per_token: float | None
 
 
 class Compare:
     """A prompt, and the methods to be compared on it over at most `steps` decode steps.
 
-    options: per method name. Raises InvalidInput for a prompt too long or no steps, UnknownName for a method or
-    option that does not exist.
+    options: per method name. graph: as in `generate`.
+    Raises InvalidInput for a prompt too long or no steps, UnknownName for a method or option that does not exist.
     """
 
     def __init__(
         self, model: Any, tokenizer: Any, prompt: Sequence[int], *, steps: int = 32,
         methods: Sequence[str] | None = None, options: Mapping[str, Mapping[str, Any]] | None = None,
+        graph: bool | None = None,
     ):  # fmt: skip
         if steps < 1:
             raise InvalidInput(f"steps: expected at least 1, got {steps}")
         check_length(model, len(prompt), steps)
         self.model, self.stop, self.prompt, self.steps = model, stop_tokens(model, tokenizer), prompt, steps
-        self.plans, self.options = plans(methods), options or {}
+        self.plans, self.options, self.graph = plans(methods), options or {}, graph
         for name in self.options:
             if not any(name == prefill or name in decodes for prefill, decodes in self.plans):
                 raise InvalidInput(f"options for {name}, which is not compared; name it among the methods")
@@ -78,9 +91,9 @@ class Compare:
         room = CacheConfig(capacity=len(self.prompt) + self.steps)
         for prefill, decodes in self.configured:
             with attach(self.model, prefill=prefill, cache=room) as session:
-                reader = Reader(session, chunk)
+                reader = Reader(session, chunk, graph=self.graph)
                 with progress(f"reading, {prefill.name}", len(self.prompt)) as advance:
-                    first = _log_probabilities(reader.read(self.prompt, advance))
+                    first = reader.read(self.prompt, advance)
                 prefill_reads = Reads.of(session.report(), "prefill")
                 for decode in decodes:
                     session.switch(decode)
@@ -88,25 +101,36 @@ class Compare:
                         rows, seconds = self._decode(reader, first, advance)
                     yield self._compared(session, prefill_reads, rows, reader.read_seconds, seconds)
 
-    def _decode(self, reader: Reader, first: Tensor, advance: Advance) -> tuple[list[Tensor], float]:
+    def _decode(self, reader: Reader, first: Tensor, advance: Advance) -> tuple[list[Tensor], float | None]:
         """Log-probabilities after the prompt and after each token of dense's answer, which the first call makes."""
-        rows, took, leading = [first], 0.0, not self.reference
-        for step in range(self.steps if leading else len(self.tokens)):
-            token = int(rows[-1].argmax()) if leading else self.tokens[step]
-            if leading and step and token in self.stop:
-                break
-            if leading:
-                self.tokens.append(token)
-            logits, seconds = reader.step(token)
-            rows.append(_log_probabilities(logits))
-            took += seconds
-            advance(1)
+        rows: list[Tensor] = []
+        leading, answer = not self.reference, Answer()
+        forced = torch.tensor([*self.tokens, 0], device=first.device)  # the last is chosen, but read by nobody
+
+        def choose(logits: Tensor) -> Tensor:
+            rows.append(logits[0].double().log_softmax(0))
+            return rows[-1].argmax(0, keepdim=True) if leading else forced[len(rows) - 1 : len(rows)]
+
+        most = self.steps if leading else len(self.tokens)
+        with closing(reader.decode(first, most + 1, answer, choose=choose)) as chosen:
+            for step, token in enumerate(chosen):
+                if step == most or (leading and step and token in self.stop):
+                    break
+                if leading:
+                    self.tokens.append(token)
+                advance(1)
+        rows = [row.cpu() for row in rows[: len(self.tokens) + 1]]  # without those of steps past the end
         if leading:
             self.reference = rows
-        return rows, took
+        return rows, answer.seconds_per_token
 
     def _compared(
-        self, session: Session, prefill_reads: Reads | None, rows: list[Tensor], read_seconds: float, seconds: float
+        self,
+        session: Session,
+        prefill_reads: Reads | None,
+        rows: list[Tensor],
+        read_seconds: float,
+        seconds: float | None,
     ) -> Comparison:
         pairs = list(zip(self.reference, rows, strict=True))
         kl = [_divergence(a, b) for a, b in pairs]
@@ -122,7 +146,7 @@ class Compare:
             prefill_reads,
             Reads.of(session.report(), "decode"),
             read_seconds,
-            seconds / steps,
+            seconds,
         )
 
 
@@ -130,7 +154,3 @@ def _divergence(a: Tensor, b: Tensor) -> float:
     """KL(a || b) of log-probabilities [V], nats; tokens that `a` excludes (-inf) add nothing."""
     terms = torch.where(a == -torch.inf, 0.0, a.exp() * (a - b))
     return max(0.0, float(terms.sum()))  # rounding may leave a zero below zero
-
-
-def _log_probabilities(logits: Tensor) -> Tensor:
-    return torch.log_softmax(logits.double(), -1).cpu()

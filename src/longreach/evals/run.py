@@ -26,7 +26,7 @@ from longreach.evals.text import pieces
 class Answered:
     """One question and what came of it. first_token_seconds counts from the question; the document was read before.
 
-    stopped: the model ended its answer, max_new_tokens did not.
+    stopped: the model ended its answer, max_new_tokens did not. setup_seconds: compiling and capturing the decode step.
     """
 
     question: str
@@ -36,6 +36,7 @@ class Answered:
     stopped: bool
     first_token_seconds: float
     seconds_per_token: float | None
+    setup_seconds: float = 0.0
 
 
 class Questions:
@@ -53,9 +54,11 @@ class Questions:
         self.cache = CacheConfig(capacity=longest + max_new_tokens)
         self.answered: list[Answered] = []
 
-    def read(self, session: Session, chunk: int = CHUNK, progress: Progress = unseen) -> Reader:
-        """Compute the document's KV."""
-        reader = Reader(session, chunk)
+    def read(
+        self, session: Session, chunk: int = CHUNK, progress: Progress = unseen, *, graph: bool | None = None
+    ) -> Reader:
+        """Compute the document's KV. graph: whether decoding is captured, as in `generate`."""
+        reader = Reader(session, chunk, graph=graph)
         with progress("reading the document", len(self.document)) as advance:
             reader.read(self.document, advance)
         return reader
@@ -77,5 +80,6 @@ class Questions:
                 len(answer.tokens) < self.max_new_tokens or answer.stopped,
                 answer.first_token_seconds,
                 answer.seconds_per_token,
+                answer.setup_seconds,
             )
         )

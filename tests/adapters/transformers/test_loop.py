@@ -12,7 +12,9 @@ import torch
 
 from longreach import CacheConfig, OracleTopK, StreamingLLM, attach, generate
 from longreach.adapters.transformers import Session
-from longreach.adapters.transformers.loop import api as loop
+from longreach.adapters.transformers.loop import fuse as fusing
+from longreach.adapters.transformers.loop import run as running
+from longreach.adapters.transformers.loop.fuse import experts_on_device
 from longreach.cache import KVCache
 from longreach.errors import Unsupported
 from longreach.testing.divergence import assert_tied
@@ -172,12 +174,84 @@ def test_a_step_that_cannot_be_captured_says_why_and_leaves_no_trace(decode: Any
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     monkeypatch.setattr(torch.cuda, "graph", graph)
     monkeypatch.setattr(sys.modules[Session.__module__], "stream_captures", lambda: capturing)
-    monkeypatch.setattr(loop, "_why_uncaptured", lambda *a: None)
+    monkeypatch.setattr(running, "why_uncaptured", lambda *a: None)
     with attach(model, decode=decode) as session:
         want = generate(session, ids, max_new_tokens=2).tokens
         with pytest.raises(Unsupported, match="cannot be captured in a CUDA graph: this layer looks at the host"):
             generate(session, ids, max_new_tokens=9, fuse="none")
         assert torch.equal(generate(session, ids, max_new_tokens=2).tokens, want)
+
+
+@pytest.mark.parametrize("where", ["between steps", "in a layer"])
+def test_ctrl_c_leaves_session_and_cache_as_they_were(where: str, monkeypatch: Any) -> None:
+    model, ids = tiny_model("llama"), torch.arange(3, 23)[None]
+
+    class Stop:
+        count = 0
+
+        def put(self, value: Any) -> None:
+            self.count += 1
+            if self.count == 4:
+                raise KeyboardInterrupt
+
+        def end(self) -> None:
+            raise AssertionError("the answer was broken off")
+
+    plain, passes = model.model.layers[1].forward, []
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        passes.append(1)
+        if len(passes) == 3:
+            raise KeyboardInterrupt
+        return plain(*args, **kwargs)
+
+    with attach(model) as session:
+        cache = session.new_cache(1)
+        begun = generate(session, ids, max_new_tokens=3, past_key_values=cache)
+        want = generate(session, begun.sequences, max_new_tokens=9)
+        session.reset_report()
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            if where == "in a layer":
+                patch.setattr(model.model.layers[1], "forward", forward)
+            generate(
+                session, begun.sequences, max_new_tokens=9, past_key_values=cache,
+                streamer=Stop() if where == "between steps" else None,
+            )  # fmt: skip
+        assert cache.columns == ids.shape[1] + 2 == cache.kv.lengths[0]
+        again = generate(session, begun.sequences, max_new_tokens=9, past_key_values=cache)
+    assert torch.equal(again.sequences, want.sequences)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "llama"])
+def test_experts_are_computed_without_the_host_while_a_step_is_captured(family: str) -> None:
+    model = tiny_model(family)
+    before, ids = model.get_experts_implementation(), torch.arange(3, 23)[None]
+    want = model(ids).logits
+    with pytest.raises(ZeroDivisionError), experts_on_device(model):
+        inside = set(model.get_experts_implementation().values())
+        torch.testing.assert_close(model(ids).logits, want, rtol=1e-4, atol=1e-5)
+        raise ZeroDivisionError
+    assert inside == {"eager" if family == "llama" else "batched_mm"}  # a model without experts has nothing to change
+    assert model.get_experts_implementation() == before and torch.equal(model(ids).logits, want)
+
+
+def test_fused_parts_are_what_they_were_afterwards(monkeypatch: Any) -> None:
+    model, ids = tiny_model("llama"), torch.arange(3, 23)[None]
+    module = sys.modules[type(model).__module__]
+    compiled: list[Any] = []
+    monkeypatch.setattr(fusing, "_compiled", lambda f: compiled.append(f) or f)
+    rotation, hooked = getattr(module, fusing.ROTARY), model.model.layers[0].mlp
+    hooked.register_forward_hook(lambda *a: None)
+    with pytest.raises(ZeroDivisionError), fusing.fused(model, "compile"):
+        changed = [name for name, m in model.named_modules() if "forward" in m.__dict__]
+        assert torch.equal(model(ids).logits, model(ids).logits)
+        raise ZeroDivisionError
+    layers = model.config.num_hidden_layers
+    assert (
+        len(changed) == 2 * layers + 1 + layers - 1 and "model.layers.0.mlp" not in changed
+    )  # norms, and MLPs but one
+    assert rotation in compiled and getattr(module, fusing.ROTARY) is rotation
+    assert not any("forward" in m.__dict__ for m in model.modules())
 
 
 @pytest.mark.gpu

@@ -24,7 +24,7 @@ from longreach.adapters.transformers import (
     stop_strings,
     stop_tokens,
 )
-from longreach.errors import InvalidInput, OutOfMemory
+from longreach.errors import ConcurrentUse, InvalidInput, OutOfMemory
 from longreach.testing.tiny import BOS_ID, EOS_ID, random_tokens, tiny_model, tiny_tokenizer
 
 DOCUMENT = random_tokens(1, 50)[0].tolist()
@@ -92,25 +92,38 @@ def test_an_answer_ends_before_a_stop_token_or_at_its_longest(model: Any) -> Non
         assert at_once.stopped and at_once.tokens == [] and at_once.seconds_per_token is None
 
 
-def test_read_gives_the_logits_after_the_prompt_and_step_those_after_a_token(model: Any) -> None:
+def test_read_gives_the_logits_after_the_prompt_and_decode_those_after_each_token(model: Any) -> None:
     with torch.no_grad():
         expected = model(torch.tensor([[*DOCUMENT, 5]])).logits[0, -2:]
     with attach(model) as session:
         reader = Reader(session, 16)
-        torch.testing.assert_close(reader.read(DOCUMENT), expected[0], rtol=1e-4, atol=1e-4)
-        logits, seconds = reader.step(5)
-        torch.testing.assert_close(logits, expected[1], rtol=1e-4, atol=1e-4)
-        assert seconds > 0
+        first, seen, answer = reader.read(DOCUMENT), [], Answer()
+
+        def choose(logits: torch.Tensor) -> torch.Tensor:
+            seen.append(logits[0].clone())
+            return torch.tensor([5])
+
+        assert list(reader.decode(first, 2, answer, choose=choose)) == [5, 5]
+        torch.testing.assert_close(torch.stack(seen), expected, rtol=1e-4, atol=1e-4)
+        assert answer.steps == 1 and answer.seconds_per_token and reader.cache.columns == len(DOCUMENT) + 1
 
 
 def test_what_is_done_aside_is_forgotten_also_after_an_error(model: Any) -> None:
     with attach(model) as session:
         reader = Reader(session)
-        reader.read(DOCUMENT)
+        logits = reader.read(DOCUMENT)
         before = answered(reader).tokens
         with pytest.raises(ZeroDivisionError), reader.aside():
-            reader.step(3)
+            list(reader.decode(logits, 3, Answer()))
             raise ZeroDivisionError
+        with pytest.raises(ZeroDivisionError), reader.aside():
+            for _ in reader.decode(logits, 3, Answer()):
+                raise ZeroDivisionError
+        half = reader.ask(QUESTION, 8, (), Answer())
+        assert [next(half), next(half)] == before[:2]
+        with pytest.raises(ConcurrentUse):  # one answer at a time
+            answered(reader)
+        half.close()
         assert reader.cache.columns == len(DOCUMENT) and answered(reader).tokens == before
 
 

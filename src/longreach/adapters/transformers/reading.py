@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,9 @@ from torch import Tensor
 
 from longreach.adapters.transformers.attach import Session
 from longreach.adapters.transformers.checks import text_config
+from longreach.adapters.transformers.loop.choosing import Ends, greedy
+from longreach.adapters.transformers.loop.decoder import vocabulary_of
+from longreach.adapters.transformers.loop.run import Choose, Run, now
 from longreach.adapters.transformers.memory import memory_errors
 from longreach.errors import InvalidInput, ModelFileError, OutOfMemory
 
@@ -28,28 +31,33 @@ def _ignore(done: int) -> None:
 class Answer:
     """One answer as it comes: tokens without the stop token; seconds are wall-clock, waiting for the device.
 
-    stopped: it ended with a stop token, not because max_new_tokens was reached.
+    stopped: it ended with a stop token, not because max_new_tokens was reached. setup_seconds: the first steps of a
+    captured loop, compiling and capturing included; decode_seconds: the other `steps` of the model (see `loop.Run`).
     """
 
     tokens: list[int] = field(default_factory=list)
     stopped: bool = False
     first_token_seconds: float = 0.0
+    setup_seconds: float = 0.0
     decode_seconds: float = 0.0
     steps: int = 0
 
     @property
     def seconds_per_token(self) -> float | None:
-        """Mean time of a decode step; None before there was one."""
+        """Mean time of a decode step past the setup's; None before there was one."""
         return self.decode_seconds / self.steps if self.steps else None
 
 
 class Reader:
-    """A document in the KV cache of a session; every question starts from it and leaves it as it was."""
+    """A document in the KV cache of a session; every question starts from it and leaves it as it was.
 
-    def __init__(self, session: Session, chunk: int = CHUNK):
+    chunk: prompt tokens per pass. graph: whether decode steps are captured in a CUDA graph, as in `generate`.
+    """
+
+    def __init__(self, session: Session, chunk: int = CHUNK, *, graph: bool | None = None):
         if chunk < 1:
             raise InvalidInput(f"prefill chunk: expected at least 1 token, got {chunk}")
-        self.session, self.chunk = session, chunk
+        self.session, self.chunk, self.graph = session, chunk, graph
         self.cache = session.new_cache(1)
         self.read_seconds = 0.0
 
@@ -58,9 +66,9 @@ class Reader:
 
         then: tokens that the longest question and answer will take; the cache makes room for them at once.
         """
-        started = self._now()
+        started = now(self.session.model)
         logits = self._pass(tokens, progress, then)
-        self.read_seconds += self._now() - started
+        self.read_seconds += now(self.session.model) - started
         return logits
 
     @contextmanager
@@ -78,26 +86,37 @@ class Reader:
         """Greedy tokens after document and question, each as it comes, until a stop token (not yielded)."""
         check_length(self.session.model, self.cache.columns + len(tokens), max_new_tokens)
         with self.aside():
-            started = self._now()
-            token = int(self._pass(tokens, then=max_new_tokens - 1).argmax())
-            answer.first_token_seconds = self._now() - started
-            while token not in stop:
-                answer.tokens.append(token)
-                yield token
-                if len(answer.tokens) >= max_new_tokens:
-                    return
-                logits, seconds = self.step(token)
-                token = int(logits.argmax())
-                answer.decode_seconds += seconds
-                answer.steps += 1
-            answer.stopped = True
+            started = now(self.session.model)
+            logits = self._pass(tokens, then=max_new_tokens - 1)
+            with closing(self.decode(logits, max_new_tokens, answer, stop)) as chosen:
+                for token in chosen:
+                    if not answer.tokens and not answer.stopped:
+                        answer.first_token_seconds = time.perf_counter() - started
+                    answer.stopped = token in stop
+                    if not answer.stopped:
+                        answer.tokens.append(token)
+                        yield token
 
-    def step(self, token: int) -> tuple[Tensor, float]:
-        """One decode step: (logits [V] after `token`, fp32; seconds it took)."""
-        started = self._now()
-        with memory_errors(), self.session.prompt_end(self.cache.columns):
-            logits = self._forward([token])
-        return logits, self._now() - started
+    def decode(
+        self, logits: Tensor, most: int, answer: Answer, stop: Sequence[int] = (), choose: Choose = greedy
+    ) -> Generator[int, None, None]:
+        """Up to `most` tokens after what the cache holds, a stop token the last; the first is chosen from `logits` [V].
+
+        answer: gets the times. choose: makes tokens [1] of logits [1, V]; it may be asked a few times past the end.
+        """
+        makes = vocabulary_of(self.session.model)
+        ends = Ends(tuple(t for t in stop if t < makes), 0)
+        run = Run(self.session, most, ends, choose, graph=self.graph)
+        try:
+            with (
+                memory_errors(),
+                self.session.prompt_end(self.cache.columns),
+                closing(run.tokens(self.cache, logits[None])) as tokens,
+            ):
+                for token in tokens:
+                    yield int(token)
+        finally:
+            answer.setup_seconds, answer.decode_seconds, answer.steps = run.setup_seconds, run.decode_seconds, run.steps
 
     def _pass(self, tokens: Sequence[int], progress: Advance = _ignore, then: int = 0) -> Tensor:
         if not tokens:
@@ -123,11 +142,6 @@ class Reader:
         model = self.session.model
         ids = torch.tensor([list(tokens)], device=model.device)
         return model(input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1).logits[0, -1].float()
-
-    def _now(self) -> float:
-        if self.session.model.device.type == "cuda":
-            torch.cuda.synchronize(self.session.model.device)
-        return time.perf_counter()
 
 
 def context_limit(model: Any) -> int | None:

@@ -49,7 +49,7 @@ def tuning(dtype: torch.dtype, wide: int, m: int, *, lists: bool, paged: bool, d
     if m > 32:  # prefill, and verification of several tokens: bound by tensor cores and registers
         return Tuning(64, 8 if m >= 128 else 4, 3 if vector <= 256 else 2, 2) if vector <= 512 else Tuning(32, 4, 2, 1)
     if m > 16:
-        return Tuning(64 if vector <= 256 else 32, 4, 3, 2)
+        return Tuning(64 if vector <= 256 else 32, 4, 3, 2, unit=64 if dense else 16, aligned=not dense)
     scale = max(1, 256 // vector)  # blocks of equal bytes
     narrow, wider = Tuning(32 * scale, 4, 3, 3), Tuning(64 * scale, 4, 3, 3, unit=64 * scale)
     if vector > 256:

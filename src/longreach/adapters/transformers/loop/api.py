@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,12 +14,11 @@ from transformers import PreTrainedModel
 from longreach.adapters.transformers.attach import Session, attach
 from longreach.adapters.transformers.generate import PADDED_END
 from longreach.adapters.transformers.hf_cache import LongreachCache
-from longreach.adapters.transformers.loop import fuse as fusing
 from longreach.adapters.transformers.loop.choosing import Sampler, ends_of, greedy
-from longreach.adapters.transformers.loop.decoder import WARM, Decoder, vocabulary_of
-from longreach.adapters.transformers.loop.reading_back import read_back
+from longreach.adapters.transformers.loop.decoder import vocabulary_of
+from longreach.adapters.transformers.loop.run import Run, count_of, now
 from longreach.adapters.transformers.memory import memory_errors
-from longreach.errors import InvalidInput, Unsupported
+from longreach.errors import InvalidInput
 from longreach.ops.types import describe
 
 ROUND = 256  # tokens to which the loop's own caches round their size up, so that similar prompts share a captured step
@@ -112,85 +111,38 @@ def generate(
         raise InvalidInput(f"{', '.join(attaching)}: the session was attached already; give them to attach")
     model = session.model
     ids, mask = _prompt(session, input_ids, attention_mask, past_key_values)
-    for name, value in (("max_new_tokens", max_new_tokens), ("prefill_chunk_size", prefill_chunk_size)):
-        count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-        if not count and (value is not None or name == "max_new_tokens"):
-            raise InvalidInput(f"{name}: expected a count >= 1, got {value!r}")
+    count_of("max_new_tokens", max_new_tokens)
+    if prefill_chunk_size is not None:
+        count_of("prefill_chunk_size", prefill_chunk_size)
     ends = ends_of(model, eos_token_id, pad_token_id, vocabulary_of(model))
     if not do_sample and any(x is not None for x in (temperature, top_k, top_p, generator)):
         raise InvalidInput("temperature, top_k, top_p and generator are for sampling; give do_sample=True too")
     choose = Sampler(model, temperature, top_k, top_p, generator) if do_sample else greedy
-    why_not = _why_uncaptured(session, graph)
-    fuse = fusing.resolve(fuse, captured=why_not is None)
+    run = Run(session, max_new_tokens, ends, choose, graph=graph, fuse=fuse, exactly=past_key_values is not None)
 
     with session.prompt_end(ids.shape[1]), memory_errors():
         cache = past_key_values or _own_cache(session, ids.shape[0], ids.shape[1] + max_new_tokens)
         with cache.restored_on_error():
-            started = _now(model)
+            started = now(model)
             first = mask[:, cache.columns :].sum(1).tolist()
             cache.kv.reserve(range(cache.batch), [n + max_new_tokens - 1 for n in first])
             logits = _prefill(session, cache, ids, mask, prefill_chunk_size)
-            decoder = _decoder(session, cache, max_new_tokens, do_sample, fuse)
-            begun = _now(model)
-            with decoder.run(ends, max_new_tokens - 1):
-                run = _Run(decoder, choose, ends.eos, streamer, why_not is None, own=past_key_values is None)
-                tokens = run.tokens(ids, logits, max_new_tokens)
-            finished = _now(model)
-            extra = cache.columns - (ids.shape[1] + tokens.shape[1] - 1)
-            cache.drop_columns(extra)
+            prefill_seconds = now(model) - started
+            if streamer is not None:
+                streamer.put(ids.cpu())
+            kept: list[Tensor] = []
+            with closing(run.tokens(cache, logits)) as tokens:
+                for token in tokens:
+                    kept.append(token)
+                    if streamer is not None:
+                        streamer.put(token)
+            if streamer is not None:
+                streamer.end()
+            cache.drop_columns(cache.columns - (ids.shape[1] + len(kept) - 1))
     return Generated(
-        torch.cat([ids, tokens], 1), ids.shape[1], why_not is None and run.replayed > 0,
-        why_not or (None if run.replayed else f"the answer was over within {WARM} steps"),
-        begun - started, run.setup_seconds, finished - begun - run.setup_seconds, run.steps - run.setup_steps,
+        torch.cat([ids, torch.stack(kept, 1).to(ids.device)], 1), ids.shape[1], run.captured, run.why_not,
+        prefill_seconds, run.setup_seconds, run.decode_seconds, run.steps,
     )  # fmt: skip
-
-
-class _Run:
-    """The loop itself: tokens as they come."""
-
-    def __init__(self, decoder: Decoder, choose: Any, eos: tuple[int, ...], streamer: Any, capture: bool, *, own: bool):
-        self.decoder, self.choose, self.eos, self.streamer = decoder, choose, eos, streamer
-        # what ran past an end must be forgotten again, which state may refuse: then no step is run ahead
-        self.ahead = 0 if decoder.cache.kv.state and not own else None
-        self.capture = capture
-        self.setup_seconds, self.setup_steps, self.steps, self.replayed = 0.0, 0, 0, 0
-
-    def tokens(self, ids: Tensor, logits: Tensor, most: int) -> Tensor:
-        """int64 [B, new]: choose the first token from the prompt's logits [B, V], then step until all have ended."""
-        decoder = self.decoder
-        decoder.take(self.choose(logits))
-        back = read_back(decoder.token, ahead=self.ahead)
-        kept: list[Tensor] = []
-        if self.streamer is not None:
-            self.streamer.put(ids.cpu())
-        done = torch.zeros(ids.shape[0], dtype=torch.bool)
-        back.note(decoder.token)
-        while True:
-            for token in back.ready(last=len(kept) + back.pending >= most):
-                kept.append(token)
-                if self.streamer is not None:
-                    self.streamer.put(token)
-                done |= torch.isin(token, torch.tensor(self.eos, dtype=torch.int64))
-                if bool(done.all()) or len(kept) == most:
-                    if self.streamer is not None:
-                        self.streamer.end()
-                    return torch.stack(kept, 1).to(ids.device)
-            self._step()
-            back.note(decoder.token)
-
-    def _step(self) -> None:
-        decoder = self.decoder
-        setting_up = self.capture and decoder.graph is None
-        started = _now(decoder.session.model) if setting_up else 0.0
-        decoder.step(capture=self.capture)
-        if self.choose is not greedy:
-            assert decoder.logits is not None
-            decoder.take(self.choose(decoder.logits))
-        self.steps += 1
-        self.replayed += decoder.graph is not None
-        if setting_up:
-            self.setup_seconds += _now(decoder.session.model) - started
-            self.setup_steps += 1
 
 
 def _prompt(session: Session, ids: Any, mask: Any, past: LongreachCache | None) -> tuple[Tensor, Tensor]:
@@ -224,22 +176,6 @@ def _prompt(session: Session, ids: Any, mask: Any, past: LongreachCache | None) 
     return ids, mask
 
 
-def _why_uncaptured(session: Session, graph: bool | None) -> str | None:
-    """Why the decode step is not captured; None where it is. Raises Unsupported where capture was asked for."""
-    if graph is False:
-        return "graph=False"
-    why = None
-    if session.model.device.type != "cuda":
-        why = f"the model is on the {session.model.device.type}, which has no CUDA graphs"
-    elif session.decode.capture != "full":
-        why = f"{session.decode.name} works on the host between layers (capture = {session.decode.capture!r})"
-    elif session.observe is not None:
-        why = "session.observe is set, which wants to see every step"
-    if graph and why:
-        raise Unsupported(f"graph=True: {why}; leave graph out")
-    return why
-
-
 def _own_cache(session: Session, batch: int, columns: int) -> LongreachCache:
     """An empty cache that the session keeps, with room for so many columns."""
     kept = session.static_caches.get(batch)
@@ -270,25 +206,3 @@ def _prefill(session: Session, cache: LongreachCache, ids: Tensor, mask: Tensor,
             logits_to_keep=1,
         )
     return out.logits[:, -1]
-
-
-def _decoder(session: Session, cache: LongreachCache, room: int, sampled: bool, fuse: str) -> Decoder:
-    """The step for this cache and method: that of an earlier call where its buffers fit."""
-    config, need = cache.kv.config, max(cache.kv.lengths) + room
-    name = (session.decode, sampled, fuse)
-    found: Decoder | None = cache.decoders.get(name)
-    if found is not None and found.usable and found.steps.width * found.steps.size >= need:
-        return found
-    cache.decoders.pop(name, None)
-    width = 1
-    if config.kind == "paged":
-        width = -(-(config.capacity or need) // config.page)
-        width = width if config.capacity else 1 << (width - 1).bit_length()
-    made = cache.decoders[name] = Decoder(session, cache, width, sampled=sampled, fuse=fuse)
-    return made
-
-
-def _now(model: PreTrainedModel) -> float:
-    if model.device.type == "cuda":
-        torch.cuda.synchronize(model.device)
-    return time.perf_counter()

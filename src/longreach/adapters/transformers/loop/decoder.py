@@ -13,7 +13,7 @@ from torch import Tensor
 
 from longreach.adapters.transformers.hf_cache import LongreachCache
 from longreach.adapters.transformers.loop.choosing import Ends, greedy
-from longreach.adapters.transformers.loop.fuse import fused
+from longreach.adapters.transformers.loop.fuse import experts_on_device, fused
 from longreach.adapters.transformers.step import Step
 from longreach.cache import StaticSteps
 from longreach.errors import LongreachError, Unsupported
@@ -81,7 +81,7 @@ class Decoder:
         if self.graph is not None and capture:
             self.graph.replay()
         else:
-            with self._fused(capture):
+            with self._made_ready(capture):
                 self._pass()
             self.warm += 1
         self.session.ledger.count(self.counted)
@@ -131,7 +131,7 @@ class Decoder:
         started = time.perf_counter()
         graph = torch.cuda.CUDAGraph()
         try:
-            with self._fused(True), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            with self._made_ready(True), torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self._pass()
         except BaseException as error:
             self.cache.abandon(self._step())  # the pass could not: nothing reaches the device while a stream captures
@@ -144,8 +144,15 @@ class Decoder:
         self.graph = graph
         self.capture_seconds = time.perf_counter() - started
 
-    def _fused(self, capture: bool) -> contextlib.AbstractContextManager[Any]:
-        return fused(self.session.model, self.fuse) if capture else contextlib.nullcontext()
+    @contextlib.contextmanager
+    def _made_ready(self, capture: bool) -> Iterator[None]:
+        """Within this block the model is as it is captured; the steps before that are to compile what it needs."""
+        model = self.session.model
+        with contextlib.ExitStack() as changes:
+            if capture:
+                changes.enter_context(experts_on_device(model))
+                changes.enter_context(fused(model, self.fuse))
+            yield
 
 
 def vocabulary_of(model: Any) -> int:

@@ -1,4 +1,4 @@
-"""Fewer kernels for the step that is captured: parts of a model compiled, for as long as it takes to capture them."""
+"""A model made ready for capture: fewer kernels, and none that wait for the host."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from longreach.errors import UnknownName
 
 FUSIONS = ("none", "compile")
 AUTO = "compile"
+HOST_EXPERTS = ("eager", "grouped_mm")
 ROTARY = "apply_rotary_pos_emb"  # what transformers' models name the function that rotates queries and keys
 
 
@@ -51,6 +53,23 @@ def fused(model: nn.Module, how: str) -> Iterator[None]:
                 del space[name]
             else:
                 space[name] = before
+
+
+@contextmanager
+def experts_on_device(model: PreTrainedModel) -> Iterator[None]:
+    """Within this block mixtures of experts run as transformers' generate runs them in decoding: as batched products.
+
+    Their other forms ask the host which experts are hit, or may, which no capture allows.
+    """
+    before: dict[str, str | None] = model.get_experts_implementation()  # type: ignore[operator]
+    batched = {name: "batched_mm" if how in HOST_EXPERTS else how for name, how in before.items()}
+    if batched != before:
+        model.set_experts_implementation(batched)
+    try:
+        yield
+    finally:
+        if batched != before:
+            model.set_experts_implementation(before)
 
 
 def _is_part(module: nn.Module) -> bool:

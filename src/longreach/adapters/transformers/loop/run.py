@@ -1,0 +1,171 @@
+"""An answer's tokens as they come: the decode step run again and again, and what that took."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from longreach.adapters.transformers.hf_cache import LongreachCache
+from longreach.adapters.transformers.loop import fuse as fusing
+from longreach.adapters.transformers.loop.choosing import Ends, greedy
+from longreach.adapters.transformers.loop.decoder import WARM, Decoder
+from longreach.adapters.transformers.loop.reading_back import read_back
+from longreach.errors import InvalidInput, Unsupported
+
+if TYPE_CHECKING:
+    from longreach.adapters.transformers.attach import Session
+
+Choose = Callable[[Tensor], Tensor]  # the next tokens int64 [B] from logits [B, V]
+
+
+class Run:
+    """One answer for each sequence of a batch, of up to `new` tokens.
+
+    choose: what makes tokens of logits; called on the host for every step, but `greedy` is part of the step.
+    graph: whether the step is captured in a CUDA graph, None: where device and method allow it. fuse: see `loop.fuse`.
+    exactly: what ran past an end must be forgotten again, which state may refuse: none runs ahead where there is any.
+
+    Afterwards captured and why_not say how the steps ran; setup_seconds, what the first ones took that were run
+    uncaptured, with compiling and capturing (0 where an earlier run did that); decode_seconds the other `steps` steps:
+    from the choice of the first token to the last, with the time the tokens' reader took for them.
+    Raises UnknownName (fuse) and Unsupported (graph=True where it cannot be).
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        new: int,
+        ends: Ends,
+        choose: Choose = greedy,
+        *,
+        graph: bool | None = None,
+        fuse: str = "auto",
+        exactly: bool = False,
+    ):
+        self.session, self.new, self.ends, self.choose = session, new, ends, choose
+        self._not_asked = why_uncaptured(session, graph)
+        self.fuse = fusing.resolve(fuse, captured=self._not_asked is None)
+        self._exactly = exactly
+        self._decoder: Decoder | None = None
+        self._replayed = self._setup_steps = self._steps = 0
+        self.setup_seconds = self.decode_seconds = 0.0
+
+    @property
+    def captured(self) -> bool:
+        """Whether steps ran as one CUDA graph."""
+        return self._replayed > 0
+
+    @property
+    def why_not(self) -> str | None:
+        """Why they did not."""
+        return self._not_asked or (None if self.captured else f"the answer was over within {WARM} steps")
+
+    @property
+    def steps(self) -> int:
+        """Steps of the model past those of the setup."""
+        return self._steps - self._setup_steps
+
+    @property
+    def seconds_per_token(self) -> float | None:
+        """Mean time of these; None where there was none."""
+        return self.decode_seconds / self.steps if self.steps else None
+
+    @torch.no_grad()
+    def tokens(self, cache: LongreachCache, logits: Tensor) -> Generator[Tensor]:
+        """int64 [B] on the host, again and again: first chosen from the prompt's logits [B, V], until all have ended.
+
+        cache holds the prompt. To be closed where it is not read to its end (contextlib.closing).
+        Raises CapacityError, OutOfMemory, Unsupported (a step that cannot be captured).
+        """
+        decoder = self._decoder = decoder_for(
+            self.session, cache, self.new, sampled=self.choose is not greedy, fuse=self.fuse
+        )
+        count, done = 0, torch.zeros(cache.batch, dtype=torch.bool)
+        ends = torch.tensor(self.ends.eos, dtype=torch.int64)
+        started = now(self.session.model)
+        try:
+            with decoder.run(self.ends, self.new - 1):
+                decoder.take(self.choose(logits))
+                back = read_back(decoder.token, ahead=0 if self._exactly and cache.kv.state else None)
+                back.note(decoder.token)
+                while True:
+                    last = self._setting_up or count + back.pending >= self.new
+                    for token in back.ready(last=last):
+                        count += 1
+                        done |= torch.isin(token, ends)
+                        yield token
+                        if count == self.new or bool(done.all()):
+                            return
+                    self._step(decoder)
+                    back.note(decoder.token)
+        finally:
+            self.decode_seconds = now(self.session.model) - started - self.setup_seconds
+
+    @property
+    def _setting_up(self) -> bool:
+        """Whether the next step still is run uncaptured, or captured: that takes long, so all before it is read."""
+        return self._not_asked is None and (self._decoder is None or self._decoder.graph is None)
+
+    def _step(self, decoder: Decoder) -> None:
+        setup = self._setting_up
+        started = now(self.session.model) if setup else 0.0
+        decoder.step(capture=self._not_asked is None)
+        if self.choose is not greedy:
+            assert decoder.logits is not None
+            decoder.take(self.choose(decoder.logits))
+        self._steps += 1
+        self._replayed += decoder.graph is not None
+        if setup:
+            self.setup_seconds += now(self.session.model) - started
+            self._setup_steps += 1
+
+
+def why_uncaptured(session: Session, graph: bool | None) -> str | None:
+    """Why the decode step is not captured; None where it is. Raises Unsupported where capture was asked for."""
+    if graph is False:
+        return "graph=False"
+    why = None
+    if session.model.device.type != "cuda":
+        why = f"the model is on the {session.model.device.type}, which has no CUDA graphs"
+    elif session.decode.capture != "full":
+        why = f"{session.decode.name} works on the host between layers (capture = {session.decode.capture!r})"
+    elif session.observe is not None:
+        why = "session.observe is set, which wants to see every step"
+    if graph and why:
+        raise Unsupported(f"graph=True: {why}; leave graph out")
+    return why
+
+
+def decoder_for(session: Session, cache: LongreachCache, room: int, *, sampled: bool, fuse: str) -> Decoder:
+    """The step for this cache and method, for `room` tokens more: that of an earlier run where its buffers fit."""
+    config, need = cache.kv.config, max(cache.kv.lengths) + room
+    name = (session.decode, sampled, fuse)
+    found: Decoder | None = cache.decoders.get(name)
+    if found is not None and found.usable and found.steps.width * found.steps.size >= need:
+        return found
+    cache.decoders.pop(name, None)
+    width = 1
+    if config.kind == "paged":
+        width = -(-(config.capacity or need) // config.page)
+        width = width if config.capacity else 1 << (width - 1).bit_length()
+    made = cache.decoders[name] = Decoder(session, cache, width, sampled=sampled, fuse=fuse)
+    return made
+
+
+def count_of(name: str, value: object) -> int:
+    """`value`, checked to be a count. Raises InvalidInput."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise InvalidInput(f"{name}: expected a count >= 1, got {value!r}")
+    return value
+
+
+def now(model: PreTrainedModel) -> float:
+    """Seconds, once the model's device has done what it was given."""
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)
+    return time.perf_counter()
