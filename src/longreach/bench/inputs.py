@@ -60,8 +60,12 @@ class Inputs:
         return (k, v) if memory.order == "heads" else (k.transpose(1, 2), v.transpose(1, 2))
 
     def view(self, copy: int, memory: Memory) -> KVView:
+        """As the library's cache would hand it over: contiguous memory too has a table, of one page a sequence."""
         k, v = self.kv(copy, memory)
-        return KVView(k, v, self.filled, None if memory.page is None else self.table(memory.page))
+        if memory.page is None:
+            table = torch.arange(self.shape.batch, dtype=torch.int32, device=self.device)[:, None]
+            return KVView(k, v, self.filled, table)
+        return KVView(k, v, self.filled, self.table(memory.page))
 
     def q(self, copy: int, rows: int) -> Tensor:
         """[B * rows, H, D]; fewer rows than the shape's are the last ones of each sequence."""
