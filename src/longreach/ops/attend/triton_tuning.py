@@ -49,7 +49,7 @@ def tuning(dtype: torch.dtype, wide: int, m: int, *, lists: bool, paged: bool, d
     if m > 32:  # prefill, and verification of several tokens: bound by tensor cores and registers
         return Tuning(64, 8 if m >= 128 else 4, 3 if vector <= 256 else 2, 2) if vector <= 512 else Tuning(32, 4, 2, 1)
     if m > 16:
-        return Tuning(64 if vector <= 256 else 32, 4, 3, 2, unit=64 if dense else 16, aligned=not dense)
+        return Tuning(64 if vector <= 256 else 32, 4, 3, 2, aligned=not dense)
     scale = max(1, 256 // vector)  # blocks of equal bytes
     narrow, wider = Tuning(32 * scale, 4, 3, 3), Tuning(64 * scale, 4, 3, 3, unit=64 * scale)
     if vector > 256:
@@ -59,5 +59,5 @@ def tuning(dtype: torch.dtype, wide: int, m: int, *, lists: bool, paged: bool, d
     if lists:
         return narrow if paged or items >= 32 else replace(narrow, per_sm=2)
     if not dense:
-        return replace(narrow, stages=4) if items < 128 else wider
+        return replace(narrow, stages=4) if items < 128 else replace(narrow, per_sm=4, unit=32 * scale, registers=128)
     return replace(wider, per_sm=2 if paged or items < 128 else 3, aligned=False)
