@@ -54,10 +54,11 @@ def tuning(dtype: torch.dtype, wide: int, m: int, *, lists: bool, paged: bool, d
     narrow, wider = Tuning(32 * scale, 4, 3, 3), Tuning(64 * scale, 4, 3, 3, unit=64 * scale)
     if vector > 256:
         return Tuning(32, 4, 3, 2, unit=32 if dense else 16)
-    if lists and (items >= 128 or (paged and items >= 32)):
-        return replace(narrow, per_sm=4, registers=128)
+    if lists and items >= 128 and not paged:
+        return Tuning(64 * scale, 4, 2, 4, registers=128)
     if lists:
-        return narrow if paged or items >= 32 else replace(narrow, per_sm=2)
+        resident, unit = (3, 32) if items < (32 if paged else 128) else (4, 64 if items < 128 else 128)
+        return replace(narrow, per_sm=resident, unit=unit * scale, registers=128)
     if not dense:
         return replace(narrow, stages=4) if items < 128 else replace(narrow, per_sm=4, unit=32 * scale, registers=128)
     return replace(wider, per_sm=2 if paged or items < 128 else 3, aligned=False)
