@@ -1,0 +1,64 @@
+"""What a task is: it makes samples that fit a length, whatever the tokenizer, and scores answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any, Protocol
+
+Count = Callable[[str], int]  # tokens of a text, without special ones
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One text and a question about it.
+
+    context: what is read. question: what follows it ("" where the context asks). begun: how the answer begins; in a
+    chat it is the assistant's, so that all models are asked to go on with the same words.
+    answers: what is expected; how many of them are needed, and how they are matched, is `Task.score`'s affair.
+    facts: what else describes the sample (depth, keys, choices), as JSON values.
+    """
+
+    context: str
+    question: str
+    begun: str
+    answers: tuple[str, ...]
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Task(Protocol):
+    """A generator of samples and the measure of answers. Frozen, and the same for the same random numbers.
+
+    name: as users write it. source: paper or data set it follows. max_new_tokens: what an answer may take.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def source(self) -> str: ...
+
+    @property
+    def max_new_tokens(self) -> int: ...
+
+    def sample(self, random: Random, room: int, count: Count) -> Sample:
+        """A sample whose context, question and begun answer take at most `room` tokens, and nearly as many.
+
+        Raises InvalidInput where the task cannot be built in so few.
+        """
+        ...
+
+    def score(self, answer: str, sample: Sample) -> float:
+        """How right an answer is, in [0, 1]; `answer` goes on after sample.begun."""
+        ...
+
+
+def all_of(answer: str, expected: Sequence[str]) -> float:
+    """The share of expected texts that occur in the answer, whatever their case (RULER's string_match_all)."""
+    return sum(text.lower() in answer.lower() for text in expected) / len(expected)
+
+
+def any_of(answer: str, expected: Sequence[str]) -> float:
+    """1 where one of the expected texts occurs in the answer, whatever its case (RULER's string_match_part)."""
+    return float(any(text.lower() in answer.lower() for text in expected))
