@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from longreach.errors import InvalidInput, UnknownName
-
-WORDS = {"True": True, "False": False, "None": None}  # Python's spelling of what JSON spells in lower case
+from longreach.evals.values import value_of
 
 
 def positive(text: str) -> int:
@@ -106,16 +104,5 @@ def parse_settings(settings: Iterable[str], kind: str, known: Iterable[str]) -> 
             raise UnknownName(f"{kind} in --set", owner, known)
         if option in options.setdefault(owner, {}):
             raise InvalidInput(f"--set {setting}: {owner}.{option} is set twice; keep one of them")
-        options[owner][option] = _value(value.strip())
+        options[owner][option] = value_of(value.strip(), "--set")
     return options
-
-
-def _value(text: str) -> Any:
-    if text in WORDS:
-        return WORDS[text]
-    try:
-        return json.loads(text)
-    except ValueError:
-        if text[0] in "[{\"'":
-            raise InvalidInput(f"--set: {text} is no JSON value; write lists as [0, 1] and text plainly") from None
-        return text  # a plain word

@@ -1,0 +1,71 @@
+"""Methods as users write them on a command line, and what of their work can be shared."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from longreach.errors import InvalidInput
+from longreach.evals.values import value_of
+from longreach.methods.base import AttentionMethod
+from longreach.methods.registry import choose
+
+DENSE = "dense"
+PREFILL = "prefill."
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A prefill and a decode method, and the text that named them."""
+
+    label: str
+    prefill: AttentionMethod
+    decode: AttentionMethod
+
+    def to_json(self) -> dict[str, Any]:
+        """Both methods' configurations."""
+        return {"prefill": self.prefill.to_json(), "decode": self.decode.to_json()}
+
+
+def parse(text: str) -> Spec:
+    """The methods of "[PREFILL/]DECODE [option=value ...] [prefill.option=value ...]".
+
+    "oracle_top_k k=0.025 dense_layers=[0]", say; without PREFILL the prompt is read densely. Values are JSON, Python's True, False and None, or plain words.
+    Raises InvalidInput for what is none, UnknownName for methods and options that do not exist.
+    """
+    try:
+        name, *settings = shlex.split(text)
+    except ValueError as error:
+        raise InvalidInput(
+            f"method {text!r}: expected [PREFILL/]DECODE and option=value, such as 'oracle_top_k k=0.1'"
+        ) from error
+    before, slash, after = name.partition("/")
+    prefill, decode = (before, after) if slash else (DENSE, before)
+    options: dict[str, dict[str, Any]] = {"prefill": {}, "decode": {}}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not (key and equals and value):
+            raise InvalidInput(f"method {text!r}: {setting!r} is no option=value, such as k=0.1")
+        slot = "prefill" if key.startswith(PREFILL) else "decode"
+        key = key.removeprefix(PREFILL)
+        if key in options[slot]:
+            raise InvalidInput(f"method {text!r}: {key} is set twice; keep one of them")
+        options[slot][key] = value_of(value, f"method {text!r}")
+    label = " ".join([name, *settings])
+    return Spec(label, choose("prefill", prefill, **options["prefill"]), choose("decode", decode, **options["decode"]))
+
+
+def specs(texts: Iterable[str]) -> list[Spec]:
+    """Each text's methods, dense first: it is what all are measured against. One label once."""
+    found = {spec.label: spec for spec in map(parse, [DENSE, *texts])}
+    return list(found.values())
+
+
+def by_prefill(chosen: Sequence[Spec]) -> list[tuple[AttentionMethod, list[Spec]]]:
+    """Those that read the prompt alike, together, in the order of first mention."""
+    groups: dict[AttentionMethod, list[Spec]] = {}
+    for spec in chosen:
+        groups.setdefault(spec.prefill, []).append(spec)
+    return list(groups.items())
