@@ -32,7 +32,8 @@ class Spec:
 def parse(text: str) -> Spec:
     """The methods of "[PREFILL/]DECODE [option=value ...] [prefill.option=value ...]".
 
-    "oracle_top_k k=0.025 dense_layers=[0]", say; without PREFILL the prompt is read densely. Values are JSON, Python's True, False and None, or plain words.
+    "oracle_top_k k=0.025 dense_layers=[0]", say; without PREFILL the prompt is read densely. Values are JSON, Python's
+    True, False and None, or plain words.
     Raises InvalidInput for what is none, UnknownName for methods and options that do not exist.
     """
     try:

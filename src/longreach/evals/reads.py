@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from longreach.methods.base import Phase
@@ -20,11 +21,20 @@ class Reads:
     @classmethod
     def of(cls, report: Report, phase: Phase) -> Reads | None:
         """The shares of all layers together; None where the phase had no step."""
-        layers = [layer for layer in report.layers if layer.phase == phase]
-        dense = sum(layer.dense_bytes for layer in layers)
-        if not dense:
+        return cls.over(phase_bytes(report, phase))
+
+    @classmethod
+    def over(cls, read: Sequence[int] | None) -> Reads | None:
+        """Of what `phase_bytes` found, or sums of it."""
+        if not read or not read[-1]:
             return None
-        keys = sum(layer.key_bytes for layer in layers)
-        values = sum(layer.value_bytes for layer in layers)
-        metadata = sum(layer.metadata_bytes for layer in layers)
+        keys, values, metadata, dense = read
         return cls((keys + values + metadata) / dense, keys / dense, values / dense, metadata / dense)
+
+
+def phase_bytes(report: Report, phase: Phase) -> list[int] | None:
+    """Bytes of keys, values and metadata a phase read, and those that dense attention reads; None without a step."""
+    layers = [layer for layer in report.layers if layer.phase == phase]
+    columns = ("key_bytes", "value_bytes", "metadata_bytes", "dense_bytes")
+    found = [sum(getattr(layer, c) for layer in layers) for c in columns]
+    return found if found[-1] else None

@@ -58,8 +58,10 @@ def environment(device: Any) -> dict[str, Any]:
     }
 
 
-def wilson(right: int, total: int, z: float = 1.96) -> tuple[float, float]:
-    """The 95% confidence interval of a share (Wilson, 1927)."""
+def wilson(right: float, total: int, z: float = 1.96) -> tuple[float, float]:
+    """The 95% confidence interval of a share (Wilson, 1927). right: a sum of scores in [0, 1]; where they are not all 0
+    or 1 they vary less than the formula assumes, and the interval is wider than it has to be.
+    """
     if total == 0:
         return 0.0, 1.0
     p, n = right / total, total

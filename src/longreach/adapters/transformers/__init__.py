@@ -1,6 +1,7 @@
 """Hugging Face transformers: attach a method to a model, load a model, the cache that generate uses."""
 
 from longreach.adapters.transformers.attach import Session, attach
+from longreach.adapters.transformers.batch_reading import BatchAnswer, BatchReader
 from longreach.adapters.transformers.checks import shape_of
 from longreach.adapters.transformers.hf_cache import LongreachCache
 from longreach.adapters.transformers.load import device_of, load, model_path
@@ -9,6 +10,7 @@ from longreach.adapters.transformers.reading import (
     Advance,
     Answer,
     Reader,
+    chat,
     check_length,
     context_limit,
     encode,
@@ -22,10 +24,13 @@ __all__ = [
     "CHUNK",
     "Advance",
     "Answer",
+    "BatchAnswer",
+    "BatchReader",
     "LongreachCache",
     "Reader",
     "Session",
     "attach",
+    "chat",
     "check_length",
     "context_limit",
     "device_of",

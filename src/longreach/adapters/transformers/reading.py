@@ -182,6 +182,19 @@ def encode(tokenizer: Any, text: str, special: bool = True) -> list[int]:
     return ids
 
 
+def chat(tokenizer: Any, turn: str) -> str | None:
+    """What a user says, in the tokenizer's chat template, up to where the answer begins; None where it has none."""
+    if not getattr(tokenizer, "chat_template", None):
+        return None
+    try:
+        return tokenizer.apply_chat_template(
+            [{"role": "user", "content": turn}], add_generation_prompt=True, tokenize=False
+        )
+    except Exception as error:  # a template is a program of the model's: it may raise anything
+        why = f"{type(error).__name__}: {error}"
+        raise ModelFileError(f"the tokenizer's chat template failed ({why}); mend it or remove it") from error
+
+
 def prompts(tokenizer: Any, document: str, questions: Sequence[str]) -> tuple[list[int], list[list[int]]]:
     """(tokens all prompts begin with, what each goes on with): the document is read once, exactly as in each prompt.
 
@@ -198,14 +211,9 @@ def prompts(tokenizer: Any, document: str, questions: Sequence[str]) -> tuple[li
 
     def prompt(question: str) -> list[int]:
         text = f"{document.rstrip()}\n\n"
-        if getattr(tokenizer, "chat_template", None):
-            turn = [{"role": "user", "content": text + question}]
-            try:
-                chat = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
-            except Exception as error:  # a template is a program of the model's: it may raise anything
-                why = f"{type(error).__name__}: {error}"
-                raise ModelFileError(f"the tokenizer's chat template failed ({why}); mend it or remove it") from error
-            return encode(tokenizer, chat, special=False)
+        written = chat(tokenizer, text + question)
+        if written is not None:
+            return encode(tokenizer, written, special=False)
         return encode(tokenizer, f"{text}Question: {question}\nAnswer:")
 
     return share([prompt(q) for q in questions], prompt("?"))

@@ -16,6 +16,7 @@ from longreach.adapters.transformers.generate import PADDED_END
 from longreach.adapters.transformers.hf_cache import LongreachCache
 from longreach.adapters.transformers.loop.choosing import Sampler, ends_of, greedy
 from longreach.adapters.transformers.loop.decoder import vocabulary_of
+from longreach.adapters.transformers.loop.prefill import prefill
 from longreach.adapters.transformers.loop.run import Run, count_of, now
 from longreach.adapters.transformers.memory import memory_errors
 from longreach.errors import InvalidInput
@@ -126,7 +127,7 @@ def generate(
             started = now(model)
             first = mask[:, cache.columns :].sum(1).tolist()
             cache.kv.reserve(range(cache.batch), [n + max_new_tokens - 1 for n in first])
-            logits = _prefill(session, cache, ids, mask, prefill_chunk_size)
+            logits = prefill(session, cache, ids, mask, prefill_chunk_size)
             prefill_seconds = now(model) - started
             if streamer is not None:
                 streamer.put(ids.cpu())
@@ -190,19 +191,3 @@ def _own_cache(session: Session, batch: int, columns: int) -> LongreachCache:
     fresh = session.new_cache(batch, replace(config, capacity=room, pages=pages))
     session.static_caches[batch] = fresh
     return fresh
-
-
-def _prefill(session: Session, cache: LongreachCache, ids: Tensor, mask: Tensor, chunk: int | None) -> Tensor:
-    """Read the prompt; logits [B, V] after it."""
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    for first in range(cache.columns, ids.shape[1], chunk or ids.shape[1]):
-        part = slice(first, first + (chunk or ids.shape[1]))
-        out = session.model(
-            input_ids=ids[:, part],
-            attention_mask=mask[:, : part.stop],
-            position_ids=positions[:, part],
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-    return out.logits[:, -1]

@@ -1,0 +1,196 @@
+"""Tasks asked of a model with every method: prompts are read once for all decode methods that share a prefill."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import Tensor
+
+from longreach.adapters.transformers import BatchReader, Session, attach, context_limit, shape_of, stop_tokens
+from longreach.cache import CacheConfig
+from longreach.errors import InvalidInput, LongreachError, OutOfMemory
+from longreach.evals.methods import Spec, by_prefill
+from longreach.evals.progress import Progress, unseen
+from longreach.evals.prompting import fitted
+from longreach.evals.reads import phase_bytes
+from longreach.tasks.base import Sample, Task
+
+Keep = Callable[[str, Any], None]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """length: tokens of prompt and answer together. samples: of each task. draws: answers to each prompt, more than
+    one where temperature > 0 draws them. batch: prompts at a time. chunk: prompt tokens per pass. graph: see generate.
+    """
+
+    length: int
+    samples: int = 20
+    seed: int = 0
+    draws: int = 1
+    temperature: float = 0.0
+    batch: int = 1
+    chunk: int = 512
+    graph: bool | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise InvalidInput(f"temperature: expected a number >= 0 (0 for greedy), got {self.temperature}")
+        if self.draws > 1 and not self.temperature:
+            raise InvalidInput(f"{self.draws} draws of a greedy answer are all the same; give a temperature above 0")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One prompt, made once."""
+
+    number: int
+    sample: Sample
+    prompt: tuple[int, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        text = [self.sample.context, self.sample.question, self.sample.begun]
+        return {
+            "number": self.number,
+            "tokens": len(self.prompt),
+            "characters": sum(map(len, text)),
+            "expected": list(self.sample.answers),
+            "facts": dict(self.sample.facts),
+        }
+
+
+class Evaluation:
+    """A model, tasks and methods; `run` yields parts, in batches, which `scores.results` puts together.
+
+    Raises InvalidInput for a length beyond the model's context and for a task that cannot be built at that length.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, tasks: Sequence[Task], specs: Sequence[Spec], settings: Settings):
+        limit = context_limit(model)
+        if limit is not None and settings.length > limit:
+            raise InvalidInput(
+                f"length {settings.length} exceeds the model's context of {limit} tokens; lower --length"
+            )
+        for spec in specs:
+            for method in (spec.prefill, spec.decode):
+                method.check(shape_of(model))
+        self.model, self.tokenizer, self.specs, self.settings = model, tokenizer, list(specs), settings
+        self.tasks = {task.name: task for task in tasks}
+        self.stop = stop_tokens(model, tokenizer)
+        self.asked: dict[str, list[Asked]] = {}
+
+    def build(self, progress: Progress = unseen) -> None:
+        """Make all prompts; they are the same for every method."""
+        numbers = range(self.settings.samples)
+        with progress("making prompts", len(self.tasks) * len(numbers)) as advance:
+            for task in self.tasks.values():
+                self.asked[task.name] = []
+                for number in numbers:
+                    at = getattr(task, "at", None)  # a task that goes through depths in order wants to know where it is
+                    chosen = at(number, len(numbers)) if at else task
+                    sample, prompt = fitted(chosen, self.tokenizer, self.settings.length, self.settings.seed, number)
+                    self.asked[task.name].append(Asked(number, sample, tuple(prompt)))
+                    advance(1)
+
+    def run(self, done: dict[str, Any], keep: Keep, progress: Progress = unseen) -> dict[str, Any]:
+        """All parts, those in `done` as they are, fresh ones told to `keep` as they come. Parts are JSON values."""
+        parts = dict(done)
+        room = CacheConfig(capacity=self.settings.length)
+        for prefill, specs in by_prefill(self.specs):
+            open_parts = [p for p in self._parts(specs[0].label) if p[0] not in done]
+            if not open_parts:
+                continue
+            with (
+                attach(self.model, prefill=prefill, cache=room) as session,
+                progress(f"{prefill.name} prefill, {len(specs)} methods", len(open_parts)) as advance,
+            ):
+                reader = BatchReader(session, self.settings.chunk, graph=self.settings.graph)
+                for key, task, asked in open_parts:
+                    parts[key] = self._part(session, reader, specs, task, asked)
+                    keep(key, parts[key])
+                    advance(1)
+        return parts
+
+    def _parts(self, group: str) -> Iterator[tuple[str, Task, list[Asked]]]:
+        """(name, task, prompts) of each batch under a prefill, which its first method's label names."""
+        for name, task in self.tasks.items():
+            asked = self.asked[name]
+            for first in range(0, len(asked), self.settings.batch):
+                yield f"{group}|{name}|{first}", task, asked[first : first + self.settings.batch]
+
+    def _part(
+        self, session: Session, reader: BatchReader, specs: list[Spec], task: Task, asked: list[Asked]
+    ) -> list[dict[str, Any]]:
+        """Answers of all methods to a batch; where it fails, prompt by prompt: only what crashes is a failure."""
+        try:
+            session.reset_report()
+            logits = reader.read([a.prompt for a in asked])
+            read = phase_bytes(session.report(), "prefill")
+        except Exception as error:
+            if len(asked) == 1:
+                return [self._failed(spec, asked[0], error) for spec in specs]
+            return self._one_by_one(session, reader, specs, task, asked, error)
+        found = []
+        for spec in specs:
+            try:
+                answered = self._answers(session, reader, spec, task, asked, logits)
+            except Exception as error:
+                if len(asked) > 1:
+                    return self._one_by_one(session, reader, specs, task, asked, error)
+                answered = self._failed(spec, asked[0], error)
+            found.append({**answered, "prefill_bytes": read})
+        return found
+
+    def _one_by_one(
+        self, session: Session, reader: BatchReader, specs: list[Spec], task: Task, asked: list[Asked], why: Exception
+    ) -> list[dict[str, Any]]:
+        if isinstance(why, LongreachError) and not isinstance(why, OutOfMemory):
+            raise why
+        return [answers for one in asked for answers in self._part(session, reader, specs, task, [one])]
+
+    def _failed(self, spec: Spec, one: Asked, error: Exception) -> dict[str, Any]:
+        """A crash of the model's code or ours is the sample's failure; what was asked for wrongly is the caller's."""
+        if isinstance(error, LongreachError) and not isinstance(error, OutOfMemory):
+            raise error
+        what = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        answer = {"number": one.number, "text": "", "score": 0.0, "tokens": 0, "stopped": False, "ids": [],
+                  "error": what}  # fmt: skip
+        answers = [{**answer, "draw": draw} for draw in range(self.settings.draws)]
+        return {"label": spec.label, "answers": answers, "prefill_bytes": None, "decode_bytes": None, "seconds": None}
+
+    def _answers(
+        self, session: Session, reader: BatchReader, spec: Spec, task: Task, asked: list[Asked], logits: Tensor
+    ) -> dict[str, Any]:
+        session.switch(spec.decode)
+        answers, took, steps, setup = list[dict[str, Any]](), 0.0, 0, 0.0
+        for draw in range(self.settings.draws):
+            got = reader.answer(
+                logits, task.max_new_tokens, self.stop, temperature=self.settings.temperature,
+                seed=self._seed(task, asked[0].number, draw),
+            )  # fmt: skip
+            took, steps, setup = took + got.decode_seconds, steps + got.steps, setup + got.setup_seconds
+            for one, tokens, stopped in zip(asked, got.tokens, got.stopped, strict=True):
+                text = self.tokenizer.decode(list(tokens), skip_special_tokens=True).strip()
+                answers.append({
+                    "number": one.number, "draw": draw, "text": text, "score": task.score(text, one.sample),
+                    "tokens": len(tokens), "stopped": stopped, "ids": list(tokens), "error": None,
+                })  # fmt: skip
+        return {
+            "label": spec.label,
+            "answers": answers,
+            "decode_bytes": phase_bytes(session.report(), "decode"),
+            "seconds": {"read": reader.read_seconds, "decode": took, "steps": steps, "setup": setup},
+        }
+
+    def _seed(self, task: Task, number: int, draw: int) -> int:
+        name = f"{self.settings.seed}/{task.name}/{number}/{draw}"
+        return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7])
+
+    def config(self) -> dict[str, Any]:
+        """What was asked for, as records keep it."""
+        names = {"chunk": "prefill_chunk_size"}
+        kept = {names.get(k, k): v for k, v in asdict(self.settings).items() if k != "graph"}
+        return {**kept, "no_graph": self.settings.graph is False}

@@ -1,0 +1,83 @@
+"""From answers to scores: what a record of an evaluation holds of each task and method."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import takewhile
+from typing import Any
+
+from longreach.evals.evaluate import Evaluation
+from longreach.evals.methods import DENSE
+from longreach.evals.reads import Reads
+from longreach.records import wilson
+
+
+def tasks_entry(evaluation: Evaluation, parts: dict[str, Any]) -> dict[str, Any]:
+    """{task: source, samples, results of each method} from the parts that `Evaluation.run` made."""
+    labels = [spec.label for spec in evaluation.specs]
+    found: dict[str, Any] = {}
+    for name, task in evaluation.tasks.items():
+        asked = [a.to_json() for a in evaluation.asked[name]]
+        mine = [entry for key, part in parts.items() if key.split("|")[1] == name for entry in part]
+        by_label = {label: [e for e in mine if e["label"] == label] for label in labels}
+        dense = {(a["number"], a["draw"]): a for e in by_label[DENSE] for a in e["answers"]}
+        found[name] = {
+            "source": task.source,
+            "max_new_tokens": task.max_new_tokens,
+            "characters_per_token": sum(a["characters"] for a in asked) / sum(a["tokens"] for a in asked),
+            "samples": asked,
+            "results": {label: result(by_label[label], None if label == DENSE else dense) for label in labels},
+        }
+    return found
+
+
+def result(entries: Sequence[dict[str, Any]], dense: dict[tuple[int, int], dict[str, Any]] | None) -> dict[str, Any]:
+    """One method on one task. dense: its answers by (number, draw), None where this is dense itself."""
+    raw = sorted((a for e in entries for a in e["answers"]), key=lambda a: (a["number"], a["draw"]))
+    answers = []
+    for a in raw:
+        other = None if dense is None else dense[a["number"], a["draw"]]
+        ids = a["ids"]
+        apart = None if other is None or a["error"] or other["error"] else diverges_at(ids, other["ids"])
+        answers.append({**{k: v for k, v in a.items() if k != "ids"}, "diverges_at": apart})
+    numbers = sorted({a["number"] for a in answers})
+    # draws of one prompt are not independent: their mean is the prompt's score (mean pass@1), prompts are counted
+    each = [_mean([a["score"] for a in answers if a["number"] == n]) for n in numbers]
+    score = _mean(each)
+    length = None
+    if dense is not None:
+        theirs = sum(a["tokens"] for a in dense.values())
+        length = sum(a["tokens"] for a in answers) / theirs if theirs else None
+    times = [e["seconds"] for e in entries if e["seconds"]]
+    steps = sum(t["steps"] for t in times)
+    return {
+        "score": score,
+        "interval_95": list(wilson(score * len(each), len(each))),
+        "failed": sum(a["error"] is not None for a in answers),
+        "answers": answers,
+        "length_over_dense": length,
+        "prefill_reads": _reads([e["prefill_bytes"] for e in entries]),
+        "decode_reads": _reads([e["decode_bytes"] for e in entries]),
+        "seconds": {
+            "read": _mean([t["read"] for t in times]) if times else None,
+            "setup": sum(t["setup"] for t in times),
+            "per_token": sum(t["decode"] for t in times) / steps if steps else None,
+        },
+    }
+
+
+def diverges_at(ids: Sequence[int], other: Sequence[int]) -> int | None:
+    """The first token, from 0, that differs; None where answers are the same."""
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ids, other)))
+    return None if same == len(ids) == len(other) else same
+
+
+def _reads(read: Sequence[list[int] | None]) -> dict[str, float] | None:
+    there = [r for r in read if r]
+    total = Reads.over([sum(column) for column in zip(*there, strict=True)])
+    return None if total is None else asdict(total)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
