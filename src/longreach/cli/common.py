@@ -23,9 +23,9 @@ def positive(text: str) -> int:
     return value
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
+def add_model(parser: argparse.ArgumentParser, required: bool = True) -> None:
     """--model, --device, --dtype."""
-    parser.add_argument("--model", required=True, metavar="DIR|mini",
+    parser.add_argument("--model", required=required, metavar="DIR|mini",
                         help="a model directory in transformers' format, or 'mini', the one shipped")  # fmt: skip
     add_device(parser)
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto",

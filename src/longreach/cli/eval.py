@@ -1,0 +1,166 @@
+"""`longreach eval`: tasks at a length, asked of a model with every method, in one record."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from longreach.cli.common import add_graph, add_json, add_model, load_model, positive
+from longreach.cli.show import Column, Table, console, duration, emit, percent, place, progress, waiting
+from longreach.errors import InvalidInput
+
+NAME = "eval"
+HELP = "ask a model long-context tasks with every method, and keep the answers in a record"
+EXAMPLES = (
+    "longreach eval --model mini --tasks needles --length 4096 --samples 20 --output needles.json",
+    "longreach eval --model ./Llama-3.1-8B-Instruct --tasks all --length 32768 --output all.json \\",
+    "    --method streaming_llm --method 'oracle_top_k k=0.025 dense_layers=[0]'",
+    "longreach eval --list    (the tasks)",
+    "longreach report all.json --output report",
+)
+FORMAT = 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser, required=False)
+    parser.add_argument("--tasks", default="all", metavar="A,B", help="names, 'needles', 'ruler' or 'all' (default); a "
+                        "data set with its file, such as qa_1=squad.json or longbench=qasper.jsonl")  # fmt: skip
+    parser.add_argument("--list", action="store_true", help="list the tasks and stop")
+    parser.add_argument("--length", type=positive, default=4096, metavar="N",
+                        help="tokens of prompt and answer together (default 4096)")  # fmt: skip
+    parser.add_argument("--samples", type=positive, default=20, metavar="N", help="prompts a task (default 20)")
+    parser.add_argument("--limit", type=positive, metavar="N", help="at most N prompts a task, for a quick look")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="which texts and facts (default 0)")
+    parser.add_argument("--method", action="append", metavar="SPEC", help="'[PREFILL/]DECODE [option=value ...] "
+                        "[prefill.option=value ...]', may be given several times; dense is always there (default: "
+                        "every decode method)")  # fmt: skip
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="draw answers (default 0: greedy)")
+    parser.add_argument("--draws", type=positive, default=1, metavar="N",
+                        help="answers drawn to each prompt; the score is their mean (default 1)")  # fmt: skip
+    parser.add_argument("--batch", type=positive, metavar="N", help="prompts at a time (default: what memory holds)")
+    parser.add_argument("--prefill-chunk-size", type=positive, default=512, metavar="N",
+                        help="prompt tokens per pass (default 512); fewer take less memory")  # fmt: skip
+    parser.add_argument("--output", type=Path, metavar="FILE", help="the record; the same command goes on where an "
+                        "interrupted one stopped")  # fmt: skip
+    add_graph(parser)
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from longreach.tasks import registry
+
+    if args.list:
+        return _list(args)
+    if args.model is None:
+        raise InvalidInput("which model? give --model DIR, or --model mini for the one shipped")
+    from longreach.evals.methods import specs as parse_specs
+    from longreach.records import check_writable
+
+    tasks = registry.choose(args.tasks)
+    specs = parse_specs(args.method if args.method is not None else _every_decode_method())
+    if args.output is not None:
+        check_writable(args.output)
+    with waiting("loading the model"):
+        model, tokenizer = load_model(args)
+        from longreach.evals.about import model_about
+        from longreach.evals.batching import fitting_batch
+        from longreach.evals.evaluate import Evaluation, Settings
+        from longreach.records import environment
+
+        samples = min(args.samples, args.limit or args.samples)
+        batch = args.batch or min(samples, fitting_batch(model, args.length, args.prefill_chunk_size))
+        settings = Settings(args.length, samples, args.seed, args.draws, args.temperature, batch,
+                            args.prefill_chunk_size, args.graph)  # fmt: skip
+        evaluation = Evaluation(model, tokenizer, tasks, specs, settings)
+        about = {"model": model_about(model, args.model), "config": evaluation.config(), **environment(model.device),
+                 "methods": {spec.label: spec.to_json() for spec in specs}}  # fmt: skip
+    record = measured(evaluation, about, args.output)
+    if args.json:
+        emit(record)
+    else:
+        show(record, place(about))
+    return 0
+
+
+def measured(evaluation: Any, about: dict[str, Any], output: Path | None) -> dict[str, Any]:
+    """The record, written to `output` where given; parts that an interrupted run left beside it are taken over."""
+    from longreach.evals.scores import tasks_entry
+    from longreach.records import Journal, write
+
+    evaluation.build(progress)
+    journal = None if output is None else Journal(output, {**about, "tasks": sorted(evaluation.tasks)})
+    keep = (lambda key, part: None) if journal is None else journal.add
+    parts = evaluation.run({} if journal is None else journal.done, keep, progress)
+    record = {"kind": "eval", "format": FORMAT, **about, "tasks": tasks_entry(evaluation, parts)}
+    if output is not None and journal is not None:
+        write(output, record)
+        journal.remove()
+    return record
+
+
+def show(record: dict[str, Any], where: str) -> None:
+    """Scores, a row a task and a column a method."""
+    out = console()
+    labels = list(record["methods"])
+    for number, label in enumerate(labels, 1):
+        out.print(f"[{number}] {label}", soft_wrap=True)
+    table = Table(out, [Column("task", 18, left=True), Column("tokens", 7),
+                        *(Column(f"[{n}]", 6) for n in range(1, len(labels) + 1))])  # fmt: skip
+    out.print()
+    table.header()
+    columns: dict[str, list[float]] = {label: [] for label in labels}
+    for name, task in record["tasks"].items():
+        tokens = sum(s["tokens"] for s in task["samples"]) / len(task["samples"])
+        scores = [task["results"][label]["score"] for label in labels]
+        for label, score in zip(labels, scores, strict=True):
+            columns[label].append(score)
+        table.row([name, f"{tokens:.0f}", *(f"{score:.1%}" for score in scores)])
+    tasks = record["tasks"].values()
+    if len(columns[labels[0]]) > 1:
+        table.row(["mean", "", *(f"{sum(c) / len(c):.1%}" for c in columns.values())], style="bold")
+    table.row(["bytes, prefill", "", *(_share(tasks, label, "prefill_reads") for label in labels)])
+    table.row(["bytes, decode", "", *(_share(tasks, label, "decode_reads") for label in labels)])
+    table.row(["per token", "", *(_time(tasks, label) for label in labels)])
+    failed = sum(result["failed"] for task in tasks for result in task["results"].values())
+    if failed:
+        out.print(f"\n{failed} answers failed with an error and count as wrong; the record says which and why.")
+    config = record["config"]
+    characters = [task["characters_per_token"] for task in tasks]
+    out.print(
+        f"\n{config['samples']} prompts a task of at most {config['length']} tokens with their answers "
+        f"({sum(characters) / len(characters):.1f} characters a token). bytes: keys, values and metadata read, over "
+        f"what dense attention reads; mean over tasks. per token: mean time of a decode step, over tasks.",
+        soft_wrap=True,
+    )
+    out.print(where)
+
+
+def _share(tasks: Any, label: str, phase: str) -> str:
+    found = [r["total"] for task in tasks if (r := task["results"][label][phase])]
+    return percent(sum(found) / len(found)) if found else "-"
+
+
+def _time(tasks: Any, label: str) -> str:
+    found = [t for task in tasks if (t := task["results"][label]["seconds"]["per_token"]) is not None]
+    return duration(sum(found) / len(found) if found else None)
+
+
+def _every_decode_method() -> tuple[str, ...]:
+    from longreach.methods.registry import names
+
+    return names("decode")
+
+
+def _list(args: argparse.Namespace) -> int:
+    from longreach.tasks import registry
+
+    tasks = registry.choose("all")
+    if args.json:
+        emit([{"name": t.name, "source": t.source, "max_new_tokens": t.max_new_tokens} for t in tasks])
+        return 0
+    table = Table(console(), [Column("task", 18, left=True), Column("answer", 7), Column("source", 60, left=True)])
+    table.header()
+    for task in tasks:
+        table.row([task.name, str(task.max_new_tokens), task.source])
+    return 0

@@ -1,0 +1,30 @@
+"""How many prompts fit into memory at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from longreach.adapters.transformers import shape_of
+
+MOST = 32
+SHARE = 0.8  # of free memory; the rest is left to kernels' workspaces and fragmentation
+WIDTHS = 24  # vectors of the model's width that a layer holds for each token of a pass
+
+
+def fitting_batch(model: Any, length: int, chunk: int) -> int:
+    """A power of two: 1 on a CPU, which is busy with one prompt; on a GPU as many as free memory holds.
+
+    length: tokens of prompt and answer. chunk: prompt tokens of a pass.
+    """
+    if model.device.type != "cuda":
+        return 1
+    shape, size = shape_of(model), torch.finfo(model.dtype).bits // 8
+    keys_and_values = 2 * shape.layers * shape.kv_heads * shape.head_dim * length * size
+    width = shape.query_heads * shape.head_dim
+    vocabulary = model.get_output_embeddings().weight.shape[0]
+    activations = chunk * width * WIDTHS * size + vocabulary * 12  # logits, and what choosing makes of them
+    free, _ = torch.cuda.mem_get_info(model.device)
+    fitting = int(SHARE * free) // (keys_and_values + activations)
+    return 1 << (max(1, min(MOST, fitting)).bit_length() - 1)

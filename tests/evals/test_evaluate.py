@@ -1,0 +1,228 @@
+"""Evaluation: the same answers alone and in batches, once and twice; crashes, interrupts, journals, scores."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from transformers.models.llama import modeling_llama
+
+from longreach import Dense
+from longreach.errors import InvalidInput
+from longreach.evals.evaluate import Evaluation, Settings
+from longreach.evals.methods import specs
+from longreach.evals.prompting import fitted, prompt_tokens
+from longreach.evals.scores import diverges_at, result, tasks_entry
+from longreach.records import Journal
+from longreach.tasks.base import Count, Sample, all_of
+from longreach.testing.tiny import tiny_model, tiny_tokenizer
+
+METHODS = ["streaming_llm sinks=2 window=12", "streaming_llm/streaming_llm sinks=2 window=12", "oracle_top_k k=1.0"]
+
+
+@dataclass(frozen=True)
+class Letters:
+    """Answers that are letters, which a random model gets right now and then; prompts of different lengths."""
+
+    name: str = "letters"
+    source: str = "made for a test"
+    max_new_tokens: int = 10
+    spare: int = 7
+
+    def sample(self, random: Random, room: int, count: Count) -> Sample:
+        if room < 30:
+            raise InvalidInput(f"letters: {room} tokens are too few; it takes 30")
+        text = "".join(random.choice("abcdefgh ") for _ in range(room))
+        while count(text) > room - 20 - random.randrange(self.spare):
+            text = text[:-1]
+        return Sample(text, "Which?", "It is", (random.choice("abcdefgh"),), {"first": text[0]})
+
+    def score(self, answer: str, sample: Sample) -> float:
+        return all_of(answer, sample.answers)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_model("llama", eos_token_id=258)
+
+
+def evaluation(model: Any, *, methods: list[str] = METHODS, **settings: Any) -> Evaluation:
+    made = Evaluation(
+        model, tiny_tokenizer(), [Letters(), Letters("more", max_new_tokens=3)], specs(methods),
+        Settings(**{"length": 120, "samples": 5, **settings}),
+    )  # fmt: skip
+    made.build()
+    return made
+
+
+def timeless(entry: Any) -> Any:
+    """Without times."""
+    if isinstance(entry, Mapping):
+        return {k: timeless(v) for k, v in entry.items() if k != "seconds"}
+    return [timeless(x) for x in entry] if isinstance(entry, list) else entry
+
+
+def run(made: Evaluation) -> dict[str, Any]:
+    return tasks_entry(made, made.run({}, lambda key, part: json.dumps(part)))
+
+
+@pytest.fixture(scope="module")
+def once(model: Any) -> dict[str, Any]:
+    return run(evaluation(model))
+
+
+@pytest.mark.parametrize("settings", [{}, {"batch": 2}, {"batch": 8}, {"chunk": 17, "batch": 3}], ids=str)
+def test_the_same_whatever_the_batch_and_chunk(model: Any, once: dict[str, Any], settings: dict[str, Any]) -> None:
+    again = run(evaluation(model, **settings))
+    for name, task in once.items():
+        for label, expected in task["results"].items():
+            got = again[name]["results"][label]
+            assert timeless(got["answers"]) == timeless(expected["answers"])
+            if "window" not in label or settings.get("chunk") is None:
+                assert got["prefill_reads"] == expected["prefill_reads"]
+            assert got["decode_reads"] == pytest.approx(expected["decode_reads"])
+
+
+def test_answers_are_those_of_generate(model: Any, once: dict[str, Any]) -> None:
+    made, tokenizer = evaluation(model), tiny_tokenizer()
+    for name, task in once.items():
+        for asked, answer in zip(made.asked[name], task["results"]["dense"]["answers"], strict=True):
+            ids = torch.tensor([asked.prompt])
+            out = model.generate(ids, max_new_tokens=made.tasks[name].max_new_tokens, do_sample=False, pad_token_id=256)
+            new = out[0, ids.shape[1] :].tolist()
+            new = new[: new.index(258)] if 258 in new else new
+            assert answer["text"] == tokenizer.decode(new, skip_special_tokens=True).strip()
+            assert answer["tokens"] == len(new) and answer["error"] is None and answer["diverges_at"] is None
+
+
+def test_what_a_record_says(once: dict[str, Any]) -> None:
+    task = once["letters"]
+    assert [s["number"] for s in task["samples"]] == list(range(5)) and task["max_new_tokens"] == 10
+    assert all(90 < s["tokens"] <= 110 and s["facts"]["first"] for s in task["samples"])
+    dense, recent, whole, everything = task["results"].values()
+    assert dense["length_over_dense"] is None and everything["length_over_dense"] == 1.0
+    assert everything["answers"] == [{**a, "diverges_at": None} for a in dense["answers"]]
+    assert any(a["diverges_at"] is not None for a in recent["answers"])
+    assert dense["decode_reads"]["total"] == 1 == recent["prefill_reads"]["total"]
+    assert recent["decode_reads"]["total"] < 0.2 and whole["prefill_reads"]["total"] < 0.4
+    low, high = dense["interval_95"]
+    assert 0 <= low <= dense["score"] <= high <= 1 and dense["failed"] == 0
+    assert dense["seconds"]["read"] > 0 and dense["seconds"]["per_token"] > 0
+    json.dumps(once)
+
+
+def test_prompts_fit_and_differ_by_seed(model: Any) -> None:
+    one, other = evaluation(model), evaluation(model, seed=1)
+    for made in (one, other):
+        for name, asked in made.asked.items():
+            assert max(len(a.prompt) for a in asked) + made.tasks[name].max_new_tokens <= 120
+    assert one.asked["letters"] == evaluation(model).asked["letters"] != other.asked["letters"]
+    assert one.asked["letters"][0].sample != one.asked["letters"][1].sample
+
+
+def test_a_chat_template_and_the_beginning_of_the_answer() -> None:
+    tokenizer = tiny_tokenizer()
+    sample = Sample("Text.", "Which?", "It is", ("a",))
+    plain = tokenizer.decode(prompt_tokens(tokenizer, sample), skip_special_tokens=True)
+    assert plain == "Text.\n\nWhich? It is"
+    tokenizer.chat_template = "<u>{{ messages[0].content }}</u><a>"
+    assert tokenizer.decode(prompt_tokens(tokenizer, sample)) == "<u>Text.\n\nWhich?</u><a>It is"
+    _, prompt = fitted(Letters(), tokenizer, 120, 0, 0)
+    assert 90 < len(prompt) <= 110
+
+
+def test_draws_are_seeded_and_their_mean_counts(model: Any) -> None:
+    made = evaluation(model, draws=3, temperature=5.0, samples=2)
+    first, second = run(made), run(evaluation(model, draws=3, temperature=5.0, samples=2))
+    assert timeless(first) == timeless(second)
+    answers = first["letters"]["results"]["dense"]["answers"]
+    assert [(a["number"], a["draw"]) for a in answers] == [(n, d) for n in range(2) for d in range(3)]
+    assert len({a["text"] for a in answers}) > 1
+    other = run(evaluation(model, draws=3, temperature=5.0, samples=2, seed=0, batch=2))
+    assert other["letters"]["samples"] == first["letters"]["samples"]
+    entry = {"label": "dense", "prefill_bytes": None, "decode_bytes": None, "seconds": None, "answers": [
+        {"number": n, "draw": d, "score": s, "tokens": 1, "ids": [1], "error": None}
+        for n, d, s in [(0, 0, 1.0), (0, 1, 0.0), (1, 0, 1.0), (1, 1, 1.0)]
+    ]}  # fmt: skip
+    found = result([entry], None)
+    assert found["score"] == 0.75 and found["decode_reads"] is None and found["seconds"]["per_token"] is None
+
+
+def test_a_crash_is_that_samples_failure(model: Any, monkeypatch: pytest.MonkeyPatch, once: dict[str, Any]) -> None:
+    made = evaluation(model, batch=3)
+    victim = str(list(made.asked["letters"][1].prompt[3:40]))[1:-1]
+    forward = modeling_llama.LlamaModel.forward
+
+    def crash(self: Any, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if any(victim in str(row.tolist()) for row in input_ids):
+            raise RuntimeError("a kernel\nfailed")
+        return forward(self, input_ids, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(modeling_llama.LlamaModel, "forward", crash)
+        broken = run(made)
+    for label, expected in once["letters"]["results"].items():
+        got = broken["letters"]["results"][label]
+        bad = [a for a in got["answers"] if a["error"]]
+        assert [a["number"] for a in bad] == [1] and got["failed"] == 1
+        assert all(a["score"] == 0 and a["error"] == "RuntimeError: a kernel failed" for a in bad)
+        kept = [a for a in got["answers"] if not a["error"]]
+        same = {a["number"]: a for a in expected["answers"]}
+        assert all(a["text"] == same[a["number"]]["text"] for a in kept)
+    assert timeless(run(evaluation(model, batch=3))["more"]) == timeless(once["more"])  # the model is as it was
+
+
+def test_an_interrupted_run_goes_on(model: Any, tmp_path: Path, once: dict[str, Any]) -> None:
+    record, about = tmp_path / "out" / "r.json", {"config": {"length": 120}, "commit": "c"}
+    made, journal = evaluation(model), Journal(record, about)
+
+    def keep(key: str, part: Any) -> None:
+        if len(journal.done) == 7:
+            raise KeyboardInterrupt
+        journal.add(key, part)
+
+    with pytest.raises(KeyboardInterrupt):
+        made.run({}, keep)
+    with journal.path.open("a") as stream:
+        stream.write('["cut off in the mid')
+    again = Journal(record, about)
+    assert len(again.done) == 7
+    fresh: list[str] = []
+    parts = evaluation(model).run(again.done, lambda key, part: (fresh.append(key), again.add(key, part)))
+    assert len(fresh) == len(parts) - 7 and not set(fresh) & set(journal.done)
+    assert timeless(tasks_entry(made, parts)) == timeless(once)
+    assert timeless(tasks_entry(made, Journal(record, about).done)) == timeless(once)
+    with pytest.raises(InvalidInput, match=r"differs in commit, config; .*remove the file"):
+        Journal(record, {"config": {"length": 121}, "commit": "d"})
+    again.remove()
+    assert Journal(record, {"other": 1}).done == {}
+
+
+def test_what_is_asked_wrongly_is_refused(model: Any, tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match=r"length 5000 exceeds the model's context of 4096"):
+        evaluation(model, length=5000)
+    with pytest.raises(InvalidInput, match=r"letters: .* it takes 30"):
+        evaluation(model, length=40)
+    with pytest.raises(InvalidInput, match="temperature: expected a number >= 0"):
+        Settings(100, temperature=-1)
+    with pytest.raises(InvalidInput, match="give a temperature above 0"):
+        Settings(100, draws=2)
+    (tmp_path / "r.json.journal").write_text("no json\n")
+    with pytest.raises(InvalidInput, match=r"r\.json\.journal is no journal"):
+        Journal(tmp_path / "r.json", {})
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidInput, match="cannot write"):
+        Journal(tmp_path / "file" / "r.json", {})
+
+
+def test_divergence() -> None:
+    assert diverges_at([1, 2, 3], [1, 2, 3]) is None
+    assert diverges_at([1, 2, 3], [1, 4, 3]) == 1
+    assert diverges_at([1, 2], [1, 2, 3]) == 2 and diverges_at([], [1]) == 0
+    assert Dense() in {s.decode for s in specs([])}
