@@ -17,10 +17,9 @@ INTRO = (
     "Some special magic {attribute}s are hidden within the following text. Make sure to memorize it. "
     "I will quiz you about the {attribute}s afterwards."
 )
-QUESTION = (
-    "What is the special magic {attribute} for {key} mentioned in the provided text? "
-    "The special magic {attribute} for {key} mentioned in the provided text is"
-)
+ASKED = "What is the special magic {attribute} for {key} mentioned in the provided text?"
+BEGUN = "The special magic {attribute} for {key} mentioned in the provided text is"
+QUESTION = f"{ASKED} {BEGUN}"
 
 NEEDLES = (
     "The {attribute} of the {key} is {value}.",

@@ -48,7 +48,7 @@ def document(
     size = number = 0
     while True:
         paragraph = source[(start + number) % len(source)]
-        tokens = count(paragraph) - special + 1  # 1: the empty line after it
+        tokens = count(f"\n\n{paragraph}") - special
         if size + tokens > left:  # the last paragraph ends with the sentence that still fits
             for sentence in SENTENCE_END.split(paragraph):
                 size += count(sentence) - special + 1

@@ -1,0 +1,62 @@
+"""Common words extraction: the ten words that a list holds ten times as often as the others (RULER, section 3)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+
+from longreach.tasks.base import Count, Sample, all_of
+from longreach.tasks.ruler.text import SOURCE, vocabulary
+from longreach.tasks.sizing import largest
+
+INTRO = (
+    "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that "
+    "appear most often."
+)
+ASKED = "Question: What are the {common} most common words in the above list?"
+BEGUN = "Answer: The top {common} words that appear most often in the list are:"
+EXAMPLE = (3, 1, 10)  # times of a common word, times of another, others
+
+
+@dataclass(frozen=True)
+class CommonWords:
+    """`common` words `often` times each among others that come `seldom` times each; a worked example stands before."""
+
+    name: str = "cwe"
+    common: int = 10
+    often: int = 30
+    seldom: int = 3
+
+    source = SOURCE
+    max_new_tokens = 120
+
+    def sample(self, random: Random, room: int, count: Count) -> Sample:
+        fill = {"common": self.common}
+        question, begun = ASKED.format(**fill), BEGUN.format(**fill)
+        words = list(vocabulary())
+        often, seldom, others = EXAMPLE
+        shown = random.sample(words, self.common + others)
+        example = f"{self._list(random, shown, often, seldom)}\n{question} {begun} {numbered(shown[: self.common])}"
+        mine = [w for w in words if w not in set(shown)]
+        random.shuffle(mine)
+        seed = random.getrandbits(64)
+
+        def text(size: int) -> str:
+            return f"{example}\n\n{self._list(Random(seed), mine[: self.common + size], self.often, self.seldom)}"
+
+        left = room - count(f"\n\n{question} {begun}")
+        size = largest(lambda size: count(text(size)), left, self.name, most=len(mine) - self.common)
+        return Sample(text(size), question, begun, tuple(mine[: self.common]), {"others": size})
+
+    def score(self, answer: str, sample: Sample) -> float:
+        return all_of(answer, sample.answers)
+
+    def _list(self, random: Random, words: list[str], often: int, seldom: int) -> str:
+        all_words = [w for i, w in enumerate(words) for _ in range(often if i < self.common else seldom)]
+        random.shuffle(all_words)
+        return f"{INTRO}\n{numbered(all_words)}"
+
+
+def numbered(words: list[str]) -> str:
+    """ "1. a 2. b"."""
+    return " ".join(f"{i}. {word}" for i, word in enumerate(words, 1))

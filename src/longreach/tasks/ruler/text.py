@@ -1,0 +1,42 @@
+"""What RULER's tasks are made of: haystacks with things hidden in them, and words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import cache
+from random import Random
+
+from longreach.tasks import haystack
+from longreach.tasks.words import ADJECTIVES, NOUNS, half
+
+SOURCE = "RULER (Hsieh et al., 2024, arXiv:2404.06654)"
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+
+
+def hidden(lines: Sequence[str], things: Sequence[tuple[float, str]]) -> list[str]:
+    """Lines with each thing put in at its depth in [0, 1], a line of its own; things of one depth keep their order."""
+    found: list[str] = []
+    waiting = sorted(things, key=lambda thing: thing[0])
+    for number, line in enumerate(lines):
+        while waiting and waiting[0][0] * len(lines) <= number:
+            found.append(waiting.pop(0)[1])
+        found.append(line)
+    return found + [thing for _, thing in waiting]
+
+
+@cache
+def vocabulary() -> tuple[str, ...]:
+    """Plain words, each once: those of the haystack, then an adjective and a noun written as one."""
+    plain = sorted(set(re.findall(r"\b[a-z]{4,9}\b", " ".join(haystack.paragraphs()))))
+    adjectives, nouns = half(ADJECTIVES, True), half(NOUNS, True)
+    joined = [a + n for a in adjectives for n in nouns]
+    Random(0).shuffle(joined)
+    return (*plain, *(w for w in joined if w not in set(plain)))
+
+
+def enumeration(words: Sequence[str]) -> str:
+    """ "a", "a and b", "a, b, and c"."""
+    if len(words) < 3:
+        return " and ".join(words)
+    return ", ".join(words[:-1]) + ", and " + words[-1]

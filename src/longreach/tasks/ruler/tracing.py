@@ -1,0 +1,66 @@
+"""Variable tracking: which variables come to hold a value through a chain of assignments (RULER, section 3)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+from string import ascii_uppercase
+
+from longreach.tasks.base import Count, Sample, all_of
+from longreach.tasks.ruler.text import NOISE, SOURCE, hidden
+from longreach.tasks.sizing import largest
+
+INTRO = "Memorize and track the chain(s) of variable assignment hidden in the following text."
+ASKED = "Question: Find all variables that are assigned the value {value} in the text above."
+BEGUN = (
+    "Answer: According to the chain(s) of variable assignment in the text above, {number} variables are assigned the "
+    "value {value}, they are:"
+)
+EXAMPLE_LINES = 5
+
+
+@dataclass(frozen=True)
+class Tracing:
+    """One chain of `hops` assignments after the first, in noise; a small worked example stands before it."""
+
+    name: str = "vt"
+    hops: int = 4
+
+    source = SOURCE
+    max_new_tokens = 30
+
+    def sample(self, random: Random, room: int, count: Count) -> Sample:
+        names = _names(random, 2 * (self.hops + 1))
+        shown, mine = names[: self.hops + 1], names[self.hops + 1 :]
+        example = "{}\n\n{} {} {}".format(*self._part(random, shown, EXAMPLE_LINES), " ".join(shown))
+        seed = random.getrandbits(64)
+
+        def parts(size: int) -> tuple[str, str, str]:
+            return self._part(Random(seed), mine, size)
+
+        def tokens(size: int) -> int:
+            context, question, begun = parts(size)
+            return count(f"{example}\n\n{context}\n\n{question} {begun}")
+
+        context, question, begun = parts(largest(tokens, room, self.name))
+        return Sample(f"{example}\n\n{context}", question, begun, tuple(mine), {"hops": self.hops})
+
+    def score(self, answer: str, sample: Sample) -> float:
+        return all_of(answer, sample.answers)
+
+    def _part(self, random: Random, names: list[str], size: int) -> tuple[str, str, str]:
+        """(text with the chain, question, beginning of the answer)."""
+        value = str(random.randrange(10000, 100000))
+        held = [value, *(f"VAR {name}" for name in names)]
+        depths = sorted(random.random() for _ in names)
+        chain = [(depth, f"VAR {name} = {of}") for depth, name, of in zip(depths, names, held)]
+        text = "\n".join([INTRO, "", *hidden([NOISE] * size, chain)])
+        fill = {"value": value, "number": len(names)}
+        return text, ASKED.format(**fill), BEGUN.format(**fill)
+
+
+def _names(random: Random, number: int) -> list[str]:
+    found: dict[str, None] = {}
+    while len(found) < number:
+        found["".join(random.choice(ascii_uppercase) for _ in range(5))] = None
+    return list(found)

@@ -1,0 +1,38 @@
+"""One needle at depths in order, for the map of length and depth."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from random import Random
+
+from longreach.tasks import haystack
+from longreach.tasks.base import Count, Sample, all_of
+from longreach.tasks.needle import ASKED, BEGUN, INTRO, NEEDLE, digits
+from longreach.tasks.ruler.niah import draw
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A number of seven digits in real text, `depth` deep (0 at its beginning, 1 at its end)."""
+
+    depth: float = 0.5
+    name: str = "needle_sweep"
+
+    source = "needle in a haystack (Kamradt, 2023), in RULER's wording"
+    max_new_tokens = 16
+
+    def at(self, number: int, total: int) -> Sweep:
+        """The task of sample `number` of `total`: depths are evenly spaced, both ends included."""
+        return replace(self, depth=number / (total - 1) if total > 1 else 0.5)
+
+    def sample(self, random: Random, room: int, count: Count) -> Sample:
+        key, value = draw(random, "word"), digits(random, 7)
+        fill = {"attribute": "number", "key": key, "value": value}
+        question, begun = ASKED.format(**fill), BEGUN.format(**fill)
+        left = room - count(f"\n\n{question} {begun}")
+        fact = [(self.depth, NEEDLE.format(**fill))]
+        context = haystack.document(random, fact, left, count, INTRO.format(**fill))
+        return Sample(context, question, begun, (value,), {"depth": self.depth, "keys": [key]})
+
+    def score(self, answer: str, sample: Sample) -> float:
+        return all_of(answer, sample.answers)
