@@ -8,7 +8,7 @@ from random import Random
 
 from longreach.tasks import haystack
 from longreach.tasks.base import Count, Sample
-from longreach.tasks.ruler.text import vocabulary
+from longreach.tasks.ruler.text import plain_words
 
 INTRO = "This is a plan of {items} numbered items:"
 ASKED = (
@@ -36,7 +36,7 @@ class Plan:
         return self.items * A_LINE
 
     def sample(self, random: Random, room: int, count: Count) -> Sample:
-        words = random.sample(vocabulary(), self.items)
+        words = random.sample(plain_words(), self.items)
         plan = " ".join([INTRO.format(items=self.items), *(f"{i}. {w}." for i, w in enumerate(words, 1))])
         question, begun = ASKED.format(items=self.items), BEGUN.format(first=words[0])
         depth = random.random()

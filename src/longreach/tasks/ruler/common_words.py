@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from random import Random
 
 from longreach.tasks.base import Count, Sample, all_of
-from longreach.tasks.ruler.text import SOURCE, vocabulary
+from longreach.tasks.ruler.text import SOURCE, words
 from longreach.tasks.sizing import largest
 
 INTRO = (
@@ -33,12 +33,10 @@ class CommonWords:
     def sample(self, random: Random, room: int, count: Count) -> Sample:
         fill = {"common": self.common}
         question, begun = ASKED.format(**fill), BEGUN.format(**fill)
-        words = list(vocabulary())
         often, seldom, others = EXAMPLE
-        shown = random.sample(words, self.common + others)
+        mine = words(random)
+        shown, mine = mine[: self.common + others], mine[self.common + others :]
         example = f"{self._list(random, shown, often, seldom)}\n{question} {begun} {numbered(shown[: self.common])}"
-        mine = [w for w in words if w not in set(shown)]
-        random.shuffle(mine)
         seed = random.getrandbits(64)
 
         def text(size: int) -> str:
@@ -51,12 +49,12 @@ class CommonWords:
     def score(self, answer: str, sample: Sample) -> float:
         return all_of(answer, sample.answers)
 
-    def _list(self, random: Random, words: list[str], often: int, seldom: int) -> str:
-        all_words = [w for i, w in enumerate(words) for _ in range(often if i < self.common else seldom)]
+    def _list(self, random: Random, chosen: list[str], often: int, seldom: int) -> str:
+        all_words = [w for i, w in enumerate(chosen) for _ in range(often if i < self.common else seldom)]
         random.shuffle(all_words)
         return f"{INTRO}\n{numbered(all_words)}"
 
 
-def numbered(words: list[str]) -> str:
+def numbered(listed: list[str]) -> str:
     """ "1. a 2. b"."""
-    return " ".join(f"{i}. {word}" for i, word in enumerate(words, 1))
+    return " ".join(f"{i}. {word}" for i, word in enumerate(listed, 1))

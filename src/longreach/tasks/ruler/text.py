@@ -26,13 +26,18 @@ def hidden(lines: Sequence[str], things: Sequence[tuple[float, str]]) -> list[st
 
 
 @cache
-def vocabulary() -> tuple[str, ...]:
-    """Plain words, each once: those of the haystack, then an adjective and a noun written as one."""
-    plain = sorted(set(re.findall(r"\b[a-z]{4,9}\b", " ".join(haystack.paragraphs()))))
-    adjectives, nouns = half(ADJECTIVES, True), half(NOUNS, True)
-    joined = [a + n for a in adjectives for n in nouns]
-    Random(0).shuffle(joined)
-    return (*plain, *(w for w in joined if w not in set(plain)))
+def plain_words() -> tuple[str, ...]:
+    """Words of the haystack, each once."""
+    return tuple(sorted(set(re.findall(r"\b[a-z]{4,9}\b", " ".join(haystack.paragraphs())))))
+
+
+def words(random: Random) -> list[str]:
+    """Plain words in random order, then, for texts that take more, adjectives and nouns written as one."""
+    plain = list(plain_words())
+    joined = [a + n for a in half(ADJECTIVES, True) for n in half(NOUNS, True)]
+    random.shuffle(plain)
+    random.shuffle(joined)
+    return list(dict.fromkeys(plain + joined))
 
 
 def enumeration(words: Sequence[str]) -> str:
