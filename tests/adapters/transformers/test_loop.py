@@ -17,6 +17,7 @@ from longreach.adapters.transformers.loop import run as running
 from longreach.adapters.transformers.loop.fuse import experts_on_device
 from longreach.cache import KVCache
 from longreach.errors import Unsupported
+from longreach.methods.registry import names
 from longreach.testing.divergence import assert_tied
 from longreach.testing.tiny import FAMILIES, PAD_ID, tiny_model
 from tests.adapters.transformers.reference import (
@@ -252,6 +253,19 @@ def test_fused_parts_are_what_they_were_afterwards(monkeypatch: Any) -> None:
     )  # norms, and MLPs but one
     assert rotation in compiled and getattr(module, fusing.ROTARY) is rotation
     assert not any("forward" in m.__dict__ for m in model.modules())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", names("decode"))
+def test_methods_are_captured_or_say_why_not(name: str) -> None:
+    place = "cuda" if torch.cuda.is_available() else "cpu"
+    model, ids = tiny_model("llama").to(place), torch.arange(3, 43, device=place)[None]
+    with attach(model, decode=name) as session:
+        plain = generate(session, ids, max_new_tokens=12, graph=False)
+        got = generate(session, ids, max_new_tokens=12)
+        assert got.captured == (place == "cuda" and session.decode.capture == "full")
+        assert got.captured or got.why_not
+    assert torch.equal(got.sequences, plain.sequences)
 
 
 @pytest.mark.gpu

@@ -137,9 +137,12 @@ class Decoder:
             self.cache.abandon(self._step())  # the pass could not: nothing reaches the device while a stream captures
             if isinstance(error, LongreachError) or not isinstance(error, RuntimeError):
                 raise
+            cause: BaseException = error
+            while cause.__context__ is not None:  # ending the capture fails too, and says less
+                cause = cause.__context__
             raise Unsupported(
                 f"the decode step of {type(self.session.model).__name__} with {self.method.name} cannot be captured in "
-                f"a CUDA graph: {_last_line(error)} ({_where(error)}); use graph=False"
+                f"a CUDA graph: {_first_line(cause)} ({_where(cause)}); use graph=False"
             ) from error
         self.graph = graph
         self.capture_seconds = time.perf_counter() - started
@@ -165,7 +168,7 @@ def weights_of(model: Any) -> int:
     return hash((model.training, *(p.data_ptr() for p in model.parameters())))
 
 
-def _last_line(error: BaseException) -> str:
+def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
