@@ -1,0 +1,86 @@
+"""LongBench's files: one data set each, as JSONL."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from longreach.errors import InvalidInput, UnknownName
+from longreach.tasks.base import Sample
+from longreach.tasks.longbench.base import Fixed
+from longreach.tasks.longbench.datasets import DATASETS, SOURCE, Dataset
+from longreach.tasks.longbench.files import Entry, check_fields, entries
+from longreach.tasks.longbench.metrics import NUMBER, check_packages, classification, first_line
+
+FIELDS = {"input": str, "context": str, "answers": list, "length": int, "dataset": str, "language": str, "_id": str}
+EVEN = "_e"  # LongBench-E: the same data sets, evenly spread over lengths
+
+
+def read(path: Path) -> list[Fixed]:
+    """A task for each data set in the file, or in the .jsonl files of a folder. Raises InvalidInput, Unsupported."""
+    if not path.is_dir():
+        return _tasks(path)
+    files = sorted(path.glob("*.jsonl"))
+    if not files:
+        raise InvalidInput(f"{path} holds no .jsonl file; give LongBench's data folder, or one of its files")
+    found: dict[str, Fixed] = {}
+    for file in files:
+        for task in _tasks(file):
+            if task.name in found:
+                raise InvalidInput(f"{file}: {task.name} is in another file of {path} too; give one of them")
+            found[task.name] = task
+    return list(found.values())
+
+
+def _tasks(path: Path) -> list[Fixed]:
+    groups: dict[str, list[Entry]] = {}
+    for entry in entries(path):
+        check_fields(entry, FIELDS)
+        place, values = entry
+        if values["dataset"].removesuffix(EVEN) not in DATASETS:
+            raise InvalidInput(f"{place}: {UnknownName('LongBench data set', values['dataset'], DATASETS)}")
+        groups.setdefault(values["dataset"], []).append(entry)
+    return [_task(_named(path, name), name.removesuffix(EVEN), group) for name, group in groups.items()]
+
+
+def _named(path: Path, dataset: str) -> str:
+    """LongBench-E's files are told by their name where their lines are not."""
+    return f"longbench_{path.stem if path.stem == dataset + EVEN else dataset}"
+
+
+def _task(name: str, dataset: str, group: list[Entry]) -> Fixed:
+    about = DATASETS[dataset]
+    check_packages(about.measure, name)
+    measure = partial(classification, classes=_classes(group)) if about.measure is classification else about.measure
+    samples = tuple(_sample(about, entry) for entry in group)
+    return Fixed(name, SOURCE, about.max_new_tokens, samples, partial(_best, measure, about.one_line), about.chat)
+
+
+def _best(measure: Callable[[str, str], float], one_line: bool, answer: str, expected: Sequence[str]) -> float:
+    judged = first_line(answer) if one_line else answer
+    return max(measure(judged, text) for text in expected)
+
+
+def _sample(about: Dataset, entry: Entry) -> Sample:
+    place, values = entry
+    for text in values["answers"]:
+        if about.numbered and not NUMBER.search(text):
+            raise InvalidInput(f"{place}: the field 'answers' should hold a number, got {text[:40]!r}")
+    given = {"context": values["context"], "input": values["input"]}
+    return Sample(
+        about.text.format(**given),
+        about.question.format(**given),
+        about.begun,
+        tuple(values["answers"]),
+        {"id": values["_id"], "length": values["length"], "language": values["language"]},
+    )
+
+
+def _classes(group: list[Entry]) -> tuple[str, ...]:
+    """The classes to choose from, as all lines together name them."""
+    found: dict[str, None] = {}
+    for entry in group:
+        check_fields(entry, {"all_classes": list})
+        found |= dict.fromkeys(entry[1]["all_classes"])
+    return tuple(found)
