@@ -133,7 +133,7 @@ def test_a_chat_template_and_the_beginning_of_the_answer() -> None:
     assert plain == "Text.\n\nWhich? It is"
     tokenizer.chat_template = "<u>{{ messages[0].content }}</u><a>"
     assert tokenizer.decode(prompt_tokens(tokenizer, sample)) == "<u>Text.\n\nWhich?</u><a>It is"
-    _, prompt = fitted(Letters(), tokenizer, 120, 0, 0)
+    _, prompt = fitted(Letters(), tokenizer, 120, 0, 0, 1)
     assert 90 < len(prompt) <= 110
 
 

@@ -29,7 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--list", action="store_true", help="list the tasks and stop")
     parser.add_argument("--length", type=positive, default=4096, metavar="N",
                         help="tokens of prompt and answer together (default 4096)")  # fmt: skip
-    parser.add_argument("--samples", type=positive, default=20, metavar="N", help="prompts a task (default 20)")
+    parser.add_argument("--samples", type=positive, metavar="N",
+                        help="prompts a task (default 20, of a data set all)")  # fmt: skip
     parser.add_argument("--limit", type=positive, metavar="N", help="at most N prompts a task, for a quick look")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="which texts and facts (default 0)")
     parser.add_argument("--method", action="append", metavar="SPEC", help="'[PREFILL/]DECODE [option=value ...] "
@@ -68,9 +69,8 @@ def run(args: argparse.Namespace) -> int:
         from longreach.evals.evaluate import Evaluation, Settings
         from longreach.records import environment
 
-        samples = min(args.samples, args.limit or args.samples)
-        batch = args.batch or min(samples, fitting_batch(model, args.length, args.prefill_chunk_size))
-        settings = Settings(args.length, samples, args.seed, args.draws, args.temperature, batch,
+        batch = args.batch or fitting_batch(model, args.length, args.prefill_chunk_size)
+        settings = Settings(args.length, args.samples, args.limit, args.seed, args.draws, args.temperature, batch,
                             args.prefill_chunk_size, args.graph)  # fmt: skip
         evaluation = Evaluation(model, tokenizer, tasks, specs, settings)
         about = {"model": model_about(model, args.model), "config": evaluation.config(), **environment(model.device),
@@ -126,9 +126,10 @@ def show(record: dict[str, Any], where: str) -> None:
     if failed:
         out.print(f"\n{failed} answers failed with an error and count as wrong; the record says which and why.")
     config = record["config"]
+    prompts = sum(len(task["samples"]) for task in tasks)
     characters = [task["characters_per_token"] for task in tasks]
     out.print(
-        f"\n{config['samples']} prompts a task of at most {config['length']} tokens with their answers "
+        f"\n{prompts} prompts of at most {config['length']} tokens with their answers "
         f"({sum(characters) / len(characters):.1f} characters a token). bytes: keys, values and metadata read, over "
         f"what dense attention reads; mean over tasks. per token: mean time of a decode step, over tasks.",
         soft_wrap=True,

@@ -14,7 +14,7 @@ from longreach.cache import CacheConfig
 from longreach.errors import InvalidInput, LongreachError, OutOfMemory
 from longreach.evals.methods import Spec, by_prefill
 from longreach.evals.progress import Progress, unseen
-from longreach.evals.prompting import fitted
+from longreach.evals.prompting import fitted, samples_of
 from longreach.evals.reads import phase_bytes
 from longreach.tasks.base import Sample, Task
 
@@ -23,12 +23,14 @@ Keep = Callable[[str, Any], None]
 
 @dataclass(frozen=True)
 class Settings:
-    """length: tokens of prompt and answer together. samples: of each task. draws: answers to each prompt, more than
-    one where temperature > 0 draws them. batch: prompts at a time. chunk: prompt tokens per pass. graph: see generate.
+    """length: tokens of prompt and answer together. samples: of each task, None for all of a data set and 20 of what is
+    made; limit: at most. draws: answers to each prompt, more than one where temperature > 0 draws them.
+    batch: prompts at a time. chunk: prompt tokens per pass. graph: see generate.
     """
 
     length: int
-    samples: int = 20
+    samples: int | None = None
+    limit: int | None = None
     seed: int = 0
     draws: int = 1
     temperature: float = 0.0
@@ -84,15 +86,15 @@ class Evaluation:
 
     def build(self, progress: Progress = unseen) -> None:
         """Make all prompts; they are the same for every method."""
-        numbers = range(self.settings.samples)
-        with progress("making prompts", len(self.tasks) * len(numbers)) as advance:
-            for task in self.tasks.values():
-                self.asked[task.name] = []
-                for number in numbers:
-                    at = getattr(task, "at", None)  # a task that goes through depths in order wants to know where it is
-                    chosen = at(number, len(numbers)) if at else task
-                    sample, prompt = fitted(chosen, self.tokenizer, self.settings.length, self.settings.seed, number)
-                    self.asked[task.name].append(Asked(number, sample, tuple(prompt)))
+        totals = {name: samples_of(t, self.settings.samples, self.settings.limit) for name, t in self.tasks.items()}
+        with progress("making prompts", sum(totals.values())) as advance:
+            for name, task in self.tasks.items():
+                self.asked[name] = []
+                for number in range(totals[name]):
+                    sample, prompt = fitted(
+                        task, self.tokenizer, self.settings.length, self.settings.seed, number, totals[name]
+                    )
+                    self.asked[name].append(Asked(number, sample, tuple(prompt)))
                     advance(1)
 
     def run(self, done: dict[str, Any], keep: Keep, progress: Progress = unseen) -> dict[str, Any]:

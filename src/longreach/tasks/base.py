@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 Count = Callable[[str], int]  # tokens of a text, without special ones
 
@@ -52,6 +52,29 @@ class Task(Protocol):
     def score(self, answer: str, sample: Sample) -> float:
         """How right an answer is, in [0, 1]; `answer` goes on after sample.begun."""
         ...
+
+
+@runtime_checkable
+class GoesThrough(Protocol):
+    """A task whose samples are a series (of depths, say): it wants to know which of how many is asked for."""
+
+    def at(self, number: int, total: int) -> Task: ...
+
+
+@runtime_checkable
+class Given(Protocol):
+    """A task whose texts are given rather than made: `fixed` in order, each cut to a room by `fit`.
+
+    cut(text, keep) gives a text's first and last keep/2 tokens. chat: whether a chat model is asked in its template.
+    """
+
+    @property
+    def fixed(self) -> tuple[Sample, ...]: ...
+
+    @property
+    def chat(self) -> bool: ...
+
+    def fit(self, sample: Sample, room: int, count: Count, cut: Callable[[str, int], str]) -> Sample: ...
 
 
 def all_of(answer: str, expected: Sequence[str]) -> float:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from longreach.errors import InvalidInput, UnknownName
+from longreach.tasks import longbench
 from longreach.tasks.base import Task
 from longreach.tasks.plan import Plan
 from longreach.tasks.ruler.common_words import CommonWords
@@ -27,7 +28,13 @@ TASKS: dict[str, Callable[[], Task]] = {
     "needle_sweep": Sweep,
     "plan": Plan,
 }
-FILES: dict[str, Callable[[Path], Task]] = {"qa_1": squad, "qa_2": hotpot}
+FILES: dict[str, Callable[[Path], Sequence[Task]]] = {
+    "qa_1": lambda path: [squad(path)],
+    "qa_2": lambda path: [hotpot(path)],
+    "longbench": longbench.tasks,
+    "longbench_v2": partial(longbench.tasks, version=2),
+}
+STAND_INS = {"qa_1": "qa_synthetic_1", "qa_2": "qa_synthetic_2"}
 NEEDLES = tuple(task.name for task in (*SINGLE, *MULTI))
 RULER = (*NEEDLES, "vt", "cwe", "fwe")
 GROUPS = {"needles": NEEDLES, "ruler": RULER, "all": (*RULER, "qa_synthetic_1", "qa_synthetic_2", "plan")}
@@ -46,20 +53,17 @@ def choose(text: str) -> list[Task]:
     for name in names:
         dataset, equals, path = name.partition("=")
         if equals and dataset in FILES:
-            found[dataset] = FILES[dataset](Path(path))
+            found |= {task.name: task for task in FILES[dataset](Path(path))}
         elif name in FILES:
-            raise InvalidInput(f"{name} is a data set: give its file, {name}=PATH, or take {_stand_in(name)}")
+            instead = f", or take {STAND_INS[name]}" if name in STAND_INS else ""
+            raise InvalidInput(f"{name} is a data set: give its file, {name}=PATH{instead}")
         elif name in GROUPS:
             found |= {n: TASKS[n]() for n in GROUPS[name] if n not in found}
         elif name in TASKS:
             found[name] = TASKS[name]()
         else:
             raise UnknownName("task", name, (*TASKS, *FILES, *GROUPS))
-    for dataset in FILES:
-        if dataset in found and _stand_in(dataset) not in names:
-            found.pop(_stand_in(dataset), None)
+    for dataset, instead in STAND_INS.items():
+        if dataset in found and instead not in names:
+            found.pop(instead, None)
     return list(found.values())
-
-
-def _stand_in(dataset: str) -> str:
-    return dataset.replace("qa_", "qa_synthetic_")

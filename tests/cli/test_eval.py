@@ -1,0 +1,109 @@
+"""`longreach eval`: every task on any model directory, records, resuming, bad input in words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longreach.evals.evaluate import Evaluation
+from longreach.testing.tiny import save_tiny
+from tests.cli.test_bad_input import refused
+from tests.evals.test_evaluate import timeless
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another architecture, a chat template, and room for every task in bytes."""
+    folder = tmp_path_factory.mktemp("models") / "qwen"
+    return save_tiny(folder, family="qwen3", chat=True, max_position_embeddings=12288, num_hidden_layers=1)
+
+
+def asked(model: Path, *more: Any) -> list[Any]:
+    return ["eval", "--model", model, "--tasks", "niah_single_1,needle_sweep", "--length", 1500, "--samples", 2, *more]
+
+
+def test_every_task_runs_on_any_model_directory(longreach: Any, other: Path, tmp_path: Path) -> None:
+    record = tmp_path / "out" / "all.json"
+    result = longreach("eval", "--model", other, "--tasks", "all,needle_sweep", "--length", 12288, "--samples", 1,
+                       "--method", "dense", "--prefill-chunk-size", 4096, "--output", record)  # fmt: skip
+    assert result.code == 0, result.err
+    found = json.loads(record.read_text())
+    assert found["kind"] == "eval" and len(found["tasks"]) == 15 and not list(record.parent.glob("*.journal"))
+    for name, task in found["tasks"].items():
+        assert name in result.out and task["results"]["dense"]["failed"] == 0
+        (sample,) = task["samples"]
+        assert 0.8 * 12288 < sample["tokens"] + task["max_new_tokens"] <= 12288
+        assert task["characters_per_token"] == pytest.approx(1.0, abs=0.05)
+    assert found["model"]["name"] == "qwen" and len(found["model"]["sha256"]) == 64
+    assert found["config"]["length"] == 12288 and "commit" in found and found["methods"]["dense"]
+
+
+def test_the_same_command_twice_and_after_an_interrupt(
+    longreach: Any, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    methods = "--method", "streaming_llm window=99", "--method", "oracle_top_k k=0.1 dense_layers=[0]"
+    once = json.loads(longreach(*asked(tiny, *methods, "--json")).out)
+    record, part = tmp_path / "r.json", Evaluation._part
+
+    def interrupted(self: Any, session: Any, reader: Any, specs: Any, task: Any, prompts: Any) -> Any:
+        if task.name == "needle_sweep" and prompts[0].number == 1:
+            raise KeyboardInterrupt
+        return part(self, session, reader, specs, task, prompts)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Evaluation, "_part", interrupted)
+        assert longreach(*asked(tiny, *methods, "--output", record)).code == 130
+    journal = tmp_path / "r.json.journal"
+    assert not record.exists() and len(journal.read_text().splitlines()) == 4
+    refused(longreach(*asked(tiny, *methods, "--output", record, "--seed", 1)), "differs in config", "remove the file")
+    result = longreach(*asked(tiny, *methods, "--output", record))
+    assert result.code == 0 and "[3] oracle_top_k k=0.1 dense_layers=[0]" in result.out
+    assert timeless(json.loads(record.read_text())) == timeless(once) and not journal.exists()
+    depths = [s["facts"]["depth"] for s in once["tasks"]["needle_sweep"]["samples"]]
+    assert depths == [0.0, 1.0] and next(iter(once["methods"])) == "dense"
+
+
+def test_a_data_set_is_asked_whole_or_up_to_a_limit(longreach: Any, tiny: Path, tmp_path: Path) -> None:
+    pytest.importorskip("rouge_score")
+    lines = [{"_id": f"{i}", "dataset": "qasper", "language": "en", "length": 9, "input": f"What is {i}?",
+              "context": f"It is {i}. " * 400, "answers": [f"{i}"], "all_classes": None} for i in range(3)]  # fmt: skip
+    (tmp_path / "qasper.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    command = ["eval", "--model", tiny, "--tasks", f"longbench={tmp_path / 'qasper.jsonl'}", "--length", 2000,
+               "--method", "dense", "--json"]  # fmt: skip
+    task = json.loads(longreach(*command).out)["tasks"]["longbench_qasper"]
+    assert [s["expected"] for s in task["samples"]] == [["0"], ["1"], ["2"]]
+    assert all(s["facts"]["kept"] < 1 and s["tokens"] + task["max_new_tokens"] <= 2000 for s in task["samples"])
+    assert len(json.loads(longreach(*command, "--limit", 1).out)["tasks"]["longbench_qasper"]["samples"]) == 1
+
+
+def test_the_list_of_tasks(longreach: Any) -> None:
+    assert "niah_multikey_3" in longreach("eval", "--list").out
+    assert len(json.loads(longreach("eval", "--list", "--json").out)) == 14
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--tasks", "niah"], ["unknown task 'niah'", "niah_single_1"]),
+        (["--tasks", "qa_1"], ["qa_1=PATH", "qa_synthetic_1"]),
+        (["--tasks", "longbench=/nowhere.jsonl"], ["/nowhere.jsonl"]),
+        (["--length", 5000], ["length 5000", "context of 4096", "--length"]),
+        (["--length", 200], ["ask for a longer"]),
+        (["--tasks", "cwe", "--length", 3000], ["cwe takes at least", "ask for a longer --length"]),
+        (["--method", "quset"], ["unknown decode method 'quset'"]),
+        (["--method", "oracle_top_k dense_layers=[9]"], ["dense_layers", "got layer 9"]),
+        (["--draws", 3], ["temperature"]),
+        (["--temperature", "-1"], ["temperature", "-1"]),
+        (["--samples", 0], ["at least 1"]),
+        (["--output", "/proc/none/r.json"], ["cannot write /proc/none", "--output"]),
+    ],
+)
+def test_bad_input(longreach: Any, tiny: Path, more: list[Any], words: list[str]) -> None:
+    refused(longreach(*asked(tiny, *more)), *words)
+
+
+def test_a_model_is_needed(longreach: Any) -> None:
+    refused(longreach("eval", "--tasks", "vt"), "--model mini")
