@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from longreach.bench.readme import BEGIN, END, numbers, rewritten
+from longreach.bench.readme import markers, numbers, rewritten
 from longreach.errors import InvalidInput
 
 ROOT = Path(__file__).parents[2]
@@ -18,7 +18,9 @@ def test_readme_is_up_to_date() -> None:
 
 
 def test_only_what_lies_between_the_markers_changes(tmp_path: Path) -> None:
-    text = f"before {BEGIN}\nold\n{END} after"
-    assert rewritten(text, tmp_path) == f"before {BEGIN}\n{numbers(tmp_path)}\n{END} after"
+    (a, b), (c, d) = markers("records"), markers("quality")
+    text = f"before {a}\nold\n{b} between {c}{d} after"
+    new = f"before {a}\n{numbers(tmp_path)}\n{b} between {c}\nNo evaluations yet.\n{d} after"
+    assert rewritten(text, tmp_path) == new
     with pytest.raises(InvalidInput, match="put them back"):
         rewritten("no markers", tmp_path)

@@ -1,4 +1,4 @@
-"""README's numbers, written from the records between two markers."""
+"""README's numbers, written from the records between markers."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from longreach.bench.cases import CASES, GROUPS
 from longreach.bench.record import read
 from longreach.bench.words import goal, outcome
 from longreach.errors import InvalidInput
-
-BEGIN, END = "<!-- records: begin -->", "<!-- records: end -->"
+from longreach.records.quality import quality
 
 
 def update(readme: Path, results: Path) -> bool:
@@ -27,16 +26,25 @@ def update(readme: Path, results: Path) -> bool:
 
 def rewritten(text: str, results: Path) -> str:
     """README's text with the numbers of the records."""
-    head, begin, rest = text.partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not begin or not end:
-        raise InvalidInput(f"README has no lines {BEGIN} and {END} for the numbers to stand between; put them back")
-    return f"{head}{BEGIN}\n{numbers(results)}\n{END}{tail}"
+    for name, written in (("records", numbers), ("quality", quality)):
+        begin, end = markers(name)
+        head, found, rest = text.partition(begin)
+        _, closed, tail = rest.partition(end)
+        if not found or not closed:
+            raise InvalidInput(f"README has no lines {begin} and {end} for the numbers to stand between; put them back")
+        text = f"{head}{begin}\n{written(results)}\n{end}{tail}"
+    return text
+
+
+def markers(name: str) -> tuple[str, str]:
+    """The lines between which a table stands."""
+    return f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
 
 
 def numbers(results: Path) -> str:
     """Markdown: for each case our time and rate, the fastest rival's, and what became of the targets."""
-    rows, places = [], []
+    rows: list[str] = []
+    places: dict[str, dict[str, str]] = {}
     for group in GROUPS:
         path = results / f"{group}.json"
         if not path.is_file():
@@ -44,12 +52,13 @@ def numbers(results: Path) -> str:
         cases: dict[str, Any] = read(path)["cases"]
         for name in (name for name in CASES if name in cases):
             rows += _rows(name, cases[name])
-            place = _place(cases[name])
-            places += [] if place in places else [place]
+            case = cases[name]
+            where = f"{case['device']['name']}, commit {(case['commit'] or 'unknown')[:12]}"
+            places.setdefault(where, {}).update(case["versions"] | case["baselines"]["versions"])
     if not rows:
         return "No measurements yet."
     head = ["| case | longreach | fastest other kernel | must reach | got |", "|---|---|---|---|---|"]
-    return "\n".join([*head, *rows, "", *(f"Measured on {place}." for place in places)])
+    return "\n".join([*head, *rows, "", *(f"Measured on {where}: {_versions(v)}." for where, v in places.items())])
 
 
 def _rows(name: str, case: dict[str, Any]) -> list[str]:
@@ -70,8 +79,6 @@ def _time(entry: dict[str, Any]) -> str:
     return f"{entry['microseconds']['median']:.1f} us"
 
 
-def _place(case: dict[str, Any]) -> str:
-    versions = case["versions"] | case["baselines"]["versions"]
-    names = ("torch", "triton", "cuda", "flashinfer", "flash_attention_3")
-    told = ", ".join(f"{name} {versions[name]}" for name in names if versions.get(name))
-    return f"{case['device']['name']}, {told}, commit {(case['commit'] or 'unknown')[:12]}"
+def _versions(versions: dict[str, str]) -> str:
+    names = ("torch", "triton", "cuda", "transformers", "flashinfer", "flash_attention_3")
+    return ", ".join(f"{name} {versions[name]}" for name in names if versions.get(name))

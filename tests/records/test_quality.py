@@ -1,0 +1,29 @@
+"""README's table of scores."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from longreach.records.quality import quality
+
+
+def result(score: float) -> dict[str, Any]:
+    reads = {"total": 0.25}
+    return {"score": score, "interval_95": [score / 2, 1.0], "prefill_reads": None, "decode_reads": reads}
+
+
+def test_scores_of_every_method_and_what_is_beyond_the_model(tmp_path: Path) -> None:
+    tasks = {
+        "easy": {"samples": [0, 1], "results": {"dense": result(1.0), "x k=[0]": result(0.5)}},
+        "hard": {"samples": [0], "results": {"dense": result(0.0), "x k=[0]": result(0.05)}},
+    }
+    record = {"kind": "eval", "methods": {"dense": {}, "x k=[0]": {}}, "tasks": tasks, "config": {"length": 128},
+              "device": {"name": "abacus"}, "commit": "c" * 40, "model": {"name": "m", "dtype": "float32"}}  # fmt: skip
+    (tmp_path / "a.json").write_text(json.dumps(record))
+    (tmp_path / "b.json").write_text(json.dumps({"kind": "bench"}))
+    found = quality(tmp_path)
+    assert "| `easy` | 100% (50% to 100%) | 50% (25% to 100%) |" in found and "| `hard`" not in found
+    assert "| mean | 50% | 28% |" in found and "| bytes read, decode | 25% | 25% |" in found
+    assert "2 prompts a task, abacus, commit cccccccccccc: `a.json`" in found and "every method): hard." in found
