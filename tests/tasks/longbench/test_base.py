@@ -65,16 +65,25 @@ def test_no_room_is_an_error_that_names_the_sample(room: int) -> None:
         made.fit(made.fixed[0], room, words, cut_words)
 
 
-def test_it_is_a_task_like_any_other() -> None:
-    made, tokenizer = task(LONG, "short"), tiny_tokenizer()
-    seen = set()
-    for number in range(8):
-        sample, prompt = fitted(made, tokenizer, 128, 0, number)
-        assert len(prompt) <= 120
+@pytest.mark.parametrize("room", [120, 40])
+def test_it_makes_samples_like_any_other_task(room: int) -> None:
+    made, seen = task(LONG, "short"), set()
+    for seed in range(8):
+        sample = made.sample(Random(seed), room, len)
+        assert len(f"{sample.context}\n\n{sample.question} {sample.begun}") <= room
         assert sample.context[:2] in ("w0", "sh") and sample.context[-2:] in ("99", "rt")
+        assert sample == made.sample(Random(seed), room, len)
         seen.add(sample.facts["id"])
     assert seen == {"0", "1"}
-    assert made.sample(Random(1), 200, len) == made.sample(Random(1), 200, len)
+
+
+def test_prompts_hold_both_ends_of_its_texts() -> None:
+    made, tokenizer = task(LONG, "short"), tiny_tokenizer()
+    texts = [fitted(made, tokenizer, 128, 0, number, 2) for number in range(2)]
+    assert len(texts[0][1]) in range(110, 121)
+    written = [tokenizer.decode(prompt, skip_special_tokens=True) for _, prompt in texts]
+    assert written[0].startswith("w0 w1 ") and written[0].endswith("w98 w99\n\nWhat is it? Answer:")
+    assert written[1] == "short\n\nWhat is it? Answer:"
 
 
 def test_both_ends_of_a_text_are_kept() -> None:
