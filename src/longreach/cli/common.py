@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from longreach.errors import InvalidInput, UnknownName
-from longreach.evals.values import value_of
+from longreach.methods.values import value_of
 
 
 def positive(text: str) -> int:

@@ -175,9 +175,9 @@ class Evaluation:
             )  # fmt: skip
             took, steps, setup = took + got.decode_seconds, steps + got.steps, setup + got.setup_seconds
             for one, tokens, stopped in zip(asked, got.tokens, got.stopped, strict=True):
-                text = self.tokenizer.decode(list(tokens), skip_special_tokens=True).strip()
+                text = self.tokenizer.decode(list(tokens), skip_special_tokens=True)
                 answers.append({
-                    "number": one.number, "draw": draw, "text": text, "score": task.score(text, one.sample),
+                    "number": one.number, "draw": draw, "text": text.strip(), "score": task.score(text, one.sample),
                     "tokens": len(tokens), "stopped": stopped, "ids": list(tokens), "error": None,
                 })  # fmt: skip
         return {

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from longreach.errors import InvalidInput
-from longreach.evals.values import value_of
 from longreach.methods.base import AttentionMethod
-from longreach.methods.registry import choose
+from longreach.methods.registry import choose, options
 
 DENSE = "dense"
 PREFILL = "prefill."
@@ -44,18 +43,11 @@ def parse(text: str) -> Spec:
         ) from error
     before, slash, after = name.partition("/")
     prefill, decode = (before, after) if slash else (DENSE, before)
-    options: dict[str, dict[str, Any]] = {"prefill": {}, "decode": {}}
-    for setting in settings:
-        key, equals, value = setting.partition("=")
-        if not (key and equals and value):
-            raise InvalidInput(f"method {text!r}: {setting!r} is no option=value, such as k=0.1")
-        slot = "prefill" if key.startswith(PREFILL) else "decode"
-        key = key.removeprefix(PREFILL)
-        if key in options[slot]:
-            raise InvalidInput(f"method {text!r}: {key} is set twice; keep one of them")
-        options[slot][key] = value_of(value, f"method {text!r}")
+    where = f"method {text!r}"
+    mine = options([x.removeprefix(PREFILL) for x in settings if x.startswith(PREFILL)], where)
+    theirs = options([x for x in settings if not x.startswith(PREFILL)], where)
     label = " ".join([name, *settings])
-    return Spec(label, choose("prefill", prefill, **options["prefill"]), choose("decode", decode, **options["decode"]))
+    return Spec(label, choose("prefill", prefill, **mine), choose("decode", decode, **theirs))
 
 
 def specs(texts: Iterable[str]) -> list[Spec]:

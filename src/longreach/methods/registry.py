@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import shlex
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
 from longreach.errors import InvalidInput, UnknownName
 from longreach.methods.base import AttentionMethod, Phase
+from longreach.methods.values import value_of
 
 METHODS = {
     "dense": "longreach.methods.dense:Dense",
@@ -49,6 +52,34 @@ def choose(phase: Phase, method: str | AttentionMethod | None, **options: Any) -
     if phase not in chosen.phases:
         raise UnknownName(f"{phase} method", chosen.name, names(phase))
     return chosen
+
+
+def named(phase: Phase, method: str | AttentionMethod | None) -> AttentionMethod:
+    """As `choose`, a name's options written behind it: "oracle_top_k k=0.025 dense_layers=[0]".
+
+    Values as `values.value_of` takes them. Raises InvalidInput, UnknownName.
+    """
+    if not isinstance(method, str):
+        return choose(phase, method)
+    where = f"{phase} method {method!r}"
+    try:
+        name, *settings = shlex.split(method)
+    except ValueError as error:
+        raise InvalidInput(f"{where}: expected NAME and option=value, such as 'oracle_top_k k=0.1'") from error
+    return choose(phase, name, **options(settings, where))
+
+
+def options(settings: Sequence[str], where: str) -> dict[str, Any]:
+    """["k=0.1"] -> {"k": 0.1}. where: what InvalidInput blames for what is no setting, or set twice."""
+    found: dict[str, Any] = {}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not (key and equals and value):
+            raise InvalidInput(f"{where}: {setting!r} is no option=value, such as k=0.1")
+        if key in found:
+            raise InvalidInput(f"{where}: {key} is set twice; keep one of them")
+        found[key] = value_of(value, where)
+    return found
 
 
 def from_json(config: str | dict[str, Any]) -> AttentionMethod:

@@ -8,46 +8,12 @@ import pytest
 import torch
 
 from longreach.adapters import lm_eval as adapter
-from longreach.adapters.lm_eval.options import batch_of, dtype_of, method_of
+from longreach.adapters.lm_eval.options import batch_of, dtype_of
 from longreach.cache import CacheConfig
-from longreach.errors import InvalidInput, LongreachError, ModelFileError, UnknownName, Unsupported
-from longreach.methods.dense import Dense
-from longreach.methods.oracle_top_k import OracleTopK
-from longreach.methods.streaming_llm import StreamingLLM
+from longreach.errors import InvalidInput, ModelFileError, UnknownName, Unsupported
 from tests.adapters.lm_eval.requests import ours
 
 pytest.importorskip("lm_eval")
-
-
-@pytest.mark.parametrize(
-    ("text", "method"),
-    [
-        (None, Dense()),
-        ("dense", Dense()),
-        ("oracle_top_k k=0.1 dense_layers=[0,1] heads=all", OracleTopK(k=0.1, dense_layers=(0, 1), heads="all")),
-        ("streaming_llm  window=8", StreamingLLM(window=8)),
-        (StreamingLLM(sinks=1), StreamingLLM(sinks=1)),
-    ],
-)
-def test_methods_are_read_as_the_command_line_reads_them(text: Any, method: Any) -> None:
-    assert method_of("decode", text) == method
-
-
-@pytest.mark.parametrize(
-    ("text", "complaint"),
-    [
-        ("", "expected NAME"),
-        ("streaming_llm 'window=8", "expected NAME"),
-        ("streaming_llm window", "'window' is no option=value"),
-        ("streaming_llm window=8 window=9", "'window=9' is no option=value.*twice"),
-        ("quest", "unknown decode method 'quest'; known: dense"),
-        ("streaming_llm k=3", "unknown option of streaming_llm 'k'"),
-        ("oracle_top_k k=many", "k: expected"),
-    ],
-)
-def test_bad_methods_are_refused(text: str, complaint: str) -> None:
-    with pytest.raises(LongreachError, match=complaint):
-        method_of("decode", text)
 
 
 @pytest.mark.parametrize(

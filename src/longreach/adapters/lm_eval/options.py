@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shlex
 from typing import Any
 
 import torch
 
 from longreach.errors import InvalidInput, UnknownName, Unsupported
-from longreach.methods.base import AttentionMethod, Phase
-from longreach.methods.registry import choose
 
 PASSED_ON = (  # of HFLM's options, those that mean here what they mean there
     "add_bos_token",
@@ -42,7 +38,6 @@ REFUSED = {  # option of HFLM -> why
     "softmax_dtype": FLOAT32,
     "max_batch_size": "give batch_size a number",
 }
-WORDS = {"True": True, "False": False, "None": None}
 
 
 def check_options(options: dict[str, Any]) -> None:
@@ -91,32 +86,3 @@ def dtype_of(dtype: str | torch.dtype | None) -> torch.dtype | None:
     if not isinstance(found, torch.dtype):
         raise InvalidInput(f"dtype: expected one such as 'bfloat16' or 'auto', got {dtype!r}")
     return found
-
-
-def method_of(phase: Phase, method: str | AttentionMethod | None) -> AttentionMethod:
-    """A configured method, or the one that "NAME [option=value ...]" names; None for dense.
-
-    Raises InvalidInput, UnknownName.
-    """
-    if not isinstance(method, str):
-        return choose(phase, method)
-    where = f"{phase}={method!r}"
-    try:
-        name, *settings = shlex.split(method)
-    except ValueError as error:
-        raise InvalidInput(f"{where}: expected NAME and option=value, such as 'oracle_top_k k=0.1'") from error
-    options: dict[str, Any] = {}
-    for setting in settings:
-        key, equals, value = setting.partition("=")
-        if not (key and equals and value) or key in options:
-            raise InvalidInput(f"{where}: {setting!r} is no option=value such as k=0.1, or is there twice")
-        options[key] = _value(value)
-    return choose(phase, name, **options)
-
-
-def _value(text: str) -> Any:
-    """JSON, Python's True, False and None, or a plain word."""
-    try:
-        return WORDS[text] if text in WORDS else json.loads(text)
-    except ValueError:
-        return text
