@@ -1,0 +1,73 @@
+"""What a report consists of, before it is Markdown or HTML. Texts are plain: whoever renders them escapes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Mark = Literal["", "worse", "better"]
+SIGNS: dict[Mark, str] = {"": "", "worse": "▼", "better": "▲"}
+
+
+@dataclass(frozen=True)
+class Heading:
+    """level: 1 for the report's title, 2 for its parts."""
+
+    level: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Text:
+    """A paragraph. loud: not to be overlooked."""
+
+    text: str
+    loud: bool = False
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A table's cell: what it says, what it says in small beside it, and how it compares with dense attention."""
+
+    text: str
+    note: str = ""
+    mark: Mark = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of cells. texts: how many columns from the left hold words. folded: shown closed where that is possible."""
+
+    title: str
+    head: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    texts: int = 1
+    folded: bool = False
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A picture under a file name of its own."""
+
+    file: str
+    png: bytes
+    caption: str
+
+
+@dataclass(frozen=True)
+class Code:
+    """Text to be copied as it stands, on several lines."""
+
+    text: str
+
+
+Block = Heading | Text | Table | Figure | Code
+
+
+def table(
+    title: str, head: Sequence[str], rows: Sequence[Sequence[str | Cell]], texts: int = 1, folded: bool = False
+) -> Table:
+    """A table from texts and cells."""
+    cells = tuple(tuple(c if isinstance(c, Cell) else Cell(c) for c in row) for row in rows)
+    return Table(title, tuple(head), cells, texts, folded)

@@ -1,0 +1,48 @@
+"""From records to the blocks of a report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from longreach.records.report.answers import failures, wrong
+from longreach.records.report.blocks import Block, Heading, Text
+from longreach.records.report.depth import depths
+from longreach.records.report.fidelity import fidelity
+from longreach.records.report.header import header
+from longreach.records.report.perplexity import perplexity
+from longreach.records.report.reading import Record
+from longreach.records.report.repeat import repeat
+from longreach.records.report.rows import groups
+from longreach.records.report.scores import scores
+
+
+def build(records: Sequence[Record]) -> list[Block]:
+    """Everything, in the order in which it is read; names of pictures differ."""
+    blocks = header(records)
+    evaluations = groups(records)
+    for number, group in enumerate(evaluations, 1):
+        file = f"eval{f'-{number}' if len(evaluations) > 1 else ''}"
+        blocks.append(Heading(2, f"Tasks: {group.title}"))
+        if len(evaluations) > 1:
+            blocks.append(Text(f"From {', '.join(r.name for r in group.records)}. Records stand in one table where "
+                               f"model, methods, seed and way of drawing are the same."))  # fmt: skip
+        blocks += [*scores(group, file), *depths(group, file)]
+    for kind, title, section in (("perplexity", "Perplexity", perplexity), ("fidelity", "Fidelity", fidelity)):
+        chosen = [r for r in records if r.kind == kind]
+        for number, record in enumerate(chosen, 1):
+            length = f", {record.length} tokens" if record.length else ""
+            blocks.append(Heading(2, f"{title}: {record['model']['name']} ({record['model']['dtype']}){length}"))
+            if len(chosen) > 1:
+                blocks.append(Text(f"From {record.name}."))
+            blocks += section(record, f"{kind}{f'-{number}' if len(chosen) > 1 else ''}")
+    if evaluations:
+        blocks += [Heading(2, "Failed samples"), *failures(evaluations)]
+        blocks += [Heading(2, "Wrong answers"), Text(
+            "A few answers of each task and method, the worst first. Look at them before you trust a score: a right "
+            "answer in other words counts as wrong, a lucky one as right."
+        )]  # fmt: skip
+        for group in evaluations:
+            if len(evaluations) > 1:
+                blocks.append(Heading(3, group.title))
+            blocks += wrong(group)
+    return [*blocks, Heading(2, "How to repeat"), *repeat(records)]

@@ -1,0 +1,81 @@
+"""Fidelity: how far next-token distributions and each head's output are from dense attention's."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from longreach.records.report.blocks import Block, Cell, Figure, Text, table
+from longreach.records.report.plots import CurvePanel, MapPanel, Scale, Series, curves, maps
+from longreach.records.report.reading import Record
+from longreach.records.report.scores import numbered
+from longreach.records.report.words import finite, number, percent
+
+LEAST = 1e-7  # nats: below it rounding decides
+
+
+def fidelity(record: Record, file: str) -> list[Block]:
+    """A table of all methods, KL over steps and relative output error by layer and head."""
+    results = record["results"]
+    labels = [(n, name, x) for n, (name, x) in enumerate(zip(numbered(record.labels), record.labels, strict=True))
+              if x in results]  # fmt: skip
+    rows = [_row(name, results[x]) for _, name, x in labels]
+    head = ("method", "KL (nats)", "first divergence", "mean error", "largest error", "at", "bytes, prefill",
+            "bytes, decode")  # fmt: skip
+    blocks: list[Block] = [table("Fidelity to dense attention", head, rows), Text(
+        "KL: mean over decode steps of KL(dense || method) of next-token distributions, all methods fed dense "
+        "attention's answer. first divergence: the first token, counted from 0, that the method would have chosen "
+        "differently. error: |o - o_dense| / |o_dense| of a head's output on the same hidden states, over decode "
+        "steps; mean over layers and heads, and the largest of all steps with its layer and head."
+    )]  # fmt: skip
+    series = [Series(x, n, x == record.dense, tuple(map(float, range(len(kl)))), kl, results[x]["first_divergence"])
+              for n, _, x in labels if x != record.dense and (kl := _kl(results[x]["kl_steps"]))]  # fmt: skip
+    if series:
+        panel = CurvePanel("KL(dense || method)", "decode step", "KL (nats)", tuple(series), log=True)
+        blocks.append(Figure(f"{file}-kl.png", curves([panel]), (
+            f"KL of next-token distributions over decode steps; X: the first token that would have been another. "
+            f"Values below {LEAST:g} are drawn there."
+        )))  # fmt: skip
+    panels, most = [], 0.0
+    for _, name, x in labels:
+        error = results[x]["layer_error"]
+        if error is not None and x != record.dense:
+            most = max([most, *(v for layer in error["mean"] for v in layer if finite(v))])
+            panels.append(_panel(name, error["mean"]))
+    if panels:
+        scale = Scale("relative output error", 0.0, most or 1.0, root=True, dark_is_high=True)
+        png = maps(panels, "head", "layer", scale)
+        caption = "Relative output error by layer and head, mean over decode steps; darker is further from dense."
+        blocks.append(Figure(f"{file}-layer-error.png", png, caption))
+    return blocks
+
+
+def _row(name: str, result: dict[str, Any]) -> list[str | Cell]:
+    diverges = result["first_divergence"]
+    error = result["layer_error"]
+    return [
+        name, number(result["kl"], 3), f"none in {result['steps']}" if diverges is None else str(diverges),
+        *(_errors(error) if error else ("-", "-", "-")),
+        *(percent(r["total"] if (r := result[f"{phase}_reads"]) else None) for phase in ("prefill", "decode")),
+    ]  # fmt: skip
+
+
+def _errors(error: dict[str, Any]) -> tuple[str, str, str]:
+    means = [v for layer in error["mean"] for v in layer if v is not None]
+    worst = [(v, layer, head) for layer, heads in enumerate(error["max"]) for head, v in enumerate(heads)
+             if v is not None]  # fmt: skip
+    if not means or not worst:
+        return "-", "-", "-"
+    # no number at all is worse than any number
+    value, layer, head = max(worst, key=lambda w: (math.isnan(w[0]), w[0]))
+    return number(sum(means) / len(means), 3), number(value, 3), f"layer {layer}, head {head}"
+
+
+def _kl(steps: list[float | None]) -> tuple[float, ...]:
+    return tuple(max(v, LEAST) if v is not None and finite(v) else math.nan for v in steps)
+
+
+def _panel(name: str, error: list[list[float | None]]) -> MapPanel:
+    heads = max(map(len, error))
+    values = tuple(tuple(v if finite(v) else None for v in [*row, *[None] * (heads - len(row))]) for row in error)
+    return MapPanel(name, values, tuple(map(str, range(len(error)))), tuple(map(str, range(heads))))

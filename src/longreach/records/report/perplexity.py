@@ -1,0 +1,75 @@
+"""Language modelling: perplexity in prefill and while decoding, in all and by position."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from longreach.records.report.blocks import Block, Cell, Figure, Text, table
+from longreach.records.report.plots import CurvePanel, Series, curves
+from longreach.records.report.reading import Record
+from longreach.records.report.scores import numbered
+from longreach.records.report.words import finite, number, percent
+
+PHASES = ("prefill", "decode")
+
+
+def perplexity(record: Record, file: str) -> list[Block]:
+    """A table of all methods and curves over positions."""
+    results, dense = record["results"], record.dense
+    labels = [label for label in record.labels if label in results]
+    base = results.get(dense) if dense is not None else None
+    rows: list[list[str | Cell]] = []
+    for name, label in zip(numbered(record.labels), record.labels, strict=True):
+        if label in results:
+            rows.append([name, *(c for phase in PHASES for c in _cells(results[label], base, phase, label == dense))])
+    head = ["method"]
+    for phase in PHASES:
+        head += [f"perplexity, {phase}", "nll (nats)", "over dense's", "tokens", f"bytes, {phase}"]
+    files = ", ".join(f"{f['name']} ({f['tokens']} tokens)" for f in record["files"])
+    blocks: list[Block] = [
+        table("Perplexity", head, rows),
+        Text(f"Texts: {files}. nll: mean negative log-likelihood of a token. over dense's: ratio of perplexities, "
+             f"below 1 is better. bytes: keys, values and metadata read, over what dense attention reads."),
+    ]  # fmt: skip
+    panels = [panel for phase in PHASES for panel in _panels(record, labels, phase)]
+    if panels:
+        caption = "Negative log-likelihood by position in the text; lower is better."
+        if base is not None and len(labels) > 1:
+            caption += " Beside it, how much higher it is than dense attention's at the same positions."
+        blocks.append(Figure(f"{file}-nll.png", curves(panels), caption))
+    return blocks
+
+
+def _cells(result: dict[str, Any], base: dict[str, Any] | None, phase: str, dense: bool) -> list[str]:
+    part, reads = result[phase], result[f"{phase}_reads"]
+    if part is None:
+        return ["-"] * 5
+    reference = base[phase]["perplexity"] if base and base[phase] and not dense else None
+    over = part["perplexity"] / reference if reference and part["perplexity"] is not None else None
+    return [number(part["perplexity"], 5), number(part["nll"], 5), number(over, 4), str(part["tokens"]),
+            percent(reads["total"] if reads else None)]  # fmt: skip
+
+
+def _panels(record: Record, labels: Sequence[str], phase: str) -> list[CurvePanel]:
+    results, dense = record["results"], record.dense
+    found = {x: _curve(results[x][phase]["by_position"]) for x in labels if results[x][phase] is not None}
+    found = {x: curve for x, curve in found.items() if curve}
+    if not found:
+        return []
+    place = {label: n for n, label in enumerate(record.labels)}
+    series = [Series(x, place[x], x == dense, tuple(c), tuple(c.values())) for x, c in found.items()]
+    panels = [CurvePanel(phase, "position (tokens)", "nll (nats a token)", tuple(series))]
+    if dense in found and len(found) > 1:
+        base = found[dense]
+        apart = [Series(x, place[x], False, tuple(p for p in c if p in base), tuple(v - base[p] for p, v in c.items()
+                        if p in base)) for x, c in found.items() if x != dense]  # fmt: skip
+        panels.append(CurvePanel(f"{phase}, over dense's", "position (tokens)", "nll - dense's (nats a token)",
+                                 tuple(apart)))  # fmt: skip
+    return panels
+
+
+def _curve(by_position: Sequence[dict[str, Any]]) -> dict[float, float]:
+    """nll by the middle of each stretch; gaps where it is no finite number."""
+    return {(p["start"] + p["stop"]) / 2: p["nll"] if finite(p["nll"]) else math.nan for p in by_position}

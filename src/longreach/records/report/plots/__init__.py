@@ -1,0 +1,19 @@
+"""Pictures of a report, drawn by matplotlib, which only this folder imports, and only when something is drawn."""
+
+from longreach.records.report.plots.curves import CurvePanel, Series, curves
+from longreach.records.report.plots.maps import MapPanel, Scale, maps
+from longreach.records.report.plots.points import Point, PointPanel, points
+from longreach.records.report.plots.style import check_installed
+
+__all__ = [
+    "CurvePanel",
+    "MapPanel",
+    "Point",
+    "PointPanel",
+    "Scale",
+    "Series",
+    "check_installed",
+    "curves",
+    "maps",
+    "points",
+]

@@ -1,0 +1,72 @@
+"""Curves over positions or steps: a panel a quantity, a curve a method."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from longreach.records.report.plots.style import figure, legend, look, name, png, style
+
+ACROSS = 2
+
+
+@dataclass(frozen=True)
+class Series:
+    """label: a method; number: its place among all. mark: an x on the curve at which something happened."""
+
+    label: str
+    number: int
+    dense: bool
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+    mark: float | None = None
+
+
+@dataclass(frozen=True)
+class CurvePanel:
+    """One set of axes. log: of y. zero: y begins at 0."""
+
+    title: str
+    xlabel: str
+    ylabel: str
+    series: tuple[Series, ...]
+    log: bool = False
+    steps: bool = False
+    share: bool = False
+
+
+def curves(panels: Sequence[CurvePanel]) -> bytes:
+    """PNG. Values that are no finite numbers are gaps."""
+    across = min(ACROSS, len(panels))
+    down = -(-len(panels) // across)
+    known = {s.label: s for panel in panels for s in panel.series}
+    with style():
+        made = figure(5.4 * across + 1.2 * (across == 1), 3.2 * down + 0.22 * len(known) + 0.2)
+        grid = made.subplots(down, across, squeeze=False)
+        for axes in grid.flat[len(panels) :]:
+            axes.set_axis_off()
+        for panel, axes in zip(panels, grid.flat):
+            axes.set(title=name(panel.title, 60), xlabel=panel.xlabel, ylabel=panel.ylabel)
+            if panel.log:
+                axes.set_yscale("log")
+            if panel.share:
+                axes.set_ylim(-0.03, 1.03)
+                axes.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0%", "25%", "50%", "75%", "100%"])
+            for s in panel.series:
+                drawn = look(s.number, s.dense)
+                few = len(s.x) <= 24
+                axes.plot(s.x, s.y, color=drawn["color"], linestyle=drawn["linestyle"], linewidth=1.4, markersize=4,
+                          marker=drawn["marker"] if few else "", alpha=0.9,
+                          drawstyle="steps-post" if panel.steps else "default")  # fmt: skip
+                if s.mark is not None and s.mark in s.x:
+                    axes.plot([s.mark], [s.y[s.x.index(s.mark)]], color=drawn["color"], marker="X", markersize=10,
+                              markeredgecolor="white", linestyle="none", zorder=5)  # fmt: skip
+        order = sorted(known.values(), key=lambda s: s.number)
+        legend(made, [_handle(s) for s in order], [f"{s.number + 1} {name(s.label)}" for s in order])
+        return png(made)
+
+
+def _handle(s: Series) -> object:
+    from matplotlib.lines import Line2D
+
+    return Line2D([], [], linewidth=1.4, markersize=5, **look(s.number, s.dense))

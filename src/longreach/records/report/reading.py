@@ -1,0 +1,153 @@
+"""Records as a report reads them: loaded, and checked to the last field it needs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from longreach.errors import InvalidInput
+from longreach.records.report.schema import Each, Items, Maybe, Mismatch, Number, check
+
+FORMAT = 1
+VERBS = {"eval": "longreach eval", "perplexity": "longreach perplexity", "fidelity": "longreach compare"}
+
+SHARE, COUNT = Number(0, 1), Number(0, 1 << 62)
+READS = Maybe({"total": COUNT, "keys": COUNT, "values": COUNT, "metadata": COUNT})
+METHOD = {"name": str}
+ABOUT = {
+    "model": {"name": str, "sha256": str, "dtype": str, "parameters": int, "context": Maybe(int)},
+    "config": dict,
+    "commit": Maybe(str),
+    "dirty": Maybe(bool),
+    "python": str,
+    "versions": Each(Maybe(str)),
+    "device": {"type": str, "name": str, "threads": int},
+    "methods": Each({"prefill": METHOD, "decode": METHOD}, least=1),
+}
+ANSWER = {"number": int, "draw": int, "text": str, "score": SHARE, "tokens": int, "diverges_at": Maybe(int),
+          "error": Maybe(str)}  # fmt: skip
+RESULT = {
+    "score": SHARE,
+    "interval_95": Items(SHARE, exactly=2),
+    "failed": int,
+    "answers": Items(ANSWER),
+    "length_over_dense": Maybe(COUNT),
+    "prefill_reads": READS,
+    "decode_reads": READS,
+    "seconds": {"read": Maybe(COUNT), "per_token": Maybe(COUNT)},
+}
+SAMPLE = {"number": int, "tokens": int, "expected": Items(str), "facts": dict}
+TASK = {"source": str, "characters_per_token": COUNT, "samples": Items(SAMPLE, least=1), "results": Each(RESULT)}
+CURVE = Items({"start": int, "stop": int, "nll": Maybe(Number()), "tokens": int})
+NLL = {"perplexity": Maybe(Number()), "nll": Maybe(Number()), "tokens": int, "by_position": CURVE}
+PERPLEXITY = {"prefill": NLL, "decode": Maybe(NLL), "prefill_reads": READS, "decode_reads": READS,
+              "seconds": dict}  # fmt: skip
+HEADS = Items(Items(Maybe(Number()), least=1), least=1)
+FIDELITY = {
+    "kl": Maybe(Number()),
+    "kl_steps": Items(Maybe(Number())),
+    "first_divergence": Maybe(int),
+    "steps": int,
+    "prefill_reads": READS,
+    "decode_reads": READS,
+    "seconds": dict,
+    "layer_error": Maybe({"mean": HEADS, "max": HEADS}),
+}
+LENGTH = {"config": {"length": int}}
+KINDS: dict[str, dict[str, Any]] = {
+    "eval": {**ABOUT, **LENGTH, "tasks": Each(TASK, least=1)},
+    "perplexity": {**ABOUT, **LENGTH, "files": Items({"name": str, "tokens": int, "sha256": str}, least=1),
+                   "results": Each(PERPLEXITY, least=1)},
+    "fidelity": {**ABOUT, "results": Each(FIDELITY, least=1)},
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Record:
+    """A checked record and the name it goes by in the report: its file's."""
+
+    name: str
+    kind: str
+    content: dict[str, Any]
+
+    def __getitem__(self, field: str) -> Any:
+        return self.content[field]
+
+    @property
+    def labels(self) -> list[str]:
+        """Its methods, in their order."""
+        return list(self.content["methods"])
+
+    @property
+    def dense(self) -> str | None:
+        """The label of dense attention in prefill and decode, where it was measured."""
+        found = [
+            k for k, m in self.content["methods"].items() if m["prefill"]["name"] == m["decode"]["name"] == "dense"
+        ]
+        return found[0] if found else None
+
+    @property
+    def length(self) -> int | None:
+        """Tokens of prompt and answer, where the config says so."""
+        length = self.content["config"].get("length")
+        return length if isinstance(length, int) else None
+
+
+def load_all(paths: Sequence[Path]) -> list[Record]:
+    """Each file once, in order; files of one name go by their paths. Raises InvalidInput as `load` does."""
+    once = list({path.resolve(): path for path in paths}.values())
+    if not once:
+        raise InvalidInput("no records; name some that longreach eval, perplexity or compare wrote with --output")
+    names = [path.name for path in once]
+    return [load(path, path.name if names.count(path.name) == 1 else str(path)) for path in once]
+
+
+def load(path: Path, name: str | None = None) -> Record:
+    """A record that a report can be made of.
+
+    Raises InvalidInput where the file cannot be read, is no JSON, or is a record of another kind, of another format or
+    with a field missing or of another shape.
+    """
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise InvalidInput(f"cannot read {path}: {error.strerror}; check the path") from error
+    except (ValueError, RecursionError) as error:
+        raise InvalidInput(f"{path} is no JSON ({error}); restore it, or measure it again") from error
+    kind, version = (content.get("kind"), content.get("format")) if isinstance(content, dict) else (None, None)
+    if not isinstance(kind, str) or kind not in KINDS:
+        came = f"a record of kind {kind!r}" if kind is not None else "no record that names its kind"
+        raise InvalidInput(f"{path} is {came}; a report reads records of {', '.join(VERBS.values())} (--output)")
+    again = f"measure it again with {VERBS[kind]} --output"
+    if version != FORMAT or isinstance(version, bool):
+        raise InvalidInput(
+            f"{path} is of format {version!r}, this longreach reads format {FORMAT}; {again}, or make the report with "
+            f"the version of longreach that wrote it"
+        )
+    try:
+        check(content, KINDS[kind])
+        _check_labels(content)
+    except Mismatch as error:
+        raise InvalidInput(f"{path}: {error}; it is no whole record of {VERBS[kind]}: {again}") from error
+    return Record(name or path.name, kind, content)
+
+
+def _check_labels(content: dict[str, Any]) -> None:
+    """Results are of the methods that are named; answers are to samples that are there."""
+    methods = content["methods"]
+    if content["kind"] != "eval":
+        for label in content["results"]:
+            if label not in methods:
+                raise Mismatch(f"methods.{label} is missing, which results has")
+        return
+    for name, task in content["tasks"].items():
+        numbers = {sample["number"] for sample in task["samples"]}
+        for label in methods:
+            if label not in task["results"]:
+                raise Mismatch(f"tasks.{name}.results.{label} is missing")
+            for answer in task["results"][label]["answers"]:
+                if answer["number"] not in numbers:
+                    raise Mismatch(f"tasks.{name}: sample {answer['number']} is missing, which {label} answers")

@@ -1,0 +1,142 @@
+"""Evaluations that belong together, and what they say of each method."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from longreach.records.record import wilson
+from longreach.records.report.blocks import Mark
+from longreach.records.report.reading import Record
+from longreach.records.report.words import mean
+
+
+@dataclass(frozen=True)
+class Row:
+    """A task at a length, from one record."""
+
+    record: Record
+    task: str
+    entry: dict[str, Any]
+
+    @property
+    def length(self) -> int:
+        return int(self.record["config"]["length"])
+
+    @property
+    def tokens(self) -> float:
+        """Of its prompts, on average."""
+        return sum(s["tokens"] for s in self.entry["samples"]) / len(self.entry["samples"])
+
+    def result(self, label: str) -> dict[str, Any]:
+        return dict(self.entry["results"][label])
+
+    def mark(self, label: str, dense: str | None) -> Mark:
+        """How a method's score compares with dense's: only intervals that do not overlap say something."""
+        if dense is None or label == dense:
+            return ""
+        return compared(self.result(label)["interval_95"], self.result(dense)["interval_95"])
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rows of one model with the same methods and ways of drawing; they differ in task, length or record."""
+
+    records: tuple[Record, ...]
+    rows: tuple[Row, ...]
+
+    @property
+    def labels(self) -> list[str]:
+        return self.records[0].labels
+
+    @property
+    def dense(self) -> str | None:
+        return self.records[0].dense
+
+    @property
+    def lengths(self) -> list[int]:
+        return sorted({row.length for row in self.rows})
+
+    def at(self, length: int) -> list[Row]:
+        return [row for row in self.rows if row.length == length]
+
+    @property
+    def title(self) -> str:
+        model = self.records[0]["model"]
+        return f"{model['name']} ({model['dtype']}), {' and '.join(f'{n}' for n in self.lengths)} tokens"
+
+
+def groups(records: Sequence[Record]) -> list[Group]:
+    """Evaluations by what must be the same for their scores to stand in one table."""
+    found: dict[str, list[Record]] = {}
+    for record in records:
+        if record.kind == "eval":
+            config = {k: record["config"].get(k) for k in ("seed", "draws", "temperature")}
+            key = [record["model"]["sha256"], record["model"]["dtype"], config, list(record["methods"].items())]
+            found.setdefault(json.dumps(key, sort_keys=True), []).append(record)
+    made = []
+    for alike in found.values():
+        rows = [Row(record, name, entry) for record in alike for name, entry in record["tasks"].items()]
+        made.append(Group(tuple(alike), tuple(sorted(rows, key=lambda row: row.length))))
+    return made
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A method over all tasks of a length: means over tasks, sums of what failed."""
+
+    label: str
+    score: float
+    interval: tuple[float, float]
+    failed: int
+    answers: int
+    prefill: dict[str, float] | None
+    decode: dict[str, float] | None
+    read: float | None
+    per_token: float | None
+    length: float | None
+    same: float | None
+
+
+def summary(rows: Sequence[Row], label: str, dense: str | None) -> Summary:
+    """The interval of the mean is Wilson's for as many samples as all tasks have; tasks differ less within than all
+    samples together, so it is rather too wide."""
+    results = [row.result(label) for row in rows]
+    score = sum(r["score"] for r in results) / len(results)
+    # as many samples as give the mean over tasks its variance: each task's variance counts by its share squared
+    samples = len(rows) ** 2 / sum(1 / len(row.entry["samples"]) for row in rows)
+    answers = [a for r in results for a in r["answers"]]
+    clean = [a for a in answers if a["error"] is None]
+    same = sum(a["diverges_at"] is None for a in clean) / len(clean) if clean and label != dense else None
+    return Summary(
+        label=label,
+        score=score,
+        interval=_wilson(score, samples),
+        failed=sum(r["failed"] for r in results),
+        answers=len(answers),
+        prefill=_reads(r["prefill_reads"] for r in results),
+        decode=_reads(r["decode_reads"] for r in results),
+        read=mean([r["seconds"]["read"] for r in results]),
+        per_token=mean([r["seconds"]["per_token"] for r in results]),
+        length=mean([r["length_over_dense"] for r in results]),
+        same=same if dense is not None else None,
+    )
+
+
+def compared(mine: Sequence[float], dense: Sequence[float]) -> Mark:
+    """Whether an interval is all below or all above another."""
+    return "worse" if mine[1] < dense[0] else "better" if mine[0] > dense[1] else ""
+
+
+def _wilson(score: float, samples: float) -> tuple[float, float]:
+    total = max(1, round(samples))
+    return wilson(min(score * total, total), total)
+
+
+def _reads(reads: Iterator[dict[str, float] | None]) -> dict[str, float] | None:
+    there = [r for r in reads if r]
+    return (
+        {k: sum(r[k] for r in there) / len(there) for k in ("total", "keys", "values", "metadata")} if there else None
+    )

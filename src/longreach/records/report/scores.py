@@ -1,0 +1,165 @@
+"""Scores: tasks by methods, what each method reads and takes, quality against bytes read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from longreach.records.report.blocks import Block, Cell, Figure, Table, Text, table
+from longreach.records.report.plots import CurvePanel, Point, PointPanel, Series, curves, points
+from longreach.records.report.rows import Group, Row, Summary, compared, summary
+from longreach.records.report.words import interval, percent, seconds, times
+
+NO_DENSE = "No method of these records is dense in prefill and decode, so nothing is compared with dense attention."
+FURTHEST = 512  # tokens of answers drawn
+
+
+def numbered(labels: Sequence[str]) -> list[str]:
+    """Methods as tables and pictures name them."""
+    return [f"{n} {label}" for n, label in enumerate(labels, 1)]
+
+
+def scores(group: Group, file: str) -> list[Block]:
+    """All tables and pictures of a group but those over depth. file: how its pictures' names begin."""
+    blocks: list[Block] = [_scores(group), Text(
+        "Each score with its 95% interval (Wilson). ▼ below and ▲ above dense: the intervals do not overlap. Intervals "
+        "that overlap do not say that two methods are equal: more samples may tell them apart. mean: over the tasks of "
+        "a length; its interval is Wilson's over all their samples. ch/token: characters per token of the prompts."
+    )]  # fmt: skip
+    if group.dense is None:
+        blocks.append(Text(NO_DENSE, loud=True))
+    sums = {length: [summary(group.at(length), x, group.dense) for x in group.labels] for length in group.lengths}
+    for length, found in sums.items():
+        title = "What methods read and take" + (f", {length} tokens" if len(sums) > 1 else "")
+        blocks.append(_costs(title, found, group.dense))
+    blocks.append(Text(
+        "Bytes are keys, values and metadata read, over what dense attention reads (keys are half of that). A method "
+        "above 100% saves nothing: an oracle, which looks at all keys to choose, shows what a choice could reach. time "
+        "to read: the prompts of a batch; per token: a decode step. Both, like bytes and length of the answers over "
+        "dense's, are means over tasks. same: answers equal to dense's, token by token."
+    ))  # fmt: skip
+    blocks += _quality(group, sums, file)
+    blocks += _same_for(group, file)
+    several = len(group.rows) > 1
+    if several and group.dense is not None:
+        blocks.append(
+            _by_task(group, "Length of answers over dense's, by task", lambda r: times(r["length_over_dense"]))
+        )
+    if several:
+        for phase in ("prefill", "decode"):
+            if any(row.result(x)[f"{phase}_reads"] for row in group.rows for x in group.labels):
+                blocks.append(_by_task(group, f"Bytes read in {phase} over dense's, by task", _share(f"{phase}_reads")))
+        blocks.append(_by_task(group, "Time per token, by task", lambda r: seconds(r["seconds"]["per_token"])))
+    return blocks
+
+
+def _scores(group: Group) -> Table:
+    rows: list[list[str | Cell]] = []
+    for length in group.lengths:
+        at = group.at(length)
+        for row in at:
+            cells = [_score(row.result(x), row.mark(x, group.dense)) for x in group.labels]
+            rows.append([*_about(group, row), f"{len(row.entry['samples'])}", *cells])
+        if len(at) > 1:
+            sums = [summary(at, x, group.dense) for x in group.labels]
+            blank = [""] * (len(_head(group)) - 1)
+            mean = f"mean of {len(at)}" + (f", {length} tokens" if len(group.lengths) > 1 else "")
+            rows.append([mean, *blank, *(_mean(s, sums, group.dense) for s in sums)])
+    return table("Scores", [*_head(group), *numbered(group.labels)], rows)
+
+
+def _head(group: Group) -> list[str]:
+    return ["task", *(["record"] if len(group.records) > 1 else []), "tokens", "ch/token", "n"]
+
+
+def _about(group: Group, row: Row) -> list[str]:
+    record = [row.record.name] if len(group.records) > 1 else []
+    return [row.task, *record, f"{row.tokens:.0f}", f"{row.entry['characters_per_token']:.2f}"]
+
+
+def _score(result: dict[str, Any], mark: Any) -> Cell:
+    failed = f"; {result['failed']} failed" if result["failed"] else ""
+    return Cell(percent(result["score"]), interval(result["interval_95"]) + failed, mark)
+
+
+def _mean(s: Summary, sums: Sequence[Summary], dense: str | None) -> Cell:
+    base = next((x for x in sums if x.label == dense and s.label != dense), None)
+    return Cell(percent(s.score), interval(s.interval), compared(s.interval, base.interval) if base else "")
+
+
+def _costs(title: str, sums: Sequence[Summary], dense: str | None) -> Table:
+    head = ("method", "mean score", "failed", "bytes, prefill", "bytes, decode", "keys", "values", "metadata",
+            "time to read", "per token", "answers' length", "same")  # fmt: skip
+    rows: list[list[str | Cell]] = []
+    for name, s in zip(numbered([s.label for s in sums]), sums, strict=True):
+        parts = [percent(s.prefill["total"] if s.prefill else None)]
+        parts += [percent(s.decode[k] if s.decode else None) for k in ("total", "keys", "values", "metadata")]
+        rows.append([
+            name, _mean(s, sums, dense), f"{s.failed} of {s.answers}", *parts, seconds(s.read), seconds(s.per_token),
+            times(s.length), percent(s.same),
+        ])  # fmt: skip
+    return table(title, head, rows)
+
+
+def _by_task(group: Group, title: str, text: Callable[[dict[str, Any]], str]) -> Table:
+    several = len(group.lengths) > 1 or len(group.records) > 1
+    rows = [[row.task, *([f"{row.length}"] if several else []), *(text(row.result(x)) for x in group.labels)]
+            for row in group.rows]  # fmt: skip
+    head = ["task", *(["length"] if several else []), *numbered(group.labels)]
+    return table(title, head, rows, folded=True)
+
+
+def _share(field: str) -> Callable[[dict[str, Any]], str]:
+    return lambda result: percent(result[field]["total"] if result[field] else None)
+
+
+def _quality(group: Group, sums: dict[int, list[Summary]], file: str) -> list[Block]:
+    """A picture a phase in which some method reads other than dense does."""
+    blocks: list[Block] = []
+    for phase in ("decode", "prefill"):
+        panels = []
+        for length, found in sums.items():
+            reads = {s.label: s.decode if phase == "decode" else s.prefill for s in found}
+            shown = [Point(s.label, n, s.label == group.dense, r["total"], s.score, *s.interval)
+                     for n, s in enumerate(found) if (r := reads[s.label]) and r["total"] > 0]  # fmt: skip
+            if any(abs(p.x - 1) > 1e-9 for p in shown):
+                tasks = len(group.at(length))
+                panels.append(PointPanel(f"{length} tokens, {tasks} task{'s' * (tasks > 1)}", tuple(shown)))
+        if panels:
+            png = points(panels, f"bytes read in {phase}, over dense's", "mean score (95% interval)")
+            blocks.append(Figure(f"{file}-quality-{phase}.png", png, (
+                f"Quality against bytes read in {phase}, a point a method: up and to the left is better. Shaded: reads "
+                f"more than dense attention, as oracles do."
+            )))  # fmt: skip
+    return blocks
+
+
+def _same_for(group: Group, file: str) -> list[Block]:
+    """How long answers are the same as dense's; drawn answers differ by chance, so only for greedy ones."""
+    if group.dense is None or len(group.labels) < 2 or group.records[0]["config"].get("temperature"):
+        return []
+    panels = []
+    for length in group.lengths:
+        apart = {label: _apart(group.at(length), label) for label in group.labels if label != group.dense}
+        last = max((n for found in apart.values() for n in found if n is not None), default=None)
+        if last is None:
+            continue
+        steps = range(min(last + 2, FURTHEST))
+        series = []
+        for place, label in enumerate(group.labels):
+            if found := apart.get(label):
+                left = tuple(sum(n is None or n >= step for n in found) / len(found) for step in steps)
+                series.append(Series(label, place, False, tuple(map(float, steps)), left))
+        panels.append(CurvePanel(f"{length} tokens", "tokens of the answer", "answers still as dense's",
+                                 tuple(series), steps=True, share=True))  # fmt: skip
+    if not panels:
+        return []
+    return [Figure(f"{file}-divergence.png", curves(panels), (
+        "Divergence from dense: the share of answers that are the same as dense attention's up to a token, over all "
+        "tasks. Answers that failed are left out."
+    ))]  # fmt: skip
+
+
+def _apart(rows: Sequence[Row], label: str) -> list[int | None]:
+    answers = [a for row in rows for a in row.result(label)["answers"]]
+    return [a["diverges_at"] for a in answers if a["error"] is None]

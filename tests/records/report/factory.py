@@ -1,0 +1,127 @@
+"""Small records of every kind, in the format that the commands write."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from longreach.records import wilson
+
+DENSE = {"prefill": {"name": "dense"}, "decode": {"name": "dense"}}
+METHODS: dict[str, Any] = {
+    "dense": DENSE,
+    "streaming_llm window=0.1": {"prefill": {"name": "dense"}, "decode": {"name": "streaming_llm", "window": 0.1}},
+    "oracle_top_k k=0.025": {"prefill": {"name": "dense"}, "decode": {"name": "oracle_top_k", "k": 0.025}},
+}
+READS = {"dense": 1.0, "streaming_llm window=0.1": 0.104, "oracle_top_k k=0.025": 1.026}
+
+
+def about(kind: str, methods: Mapping[str, Any] = METHODS, **changes: Any) -> dict[str, Any]:
+    """What all records say."""
+    return {
+        "kind": kind, "format": 1,
+        "model": {"name": "small-model", "sha256": "ab" * 32, "dtype": "float32", "parameters": 1234, "context": 8192},
+        "config": {"length": 4096, "samples": 4, "seed": 0, "batch": 1, "prefill_chunk_size": 512, "draws": 1,
+                   "temperature": 0.0},
+        "commit": "c0ffee" + "0" * 34, "dirty": False, "python": "3.11.9",
+        "versions": {"torch": "2.13.0", "transformers": "5.23.0"},
+        "device": {"type": "cpu", "name": "A processor", "threads": 2},
+        "methods": dict(methods), **changes,
+    }  # fmt: skip
+
+
+def reads(total: float) -> dict[str, float]:
+    return {"total": total, "keys": total * 0.5, "values": total * 0.5, "metadata": 0.0}
+
+
+def answer(number: int, score: float, text: str = "", **changes: Any) -> dict[str, Any]:
+    return {"number": number, "draw": 0, "text": text or f"said {number}", "score": score, "tokens": 5,
+            "stopped": True, "diverges_at": None, "error": None, **changes}  # fmt: skip
+
+
+def result(label: str, answers: Sequence[Mapping[str, Any]], **changes: Any) -> dict[str, Any]:
+    """Score and interval as the answers give them."""
+    score = sum(a["score"] for a in answers) / len(answers)
+    return {
+        "score": score, "interval_95": list(wilson(score * len(answers), len(answers))),
+        "failed": sum(a["error"] is not None for a in answers), "answers": list(answers),
+        "length_over_dense": None if label == "dense" else 1.5, "prefill_reads": reads(1.0),
+        "decode_reads": reads(READS.get(label, 0.5)), "seconds": {"read": 2.5, "first_token": 2.5, "per_token": 0.0125},
+        **changes,
+    }  # fmt: skip
+
+
+def task(results: Mapping[str, Any], depths: Sequence[float] = (), **changes: Any) -> dict[str, Any]:
+    count = len(next(iter(results.values()))["answers"])
+    samples = [{"number": n, "tokens": 4000 + n, "characters": 16000, "expected": [f"right {n}"],
+                "facts": {"depth": depths[n]} if depths else {}} for n in range(count)]  # fmt: skip
+    return {"source": "a source", "max_new_tokens": 16, "characters_per_token": 4.25, "samples": samples,
+            "results": dict(results), **changes}  # fmt: skip
+
+
+def evaluation(tasks: Mapping[str, Any], length: int = 4096, **changes: Any) -> dict[str, Any]:
+    record = about("eval", **changes)
+    return {**record, "config": {**record["config"], "length": length}, "tasks": dict(tasks)}
+
+
+def scored(right: Mapping[str, int], of: int = 4, **changes: Any) -> dict[str, Any]:
+    """A task that each method does so many times right."""
+    return task({x: result(x, [answer(i, float(i < n)) for i in range(of)]) for x, n in right.items()}, **changes)
+
+
+def sweep(length: int, of: int = 5) -> dict[str, Any]:
+    """The oracle finds all needles, streaming_llm those in the last tenth."""
+    depths = [n / (of - 1) for n in range(of)]
+    rights = {"dense": 0.0, "streaming_llm window=0.1": 0.9, "oracle_top_k k=0.025": 0.0}
+    return evaluation({"needle_sweep": task(
+        {x: result(x, [answer(i, float(d >= least)) for i, d in enumerate(depths)]) for x, least in rights.items()},
+        depths=depths,
+    )}, length)  # fmt: skip
+
+
+def small() -> dict[str, Any]:
+    """Two tasks, three methods; streaming_llm significantly below dense in one."""
+    return evaluation({
+        "niah_single_1": scored({"dense": 20, "streaming_llm window=0.1": 3, "oracle_top_k k=0.025": 19}, of=20),
+        "vt": scored({"dense": 2, "streaming_llm window=0.1": 1, "oracle_top_k k=0.025": 2}),
+    })  # fmt: skip
+
+
+def perplexity(methods: Mapping[str, Any] = METHODS, decode: bool = True) -> dict[str, Any]:
+    def part(nll: float) -> dict[str, Any]:
+        curve = [{"start": s, "stop": s + 512, "nll": nll + 0.5 * math.exp(-s / 800), "tokens": 512}
+                 for s in range(0, 4096, 512)]  # fmt: skip
+        return {"perplexity": math.exp(nll), "nll": nll, "tokens": 4096, "by_position": curve}
+
+    results = {
+        label: {"prefill": part(2.0 + n / 8), "decode": part(2.25 + n / 8) if decode else None,
+                "prefill_reads": reads(1.0), "decode_reads": reads(0.25) if decode else None,
+                "seconds": {"read": 1.0, "per_token": 0.01}}
+        for n, label in enumerate(methods)
+    }  # fmt: skip
+    files = [{"name": "book.txt", "sha256": "cd" * 32, "tokens": 4096, "characters": 16000}]
+    return {**about("perplexity", methods), "files": files, "results": results}
+
+
+def fidelity(layers: int = 4, heads: int = 6, steps: int = 32) -> dict[str, Any]:
+    draw = random.Random(0)
+
+    def one(scale: float, first: int | None) -> dict[str, Any]:
+        mean = [[scale * draw.random() for _ in range(heads)] for _ in range(layers)]
+        kl = [scale * draw.random() ** 4 for _ in range(steps)]
+        return {"kl": sum(kl) / steps, "kl_steps": kl, "first_divergence": first, "steps": steps,
+                "prefill_reads": reads(1.0), "decode_reads": reads(0.25), "seconds": {"per_token": 0.01},
+                "layer_error": {"mean": mean, "max": [[2 * v for v in row] for row in mean]}}  # fmt: skip
+
+    scales = {"dense": (0.0, None), "streaming_llm window=0.1": (0.8, 3), "oracle_top_k k=0.025": (0.05, None)}
+    return {**about("fidelity"), "results": {x: one(*how) for x, how in scales.items()}}
+
+
+def save(folder: Path, record: Mapping[str, Any], name: str = "record.json") -> Path:
+    path = folder / name
+    path.write_text(json.dumps(record))
+    return path
