@@ -21,8 +21,8 @@ test-oldest: $(OLDEST)/.test
 
 # On a machine with a CUDA device and its own torch: kernels on the GPU, and what only a GPU can show.
 test-gpu:
-	$(PYTHON) -m pytest -n 8 -m gpu tests
-	$(PYTHON) -m pytest -n 8 tests/ops tests/methods
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 8 -m gpu tests
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 8 tests/ops tests/methods
 
 lint: $(VENV)/.test
 	$(VENV)/bin/ruff check .
@@ -49,12 +49,12 @@ $(VENV)/.run: pyproject.toml $(VENV)/.torch
 	@touch $@
 
 $(VENV)/.test: pyproject.toml $(VENV)/.torch
-	@echo "installing longreach, its dependencies and test tools into $(VENV) (about 280 MB)"
+	@echo "installing longreach, its dependencies and test tools into $(VENV) (about 490 MB)"
 	@$(VENV)/bin/python $(PIP) -c constraints.txt -e ".[dev]"
 	@touch $@ $(VENV)/.run
 
 $(OLDEST)/.test: constraints-oldest.txt pyproject.toml $(OLDEST)/.torch
-	@echo "installing longreach with the oldest supported transformers into $(OLDEST) (about 280 MB)"
+	@echo "installing longreach with the oldest supported transformers into $(OLDEST) (about 490 MB)"
 	@$(OLDEST)/bin/python $(PIP) -c constraints-oldest.txt -e ".[dev]"
 	@touch $@
 
