@@ -22,18 +22,20 @@ def build(records: Sequence[Record]) -> list[Block]:
     evaluations = groups(records)
     for number, group in enumerate(evaluations, 1):
         file = f"eval{f'-{number}' if len(evaluations) > 1 else ''}"
-        blocks.append(Heading(2, f"Tasks: {group.title}"))
+        names = [r.name for r in group.records]
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        of = f" ({names[0]}{more})" if len(evaluations) > 1 else ""
+        blocks.append(Heading(2, f"Tasks: {group.title}{of}"))
         if len(evaluations) > 1:
-            blocks.append(Text(f"From {', '.join(r.name for r in group.records)}. Records stand in one table where "
+            blocks.append(Text(f"From {', '.join(names)}. Records stand in one table where "
                                f"model, methods, seed and way of drawing are the same."))  # fmt: skip
         blocks += [*scores(group, file), *depths(group, file)]
     for kind, title, section in (("perplexity", "Perplexity", perplexity), ("fidelity", "Fidelity", fidelity)):
         chosen = [r for r in records if r.kind == kind]
         for number, record in enumerate(chosen, 1):
             length = f", {record.length} tokens" if record.length else ""
-            blocks.append(Heading(2, f"{title}: {record['model']['name']} ({record['model']['dtype']}){length}"))
-            if len(chosen) > 1:
-                blocks.append(Text(f"From {record.name}."))
+            of = f" ({record.name})" if len(chosen) > 1 else ""
+            blocks.append(Heading(2, f"{title}: {record['model']['name']} ({record['model']['dtype']}){length}{of}"))
             blocks += section(record, f"{kind}{f'-{number}' if len(chosen) > 1 else ''}")
     if evaluations:
         blocks += [Heading(2, "Failed samples"), *failures(evaluations)]

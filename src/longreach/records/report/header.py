@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 
 from longreach.records.report.blocks import Block, Heading, Text, table
@@ -73,5 +74,4 @@ def warnings(records: Sequence[Record]) -> Iterator[str]:
 
 
 def _short(text: str) -> str:
-    known = len(text) in (40, 64) and all(c in "0123456789abcdef" for c in text)
-    return text[:12] if known else text
+    return re.sub(r"\b([0-9a-f]{12})[0-9a-f]{28,52}\b", r"\1", text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from base64 import b64encode
 from collections.abc import Sequence
 from html import escape
@@ -70,7 +71,9 @@ def _block(block: Block, anchor: str | None) -> str:
 
 def _table(block: Table) -> str:
     kinds = ["word" if n < block.texts else "number" for n in range(len(block.head))]
-    head = "".join(f'<th scope="col" class="{k}">{shown(text)}</th>' for text, k in zip(block.head, kinds, strict=True))
+    head = "".join(
+        f'<th scope="col" class="{k}">{_breakable(text)}</th>' for text, k in zip(block.head, kinds, strict=True)
+    )
     rows = "\n".join(
         f"<tr>{''.join(_cell(cell, kind) for cell, kind in zip(row, kinds, strict=True))}</tr>" for row in block.rows
     )
@@ -78,6 +81,11 @@ def _table(block: Table) -> str:
     if block.folded:
         return f"<details><summary>{shown(block.title)}</summary>{grid}</details>"
     return f"<h3>{shown(block.title)}</h3>\n{grid}" if block.title else grid
+
+
+def _breakable(text: str) -> str:
+    """A column's name, which may break where its words do."""
+    return re.sub(r"([_/=])", r"\1<wbr>", shown(text))
 
 
 def _cell(cell: Cell, kind: str) -> str:

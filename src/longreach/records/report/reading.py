@@ -138,12 +138,11 @@ def load(path: Path, name: str | None = None) -> Record:
 def _check_labels(content: dict[str, Any]) -> None:
     """Results are of the methods that are named; answers are to samples that are there."""
     methods = content["methods"]
-    if content["kind"] != "eval":
-        for label in content["results"]:
-            if label not in methods:
-                raise Mismatch(f"methods.{label} is missing, which results has")
-        return
-    for name, task in content["tasks"].items():
+    results = [t["results"] for t in content["tasks"].values()] if content["kind"] == "eval" else [content["results"]]
+    for label in (label for each in results for label in each):
+        if label not in methods:
+            raise Mismatch(f"methods.{label} is missing, of which there are results")
+    for name, task in content.get("tasks", {}).items():
         numbers = {sample["number"] for sample in task["samples"]}
         for label in methods:
             if label not in task["results"]:

@@ -12,6 +12,8 @@ from longreach.records.report.blocks import Mark
 from longreach.records.report.reading import Record
 from longreach.records.report.words import mean
 
+LOST = 0.1
+
 
 @dataclass(frozen=True)
 class Row:
@@ -59,13 +61,18 @@ class Group:
     def lengths(self) -> list[int]:
         return sorted({row.length for row in self.rows})
 
+    def lost(self, length: int) -> list[str]:
+        """Tasks at which no method reaches a tenth: they say nothing about methods."""
+        rows = self.at(length)
+        return [row.task for row in rows if max(row.result(x)["score"] for x in self.labels) < LOST]
+
     def at(self, length: int) -> list[Row]:
         return [row for row in self.rows if row.length == length]
 
     @property
     def title(self) -> str:
         model = self.records[0]["model"]
-        return f"{model['name']} ({model['dtype']}), {' and '.join(f'{n}' for n in self.lengths)} tokens"
+        return f"{model['name']} ({model['dtype']}), {', '.join(map(str, self.lengths))} tokens"
 
 
 def groups(records: Sequence[Record]) -> list[Group]:

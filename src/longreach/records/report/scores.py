@@ -7,21 +7,22 @@ from typing import Any
 
 from longreach.records.report.blocks import Block, Cell, Figure, Table, Text, table
 from longreach.records.report.plots import CurvePanel, Point, PointPanel, Series, curves, points
-from longreach.records.report.rows import Group, Row, Summary, compared, summary
-from longreach.records.report.words import interval, percent, seconds, times
+from longreach.records.report.rows import LOST, Group, Row, Summary, compared, summary
+from longreach.records.report.words import cropped, interval, percent, seconds, times
 
 NO_DENSE = "No method of these records is dense in prefill and decode, so nothing is compared with dense attention."
 FURTHEST = 512  # tokens of answers drawn
+LABEL = 80  # characters of a method's name
 
 
 def numbered(labels: Sequence[str]) -> list[str]:
     """Methods as tables and pictures name them."""
-    return [f"{n} {label}" for n, label in enumerate(labels, 1)]
+    return [f"{n} {cropped(label, LABEL)}" for n, label in enumerate(labels, 1)]
 
 
 def scores(group: Group, file: str) -> list[Block]:
     """All tables and pictures of a group but those over depth. file: how its pictures' names begin."""
-    blocks: list[Block] = [_scores(group), Text(
+    blocks: list[Block] = [_scores(group), *_lost(group), Text(
         "Each score with its 95% interval (Wilson). ▼ below and ▲ above dense: the intervals do not overlap. Intervals "
         "that overlap do not say that two methods are equal: more samples may tell them apart. mean: over the tasks of "
         "a length; its interval is Wilson's over all their samples. ch/token: characters per token of the prompts."
@@ -61,11 +62,28 @@ def _scores(group: Group) -> Table:
             cells = [_score(row.result(x), row.mark(x, group.dense)) for x in group.labels]
             rows.append([*_about(group, row), f"{len(row.entry['samples'])}", *cells])
         if len(at) > 1:
-            sums = [summary(at, x, group.dense) for x in group.labels]
-            blank = [""] * (len(_head(group)) - 1)
-            mean = f"mean of {len(at)}" + (f", {length} tokens" if len(group.lengths) > 1 else "")
-            rows.append([mean, *blank, *(_mean(s, sums, group.dense) for s in sums)])
+            where = f", {length} tokens" if len(group.lengths) > 1 else ""
+            rows.append(_means(group, at, f"mean of all {len(at)}{where}"))
+            within = [row for row in at if row.task not in group.lost(length)]
+            if 1 < len(within) < len(at):
+                rows.append(_means(group, within, f"mean of the {len(within)} within reach{where}"))
     return table("Scores", [*_head(group), *numbered(group.labels)], rows)
+
+
+def _means(group: Group, rows: Sequence[Row], name: str) -> list[str | Cell]:
+    sums = [summary(rows, x, group.dense) for x in group.labels]
+    return [name, *[""] * (len(_head(group)) - 1), *(_mean(s, sums, group.dense) for s in sums)]
+
+
+def _lost(group: Group) -> list[Block]:
+    found = {length: group.lost(length) for length in group.lengths}
+    told = [f"{', '.join(tasks)} at {length} tokens" for length, tasks in found.items() if tasks]
+    if not told:
+        return []
+    return [Text(
+        f"Beyond the model, below {LOST:.0%} with every method: {'; '.join(told)}. Such tasks do not tell methods "
+        f"apart, and in the mean of all tasks they hide differences."
+    )]  # fmt: skip
 
 
 def _head(group: Group) -> list[str]:

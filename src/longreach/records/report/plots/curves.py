@@ -49,6 +49,8 @@ def curves(panels: Sequence[CurvePanel]) -> bytes:
             axes.set(title=name(panel.title, 60), xlabel=panel.xlabel, ylabel=panel.ylabel)
             if panel.log:
                 axes.set_yscale("log")
+                axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")  # the default's is a formula
+                axes.yaxis.set_minor_formatter(lambda value, _: "")
             if panel.share:
                 axes.set_ylim(-0.03, 1.03)
                 axes.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0%", "25%", "50%", "75%", "100%"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -52,7 +53,9 @@ def maps(panels: Sequence[MapPanel], xlabel: str, ylabel: str, scale: Scale) -> 
     across = max(1, min(len(panels), int((WIDEST - names) / (width + (0.2 if same else names)))))
     down = -(-len(panels) // across)
     with style():
-        made = figure(names + across * (width + (0.2 if same else names)) + 1.1, down * (height + 1.0) + 0.3)
+        made = figure(
+            names + across * (width + (0.2 if same else names)) + 1.1, down * (height + 1.0) + 0.3 + 0.15 * across
+        )
         grid = made.subplots(down, across, squeeze=False)
         for axes in grid.flat[len(panels) :]:
             axes.set_axis_off()
@@ -61,7 +64,7 @@ def maps(panels: Sequence[MapPanel], xlabel: str, ylabel: str, scale: Scale) -> 
             shown = _draw(axes, panel, scale, numbers, width)
             first = place % across == 0
             _names(axes, panel, first or not same, rows)
-            axes.set_title(name(panel.title, max(14, int(width / 0.085))))
+            axes.set_title("\n".join(_lines(panel.title, int(width / 0.08))))
             if place + across >= len(panels):
                 axes.set_xlabel(xlabel)
             if first:
@@ -71,6 +74,12 @@ def maps(panels: Sequence[MapPanel], xlabel: str, ylabel: str, scale: Scale) -> 
         if scale.share:
             bar.set_ticks([0, 0.25, 0.5, 0.75, 1], labels=["0%", "25%", "50%", "75%", "100%"])
         return png(made)
+
+
+def _lines(title: str, most: int) -> list[str]:
+    """A title on at most three lines."""
+    lines = wrap(name(title, 3 * most), most)
+    return lines if len(lines) <= 3 else [*lines[:2], name(" ".join(lines[2:]), most)]
 
 
 def _draw(axes: Axes, panel: MapPanel, scale: Scale, numbers: bool, width: float) -> Any:

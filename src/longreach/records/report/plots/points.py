@@ -59,10 +59,12 @@ def points(panels: Sequence[PointPanel], xlabel: str, ylabel: str) -> bytes:
                 drawn = _look(p)
                 bar = [[max(0, p.y - p.low)], [max(0, p.high - p.y)]]
                 axes.errorbar(p.x, p.y, yerr=bar, capsize=3, elinewidth=1, alpha=0.85, **drawn)
-            for near in _clusters(panel.points, (high / low) ** 0.035):
+            for near in _clusters(panel.points, (high / low) ** 0.09):
                 numbers = ", ".join(str(p.number + 1) for p in near)
-                place = (max(p.x for p in near), sum(p.y for p in near) / len(near))
-                axes.annotate(numbers, place, (7, 7), textcoords="offset points", size=8)
+                right = near[0].x ** 2 > low * high  # of the middle: there is room to the left
+                place = (min(p.x for p in near) if right else max(p.x for p in near), max(p.y for p in near))
+                axes.annotate(numbers, place, (-7 if right else 7, 5), textcoords="offset points", size=8,
+                              ha="right" if right else "left")  # fmt: skip
         for axes in grid[:, 0]:
             axes.set_ylabel(ylabel)
         handles, names = [], []
