@@ -10,9 +10,12 @@ LOST = 0.1  # a score that tells nothing about methods
 
 
 def quality(results: Path) -> str:
-    """Markdown: for each record of kind "eval" in a folder, tasks by methods, each score with its 95% interval."""
+    """Markdown: for each record of kind "eval" in a folder, tasks by methods, each score with its 95% interval.
+
+    Records of dense attention alone compare nothing and are left out.
+    """
     records = [(path, json.loads(path.read_text())) for path in sorted(results.glob("*.json"))]
-    tables = [_table(path, r) for path, r in records if isinstance(r, dict) and r.get("kind") == "eval"]
+    tables = [_table(path, r) for path, r in records if r.get("kind") == "eval" and len(r["methods"]) > 1]
     return "\n\n".join(tables) or "No evaluations yet."
 
 
