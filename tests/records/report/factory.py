@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from longreach.records import wilson
+from longreach.records.report.blocks import SIGNS, Block, Figure, Table, Text
+from longreach.records.report.reading import KINDS, Record
+from longreach.records.report.schema import check
 
 DENSE = {"prefill": {"name": "dense"}, "decode": {"name": "dense"}}
 METHODS: dict[str, Any] = {
@@ -125,3 +128,22 @@ def save(folder: Path, record: Mapping[str, Any], name: str = "record.json") -> 
     path = folder / name
     path.write_text(json.dumps(record))
     return path
+
+
+def record_of(content: Mapping[str, Any], name: str = "record.json") -> Record:
+    """As the report reads it."""
+    check(content, KINDS[content["kind"]])
+    return Record(name, content["kind"], json.loads(json.dumps(content)))
+
+
+def cells(table: Table) -> dict[str, list[str]]:
+    """Rows by their first cell: what the others say, with note and sign."""
+    return {row[0].text: [" ".join(filter(None, (c.text, c.note, SIGNS[c.mark]))) for c in row[1:]]
+            for row in table.rows}  # fmt: skip
+
+
+def only(blocks: Iterable[Block], kind: type[Any], title: str = "") -> Any:
+    """The one block of a kind (whose title, file name or text begins so)."""
+    names = {Table: "title", Figure: "file", Text: "text"}
+    (found,) = [b for b in blocks if isinstance(b, kind) and getattr(b, names[kind]).startswith(title)]
+    return found

@@ -55,7 +55,7 @@ def warnings(records: Sequence[Record]) -> Iterator[str]:
     """What a reader has to know before any number."""
     for record in records:
         if record["dirty"]:
-            commit = (record["commit"] or "an unknown commit")[:12]
+            commit = _short(record["commit"] or "an unknown commit")
             yield (
                 f"{record.name} was measured from a DIRTY tree at {commit}: the commit does not say what ran. Commit, "
                 f"then measure it again before you rely on it."

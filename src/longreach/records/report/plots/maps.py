@@ -93,12 +93,16 @@ def _draw(axes: Axes, panel: MapPanel, scale: Scale, numbers: bool, width: float
     axes.patch.set(facecolor="#eeeeee", hatch="///", edgecolor="#bbbbbb")
     shown = axes.imshow(np.ma.masked_invalid(values), cmap=colors, norm=norm, aspect="auto", interpolation="nearest")
     size = min(8.0, 72 * width / len(panel.columns) / 2.5)
-    for (row, column), value in np.ndenumerate(values) if numbers and size >= 4.5 else ():
-        if np.isfinite(value):
-            dark = float(np.dot(colors(norm(value))[:3], (0.299, 0.587, 0.114))) < 0.5
-            text = f"{value * 100:.0f}" if scale.share else _short(value)
-            axes.text(column, row, text, ha="center", va="center", size=size, color="white" if dark else "black")
+    if numbers and size >= 4.5:
+        for (row, column), value in np.ndenumerate(values):
+            if np.isfinite(value):
+                dark = float(np.dot(colors(norm(value))[:3], (0.299, 0.587, 0.114))) < 0.5
+                _write(axes, row, column, f"{value * 100:.0f}" if scale.share else _short(value), size, dark)
     return shown
+
+
+def _write(axes: Axes, row: int, column: int, text: str, size: float, dark: bool) -> None:
+    axes.text(column, row, text, ha="center", va="center", size=size, color="white" if dark else "black")
 
 
 def _short(value: float) -> str:

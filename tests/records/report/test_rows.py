@@ -1,0 +1,60 @@
+"""Which evaluations stand together, and means over tasks with their intervals."""
+
+from __future__ import annotations
+
+import pytest
+
+from longreach.records import wilson
+from longreach.records.report.rows import compared, groups, summary
+from tests.records.report import factory
+from tests.records.report.factory import answer, evaluation, record_of, result, scored, task
+
+ALL = {"dense": 4, "streaming_llm window=0.1": 1, "oracle_top_k k=0.025": 4}
+
+
+def test_lengths_of_one_model_stand_together_and_other_seeds_and_methods_apart() -> None:
+    short, long = record_of(factory.sweep(1024), "a"), record_of(factory.sweep(4096), "b")
+    seed, other = factory.sweep(1024), factory.sweep(1024)
+    seed["config"]["seed"] = 1
+    other["methods"]["streaming_llm window=0.1"]["decode"]["sinks"] = 9
+    ppl = record_of(factory.perplexity(), "e")
+    found = groups([long, short, record_of(seed, "c"), record_of(other, "d"), ppl])
+    assert [[r.name for r in g.records] for g in found] == [["b", "a"], ["c"], ["d"]]
+    assert found[0].lengths == [1024, 4096] and [row.length for row in found[0].rows] == [1024, 4096]
+
+
+def test_the_mean_weighs_tasks_alike_and_its_interval_counts_all_samples() -> None:
+    (group,) = groups([record_of(evaluation({
+        "a": scored({**ALL, "streaming_llm window=0.1": 5}, of=10), "b": scored({**ALL, "dense": 0}, of=10),
+    }))])  # fmt: skip
+    found = summary(group.rows, "streaming_llm window=0.1", "dense")
+    assert found.score == pytest.approx((0.5 + 0.1) / 2)
+    assert found.interval == pytest.approx(wilson(6, 20))
+    few = groups([record_of(evaluation({"a": scored(ALL, of=40), "b": scored(ALL, of=10)}))])[0]
+    # the variance of the mean of two: (p q / 40 + p q / 10) / 4 = p q / 32
+    assert summary(few.rows, "dense", "dense").interval == pytest.approx(wilson((0.1 + 0.4) / 2 * 32, 32))
+
+
+def test_sums_and_means_leave_out_what_is_not_there() -> None:
+    label = "streaming_llm window=0.1"
+    failed = [answer(n, 0.0, error="RuntimeError: no", diverges_at=None) for n in range(2)]
+    nothing = {"length_over_dense": None, "prefill_reads": None, "decode_reads": None,
+               "seconds": {"read": None, "per_token": None}}  # fmt: skip
+    good = [answer(0, 1.0), answer(1, 1.0, diverges_at=3)]
+    tasks = {
+        "a": task({"dense": result("dense", good), label: result(label, failed, **nothing)}),
+        "b": task({"dense": result("dense", good), label: result(label, good)}),
+    }
+    methods = {k: factory.METHODS[k] for k in ("dense", label)}
+    (group,) = groups([record_of(evaluation(tasks, methods=methods))])
+    found = summary(group.rows, label, "dense")
+    assert (found.score, found.failed, found.answers) == (0.5, 2, 4)
+    assert found.decode is not None and found.decode["total"] == pytest.approx(0.104)
+    assert (found.read, found.per_token, found.length) == (2.5, 0.0125, 1.5)
+    assert found.same == 0.5  # of the answers that did not fail
+    assert summary(group.rows[:1], label, "dense").decode is None and summary(group.rows, "dense", "dense").same is None
+
+
+def test_only_intervals_that_do_not_overlap_say_something() -> None:
+    assert compared([0.1, 0.4], [0.5, 0.9]) == "worse" and compared([0.6, 0.9], [0.1, 0.5]) == "better"
+    assert compared([0.1, 0.5], [0.5, 0.9]) == "" == compared([0.2, 0.8], [0.3, 0.4])
