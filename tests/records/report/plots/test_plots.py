@@ -24,7 +24,7 @@ from longreach.records.report.plots import (
     maps,
     points,
 )
-from longreach.records.report.plots.points import _clusters
+from longreach.records.report.plots.scatter import _clusters
 from longreach.records.report.plots.style import look, name
 
 NAMES = ["dense", "$x^2_", "_hidden", "日本語 \U0001f600", "a\nb", "w" * 300, "oracle_top_k k=0.025 dense_layers=[0]"]
@@ -98,7 +98,7 @@ def test_numbers_stand_in_cells_where_there_is_room(monkeypatch: pytest.MonkeyPa
         return maps([MapPanel("t", flat, ("r",) * size, ("c",) * size)], "x", "y", SCORE)
 
     few, many = square(4), square(30)
-    monkeypatch.setattr("longreach.records.report.plots.maps._write", lambda *a: None)
+    monkeypatch.setattr("longreach.records.report.plots.heat_maps._write", lambda *a: None)
     assert square(4) != few and square(30) == many
 
 

@@ -1,8 +1,8 @@
 """Pictures of a report, drawn by matplotlib, which only this folder imports, and only when something is drawn."""
 
-from longreach.records.report.plots.curves import CurvePanel, Series, curves
-from longreach.records.report.plots.maps import MapPanel, Scale, maps
-from longreach.records.report.plots.points import Point, PointPanel, points
+from longreach.records.report.plots.heat_maps import MapPanel, Scale, maps
+from longreach.records.report.plots.lines import CurvePanel, Series, curves
+from longreach.records.report.plots.scatter import Point, PointPanel, points
 from longreach.records.report.plots.style import check_installed
 
 __all__ = [
