@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from longreach.adapters.transformers.attach import Session
@@ -20,6 +21,7 @@ from longreach.adapters.transformers.memory import memory_errors
 from longreach.errors import InvalidInput, ModelFileError, OutOfMemory
 
 CHUNK = 512  # prompt tokens per pass: short enough for a progress bar to move
+ROWS = 64  # of logits that are made fp32 at a time
 Advance = Callable[[int], None]  # told how many more units of work are done
 
 
@@ -70,6 +72,29 @@ class Reader:
         logits = self._pass(tokens, progress, then)
         self.read_seconds += now(self.session.model) - started
         return logits
+
+    def score(self, tokens: Sequence[int], progress: Advance = _ignore) -> Tensor:
+        """Read tokens into the empty cache; -log p of each but the first given those before it, fp32 [T - 1], in nats.
+
+        Logits of a chunk are turned into numbers a few rows at a time: [chunk, V] is never held in fp32.
+        """
+        if self.cache.columns:
+            raise InvalidInput(f"score reads a text from its beginning, the cache holds {self.cache.columns} tokens")
+        if len(tokens) < 2:
+            raise InvalidInput(f"expected at least two tokens, got {len(tokens)}")
+        started, found = now(self.session.model), list[Tensor]()
+        with memory_errors(), self.session.prompt_end(len(tokens)) as phases, self.cache.restored_on_error():
+            phases.room = len(tokens)
+            for first in range(0, len(tokens), self.chunk):
+                part = tokens[first : first + self.chunk]
+                targets = torch.tensor(tokens[first + 1 : first + 1 + len(part)], device=self.session.model.device)
+                logits = self._forward(part, 0)
+                for at in range(0, len(targets), ROWS):
+                    these = targets[at : at + ROWS]
+                    found.append(F.cross_entropy(logits[at : at + len(these)].float(), these, reduction="none"))
+                progress(len(part))
+        self.read_seconds += now(self.session.model) - started
+        return torch.cat(found)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -138,10 +163,12 @@ class Reader:
         return logits
 
     @torch.no_grad()
-    def _forward(self, tokens: Sequence[int]) -> Tensor:
+    def _forward(self, tokens: Sequence[int], keep: int = 1) -> Tensor:
+        """Logits [V] in fp32 after the last token; [T, V] as they are for keep=0."""
         model = self.session.model
         ids = torch.tensor([list(tokens)], device=model.device)
-        return model(input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1).logits[0, -1].float()
+        logits = model(input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=keep).logits[0]
+        return logits[-1].float() if keep else logits
 
 
 def context_limit(model: Any) -> int | None:

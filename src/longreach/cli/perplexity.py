@@ -1,0 +1,102 @@
+"""`longreach perplexity`: language modelling over long texts with every method, in prefill and while decoding."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from longreach.cli.common import add_graph, add_json, add_model, load_model, positive
+from longreach.cli.show import Column, Table, console, duration, emit, percent, place, progress, waiting
+
+NAME = "perplexity"
+HELP = "measure how well each method predicts long texts, in prefill and while decoding"
+EXAMPLES = (
+    "longreach perplexity --model mini --text book.txt --method streaming_llm",
+    "longreach perplexity --model ./Llama-3.1-8B --text a.txt --text b.txt --length 32768 --decode-tokens 1024 \\",
+    "    --method 'oracle_top_k k=0.025' --output perplexity.json",
+)
+FORMAT = 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    parser.add_argument("--text", type=Path, required=True, action="append", metavar="FILE",
+                        help="UTF-8 text, cut into windows; may be given several times")  # fmt: skip
+    parser.add_argument("--length", type=positive, default=4096, metavar="N", help="tokens of a window (default 4096)")
+    parser.add_argument("--decode-tokens", type=int, default=256, metavar="N", help="tokens at a window's end that are "
+                        "decoded one by one (default 256; 0 for none)")  # fmt: skip
+    parser.add_argument("--method", action="append", default=[], metavar="SPEC", help="'[PREFILL/]DECODE "
+                        "[option=value ...] [prefill.option=value ...]', may be given several times; dense is always "
+                        "there")  # fmt: skip
+    parser.add_argument("--limit", type=positive, metavar="N", help="at most N windows")
+    parser.add_argument("--prefill-chunk-size", type=positive, default=512, metavar="N",
+                        help="tokens per pass (default 512); fewer take less memory")  # fmt: skip
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write a record that `longreach report` reads")
+    add_graph(parser)
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from longreach.evals.methods import specs as parse_specs
+    from longreach.records import check_writable, write
+
+    specs = parse_specs(args.method)
+    if args.output is not None:
+        check_writable(args.output)
+    with waiting("loading the model"):
+        model, tokenizer = load_model(args)
+        from longreach.evals.about import model_about
+        from longreach.evals.perplexity import Perplexity, read_text
+        from longreach.records import environment
+
+        texts = [read_text(path, tokenizer) for path in args.text]
+        task = Perplexity(model, tokenizer, texts, specs, length=args.length, decode_tokens=args.decode_tokens,
+                          limit=args.limit, graph=args.graph)  # fmt: skip
+        where = environment(model.device)
+        about = model_about(model, args.model)
+    found = dict(task.run(args.prefill_chunk_size, progress))
+    record = {
+        "kind": "perplexity", "format": FORMAT, "model": about,
+        "config": {"length": args.length, "decode_tokens": args.decode_tokens, "windows": len(task.windows),
+                   "limit": args.limit, "prefill_chunk_size": args.prefill_chunk_size},
+        **where, "files": [text.to_json() for text in texts],
+        "methods": {spec.label: spec.to_json() for spec in specs},
+        "results": {spec.label: found[spec.label] for spec in specs},
+    }  # fmt: skip
+    if args.output is not None:
+        write(args.output, record)
+    if args.json:
+        emit(record)
+    else:
+        show(record, place(where))
+    return 0
+
+
+def show(record: dict[str, Any], where: str) -> None:
+    """A row a method."""
+    out = console()
+    columns = [Column("prefill", 9), Column("decode", 9), Column("over dense", 10), Column("bytes", 7),
+               Column("per tok", 7)]  # fmt: skip
+    table = Table(out, [Column("method", 32, left=True), *columns])
+    table.header()
+    results = record["results"]
+    dense = results["dense"]["decode"]
+    for label, result in results.items():
+        read, decoded = result["prefill"], result["decode"]
+        bytes_read = result["decode_reads"]
+        table.row([
+            label, f"{read['perplexity']:.4g}", f"{decoded['perplexity']:.4g}" if decoded else "-",
+            f"{decoded['nll'] - dense['nll']:+.4f}" if decoded else "-",
+            percent(bytes_read["total"] if bytes_read else None), duration(result["seconds"]["per_token"]),
+        ])  # fmt: skip
+    config, files = record["config"], record["files"]
+    characters = sum(f["characters"] for f in files) / sum(f["tokens"] for f in files)
+    out.print(
+        f"\n{config['windows']} windows of {config['length']} tokens ({characters:.2f} characters a token). prefill: "
+        f"perplexity of all tokens read with the prefill method. decode: of the last {config['decode_tokens']} of each "
+        f"window, fed one by one; over dense: mean nats a token above dense attention's for the same tokens. bytes: "
+        f"read in decoding, over what dense attention reads. Perplexities of other tokenizers do not compare.",
+        soft_wrap=True,
+    )
+    out.print(where)

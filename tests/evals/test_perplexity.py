@@ -1,0 +1,103 @@
+"""Perplexity equals a direct computation from one pass of the plain model."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from longreach.errors import InvalidInput
+from longreach.evals.methods import specs
+from longreach.evals.perplexity import BINS, Perplexity, Text, read_text
+from longreach.testing.tiny import BOS_ID, tiny_model, tiny_tokenizer
+
+LENGTH, DECODED = 70, 20
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_model("llama")
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> list[Text]:
+    folder = tmp_path_factory.mktemp("texts")
+    (folder / "a.txt").write_text("The hen laid an egg in the hay, and then another one. " * 4)
+    (folder / "b.txt").write_text("Größe zählt: ein Fuchs schlief. " * 5, encoding="utf-8")
+    return [read_text(folder / name, tiny_tokenizer()) for name in ("a.txt", "b.txt")]
+
+
+@torch.no_grad()
+def direct(model: Any, windows: list[list[int]]) -> torch.Tensor:
+    """-log p [windows, LENGTH - 1] from whole passes of transformers' own model."""
+    ids = torch.tensor(windows)
+    logits = model(ids, use_cache=False).logits[:, :-1].double()
+    return F.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
+
+
+def measured(model: Any, texts: list[Text], methods: list[str], chunk: int = 512, **options: Any) -> Any:
+    task = Perplexity(
+        model, tiny_tokenizer(), texts, specs(methods), **{"length": LENGTH, "decode_tokens": DECODED, **options}
+    )
+    return task, dict(task.run(chunk))
+
+
+@pytest.mark.parametrize("chunk", [1, 13, 512])
+def test_dense_is_the_plain_model(model: Any, texts: list[Text], chunk: int) -> None:
+    task, found = measured(model, texts, ["oracle_top_k k=1.0"], chunk)
+    whole = len(texts[0].tokens) // (LENGTH - 1) + len(texts[1].tokens) // (LENGTH - 1)
+    assert len(task.windows) == whole and all(w[0] == BOS_ID and len(w) == LENGTH for w in task.windows)
+    expected = direct(model, task.windows)
+    for result in found.values():
+        read, decoded = result["prefill"], result["decode"]
+        assert read["tokens"] == expected.numel() and decoded["tokens"] == whole * DECODED
+        assert read["nll"] == pytest.approx(float(expected.mean()), rel=1e-5)
+        assert read["perplexity"] == pytest.approx(math.exp(float(expected.mean())), rel=1e-5)
+        assert decoded["nll"] == pytest.approx(float(expected[:, -DECODED:].mean()), rel=1e-5)
+        bins = read["by_position"]
+        assert len(bins) == BINS and bins[0]["start"] == 1 and bins[-1]["stop"] == LENGTH
+        for part in (*bins, *decoded["by_position"]):
+            mean = float(expected[:, part["start"] - 1 : part["stop"] - 1].mean())
+            assert part["nll"] == pytest.approx(mean, rel=1e-5)
+        assert result["prefill_reads"]["total"] == 1 and result["seconds"]["read"] > 0
+    assert found["dense"]["decode_reads"]["total"] == 1 < found["oracle_top_k k=1.0"]["decode_reads"]["total"]
+
+
+def test_a_narrow_window_tells_in_decoding_and_in_prefill(model: Any, texts: list[Text]) -> None:
+    narrow, whole = "streaming_llm sinks=1 window=4", "streaming_llm/streaming_llm prefill.sinks=1 prefill.window=4"
+    _, found = measured(model, texts, [narrow, whole], 9)
+    dense = found["dense"]
+    assert found[narrow]["prefill"] == dense["prefill"] != found[whole]["prefill"]
+    assert found[narrow]["decode"]["nll"] != pytest.approx(dense["decode"]["nll"], rel=1e-4)
+    assert found[narrow]["decode_reads"]["total"] < 0.15 and found[whole]["prefill_reads"]["total"] < 0.3
+
+
+def test_without_decoding_and_with_a_limit(model: Any, texts: list[Text]) -> None:
+    task, found = measured(model, texts, [], decode_tokens=0, limit=1)
+    assert len(task.windows) == 1 and found["dense"]["decode"] is None and found["dense"]["decode_reads"] is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"length": 5000}, "context is 4096"),
+        ({"length": 300}, r"longest text has 216 tokens, a window takes 299"),
+        ({"decode_tokens": 68}, r"expected 0 to 67 of windows of 70, got 68"),
+        ({"decode_tokens": -1}, "got -1"),
+    ],
+)
+def test_what_cannot_be(model: Any, texts: list[Text], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        measured(model, texts, [], **options)
+
+
+def test_files_that_are_no_text(tmp_path: Path) -> None:
+    (tmp_path / "empty").write_text(" \n")
+    (tmp_path / "latin").write_bytes(b"gr\xfc\xdfe")
+    for name, message in [("empty", "is empty"), ("latin", r"no UTF-8 text \(byte 2\)"), ("none", "cannot read")]:
+        with pytest.raises(InvalidInput, match=message):
+            read_text(tmp_path / name, tiny_tokenizer())
