@@ -32,6 +32,20 @@ def test_json_lists_what_was_written_and_what_to_mind(longreach: Any, tmp_path: 
     assert text.startswith("mind: a.json was measured from a DIRTY tree")
 
 
+def test_a_record_of_eval_is_taken_as_it_is_written(longreach: Any, tiny: Path, tmp_path: Path) -> None:
+    record = tmp_path / "eval.json"
+    asked = ("--model", tiny, "--tasks", "niah_single_1,needle_sweep", "--length", 1500, "--samples", 3)
+    assert longreach("eval", *asked, "--method", "streaming_llm window=99", "--output", record).code == 0
+    result = longreach("report", record, "--output", tmp_path / "out", "--json")
+    assert result.code == 0, result.err
+    names = {Path(p).name for p in json.loads(result.out)["written"]}
+    assert {"eval-quality-decode.png", "eval-sweep.png", "eval-depth-1500.png"} <= names
+    reads = json.loads(record.read_text())["tasks"]["needle_sweep"]["results"]["streaming_llm window=99"][
+        "decode_reads"
+    ]
+    assert f"{reads['total']:.1%}" in (tmp_path / "out" / "report.md").read_text()
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [

@@ -44,6 +44,10 @@ def test_code_cannot_be_left() -> None:
     assert document == "`````\na\n```\n<b>\n````\n`````\n"
 
 
+def test_code_holds_no_more_than_can_be_printed() -> None:
+    assert markdown([Code("a\n\tb\ud800\u202e")]) == "```\na\n\\tb\\ud800\\u202e\n```\n"
+
+
 def test_headings_pictures_and_what_is_loud() -> None:
     document = markdown([Heading(2, "A | *b*"), Figure("x.png", b"", "what [it] shows"), Text("mind this", loud=True)])
     assert document == (

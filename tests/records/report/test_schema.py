@@ -26,6 +26,8 @@ def test_what_fits(value: Any, shape: Any) -> None:
     [
         (True, int, "the record: expected a whole number, got True"),
         (1.0, int, "the record: expected a whole number, got 1.0"),
+        (10**30, int, f"the record: expected a whole number, got {10**30}"),
+        (-(10**30), Number(), f"the record: expected a number, got {-(10**30)}"),
         (1, bool, "the record: expected true or false, got 1"),
         (False, Number(), "the record: expected a number, got False"),
         (float("nan"), Number(0, 1), "the record: expected a number from 0 to 1, got nan"),

@@ -33,6 +33,7 @@ def _block(block: Block) -> str:
         case Figure(file, _, caption):
             return f"![{escaped(caption)}]({file})\n\n{escaped(caption)}"
         case Code(text):
+            text = "\n".join(map(one_line, text.split("\n")))
             runs = [len(run) for run in re.findall("`+", text)]
             fence = "`" * max(3, *(n + 1 for n in runs), 3)
             return f"{fence}\n{text}\n{fence}"

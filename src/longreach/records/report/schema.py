@@ -53,7 +53,7 @@ def check(value: Any, shape: Shape, where: str = "") -> None:
         if value is not None:
             check(value, shape.shape, where)
     elif isinstance(shape, Number):
-        good = isinstance(value, int | float) and not isinstance(value, bool)
+        good = isinstance(value, int | float) and not isinstance(value, bool) and _counts(value)
         _require(good, where, "a number", value)
         bounded = shape != Number()
         bounds = f"a number from {shape.low:g} to {shape.high:g}"
@@ -77,8 +77,13 @@ def check(value: Any, shape: Shape, where: str = "") -> None:
         for number, inner in enumerate(value):
             check(inner, shape.shape, f"{where}[{number}]")
     else:
-        good = isinstance(value, shape) and (shape is bool or not isinstance(value, bool))
+        good = isinstance(value, shape) and (shape is bool or not isinstance(value, bool)) and _counts(value)
         _require(good, where, NAMES[shape], value)
+
+
+def _counts(value: Any) -> bool:
+    """JSON's whole numbers have no end; those of records are counts."""
+    return not isinstance(value, int) or abs(value) < 1 << 63
 
 
 def _require(good: bool, where: str, expected: str, value: Any) -> None:
