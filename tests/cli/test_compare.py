@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from longreach.methods.registry import METHODS
+from longreach.records.report.reading import load
+from tests.cli.test_bad_input import refused
 
 WIDTHS = (80, 120)
 
@@ -48,3 +50,17 @@ def test_json_holds_every_method_with_its_options(longreach: Any, tiny: Path, do
         steps = [found["prompt_tokens"] + i + 1 for i in range(4)]
         assert reads["total"] == pytest.approx(20 * 4 / sum(steps))
     assert found["comparisons"][2]["prefill"]["window"] == 16
+
+
+def test_a_record_with_layers_that_reports_read(longreach: Any, tiny: Path, document: Path, tmp_path: Path) -> None:
+    record = tmp_path / "f.json"
+    command = ["compare", "--model", tiny, "--document", document, "--steps", 4, "--layers", "--output", record]
+    result = longreach(*command, "--method", "streaming_llm sinks=1 window=5", "--method", "oracle_top_k k=9")
+    assert result.code == 0, result.err
+    found = load(record).content
+    assert list(found["results"]) == ["dense", "streaming_llm sinks=1 window=5", "oracle_top_k k=9"]
+    assert found["results"]["dense"]["layer_error"]["max"] == [[0.0] * 4] * 2
+    errors = found["results"]["streaming_llm sinks=1 window=5"]["layer_error"]["mean"]
+    assert f"{sum(errors[1]) / 4:.2e}" in result.out and "error of oracle_top_k k=9" in result.out
+    refused(longreach(*command, "--method", "dense", "--set", "streaming_llm.window=3"), "leave out --methods")
+    refused(longreach(*command[:-1], "/proc/none/f.json"), "cannot write /proc/none")

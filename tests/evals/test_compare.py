@@ -11,6 +11,7 @@ from torch.nn.functional import kl_div
 from longreach import StreamingLLM, attach
 from longreach.errors import InvalidInput, UnknownName
 from longreach.evals.compare import Compare, _divergence
+from longreach.evals.methods import specs
 from longreach.testing.tiny import random_tokens, tiny_model, tiny_tokenizer
 
 STEPS, WINDOW = 6, 12
@@ -111,3 +112,50 @@ def test_bad_input(model: Any, prompt: list[int]) -> None:
         compare(model, prompt, options={"streaming_llm": {"k": 3}})
     with pytest.raises(InvalidInput, match="quest, which is not compared"):
         compare(model, prompt, options={"quest": {}})
+
+
+def errors(model: Any, prompt: list[int], *methods: str, **options: Any) -> dict[str, Any]:
+    task = Compare(model, tiny_tokenizer(), prompt, steps=6, specs=specs(methods), layers=True, **options)
+    return {c.label: c.layer_error for c in task.run()}
+
+
+def test_errors_of_layers_are_those_of_a_direct_computation() -> None:
+    model, prompt = tiny_model("llama"), random_tokens(1, 60)[0].tolist()
+    narrow, wide = "streaming_llm sinks=2 window=6", "streaming_llm sinks=2 window=30"
+    found = errors(model, prompt, narrow, wide, "oracle_top_k k=5 dense_layers=[0]")
+    assert all(e == 0 for part in found["dense"].values() for row in part for e in row)
+    assert found["oracle_top_k k=5 dense_layers=[0]"]["max"][0] == [0.0] * 4
+    for layer in range(2):
+        for head in range(4):
+            assert 0 < found[wide]["mean"][layer][head] < found[narrow]["mean"][layer][head]
+            assert found[narrow]["mean"][layer][head] <= found[narrow]["max"][layer][head]
+    # layer 0 sees the same hidden states whatever the method: its errors from plain softmax in fp64
+    task = Compare(model, tiny_tokenizer(), prompt, steps=6, specs=specs([narrow]), layers=True)
+    list(task.run())
+    seen: dict[str, torch.Tensor] = {}
+    layer = model.model.layers[0].self_attn
+    handles = [getattr(layer, f"{x}_proj").register_forward_hook(
+        lambda m, i, o, x=x: seen.__setitem__(x, o.detach().double())) for x in "qkv"]  # fmt: skip
+    ids = torch.tensor([[*prompt, *task.tokens]])
+    with torch.no_grad():
+        cos, sin = model.model.rotary_emb(ids.float(), torch.arange(ids.shape[1])[None])
+        model(ids, use_cache=False)
+    for handle in handles:
+        handle.remove()
+    n = ids.shape[1]
+    q, k, v = (seen[x].view(n, -1, 16).transpose(0, 1) for x in "qkv")
+    q, k = (x * cos[0] + torch.cat([-x[..., 8:], x[..., :8]], -1) * sin[0] for x in (q, k))
+    k, v = k.repeat_interleave(2, 0), v.repeat_interleave(2, 0)
+    logits = q @ k.transpose(1, 2) / 4
+    row, slot = torch.arange(n)[:, None], torch.arange(n)[None]
+    causal = slot <= row
+    kept = causal & ((slot < 2) | (slot > row - 6))
+    dense, sparse = (logits.masked_fill(~m, -torch.inf).softmax(-1) @ v for m in (causal, kept))
+    expected = ((sparse - dense).norm(dim=-1) / dense.norm(dim=-1))[:, -6:]
+    assert found[narrow]["mean"][0] == pytest.approx(expected.mean(1).tolist(), rel=1e-3)
+    assert found[narrow]["max"][0] == pytest.approx(expected.amax(1).tolist(), rel=1e-3)
+
+
+def test_layers_with_a_window_of_their_own_have_no_error() -> None:
+    found = errors(tiny_model("mistral"), random_tokens(1, 60)[0].tolist(), "streaming_llm sinks=2 window=6")
+    assert all(e == 0 for row in found["streaming_llm sinks=2 window=6"]["max"] for e in row)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from longreach.cli.common import (
     add_document,
@@ -18,9 +19,10 @@ from longreach.cli.common import (
     read_document,
 )
 from longreach.cli.show import Column, Table, console, duration, emit, percent, place, progress, waiting
+from longreach.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from longreach.evals.compare import Comparison
+    from longreach.evals.compare import Compare, Comparison
 
 NAME = "compare"
 HELP = "measure each method beside dense attention on your model and document"
@@ -39,33 +41,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--methods", metavar="A,B", help="methods to compare with dense (default: all)")
     parser.add_argument("--set", action="append", default=[], metavar="METHOD.OPTION=VALUE",
                         help="an option of a method, such as streaming_llm.window=0.1")  # fmt: skip
+    parser.add_argument("--method", action="append", metavar="SPEC", help="instead of --methods and --set: '[PREFILL/]"
+                        "DECODE [option=value ...] [prefill.option=value ...]', may be given often")  # fmt: skip
+    parser.add_argument("--layers", action="store_true", help="measure each layer's and head's error on the same "
+                        "hidden states too; on a GPU steps are not captured then, and slower")  # fmt: skip
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write a record that `longreach report` reads")
     parser.add_argument("--steps", type=positive, default=32, metavar="N", help="decode steps compared (default 32)")
     add_graph(parser)
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.method is not None and (args.methods is not None or args.set):
+        raise InvalidInput("--method says it all: leave out --methods and --set")
     chosen = [name.strip() for name in args.methods.split(",") if name.strip()] if args.methods is not None else None
     document = read_document(args.document)
     check_questions([args.question])
     with waiting("loading the model"):
+        from longreach.evals.methods import specs as parse_specs
         from longreach.methods.registry import METHODS, method_class
+        from longreach.records import check_writable, environment
 
         options = parse_settings(args.set, "method", METHODS)
         for name in chosen or ():  # told before the model is loaded
             method_class(name)
+        specs = None if args.method is None else parse_specs(args.method)
+        if args.output is not None:
+            check_writable(args.output)
         model, tokenizer = load_model(args)
         from longreach.adapters.transformers import prompts
         from longreach.evals.compare import Compare
-        from longreach.records import environment
 
         shared, (rest,) = prompts(tokenizer, document, [args.question])
         task = Compare(model, tokenizer, shared + rest, steps=args.steps, methods=chosen, options=options,
-                       graph=args.graph)  # fmt: skip
+                       specs=specs, layers=args.layers, graph=args.graph)  # fmt: skip
         where = environment(model.device)
     found = task.run(args.prefill_chunk_size, progress)
     if args.json:
-        emit({**where, "prompt_tokens": len(task.prompt), "comparisons": [asdict(c) for c in found]})
+        comparisons = list(found)
+        _record(args, model, task, comparisons, where)
+        emit({**where, "prompt_tokens": len(task.prompt), "comparisons": [asdict(c) for c in comparisons]})
         return 0
     out = console()
     out.print(
@@ -75,8 +90,9 @@ def run(args: argparse.Namespace) -> int:
     table = Table(out, [Column("decode", 18, left=True), Column("KL", 9), Column("diverges at", 12), Column("bytes", 7),
                         *shares, Column("1st tok", 7), Column("per tok", 7)])  # fmt: skip
     table.header()
-    prefill, steps = "", 0
+    prefill, steps, comparisons = "", 0, []
     for c in found:
+        comparisons.append(c)
         if c.prefill["name"] != prefill:
             prefill, steps = c.prefill["name"], c.steps
             read = percent(c.prefill_reads.total if c.prefill_reads else None)
@@ -89,8 +105,49 @@ def run(args: argparse.Namespace) -> int:
         "differently. bytes: keys (K), values (V) and metadata that decoding read, over what dense attention reads. "
         "1st tok: time to the first token, which methods with the same prefill share. per tok: time per token after it."
     )
+    _show_layers(out, comparisons)
     out.print(place(where))
+    _record(args, model, task, comparisons, where)
     return 0
+
+
+def _show_layers(out: Any, comparisons: list[Comparison]) -> None:
+    """For each method the layers' errors, mean over heads and the worst head's."""
+    for c in comparisons:
+        if c.layer_error is None:
+            continue
+        out.print(f"\nerror of {c.label}, |o - o_dense| / |o_dense| on the same hidden states, by layer:")
+        table = Table(out, [Column("layer", 6), Column("mean", 10), Column("worst head", 11), Column("its mean", 10),
+                            Column("its max", 10)])  # fmt: skip
+        table.header()
+        for layer, (mean, worst) in enumerate(zip(c.layer_error["mean"], c.layer_error["max"], strict=True)):
+            head = max(range(len(mean)), key=mean.__getitem__)
+            table.row(
+                [str(layer), f"{sum(mean) / len(mean):.2e}", str(head), f"{mean[head]:.2e}", f"{worst[head]:.2e}"]
+            )
+
+
+def _record(args: argparse.Namespace, model: Any, task: Compare, found: list[Comparison], where: Any) -> None:
+    if args.output is None:
+        return
+    from longreach.evals.about import model_about
+    from longreach.records import write
+
+    config = {"prompt_tokens": len(task.prompt), "steps": args.steps, "layers": args.layers,
+              "prefill_chunk_size": args.prefill_chunk_size, "document": args.document,
+              "question": args.question}  # fmt: skip
+    results = {
+        c.label: {
+            "kl": c.kl, "kl_steps": list(c.kl_steps), "first_divergence": c.first_divergence, "steps": c.steps,
+            "prefill_reads": c.prefill_reads and asdict(c.prefill_reads),
+            "decode_reads": c.decode_reads and asdict(c.decode_reads),
+            "seconds": {"read": c.read_seconds, "per_token": c.seconds_per_token}, "layer_error": c.layer_error,
+        }
+        for c in found
+    }  # fmt: skip
+    methods = {c.label: {"prefill": c.prefill, "decode": c.decode} for c in found}
+    write(args.output, {"kind": "fidelity", "format": 1, "model": model_about(model, args.model), "config": config,
+                        **where, "methods": methods, "results": results})  # fmt: skip
 
 
 def _cells(c: Comparison) -> list[str]:
@@ -98,4 +155,4 @@ def _cells(c: Comparison) -> list[str]:
     r = c.decode_reads
     shares = [percent(x) for x in (r.total, r.keys, r.values, r.metadata)] if r else ["-"] * 4
     first, token = duration(c.read_seconds), duration(c.seconds_per_token)
-    return [c.decode["name"], f"{c.kl:.2g}", diverges, *shares, first, token]
+    return [c.label.rpartition("/")[2], f"{c.kl:.2g}", diverges, *shares, first, token]

@@ -23,10 +23,11 @@ from longreach.adapters.transformers import (
 )
 from longreach.cache import CacheConfig
 from longreach.errors import InvalidInput
+from longreach.evals.layers import LayerErrors
+from longreach.evals.methods import DENSE, Spec, by_prefill
 from longreach.evals.plans import plans
 from longreach.evals.progress import Progress, unseen
 from longreach.evals.reads import Reads
-from longreach.methods.base import AttentionMethod
 from longreach.methods.registry import choose
 
 
@@ -39,8 +40,10 @@ class Comparison:
     first_divergence: the first of these distributions whose most likely token is not dense's, from 0; None if none.
     read_seconds: reading the prompt, once for all methods with the same prefill: the time to the first token.
     seconds_per_token: mean decode step, None where all went into setting the loop up.
+    layer_error: see `LayerErrors.to_json`; None where it was not asked for.
     """
 
+    label: str
     prefill: dict[str, Any]
     decode: dict[str, Any]
     kl: float
@@ -51,37 +54,42 @@ class Comparison:
     decode_reads: Reads | None
     read_seconds: float
     seconds_per_token: float | None
+    layer_error: dict[str, Any] | None = None
 
 
 class Compare:
     """A prompt, and the methods to be compared on it over at most `steps` decode steps.
 
-    options: per method name. graph: as in `generate`.
+    options: per method name. specs: instead of both, methods as `evals.methods` reads them, dense first.
+    layers: measure errors layer by layer too, in steps that are not captured. graph: as in `generate`.
     Raises InvalidInput for a prompt too long or no steps, UnknownName for a method or option that does not exist.
     """
 
     def __init__(
         self, model: Any, tokenizer: Any, prompt: Sequence[int], *, steps: int = 32,
         methods: Sequence[str] | None = None, options: Mapping[str, Mapping[str, Any]] | None = None,
-        graph: bool | None = None,
+        specs: Sequence[Spec] | None = None, layers: bool = False, graph: bool | None = None,
     ):  # fmt: skip
         if steps < 1:
             raise InvalidInput(f"steps: expected at least 1, got {steps}")
         check_length(model, len(prompt), steps)
         self.model, self.stop, self.prompt, self.steps = model, stop_tokens(model, tokenizer), prompt, steps
-        self.plans, self.options, self.graph = plans(methods), options or {}, graph
+        self.options, self.layers, self.graph = options or {}, layers, graph
+        chosen = plans(methods)
         for name in self.options:
-            if not any(name == prefill or name in decodes for prefill, decodes in self.plans):
+            if not any(name == prefill or name in decodes for prefill, decodes in chosen):
                 raise InvalidInput(f"options for {name}, which is not compared; name it among the methods")
-        self.configured: list[tuple[AttentionMethod, list[AttentionMethod]]] = [
-            (choose("prefill", p, **self._options(p)), [choose("decode", d, **self._options(d)) for d in decodes])
-            for p, decodes in self.plans
-        ]
-        for prefill, answering in self.configured:  # now, not when it is their turn
-            for method in (prefill, *answering):
+        self.specs = list(specs) if specs is not None else [self._spec(p, d) for p, decodes in chosen for d in decodes]
+        for spec in self.specs:  # now, not when it is their turn
+            for method in (spec.prefill, spec.decode):
                 method.check(shape_of(model))
         self.tokens: list[int] = []
         self.reference: list[Tensor] = []
+
+    def _spec(self, prefill: str, decode: str) -> Spec:
+        label = decode if prefill == DENSE else f"{prefill}/{decode}"
+        return Spec(label, choose("prefill", prefill, **self._options(prefill)),
+                    choose("decode", decode, **self._options(decode)))  # fmt: skip
 
     def _options(self, name: str) -> dict[str, Any]:
         return dict(self.options.get(name, {}))
@@ -89,17 +97,20 @@ class Compare:
     def run(self, chunk: int = CHUNK, progress: Progress = unseen) -> Iterator[Comparison]:
         """Compare method by method; dense comes first."""
         room = CacheConfig(capacity=len(self.prompt) + self.steps)
-        for prefill, decodes in self.configured:
+        for prefill, specs in by_prefill(self.specs):
             with attach(self.model, prefill=prefill, cache=room) as session:
                 reader = Reader(session, chunk, graph=self.graph)
                 with progress(f"reading, {prefill.name}", len(self.prompt)) as advance:
                     first = reader.read(self.prompt, advance)
                 prefill_reads = Reads.of(session.report(), "prefill")
-                for decode in decodes:
-                    session.switch(decode)
-                    with reader.aside(), progress(f"decoding, {decode.name}", self.steps) as advance:
+                for spec in specs:
+                    session.switch(spec.decode)
+                    errors = LayerErrors(shape_of(self.model), self.model.device) if self.layers else None
+                    session.observe = errors
+                    with reader.aside(), progress(f"decoding, {spec.label}", self.steps) as advance:
                         rows, seconds = self._decode(reader, first, advance)
-                    yield self._compared(session, prefill_reads, rows, reader.read_seconds, seconds)
+                    session.observe = None
+                    yield self._compared(spec, session, prefill_reads, rows, reader.read_seconds, seconds, errors)
 
     def _decode(self, reader: Reader, first: Tensor, advance: Advance) -> tuple[list[Tensor], float | None]:
         """Log-probabilities after the prompt and after each token of dense's answer, which the first call makes."""
@@ -126,19 +137,22 @@ class Compare:
 
     def _compared(
         self,
+        spec: Spec,
         session: Session,
         prefill_reads: Reads | None,
         rows: list[Tensor],
         read_seconds: float,
         seconds: float | None,
+        errors: LayerErrors | None,
     ) -> Comparison:
         pairs = list(zip(self.reference, rows, strict=True))
         kl = [_divergence(a, b) for a, b in pairs]
         differs = [i for i, (a, b) in enumerate(pairs) if a.argmax() != b.argmax()]
         steps = len(rows) - 1
         return Comparison(
-            session.prefill.to_json(),
-            session.decode.to_json(),
+            spec.label,
+            spec.prefill.to_json(),
+            spec.decode.to_json(),
             sum(kl[1:]) / steps,
             tuple(kl),
             differs[0] if differs else None,
@@ -147,6 +161,7 @@ class Compare:
             Reads.of(session.report(), "decode"),
             read_seconds,
             seconds,
+            errors.to_json() if errors else None,
         )
 
 
