@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from longreach.adapters import lm_eval as adapter
 from longreach.adapters.lm_eval.__main__ import main
@@ -15,6 +18,15 @@ from longreach.testing.tiny import save_tiny
 from tests.adapters.lm_eval.requests import STREAMING, ours, plain
 
 lm_eval = pytest.importorskip("lm_eval")
+
+
+@pytest.fixture(autouse=True)
+def left() -> Iterator[None]:
+    """Whoever made a model, the harness too: once it is gone, so is what it put into transformers."""
+    yield
+    gc.collect()
+    assert "longreach" not in ALL_ATTENTION_FUNCTIONS.valid_keys()
+
 
 ROWS = [{"asked": f"{a} plus {b} is", "choices": [f" {a + b}", f" {a - b}", " blue"]} for a in range(4) for b in (5, 2)]
 TASKS = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from pathlib import Path
 from typing import Any, get_args
 
@@ -38,7 +39,8 @@ class LongreachLM(HFLM):
     dtype: "auto" is float32 on the CPU, the checkpoint's own elsewhere. batch_size: a count.
     hf: further options of HFLM, those in `options.PASSED_ON`.
 
-    Methods stay attached until `close` (or the end of `with`); then the model is as before, and evaluates no more.
+    Methods stay attached until `close` (or the end of `with`, or of this object); then the model is as before, and
+    evaluates no more.
     Results say under "longreach" in their config which methods ran, and what they read over what dense attention reads.
     Raises Unsupported for what HFLM can and this cannot, by name; InvalidInput, UnknownName, ModelFileError.
     """
@@ -71,10 +73,12 @@ class LongreachLM(HFLM):
         model, tokenizer, name = _loaded(pretrained, tokenizer, device, dtype)
         self.session = attach(model, **methods, cache=layout, impl=impl)  # type: ignore[arg-type]
         self._closed, self._told = False, False
+        self._leave = weakref.finalize(self, self.session.close)  # the harness closes no model that it made
+        self._leave.atexit = False
         try:
             _init(super().__init__, pretrained=model, tokenizer=tokenizer, batch_size=size, **hf)
         except BaseException:
-            self.session.close()
+            self._leave()
             raise
         self.pretrained = name
         self.scoring, self.chunk = scoring, prefill_chunk_size
@@ -89,7 +93,7 @@ class LongreachLM(HFLM):
     def close(self) -> None:
         """Take the methods out of the model. The session's report stays readable."""
         self._closed = True
-        self.session.close()
+        self._leave()
 
     def _loglikelihood_tokens(
         self, requests: list[Request], disable_tqdm: bool = False, override_bs: int | None = None
