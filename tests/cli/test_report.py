@@ -46,6 +46,24 @@ def test_a_record_of_eval_is_taken_as_it_is_written(longreach: Any, tiny: Path, 
     assert f"{reads['total']:.1%}" in (tmp_path / "out" / "report.md").read_text()
 
 
+def test_records_of_perplexity_and_compare_are_taken(longreach: Any, tiny: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("The brown hen laid an egg; the fox slept. " * 20)
+    model = ("--model", tiny, "--method", "streaming_llm window=99", "--output")
+    one, two = tmp_path / "p.json", tmp_path / "c.json"
+    asked = ("perplexity", *model, one, "--text", text, "--length", 400, "--decode-tokens", 16)
+    assert longreach(*asked).code == 0
+    assert longreach("compare", *model, two, "--document", text, "--layers", "--steps", 4).code == 0
+    result = longreach("report", one, two, "--output", tmp_path / "out", "--json")
+    assert result.code == 0, result.err
+    names = {Path(p).name for p in json.loads(result.out)["written"]}
+    assert names >= {"perplexity-nll.png", "fidelity-kl.png", "fidelity-layer-error.png"}
+    markdown = (tmp_path / "out" / "report.md").read_text()
+    found = json.loads(one.read_text())["results"]["streaming_llm window=99"]["decode"]["perplexity"]
+    assert f"| {found:.5g} |" in markdown
+    assert f"| {json.loads(two.read_text())['results']['streaming_llm window=99']['kl']:.3g} |" in markdown
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [

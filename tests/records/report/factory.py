@@ -117,7 +117,7 @@ def fidelity(layers: int = 4, heads: int = 6, steps: int = 32) -> dict[str, Any]
         mean = [[scale * draw.random() for _ in range(heads)] for _ in range(layers)]
         kl = [scale * draw.random() ** 4 for _ in range(steps)]
         return {"kl": sum(kl) / steps, "kl_steps": kl, "first_divergence": first, "steps": steps,
-                "prefill_reads": reads(1.0), "decode_reads": reads(0.25), "seconds": {"per_token": 0.01},
+                "prefill_reads": reads(1.0), "decode_reads": reads(0.25), "seconds": {"read": 1.0, "per_token": 0.01},
                 "layer_error": {"mean": mean, "max": [[2 * v for v in row] for row in mean]}}  # fmt: skip
 
     scales = {"dense": (0.0, None), "streaming_llm window=0.1": (0.8, 3), "oracle_top_k k=0.025": (0.05, None)}

@@ -30,8 +30,9 @@ def test_numbers_are_the_records(drawn: dict[str, Any]) -> None:
     content["results"][LABEL]["layer_error"] = {"mean": [[0.1, 0.2], [0.3, 0.4]], "max": [[0.5, 0.25], [0.75, 0.5]]}
     found = fidelity(record_of(content), "fid")
     rows = cells(only(found, Table))
-    assert rows[f"2 {LABEL}"] == ["0.125", "1", "0.25", "0.75", "layer 1, head 0", "100.0%", "25.0%"]
-    assert rows["1 dense"][:3] == ["0", "none in 4", "0"]
+    assert rows[f"2 {LABEL}"] == ["0.125", "1", "0.25", "0.75", "layer 1, head 0", "100.0%", "25.0%", "1.00 s",
+                                "10.00 ms"]  # fmt: skip
+    assert rows["1 dense"][:3] == ["0", "none in 4", "0"] and rows["1 dense"][4] == "-"
     assert [b.file for b in found if isinstance(b, Figure)] == ["fid-kl.png", "fid-layer-error.png"]
     ((panel,),) = [drawn["curves"]]
     first = panel.series[0]
@@ -49,7 +50,8 @@ def test_what_is_not_there_is_left_out(drawn: dict[str, Any]) -> None:
     for result in content["results"].values():
         result.update(layer_error=None, kl=None, kl_steps=[], decode_reads=None)
     found = fidelity(record_of(content), "fid")
-    assert cells(only(found, Table))[f"2 {LABEL}"] == ["-", "3", "-", "-", "-", "100.0%", "-"]
+    assert cells(only(found, Table))[f"2 {LABEL}"] == ["-", "3", "-", "-", "-", "100.0%", "-", "1.00 s",
+                                                                "10.00 ms"]  # fmt: skip
     assert not drawn and not any(isinstance(b, Figure) for b in found)
 
 

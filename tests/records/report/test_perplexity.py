@@ -24,7 +24,8 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_numbers_are_the_records(drawn: list[Any]) -> None:
     found = perplexity(record_of(factory.perplexity()), "ppl")
     rows = cells(only(found, Table))
-    assert rows["1 dense"] == ["7.3891", "2", "-", "4096", "100.0%", "9.4877", "2.25", "-", "4096", "25.0%"]
+    assert rows["1 dense"] == ["7.3891", "2", "-", "4096", "100.0%", "9.4877", "2.25", "-", "4096", "25.0%",
+                               "1.00 s", "10.00 ms"]  # fmt: skip
     assert rows["2 streaming_llm window=0.1"][:3] == ["8.3729", "2.125", "1.133"]  # exp(1/8)
     assert "book.txt (4096 tokens)" in only(found, Text).text and only(found, Figure).file == "ppl-nll.png"
     assert [p.title for p in drawn] == ["prefill", "prefill, over dense's", "decode", "decode, over dense's"]
@@ -36,7 +37,7 @@ def test_numbers_are_the_records(drawn: list[Any]) -> None:
 def test_prefill_alone_and_without_dense(drawn: list[Any]) -> None:
     methods = {k: v for k, v in factory.METHODS.items() if k != "dense"}
     rows = cells(only(perplexity(record_of(factory.perplexity(methods, decode=False)), "ppl"), Table))
-    assert rows["1 streaming_llm window=0.1"][2:] == ["-", "4096", "100.0%", "-", "-", "-", "-", "-"]
+    assert rows["1 streaming_llm window=0.1"][2:] == ["-", "4096", "100.0%", *["-"] * 5, "1.00 s", "10.00 ms"]
     assert [p.title for p in drawn] == ["prefill"]
 
 

@@ -1,11 +1,13 @@
-"""The command in the report is one that `longreach eval` takes."""
+"""The commands in the report are ones that `longreach` takes, with the record's settings."""
 
 from __future__ import annotations
 
 import json
 import shlex
+from typing import Any
 
 from longreach.cli.main import build_parser
+from longreach.evals.methods import parse
 from longreach.records.report.blocks import Code, Text
 from longreach.records.report.repeat import repeat
 from tests.records.report import factory
@@ -37,6 +39,29 @@ def test_the_shipped_model_is_named_and_dirt_is_told() -> None:
     assert "with changes that are in no commit" in only(found, Text).text
 
 
-def test_other_kinds_show_their_config() -> None:
-    (code,) = [b for b in repeat([record_of(factory.fidelity())]) if isinstance(b, Code)]
-    assert json.loads(code.text)["config"]["prefill_chunk_size"] == 512
+def arguments(content: dict[str, Any]) -> Any:
+    command = next(b.text for b in repeat([record_of(content)]) if isinstance(b, Code))
+    return build_parser().parse_args(shlex.split(command.replace("\\\n", " "))[1:])
+
+
+def test_the_command_of_perplexity() -> None:
+    content = factory.perplexity()
+    content["config"] = {"length": 2048, "decode_tokens": 0, "windows": 3, "limit": 3, "prefill_chunk_size": 256}
+    args = arguments(content)
+    assert (args.verb, args.length, args.decode_tokens, args.limit, args.prefill_chunk_size) == (
+        "perplexity", 2048, 0, 3, 256,
+    )  # fmt: skip
+    assert [str(path) for path in args.text] == ["book.txt"] and args.method == list(factory.METHODS)
+
+
+def test_the_command_of_compare_has_all_options_of_methods() -> None:
+    content = factory.fidelity()
+    content["config"] = {"prompt_tokens": 900, "steps": 8, "layers": True, "prefill_chunk_size": 512,
+                         "document": "my notes.txt", "question": "Who 'slept'?"}  # fmt: skip
+    labels = ["streaming_llm/streaming_llm window=7 prefill.window=0.25", "oracle_top_k k=0.1 dense_layers=[0,1]"]
+    content["methods"] |= {f"method {n}": parse(label).to_json() for n, label in enumerate(labels)}
+    args = arguments(content)
+    assert (args.verb, args.document, args.question, args.steps, args.layers) == (
+        "compare", "my notes.txt", "Who 'slept'?", 8, True,
+    )  # fmt: skip
+    assert [parse(m).to_json() for m in args.method[3:]] == [parse(label).to_json() for label in labels]

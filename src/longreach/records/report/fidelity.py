@@ -9,7 +9,7 @@ from longreach.records.report.blocks import Block, Cell, Figure, Text, table
 from longreach.records.report.plots import CurvePanel, MapPanel, Scale, Series, curves, maps
 from longreach.records.report.reading import Record
 from longreach.records.report.scores import numbered
-from longreach.records.report.words import finite, number, percent
+from longreach.records.report.words import finite, number, percent, seconds
 
 LEAST = 1e-7  # nats: below it rounding decides
 
@@ -21,7 +21,7 @@ def fidelity(record: Record, file: str) -> list[Block]:
               if x in results]  # fmt: skip
     rows = [_row(name, results[x]) for _, name, x in labels]
     head = ("method", "KL (nats)", "first divergence", "mean error", "largest error", "at", "bytes, prefill",
-            "bytes, decode")  # fmt: skip
+            "bytes, decode", "time to read", "per token")  # fmt: skip
     blocks: list[Block] = [table("Fidelity to dense attention", head, rows), Text(
         "KL: mean over decode steps of KL(dense || method) of next-token distributions, all methods fed dense "
         "attention's answer. first divergence: the first token, counted from 0, that the method would have chosen "
@@ -31,10 +31,10 @@ def fidelity(record: Record, file: str) -> list[Block]:
     series = [Series(x, n, x == record.dense, tuple(map(float, range(len(kl)))), kl, results[x]["first_divergence"])
               for n, _, x in labels if x != record.dense and (kl := _kl(results[x]["kl_steps"]))]  # fmt: skip
     if series:
-        panel = CurvePanel("KL(dense || method)", "decode step", "KL (nats)", tuple(series), log=True)
+        panel = CurvePanel("KL(dense || method)", "token of the answer", "KL (nats)", tuple(series), log=True)
         blocks.append(Figure(f"{file}-kl.png", curves([panel]), (
-            f"KL of next-token distributions over decode steps; X: the first token that would have been another. "
-            f"Values below {LEAST:g} are drawn there."
+            f"KL of next-token distributions over tokens of the answer; the first, 0, is the prefill's. X: the first "
+            f"token that would have been another. Values below {LEAST:g} are drawn there."
         )))  # fmt: skip
     panels, most = [], 0.0
     for _, name, x in labels:
@@ -57,6 +57,7 @@ def _row(name: str, result: dict[str, Any]) -> list[str | Cell]:
         name, number(result["kl"], 3), f"none in {result['steps']}" if diverges is None else str(diverges),
         *(_errors(error) if error else ("-", "-", "-")),
         *(percent(r["total"] if (r := result[f"{phase}_reads"]) else None) for phase in ("prefill", "decode")),
+        *(seconds(result["seconds"][part]) for part in ("read", "per_token")),
     ]  # fmt: skip
 
 
@@ -68,7 +69,7 @@ def _errors(error: dict[str, Any]) -> tuple[str, str, str]:
         return "-", "-", "-"
     # no number at all is worse than any number
     value, layer, head = max(worst, key=lambda w: (math.isnan(w[0]), w[0]))
-    return number(sum(means) / len(means), 3), number(value, 3), f"layer {layer}, head {head}"
+    return number(sum(means) / len(means), 3), number(value, 3), f"layer {layer}, head {head}" if value else "-"
 
 
 def _kl(steps: list[float | None]) -> tuple[float, ...]:

@@ -10,7 +10,7 @@ from longreach.records.report.blocks import Block, Cell, Figure, Text, table
 from longreach.records.report.plots import CurvePanel, Series, curves
 from longreach.records.report.reading import Record
 from longreach.records.report.scores import numbered
-from longreach.records.report.words import finite, number, percent
+from longreach.records.report.words import finite, number, percent, seconds
 
 PHASES = ("prefill", "decode")
 
@@ -23,10 +23,12 @@ def perplexity(record: Record, file: str) -> list[Block]:
     rows: list[list[str | Cell]] = []
     for name, label in zip(numbered(record.labels), record.labels, strict=True):
         if label in results:
-            rows.append([name, *(c for phase in PHASES for c in _cells(results[label], base, phase, label == dense))])
+            rows.append([name, *(c for phase in PHASES for c in _cells(results[label], base, phase, label == dense)),
+                         *(seconds(results[label]["seconds"][part]) for part in ("read", "per_token"))])  # fmt: skip
     head = ["method"]
     for phase in PHASES:
         head += [f"perplexity, {phase}", "nll (nats)", "over dense's", "tokens", f"bytes, {phase}"]
+    head += ["time to read", "per token"]
     files = ", ".join(f"{f['name']} ({f['tokens']} tokens)" for f in record["files"])
     blocks: list[Block] = [
         table("Perplexity", head, rows),

@@ -16,6 +16,7 @@ VERBS = {"eval": "longreach eval", "perplexity": "longreach perplexity", "fideli
 
 SHARE, COUNT = Number(0, 1), Number(0, 1 << 62)
 READS = Maybe({"total": COUNT, "keys": COUNT, "values": COUNT, "metadata": COUNT})
+SECONDS = {"read": Maybe(COUNT), "per_token": Maybe(COUNT)}
 METHOD = {"name": str}
 ABOUT = {
     "model": {"name": str, "sha256": str, "dtype": str, "parameters": int, "context": Maybe(int)},
@@ -37,14 +38,14 @@ RESULT = {
     "length_over_dense": Maybe(COUNT),
     "prefill_reads": READS,
     "decode_reads": READS,
-    "seconds": {"read": Maybe(COUNT), "per_token": Maybe(COUNT)},
+    "seconds": SECONDS,
 }
 SAMPLE = {"number": int, "tokens": int, "expected": Items(str), "facts": dict}
 TASK = {"source": str, "characters_per_token": COUNT, "samples": Items(SAMPLE, least=1), "results": Each(RESULT)}
 CURVE = Items({"start": int, "stop": int, "nll": Maybe(Number()), "tokens": int})
 NLL = {"perplexity": Maybe(Number()), "nll": Maybe(Number()), "tokens": int, "by_position": CURVE}
 PERPLEXITY = {"prefill": NLL, "decode": Maybe(NLL), "prefill_reads": READS, "decode_reads": READS,
-              "seconds": dict}  # fmt: skip
+              "seconds": SECONDS}  # fmt: skip
 HEADS = Items(Items(Maybe(Number()), least=1), least=1)
 FIDELITY = {
     "kl": Maybe(Number()),
@@ -53,7 +54,7 @@ FIDELITY = {
     "steps": int,
     "prefill_reads": READS,
     "decode_reads": READS,
-    "seconds": dict,
+    "seconds": SECONDS,
     "layer_error": Maybe({"mean": HEADS, "max": HEADS}),
 }
 LENGTH = {"config": {"length": int}}
@@ -91,8 +92,9 @@ class Record:
 
     @property
     def length(self) -> int | None:
-        """Tokens of prompt and answer, where the config says so."""
-        length = self.content["config"].get("length")
+        """Tokens of prompt and answer, or of the prompt, as the config says."""
+        config = self.content["config"]
+        length = config.get("length", config.get("prompt_tokens"))
         return length if isinstance(length, int) else None
 
 

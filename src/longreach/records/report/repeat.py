@@ -5,13 +5,21 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Sequence
+from typing import Any
 
 from longreach.records.report.blocks import Block, Code, Heading, Text
 from longreach.records.report.reading import VERBS, Record
 
+OPTIONS = {
+    "eval": ("length", "samples", "limit", "seed", "temperature", "draws", "batch", "prefill_chunk_size"),
+    "perplexity": ("length", "decode_tokens", "limit", "prefill_chunk_size"),
+    "fidelity": ("question", "steps", "prefill_chunk_size"),
+}
+DEFAULTS = {"temperature": 0.0, "draws": 1}
+
 
 def repeat(records: Sequence[Record]) -> list[Block]:
-    """For each record its configuration, and of evaluations the command."""
+    """For each record its command and configuration."""
     blocks: list[Block] = []
     for record in records:
         commit = record["commit"] or "an unknown commit"
@@ -22,28 +30,48 @@ def repeat(records: Sequence[Record]) -> list[Block]:
             f"{VERBS[record.kind]} of longreach at {commit}{dirty}, with the versions above and the model "
             f"{model['name']} whose weights hash to {model['sha256']}."
         ))  # fmt: skip
-        if record.kind == "eval":
-            blocks.append(Code(_command(record)))
+        blocks.append(Code(_command(record)))
         told = {"config": record["config"], "methods": record["methods"]}
         blocks.append(Code(json.dumps(told, indent=1)))
     return blocks
 
 
 def _command(record: Record) -> str:
+    """Places of the model, and of data sets, are the reader's to fill in."""
     config, model = record["config"], record["model"]
     folder = "mini" if model["name"] == "longreach-mini" else "DIRECTORY"
-    tasks = ",".join(dict.fromkeys(_task(name) for name in record["tasks"]))
-    words = ["longreach", "eval", "--model", folder, "--device", record["device"]["type"], "--dtype", model["dtype"],
-             "--tasks", tasks]  # fmt: skip
-    for name in ("length", "samples", "limit", "seed", "temperature", "draws", "batch", "prefill_chunk_size"):
+    words = [*VERBS[record.kind].split(), "--model", folder, "--device", record["device"]["type"], "--dtype",
+             model["dtype"], *_input(record)]  # fmt: skip
+    for name in OPTIONS[record.kind]:
         value = config.get(name)
-        default = {"temperature": 0.0, "draws": 1}.get(name)
-        if value is not None and value != default:
+        if value is not None and value != DEFAULTS.get(name):
             words += [f"--{name.replace('_', '-')}", str(value)]
-    words += ["--no-graph"] if config.get("no_graph") else []
-    methods = [w for label in record.labels for w in ("--method", label)]
-    lines = [shlex.join(words), shlex.join(methods), "--output record.json"]
-    return " \\\n    ".join(lines)
+    words += [f"--{name.replace('_', '-')}" for name in ("layers", "no_graph") if config.get(name)]
+    # labels of compare may lack options; those of eval and perplexity are what names the method
+    exact = record.kind == "fidelity"
+    methods = [w for label, m in record["methods"].items() for w in ("--method", _spec(m) if exact else label)]
+    return " \\\n    ".join([shlex.join(words), shlex.join(methods), "--output record.json"])
+
+
+def _input(record: Record) -> list[str]:
+    if record.kind == "eval":
+        return ["--tasks", ",".join(dict.fromkeys(map(_task, record["tasks"])))]
+    if record.kind == "perplexity":
+        return [word for file in record["files"] for word in ("--text", file["name"])]
+    return ["--document", str(record["config"].get("document", "FILE"))]
+
+
+def _spec(method: dict[str, Any]) -> str:
+    """A method with all its options, as --method takes it."""
+    slots = {slot: dict(method[slot]) for slot in ("prefill", "decode")}
+    names = [slots[slot].pop("name") for slot in slots]
+    settings = [f"{'prefill.' if slot == 'prefill' else ''}{option}={_value(value)}"
+                for slot in ("decode", "prefill") for option, value in slots[slot].items()]  # fmt: skip
+    return " ".join([names[1] if names[0] == "dense" else "/".join(names), *settings])
+
+
+def _value(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
 
 
 def _task(name: str) -> str:
