@@ -86,9 +86,10 @@ def run(args: argparse.Namespace) -> int:
     out.print(
         f"{len(task.prompt)} tokens of prompt; each method is fed dense attention's own answer, token by token.\n"
     )
+    width = max(18, *(min(40, len(_decode_of(spec.label))) for spec in task.specs))
     shares = [Column(title, 7, wide=True) for title in ("K", "V", "meta")]
-    table = Table(out, [Column("decode", 18, left=True), Column("KL", 9), Column("diverges at", 12), Column("bytes", 7),
-                        *shares, Column("1st tok", 7), Column("per tok", 7)])  # fmt: skip
+    table = Table(out, [Column("decode", width, left=True), Column("KL", 9), Column("diverges at", 12),
+                        Column("bytes", 7), *shares, Column("1st tok", 7), Column("per tok", 7)])  # fmt: skip
     table.header()
     prefill, steps, comparisons = "", 0, []
     for c in found:
@@ -114,8 +115,8 @@ def run(args: argparse.Namespace) -> int:
 def _show_layers(out: Any, comparisons: list[Comparison]) -> None:
     """For each method the layers' errors, mean over heads and the worst head's."""
     for c in comparisons:
-        if c.layer_error is None:
-            continue
+        if c.layer_error is None or not any(map(any, c.layer_error["max"])):
+            continue  # not asked for, or none, as dense has
         out.print(f"\nerror of {c.label}, |o - o_dense| / |o_dense| on the same hidden states, by layer:")
         table = Table(out, [Column("layer", 6), Column("mean", 10), Column("worst head", 11), Column("its mean", 10),
                             Column("its max", 10)])  # fmt: skip
@@ -155,4 +156,9 @@ def _cells(c: Comparison) -> list[str]:
     r = c.decode_reads
     shares = [percent(x) for x in (r.total, r.keys, r.values, r.metadata)] if r else ["-"] * 4
     first, token = duration(c.read_seconds), duration(c.seconds_per_token)
-    return [c.label.rpartition("/")[2], f"{c.kl:.2g}", diverges, *shares, first, token]
+    return [_decode_of(c.label), f"{c.kl:.2g}", diverges, *shares, first, token]
+
+
+def _decode_of(label: str) -> str:
+    """A label without its prefill method, which stands above."""
+    return label.rpartition("/")[2]
