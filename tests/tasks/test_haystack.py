@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from importlib.resources import files
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -57,5 +58,41 @@ def test_different_seeds_give_different_text() -> None:
 
 
 def test_no_room_is_an_error() -> None:
-    with pytest.raises(InvalidInput, match="no room for 1 facts"):
+    with pytest.raises(
+        InvalidInput, match=r"60 tokens has no room for 1 facts; ask for a longer one, \d+ tokens or more"
+    ):
         haystack.document(Random(0), [(0.5, "word " * 50)], 60, words)
+
+
+@pytest.mark.parametrize("intro", ["", "Read this."])
+@pytest.mark.parametrize("seed", range(20))
+def test_a_text_has_real_words_or_there_is_none(seed: int, intro: str) -> None:
+    for room in range(20, 100, 3):  # whatever of the first sentences fits
+        try:
+            text = haystack.document(Random(seed), [(0.5, "Here it is.")], room, words, intro, what="x", beside=7)
+        except InvalidInput as error:
+            least = int(str(error).split("at least ")[1].split()[0]) - 7
+            assert str(error).startswith("x takes") and f"{room + 7} are there" in str(error) and least > room
+            assert "Here" in haystack.document(Random(seed), [(0.5, "Here it is.")], least, words, intro)
+        else:
+            assert words(text) <= room and words(text) > words(f"{intro} Here it is.")
+            assert words(text) >= 0.8 * room - 6  # a token more than its words is set aside for each sentence
+
+
+def test_a_text_of_ones_own(tmp_path: Path) -> None:
+    path = tmp_path / "own.txt"
+    path.write_text("One camel\n went by. Then another.\n\n \n\nA third camel came.\n")
+    assert haystack.read(path) == ("One camel went by. Then another.", "A third camel came.")
+    text = haystack.document(Random(1), [(0.5, "A needle.")], 200, words, essay=path)
+    assert set(text.replace("A needle.", "").split()) == set("One camel went by. Then another. A third came.".split())
+    assert text.count("A needle.") == 1 and 170 < words(text) <= 200
+    assert haystack.named("RULER", None) == "RULER" and haystack.named("RULER", path) == "RULER; haystack own.txt"
+
+
+def test_a_text_that_is_none(tmp_path: Path) -> None:
+    empty, binary = tmp_path / "empty", tmp_path / "binary"
+    empty.write_text(" \n\n ")
+    binary.write_bytes(b"\xff\xfe")
+    for path, message in ((empty, "is empty"), (binary, "is not UTF-8"), (tmp_path / "none", "cannot read .*none")):
+        with pytest.raises(InvalidInput, match=message):
+            haystack.read(path)

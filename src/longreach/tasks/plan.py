@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 
+from longreach.errors import InvalidInput
 from longreach.tasks import haystack
 from longreach.tasks.base import Count, Sample
 from longreach.tasks.ruler.text import plain_words
@@ -24,12 +26,23 @@ class Plan:
     """`items` numbered words to be written out in order; the score is the finish rate, the share that was.
 
     The plan stands at a random depth of real text, so that it has to be looked up again and again.
+    essay: a text file to take instead of the text that is shipped.
     """
 
     items: int = 20
     name: str = "plan"
+    essay: Path | None = None
 
-    source = "longreach: finish rate of a numbered plan, after LongGenBench (Wu et al., 2024)"
+    def __post_init__(self) -> None:
+        most = len(plain_words())
+        if not 2 <= self.items <= most:
+            raise InvalidInput(f"{self.name}: expected 2 to {most} items, got {self.items}")
+
+    @property
+    def source(self) -> str:
+        return haystack.named(
+            "longreach: finish rate of a numbered plan, after LongGenBench (Wu et al., 2024)", self.essay
+        )
 
     @property
     def max_new_tokens(self) -> int:
@@ -40,8 +53,10 @@ class Plan:
         plan = " ".join([INTRO.format(items=self.items), *(f"{i}. {w}." for i, w in enumerate(words, 1))])
         question, begun = ASKED.format(items=self.items), BEGUN.format(first=words[0])
         depth = random.random()
-        left = room - count(f"\n\n{question} {begun}")
-        context = haystack.document(random, [(depth, plan)], left, count)
+        beside = count(f"\n\n{question} {begun}")
+        context = haystack.document(
+            random, [(depth, plan)], room - beside, count, essay=self.essay, what=self.name, beside=beside
+        )
         return Sample(context, question, begun, tuple(words), {"depth": depth, "items": self.items})
 
     def score(self, answer: str, sample: Sample) -> float:

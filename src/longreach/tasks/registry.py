@@ -1,43 +1,62 @@
-"""Which tasks there are, by name, and what users write to choose among them."""
+"""Which tasks there are, by name, and what users write to choose among them. Strings, so that listing loads none."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from longreach.errors import InvalidInput, UnknownName
-from longreach.tasks import longbench
 from longreach.tasks.base import Task
-from longreach.tasks.plan import Plan
-from longreach.tasks.ruler.common_words import CommonWords
-from longreach.tasks.ruler.frequent_words import FrequentWords
-from longreach.tasks.ruler.niah import MULTI, SINGLE
-from longreach.tasks.ruler.questions import hotpot, squad, synthetic
-from longreach.tasks.ruler.tracing import Tracing
-from longreach.tasks.sweep import Sweep
 
-TASKS: dict[str, Callable[[], Task]] = {
-    **{task.name: partial(replace, task) for task in (*SINGLE, *MULTI)},
-    "vt": Tracing,
-    "cwe": CommonWords,
-    "fwe": FrequentWords,
-    "qa_synthetic_1": partial(synthetic, 1),
-    "qa_synthetic_2": partial(synthetic, 2),
-    "needle_sweep": Sweep,
-    "plan": Plan,
+NEEDLES = (
+    "niah_single_1",
+    "niah_single_2",
+    "niah_single_3",
+    "niah_multikey_1",
+    "niah_multikey_2",
+    "niah_multikey_3",
+    "niah_multivalue",
+    "niah_multiquery",
+)
+TASKS = {  # what makes a task, called with its name
+    **dict.fromkeys(NEEDLES, "longreach.tasks.ruler.niah:niah"),
+    "vt": "longreach.tasks.ruler.tracing:Tracing",
+    "cwe": "longreach.tasks.ruler.common_words:CommonWords",
+    "fwe": "longreach.tasks.ruler.frequent_words:FrequentWords",
+    "qa_synthetic_1": "longreach.tasks.ruler.invented:questions",
+    "qa_synthetic_2": "longreach.tasks.ruler.invented:questions",
+    "needle_sweep": "longreach.tasks.sweep:Sweep",
+    "plan": "longreach.tasks.plan:Plan",
 }
-FILES: dict[str, Callable[[Path], Sequence[Task]]] = {
-    "qa_1": lambda path: [squad(path)],
-    "qa_2": lambda path: [hotpot(path)],
-    "longbench": longbench.tasks,
-    "longbench_v2": partial(longbench.tasks, version=2),
+FILES = {  # what reads a task, or several, from a data set
+    "qa_1": "longreach.tasks.ruler.datasets:squad",
+    "qa_2": "longreach.tasks.ruler.datasets:hotpot",
+    "longbench": "longreach.tasks.longbench.v1:read",
+    "longbench_v2": "longreach.tasks.longbench.v2:read",
 }
 STAND_INS = {"qa_1": "qa_synthetic_1", "qa_2": "qa_synthetic_2"}
-NEEDLES = tuple(task.name for task in (*SINGLE, *MULTI))
 RULER = (*NEEDLES, "vt", "cwe", "fwe")
 GROUPS = {"needles": NEEDLES, "ruler": RULER, "all": (*RULER, "qa_synthetic_1", "qa_synthetic_2", "plan")}
+
+
+def task(name: str) -> Task:
+    """The task of that name. Raises UnknownName, or InvalidInput for a data set, which takes its file."""
+    if name in FILES:
+        instead = f", or take {STAND_INS[name]}" if name in STAND_INS else ""
+        raise InvalidInput(f"{name} is a data set: give its file, {name}=PATH{instead}")
+    if name not in TASKS:
+        raise UnknownName("task", name, (*TASKS, *FILES, *GROUPS))
+    made: Task = _loaded(TASKS[name])(name=name)
+    return made
+
+
+def read(dataset: str, path: Path) -> list[Task]:
+    """The tasks that a data set's file holds. Raises UnknownName, or InvalidInput for what is not the official file."""
+    if dataset not in FILES:
+        raise UnknownName("data set", dataset, FILES)
+    found = _loaded(FILES[dataset])(path)
+    return found if isinstance(found, list) else [found]
 
 
 def choose(text: str) -> list[Task]:
@@ -52,18 +71,16 @@ def choose(text: str) -> list[Task]:
         raise InvalidInput(f"no tasks; name some of {', '.join((*TASKS, *GROUPS))}")
     for name in names:
         dataset, equals, path = name.partition("=")
-        if equals and dataset in FILES:
-            found |= {task.name: task for task in FILES[dataset](Path(path))}
-        elif name in FILES:
-            instead = f", or take {STAND_INS[name]}" if name in STAND_INS else ""
-            raise InvalidInput(f"{name} is a data set: give its file, {name}=PATH{instead}")
-        elif name in GROUPS:
-            found |= {n: TASKS[n]() for n in GROUPS[name] if n not in found}
-        elif name in TASKS:
-            found[name] = TASKS[name]()
+        if equals:
+            found |= {one.name: one for one in read(dataset, Path(path))}
         else:
-            raise UnknownName("task", name, (*TASKS, *FILES, *GROUPS))
+            found |= {n: task(n) for n in GROUPS.get(name, (name,)) if n not in found}
     for dataset, instead in STAND_INS.items():
         if dataset in found and instead not in names:
             found.pop(instead, None)
     return list(found.values())
+
+
+def _loaded(place: str) -> Any:
+    module, _, attribute = place.partition(":")
+    return getattr(import_module(module), attribute)

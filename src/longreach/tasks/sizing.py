@@ -10,23 +10,32 @@ FULL = 0.9
 CLOSE = 0.01  # of the room: nearer than that, one more try costs more than it gains
 
 
-def largest(tokens_of: Callable[[int], int], room: int, what: str, least: int = 1, most: int = 1 << 30) -> int:
+def too_short(what: str, least: int, room: int) -> InvalidInput:
+    """The error of a task that takes `least` tokens of prompt where there are `room`."""
+    return InvalidInput(
+        f"{what} takes at least {least} tokens of prompt and {room} are there; ask for a longer --length"
+    )
+
+
+def largest(
+    tokens_of: Callable[[int], int], room: int, what: str, least: int = 1, most: int = 1 << 30, beside: int = 0
+) -> int:
     """The largest size in [least, most] whose text takes at most `room` tokens, or one within CLOSE of it.
 
     tokens_of: tokens of the text of a size, growing with it (nearly linearly, or more tries are needed).
+    beside: tokens that were taken from the room before, for messages to name the whole.
     Raises InvalidInput, naming `what`, where the least does not fit, or the most leaves over a tenth empty.
     """
     low, low_tokens = least, tokens_of(least)
     if low_tokens > room:
-        raise InvalidInput(
-            f"{what} takes at least {low_tokens} tokens of prompt and {room} are there; ask for a longer --length"
-        )
+        raise too_short(what, low_tokens + beside, room + beside)
     high, high_tokens = low, low_tokens
     while high_tokens <= room:  # until it no longer fits
         low, low_tokens = high, high_tokens
         if low == most:
             if low_tokens < FULL * room:
-                raise InvalidInput(f"{what} fills at most {low_tokens} of {room} tokens; ask for a shorter --length")
+                filled = f"{low_tokens + beside} of {room + beside} tokens of prompt"
+                raise InvalidInput(f"{what} fills at most {filled}; ask for a shorter --length")
             return low
         slope = max(high_tokens / max(high, 1), 1e-3)
         high = min(most, max(high + 1, min(8 * high, round(1.02 * room / slope))))

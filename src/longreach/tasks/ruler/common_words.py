@@ -42,8 +42,8 @@ class CommonWords:
         def text(size: int) -> str:
             return f"{example}\n\n{self._list(Random(seed), mine[: self.common + size], self.often, self.seldom)}"
 
-        left = room - count(f"\n\n{question} {begun}")
-        size = largest(lambda size: count(text(size)), left, self.name, most=len(mine) - self.common)
+        beside, most = count(f"\n\n{question} {begun}"), len(mine) - self.common
+        size = largest(lambda size: count(text(size)), room - beside, self.name, most=most, beside=beside)
         return Sample(text(size), question, begun, tuple(mine[: self.common]), {"others": size})
 
     def score(self, answer: str, sample: Sample) -> float:

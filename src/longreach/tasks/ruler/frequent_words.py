@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from random import Random
 from string import ascii_lowercase
 
@@ -20,6 +21,7 @@ ASKED = (
 )
 BEGUN = "Answer: According to the coded text above, the three most frequently appeared words are:"
 DOTS = "...."
+LEAST = 60  # words: of fewer, the third is no clear one
 
 
 @dataclass(frozen=True)
@@ -43,10 +45,8 @@ class FrequentWords:
             Random(seed).shuffle(words)
             return f"{INTRO}\n{' '.join(words)}"
 
-        left = room - count(f"\n\n{ASKED} {BEGUN}")
-        size = largest(
-            lambda size: count(text(size)), left, self.name, least=60
-        )  # fewer, and the third is no clear one
+        beside = count(f"\n\n{ASKED} {BEGUN}")
+        size = largest(lambda size: count(text(size)), room - beside, self.name, LEAST, beside=beside)
         return Sample(text(size), ASKED, BEGUN, tuple(codes[:3]), {"words": size, "times": self.times(size, 4)[1:]})
 
     def score(self, answer: str, sample: Sample) -> float:
@@ -54,5 +54,9 @@ class FrequentWords:
 
     def times(self, total: int, words: int) -> list[int]:
         """How often the first `words` words come in a text of `total`."""
-        zeta = sum(k**-self.alpha for k in range(1, 100_000))
-        return [int(total * k**-self.alpha / zeta) for k in range(1, words + 1)]
+        return [int(total * k**-self.alpha / _zeta(self.alpha)) for k in range(1, words + 1)]
+
+
+@cache
+def _zeta(alpha: float) -> float:
+    return sum(k**-alpha for k in range(1, 100_000))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Set
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
 from random import Random
 from typing import Literal
 from uuid import UUID
@@ -25,6 +28,7 @@ class Niah:
     """haystack: noise (five sentences again and again), essay (real text) or needles (others of the same kind).
 
     keys: needles with keys of their own, of which `queries` are asked for; values: needles of each key.
+    essay: a text file to take instead of the text that is shipped.
     """
 
     name: str
@@ -34,39 +38,49 @@ class Niah:
     keys: int = 1
     values: int = 1
     queries: int = 1
+    essay: Path | None = None
 
-    source = SOURCE
     max_new_tokens = 128
+
+    @property
+    def source(self) -> str:
+        return haystack.named(SOURCE, self.essay)
 
     def sample(self, random: Random, room: int, count: Count) -> Sample:
         """facts: depths of the needles that are asked for."""
         keys = distinct(random, self.key, self.keys)
-        needles = [(key, draw(random, self.value)) for key in keys for _ in range(self.values)]
+        values = iter(distinct(random, self.value, self.keys * self.values))
+        needles = [(key, next(values)) for key in keys for _ in range(self.values)]
         placed = [(random.random(), _needle(self, *needle)) for needle in needles]
         asked = keys[: self.queries]
         answers = tuple(value for key, value in needles if key in asked)
         several = len(answers) > 1
-        fill = {"attribute": self._attribute, "key": enumeration(asked)}
+        fill = {"attribute": self.value, "key": enumeration(asked)}
         question = (ASKED_ALL if several else ASKED).format(**fill)
         begun = (BEGUN_ALL if several else BEGUN).format(**fill)
         depths = [depth for (depth, _), (key, _) in zip(placed, needles, strict=True) if key in asked]
-        left = room - count(f"\n\n{question} {begun}")
-        context = self._context(random, placed, left, count, {*keys})
+        beside = count(f"\n\n{question} {begun}")
+        context = self._context(random, placed, room - beside, beside, count, needles)
         return Sample(context, question, begun, answers, {"depths": depths, "keys": asked})
 
     def score(self, answer: str, sample: Sample) -> float:
         return all_of(answer, sample.answers)
 
-    @property
-    def _attribute(self) -> str:
-        return self.value
-
     def _context(
-        self, random: Random, placed: list[tuple[float, str]], room: int, count: Count, taken: set[str]
+        self,
+        random: Random,
+        placed: list[tuple[float, str]],
+        room: int,
+        beside: int,
+        count: Count,
+        needles: list[tuple[str, str]],
     ) -> str:
-        intro = INTRO.format(attribute=self._attribute)
+        intro = INTRO.format(attribute=self.value)
         if self.haystack == "essay":
-            return haystack.document(random, placed, room, count, intro)
+            return haystack.document(
+                random, placed, room, count, intro, essay=self.essay, what=self.name, beside=beside
+            )
+        keys, values = {key for key, _ in needles}, {value for _, value in needles}
         seed = random.getrandbits(64)
 
         def text(size: int) -> str:
@@ -74,34 +88,42 @@ class Niah:
                 lines = [NOISE] * size
             else:
                 again = Random(seed)
-                others = distinct(again, self.key, size, taken)
-                lines = [_needle(self, key, draw(again, self.value)) for key in others]
+                others = distinct(again, self.key, size, keys)
+                lines = [_needle(self, key, draw(again, self.value, values)) for key in others]
             return "\n".join([intro, *hidden(lines, placed)])
 
         most = MOST_WORDS if self.haystack == "needles" and self.key == "word" else 1 << 30
-        return text(largest(lambda size: count(text(size)), room, self.name, most=most))
+        return text(largest(lambda size: count(text(size)), room, self.name, most=most, beside=beside))
 
 
 def _needle(task: Niah, key: str, value: str) -> str:
     return NEEDLE.format(attribute=task.value, key=key, value=value)
 
 
-def draw(random: Random, kind: Kind) -> str:
-    """A word (adjective and noun, of the evaluation's halves), a number of seven digits, or a UUID."""
-    if kind == "number":
-        return digits(random, 7)
-    if kind == "uuid":
-        return str(UUID(int=random.getrandbits(128), version=4))
-    return f"{random.choice(half(ADJECTIVES, True))} {random.choice(half(NOUNS, True))}"
+@cache
+def _halves() -> tuple[list[str], list[str]]:
+    return half(ADJECTIVES, True), half(NOUNS, True)
 
 
-def distinct(random: Random, kind: Kind, number: int, taken: set[str] = frozenset()) -> list[str]:  # type: ignore[assignment]
+def draw(random: Random, kind: Kind, taken: Set[str] = frozenset()) -> str:
+    """A word (adjective and noun, of the evaluation's halves), a number of seven digits, or a UUID; none of `taken`."""
+    while True:
+        if kind == "number":
+            one = digits(random, 7)
+        elif kind == "uuid":
+            one = str(UUID(int=random.getrandbits(128), version=4))
+        else:
+            adjectives, nouns = _halves()
+            one = f"{random.choice(adjectives)} {random.choice(nouns)}"
+        if one not in taken:
+            return one
+
+
+def distinct(random: Random, kind: Kind, number: int, taken: Set[str] = frozenset()) -> list[str]:
     """So many different ones, none of `taken`."""
     found: dict[str, None] = {}
     while len(found) < number:
-        one = draw(random, kind)
-        if one not in taken:
-            found[one] = None
+        found[draw(random, kind, taken)] = None
     return list(found)
 
 
@@ -117,3 +139,8 @@ MULTI = (
     Niah("niah_multivalue", "essay", values=4),
     Niah("niah_multiquery", "essay", keys=4, queries=4),
 )
+
+
+def niah(name: str, essay: Path | None = None) -> Niah:
+    """The task of that name, one of SINGLE or MULTI."""
+    return next(replace(task, essay=essay) for task in (*SINGLE, *MULTI) if task.name == name)

@@ -32,11 +32,13 @@ class Tracing:
     def sample(self, random: Random, room: int, count: Count) -> Sample:
         names = _names(random, 2 * (self.hops + 1))
         shown, mine = names[: self.hops + 1], names[self.hops + 1 :]
-        example = "{}\n\n{} {} {}".format(*self._part(random, shown, EXAMPLE_LINES), " ".join(shown))
+        used = _value(random)
+        example = "{}\n\n{} {} {}".format(*self._part(random, shown, used, EXAMPLE_LINES), " ".join(shown))
         seed = random.getrandbits(64)
 
         def parts(size: int) -> tuple[str, str, str]:
-            return self._part(Random(seed), mine, size)
+            again = Random(seed)
+            return self._part(again, mine, _value(again, used), size)
 
         def tokens(size: int) -> int:
             context, question, begun = parts(size)
@@ -48,15 +50,21 @@ class Tracing:
     def score(self, answer: str, sample: Sample) -> float:
         return all_of(answer, sample.answers)
 
-    def _part(self, random: Random, names: list[str], size: int) -> tuple[str, str, str]:
+    def _part(self, random: Random, names: list[str], value: str, size: int) -> tuple[str, str, str]:
         """(text with the chain, question, beginning of the answer)."""
-        value = str(random.randrange(10000, 100000))
         held = [value, *(f"VAR {name}" for name in names)]
         depths = sorted(random.random() for _ in names)
         chain = [(depth, f"VAR {name} = {of}") for depth, name, of in zip(depths, names, held)]
         text = "\n".join([INTRO, "", *hidden([NOISE] * size, chain)])
         fill = {"value": value, "number": len(names)}
         return text, ASKED.format(**fill), BEGUN.format(**fill)
+
+
+def _value(random: Random, used: str = "") -> str:
+    """Five digits, not those that are used."""
+    while (value := str(random.randrange(10000, 100000))) == used:
+        continue
+    return value
 
 
 def _names(random: Random, number: int) -> list[str]:
