@@ -11,6 +11,7 @@ from longreach.evals.evaluate import Evaluation
 from longreach.evals.methods import DENSE
 from longreach.evals.reads import Reads
 from longreach.records import wilson
+from longreach.tasks.base import Grouped
 
 
 def tasks_entry(evaluation: Evaluation, parts: dict[str, Any]) -> dict[str, Any]:
@@ -22,12 +23,16 @@ def tasks_entry(evaluation: Evaluation, parts: dict[str, Any]) -> dict[str, Any]
         mine = [entry for key, part in parts.items() if key.split("|")[1] == name for entry in part]
         by_label = {label: [e for e in mine if e["label"] == label] for label in labels}
         dense = {(a["number"], a["draw"]): a for e in by_label[DENSE] for a in e["answers"]}
+        results = {label: result(by_label[label], None if label == DENSE else dense) for label in labels}
+        if isinstance(task, Grouped) and task.by:
+            for one in results.values():
+                one["by"] = {fact: by_fact(fact, asked, one["answers"]) for fact in task.by}
         found[name] = {
             "source": task.source,
             "max_new_tokens": task.max_new_tokens,
             "characters_per_token": sum(a["characters"] for a in asked) / sum(a["tokens"] for a in asked),
             "samples": asked,
-            "results": {label: result(by_label[label], None if label == DENSE else dense) for label in labels},
+            "results": results,
         }
     return found
 
@@ -41,19 +46,18 @@ def result(entries: Sequence[dict[str, Any]], dense: dict[tuple[int, int], dict[
         ids = a["ids"]
         apart = None if other is None or a["error"] or other["error"] else diverges_at(ids, other["ids"])
         answers.append({**{k: v for k, v in a.items() if k != "ids"}, "diverges_at": apart})
-    numbers = sorted({a["number"] for a in answers})
-    # draws of one prompt are not independent: their mean is the prompt's score (mean pass@1), prompts are counted
-    each = [_mean([a["score"] for a in answers if a["number"] == n]) for n in numbers]
-    score = _mean(each)
+    score, interval, _ = scored(answers)
     length = None
-    if dense is not None:
-        theirs = sum(a["tokens"] for a in dense.values())
-        length = sum(a["tokens"] for a in answers) / theirs if theirs else None
+    if dense is not None:  # an answer that failed has no length
+        pairs = [(a, dense[a["number"], a["draw"]]) for a in answers]
+        whole = [(a["tokens"], other["tokens"]) for a, other in pairs if not (a["error"] or other["error"])]
+        theirs = sum(tokens for _, tokens in whole)
+        length = sum(tokens for tokens, _ in whole) / theirs if theirs else None
     times = [e["seconds"] for e in entries if e["seconds"]]
     steps = sum(t["steps"] for t in times)
     return {
         "score": score,
-        "interval_95": list(wilson(score * len(each), len(each))),
+        "interval_95": interval,
         "failed": sum(a["error"] is not None for a in answers),
         "answers": answers,
         "length_over_dense": length,
@@ -65,6 +69,30 @@ def result(entries: Sequence[dict[str, Any]], dense: dict[tuple[int, int], dict[
             "per_token": sum(t["decode"] for t in times) / steps if steps else None,
         },
     }
+
+
+def scored(answers: Sequence[dict[str, Any]]) -> tuple[float, list[float], int]:
+    """(mean score, its 95% interval, prompts) of answers.
+
+    Draws of one prompt are not independent: their mean is the prompt's score (mean pass@1), and prompts are counted.
+    """
+    draws: dict[int, list[float]] = {}
+    for a in answers:
+        draws.setdefault(a["number"], []).append(a["score"])
+    score = _mean([_mean(scores) for scores in draws.values()])
+    return score, list(wilson(score * len(draws), len(draws))), len(draws)
+
+
+def by_fact(fact: str, asked: Sequence[dict[str, Any]], answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """{value of a fact: score, interval_95 and number of the samples with it}."""
+    numbers: dict[str, set[int]] = {}
+    for a in asked:
+        numbers.setdefault(str(a["facts"][fact]), set()).add(a["number"])
+    found = {}
+    for value, mine in numbers.items():
+        score, interval, samples = scored([a for a in answers if a["number"] in mine])
+        found[value] = {"score": score, "interval_95": interval, "samples": samples}
+    return found
 
 
 def diverges_at(ids: Sequence[int], other: Sequence[int]) -> int | None:

@@ -77,6 +77,14 @@ class Given(Protocol):
     def fit(self, sample: Sample, room: int, count: Count, cut: Callable[[str, int], str]) -> Sample: ...
 
 
+@runtime_checkable
+class Grouped(Protocol):
+    """A task whose scores are told apart by facts of its samples: `by` names them ("difficulty", say)."""
+
+    @property
+    def by(self) -> tuple[str, ...]: ...
+
+
 def all_of(answer: str, expected: Sequence[str]) -> float:
     """The share of expected texts that occur in the answer, whatever their case (RULER's string_match_all)."""
     return sum(text.lower() in answer.lower() for text in expected) / len(expected)

@@ -55,6 +55,17 @@ def test_sums_and_means_leave_out_what_is_not_there() -> None:
     assert summary(group.rows[:1], label, "dense").decode is None and summary(group.rows, "dense", "dense").same is None
 
 
+def test_answers_that_dense_failed_are_neither_the_same_nor_apart() -> None:
+    label = "streaming_llm window=0.1"
+    failed = answer(0, 0.0, error="OutOfMemory: no room")
+    results = {"dense": result("dense", [failed, answer(1, 1.0), answer(2, 1.0)]),
+               label: result(label, [answer(0, 1.0), answer(1, 1.0, diverges_at=3), answer(2, 1.0)])}  # fmt: skip
+    content = evaluation({"vt": task(results)}, methods={k: factory.METHODS[k] for k in results})
+    (group,) = groups([record_of(content)])
+    assert [a["number"] for a in group.rows[0].beside(label, "dense")] == [1, 2]
+    assert summary(group.rows, label, "dense").same == 0.5
+
+
 def test_only_intervals_that_do_not_overlap_say_something() -> None:
     assert compared([0.1, 0.4], [0.5, 0.9]) == "worse" and compared([0.6, 0.9], [0.1, 0.5]) == "better"
     assert compared([0.1, 0.5], [0.5, 0.9]) == "" == compared([0.2, 0.8], [0.3, 0.4])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from longreach.records.report.schema import Each, Items, Maybe, Mismatch, Number, check
+from longreach.records.report.schema import Each, Items, Maybe, Mismatch, Number, Perhaps, check
 
 
 @pytest.mark.parametrize(
@@ -14,7 +14,8 @@ from longreach.records.report.schema import Each, Items, Maybe, Mismatch, Number
     [
         (1, int), ("a", str), (True, bool), ({}, dict), ([], Items(int)), (None, Maybe(int)), (3, Maybe(int)),
         (float("nan"), Number()), (float("inf"), Number()), (0, Number(0, 1)), (1.0, Number(0, 1)), ({}, Each(int)),
-        ({"a": 1, "more": []}, {"a": int}), ([[1.5]], Items(Items(Number()))),
+        ({"a": 1, "more": []}, {"a": int}), ({}, {"a": Perhaps(int)}), ({"a": 1}, {"a": Perhaps(int)}),
+        ([[1.5]], Items(Items(Number()))),
     ],
 )  # fmt: skip
 def test_what_fits(value: Any, shape: Any) -> None:

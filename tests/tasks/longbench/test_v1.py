@@ -55,6 +55,16 @@ def test_one_file_may_hold_several_data_sets(tmp_path: Path) -> None:
     assert [(t.name, len(t.fixed)) for t in longbench.tasks(path)] == [("longbench_qasper", 2), ("longbench_trec", 1)]
 
 
+def test_longbench_e_is_told_apart_by_length(tmp_path: Path) -> None:
+    lengths = [3999, 4000, 7999, 8000]
+    path = write_lines(tmp_path / "qasper_e.jsonl", *(entry("qasper", _id=f"{n}", length=n) for n in lengths))
+    (task,) = longbench.tasks(path)
+    assert task.by == ("length_range",)
+    assert [s.facts["length_range"] for s in task.fixed] == ["0-4k", "4-8k", "4-8k", "8k+"]
+    (whole,) = longbench.tasks(write_lines(tmp_path / "qasper.jsonl", entry("qasper")))
+    assert whole.by == ()
+
+
 def test_a_folder_is_read_file_by_file(tmp_path: Path) -> None:
     write_lines(tmp_path / "qasper.jsonl", entry("qasper"))
     write_lines(tmp_path / "qasper_e.jsonl", entry("qasper"))

@@ -31,6 +31,7 @@ def test_lists_and_lines_are_read_alike(tmp_path: Path, indent: int | None) -> N
     }
     assert "A text with {braces}." in first.context
     assert "Which {one}?\nChoices:\n(A) first\n(B) second\n(C) third\n(D) fourth" in first.question
+    assert listed.by == ("difficulty", "length")  # as the official results are told apart
     assert (first.answers, second.answers) == (("C",), ("A",))
     assert [listed.score("The correct answer is (C).", s) for s in listed.fixed] == [1.0, 0.0]
 

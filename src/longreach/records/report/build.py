@@ -9,6 +9,7 @@ from longreach.records.report.blocks import Block, Heading, Text
 from longreach.records.report.depth import depths
 from longreach.records.report.fidelity import fidelity
 from longreach.records.report.header import header
+from longreach.records.report.parts import parts
 from longreach.records.report.perplexity import perplexity
 from longreach.records.report.reading import Record
 from longreach.records.report.repeat import repeat
@@ -29,7 +30,7 @@ def build(records: Sequence[Record]) -> list[Block]:
         if len(evaluations) > 1:
             blocks.append(Text(f"From {', '.join(names)}. Records stand in one table where "
                                f"model, methods, seed and way of drawing are the same."))  # fmt: skip
-        blocks += [*scores(group, file), *depths(group, file)]
+        blocks += [*scores(group, file), *parts(group), *depths(group, file)]
     for kind, title, section in (("perplexity", "Perplexity", perplexity), ("fidelity", "Fidelity", fidelity)):
         chosen = [r for r in records if r.kind == kind]
         for number, record in enumerate(chosen, 1):

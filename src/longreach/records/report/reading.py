@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from longreach.errors import InvalidInput
-from longreach.records.report.schema import Each, Items, Maybe, Mismatch, Number, check
+from longreach.records.report.schema import Each, Items, Maybe, Mismatch, Number, Perhaps, check
 
 FORMAT = 1
 VERBS = {"eval": "longreach eval", "perplexity": "longreach perplexity", "fidelity": "longreach compare"}
@@ -30,6 +30,7 @@ ABOUT = {
 }
 ANSWER = {"number": int, "draw": int, "text": str, "score": SHARE, "tokens": int, "diverges_at": Maybe(int),
           "error": Maybe(str)}  # fmt: skip
+PART = {"score": SHARE, "interval_95": Items(SHARE, exactly=2), "samples": int}
 RESULT = {
     "score": SHARE,
     "interval_95": Items(SHARE, exactly=2),
@@ -39,6 +40,7 @@ RESULT = {
     "prefill_reads": READS,
     "decode_reads": READS,
     "seconds": SECONDS,
+    "by": Perhaps(Each(Each(PART))),
 }
 SAMPLE = {"number": int, "tokens": int, "expected": Items(str), "facts": dict}
 TASK = {"source": str, "characters_per_token": COUNT, "samples": Items(SAMPLE, least=1), "results": Each(RESULT)}

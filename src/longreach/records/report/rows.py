@@ -35,6 +35,13 @@ class Row:
     def result(self, label: str) -> dict[str, Any]:
         return dict(self.entry["results"][label])
 
+    def beside(self, label: str, dense: str | None) -> list[dict[str, Any]]:
+        """Answers that did not fail, nor dense's to the same prompt: those of which `diverges_at` tells."""
+        others = self.result(dense)["answers"] if dense is not None else []
+        failed = {(a["number"], a["draw"]) for a in others if a["error"] is not None}
+        mine = self.result(label)["answers"]
+        return [a for a in mine if a["error"] is None and (a["number"], a["draw"]) not in failed]
+
     def mark(self, label: str, dense: str | None) -> Mark:
         """How a method's score compares with dense's: only intervals that do not overlap say something."""
         if dense is None or label == dense:
@@ -115,7 +122,7 @@ def summary(rows: Sequence[Row], label: str, dense: str | None) -> Summary:
     # as many samples as give the mean over tasks its variance: each task's variance counts by its share squared
     samples = len(rows) ** 2 / sum(1 / len(row.entry["samples"]) for row in rows)
     answers = [a for r in results for a in r["answers"]]
-    clean = [a for a in answers if a["error"] is None]
+    clean = [a for row in rows for a in row.beside(label, dense)]
     same = sum(a["diverges_at"] is None for a in clean) / len(clean) if clean and label != dense else None
     return Summary(
         label=label,

@@ -23,6 +23,13 @@ class Maybe:
 
 
 @dataclass(frozen=True)
+class Perhaps:
+    """A shape of a field that need not be there."""
+
+    shape: Shape
+
+
+@dataclass(frozen=True)
 class Each:
     """An object whose values all have this shape, and how many there must be at least."""
 
@@ -61,6 +68,10 @@ def check(value: Any, shape: Shape, where: str = "") -> None:
     elif isinstance(shape, Mapping):
         _require(isinstance(value, dict), where, "an object", value)
         for name, inner in shape.items():
+            if isinstance(inner, Perhaps):
+                if name in value:
+                    check(value[name], inner.shape, _join(where, name))
+                continue
             if name not in value:
                 raise Mismatch(f"{_join(where, name)} is missing")
             check(value[name], inner, _join(where, name))

@@ -158,7 +158,7 @@ def _same_for(group: Group, file: str) -> list[Block]:
         return []
     panels = []
     for length in group.lengths:
-        apart = {label: _apart(group.at(length), label) for label in group.labels if label != group.dense}
+        apart = {label: _apart(group.at(length), label, group.dense) for label in group.labels if label != group.dense}
         last = max((n for found in apart.values() for n in found if n is not None), default=None)
         if last is None:
             continue
@@ -178,6 +178,5 @@ def _same_for(group: Group, file: str) -> list[Block]:
     ))]  # fmt: skip
 
 
-def _apart(rows: Sequence[Row], label: str) -> list[int | None]:
-    answers = [a for row in rows for a in row.result(label)["answers"]]
-    return [a["diverges_at"] for a in answers if a["error"] is None]
+def _apart(rows: Sequence[Row], label: str, dense: str) -> list[int | None]:
+    return [a["diverges_at"] for row in rows for a in row.beside(label, dense)]

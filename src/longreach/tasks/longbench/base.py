@@ -20,6 +20,7 @@ class Fixed:
 
     fixed: its samples, in the order of the file. metric: how right an answer is, given what is expected.
     chat: whether a chat model is asked in its template. Few-shot and code sets are gone on with as plain text.
+    by: facts of samples by which the official results are told apart.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Fixed:
     fixed: tuple[Sample, ...]
     metric: Metric
     chat: bool = True
+    by: tuple[str, ...] = ()
 
     def sample(self, random: Random, room: int, count: Count) -> Sample:
         """One of the samples, its context cut by characters where it is too long. Raises InvalidInput."""

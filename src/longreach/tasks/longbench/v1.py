@@ -15,6 +15,8 @@ from longreach.tasks.longbench.metrics import NUMBER, check_packages, classifica
 
 FIELDS = {"input": str, "context": str, "answers": list, "length": int, "dataset": str, "language": str, "_id": str}
 EVEN = "_e"  # LongBench-E: the same data sets, evenly spread over lengths
+RANGES = ((4000, "0-4k"), (8000, "4-8k"))  # words, below which a text is of that range; its results are told by them
+BEYOND = "8k+"
 
 
 def read(path: Path) -> list[Fixed]:
@@ -54,7 +56,9 @@ def _task(name: str, dataset: str, group: list[Entry]) -> Fixed:
     check_packages(about.measure, name)
     measure = partial(classification, classes=_classes(group)) if about.measure is classification else about.measure
     samples = tuple(_sample(about, entry) for entry in group)
-    return Fixed(name, SOURCE, about.max_new_tokens, samples, partial(_best, measure, about.one_line), about.chat)
+    by = ("length_range",) if name.endswith(EVEN) else ()
+    metric = partial(_best, measure, about.one_line)
+    return Fixed(name, SOURCE, about.max_new_tokens, samples, metric, about.chat, by)
 
 
 def _best(measure: Callable[[str, str], float], one_line: bool, answer: str, expected: Sequence[str]) -> float:
@@ -73,8 +77,14 @@ def _sample(about: Dataset, entry: Entry) -> Sample:
         about.question.format(**given),
         about.begun,
         tuple(values["answers"]),
-        {"id": values["_id"], "length": values["length"], "language": values["language"]},
-    )
+        {"id": values["_id"], "length": values["length"], "length_range": length_range(values["length"]),
+         "language": values["language"]},
+    )  # fmt: skip
+
+
+def length_range(words: int) -> str:
+    """The range of LongBench-E that a text of so many words is in."""
+    return next((name for below, name in RANGES if words < below), BEYOND)
 
 
 def _classes(group: list[Entry]) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ Answer in this form: "The correct answer is (insert the letter here)"."""
 def read(path: Path) -> list[Fixed]:
     """The one task of a file, a JSON list or JSONL. Raises InvalidInput, naming file, entry and field."""
     samples = tuple(_sample(entry) for entry in entries(path))
-    return [Fixed("longbench_v2", SOURCE, 128, samples, accuracy)]
+    return [Fixed("longbench_v2", SOURCE, 128, samples, accuracy, by=("difficulty", "length"))]
 
 
 def _sample(entry: Entry) -> Sample:
