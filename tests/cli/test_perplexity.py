@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from longreach.evals.perplexity import Perplexity
 from longreach.records.report.reading import load
 from tests.cli.test_bad_input import refused
 
@@ -34,6 +35,26 @@ def test_a_record_and_a_table(longreach: Any, tiny: Path, book: Path, tmp_path: 
     assert found["files"][0]["name"] == "book.txt" and "+0.0000" in result.out
     again = json.loads(longreach(*asked(tiny, book, "--json", "--limit", 2)).out)
     assert again["results"]["dense"]["prefill"] == found["results"]["dense"]["prefill"]
+
+
+def test_an_interrupted_command_goes_on(
+    longreach: Any, tiny: Path, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record, window, calls = tmp_path / "p.json", Perplexity._window, list[int]()
+
+    def interrupted(self: Any, *args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return window(self, *args)
+
+    command = asked(tiny, book, "--limit", 4, "--output", record)
+    monkeypatch.setattr(Perplexity, "_window", interrupted)
+    assert longreach(*command).code == 130 and not record.exists()
+    refused(longreach(*command, "--decode-tokens", 9), "differs in config.decode_tokens", "remove the file")
+    assert longreach(*command).code == 0
+    assert len(calls) == 3 + 2 and not (tmp_path / "p.json.journal").exists()
+    assert len(load(record).content["results"]["dense"]["prefill"]["by_window"]) == 4
 
 
 @pytest.mark.parametrize(

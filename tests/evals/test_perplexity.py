@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 
 from longreach.errors import InvalidInput
 from longreach.evals.methods import specs
-from longreach.evals.perplexity import BINS, Perplexity, Text, read_text
+from longreach.evals.perplexity import BINS, Curve, Perplexity, Text, read_text
 from longreach.testing.tiny import BOS_ID, tiny_model, tiny_tokenizer
 
 LENGTH, DECODED = 70, 20
@@ -76,9 +77,44 @@ def test_a_narrow_window_tells_in_decoding_and_in_prefill(model: Any, texts: lis
     assert found[narrow]["decode_reads"]["total"] < 0.15 and found[whole]["prefill_reads"]["total"] < 0.3
 
 
+def test_an_interrupted_run_goes_on(model: Any, texts: list[Text]) -> None:
+    methods = ["streaming_llm sinks=1 window=4", "streaming_llm/streaming_llm prefill.sinks=1 prefill.window=4"]
+    task, once = measured(model, texts, methods)
+    kept: dict[str, Any] = {}
+
+    def keep(name: str, part: Any) -> None:
+        if len(kept) == 5:
+            raise KeyboardInterrupt
+        kept[name] = json.loads(json.dumps(part))
+
+    with pytest.raises(KeyboardInterrupt):
+        dict(task.run(512, keep=keep))
+    fresh: dict[str, Any] = {}
+    again = dict(task.run(512, done=kept, keep=fresh.__setitem__))
+    assert len(kept) == 5 and len(fresh) == 2 * len(task.windows) - 5
+    for label, expected in once.items():
+        assert {**again[label], "seconds": 0} == {**expected, "seconds": 0}
+
+
+def test_windows_tell_how_sure_the_mean_is(model: Any, texts: list[Text]) -> None:
+    task, found = measured(model, texts, [])
+    read = found["dense"]["prefill"]
+    each = direct(model, task.windows).mean(1).tolist()
+    assert read["by_window"] == pytest.approx(each, rel=1e-5)
+    low, high = read["interval_95"]
+    assert min(each) <= low < read["nll"] < high <= max(each)
+
+
+def test_no_likelihood_is_too_small_to_say() -> None:
+    assert Curve(1, 3).over([[700.0, 700.0]])["perplexity"] == pytest.approx(math.exp(700))
+    assert Curve(1, 3).over([[800.0, 800.0]])["perplexity"] == math.inf
+    assert math.isnan(Curve(1, 3).over([[math.nan, 1.0]])["perplexity"])
+
+
 def test_without_decoding_and_with_a_limit(model: Any, texts: list[Text]) -> None:
     task, found = measured(model, texts, [], decode_tokens=0, limit=1)
     assert len(task.windows) == 1 and found["dense"]["decode"] is None and found["dense"]["decode_reads"] is None
+    assert found["dense"]["prefill"]["interval_95"] is None  # one window
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import statistics
 from pathlib import Path
+from random import Random
 
 import pytest
 
 from longreach.errors import InvalidInput
-from longreach.records import environment, wilson, write
+from longreach.records import bootstrap, environment, wilson, write
 
 
 def test_a_record_is_written_whole(tmp_path: Path) -> None:
@@ -33,6 +35,16 @@ def test_the_environment_names_versions_and_commit(monkeypatch: pytest.MonkeyPat
     assert (found["commit"], found["dirty"]) == ("abc123", True)
     assert {"torch", "transformers", "tokenizers", "numpy"} <= set(found["versions"])
     assert found["device"]["type"] == "cpu" and found["device"]["name"]
+
+
+def test_bootstrap_interval() -> None:
+    draw = Random(1)
+    values = [draw.gauss(5.0, 2.0) for _ in range(400)]
+    low, high = bootstrap(values) or (0, 0)
+    mean, half = sum(values) / 400, 1.96 * statistics.stdev(values) / 20
+    assert (low, high) == (pytest.approx(mean - half, abs=0.03), pytest.approx(mean + half, abs=0.03))
+    assert bootstrap(values) == [low, high]
+    assert bootstrap([1.0]) is None and bootstrap([1.0, float("inf")]) is None and bootstrap([2.0, 2.0]) == [2.0, 2.0]
 
 
 def test_wilson_interval() -> None:

@@ -32,14 +32,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=positive, metavar="N", help="at most N windows")
     parser.add_argument("--prefill-chunk-size", type=positive, default=512, metavar="N",
                         help="tokens per pass (default 512); fewer take less memory")  # fmt: skip
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write a record that `longreach report` reads")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="write a record that `longreach report` reads; the same command goes on where an interrupted one stopped",
+    )
     add_graph(parser)
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     from longreach.evals.methods import specs as parse_specs
-    from longreach.records import check_writable, write
+    from longreach.records import Journal, check_writable, write
 
     specs = parse_specs(args.method)
     if args.output is not None:
@@ -55,17 +60,21 @@ def run(args: argparse.Namespace) -> int:
                           limit=args.limit, graph=args.graph)  # fmt: skip
         where = environment(model.device)
         about = model_about(model, args.model)
-    found = dict(task.run(args.prefill_chunk_size, progress))
-    record = {
-        "kind": "perplexity", "format": FORMAT, "model": about,
+    said = {
+        "model": about,
         "config": {"length": args.length, "decode_tokens": args.decode_tokens, "windows": len(task.windows),
                    "limit": args.limit, "prefill_chunk_size": args.prefill_chunk_size},
         **where, "files": [text.to_json() for text in texts],
         "methods": {spec.label: spec.to_json() for spec in specs},
-        "results": {spec.label: found[spec.label] for spec in specs},
     }  # fmt: skip
-    if args.output is not None:
+    journal = None if args.output is None else Journal(args.output, said)
+    kept: dict[str, Any] = {} if journal is None else {"done": journal.done, "keep": journal.add}
+    found = dict(task.run(args.prefill_chunk_size, progress, **kept))
+    results = {spec.label: found[spec.label] for spec in specs}
+    record = {"kind": "perplexity", "format": FORMAT, **said, "results": results}
+    if journal is not None:
         write(args.output, record)
+        journal.remove()
     if args.json:
         emit(record)
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,15 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longreach.adapters.transformers import Answer, Reader, attach, check_length, encode, shape_of
+from longreach.adapters.transformers import Advance, Answer, Reader, Session, attach, check_length, encode, shape_of
 from longreach.cache import CacheConfig
 from longreach.errors import InvalidInput
 from longreach.evals.methods import Spec, by_prefill
 from longreach.evals.progress import Progress, unseen
 from longreach.evals.reads import Reads, phase_bytes
 from longreach.methods.base import AttentionMethod
+from longreach.records import bootstrap
 
 BINS = 16  # of positions
+MOST = 709.0  # nats, whose exponential is still a float
+Keep = Callable[[str, Any], None]
+
+
+def _forget(name: str, part: Any) -> None:
+    """Parts that nobody keeps."""
 
 
 @dataclass
@@ -32,27 +39,40 @@ class Curve:
     stop: int
     sums: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
+    windows: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         bins = min(BINS, self.stop - self.start)
         self.edges = [self.start + (self.stop - self.start) * i // bins for i in range(bins + 1)]
         self.sums, self.tokens = [0.0] * bins, [0] * bins
 
-    def add(self, nll: Tensor) -> None:
-        """nll [stop - start]: of the tokens at these positions."""
-        for i in range(len(self.sums)):
-            part = nll[self.edges[i] - self.start : self.edges[i + 1] - self.start].double()
-            self.sums[i] += float(part.sum())
-            self.tokens[i] += len(part)
+    def sums_of(self, nll: Tensor) -> list[float]:
+        """The sums of one window. nll [stop - start]: of the tokens at these positions."""
+        pairs = zip(self.edges, self.edges[1:], strict=False)
+        return [float(nll[a - self.start : b - self.start].double().sum()) for a, b in pairs]
+
+    def over(self, windows: Iterable[Sequence[float]]) -> dict[str, Any]:
+        """What a record says of windows with these sums."""
+        for sums in windows:
+            self.windows.append(sum(sums) / (self.stop - self.start))
+            for i, (a, b) in enumerate(zip(self.edges, self.edges[1:], strict=False)):
+                self.sums[i] += sums[i]
+                self.tokens[i] += b - a
+        return self.to_json()
 
     def to_json(self) -> dict[str, Any]:
-        """perplexity = exp(nll), nll the mean over all tokens; by_position the same of each bin."""
+        """perplexity = exp(nll), nll the mean over all tokens, by_window and by_position the same of their parts.
+
+        interval_95: of nll, by bootstrap over windows; None for one window, which tells nothing of others.
+        """
         mean = sum(self.sums) / sum(self.tokens)
         rows = zip(self.edges, self.edges[1:], self.sums, self.tokens, strict=False)
         return {
-            "perplexity": math.exp(mean),
+            "perplexity": math.exp(mean) if not mean > MOST else math.inf,
             "nll": mean,
+            "interval_95": bootstrap(self.windows),
             "tokens": sum(self.tokens),
+            "by_window": self.windows,
             "by_position": [{"start": a, "stop": b, "nll": s / n, "tokens": n} for a, b, s, n in rows],
         }
 
@@ -119,49 +139,79 @@ class Perplexity:
                 f"longer texts"
             )
 
-    def run(self, chunk: int, progress: Progress = unseen) -> Iterator[tuple[str, dict[str, Any]]]:
-        """(label, its part of a record) of every method; windows are read once for those that share a prefill."""
-        for prefill, specs in by_prefill(self.specs):
-            yield from self._group(prefill, specs, chunk, progress)
-
-    def _group(
-        self, prefill: AttentionMethod, specs: list[Spec], chunk: int, progress: Progress
+    def run(
+        self, chunk: int, progress: Progress = unseen, *, done: Mapping[str, Any] | None = None, keep: Keep = _forget
     ) -> Iterator[tuple[str, dict[str, Any]]]:
-        whole, split = Curve(1, self.length), self.length - self.decode_tokens
-        decoded = {spec.label: Curve(split, self.length) for spec in specs} if self.decode_tokens else {}
-        read, took = list[list[int]](), 0.0
-        bytes_of: Mapping[str, list[list[int]]] = {spec.label: [] for spec in specs}
-        times = {spec.label: Answer() for spec in specs}
+        """(label, its part of a record) of every method; windows are read once for those that share a prefill.
+
+        done: windows that an interrupted run measured, by name; fresh ones are told to `keep` as they come.
+        """
+        for prefill, specs in by_prefill(self.specs):
+            names = [f"{specs[0].label}|{number}" for number in range(len(self.windows))]
+            parts = {name: (done or {})[name] for name in names if name in (done or {})}
+            if len(parts) < len(names):
+                self._measure(prefill, specs, chunk, progress, names, parts, keep)
+            yield from self._put_together(specs, [parts[name] for name in names])
+
+    def _measure(
+        self, prefill: AttentionMethod, specs: list[Spec], chunk: int, progress: Progress, names: Sequence[str],
+        parts: dict[str, Any], keep: Keep,
+    ) -> None:  # fmt: skip
+        """Add to `parts` the windows that are missing."""
+        fresh = [(name, w) for name, w in zip(names, self.windows, strict=True) if name not in parts]
         with (
             attach(self.model, prefill=prefill, cache=CacheConfig(capacity=self.length)) as session,
-            progress(f"{prefill.name} prefill, {len(specs)} methods", self.length * len(self.windows)) as advance,
+            progress(f"{prefill.name} prefill, {len(specs)} methods", self.length * len(fresh)) as advance,
         ):
             reader = Reader(session, chunk, graph=self.graph)
-            for window in self.windows:
-                session.reset_report()
+            for name, window in fresh:
+                parts[name] = self._window(session, reader, specs, window, advance)
+                keep(name, parts[name])
+
+    def _window(
+        self, session: Session, reader: Reader, specs: list[Spec], window: list[int], advance: Advance
+    ) -> dict[str, Any]:
+        """One window read, and its end decoded with every method, as JSON values."""
+        session.reset_report()
+        before, decoded = reader.read_seconds, dict[str, Any]()
+        with reader.aside():
+            whole = self._whole().sums_of(reader.score(window, advance).cpu())
+            read = phase_bytes(session.report(), "prefill")
+            if self.decode_tokens:
+                reader.cache.drop_columns(self.decode_tokens + 1)
+            for spec in specs if self.decode_tokens else ():
+                session.switch(spec.decode)
+                times = Answer()
                 with reader.aside():
-                    whole.add(reader.score(window, advance).cpu())
-                    read.append(phase_bytes(session.report(), "prefill") or [0] * 4)
-                    if self.decode_tokens:
-                        reader.cache.drop_columns(self.decode_tokens + 1)
-                    for spec in specs if self.decode_tokens else ():
-                        session.switch(spec.decode)
-                        with reader.aside():
-                            decoded[spec.label].add(self._decode(reader, window, times[spec.label]))
-                        bytes_of[spec.label].append(phase_bytes(session.report(), "decode") or [0] * 4)
-            took = reader.read_seconds
+                    sums = self._end().sums_of(self._decode(reader, window, times))
+                decoded[spec.label] = {"sums": sums, "bytes": phase_bytes(session.report(), "decode"),
+                                       "seconds": times.decode_seconds, "steps": times.steps}  # fmt: skip
+        return {"sums": whole, "bytes": read, "seconds": reader.read_seconds - before, "decode": decoded}
+
+    def _put_together(
+        self, specs: Sequence[Spec], parts: Sequence[dict[str, Any]]
+    ) -> Iterator[tuple[str, dict[str, Any]]]:
+        whole = self._whole().over([part["sums"] for part in parts])
         for spec in specs:
-            steps, seconds = times[spec.label].steps, times[spec.label].decode_seconds
+            mine = [part["decode"][spec.label] for part in parts if self.decode_tokens]
+            steps = sum(one["steps"] for one in mine)
+            per_token = sum(one["seconds"] for one in mine) / steps if steps else None
             yield (
                 spec.label,
                 {
-                    "prefill": whole.to_json(),
-                    "decode": decoded[spec.label].to_json() if decoded else None,
-                    "prefill_reads": _shares(read),
-                    "decode_reads": _shares(bytes_of[spec.label]),
-                    "seconds": {"read": took / len(self.windows), "per_token": seconds / steps if steps else None},
+                    "prefill": whole,
+                    "decode": self._end().over([one["sums"] for one in mine]) if mine else None,
+                    "prefill_reads": _shares([part["bytes"] for part in parts]),
+                    "decode_reads": _shares([one["bytes"] for one in mine]),
+                    "seconds": {"read": sum(p["seconds"] for p in parts) / len(parts), "per_token": per_token},
                 },
             )
+
+    def _whole(self) -> Curve:
+        return Curve(1, self.length)
+
+    def _end(self) -> Curve:
+        return Curve(self.length - self.decode_tokens, self.length)
 
     def _decode(self, reader: Reader, window: list[int], times: Answer) -> Tensor:
         """-log p [decode_tokens] of the window's last tokens, each fed in its turn."""
@@ -185,6 +235,6 @@ class Perplexity:
         return torch.stack(found).cpu()
 
 
-def _shares(read: list[list[int]]) -> dict[str, float] | None:
-    total = Reads.over([sum(column) for column in zip(*read, strict=True)])
+def _shares(read: Sequence[list[int] | None]) -> dict[str, float] | None:
+    total = Reads.over([sum(column) for column in zip(*(r for r in read if r), strict=True)])
     return None if total is None else asdict(total)

@@ -1,6 +1,6 @@
 """Measured results with all that is needed to repeat them."""
 
 from longreach.records.journal import Journal
-from longreach.records.record import check_writable, environment, wilson, write
+from longreach.records.record import bootstrap, check_writable, environment, wilson, write
 
-__all__ = ["Journal", "check_writable", "environment", "wilson", "write"]
+__all__ = ["Journal", "bootstrap", "check_writable", "environment", "wilson", "write"]

@@ -56,10 +56,21 @@ class Journal:
             done = {str(key): part for key, part in parts}
         except (ValueError, TypeError) as error:
             raise InvalidInput(f"{self.path} is no journal of a run ({error}); remove it to start anew") from error
-        differs = sorted(k for k in {*run, *self.run} if run.get(k) != self.run.get(k))
+        differs = _differing(run, self.run)
         if differs:
             raise InvalidInput(
                 f"{self.path} is of an interrupted run that differs in {', '.join(differs)}; repeat that run to finish "
                 f"it, remove the file to start anew, or choose another --output"
             )
         self.done = done
+
+
+def _differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """Names of the fields that differ, "config.seed" where an object's do."""
+    found = []
+    for name in sorted({*one, *other}):
+        mine, theirs = one.get(name), other.get(name)
+        if mine != theirs:
+            inner = isinstance(mine, dict) and isinstance(theirs, dict)
+            found += [f"{name}.{n}" for n in _differing(mine, theirs)] if inner else [name]  # type: ignore[arg-type]
+    return found

@@ -32,7 +32,8 @@ def perplexity(record: Record, file: str) -> list[Block]:
     files = ", ".join(f"{f['name']} ({f['tokens']} tokens)" for f in record["files"])
     blocks: list[Block] = [
         table("Perplexity", head, rows),
-        Text(f"Texts: {files}. nll: mean negative log-likelihood of a token. over dense's: ratio of perplexities, "
+        Text(f"Texts: {files}. nll: mean negative log-likelihood of a token, with its 95% "
+             f"interval (bootstrap over windows, where there are several). over dense's: ratio of perplexities, "
              f"below 1 is better. bytes: keys, values and metadata read, over what dense attention reads."),
     ]  # fmt: skip
     panels = [panel for phase in PHASES for panel in _panels(record, labels, phase)]
@@ -44,13 +45,15 @@ def perplexity(record: Record, file: str) -> list[Block]:
     return blocks
 
 
-def _cells(result: dict[str, Any], base: dict[str, Any] | None, phase: str, dense: bool) -> list[str]:
+def _cells(result: dict[str, Any], base: dict[str, Any] | None, phase: str, dense: bool) -> list[str | Cell]:
     part, reads = result[phase], result[f"{phase}_reads"]
     if part is None:
         return ["-"] * 5
     reference = base[phase]["perplexity"] if base and base[phase] and not dense else None
     over = part["perplexity"] / reference if reference and part["perplexity"] is not None else None
-    return [number(part["perplexity"], 5), number(part["nll"], 5), number(over, 4), str(part["tokens"]),
+    bounds = part.get("interval_95")
+    spread = f"{number(bounds[0], 4)} to {number(bounds[1], 4)}" if bounds else ""
+    return [number(part["perplexity"], 5), Cell(number(part["nll"], 5), spread), number(over, 4), str(part["tokens"]),
             percent(reads["total"] if reads else None)]  # fmt: skip
 
 

@@ -45,7 +45,8 @@ RESULT = {
 SAMPLE = {"number": int, "tokens": int, "expected": Items(str), "facts": dict}
 TASK = {"source": str, "characters_per_token": COUNT, "samples": Items(SAMPLE, least=1), "results": Each(RESULT)}
 CURVE = Items({"start": int, "stop": int, "nll": Maybe(Number()), "tokens": int})
-NLL = {"perplexity": Maybe(Number()), "nll": Maybe(Number()), "tokens": int, "by_position": CURVE}
+NLL = {"perplexity": Maybe(Number()), "nll": Maybe(Number()), "tokens": int, "by_position": CURVE,
+       "interval_95": Perhaps(Maybe(Items(Number(), exactly=2)))}  # fmt: skip
 PERPLEXITY = {"prefill": NLL, "decode": Maybe(NLL), "prefill_reads": READS, "decode_reads": READS,
               "seconds": SECONDS}  # fmt: skip
 HEADS = Items(Items(Maybe(Number()), least=1), least=1)
