@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from longreach.adapters.transformers.attach import Session, attach
+from longreach.adapters.transformers.attach import MARK, Session, attach
 from longreach.adapters.transformers.generate import PADDED_END
 from longreach.adapters.transformers.hf_cache import LongreachCache
 from longreach.adapters.transformers.loop.choosing import Sampler, ends_of, greedy
 from longreach.adapters.transformers.loop.decoder import vocabulary_of
 from longreach.adapters.transformers.loop.prefill import prefill
 from longreach.adapters.transformers.loop.run import Run, count_of, now
+from longreach.adapters.transformers.loop.settings import refuse_settings
 from longreach.adapters.transformers.memory import memory_errors
 from longreach.errors import InvalidInput
 from longreach.ops.types import describe
@@ -97,7 +98,8 @@ def generate(
     fuse: which parts are compiled for the captured step, one of `loop.fuse.FUSIONS`.
 
     Raises InvalidInput, CapacityError, OutOfMemory, ConcurrentUse (another generate is running on the session),
-    Unsupported (graph=True where it cannot be; a model whose step cannot be captured). Whatever is raised, Ctrl-C
+    Unsupported (graph=True where it cannot be; a model whose step cannot be captured; a setting of the model's
+    generation config that would choose other tokens, such as a repetition penalty). Whatever is raised, Ctrl-C
     included, leaves session and cache as before the call.
     """
     if not isinstance(session, Session):
@@ -111,6 +113,12 @@ def generate(
     if attaching:
         raise InvalidInput(f"{', '.join(attaching)}: the session was attached already; give them to attach")
     model = session.model
+    if session._decoder.__dict__.get(MARK) is not session:
+        raise InvalidInput("the session is closed; attach to the model again, or call generate within the with block")
+    for name, value, known in (("do_sample", do_sample, "True or False"), ("graph", graph, "True, False or None")):
+        if not isinstance(value, bool) and (name, value) != ("graph", None):
+            raise InvalidInput(f"{name}: expected {known}, got {value!r}")
+    refuse_settings(model, sampled=do_sample)
     ids, mask = _prompt(session, input_ids, attention_mask, past_key_values)
     count_of("max_new_tokens", max_new_tokens)
     if prefill_chunk_size is not None:
@@ -151,6 +159,11 @@ def _prompt(session: Session, ids: Any, mask: Any, past: LongreachCache | None) 
     model, columns = session.model, 0
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype not in (torch.int32, torch.int64) or not ids.numel():
         raise InvalidInput(f"input_ids: expected int64 [B, T] with at least one token, got {describe(ids)}")
+    embedding = model.get_input_embeddings()
+    known = max(getattr(embedding, "num_embeddings", 0), vocabulary_of(model))
+    low, high = (int(x) for x in ids.aminmax())
+    if low < 0 or high >= known:
+        raise InvalidInput(f"input_ids: expected tokens in [0, {known}), got {low} to {high}")
     ids = ids.to(model.device, torch.int64)
     if past is not None:
         if not isinstance(past, LongreachCache) or past.owner is not session:
@@ -172,6 +185,8 @@ def _prompt(session: Session, ids: Any, mask: Any, past: LongreachCache | None) 
     elif not isinstance(mask, Tensor) or mask.shape != ids.shape:
         raise InvalidInput(f"attention_mask: expected [B, T] {list(ids.shape)} like input_ids, got {describe(mask)}")
     mask = mask.to(ids.device)
+    if not bool(((mask == 0) | (mask == 1)).all()):
+        raise InvalidInput("attention_mask: expected 0 and 1 only, 0 where a prompt is padded")
     if not bool(mask[:, -1].all()):
         raise InvalidInput(PADDED_END)
     return ids, mask

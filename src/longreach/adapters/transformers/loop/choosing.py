@@ -30,7 +30,7 @@ def ends_of(model: Any, eos: int | Sequence[int] | None, pad: int | None, vocabu
     """What the caller says, else the model's generation config; pad: else the first end. Raises InvalidInput."""
     own = model.generation_config
     ids = own.eos_token_id if eos is None else eos
-    found = () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
+    found = () if ids is None else tuple(ids) if isinstance(ids, (Sequence, set)) else (ids,)
     if eos is None:  # a token the model cannot make ends nothing
         found = tuple(t for t in found if t < vocabulary)
     filler = own.pad_token_id if pad is None else pad
@@ -60,8 +60,10 @@ class Sampler:
             found = getattr(own, name, None)
             values[name] = values[name] if values[name] is not None else default if found is None else found
         heat, most, share = values["temperature"], values["top_k"], values["top_p"]
-        if not isinstance(heat, (int, float)) or isinstance(heat, bool) or not heat > 0:
-            raise InvalidInput(f"temperature: expected a number > 0, got {heat!r}; for greedy leave do_sample out")
+        if not isinstance(heat, (int, float)) or isinstance(heat, bool) or not 0 < heat < float("inf"):
+            raise InvalidInput(
+                f"temperature: expected a finite number > 0, got {heat!r}; for greedy leave do_sample out"
+            )
         if not isinstance(most, int) or isinstance(most, bool) or most < 0:
             raise InvalidInput(f"top_k: expected a count >= 0 (0: no limit), got {most!r}")
         if not isinstance(share, (int, float)) or isinstance(share, bool) or not 0 < share <= 1:
