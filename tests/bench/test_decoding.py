@@ -69,6 +69,10 @@ def test_nan_and_several_rows_are_refused() -> None:
         require_close(CASE, logits * torch.nan, logits)
     with pytest.raises(InvalidInput, match="--rows 2"):
         bench().run(CASE.but(rows=2))
+    with pytest.raises(InvalidInput, match="heads: expected a divisor of the hidden size 64, got 6"):
+        bench().run(CASE.but(heads=6))
+    with pytest.raises(InvalidInput, match="heads: expected 1 to 16 times the 3 KV heads, got 4"):
+        bench().run(CASE.but(kv_heads=3))
 
 
 def test_the_clock_wants_all_its_tokens() -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 
 from longreach.bench.cases import Case, Memory, Reads, Shape
 from longreach.bench.check import exact
 from longreach.bench.inputs import Inputs, bytes_needed
+from longreach.errors import InvalidInput
 from longreach.ops import attend
 
 CPU = torch.device("cpu")
@@ -61,3 +65,20 @@ def test_the_yardstick_agrees_with_attend(memory: Memory, reads: Reads, rows: in
 def test_bytes_needed_are_keys_and_values_once_a_kv_head(reads: Reads, rows: int, keys: int) -> None:
     case = Case("it", "group", Shape(2, 64, rows, 4, 2, 16, "bfloat16"), reads)
     assert bytes_needed(case) == 2 * 2 * 2 * keys * 16 * 2
+
+
+@pytest.mark.parametrize(
+    ("reads", "shape", "message"),
+    [
+        (Reads(), {"context": 1000}, "context: expected a multiple of 16, the page size, got 1000"),
+        (Reads(), {"context": 16, "rows": 17}, r"rows: expected at most 16, the context, got 17"),
+        (Reads(), {"heads": 5}, r"heads: expected 1 to 16 times the 2 KV heads, got 5"),
+        (Reads(), {"heads": 34}, r"heads: expected 1 to 16 times the 2 KV heads, got 34"),
+        (Reads("list", share=0.01), {}, r"list: 0\.01 of 64 keys is none"),
+    ],
+    ids=str,
+)
+def test_shapes_that_cannot_be_measured_are_named(reads: Reads, shape: dict[str, Any], message: str) -> None:
+    case = Case("it", "group", replace(SHAPE, **shape), reads, (Memory(), Memory(16)))
+    with pytest.raises(InvalidInput, match=message):
+        Inputs(case, CPU)

@@ -54,3 +54,10 @@ def test_another_shape_has_no_targets() -> None:
     assert case.but(batch=1) is case
     assert case.but(batch=2).targets == () and case.but(batch=2).shape.batch == 2
     assert all(not tiny(c).targets for c in CASES.values())
+
+
+def test_another_shape_has_a_name_of_its_own() -> None:
+    """Or its time would stand in the record, and in README, as that of the case."""
+    case = CASES["dense-128k-b1"].but(batch=2, dtype="float16")
+    assert case.name == "dense-128k-b1 batch=2 dtype=float16"
+    assert [tiny(c).name for c in CASES.values()] == list(CASES)

@@ -92,10 +92,13 @@ class Case:
     model: Model | None = None
 
     def but(self, **shape: Any) -> Case:
-        """The case with another shape. Its targets stay behind: they were set for the shape it had."""
-        changed = {key: value for key, value in shape.items() if value is not None}
-        new = replace(self.shape, **changed)
-        return self if new == self.shape else replace(self, shape=new, targets=())
+        """The case with another shape and a name that says so. Its targets stay behind: they were set for the other."""
+        old = vars(self.shape)
+        changed = {key: value for key, value in shape.items() if value not in (None, old[key])}
+        if not changed:
+            return self
+        name = " ".join([self.name, *(f"{key}={value}" for key, value in changed.items())])
+        return replace(self, name=name, shape=replace(self.shape, **changed), targets=())
 
 
 PAGED = tuple(Memory(page) for page in (16, 64, 256))
@@ -183,4 +186,4 @@ def tiny(case: Case) -> Case:
     small = Reads(case.reads.kind, case.reads.sinks, case.reads.window and 60, case.reads.share)
     cut = case.but(batch=min(2, shape.batch), context=256, rows=min(2, shape.rows), heads=4, kv_heads=2, dim=16,
                    dtype="float32")  # fmt: skip
-    return replace(cut, reads=small, model=case.model and Model(2, 64, 96, 264))
+    return replace(cut, name=case.name, reads=small, model=case.model and Model(2, 64, 96, 264))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from longreach.bench.cases import Case
 from longreach.bench.check import WrongResult
-from longreach.bench.inputs import bytes_needed
+from longreach.bench.inputs import bytes_needed, check_shape
 from longreach.bench.targets import judge
 from longreach.bench.timing import Timing
 from longreach.errors import InvalidInput
@@ -48,6 +48,10 @@ class Decoding:
 
         if case.shape.rows != 1:
             raise InvalidInput(f"{case.name}: a model decodes one row a step, got --rows {case.shape.rows}")
+        check_shape(case)
+        if case.model and case.model.hidden % case.shape.heads:
+            wanted = f"expected a divisor of the hidden size {case.model.hidden}"
+            raise InvalidInput(f"{case.name}: heads: {wanted}, got {case.shape.heads}")
         self.say(f"{case.name}: {case.shape.batch} x {case.shape.context} keys in every layer")
         model, model_seconds = self.model(case)
         draw = torch.Generator(self.device).manual_seed(self.seed)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from longreach.bench.cases import Case, Memory
 from longreach.bench.timing import copies_needed
+from longreach.errors import InvalidInput
 from longreach.ops import KVView, Lists, Rows, Selection, Span, Spans, at
 from longreach.ops.types import Run
 
@@ -22,6 +23,7 @@ class Inputs:
     """
 
     def __init__(self, case: Case, device: torch.device, seed: int = 0):
+        check_shape(case)
         self.case, self.shape, self.device = case, case.shape, device
         self.dtype: torch.dtype = getattr(torch, case.shape.dtype)
         self.draw = torch.Generator(device).manual_seed(seed)
@@ -116,6 +118,24 @@ class Inputs:
             listed = self.lists[copy][seq, head].long()
             return listed[listed <= position]
         return slots
+
+
+def check_shape(case: Case) -> None:
+    """Raise InvalidInput for a shape that cannot be measured."""
+    shape, pages = case.shape, [memory.page for memory in case.memories if memory.page]
+    group, rest = divmod(shape.heads, shape.kv_heads)
+    uneven = [page for page in pages if shape.context % page]
+    told = None
+    if rest or not 1 <= group <= 16:
+        told = f"heads: expected 1 to 16 times the {shape.kv_heads} KV heads, got {shape.heads}"
+    elif uneven:
+        told = f"context: expected a multiple of {max(pages)}, the page size, got {shape.context}"
+    elif shape.rows > shape.context:
+        told = f"rows: expected at most {shape.context}, the context, got {shape.rows}"
+    elif not case.reads.keys(shape.context):
+        told = f"list: {case.reads.share:g} of {shape.context} keys is none; give a longer context"
+    if told:
+        raise InvalidInput(f"{case.name}: {told}")
 
 
 def bytes_needed(case: Case) -> int:

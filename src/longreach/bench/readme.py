@@ -13,7 +13,9 @@ from longreach.records.quality import quality
 
 
 def update(readme: Path, results: Path) -> bool:
-    """Write the numbers; returns whether they had changed. Raises InvalidInput without markers or file."""
+    """Write the numbers; returns whether they had changed. Raises InvalidInput without records, markers or file."""
+    if not any(results.glob("*.json")):
+        raise InvalidInput(f"{results} holds no records; name the folder that does with --out")
     try:
         text = readme.read_text()
     except OSError as error:

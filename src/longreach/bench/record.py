@@ -57,6 +57,7 @@ def read(path: Path) -> dict[str, Any]:
         record = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise InvalidInput(f"{path} is no record: {error}; delete it or choose another --out") from error
-    if not isinstance(record, dict) or record.get("kind") != "bench" or record.get("format") != FORMAT:
+    ours = isinstance(record, dict) and record.get("kind") == "bench" and record.get("format") == FORMAT
+    if not ours or not isinstance(record.get("cases"), dict):
         raise InvalidInput(f"{path} is no bench record of format {FORMAT}; delete it or choose another --out")
     return record
