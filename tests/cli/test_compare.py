@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,7 @@ def test_a_record_with_layers_that_reports_read(longreach: Any, tiny: Path, docu
     result = longreach(*command, "--method", "streaming_llm sinks=1 window=5", "--method", "oracle_top_k k=9")
     assert result.code == 0, result.err
     found = load(record).content
+    assert found["config"]["document_sha256"] == hashlib.sha256(document.read_bytes()).hexdigest()
     assert list(found["results"]) == ["dense", "streaming_llm sinks=1 window=5", "oracle_top_k k=9"]
     assert found["results"]["dense"]["layer_error"]["max"] == [[0.0] * 4] * 2
     errors = found["results"]["streaming_llm sinks=1 window=5"]["layer_error"]["mean"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from longreach.evals.evaluate import Evaluation
+from longreach.tasks.registry import FILES, GROUPS, TASKS
 from longreach.testing.tiny import save_tiny
 from tests.cli.test_bad_input import refused
 from tests.evals.test_evaluate import timeless
@@ -80,8 +82,38 @@ def test_a_data_set_is_asked_whole_or_up_to_a_limit(longreach: Any, tiny: Path, 
 
 
 def test_the_list_of_tasks(longreach: Any) -> None:
-    assert "niah_multikey_3" in longreach("eval", "--list").out
-    assert len(json.loads(longreach("eval", "--list", "--json").out)) == 14
+    shown = longreach("eval", "--list").out
+    listed = json.loads(longreach("eval", "--list", "--json").out)
+    assert [one["name"] for one in listed] == [*TASKS, *(f"{name}=FILE" for name in FILES)]
+    assert all(one["name"] in shown and one["source"] for one in listed)
+    assert all(f"{group}: {names[0]}" in shown for group, names in GROUPS.items())
+
+
+def test_a_data_set_that_changed_is_another_run(
+    longreach: Any, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    squad, record = tmp_path / "squad.json", tmp_path / "r.json"
+
+    def write(town: str) -> None:
+        paragraphs = [{"context": f"{town} {n} has a mill. " * 9, "qas": [
+            {"question": f"Where is mill {n}?", "answers": [{"text": f"{town} {n}"}]}]} for n in range(40)]  # fmt: skip
+        squad.write_text(json.dumps({"data": [{"paragraphs": paragraphs}]}))
+
+    def interrupted(*args: Any) -> Any:
+        raise KeyboardInterrupt
+
+    write("Town")
+    command = ["eval", "--model", tiny, "--tasks", f"qa_1={squad}", "--length", 1500, "--samples", 1, "--method",
+               "dense", "--output", record]  # fmt: skip
+    with monkeypatch.context() as patch:
+        patch.setattr(Evaluation, "_part", interrupted)
+        assert longreach(*command).code == 130
+    write("City")
+    refused(longreach(*command), "differs in tasks.qa_1", "remove the file")
+    write("Town")
+    assert longreach(*command).code == 0
+    source = json.loads(record.read_text())["tasks"]["qa_1"]["source"]
+    assert source.endswith(f"; sha256 {hashlib.sha256(squad.read_bytes()).hexdigest()[:16]}, squad.json")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -79,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     found = task.run(args.prefill_chunk_size, progress)
     if args.json:
         comparisons = list(found)
-        _record(args, model, task, comparisons, where)
+        _record(args, model, task, comparisons, where, document)
         emit({**where, "prompt_tokens": len(task.prompt), "comparisons": [asdict(c) for c in comparisons]})
         return 0
     out = console()
@@ -108,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
     )
     _show_layers(out, comparisons)
     out.print(place(where))
-    _record(args, model, task, comparisons, where)
+    _record(args, model, task, comparisons, where, document)
     return 0
 
 
@@ -128,7 +129,9 @@ def _show_layers(out: Any, comparisons: list[Comparison]) -> None:
             )
 
 
-def _record(args: argparse.Namespace, model: Any, task: Compare, found: list[Comparison], where: Any) -> None:
+def _record(
+    args: argparse.Namespace, model: Any, task: Compare, found: list[Comparison], where: Any, document: str
+) -> None:
     if args.output is None:
         return
     from longreach.evals.about import model_about
@@ -136,7 +139,7 @@ def _record(args: argparse.Namespace, model: Any, task: Compare, found: list[Com
 
     config = {"prompt_tokens": len(task.prompt), "steps": args.steps, "layers": args.layers,
               "prefill_chunk_size": args.prefill_chunk_size, "document": args.document,
-              "question": args.question}  # fmt: skip
+              "document_sha256": hashlib.sha256(document.encode()).hexdigest(), "question": args.question}  # fmt: skip
     results = {
         c.label: {
             "kl": c.kl, "kl_steps": list(c.kl_steps), "first_divergence": c.first_divergence, "steps": c.steps,

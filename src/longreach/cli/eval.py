@@ -88,8 +88,9 @@ def measured(evaluation: Any, about: dict[str, Any], output: Path | None) -> dic
     from longreach.evals.scores import tasks_entry
     from longreach.records import Journal, write
 
+    sources = {name: task.source for name, task in evaluation.tasks.items()}  # data sets with the hash of their file
     evaluation.build(progress)
-    journal = None if output is None else Journal(output, {**about, "tasks": sorted(evaluation.tasks)})
+    journal = None if output is None else Journal(output, {**about, "tasks": sources})
     keep = (lambda key, part: None) if journal is None else journal.add
     parts = evaluation.run({} if journal is None else journal.done, keep, progress)
     record = {"kind": "eval", "format": FORMAT, **about, "tasks": tasks_entry(evaluation, parts)}
@@ -156,12 +157,19 @@ def _every_decode_method() -> tuple[str, ...]:
 def _list(args: argparse.Namespace) -> int:
     from longreach.tasks import registry
 
-    tasks = registry.choose("all")
+    tasks = [registry.task(name) for name in registry.TASKS]
+    listed = [{"name": t.name, "source": t.source, "max_new_tokens": t.max_new_tokens} for t in tasks]
+    listed += [{"name": f"{name}=FILE", "source": about, "max_new_tokens": None}
+               for name, about in registry.ABOUT.items()]  # fmt: skip
     if args.json:
-        emit([{"name": t.name, "source": t.source, "max_new_tokens": t.max_new_tokens} for t in tasks])
+        emit(listed)
         return 0
-    table = Table(console(), [Column("task", 18, left=True), Column("answer", 7), Column("source", 60, left=True)])
+    out = console()
+    table = Table(out, [Column("task", 18, left=True), Column("answer", 7), Column("source", 60, left=True)])
     table.header()
-    for task in tasks:
-        table.row([task.name, str(task.max_new_tokens), task.source])
+    for row in listed:
+        table.row([str(row["name"]), str(row["max_new_tokens"] or "-"), str(row["source"])])
+    out.print()
+    for group, names in registry.GROUPS.items():
+        out.print(f"{group}: {', '.join(names)}")
     return 0

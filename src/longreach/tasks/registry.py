@@ -35,6 +35,12 @@ FILES = {  # what reads a task, or several, from a data set
     "longbench": "longreach.tasks.longbench.v1:read",
     "longbench_v2": "longreach.tasks.longbench.v2:read",
 }
+ABOUT = {  # what a data set's file is
+    "qa_1": "RULER's question answering on a JSON file of SQuAD",
+    "qa_2": "RULER's question answering on a JSON file of HotpotQA",
+    "longbench": "LongBench: a JSONL file of its data, or a folder of them",
+    "longbench_v2": "LongBench v2: its JSON or JSONL file",
+}
 STAND_INS = {"qa_1": "qa_synthetic_1", "qa_2": "qa_synthetic_2"}
 RULER = (*NEEDLES, "vt", "cwe", "fwe")
 GROUPS = {"needles": NEEDLES, "ruler": RULER, "all": (*RULER, "qa_synthetic_1", "qa_synthetic_2", "plan")}

@@ -14,6 +14,7 @@ from random import Random
 
 from longreach.errors import InvalidInput, ModelFileError
 from longreach.tasks.sizing import FULL, too_short
+from longreach.tasks.sources import of_file
 
 SENTENCE_END = re.compile(r"(?<=[.!?]) (?=[A-Z])")
 LEAST = 16  # tokens of real text, or it is no haystack
@@ -48,7 +49,7 @@ def read(path: Path) -> tuple[str, ...]:
 
 def named(source: str, essay: Path | None) -> str:
     """A task's source, and where its haystack comes from unless that is the shipped one."""
-    return source if essay is None else f"{source}; haystack {essay.name}"
+    return source if essay is None or not essay.is_file() else of_file(source, essay, "haystack ")
 
 
 def sha256() -> str:

@@ -12,6 +12,7 @@ from longreach.tasks.longbench.base import Fixed
 from longreach.tasks.longbench.datasets import DATASETS, SOURCE, Dataset
 from longreach.tasks.longbench.files import Entry, check_fields, entries
 from longreach.tasks.longbench.metrics import NUMBER, check_packages, classification, first_line
+from longreach.tasks.sources import of_file
 
 FIELDS = {"input": str, "context": str, "answers": list, "length": int, "dataset": str, "language": str, "_id": str}
 EVEN = "_e"  # LongBench-E: the same data sets, evenly spread over lengths
@@ -43,7 +44,8 @@ def _tasks(path: Path) -> list[Fixed]:
         if values["dataset"].removesuffix(EVEN) not in DATASETS:
             raise InvalidInput(f"{place}: {UnknownName('LongBench data set', values['dataset'], DATASETS)}")
         groups.setdefault(values["dataset"], []).append(entry)
-    return [_task(_named(path, name), name.removesuffix(EVEN), group) for name, group in groups.items()]
+    source = of_file(SOURCE, path)
+    return [_task(_named(path, name), name.removesuffix(EVEN), group, source) for name, group in groups.items()]
 
 
 def _named(path: Path, dataset: str) -> str:
@@ -51,14 +53,14 @@ def _named(path: Path, dataset: str) -> str:
     return f"longbench_{path.stem if path.stem == dataset + EVEN else dataset}"
 
 
-def _task(name: str, dataset: str, group: list[Entry]) -> Fixed:
+def _task(name: str, dataset: str, group: list[Entry], source: str) -> Fixed:
     about = DATASETS[dataset]
     check_packages(about.measure, name)
     measure = partial(classification, classes=_classes(group)) if about.measure is classification else about.measure
     samples = tuple(_sample(about, entry) for entry in group)
     by = ("length_range",) if name.endswith(EVEN) else ()
     metric = partial(_best, measure, about.one_line)
-    return Fixed(name, SOURCE, about.max_new_tokens, samples, metric, about.chat, by)
+    return Fixed(name, source, about.max_new_tokens, samples, metric, about.chat, by)
 
 
 def _best(measure: Callable[[str, str], float], one_line: bool, answer: str, expected: Sequence[str]) -> float:

@@ -10,6 +10,7 @@ from longreach.errors import InvalidInput
 from longreach.tasks.base import Sample
 from longreach.tasks.longbench.base import Fixed
 from longreach.tasks.longbench.files import Entry, check_fields, entries
+from longreach.tasks.sources import of_file
 
 SOURCE = "LongBench v2 (Bai et al., 2024, arXiv:2412.15204)"
 LETTERS = "ABCD"
@@ -29,7 +30,7 @@ Answer in this form: "The correct answer is (insert the letter here)"."""
 def read(path: Path) -> list[Fixed]:
     """The one task of a file, a JSON list or JSONL. Raises InvalidInput, naming file, entry and field."""
     samples = tuple(_sample(entry) for entry in entries(path))
-    return [Fixed("longbench_v2", SOURCE, 128, samples, accuracy, by=("difficulty", "length"))]
+    return [Fixed("longbench_v2", of_file(SOURCE, path), 128, samples, accuracy, by=("difficulty", "length"))]
 
 
 def _sample(entry: Entry) -> Sample:

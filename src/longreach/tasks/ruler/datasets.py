@@ -9,6 +9,7 @@ from typing import Any
 
 from longreach.errors import InvalidInput
 from longreach.tasks.ruler.questions import Item, Questions
+from longreach.tasks.sources import of_file
 
 KINDS: dict[type, str] = {str: "a text", list: "a list", dict: "an object"}
 
@@ -92,4 +93,4 @@ def _shown(value: Any) -> str:
 def _made(path: Path, name: str, items: list[Item], documents: dict[str, None], source: str) -> Questions:
     if not items:
         raise InvalidInput(f"{path} holds no question with an answer")
-    return Questions(name, tuple(items), tuple(documents), source)
+    return Questions(name, tuple(items), tuple(documents), of_file(source, path))
