@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from longreach import __version__
 from longreach.errors import LongreachError
 
-VERBS = ("demo", "run", "compare", "eval", "perplexity", "report", "methods", "bench", "env", "train")
+VERBS = ("demo", "run", "compare", "eval", "perplexity", "attention", "report", "methods", "bench", "env", "train")
 
 
 class Parser(argparse.ArgumentParser):

@@ -124,6 +124,40 @@ def fidelity(layers: int = 4, heads: int = 6, steps: int = 32) -> dict[str, Any]
     return {**about("fidelity"), "results": {x: one(*how) for x, how in scales.items()}}
 
 
+def attention(layers: int = 3, heads: int = 2, window: int | None = 128) -> dict[str, Any]:
+    """Layer 1 slides where there is a window, layer 2's queries are unknown, head 1 of layer 0 retrieves."""
+    draw = random.Random(0)
+
+    def matrix(several: int | None = None, known: int = layers) -> list[Any]:
+        one = [[[draw.random() for _ in range(several or 1)] for _ in range(heads)] for _ in range(layers)]
+        found = [[v if several else v[0] for v in row] for row in one]
+        return [row if n < known else None for n, row in enumerate(found)]
+
+    def rows() -> dict[str, Any]:
+        both = {name: [[draw.random() if j >= i or name == "recall" else None for j in range(layers)]
+                       for i in range(layers)] for name in ("recall", "mass")}  # fmt: skip
+        return {
+            "count": 9, "sinks": matrix(), "windows": matrix(2), "distance": matrix(4), "tops": matrix(3),
+            "cover": matrix(), "virtual_sink": [[0.0] * heads] * layers, "previous": matrix(known=2),
+            "best": matrix(known=2), "match": matrix(2, known=2), "agreement": both,
+        }  # fmt: skip
+
+    score = [[0.75 * (n == 0 and h == 1) for h in range(heads)] for n in range(layers)]
+    samples = [{"task": t, "number": n, "tokens": 4000, "answer_tokens": 3, "right": 2, "facts": {}}
+               for t in ("single", "several") for n in range(2)]  # fmt: skip
+    results = {
+        "windows": [None, window, *[None] * layers][:layers], "sink_keys": 4, "last_keys": [64, 256],
+        "top_keys": [16, 256, 1024], "cover": 0.95, "distance_edges": [0, 1, 2, 4, 8], "recent_queries": 1024,
+        "taus": [0.45, 0.75], "agreement_keys": 256, "queries_unknown": {"2": "it does not rotate"},
+        "rows": {"text": rows(), "answer": rows()},
+        "retrieval": {t: {"score": score, "needle": matrix()} for t in ("single", "several")},
+    }  # fmt: skip
+    config = {"length": 4096, "samples": 2, "rows": 9, "seed": 0, "prefill_chunk_size": 512}
+    content = {**about("attention"), "config": config, "samples": samples, "results": results}
+    del content["methods"]
+    return content
+
+
 def save(folder: Path, record: Mapping[str, Any], name: str = "record.json") -> Path:
     path = folder / name
     path.write_text(json.dumps(record))

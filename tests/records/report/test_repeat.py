@@ -65,3 +65,11 @@ def test_the_command_of_compare_has_all_options_of_methods() -> None:
         "compare", "my notes.txt", "Who 'slept'?", 8, True,
     )  # fmt: skip
     assert [parse(m).to_json() for m in args.method[3:]] == [parse(label).to_json() for label in labels]
+
+
+def test_the_command_of_attention() -> None:
+    content = factory.attention()
+    args = arguments(content)
+    assert args.verb == "attention" and (args.length, args.samples, args.rows, args.seed) == (4096, 2, 9, 0)
+    config = [b.text for b in repeat([record_of(content)]) if isinstance(b, Code)][1]
+    assert json.loads(config) == {"config": content["config"]}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from longreach.records.report.answers import failures, wrong
+from longreach.records.report.attention import attention
 from longreach.records.report.blocks import Block, Heading, Text
 from longreach.records.report.depth import depths
 from longreach.records.report.fidelity import fidelity
@@ -31,7 +32,9 @@ def build(records: Sequence[Record]) -> list[Block]:
             blocks.append(Text(f"From {', '.join(names)}. Records stand in one table where "
                                f"model, methods, seed and way of drawing are the same."))  # fmt: skip
         blocks += [*scores(group, file), *parts(group), *depths(group, file)]
-    for kind, title, section in (("perplexity", "Perplexity", perplexity), ("fidelity", "Fidelity", fidelity)):
+    sections = (("perplexity", "Perplexity", perplexity), ("fidelity", "Fidelity", fidelity),
+                ("attention", "Attention", attention))  # fmt: skip
+    for kind, title, section in sections:
         chosen = [r for r in records if r.kind == kind]
         for number, record in enumerate(chosen, 1):
             length = f", {record.length} tokens" if record.length else ""

@@ -9,10 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from longreach.errors import InvalidInput
+from longreach.records.report.attention_shape import ATTENTION, check_attention
 from longreach.records.report.schema import Each, Items, Maybe, Mismatch, Number, Perhaps, check
 
 FORMAT = 1
-VERBS = {"eval": "longreach eval", "perplexity": "longreach perplexity", "fidelity": "longreach compare"}
+VERBS = {
+    "eval": "longreach eval",
+    "perplexity": "longreach perplexity",
+    "fidelity": "longreach compare",
+    "attention": "longreach attention",
+}
 
 SHARE, COUNT = Number(0, 1), Number(0, 1 << 62)
 READS = Maybe({"total": COUNT, "keys": COUNT, "values": COUNT, "metadata": COUNT})
@@ -26,8 +32,8 @@ ABOUT = {
     "python": str,
     "versions": Each(Maybe(str)),
     "device": {"type": str, "name": str, "threads": int},
-    "methods": Each({"prefill": METHOD, "decode": METHOD}, least=1),
 }
+METHODS = {"methods": Each({"prefill": METHOD, "decode": METHOD}, least=1)}
 ANSWER = {"number": int, "draw": int, "text": str, "score": SHARE, "tokens": int, "diverges_at": Maybe(int),
           "error": Maybe(str)}  # fmt: skip
 PART = {"score": SHARE, "interval_95": Items(SHARE, exactly=2), "samples": int}
@@ -62,10 +68,11 @@ FIDELITY = {
 }
 LENGTH = {"config": {"length": int}}
 KINDS: dict[str, dict[str, Any]] = {
-    "eval": {**ABOUT, **LENGTH, "tasks": Each(TASK, least=1)},
-    "perplexity": {**ABOUT, **LENGTH, "files": Items({"name": str, "tokens": int, "sha256": str}, least=1),
+    "eval": {**ABOUT, **METHODS, **LENGTH, "tasks": Each(TASK, least=1)},
+    "perplexity": {**ABOUT, **METHODS, **LENGTH, "files": Items({"name": str, "tokens": int, "sha256": str}, least=1),
                    "results": Each(PERPLEXITY, least=1)},
-    "fidelity": {**ABOUT, "results": Each(FIDELITY, least=1)},
+    "fidelity": {**ABOUT, **METHODS, "results": Each(FIDELITY, least=1)},
+    "attention": {**ABOUT, **LENGTH, **ATTENTION},
 }  # fmt: skip
 
 
@@ -105,7 +112,9 @@ def load_all(paths: Sequence[Path]) -> list[Record]:
     """Each file once, in order; files of one name go by their paths. Raises InvalidInput as `load` does."""
     once = list({path.resolve(): path for path in paths}.values())
     if not once:
-        raise InvalidInput("no records; name some that longreach eval, perplexity or compare wrote with --output")
+        raise InvalidInput(
+            "no records; name some that longreach eval, perplexity, compare or attention wrote (--output)"
+        )
     names = [path.name for path in once]
     return [load(path, path.name if names.count(path.name) == 1 else str(path)) for path in once]
 
@@ -134,7 +143,10 @@ def load(path: Path, name: str | None = None) -> Record:
         )
     try:
         check(content, KINDS[kind])
-        _check_labels(content)
+        if kind == "attention":
+            check_attention(content["results"])
+        else:
+            _check_labels(content)
     except Mismatch as error:
         raise InvalidInput(f"{path}: {error}; it is no whole record of {VERBS[kind]}: {again}") from error
     return Record(name or path.name, kind, content)

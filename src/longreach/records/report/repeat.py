@@ -14,6 +14,7 @@ OPTIONS = {
     "eval": ("length", "samples", "limit", "seed", "temperature", "draws", "batch", "prefill_chunk_size"),
     "perplexity": ("length", "decode_tokens", "limit", "prefill_chunk_size"),
     "fidelity": ("question", "steps", "prefill_chunk_size"),
+    "attention": ("length", "samples", "rows", "seed", "prefill_chunk_size"),
 }
 DEFAULTS = {"temperature": 0.0, "draws": 1}
 
@@ -31,7 +32,7 @@ def repeat(records: Sequence[Record]) -> list[Block]:
             f"{model['name']} whose weights hash to {model['sha256']}."
         ))  # fmt: skip
         blocks.append(Code(_command(record)))
-        told = {"config": record["config"], "methods": record["methods"]}
+        told = {"config": record["config"], **({"methods": record["methods"]} if record.kind != "attention" else {})}
         blocks.append(Code(json.dumps(told, indent=1)))
     return blocks
 
@@ -49,8 +50,10 @@ def _command(record: Record) -> str:
     words += [f"--{name.replace('_', '-')}" for name in ("layers", "no_graph") if config.get(name)]
     # labels of compare may lack options; those of eval and perplexity are what names the method
     exact = record.kind == "fidelity"
-    methods = [w for label, m in record["methods"].items() for w in ("--method", _spec(m) if exact else label)]
-    return " \\\n    ".join([shlex.join(words), shlex.join(methods), "--output record.json"])
+    named = record["methods"].items() if record.kind != "attention" else ()
+    methods = [w for label, m in named for w in ("--method", _spec(m) if exact else label)]
+    lines = [shlex.join(words), *([shlex.join(methods)] if methods else []), "--output record.json"]
+    return " \\\n    ".join(lines)
 
 
 def _input(record: Record) -> list[str]:
@@ -58,6 +61,8 @@ def _input(record: Record) -> list[str]:
         return ["--tasks", ",".join(dict.fromkeys(map(_task, record["tasks"])))]
     if record.kind == "perplexity":
         return [word for file in record["files"] for word in ("--text", file["name"])]
+    if record.kind == "attention":
+        return []
     return ["--document", str(record["config"].get("document", "FILE"))]
 
 

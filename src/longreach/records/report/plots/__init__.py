@@ -1,12 +1,14 @@
 """Pictures of a report, drawn by matplotlib, which only this folder imports, and only when something is drawn."""
 
 from longreach.records.report.plots.heat_maps import MapPanel, Scale, maps
+from longreach.records.report.plots.layer_curves import LayerPanel, layer_curves
 from longreach.records.report.plots.lines import CurvePanel, Series, curves
 from longreach.records.report.plots.scatter import Point, PointPanel, points
 from longreach.records.report.plots.style import check_installed
 
 __all__ = [
     "CurvePanel",
+    "LayerPanel",
     "MapPanel",
     "Point",
     "PointPanel",
@@ -14,6 +16,7 @@ __all__ = [
     "Series",
     "check_installed",
     "curves",
+    "layer_curves",
     "maps",
     "points",
 ]

@@ -52,6 +52,7 @@ def maps(panels: Sequence[MapPanel], xlabel: str, ylabel: str, scale: Scale) -> 
     height = max(0.5, min(9.0, cell_height * rows))
     across = max(1, min(len(panels), int((WIDEST - names) / (width + (0.2 if same else names)))))
     down = -(-len(panels) // across)
+    across = -(-len(panels) // down)  # four in two and two rather than three and one
     with style():
         made = figure(
             names + across * (width + (0.2 if same else names)) + 1.1, down * (height + 1.0) + 0.3 + 0.15 * across
@@ -106,6 +107,9 @@ def _write(axes: Axes, row: int, column: int, text: str, size: float, dark: bool
 
 
 def _short(value: float) -> str:
+    if value < 0:
+        text = _short(-value)
+        return text if text == "0" else f"-{text}"
     text = f"{value:.2f}" if value >= 0.005 else "0" if value < 5e-5 else f"{value:.0e}".replace("e-0", "e-")
     return text.removeprefix("0") if value < 1 and len(text) > 1 and "e" not in text else text
 
