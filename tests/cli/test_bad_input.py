@@ -53,8 +53,8 @@ def refused(result: Any, *words: str) -> None:
         ([*COMPARE, "--steps", "none"], ["whole number", "--steps"]),
         (["demo", "--length", "100"], ["no room for 3 facts"]),
         (["demo", "--length", "99999"], ["context is 16384 tokens"]),
-        (["train", "mini"], ["--prepare DIR, --data DIR or --evaluate"]),
-        (["train", "mini", "--evaluate", "--samples", "0"], ["at least 1"]),
+        (["train", "mini"], ["--prepare DIR or --data DIR"]),
+        (["train", "mini", "--workers", "0"], ["at least 1"]),
     ],
 )
 def test_arguments(longreach: Any, tiny: Path, document: Path, arguments: list[str], words: list[str]) -> None:
@@ -199,14 +199,6 @@ def test_a_model_that_does_not_fit(longreach: Any, tiny: Path, document: Path, m
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", short_of_memory)
     result = longreach("run", "--model", tiny, "--document", document, "--question", "Who?")
     refused(result, "does not fit into the memory of cpu", "--dtype bfloat16")
-
-
-def test_a_record_that_cannot_be_written_is_found_out_first(
-    longreach: Any, document: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("longreach.train.mini.evaluate.evaluate", lambda *args, **kwargs: 1 / 0)
-    result = longreach("train", "mini", "--evaluate", "--output", document / "record.json")
-    refused(result, "cannot write", "choose another --output")
 
 
 @pytest.mark.parametrize("option", ["--prefill", "--decode"])

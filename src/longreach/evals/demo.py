@@ -21,7 +21,7 @@ from longreach.evals.plans import plans
 from longreach.evals.progress import Progress, unseen
 from longreach.evals.reads import Reads
 from longreach.tasks import haystack
-from longreach.tasks.needle import INTRO, KeySource, Needle, evaluation_episode
+from longreach.tasks.needle import INTRO, Needle, needle
 
 DEPTHS = (0.1, 0.5, 0.9)
 ANSWER_TOKENS = 12
@@ -66,8 +66,8 @@ class Demo:
     def __init__(self, model: Any, tokenizer: Any, length: int = 4096, seed: int = 0):
         check_length(model, length - ANSWER_TOKENS, ANSWER_TOKENS)
         self.model, self.tokenizer = model, tokenizer
-        random, source = Random(f"demo/{seed}"), KeySource(True)
-        facts = _different(random, source, len(DEPTHS))
+        random = Random(f"demo/{seed}")
+        facts = _different(random, len(DEPTHS))
         self.placed = tuple(zip(DEPTHS, facts, strict=True))
 
         def count(text: str) -> int:
@@ -115,11 +115,11 @@ class Demo:
         return Said(depth, fact.key, fact.value, text, fact.value in text, answer.first_token_seconds)
 
 
-def _different(random: Random, source: KeySource, count: int) -> list[Needle]:
+def _different(random: Random, count: int) -> list[Needle]:
     """Facts with different keys and values, so that each question has one answer."""
     found: list[Needle] = []
     while len(found) < count:
-        needle = evaluation_episode(random, source).needles[0]
-        if not any(needle.key == other.key or needle.value == other.value for other in found):
-            found.append(needle)
+        fact = needle(random)
+        if not any(fact.key == other.key or fact.value == other.value for other in found):
+            found.append(fact)
     return found

@@ -10,10 +10,11 @@ import pytest
 from tests.tasks.counts import made
 
 from longreach.errors import InvalidInput
-from longreach.tasks.needle import ASKED, NEEDLE, KeySource
+from longreach.tasks.needle import ASKED, NEEDLE
 from longreach.tasks.ruler.niah import MULTI, SINGLE, Niah, niah
 from longreach.tasks.ruler.text import NOISE
 from longreach.tasks.words import ADJECTIVES, NOUNS, evaluation_words
+from longreach.train.mini.keys import KeySource
 
 FORM = re.compile(r"One of the special magic (\w+)s for (.+?) is: (.+?)\.(?=\s|$)")
 UUID = r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"
@@ -71,7 +72,7 @@ def test_one_answer_is_asked_for_as_in_training_and_several_in_the_plural() -> N
 
 
 def test_no_key_of_words_was_ever_trained_on() -> None:
-    training, reserved = KeySource(False), evaluation_words()
+    training, reserved = KeySource(), evaluation_words()
     trained = {*training.adjectives, *training.nouns}
     for task in (niah("niah_multikey_1"), niah("niah_multikey_2")):
         keys = [key.split() for _, key, _ in FORM.findall(made(task).context)]

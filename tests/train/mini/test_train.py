@@ -14,32 +14,36 @@ from longreach.adapters.transformers import load, model_path
 from longreach.errors import LongreachError, ModelFileError
 from longreach.testing.recipe import SHAPE
 from longreach.train.mini import checkpoint
-from longreach.train.mini.batches import load_renderer
+from longreach.train.mini.batches import NAMES, batch
 from longreach.train.mini.config import ModelShape, Schedule
+from longreach.train.mini.materials import Materials
 from longreach.train.mini.model import Llama
 from longreach.train.mini.train import Trainer, learning_rate, train
 
 SCHEDULE = Schedule(
-    stages=((0.0, (256,)), (0.5, (512, 256))), microbatch_tokens=1024, microbatches=2, warmup_steps=3, plain_text=0.0
+    stages=((0.0, (512,)), (0.5, (1024, 512))), microbatch_tokens=1024, microbatches=2, warmup_steps=3, plain_text=0.0
 )
 
 
-def test_steps_lower_the_loss_of_a_fixed_batch(data: Path) -> None:
+def test_steps_lower_the_loss_of_a_fixed_batch(materials: Materials) -> None:
     torch.manual_seed(0)
     trainer = Trainer(SHAPE, SCHEDULE, "cpu", compile_layers=False)
-    tokens, kinds = load_renderer(data, plain_text=0.0).batch("fixed", 256, 4)
-    results = [trainer.step([(256, tokens, kinds)], lr=1e-2) for _ in range(6)]
-    answer = [result["answer"] for result in results if result is not None]
+    fixed = batch(materials, "fixed", 512, 4, 0.0)
+    results = [trainer.step([fixed], lr=1e-2) for _ in range(6)]
+    answer = [result[0]["answer"] for result in results if result is not None]
     assert len(answer) == 6 and answer[-1] < 0.9 * answer[0]
+    assert results[0] is not None
+    right, total = (sum(column) for column in zip(*results[0][1], strict=True))
+    assert len(results[0][1]) == len(NAMES) and total == (fixed.kinds == 3).sum() and 0 <= right <= total
 
 
 def test_train_writes_a_transformers_model_and_resumes_from_it(data: Path, tmp_path: Path) -> None:
     # Time budgets say nothing about how many steps a busy machine takes: only what holds after one step is asked.
     out, more = tmp_path / "model", tmp_path / "more"
-    options = {"shape": SHAPE, "device": "cpu", "workers": 1, "compile_layers": False, "dev_batches": 1}
+    options = {"shape": SHAPE, "device": "cpu", "workers": 1, "compile_layers": False}
     said: list[str] = []
-    log = train(data, out, minutes=0.05, schedule=SCHEDULE, say=said.append, dev_every=1, **options)
-    assert log["steps"] >= 1 and log["dev"] and said[-1].startswith("done")
+    log = train(data, out, minutes=0.05, schedule=SCHEDULE, say=said.append, **options)
+    assert log["steps"] >= 1 and log["curve"][0]["forms"] and said[-1].startswith("done")
     assert json.loads((out / "train.json").read_text())["steps"] == log["steps"]
     assert log["device"]["type"] == "cpu" and log["device"]["name"] and {"commit", "dirty", "versions"} <= log.keys()
     assert json.loads((out / "corpus.json").read_text())["overlap_hits"] == 3
@@ -53,7 +57,7 @@ def test_train_writes_a_transformers_model_and_resumes_from_it(data: Path, tmp_p
     again = train(data, more, minutes=longer, schedule=still, resume=out, say=said.append, **options)
     assert again["steps"] > log["steps"] and again["tokens"] > log["tokens"] and again["seconds"] > log["seconds"]
     first = again["curve"][0]
-    assert first["lengths"] == [512, 256] and log["curve"][0]["lengths"] == [256, 256]
+    assert first["lengths"] == [1024, 512] and log["curve"][0]["lengths"] == [512, 512]
     assert first["step"] == log["steps"] + 1 and first["seconds"] > log["seconds"]
     assert again["resume"]["from"] == str(out) and again["resume"]["steps"] == log["steps"]
     read, written = (load_file(folder / "model.safetensors") for folder in (out, more))

@@ -55,17 +55,18 @@ class Schedule:
     # (many questions per token) while long ones are learnt.
     stages: tuple[tuple[float, tuple[int, ...]], ...] = (
         (0.00, (512, 512, 512, 512)),
-        (0.15, (1024, 512, 1024, 512)),
-        (0.32, (2048, 1024, 2048, 512)),
-        (0.52, (4096, 2048, 4096, 1024)),
-        (0.82, (8192, 4096, 4096, 2048)),
+        (0.08, (1024, 512, 1024, 512)),
+        (0.18, (2048, 1024, 2048, 512)),
+        (0.32, (4096, 2048, 4096, 1024)),
+        (0.56, (8192, 4096, 8192, 2048)),
+        (0.78, (16384, 8192, 4096, 16384)),
     )
     microbatch_tokens: int = 65536
     microbatches: int = 4
     peak_lr: float = 2e-3
     final_lr: float = 2e-5
     warmup_steps: int = 150
-    decay_from: float = 0.5
+    decay_from: float = 0.6
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
     clip: float = 1.0
@@ -73,7 +74,7 @@ class Schedule:
     # answer tokens falls with length and they must not drown.
     text_loss: float = 0.5
     context_weight: float = 0.07  # a token of a task's context or question, relative to one of plain text
-    plain_text: float = 0.2  # share of sequences that are plain text
+    plain_text: float = 0.15  # share of sequences that are plain text
 
     def lengths(self, fraction: float) -> tuple[int, ...]:
         """Lengths that the microbatches cycle through after `fraction` of the time."""

@@ -1,21 +1,23 @@
 """Training text and evaluation haystack, from what pinned Python packages bring.
 
-Prose is every longer string literal (docstrings, mostly) of the listed packages; code is the standard library's
-and PyTorch's source. Half of the modules of some packages are held out for the haystack, which keeps only
-
-checked again as a whole.
+Prose is every longer string literal (docstrings, mostly) of the listed packages, and botocore's descriptions of
+services; code is the standard library's and PyTorch's source. Half of the modules of some packages are held out for
+the haystack, which keeps only readable paragraphs; what shares 64 characters with it leaves the training text, which
+is then checked again as a whole.
 """
 
 from __future__ import annotations
 
 import ast
+import gzip
 import hashlib
+import html
 import inspect
 import json
 import re
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata, util
 from pathlib import Path
@@ -36,7 +38,18 @@ PACKAGES = {  # name: licence of its own Python sources
     "networkx": "BSD-3-Clause",
     "matplotlib": "PSF-based (Matplotlib)",
     "mpmath": "BSD-3-Clause",
+    "scipy": "BSD-3-Clause",
+    "scikit-learn": "BSD-3-Clause",
+    "scikit-image": "BSD-3-Clause",
+    "pandas": "BSD-3-Clause",
+    "statsmodels": "BSD-3-Clause",
+    "sqlalchemy": "MIT",
+    "astropy": "BSD-3-Clause",
+    "xarray": "Apache-2.0",
+    "nltk": "Apache-2.0",
+    "botocore": "Apache-2.0",
 }
+IMPORTED_AS = {"scikit-learn": "sklearn", "scikit-image": "skimage"}
 HELD_OUT = ("cpython", "numpy", "sympy", "networkx")  # half of their modules go to the haystack
 CODE = {"cpython": 12_000_000, "torch": 12_000_000}  # characters of source taken as code
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "lib2to3", "encodings", "_vendor", "__pycache__"}
@@ -56,9 +69,9 @@ def package_root(name: str) -> Path:
     """Folder of a package's sources."""
     if name == "cpython":
         return Path(sysconfig.get_path("stdlib"))
-    spec = util.find_spec(name)
+    spec = util.find_spec(IMPORTED_AS.get(name, name))
     if spec is None or not spec.submodule_search_locations:
-        raise LongreachError(f"the corpus needs the package {name}; install it (pip install {name})")
+        raise LongreachError(f"the corpus needs the package {name}; install it (pip install 'longreach[corpus]')")
     return Path(next(iter(spec.submodule_search_locations)))
 
 
@@ -74,6 +87,34 @@ def package_files(name: str) -> list[tuple[str, str]]:
             except UnicodeDecodeError:
                 continue  # a handful of stdlib files are in other encodings
     return files
+
+
+def descriptions(package: str) -> Iterator[tuple[str, str]]:
+    """(path, text) of what a package's compressed JSON service models say in their fields "documentation"."""
+    root = package_root(package)
+    for path in sorted(root.rglob("service-2.json.gz")):
+        found: list[str] = []
+
+        def collect(fields: dict[str, Any], found: list[str] = found) -> dict[str, Any]:
+            text = fields.get("documentation")
+            if isinstance(text, str):
+                found.append(without_tags(text))
+            return fields
+
+        json.loads(gzip.decompress(path.read_bytes()), object_hook=collect)
+        short = [text for text in found if len(text) < 160]  # of a field each: together they read as a list
+        yield path.relative_to(root).as_posix(), "\n\n".join(text for text in found if len(text) >= 160)
+        yield path.relative_to(root).as_posix(), "\n".join(short)
+
+
+def without_tags(text: str) -> str:
+    """HTML as plain text: paragraphs and list items on lines of their own."""
+    text = re.sub(r"\s+", " ", text)
+    text = re.sub(r"</?(p|note|important|ul|ol|dl|h\d|div|table|tr|br|pre)\b[^>]*>", "\n\n", text)
+    text = re.sub(r"<(li|dt|dd)\b[^>]*>", "\n- ", text)
+    text = html.unescape(re.sub(r"<[^>]+>", "", text))
+    text = re.sub(r"-[ \n]+(?=\S)", "- ", re.sub(r" *\n *", "\n", text))
+    return tidy(text)
 
 
 def is_held_out(package: str, path: str, topic: str = "") -> bool:
@@ -121,24 +162,28 @@ def unwrap(document: str) -> str:
     return "\n\n".join(" ".join(b.split()) if b and is_prose(b) else b for b in blocks)
 
 
-def build(limit_files: int | None = None) -> Corpus:
+def build(limit_files: int | None = None, packages: Sequence[str] = tuple(PACKAGES)) -> Corpus:
     """Collect, split, clean and check the corpus. Deterministic for given package versions.
 
     Args:
         limit_files: at most this many files of each package (for tests); None means all.
+        packages: which of PACKAGES are read.
     """
     corpus = Corpus()
     prose: list[str] = []
     code: list[str] = []
     seen_haystack: set[str] = set()
-    sources = []
-    for package, licence in PACKAGES.items():
+    sources, collected = [], dict[str, int]()
+    for package in packages:
         files = package_files(package)[:limit_files]
         version = metadata.version(package) if package != "cpython" else ".".join(map(str, sys.version_info[:3]))
-        digest, code_chars = hashlib.sha256(), 0
+        digest, code_chars, before = hashlib.sha256(), 0, sum(map(len, prose))
+        if package == "botocore":
+            files = list(descriptions(package))[:limit_files]
+            prose += [text for _, text in files if text]
         for path, text in files:
             digest.update(text.encode("utf-8", "surrogatepass"))
-            for topic, document in documents(package, path, text):
+            for topic, document in documents(package, path, text) if path.endswith(".py") else ():
                 if is_held_out(package, path, topic):
                     for block in document.split("\n\n"):
                         if block and is_prose(block) and normalise(block) not in seen_haystack:
@@ -154,11 +199,12 @@ def build(limit_files: int | None = None) -> Corpus:
             {
                 "package": package,
                 "version": version,
-                "licence": licence,
+                "licence": PACKAGES[package],
                 "files": len(files),
                 "sha256": digest.hexdigest(),
             }
         )
+        collected[package] = sum(map(len, prose)) - before
     for blocks in (prose, code):
         Random("order").shuffle(blocks)
     index = OverlapIndex(["\n\n".join(corpus.haystack)])
@@ -170,6 +216,7 @@ def build(limit_files: int | None = None) -> Corpus:
         raise LongreachError(f"training text still shares {WINDOW} characters with the haystack, at {hits} places")
     corpus.manifest = {
         "sources": sources,
+        "prose_collected": collected,
         "dropped_blocks": {"prose": dropped_prose, "code": dropped_code},
         "characters": {
             "prose": sum(map(len, corpus.prose)),

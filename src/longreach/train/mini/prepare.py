@@ -15,10 +15,11 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from longreach.errors import LongreachError
-from longreach.tasks import needle
 from longreach.tasks.words import evaluation_words
 from longreach.train.mini import corpus as corpora
 from longreach.train.mini.config import ModelShape
+from longreach.train.mini.forms import needles
+from longreach.train.mini.keys import KeySource
 from longreach.train.mini.overlap import OverlapIndex
 from longreach.train.mini.tokenizer import save_tokenizer, train_tokenizer
 
@@ -37,10 +38,11 @@ def common_words(texts: list[str], count: int) -> list[str]:
 
 def task_text(words: list[str], episodes: int) -> Iterator[str]:
     """Rendered training facts and questions, for the tokenizer and the overlap check."""
-    random, keys = Random("tokenizer"), needle.KeySource(False, words)
+    random, keys = Random("tokenizer"), KeySource(words)
     for _ in range(episodes):
-        episode = needle.training_episode(random, keys, 8)
-        yield "\n".join([episode.intro, *(n.statement + "\n" + n.question + n.answer for n in episode.needles)])
+        intro, facts = needles.draw_facts(random, keys, 8)
+        asked = [f"{e.question}{e.answer}" for e in needles.exchanges(random, facts)]
+        yield "\n".join([intro, *needles.order(random, facts), *asked])
 
 
 def prepare(

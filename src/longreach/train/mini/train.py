@@ -1,4 +1,7 @@
-"""The training loop: a fixed time budget, lengths that grow, accuracy on evaluation-like needles as it goes."""
+"""The training loop: a fixed time budget, lengths that grow, accuracy by task as it goes.
+
+No sequence is seen twice, so accuracy on the batches trained with, before each update, is accuracy on new ones.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from longreach.errors import LongreachError
 from longreach.records import environment
 from longreach.train.mini import checkpoint
-from longreach.train.mini.batches import ANSWER, CONTEXT, TEXT, BatchFactory
+from longreach.train.mini.batches import NAMES, Batch, BatchFactory
 from longreach.train.mini.config import ModelShape, Schedule
 from longreach.train.mini.model import Llama, token_losses
+from longreach.train.mini.page import ANSWER, CONTEXT, TEXT
 
 MAX_BAD_STEPS = 20
 
@@ -54,10 +57,11 @@ class Trainer:
             groups, lr=schedule.peak_lr, betas=schedule.betas, eps=1e-8, fused=self.device.type == "cuda"
         )
 
-    def measure(self, tokens: np.ndarray, kinds: np.ndarray) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        """Loss of a batch, its parts (means by kind, accuracy), and whose answers are all right, bool [B]."""
-        ids = torch.from_numpy(tokens.astype(np.int64)).to(self.device, non_blocking=True)
-        kind = torch.from_numpy(kinds).to(self.device, non_blocking=True)
+    def measure(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        """Loss of a batch, its parts (means by kind), and answer tokens right and in all by form, fp32 [NAMES, 2]."""
+        ids = torch.from_numpy(batch.tokens.astype("int64")).to(self.device, non_blocking=True)
+        kind = torch.from_numpy(batch.kinds).to(self.device, non_blocking=True)
+        form = torch.from_numpy(batch.forms.astype("int64")).to(self.device, non_blocking=True)
         hidden = self.model(ids[:, :-1], self.dtype)
         loss, right = self.losses(hidden.flatten(0, 1), self.model.model.embed_tokens.weight, ids[:, 1:].flatten())
         flat = kind.flatten()
@@ -65,41 +69,37 @@ class Trainer:
         text_weight = text.float() + self.schedule.context_weight * context.float()
         answer_mean = (loss * answer).sum() / answer.sum().clamp(min=1)
         text_mean = (loss * text_weight).sum() / text_weight.sum().clamp(min=1)
-        parts = {
-            "answer": answer_mean.detach(),
-            "text": ((loss * text).sum() / text.sum().clamp(min=1)).detach(),
-            "token_accuracy": (right & answer).sum() / answer.sum().clamp(min=1),
-        }
-        exact = (right.view(kind.shape) | (kind != ANSWER)).all(-1)
-        return answer_mean + self.schedule.text_loss * text_mean, parts, exact
+        parts = {"answer": answer_mean.detach(), "text": ((loss * text).sum() / text.sum().clamp(min=1)).detach()}
+        counts = torch.stack([right & answer, answer], -1).view(*kind.shape, 2).sum(1).float()
+        by_form = torch.zeros(len(NAMES), 2, device=self.device).index_add_(0, form, counts)
+        return answer_mean + self.schedule.text_loss * text_mean, parts, by_form
 
-    def step(self, batches: list[tuple[int, np.ndarray, np.ndarray]], lr: float) -> dict[str, float] | None:
-        """One update over several microbatches; None, and no update, where loss or gradient is not finite."""
+    def step(self, batches: list[Batch], lr: float) -> tuple[dict[str, float], list[list[float]]] | None:
+        """One update over several microbatches; None, and no update, where loss or gradient is not finite.
+
+        Returns:
+            losses and the gradient's norm; answer tokens right and in all by form.
+        """
         totals: dict[str, Tensor] = {}
-        for _, tokens, kinds in batches:
-            loss, parts, _ = self.measure(tokens, kinds)
+        by_form = torch.zeros(len(NAMES), 2, device=self.device)
+        for batch in batches:
+            loss, parts, counts = self.measure(batch)
             (loss / len(batches)).backward()
+            by_form += counts
             for name, value in {"loss": loss.detach(), **parts}.items():
                 totals[name] = totals.get(name, torch.zeros((), device=self.device)) + value / len(batches)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.schedule.clip)
-        values = torch.stack([*totals.values(), norm]).tolist()  # the step's only wait for the device
-        finite = all(map(math.isfinite, values))
+        values = torch.stack([*totals.values(), norm, *by_form.flatten()]).tolist()  # the only wait for the device
+        means, flat = values[: len(totals) + 1], values[len(totals) + 1 :]
+        finite = all(map(math.isfinite, means))
         if finite:
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return dict(zip([*totals, "grad_norm"], values, strict=True)) if finite else None
-
-    def accuracy(self, batches: list[tuple[int, np.ndarray, np.ndarray]]) -> dict[int, float]:
-        """Share of sequences whose whole answer is the greedy choice, by length.
-
-        Gradients stay on: the layers are then the ones compiled for training.
-        """
-        exact: dict[int, list[Tensor]] = {}
-        for length, tokens, kinds in batches:
-            exact.setdefault(length, []).append(self.measure(tokens, kinds)[2].float())
-        return {length: float(torch.cat(parts).mean()) for length, parts in exact.items()}
+        if not finite:
+            return None
+        return dict(zip([*totals, "grad_norm"], means, strict=True)), [flat[i : i + 2] for i in range(0, len(flat), 2)]
 
 
 def train(
@@ -114,9 +114,7 @@ def train(
     seed: int = 0,
     resume: Path | None = None,
     compile_layers: bool = True,
-    dev_every: float = 30.0,
     save_every: float = 120.0,
-    dev_batches: int = 2,
     say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
     """Train for `minutes` (compile time included) and write a checkpoint to `out`, also every `save_every` seconds.
@@ -126,11 +124,10 @@ def train(
         resume: a checkpoint that training wrote, to go on from: at its place in the schedule of `minutes`, which its
             own count in. It holds weights (bf16) and no optimiser: the learning rate warms up again, and batches are
             others.
-        dev_every, save_every: seconds between accuracy measurements and checkpoints.
-        dev_batches: microbatches per length in each accuracy measurement.
+        save_every: seconds between checkpoints.
 
     Returns:
-        the log, also written to out/train.json: settings, loss curve, accuracies.
+        the log, also written to out/train.json: settings, loss curve, accuracy of answer tokens by form.
     """
     shape, schedule = shape or ModelShape(), schedule or Schedule()
     torch.manual_seed(seed)
@@ -154,10 +151,9 @@ def train(
         **environment(trainer.device),
         "parameters": sum(p.numel() for p in trainer.model.parameters()),
         "curve": [],
-        "dev": [],
     }
     try:
-        _loop(trainer, factory, data, out, log, done, minutes * 60, dev_every, save_every, dev_batches, workers, say)
+        _loop(trainer, factory, data, out, log, done, minutes * 60, save_every, workers, say)
     finally:
         factory.close()
     return log
@@ -171,26 +167,18 @@ def _loop(
     log: dict[str, Any],
     done: checkpoint.Trained,
     budget: float,
-    dev_every: float,
     save_every: float,
-    dev_batches: int,
     workers: int,
     say: Callable[[str], None],
 ) -> None:
     schedule = trainer.schedule
-    lengths_used: list[int] = sorted({n for _, lengths in schedule.stages for n in lengths})
-    dev = []
-    for length in lengths_used:
-        for _ in range(dev_batches):
-            factory.ask(length, max(1, schedule.microbatch_tokens // length), dev=True)
-    for _ in range(factory.pending):
-        dev.append(factory.take())
-    last_dev = last_save = said = time.monotonic()
+    last_save = said = time.monotonic()
     begun = said - done.seconds
     step, tokens = done.steps, done.tokens
     asked = bad = 0
     said_tokens = tokens
     starved = 0.0
+    counts = [[0.0, 0.0] for _ in NAMES]  # answer tokens right and in all since the last note
     while (elapsed := time.monotonic() - begun) < budget:
         fraction = elapsed / budget
         cycle = schedule.lengths(fraction)
@@ -204,37 +192,36 @@ def _loop(
         lr = learning_rate(schedule, fraction, step - done.steps)
         result = trainer.step(batches, lr)
         step, first = step + 1, step == done.steps
-        tokens += sum(k.size for _, _, k in batches)
+        tokens += sum(b.kinds.size for b in batches)
         bad = 0 if result else bad + 1
         if bad > MAX_BAD_STEPS:
             raise LongreachError(f"{bad} steps in a row were not finite; lower the learning rate")
         now = time.monotonic()
-        if result and (step % 10 == 0 or first):
-            log["curve"].append(
-                {
-                    "step": step,
-                    "seconds": round(now - begun, 2),
-                    "tokens": tokens,
-                    "lr": lr,
-                    "lengths": [b[0] for b in batches],
-                    **result,
-                }
-            )
-        if result and (now - said > 10 or first):
-            rate = (tokens - said_tokens) / (now - said)
-            say(
-                f"{now - begun:6.0f}s step {step} {tokens / 1e6:.1f}M tok {rate / 1e6:.3f}M/s "
-                f"lr {lr:.1e} len {[b[0] for b in batches]} loss {result['loss']:.3f} text {result['text']:.3f} "
-                f"answer {result['answer']:.3f} acc {result['token_accuracy']:.3f} norm {result['grad_norm']:.2f} "
-                f"waited {starved:.1f}s"
-            )
-            said, said_tokens, starved = now, tokens, 0.0
-        if now - last_dev > dev_every or (bad == 0 and now - begun >= budget):
-            reached = {b[0] for b in batches}
-            accuracy = trainer.accuracy([b for b in dev if b[0] in reached])
-            log["dev"].append({"step": step, "seconds": round(now - begun, 2), "tokens": tokens, "exact": accuracy})
-            say(f"{now - begun:6.0f}s dev exact match " + " ".join(f"{n}: {a:.3f}" for n, a in accuracy.items()))
-            last_dev = now
+        if result:
+            losses, by_form = result
+            counts = [[a + b for a, b in zip(old, new, strict=True)] for old, new in zip(counts, by_form, strict=True)]
+            if now - said > 10 or first:
+                forms = {name: right / total for name, (right, total) in zip(NAMES, counts, strict=True) if total}
+                log["curve"].append(
+                    {
+                        "step": step,
+                        "seconds": round(now - begun, 2),
+                        "tokens": tokens,
+                        "lr": lr,
+                        "lengths": [b.length for b in batches],
+                        **losses,
+                        "forms": {name: round(accuracy, 4) for name, accuracy in forms.items()},
+                    }
+                )
+                rate = (tokens - said_tokens) / (now - said)
+                say(
+                    f"{now - begun:6.0f}s step {step} {tokens / 1e6:.0f}M {rate / 1e6:.2f}M/s lr {lr:.1e} "
+                    f"len {max(b.length for b in batches)} text {losses['text']:.3f} answer {losses['answer']:.3f} "
+                    f"norm {losses['grad_norm']:.2f} waited {starved:.1f}s "
+                    + " ".join(f"{name} {100 * accuracy:.1f}" for name, accuracy in forms.items())
+                )
+                said, said_tokens, starved = now, tokens, 0.0
+                counts = [[0.0, 0.0] for _ in NAMES]
         if now - last_save > save_every:
             _write(trainer, data, out, log, checkpoint.Trained(now - begun, step, tokens))
             last_save = now
