@@ -226,3 +226,32 @@ def test_long_contexts(dtype: torch.dtype) -> None:
         rounding = 1e-5 * want.out.abs().max()
         assert float((got.out.cpu().double() - want.out).abs().max()) <= 2 * torchs + rounding
         torch.testing.assert_close(got.lse.cpu().double(), want.lse, rtol=1e-5, atol=1e-4)
+
+
+def strided(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers, other ones between them."""
+    return torch.stack([x, x.flip(0)], -1)[..., 0]
+
+
+@pytest.mark.parametrize("what", ["seq", "pos", "filled", "block_table", "list_of", "sink_logit", "q"])
+def test_strided_arguments(what: str) -> None:
+    """Columns of an engine's tensors: what lies between their entries is not theirs."""
+    kv = random_kv([20, 33, 7], heads=2, dim=32, page=4)
+    rows = replace(random_rows(kv, 4), seq=torch.tensor([0, 1, 2, 1]), pos=torch.tensor([5, 32, 3, 20]))
+    lists = Lists(
+        torch.tensor([[[0, 1, 2]], [[3, 4, 5]]]), torch.tensor([[3], [2]]), list_of=torch.tensor([0, 1, 0, 1])
+    )
+    sink = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    wants = [exact_attend(rows, kv, s, scale=0.2, sink_logit=sink) for s in (Spans.dense(), lists)]
+    rows, kv, lists, sink = here(rows), here(kv), here(lists), here(sink)
+    if what in ("seq", "pos", "q"):
+        rows = replace(rows, **{what: strided(getattr(rows, what))})
+    elif what in ("filled", "block_table"):
+        kv = replace(kv, **{what: strided(getattr(kv, what))})
+    elif what == "list_of":
+        lists = replace(lists, list_of=strided(here(torch.tensor([0, 1, 0, 1]))))
+    else:
+        sink = strided(sink)
+    for selection, want in zip((Spans.dense(), lists), wants, strict=True):
+        got = attend(rows, kv, selection, scale=0.2, sink_logit=sink, impl="triton")
+        held_to(got, want, torch.float32)

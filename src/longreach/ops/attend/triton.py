@@ -122,19 +122,21 @@ def _launch(
     if t.aligned and items < programs:
         programs -= programs % items
 
-    q = rows.q if rows.q.stride(2) == 1 else rows.q.contiguous()
+    q = rows.q if rows.q.stride(2) == 1 and rows.q.stride(1) * heads < 1 << 31 else rows.q.contiguous()
+    seq, filled = rows.seq.contiguous(), kv.filled.contiguous()
     form = (parts, axis, per_item, own, evicted, len(choice.spans[0]))
     layout = (tiles.size, tiles.width, tiles.table is not None)
     row_args = (
         q,
         q.stride(0),
         q.stride(1),
-        rows.seq,
-        rows.pos,
+        seq,
+        rows.pos.contiguous(),
         tiles.count,
-        rows.seq if tiles.table is None else tiles.table,
+        seq if tiles.table is None else tiles.table,
     )
-    table = kv.filled if kv.block_table is None else kv.block_table
+    table = filled if kv.block_table is None else kv.block_table
+    table = table if table.stride(-1) == 1 else table.contiguous()
     slot_pos = kv.k if kv.slot_pos is None else kv.slot_pos
     slot_pos = slot_pos if slot_pos.stride(-1) == 1 else slot_pos.contiguous()
     memory = (
@@ -142,7 +144,7 @@ def _launch(
         *kv.k.stride()[:3],
         kv.v,
         *kv.v.stride()[:3],
-        kv.filled,
+        filled,
         table,
         table.stride(0),
         slot_pos,
@@ -160,7 +162,7 @@ def _launch(
     chained = t.chained and dealt
     launch = {"launch_pdl": True} if chained else {}
     limits = {"maxnreg": t.registers} if t.registers else {}
-    result = (out, lse, sink_logit if sunk else out, pieces, ends, heads, count)
+    result = (out, lse, out if sink_logit is None else sink_logit.contiguous(), pieces, ends, heads, count)
     hull = not evicted and (choice.uniform or (tiles.size == 1 and not choice.own))
     kernels.attend_pieces[(programs if dealt else items,)](
         row_args, memory, choice.spans, choice.lists, result, float(scale), float(softcap or 1.0), items, programs,
@@ -208,7 +210,7 @@ def _choice(selection: Selection, split: Bound | None, rows: Rows) -> _Choice:
         index,
         count.contiguous(),
         index if weight is None else weight.contiguous(),
-        rows.pos if of is None else of,
+        rows.pos if of is None else of.contiguous(),
     )
     kind = (heads, selection.block, packed, weight is not None, capacity, of is not None)
     apart = selection.per == "query" and heads > 1
