@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from longreach.errors import InvalidInput
-from longreach.tasks.sizing import largest
+from longreach.tasks.sizing import largest, too_short
 
 
 @pytest.mark.parametrize(("slope", "room"), [(1, 60), (3, 1000), (7, 100_000), (0.4, 5000), (200, 10_000)])
@@ -37,3 +37,7 @@ def test_the_most_and_the_least() -> None:
         InvalidInput, match=r"^x takes at least 28 tokens of prompt and 25 are there; .* longer --length"
     ):
         largest(lambda n: n + 3, 5, "x", least=5, beside=20)
+
+
+def test_less_room_than_none_is_none() -> None:
+    assert "at least 113 tokens of prompt and 0 are there" in str(too_short("vt", 113, -120))

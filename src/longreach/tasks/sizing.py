@@ -13,7 +13,7 @@ CLOSE = 0.01  # of the room: nearer than that, one more try costs more than it g
 def too_short(what: str, least: int, room: int) -> InvalidInput:
     """The error of a task that takes `least` tokens of prompt where there are `room`."""
     return InvalidInput(
-        f"{what} takes at least {least} tokens of prompt and {room} are there; ask for a longer --length"
+        f"{what} takes at least {least} tokens of prompt and {max(0, room)} are there; ask for a longer --length"
     )
 
 
