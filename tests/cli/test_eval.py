@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,15 @@ def test_a_data_set_is_asked_whole_or_up_to_a_limit(longreach: Any, tiny: Path, 
     assert len(json.loads(longreach(*command, "--limit", 1).out)["tasks"]["longbench_qasper"]["samples"]) == 1
 
 
+def test_records_are_the_same_whoever_makes_the_prompts(longreach: Any, tiny: Path, tmp_path: Path) -> None:
+    record = tmp_path / "r.json"
+    here = json.loads(longreach(*asked(tiny, "--method", "dense", "--json")).out)
+    result = longreach(*asked(tiny, "--method", "dense", "--workers", 1, "--output", record))
+    assert result.code == 0 and timeless(json.loads(record.read_text())) == timeless(here)
+    refused(longreach(*asked(tiny, "--length", 200, "--workers", 1)), "ask for a longer")
+    assert not multiprocessing.active_children()
+
+
 def test_the_list_of_tasks(longreach: Any) -> None:
     shown = longreach("eval", "--list").out
     listed = json.loads(longreach("eval", "--list", "--json").out)
@@ -130,6 +140,7 @@ def test_a_data_set_that_changed_is_another_run(
         (["--draws", 3], ["temperature"]),
         (["--temperature", "-1"], ["temperature", "-1"]),
         (["--samples", 0], ["at least 1"]),
+        (["--workers", -1], ["at least 0"]),
         (["--output", "/proc/none/r.json"], ["cannot write /proc/none", "--output"]),
     ],
 )

@@ -14,12 +14,21 @@ from longreach.methods.values import value_of
 
 def positive(text: str) -> int:
     """An argument that is a count of at least 1."""
+    return _at_least(1, text)
+
+
+def count(text: str) -> int:
+    """An argument that is a count, of 0 or more."""
+    return _at_least(0, text)
+
+
+def _at_least(least: int, text: str) -> int:
     try:
         value = int(text)
     except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+        value = least - 1
+    if value < least:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least {least}, got {text!r}")
     return value
 
 

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from longreach.cli.common import add_graph, add_json, add_model, load_model, positive
+from longreach.cli.common import add_graph, add_json, add_model, count, load_model, positive
 from longreach.cli.show import Column, Table, console, duration, emit, percent, place, progress, waiting
 from longreach.errors import InvalidInput
 
@@ -42,6 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=positive, metavar="N", help="prompts at a time (default: what memory holds)")
     parser.add_argument("--prefill-chunk-size", type=positive, default=512, metavar="N",
                         help="prompt tokens per pass (default 512); fewer take less memory")  # fmt: skip
+    parser.add_argument("--workers", type=count, default=0, metavar="N", help="processes that make prompts while the "
+                        "model answers, for a fast GPU (default 0: all are made before it does)")  # fmt: skip
     parser.add_argument("--output", type=Path, metavar="FILE", help="the record; the same command goes on where an "
                         "interrupted one stopped")  # fmt: skip
     add_graph(parser)
@@ -72,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
         batch = args.batch or fitting_batch(model, args.length, args.prefill_chunk_size)
         settings = Settings(args.length, args.samples, args.limit, args.seed, args.draws, args.temperature, batch,
                             args.prefill_chunk_size, args.graph)  # fmt: skip
-        evaluation = Evaluation(model, tokenizer, tasks, specs, settings)
+        evaluation = Evaluation(model, tokenizer, tasks, specs, settings, args.workers)
         about = {"model": model_about(model, args.model), "config": evaluation.config(), **environment(model.device),
                  "methods": {spec.label: spec.to_json() for spec in specs}}  # fmt: skip
     record = measured(evaluation, about, args.output)
@@ -89,11 +91,14 @@ def measured(evaluation: Any, about: dict[str, Any], output: Path | None) -> dic
     from longreach.records import Journal, write
 
     sources = {name: task.source for name, task in evaluation.tasks.items()}  # data sets with the hash of their file
-    evaluation.build(progress)
-    journal = None if output is None else Journal(output, {**about, "tasks": sources})
-    keep = (lambda key, part: None) if journal is None else journal.add
-    parts = evaluation.run({} if journal is None else journal.done, keep, progress)
-    record = {"kind": "eval", "format": FORMAT, **about, "tasks": tasks_entry(evaluation, parts)}
+    try:
+        evaluation.build(progress)
+        journal = None if output is None else Journal(output, {**about, "tasks": sources})
+        keep = (lambda key, part: None) if journal is None else journal.add
+        parts = evaluation.run({} if journal is None else journal.done, keep, progress)
+        record = {"kind": "eval", "format": FORMAT, **about, "tasks": tasks_entry(evaluation, parts)}
+    finally:
+        evaluation.close()
     if output is not None and journal is not None:
         write(output, record)
         journal.remove()

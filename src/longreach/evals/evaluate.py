@@ -12,11 +12,12 @@ from torch import Tensor
 from longreach.adapters.transformers import BatchReader, Session, attach, context_limit, shape_of, stop_tokens
 from longreach.cache import CacheConfig
 from longreach.errors import InvalidInput, LongreachError, OutOfMemory
+from longreach.evals.ahead import Workers
 from longreach.evals.methods import Spec, by_prefill
 from longreach.evals.progress import Progress, unseen
-from longreach.evals.prompting import fitted, samples_of
+from longreach.evals.prompting import Asked, Maker, samples_of
 from longreach.evals.reads import phase_bytes
-from longreach.tasks.base import Sample, Task
+from longreach.tasks.base import Task
 
 Keep = Callable[[str, Any], None]
 
@@ -45,32 +46,17 @@ class Settings:
             raise InvalidInput(f"{self.draws} draws of a greedy answer are all the same; give a temperature above 0")
 
 
-@dataclass(frozen=True)
-class Asked:
-    """One prompt, made once."""
-
-    number: int
-    sample: Sample
-    prompt: tuple[int, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        text = [self.sample.context, self.sample.question, self.sample.begun]
-        return {
-            "number": self.number,
-            "tokens": len(self.prompt),
-            "characters": sum(map(len, text)),
-            "expected": list(self.sample.answers),
-            "facts": dict(self.sample.facts),
-        }
-
-
 class Evaluation:
     """A model, tasks and methods; `run` yields parts, in batches, which `scores.results` puts together.
 
+    workers: processes that make prompts while the model answers; with 0 all are made before it does. `close` ends them.
     Raises InvalidInput for a length beyond the model's context and for a task that cannot be built at that length.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, tasks: Sequence[Task], specs: Sequence[Spec], settings: Settings):
+    def __init__(
+        self, model: Any, tokenizer: Any, tasks: Sequence[Task], specs: Sequence[Spec], settings: Settings,
+        workers: int = 0,
+    ):  # fmt: skip
         limit = context_limit(model)
         if limit is not None and settings.length > limit:
             raise InvalidInput(
@@ -82,20 +68,37 @@ class Evaluation:
         self.model, self.tokenizer, self.specs, self.settings = model, tokenizer, list(specs), settings
         self.tasks = {task.name: task for task in tasks}
         self.stop = stop_tokens(model, tokenizer)
-        self.asked: dict[str, list[Asked]] = {}
+        self.asked: dict[str, Sequence[Asked]] = {}
+        self.workers = workers
+        self._making: Workers | None = None
 
     def build(self, progress: Progress = unseen) -> None:
-        """Make all prompts; they are the same for every method."""
+        """Make all prompts; they are the same for every method.
+
+        Worker processes make them while the model answers: then this returns when the first prompt of each task is
+        made, so that a task that cannot be built is refused before anything is asked, and `close` ends them.
+        """
         totals = {name: samples_of(t, self.settings.samples, self.settings.limit) for name, t in self.tasks.items()}
+        maker = Maker(self.tasks.values(), self.tokenizer, self.settings.length, self.settings.seed)
+        if self.workers:
+            self._making = Workers(maker, totals, self.workers)
+            self.asked = dict(self._making.asked)
+            with progress("making the first prompts", len(totals)) as advance:
+                for asked in self.asked.values():
+                    advance(len(asked[:1]))
+            return
         with progress("making prompts", sum(totals.values())) as advance:
-            for name, task in self.tasks.items():
-                self.asked[name] = []
-                for number in range(totals[name]):
-                    sample, prompt = fitted(
-                        task, self.tokenizer, self.settings.length, self.settings.seed, number, totals[name]
-                    )
-                    self.asked[name].append(Asked(number, sample, tuple(prompt)))
+            for name, total in totals.items():
+                made = list[Asked]()
+                for number in range(total):
+                    made.append(maker.make(name, number, total))
                     advance(1)
+                self.asked[name] = made
+
+    def close(self) -> None:
+        """End the worker processes, if any; prompts they have not made are lost."""
+        if self._making is not None:
+            self._making.close()
 
     def run(self, done: dict[str, Any], keep: Keep, progress: Progress = unseen) -> dict[str, Any]:
         """All parts, those in `done` as they are, fresh ones told to `keep` as they come. Parts are JSON values."""
@@ -110,21 +113,21 @@ class Evaluation:
                 progress(f"{prefill.name} prefill, {len(specs)} methods", len(open_parts)) as advance,
             ):
                 reader = BatchReader(session, self.settings.chunk, graph=self.settings.graph)
-                for key, task, asked in open_parts:
+                for key, task, first in open_parts:
+                    asked = self.asked[task.name][first : first + self.settings.batch]
                     parts[key] = self._part(session, reader, specs, task, asked)
                     keep(key, parts[key])
                     advance(1)
         return parts
 
-    def _parts(self, group: str) -> Iterator[tuple[str, Task, list[Asked]]]:
-        """(name, task, prompts) of each batch under a prefill, which its first method's label names."""
+    def _parts(self, group: str) -> Iterator[tuple[str, Task, int]]:
+        """(name, task, first prompt's number) of each batch under a prefill, which its first method's label names."""
         for name, task in self.tasks.items():
-            asked = self.asked[name]
-            for first in range(0, len(asked), self.settings.batch):
-                yield f"{group}|{name}|{first}", task, asked[first : first + self.settings.batch]
+            for first in range(0, len(self.asked[name]), self.settings.batch):
+                yield f"{group}|{name}|{first}", task, first
 
     def _part(
-        self, session: Session, reader: BatchReader, specs: list[Spec], task: Task, asked: list[Asked]
+        self, session: Session, reader: BatchReader, specs: list[Spec], task: Task, asked: Sequence[Asked]
     ) -> list[dict[str, Any]]:
         """Answers of all methods to a batch; where it fails, prompt by prompt: only what crashes is a failure."""
         try:
@@ -147,7 +150,13 @@ class Evaluation:
         return found
 
     def _one_by_one(
-        self, session: Session, reader: BatchReader, specs: list[Spec], task: Task, asked: list[Asked], why: Exception
+        self,
+        session: Session,
+        reader: BatchReader,
+        specs: list[Spec],
+        task: Task,
+        asked: Sequence[Asked],
+        why: Exception,
     ) -> list[dict[str, Any]]:
         if isinstance(why, LongreachError) and not isinstance(why, OutOfMemory):
             raise why
@@ -164,7 +173,7 @@ class Evaluation:
         return {"label": spec.label, "answers": answers, "prefill_bytes": None, "decode_bytes": None, "seconds": None}
 
     def _answers(
-        self, session: Session, reader: BatchReader, spec: Spec, task: Task, asked: list[Asked], logits: Tensor
+        self, session: Session, reader: BatchReader, spec: Spec, task: Task, asked: Sequence[Asked], logits: Tensor
     ) -> dict[str, Any]:
         session.switch(spec.decode)
         answers, took, steps, setup = list[dict[str, Any]](), 0.0, 0, 0.0

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from random import Random
 from typing import Any
+
+from tokenizers import Tokenizer
 
 from longreach.adapters.transformers import chat, encode
 from longreach.errors import InvalidInput
@@ -12,11 +15,49 @@ from longreach.tasks.base import Count, Given, GoesThrough, Sample, Task
 
 DEFAULT = 20  # samples of a task that makes them
 TRIES = 6
+SHORT, MOST_KNOWN = 4096, 20_000  # characters of a text whose tokens are remembered, and how many such texts
 
 
-def counter(tokenizer: Any) -> Count:
-    """Tokens of a text without special ones."""
-    return lambda text: len(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+@dataclass(frozen=True)
+class Asked:
+    """One prompt, made once."""
+
+    number: int
+    sample: Sample
+    prompt: tuple[int, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        text = [self.sample.context, self.sample.question, self.sample.begun]
+        return {
+            "number": self.number,
+            "tokens": len(self.prompt),
+            "characters": sum(map(len, text)),
+            "expected": list(self.sample.answers),
+            "facts": dict(self.sample.facts),
+        }
+
+
+class Counter:
+    """Tokens of a text without special ones. Those of short texts are remembered: haystacks share their paragraphs."""
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer, self._known = tokenizer, dict[str, int]()
+
+    def __call__(self, text: str) -> int:
+        if text in self._known:
+            return self._known[text]
+        tokens = self._tokens(text)
+        if len(text) <= SHORT and len(self._known) < MOST_KNOWN:
+            self._known[text] = tokens
+        return tokens
+
+    def _tokens(self, text: str) -> int:
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if not isinstance(backend, Tokenizer):
+            return len(self._tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+        if not self._known:  # a call of the whole tokenizer leaves the backend as it wants it: uncut, unpadded
+            self._tokenizer("", add_special_tokens=False, verbose=False)
+        return len(backend.encode_batch_fast([text], add_special_tokens=False)[0])  # faster: no offsets
 
 
 def cutter(tokenizer: Any) -> Callable[[str, int], str]:
@@ -48,20 +89,39 @@ def samples_of(task: Task, samples: int | None, limit: int | None) -> int:
     return min(most, samples or most, limit or most)
 
 
-def fitted(task: Task, tokenizer: Any, length: int, seed: int, number: int, total: int) -> tuple[Sample, list[int]]:
+class Maker:
+    """Makes the prompts of tasks, by name and number; the same whoever makes them, and in whatever order."""
+
+    def __init__(self, tasks: Iterable[Task], tokenizer: Any, length: int, seed: int):
+        self.tasks = {task.name: task for task in tasks}
+        self._tokenizer, self._count, self._length, self._seed = tokenizer, Counter(tokenizer), length, seed
+
+    def make(self, name: str, number: int, total: int) -> Asked:
+        """Prompt `number` of `total` of a task. Raises as `fitted`."""
+        sample, prompt = fitted(
+            self.tasks[name], self._tokenizer, self._length, self._seed, number, total, count=self._count
+        )
+        return Asked(number, sample, tuple(prompt))
+
+
+def fitted(
+    task: Task, tokenizer: Any, length: int, seed: int, number: int, total: int, *, count: Count | None = None
+) -> tuple[Sample, list[int]]:
     """Sample `number` of `total` of a task and its prompt, which leaves room for the answer in `length` tokens.
 
+    count: the tokenizer's Counter, where one is kept from sample to sample.
     Raises InvalidInput where the task cannot be built at this length.
     """
+    count = count or Counter(tokenizer)
     room = length - task.max_new_tokens
     in_chat = task.chat if isinstance(task, Given) else True
     inside = room - len(prompt_tokens(tokenizer, Sample(".", "", "", ()), in_chat))
     for _ in range(TRIES):
         if isinstance(task, Given):
-            sample = task.fit(task.fixed[number], inside, counter(tokenizer), cutter(tokenizer))
+            sample = task.fit(task.fixed[number], inside, count, cutter(tokenizer))
         else:
             chosen = task.at(number, total) if isinstance(task, GoesThrough) else task
-            sample = chosen.sample(Random(f"{seed}/{task.name}/{number}"), inside, counter(tokenizer))
+            sample = chosen.sample(Random(f"{seed}/{task.name}/{number}"), inside, count)
         prompt = prompt_tokens(tokenizer, sample, in_chat)
         if len(prompt) <= room:
             return sample, prompt

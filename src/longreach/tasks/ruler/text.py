@@ -31,10 +31,15 @@ def plain_words() -> tuple[str, ...]:
     return tuple(sorted(set(re.findall(r"\b[a-z]{4,9}\b", " ".join(haystack.paragraphs())))))
 
 
+@cache
+def _joined_words() -> tuple[str, ...]:
+    """Every adjective with every noun, written as one word."""
+    return tuple(a + n for a in half(ADJECTIVES, True) for n in half(NOUNS, True))
+
+
 def words(random: Random) -> list[str]:
     """Plain words in random order, then, for texts that take more, adjectives and nouns written as one."""
-    plain = list(plain_words())
-    joined = [a + n for a in half(ADJECTIVES, True) for n in half(NOUNS, True)]
+    plain, joined = list(plain_words()), list(_joined_words())
     random.shuffle(plain)
     random.shuffle(joined)
     return list(dict.fromkeys(plain + joined))
