@@ -96,7 +96,8 @@ def draw(record: dict[str, Any], folder: Path) -> list[Path]:
 
 def show(record: dict[str, Any], drawn: list[Path]) -> None:
     """A table by layer for each kind of rows, the best retrieval heads, and what the words mean."""
-    from longreach.records.report.attention import mean, part, retrieval_heads
+    from longreach.records.report.attention import mean, retrieval_heads
+    from longreach.records.report.attention_figures import part
 
     out, results = console(), record["results"]
     heads = retrieval_heads(results)

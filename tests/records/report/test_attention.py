@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from longreach.records.report import attention as module
+from longreach.records.report import attention_figures as module
 from longreach.records.report.attention import attention, retrieval_heads
 from longreach.records.report.blocks import Figure, Table, Text
 from tests.records.report import factory

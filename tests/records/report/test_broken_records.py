@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from longreach.errors import InvalidInput
-from longreach.records.report import attention, depth, fidelity, perplexity, report, scores
+from longreach.records.report import attention_figures, depth, fidelity, perplexity, report, scores
 from tests.records.report import factory
 
 ANYTHING = [
@@ -29,7 +29,13 @@ def places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     [factory.small(), factory.sweep(1024), factory.perplexity(), factory.fidelity(2, 2, 4), factory.attention()],
 )
 def test_no_record_is_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: dict[str, Any]) -> None:
-    for module in (attention, depth, fidelity, perplexity, scores):  # pictures of odd numbers have their own tests
+    for module in (
+        attention_figures,
+        depth,
+        fidelity,
+        perplexity,
+        scores,
+    ):  # pictures of odd numbers have their own tests
         for drawing in ("maps", "curves", "points", "layer_curves"):
             monkeypatch.setattr(module, drawing, lambda *a: b"png", raising=False)
     random, everywhere, taken = Random(0), places(content), 0

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from typing import Any
 
-from longreach.records.report.blocks import Block, Cell, Figure, Text, table
-from longreach.records.report.plots import LayerPanel, MapPanel, Scale, layer_curves, maps
+from longreach.records.report.attention_figures import KINDS, figures, part, sunk
+from longreach.records.report.blocks import Block, Cell, Text, table
 from longreach.records.report.reading import Record
 from longreach.records.report.words import number, percent
 
-KINDS = {"text": "text", "answer": "answer"}
 HEADS = 10  # retrieval heads in the table
-WEIGHT = Scale("share of attention", 0.0, 1.0, dark_is_high=True, share=True)
-RETRIEVAL = Scale("retrieval score", 0.0, 1.0, dark_is_high=True, share=True)
-
-Matrix = Sequence[Sequence[float | None] | None]
-Panels = Sequence[tuple[str, Matrix]]
 
 
 def attention(record: Record, file: str) -> list[Block]:
@@ -27,18 +20,13 @@ def attention(record: Record, file: str) -> list[Block]:
     blocks += [_layers(results, kind) for kind in KINDS]
     blocks.append(Text(_explained(results)))
     blocks += [_retrieval_heads(results), *_unknown(results)]
-    return [*blocks, *_figures(results, file)]
+    return [*blocks, *figures(results, file)]
 
 
 def mean(values: Sequence[float | None] | None) -> float | None:
     """Of a layer's heads; None where it was not measured."""
     there = [v for v in values or () if v is not None]
     return sum(there) / len(there) if there else None
-
-
-def part(layers: Sequence[Any], place: int) -> list[list[float] | None]:
-    """[layers][heads] of one of several numbers of each head."""
-    return [None if heads is None else [several[place] for several in heads] for heads in layers]
 
 
 def retrieval_heads(results: dict[str, Any]) -> list[tuple[float, int, int]]:
@@ -64,22 +52,22 @@ def _about(record: Record) -> str:
 
 def _layers(results: dict[str, Any], kind: str) -> Block:
     rows, edge = results["rows"][kind], results["top_keys"]
-    sunk = any(map(any, rows["virtual_sink"]))
+    virtual = any(map(any, rows["virtual_sink"]))
     head = ["layer", *(["window"] if any(results["windows"]) else []), f"first {results['sink_keys']}",
-            *(["virtual sink"] if sunk else []), *(f"last {n}" for n in results["last_keys"]),
+            *(["virtual sink"] if virtual else []), *(f"last {n}" for n in results["last_keys"]),
             *(f"top {k}" for k in edge), f"keys for {results['cover']:.0%}", "cos to previous", "best cos",
             *(f"match {tau:g}" for tau in results["taus"])]  # fmt: skip
     lines: list[list[str | Cell]] = []
     for n, window in enumerate(results["windows"]):
         line = [str(n), *([str(window or "-")] if any(results["windows"]) else []), percent(mean(rows["sinks"][n]))]
-        line += [percent(mean(rows["virtual_sink"][n]))] if sunk else []
+        line += [percent(mean(rows["virtual_sink"][n]))] if virtual else []
         line += [
             percent(mean(part(rows[name], i)[n])) for name in ("windows", "tops") for i in range(_many(rows, name))
         ]
         line += [number(mean(rows["cover"][n]), 3), *(number(mean(rows[name][n]), 2) for name in ("previous", "best"))]
         line += [percent(mean(part(rows["match"], i)[n])) for i in range(len(results["taus"]))]
         lines.append(list(line))
-    return table(f"By layer, {KINDS[kind]} rows: means over query heads", head, lines)
+    return table(f"By layer, {kind} rows: means over query heads", head, lines)
 
 
 def _many(rows: dict[str, Any], name: str) -> int:
@@ -87,7 +75,7 @@ def _many(rows: dict[str, Any], name: str) -> int:
 
 
 def _explained(results: dict[str, Any]) -> str:
-    sink = "; what a virtual sink takes of the whole stands apart" if _sunk(results) else ""
+    sink = "; what a virtual sink takes of the whole stands apart" if sunk(results) else ""
     return (
         f"Shares are of the attention that falls on keys{sink}. first, last: on the first positions of the text and "
         f"the last keys before the row, its own among them. top: on the heaviest keys of each head. keys for "
@@ -96,10 +84,6 @@ def _explained(results: dict[str, Any]) -> str:
         f"MAC-Attention would find a query near enough among these at this tau. In a layer with a sliding window all "
         f"is said of the keys in the window."
     )
-
-
-def _sunk(results: dict[str, Any]) -> bool:
-    return any(any(map(any, rows["virtual_sink"])) for rows in results["rows"].values())
 
 
 def _retrieval_heads(results: dict[str, Any]) -> Block:
@@ -121,112 +105,3 @@ def _unknown(results: dict[str, Any]) -> Iterator[Block]:
     if whys:
         first = next(iter(whys))
         yield Text(f"Queries before rotation are not known in layers {', '.join(map(str, whys))}: {whys[first]}.")
-
-
-def _figures(results: dict[str, Any], file: str) -> Iterator[Block]:
-    rows, last, top = results["rows"], results["last_keys"], results["top_keys"]
-    both = [(kind, rows[kind]) for kind in KINDS]
-
-    def heads(name: str, panels: Panels, scale: Scale, caption: str) -> Iterator[Block]:
-        drawn = [p for title, values in panels if (p := _panel(title, values, results)) is not None]
-        if drawn:
-            yield Figure(f"{file}-{name}.png", maps(drawn, "query head", "layer", scale), caption)
-
-    wide = " Layers with a sliding window are marked with it." if any(results["windows"]) else ""
-    first = results["sink_keys"]
-    sinks = [(f"first {first} keys, {kind} rows", r["sinks"]) for kind, r in both]
-    sinks += [(f"virtual sink, {kind} rows", r["virtual_sink"]) for kind, r in both if _sunk(results)]
-    yield from heads("sinks", sinks, WEIGHT, f"Attention sinks: share on the first {first} positions of the text."
-                     f"{wide}")  # fmt: skip
-    panels = [(f"last {n} keys, {kind} rows", part(r["windows"], i)) for i, n in enumerate(last) for kind, r in both]
-    yield from heads("recent", panels, WEIGHT, "Recency: share on the last keys, the row's own among them.")
-    yield Figure(f"{file}-distance.png", layer_curves([_distances(results, kind) for kind in KINDS]), (
-        f"Share by distance from the row, means over heads; the first {first} positions of the text are left out, so "
-        f"what is missing to 100% is on them."
-    ))  # fmt: skip
-    most = _nearest(top, 256)
-    panels = [(f"top {top[most]} keys, {kind} rows", part(r["tops"], most)) for kind, r in both]
-    yield from heads("top", panels, WEIGHT, f"Share on the {top[most]} heaviest keys of each head: what choosing as "
-                     f"many could keep at best.")  # fmt: skip
-    yield Figure(f"{file}-top-k.png", layer_curves([_tops(results, kind) for kind in KINDS]),
-                 "Share on the heaviest keys, means over heads, by how many they are.")  # fmt: skip
-    tasks = results["retrieval"]
-    yield from heads("retrieval", [(name, task["score"]) for name, task in tasks.items()], RETRIEVAL, (
-        "Retrieval heads: share of the answer's tokens for which the head's heaviest key is in the needle and is the "
-        "token that comes next (Wu et al., 2024)."
-    ))  # fmt: skip
-    yield from heads("needle", [(name, task["needle"]) for name, task in tasks.items()], WEIGHT,
-                     "Share on the sentence with the answer while the answer is written.")  # fmt: skip
-    panels = [(f"{what}, {kind} rows", r[name]) for name, what in (("previous", "to previous"), ("best", "best"))
-              for kind, r in both]  # fmt: skip
-    yield from heads("queries", panels, _cosines(panels), (
-        f"Cosine similarity of queries before rotation: to the previous one, and the best to one of the last "
-        f"{results['recent_queries']}."
-    ))  # fmt: skip
-    panels = [(f"tau {tau:g}, {kind} rows", part(r["match"], i)) for i, tau in enumerate(results["taus"])
-              for kind, r in both]  # fmt: skip
-    yield from heads("match", panels, Scale("rows with a match", 0.0, 1.0, dark_is_high=True, share=True), (
-        f"Share of rows for which MAC-Attention would find a query near enough among the last "
-        f"{results['recent_queries']}."
-    ))  # fmt: skip
-    yield _agreement(results, f"{file}-agreement.png")
-
-
-def _panel(title: str, values: Matrix, results: dict[str, Any]) -> MapPanel | None:
-    """None where no layer was measured."""
-    known = next((layer for layer in values if layer is not None), None)
-    if known is None:
-        return None
-    rows = tuple(tuple(layer) if layer is not None else (None,) * len(known) for layer in values)
-    return MapPanel(title, rows, _names(results), tuple(map(str, range(len(known)))))
-
-
-def _names(results: dict[str, Any]) -> tuple[str, ...]:
-    return tuple(f"{n} (w {window})" if window else str(n) for n, window in enumerate(results["windows"]))
-
-
-def _nearest(values: Sequence[int], wanted: int) -> int:
-    return min(range(len(values)), key=lambda i: abs(values[i] - wanted))
-
-
-def _cosines(panels: Panels) -> Scale:
-    low = min([0.0, *(v for _, values in panels for layer in values for v in layer or () if v is not None)])
-    return Scale("cosine similarity", low, 1.0, dark_is_high=True)
-
-
-def _distances(results: dict[str, Any], kind: str) -> LayerPanel:
-    edges = results["distance_edges"]
-    names = tuple(str(a) if b == a + 1 else f"{_short(a)}-{_short(b - 1)}" for a, b in pairwise(edges))
-    return LayerPanel(f"{kind} rows", "tokens back", "share of attention", names, _means(results, kind, "distance"))
-
-
-def _tops(results: dict[str, Any], kind: str) -> LayerPanel:
-    names = tuple(map(str, results["top_keys"]))
-    return LayerPanel(f"{kind} rows", "heaviest keys", "share of attention", names, _means(results, kind, "tops"))
-
-
-def _means(results: dict[str, Any], kind: str, name: str) -> tuple[tuple[float, ...], ...]:
-    """[layers][places], over heads."""
-    layers = results["rows"][kind][name]
-    return tuple(tuple(sum(c) / len(c) for c in zip(*heads, strict=True)) for heads in layers)
-
-
-def _short(count: int) -> str:
-    return f"{count / 1024:.0f}K" if count >= 2048 else str(count)
-
-
-def _agreement(results: dict[str, Any], file: str) -> Block:
-    names = _names(results)
-    columns = tuple(str(n) for n in range(len(names)))
-    titles = {"recall": "same keys", "mass": "weight kept"}
-    panels = [MapPanel(f"{title}, {kind} rows", tuple(map(tuple, results["rows"][kind]["agreement"][name])), names,
-                       columns) for name, title in titles.items() for kind in KINDS]  # fmt: skip
-    k = results["agreement_keys"]
-    png = maps(panels, "layer that uses them", "layer that chooses", Scale("share", 0.0, 1.0, dark_is_high=True,
-                                                                           share=True))  # fmt: skip
-    return Figure(file, png, (
-        f"Agreement of layers on the {k} heaviest keys (by KV head; each head of the using layer takes the keys of the "
-        f"head that serves it best over all rows). same keys: the share of its own {k} heaviest that are among them. "
-        f"weight kept: the weight of the keys chosen for it over that of its own {k} heaviest, for later layers only, "
-        f"as Kascade reuses them."
-    ))  # fmt: skip
