@@ -157,3 +157,16 @@ def test_a_tokenizer_that_does_not_say_where_its_tokens_are() -> None:
 
     with pytest.raises(Unsupported, match="Slow does not say where"):
         Attention(tiny_model("llama"), Slow(), length=LENGTH, samples=1, rows=2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_gpu_measures_the_same(name: str) -> None:
+    model = tiny_model(name)
+    here = Attention(model, tiny_tokenizer(), length=LENGTH, samples=1, rows=ROWS).run(chunk=97)["results"]["rows"]
+    there = Attention(model.to("cuda"), tiny_tokenizer(), length=LENGTH, samples=1, rows=ROWS).run()["results"]["rows"]
+    for kind in ("text", "answer"):
+        for measure in ("sinks", "windows", "distance", "tops", "previous", "best", "virtual_sink"):
+            close(there[kind][measure], here[kind][measure], 1e-3)
+        close(there[kind]["agreement"]["recall"], here[kind]["agreement"]["recall"], 0.02)
