@@ -82,6 +82,25 @@ def test_a_data_set_is_asked_whole_or_up_to_a_limit(longreach: Any, tiny: Path, 
     assert len(json.loads(longreach(*command, "--limit", 1).out)["tasks"]["longbench_qasper"]["samples"]) == 1
 
 
+def test_several_lengths_in_one_record_and_report(longreach: Any, tiny: Path, tmp_path: Path) -> None:
+    record = tmp_path / "sweep.json"
+    result = longreach("eval", "--model", tiny, "--tasks", "needle_sweep", "--length", "1200,600,1200", "--samples", 3,
+                       "--method", "streaming_llm", "--output", record)  # fmt: skip
+    assert result.code == 0, result.err
+    assert result.out.index("-- 1200 tokens") < result.out.index("-- 600 tokens")
+    found = json.loads(record.read_text())
+    assert found["config"]["length"] == 1200 and found["config"]["lengths"] == [1200, 600]
+    for length in (600, 1200):
+        task = found["tasks"][f"needle_sweep@{length}"]
+        assert (task["task"], task["length"], len(task["samples"])) == ("needle_sweep", length, 3)
+        assert all(0.8 * length < s["tokens"] + task["max_new_tokens"] <= length for s in task["samples"])
+    pytest.importorskip("matplotlib")
+    assert longreach("report", record, "--output", tmp_path / "report").code == 0
+    text = (tmp_path / "report" / "report.md").read_text()
+    assert "score by length of the text and depth" in text
+    assert "--length 1200,600" in text and "--tasks needle_sweep " in text
+
+
 def test_records_are_the_same_whoever_makes_the_prompts(longreach: Any, tiny: Path, tmp_path: Path) -> None:
     record = tmp_path / "r.json"
     here = json.loads(longreach(*asked(tiny, "--method", "dense", "--json")).out)
@@ -139,6 +158,8 @@ def test_a_data_set_that_changed_is_another_run(
         (["--method", "oracle_top_k dense_layers=[9]"], ["dense_layers", "got layer 9"]),
         (["--draws", 3], ["temperature"]),
         (["--temperature", "-1"], ["temperature", "-1"]),
+        (["--length", "600,0"], ["--length", "at least 1"]),
+        (["--length", "600,9000"], ["length 9000", "context of 4096"]),
         (["--samples", 0], ["at least 1"]),
         (["--workers", -1], ["at least 0"]),
         (["--output", "/proc/none/r.json"], ["cannot write /proc/none", "--output"]),

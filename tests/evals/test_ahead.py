@@ -13,7 +13,7 @@ import pytest
 
 from longreach.errors import InvalidInput, LongreachError
 from longreach.evals.ahead import Workers
-from longreach.evals.prompting import Maker
+from longreach.evals.prompting import Maker, at_lengths
 from longreach.tasks import registry
 from longreach.tasks.base import Count, Sample
 from longreach.testing.tiny import tiny_tokenizer
@@ -40,7 +40,7 @@ class Fails:
 
 
 def maker(*tasks: Any) -> Maker:
-    return Maker(tasks, tiny_tokenizer(), LENGTH, seed=3)
+    return Maker(at_lengths(tasks, [LENGTH]), tiny_tokenizer(), seed=3)
 
 
 @pytest.fixture(scope="module")

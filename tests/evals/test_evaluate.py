@@ -55,7 +55,7 @@ def model() -> Any:
 def evaluation(model: Any, *, methods: list[str] = METHODS, **settings: Any) -> Evaluation:
     made = Evaluation(
         model, tiny_tokenizer(), [Letters(), Letters("more", max_new_tokens=3)], specs(methods),
-        Settings(**{"length": 120, "samples": 5, **settings}),
+        Settings(**{"lengths": (120,), "samples": 5, **settings}),
     )  # fmt: skip
     made.build()
     return made
@@ -94,7 +94,8 @@ def test_answers_are_those_of_generate(model: Any, once: dict[str, Any]) -> None
     for name, task in once.items():
         for asked, answer in zip(made.asked[name], task["results"]["dense"]["answers"], strict=True):
             ids = torch.tensor([asked.prompt])
-            out = model.generate(ids, max_new_tokens=made.tasks[name].max_new_tokens, do_sample=False, pad_token_id=256)
+            most = made.tasks[name].task.max_new_tokens
+            out = model.generate(ids, max_new_tokens=most, do_sample=False, pad_token_id=256)
             new = out[0, ids.shape[1] :].tolist()
             new = new[: new.index(258)] if 258 in new else new
             assert answer["text"] == tokenizer.decode(new, skip_special_tokens=True).strip()
@@ -121,9 +122,18 @@ def test_prompts_fit_and_differ_by_seed(model: Any) -> None:
     one, other = evaluation(model), evaluation(model, seed=1)
     for made in (one, other):
         for name, asked in made.asked.items():
-            assert max(len(a.prompt) for a in asked) + made.tasks[name].max_new_tokens <= 120
+            assert max(len(a.prompt) for a in asked) + made.tasks[name].task.max_new_tokens <= 120
     assert one.asked["letters"] == evaluation(model).asked["letters"] != other.asked["letters"]
     assert one.asked["letters"][0].sample != one.asked["letters"][1].sample
+
+
+def test_several_lengths_are_what_each_is_alone(model: Any, once: dict[str, Any]) -> None:
+    both = run(evaluation(model, lengths=(150, 120)))
+    assert list(both) == ["letters@150", "more@150", "letters@120", "more@120"]
+    for length, alone in ((120, once), (150, run(evaluation(model, lengths=(150,))))):
+        for name, task in alone.items():
+            assert (task["task"], task["length"]) == (name, length)
+            assert timeless(both[f"{name}@{length}"]) == timeless(task)
 
 
 def test_a_chat_template_and_the_beginning_of_the_answer() -> None:
@@ -206,13 +216,16 @@ def test_an_interrupted_run_goes_on(model: Any, tmp_path: Path, once: dict[str, 
 
 def test_what_is_asked_wrongly_is_refused(model: Any, tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match=r"length 5000 exceeds the model's context of 4096"):
-        evaluation(model, length=5000)
+        evaluation(model, lengths=(120, 5000))
     with pytest.raises(InvalidInput, match=r"letters: .* it takes 30"):
-        evaluation(model, length=40)
+        evaluation(model, lengths=(40,))
     with pytest.raises(InvalidInput, match="temperature: expected a number >= 0"):
-        Settings(100, temperature=-1)
+        Settings((100,), temperature=-1)
     with pytest.raises(InvalidInput, match="give a temperature above 0"):
-        Settings(100, draws=2)
+        Settings((100,), draws=2)
+    for lengths in ((), (100, 100)):
+        with pytest.raises(InvalidInput, match="lengths: expected some, each once"):
+            Settings(lengths)
     (tmp_path / "r.json.journal").write_text("no json\n")
     with pytest.raises(InvalidInput, match=r"r\.json\.journal is no journal"):
         Journal(tmp_path / "r.json", {})

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from longreach.adapters.transformers import model_path
-from longreach.evals.prompting import MOST_KNOWN, SHORT, Counter, Maker, fitted
+from longreach.evals.prompting import MOST_KNOWN, SHORT, Counter, Maker, at_lengths, fitted
 from longreach.tasks import haystack, registry
 from longreach.testing.tiny import tiny_tokenizer
 
@@ -62,7 +62,7 @@ def test_memory_has_an_end() -> None:
 @pytest.mark.parametrize("name", ["niah_single_2", "cwe", "plan"])
 def test_a_remembering_counter_changes_no_prompt(name: str) -> None:
     task, tokenizer = registry.task(name), mini()
-    kept = Maker([task], tokenizer, 2500, seed=1)
+    kept = Maker(at_lengths([task], [2500]), tokenizer, seed=1)
     for number in range(3):
         sample, prompt = fitted(task, tokenizer, 2500, 1, number, 3, count=lambda t: len(tokenizer.tokenize(t)))
         made = kept.make(name, number, 3)

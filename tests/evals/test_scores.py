@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from longreach.evals.prompting import AtLength
 from longreach.evals.scores import by_fact, result, tasks_entry
 from longreach.records import wilson
 from longreach.tasks.base import Grouped
@@ -46,7 +47,7 @@ class Told(Letters):
 def test_a_record_holds_the_parts_of_tasks_that_have_some() -> None:
     assert isinstance(Told(), Grouped) and not isinstance(Letters(), Grouped)
     made = evaluation(tiny_model("llama", eos_token_id=258), methods=["streaming_llm"], samples=3)
-    made.tasks = {"letters": Told(), "more": made.tasks["more"]}
+    made.tasks["letters"] = AtLength(Told(), 120)
     found = tasks_entry(made, made.run({}, lambda key, part: None))
     for one in found["letters"]["results"].values():
         assert sum(p["samples"] for p in one["by"]["first"].values()) == 3

@@ -16,6 +16,7 @@ EXAMPLES = (
     "longreach eval --model mini --tasks needles --length 4096 --samples 20 --output needles.json",
     "longreach eval --model ./Llama-3.1-8B-Instruct --tasks all --length 32768 --output all.json \\",
     "    --method streaming_llm --method 'oracle_top_k k=0.025 dense_layers=[0]'",
+    "longreach eval --model mini --tasks needle_sweep --length 2048,4096,8192 --samples 11 --output sweep.json",
     "longreach eval --list    (the tasks)",
     "longreach report all.json --output report",
 )
@@ -27,10 +28,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tasks", default="all", metavar="A,B", help="names, 'needles', 'ruler' or 'all' (default); a "
                         "data set with its file, such as qa_1=squad.json or longbench=qasper.jsonl")  # fmt: skip
     parser.add_argument("--list", action="store_true", help="list the tasks and stop")
-    parser.add_argument("--length", type=positive, default=4096, metavar="N",
-                        help="tokens of prompt and answer together (default 4096)")  # fmt: skip
+    parser.add_argument("--length", type=_lengths, default=(4096,), metavar="N[,N...]",
+                        help="tokens of prompt and answer together (default 4096); each task at each")  # fmt: skip
     parser.add_argument("--samples", type=positive, metavar="N",
-                        help="prompts a task (default 20, of a data set all)")  # fmt: skip
+                        help="prompts a task and length (default 20, of a data set all)")  # fmt: skip
     parser.add_argument("--limit", type=positive, metavar="N", help="at most N prompts a task, for a quick look")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="which texts and facts (default 0)")
     parser.add_argument("--method", action="append", metavar="SPEC", help="'[PREFILL/]DECODE [option=value ...] "
@@ -71,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         from longreach.evals.evaluate import Evaluation, Settings
         from longreach.records import environment
 
-        batch = args.batch or fitting_batch(model, args.length, args.prefill_chunk_size)
+        batch = args.batch or fitting_batch(model, max(args.length), args.prefill_chunk_size)
         settings = Settings(args.length, args.samples, args.limit, args.seed, args.draws, args.temperature, batch,
                             args.prefill_chunk_size, args.graph)  # fmt: skip
         evaluation = Evaluation(model, tokenizer, tasks, specs, settings, args.workers)
@@ -90,7 +91,7 @@ def measured(evaluation: Any, about: dict[str, Any], output: Path | None) -> dic
     from longreach.evals.scores import tasks_entry
     from longreach.records import Journal, write
 
-    sources = {name: task.source for name, task in evaluation.tasks.items()}  # data sets with the hash of their file
+    sources = {t.task.name: t.task.source for t in evaluation.tasks.values()}  # data sets with the hash of their file
     try:
         evaluation.build(progress)
         journal = None if output is None else Journal(output, {**about, "tasks": sources})
@@ -115,32 +116,39 @@ def show(record: dict[str, Any], where: str) -> None:
                         *(Column(f"[{n}]", 6) for n in range(1, len(labels) + 1))])  # fmt: skip
     out.print()
     table.header()
-    columns: dict[str, list[float]] = {label: [] for label in labels}
-    for name, task in record["tasks"].items():
-        tokens = sum(s["tokens"] for s in task["samples"]) / len(task["samples"])
-        scores = [task["results"][label]["score"] for label in labels]
-        for label, score in zip(labels, scores, strict=True):
-            columns[label].append(score)
-        table.row([name, f"{tokens:.0f}", *(f"{score:.1%}" for score in scores)])
-    tasks = record["tasks"].values()
-    if len(columns[labels[0]]) > 1:
-        table.row(["mean", "", *(f"{sum(c) / len(c):.1%}" for c in columns.values())], style="bold")
+    tasks, lengths = record["tasks"].values(), record["config"]["lengths"]
+    for length in lengths:
+        if len(lengths) > 1:
+            out.print(f"-- {length} tokens")
+        _show_scores(table, [task for task in tasks if task["length"] == length], labels)
+    if len(lengths) > 1:
+        out.print("-- all")
     table.row(["bytes, prefill", "", *(_share(tasks, label, "prefill_reads") for label in labels)])
     table.row(["bytes, decode", "", *(_share(tasks, label, "decode_reads") for label in labels)])
     table.row(["per token", "", *(_time(tasks, label) for label in labels)])
     failed = sum(result["failed"] for task in tasks for result in task["results"].values())
     if failed:
         out.print(f"\n{failed} answers failed with an error and count as wrong; the record says which and why.")
-    config = record["config"]
     prompts = sum(len(task["samples"]) for task in tasks)
     characters = [task["characters_per_token"] for task in tasks]
     out.print(
-        f"\n{prompts} prompts of at most {config['length']} tokens with their answers "
+        f"\n{prompts} prompts of at most {', '.join(map(str, lengths))} tokens with their answers "
         f"({sum(characters) / len(characters):.1f} characters a token). bytes: keys, values and metadata read, over "
         f"what dense attention reads; mean over tasks. per token: mean time of a decode step, over tasks.",
         soft_wrap=True,
     )
     out.print(where)
+
+
+def _show_scores(table: Table, tasks: list[Any], labels: list[str]) -> None:
+    """Those of one length, and their mean."""
+    rows = [[task["results"][label]["score"] for label in labels] for task in tasks]
+    for task, scores in zip(tasks, rows, strict=True):
+        tokens = sum(s["tokens"] for s in task["samples"]) / len(task["samples"])
+        table.row([task["task"], f"{tokens:.0f}", *(f"{score:.1%}" for score in scores)])
+    if len(rows) > 1:
+        means = [sum(column) / len(column) for column in zip(*rows, strict=True)]
+        table.row(["mean", "", *(f"{mean:.1%}" for mean in means)], style="bold")
 
 
 def _share(tasks: Any, label: str, phase: str) -> str:
@@ -151,6 +159,10 @@ def _share(tasks: Any, label: str, phase: str) -> str:
 def _time(tasks: Any, label: str) -> str:
     found = [t for task in tasks if (t := task["results"][label]["seconds"]["per_token"]) is not None]
     return duration(sum(found) / len(found) if found else None)
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(positive(part) for part in text.split(",")))
 
 
 def _every_decode_method() -> tuple[str, ...]:

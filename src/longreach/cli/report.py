@@ -12,7 +12,7 @@ NAME = "report"
 HELP = "turn records of eval, perplexity, compare and attention into tables and pictures"
 EXAMPLES = (
     "longreach report tasks.json --output report",
-    "longreach report sweep-4k.json sweep-8k.json sweep-16k.json perplexity.json --output report --json",
+    "longreach report sweep.json perplexity.json --output report --json",
 )
 
 

@@ -15,7 +15,7 @@ from longreach.errors import InvalidInput, LongreachError, OutOfMemory
 from longreach.evals.ahead import Workers
 from longreach.evals.methods import Spec, by_prefill
 from longreach.evals.progress import Progress, unseen
-from longreach.evals.prompting import Asked, Maker, samples_of
+from longreach.evals.prompting import Asked, Maker, at_lengths, samples_of
 from longreach.evals.reads import phase_bytes
 from longreach.tasks.base import Task
 
@@ -24,12 +24,12 @@ Keep = Callable[[str, Any], None]
 
 @dataclass(frozen=True)
 class Settings:
-    """length: tokens of prompt and answer together. samples: of each task, None for all of a data set and 20 of what is
-    made; limit: at most. draws: answers to each prompt, more than one where temperature > 0 draws them.
-    batch: prompts at a time. chunk: prompt tokens per pass. graph: see generate.
+    """lengths: tokens of prompt and answer together, each task asked at each. samples: of each task at a length, None
+    for all of a data set and 20 of what is made; limit: at most. draws: answers to each prompt, more than one where
+    temperature > 0 draws them. batch: prompts at a time. chunk: prompt tokens per pass. graph: see generate.
     """
 
-    length: int
+    lengths: tuple[int, ...]
     samples: int | None = None
     limit: int | None = None
     seed: int = 0
@@ -40,14 +40,23 @@ class Settings:
     graph: bool | None = None
 
     def __post_init__(self) -> None:
+        if not self.lengths or len({*self.lengths}) < len(self.lengths):
+            raise InvalidInput(f"lengths: expected some, each once, got {list(self.lengths)}")
         if not 0 <= self.temperature < float("inf"):
             raise InvalidInput(f"temperature: expected a number >= 0 (0 for greedy), got {self.temperature}")
         if self.draws > 1 and not self.temperature:
             raise InvalidInput(f"{self.draws} draws of a greedy answer are all the same; give a temperature above 0")
 
+    @property
+    def longest(self) -> int:
+        """The room that every prompt is read in."""
+        return max(self.lengths)
+
 
 class Evaluation:
     """A model, tasks and methods; `run` yields parts, in batches, which `scores.results` puts together.
+
+    tasks: what is asked, by the name it goes by in parts and record; see `at_lengths`.
 
     workers: processes that make prompts while the model answers; with 0 all are made before it does. `close` ends them.
     Raises InvalidInput for a length beyond the model's context and for a task that cannot be built at that length.
@@ -58,15 +67,15 @@ class Evaluation:
         workers: int = 0,
     ):  # fmt: skip
         limit = context_limit(model)
-        if limit is not None and settings.length > limit:
+        if limit is not None and settings.longest > limit:
             raise InvalidInput(
-                f"length {settings.length} exceeds the model's context of {limit} tokens; lower --length"
+                f"length {settings.longest} exceeds the model's context of {limit} tokens; lower --length"
             )
         for spec in specs:
             for method in (spec.prefill, spec.decode):
                 method.check(shape_of(model))
         self.model, self.tokenizer, self.specs, self.settings = model, tokenizer, list(specs), settings
-        self.tasks = {task.name: task for task in tasks}
+        self.tasks = at_lengths(tasks, settings.lengths)
         self.stop = stop_tokens(model, tokenizer)
         self.asked: dict[str, Sequence[Asked]] = {}
         self.workers = workers
@@ -78,8 +87,9 @@ class Evaluation:
         Worker processes make them while the model answers: then this returns when the first prompt of each task is
         made, so that a task that cannot be built is refused before anything is asked, and `close` ends them.
         """
-        totals = {name: samples_of(t, self.settings.samples, self.settings.limit) for name, t in self.tasks.items()}
-        maker = Maker(self.tasks.values(), self.tokenizer, self.settings.length, self.settings.seed)
+        totals = {name: samples_of(t.task, self.settings.samples, self.settings.limit)
+                  for name, t in self.tasks.items()}  # fmt: skip
+        maker = Maker(self.tasks, self.tokenizer, self.settings.seed)
         if self.workers:
             self._making = Workers(maker, totals, self.workers)
             self.asked = dict(self._making.asked)
@@ -103,7 +113,7 @@ class Evaluation:
     def run(self, done: dict[str, Any], keep: Keep, progress: Progress = unseen) -> dict[str, Any]:
         """All parts, those in `done` as they are, fresh ones told to `keep` as they come. Parts are JSON values."""
         parts = dict(done)
-        room = CacheConfig(capacity=self.settings.length)
+        room = CacheConfig(capacity=self.settings.longest)
         for prefill, specs in by_prefill(self.specs):
             open_parts = [p for p in self._parts(specs[0].label) if p[0] not in done]
             if not open_parts:
@@ -113,18 +123,19 @@ class Evaluation:
                 progress(f"{prefill.name} prefill, {len(specs)} methods", len(open_parts)) as advance,
             ):
                 reader = BatchReader(session, self.settings.chunk, graph=self.settings.graph)
-                for key, task, first in open_parts:
-                    asked = self.asked[task.name][first : first + self.settings.batch]
-                    parts[key] = self._part(session, reader, specs, task, asked)
+                for key, name, first in open_parts:
+                    asked = self.asked[name][first : first + self.settings.batch]
+                    parts[key] = self._part(session, reader, specs, self.tasks[name].task, asked)
                     keep(key, parts[key])
                     advance(1)
         return parts
 
-    def _parts(self, group: str) -> Iterator[tuple[str, Task, int]]:
-        """(name, task, first prompt's number) of each batch under a prefill, which its first method's label names."""
-        for name, task in self.tasks.items():
-            for first in range(0, len(self.asked[name]), self.settings.batch):
-                yield f"{group}|{name}|{first}", task, first
+    def _parts(self, group: str) -> Iterator[tuple[str, str, int]]:
+        """(its name, its task's, first prompt's number) of each batch under a prefill, which its first method's label
+        names."""
+        for name, asked in self.asked.items():
+            for first in range(0, len(asked), self.settings.batch):
+                yield f"{group}|{name}|{first}", name, first
 
     def _part(
         self, session: Session, reader: BatchReader, specs: list[Spec], task: Task, asked: Sequence[Asked]
@@ -204,4 +215,5 @@ class Evaluation:
         """What was asked for, as records keep it."""
         names = {"chunk": "prefill_chunk_size"}
         kept = {names.get(k, k): v for k, v in asdict(self.settings).items() if k != "graph"}
-        return {**kept, "no_graph": self.settings.graph is False}
+        lengths = {"length": self.settings.longest, "lengths": list(self.settings.lengths)}
+        return {**kept, **lengths, "no_graph": self.settings.graph is False}

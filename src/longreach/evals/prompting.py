@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -89,18 +89,31 @@ def samples_of(task: Task, samples: int | None, limit: int | None) -> int:
     return min(most, samples or most, limit or most)
 
 
+@dataclass(frozen=True)
+class AtLength:
+    """A task, and the tokens of prompt and answer that it is asked with."""
+
+    task: Task
+    length: int
+
+
+def at_lengths(tasks: Iterable[Task], lengths: Sequence[int]) -> dict[str, AtLength]:
+    """Each task at each length, by its name, "NAME@LENGTH" where there are several lengths."""
+    found = [AtLength(task, length) for length in lengths for task in tasks]
+    return {f"{t.task.name}@{t.length}" if len(lengths) > 1 else t.task.name: t for t in found}
+
+
 class Maker:
     """Makes the prompts of tasks, by name and number; the same whoever makes them, and in whatever order."""
 
-    def __init__(self, tasks: Iterable[Task], tokenizer: Any, length: int, seed: int):
-        self.tasks = {task.name: task for task in tasks}
-        self._tokenizer, self._count, self._length, self._seed = tokenizer, Counter(tokenizer), length, seed
+    def __init__(self, tasks: Mapping[str, AtLength], tokenizer: Any, seed: int):
+        self.tasks = dict(tasks)
+        self._tokenizer, self._count, self._seed = tokenizer, Counter(tokenizer), seed
 
     def make(self, name: str, number: int, total: int) -> Asked:
         """Prompt `number` of `total` of a task. Raises as `fitted`."""
-        sample, prompt = fitted(
-            self.tasks[name], self._tokenizer, self._length, self._seed, number, total, count=self._count
-        )
+        one = self.tasks[name]
+        sample, prompt = fitted(one.task, self._tokenizer, one.length, self._seed, number, total, count=self._count)
         return Asked(number, sample, tuple(prompt))
 
 

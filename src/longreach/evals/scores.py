@@ -15,19 +15,22 @@ from longreach.tasks.base import Grouped
 
 
 def tasks_entry(evaluation: Evaluation, parts: dict[str, Any]) -> dict[str, Any]:
-    """{task: source, samples, results of each method} from the parts that `Evaluation.run` made."""
+    """{name: task, length, source, samples, results of each method} from the parts that `Evaluation.run` made."""
     labels = [spec.label for spec in evaluation.specs]
     found: dict[str, Any] = {}
-    for name, task in evaluation.tasks.items():
+    for name, one in evaluation.tasks.items():
+        task = one.task
         asked = [a.to_json() for a in evaluation.asked[name]]
-        mine = [entry for key, part in parts.items() if key.split("|")[1] == name for entry in part]
-        by_label = {label: [e for e in mine if e["label"] == label] for label in labels}
+        entries = [entry for key, part in parts.items() if key.split("|")[1] == name for entry in part]
+        by_label = {label: [e for e in entries if e["label"] == label] for label in labels}
         dense = {(a["number"], a["draw"]): a for e in by_label[DENSE] for a in e["answers"]}
         results = {label: result(by_label[label], None if label == DENSE else dense) for label in labels}
         if isinstance(task, Grouped) and task.by:
-            for one in results.values():
-                one["by"] = {fact: by_fact(fact, asked, one["answers"]) for fact in task.by}
+            for mine in results.values():
+                mine["by"] = {fact: by_fact(fact, asked, mine["answers"]) for fact in task.by}
         found[name] = {
+            "task": task.name,
+            "length": one.length,
             "source": task.source,
             "max_new_tokens": task.max_new_tokens,
             "characters_per_token": sum(a["characters"] for a in asked) / sum(a["tokens"] for a in asked),

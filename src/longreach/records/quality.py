@@ -33,10 +33,11 @@ def _table(path: Path, record: dict[str, Any]) -> str:
     for phase in ("prefill", "decode"):
         rows.append([f"bytes read, {phase}", *(_bytes(tasks, label, f"{phase}_reads") for label in labels)])
     config, where = record["config"], record["device"]["name"]
+    lengths = ", ".join(map(str, config.get("lengths", [config["length"]])))
     samples = max(len(task["samples"]) for task in tasks.values())
     beyond = f" Beyond the model (below {LOST:.0%} with every method): {', '.join(lost)}." if lost else ""
     said = (
-        f"{record['model']['name']} ({record['model']['dtype']}), {config['length']} tokens, {samples} prompts a task, "
+        f"{record['model']['name']} ({record['model']['dtype']}), {lengths} tokens, {samples} prompts a task, "
         f"{where}, commit {(record['commit'] or 'unknown')[:12]}: `{path.name}`.{beyond}"
     )
     return "\n".join([*(f"| {' | '.join(row)} |" for row in rows), "", said])

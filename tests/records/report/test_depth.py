@@ -34,6 +34,20 @@ def test_length_by_depth_a_map_a_method(drawn: list[Any]) -> None:
     assert panels[0].values == ((1.0, 1.0),) * 5
 
 
+def test_several_lengths_of_one_record_are_one_map_a_method(drawn: list[Any]) -> None:
+    content = factory.sweep(4096)
+    content["config"]["lengths"] = [1024, 4096]
+    content["tasks"] = {
+        f"needle_sweep@{n}": {**factory.sweep(n)["tasks"]["needle_sweep"], "task": "needle_sweep", "length": n}
+        for n in (1024, 4096)
+    }
+    (group,) = groups([record_of(content)])
+    depths(group, "eval")
+    ((panels, *_),) = drawn
+    assert len(panels) == 3 and panels[1].columns == ("1024", "4096")
+    assert panels[1].values == ((0.0, 0.0),) * 4 + ((1.0, 1.0),) and "1024, 4096 tokens" in group.title
+
+
 def test_one_length_is_methods_by_depth(drawn: list[Any]) -> None:
     depths(groups([record_of(factory.sweep(4096))])[0], "eval")
     (((panel,), _, _, _),) = drawn

@@ -37,7 +37,7 @@ def build(records: Sequence[Record]) -> list[Block]:
     for kind, title, section in sections:
         chosen = [r for r in records if r.kind == kind]
         for number, record in enumerate(chosen, 1):
-            length = f", {record.length} tokens" if record.length else ""
+            length = f", {record.lengths[0]} tokens" if record.lengths else ""
             of = f" ({record.name})" if len(chosen) > 1 else ""
             blocks.append(Heading(2, f"{title}: {record['model']['name']} ({record['model']['dtype']}){length}{of}"))
             blocks += section(record, f"{kind}{f'-{number}' if len(chosen) > 1 else ''}")

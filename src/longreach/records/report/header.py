@@ -42,7 +42,7 @@ def properties(record: Record) -> dict[str, str]:
         "dtype": model["dtype"],
         "parameters": f"{model['parameters']:,}",
         "context": f"{setting(model['context'])} tokens",
-        **({"length": f"{record.length} tokens"} if record.length else {}),
+        **({"length": f"{', '.join(map(str, record.lengths))} tokens"} if record.lengths else {}),
         "commit": f"{record['commit'] or 'none named'}{dirty}",
         "device": f"{device['name']} ({device['type']})",
         "threads": number(device["threads"]),

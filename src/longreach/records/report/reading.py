@@ -49,7 +49,14 @@ RESULT = {
     "by": Perhaps(Each(Each(PART))),
 }
 SAMPLE = {"number": int, "tokens": int, "expected": Items(str), "facts": dict}
-TASK = {"source": str, "characters_per_token": COUNT, "samples": Items(SAMPLE, least=1), "results": Each(RESULT)}
+TASK = {
+    "task": Perhaps(str),
+    "length": Perhaps(int),
+    "source": str,
+    "characters_per_token": COUNT,
+    "samples": Items(SAMPLE, least=1),
+    "results": Each(RESULT),
+}
 CURVE = Items({"start": int, "stop": int, "nll": Maybe(Number()), "tokens": int})
 NLL = {"perplexity": Maybe(Number()), "nll": Maybe(Number()), "tokens": int, "by_position": CURVE,
        "interval_95": Perhaps(Maybe(Items(Number(), exactly=2)))}  # fmt: skip
@@ -66,7 +73,7 @@ FIDELITY = {
     "seconds": SECONDS,
     "layer_error": Maybe({"mean": HEADS, "max": HEADS}),
 }
-LENGTH = {"config": {"length": int}}
+LENGTH = {"config": {"length": int, "lengths": Perhaps(Items(int, least=1))}}
 KINDS: dict[str, dict[str, Any]] = {
     "eval": {**ABOUT, **METHODS, **LENGTH, "tasks": Each(TASK, least=1)},
     "perplexity": {**ABOUT, **METHODS, **LENGTH, "files": Items({"name": str, "tokens": int, "sha256": str}, least=1),
@@ -101,11 +108,11 @@ class Record:
         return found[0] if found else None
 
     @property
-    def length(self) -> int | None:
-        """Tokens of prompt and answer, or of the prompt, as the config says."""
+    def lengths(self) -> list[int]:
+        """Tokens of prompt and answer, or of the prompt, as the config says; several where tasks were asked at each."""
         config = self.content["config"]
-        length = config.get("length", config.get("prompt_tokens"))
-        return length if isinstance(length, int) else None
+        found = config.get("lengths", [config.get("length", config.get("prompt_tokens"))])
+        return [length for length in found if isinstance(length, int)]
 
 
 def load_all(paths: Sequence[Path]) -> list[Record]:

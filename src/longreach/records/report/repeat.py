@@ -44,7 +44,7 @@ def _command(record: Record) -> str:
     words = [*VERBS[record.kind].split(), "--model", folder, "--device", record["device"]["type"], "--dtype",
              model["dtype"], *_input(record)]  # fmt: skip
     for name in OPTIONS[record.kind]:
-        value = config.get(name)
+        value = ",".join(map(str, record.lengths)) if name == "length" else config.get(name)
         if value is not None and value != DEFAULTS.get(name):
             words += [f"--{name.replace('_', '-')}", str(value)]
     words += [f"--{name.replace('_', '-')}" for name in ("layers", "no_graph") if config.get(name)]
@@ -58,7 +58,8 @@ def _command(record: Record) -> str:
 
 def _input(record: Record) -> list[str]:
     if record.kind == "eval":
-        return ["--tasks", ",".join(dict.fromkeys(map(_task, record["tasks"])))]
+        tasks = [entry.get("task", name) for name, entry in record["tasks"].items()]
+        return ["--tasks", ",".join(dict.fromkeys(map(_task, tasks)))]
     if record.kind == "perplexity":
         return [word for file in record["files"] for word in ("--text", file["name"])]
     if record.kind == "attention":

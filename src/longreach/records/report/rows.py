@@ -17,15 +17,22 @@ LOST = 0.1
 
 @dataclass(frozen=True)
 class Row:
-    """A task at a length, from one record."""
+    """A task at a length, from one record. name: what the record calls it, "TASK@LENGTH" where it has several lengths.
+
+    Older records have one length, in their config, and no more than the task's name.
+    """
 
     record: Record
-    task: str
+    name: str
     entry: dict[str, Any]
 
     @property
+    def task(self) -> str:
+        return str(self.entry.get("task", self.name))
+
+    @property
     def length(self) -> int:
-        return int(self.record["config"]["length"])
+        return int(self.entry.get("length", self.record["config"]["length"]))
 
     @property
     def tokens(self) -> float:
