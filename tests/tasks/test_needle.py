@@ -14,7 +14,7 @@ def test_keys_come_from_words_kept_from_training() -> None:
     assert not (set(training.adjectives) | set(training.nouns)) & reserved
     for _ in range(200):
         fact = needle(random)
-        assert set(fact.key.split()) <= reserved
+        assert set(fact.key.split("-")) <= reserved
         assert len(fact.value) == 7 and fact.value.isdigit() and fact.value[0] != "0"
         assert fact.key in fact.question and fact.value not in fact.question
         assert fact.key in fact.statement and fact.value in fact.statement

@@ -27,7 +27,7 @@ def test_a_sample_fills_its_room_and_holds_its_answers(name: str, unit: str) -> 
         assert 0.9 * ROOM[unit] <= count(whole(sample)) <= ROOM[unit]
         assert all(answer in sample.context for answer in sample.answers)
         assert one.score(" ".join(sample.answers), sample) == 1.0 or name == "plan"
-        assert one.score("nothing of it", sample) == 0.0
+        assert one.score("-", sample) == 0.0
         again = one.sample(Random(f"{name}/{number}"), ROOM[unit], count)
         assert again == sample
     other = one.sample(Random("other"), ROOM[unit], count)
@@ -37,9 +37,7 @@ def test_a_sample_fills_its_room_and_holds_its_answers(name: str, unit: str) -> 
 @pytest.mark.parametrize("length", [512, 1024, 2048, 4096, 8192])
 @pytest.mark.parametrize("name", TASKS)
 def test_lengths(name: str, length: int) -> None:
-    if name == "cwe" and length == 2048:
-        pytest.skip("a matter of the words: its example and its ten words thirty times each take about as many")
-    if name == "cwe" and length < 2048:
+    if name == "cwe" and length < 1024:
         with pytest.raises(InvalidInput, match=f"^{name} takes at least \\d+ tokens of prompt and {length} are there"):
             task(name).sample(Random(1), length, COUNTS["mini"])
         return

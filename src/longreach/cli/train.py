@@ -7,13 +7,16 @@ from functools import partial
 from pathlib import Path
 
 from longreach.cli.common import add_device, positive
+from longreach.cli.train_card import EXAMPLE, add_card_arguments, run_card
+from longreach.train.mini.config import SCHEDULES
 
 NAME = "train"
 HELP = "prepare the data of the model that longreach ships, and train it"
 EXAMPLES = (
     "longreach train mini --prepare runs/mini-data",
-    "longreach train mini --data runs/mini-data --out runs/mini --minutes 23",
-    "longreach train mini --data runs/mini-data --out runs/more --resume runs/mini --minutes 46",
+    "longreach train mini --data runs/mini-data --out runs/mini --minutes 26",
+    "longreach train mini --data runs/mini-data --out runs/longer --start runs/mini --schedule long --minutes 14",
+    EXAMPLE,
 )
 
 
@@ -22,18 +25,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prepare", metavar="DIR", type=Path, help="build corpus, haystack and tokenizer into DIR")
     parser.add_argument("--data", metavar="DIR", type=Path, help="what --prepare built; trains from it")
     parser.add_argument("--out", metavar="DIR", type=Path, default=Path("runs/mini"), help="where the model goes")
-    parser.add_argument("--minutes", type=float, default=23.0, help="time budget, compilation included (default 23)")
-    parser.add_argument("--resume", metavar="DIR", type=Path, help="go on from a checkpoint of --out, at its place in "
-                        "the schedule; --minutes counts its own (weights only: the optimiser starts anew)")  # fmt: skip
+    parser.add_argument("--minutes", type=float, default=26.0, help="time budget, compilation included (default 26)")
+    parser.add_argument(
+        "--schedule",
+        choices=SCHEDULES,
+        default="grow",
+        help="lengths and learning rates: grow "
+        "(default) starts from nothing, to 16K tokens; long goes on from --start, to 32K",
+    )
+    before = parser.add_mutually_exclusive_group()
+    before.add_argument("--start", metavar="DIR", type=Path, help="begin the schedule with this model's weights")
+    before.add_argument(
+        "--resume",
+        metavar="DIR",
+        type=Path,
+        help="go on from a checkpoint of an interrupted "
+        "--out, where it stands in the schedule; --minutes counts its own, the optimiser starts anew",
+    )
     parser.add_argument("--workers", type=positive, default=14, help="processes that make batches (default 14)")
     add_device(parser)
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default 0)")
+    add_card_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     from longreach.adapters.transformers import device_of
     from longreach.errors import InvalidInput
 
+    if args.card:
+        return run_card(args)
     device = str(device_of(args.device))
     if not (args.prepare or args.data):
         raise InvalidInput("nothing to do: give --prepare DIR or --data DIR")
@@ -45,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
     if args.data:
         from longreach.train.mini.train import train
 
-        train(args.data, args.out, minutes=args.minutes, resume=args.resume, device=device, workers=args.workers,
+        train(args.data, args.out, minutes=args.minutes, schedule=SCHEDULES[args.schedule], resume=args.resume,
+              start=args.start, device=device, workers=args.workers,
               seed=args.seed, say=partial(print, flush=True))  # fmt: skip
     return 0

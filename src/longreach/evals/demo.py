@@ -21,7 +21,7 @@ from longreach.evals.plans import plans
 from longreach.evals.progress import Progress, unseen
 from longreach.evals.reads import Reads
 from longreach.tasks import haystack
-from longreach.tasks.needle import INTRO, Needle, needle
+from longreach.tasks.needle import INTRO_ALL, Needle, needle
 
 DEPTHS = (0.1, 0.5, 0.9)
 ANSWER_TOKENS = 12
@@ -75,7 +75,7 @@ class Demo:
 
         room = length - ANSWER_TOKENS - max(count("\n\n" + f.question) for f in facts)
         statements = [(depth, fact.statement) for depth, fact in self.placed]
-        text = haystack.document(random, statements, room, count, INTRO.format(attribute="number"))
+        text = haystack.document(random, statements, room, count, INTRO_ALL.format(attribute="number"))
         prompts = [encode(tokenizer, f"{text}\n\n{f.question}") for f in facts]
         self.document, self.questions = share(prompts, encode(tokenizer, f"{text}\n\nWhy?"))
         self.tokens, self.characters = len(encode(tokenizer, text)), len(text)

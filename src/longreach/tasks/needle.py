@@ -12,7 +12,11 @@ from random import Random
 from longreach.tasks.words import ADJECTIVES, NOUNS, evaluation_words, half
 
 NEEDLE = "One of the special magic {attribute}s for {key} is: {value}."
-INTRO = (
+INTRO = (  # where one value is asked for
+    "A special magic {attribute} is hidden within the following text. Make sure to memorize it. "
+    "I will quiz you about the {attribute} afterwards."
+)
+INTRO_ALL = (
     "Some special magic {attribute}s are hidden within the following text. Make sure to memorize it. "
     "I will quiz you about the {attribute}s afterwards."
 )
@@ -39,11 +43,16 @@ def _halves() -> tuple[list[str], list[str]]:
 
 
 def needle(random: Random) -> Needle:
-    """A fresh fact: the key an adjective and a noun of the evaluation's halves, the value a number of seven digits."""
-    adjectives, nouns = _halves()
-    key, value = f"{random.choice(adjectives)} {random.choice(nouns)}", digits(random, 7)
+    """A fresh fact: an adjective and a noun, and a number of seven digits."""
+    key, value = word(random), digits(random, 7)
     fill = {"attribute": "number", "key": key, "value": value}
     return Needle(key, value, NEEDLE.format(**fill), QUESTION.format(**fill))
+
+
+def word(random: Random) -> str:
+    """An adjective and a noun of the evaluation's halves, with a hyphen."""
+    adjectives, nouns = _halves()
+    return f"{random.choice(adjectives)}-{random.choice(nouns)}"
 
 
 def digits(random: Random, count: int) -> str:

@@ -18,7 +18,7 @@ from longreach.train.mini.keys import KeySource
 
 FORM = re.compile(r"One of the special magic (\w+)s for (.+?) is: (.+?)\.(?=\s|$)")
 UUID = r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"
-KINDS = {"number": r"[1-9]\d{6}", "uuid": UUID, "word": r"[a-z]+ [a-z]+"}
+KINDS = {"number": r"[1-9]\d{6}", "uuid": UUID, "word": r"[a-z]+-[a-z]+"}
 
 
 @pytest.mark.parametrize("task", [*SINGLE, *MULTI], ids=lambda t: t.name)
@@ -63,8 +63,10 @@ def test_the_published_table() -> None:
 def test_one_answer_is_asked_for_as_in_training_and_several_in_the_plural() -> None:
     single = made(SINGLE[1])
     assert single.question == ASKED.format(attribute="number", key=single.facts["keys"][0])
+    assert single.context.startswith("A special magic number is hidden")
     values, queries = made(niah("niah_multivalue")), made(niah("niah_multiquery"))
     for sample in (values, queries):
+        assert sample.context.startswith("Some special magic numbers are hidden")
         assert sample.question.startswith("What are all the special magic numbers for ")
         assert sample.begun.endswith("mentioned in the provided text are")
     a, b, c, d = queries.facts["keys"]
@@ -75,7 +77,7 @@ def test_no_key_of_words_was_ever_trained_on() -> None:
     training, reserved = KeySource(), evaluation_words()
     trained = {*training.adjectives, *training.nouns}
     for task in (niah("niah_multikey_1"), niah("niah_multikey_2")):
-        keys = [key.split() for _, key, _ in FORM.findall(made(task).context)]
+        keys = [key.split("-") for _, key, _ in FORM.findall(made(task).context)]
         assert all(noun in reserved and noun not in trained for _, noun in keys)
         assert all(adjective not in training.adjectives for adjective, _ in keys)
 
@@ -83,7 +85,7 @@ def test_no_key_of_words_was_ever_trained_on() -> None:
 @pytest.mark.parametrize("values", [1, 3])
 def test_other_needles_never_repeat_a_key_or_hold_the_answer(monkeypatch: pytest.MonkeyPatch, values: int) -> None:
     few = ADJECTIVES[:20], NOUNS[:20]  # 400 keys and 50 values for some 60 needles
-    monkeypatch.setattr("longreach.tasks.ruler.niah._halves", lambda: few)
+    monkeypatch.setattr("longreach.tasks.needle._halves", lambda: few)
     monkeypatch.setattr("longreach.tasks.ruler.niah.digits", lambda random, count: str(random.randrange(50)))
     for seed in range(30):
         sample = made(Niah("x", "needles", values=values), 800, seed)

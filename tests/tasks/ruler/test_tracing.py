@@ -21,7 +21,7 @@ def test_a_chain_is_hidden_in_order_and_leads_to_every_name(hops: int) -> None:
         held[name] = held.get(of, of)
     assert set(held) == set(sample.answers) and set(held.values()) == {value} and len(held) == hops + 1
     assert value not in example and all(name not in example for name in sample.answers)
-    assert all(name in example.split("they are:")[1] for name in re.findall(r"VAR (\w{5}) =", example))
+    assert all(name in example.split("they are:")[1] for name in re.findall(r"VAR (\w{3}) =", example))
     assert f"{hops + 1} variables" in sample.begun and own.count("The grass is green") > 50
 
 

@@ -51,7 +51,7 @@ def test_train_writes_a_transformers_model_and_resumes_from_it(data: Path, tmp_p
     ids = torch.tensor([tokenizer("One 1234567.").input_ids])
     assert ids[0, 0] == 1 and torch.isfinite(model(ids).logits).all()
     still = replace(SCHEDULE, peak_lr=0.0, final_lr=0.0)  # what is written is then what was read
-    with pytest.raises(LongreachError, match=r"all of the 0\.05 asked for; give more --minutes"):
+    with pytest.raises(LongreachError, match=r"of its schedule, all of the 0\.05 asked for; give more --minutes"):
         train(data, more, minutes=0.05, schedule=still, resume=out, **options)
     longer = (log["seconds"] + 1) / 60  # so this is its last second, where sequences are long
     again = train(data, more, minutes=longer, schedule=still, resume=out, say=said.append, **options)
@@ -60,7 +60,11 @@ def test_train_writes_a_transformers_model_and_resumes_from_it(data: Path, tmp_p
     assert first["lengths"] == [1024, 512] and log["curve"][0]["lengths"] == [512, 512]
     assert first["step"] == log["steps"] + 1 and first["seconds"] > log["seconds"]
     assert again["resume"]["from"] == str(out) and again["resume"]["steps"] == log["steps"]
-    read, written = (load_file(folder / "model.safetensors") for folder in (out, more))
+    more_still = tmp_path / "more-still"
+    begun = train(data, more_still, minutes=0.02, schedule=still, start=more, **options)
+    assert begun["curve"][0]["lengths"] == [512, 512] and begun["resume"]["began"] == begun["resume"]["seconds"] > 0
+    assert begun["curve"][0]["step"] == again["steps"] + 1 and begun["tokens"] > again["tokens"]
+    read, written = (load_file(folder / "model.safetensors") for folder in (out, more_still))
     assert read.keys() == written.keys() and all(torch.equal(read[name], written[name]) for name in read)
 
 
@@ -80,8 +84,8 @@ def test_the_training_model_is_transformers_llama(data: Path, tmp_path: Path) ->
 
 
 def test_resuming_from_what_training_did_not_write_is_refused(data: Path, tmp_path: Path) -> None:
-    checkpoint.save(Llama(SHAPE), tmp_path, data, checkpoint.Trained(61.5, 7, 900))
-    assert checkpoint.load(Llama(SHAPE), tmp_path) == checkpoint.Trained(61.5, 7, 900)
+    checkpoint.save(Llama(SHAPE), tmp_path, data, checkpoint.Trained(61.5, 7, 900, 30.0))
+    assert checkpoint.load(Llama(SHAPE), tmp_path) == checkpoint.Trained(61.5, 7, 900, 30.0)
     other = Llama(ModelShape(**{**SHAPE.__dict__, "hidden_size": 48}))
     with pytest.raises(ModelFileError, match="another shape"):
         checkpoint.load(other, tmp_path)

@@ -15,32 +15,43 @@ INTRO = (
 )
 ASKED = "Question: What are the {common} most common words in the above list?"
 BEGUN = "Answer: The top {common} words that appear most often in the list are:"
-EXAMPLE = (3, 1, 10)  # times of a common word, times of another, others
+
+
+@dataclass(frozen=True)
+class Form:
+    """How often a common word and another come in the list, and in the worked example before it, which has `others`."""
+
+    often: int
+    seldom: int
+    shown_often: int
+    shown_seldom: int
+    others: int
+
+
+LONG, SHORT = Form(30, 3, 10, 3, 30), Form(6, 1, 3, 1, 10)
+LENGTH = 3800  # tokens of prompt from which the list is long: lengths of 4,096, less room for answer and template
 
 
 @dataclass(frozen=True)
 class CommonWords:
-    """`common` words `often` times each among others that come `seldom` times each; a worked example stands before."""
+    """`common` words that come several times as often as the others; a worked example stands before the list."""
 
     name: str = "cwe"
     common: int = 10
-    often: int = 30
-    seldom: int = 3
 
     source = SOURCE
     max_new_tokens = 120
 
     def sample(self, random: Random, room: int, count: Count) -> Sample:
-        fill = {"common": self.common}
+        fill, form = {"common": self.common}, LONG if room >= LENGTH else SHORT
         question, begun = ASKED.format(**fill), BEGUN.format(**fill)
-        often, seldom, others = EXAMPLE
-        mine = words(random)
-        shown, mine = mine[: self.common + others], mine[self.common + others :]
-        example = f"{self._list(random, shown, often, seldom)}\n{question} {begun} {numbered(shown[: self.common])}"
+        mine, shown = words(random), self.common + form.others
+        example = self.worked(random, mine[:shown], form)
+        mine = mine[shown:]
         seed = random.getrandbits(64)
 
         def text(size: int) -> str:
-            return f"{example}\n\n{self._list(Random(seed), mine[: self.common + size], self.often, self.seldom)}"
+            return f"{example}\n\n{self.listed(Random(seed), mine[: self.common + size], form.often, form.seldom)}"
 
         beside, most = count(f"\n\n{question} {begun}"), len(mine) - self.common
         size = largest(lambda size: count(text(size)), room - beside, self.name, most=most, beside=beside)
@@ -49,7 +60,14 @@ class CommonWords:
     def score(self, answer: str, sample: Sample) -> float:
         return all_of(answer, sample.answers)
 
-    def _list(self, random: Random, chosen: list[str], often: int, seldom: int) -> str:
+    def worked(self, random: Random, chosen: list[str], form: Form) -> str:
+        """A list with its question and answer; the first `common` words are the common ones."""
+        text = self.listed(random, chosen, form.shown_often, form.shown_seldom)
+        asked = f"{ASKED} {BEGUN}".format(common=self.common)
+        return f"{text}\n{asked} {numbered(chosen[: self.common])}"
+
+    def listed(self, random: Random, chosen: list[str], often: int, seldom: int) -> str:
+        """The words, numbered, in random order; the first `common` of them come often."""
         all_words = [w for i, w in enumerate(chosen) for _ in range(often if i < self.common else seldom)]
         random.shuffle(all_words)
         return f"{INTRO}\n{numbered(all_words)}"

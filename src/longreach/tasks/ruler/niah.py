@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Set
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Literal
@@ -12,10 +11,9 @@ from uuid import UUID
 
 from longreach.tasks import haystack
 from longreach.tasks.base import Count, Sample, all_of
-from longreach.tasks.needle import ASKED, BEGUN, INTRO, NEEDLE, digits
+from longreach.tasks.needle import ASKED, BEGUN, INTRO, INTRO_ALL, NEEDLE, digits, word
 from longreach.tasks.ruler.text import NOISE, SOURCE, enumeration, hidden
 from longreach.tasks.sizing import largest
-from longreach.tasks.words import ADJECTIVES, NOUNS, half
 
 ASKED_ALL = "What are all the special magic {attribute}s for {key} mentioned in the provided text?"
 BEGUN_ALL = "The special magic {attribute}s for {key} mentioned in the provided text are"
@@ -75,7 +73,7 @@ class Niah:
         count: Count,
         needles: list[tuple[str, str]],
     ) -> str:
-        intro = INTRO.format(attribute=self.value)
+        intro = (INTRO if self.queries * self.values == 1 else INTRO_ALL).format(attribute=self.value)
         if self.haystack == "essay":
             return haystack.document(
                 random, placed, room, count, intro, essay=self.essay, what=self.name, beside=beside
@@ -100,21 +98,15 @@ def _needle(task: Niah, key: str, value: str) -> str:
     return NEEDLE.format(attribute=task.value, key=key, value=value)
 
 
-@cache
-def _halves() -> tuple[list[str], list[str]]:
-    return half(ADJECTIVES, True), half(NOUNS, True)
-
-
 def draw(random: Random, kind: Kind, taken: Set[str] = frozenset()) -> str:
-    """A word (adjective and noun, of the evaluation's halves), a number of seven digits, or a UUID; none of `taken`."""
+    """A word (adjective and noun of the evaluation's halves), a number of seven digits, or a UUID; none of `taken`."""
     while True:
         if kind == "number":
             one = digits(random, 7)
         elif kind == "uuid":
             one = str(UUID(int=random.getrandbits(128), version=4))
         else:
-            adjectives, nouns = _halves()
-            one = f"{random.choice(adjectives)} {random.choice(nouns)}"
+            one = word(random)
         if one not in taken:
             return one
 

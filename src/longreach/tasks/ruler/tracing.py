@@ -17,6 +17,7 @@ BEGUN = (
     "value {value}, they are:"
 )
 EXAMPLE_LINES = 5
+LETTERS, EXAMPLE_LETTERS = 5, 3  # of a variable's name
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,7 @@ class Tracing:
     max_new_tokens = 30
 
     def sample(self, random: Random, room: int, count: Count) -> Sample:
-        names = _names(random, 2 * (self.hops + 1))
-        shown, mine = names[: self.hops + 1], names[self.hops + 1 :]
+        shown, mine = (names(random, self.hops + 1, letters) for letters in (EXAMPLE_LETTERS, LETTERS))
         used = _value(random)
         example = "{}\n\n{} {} {}".format(*self._part(random, shown, used, EXAMPLE_LINES), " ".join(shown))
         seed = random.getrandbits(64)
@@ -50,13 +50,13 @@ class Tracing:
     def score(self, answer: str, sample: Sample) -> float:
         return all_of(answer, sample.answers)
 
-    def _part(self, random: Random, names: list[str], value: str, size: int) -> tuple[str, str, str]:
+    def _part(self, random: Random, chain: list[str], value: str, size: int) -> tuple[str, str, str]:
         """(text with the chain, question, beginning of the answer)."""
-        held = [value, *(f"VAR {name}" for name in names)]
-        depths = sorted(random.random() for _ in names)
-        chain = [(depth, f"VAR {name} = {of}") for depth, name, of in zip(depths, names, held)]
-        text = "\n".join([INTRO, "", *hidden([NOISE] * size, chain)])
-        fill = {"value": value, "number": len(names)}
+        held = [value, *(f"VAR {name}" for name in chain)]
+        depths = sorted(random.random() for _ in chain)
+        lines = [(depth, f"VAR {name} = {of}") for depth, name, of in zip(depths, chain, held)]
+        text = "\n".join([INTRO, "", *hidden([NOISE] * size, lines)])
+        fill = {"value": value, "number": len(chain)}
         return text, ASKED.format(**fill), BEGUN.format(**fill)
 
 
@@ -67,8 +67,9 @@ def _value(random: Random, used: str = "") -> str:
     return value
 
 
-def _names(random: Random, number: int) -> list[str]:
+def names(random: Random, number: int, letters: int) -> list[str]:
+    """Different names of so many capitals."""
     found: dict[str, None] = {}
     while len(found) < number:
-        found["".join(random.choice(ascii_uppercase) for _ in range(5))] = None
+        found["".join(random.choice(ascii_uppercase) for _ in range(letters))] = None
     return list(found)

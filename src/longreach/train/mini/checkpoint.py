@@ -22,11 +22,12 @@ MANIFEST = "manifest.json"  # the same, beside the training data
 
 @dataclass(frozen=True)
 class Trained:
-    """How far training has come: seconds of its budget, updates, tokens seen."""
+    """How far training has come: seconds, updates, tokens seen; `began`: seconds at which its schedule began."""
 
     seconds: float = 0.0
     steps: int = 0
     tokens: int = 0
+    began: float = 0.0
 
 
 def save(model: Llama, folder: Path, data: Path, done: Trained) -> None:

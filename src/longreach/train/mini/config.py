@@ -20,7 +20,7 @@ class ModelShape:
     num_attention_heads: int = 8
     num_key_value_heads: int = 4
     head_dim: int = 64
-    max_position_embeddings: int = 16384
+    max_position_embeddings: int = 32768
     rope_theta: float = 500000.0
     rms_norm_eps: float = 1e-5
     initializer_range: float = 0.02
@@ -79,3 +79,22 @@ class Schedule:
     def lengths(self, fraction: float) -> tuple[int, ...]:
         """Lengths that the microbatches cycle through after `fraction` of the time."""
         return [lengths for start, lengths in self.stages if start <= fraction or start == 0.0][-1]
+
+
+# `grow` starts from random weights; `long` goes on from what another schedule ended with.
+SCHEDULES = {
+    "grow": Schedule(),
+    "long": Schedule(
+        stages=(
+            (0.0, (16384, 8192, 4096, 16384)),
+            (0.1, (32768, 16384, 4096, 32768, 8192, 16384, 2048, 16384)),
+        ),
+        peak_lr=8e-4,
+        decay_from=0.2,
+    ),
+}
+
+
+def schedule_name(schedule: Schedule) -> str | None:
+    """What a schedule is called in SCHEDULES; None where it is not one of them."""
+    return next((name for name, known in SCHEDULES.items() if known == schedule), None)

@@ -9,7 +9,7 @@ import json
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from longreach.errors import LongreachError
 from longreach.records import environment
 from longreach.train.mini import checkpoint
 from longreach.train.mini.batches import NAMES, Batch, BatchFactory
-from longreach.train.mini.config import ModelShape, Schedule
+from longreach.train.mini.config import ModelShape, Schedule, schedule_name
 from longreach.train.mini.model import Llama, token_losses
 from longreach.train.mini.page import ANSWER, CONTEXT, TEXT
 
@@ -113,6 +113,7 @@ def train(
     workers: int = 14,
     seed: int = 0,
     resume: Path | None = None,
+    start: Path | None = None,
     compile_layers: bool = True,
     save_every: float = 120.0,
     say: Callable[[str], None] = print,
@@ -121,9 +122,10 @@ def train(
 
     Args:
         data: what `prepare` wrote.
-        resume: a checkpoint that training wrote, to go on from: at its place in the schedule of `minutes`, which its
-            own count in. It holds weights (bf16) and no optimiser: the learning rate warms up again, and batches are
-            others.
+        resume: a checkpoint of an interrupted training, to go on from at its place in the schedule of `minutes`, which
+            its own count in.
+        start: a checkpoint to begin this schedule with. Both hold weights (bf16) and no optimiser: the learning rate
+            warms up again, and batches are others.
         save_every: seconds between checkpoints.
 
     Returns:
@@ -135,19 +137,22 @@ def train(
         raise LongreachError("no CUDA device here; pass --device cpu (slow) or train on a machine with a GPU")
     torch.set_float32_matmul_precision("high")
     trainer = Trainer(shape, schedule, device, compile_layers)
-    done = checkpoint.Trained() if resume is None else checkpoint.load(trainer.model, resume)
-    if done.seconds >= minutes * 60:
+    before = resume or start
+    done = checkpoint.Trained() if before is None else checkpoint.load(trainer.model, before)
+    if start is not None:
+        done = replace(done, began=done.seconds)
+    if (spent := done.seconds - done.began) >= minutes * 60:
         raise LongreachError(
-            f"{resume} was trained for {done.seconds / 60:.1f} minutes, all of the {minutes:g} asked for; give more "
-            f"--minutes, its own included, to go on with it"
+            f"{resume} was trained for {spent / 60:.1f} minutes of its schedule, all of the {minutes:g} asked for; "
+            f"give more --minutes, its own included, to go on with it"
         )
-    factory = BatchFactory(data, schedule.plain_text, workers, f"{seed}" if resume is None else f"{seed}@{done.steps}")
+    factory = BatchFactory(data, schedule.plain_text, workers, f"{seed}" if before is None else f"{seed}@{done.steps}")
     log: dict[str, Any] = {
         "shape": asdict(shape),
-        "schedule": asdict(schedule),
+        "schedule": {"name": schedule_name(schedule), **asdict(schedule)},
         "minutes": minutes,
         "seed": seed,
-        "resume": {"from": str(resume), **asdict(done)} if resume else None,
+        "resume": {"from": str(before), **asdict(done)} if before else None,
         **environment(trainer.device),
         "parameters": sum(p.numel() for p in trainer.model.parameters()),
         "curve": [],
@@ -179,7 +184,7 @@ def _loop(
     said_tokens = tokens
     starved = 0.0
     counts = [[0.0, 0.0] for _ in NAMES]  # answer tokens right and in all since the last note
-    while (elapsed := time.monotonic() - begun) < budget:
+    while (elapsed := time.monotonic() - begun - done.began) < budget:
         fraction = elapsed / budget
         cycle = schedule.lengths(fraction)
         while factory.pending < 2 * workers + schedule.microbatches:
@@ -223,11 +228,11 @@ def _loop(
                 said, said_tokens, starved = now, tokens, 0.0
                 counts = [[0.0, 0.0] for _ in NAMES]
         if now - last_save > save_every:
-            _write(trainer, data, out, log, checkpoint.Trained(now - begun, step, tokens))
+            _write(trainer, data, out, log, checkpoint.Trained(now - begun, step, tokens, done.began))
             last_save = now
     seconds = time.monotonic() - begun
     log["steps"], log["tokens"], log["seconds"] = step, tokens, round(seconds, 2)
-    _write(trainer, data, out, log, checkpoint.Trained(seconds, step, tokens))
+    _write(trainer, data, out, log, checkpoint.Trained(seconds, step, tokens, done.began))
     say(f"done: {step} steps, {tokens / 1e6:.1f}M tokens, {log['seconds']:.0f}s, written to {out}")
 
 

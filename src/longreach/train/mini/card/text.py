@@ -145,7 +145,11 @@ def _repeat(inputs: Inputs) -> Iterator[str]:
     folders = [f"run{number}" for number in range(1, len(inputs.runs) + 1)]
     lines = ["longreach train mini --prepare data"]
     for number, (run, folder) in enumerate(zip(inputs.runs, folders, strict=True)):
-        resume = ["--resume", folders[number - 1]] if number else []
+        before = run["resume"] or {}
+        fresh = before.get("began") == before.get("seconds")  # a schedule of its own, not the rest of another
+        resume = ["--start" if fresh else "--resume", folders[number - 1]] if number else []
+        if run["schedule"].get("name") not in (None, "grow"):
+            resume += ["--schedule", run["schedule"]["name"]]
         words = ["longreach", "train", "mini", "--data", "data", "--out", folder, "--minutes", f"{run['minutes']:g}"]
         lines.append(shlex.join([*words, "--seed", f"{run['seed']}", *resume]))
     lines += [_command(record, folders[-1]) for record in inputs.records]

@@ -15,14 +15,14 @@ from longreach.train.mini.page import Exchange, Page, asked, taken
 def common(random: Random, room: int, materials: Materials) -> Page:
     """A numbered list in which some words come several times as often as the others; their order is free."""
     number = 10 if random.random() < 0.7 and room > 900 else random.randrange(3, 6 if room < 900 else 11)
-    words = _words(random, materials, 2 * number + 10 + room // 8)
+    words = _words(random, materials, 2 * number + 30 + room // 8)
     task = CommonWords(common=number)
     question = f"{common_words.ASKED} {common_words.BEGUN}".format(common=number)
     head = ""
     if random.random() < 0.8 and room > 1000:
-        often, seldom, others = common_words.EXAMPLE
-        shown, words = words[: number + others], words[number + others :]
-        head = f"{task._list(random, shown, often, seldom)}\n{question} {numbered(shown[:number])}\n\n"
+        form = common_words.LONG if room > 3800 else common_words.SHORT
+        shown, words = words[: number + form.others], words[number + form.others :]
+        head = f"{task.worked(random, shown, form)}\n\n"
     chosen, rare = words[:number], words[number:]
     pairs = asked(materials, [Exchange(question, " " + numbered(chosen))], room)
     share, most = random.uniform(0.25, 0.6), random.choice((30, 30, 30, random.randrange(10, 60)))

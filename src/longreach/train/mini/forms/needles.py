@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from uuid import UUID
 
-from longreach.tasks.needle import INTRO, digits
+from longreach.tasks.needle import INTRO, INTRO_ALL, digits
 from longreach.tasks.ruler.text import NOISE, enumeration
 from longreach.train.mini.forms import wordings
 from longreach.train.mini.forms.wordings import Wording
@@ -37,7 +37,7 @@ def ruler_keys(random: Random, source: KeySource, count: int) -> Callable[[], st
     """A source of keys as RULER has them: pairs of words, or UUIDs; of all kinds, a few alike, one time in five."""
     kind = random.random()
     if kind < 0.6:
-        return lambda: source.pair(random)
+        return lambda: source.pair(random).replace(" ", random.choice(" -"))
     if kind < 0.8:
         return lambda: uuid(random)
     keys = iter(source.distinct(random, count))
@@ -70,7 +70,7 @@ def draw_facts(random: Random, source: KeySource, count: int) -> tuple[str, list
         key = ruler_keys(random, source, count)
         common = wordings.ruler(attribute)
         if random.random() < 0.8:
-            intro = INTRO.format(attribute=attribute)
+            intro = random.choice((INTRO, INTRO_ALL)).format(attribute=attribute)
     else:
         keys = iter(source.distinct(random, count))
         common = wordings.terse(random) if style < 0.7 else wordings.plain(random)
@@ -167,12 +167,12 @@ def alike(random: Random, room: int, materials: Materials) -> Page:
         attribute, value = "uuid", lambda: uuid(random)
     same = kind < 0.35 or random.random() < 0.2
     common = wordings.ruler(attribute) if random.random() < 0.75 else wordings.terse(random)
-    names = set[str]()
+    names, joint = set[str](), random.choice("- -")
 
     def key() -> str:
         name = next(iter(names), "")
         while name in names or not name:
-            name = uuid(random) if same else materials.keys.pair(random)
+            name = uuid(random) if same else materials.keys.pair(random).replace(" ", joint)
         names.add(name)
         return name
 
@@ -180,7 +180,8 @@ def alike(random: Random, room: int, materials: Materials) -> Page:
     facts = [Fact(key(), tuple(value() for _ in range(n)), common) for n in counts(random, number)]
     facts = fitting(materials, facts, room * 2 // 3)
     pairs = asked(materials, exchanges(random, facts), room)
-    head = INTRO.format(attribute=attribute) + "\n" if random.random() < 0.8 else ""
+    intro = random.choice((INTRO, INTRO_ALL)).format(attribute=attribute)
+    head = f"{intro}\n" if random.random() < 0.8 else ""
     return Page(
         lined(random, materials, head, order(random, facts), lambda: common.state(key(), value()), room - taken(pairs)),
         pairs,

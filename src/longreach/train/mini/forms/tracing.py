@@ -5,11 +5,10 @@ from __future__ import annotations
 from random import Random
 
 from longreach.tasks.ruler.text import NOISE
-from longreach.tasks.ruler.tracing import ASKED, BEGUN, EXAMPLE_LINES, INTRO
+from longreach.tasks.ruler.tracing import ASKED, BEGUN, EXAMPLE_LETTERS, EXAMPLE_LINES, INTRO, LETTERS, names
 from longreach.train.mini.materials import Materials
 from longreach.train.mini.page import Exchange, Page, asked, lined, taken
 
-LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 Chain = tuple[str, list[str]]  # the value, and the names that come to hold it
 
 
@@ -22,7 +21,7 @@ def tracing(random: Random, room: int, materials: Materials) -> Page:
     chains = [_chain(random, hops, used) for _ in range(number)]
     head = f"{INTRO}\n\n"
     if random.random() < 0.8 and not short:
-        shown = _chain(random, hops, used)
+        shown = _chain(random, hops, used, EXAMPLE_LETTERS if random.random() < 0.7 else LETTERS)
         lines = _mixed(random, [NOISE] * EXAMPLE_LINES, _assignments(shown))
         exchange = _exchange(shown)
         head = "\n".join([INTRO, "", *lines]) + f"\n\n{exchange.question}{exchange.answer}\n\n{head}"
@@ -34,29 +33,26 @@ def tracing(random: Random, room: int, materials: Materials) -> Page:
     return Page(lined(random, materials, head, fixed, lambda: NOISE, room - taken(pairs)), pairs)
 
 
-def _chain(random: Random, hops: int, used: set[str]) -> Chain:
-    fresh = list[str]()
-    while len(fresh) <= hops:
-        name = "".join(random.choice(LETTERS) for _ in range(5))
-        if name not in used:
-            used.add(name)
-            fresh.append(name)
+def _chain(random: Random, hops: int, used: set[str], letters: int = LETTERS) -> Chain:
+    fresh = names(random, hops + 1, letters)
+    while used.intersection(fresh):
+        fresh = names(random, hops + 1, letters)
     value = str(random.randrange(10000, 100000))
     while value in used:
         value = str(random.randrange(10000, 100000))
-    used.add(value)
+    used.update(fresh, [value])
     return value, fresh
 
 
 def _assignments(chain: Chain) -> list[str]:
-    value, names = chain
-    return [f"VAR {name} = {of}" for name, of in zip(names, [value, *(f"VAR {name}" for name in names)])]
+    value, held = chain
+    return [f"VAR {name} = {of}" for name, of in zip(held, [value, *(f"VAR {name}" for name in held)])]
 
 
 def _exchange(chain: Chain) -> Exchange:
-    value, names = chain
-    question = f"{ASKED} {BEGUN}".format(value=value, number=len(names))
-    return Exchange(question, " " + " ".join(names))
+    value, held = chain
+    question = f"{ASKED} {BEGUN}".format(value=value, number=len(held))
+    return Exchange(question, " " + " ".join(held))
 
 
 def _mixed(random: Random, lines: list[str], more: list[str]) -> list[str]:
