@@ -153,7 +153,7 @@ def test_a_data_set_that_changed_is_another_run(
         (["--tasks", "longbench=/nowhere.jsonl"], ["/nowhere.jsonl"]),
         (["--length", 5000], ["length 5000", "context of 4096", "--length"]),
         (["--length", 200], ["ask for a longer"]),
-        (["--tasks", "cwe", "--length", 3000], ["cwe takes at least", "ask for a longer --length"]),
+        (["--tasks", "cwe", "--length", 1000], ["cwe takes at least", "ask for a longer --length"]),
         (["--method", "quset"], ["unknown decode method 'quset'"]),
         (["--method", "oracle_top_k dense_layers=[9]"], ["dense_layers", "got layer 9"]),
         (["--draws", 3], ["temperature"]),

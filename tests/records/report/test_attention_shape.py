@@ -47,4 +47,4 @@ def test_lists_that_do_not_fit(tmp_path: Path, content: dict[str, Any], words: s
 
 def test_what_the_command_writes_is_taken(tmp_path: Path) -> None:
     assert load(factory.save(tmp_path, factory.attention())).kind == "attention"
-    assert load(factory.save(tmp_path, factory.attention(1, 1, None))).length == 4096
+    assert load(factory.save(tmp_path, factory.attention(1, 1, None))).lengths == [4096]

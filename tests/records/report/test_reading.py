@@ -18,7 +18,7 @@ from tests.records.report import factory
 def test_every_kind_is_read(tmp_path: Path, record: dict[str, Any]) -> None:
     found = load(factory.save(tmp_path, record))
     assert (found.name, found.kind, found.content) == ("record.json", record["kind"], record)
-    assert found.dense == "dense" and found.length == 4096 and found.labels == list(factory.METHODS)
+    assert found.dense == "dense" and found.lengths == [4096] and found.labels == list(factory.METHODS)
 
 
 def fields(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:

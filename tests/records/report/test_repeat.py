@@ -25,7 +25,7 @@ def test_the_command_says_what_the_config_says() -> None:
     assert program == "longreach" and args.verb == "eval"
     assert args.tasks == "niah_single_1,vt,qa_1=FILE,longbench=FILE"
     assert args.method == list(factory.METHODS) and args.graph is False
-    assert (args.length, args.samples, args.seed, args.batch, args.draws) == (4096, 4, 0, 1, 3)
+    assert (args.length, args.samples, args.seed, args.batch, args.draws) == ((4096,), 4, 0, 1, 3)
     assert (args.temperature, args.prefill_chunk_size, args.limit) == (0.5, 512, None)
     assert (args.model, args.device, args.dtype) == ("DIRECTORY", "cpu", "float32")
     assert json.loads(config) == {"config": content["config"], "methods": content["methods"]}
