@@ -17,7 +17,7 @@ CASE = tiny(CASES["8b-8k-b1"])
 
 def bench(*without: str) -> Decoding:
     device = torch.device("cpu")
-    return Decoding(device, impl="reference", without=without, quick=True, seed=0, say=lambda line: None)
+    return Decoding(device, without=without, quick=True, seed=0, say=lambda line: None)
 
 
 def test_the_input_embedding_is_not_among_the_bytes() -> None:

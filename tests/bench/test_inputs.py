@@ -10,7 +10,7 @@ import torch
 
 from longreach.bench.cases import Case, Memory, Reads, Shape
 from longreach.bench.check import exact
-from longreach.bench.inputs import Inputs, bytes_needed
+from longreach.bench.inputs import Inputs, bytes_needed, flops_needed
 from longreach.errors import InvalidInput
 from longreach.ops import attend
 
@@ -51,6 +51,14 @@ def test_the_yardstick_agrees_with_attend(memory: Memory, reads: Reads, rows: in
         [torch.cat([exact(made, memory, rows, 0, b, g, r) for g in range(2)]) for b in range(2) for r in range(rows)]
     )
     torch.testing.assert_close(out.double(), want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("rows", "context"), [(4, 4), (2, 4)])
+def test_operations_are_those_of_the_keys_that_rows_see(rows: int, context: int) -> None:
+    seen = sum(context - rows + 1 + row for row in range(rows))
+    case = Case("it", "prefill", Shape(2, context, rows, 4, 2, 16))
+    assert flops_needed(case) == 2 * 4 * seen * 16 * 4  # sequences, heads, keys, channels, two multiply-adds
+    assert all(run.first == context - rows for run in Inputs(case, CPU).rows(0, rows).runs or ())
 
 
 @pytest.mark.parametrize(

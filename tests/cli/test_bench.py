@@ -53,9 +53,40 @@ def test_a_baseline_left_out_is_named(longreach: Callable, tmp_path: Path) -> No
     assert {e["who"] for e in case["entries"]} == {"longreach", "torch_sdpa"}
 
 
+def test_names_may_stand_after_options(longreach: Callable, tmp_path: Path) -> None:
+    span = "span-1280-sinks-b1", "span-1280-plain-b1"
+    options = "--tiny", "--without", "flashinfer", "--out", str(tmp_path), "--json"
+    code, out, _ = longreach("bench", "run", *options, *span)
+    assert code == 0 and set(json.loads(out)) == set(span)
+    code, out, _ = longreach("bench", "run", span[0], *options, span[1])
+    assert code == 0 and set(json.loads(out)) == set(span)
+    code, _, err = longreach("bench", "run", *options, span[0], "--slow")
+    assert code == 2 and "unrecognized arguments" in err and "--slow" in err
+
+
+def test_prefill_is_measured_by_each_implementation(longreach: Callable, tmp_path: Path) -> None:
+    code, out, _ = longreach("bench", "run", "prefill-8k", "--tiny", "--quick", "--out", tmp_path, "--json")
+    case = json.loads(out)["prefill-8k"]
+    assert code == 0 and case["auto"] == "reference"
+    ours, theirs = case["entries"]
+    assert (ours["name"], theirs["who"]) == ("reference", "torch_sdpa")
+    assert case["flops_needed"] == 4 * 4 * 16 * (256 * 257 // 2)  # heads, channels, keys that rows see
+    assert ours["tflop_per_s"] == pytest.approx(case["flops_needed"] / ours["microseconds"]["median"] / 1e6)
+
+
+def test_another_implementation_has_another_name(longreach: Callable, tmp_path: Path) -> None:
+    run = "bench", "run", "span-1280-sinks-b1", "--tiny", "--quick", "--out", tmp_path, "--impl", "reference"
+    assert longreach(*run).code == 0
+    (name,) = read(tmp_path / "span-decode.json")["cases"]
+    assert name == "span-1280-sinks-b1 impl=reference"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (("run", "--tiny", "--out", "x", "--impl", "cuda"), "sdpa_flash"),
+        (("run", "--tiny", "--out", "x", "--seed", "1" + "0" * 23), "--seed"),
+        (("run", "--tiny", "--out", "x", "--seed", "-1"), "--seed"),
         (("run", "dense-128k-b2", "--tiny", "--out", "x"), "dense-128k-b32"),
         (("run", "--tiny"), "--out"),
         (("run", "--tiny", "--out", "x", "--without", "fa2"), "flashinfer"),

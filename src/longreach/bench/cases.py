@@ -79,7 +79,11 @@ class Model:
 
 @dataclass(frozen=True)
 class Case:
-    """One measurement of attend, or of a model's decode step. also_rows: measured beside shape.rows in the same run."""
+    """One measurement of attend, or of a model's decode step.
+
+    also_rows: measured beside shape.rows in the same run. impls: attend's implementations that are measured.
+    replays: at most so many, where a call takes long.
+    """
 
     name: str
     group: str
@@ -90,6 +94,17 @@ class Case:
     also_rows: tuple[int, ...] = ()
     targets: tuple[Target, ...] = ()
     model: Model | None = None
+    impls: tuple[str, ...] = ("triton",)
+    replays: int | None = None
+
+    @property
+    def prefill(self) -> bool:
+        """Whether its rows are a prompt's, whose positions the host knows."""
+        return self.group == "prefill"
+
+    def by(self, impl: str) -> Case:
+        """The case measured by another implementation than it says, under a name of its own and without targets."""
+        return replace(self, name=f"{self.name} impl={impl}", impls=(impl,), targets=())
 
     def but(self, **shape: Any) -> Case:
         """The case with another shape and a name that says so. Its targets stay behind: they were set for the other."""
@@ -140,6 +155,15 @@ def _verify(batch: int) -> Case:
     )  # fmt: skip
 
 
+def _prefill(rows: int, before: int = 0, replays: int | None = None) -> Case:
+    name, impls = f"prefill-{_label(rows)}", ("sdpa_cudnn", "sdpa_flash", "triton")
+    if before:  # torch's cuDNN kernel aligns the causal triangle with the first key
+        name, impls = f"prefill-{rows}-after-{_label(before)}", ("sdpa_flash", "triton")
+    return Case(
+        name, "prefill", Shape(1, before + rows, rows), baselines=(*RIVALS, "torch_sdpa"), impls=impls, replays=replays
+    )
+
+
 def _model(context: int, least: float) -> Case:
     return Case(
         f"8b-{_label(context)}-b1", "decode-8b", Shape(1, context), baselines=("transformers_static",), model=Model(),
@@ -164,6 +188,10 @@ CASES: dict[str, Case] = {
         _list(32, 4.2),
         _verify(1),
         _verify(8),
+        _prefill(8 * K),
+        _prefill(32 * K),
+        _prefill(128 * K, replays=5),
+        *(_prefill(rows, before) for before in (8 * K, 32 * K) for rows in (512, 2048)),
         _model(8 * K, 0.65),
         _model(32 * K, 0.65),
         _model(128 * K, 0.78),
@@ -184,6 +212,7 @@ def tiny(case: Case) -> Case:
     """The case at a size that a CPU computes at once; it measures nothing."""
     shape = case.shape
     small = Reads(case.reads.kind, case.reads.sinks, case.reads.window and 60, case.reads.share)
-    cut = case.but(batch=min(2, shape.batch), context=256, rows=min(2, shape.rows), heads=4, kv_heads=2, dim=16,
+    rows = 256 if shape.rows == shape.context else min(2, shape.rows)
+    cut = case.but(batch=min(2, shape.batch), context=256, rows=rows, heads=4, kv_heads=2, dim=16,
                    dtype="float32")  # fmt: skip
-    return replace(cut, name=case.name, reads=small, model=case.model and Model(2, 64, 96, 264))
+    return replace(cut, name=case.name, reads=small, impls=("reference",), model=case.model and Model(2, 64, 96, 264))

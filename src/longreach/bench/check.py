@@ -31,7 +31,7 @@ def error(inputs: Inputs, memory: Memory, rows: int, out: Tensor, copy: int = 0)
     worst = torch.zeros((), dtype=torch.float64, device=out.device)
     for seq in sorted({0, shape.batch // 2, shape.batch - 1}):
         for head in sorted({0, shape.kv_heads - 1}):
-            for row in sorted({0, rows - 1}):
+            for row in sorted({0, rows // 2, rows - 1}):
                 want = exact(inputs, memory, rows, copy, seq, head, row)
                 off = (got[seq, row, head] - want).norm(dim=-1) / want.norm(dim=-1)
                 worst = torch.maximum(worst, off.max())  # NaN stays

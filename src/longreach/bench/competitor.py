@@ -36,5 +36,7 @@ def ours(inputs: Inputs, memory: Memory, rows: int, impl: str) -> Competitor:
         return partial(attend, *prepared, scale=inputs.scale, impl=impl)
 
     calls = [call(copy) for copy in range(inputs.copies)]
-    name = memory.label if rows == inputs.shape.rows else f"{rows} row{'s' if rows > 1 else ''}"
+    name = impl if inputs.case.prefill else memory.label
+    if rows != inputs.shape.rows:
+        name = f"{rows} row{'s' if rows > 1 else ''}"
     return Competitor(name, "longreach", memory, rows, calls, lambda partial: partial.out, {"impl": impl})

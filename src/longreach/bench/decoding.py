@@ -36,8 +36,8 @@ TOKENS_TEST = "tests/adapters/transformers/test_loop.py"  # fp32 tokens equal tr
 class Decoding:
     """Cases of whole models in one run: the model is made once, and the baselines' time is added up."""
 
-    def __init__(self, device: torch.device, *, impl: str, without: Iterable[str], quick: bool, seed: int, say: Say):
-        self.device, self.impl, self.without, self.seed, self.say = device, impl, set(without), seed, say
+    def __init__(self, device: torch.device, *, without: Iterable[str], quick: bool, seed: int, say: Say):
+        self.device, self.without, self.seed, self.say = device, set(without), seed, say
         self.steps = QUICK if quick else STEPS
         self.spent, self.last = 0.0, 0.0
         self._model: tuple[Any, Any, float] | None = None
@@ -107,7 +107,7 @@ class Decoding:
         batch, tokens = case.shape.batch, case.shape.context
         room = self.steps + WARM + 1
         capture = self.device.type == "cuda"
-        with attach(model, cache=CacheConfig(capacity=tokens + room), impl=self.impl) as session:
+        with attach(model, cache=CacheConfig(capacity=tokens + room), impl=case.impls[0]) as session:
             cache = session.new_cache(batch)
             started = self._now()
             fill(cache, model, tokens, self.seed)
@@ -136,7 +136,7 @@ class Decoding:
                 check.step(capture=capture)
             assert check.logits is not None
             error = require_close(case, check.logits, want)
-            settings = {"fuse": decoder.fuse, "impl": self.impl, "captured": got.captured}
+            settings = {"fuse": decoder.fuse, "impl": case.impls[0], "captured": got.captured}
             setup = {
                 "fill": filled - started,
                 "compile_and_capture": got.setup_seconds,

@@ -76,11 +76,15 @@ class Inputs:
         return q[:, shape.rows - rows :].reshape(-1, shape.heads, shape.dim)
 
     def rows(self, copy: int, rows: int) -> Rows:
-        """The last `rows` positions of each sequence, sequence by sequence; positions known on the device only."""
+        """The last `rows` positions of each sequence, sequence by sequence.
+
+        Their positions are known on the device only, but those of a prompt on the host too.
+        """
         batch, context = self.shape.batch, self.shape.context
         seq = torch.arange(batch, dtype=torch.int32, device=self.device).repeat_interleave(rows)
         pos = torch.arange(context - rows, context, dtype=torch.int32, device=self.device).repeat(batch)
-        return Rows(self.q(copy, rows), seq, pos, tuple(Run(rows, b) for b in range(batch)))
+        first = context - rows if self.case.prefill else None
+        return Rows(self.q(copy, rows), seq, pos, tuple(Run(rows, b, first) for b in range(batch)))
 
     @cached_property
     def lists(self) -> list[Tensor]:
@@ -149,3 +153,10 @@ def bytes_needed(case: Case) -> int:
         keys = min(shape.context, keys + shape.rows - 1)
     width = {"bfloat16": 2, "float16": 2, "float32": 4}[shape.dtype]
     return 2 * shape.batch * shape.kv_heads * keys * shape.dim * width
+
+
+def flops_needed(case: Case) -> int:
+    """Multiply-adds of dense attention, as two operations each: for q.k and for the sum of values."""
+    shape = case.shape
+    keys = shape.rows * shape.context - shape.rows * (shape.rows - 1) // 2  # all that the rows see
+    return 4 * shape.batch * shape.heads * shape.dim * keys

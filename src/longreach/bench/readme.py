@@ -7,7 +7,7 @@ from typing import Any
 
 from longreach.bench.cases import CASES, GROUPS
 from longreach.bench.record import read
-from longreach.bench.words import goal, outcome
+from longreach.bench.words import goal, outcome, rate
 from longreach.errors import InvalidInput
 from longreach.records.quality import quality
 
@@ -71,7 +71,7 @@ def _rows(name: str, case: dict[str, Any]) -> list[str]:
     targets = case["targets"] or [None]
     rows = []
     for number, target in enumerate(targets):
-        first = [name, f"{_time(mine)}, {mine['tb_per_s']:.2f} TB/s", other] if not number else ["", "", ""]
+        first = [name, f"{_time(mine)}, {rate(mine)}", other] if not number else ["", "", ""]
         last = ["-", "-"] if target is None else [goal(target), outcome(target)]
         rows.append(f"| {' | '.join([*first, *last])} |")
     return rows

@@ -12,10 +12,11 @@ from longreach.bench.baselines import baseline
 from longreach.bench.cases import Case, Memory
 from longreach.bench.check import bound, require_right
 from longreach.bench.competitor import Competitor, ours
-from longreach.bench.inputs import Inputs, bytes_needed
+from longreach.bench.inputs import Inputs, bytes_needed, flops_needed
 from longreach.bench.sweep import best
 from longreach.bench.targets import judge
 from longreach.bench.timing import Timing, measure
+from longreach.ops.attend.api import resolve
 
 Say = Callable[[str], None]
 REPLAYS = 21
@@ -23,10 +24,10 @@ QUICK = 7
 
 
 def run_case(
-    case: Case, device: torch.device, *, impl: str, without: Iterable[str] = (), replays: int = REPLAYS, seed: int = 0,
+    case: Case, device: torch.device, *, without: Iterable[str] = (), replays: int = REPLAYS, seed: int = 0,
     say: Say = lambda line: None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Measure a case. impl: attend's implementation; without: baselines left out, which the result names.
+    """Measure a case. without: baselines left out, which the result names.
 
     Raises Unsupported where a baseline cannot be loaded, BaselineFailed where it does not work, WrongResult for outputs
     of ours that are wrong before or any that are wrong after all were timed.
@@ -37,9 +38,11 @@ def run_case(
         versions |= baseline(name).load()
     say(f"{case.name}: {case.shape.batch} x {case.shape.context} keys")
     inputs = Inputs(case, device, seed)
+    auto = _auto(inputs) if case.prefill else None
+    impls = sorted(case.impls, key=lambda impl: impl != auto)  # what "auto" means comes first
     layouts = [(memory, case.shape.rows) for memory in case.memories]
-    mine = [ours(inputs, memory, rows, impl) for memory, rows in layouts]
-    mine += [ours(inputs, Memory(), rows, impl) for rows in case.also_rows]
+    layouts += [(Memory(), rows) for rows in case.also_rows]
+    mine = [ours(inputs, memory, rows, impl) for impl in impls for memory, rows in layouts]
     for competitor in mine:
         _checked(competitor, inputs)
     tried: dict[str, Any] = {}
@@ -49,22 +52,32 @@ def run_case(
         tried[name] = [asdict(test) for test in tests]
         rivals += found
     everyone = [*mine, *rivals]
-    times = measure({c.name: c.calls for c in everyone}, device, replays=replays)
+    replays, warm_up = min(replays, case.replays or replays), 1 if case.prefill else 3
+    times = measure({c.name: c.calls for c in everyone}, device, replays=replays, warm_up=warm_up)
     errors = {c.name: _checked(c, inputs) for c in everyone}  # again: state that calls leave behind would show now
     needed = bytes_needed(case)
-    entries = [_entry(c, times[c.name], needed, errors[c.name]) for c in everyone]
+    flops = flops_needed(case) if case.prefill else None
+    entries = [_entry(c, times[c.name], needed, flops, errors[c.name]) for c in everyone]
     return {
         "shape": asdict(case.shape),
         "reads": asdict(case.reads),
         "bytes_needed": needed,
+        **({"flops_needed": flops, "auto": auto} if case.prefill else {}),
         "copies": inputs.copies,
         "seed": seed,
         "error_bound": bound(inputs.dtype),
-        "timing": {"how": next(iter(times.values())).how, "replays": replays, "warm_up": 3},
+        "timing": {"how": next(iter(times.values())).how, "replays": replays, "warm_up": warm_up},
         "baselines": {"versions": versions, "left_out": sorted(set(case.baselines) - set(names)), "tried": tried},
         "entries": entries,
         "targets": judge(case, entries),
     }
+
+
+@torch.no_grad()
+def _auto(inputs: Inputs) -> str:
+    """The implementation that impl="auto" means for the case."""
+    rows = inputs.shape.rows
+    return resolve("auto", inputs.rows(0, rows), inputs.view(0, Memory()), inputs.selection(0, rows))
 
 
 def _checked(competitor: Competitor, inputs: Inputs) -> float:
@@ -73,7 +86,7 @@ def _checked(competitor: Competitor, inputs: Inputs) -> float:
     return require_right(competitor.name, inputs, competitor.memory, competitor.rows, out)
 
 
-def _entry(competitor: Competitor, timing: Timing, needed: int, error: float) -> dict[str, Any]:
+def _entry(competitor: Competitor, timing: Timing, needed: int, flops: int | None, error: float) -> dict[str, Any]:
     return {
         "name": competitor.name,
         "who": competitor.who,
@@ -84,6 +97,7 @@ def _entry(competitor: Competitor, timing: Timing, needed: int, error: float) ->
             "third_quartile": timing.third_quartile * 1e6,
         },
         "tb_per_s": needed / timing.median / 1e12,
+        **({"tflop_per_s": flops / timing.median / 1e12} if flops else {}),
         "calls_per_replay": timing.calls,
         "error": error,
     }

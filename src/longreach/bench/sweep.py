@@ -30,7 +30,7 @@ class Tried:
 
 
 def best(name: str, inputs: Inputs, say: Callable[[str], None]) -> tuple[list[Competitor], list[Tried]]:
-    """The fastest competitor of a baseline and the fastest for each of its page sizes, and all that was tried.
+    """The fastest competitor of a baseline for each of its page sizes (in prefill: kernels), and all that was tried.
 
     Empty where the baseline has nothing to offer for the case. Raises BaselineFailed where all candidates fail.
     """
@@ -45,7 +45,8 @@ def best(name: str, inputs: Inputs, say: Callable[[str], None]) -> tuple[list[Co
             with torch.no_grad():
                 out = competitor.output(competitor.calls[0]())
             require_right(competitor.name, inputs, competitor.memory, competitor.rows, out)
-            took = measure({"it": competitor.calls}, inputs.device, replays=5, warm_up=1)["it"].median * 1e6
+            replays = 2 if inputs.case.prefill else 5
+            took = measure({"it": competitor.calls}, inputs.device, replays=replays, warm_up=1)["it"].median * 1e6
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, ValueError, NotImplementedError, WrongResult) as error:
@@ -60,7 +61,8 @@ def best(name: str, inputs: Inputs, say: Callable[[str], None]) -> tuple[list[Co
         )
     chosen: dict[Any, Competitor] = {}
     for _, competitor in sorted(right, key=lambda x: x[0]):
-        chosen.setdefault(competitor.memory.page, competitor)
+        kind = competitor.settings.get("backend") if inputs.case.prefill else competitor.memory.page
+        chosen.setdefault(kind, competitor)
     if offered:
         say(f"  {name}: {len(right)} of {len(tried)} settings work, best {label(next(iter(chosen.values())).settings)}")
     return list(chosen.values()), tried

@@ -12,6 +12,12 @@ def goal(target: dict[str, Any]) -> str:
     return f"{target['of']}: {target['quantity']}{over} {sign} {target['bound']:g}"
 
 
+def rate(entry: dict[str, Any]) -> str:
+    """What a competitor did in a second: bytes read, or in prefill operations."""
+    flops = entry.get("tflop_per_s")
+    return f"{entry['tb_per_s']:.2f} TB/s" if flops is None else f"{flops:.0f} TFLOP/s"
+
+
 def outcome(target: dict[str, Any]) -> str:
     """What became of it."""
     if target["got"] is None:

@@ -6,9 +6,9 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from longreach.cli.common import add_json, positive
+from longreach.cli.common import add_json, positive, seed
 from longreach.cli.show import Column, Table, console, emit, progress
-from longreach.errors import InvalidInput
+from longreach.errors import InvalidInput, UnknownName
 
 if TYPE_CHECKING:
     from longreach.bench.cases import Case
@@ -30,7 +30,7 @@ COLUMNS = (
     Column("what", 44, left=True),
     Column("us", 9),
     Column("quartiles", 17, wide=True),
-    Column("TB/s", 6),
+    Column("rate", 12),
     Column("error", 8, wide=True),
 )
 
@@ -42,8 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--without", action="append", default=[], metavar="BASELINE", help="leave a baseline out")
     parser.add_argument("--quick", action="store_true", help="fewer replays")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, on the CPU too; measures nothing")
-    parser.add_argument("--impl", help="attend's implementation (default triton, on the CPU reference)")
-    parser.add_argument("--seed", type=int, default=0, help="of the inputs (default 0)")
+    parser.add_argument("--impl", help="attend's implementation other than the case's (triton; with "
+                        "--tiny reference); the record names it")  # fmt: skip
+    parser.add_argument("--seed", type=seed, default=0, help="of the inputs (default 0)")
     for name in SHAPE:
         parser.add_argument(f"--{name.replace('_', '-')}", type=positive, metavar="N", help="other than the case's; "
                             "its targets then do not apply")  # fmt: skip
@@ -84,8 +85,11 @@ def _run(args: argparse.Namespace) -> int:
     from longreach.bench.decoding import Decoding
     from longreach.bench.record import add, conditions
     from longreach.bench.run import QUICK, REPLAYS, run_case
+    from longreach.ops.attend.api import implementations
     from longreach.records import check_writable
 
+    if args.impl and args.impl not in implementations.names():
+        raise UnknownName("impl of attend", args.impl, implementations.names())
     chosen = choose(args.names)
     gpu = torch.cuda.is_available() and not args.tiny
     if not gpu and not args.tiny:
@@ -96,20 +100,20 @@ def _run(args: argparse.Namespace) -> int:
     without = list(args.without) + ([] if gpu else [name for name in NAMES if name not in ON_CPU])
     cases = [tiny(case) if args.tiny else case for case in chosen]
     cases = [case.but(**{name: getattr(args, name) for name in (*SHAPE, "dtype")}) for case in cases]
+    cases = [case.by(args.impl) if args.impl else case for case in cases]
     for name in {name for case in cases for name in case.baselines} - set(without) | set(args.without):
         baseline(name).load() if name not in without else baseline(name)
     for group in {case.group for case in cases}:
         check_writable(args.out / f"{group}.json")
     out, results = console(), {}
     say = (lambda line: None) if args.json else (lambda line: print(line, flush=True))
-    impl = args.impl or ("triton" if gpu else "reference")
-    models = Decoding(device, impl=impl, without=without, quick=args.quick, seed=args.seed, say=say)
+    models = Decoding(device, without=without, quick=args.quick, seed=args.seed, say=say)
     with progress("measuring", len(cases)) as advance:
         for case in cases:
             if case.model is not None:
                 measured = models.run(case)
             else:
-                measured = run_case(case, device, impl=impl, without=without, say=say, seed=args.seed,
+                measured = run_case(case, device, without=without, say=say, seed=args.seed,
                                     replays=QUICK if args.quick else REPLAYS)  # fmt: skip
             results[case.name] = {**conditions(device), **measured}
             add(args.out / f"{case.group}.json", case.group, case.name, results[case.name])
@@ -125,7 +129,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def show(out: Any, case: Case, result: dict[str, Any]) -> None:
     """A case's table and what became of its targets."""
-    from longreach.bench.words import goal, outcome
+    from longreach.bench.words import goal, outcome, rate
 
     table = Table(out, COLUMNS)
     table.header()
@@ -133,7 +137,9 @@ def show(out: Any, case: Case, result: dict[str, Any]) -> None:
         us = entry["microseconds"]
         who = "longreach, " if entry["who"] == "longreach" else ""
         table.row([who + entry["name"], f"{us['median']:.2f}", f"{us['first_quartile']:.2f}-{us['third_quartile']:.2f}",
-                   f"{entry['tb_per_s']:.2f}", f"{entry['error']:.1e}"])  # fmt: skip
+                   rate(entry), f"{entry['error']:.1e}"])  # fmt: skip
+    if "auto" in result:
+        out.print(f"  impl='auto' means {result['auto']}", soft_wrap=True)
     if "limit" in result:
         shares = ", ".join(f"{e['name']} {e['share_of_limit']:.1%}" for e in result["entries"])
         out.print(f"  limit {result['limit']['microseconds']:.1f} us; reached of it: {shares}", soft_wrap=True)

@@ -22,6 +22,14 @@ def count(text: str) -> int:
     return _at_least(0, text)
 
 
+def seed(text: str) -> int:
+    """An argument that seeds torch's generators: a whole number of 64 bits without a sign."""
+    value = count(text)
+    if value >= 1 << 64:
+        raise argparse.ArgumentTypeError(f"expected a whole number below 2**64, got {text!r}")
+    return value
+
+
 def _at_least(least: int, text: str) -> int:
     try:
         value = int(text)

@@ -48,7 +48,12 @@ def main(argv: list[str] | None = None) -> int:
             stream.reconfigure(errors="replace")  # an answer may hold what the terminal cannot show
     if "torch" not in sys.modules:  # threads that spin while they wait make a busy machine several times slower
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    args = build_parser().parse_args(argv)
+    parser = build_parser()
+    args, rest = parser.parse_known_args(argv)
+    if rest and (not hasattr(args, "names") or any(word.startswith("-") for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:  # argparse takes names before the options only
+        args.names = [*args.names, *rest]
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _warn

@@ -41,9 +41,11 @@ def candidates(inputs: Inputs) -> list[tuple[dict[str, Any], Any]]:
     if inputs.case.reads.kind != "dense":
         return []
     found: list[tuple[dict[str, Any], Any]] = []
-    for page in PAGES:
+    prefill, whole = inputs.case.prefill, inputs.shape.rows == inputs.shape.context
+    for page in (None,) if prefill else PAGES:
         for order in ("tokens", "heads"):
-            for splits in (0, *split_counts(inputs, MOST_SPLITS)):
+            counts = (() if whole else (1,)) if prefill else split_counts(inputs, MOST_SPLITS)
+            for splits in (0, *counts):
                 settings = {"page": page, "order": f"{order} first", "splits": splits}
                 memory = Memory(page, order)  # type: ignore[arg-type]
                 found.append((settings, partial(_build, inputs, memory, settings)))

@@ -1,0 +1,22 @@
+"""Cases say which of our implementations compete."""
+
+from __future__ import annotations
+
+import pytest
+
+from longreach.bench.cases import CASES, Case
+from longreach.ops.attend.api import implementations
+
+PREFILL = [case for case in CASES.values() if case.prefill]
+
+
+@pytest.mark.parametrize("case", PREFILL, ids=lambda case: case.name)
+def test_prefill_is_measured_by_every_implementation_that_can(case: Case) -> None:
+    whole = case.shape.rows == case.shape.context
+    left_out = {"reference"} | (set() if whole else {"sdpa_cudnn"})
+    assert set(case.impls) == set(implementations.names()) - left_out
+
+
+def test_by_another_implementation_a_case_has_another_name_and_no_targets() -> None:
+    case = CASES["dense-128k-b1"].by("reference")
+    assert (case.name, case.impls, case.targets) == ("dense-128k-b1 impl=reference", ("reference",), ())
