@@ -46,3 +46,7 @@ class ModelFileError(LongreachError, OSError):
 
 class CalledOutside(LongreachError, RuntimeError):
     """longreach's attention was reached without a forward pass of an attached model around it."""
+
+
+class MeasurementFailed(LongreachError, RuntimeError):
+    """What was to be measured crashed, and nothing more can be: a lost device, or failures all through."""

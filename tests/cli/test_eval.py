@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from longreach.adapters.transformers import BatchReader
+from longreach.errors import MeasurementFailed
 from longreach.evals.evaluate import Evaluation
 from longreach.tasks.registry import FILES, GROUPS, TASKS
 from longreach.testing.tiny import save_tiny
@@ -58,7 +60,8 @@ def test_the_same_command_twice_and_after_an_interrupt(
 
     with monkeypatch.context() as patch:
         patch.setattr(Evaluation, "_part", interrupted)
-        assert longreach(*asked(tiny, *methods, "--output", record)).code == 130
+        stopped = longreach(*asked(tiny, *methods, "--output", record))
+    assert stopped.code == 130 and "r.json.journal: the same command goes on" in stopped.err
     journal = tmp_path / "r.json.journal"
     assert not record.exists() and len(journal.read_text().splitlines()) == 4
     refused(longreach(*asked(tiny, *methods, "--output", record, "--seed", 1)), "differs in config", "remove the file")
@@ -67,6 +70,52 @@ def test_the_same_command_twice_and_after_an_interrupt(
     assert timeless(json.loads(record.read_text())) == timeless(once) and not journal.exists()
     depths = [s["facts"]["depth"] for s in once["tasks"]["needle_sweep"]["samples"]]
     assert depths == [0.0, 1.0] and next(iter(once["methods"])) == "dense"
+
+
+def test_answers_that_fail_are_an_exit_code_and_asked_again(
+    longreach: Any, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record, calls, read = tmp_path / "r.json", list[int](), BatchReader.read
+
+    def crashing(self: Any, prompts: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("a kernel failed")
+        return read(self, prompts)
+
+    monkeypatch.setattr(BatchReader, "read", crashing)
+    command = asked(tiny, "--method", "dense", "--output", record)
+    result = longreach(*command)
+    assert result.code == 3 and "1 answers failed with an error; the same command measures them again" in result.err
+    answers = json.loads(record.read_text())["tasks"]["niah_single_1"]["results"]["dense"]["answers"]
+    assert [a["error"] for a in answers] == [None, "RuntimeError: a kernel failed"] and answers[1]["score"] == 0
+    assert longreach(*command).code == 0 and len(calls) == 4 + 1
+    assert json.loads(record.read_text())["tasks"]["niah_single_1"]["results"]["dense"]["failed"] == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["r.json"]
+
+    def broken(self: Any, prompts: Any) -> Any:
+        raise RuntimeError("all is broken")
+
+    monkeypatch.setattr(BatchReader, "read", broken)
+    result = longreach(*asked(tiny, "--method", "dense", "--json"))
+    assert result.code == 3 and "4 answers failed" in result.err and json.loads(result.out)
+
+
+def test_a_lost_device_is_told_and_nothing_is_lost(
+    longreach: Any, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = Evaluation._part
+
+    def lost(self: Any, session: Any, reader: Any, specs: Any, task: Any, prompts: Any) -> Any:
+        if task.name == "needle_sweep":
+            raise MeasurementFailed("the GPU failed inside a kernel")
+        return part(self, session, reader, specs, task, prompts)
+
+    monkeypatch.setattr(Evaluation, "_part", lost)
+    result = longreach(*asked(tiny, "--method", "dense", "--output", tmp_path / "r.json"))
+    assert result.code == 3 and result.out == "" and len(result.err.splitlines()) == 1
+    assert "inside a kernel; what was done is in" in result.err and "goes on" in result.err
+    assert len((tmp_path / "r.json.journal").read_text().splitlines()) == 1 + 2
 
 
 def test_a_data_set_is_asked_whole_or_up_to_a_limit(longreach: Any, tiny: Path, tmp_path: Path) -> None:

@@ -14,8 +14,10 @@ import torch
 from transformers.models.llama import modeling_llama
 
 from longreach import Dense
-from longreach.errors import InvalidInput
-from longreach.evals.evaluate import Evaluation, Settings
+from longreach.adapters.transformers import BatchReader
+from longreach.errors import InvalidInput, MeasurementFailed
+from longreach.evals import evaluate
+from longreach.evals.evaluate import Evaluation, Settings, failed
 from longreach.evals.methods import specs
 from longreach.evals.prompting import fitted, prompt_tokens
 from longreach.evals.scores import diverges_at, result, tasks_entry
@@ -174,18 +176,42 @@ def test_a_crash_is_that_samples_failure(model: Any, monkeypatch: pytest.MonkeyP
             raise RuntimeError("a kernel\nfailed")
         return forward(self, input_ids, *args, **kwargs)
 
+    kept: dict[str, Any] = {}
     with monkeypatch.context() as patch:
         patch.setattr(modeling_llama.LlamaModel, "forward", crash)
-        broken = run(made)
+        broken = tasks_entry(made, made.run({}, kept.__setitem__))
     for label, expected in once["letters"]["results"].items():
         got = broken["letters"]["results"][label]
         bad = [a for a in got["answers"] if a["error"]]
         assert [a["number"] for a in bad] == [1] and got["failed"] == 1
         assert all(a["score"] == 0 and a["error"] == "RuntimeError: a kernel failed" for a in bad)
-        kept = [a for a in got["answers"] if not a["error"]]
+        good = [a for a in got["answers"] if not a["error"]]
         same = {a["number"]: a for a in expected["answers"]}
-        assert all(a["text"] == same[a["number"]]["text"] for a in kept)
+        assert all(a["text"] == same[a["number"]]["text"] for a in good)
+        assert got["alone"] == 3 and broken["more"]["results"][label]["alone"] == 0
+    fresh: dict[str, Any] = {}
+    again = tasks_entry(made, made.run(kept, fresh.__setitem__))  # asks anew what failed, and nothing else
+    assert len(fresh) == 2 and all("|letters|0" in key for key in fresh)
+    assert timeless(again["letters"]["results"]) == timeless(run(evaluation(model, batch=3))["letters"]["results"])
     assert timeless(run(evaluation(model, batch=3))["more"]) == timeless(once["more"])  # the model is as it was
+
+
+def test_a_lost_device_ends_the_run(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, kept, read = evaluation(model), dict[str, Any](), BatchReader.read
+
+    def lost(error: Exception, device: torch.device) -> str:
+        raise MeasurementFailed("the GPU failed")
+
+    def broken(self: Any, prompts: Any) -> Any:
+        if len(kept) == 2:
+            raise RuntimeError("device-side assert")
+        return read(self, prompts)
+
+    monkeypatch.setattr(evaluate, "failure", lost)
+    monkeypatch.setattr(BatchReader, "read", broken)
+    with pytest.raises(MeasurementFailed):
+        made.run({}, kept.__setitem__)
+    assert [failed(part) for part in kept.values()] == [0, 0]  # what was answered before
 
 
 def test_an_interrupted_run_goes_on(model: Any, tmp_path: Path, once: dict[str, Any]) -> None:

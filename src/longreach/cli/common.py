@@ -11,6 +11,17 @@ from typing import Any
 from longreach.errors import InvalidInput, UnknownName
 from longreach.methods.values import value_of
 
+FAILED = 3  # exit code where a part of what was measured failed with an error of its own
+
+
+def exit_code(failed: int, what: str, output: Path | None) -> int:
+    """0, or FAILED where so many answers or windows failed; then it is said on standard error."""
+    if not failed:
+        return 0
+    again = "" if output is None else "; the same command measures them again, and keeps the rest"
+    print(f"longreach: {failed} {what} failed with an error{again}", file=sys.stderr)
+    return FAILED
+
 
 def positive(text: str) -> int:
     """An argument that is a count of at least 1."""

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from longreach.cli.common import add_graph, add_json, add_model, count, load_model, positive
+from longreach.cli.common import add_graph, add_json, add_model, count, exit_code, load_model, positive
 from longreach.cli.show import Column, Table, console, duration, emit, percent, place, progress, waiting
 from longreach.errors import InvalidInput
 
@@ -83,27 +83,35 @@ def run(args: argparse.Namespace) -> int:
         emit(record)
     else:
         show(record, place(about))
-    return 0
+    return exit_code(_failed(record), "answers", args.output)
 
 
 def measured(evaluation: Any, about: dict[str, Any], output: Path | None) -> dict[str, Any]:
-    """The record, written to `output` where given; parts that an interrupted run left beside it are taken over."""
+    """The record, written to `output` where given; parts that an interrupted run left beside it are taken over.
+
+    Where answers failed the journal stays too, so that the same command asks those again and no others.
+    """
     from longreach.evals.scores import tasks_entry
     from longreach.records import Journal, write
 
     sources = {t.task.name: t.task.source for t in evaluation.tasks.values()}  # data sets with the hash of their file
     try:
         evaluation.build(progress)
-        journal = None if output is None else Journal(output, {**about, "tasks": sources})
-        keep = (lambda key, part: None) if journal is None else journal.add
-        parts = evaluation.run({} if journal is None else journal.done, keep, progress)
+        with Journal(output, {**about, "tasks": sources}) as journal:
+            parts = evaluation.run(journal.done, journal.add, progress)
         record = {"kind": "eval", "format": FORMAT, **about, "tasks": tasks_entry(evaluation, parts)}
     finally:
         evaluation.close()
-    if output is not None and journal is not None:
+    if output is not None:
         write(output, record)
+    if not _failed(record):
         journal.remove()
     return record
+
+
+def _failed(record: dict[str, Any]) -> int:
+    """Answers that failed with an error."""
+    return sum(result["failed"] for task in record["tasks"].values() for result in task["results"].values())
 
 
 def show(record: dict[str, Any], where: str) -> None:
@@ -126,8 +134,7 @@ def show(record: dict[str, Any], where: str) -> None:
     table.row(["bytes, prefill", "", *(_share(tasks, label, "prefill_reads") for label in labels)])
     table.row(["bytes, decode", "", *(_share(tasks, label, "decode_reads") for label in labels)])
     table.row(["per token", "", *(_time(tasks, label) for label in labels)])
-    failed = sum(result["failed"] for task in tasks for result in task["results"].values())
-    if failed:
+    if failed := _failed(record):
         out.print(f"\n{failed} answers failed with an error and count as wrong; the record says which and why.")
     prompts = sum(len(task["samples"]) for task in tasks)
     characters = [task["characters_per_token"] for task in tasks]

@@ -10,9 +10,15 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from longreach import __version__
-from longreach.errors import LongreachError
+from longreach.cli.common import FAILED
+from longreach.errors import LongreachError, MeasurementFailed
 
 VERBS = ("demo", "run", "compare", "eval", "perplexity", "attention", "report", "methods", "bench", "env", "train")
+
+CODES = (
+    "exit codes: 0; 2 for errors of use or input; 3 where a part of what was measured failed with an error of its own\n"
+    "(the record counts it, and the same command measures that part again); 130 when interrupted"
+)
 
 
 class Parser(argparse.ArgumentParser):
@@ -25,8 +31,9 @@ class Parser(argparse.ArgumentParser):
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all verbs."""
     parser = Parser(
-        prog="longreach", description="Long contexts at a fraction of the attention reads.", allow_abbrev=False
-    )
+        prog="longreach", description="Long contexts at a fraction of the attention reads.", allow_abbrev=False,
+        epilog=CODES, formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
     parser.add_argument("--version", action="version", version=f"longreach {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     for name in VERBS:
@@ -42,7 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit code: 0, 2 for errors of use or input, 130 when interrupted."""
+    """Run the command line; returns the exit code, one of CODES."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # an answer may hold what the terminal cannot show
@@ -61,18 +68,23 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except LongreachError as error:
-        print(f"longreach: {_one_line(error)}", file=sys.stderr)
-        return 2
+        print(f"longreach: {_one_line(error)}{_notes(error)}", file=sys.stderr)
+        return FAILED if isinstance(error, MeasurementFailed) else 2
     except BrokenPipeError:  # the reader of our output has left; so that nothing is flushed into the pipe at exit:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except KeyboardInterrupt:
-        print("longreach: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        print(f"longreach: interrupted{_notes(error)}", file=sys.stderr)
         return 130
 
 
 def _one_line(message: object) -> str:
     return " ".join(str(message).split())
+
+
+def _notes(error: BaseException) -> str:
+    """What those on its way had to add."""
+    return "".join(f"; {_one_line(note)}" for note in getattr(error, "__notes__", ()))
 
 
 def _warn(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from longreach.adapters.transformers import BatchReader, Session, attach, context_limit, shape_of, stop_tokens
 from longreach.cache import CacheConfig
-from longreach.errors import InvalidInput, LongreachError, OutOfMemory
+from longreach.errors import InvalidInput
 from longreach.evals.ahead import Workers
+from longreach.evals.failures import failure
 from longreach.evals.methods import Spec, by_prefill
 from longreach.evals.progress import Progress, unseen
 from longreach.evals.prompting import Asked, Maker, at_lengths, samples_of
@@ -51,6 +52,11 @@ class Settings:
     def longest(self) -> int:
         """The room that every prompt is read in."""
         return max(self.lengths)
+
+
+def failed(part: Sequence[dict[str, Any]]) -> int:
+    """Answers of a part that failed with an error."""
+    return sum(answer["error"] is not None for answers in part for answer in answers["answers"])
 
 
 class Evaluation:
@@ -111,7 +117,11 @@ class Evaluation:
             self._making.close()
 
     def run(self, done: dict[str, Any], keep: Keep, progress: Progress = unseen) -> dict[str, Any]:
-        """All parts, those in `done` as they are, fresh ones told to `keep` as they come. Parts are JSON values."""
+        """All parts, those in `done` as they are, fresh ones told to `keep` as they come. Parts are JSON values.
+
+        One with an answer that failed is not told to `keep`, so that who goes on asks it again.
+        Raises MeasurementFailed where the device is lost.
+        """
         parts = dict(done)
         room = CacheConfig(capacity=self.settings.longest)
         for prefill, specs in by_prefill(self.specs):
@@ -126,7 +136,8 @@ class Evaluation:
                 for key, name, first in open_parts:
                     asked = self.asked[name][first : first + self.settings.batch]
                     parts[key] = self._part(session, reader, specs, self.tasks[name].task, asked)
-                    keep(key, parts[key])
+                    if not failed(parts[key]):
+                        keep(key, parts[key])
                     advance(1)
         return parts
 
@@ -146,38 +157,29 @@ class Evaluation:
             logits = reader.read([a.prompt for a in asked])
             read = phase_bytes(session.report(), "prefill")
         except Exception as error:
+            what = failure(error, self.model.device)
             if len(asked) == 1:
-                return [self._failed(spec, asked[0], error) for spec in specs]
-            return self._one_by_one(session, reader, specs, task, asked, error)
+                return [self._failed(spec, asked[0], what) for spec in specs]
+            return self._one_by_one(session, reader, specs, task, asked)
         found = []
         for spec in specs:
             try:
                 answered = self._answers(session, reader, spec, task, asked, logits)
             except Exception as error:
+                what = failure(error, self.model.device)
                 if len(asked) > 1:
-                    return self._one_by_one(session, reader, specs, task, asked, error)
-                answered = self._failed(spec, asked[0], error)
+                    return self._one_by_one(session, reader, specs, task, asked)
+                answered = self._failed(spec, asked[0], what)
             found.append({**answered, "prefill_bytes": read})
         return found
 
     def _one_by_one(
-        self,
-        session: Session,
-        reader: BatchReader,
-        specs: list[Spec],
-        task: Task,
-        asked: Sequence[Asked],
-        why: Exception,
+        self, session: Session, reader: BatchReader, specs: list[Spec], task: Task, asked: Sequence[Asked]
     ) -> list[dict[str, Any]]:
-        if isinstance(why, LongreachError) and not isinstance(why, OutOfMemory):
-            raise why
-        return [answers for one in asked for answers in self._part(session, reader, specs, task, [one])]
+        found = [answers for one in asked for answers in self._part(session, reader, specs, task, [one])]
+        return [{**answers, "alone": True} for answers in found]
 
-    def _failed(self, spec: Spec, one: Asked, error: Exception) -> dict[str, Any]:
-        """A crash of the model's code or ours is the sample's failure; what was asked for wrongly is the caller's."""
-        if isinstance(error, LongreachError) and not isinstance(error, OutOfMemory):
-            raise error
-        what = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    def _failed(self, spec: Spec, one: Asked, what: str) -> dict[str, Any]:
         answer = {"number": one.number, "text": "", "score": 0.0, "tokens": 0, "stopped": False, "ids": [],
                   "error": what}  # fmt: skip
         answers = [{**answer, "draw": draw} for draw in range(self.settings.draws)]

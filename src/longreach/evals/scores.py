@@ -41,7 +41,10 @@ def tasks_entry(evaluation: Evaluation, parts: dict[str, Any]) -> dict[str, Any]
 
 
 def result(entries: Sequence[dict[str, Any]], dense: dict[tuple[int, int], dict[str, Any]] | None) -> dict[str, Any]:
-    """One method on one task. dense: its answers by (number, draw), None where this is dense itself."""
+    """One method on one task. dense: its answers by (number, draw), None where this is dense itself.
+
+    alone: answers to prompts that were asked one by one, since their batch failed (memory ran out, say).
+    """
     raw = sorted((a for e in entries for a in e["answers"]), key=lambda a: (a["number"], a["draw"]))
     answers = []
     for a in raw:
@@ -62,6 +65,7 @@ def result(entries: Sequence[dict[str, Any]], dense: dict[tuple[int, int], dict[
         "score": score,
         "interval_95": interval,
         "failed": sum(a["error"] is not None for a in answers),
+        "alone": sum(len(e["answers"]) for e in entries if e.get("alone")),
         "answers": answers,
         "length_over_dense": length,
         "prefill_reads": _reads([e["prefill_bytes"] for e in entries]),
