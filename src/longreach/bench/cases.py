@@ -156,7 +156,8 @@ def _verify(batch: int) -> Case:
 
 
 def _prefill(rows: int, before: int = 0, replays: int | None = None) -> Case:
-    name, impls = f"prefill-{_label(rows)}", ("sdpa_cudnn", "sdpa_flash", "triton")
+    name = f"prefill-{_label(rows)}"
+    impls: tuple[str, ...] = ("sdpa_cudnn", "sdpa_flash", "triton")
     if before:  # torch's cuDNN kernel aligns the causal triangle with the first key
         name, impls = f"prefill-{rows}-after-{_label(before)}", ("sdpa_flash", "triton")
     return Case(

@@ -19,6 +19,7 @@ from torch import Tensor
 from longreach.bench.cases import Case
 from longreach.bench.check import WrongResult
 from longreach.bench.inputs import bytes_needed, check_shape
+from longreach.bench.steps import Steps, passes, relative, require_right, run_steps
 from longreach.bench.targets import judge
 from longreach.bench.timing import Timing
 from longreach.errors import InvalidInput
@@ -29,7 +30,6 @@ STEPS, QUICK = 64, 16  # decode steps that are timed
 WARM = 16  # tokens before them: compiling and capturing lie there
 BASELINE = "transformers_static"
 BASELINE_SECONDS = 150.0  # of all cases of a run together; where the next may not fit, the record says so
-ROUNDED = 12  # tensors rounded in a layer between its input and its output
 TOKENS_TEST = "tests/adapters/transformers/test_loop.py"  # fp32 tokens equal transformers', for every family
 
 
@@ -43,7 +43,7 @@ class Decoding:
         self._model: tuple[Any, Any, float] | None = None
 
     def run(self, case: Case) -> dict[str, Any]:
-        """Measure a case; the result as a record's part. Raises WrongResult where the loop's logits are wrong."""
+        """Measure a case; the result as a record's part. Raises WrongResult where the step errs beyond rounding."""
         from longreach.adapters.transformers.synthetic import weight_bytes
 
         if case.shape.rows != 1:
@@ -60,8 +60,13 @@ class Decoding:
         weights = weight_bytes(model)
         kv = case.model.layers * bytes_needed(case) if case.model else 0
         needed = weights + kv
-        ours, logits, setup = self._ours(case, model, ids)
-        rivals, baselines = self._baseline(case, model, ids, logits)
+        ours, done, setup = self._ours(case, model, ids)
+        first = ids[:, case.shape.context]
+        plain, exact = passes(model, case.shape.context, done.read, self.seed)
+        self._free()
+        verdict = require_right(case.name, done, first, plain, exact)
+        ours = [{**measured, "error": verdict.error} for measured in ours]
+        rivals, baselines = self._baseline(case, model, ids, exact[:, 0], verdict.error_bound)
         entries = [_entry(needed, **measured) for measured in (*ours, *rivals)]
         return {
             "shape": asdict(case.shape),
@@ -70,7 +75,8 @@ class Decoding:
             "bytes": {"weights": weights, "kv": kv},
             "limit": {"bytes_per_second": BANDWIDTH, "microseconds": needed / BANDWIDTH * 1e6},
             "seed": self.seed,
-            "error_bound": tolerance(case),
+            "error_bound": verdict.error_bound,
+            "check": verdict.recorded(),
             "tokens_tested_by": TOKENS_TEST,
             "setup_seconds": {"model": model_seconds, **setup},
             "timing": {"how": ours[0]["timing"].how, "replays": self.steps, "warm_up": WARM},
@@ -95,12 +101,10 @@ class Decoding:
         return self._model[1:]
 
     @torch.no_grad()
-    def _ours(self, case: Case, model: Any, ids: Tensor) -> tuple[list[dict[str, Any]], Tensor, dict[str, float]]:
-        """What was timed of ours, the first step's logits [B, V], seconds of setting up."""
+    def _ours(self, case: Case, model: Any, ids: Tensor) -> tuple[list[dict[str, Any]], Steps, dict[str, float]]:
+        """What was timed of ours, what the timed step then did, seconds of setting up."""
         from longreach.adapters.transformers import attach
         from longreach.adapters.transformers.loop import generate
-        from longreach.adapters.transformers.loop.decoder import WARM as UNCAPTURED
-        from longreach.adapters.transformers.loop.decoder import Decoder
         from longreach.adapters.transformers.synthetic import fill
         from longreach.cache import CacheConfig
 
@@ -112,10 +116,6 @@ class Decoding:
             started = self._now()
             fill(cache, model, tokens, self.seed)
             filled = self._now()
-            at = torch.full((batch, 1), tokens, device=self.device)
-            one = {"input_ids": ids[:, tokens : tokens + 1], "position_ids": at, "past_key_values": cache}
-            want = session.model(**one, use_cache=True).logits[:, -1]
-            cache.drop_columns(1)
             clock = Clock()
             got = generate(session, ids[:, : tokens + 1], max_new_tokens=room, eos_token_id=(), past_key_values=cache,
                            streamer=clock)  # fmt: skip
@@ -125,17 +125,7 @@ class Decoding:
             cache.drop_columns(cache.columns - tokens)
             replays = self._replays(decoder, capture)
             cache.drop_columns(cache.columns - tokens)
-
-            check = Decoder(session, cache, decoder.steps.width, sampled=True, fuse=decoder.fuse)  # it keeps logits
-            with check.run(_no_end(), UNCAPTURED + 1):
-                for _ in range(UNCAPTURED + 1):
-                    check.step(capture=capture)
-            cache.drop_columns(cache.columns - tokens)
-            with check.run(_no_end(), 1):
-                check.take(ids[:, tokens])
-                check.step(capture=capture)
-            assert check.logits is not None
-            error = require_close(case, check.logits, want)
+            done = run_steps(decoder, ids[:, tokens], capture=capture)
             settings = {"fuse": decoder.fuse, "impl": case.impls[0], "captured": got.captured}
             setup = {
                 "fill": filled - started,
@@ -143,15 +133,14 @@ class Decoding:
                 "capture": decoder.capture_seconds,
             }
             whole = {**settings, "mean_microseconds": 1e6 * (got.seconds_per_token or 0.0)}
-        del cache, decoder, check, one
+        del cache, decoder
         self._free()
         how = "CUDA graph replays in a row" if capture else "host clock, functional run only"
         return [
-            {"name": "captured step", "who": "longreach", "settings": settings, "error": error,
-             "timing": Timing.of(replays, 1, how)},
-            {"name": "generate", "who": "longreach", "settings": whole, "error": error,
+            {"name": "captured step", "who": "longreach", "settings": settings, "timing": Timing.of(replays, 1, how)},
+            {"name": "generate", "who": "longreach", "settings": whole,
              "timing": Timing.of(clock.steps(self.steps), 1, "host clock, token by token")},
-        ], want, setup  # fmt: skip
+        ], done, setup  # fmt: skip
 
     def _replays(self, decoder: Any, capture: bool) -> list[float]:
         """Seconds of each of `steps` steps queued one behind the other."""
@@ -172,7 +161,9 @@ class Decoding:
         torch.cuda.synchronize(self.device)
         return [a.elapsed_time(b) * 1e-3 for a, b in pairwise(marks)]
 
-    def _baseline(self, case: Case, model: Any, ids: Tensor, logits: Tensor) -> tuple[list[Any], dict[str, Any]]:
+    def _baseline(
+        self, case: Case, model: Any, ids: Tensor, exact: Tensor, most: float
+    ) -> tuple[list[Any], dict[str, Any]]:
         """transformers' generate on its static cache, compiled as it does by itself; its part of the record."""
         from longreach.bench.baselines import baseline
 
@@ -190,7 +181,7 @@ class Decoding:
         started = self._now()
         told["versions"] = baseline(BASELINE).load()
         try:
-            found = [self._transformers(case, model, ids, logits)]
+            found = [self._transformers(case, model, ids, exact, most)]
         except (RuntimeError, ValueError, NotImplementedError) as failure:  # dynamo's and inductor's are RuntimeErrors
             reason = f"failed: {type(failure).__name__}: {' '.join(str(failure).split())[:300]}"
             self.say(f"  {BASELINE} {reason}")
@@ -203,14 +194,16 @@ class Decoding:
         return found, {**told, "seconds": self.last}
 
     @torch.no_grad()
-    def _transformers(self, case: Case, model: Any, ids: Tensor, logits: Tensor) -> dict[str, Any]:
+    def _transformers(self, case: Case, model: Any, ids: Tensor, exact: Tensor, most: float) -> dict[str, Any]:
         from longreach.adapters.transformers.synthetic import filled_static_cache
 
         torch.compiler.reset()  # a second length would be compiled for any length, and be slower
         tokens, new = case.shape.context, self.steps + WARM + 1
         cache = filled_static_cache(model, case.shape.batch, tokens, room=128, seed=self.seed)
         theirs = model(input_ids=ids[:, tokens : tokens + 1], past_key_values=cache).logits[:, -1]
-        error = require_close(case, theirs, logits)  # their step against ours
+        error = relative(theirs, exact)
+        if not error <= most:
+            raise WrongResult(f"{case.name}: transformers' logits differ by {error:.2e}, more than {most:.1e}")
         clock = Clock()
         started = self._now()
         model.generate(
@@ -258,29 +251,6 @@ class Clock:
         if len(last) != count + 1:
             raise InvalidInput(f"expected {count} tokens and one before them, {len(self.times)} came")
         return [b - a for a, b in pairwise(last)]
-
-
-def tolerance(case: Case) -> float:
-    """Relative error (norms) between two ways to compute the logits that rounding explains.
-
-    Each of ROUNDED tensors a layer is rounded to the model's dtype; errors add up like random ones, in both ways.
-    Softmax turns a relative error of its logits into one of the weights that is as many times larger as they spread.
-    """
-    from longreach.adapters.transformers.synthetic import logit_spread
-
-    layers = case.model.layers if case.model else 1
-    unit = torch.finfo(getattr(torch, case.shape.dtype)).eps / 2
-    return max(unit * (2 * ROUNDED * layers) ** 0.5 * max(1.0, logit_spread(case.shape.context)), 1e-4)
-
-
-def require_close(case: Case, got: Tensor, want: Tensor) -> float:
-    """Relative error of logits [B, V]; raises WrongResult where it exceeds `tolerance`, NaN included."""
-    off = float(((got.double() - want.double()).norm(dim=-1) / want.double().norm(dim=-1)).max())
-    if not off <= tolerance(case):
-        raise WrongResult(
-            f"{case.name}: logits differ by {off:.2e}, more than {tolerance(case):.1e}; its time does not count"
-        )
-    return off
 
 
 def _no_end() -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, StaticCache
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel, StaticCache
 
 from longreach.adapters.transformers.hf_cache import LongreachCache
 
@@ -79,6 +79,15 @@ def fill(cache: LongreachCache, model: PreTrainedModel, tokens: int, seed: int) 
         cache.kv.append(layer, append, k.flatten(0, 1), v.flatten(0, 1))
     cache.kv.commit(append)
     cache.grow(tokens)
+
+
+@torch.no_grad()
+def filled_dynamic_cache(model: PreTrainedModel, batch: int, tokens: int, seed: int) -> DynamicCache:
+    """transformers' cache of any length, holding the same columns as `fill` puts."""
+    cache = DynamicCache(config=model.config)
+    for layer, (k, v) in enumerate(kv_of(model, batch, tokens, seed)):
+        cache.update(k.transpose(1, 2), v.transpose(1, 2), layer)
+    return cache
 
 
 @torch.no_grad()

@@ -75,7 +75,7 @@ class Decoder:
         self.done.logical_or_(self.ends[self.token])
 
     def step(self, *, capture: bool) -> None:
-        """One pass of the model; `token` then holds the next tokens (greedy), or `logits` [B, V] what to draw from."""
+        """One pass of the model; `logits` [B, V] then say what may come next, and (greedy) `token` what comes."""
         if self.graph is None and capture and self.warm >= WARM:
             self._capture()
         if self.graph is not None and capture:
@@ -105,11 +105,9 @@ class Decoder:
             session.static_step = cache.as_if = None
         self.counted = session.ledger.settle()
         self.steps.advance()
-        logits = out.logits[:, -1]
-        if self.sampled:
-            self.logits = logits
-        else:
-            self.take(greedy(logits))
+        self.logits = out.logits[:, -1]
+        if not self.sampled:
+            self.take(greedy(self.logits))
 
     def _step(self) -> Step:
         session = self.session
