@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+from types import FrameType
+
 import pytest
 import torch
 
+import longreach
 from longreach.adapters.transformers import synthetic
 from longreach.adapters.transformers.loop.decoder import Decoder
 from longreach.bench.cases import CASES, tiny
@@ -12,6 +17,7 @@ from longreach.bench.check import WrongResult
 from longreach.bench.decoding import Clock, Decoding
 from longreach.cache import StaticSteps
 from longreach.errors import InvalidInput
+from longreach.records.kernels import SOURCES
 
 CASE = tiny(CASES["8b-8k-b1"])
 
@@ -73,6 +79,32 @@ def test_the_baseline_keeps_to_its_time() -> None:
     assert result["baselines"]["left_out"] == ["transformers_static"]
     assert "145 s" in result["baselines"]["why"]["transformers_static"]
     assert {entry["who"] for entry in result["entries"]} == {"longreach"}
+
+
+def test_the_record_hashes_every_file_that_a_step_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    root, ran = Path(longreach.__file__).parent, set[Path]()
+    step = Decoder.step
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        file = Path(frame.f_code.co_filename)
+        if event == "call" and root in file.parents:
+            ran.add(file.relative_to(root))
+
+    def watched(self: Decoder, *, capture: bool) -> None:
+        sys.setprofile(note)
+        try:
+            step(self, capture=capture)
+        finally:
+            sys.setprofile(None)
+
+    monkeypatch.setattr(Decoder, "step", watched)
+    bench("transformers_static").run(CASE)
+    known = [
+        (folder, pattern) for name in CASE.measured for folder, patterns in [SOURCES[name]] for pattern in patterns
+    ]
+    hashed = {path.relative_to(root) for folder, pattern in known for path in (root / folder).glob(pattern)}
+    on_a_cpu = {Path("ops/attend/reference.py"), Path("ops/by_sequence.py")}
+    assert len(ran) > 20 and ran - on_a_cpu <= hashed
 
 
 def test_shapes_of_no_model_are_refused() -> None:

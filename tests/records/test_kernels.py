@@ -54,12 +54,12 @@ def test_text_that_is_no_docstring_counts() -> None:
 
 
 def test_the_hash_covers_the_kernels_and_what_calls_them(tmp_path: Path) -> None:
-    root = tmp_path / "ops"
-    shutil.copytree(Path(longreach.ops.__file__).parent, root)
+    root = tmp_path / "longreach"
+    shutil.copytree(Path(longreach.ops.__file__).parent, root / "ops")
     whole = kernel_hash("attend")
     assert kernel_hash("attend", root) == whole
     for name in ("attend/api.py", "attend/triton_kernels.py", "selection.py"):
-        path = root / name
+        path = root / "ops" / name
         text = path.read_text()
         path.write_text(text + "\nLATER = 1\n")
         assert kernel_hash("attend", root) != whole

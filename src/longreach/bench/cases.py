@@ -102,6 +102,11 @@ class Case:
         """Whether its rows are a prompt's, whose positions the host knows."""
         return self.group == "prefill"
 
+    @property
+    def measured(self) -> tuple[str, ...]:
+        """What of the library it measures, as `records.kernels.SOURCES` names it."""
+        return ("attend", "decode_step") if self.model else ("attend", "attend_sdpa") if self.prefill else ("attend",)
+
     def by(self, impl: str) -> Case:
         """The case measured by another implementation than it says, under a name of its own and without targets."""
         return replace(self, name=f"{self.name} impl={impl}", impls=(impl,), targets=())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,8 @@ from longreach.records.kernels import kernel_hash
 FORMAT = 1
 
 
-def conditions(device: torch.device) -> dict[str, Any]:
-    """What a case was measured with: commit, versions, device and its clocks, the kernels' hash."""
+def conditions(device: torch.device, measured: Iterable[str]) -> dict[str, Any]:
+    """What a case was measured with: commit, versions, device and its clocks, hashes of the sources measured."""
     found = environment(device)
     versions = found["versions"]
     try:
@@ -28,7 +29,7 @@ def conditions(device: torch.device) -> dict[str, Any]:
     versions["cuda"] = torch.version.cuda
     if device.type == "cuda":
         found["device"] |= _gpu()
-    return {**found, "kernels": {"attend": kernel_hash("attend")}}
+    return {**found, "kernels": {name: kernel_hash(name) for name in measured}}
 
 
 def _gpu() -> dict[str, str]:

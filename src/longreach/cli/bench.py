@@ -115,7 +115,7 @@ def _run(args: argparse.Namespace) -> int:
             else:
                 measured = run_case(case, device, without=without, say=say, seed=args.seed,
                                     replays=QUICK if args.quick else REPLAYS)  # fmt: skip
-            results[case.name] = {**conditions(device), **measured}
+            results[case.name] = {**conditions(device, case.measured), **measured}
             add(args.out / f"{case.group}.json", case.group, case.name, results[case.name])
             if gpu:
                 torch.cuda.empty_cache()

@@ -11,18 +11,46 @@ import io
 import tokenize
 from pathlib import Path
 
-import longreach.ops
+import longreach
 from longreach.errors import UnknownName
 
-SOURCES = {
+SOURCES: dict[str, tuple[str, tuple[str, ...]]] = {  # what was measured -> folder of the package, files in it
     "attend": (
-        "attend/api.py",
-        "attend/tiles.py",
-        "attend/triton*.py",
-        "checks.py",
-        "impl.py",
-        "selection.py",
-        "types.py",
+        "ops",
+        (
+            "attend/api.py",
+            "attend/tiles.py",
+            "attend/triton*.py",
+            "checks.py",
+            "impl.py",
+            "selection.py",
+            "types.py",
+        ),
+    ),
+    "attend_sdpa": ("ops", ("attend/sdpa.py",)),
+    "decode_step": (  # a model's, but for attend
+        ".",
+        (
+            "adapters/transformers/attach.py",
+            "adapters/transformers/attention.py",
+            "adapters/transformers/checks.py",
+            "adapters/transformers/generate.py",
+            "adapters/transformers/hf_cache.py",
+            "adapters/transformers/loop/choosing.py",
+            "adapters/transformers/loop/decoder.py",
+            "adapters/transformers/loop/fuse.py",
+            "adapters/transformers/loop/reading_back.py",
+            "adapters/transformers/loop/run.py",
+            "adapters/transformers/mask.py",
+            "adapters/transformers/memory.py",
+            "adapters/transformers/rotary.py",
+            "adapters/transformers/shard.py",
+            "adapters/transformers/step.py",
+            "cache/*.py",
+            "methods/base.py",
+            "methods/dense.py",
+            "methods/ledger.py",
+        ),
     ),
 }
 _SKIP = (tokenize.COMMENT, tokenize.NL, tokenize.ENDMARKER, tokenize.ENCODING)
@@ -32,12 +60,13 @@ _STOPS = {getattr(tokenize, "FSTRING_END", -1)}
 
 
 def kernel_hash(operator: str, root: Path | None = None) -> str:
-    """sha256 over the normalised files of an operator of `ops`. root: another place of that folder."""
+    """sha256 over the normalised files of what was measured, one of SOURCES. root: another place of the package."""
     if operator not in SOURCES:
         raise UnknownName("operator", operator, SOURCES)
-    base = Path(longreach.ops.__file__).parent if root is None else root
+    folder, patterns = SOURCES[operator]
+    base = (Path(longreach.__file__).parent if root is None else root) / folder
     digest = hashlib.sha256()
-    for pattern in SOURCES[operator]:
+    for pattern in patterns:
         for path in sorted(base.glob(pattern)):
             digest.update(f"{path.relative_to(base).as_posix()}\n{normalised(path.read_text())}\n".encode())
     return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""Records that no longer speak for the code: measured from a dirty tree, or with kernels that have changed since."""
+"""Records that no longer speak for the code: measured from a dirty tree, or with sources that have changed since."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def faults(measured: dict[str, Any]) -> Iterator[str]:
         yield f"came from a dirty tree at {measured['commit'][:12]}; commit, then measure it again"
     for operator, measured_hash in measured.get("kernels", {}).items():
         if measured_hash != kernel_hash(operator):
-            yield f"the kernels of {operator} have changed since; measure it again"
+            yield f"the sources of {operator} have changed since; measure it again"
 
 
 def _parts(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
