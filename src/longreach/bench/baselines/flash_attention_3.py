@@ -41,24 +41,27 @@ def candidates(inputs: Inputs) -> list[tuple[dict[str, Any], Any]]:
     if inputs.case.reads.kind != "dense":
         return []
     found: list[tuple[dict[str, Any], Any]] = []
-    prefill, whole = inputs.case.prefill, inputs.shape.rows == inputs.shape.context
+    prefill = inputs.case.prefill  # it fills the GPU without splits
     for page in (None,) if prefill else PAGES:
         for order in ("tokens", "heads"):
-            counts = (() if whole else (1,)) if prefill else split_counts(inputs, MOST_SPLITS)
-            for splits in (0, *counts):
+            for splits in (0, *(() if prefill else split_counts(inputs, MOST_SPLITS))):
                 settings = {"page": page, "order": f"{order} first", "splits": splits}
                 memory = Memory(page, order)  # type: ignore[arg-type]
-                found.append((settings, partial(_build, inputs, memory, settings)))
+                for more in ({"scheduled": True}, {"scheduled": False}) if prefill else ({},):
+                    found.append((settings | more, partial(_build, inputs, memory, settings | more)))
     return found
 
 
 def _build(inputs: Inputs, memory: Memory, settings: dict[str, Any]) -> Competitor:
+    """settings: scheduled: told lengths on the device and a schedule for them, as in decoding, or shapes alone."""
     shape, splits = inputs.shape, settings["splits"]
     ops: Any = torch.ops._vllm_fa3_C
     starts = torch.arange(shape.batch + 1, dtype=torch.int32, device=inputs.device) * shape.rows
     table = None if memory.page is None else inputs.table(memory.page)
     causal = shape.rows > 1
-    schedule = ops.get_scheduler_metadata(
+    scheduled = settings.get("scheduled", True)
+    filled = inputs.filled if scheduled else None
+    schedule = None if not scheduled else ops.get_scheduler_metadata(
         shape.batch, shape.rows, shape.context, shape.heads, shape.kv_heads, shape.dim, shape.dim, inputs.dtype,
         inputs.filled, None if table is None else starts, None, None, None, None, memory.page, 0, causal, -1, -1, False,
         splits, None, 0,
@@ -71,7 +74,7 @@ def _build(inputs: Inputs, memory: Memory, settings: dict[str, Any]) -> Competit
             q = q.view(shape.batch, shape.rows, shape.heads, shape.dim)
         return partial(
             ops.fwd, q, k, v, None, None, None, None, None if table is None else starts, None, None, None,
-            inputs.filled, shape.rows, shape.context, table, None, None, None, None, None, None, None, None,
+            filled, shape.rows, shape.context, table, None, None, None, None, None, None, None, None,
             inputs.scale, causal, -1, -1, 0.0, True, schedule, splits, None, 0, None, 1, 0, None,
         )  # fmt: skip
 
