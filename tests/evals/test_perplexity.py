@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from longreach.errors import InvalidInput
+from longreach.adapters.transformers import Reader
+from longreach.errors import InvalidInput, MeasurementFailed
 from longreach.evals.methods import specs
 from longreach.evals.perplexity import BINS, Curve, Perplexity, Text, read_text
 from longreach.testing.tiny import BOS_ID, tiny_model, tiny_tokenizer
@@ -44,7 +45,9 @@ def measured(model: Any, texts: list[Text], methods: list[str], chunk: int = 512
     task = Perplexity(
         model, tiny_tokenizer(), texts, specs(methods), **{"length": LENGTH, "decode_tokens": DECODED, **options}
     )
-    return task, dict(task.run(chunk))
+    found, failed = task.run(chunk)
+    assert failed == []
+    return task, found
 
 
 @pytest.mark.parametrize("chunk", [1, 13, 512])
@@ -88,12 +91,79 @@ def test_an_interrupted_run_goes_on(model: Any, texts: list[Text]) -> None:
         kept[name] = json.loads(json.dumps(part))
 
     with pytest.raises(KeyboardInterrupt):
-        dict(task.run(512, keep=keep))
+        task.run(512, keep=keep)
     fresh: dict[str, Any] = {}
-    again = dict(task.run(512, done=kept, keep=fresh.__setitem__))
+    again, _ = task.run(512, done=kept, keep=fresh.__setitem__)
     assert len(kept) == 5 and len(fresh) == 2 * len(task.windows) - 5
     for label, expected in once.items():
         assert {**again[label], "seconds": 0} == {**expected, "seconds": 0}
+
+
+def crashing(task: Perplexity, numbers: set[int], label: str | None, patch: pytest.MonkeyPatch) -> None:
+    """Crash in these windows, when reading or when decoding with that method."""
+    victims = [task.windows[number] for number in numbers]
+    name = "score" if label is None else "decode"
+    work = getattr(Reader, name)
+
+    def crash(self: Reader, *args: Any, **more: Any) -> Any:
+        window = args[0] if label is None else here["window"] if here["label"] == label else None
+        if window in victims:
+            raise RuntimeError("a kernel\nfailed")
+        return work(self, *args, **more)
+
+    here: dict[str, Any] = {}
+    decoded = Perplexity._decoded
+
+    def noting(self: Perplexity, session: Any, reader: Any, spec: Any, window: Any) -> Any:
+        here.update(window=window, label=spec.label)
+        return decoded(self, session, reader, spec, window)
+
+    patch.setattr(Perplexity, "_decoded", noting)
+    patch.setattr(Reader, name, crash)
+
+
+def test_a_window_that_crashes_is_left_out_for_all_and_told(
+    model: Any, texts: list[Text], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    narrow, whole = "streaming_llm sinks=1 window=4", "streaming_llm/streaming_llm prefill.sinks=1 prefill.window=4"
+    task, once = measured(model, texts, [narrow, whole])
+    kept: dict[str, Any] = {}
+    with monkeypatch.context() as patch:
+        crashing(task, {1}, narrow, patch)
+        found, failed = task.run(512, keep=kept.__setitem__)
+    assert failed == [{"method": narrow, "window": 1, "error": "RuntimeError: a kernel failed"}]
+    for label, expected in once.items():
+        for phase in ("prefill", "decode"):
+            rest = [nll for n, nll in enumerate(expected[phase]["by_window"]) if n != 1]
+            assert found[label][phase]["by_window"] == pytest.approx(rest, rel=1e-6)
+    assert len(kept) == 2 * len(task.windows) - 1 and "dense|1" not in kept
+    again, failed = task.run(512, done=kept)
+    assert failed == [] and {**again[narrow], "seconds": 0} == {**once[narrow], "seconds": 0}
+    with monkeypatch.context() as patch:
+        crashing(task, {0, 2}, None, patch)
+        found, failed = task.run(512)
+    assert [(f["method"], f["window"]) for f in failed] == [
+        (label, n) for label in ("dense", narrow, whole) for n in (0, 2)
+    ]
+    assert found["dense"]["prefill"]["by_window"] == [
+        nll for n, nll in enumerate(once["dense"]["prefill"]["by_window"]) if n not in (0, 2)
+    ]
+
+
+def test_a_method_that_always_crashes_takes_no_other_with_it(
+    model: Any, texts: list[Text], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    narrow = "streaming_llm sinks=1 window=4"
+    task, once = measured(model, texts, [narrow])
+    everywhere = set(range(len(task.windows)))
+    with monkeypatch.context() as patch:
+        crashing(task, everywhere, narrow, patch)
+        found, failed = task.run(512)
+    assert list(found) == ["dense"] and len(failed) == len(task.windows)
+    assert found["dense"]["decode"] == once["dense"]["decode"]
+    crashing(task, everywhere, None, monkeypatch)
+    with pytest.raises(MeasurementFailed, match=r"no window was measured with all methods: .*RuntimeError: a kernel"):
+        task.run(512)
 
 
 def test_windows_tell_how_sure_the_mean_is(model: Any, texts: list[Text]) -> None:

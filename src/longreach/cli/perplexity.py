@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
-from longreach.cli.common import add_graph, add_json, add_model, load_model, positive
+from longreach.cli.common import add_graph, add_json, add_model, exit_code, load_model, positive
 from longreach.cli.show import Column, Table, console, duration, emit, percent, place, progress, waiting
 
 NAME = "perplexity"
@@ -17,6 +18,7 @@ EXAMPLES = (
     "    --method 'oracle_top_k k=0.025' --output perplexity.json",
 )
 FORMAT = 1
+FAILURES = 10  # windows that failed and are shown
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,38 +69,41 @@ def run(args: argparse.Namespace) -> int:
         **where, "files": [text.to_json() for text in texts],
         "methods": {spec.label: spec.to_json() for spec in specs},
     }  # fmt: skip
-    journal = None if args.output is None else Journal(args.output, said)
-    kept: dict[str, Any] = {} if journal is None else {"done": journal.done, "keep": journal.add}
-    found = dict(task.run(args.prefill_chunk_size, progress, **kept))
-    results = {spec.label: found[spec.label] for spec in specs}
-    record = {"kind": "perplexity", "format": FORMAT, **said, "results": results}
-    if journal is not None:
+    with Journal(args.output, said) as journal:
+        found, failed = task.run(args.prefill_chunk_size, progress, done=journal.done, keep=journal.add)
+    results = {spec.label: found[spec.label] for spec in specs if spec.label in found}
+    record = {"kind": "perplexity", "format": FORMAT, **said, "results": results, "failed": failed}
+    if args.output is not None:
         write(args.output, record)
+    if not failed:
         journal.remove()
     if args.json:
         emit(record)
     else:
         show(record, place(where))
-    return 0
+    return exit_code(len({one["window"] for one in failed}), "windows", args.output)
 
 
 def show(record: dict[str, Any], where: str) -> None:
-    """A row a method."""
+    """A row a method, then perplexity by position."""
     out = console()
     columns = [Column("prefill", 9), Column("decode", 9), Column("over dense", 10), Column("bytes", 7),
                Column("per tok", 7)]  # fmt: skip
     table = Table(out, [Column("method", 32, left=True), *columns])
     table.header()
     results = record["results"]
-    dense = results["dense"]["decode"]
+    dense = results["dense"]["decode"] if "dense" in results else None
     for label, result in results.items():
+        name = f"[{list(record['methods']).index(label) + 1}] {label}"
         read, decoded = result["prefill"], result["decode"]
         bytes_read = result["decode_reads"]
         table.row([
-            label, f"{read['perplexity']:.4g}", f"{decoded['perplexity']:.4g}" if decoded else "-",
-            f"{decoded['nll'] - dense['nll']:+.4f}" if decoded else "-",
+            name, f"{read['perplexity']:.4g}", f"{decoded['perplexity']:.4g}" if decoded else "-",
+            f"{decoded['nll'] - dense['nll']:+.4f}" if decoded and dense else "-",
             percent(bytes_read["total"] if bytes_read else None), duration(result["seconds"]["per_token"]),
         ])  # fmt: skip
+    for phase in ("prefill", "decode"):
+        _show_positions(out, record, phase)
     config, files = record["config"], record["files"]
     characters = sum(f["characters"] for f in files) / sum(f["tokens"] for f in files)
     out.print(
@@ -108,4 +113,32 @@ def show(record: dict[str, Any], where: str) -> None:
         f"read in decoding, over what dense attention reads. Perplexities of other tokenizers do not compare.",
         soft_wrap=True,
     )
+    for one in record["failed"][:FAILURES]:
+        out.print("window {window}, {method}: {error}".format(**one), soft_wrap=True)
+    if record["failed"]:
+        out.print("Windows that failed with a method are left out for all; the record names every one.")
     out.print(where)
+
+
+def _show_positions(out: Any, record: dict[str, Any], phase: str) -> None:
+    """Perplexity in stretches of the window, a column a method; those that read with one prefill have one column."""
+    from longreach.evals.perplexity import perplexity
+
+    columns: dict[str, list[str]] = {}
+    stretches: list[str] = []
+    methods = record["methods"]
+    measured = [label for label in methods if record["results"].get(label, {}).get(phase)]
+    alike = {json.dumps(methods[x]["prefill"]) if phase == "prefill" else x: x for x in reversed(measured)}
+    for number, label in enumerate(methods, 1):
+        if label in alike.values():
+            parts = record["results"][label][phase]["by_position"]
+            pairs = [parts[i : i + 2] for i in range(0, len(parts), 2)]
+            stretches = [f"{pair[0]['start']}-{pair[-1]['stop'] - 1}" for pair in pairs]
+            means = [sum(p["nll"] * p["tokens"] for p in pair) / sum(p["tokens"] for p in pair) for pair in pairs]
+            columns[f"[{number}]"] = [f"{perplexity(mean):.4g}" for mean in means]
+    if columns:
+        out.print(f"\nperplexity by position in the window, {phase}:")
+        table = Table(out, [Column("tokens", 15, left=True), *(Column(title, 9) for title in columns)])
+        table.header()
+        for stretch, *cells in zip(stretches, *columns.values(), strict=True):
+            table.row([stretch, *cells])

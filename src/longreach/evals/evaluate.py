@@ -15,7 +15,7 @@ from longreach.errors import InvalidInput
 from longreach.evals.ahead import Workers
 from longreach.evals.failures import failure
 from longreach.evals.methods import Spec, by_prefill
-from longreach.evals.progress import Progress, unseen
+from longreach.evals.progress import Progress, counted, unseen
 from longreach.evals.prompting import Asked, Maker, at_lengths, samples_of
 from longreach.evals.reads import phase_bytes
 from longreach.tasks.base import Task
@@ -130,7 +130,7 @@ class Evaluation:
                 continue
             with (
                 attach(self.model, prefill=prefill, cache=room) as session,
-                progress(f"{prefill.name} prefill, {len(specs)} methods", len(open_parts)) as advance,
+                progress(f"{prefill.name} prefill, {counted(len(specs), 'method')}", len(open_parts)) as advance,
             ):
                 reader = BatchReader(session, self.settings.chunk, graph=self.settings.graph)
                 for key, name, first in open_parts:

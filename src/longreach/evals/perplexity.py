@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -15,9 +15,10 @@ from torch import Tensor
 
 from longreach.adapters.transformers import Advance, Answer, Reader, Session, attach, check_length, encode, shape_of
 from longreach.cache import CacheConfig
-from longreach.errors import InvalidInput
+from longreach.errors import InvalidInput, MeasurementFailed
+from longreach.evals.failures import failure
 from longreach.evals.methods import Spec, by_prefill
-from longreach.evals.progress import Progress, unseen
+from longreach.evals.progress import Progress, counted, unseen
 from longreach.evals.reads import Reads, phase_bytes
 from longreach.methods.base import AttentionMethod
 from longreach.records import bootstrap
@@ -29,6 +30,11 @@ Keep = Callable[[str, Any], None]
 
 def _forget(name: str, part: Any) -> None:
     """Parts that nobody keeps."""
+
+
+def perplexity(nll: float) -> float:
+    """exp(nll), infinite where no float holds it."""
+    return math.exp(nll) if not nll > MOST else math.inf
 
 
 @dataclass
@@ -68,7 +74,7 @@ class Curve:
         mean = sum(self.sums) / sum(self.tokens)
         rows = zip(self.edges, self.edges[1:], self.sums, self.tokens, strict=False)
         return {
-            "perplexity": math.exp(mean) if not mean > MOST else math.inf,
+            "perplexity": perplexity(mean),
             "nll": mean,
             "interval_95": bootstrap(self.windows),
             "tokens": sum(self.tokens),
@@ -141,17 +147,32 @@ class Perplexity:
 
     def run(
         self, chunk: int, progress: Progress = unseen, *, done: Mapping[str, Any] | None = None, keep: Keep = _forget
-    ) -> Iterator[tuple[str, dict[str, Any]]]:
-        """(label, its part of a record) of every method; windows are read once for those that share a prefill.
+    ) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
+        """(each method's part of a record by its label, the windows that failed: method, window, error).
 
-        done: windows that an interrupted run measured, by name; fresh ones are told to `keep` as they come.
+        Windows are read once for methods that share a prefill. One that failed with some method is left out for all, so
+        that means are over the same tokens; a method that failed in all of them has no results.
+        done: windows that an interrupted run measured, by name; fresh ones are told to `keep` as they come, but for
+        those that failed. Raises MeasurementFailed where the device is lost, or no window is left.
         """
+        found: dict[str, list[dict[str, Any]]] = {}
         for prefill, specs in by_prefill(self.specs):
             names = [f"{specs[0].label}|{number}" for number in range(len(self.windows))]
             parts = {name: (done or {})[name] for name in names if name in (done or {})}
             if len(parts) < len(names):
                 self._measure(prefill, specs, chunk, progress, names, parts, keep)
-            yield from self._put_together(specs, [parts[name] for name in names])
+            found |= {spec.label: [parts[name] for name in names] for spec in specs}
+        failed = {label: {n: e for n, part in enumerate(parts) if (e := _error(part, label))}
+                  for label, parts in found.items()}  # fmt: skip
+        measured = [label for label in found if len(failed[label]) < len(self.windows)]
+        left = [n for n in range(len(self.windows)) if not any(n in failed[label] for label in measured)]
+        told = [
+            {"method": label, "window": n, "error": e} for label, errors in failed.items() for n, e in errors.items()
+        ]
+        if not measured or not left:
+            first = "window {window}, {method}: {error}".format(**told[0])
+            raise MeasurementFailed(f"no window was measured with all methods: {len(told)} failures, first {first}")
+        return {label: self._result(label, [found[label][n] for n in left]) for label in measured}, told
 
     def _measure(
         self, prefill: AttentionMethod, specs: list[Spec], chunk: int, progress: Progress, names: Sequence[str],
@@ -161,51 +182,55 @@ class Perplexity:
         fresh = [(name, w) for name, w in zip(names, self.windows, strict=True) if name not in parts]
         with (
             attach(self.model, prefill=prefill, cache=CacheConfig(capacity=self.length)) as session,
-            progress(f"{prefill.name} prefill, {len(specs)} methods", self.length * len(fresh)) as advance,
+            progress(f"{prefill.name} prefill, {counted(len(specs), 'method')}", self.length * len(fresh)) as advance,
         ):
             reader = Reader(session, chunk, graph=self.graph)
             for name, window in fresh:
                 parts[name] = self._window(session, reader, specs, window, advance)
-                keep(name, parts[name])
+                if not any(_error(parts[name], spec.label) for spec in specs):
+                    keep(name, parts[name])
 
     def _window(
         self, session: Session, reader: Reader, specs: list[Spec], window: list[int], advance: Advance
     ) -> dict[str, Any]:
-        """One window read, and its end decoded with every method, as JSON values."""
+        """One window read, and its end decoded with every method, as JSON values; {"error": ...} for what crashed."""
         session.reset_report()
         before, decoded = reader.read_seconds, dict[str, Any]()
-        with reader.aside():
-            whole = self._whole().sums_of(reader.score(window, advance).cpu())
-            read = phase_bytes(session.report(), "prefill")
-            if self.decode_tokens:
-                reader.cache.drop_columns(self.decode_tokens + 1)
-            for spec in specs if self.decode_tokens else ():
-                session.switch(spec.decode)
-                times = Answer()
-                with reader.aside():
-                    sums = self._end().sums_of(self._decode(reader, window, times))
-                decoded[spec.label] = {"sums": sums, "bytes": phase_bytes(session.report(), "decode"),
-                                       "seconds": times.decode_seconds, "steps": times.steps}  # fmt: skip
+        try:
+            with reader.aside():
+                whole = self._whole().sums_of(reader.score(window, advance).cpu())
+                read = phase_bytes(session.report(), "prefill")
+                if self.decode_tokens:
+                    reader.cache.drop_columns(self.decode_tokens + 1)
+                for spec in specs if self.decode_tokens else ():
+                    decoded[spec.label] = self._decoded(session, reader, spec, window)
+        except Exception as error:
+            return {"error": failure(error, self.model.device)}
         return {"sums": whole, "bytes": read, "seconds": reader.read_seconds - before, "decode": decoded}
 
-    def _put_together(
-        self, specs: Sequence[Spec], parts: Sequence[dict[str, Any]]
-    ) -> Iterator[tuple[str, dict[str, Any]]]:
-        whole = self._whole().over([part["sums"] for part in parts])
-        for spec in specs:
-            mine = [part["decode"][spec.label] for part in parts if self.decode_tokens]
-            steps = sum(one["steps"] for one in mine)
-            per_token = sum(one["seconds"] for one in mine) / steps if steps else None
-            yield (
-                spec.label,
-                {
-                    "prefill": whole,
-                    "decode": self._end().over([one["sums"] for one in mine]) if mine else None,
-                    "prefill_reads": _shares([part["bytes"] for part in parts]),
-                    "decode_reads": _shares([one["bytes"] for one in mine]),
-                    "seconds": {"read": sum(p["seconds"] for p in parts) / len(parts), "per_token": per_token},
-                },
-            )
+    def _decoded(self, session: Session, reader: Reader, spec: Spec, window: list[int]) -> dict[str, Any]:
+        session.switch(spec.decode)
+        times = Answer()
+        try:
+            with reader.aside():
+                sums = self._end().sums_of(self._decode(reader, window, times))
+        except Exception as error:
+            return {"error": failure(error, self.model.device)}
+        read = phase_bytes(session.report(), "decode")
+        return {"sums": sums, "bytes": read, "seconds": times.decode_seconds, "steps": times.steps}
+
+    def _result(self, label: str, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """What a record says of a method over these windows."""
+        mine = [part["decode"][label] for part in parts if self.decode_tokens]
+        steps = sum(one["steps"] for one in mine)
+        per_token = sum(one["seconds"] for one in mine) / steps if steps else None
+        return {
+            "prefill": self._whole().over([part["sums"] for part in parts]),
+            "decode": self._end().over([one["sums"] for one in mine]) if mine else None,
+            "prefill_reads": _shares([part["bytes"] for part in parts]),
+            "decode_reads": _shares([one["bytes"] for one in mine]),
+            "seconds": {"read": sum(p["seconds"] for p in parts) / len(parts), "per_token": per_token},
+        }
 
     def _whole(self) -> Curve:
         return Curve(1, self.length)
@@ -233,6 +258,11 @@ class Perplexity:
         times.decode_seconds += answer.decode_seconds
         times.steps += answer.steps
         return torch.stack(found).cpu()
+
+
+def _error(part: dict[str, Any], label: str) -> str | None:
+    """Why a window has no numbers of a method, if so."""
+    return part.get("error") or part["decode"].get(label, {}).get("error")
 
 
 def _shares(read: Sequence[list[int] | None]) -> dict[str, float] | None:

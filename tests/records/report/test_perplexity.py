@@ -41,6 +41,15 @@ def test_prefill_alone_and_without_dense(drawn: list[Any]) -> None:
     assert [p.title for p in drawn] == ["prefill"]
 
 
+def test_windows_that_failed_are_told(drawn: list[Any]) -> None:
+    content = factory.perplexity()
+    assert not any(isinstance(b, Text) and b.loud for b in perplexity(record_of(content), "ppl"))
+    content["failed"] = [{"method": "dense", "window": 3, "error": "RuntimeError: a kernel failed"}]
+    found = perplexity(record_of(content), "ppl")
+    assert "1 window failed" in only(found, Text, "1 window").text
+    assert cells(only(found, Table, "Failed windows")) == {"3": ["dense", "RuntimeError: a kernel failed"]}
+
+
 def test_a_method_that_broke_is_shown_as_it_is(drawn: list[Any]) -> None:
     content = factory.perplexity()
     part = content["results"]["streaming_llm window=0.1"]["prefill"]

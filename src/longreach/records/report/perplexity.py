@@ -10,9 +10,10 @@ from longreach.records.report.blocks import Block, Cell, Figure, Text, table
 from longreach.records.report.plots import CurvePanel, Series, curves
 from longreach.records.report.reading import Record
 from longreach.records.report.scores import numbered
-from longreach.records.report.words import finite, number, percent, seconds
+from longreach.records.report.words import cropped, finite, number, percent, seconds
 
 PHASES = ("prefill", "decode")
+FAILURES, ERROR = 50, 300  # windows shown, characters
 
 
 def perplexity(record: Record, file: str) -> list[Block]:
@@ -36,6 +37,7 @@ def perplexity(record: Record, file: str) -> list[Block]:
              f"interval (bootstrap over windows, where there are several). over dense's: ratio of perplexities, "
              f"below 1 is better. bytes: keys, values and metadata read, over what dense attention reads."),
     ]  # fmt: skip
+    blocks += _failed(record.content.get("failed", []))
     panels = [panel for phase in PHASES for panel in _panels(record, labels, phase)]
     if panels:
         caption = "Negative log-likelihood by position in the text; lower is better."
@@ -43,6 +45,19 @@ def perplexity(record: Record, file: str) -> list[Block]:
             caption += " Beside it, how much higher it is than dense attention's at the same positions."
         blocks.append(Figure(f"{file}-nll.png", curves(panels), caption))
     return blocks
+
+
+def _failed(failed: Sequence[dict[str, Any]]) -> list[Block]:
+    if not failed:
+        return []
+    windows = len({one["window"] for one in failed})
+    rows = [[str(one["window"]), one["method"], cropped(one["error"], ERROR)] for one in failed[:FAILURES]]
+    return [
+        Text(f"{windows} window{'s' * (windows > 1)} failed with an error, with one method or several. Such a window is "
+             f"left out for all, so that their means are over the same tokens; a method that failed in every window "
+             f"has no row.", loud=True),
+        table("Failed windows", ("window", "method", "error"), rows, texts=3),
+    ]  # fmt: skip
 
 
 def _cells(result: dict[str, Any], base: dict[str, Any] | None, phase: str, dense: bool) -> list[str | Cell]:

@@ -77,7 +77,8 @@ LENGTH = {"config": {"length": int, "lengths": Perhaps(Items(int, least=1))}}
 KINDS: dict[str, dict[str, Any]] = {
     "eval": {**ABOUT, **METHODS, **LENGTH, "tasks": Each(TASK, least=1)},
     "perplexity": {**ABOUT, **METHODS, **LENGTH, "files": Items({"name": str, "tokens": int, "sha256": str}, least=1),
-                   "results": Each(PERPLEXITY, least=1)},
+                   "results": Each(PERPLEXITY, least=1),
+                   "failed": Perhaps(Items({"method": str, "window": int, "error": str}))},
     "fidelity": {**ABOUT, **METHODS, "results": Each(FIDELITY, least=1)},
     "attention": {**ABOUT, **LENGTH, **ATTENTION},
 }  # fmt: skip
