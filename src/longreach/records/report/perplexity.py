@@ -53,8 +53,8 @@ def _failed(failed: Sequence[dict[str, Any]]) -> list[Block]:
     windows = len({one["window"] for one in failed})
     rows = [[str(one["window"]), one["method"], cropped(one["error"], ERROR)] for one in failed[:FAILURES]]
     return [
-        Text(f"{windows} window{'s' * (windows > 1)} failed with an error, with one method or several. Such a window is "
-             f"left out for all, so that their means are over the same tokens; a method that failed in every window "
+        Text(f"{windows} window{'s' * (windows > 1)} failed with an error, with one method or several. Such a window "
+             f"is left out for all, so that their means are over the same tokens; a method that failed in every one "
              f"has no row.", loud=True),
         table("Failed windows", ("window", "method", "error"), rows, texts=3),
     ]  # fmt: skip
