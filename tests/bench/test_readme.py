@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from longreach.bench.readme import markers, numbers, rewritten, update
+from longreach.bench.record import add
 from longreach.errors import InvalidInput
 
 ROOT = Path(__file__).parents[2]
@@ -15,6 +17,24 @@ ROOT = Path(__file__).parents[2]
 def test_readme_is_up_to_date() -> None:
     text = (ROOT / "README.md").read_text()
     assert rewritten(text, ROOT / "benchmarks/results") == text, "run `longreach bench readme`"
+
+
+def test_a_row_has_our_best_pages_beside_contiguous_memory_and_the_fastest_other(tmp_path: Path) -> None:
+    def entry(who: str, name: str, us: float) -> dict[str, Any]:
+        return {"who": who, "name": name, "microseconds": {"median": us}, "tb_per_s": 1.0}
+
+    ours = [entry("longreach", name, us) for name, us in (("contiguous", 9), ("page 16", 12), ("page 64", 11))]
+    entries = [*ours, entry("flashinfer", "FlashInfer page 16", 8), entry("torch_sdpa", "torch", 7)]
+    case = {"entries": entries, "targets": [], "device": {"name": "abacus"}, "commit": "c" * 40,
+            "versions": {"torch": "2"}, "baselines": {"versions": {}}}  # fmt: skip
+    name = "dense-128k-b1"
+    add(tmp_path / "dense-decode.json", "dense-decode", name, case)
+    assert f"| {name} | 9.0 us, 1.00 TB/s | page 64: 11.0 us | torch: 7.0 us | - | - |" in numbers(tmp_path)
+    case["entries"] = [entries[0]]
+    add(tmp_path / "dense-decode.json", "dense-decode", name, case)
+    add(tmp_path / "dense-decode.json", "dense-decode", f"{name} impl=reference", case)
+    written = numbers(tmp_path)
+    assert f"| {name} | 9.0 us, 1.00 TB/s | - | - | - | - |" in written and "impl=" not in written
 
 
 def test_only_what_lies_between_the_markers_changes(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ def result(score: float) -> dict[str, Any]:
 def test_scores_of_every_method_and_what_is_beyond_the_model(tmp_path: Path) -> None:
     tasks = {
         "easy": {"samples": [0, 1], "results": {"dense": result(1.0), "x k=[0]": result(0.5)}},
+        "fair": {"samples": [0], "results": {"dense": result(0.5), "x k=[0]": result(0.25)}},
         "hard": {"samples": [0], "results": {"dense": result(0.0), "x k=[0]": result(0.05)}},
     }
     record = {"kind": "eval", "methods": {"dense": {}, "x k=[0]": {}}, "tasks": tasks, "config": {"length": 128},
@@ -25,5 +26,12 @@ def test_scores_of_every_method_and_what_is_beyond_the_model(tmp_path: Path) -> 
     (tmp_path / "b.json").write_text(json.dumps({"kind": "bench"}))
     found = quality(tmp_path)
     assert "| `easy` | 100% (50% to 100%) | 50% (25% to 100%) |" in found and "| `hard`" not in found
-    assert "| mean | 50% | 28% |" in found and "| bytes read, decode | 25% | 25% |" in found
-    assert "2 prompts a task, abacus, commit cccccccccccc: `a.json`" in found and "every method): hard." in found
+    assert "| mean of these 2 | 75% | 38% |" in found and "| mean of all 3 | 50% | 27% |" in found
+    assert "| bytes read, decode | 25% | 25% |" in found
+    assert (
+        "2 prompts a task, abacus, commit cccccccccccc: `a.json`" in found
+        and "every method), so without rows: hard;" in found
+    )
+    del tasks["hard"]
+    (tmp_path / "a.json").write_text(json.dumps(record))
+    assert "| mean | 75% | 38% |" in quality(tmp_path) and "of all" not in quality(tmp_path)

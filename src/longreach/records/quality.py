@@ -23,19 +23,20 @@ def _table(path: Path, record: dict[str, Any]) -> str:
     labels, tasks = list(record["methods"]), record["tasks"]
     rows = [["task", *(f"`{label}`" for label in labels)], ["---"] * (1 + len(labels))]
     lost = [n for n, t in tasks.items() if max(t["results"][label]["score"] for label in labels) < LOST]
-    for name, task in tasks.items():
-        if name in lost:
-            continue
+    shown = {name: task for name, task in tasks.items() if name not in lost}
+    for name, task in shown.items():
         rows.append([f"`{name}`", *(_score(task["results"][label]) for label in labels)])
-    if len(tasks) > 1:
-        means = [sum(t["results"][label]["score"] for t in tasks.values()) / len(tasks) for label in labels]
-        rows.append(["mean", *(f"{mean:.0%}" for mean in means)])
+    if len(shown) > 1:
+        rows.append([f"mean of these {len(shown)}" if lost else "mean", *_means(shown, labels)])
+    if lost:
+        rows.append([f"mean of all {len(tasks)}", *_means(tasks, labels)])
     for phase in ("prefill", "decode"):
         rows.append([f"bytes read, {phase}", *(_bytes(tasks, label, f"{phase}_reads") for label in labels)])
     config, where = record["config"], record["device"]["name"]
     lengths = ", ".join(map(str, config.get("lengths", [config["length"]])))
     samples = max(len(task["samples"]) for task in tasks.values())
-    beyond = f" Beyond the model (below {LOST:.0%} with every method): {', '.join(lost)}." if lost else ""
+    hidden = f" Beyond the model (below {LOST:.0%} with every method), so without rows: {', '.join(lost)}; the bytes "
+    beyond = f"{hidden}are those of all {len(tasks)} tasks." if lost else ""
     said = (
         f"{record['model']['name']} ({record['model']['dtype']}), {lengths} tokens, {samples} prompts a task, "
         f"{where}, commit {(record['commit'] or 'unknown')[:12]}: `{path.name}`.{beyond}"
@@ -46,6 +47,10 @@ def _table(path: Path, record: dict[str, Any]) -> str:
 def _score(result: dict[str, Any]) -> str:
     low, high = result["interval_95"]
     return f"{result['score']:.0%} ({low:.0%} to {high:.0%})"
+
+
+def _means(tasks: dict[str, Any], labels: list[str]) -> list[str]:
+    return [f"{sum(t['results'][label]['score'] for t in tasks.values()) / len(tasks):.0%}" for label in labels]
 
 
 def _bytes(tasks: dict[str, Any], label: str, phase: str) -> str:
