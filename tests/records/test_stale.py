@@ -41,9 +41,29 @@ def test_each_fault_is_named_with_its_case(tmp_path: Path, changes: dict[str, An
     assert fault.part == "bad" and why in fault.why
 
 
-def test_what_is_no_record_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "part", "why"),
+    [
+        ("{", "", "is no JSON"),
+        ("[]", "", "is no record"),
+        ('{"kind": "bench"}', "", "expected its cases by name"),
+        ('{"kind": "bench", "cases": [1]}', "", "expected its cases by name"),
+        ('{"kind": "bench", "cases": {"it": 1}}', "it", "is no measurement"),
+        ('{"kind": "bench", "cases": {"it": {}}}', "it", "is no measurement"),
+        ('{"kind": "bench", "cases": {"it": {"commit": "a", "kernels": {}}}}', "it", "is no measurement"),
+        ('{"kind": "bench", "cases": {"it": {"commit": "a", "kernels": {"warp": "0"}}}}', "it", "does not know"),
+        ('{"commit": "a", "kernels": [1]}', "", "does not know"),
+        ('{"commit": 7}', "", "names no commit"),
+    ],
+)
+def test_what_is_no_record_is_a_fault_and_hides_no_other(tmp_path: Path, text: str, part: str, why: str) -> None:
+    (tmp_path / "a.json").write_text(text)
+    write(tmp_path / "b.json", {**CLEAN, "dirty": True})
+    one, other = stale(tmp_path)
+    assert (one.path.name, one.part) == ("a.json", part) and why in one.why
+    assert other.path.name == "b.json"
+
+
+def test_records_that_are_not_there_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="no folder"):
         stale(tmp_path / "missing")
-    (tmp_path / "a.json").write_text("{")
-    with pytest.raises(InvalidInput, match="no JSON"):
-        stale(tmp_path)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from longreach.errors import InvalidInput
-from longreach.records.kernels import kernel_hash
+from longreach.records.kernels import SOURCES, kernel_hash
 
 
 class Fault(NamedTuple):
@@ -20,38 +20,45 @@ class Fault(NamedTuple):
 
 
 def stale(directory: Path) -> list[Fault]:
-    """Faults of all records below a folder. Raises InvalidInput where it is none or holds something else."""
+    """Faults of all records below a folder; what is no record is one. Raises InvalidInput where it is no folder."""
     if not directory.is_dir():
         raise InvalidInput(f"{directory} is no folder; name the one that holds the records with --out")
-    found = []
-    for path in sorted(directory.rglob("*.json")):
-        for part, measured in _parts(path):
-            found += [Fault(path, part, why) for why in faults(measured)]
-    return found
+    paths = sorted(directory.rglob("*.json"))
+    return [Fault(path, part, why) for path in paths for part, why in _faults_of_file(path)]
 
 
 def faults(measured: dict[str, Any]) -> Iterator[str]:
     """What is wrong with one measurement. Records older than the habit of naming a commit are passed over."""
     if "commit" not in measured:
         return
-    if not measured["commit"]:
+    commit, hashes = measured["commit"], measured.get("kernels", {})
+    if not isinstance(commit, str) or not commit:
         yield "names no commit; measure it again from a checkout, or with LONGREACH_COMMIT set"
     elif measured.get("dirty"):
-        yield f"came from a dirty tree at {measured['commit'][:12]}; commit, then measure it again"
-    for operator, measured_hash in measured.get("kernels", {}).items():
-        if measured_hash != kernel_hash(operator):
+        yield f"came from a dirty tree at {commit[:12]}; commit, then measure it again"
+    for operator, measured_hash in hashes.items() if isinstance(hashes, dict) else ((str(hashes), None),):
+        if operator not in SOURCES:
+            yield f"measured {operator}, which this version does not know; measure it again"
+        elif measured_hash != kernel_hash(operator):
             yield f"the sources of {operator} have changed since; measure it again"
 
 
-def _parts(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The measurements of a record: one for each case where it holds several."""
+def _faults_of_file(path: Path) -> Iterator[tuple[str, str]]:
+    """(part, fault): the part is a case where the record holds several."""
     try:
         record = json.loads(path.read_text())
-    except ValueError as error:
-        raise InvalidInput(f"{path} is no JSON: {error}; delete it or restore it") from error
+    except (OSError, ValueError) as error:
+        yield "", f"is no JSON: {error}; delete it or restore it"
+        return
     if not isinstance(record, dict):
-        raise InvalidInput(f"{path} is no record: expected a JSON object; move it elsewhere")
-    if record.get("kind") == "bench":
-        yield from record["cases"].items()
+        yield "", "is no record: expected a JSON object; move it elsewhere"
+    elif record.get("kind") != "bench":
+        yield from (("", why) for why in faults(record))
+    elif not isinstance(cases := record.get("cases"), dict):
+        yield "", "is no bench record: expected its cases by name; delete it or restore it"
     else:
-        yield "", record
+        for name, case in cases.items():
+            if isinstance(case, dict) and "commit" in case and case.get("kernels"):
+                yield from ((name, why) for why in faults(case))
+            else:
+                yield name, "is no measurement: expected a commit and the hashes of what was measured; measure it again"
