@@ -64,5 +64,11 @@ def test_a_record_with_layers_that_reports_read(longreach: Any, tiny: Path, docu
     assert found["results"]["dense"]["layer_error"]["max"] == [[0.0] * 4] * 2
     errors = found["results"]["streaming_llm sinks=1 window=5"]["layer_error"]["mean"]
     assert f"{sum(errors[1]) / 4:.2e}" in result.out and "error of oracle_top_k k=9" in result.out
+    assert found["results"]["oracle_top_k k=9"]["prefill_layer_error"] is None
+    whole = "streaming_llm/streaming_llm window=5 prefill.window=5"
+    result = longreach(*command, "--method", whole)
+    read = load(record).content["results"][whole]["prefill_layer_error"]
+    assert f"{sum(read['mean'][1]) / 4:.2e}" in result.out
+    assert f"error of streaming_llm prefill on {read['rows']} rows of the prompt" in result.out
     refused(longreach(*command, "--method", "dense", "--set", "streaming_llm.window=3"), "leave out --methods")
     refused(longreach(*command[:-1], "/proc/none/f.json"), "cannot write /proc/none")

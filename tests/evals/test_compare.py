@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch.nn.functional import kl_div
 
 from longreach import StreamingLLM, attach
 from longreach.errors import InvalidInput, UnknownName
+from longreach.evals import layers
 from longreach.evals.compare import Compare, _divergence
 from longreach.evals.methods import specs
 from longreach.testing.tiny import random_tokens, tiny_model, tiny_tokenizer
@@ -123,20 +125,27 @@ def test_errors_of_layers_are_those_of_a_direct_computation() -> None:
     model, prompt = tiny_model("llama"), random_tokens(1, 60)[0].tolist()
     narrow, wide = "streaming_llm sinks=2 window=6", "streaming_llm sinks=2 window=30"
     found = errors(model, prompt, narrow, wide, "oracle_top_k k=5 dense_layers=[0]")
-    assert all(e == 0 for part in found["dense"].values() for row in part for e in row)
+    assert all(e == 0 for part in ("mean", "max") for row in found["dense"][part] for e in row)
     assert found["oracle_top_k k=5 dense_layers=[0]"]["max"][0] == [0.0] * 4
     for layer in range(2):
         for head in range(4):
             assert 0 < found[wide]["mean"][layer][head] < found[narrow]["mean"][layer][head]
             assert found[narrow]["mean"][layer][head] <= found[narrow]["max"][layer][head]
-    # layer 0 sees the same hidden states whatever the method: its errors from plain softmax in fp64
+    # layer 0 sees the same hidden states whatever the method
     task = Compare(model, tiny_tokenizer(), prompt, steps=6, specs=specs([narrow]), layers=True)
     list(task.run())
+    expected = layer_zero(model, [*prompt, *task.tokens], sinks=2, window=6)[:, -6:]
+    assert found[narrow]["mean"][0] == pytest.approx(expected.mean(1).tolist(), rel=1e-3)
+    assert found[narrow]["max"][0] == pytest.approx(expected.amax(1).tolist(), rel=1e-3)
+
+
+def layer_zero(model: Any, tokens: list[int], sinks: int, window: int) -> torch.Tensor:
+    """Errors [heads, tokens] of sinks and window in the first layer, from plain softmax in fp64."""
     seen: dict[str, torch.Tensor] = {}
     layer = model.model.layers[0].self_attn
     handles = [getattr(layer, f"{x}_proj").register_forward_hook(
         lambda m, i, o, x=x: seen.__setitem__(x, o.detach().double())) for x in "qkv"]  # fmt: skip
-    ids = torch.tensor([[*prompt, *task.tokens]])
+    ids = torch.tensor([tokens])
     with torch.no_grad():
         cos, sin = model.model.rotary_emb(ids.float(), torch.arange(ids.shape[1])[None])
         model(ids, use_cache=False)
@@ -149,11 +158,31 @@ def test_errors_of_layers_are_those_of_a_direct_computation() -> None:
     logits = q @ k.transpose(1, 2) / 4
     row, slot = torch.arange(n)[:, None], torch.arange(n)[None]
     causal = slot <= row
-    kept = causal & ((slot < 2) | (slot > row - 6))
+    kept = causal & ((slot < sinks) | (slot > row - window))
     dense, sparse = (logits.masked_fill(~m, -torch.inf).softmax(-1) @ v for m in (causal, kept))
-    expected = ((sparse - dense).norm(dim=-1) / dense.norm(dim=-1))[:, -6:]
-    assert found[narrow]["mean"][0] == pytest.approx(expected.mean(1).tolist(), rel=1e-3)
-    assert found[narrow]["max"][0] == pytest.approx(expected.amax(1).tolist(), rel=1e-3)
+    return (sparse - dense).norm(dim=-1) / dense.norm(dim=-1)
+
+
+def test_errors_of_the_prompts_rows_where_prefill_is_not_dense(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, prompt = tiny_model("llama"), random_tokens(1, 60)[0].tolist()
+    narrow = "streaming_llm/dense prefill.sinks=2 prefill.window=6"
+    wide = "streaming_llm/dense prefill.sinks=2 prefill.window=30"
+    task = Compare(model, tiny_tokenizer(), prompt, steps=2, specs=specs([narrow, wide]), layers=True)
+    found = {c.label: c for c in task.run(chunk=16)}
+    assert found["dense"].prefill_layer_error is None and found["dense"].layer_error is not None
+    assert all(e == 0 for row in found[narrow].layer_error["max"] for e in row)  # decoding is dense there
+    # layer 0 sees the same hidden states whatever the method
+    expected = layer_zero(model, prompt, sinks=2, window=6)
+    error = found[narrow].prefill_layer_error
+    assert error["rows"] == len(prompt)
+    assert error["mean"][0] == pytest.approx(expected.mean(1).tolist(), rel=1e-3)
+    assert error["max"][0] == pytest.approx(expected.amax(1).tolist(), rel=1e-3)
+    assert 0 < found[wide].prefill_layer_error["mean"][1][0] < error["mean"][1][0]
+    monkeypatch.setattr(layers, "SAMPLED", 7)  # rows evenly spaced, the last of them the prompt's last
+    (sampled,) = [c for c in task.run(chunk=16) if c.label == narrow]
+    some = expected[:, [math.ceil(60 * (n + 1) / 7) - 1 for n in range(7)]]
+    assert sampled.prefill_layer_error["rows"] == 7
+    assert sampled.prefill_layer_error["mean"][0] == pytest.approx(some.mean(1).tolist(), rel=1e-3)
 
 
 def test_layers_with_a_window_of_their_own_have_no_error() -> None:

@@ -45,8 +45,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--method", action="append", metavar="SPEC", help="instead of --methods and --set: '[PREFILL/]"
                         "DECODE [option=value ...] [prefill.option=value ...]', may be given often")  # fmt: skip
     parser.add_argument("--layers", action="store_true", help="measure each layer's and head's error on the same "
-                        "hidden states too; on a GPU steps are not captured then, and slower")  # fmt: skip
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write a record that `longreach report` reads")
+                        "hidden states too, in decode steps and, where prefill is not dense, on rows of the prompt; "
+                        "times include it, and on a GPU steps are not captured then")  # fmt: skip
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="write a record that `longreach report` reads, when all is measured: what is interrupted begins anew",
+    )
     parser.add_argument("--steps", type=positive, default=32, metavar="N", help="decode steps compared (default 32)")
     add_graph(parser)
     add_json(parser)
@@ -114,19 +120,25 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show_layers(out: Any, comparisons: list[Comparison]) -> None:
-    """For each method the layers' errors, mean over heads and the worst head's."""
+    """For each prefill and each method the layers' errors, mean over heads and the worst head's."""
+    prefills = {str(c.prefill): c for c in comparisons if c.prefill_layer_error}
+    for c in prefills.values():
+        error = c.prefill_layer_error
+        assert error is not None
+        _show_errors(out, f"{c.prefill['name']} prefill on {error['rows']} rows of the prompt", error)
     for c in comparisons:
-        if c.layer_error is None or not any(map(any, c.layer_error["max"])):
-            continue  # not asked for, or none, as dense has
-        out.print(f"\nerror of {c.label}, |o - o_dense| / |o_dense| on the same hidden states, by layer:")
-        table = Table(out, [Column("layer", 6), Column("mean", 10), Column("worst head", 11), Column("its mean", 10),
-                            Column("its max", 10)])  # fmt: skip
-        table.header()
-        for layer, (mean, worst) in enumerate(zip(c.layer_error["mean"], c.layer_error["max"], strict=True)):
-            head = max(range(len(mean)), key=mean.__getitem__)
-            table.row(
-                [str(layer), f"{sum(mean) / len(mean):.2e}", str(head), f"{mean[head]:.2e}", f"{worst[head]:.2e}"]
-            )
+        if c.layer_error is not None and any(map(any, c.layer_error["max"])):  # dense has none
+            _show_errors(out, f"{c.label} in decode steps", c.layer_error)
+
+
+def _show_errors(out: Any, what: str, error: dict[str, Any]) -> None:
+    out.print(f"\nerror of {what}, |o - o_dense| / |o_dense| on the same hidden states, by layer:", soft_wrap=True)
+    table = Table(out, [Column("layer", 6), Column("mean", 10), Column("worst head", 11), Column("its mean", 10),
+                        Column("its max", 10)])  # fmt: skip
+    table.header()
+    for layer, (mean, worst) in enumerate(zip(error["mean"], error["max"], strict=True)):
+        head = max(range(len(mean)), key=mean.__getitem__)
+        table.row([str(layer), f"{sum(mean) / len(mean):.2e}", str(head), f"{mean[head]:.2e}", f"{worst[head]:.2e}"])
 
 
 def _record(
@@ -146,6 +158,7 @@ def _record(
             "prefill_reads": c.prefill_reads and asdict(c.prefill_reads),
             "decode_reads": c.decode_reads and asdict(c.decode_reads),
             "seconds": {"read": c.read_seconds, "per_token": c.seconds_per_token}, "layer_error": c.layer_error,
+            "prefill_layer_error": c.prefill_layer_error,
         }
         for c in found
     }  # fmt: skip

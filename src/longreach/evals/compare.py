@@ -23,7 +23,7 @@ from longreach.adapters.transformers import (
 )
 from longreach.cache import CacheConfig
 from longreach.errors import InvalidInput
-from longreach.evals.layers import LayerErrors
+from longreach.evals.layers import LayerErrors, sample
 from longreach.evals.methods import DENSE, Spec, by_prefill
 from longreach.evals.plans import plans
 from longreach.evals.progress import Progress, unseen
@@ -40,7 +40,8 @@ class Comparison:
     first_divergence: the first of these distributions whose most likely token is not dense's, from 0; None if none.
     read_seconds: reading the prompt, once for all methods with the same prefill: the time to the first token.
     seconds_per_token: mean decode step, None where all went into setting the loop up.
-    layer_error: see `LayerErrors.to_json`; None where it was not asked for.
+    layer_error: of decode steps, see `LayerErrors.to_json`; prefill_layer_error: of a sample of the prompt's rows, None
+    where the prompt is read densely. Both None where they were not asked for; with them, times include measuring them.
     """
 
     label: str
@@ -55,6 +56,7 @@ class Comparison:
     read_seconds: float
     seconds_per_token: float | None
     layer_error: dict[str, Any] | None = None
+    prefill_layer_error: dict[str, Any] | None = None
 
 
 class Compare:
@@ -100,17 +102,27 @@ class Compare:
         for prefill, specs in by_prefill(self.specs):
             with attach(self.model, prefill=prefill, cache=room) as session:
                 reader = Reader(session, chunk, graph=self.graph)
+                read_errors = self._prefill_errors() if prefill.name != DENSE else None
+                session.observe = read_errors
                 with progress(f"reading, {prefill.name}", len(self.prompt)) as advance:
                     first = reader.read(self.prompt, advance)
                 prefill_reads = Reads.of(session.report(), "prefill")
                 for spec in specs:
                     session.switch(spec.decode)
-                    errors = LayerErrors(shape_of(self.model), self.model.device) if self.layers else None
+                    errors = LayerErrors(shape_of(self.model), self.model.device, "decode") if self.layers else None
                     session.observe = errors
                     with reader.aside(), progress(f"decoding, {spec.label}", self.steps) as advance:
                         rows, seconds = self._decode(reader, first, advance)
                     session.observe = None
-                    yield self._compared(spec, session, prefill_reads, rows, reader.read_seconds, seconds, errors)
+                    yield self._compared(
+                        spec, session, prefill_reads, rows, reader.read_seconds, seconds, read_errors, errors
+                    )
+
+    def _prefill_errors(self) -> LayerErrors | None:
+        if not self.layers:
+            return None
+        device = self.model.device
+        return LayerErrors(shape_of(self.model), device, "prefill", sample(len(self.prompt), device))
 
     def _decode(self, reader: Reader, first: Tensor, advance: Advance) -> tuple[list[Tensor], float | None]:
         """Log-probabilities after the prompt and after each token of dense's answer, which the first call makes."""
@@ -143,6 +155,7 @@ class Compare:
         rows: list[Tensor],
         read_seconds: float,
         seconds: float | None,
+        read_errors: LayerErrors | None,
         errors: LayerErrors | None,
     ) -> Comparison:
         pairs = list(zip(self.reference, rows, strict=True))
@@ -162,6 +175,7 @@ class Compare:
             read_seconds,
             seconds,
             errors.to_json() if errors else None,
+            read_errors.to_json() if read_errors else None,
         )
 
 

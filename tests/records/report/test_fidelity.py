@@ -29,7 +29,7 @@ def test_numbers_are_the_records(drawn: dict[str, Any]) -> None:
     content["results"][LABEL].update(kl=0.125, kl_steps=[0.5, 0.0, None, 1e-9], first_divergence=1)
     content["results"][LABEL]["layer_error"] = {"mean": [[0.1, 0.2], [0.3, 0.4]], "max": [[0.5, 0.25], [0.75, 0.5]]}
     found = fidelity(record_of(content), "fid")
-    rows = cells(only(found, Table))
+    rows = cells(only(found, Table, "Fidelity"))
     assert rows[f"2 {LABEL}"] == ["0.125", "1", "0.25", "0.75", "layer 1, head 0", "100.0%", "25.0%", "1.00 s",
                                 "10.00 ms"]  # fmt: skip
     assert rows["1 dense"][:3] == ["0", "none in 4", "0"] and rows["1 dense"][4] == "-"
@@ -43,6 +43,20 @@ def test_numbers_are_the_records(drawn: dict[str, Any]) -> None:
     assert (xlabel, ylabel) == ("head", "layer") and scale.high == 0.4 and scale.low == 0
     assert panels[0].title == f"2 {LABEL}" and panels[0].values == ((0.1, 0.2), (0.3, 0.4))
     assert len(panels) == 2  # dense is no method to be measured against itself
+
+
+def test_errors_of_the_prompt_stand_apart(drawn: dict[str, Any]) -> None:
+    content = factory.fidelity(layers=2, heads=2)
+    error = {"mean": [[0.1, 0.2], [0.3, 0.4]], "max": [[0.5, 0.25], [0.75, 0.5]], "rows": 60}
+    for label, result in content["results"].items():
+        result["prefill_layer_error"] = error if label == LABEL else None
+    found = fidelity(record_of(content), "fid")
+    assert cells(only(found, Table, "Errors of the prompt")) == {
+        f"2 {LABEL}": ["60", "0.25", "0.75", "layer 1, head 0"]
+    }
+    assert [b.file for b in found if isinstance(b, Figure)][-1] == "fid-layer-error-prefill.png"
+    panels, _, _, scale = drawn["maps"]  # drawn last
+    assert [p.title for p in panels] == [f"2 {LABEL}"] and scale.high == 0.4
 
 
 def test_what_is_not_there_is_left_out(drawn: dict[str, Any]) -> None:

@@ -36,18 +36,28 @@ def fidelity(record: Record, file: str) -> list[Block]:
             f"KL of next-token distributions over tokens of the answer; the first, 0, is the prefill's. X: the first "
             f"token that would have been another. Values below {LEAST:g} are drawn there."
         )))  # fmt: skip
-    panels, most = [], 0.0
-    for _, name, x in labels:
-        error = results[x]["layer_error"]
-        if error is not None and x != record.dense:
-            most = max([most, *(v for layer in error["mean"] for v in layer if finite(v))])
-            panels.append(_panel(name, error["mean"]))
-    if panels:
-        scale = Scale("relative output error", 0.0, most or 1.0, root=True, dark_is_high=True)
-        png = maps(panels, "head", "layer", scale)
-        caption = "Relative output error by layer and head, mean over decode steps; darker is further from dense."
-        blocks.append(Figure(f"{file}-layer-error.png", png, caption))
-    return blocks
+    steps = {name: error for _, name, x in labels if x != record.dense and (error := results[x]["layer_error"])}
+    prompt = {name: error for _, name, x in labels if (error := results[x].get("prefill_layer_error"))}
+    blocks += _maps(steps, f"{file}-layer-error.png", "decode steps")
+    if prompt:
+        blocks.append(table(
+            "Errors of the prompt, where its prefill is not dense",
+            ("method", "rows", "mean error", "largest error", "at"),
+            [[name, str(error["rows"]), *_errors(error)] for name, error in prompt.items()],
+        ))  # fmt: skip
+        blocks.append(Text("The same measure, over rows of the prompt, evenly spaced, while the prefill reads it."))
+    return blocks + _maps(prompt, f"{file}-layer-error-prefill.png", "rows of the prompt")
+
+
+def _maps(errors: dict[str, Any], file: str, over: str) -> list[Block]:
+    """A map of layers by heads for each method."""
+    if not errors:
+        return []
+    most = max((v for error in errors.values() for layer in error["mean"] for v in layer if finite(v)), default=0.0)
+    scale = Scale("relative output error", 0.0, most or 1.0, root=True, dark_is_high=True)
+    png = maps([_panel(name, error["mean"]) for name, error in errors.items()], "head", "layer", scale)
+    caption = f"Relative output error by layer and head, mean over {over}; darker is further from dense."
+    return [Figure(file, png, caption)]
 
 
 def _row(name: str, result: dict[str, Any]) -> list[str | Cell]:

@@ -72,6 +72,7 @@ FIDELITY = {
     "decode_reads": READS,
     "seconds": SECONDS,
     "layer_error": Maybe({"mean": HEADS, "max": HEADS}),
+    "prefill_layer_error": Perhaps(Maybe({"mean": HEADS, "max": HEADS, "rows": int})),
 }
 LENGTH = {"config": {"length": int, "lengths": Perhaps(Items(int, least=1))}}
 KINDS: dict[str, dict[str, Any]] = {
