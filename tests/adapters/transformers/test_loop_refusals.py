@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from longreach import attach, generate
-from longreach.errors import InvalidInput, Unsupported
+from longreach.errors import InvalidInput, UnknownName, Unsupported
 from tests.adapters.transformers.reference import model_of, prompt
 
 SHAPING: dict[str, Any] = {
@@ -83,3 +83,18 @@ def test_a_closed_session_says_so() -> None:
         generate(session, prompt(), max_new_tokens=1)
     with pytest.raises(InvalidInput, match=r"the session is closed; attach to the model again"):
         generate(session, prompt(), max_new_tokens=1)
+
+
+def test_an_unknown_option_is_an_error_that_lists_the_known_ones() -> None:
+    model = model_of("llama")
+    with pytest.raises(UnknownName, match=r"repetition_penalty.*known: input_ids.*temperature.*decode"):
+        generate(model, prompt(), max_new_tokens=2, repetition_penalty=1.1)
+    with attach(model) as session, pytest.raises(UnknownName, match="repetition_penalty"):
+        generate(session, prompt(), max_new_tokens=2, repetition_penalty=1.1)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there the step is captured")
+def test_fusion_that_nothing_would_use_is_refused_and_what_was_used_is_told() -> None:
+    with pytest.raises(Unsupported, match=r"fuse='compile' is for a captured step, and none is.*leave fuse out"):
+        generate(model_of("llama"), prompt(), max_new_tokens=2, fuse="compile")
+    assert generate(model_of("llama"), prompt(), max_new_tokens=2).fuse == "none"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from inspect import signature
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from longreach.adapters.transformers.loop.prefill import prefill
 from longreach.adapters.transformers.loop.run import Run, count_of, now
 from longreach.adapters.transformers.loop.settings import refuse_settings
 from longreach.adapters.transformers.memory import memory_errors
-from longreach.errors import InvalidInput
+from longreach.errors import InvalidInput, UnknownName
 from longreach.ops.types import describe
 
 ROUND = 256  # tokens to which the loop's own caches round their size up, so that similar prompts share a captured step
@@ -31,7 +32,8 @@ class Generated:
     """What `generate` made, and how.
 
     sequences: int64 [B, T + new] on the model's device, prompts and answers; what follows an end is padding.
-    prompt: T. captured: whether the decode step ran as one CUDA graph; why_not: why it did not.
+    prompt: T. captured: whether the decode step ran as one CUDA graph; why_not: why it did not; fuse: which of its
+    parts were compiled, one of `loop.fuse.FUSIONS`.
     prefill_seconds; setup_seconds: the first steps, run uncaptured, with compiling and capturing, 0 where the step of
     an earlier call was used; decode_seconds: the other `steps` steps of the model. Wall-clock, waiting for the device.
     """
@@ -40,6 +42,7 @@ class Generated:
     prompt: int
     captured: bool
     why_not: str | None
+    fuse: str
     prefill_seconds: float
     setup_seconds: float
     decode_seconds: float
@@ -95,13 +98,16 @@ def generate(
         None: a cache that the session keeps and uses again, for each batch size one.
     streamer: as in transformers: put(prompt), put(tokens [B]) for every step, end().
     graph: True or False to ask for capture or against it; None: where device and method allow it.
-    fuse: which parts are compiled for the captured step, one of `loop.fuse.FUSIONS`.
+    fuse: which parts are compiled for the captured step, one of `loop.fuse.FUSIONS`; "auto": what is fastest.
 
     Raises InvalidInput, CapacityError, OutOfMemory, ConcurrentUse (another generate is running on the session),
-    Unsupported (graph=True where it cannot be; a model whose step cannot be captured; a setting of the model's
-    generation config that would choose other tokens, such as a repetition penalty). Whatever is raised, Ctrl-C
-    included, leaves session and cache as before the call.
+    UnknownName (an option, method or fusion), Unsupported (graph=True, or fuse="compile", where it cannot be; a model
+    whose step cannot be captured; a setting of the model's generation config that would choose other tokens, such as a
+    repetition penalty). Whatever is raised, Ctrl-C included, leaves session and cache as before the call.
     """
+    for name in attaching:
+        if name not in ATTACHING:
+            raise UnknownName("option of generate", name, (*OPTIONS, *ATTACHING))
     if not isinstance(session, Session):
         with attach(session, **attaching) as made:
             return generate(
@@ -149,9 +155,13 @@ def generate(
                 streamer.end()
             cache.drop_columns(cache.columns - (ids.shape[1] + len(kept) - 1))
     return Generated(
-        torch.cat([ids, torch.stack(kept, 1).to(ids.device)], 1), ids.shape[1], run.captured, run.why_not,
+        torch.cat([ids, torch.stack(kept, 1).to(ids.device)], 1), ids.shape[1], run.captured, run.why_not, run.fuse,
         prefill_seconds, run.setup_seconds, run.decode_seconds, run.steps,
     )  # fmt: skip
+
+
+OPTIONS = tuple(name for name in signature(generate).parameters if name not in ("session", "attaching"))
+ATTACHING = tuple(name for name in signature(attach).parameters if name != "model")
 
 
 def _prompt(session: Session, ids: Any, mask: Any, past: LongreachCache | None) -> tuple[Tensor, Tensor]:

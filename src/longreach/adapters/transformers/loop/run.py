@@ -33,7 +33,7 @@ class Run:
     Afterwards captured and why_not say how the steps ran; setup_seconds, what the first ones took that were run
     uncaptured, with compiling and capturing (0 where an earlier run did that); decode_seconds the other `steps` steps:
     from the choice of the first token to the last, with the time the tokens' reader took for them.
-    Raises UnknownName (fuse) and Unsupported (graph=True where it cannot be).
+    Raises UnknownName (fuse) and Unsupported (graph=True, or fuse for a captured step, where there can be none).
     """
 
     def __init__(
@@ -50,6 +50,8 @@ class Run:
         self.session, self.new, self.ends, self.choose = session, new, ends, choose
         self._not_asked = why_uncaptured(session, graph)
         self.fuse = fusing.resolve(fuse, captured=self._not_asked is None)
+        if self.fuse != "none" and self._not_asked:
+            raise Unsupported(f"fuse={fuse!r} is for a captured step, and none is: {self._not_asked}; leave fuse out")
         self._exactly = exactly
         self._decoder: Decoder | None = None
         self._replayed = self._setup_steps = self._steps = 0
