@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from longreach.records import wilson
-from longreach.records.report.rows import compared, groups, summary
+from longreach.records.report.rows import groups, paired, summary
 from tests.records.report import factory
 from tests.records.report.factory import answer, evaluation, record_of, result, scored, task
 
@@ -66,6 +66,43 @@ def test_answers_that_dense_failed_are_neither_the_same_nor_apart() -> None:
     assert summary(group.rows, label, "dense").same == 0.5
 
 
-def test_only_intervals_that_do_not_overlap_say_something() -> None:
-    assert compared([0.1, 0.4], [0.5, 0.9]) == "worse" and compared([0.6, 0.9], [0.1, 0.5]) == "better"
-    assert compared([0.1, 0.5], [0.5, 0.9]) == "" == compared([0.2, 0.8], [0.3, 0.4])
+def pairs(losses: int, wins: int, same: int = 0) -> list[tuple[float, float]]:
+    return [(0.0, 1.0)] * losses + [(1.0, 0.0)] * wins + [(1.0, 1.0)] * same
+
+
+def test_differences_are_marked_by_pairs() -> None:
+    # two-sided binomial: 2 / 2**5 = 0.0625, 2 / 2**6 = 0.031, 2 * (1 + 8) / 2**8 = 0.070, 2 * (1 + 9) / 2**9 = 0.039
+    for losses, wins, marked in (
+        (5, 0, False),
+        (6, 0, True),
+        (7, 1, False),
+        (8, 1, True),
+        (0, 0, False),
+        (9, 9, False),
+    ):
+        assert paired(pairs(losses, wins, same=30)) == ("worse" if marked else "")
+        assert paired(pairs(wins, losses)) == ("better" if marked else "")
+    graded = [(0.25, 0.5)] * 7
+    assert paired(graded) == "worse"
+    often = [(0.4, 0.5)] * 20
+    assert paired(often) == "worse" and paired([*often, *[(1.0, 0.0)] * 3]) == ""  # lost far more often, and yet higher
+
+
+def test_pairs_are_of_the_same_prompt_and_the_mean_of_its_draws() -> None:
+    label = "oracle_top_k k=0.025"
+    mine = [
+        answer(n, score, draw=d) for n, d, score in ((0, 0, 1.0), (0, 1, 0.0), (1, 0, 1.0), (1, 1, 1.0), (7, 0, 1.0))
+    ]
+    theirs = [answer(n, score, draw=d) for n, d, score in ((1, 0, 0.0), (1, 1, 0.5), (0, 0, 1.0), (0, 1, 1.0))]
+    results = {x: result(x, theirs if x == "dense" else mine) for x in ALL}
+    (group,) = groups([record_of(evaluation({"a": task(results)}))])
+    assert group.rows[0].pairs(label, "dense") == [(0.5, 1.0), (1.0, 0.25)]
+    assert group.rows[0].pairs(label, "dense", {1}) == [(1.0, 0.25)]
+
+
+def test_small_differences_of_many_tasks_are_marked_in_the_mean() -> None:
+    tasks = {f"{n}": scored({**ALL, "dense": 4, "streaming_llm window=0.1": 2}) for n in range(4)}
+    (group,) = groups([record_of(evaluation(tasks))])
+    assert [row.mark("streaming_llm window=0.1", "dense") for row in group.rows] == [""] * 4
+    assert summary(group.rows, "streaming_llm window=0.1", "dense").mark == "worse"
+    assert summary(group.rows, "dense", "dense").mark == "" == group.rows[0].mark("dense", "dense")

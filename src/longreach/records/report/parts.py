@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from longreach.records.report.blocks import Block, Cell, table
-from longreach.records.report.rows import Group, Row, compared
+from longreach.records.report.rows import Group, Row
 from longreach.records.report.scores import numbered
 from longreach.records.report.words import interval, percent
 
@@ -20,10 +20,9 @@ def _table(group: Group, row: Row) -> Block:
     for fact, value in places:
         found = {label: by[label].get(fact, {}).get(value) for label in group.labels}
         samples = max(part["samples"] for part in found.values() if part)
-        dense = found.get(group.dense) if group.dense is not None else None
+        inside = {s["number"] for s in row.entry["samples"] if str(s["facts"].get(fact)) == value}
         cells = [Cell("-") if part is None else Cell(
-            percent(part["score"]), interval(part["interval_95"]),
-            compared(part["interval_95"], dense["interval_95"]) if dense and label != group.dense else "",
+            percent(part["score"]), interval(part["interval_95"]), row.mark(label, group.dense, inside),
         ) for label, part in found.items()]  # fmt: skip
         rows.append([f"{fact}: {value}", str(samples), *cells])
     where = f", {row.length} tokens" if len(group.lengths) > 1 else ""

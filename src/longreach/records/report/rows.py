@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from math import comb
 from typing import Any
 
 from longreach.records.record import wilson
@@ -13,6 +14,7 @@ from longreach.records.report.reading import Record
 from longreach.records.report.words import mean
 
 LOST = 0.1
+LEVEL = 0.05  # of significance
 
 
 @dataclass(frozen=True)
@@ -49,11 +51,15 @@ class Row:
         mine = self.result(label)["answers"]
         return [a for a in mine if a["error"] is None and (a["number"], a["draw"]) not in failed]
 
-    def mark(self, label: str, dense: str | None) -> Mark:
-        """How a method's score compares with dense's: only intervals that do not overlap say something."""
-        if dense is None or label == dense:
-            return ""
-        return compared(self.result(label)["interval_95"], self.result(dense)["interval_95"])
+    def pairs(self, label: str, dense: str, numbers: Collection[int] | None = None) -> list[tuple[float, float]]:
+        """(score, dense's) of each prompt that both answered, means over its draws. numbers: of these prompts."""
+        mine, theirs = _by_prompt(self.result(label)), _by_prompt(self.result(dense))
+        both = [n for n in mine if n in theirs and (numbers is None or n in numbers)]
+        return [(mine[n], theirs[n]) for n in both]
+
+    def mark(self, label: str, dense: str | None, numbers: Collection[int] | None = None) -> Mark:
+        """How a method's score compares with dense's."""
+        return "" if dense is None or label == dense else paired(self.pairs(label, dense, numbers))
 
 
 @dataclass(frozen=True)
@@ -119,6 +125,7 @@ class Summary:
     per_token: float | None
     length: float | None
     same: float | None
+    mark: Mark
 
 
 def summary(rows: Sequence[Row], label: str, dense: str | None) -> Summary:
@@ -143,12 +150,29 @@ def summary(rows: Sequence[Row], label: str, dense: str | None) -> Summary:
         per_token=mean([r["seconds"]["per_token"] for r in results]),
         length=mean([r["length_over_dense"] for r in results]),
         same=same if dense is not None else None,
+        mark=paired([pair for row in rows for pair in row.pairs(label, dense)]) if dense not in (None, label) else "",
     )
 
 
-def compared(mine: Sequence[float], dense: Sequence[float]) -> Mark:
-    """Whether an interval is all below or all above another."""
-    return "worse" if mine[1] < dense[0] else "better" if mine[0] > dense[1] else ""
+def paired(pairs: Sequence[tuple[float, float]]) -> Mark:
+    """Whether a method scores below or above dense on the same prompts, from (its score, dense's) of each.
+
+    By the sign test, exact and two-sided: how likely a coin decides the prompts on which they differ so unevenly. For
+    scores of 0 and 1 it is McNemar's test. The mean must differ to the same side, for it is what the mark stands at.
+    """
+    apart = [mine - dense for mine, dense in pairs]
+    losses, wins = sum(d < 0 for d in apart), sum(d > 0 for d in apart)
+    fewer, both = min(losses, wins), losses + wins
+    if 2 * sum(comb(both, n) for n in range(fewer + 1)) >= LEVEL * 2**both:
+        return ""
+    return "worse" if wins < losses and sum(apart) < 0 else "better" if losses < wins and sum(apart) > 0 else ""
+
+
+def _by_prompt(result: dict[str, Any]) -> dict[int, float]:
+    draws: dict[int, list[float]] = {}
+    for a in result["answers"]:
+        draws.setdefault(a["number"], []).append(a["score"])
+    return {number: sum(scores) / len(scores) for number, scores in draws.items()}
 
 
 def _wilson(score: float, samples: float) -> tuple[float, float]:

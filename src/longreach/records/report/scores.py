@@ -7,7 +7,7 @@ from typing import Any
 
 from longreach.records.report.blocks import Block, Cell, Figure, Table, Text, table
 from longreach.records.report.plots import CurvePanel, Point, PointPanel, Series, curves, points
-from longreach.records.report.rows import LOST, Group, Row, Summary, compared, summary
+from longreach.records.report.rows import LOST, Group, Row, Summary, summary
 from longreach.records.report.words import cropped, interval, percent, seconds, times
 
 NO_DENSE = "No method of these records is dense in prefill and decode, so nothing is compared with dense attention."
@@ -23,16 +23,18 @@ def numbered(labels: Sequence[str]) -> list[str]:
 def scores(group: Group, file: str) -> list[Block]:
     """All tables and pictures of a group but those over depth. file: how its pictures' names begin."""
     blocks: list[Block] = [_scores(group), *_lost(group), Text(
-        "Each score with its 95% interval (Wilson). ▼ below and ▲ above dense: the intervals do not overlap. Intervals "
-        "that overlap do not say that two methods are equal: more samples may tell them apart. mean: over the tasks of "
-        "a length; its interval is Wilson's over all their samples. ch/token: characters per token of the prompts."
+        "Each score with its 95% interval (Wilson). ▼ below and ▲ above dense on the same prompts: by a paired test, the "
+        "sign test of the prompts on which they differ (McNemar's for scores of 0 and 1), exact and two-sided at 5%. "
+        "No mark does not say that two methods are equal: more samples may tell them apart; of twenty that are equal "
+        "one may be marked by chance. mean: over the tasks of a length; its interval is Wilson's over all their "
+        "samples. ch/token: characters per token of the prompts."
     )]  # fmt: skip
     if group.dense is None:
         blocks.append(Text(NO_DENSE, loud=True))
     sums = {length: [summary(group.at(length), x, group.dense) for x in group.labels] for length in group.lengths}
     for length, found in sums.items():
         title = "What methods read and take" + (f", {length} tokens" if len(sums) > 1 else "")
-        blocks.append(_costs(title, found, group.dense))
+        blocks.append(_costs(title, found))
     blocks.append(Text(
         "Bytes are keys, values and metadata read, over what dense attention reads (keys are half of that). A method "
         "above 100% saves nothing: an oracle, which looks at all keys to choose, shows what a choice could reach. time "
@@ -72,7 +74,7 @@ def _scores(group: Group) -> Table:
 
 def _means(group: Group, rows: Sequence[Row], name: str) -> list[str | Cell]:
     sums = [summary(rows, x, group.dense) for x in group.labels]
-    return [name, *[""] * (len(_head(group)) - 1), *(_mean(s, sums, group.dense) for s in sums)]
+    return [name, *[""] * (len(_head(group)) - 1), *map(_mean, sums)]
 
 
 def _lost(group: Group) -> list[Block]:
@@ -100,12 +102,11 @@ def _score(result: dict[str, Any], mark: Any) -> Cell:
     return Cell(percent(result["score"]), interval(result["interval_95"]) + failed, mark)
 
 
-def _mean(s: Summary, sums: Sequence[Summary], dense: str | None) -> Cell:
-    base = next((x for x in sums if x.label == dense and s.label != dense), None)
-    return Cell(percent(s.score), interval(s.interval), compared(s.interval, base.interval) if base else "")
+def _mean(s: Summary) -> Cell:
+    return Cell(percent(s.score), interval(s.interval), s.mark)
 
 
-def _costs(title: str, sums: Sequence[Summary], dense: str | None) -> Table:
+def _costs(title: str, sums: Sequence[Summary]) -> Table:
     head = ("method", "mean score", "failed", "bytes, prefill", "bytes, decode", "keys", "values", "metadata",
             "time to read", "per token", "answers' length", "same")  # fmt: skip
     rows: list[list[str | Cell]] = []
@@ -113,7 +114,7 @@ def _costs(title: str, sums: Sequence[Summary], dense: str | None) -> Table:
         parts = [percent(s.prefill["total"] if s.prefill else None)]
         parts += [percent(s.decode[k] if s.decode else None) for k in ("total", "keys", "values", "metadata")]
         rows.append([
-            name, _mean(s, sums, dense), f"{s.failed} of {s.answers}", *parts, seconds(s.read), seconds(s.per_token),
+            name, _mean(s), f"{s.failed} of {s.answers}", *parts, seconds(s.read), seconds(s.per_token),
             times(s.length), percent(s.same),
         ])  # fmt: skip
     return table(title, head, rows)
