@@ -135,3 +135,30 @@ def test_the_document_may_come_from_standard_input(
     monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(document.read_bytes())))
     piped = longreach(*asked(tiny, "-", QUESTIONS[0]))
     assert piped.code == 0 and piped.out == longreach(*asked(tiny, document, QUESTIONS[0])).out
+
+
+def test_settings_of_the_checkpoint_that_are_not_applied_are_told(
+    longreach: Any, tiny: Path, document: Path, tmp_path: Path
+) -> None:
+    plain_answer = json.loads(longreach(*asked(tiny, document, QUESTIONS[0]), "--json").out)["answers"][0]["answer"]
+    model = stopping(tiny, tmp_path, repetition_penalty=1.3, do_sample=True, min_length=0, stop_strings=["@@"])
+    result = longreach(*asked(model, document, QUESTIONS[0]), "--json")
+    found = json.loads(result.out)
+    assert found["not_applied"] == {"repetition_penalty": 1.3, "do_sample": True}
+    assert found["answers"][0]["answer"] == plain_answer
+    assert result.err.count("\n") == 1 and "not applied: repetition_penalty=1.3, do_sample=True" in result.err
+
+
+@pytest.mark.parametrize("verb", ["compare", "eval"])
+def test_records_say_which_settings_of_the_checkpoint_are_not_applied(
+    longreach: Any, tiny: Path, document: Path, tmp_path: Path, verb: str
+) -> None:
+    model, record = stopping(tiny, tmp_path, no_repeat_ngram_size=2, bad_words_ids=[[7]]), tmp_path / "record.json"
+    options = {
+        "compare": ("--document", document, "--steps", 2, "--methods", "dense"),
+        "eval": ("--tasks", "niah_single_1", "--length", 1500, "--samples", 1, "--method", "dense"),
+    }
+    result = longreach(verb, "--model", model, *options[verb], "--output", record)
+    assert result.code == 0 and "not applied: no_repeat_ngram_size=2, bad_words_ids=[[7]]" in result.err
+    config = json.loads(record.read_text())["config"]
+    assert config["not_applied"] == {"no_repeat_ngram_size": 2, "bad_words_ids": "[[7]]"}

@@ -93,6 +93,13 @@ def load_model(args: argparse.Namespace) -> tuple[Any, Any]:
     return load(args.model, device=str(device_of(args.device)), dtype=dtype)
 
 
+def tell_unapplied(settings: dict[str, Any]) -> None:
+    """One line on stderr: what of the checkpoint's generation config, by name, answers are made without."""
+    if settings:
+        told = ", ".join(f"{name}={value}" for name, value in settings.items())
+        print(f"longreach: of the model's generation config these are not applied: {told}", file=sys.stderr)
+
+
 def read_document(path: str) -> str:
     """The text of a file, or of standard input for "-". Raises InvalidInput with the remedy."""
     name = "standard input" if path == "-" else path

@@ -18,6 +18,7 @@ from longreach.cli.common import (
     parse_settings,
     positive,
     read_document,
+    tell_unapplied,
 )
 from longreach.cli.show import Column, Table, console, duration, emit, percent, place, progress, waiting
 from longreach.errors import InvalidInput
@@ -83,11 +84,19 @@ def run(args: argparse.Namespace) -> int:
         task = Compare(model, tokenizer, shared + rest, steps=args.steps, methods=chosen, options=options,
                        specs=specs, layers=args.layers, graph=args.graph)  # fmt: skip
         where = environment(model.device)
+    tell_unapplied(task.not_applied)
     found = task.run(args.prefill_chunk_size, progress)
     if args.json:
         comparisons = list(found)
         _record(args, model, task, comparisons, where, document)
-        emit({**where, "prompt_tokens": len(task.prompt), "comparisons": [asdict(c) for c in comparisons]})
+        emit(
+            {
+                **where,
+                "prompt_tokens": len(task.prompt),
+                "not_applied": task.not_applied,
+                "comparisons": [asdict(c) for c in comparisons],
+            }
+        )
         return 0
     out = console()
     out.print(
@@ -151,7 +160,8 @@ def _record(
 
     config = {"prompt_tokens": len(task.prompt), "steps": args.steps, "layers": args.layers,
               "prefill_chunk_size": args.prefill_chunk_size, "document": args.document,
-              "document_sha256": hashlib.sha256(document.encode()).hexdigest(), "question": args.question}  # fmt: skip
+              "document_sha256": hashlib.sha256(document.encode()).hexdigest(), "question": args.question,
+              "not_applied": task.not_applied}  # fmt: skip
     results = {
         c.label: {
             "kl": c.kl, "kl_steps": list(c.kl_steps), "first_divergence": c.first_divergence, "steps": c.steps,

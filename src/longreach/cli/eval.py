@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from longreach.cli.common import add_graph, add_json, add_model, count, exit_code, load_model, positive
+from longreach.cli.common import add_graph, add_json, add_model, count, exit_code, load_model, positive, tell_unapplied
 from longreach.cli.show import Column, Table, console, duration, emit, percent, place, progress, waiting
 from longreach.errors import InvalidInput
 
@@ -78,6 +78,7 @@ def run(args: argparse.Namespace) -> int:
         evaluation = Evaluation(model, tokenizer, tasks, specs, settings, args.workers)
         about = {"model": model_about(model, args.model), "config": evaluation.config(), **environment(model.device),
                  "methods": {spec.label: spec.to_json() for spec in specs}}  # fmt: skip
+    tell_unapplied(evaluation.not_applied)
     record = measured(evaluation, about, args.output)
     if args.json:
         emit(record)

@@ -17,6 +17,7 @@ from longreach.cli.common import (
     parse_settings,
     positive,
     read_document,
+    tell_unapplied,
 )
 from longreach.cli.show import duration, emit, percent, progress, waiting
 
@@ -58,11 +59,13 @@ def run(args: argparse.Namespace) -> int:
         prefill = choose("prefill", args.prefill, **options.get("prefill", {}))
         decode = choose("decode", args.decode, **options.get("decode", {}))
         model, tokenizer = load_model(args)
-        from longreach.adapters.transformers import attach
+        from longreach.adapters.transformers import attach, unapplied
         from longreach.evals.run import Questions
         from longreach.records import environment
 
         task = Questions(model, tokenizer, document, args.question, args.max_new_tokens)
+    left_out = unapplied(model, sampled=False, applied=("stop_strings",))
+    tell_unapplied(left_out)
     with attach(model, prefill=prefill, decode=decode, cache=task.cache) as session:
         reader = task.read(session, args.prefill_chunk_size, progress, graph=args.graph)
         for number, question in enumerate(task.questions):
@@ -76,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
                 _note(task.answered[-1])
         report = session.report()
     if args.json:
-        config = {"prefill": prefill.to_json(), "decode": decode.to_json()}
+        config = {"prefill": prefill.to_json(), "decode": decode.to_json(), "not_applied": left_out}
         read = {"document_tokens": len(task.document), "document_seconds": reader.read_seconds}
         answers = [{**asdict(a), "time_to_first_token": reader.read_seconds + a.first_token_seconds}
                    for a in task.answered]  # fmt: skip

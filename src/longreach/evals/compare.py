@@ -20,6 +20,7 @@ from longreach.adapters.transformers import (
     check_length,
     shape_of,
     stop_tokens,
+    unapplied,
 )
 from longreach.cache import CacheConfig
 from longreach.errors import InvalidInput
@@ -64,6 +65,7 @@ class Compare:
 
     options: per method name. specs: instead of both, methods as `evals.methods` reads them, dense first.
     layers: measure errors layer by layer too, in steps that are not captured. graph: as in `generate`.
+    not_applied: settings of the model's generation config that its greedy answer is made without.
     Raises InvalidInput for a prompt too long or no steps, UnknownName for a method or option that does not exist.
     """
 
@@ -77,6 +79,7 @@ class Compare:
         check_length(model, len(prompt), steps)
         self.model, self.stop, self.prompt, self.steps = model, stop_tokens(model, tokenizer), prompt, steps
         self.options, self.layers, self.graph = options or {}, layers, graph
+        self.not_applied = unapplied(model, sampled=False)
         chosen = plans(methods)
         for name in self.options:
             if not any(name == prefill or name in decodes for prefill, decodes in chosen):

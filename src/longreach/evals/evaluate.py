@@ -9,7 +9,15 @@ from typing import Any
 
 from torch import Tensor
 
-from longreach.adapters.transformers import BatchReader, Session, attach, context_limit, shape_of, stop_tokens
+from longreach.adapters.transformers import (
+    BatchReader,
+    Session,
+    attach,
+    context_limit,
+    shape_of,
+    stop_tokens,
+    unapplied,
+)
 from longreach.cache import CacheConfig
 from longreach.errors import InvalidInput
 from longreach.evals.ahead import Workers
@@ -83,6 +91,7 @@ class Evaluation:
         self.model, self.tokenizer, self.specs, self.settings = model, tokenizer, list(specs), settings
         self.tasks = at_lengths(tasks, settings.lengths)
         self.stop = stop_tokens(model, tokenizer)
+        self.not_applied = unapplied(model, sampled=settings.temperature > 0)
         self.asked: dict[str, Sequence[Asked]] = {}
         self.workers = workers
         self._making: Workers | None = None
@@ -214,8 +223,8 @@ class Evaluation:
         return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7])
 
     def config(self) -> dict[str, Any]:
-        """What was asked for, as records keep it."""
+        """What was asked for, as records keep it; not_applied: settings of the model's generation config left out."""
         names = {"chunk": "prefill_chunk_size"}
         kept = {names.get(k, k): v for k, v in asdict(self.settings).items() if k != "graph"}
         lengths = {"length": self.settings.longest, "lengths": list(self.settings.lengths)}
-        return {**kept, **lengths, "no_graph": self.settings.graph is False}
+        return {**kept, **lengths, "no_graph": self.settings.graph is False, "not_applied": self.not_applied}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 import torch
 
 from longreach import attach, generate
+from longreach.adapters.transformers import unapplied
 from longreach.errors import InvalidInput, UnknownName, Unsupported
 from tests.adapters.transformers.reference import model_of, prompt
 
@@ -43,6 +45,18 @@ def test_settings_that_change_nothing_are_no_obstacle(monkeypatch: pytest.Monkey
     assert torch.equal(generate(model, prompt(), max_new_tokens=4).sequences, want)  # min_p is for sampling
     with pytest.raises(Unsupported, match=r"min_p=0\.3.*model\.generation_config\.min_p = None"):
         generate(model, prompt(), max_new_tokens=4, do_sample=True)
+
+
+def test_what_answers_are_made_without_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("llama")
+    assert unapplied(model, sampled=False) == unapplied(model, sampled=True) == {}
+    for name, value in {**SHAPING, "do_sample": True, "top_p": 0.9, "min_p": 0.1, "min_length": 0}.items():
+        monkeypatch.setattr(model.generation_config, name, value, raising=False)
+    assert set(unapplied(model, sampled=False)) == {*SHAPING, "do_sample"}
+    assert set(unapplied(model, sampled=True, applied=["stop_strings"])) == {*SHAPING, "top_p", "min_p"} - {
+        "stop_strings"
+    }
+    json.dumps(unapplied(model, sampled=True))
 
 
 @pytest.mark.parametrize(("token", "told"), [(-1, "-1 to"), (10**6, "to 1000000")])

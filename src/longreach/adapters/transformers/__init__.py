@@ -5,6 +5,7 @@ from longreach.adapters.transformers.batch_reading import BatchAnswer, BatchRead
 from longreach.adapters.transformers.checks import shape_of
 from longreach.adapters.transformers.hf_cache import LongreachCache
 from longreach.adapters.transformers.load import device_of, load, model_path
+from longreach.adapters.transformers.loop.settings import unapplied
 from longreach.adapters.transformers.reading import (
     CHUNK,
     Advance,
@@ -42,4 +43,5 @@ __all__ = [
     "share",
     "stop_strings",
     "stop_tokens",
+    "unapplied",
 ]

@@ -1,10 +1,11 @@
-"""Settings of a model's generation config that shape answers and that the loop does not have: refused by name."""
+"""Settings of a model's generation config that shape answers and that the loop lacks: refused, or told, by name."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
-from longreach.adapters.transformers.generate import refuse_search
+from longreach.adapters.transformers.generate import OTHER_SEARCHES, refuse_search
 from longreach.errors import Unsupported
 
 SHAPING: dict[str, Any] = {  # what transformers' generate reads besides what the loop's own options say -> no effect
@@ -27,16 +28,31 @@ SHAPING: dict[str, Any] = {  # what transformers' generate reads besides what th
     "stop_strings": None,
 }
 SAMPLING: dict[str, Any] = {"min_p": None, "top_h": None, "typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0}
+SEARCHING: dict[str, Any] = {"num_beams": 1, **dict.fromkeys(OTHER_SEARCHES)}
+OF_A_DRAW: dict[str, Any] = {"top_k": 0, "top_p": 1}  # besides the temperature
+
+
+def unapplied(model: Any, *, sampled: bool, applied: Collection[str] = ()) -> dict[str, Any]:
+    """What transformers' generate would apply and greedy answers, or those drawn at a temperature alone, do not.
+
+    Settings by name, as JSON takes them. applied: those that the caller sees to.
+    """
+    idle = SHAPING | SEARCHING | (SAMPLING | OF_A_DRAW if sampled else {"do_sample": False})
+    found = {name: value for name, value in _active(model, idle).items() if name not in applied}
+    return {name: value if isinstance(value, (str, int, float)) else repr(value) for name, value in found.items()}
+
+
+def _active(model: Any, idle: dict[str, Any]) -> dict[str, Any]:
+    values = {name: getattr(model.generation_config, name, None) for name in idle}
+    return {name: value for name, value in values.items() if value not in (None, False, idle[name])}
 
 
 def refuse_settings(model: Any, *, sampled: bool) -> None:
     """Raise Unsupported where transformers' generate would choose other tokens than the loop can."""
     refuse_search(model, {})
-    for name, idle in (SHAPING | SAMPLING if sampled else SHAPING).items():
-        value = getattr(model.generation_config, name, None)
-        if value is not None and value != idle:
-            raise Unsupported(
-                f"{name}={value!r} in the model's generation config: longreach.generate does not have it, and its "
-                f"answers would differ from transformers'; use model.generate with longreach attached, or set "
-                f"model.generation_config.{name} = None"
-            )
+    for name, value in _active(model, SHAPING | SAMPLING if sampled else SHAPING).items():
+        raise Unsupported(
+            f"{name}={value!r} in the model's generation config: longreach.generate does not have it, and its "
+            f"answers would differ from transformers'; use model.generate with longreach attached, or set "
+            f"model.generation_config.{name} = None"
+        )
