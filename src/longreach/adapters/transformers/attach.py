@@ -64,6 +64,8 @@ def attach(
         cache that holds some is decoding; inside generate, whatever belongs to the prompt is prefill.
     evict: None or "none"; no eviction method exists yet.
     cache: layout and growth of the KV cache. impl: who computes attention ("auto" or an implementation's name).
+        On a GPU sequences of different lengths share the work evenly up to 1024 sequences x KV heads; a larger batch
+        takes as long as its longest sequence does.
 
     The model may be used as before: forward, generate (greedy, sampling, padding, prefill_chunk_size).
     Raises UnknownName, InvalidInput, Unsupported (what the model needs and longreach lacks, by name) and
