@@ -81,7 +81,8 @@ def test_a_text_has_real_words_or_there_is_none(seed: int, intro: str) -> None:
 
 def test_a_text_of_ones_own(tmp_path: Path) -> None:
     path = tmp_path / "own.txt"
-    path.write_text("One camel\n went by. Then another.\n\n \n\nA third camel came.\n")
+    text = "\ufeffOne camel\n went by. Then another.\n\n \n\nA third camel came.\n"
+    path.write_text(text, encoding="utf-8")
     assert haystack.read(path) == ("One camel went by. Then another.", "A third camel came.")
     text = haystack.document(Random(1), [(0.5, "A needle.")], 200, words, essay=path)
     assert set(text.replace("A needle.", "").split()) == set("One camel went by. Then another. A third came.".split())

@@ -135,6 +135,13 @@ def test_line_separators_within_texts_end_no_line(tmp_path: Path) -> None:
     assert "one\u2028two\x85three" in task.fixed[0].context
 
 
+def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "f.jsonl", entry("qasper"))
+    plain = longbench.tasks(path)[0].fixed
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert longbench.tasks(path)[0].fixed == plain
+
+
 def test_classes_may_not_be_needed(tmp_path: Path) -> None:
     assert longbench.tasks(write_lines(tmp_path / "f.jsonl", entry("qasper", all_classes=None)))
 

@@ -48,6 +48,8 @@ def test_what_they_hold(tmp_path: Path) -> None:
     pretty = tmp_path / "3"
     pretty.write_text(json.dumps(SQUAD, indent=1))
     assert replace(squad(pretty), source=one.source) == one
+    pretty.write_bytes(b"\xef\xbb\xbf" + pretty.read_bytes())
+    assert replace(squad(pretty), source=one.source) == one
 
 
 def without(content: Any, *path: Any) -> Any:

@@ -36,7 +36,7 @@ def paragraphs() -> tuple[str, ...]:
 def read(path: Path) -> tuple[str, ...]:
     """Paragraphs of a text file, which blank lines part. Raises InvalidInput where it holds none or cannot be read."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise InvalidInput(f"cannot read {path}: {error.strerror}; check the haystack's path") from error
     except UnicodeDecodeError as error:

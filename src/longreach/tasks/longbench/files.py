@@ -16,7 +16,7 @@ NAMES = {str: "a text", int: "a number", list: "a list of texts"}
 def entries(path: Path) -> Iterator[Entry]:
     """The objects of a JSONL file, one a line, or of a JSON list. Raises InvalidInput, naming file and line."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise InvalidInput(f"cannot read {path}: {error.strerror}; check the path given to --tasks") from error
     except UnicodeDecodeError as error:

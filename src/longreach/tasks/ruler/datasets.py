@@ -56,7 +56,7 @@ def hotpot(path: Path, name: str = "qa_2") -> Questions:
 
 def _loaded(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise InvalidInput(f"cannot read {path}: {error.strerror}; check the path given to --tasks") from error
     except UnicodeDecodeError as error:
