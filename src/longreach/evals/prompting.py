@@ -133,7 +133,7 @@ def fitted(
         if isinstance(task, Given):
             sample = task.fit(task.fixed[number], inside, count, cutter(tokenizer))
         else:
-            chosen = task.at(number, total) if isinstance(task, GoesThrough) else task
+            chosen = task.at(number, total, seed) if isinstance(task, GoesThrough) else task
             sample = chosen.sample(Random(f"{seed}/{task.name}/{number}"), inside, count)
         prompt = prompt_tokens(tokenizer, sample, in_chat)
         if len(prompt) <= room:

@@ -56,9 +56,12 @@ class Task(Protocol):
 
 @runtime_checkable
 class GoesThrough(Protocol):
-    """A task whose samples are a series (of depths, say): it wants to know which of how many is asked for."""
+    """A task whose samples are a series (of depths, of items): it wants to know which of how many is asked for.
 
-    def at(self, number: int, total: int) -> Task: ...
+    seed: the same for all of a run.
+    """
+
+    def at(self, number: int, total: int, seed: int) -> Task: ...
 
 
 @runtime_checkable

@@ -29,7 +29,7 @@ class Sweep:
     def source(self) -> str:
         return haystack.named("needle in a haystack (Kamradt, 2023), in RULER's wording", self.essay)
 
-    def at(self, number: int, total: int) -> Sweep:
+    def at(self, number: int, total: int, seed: int) -> Sweep:
         """The task of sample `number` of `total`: depths are evenly spaced, both ends included."""
         return replace(self, depth=number / (total - 1) if total > 1 else 0.5)
 

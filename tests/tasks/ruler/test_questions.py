@@ -31,6 +31,20 @@ def test_the_items_own_documents_are_always_there_and_none_twice() -> None:
     assert numbers == [str(n) for n in range(1, sample.facts["documents"] + 1)]
 
 
+def test_no_item_is_asked_again_before_all_were() -> None:
+    items = tuple(Item(f"{n}?", (f"{n}",), (TEXTS[n],)) for n in range(7))
+    task = Questions("x", items, TEXTS)
+
+    def asked(seed: int) -> list[str]:
+        samples = [made(task.at(n, 14, seed), 300, seed=n) for n in range(14)]
+        assert all(items[s.facts["item"]].answers == s.answers for s in samples)
+        return [s.answers[0] for s in samples]
+
+    once = asked(0)
+    assert set(once[:7]) == {f"{n}" for n in range(7)} and once[7:] == once[:7]
+    assert asked(0) == once != asked(1)  # which come first is the seed's affair
+
+
 def test_only_a_sole_answer_is_kept_from_the_others() -> None:
     texts = (*TEXTS, *(f"Somebody counted 150 Wells {n} times." for n in range(200)))
     for sole in (False, True):

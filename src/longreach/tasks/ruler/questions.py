@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from longreach.tasks.base import Count, Sample, any_of
@@ -28,6 +28,7 @@ class Questions:
     """items: what is asked. documents: all there are; those of other items are distractors.
 
     sole: whether documents that happen to hold an answer are left out, so that only the item's own do.
+    item: the place of the one that is asked; None for any.
     """
 
     name: str
@@ -35,12 +36,20 @@ class Questions:
     documents: tuple[str, ...]
     source: str = SOURCE
     sole: bool = False
+    item: int | None = None
 
     max_new_tokens = 32
 
+    def at(self, number: int, total: int, seed: int) -> Questions:
+        """The task of sample `number`: no item comes again before all were asked; the order is the seed's affair."""
+        order = list(range(len(self.items)))
+        Random(f"{seed}/{self.name}").shuffle(order)
+        return replace(self, item=order[number % len(order)])
+
     def sample(self, random: Random, room: int, count: Count) -> Sample:
-        """facts: the places of the documents that hold the answer, from 0 to 1."""
-        item = random.choice(self.items)
+        """facts: the places of the documents that hold the answer, from 0 to 1; which item is asked."""
+        place = random.randrange(len(self.items)) if self.item is None else self.item
+        item = self.items[place]
         mine = set(item.documents)
         others = [d for d in self.documents if d not in mine]
         random.shuffle(others)
@@ -61,7 +70,8 @@ class Questions:
         size = largest(lambda size: count(text(size)), room - beside, self.name, most=most, beside=beside)
         documents = chosen(size)
         places = [i / len(documents) for i, d in enumerate(documents) if d in mine]
-        return Sample(text(size), question, BEGUN, item.answers, {"depths": places, "documents": len(documents)})
+        facts = {"depths": places, "documents": len(documents), "item": place}
+        return Sample(text(size), question, BEGUN, item.answers, facts)
 
     def score(self, answer: str, sample: Sample) -> float:
         return any_of(answer, sample.answers)
