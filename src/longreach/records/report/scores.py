@@ -24,7 +24,7 @@ def scores(group: Group, file: str) -> list[Block]:
     """All tables and pictures of a group but those over depth. file: how its pictures' names begin."""
     blocks: list[Block] = [_scores(group), *_lost(group), Text(
         "Each score with its 95% interval (Wilson). ▼ below and ▲ above dense on the same prompts: by a paired test, "
-        "the sign test of the prompts on which they differ (McNemar's for scores of 0 and 1), exact and two-sided at 5%. "
+        "the sign test of the prompts on which they differ (McNemar's for scores of 0 and 1), exact, two-sided at 5%. "
         "No mark does not say that two methods are equal: more samples may tell them apart; of twenty that are equal "
         "one may be marked by chance. mean: over the tasks of a length; its interval is Wilson's over all their "
         "samples. ch/token: characters per token of the prompts."
