@@ -23,8 +23,9 @@ PLACE = {"seconds": COUNT, "steps": int, "tokens": int}
 POINT = {"step": int, "seconds": COUNT, "tokens": int, "lengths": Items(int, least=1), "answer": Number(),
          "text": Number(), "forms": Perhaps(Each(SHARE))}  # fmt: skip
 DENSE = "dense"  # what longreach eval calls dense attention
+POSITIONS = "max_position_embeddings"
 SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim",
-         "intermediate_size", "vocab_size", "max_position_embeddings")  # fmt: skip
+         "intermediate_size", "vocab_size", POSITIONS)  # fmt: skip
 CONFIG = {**dict.fromkeys(SIZES, int), "dtype": str}
 LOG = {
     "shape": dict,
@@ -183,7 +184,8 @@ def _log(path: Path, config: dict[str, Any], model: Path) -> dict[str, Any]:
         raise InvalidInput(f"{path}: {error}; expected {what}, written by this version of longreach") from error
     rope = config.get("rope_parameters") or {}
     ours = {**config, **rope}
-    other = sorted(name for name, value in log["shape"].items() if ours.get(name) != value)
+    shape = {name: value for name, value in log["shape"].items() if name != POSITIONS}  # a later run may reach further
+    other = sorted(name for name, value in shape.items() if ours.get(name) != value)
     if other:
         told = ", ".join(f"{name} {log['shape'][name]} instead of {ours.get(name)}" for name in other[:3])
         raise InvalidInput(f"{path} is the log of another model than {model}: {told}")
