@@ -11,9 +11,9 @@ import io
 import tokenize
 from pathlib import Path
 
-import longreach
 from longreach.errors import UnknownName
 
+PACKAGE = Path(__file__).parents[1]
 SOURCES: dict[str, tuple[str, tuple[str, ...]]] = {  # what was measured -> folder of the package, files in it
     "attend": (
         "ops",
@@ -64,7 +64,7 @@ def kernel_hash(operator: str, root: Path | None = None) -> str:
     if operator not in SOURCES:
         raise UnknownName("operator", operator, SOURCES)
     folder, patterns = SOURCES[operator]
-    base = (Path(longreach.__file__).parent if root is None else root) / folder
+    base = (PACKAGE if root is None else root) / folder
     digest = hashlib.sha256()
     for pattern in patterns:
         for path in sorted(base.glob(pattern)):
