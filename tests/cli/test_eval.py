@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from longreach.adapters.transformers import BatchReader
-from longreach.errors import MeasurementFailed
+from longreach.errors import MeasurementFailed, OutOfMemory
 from longreach.evals.evaluate import Evaluation
 from longreach.tasks.registry import FILES, GROUPS, TASKS
 from longreach.testing.tiny import save_tiny
@@ -92,6 +92,15 @@ def test_answers_that_fail_are_an_exit_code_and_asked_again(
     assert longreach(*command).code == 0 and len(calls) == 4 + 1
     assert json.loads(record.read_text())["tasks"]["niah_single_1"]["results"]["dense"]["failed"] == 0
     assert [path.name for path in tmp_path.iterdir()] == ["r.json"]
+
+    def too_many(self: Any, prompts: Any) -> Any:
+        if len(prompts) > 1:
+            raise OutOfMemory("too many")
+        return read(self, prompts)
+
+    monkeypatch.setattr(BatchReader, "read", too_many)
+    result = longreach(*asked(tiny, "--method", "dense", "--batch", 2))
+    assert result.code == 0 and "4 answers were asked prompt by prompt, as their batch of 2 failed" in result.out
 
     def broken(self: Any, prompts: Any) -> Any:
         raise RuntimeError("all is broken")

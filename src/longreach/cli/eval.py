@@ -137,6 +137,11 @@ def show(record: dict[str, Any], where: str) -> None:
     table.row(["per token", "", *(_time(tasks, label) for label in labels)])
     if failed := _failed(record):
         out.print(f"\n{failed} answers failed with an error and count as wrong; the record says which and why.")
+    alone = sum(result["alone"] for task in tasks for result in task["results"].values())
+    if alone:
+        out.print(
+            f"\n{alone} answers were asked prompt by prompt, as their batch of {record['config']['batch']} failed."
+        )
     prompts = sum(len(task["samples"]) for task in tasks)
     characters = [task["characters_per_token"] for task in tasks]
     out.print(

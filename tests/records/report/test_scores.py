@@ -49,6 +49,14 @@ def test_failures_are_counted_where_the_score_is() -> None:
     assert cells(only(found, Table, "What methods"))[f"2 {label}"][1] == "1 of 2"
 
 
+def test_answers_asked_alone_are_told() -> None:
+    content = factory.small()
+    assert not [b for b in blocks(content) if isinstance(b, Text) and "prompt by prompt" in b.text]
+    for label, alone in (("dense", 0), ("oracle_top_k k=0.025", 3)):
+        content["tasks"]["vt"]["results"][label]["alone"] = alone
+    assert only(blocks(content), Text, "3 answers were asked prompt by prompt, as their batch of 1 failed").loud
+
+
 def test_lengths_have_means_of_their_own_and_records_are_named() -> None:
     low, high = factory.sweep(1024), factory.small()
     found = blocks(low, high)

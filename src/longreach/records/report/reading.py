@@ -41,6 +41,7 @@ RESULT = {
     "score": SHARE,
     "interval_95": Items(SHARE, exactly=2),
     "failed": int,
+    "alone": Perhaps(int),
     "answers": Items(ANSWER),
     "length_over_dense": Maybe(COUNT),
     "prefill_reads": READS,

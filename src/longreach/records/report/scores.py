@@ -31,6 +31,7 @@ def scores(group: Group, file: str) -> list[Block]:
     )]  # fmt: skip
     if group.dense is None:
         blocks.append(Text(NO_DENSE, loud=True))
+    blocks += _alone(group)
     sums = {length: [summary(group.at(length), x, group.dense) for x in group.labels] for length in group.lengths}
     for length, found in sums.items():
         title = "What methods read and take" + (f", {length} tokens" if len(sums) > 1 else "")
@@ -54,6 +55,16 @@ def scores(group: Group, file: str) -> list[Block]:
                 blocks.append(_by_task(group, f"Bytes read in {phase} over dense's, by task", _share(f"{phase}_reads")))
         blocks.append(_by_task(group, "Time per token, by task", lambda r: seconds(r["seconds"]["per_token"])))
     return blocks
+
+
+def _alone(group: Group) -> list[Block]:
+    results = [(r, [x for task in r["tasks"].values() for x in task["results"].values()]) for r in group.records]
+    found = [(record, sum(x.get("alone", 0) for x in theirs)) for record, theirs in results]
+    return [
+        Text(f"{alone} answers were asked prompt by prompt, as their batch of {record['config'].get('batch')} failed "
+             f"({record.name}): with the batch rounding changes, and with it an answer now and then.", loud=True)
+        for record, alone in found if alone
+    ]  # fmt: skip
 
 
 def _scores(group: Group) -> Table:
