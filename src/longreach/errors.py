@@ -50,3 +50,11 @@ class CalledOutside(LongreachError, RuntimeError):
 
 class MeasurementFailed(LongreachError, RuntimeError):
     """What was to be measured crashed, and nothing more can be: a lost device, or failures all through."""
+
+
+class StoreError(LongreachError, OSError):
+    """The chunk store cannot be opened, read or written; the message says why. Work can go on without it."""
+
+
+class StoreFull(StoreError):
+    """The disk, a quota or max_bytes has no room for a chunk; nothing of it was stored."""

@@ -1,0 +1,7 @@
+"""Precomputed chunks on disk: found by model, dtype, prefix and tokens; whole and right, or absent."""
+
+from longreach.store.key import Chunk, ChunkKey, digest
+from longreach.store.results import About, Collected, Entry, SetAside, Verified
+from longreach.store.store import ChunkStore
+
+__all__ = ["About", "Chunk", "ChunkKey", "ChunkStore", "Collected", "Entry", "SetAside", "Verified", "digest"]

@@ -1,0 +1,125 @@
+"""What a stored chunk is and how it is named: by its content's causes, so that equal names mean equal chunks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from longreach.errors import InvalidInput, Unsupported
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
+_DIGEST = re.compile("[0-9a-f]{64}")
+
+
+def digest(ids: Sequence[int] | Tensor) -> str:
+    """sha256 of token ids (as little-endian int64), in hex; an empty sequence has one too."""
+    return hashlib.sha256(as_ids(ids).numpy().astype("<i8").tobytes()).hexdigest()
+
+
+def as_ids(ids: Sequence[int] | Tensor) -> Tensor:
+    """Token ids as int64 [N] on the CPU. Raises InvalidInput where they are no integers in one dimension."""
+    if isinstance(ids, Tensor):
+        if ids.dim() != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+            raise InvalidInput(f"token ids: expected integers [N], got {ids.dtype} {list(ids.shape)}")
+        return ids.detach().to("cpu", torch.int64).contiguous()
+    if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
+        raise InvalidInput(f"token ids: expected integers, got {next(i for i in ids if type(i) is not int)!r}")
+    return torch.tensor(list(ids), dtype=torch.int64)
+
+
+@dataclass(frozen=True)
+class ChunkKey:
+    """Which chunk: the model's fingerprint, the dtype's name ("bfloat16"), digests of the prefix and of its tokens."""
+
+    model: str
+    dtype: str
+    prefix: str
+    tokens: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, str) or not self.model:
+            raise InvalidInput(f"a chunk's key: expected the model's fingerprint, got {self.model!r}")
+        if self.dtype not in DTYPES:
+            raise Unsupported(f"a chunk of dtype {self.dtype!r}; the store holds {', '.join(DTYPES)}")
+        for name in ("prefix", "tokens"):
+            if not isinstance(got := getattr(self, name), str) or not _DIGEST.fullmatch(got):
+                raise InvalidInput(f"a chunk's key: expected the sha256 of {name} in hex, got {got!r}; see ChunkKey.of")
+
+    @classmethod
+    def of(
+        cls, model: str, dtype: str | torch.dtype, prefix: Sequence[int] | Tensor, tokens: Sequence[int] | Tensor
+    ) -> ChunkKey:
+        """The key of `tokens` [N] computed behind `prefix` [P] (empty: alone)."""
+        return cls(model, str(dtype).removeprefix("torch."), digest(prefix), digest(tokens))
+
+    @property
+    def name(self) -> str:
+        """The file's name without its ending: sha256 over all four, in hex."""
+        return hashlib.sha256(json.dumps([self.model, self.dtype, self.prefix, self.tokens]).encode()).hexdigest()
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """All layers' keys, before RoPE, and values of one chunk.
+
+    prefix: int64 [P], the tokens it was computed behind; tokens: int64 [N], N >= 1.
+    keys, values: a tensor for each layer, [G, N, D] of the key's dtype; G and D may differ from layer to layer, and
+    between keys and values. Tensors that a store returned are its memory-mapped file: writing to them changes neither
+    the file nor what others read.
+    Raises InvalidInput where these do not fit each other or the key.
+    """
+
+    key: ChunkKey
+    prefix: Tensor
+    tokens: Tensor
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+
+    def __post_init__(self) -> None:
+        for name in ("prefix", "tokens"):
+            object.__setattr__(self, name, as_ids(getattr(self, name)))
+            if digest(getattr(self, name)) != getattr(self.key, name):
+                raise InvalidInput(f"a chunk's {name}: expected the tokens that its key names, got others")
+        for name in ("keys", "values"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        n = self.tokens.numel()
+        if not n or not self.keys or len(self.keys) != len(self.values):
+            raise InvalidInput(
+                f"a chunk: expected tokens, and keys and values of every layer, got {n} tokens, keys of "
+                f"{len(self.keys)} layers, values of {len(self.values)}"
+            )
+        for name, tensors in (("keys", self.keys), ("values", self.values)):
+            for layer, x in enumerate(tensors):
+                if x.dim() != 3 or x.shape[1] != n or not x.numel() or x.dtype != DTYPES[self.key.dtype]:
+                    raise InvalidInput(
+                        f"a chunk's {name} of layer {layer}: expected {self.key.dtype} [G, {n}, D], got "
+                        f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
+                    )
+        if any(k.shape[0] != v.shape[0] for k, v in zip(self.keys, self.values, strict=True)):
+            raise InvalidInput("a chunk: expected as many KV heads in a layer's values as in its keys")
+
+    @classmethod
+    def of(
+        cls,
+        model: str,
+        prefix: Sequence[int] | Tensor,
+        tokens: Sequence[int] | Tensor,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+    ) -> Chunk:
+        """A chunk with the key that follows from the rest; its dtype is that of the first layer's keys."""
+        if not keys:
+            raise InvalidInput("a chunk: expected keys of every layer, got none")
+        key = ChunkKey.of(model, keys[0].dtype, prefix, tokens)
+        return cls(key, as_ids(prefix), as_ids(tokens), tuple(keys), tuple(values))
+
+    @property
+    def bytes(self) -> int:
+        """Of keys and values."""
+        return sum(x.numel() * x.element_size() for x in (*self.keys, *self.values))

@@ -1,0 +1,224 @@
+"""Chunks in a folder of a local disk. The folder is the only truth: no index can disagree with it.
+
+    FOLDER/NAME.safetensors    a chunk, whole; its access time is its last use
+    FOLDER/writing/            chunks being written, each claimed by its writer's lock; unclaimed ones are leftovers
+    FOLDER/set-aside/          files that were found broken
+    FOLDER/.longreach-chunk-store    the lock under which files appear, disappear and are counted
+
+Access times are set by us, explicitly, so they work where the system keeps none; where it does, reads by other programs
+count as uses as well. Modification times stay those of the writing and tell a file from the one in its place before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longreach.errors import StoreError, StoreFull
+from longreach.store import writing
+from longreach.store.locked import abandoned, held, require_locks
+from longreach.store.results import Counts, Entry
+
+ENDING = ".safetensors"
+LOCK = ".longreach-chunk-store"
+SET_ASIDE_BYTES = 1 << 28
+_OURS = re.compile(r"[0-9a-f]{64}\.safetensors")
+
+
+@dataclass(frozen=True)
+class Found:
+    """A file's bytes, uint8 [size], mapped into memory; identity tells it from any other file of its name."""
+
+    memory: Tensor
+    identity: tuple[int, ...]
+    used: int  # ns since 1970
+
+
+class LocalFolder:
+    """Reading, writing, counting and clearing of a folder. Raises OSError for what the system refuses."""
+
+    promises = ("memory mapping", "fsync and rename", "a size cap with LRU", "several processes")
+
+    def __init__(self, path: Path, max_bytes: int | None, counts: Counts):
+        require_locks()
+        self.path, self.max_bytes, self.counts = path, max_bytes, counts
+        self.writing, self.aside, self.lock = path / "writing", path / "set-aside", path / LOCK
+        if not self.lock.is_file():
+            self._found()
+
+    def _found(self) -> None:
+        """Make a folder ours. Other people's files are not to be set aside, so it must be empty, or hold chunks."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        ours = {self.writing.name, self.aside.name, LOCK}
+        strange = [e.name for e in os.scandir(self.path) if e.name not in ours and not _OURS.fullmatch(e.name)]
+        if strange:
+            raise StoreError(f"{self.path} is no chunk store, it holds {strange[0]}; name an empty folder")
+        self.writing.mkdir(exist_ok=True)
+        self.aside.mkdir(exist_ok=True)
+        with held(self.lock, create=True):
+            writing.sync_folder(self.path)
+        writing.sync_folder(self.path.parent)
+
+    def file(self, name: str) -> Path:
+        return self.path / (name + ENDING)
+
+    def has(self, name: str) -> bool:
+        return self.file(name).exists()
+
+    def read(self, name: str) -> Found | None:
+        """Map a file; None where there is none. Private pages: what the caller writes to them stays his."""
+        try:
+            fd = os.open(self.file(name), os.O_RDONLY)
+        except FileNotFoundError:
+            return None
+        try:
+            status = os.fstat(fd)
+            # by descriptor, so that what was looked at is what is mapped, whatever happens to the name meanwhile
+            memory = _map(f"/dev/fd/{fd}", status.st_size)
+        finally:
+            os.close(fd)
+        return Found(memory, _identity(status), status.st_atime_ns)
+
+    def used(self, name: str, at: int | None = None) -> None:
+        """Keep the time of a chunk's last use, now or as given. Where that is not allowed, the report counts it."""
+        path = self.file(name)
+        try:
+            status = path.stat()
+            os.utime(path, ns=(time.time_ns() if at is None else at, status.st_mtime_ns))
+        except FileNotFoundError:
+            pass  # evicted meanwhile
+        except OSError:
+            self.counts.add("last_use_not_kept")
+
+    def write(self, name: str, header: Any, buffers: Sequence[memoryview], size: int) -> bool:
+        """Put a file in its place, whole; False where one is there. Raises StoreFull."""
+        with held(self.lock):
+            self._collect()
+            self._make_room(size)
+            fd, temporary = writing.begin(self.writing, name, size)
+        try:
+            writing.fill(fd, header, buffers, size)
+            now = time.time_ns()
+            os.utime(temporary, ns=(now, now))
+            os.fsync(fd)
+            with held(self.lock):
+                if new := not self.has(name):
+                    os.rename(temporary, self.file(name))
+                else:
+                    temporary.unlink()
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(fd)
+        writing.sync_folder(self.path)
+        return new
+
+    def entries(self) -> list[Entry]:
+        """All chunks' files, the longest unused first."""
+        found = []
+        for entry in os.scandir(self.path):
+            if _OURS.fullmatch(entry.name):
+                with contextlib.suppress(FileNotFoundError):
+                    status = entry.stat(follow_symlinks=False)
+                    found.append(Entry(entry.name.removesuffix(ENDING), status.st_size, status.st_atime))
+        return sorted(found, key=lambda e: (e.last_used or 0, e.name))
+
+    def strange(self) -> list[str]:
+        """Names of files in the folder that are no chunk's."""
+        return [e.name for e in os.scandir(self.path) if not _OURS.fullmatch(e.name) and e.name != LOCK
+                and not e.is_dir(follow_symlinks=False)]  # fmt: skip
+
+    def remove(self, name: str) -> bool:
+        with held(self.lock):
+            return _unlink(self.file(name))
+
+    def set_aside(self, file: str, identity: tuple[int, ...] | None) -> bool:
+        """Move a file away unless another has taken its place; the oldest of those set aside go when they are many."""
+        path = self.path / file
+        with held(self.lock):
+            try:
+                if identity is not None and _identity(path.lstat()) != identity:
+                    return False
+                os.rename(path, self.aside / f"{time.time_ns():020d}-{file}")
+            except FileNotFoundError:
+                return False
+            self._cap_set_aside()
+        return True
+
+    def clear(self, max_bytes: int | None) -> Iterator[Entry]:
+        """Remove leftovers, and the longest unused chunks down to a size; yields what it removed."""
+        with held(self.lock):
+            self._collect()
+            self._cap_set_aside()
+            limit = self.max_bytes if max_bytes is None else max_bytes
+            if limit is not None:
+                yield from self._evict(limit)
+
+    def _make_room(self, size: int) -> None:
+        if self.max_bytes is None:
+            return
+        if size > self.max_bytes:
+            raise StoreFull(f"a chunk of {size} bytes is larger than the store's max_bytes={self.max_bytes}; raise it")
+        begun = sum(e.stat().st_size for e in os.scandir(self.writing))
+        for _ in self._evict(max(0, self.max_bytes - begun - size)):
+            pass
+        if begun + size > self.max_bytes:
+            raise StoreFull(
+                f"max_bytes={self.max_bytes} has no room for {size} bytes beside {begun} that other processes are "
+                f"writing; raise it"
+            )
+
+    def _evict(self, limit: int) -> Iterator[Entry]:
+        chunks = self.entries()
+        total = sum(e.bytes for e in chunks)
+        for entry in chunks:
+            if total <= limit:
+                return
+            if _unlink(self.file(entry.name)):
+                self.counts.add("evicted")
+                self.counts.add("bytes_evicted", entry.bytes)
+                yield entry
+            total -= entry.bytes
+
+    def _collect(self) -> None:
+        for entry in os.scandir(self.writing):
+            if abandoned(Path(entry.path)) and _unlink(Path(entry.path)):
+                self.counts.add("leftovers_removed")
+
+    def _cap_set_aside(self) -> None:
+        files = sorted(((e.name, e.path, e.stat().st_size) for e in os.scandir(self.aside)), reverse=True)
+        total = 0
+        for _, path, size in files:
+            total += size
+            if total > SET_ASIDE_BYTES:
+                _unlink(Path(path))
+
+
+def _map(path: str, size: int) -> Tensor:
+    memory = torch.empty(0, dtype=torch.uint8)
+    if size:
+        storage: Any = torch.UntypedStorage.from_file(path, False, size)
+        memory.set_(storage, 0, (size,), (1,))
+    return memory
+
+
+def _identity(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _unlink(path: Path) -> bool:
+    try:
+        path.unlink()
+    except FileNotFoundError:
+        return False
+    return True

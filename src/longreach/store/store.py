@@ -1,0 +1,212 @@
+"""The chunk store: precomputed keys and values that are right or absent."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from torch import Tensor
+
+from longreach.errors import InvalidInput, StoreError, StoreFull, UnknownName
+from longreach.store import layout
+from longreach.store.key import Chunk, ChunkKey
+from longreach.store.layout import Broken, Head
+from longreach.store.local import ENDING, Found, LocalFolder
+from longreach.store.results import About, Collected, Counts, Entry, SetAside, Verified
+from longreach.store.writing import no_room
+
+Verify = Literal["first", "always", "never"]
+
+
+class ChunkStore:
+    """Chunks in a folder, or behind any URL that fsspec knows; `with` closes it.
+
+    location: a folder, made if need be (it must be empty or a store), or a URL such as "s3://bucket/chunks".
+    max_bytes: of chunks, those being written included; the longest unused give way. None: no limit.
+    verify: when checksums are compared: at a chunk's "first" read in this open store, "always", or "never". Structure,
+      key and tokens are looked at in every read.
+    storage_options: what fsspec's filesystem takes.
+
+    On a local disk chunks are memory-mapped, appear whole or not at all, and processes may share the store. Other
+    places read whole objects and write each with one put; what they cannot promise is refused by name.
+    A file that is broken or foreign is warned of, counted in report(), moved to set-aside/, and a miss.
+    Raises StoreError where the place cannot be used (StoreFull where it has no room); work can go on without a store.
+    """
+
+    def __init__(
+        self,
+        location: str | os.PathLike[str],
+        *,
+        max_bytes: int | None = None,
+        verify: Verify = "first",
+        storage_options: dict[str, Any] | None = None,
+    ):
+        if verify not in get_args(Verify):
+            raise UnknownName("verify", verify, get_args(Verify))
+        if max_bytes is not None and (isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1):
+            raise InvalidInput(f"max_bytes: expected a number of bytes or None, got {max_bytes!r}")
+        self.location, self.verify = os.fspath(location), verify
+        self._counts, self._verified, self._open = Counts(), dict[str, tuple[int, ...]](), True
+        with self._errors("open"):
+            self._files = LocalFolder(Path(self.location), max_bytes, self._counts)
+
+    def __enter__(self) -> ChunkStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Nothing more is read or written; chunks that were got stay valid."""
+        self._open = False
+
+    def __contains__(self, key: ChunkKey) -> bool:
+        """Whether a file of that name is there; only get says whether it is whole."""
+        with self._errors("look into"):
+            return self._files.has(key.name)
+
+    def get(self, key: ChunkKey) -> Chunk | None:
+        """The chunk, or None where there is none that is whole and right."""
+        with self._errors("read from"):
+            found = self._files.read(key.name)
+            chunk = None
+            if found is not None:
+                try:
+                    chunk = self._checked(key, found)
+                except Broken as broken:
+                    self._set_aside(key.name + ENDING, found.identity, broken)
+            if chunk is None:
+                self._counts.add("misses")
+                return None
+            self._files.used(key.name)
+        self._counts.add("hits")
+        self._counts.add("bytes_read", chunk.bytes)
+        return chunk
+
+    def put(self, chunk: Chunk) -> bool:
+        """Store a chunk; it is on disk when this returns. False where it is there already."""
+        name = chunk.key.name
+        with self._errors("write to"):
+            if self._files.has(name):
+                self._files.used(name)
+                new = False
+            else:
+                header, buffers, size = layout.encode(chunk)
+                new = self._files.write(name, header, buffers, size)
+        if new:
+            self._counts.add("bytes_written", size)
+        self._counts.add("put" if new else "already_there")
+        return new
+
+    def entries(self) -> list[Entry]:
+        """All chunks' files, the longest unused first; none is opened."""
+        with self._errors("list"):
+            return self._files.entries()
+
+    def about(self, name: str) -> About | None:
+        """What the header of an entry's file says; None where it is gone or no chunk (verify_all sets such aside)."""
+        with self._errors("read from"):
+            found = self._files.read(name)
+            if found is None:
+                return None
+            try:
+                head = _head(found.memory)
+            except Broken:
+                return None
+            return About(head.key, head.tokens, head.prefix, head.layers)
+
+    def verify_all(self, progress: Callable[[int], None] | None = None) -> Verified:
+        """Read every chunk and compare all checksums; set aside what is broken, misnamed or foreign. Counts as no use.
+
+        progress: called with 1 after each file.
+        """
+        whole, total, broken = 0, 0, list[SetAside]()
+        with self._errors("verify"):
+            for entry in self._files.entries():
+                found = self._files.read(entry.name)
+                if found is not None:
+                    total += found.memory.numel()
+                    try:
+                        head = _head(found.memory)
+                        if head.key.name != entry.name:
+                            raise Broken("another chunk", "it holds a chunk of another name")
+                        tensors = layout.tensors(head, found.memory)
+                        layout.verify(head, tensors)
+                        layout.chunk_of(head, tensors, head.key)
+                        whole += 1
+                        self._files.used(entry.name, found.used)
+                    except Broken as error:
+                        broken.append(self._set_aside(entry.name + ENDING, found.identity, error))
+                if progress:
+                    progress(1)
+            for file in self._files.strange():
+                broken.append(self._set_aside(file, None, Broken("foreign", "its name is not that of a chunk")))
+        return Verified(whole, total, tuple(broken))
+
+    def gc(self, max_bytes: int | None = None, progress: Callable[[int], None] | None = None) -> Collected:
+        """Remove what dead processes left, and the longest unused chunks down to max_bytes (None: the store's own).
+
+        progress: called with 1 after each chunk removed.
+        """
+        before = self.report()["leftovers_removed"]
+        chunks = size = 0
+        with self._errors("clear"):
+            for entry in self._files.clear(max_bytes):
+                chunks, size = chunks + 1, size + entry.bytes
+                if progress:
+                    progress(1)
+        return Collected(chunks, size, self.report()["leftovers_removed"] - before)
+
+    def remove(self, key: ChunkKey) -> bool:
+        """Remove a chunk; False where there is none."""
+        with self._errors("remove from"):
+            return self._files.remove(key.name)
+
+    def report(self) -> dict[str, Any]:
+        """Counts since the store was opened: hits, misses, bytes, evictions, files set aside by kind of fault."""
+        return self._counts.report()
+
+    def _checked(self, key: ChunkKey, found: Found) -> Chunk:
+        head = _head(found.memory)
+        layout.require(head, key)
+        tensors = layout.tensors(head, found.memory)
+        known = self._verified.get(key.name) == found.identity
+        if self.verify == "always" or (self.verify == "first" and not known):
+            layout.verify(head, tensors)
+            self._verified[key.name] = found.identity
+            self._counts.add("verified")
+        return layout.chunk_of(head, tensors, key)
+
+    def _set_aside(self, file: str, identity: tuple[int, ...] | None, broken: Broken) -> SetAside:
+        try:
+            where = "set aside" if self._files.set_aside(file, identity) else "gone meanwhile"
+        except OSError as error:
+            where = f"left in place ({error.strerror})"
+        self._counts.set_aside(broken.kind)
+        warnings.warn(f"chunk store {self.location}: {file} is not used, {where}: {broken}", stacklevel=4)
+        return SetAside(file, broken.kind, str(broken))
+
+    @contextmanager
+    def _errors(self, doing: str) -> Iterator[None]:
+        if not self._open:
+            raise InvalidInput(f"the chunk store {self.location} is closed; open it again")
+        try:
+            yield
+        except StoreError:
+            raise
+        except OSError as error:
+            kind, remedy = StoreError, "name another folder, or go on without a store"
+            if no_room(error):
+                kind, remedy = StoreFull, "free some space, lower max_bytes, or go on without a store"
+            why = error.strerror or str(error)
+            raise kind(f"cannot {doing} the chunk store {self.location}: {why}; {remedy}") from error
+
+
+def _head(memory: Tensor) -> Head:
+    raw = memory.numpy()
+    length = layout.header_length(raw[:8].tobytes(), memory.numel())
+    return layout.parse(raw[:length].tobytes(), memory.numel())

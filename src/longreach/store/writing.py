@@ -1,0 +1,81 @@
+"""Bytes onto a disk: a temporary file that no other process takes for a dead one's, filled, ready for rename."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from longreach.store.locked import claim
+
+_AT_ONCE = 512  # buffers in a call; systems take 1024
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def no_room(error: OSError) -> bool:
+    """Whether it says that a disk, a quota or a limit is full."""
+    return error.errno in _NO_ROOM
+
+
+def begin(folder: Path, name: str, size: int) -> tuple[int, Path]:
+    """(descriptor, path) of a new temporary file that has all its room, and is ours until the descriptor is closed."""
+    path = folder / f"{name}.{secrets.token_hex(8)}"
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        claim(fd)
+        reserve(fd, size)
+    except BaseException:
+        abort(fd, path)
+        raise
+    return fd, path
+
+
+def reserve(fd: int, size: int) -> None:
+    """Room on the disk before the first byte is written, where the filesystem can."""
+    try:
+        os.posix_fallocate(fd, 0, size)
+    except AttributeError:  # macOS
+        os.ftruncate(fd, size)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+        os.ftruncate(fd, size)
+
+
+def fill(fd: int, header: Callable[[], bytes], buffers: Sequence[memoryview], size: int) -> None:
+    """Write a chunk's file. The header comes last: its checksums are computed while the rest is written, and until it
+    is there the file is no chunk."""
+    with ThreadPoolExecutor(1) as beside:
+        first = beside.submit(header)
+        put(fd, buffers, size - sum(b.nbytes for b in buffers))
+        put(fd, [memoryview(first.result())], 0)
+
+
+def put(fd: int, buffers: Sequence[memoryview], at: int) -> None:
+    """Write all buffers one after the other, from an offset on."""
+    left = [b for b in buffers if b.nbytes]
+    while left:
+        done = os.pwritev(fd, left[:_AT_ONCE], at)
+        at += done
+        while left and done >= left[0].nbytes:
+            done -= left.pop(0).nbytes
+        if done:
+            left[0] = left[0][done:]
+
+
+def abort(fd: int, path: Path) -> None:
+    """Give a temporary file up."""
+    path.unlink(missing_ok=True)
+    os.close(fd)
+
+
+def sync_folder(path: Path) -> None:
+    """What was renamed into a folder stays there when the power goes."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
