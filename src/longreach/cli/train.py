@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from longreach.cli.common import add_device, positive
+from longreach.cli.common import add_device, add_json, positive
+from longreach.cli.show import emit
 from longreach.cli.train_card import EXAMPLE, add_card_arguments, run_card
 from longreach.train.mini.config import SCHEDULES
 
@@ -26,26 +29,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", metavar="DIR", type=Path, help="what --prepare built; trains from it")
     parser.add_argument("--out", metavar="DIR", type=Path, default=Path("runs/mini"), help="where the model goes")
     parser.add_argument("--minutes", type=float, default=26.0, help="time budget, compilation included (default 26)")
-    parser.add_argument(
-        "--schedule",
-        choices=SCHEDULES,
-        default="grow",
-        help="lengths and learning rates: grow "
-        "(default) starts from nothing, to 16K tokens; long goes on from --start, to 32K",
-    )
+    parser.add_argument("--schedule", choices=SCHEDULES, default="grow", help="lengths and learning rates: grow (the "
+                        "default) starts from nothing, to 16K tokens; long goes on from --start, to 32K")  # fmt: skip
     before = parser.add_mutually_exclusive_group()
     before.add_argument("--start", metavar="DIR", type=Path, help="begin the schedule with this model's weights")
-    before.add_argument(
-        "--resume",
-        metavar="DIR",
-        type=Path,
-        help="go on from a checkpoint of an interrupted "
-        "--out, where it stands in the schedule; --minutes counts its own, the optimiser starts anew",
-    )
+    before.add_argument("--resume", metavar="DIR", type=Path, help="go on from a checkpoint of an interrupted --out, "
+                        "at its place in the schedule; --minutes counts its own")  # fmt: skip
     parser.add_argument("--workers", type=positive, default=14, help="processes that make batches (default 14)")
     add_device(parser)
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default 0)")
     add_card_arguments(parser)
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -57,15 +51,18 @@ def run(args: argparse.Namespace) -> int:
     device = str(device_of(args.device))
     if not (args.prepare or args.data):
         raise InvalidInput("nothing to do: give --prepare DIR or --data DIR")
+    say, done = partial(print, flush=True, file=sys.stderr if args.json else sys.stdout), dict[str, Any]()
     if args.prepare:
         from longreach.train.mini.prepare import prepare
 
-        manifest = prepare(args.prepare)
-        print(f"{manifest['tokens']} tokens, {manifest['characters']} characters, written to {args.prepare}")
+        manifest = done["prepared"] = prepare(args.prepare, say=say)
+        say(f"{manifest['tokens']} tokens, {manifest['characters']} characters, written to {args.prepare}")
     if args.data:
         from longreach.train.mini.train import train
 
-        train(args.data, args.out, minutes=args.minutes, schedule=SCHEDULES[args.schedule], resume=args.resume,
-              start=args.start, device=device, workers=args.workers,
-              seed=args.seed, say=partial(print, flush=True))  # fmt: skip
+        done["trained"] = train(args.data, args.out, minutes=args.minutes, schedule=SCHEDULES[args.schedule],
+                                resume=args.resume, start=args.start, device=device, workers=args.workers,
+                                seed=args.seed, say=say)  # fmt: skip
+    if args.json:
+        emit(done)
     return 0

@@ -17,7 +17,7 @@ import json
 import re
 import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata, util
 from pathlib import Path
@@ -162,12 +162,17 @@ def unwrap(document: str) -> str:
     return "\n\n".join(" ".join(b.split()) if b and is_prose(b) else b for b in blocks)
 
 
-def build(limit_files: int | None = None, packages: Sequence[str] = tuple(PACKAGES)) -> Corpus:
+def build(
+    limit_files: int | None = None,
+    packages: Sequence[str] = tuple(PACKAGES),
+    say: Callable[[str], None] = print,
+) -> Corpus:
     """Collect, split, clean and check the corpus. Deterministic for given package versions.
 
     Args:
         limit_files: at most this many files of each package (for tests); None means all.
         packages: which of PACKAGES are read.
+        say: told what is being done.
     """
     corpus = Corpus()
     prose: list[str] = []
@@ -175,6 +180,7 @@ def build(limit_files: int | None = None, packages: Sequence[str] = tuple(PACKAG
     seen_haystack: set[str] = set()
     sources, collected = [], dict[str, int]()
     for package in packages:
+        say(f"reading {package}")
         files = package_files(package)[:limit_files]
         version = metadata.version(package) if package != "cpython" else ".".join(map(str, sys.version_info[:3]))
         digest, code_chars, before = hashlib.sha256(), 0, sum(map(len, prose))
@@ -205,6 +211,7 @@ def build(limit_files: int | None = None, packages: Sequence[str] = tuple(PACKAG
             }
         )
         collected[package] = sum(map(len, prose)) - before
+    say("leaving out what repeats, and what the haystack holds")
     for blocks in (prose, code):
         Random("order").shuffle(blocks)
     index = OverlapIndex(["\n\n".join(corpus.haystack)])

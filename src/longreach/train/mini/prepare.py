@@ -6,7 +6,7 @@ import json
 import lzma
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -50,9 +50,11 @@ def prepare(
     *,
     haystack: Path = HAYSTACK,
     limit_files: int | None = None,
+    packages: Sequence[str] = tuple(corpora.PACKAGES),
     vocab_size: int = ModelShape.vocab_size,
     tokenizer_chars: int = 16_000_000,
     number_repeats: int = 400,
+    say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
     """Build everything that training needs; deterministic for given package versions.
 
@@ -62,15 +64,17 @@ def prepare(
     Returns:
         the manifest: sources with versions, licences and hashes; characters; tokens; overlap check.
     """
-    corpus = corpora.build(limit_files)
+    corpus = corpora.build(limit_files, packages, say)
     corpora.write_haystack(corpus, haystack)
     words = common_words(corpus.prose, 4000)
     tasks = list(task_text(words, 2000 if limit_files is None else 50))
     if OverlapIndex(["\n\n".join(corpus.haystack)]).hits("\n".join(tasks)):
         raise LongreachError("a task template shares 64 characters with the haystack; reword it")
     sample = [*take(corpus.prose, tokenizer_chars * 2 // 3), *take(corpus.code, tokenizer_chars // 3), *tasks]
+    say("training the tokenizer")
     tokenizer = train_tokenizer(sample, vocab_size, number_repeats)
     save_tokenizer(tokenizer, folder, ModelShape.max_position_embeddings)
+    say("turning the text into tokens")
     tokens = {
         kind: write_tokens(folder / f"{kind}.bin.xz", texts, tokenizer)
         for kind, texts in (("prose", corpus.prose), ("code", corpus.code))

@@ -1,0 +1,31 @@
+"""`prepare` writes what training reads, the same each time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from longreach.tasks.words import evaluation_words
+from longreach.train.mini.batches import batch
+from longreach.train.mini.materials import load_materials
+from longreach.train.mini.prepare import prepare
+
+
+def test_prepared_data_trains(tmp_path: Path) -> None:
+    options = {"limit_files": 25, "packages": ("cpython", "numpy"), "vocab_size": 2500}
+    said: list[str] = []
+    manifests = [
+        prepare(tmp_path / name, haystack=tmp_path / f"{name}-haystack", say=said.append, **options)  # type: ignore[arg-type]
+        for name in ("one", "two")
+    ]
+    assert manifests[0] == manifests[1] == json.loads((tmp_path / "one" / "manifest.json").read_text())
+    for name in ("tokenizer.json", "prose.bin.xz", "words.json"):
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+    assert "training the tokenizer" in said and (tmp_path / "one-haystack" / "haystack.txt").read_text().strip()
+    assert Tokenizer.from_file(str(tmp_path / "one" / "tokenizer.json")).get_vocab_size() == 2500
+    materials = load_materials(tmp_path / "one")
+    assert not set(materials.words) & evaluation_words()
+    assert manifests[0]["tokens"] == {"prose": len(materials.prose.tokens), "code": len(materials.code.tokens)}
+    assert batch(materials, "0", 600, 4, 0.2).tokens.shape == (4, 601)
