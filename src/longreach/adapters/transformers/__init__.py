@@ -3,9 +3,12 @@
 from longreach.adapters.transformers.attach import Session, attach
 from longreach.adapters.transformers.batch_reading import BatchAnswer, BatchReader
 from longreach.adapters.transformers.checks import shape_of
+from longreach.adapters.transformers.chunking import Piece, Pieces, Splitter, split
+from longreach.adapters.transformers.fingerprint import Fingerprint, fingerprint
 from longreach.adapters.transformers.hf_cache import LongreachCache
 from longreach.adapters.transformers.load import device_of, load, model_path
 from longreach.adapters.transformers.loop.settings import unapplied
+from longreach.adapters.transformers.precompute import Precompute
 from longreach.adapters.transformers.reading import (
     CHUNK,
     Advance,
@@ -27,20 +30,27 @@ __all__ = [
     "Answer",
     "BatchAnswer",
     "BatchReader",
+    "Fingerprint",
     "LongreachCache",
+    "Piece",
+    "Pieces",
+    "Precompute",
     "Reader",
     "Session",
+    "Splitter",
     "attach",
     "chat",
     "check_length",
     "context_limit",
     "device_of",
     "encode",
+    "fingerprint",
     "load",
     "model_path",
     "prompts",
     "shape_of",
     "share",
+    "split",
     "stop_strings",
     "stop_tokens",
     "unapplied",

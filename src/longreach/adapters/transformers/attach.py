@@ -35,7 +35,7 @@ from longreach.adapters.transformers.hf_cache import LongreachCache
 from longreach.adapters.transformers.memory import memory_errors, stream_captures
 from longreach.adapters.transformers.padding import real_tokens
 from longreach.adapters.transformers.registration import register, release
-from longreach.adapters.transformers.rotary import find_rotation, probing
+from longreach.adapters.transformers.rotary import attention_modules, find_rotation, probing
 from longreach.adapters.transformers.step import Memo, Step, current, entered, plain_append
 from longreach.cache import CacheConfig
 from longreach.errors import ConcurrentUse, InvalidInput, UnknownName, Unsupported
@@ -337,6 +337,5 @@ class Session:
                 step.memo.rotations[layer] = find_rotation(module, args, kwargs)
             step.rotary[layer] = pair
 
-        for module in self._decoder.modules():
-            if isinstance(getattr(module, "layer_idx", None), int) and "Attention" in type(module).__name__:
-                self._undo.append(module.register_forward_pre_hook(note, with_kwargs=True).remove)
+        for module in attention_modules(self._decoder):
+            self._undo.append(module.register_forward_pre_hook(note, with_kwargs=True).remove)

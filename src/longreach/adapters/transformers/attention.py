@@ -39,7 +39,7 @@ def longreach_attention(
     Raises Unsupported for a keyword that is not implemented, CalledOutside without an attached model around it.
     """
     if probing():
-        raise Captured(query, key)
+        raise Captured(query, key, value)
     step = current()
     _refuse_unknown(kwargs)
     layer = _check_layer(step, module, query, key, value)

@@ -25,11 +25,11 @@ PROBE = 3  # tokens
 
 
 class Captured(Exception):
-    """Leaves a probed layer with its query and key."""
+    """Leaves a probed layer with its query, key and value."""
 
-    def __init__(self, query: Tensor, key: Tensor):
+    def __init__(self, query: Tensor, key: Tensor, value: Tensor):
         super().__init__()
-        self.query, self.key = query, key
+        self.query, self.key, self.value = query, key, value
 
 
 _PROBING: ContextVar[bool] = ContextVar("longreach_probing", default=False)
@@ -93,26 +93,44 @@ def _store(x: Tensor, stored: Stored) -> Tensor:
     return x.repeat_interleave(2, -1) if stored == "adjacent" else x
 
 
-@torch.no_grad()
 def _projected(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], cos: Tensor, sin: Tensor) -> Tensor:
     """The queries [1, H, PROBE, D] that the module makes of random hidden states, rotated by cos and sin."""
     hidden = args[0] if args else kwargs["hidden_states"]
-    like = kwargs["position_embeddings"][0]
     random = torch.randn(1, PROBE, hidden.shape[-1], generator=torch.Generator().manual_seed(1)).to(hidden)
-    probe = {name: None if isinstance(value, Cache) else value for name, value in kwargs.items()}
-    probe["position_embeddings"] = (cos.to(like), sin.to(like))
+    probe = dict(kwargs)
     if isinstance(probe.get("position_ids"), Tensor):
         probe["position_ids"] = torch.arange(PROBE, device=hidden.device)[None]
     if not args:
         probe["hidden_states"] = random
+    return captured(module, (random, *args[1:]) if args else (), probe, cos, sin).query
+
+
+@torch.no_grad()
+def captured(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], cos: Tensor, sin: Tensor) -> Captured:
+    """What an attention module, called with these arguments, would attend with, were its rotation cos and sin.
+
+    Nothing is attended and nothing put into a cache. Raises Unsupported where it does not reach our attention.
+    """
+    like = kwargs["position_embeddings"][0]
+    probe = {name: None if isinstance(value, Cache) else value for name, value in kwargs.items()}
+    probe["position_embeddings"] = (cos.to(like), sin.to(like))
     token = _PROBING.set(True)
     try:
-        module.forward(*((random, *args[1:]) if args else ()), **probe)
-    except Captured as captured:
-        return captured.query
+        module.forward(*args, **probe)
+    except Captured as found:
+        return found
     finally:
         _PROBING.reset(token)
     raise Unsupported(f"{type(module).__name__} does not call longreach's attention")
+
+
+def attention_modules(decoder: nn.Module) -> list[nn.Module]:
+    """The modules that attend, as transformers names them: they know the layer they are in."""
+    return [
+        module
+        for module in decoder.modules()
+        if isinstance(getattr(module, "layer_idx", None), int) and "Attention" in type(module).__name__
+    ]
 
 
 def _close(a: Tensor, b: Tensor) -> bool:

@@ -1,0 +1,150 @@
+"""What a model's keys and values depend on, as one hash: every weight of the decoder as it is in memory, its config.
+
+All bytes are hashed, each time a process loads the model. Headers, sizes and samples would pass over a fine-tuned
+layer; a hash kept beside the files would have to trust their dates, and says nothing of what was loaded from them:
+another dtype, quantised weights, a merged adapter. It costs about a second a GB and core; threads share the tensors.
+
+Not in it: the tokenizer (a chunk's key holds tokens), names, special tokens and switches that change no key, the
+language-model head, buffers that no checkpoint holds (the rotary frequencies; they follow from the config). A newer
+transformers whose configuration has another field gives another fingerprint: chunks are then computed anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from longreach.adapters.transformers.checks import decoder_of
+from longreach.errors import Unsupported
+
+FORMAT = "longreach fingerprint 1"
+PIECE = 1 << 26  # bytes brought to the host at a time
+THREADS = 16  # at most: more wait for memory
+WITHOUT_EFFECT = (  # fields of a configuration that change no key and no value
+    "architectures",
+    "bos_token_id",
+    "dtype",  # that of the weights counts, not that of the file
+    "eos_token_id",
+    "id2label",
+    "label2id",
+    "output_attentions",
+    "output_hidden_states",
+    "pad_token_id",
+    "problem_type",
+    "return_dict",
+    "tie_word_embeddings",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+)
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """digest: 64 hex digits. seen: the weights by name, and how often they had been written to when it was taken."""
+
+    digest: str
+    seen: tuple[tuple[str, ReferenceType[Tensor], int], ...]
+
+    def holds(self, model: PreTrainedModel) -> bool:
+        """Whether no weight was replaced or written to since, as torch counts writes; no byte is read."""
+        now = _seen(decoder_of(model))
+        return len(now) == len(self.seen) and all(
+            a == b and old() is not None and old() is new() and m == n
+            for (a, old, m), (b, new, n) in zip(self.seen, now, strict=True)
+        )
+
+
+def fingerprint(model: PreTrainedModel) -> Fingerprint:
+    """Hash a model's decoder. Raises Unsupported where not all that its keys depend on can be read, by name."""
+    decoder = decoder_of(model)
+    name = type(decoder).__name__
+    if getattr(model, "_hf_peft_config_loaded", False) or any(_of_peft(module) for module in model.modules()):
+        raise Unsupported(
+            f"{name} has an adapter that is not merged: which one is on, and how strongly, is in no weight; merge it "
+            f"into the model first (merge_and_unload)"
+        )
+    seen = _seen(decoder)  # first: what is written to while it is hashed does not hold afterwards
+    state = decoder.state_dict()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with ThreadPoolExecutor(min(THREADS, cores)) as pool:
+        parts = pool.map(lambda item: f"{item[0]} {_digest(name, item[0], item[1])}", sorted(state.items()))
+        text = "\n".join([FORMAT, name, _config(decoder), *parts])
+    return Fingerprint(hashlib.sha256(text.encode()).hexdigest(), seen)
+
+
+def _of_peft(module: nn.Module) -> bool:
+    return type(module).__module__.partition(".")[0] == "peft"
+
+
+def _config(decoder: PreTrainedModel) -> str:
+    """The decoder's configuration as JSON, without what has no effect and without private fields."""
+    fields = decoder.config.to_dict()
+    kept = {k: v for k, v in fields.items() if k not in WITHOUT_EFFECT and not k.startswith("_")}
+    return json.dumps(kept, sort_keys=True, default=str)
+
+
+def _seen(decoder: nn.Module) -> tuple[tuple[str, ReferenceType[Tensor], int], ...]:
+    found = []
+    for name, tensor in (*decoder.named_parameters(), *decoder.named_buffers()):
+        if name.endswith("inv_freq"):  # some kinds of rotary embedding write theirs anew with the length
+            continue
+        writes = -1 if tensor.is_inference() else tensor._version
+        found.append((name, ref(tensor), writes))
+    return tuple(found)
+
+
+def _digest(model: str, name: str, value: Any) -> str:
+    """Hash of one entry of a state dict: a tensor, or what quantised layers keep there."""
+    digest = hashlib.sha256()
+    _feed(digest, value, f"{model}'s {name}")
+    return digest.hexdigest()
+
+
+@torch.no_grad()
+def _feed(digest: Any, value: Any, what: str) -> None:
+    if isinstance(value, (list, tuple)):
+        digest.update(f"{len(value)} of ".encode())
+        for part in value:
+            _feed(digest, part, what)
+    elif value is None or isinstance(value, (bool, int, float, str, bytes, torch.dtype)):
+        digest.update(f"{type(value).__name__} {value!r} ".encode())
+    elif not isinstance(value, Tensor):
+        raise Unsupported(f"{what} is a {type(value).__name__}, which a fingerprint does not know how to read")
+    elif type(value) not in (Tensor, nn.Parameter):
+        _feed_subclass(digest, value, what)
+    else:
+        digest.update(f"{value.dtype} {list(value.shape)} ".encode())
+        if value.is_meta:
+            raise Unsupported(f"{what} is on the meta device; load the model first")
+        if value.is_quantized:
+            digest.update(f"{value.qscheme()} ".encode())
+            per_channel = value.qscheme() in (torch.per_channel_affine, torch.per_channel_affine_float_qparams)
+            if per_channel:
+                _feed(digest, (value.q_per_channel_scales(), value.q_per_channel_zero_points()), what)
+            else:
+                _feed(digest, (value.q_scale(), value.q_zero_point()), what)
+            value = value.int_repr()
+        flat = value.detach().contiguous().reshape(-1).view(torch.uint8)
+        for first in range(0, len(flat), PIECE):
+            digest.update(flat[first : first + PIECE].cpu().numpy())
+
+
+def _feed_subclass(digest: Any, value: Tensor, what: str) -> None:
+    """Tensors that are made of others (quantised ones): the others, and how they are put together."""
+    kind = type(value).__name__
+    if kind == "DTensor" or not hasattr(value, "__tensor_flatten__"):
+        raise Unsupported(f"{what} is a {kind}, of which a fingerprint cannot read all; load the model on one device")
+    names, how = value.__tensor_flatten__()
+    digest.update(f"{kind} {names} {how!r} ".encode())
+    for name in names:
+        _feed(digest, getattr(value, name), f"{what}.{name}")

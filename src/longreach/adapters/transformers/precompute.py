@@ -1,0 +1,208 @@
+"""Keys before rotation and values of chunks, each computed alone or behind a shared prefix, for the chunk store.
+
+A key is what its layer makes of a hidden state, biases and norms (q/k norm) included, before the rotary embedding;
+the layer's own code makes it, asked once more with a rotation of nothing, so it is exact to the bit. That costs a
+second projection to queries, keys and values, and no accuracy; unrotating the cache's keys would round them again.
+Layers that do not rotate (SmolLM3, Command R7B) store the keys they attend to. What a chunk attends to is itself and
+the prefix, at positions from 0: sliding windows, sinks and soft caps are the model's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from longreach.adapters.transformers.attach import Session
+from longreach.adapters.transformers.checks import check_model, decoder_of
+from longreach.adapters.transformers.fingerprint import Fingerprint, fingerprint
+from longreach.adapters.transformers.memory import memory_errors
+from longreach.adapters.transformers.reading import CHUNK, Advance, context_limit
+from longreach.adapters.transformers.rotary import (
+    Rotation,
+    attention_modules,
+    captured,
+    find_rotation,
+    probing,
+)
+from longreach.errors import InvalidInput, OutOfMemory, Unsupported
+from longreach.ops import rotate
+from longreach.store.key import Chunk, ChunkKey, as_ids
+
+
+class Precompute:
+    """Computes chunks on an attached model whose prefill is dense. The prefix is read once and kept in a cache.
+
+    prefix: tokens before every chunk, special ones included; what they are is part of every key, their own keys and
+        values are not stored. chunk: tokens per pass; keys and values go to the host after each, so that device
+        memory holds one pass of hidden states and the cache of one chunk.
+    known: the model's fingerprint, where it was taken already. Chunks are computed one by one: a pass of 512 tokens
+        fills a GPU, and what a chunk holds then depends on no neighbour.
+
+    Raises InvalidInput, Unsupported (a model whose keys know their position otherwise than by rotation).
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        prefix: Sequence[int] = (),
+        *,
+        chunk: int = CHUNK,
+        known: Fingerprint | None = None,
+    ):
+        if chunk < 1:
+            raise InvalidInput(f"prefill chunk: expected at least 1 token, got {chunk}")
+        if session.prefill.name != "dense":
+            raise InvalidInput(
+                f"stored chunks are those of dense attention, and this session prefills with {session.prefill.name}; "
+                f"attach with prefill=None"
+            )
+        self.session, self.pass_tokens = session, chunk
+        self._decoder = decoder_of(session.model)
+        check_model(session.model, self._decoder, rotary=True)
+        self.prefix = tuple(prefix)
+        self._check_tokens(self.prefix, "prefix")
+        self.fingerprint = known or fingerprint(session.model)
+        self._cache = session.new_cache(1)
+        self._checked = set[int]()
+
+    def key(self, tokens: Sequence[int]) -> ChunkKey:
+        """What a chunk is stored under."""
+        return ChunkKey.of(self.fingerprint.digest, self.session.model.dtype, self.prefix, tokens)
+
+    def check(self, tokens: Sequence[int]) -> None:
+        """Raise InvalidInput for a chunk that this model cannot compute, before any is."""
+        if not tokens:
+            raise InvalidInput("a chunk holds no tokens; leave it out")
+        self._check_tokens(tokens, "chunk")
+        limit, total = context_limit(self.session.model), len(self.prefix) + len(tokens)
+        if limit is not None and total > limit:
+            raise InvalidInput(
+                f"a chunk of {len(tokens)} tokens behind a prefix of {len(self.prefix)} is longer than the model's "
+                f"context of {limit} tokens; cut it into smaller ones (--chunk-tokens)"
+            )
+
+    def compute(self, tokens: Sequence[int], progress: Advance = lambda done: None) -> Chunk:
+        """The chunk of these tokens. progress is told how many tokens of it each pass read.
+
+        Raises OutOfMemory, Unsupported (keys or values that are no finite numbers; weights changed meanwhile).
+        """
+        self.check(tokens)
+        if not self.fingerprint.holds(self.session.model):
+            raise Unsupported("the model's weights have changed since its fingerprint was taken; take a new one")
+        found = _Found(len(tokens))
+        with memory_errors(), self.session.prompt_end(len(self.prefix) + len(tokens)) as phases:
+            self._read_prefix()
+            phases.room = len(self.prefix) + len(tokens)
+            try:
+                with self._noting(found):
+                    for first in range(0, len(tokens), self.pass_tokens):
+                        found.first = first
+                        self._forward(tokens[first : first + self.pass_tokens])
+                        progress(min(self.pass_tokens, len(tokens) - first))
+            except OutOfMemory as error:
+                raise OutOfMemory(
+                    f"memory ran out while a chunk of {len(tokens)} tokens was computed, {self.pass_tokens} at a "
+                    f"time; lower the prefill chunk size (--prefill-chunk-size) or the chunk (--chunk-tokens)"
+                ) from error
+            finally:
+                self._cache.drop_columns(max(0, self._cache.columns - len(self.prefix)))
+        keys, values = found.layers(len(attention_modules(self._decoder)))
+        return Chunk(self.key(tokens), as_ids(self.prefix), as_ids(tokens), keys, values)
+
+    def _check_tokens(self, tokens: Sequence[int], what: str) -> None:
+        embeddings: Any = self.session.model.get_input_embeddings()
+        known = embeddings.num_embeddings
+        strange = next((t for t in tokens if not 0 <= t < known), None)
+        if strange is not None:
+            raise InvalidInput(
+                f"{what}: token {strange} is none of the model's {known}; is the tokenizer this model's?"
+            )
+
+    def _read_prefix(self) -> None:
+        with self._cache.restored_on_error():
+            for first in range(self._cache.columns, len(self.prefix), self.pass_tokens):
+                self._forward(self.prefix[first : first + self.pass_tokens])
+
+    @torch.no_grad()
+    def _forward(self, tokens: Sequence[int]) -> None:
+        """A pass of the decoder alone: nobody wants logits."""
+        ids = torch.tensor([list(tokens)], device=self.session.model.device)
+        self._decoder(input_ids=ids, past_key_values=self._cache, use_cache=True)
+
+    @contextmanager
+    def _noting(self, found: _Found) -> Iterator[None]:
+        """Within this block every layer's keys and values are noted as it is about to attend."""
+
+        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if probing():
+                return
+            layer = int(module.layer_idx)  # type: ignore[arg-type]
+            pair = kwargs.get("position_embeddings")
+            if not (isinstance(pair, tuple) and len(pair) == 2):
+                raise Unsupported(f"{type(module).__name__} (layer {layer}) gets no pair (cos, sin) to rotate by")
+            cos, sin = pair
+            plain = captured(module, args, kwargs, torch.ones_like(cos), torch.zeros_like(sin))
+            if layer not in self._checked:
+                _check_rotation(module, args, kwargs, plain.key)
+                self._checked.add(layer)
+            found.add(layer, plain.key[0], plain.value[0])
+
+        hooks = [m.register_forward_pre_hook(note, with_kwargs=True) for m in attention_modules(self._decoder)]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+class _Found:
+    """Keys and values of a chunk of `length` tokens, layer by layer, filled pass by pass from token `first`."""
+
+    def __init__(self, length: int):
+        self.length, self.first = length, 0
+        self.kept: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def add(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """key, value [G, T, D] of the pass's tokens."""
+        if layer not in self.kept:
+            self.kept[layer] = tuple(  # type: ignore[assignment]
+                torch.empty(x.shape[0], self.length, x.shape[2], dtype=x.dtype) for x in (key, value)
+            )
+        for whole, part in zip(self.kept[layer], (key, value), strict=True):
+            whole[:, self.first : self.first + part.shape[1]].copy_(part)
+
+    def layers(self, count: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """(keys, values), a tensor [G, N, D] a layer."""
+        if sorted(self.kept) != list(range(count)):
+            raise Unsupported(f"keys were seen in layers {sorted(self.kept)}; expected all of {count}")
+        keys, values = (tuple(self.kept[layer][i] for layer in range(count)) for i in (0, 1))
+        for layer, pair in enumerate(zip(keys, values, strict=True)):
+            if not all(bool(torch.isfinite(x).all()) for x in pair):
+                raise Unsupported(
+                    f"layer {layer} makes keys or values of {keys[layer].dtype} that are no finite numbers, which are "
+                    f"not stored; load the model in another dtype (--dtype bfloat16)"
+                )
+        return keys, values
+
+
+def _check_rotation(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], key: Tensor) -> None:
+    """Raise Unsupported unless the layer's own key is this one, rotated or as it is: else it is no key to reuse."""
+    cos, sin = kwargs["position_embeddings"]
+    own = captured(module, args, kwargs, cos, sin).key
+    rotation = find_rotation(module, args, kwargs)
+    if isinstance(rotation, Rotation):
+        turned = rotate(key, rotation.pairs(cos)[:, None], rotation.pairs(sin)[:, None], layout=rotation.layout)
+    elif "does not rotate" in rotation:
+        turned = key
+    else:
+        raise Unsupported(f"chunks need keys before rotation: {rotation}")
+    # cos, sin, two products and a sum round; a position that enters otherwise shows at a size of its own
+    if not (own.float() - turned.float()).norm() <= 4 * torch.finfo(own.dtype).eps * turned.float().norm():
+        raise Unsupported(
+            f"{type(module).__name__} (layer {module.layer_idx}) makes keys that depend on their position otherwise "
+            f"than by rotation, so that they cannot be reused elsewhere"
+        )

@@ -1,0 +1,176 @@
+"""The fingerprint changes with all that changes a key, and with nothing else."""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from longreach import attach
+from longreach.adapters.transformers import Fingerprint, fingerprint, load
+from longreach.errors import Unsupported
+from longreach.testing.tiny import FAMILIES, save_tiny, tiny_model
+
+
+def of(model: Any) -> str:
+    return fingerprint(model).digest
+
+
+def test_equal_models_have_equal_fingerprints(tmp_path: Path) -> None:
+    """Drawn twice, copied, written and loaded, called, attached."""
+    model = tiny_model("llama")
+    want = of(model)
+    assert len(want) == 64 and of(tiny_model("llama")) == want == of(copy.deepcopy(model))
+    save_tiny(tmp_path / "one")
+    loaded, _ = load(tmp_path / "one")
+    again, _ = load(tmp_path / "one")
+    assert of(loaded) == of(again) == want
+    model(torch.tensor([[1, 2, 3]]))
+    with attach(model):
+        assert of(model) == want
+    assert of(model) == want
+
+
+def test_every_family_has_its_own() -> None:
+    assert len({of(tiny_model(family)) for family in FAMILIES}) == len(FAMILIES)
+
+
+def _one_bit(model: Any) -> Any:
+    weight = model.model.layers[1].mlp.down_proj.weight
+    with torch.no_grad():
+        weight.view(torch.int32)[3, 5] ^= 1
+    return model
+
+
+def _swapped(model: Any) -> Any:
+    first, second = model.model.layers[0].mlp, model.model.layers[1].mlp
+    model.model.layers[0].mlp, model.model.layers[1].mlp = second, first
+    return model
+
+
+def _config(**fields: Any) -> Callable[[Any], Any]:
+    def change(model: Any) -> Any:
+        for name, value in fields.items():
+            setattr(model.config, name, value)
+        return model
+
+    return change
+
+
+def _quantised(model: Any) -> Any:
+    return torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
+
+
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization:DeprecationWarning")
+@pytest.mark.parametrize(
+    "change",
+    [
+        _one_bit,
+        _swapped,
+        _quantised,
+        lambda model: model.bfloat16(),
+        lambda model: model.bfloat16().float(),
+        _config(rope_parameters={"rope_type": "default", "rope_theta": 500000.0}),
+        _config(rms_norm_eps=1e-3),
+        _config(sliding_window=8),
+        _config(quantization_config={"quant_method": "fp8"}),
+    ],
+    ids=["bit", "swapped", "int8", "bf16", "rounded", "rope", "norm", "window", "quantisation"],
+)
+def test_what_changes_keys_changes_it(change: Callable[[Any], Any]) -> None:
+    model = tiny_model("llama")
+    want = of(model)
+    assert of(change(model)) != want
+
+
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization:DeprecationWarning")
+def test_quantised_weights_are_read() -> None:
+    """Not only that there are some: one of them changed changes it."""
+    want = of(_quantised(tiny_model("llama")))
+    assert of(_quantised(tiny_model("llama"))) == want
+    moved = tiny_model("llama")
+    with torch.no_grad():
+        moved.model.layers[0].self_attn.k_proj.weight[0] *= 1.5
+    assert of(_quantised(moved)) != want
+
+
+def test_what_changes_no_key_does_not_change_it() -> None:
+    model = tiny_model("llama")
+    want = of(model)
+    model.config.name_or_path, model.config.use_cache, model.config.eos_token_id = "elsewhere", False, 7
+    model.config._attn_implementation = "sdpa"
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    assert of(model) == want
+
+
+def test_writing_to_a_weight_is_noticed_without_reading() -> None:
+    model = tiny_model("gemma2")
+    taken = fingerprint(model)
+    assert taken.holds(model)
+    model(torch.tensor([[1, 2, 3]]))
+    assert taken.holds(model)
+    with torch.no_grad():
+        model.model.layers[0].input_layernorm.weight.mul_(2)
+    assert not taken.holds(model)
+    other = tiny_model("gemma2")
+    assert not taken.holds(other)
+    other = tiny_model("gemma2")
+    taken = fingerprint(other)
+    other.model.layers[0].mlp.up_proj.weight = nn.Parameter(torch.zeros(96, 64))
+    assert not taken.holds(other) and isinstance(taken, Fingerprint)
+
+
+def test_an_adapter_is_refused_by_name() -> None:
+    model = tiny_model("llama")
+
+    class Lora(nn.Module):
+        pass
+
+    Lora.__module__ = "peft.tuners.lora.layer"
+    model.model.layers[0].self_attn.adapter = Lora()
+    with pytest.raises(Unsupported, match=r"adapter that is not merged.*merge_and_unload"):
+        fingerprint(model)
+
+
+def test_a_tensor_of_several_is_read_whole_and_a_strange_one_refused() -> None:
+    model = tiny_model("llama")
+
+    class Scaled(torch.Tensor):
+        @staticmethod
+        def __new__(cls: Any, data: Any, scale: Any) -> Any:
+            made = torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=torch.float32)
+            made.data_, made.scale_ = data, scale
+            return made
+
+        def __tensor_flatten__(self) -> Any:
+            return ["data_", "scale_"], None
+
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return args[0]
+
+    data = torch.ones(4, dtype=torch.int8)
+    found = []
+    for scale in (1.0, 2.0):
+        value = Scaled(data, torch.tensor([scale]))
+        state = {**tiny_model("llama").model.state_dict(), "odd": value}
+        model.model.state_dict = types.MethodType(lambda self, state=state: state, model.model)
+        found.append(of(model))
+    assert found[0] != found[1]
+    model.model.state_dict = types.MethodType(lambda self: {"odd": object()}, model.model)
+    with pytest.raises(Unsupported, match="LlamaModel's odd is a object"):
+        of(model)
+
+
+def test_weights_that_are_not_there_are_refused() -> None:
+    with torch.device("meta"):
+        model = copy.deepcopy(tiny_model("llama")).to("meta")
+    with pytest.raises(Unsupported, match="meta device"):
+        of(model)
