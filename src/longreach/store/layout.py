@@ -172,9 +172,13 @@ def _read(document: dict[str, Any]) -> Head:
 def tensors(head: Head, memory: Tensor) -> dict[str, Tensor]:
     """Views of a whole file's bytes (uint8 [size]), by name."""
     found, start = {}, memory.numel() - head.data_bytes
+    values = memory.view(DTYPES[head.key.dtype])
     for spec in head.specs:
-        kind = torch.int64 if spec.dtype == "I64" else DTYPES[head.key.dtype]
-        found[spec.name] = memory[start : start + spec.bytes].view(kind).view(spec.shape)
+        if spec.dtype == "I64":
+            found[spec.name] = memory[start : start + spec.bytes].view(torch.int64)
+        else:
+            _, n, d = spec.shape
+            found[spec.name] = values.as_strided(spec.shape, (n * d, d, 1), start // WIDTHS[spec.dtype])
         start += spec.bytes
     return found
 

@@ -12,10 +12,12 @@ count as uses as well. Modification times stay those of the writing and tell a f
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import re
+import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,11 +38,10 @@ _OURS = re.compile(r"[0-9a-f]{64}\.safetensors")
 
 @dataclass(frozen=True)
 class Found:
-    """A file's bytes, uint8 [size], mapped into memory; identity tells it from any other file of its name."""
+    """A file's bytes, uint8 [size]; identity tells it from any other file of its name (None: it may be any)."""
 
     memory: Tensor
-    identity: tuple[int, ...]
-    used: int  # ns since 1970
+    identity: tuple[int, ...] | None
 
 
 class LocalFolder:
@@ -59,7 +60,7 @@ class LocalFolder:
         """Make a folder ours. Other people's files are not to be set aside, so it must be empty, or hold chunks."""
         self.path.mkdir(parents=True, exist_ok=True)
         ours = {self.writing.name, self.aside.name, LOCK}
-        strange = [e.name for e in os.scandir(self.path) if e.name not in ours and not _OURS.fullmatch(e.name)]
+        strange = [e.name for e in os.scandir(self.path) if e.name not in ours and not is_chunk(e.name)]
         if strange:
             raise StoreError(f"{self.path} is no chunk store, it holds {strange[0]}; name an empty folder")
         self.writing.mkdir(exist_ok=True)
@@ -76,30 +77,40 @@ class LocalFolder:
 
     def read(self, name: str) -> Found | None:
         """Map a file; None where there is none. Private pages: what the caller writes to them stays his."""
+        return self._found_by(name, 0, _map)
+
+    def look(self, name: str) -> Found | None:
+        """Like read, but no use; to be let go soon, for it holds a descriptor. Where the file is another user's and the
+        system keeps access times, it does count as a use."""
         try:
-            fd = os.open(self.file(name), os.O_RDONLY)
+            return self._found_by(name, getattr(os, "O_NOATIME", 0), _look)
+        except PermissionError:
+            return self._found_by(name, 0, _look)
+
+    def _found_by(self, name: str, flags: int, mapped: Callable[[int, int], Tensor]) -> Found | None:
+        try:
+            fd = os.open(self.file(name), os.O_RDONLY | os.O_NONBLOCK | flags)  # a pipe of that name is not waited for
         except FileNotFoundError:
             return None
         try:
             status = os.fstat(fd)
-            # by descriptor, so that what was looked at is what is mapped, whatever happens to the name meanwhile
-            memory = _map(f"/dev/fd/{fd}", status.st_size)
+            size = status.st_size if stat.S_ISREG(status.st_mode) else 0
+            memory = mapped(fd, size) if size else torch.empty(0, dtype=torch.uint8)
         finally:
             os.close(fd)
-        return Found(memory, _identity(status), status.st_atime_ns)
+        return Found(memory, _identity(status))
 
-    def used(self, name: str, at: int | None = None) -> None:
-        """Keep the time of a chunk's last use, now or as given. Where that is not allowed, the report counts it."""
+    def used(self, name: str) -> None:
+        """Keep the time of a chunk's last use. Where that is not allowed, the report counts it."""
         path = self.file(name)
         try:
-            status = path.stat()
-            os.utime(path, ns=(time.time_ns() if at is None else at, status.st_mtime_ns))
+            os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
         except FileNotFoundError:
             pass  # evicted meanwhile
         except OSError:
             self.counts.add("last_use_not_kept")
 
-    def write(self, name: str, header: Any, buffers: Sequence[memoryview], size: int) -> bool:
+    def write(self, name: str, header: Callable[[], bytes], buffers: Sequence[memoryview], size: int) -> bool:
         """Put a file in its place, whole; False where one is there. Raises StoreFull."""
         with held(self.lock):
             self._collect()
@@ -127,7 +138,7 @@ class LocalFolder:
         """All chunks' files, the longest unused first."""
         found = []
         for entry in os.scandir(self.path):
-            if _OURS.fullmatch(entry.name):
+            if is_chunk(entry.name):
                 with contextlib.suppress(FileNotFoundError):
                     status = entry.stat(follow_symlinks=False)
                     found.append(Entry(entry.name.removesuffix(ENDING), status.st_size, status.st_atime))
@@ -135,7 +146,7 @@ class LocalFolder:
 
     def strange(self) -> list[str]:
         """Names of files in the folder that are no chunk's."""
-        return [e.name for e in os.scandir(self.path) if not _OURS.fullmatch(e.name) and e.name != LOCK
+        return [e.name for e in os.scandir(self.path) if not is_chunk(e.name) and e.name != LOCK
                 and not e.is_dir(follow_symlinks=False)]  # fmt: skip
 
     def remove(self, name: str) -> bool:
@@ -149,6 +160,7 @@ class LocalFolder:
             try:
                 if identity is not None and _identity(path.lstat()) != identity:
                     return False
+                self.aside.mkdir(exist_ok=True)
                 os.rename(path, self.aside / f"{time.time_ns():020d}-{file}")
             except FileNotFoundError:
                 return False
@@ -191,25 +203,37 @@ class LocalFolder:
             total -= entry.bytes
 
     def _collect(self) -> None:
+        self.writing.mkdir(exist_ok=True)
         for entry in os.scandir(self.writing):
             if abandoned(Path(entry.path)) and _unlink(Path(entry.path)):
                 self.counts.add("leftovers_removed")
 
     def _cap_set_aside(self) -> None:
-        files = sorted(((e.name, e.path, e.stat().st_size) for e in os.scandir(self.aside)), reverse=True)
+        self.aside.mkdir(exist_ok=True)
+        files = sorted((e.name, e.path, e.stat().st_size) for e in os.scandir(self.aside) if e.is_file())
         total = 0
-        for _, path, size in files:
+        for _, path, size in reversed(files):
             total += size
             if total > SET_ASIDE_BYTES:
                 _unlink(Path(path))
 
 
-def _map(path: str, size: int) -> Tensor:
-    memory = torch.empty(0, dtype=torch.uint8)
-    if size:
-        storage: Any = torch.UntypedStorage.from_file(path, False, size)
-        memory.set_(storage, 0, (size,), (1,))
-    return memory
+def _map(fd: int, size: int) -> Tensor:
+    """By descriptor, so that what was looked at is mapped, whatever happens to the name; but torch keeps none open."""
+    try:
+        storage: Any = torch.UntypedStorage.from_file(f"/dev/fd/{fd}", False, size)
+    except RuntimeError as error:
+        raise StoreError(f"cannot map a chunk of {size} bytes into memory: {error}; go on without a store") from error
+    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (size,), (1,))
+
+
+def _look(fd: int, size: int) -> Tensor:
+    return torch.frombuffer(mmap.mmap(fd, size, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+
+
+def is_chunk(file: str) -> bool:
+    """Whether a file's name is that of a chunk."""
+    return _OURS.fullmatch(file) is not None
 
 
 def _identity(status: os.stat_result) -> tuple[int, ...]:

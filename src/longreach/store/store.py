@@ -11,14 +11,16 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor
 
-from longreach.errors import InvalidInput, StoreError, StoreFull, UnknownName
+from longreach.errors import InvalidInput, LongreachError, StoreError, StoreFull, UnknownName, Unsupported
 from longreach.store import layout
 from longreach.store.key import Chunk, ChunkKey
 from longreach.store.layout import Broken, Head
 from longreach.store.local import ENDING, Found, LocalFolder
+from longreach.store.objects import Objects, no_cap, opened
 from longreach.store.results import About, Collected, Counts, Entry, SetAside, Verified
 from longreach.store.writing import no_room
 
+PROMISES = LocalFolder.promises
 Verify = Literal["first", "always", "never"]
 
 
@@ -50,9 +52,39 @@ class ChunkStore:
         if max_bytes is not None and (isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1):
             raise InvalidInput(f"max_bytes: expected a number of bytes or None, got {max_bytes!r}")
         self.location, self.verify = os.fspath(location), verify
-        self._counts, self._verified, self._open = Counts(), dict[str, tuple[int, ...]](), True
+        self._counts, self._open = Counts(), True
+        self._verified: dict[str, tuple[int, ...]] = {}  # name -> identity of the file that was whole
         with self._errors("open"):
-            self._files = LocalFolder(Path(self.location), max_bytes, self._counts)
+            self._files = self._place(max_bytes, storage_options)
+
+    def _place(self, max_bytes: int | None, storage_options: dict[str, Any] | None) -> LocalFolder | Objects:
+        path = self.location
+        if "://" in path or "::" in path:
+            from fsspec.implementations.local import LocalFileSystem
+
+            fs, path = opened(self.location, storage_options)
+            if not isinstance(fs, LocalFileSystem):
+                if max_bytes is not None:
+                    raise Unsupported(no_cap(self.location))
+                return Objects(fs, path, self.location)
+        elif storage_options:
+            raise InvalidInput(f"storage_options are for URLs, and {path} is a folder; leave them out")
+        if not path:
+            raise InvalidInput("location: expected a folder or a URL, got nothing")
+        return LocalFolder(Path(path).expanduser(), max_bytes, self._counts)
+
+    @property
+    def promises(self) -> tuple[str, ...]:
+        """Which of PROMISES hold where this store is."""
+        return self._files.promises
+
+    def require(self, *promises: str) -> None:
+        """Raise Unsupported, naming it, where one of PROMISES does not hold."""
+        for promise in promises:
+            if promise not in PROMISES:
+                raise UnknownName("promise of a store", promise, PROMISES)
+            if promise not in self.promises:
+                raise Unsupported(f"{promise} at {self.location}: only folders of local disks promise it")
 
     def __enter__(self) -> ChunkStore:
         return self
@@ -110,7 +142,7 @@ class ChunkStore:
     def about(self, name: str) -> About | None:
         """What the header of an entry's file says; None where it is gone or no chunk (verify_all sets such aside)."""
         with self._errors("read from"):
-            found = self._files.read(name)
+            found = self._files.look(name)
             if found is None:
                 return None
             try:
@@ -127,7 +159,7 @@ class ChunkStore:
         whole, total, broken = 0, 0, list[SetAside]()
         with self._errors("verify"):
             for entry in self._files.entries():
-                found = self._files.read(entry.name)
+                found = self._files.look(entry.name)
                 if found is not None:
                     total += found.memory.numel()
                     try:
@@ -138,7 +170,6 @@ class ChunkStore:
                         layout.verify(head, tensors)
                         layout.chunk_of(head, tensors, head.key)
                         whole += 1
-                        self._files.used(entry.name, found.used)
                     except Broken as error:
                         broken.append(self._set_aside(entry.name + ENDING, found.identity, error))
                 if progress:
@@ -174,11 +205,12 @@ class ChunkStore:
         head = _head(found.memory)
         layout.require(head, key)
         tensors = layout.tensors(head, found.memory)
-        known = self._verified.get(key.name) == found.identity
+        known = found.identity is not None and self._verified.get(key.name) == found.identity
         if self.verify == "always" or (self.verify == "first" and not known):
             layout.verify(head, tensors)
-            self._verified[key.name] = found.identity
             self._counts.add("verified")
+            if found.identity is not None:
+                self._verified[key.name] = found.identity
         return layout.chunk_of(head, tensors, key)
 
     def _set_aside(self, file: str, identity: tuple[int, ...] | None, broken: Broken) -> SetAside:
@@ -196,7 +228,7 @@ class ChunkStore:
             raise InvalidInput(f"the chunk store {self.location} is closed; open it again")
         try:
             yield
-        except StoreError:
+        except LongreachError:
             raise
         except OSError as error:
             kind, remedy = StoreError, "name another folder, or go on without a store"
