@@ -115,7 +115,7 @@ def encode(chunk: Chunk) -> tuple[Callable[[], bytes], list[memoryview], int]:
     blank = Head(chunk.key, specs, (0,) * len(specs))
 
     def header() -> bytes:
-        return Head(chunk.key, specs, tuple(map(zlib.crc32, buffers))).encode()
+        return Head(chunk.key, specs, tuple(map(_crc, specs, buffers))).encode()
 
     return header, buffers, len(blank.encode()) + blank.data_bytes
 
@@ -187,7 +187,7 @@ def verify(head: Head, found: dict[str, Tensor]) -> None:
     """Compare every tensor's checksum, several at a time. Raises Broken naming the tensors that differ."""
     buffers = [_bytes_of(found[s.name]) for s in head.specs]
     with ThreadPoolExecutor(_THREADS) as threads:
-        got = list(threads.map(zlib.crc32, buffers))
+        got = list(threads.map(_crc, head.specs, buffers))
     bad = [s.name for s, a, b in zip(head.specs, got, head.crcs, strict=True) if a != b]
     if bad:
         raise Broken("data changed", f"the checksum of {', '.join(bad[:4])}{' and others' if bad[4:] else ''} differs")
@@ -209,6 +209,11 @@ def require(head: Head, key: ChunkKey) -> None:
     differs = [n for n in ("model", "dtype", "prefix", "tokens") if getattr(head.key, n) != getattr(key, n)]
     if differs:
         raise Broken("another chunk", f"it holds a chunk of other {', '.join(differs)}")
+
+
+def _crc(spec: Spec, buffer: memoryview) -> int:
+    """Of a tensor's name, dtype and shape, and of its bytes."""
+    return zlib.crc32(buffer, zlib.crc32(f"{spec.name} {spec.dtype} {list(spec.shape)}".encode()))
 
 
 def _bytes_of(x: Tensor) -> memoryview:

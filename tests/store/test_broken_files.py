@@ -1,0 +1,211 @@
+"""Files that are torn, changed, misplaced or foreign: a miss, set aside, counted, warned of, and never used."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from longreach.store import ChunkStore
+from longreach.store import local as local_module
+from tests.store.factory import chunk, path, same
+
+
+def flipped(file: Path, at: int, bits: int = 0x10) -> None:
+    """Change a byte, leaving the time of the file's writing as it was."""
+    times = file.stat()
+    data = bytearray(file.read_bytes())
+    data[at] ^= bits
+    with file.open("r+b") as stream:
+        stream.write(data)
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def header_length(file: Path) -> int:
+    return 8 + int.from_bytes(file.read_bytes()[:8], "little")
+
+
+def stored(folder: Path) -> Path:
+    with ChunkStore(folder) as store:
+        store.put(chunk(1, prefix=(1, 2)))
+    return path(folder, chunk(1, prefix=(1, 2)))
+
+
+def is_a_miss(folder: Path, verify: str = "first", kind: str | None = None) -> None:
+    """A broken file under chunk 1's name is not used, once; the chunk can then be put and got again."""
+    one = chunk(1, prefix=(1, 2))
+    broken = path(folder, one).read_bytes() if path(folder, one).is_file() else None
+    with ChunkStore(folder, verify=verify) as store:  # type: ignore[arg-type]
+        with pytest.warns(UserWarning, match="is not used, set aside"):
+            assert store.get(one.key) is None
+        aside = list((folder / "set-aside").iterdir())
+        assert len(aside) == 1 and one.key.name in aside[0].name
+        assert broken is None or aside[0].read_bytes() == broken
+        found = store.report()["set_aside"]
+        assert sum(found.values()) == 1 and (kind is None or kind in found), found
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert store.get(one.key) is None  # merely absent now
+            assert store.put(one) and same(store.get(one.key), one)
+
+
+def test_every_flipped_byte_of_a_file_is_found(tmp_path: Path) -> None:
+    file = stored(tmp_path)
+    whole, one = file.read_bytes(), chunk(1, prefix=(1, 2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for at in range(len(whole)):
+            with ChunkStore(tmp_path) as store:
+                flipped(file, at, 1 << at % 8)
+                assert store.get(one.key) is None, at
+                assert not file.exists()
+                file.write_bytes(whole)
+    with ChunkStore(tmp_path) as store:
+        assert same(store.get(one.key), one)
+
+
+@pytest.mark.parametrize("verify", ["first", "always"])
+@pytest.mark.parametrize("where", ["length", "header", "prefix", "tokens", "first tensor", "last byte"])
+def test_a_flipped_byte_is_set_aside(tmp_path: Path, where: str, verify: str) -> None:
+    file = stored(tmp_path)
+    head = header_length(file)
+    at = {"length": 1, "header": head // 2, "prefix": head, "tokens": head + 16, "first tensor": head + 50}
+    flipped(file, at.get(where, -1))
+    is_a_miss(tmp_path, verify)
+
+
+def test_without_verification_structure_and_key_still_count(tmp_path: Path) -> None:
+    file = stored(tmp_path)
+    head = header_length(file)
+    for at in (1, head // 2, head, head + 16):
+        flipped(file, at)
+        is_a_miss(tmp_path, "never")
+        shutil.rmtree(tmp_path / "set-aside")
+    flipped(file, -1)
+    with ChunkStore(tmp_path, verify="never") as store:
+        assert store.get(chunk(1, prefix=(1, 2)).key) is not None  # as documented: data is not looked at
+
+
+def test_a_change_after_the_first_read_is_found_at_the_next_verification(tmp_path: Path) -> None:
+    file, one = stored(tmp_path), chunk(1, prefix=(1, 2))
+    with ChunkStore(tmp_path, verify="always") as always, ChunkStore(tmp_path) as first:
+        assert first.get(one.key) and always.get(one.key)
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)  # changes the file's time, as any honest writing does
+        with pytest.warns(UserWarning, match="checksum"):
+            assert first.get(one.key) is None
+        assert always.get(one.key) is None and always.report()["misses"] == 1
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 100, -1, -8, "header", "half", "longer"])
+def test_a_truncated_or_grown_file_is_set_aside(tmp_path: Path, size: int | str) -> None:
+    file = stored(tmp_path)
+    whole, head = file.stat().st_size, header_length(file)
+    named = {"header": head, "half": (head + whole) // 2, "longer": whole + 8}
+    to = named[size] if isinstance(size, str) else size % whole if size < 0 else size
+    os.truncate(file, to)
+    is_a_miss(tmp_path, "never")
+
+
+def test_a_file_of_zeros_is_set_aside(tmp_path: Path) -> None:
+    file = stored(tmp_path)
+    file.write_bytes(bytes(file.stat().st_size))
+    is_a_miss(tmp_path, kind="foreign or truncated")
+
+
+@pytest.mark.parametrize("other", ["model", "dtype", "prefix", "tokens"])
+@pytest.mark.parametrize("verify", ["first", "never"])
+def test_a_file_of_another_chunk_is_set_aside(tmp_path: Path, other: str, verify: str) -> None:
+    file = stored(tmp_path)
+    strangers = {
+        "model": chunk(1, prefix=(1, 2), model="another"),
+        "dtype": chunk(1, prefix=(1, 2), dtype=torch.float16),
+        "prefix": chunk(1),
+        "tokens": chunk(2, prefix=(1, 2)),
+    }
+    with ChunkStore(tmp_path) as store:
+        store.put(strangers[other])
+    os.rename(path(tmp_path, strangers[other]), file)
+    is_a_miss(tmp_path, verify, "another chunk")
+
+
+def foreign_safetensors(file: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file({"keys.0": torch.zeros(4)}, file, {"format": "pt"})
+
+
+def a_pipe(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+def a_folder(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+@pytest.mark.parametrize("make", [foreign_safetensors, a_pipe, a_folder, lambda file: file.write_bytes(b"hello" * 99)])
+def test_a_foreign_file_under_a_chunks_name_is_set_aside(tmp_path: Path, make: Callable[[Path], object]) -> None:
+    make(stored(tmp_path))
+    is_a_miss(tmp_path)
+
+
+def test_verify_all_reads_everything_and_tells_what_is_broken(tmp_path: Path) -> None:
+    with ChunkStore(tmp_path) as store:
+        for n in range(5):
+            store.put(chunk(n))
+        flipped(path(tmp_path, chunk(1)), -1)
+        os.truncate(path(tmp_path, chunk(2)), 50)
+        os.rename(path(tmp_path, chunk(3)), tmp_path / f"{'0' * 64}.safetensors")
+        (tmp_path / "notes.txt").write_text("what is this?")
+        steps: list[int] = []
+        with pytest.warns(UserWarning) as told:
+            found = store.verify_all(steps.append)
+        kinds = {broken.file: broken.kind for broken in found.broken}
+        assert kinds == {
+            path(tmp_path, chunk(1)).name: "data changed",
+            path(tmp_path, chunk(2)).name: "foreign or truncated",
+            "0" * 64 + ".safetensors": "another chunk",
+            "notes.txt": "foreign",
+        }
+        assert found.whole == 2 and sum(steps) == 5 and len(told) == 4
+        assert len(list((tmp_path / "set-aside").iterdir())) == 4
+        assert store.verify_all().broken == () and same(store.get(chunk(0).key), chunk(0))
+
+
+def test_a_good_file_put_meanwhile_is_not_set_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, one = stored(tmp_path), chunk(1, prefix=(1, 2))
+    flipped(file, -1)
+    with ChunkStore(tmp_path) as store, ChunkStore(tmp_path) as other:
+        move = local_module.LocalFolder.set_aside
+
+        def late(self: local_module.LocalFolder, name: str, identity: tuple[int, ...]) -> bool:
+            other.remove(one.key)
+            other.put(one)
+            return move(self, name, identity)
+
+        monkeypatch.setattr(local_module.LocalFolder, "set_aside", late)
+        with pytest.warns(UserWarning, match="gone meanwhile"):
+            assert store.get(one.key) is None
+        assert same(store.get(one.key), one) and not list((tmp_path / "set-aside").iterdir())
+
+
+def test_what_is_set_aside_has_a_cap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ChunkStore(tmp_path) as store:
+        store.put(chunk(0))
+        size = store.entries()[0].bytes
+        monkeypatch.setattr(local_module, "SET_ASIDE_BYTES", 2 * size)
+        for n in range(5):
+            store.put(chunk(n))
+            flipped(path(tmp_path, chunk(n)), -1)
+            with pytest.warns(UserWarning):
+                store.get(chunk(n).key)
+    kept = sorted(p.name[21:85] for p in (tmp_path / "set-aside").iterdir())
+    assert kept == sorted(chunk(n).key.name for n in (3, 4))
