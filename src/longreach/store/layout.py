@@ -158,9 +158,9 @@ def _read(document: dict[str, Any]) -> Head:
         raise ValueError("a shape of no natural numbers")
     if [s.dtype for s in specs] != ["I64"] * 2 + [NAMES[key.dtype]] * (2 * layers):
         raise ValueError(f"expected int64 tokens and {key.dtype} tensors")
-    count = specs[1].shape[0]
-    if len(specs[0].shape) != 1 or len(specs[1].shape) != 1 or not count:
+    if len(specs[0].shape) != 1 or len(specs[1].shape) != 1 or not specs[1].shape[0]:
         raise ValueError("expected tokens [N] and prefix [P]")
+    count = specs[1].shape[0]
     if any(len(s.shape) != 3 or s.shape[1] != count or not all(s.shape) for s in specs[2:]):
         raise ValueError(f"expected tensors [G, {count}, D]")
     crcs, digits = fields["crc32"], 8 * len(specs)
