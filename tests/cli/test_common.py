@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from longreach.cli.common import parse_settings, read_document
+from longreach.cli.common import byte_size, parse_settings, read_document
 from longreach.errors import InvalidInput, UnknownName
 
 SLOTS = ("prefill", "decode")
@@ -77,3 +78,17 @@ def test_documents_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(b"")))
     with pytest.raises(InvalidInput, match="standard input is empty"):
         read_document("-")
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes_"),
+    [("1", 1), ("800000", 800_000), ("500MB", 500_000_000), ("1.5 gb", 1_500_000_000), ("2GiB", 2 << 30), ("7B", 7)],
+)
+def test_sizes(text: str, bytes_: int) -> None:
+    assert byte_size(text) == bytes_
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "MB", "5 apples", "1e9", "0.1B", "nan"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="such as 500MB or 2GiB"):
+        byte_size(text)

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from longreach.cli import show
-from longreach.cli.show import Column, Table, duration, fitted, percent
+from longreach.cli.show import Column, Table, duration, fitted, percent, size
 
 COLUMNS = [Column("name", 12, left=True), Column("bytes", 7), Column("K", 30, wide=True), Column("time", 8)]
 
@@ -84,3 +84,10 @@ def test_progress_is_shown_on_a_terminal_and_leaves_standard_output_alone(
         advance(1)
     out, err = capsys.readouterr()
     assert out == "" and "reading" in err and "3/3" in err
+
+
+def test_sizes_fit_eight_characters() -> None:
+    shown = {0: "0 B", 999: "999 B", 1000: "1 kB", 12345: "12.3 kB", 999_499: "999 kB", 999_600: "1 MB",
+             3_120_000: "3.12 MB", 44_018_040: "44 MB", 16 * 10**12: "16 TB"}  # fmt: skip
+    assert {number: size(number) for number in shown} == shown
+    assert all(len(size(10**n - 1)) <= 8 for n in range(1, 17))

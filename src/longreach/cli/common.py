@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -31,6 +32,19 @@ def positive(text: str) -> int:
 def count(text: str) -> int:
     """An argument that is a count, of 0 or more."""
     return _at_least(0, text)
+
+
+UNITS = {"": 1, "B": 1, **{u: 1000**n for n, u in enumerate(("KB", "MB", "GB", "TB"), 1)},
+         **{u: 1024**n for n, u in enumerate(("KIB", "MIB", "GIB", "TIB"), 1)}}  # fmt: skip
+
+
+def byte_size(text: str) -> int:
+    """An argument that is a number of bytes, such as 800000, 500MB, 1.5GB or 2GiB; at least 1."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    value = int(float(found[1]) * UNITS.get(found[2].upper(), 0)) if found else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected a size such as 500MB or 2GiB, got {text!r}")
+    return value
 
 
 def seed(text: str) -> int:

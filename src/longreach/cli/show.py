@@ -113,6 +113,17 @@ def duration(seconds: float | None) -> str:
     return f"{seconds:.1f} s" if seconds < 100 else f"{seconds:.0f} s"
 
 
+def size(number: int) -> str:
+    """Bytes in at most eight characters, in units of 1000."""
+    if number < 1000:
+        return f"{number} B"
+    value, units = float(number), iter(("kB", "MB", "GB", "TB", "PB"))
+    unit = ""
+    while value >= 999.5:
+        value, unit = value / 1000, next(units)
+    return f"{value:.3g} {unit}"
+
+
 def percent(share: float | None) -> str:
     """A share; "-" where there is none."""
     return "-" if share is None else f"{share:.1%}"

@@ -8,6 +8,7 @@ from longreach.adapters.transformers.fingerprint import Fingerprint, fingerprint
 from longreach.adapters.transformers.hf_cache import LongreachCache
 from longreach.adapters.transformers.load import device_of, load, model_path
 from longreach.adapters.transformers.loop.settings import unapplied
+from longreach.adapters.transformers.obtain import Obtained, obtain
 from longreach.adapters.transformers.precompute import Precompute
 from longreach.adapters.transformers.reading import (
     CHUNK,
@@ -32,6 +33,7 @@ __all__ = [
     "BatchReader",
     "Fingerprint",
     "LongreachCache",
+    "Obtained",
     "Piece",
     "Pieces",
     "Precompute",
@@ -47,6 +49,7 @@ __all__ = [
     "fingerprint",
     "load",
     "model_path",
+    "obtain",
     "prompts",
     "shape_of",
     "share",

@@ -1,0 +1,59 @@
+"""A chunk from the store, or computed and stored on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from longreach.adapters.transformers.precompute import Precompute
+from longreach.adapters.transformers.reading import Advance
+from longreach.errors import StoreError
+from longreach.store import Chunk, ChunkStore
+
+State = Literal["stored", "computed", "recomputed"]
+
+
+class Obtained(NamedTuple):
+    """A chunk and where it came from.
+
+    state: "stored" before; "computed"; or "recomputed", where the store had a file of it that was not whole.
+    error: why the store has it not, where it could not be read or written; the chunk is right all the same.
+    """
+
+    chunk: Chunk
+    state: State
+    error: StoreError | None
+
+
+def obtain(
+    work: Precompute, store: ChunkStore | None, tokens: Sequence[int], progress: Advance = lambda done: None
+) -> Obtained:
+    """The chunk of these tokens; computed and stored where the store (None: there is none) does not have it whole.
+
+    progress is told how many of its tokens are done. Raises as Precompute.compute does; what is wrong with the store
+    is returned, so that the caller can go on without it.
+    """
+    work.check(tokens)
+    error: StoreError | None = None
+    chunk, damaged = None, False
+    if store is not None:
+        before = _broken(store)
+        try:
+            chunk = store.get(work.key(tokens))
+        except StoreError as refusal:
+            error = refusal
+        damaged = _broken(store) > before
+    if chunk is not None:
+        progress(len(tokens))
+        return Obtained(chunk, "stored", None)
+    chunk = work.compute(tokens, progress)
+    if store is not None and error is None:
+        try:
+            store.put(chunk)
+        except StoreError as refusal:
+            error = refusal
+    return Obtained(chunk, "recomputed" if damaged else "computed", error)
+
+
+def _broken(store: ChunkStore) -> int:
+    return sum(store.report()["set_aside"].values())

@@ -1,0 +1,36 @@
+"""`longreach store`: chunks of documents, computed once and kept: add, list, verify, gc."""
+
+from __future__ import annotations
+
+import argparse
+
+from longreach.cli.store import add, upkeep
+
+NAME = "store"
+HELP = "keep the keys and values of documents, computed once, on disk"
+EXAMPLES = (
+    "longreach store add --store chunks --model mini notes.txt report.txt",
+    "longreach store add --store chunks --model ./Llama-3.1-8B-Instruct --prefix-file system.txt a.txt b.txt",
+    "longreach store list --store chunks --json",
+    "longreach store verify --store chunks    (exit code 1 where a file was broken)",
+    "longreach store gc --store chunks --max-bytes 100GB",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    for module, name, help_text in (
+        (add, "add", "cut documents into chunks and store what the model makes of each"),
+        (upkeep, "list", "show what is stored"),
+        (upkeep, "verify", "read every chunk and compare all checksums; broken files are set aside"),
+        (upkeep, "gc", "remove what dead processes left and the longest unused chunks"),
+    ):
+        action = actions.add_parser(
+            name, help=help_text, description=help_text[0].upper() + help_text[1:] + ".", allow_abbrev=False
+        )
+        action.add_argument("--store", required=True, metavar="DIR|URL", help="a folder, or a URL that fsspec knows")
+        module.add_arguments(action, name)
+
+
+def run(args: argparse.Namespace) -> int:
+    return add.run(args) if args.action == "add" else upkeep.run(args)

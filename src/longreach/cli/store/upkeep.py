@@ -1,0 +1,149 @@
+"""`longreach store list`, `verify` and `gc`: what is in a store, whether it is whole, less of it. Without a model."""
+
+from __future__ import annotations
+
+import argparse
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from longreach.cli.common import add_json, byte_size
+from longreach.cli.show import Column, Table, console, duration, emit, progress, size
+from longreach.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from longreach.store import ChunkStore
+
+BROKEN = 1  # exit code where files were found broken
+
+
+def add_arguments(parser: argparse.ArgumentParser, action: str) -> None:
+    if action == "list":
+        parser.add_argument("--all", action="store_true", help="a row a chunk, the longest unused first")
+    if action == "gc":
+        parser.add_argument("--max-bytes", type=byte_size, metavar="SIZE", help="that may stay, such as 100GB (default: "
+                            "all; only what dead processes left goes)")  # fmt: skip
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    actions: dict[str, Callable[..., int]] = {"list": _list, "verify": _verify, "gc": _gc}
+    with _existing(args.store) as store:
+        return actions[args.action](args, store)
+
+
+def _existing(location: str) -> ChunkStore:
+    """Open a store, but make none. Raises InvalidInput where there is none."""
+    from longreach.store import ChunkStore
+    from longreach.store.local import LOCK
+
+    if "://" not in location and "::" not in location and not (Path(location).expanduser() / LOCK).is_file():
+        raise InvalidInput(f"there is no chunk store at {location}; `longreach store add` makes one")
+    return ChunkStore(location)
+
+
+def _list(args: argparse.Namespace, store: ChunkStore) -> int:
+    entries, chunks, unreadable = store.entries(), list[dict[str, Any]](), list[str]()
+    with progress("reading headers", len(entries)) as advance:
+        for entry in entries:
+            about = store.about(entry.name)
+            if about is None:
+                unreadable.append(entry.name)
+            else:
+                chunks.append({
+                    "name": entry.name, "model": about.key.model, "dtype": about.key.dtype, "prefix": about.key.prefix,
+                    "prefix_tokens": about.prefix, "tokens": about.tokens, "layers": about.layers,
+                    "bytes": entry.bytes, "last_used": entry.last_used,
+                })  # fmt: skip
+            advance(1)
+    total = sum(entry.bytes for entry in entries)
+    if args.json:
+        emit({"store": args.store, "bytes": total, "chunks": chunks, "unreadable": unreadable})
+        return 0
+    out = console()
+    columns = [Column("model", 12, left=True), Column("dtype", 8, left=True), Column("prefix", 7), Column("tokens", 9),
+               Column("layers", 6), Column("size", 8), Column("last used", 11)]  # fmt: skip
+    if args.all:
+        _show_chunks(Table(out, [Column("chunk", 12, left=True), *columns]), chunks)
+    else:
+        _show_groups(Table(out, [*columns[:3], Column("chunks", 7), *columns[3:]]), chunks)
+    out.print(
+        f"\n{len(entries)} chunks, {size(total)}. model: the first digits of its fingerprint; prefix: tokens before "
+        f"each chunk; last used: ago.",
+        soft_wrap=True,
+    )
+    if unreadable:
+        out.print(f"{len(unreadable)} files have no header of a chunk; `longreach store verify` sets them aside.",
+                  soft_wrap=True)  # fmt: skip
+    return 0
+
+
+def _show_chunks(table: Table, chunks: list[dict[str, Any]]) -> None:
+    table.header()
+    for c in chunks:
+        table.row([c["name"][:12], c["model"][:12], c["dtype"], str(c["prefix_tokens"]), str(c["tokens"]),
+                   str(c["layers"]), size(c["bytes"]), _ago(c["last_used"])])  # fmt: skip
+
+
+def _show_groups(table: Table, chunks: list[dict[str, Any]]) -> None:
+    """A row for all chunks of a model, dtype and prefix."""
+    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for chunk in chunks:
+        groups.setdefault((chunk["model"], chunk["dtype"], chunk["prefix"]), []).append(chunk)
+    table.header()
+    for group in groups.values():
+        c = group[0]
+        table.row([c["model"][:12], c["dtype"], str(c["prefix_tokens"]), str(len(group)),
+                   str(sum(x["tokens"] for x in group)), str(c["layers"]), size(sum(x["bytes"] for x in group)),
+                   _ago(max((x["last_used"] for x in group if x["last_used"] is not None), default=None))])  # fmt: skip
+
+
+def _ago(last_used: float | None) -> str:
+    """A time in the past, in at most eleven characters; "-" where it is not known."""
+    if last_used is None:
+        return "-"
+    seconds = max(0, time.time() - last_used)
+    for unit, length in (("days", 86400), ("hours", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _verify(args: argparse.Namespace, store: ChunkStore) -> int:
+    started = time.perf_counter()
+    with progress("verifying", len(store.entries())) as advance, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="chunk store ")  # each file is told below
+        found = store.verify_all(advance)
+    took = time.perf_counter() - started
+    broken = [{"file": b.file, "kind": b.kind, "why": b.why} for b in found.broken]
+    if args.json:
+        emit({"store": args.store, "whole": found.whole, "bytes": found.bytes, "broken": broken, "seconds": took})
+        return BROKEN if broken else 0
+    out = console()
+    for one in broken:
+        out.print(f"{one['file']}: {one['kind']}: {one['why']}", soft_wrap=True)
+    out.print(
+        f"{found.whole} chunks are whole, {len(broken)} files were not and are set aside; {size(found.bytes)} read in "
+        f"{duration(took)}",
+        soft_wrap=True,
+    )
+    return BROKEN if broken else 0
+
+
+def _gc(args: argparse.Namespace, store: ChunkStore) -> int:
+    with progress("removing", len(store.entries())) as advance:
+        found = store.gc(args.max_bytes, advance)
+    left = store.entries()
+    total = sum(entry.bytes for entry in left)
+    if args.json:
+        emit({"store": args.store, "removed": found.chunks, "removed_bytes": found.bytes,
+              "leftovers": found.leftovers, "chunks": len(left), "bytes": total})  # fmt: skip
+        return 0
+    console().print(
+        f"{found.chunks} chunks removed ({size(found.bytes)}), and {found.leftovers} unfinished ones of dead "
+        f"processes; {len(left)} chunks stay ({size(total)})",
+        soft_wrap=True,
+    )
+    return 0

@@ -1,0 +1,62 @@
+"""A chunk is right wherever it came from, and a store that fails is told of and not needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from longreach import attach
+from longreach.adapters.transformers import Precompute, obtain
+from longreach.errors import InvalidInput, StoreError
+from longreach.store import ChunkStore
+from longreach.store.local import LocalFolder
+from longreach.testing.tiny import random_tokens
+from tests.adapters.transformers.reference import model_of
+
+TOKENS = [int(t) for t in random_tokens(1, 40, seed=8)[0]]
+
+
+def same(a: Any, b: Any) -> bool:
+    return all(torch.equal(x, y) for x, y in zip((*a.keys, *a.values), (*b.keys, *b.values), strict=True))
+
+
+def test_computed_then_stored_then_recomputed(tmp_path: Path) -> None:
+    with attach(model_of("gemma2")) as session, ChunkStore(tmp_path / "s") as store:
+        work, told = Precompute(session, [257], chunk=16), list[int]()
+        first = obtain(work, store, TOKENS, told.append)
+        assert (first.state, first.error) == ("computed", None) and told == [16, 16, 8]
+        second = obtain(work, store, TOKENS, told.append)
+        assert second.state == "stored" and told[3:] == [40] and same(first.chunk, second.chunk)
+        (file,) = (tmp_path / "s").glob("*.safetensors")
+        file.write_bytes(file.read_bytes()[:-1])
+        with pytest.warns(UserWarning, match="set aside"):
+            third = obtain(work, store, TOKENS)
+        assert third.state == "recomputed" and same(first.chunk, third.chunk)
+        assert obtain(work, store, TOKENS).state == "stored"
+
+
+def test_without_a_store() -> None:
+    with attach(model_of("llama")) as session:
+        got = obtain(Precompute(session), None, TOKENS)
+        assert (got.state, got.error) == ("computed", None)
+        with pytest.raises(InvalidInput, match="no tokens"):
+            obtain(Precompute(session), None, [])
+
+
+@pytest.mark.parametrize("method", ["read", "write"])
+def test_a_store_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    """The chunk is handed out; why it is not stored comes with it."""
+
+    def fail(*args: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    with attach(model_of("llama")) as session, ChunkStore(tmp_path / "s") as store:
+        work = Precompute(session)
+        want = work.compute(TOKENS)
+        monkeypatch.setattr(LocalFolder, method, fail)
+        got = obtain(work, store, TOKENS)
+    assert isinstance(got.error, StoreError) and "Input/output error" in str(got.error) and same(got.chunk, want)
+    assert list((tmp_path / "s").glob("*.safetensors")) == []

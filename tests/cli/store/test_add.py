@@ -1,0 +1,237 @@
+"""`longreach store add`: an exact account, nothing computed twice, clear errors, and what was computed is kept."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from longreach.adapters.transformers import Precompute, attach, fingerprint, load
+from longreach.store import ChunkStore
+from longreach.store.local import LocalFolder
+from longreach.testing.tiny import BOS_ID, save_tiny
+from tests.cli.test_bad_input import refused
+
+TEXT = "The brown hen laid an egg.\n\nThe code for the barn is 4815162. The fox slept.\r\n" * 5
+
+
+@pytest.fixture
+def book(tmp_path: Path) -> Path:
+    path = tmp_path / "book.txt"
+    path.write_bytes(TEXT.encode())
+    return path
+
+
+def adding(tiny: Path, store: Path, *more: Any) -> list[Any]:
+    return ["store", "add", "--store", store, "--model", tiny, "--chunk-tokens", 64, *more]
+
+
+def added(longreach: Callable[..., Any], tiny: Path, store: Path, *more: Any) -> dict[str, Any]:
+    result = longreach(*adding(tiny, store, *more, "--json"))
+    assert result.code == 0, result.err
+    return dict(json.loads(result.out))
+
+
+def test_every_chunk_is_there_and_is_the_models(longreach: Any, tiny: Path, book: Path, tmp_path: Path) -> None:
+    said = added(longreach, tiny, tmp_path / "store", book)
+    (file,) = said["files"]
+    text = book.read_bytes().decode()
+    assert "".join(text[c["start"] : c["stop"]] for c in file["chunks"]) == text
+    assert file["characters"] == file["tokens"] == file["restored_characters"] == len(text)
+    assert file["joined_tokens_equal_whole"] and {c["state"] for c in file["chunks"]} == {"computed"}
+    assert said["computed"] == said["chunks"] == len({c["name"] for c in file["chunks"]}) < len(file["chunks"])
+    model, tokenizer = load(tiny)
+    assert said["model"] == {"name": tiny.name, "fingerprint": fingerprint(model).digest, "dtype": "float32"}
+    with ChunkStore(tmp_path / "store") as store, attach(model) as session:
+        work = Precompute(session)
+        for c in file["chunks"]:
+            tokens = tokenizer(text[c["start"] : c["stop"]], add_special_tokens=False).input_ids
+            assert work.key(tokens).name == c["name"] and len(tokens) == c["tokens"] <= 64
+            found, want = store.get(work.key(tokens)), work.compute(tokens)
+            assert found is not None
+            assert c["bytes"] == (tmp_path / "store" / f"{c['name']}.safetensors").stat().st_size > found.bytes
+            for got, expected in zip((*found.keys, *found.values), (*want.keys, *want.values), strict=True):
+                assert torch.equal(got, expected)
+    assert said["store_bytes"] == sum(f.stat().st_size for f in (tmp_path / "store").glob("*.safetensors"))
+
+
+def test_what_is_stored_is_not_computed_again(
+    longreach: Any, tiny: Path, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = added(longreach, tiny, tmp_path / "store", book)
+    monkeypatch.setattr(Precompute, "compute", lambda *a: 1 / 0)
+    again = added(longreach, tiny, tmp_path / "store", book, book)
+    assert again["stored"] == first["computed"] and again["computed"] == again["tokens_computed"] == 0
+    assert [c["name"] for c in again["files"][0]["chunks"]] == [c["name"] for c in first["files"][0]["chunks"]]
+
+
+@pytest.mark.parametrize("how", ["flipped", "truncated", "foreign"])
+def test_what_was_damaged_is_computed_anew_and_told(
+    longreach: Any, tiny: Path, book: Path, tmp_path: Path, how: str
+) -> None:
+    store = tmp_path / "store"
+    first = added(longreach, tiny, store, book)
+    victim = store / f"{first['files'][0]['chunks'][1]['name']}.safetensors"
+    good = victim.read_bytes()
+    bad = {"flipped": good[:-9] + bytes([good[-9] ^ 1]) + good[-8:], "truncated": good[:-64], "foreign": b"no chunk"}
+    victim.write_bytes(bad[how])
+    result = longreach(*adding(tiny, store, book))
+    assert result.code == 0 and "1 chunks were damaged in the store and are computed anew" in result.out
+    assert victim.name in result.err and "set aside" in result.err
+    assert victim.read_bytes() == good
+    said = added(longreach, tiny, store, book)
+    assert said["recomputed"] == 0 and said["stored"] == said["chunks"]
+
+
+def test_a_prefix(longreach: Any, tiny: Path, book: Path, tmp_path: Path) -> None:
+    """It is in every key and in no chunk; '' is the start token alone."""
+    store = tmp_path / "store"
+    alone = added(longreach, tiny, store, book)
+    start = added(longreach, tiny, store, book, "--prefix", "")
+    behind = added(longreach, tiny, store, book, "--prefix", "Answer briefly.\n")
+    (tmp_path / "system.txt").write_text("Answer briefly.\n")
+    same = added(longreach, tiny, store, book, "--prefix-file", tmp_path / "system.txt")
+    assert [x["config"]["prefix_tokens"] for x in (alone, start, behind, same)] == [0, 1, 17, 17]
+    assert start["computed"] == behind["computed"] == alone["computed"] and same["stored"] == alone["computed"]
+    assert behind["others_in_store"] == 2 * alone["computed"]
+    model, tokenizer = load(tiny)
+    with attach(model) as session, ChunkStore(store) as opened:
+        tokens = tokenizer(TEXT[: start["files"][0]["chunks"][0]["stop"]], add_special_tokens=False).input_ids
+        assert opened.get(Precompute(session, [BOS_ID]).key(tokens)) is not None
+    result = longreach(*adding(tiny, store, book, "--prefix", "a", "--prefix-file", "b"))
+    assert result.code == 2 and "not allowed with" in result.err
+
+
+def test_a_store_of_another_model_is_no_help_and_no_harm(
+    longreach: Any, tiny: Path, book: Path, tmp_path: Path
+) -> None:
+    other = save_tiny(tmp_path / "other", "qwen3", seed=3)
+    first = added(longreach, other, tmp_path / "store", book)
+    mine = added(longreach, tiny, tmp_path / "store", book)
+    assert mine["stored"] == 0 and mine["computed"] == first["computed"] == mine["others_in_store"]
+    half = added(longreach, tiny, tmp_path / "store", book, "--dtype", "bfloat16")
+    assert half["computed"] == mine["computed"] and half["store_bytes"] > mine["store_bytes"]
+
+
+def test_what_people_see(longreach: Any, tiny: Path, book: Path, tmp_path: Path) -> None:
+    (tmp_path / "odd.txt").write_text("A hen </s> a fox.\n")
+    result = longreach(*adding(tiny, tmp_path / "store", book, tmp_path / "odd.txt"))
+    assert result.code == 0 and result.err == ""
+    lines = result.out.splitlines()
+    assert lines[0].split() == ["file", "chars", "tokens", "chunks", "stored", "computed", "recomputed", "size"]
+    assert lines[1].startswith("book.txt") and lines[2].startswith("odd.txt") and max(map(len, lines[:3])) <= 80
+    assert "odd.txt: the text spells out 1 special tokens" in result.out
+    assert "fingerprint" in result.out and "alone; " in result.out and "kB" in result.out
+
+
+def test_standard_input_and_a_byte_order_mark(
+    longreach: Any, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "marked.txt").write_bytes(b"\xef\xbb\xbf" + TEXT.encode())
+    marked = added(longreach, tiny, tmp_path / "store", tmp_path / "marked.txt")
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(TEXT.encode())))
+    piped = added(longreach, tiny, tmp_path / "store", "-")
+    assert piped["stored"] == piped["chunks"] == marked["computed"]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, ["cannot read", "No such file", "FILE"]),
+        (b"", ["is empty", "leave it out"]),
+        (b" \n", ["is empty"]),
+        (b"ab\xff", ["no UTF-8 text (byte 2)", "iconv"]),
+    ],
+)
+def test_documents_that_are_refused(
+    longreach: Any, tiny: Path, book: Path, tmp_path: Path, content: bytes | None, words: list[str]
+) -> None:
+    """Before anything is loaded, computed or made."""
+    path = tmp_path / "x.txt"
+    if content is not None:
+        path.write_bytes(content)
+    refused(longreach(*adding(tiny, tmp_path / "store", book, path)), str(path), *words)
+    assert not (tmp_path / "store").exists()
+    refused(longreach(*adding(tiny, tmp_path / "store", book, tmp_path)), "Is a directory")
+    refused(longreach(*adding(tiny, tmp_path / "store", book, "--prefix-file", tmp_path / "p")), "--prefix-file")
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--chunk-tokens", 4097], ["longer than the model's context of 4096", "--chunk-tokens"]),
+        (["--chunk-tokens", 0], ["at least 1"]),
+        (["--max-bytes", "many"], ["expected a size such as 500MB"]),
+        (["--device", "gpu"], ["'gpu'"]),
+    ],
+)
+def test_options_that_are_refused(
+    longreach: Any, tiny: Path, tmp_path: Path, more: list[Any], words: list[str]
+) -> None:
+    path = tmp_path / "long.txt"
+    path.write_text("word" * 1300)
+    refused(longreach(*adding(tiny, tmp_path / "store", path, *more)), *words)
+
+
+def test_models_and_places_that_are_refused(longreach: Any, tiny: Path, book: Path, tmp_path: Path) -> None:
+    refused(longreach(*adding(tmp_path / "none", tmp_path / "store", book)), "no model directory")
+    refused(longreach(*adding(tiny, book, book)), "chunk store", str(book))
+    refused(longreach(*adding(tiny, tmp_path, book)), "is no chunk store", "empty folder")
+
+
+@pytest.mark.parametrize(
+    ("number", "word"), [(errno.ENOSPC, "No space left"), (errno.EROFS, "Read-only"), (errno.EACCES, "denied")]
+)
+def test_a_disk_that_fails_keeps_what_was_computed(
+    longreach: Any, tiny: Path, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, word: str
+) -> None:
+    store, write, calls = tmp_path / "store", LocalFolder.write, list[int]()
+
+    def failing(self: LocalFolder, *args: Any) -> bool:
+        calls.append(1)
+        if len(calls) == 3:
+            raise OSError(number, os.strerror(number))
+        return write(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalFolder, "write", failing)
+        refused(longreach(*adding(tiny, store, book)), "cannot write to", word, "2 of ", "go", "same command")
+    assert len(list(store.glob("*.safetensors"))) == 2
+    said = added(longreach, tiny, store, book)
+    assert said["stored"] == 2 and said["computed"] == said["chunks"] - 2
+
+
+def test_an_interrupt_keeps_what_was_computed(
+    longreach: Any, tiny: Path, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute, calls = Precompute.compute, list[int]()
+
+    def interrupted(self: Precompute, *args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return compute(self, *args)
+
+    monkeypatch.setattr(Precompute, "compute", interrupted)
+    result = longreach(*adding(tiny, tmp_path / "store", book))
+    assert result.code == 130 and "2 of " in result.err and "the same command goes on from there" in result.err
+    assert added(longreach, tiny, tmp_path / "store", book)["stored"] == 2
+
+
+def test_a_cap_below_the_documents_is_told(longreach: Any, tiny: Path, book: Path, tmp_path: Path) -> None:
+    whole = added(longreach, tiny, tmp_path / "one", book)
+    cap = whole["store_bytes"] // 2
+    result = longreach(*adding(tiny, tmp_path / "two", book, "--max-bytes", cap, "--json"))
+    said = json.loads(result.out)
+    assert result.code == 0 and said["gave_way"] > 0 and said["store_bytes"] <= cap
+    assert f"{said['gave_way']} of these chunks gave way" in result.err and "--max-bytes" in result.err
+    refused(longreach(*adding(tiny, tmp_path / "three", book, "--max-bytes", "1kB")), "larger than", "0 of ")

@@ -1,0 +1,91 @@
+"""`longreach store list`, `verify` and `gc` on stores that are whole, damaged, capped or not there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longreach.store import ChunkStore
+from tests.cli.store.test_add import TEXT, added
+from tests.cli.test_bad_input import refused
+
+
+@pytest.fixture
+def store(longreach: Any, tiny: Path, tmp_path: Path) -> Path:
+    """Chunks of a text alone, and behind the start token."""
+    (tmp_path / "book.txt").write_text(TEXT)
+    for more in ((), ("--prefix", "")):
+        added(longreach, tiny, tmp_path / "store", tmp_path / "book.txt", *more)
+    return tmp_path / "store"
+
+
+def test_list(longreach: Any, store: Path) -> None:
+    files = {f.stem: f.stat().st_size for f in store.glob("*.safetensors")}
+    said = json.loads(longreach("store", "list", "--store", store, "--json").out)
+    assert {c["name"]: c["bytes"] for c in said["chunks"]} == files and said["bytes"] == sum(files.values())
+    assert said["unreadable"] == [] and {c["prefix_tokens"] for c in said["chunks"]} == {0, 1}
+    assert {(c["dtype"], c["layers"]) for c in said["chunks"]} == {("float32", 2)}
+    assert all(0 < c["tokens"] <= 64 for c in said["chunks"])
+    groups = longreach("store", "list", "--store", store).out.splitlines()
+    assert len(groups) == 3 + 2 and groups[0].split()[:3] == ["model", "dtype", "prefix"]
+    assert [line.split()[2] for line in groups[1:3]] == ["0", "1"] and f"{len(files)} chunks" in groups[-1]
+    rows = longreach("store", "list", "--store", store, "--all").out.splitlines()[1 : 1 + len(files)]
+    assert {row.split()[0] for row in rows} == {name[:12] for name in files}
+
+
+def test_verify(longreach: Any, store: Path) -> None:
+    count = len(list(store.glob("*.safetensors")))
+    good = longreach("store", "verify", "--store", store)
+    assert good.code == 0 and good.err == "" and f"{count} chunks are whole, 0 files" in good.out
+    flipped, cut = sorted(store.glob("*.safetensors"))[:2]
+    content = flipped.read_bytes()
+    flipped.write_bytes(content[:-1] + bytes([content[-1] ^ 128]))
+    cut.write_bytes(cut.read_bytes()[:100])
+    (store / "stray.txt").write_text("x")
+    listed = longreach("store", "list", "--store", store)
+    assert listed.code == 0 and "1 files have no header of a chunk" in listed.out
+    found = longreach("store", "verify", "--store", store, "--json")
+    said = json.loads(found.out)
+    assert found.code == 1 and found.err == "" and said["whole"] == count - 2
+    assert {b["file"] for b in said["broken"]} == {flipped.name, cut.name, "stray.txt"}
+    assert not flipped.exists() and not cut.exists()
+    again = longreach("store", "verify", "--store", store)
+    assert again.code == 0 and f"{count - 2} chunks are whole" in again.out
+
+
+def test_verify_names_each_fault(longreach: Any, store: Path) -> None:
+    (store / "stray.txt").write_text("x")
+    result = longreach("store", "verify", "--store", store)
+    assert result.code == 1 and result.out.splitlines()[0].startswith("stray.txt: foreign: ")
+
+
+def test_gc(longreach: Any, store: Path) -> None:
+    before = sum(f.stat().st_size for f in store.glob("*.safetensors"))
+    (store / "writing" / "left.0123").write_bytes(b"half a chunk")
+    result = longreach("store", "gc", "--store", store)
+    assert result.code == 0 and "0 chunks removed (0 B), and 1 unfinished" in result.out
+    said = json.loads(longreach("store", "gc", "--store", store, "--max-bytes", before // 2, "--json").out)
+    assert said["bytes"] <= before // 2 and said["removed_bytes"] + said["bytes"] == before
+    assert said["removed"] > 0 and said["chunks"] == len(list(store.glob("*.safetensors")))
+    with ChunkStore(store) as opened:
+        assert len(opened.entries()) == said["chunks"]
+
+
+@pytest.mark.parametrize("action", ["list", "verify", "gc"])
+def test_where_there_is_no_store(longreach: Any, tmp_path: Path, action: str) -> None:
+    """None is made."""
+    refused(longreach("store", action, "--store", tmp_path / "none"), "no chunk store at", "store add")
+    assert not (tmp_path / "none").exists()
+    refused(longreach("store", action, "--store", tmp_path), "no chunk store at")
+    assert list(tmp_path.iterdir()) == []
+    result = longreach("store", action)
+    assert result.code == 2 and "--store" in result.err
+
+
+def test_an_action_is_needed(longreach: Any) -> None:
+    for arguments, word in (((), "ACTION"), (("frobnicate",), "frobnicate")):
+        result = longreach("store", *arguments)
+        assert result.code == 2 and word in result.err and result.out == ""
