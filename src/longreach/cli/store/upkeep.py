@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser, action: str) -> None:
     if action == "list":
         parser.add_argument("--all", action="store_true", help="a row a chunk, the longest unused first")
     if action == "gc":
-        parser.add_argument("--max-bytes", type=byte_size, metavar="SIZE", help="that may stay, such as 100GB (default: "
+        parser.add_argument("--max-bytes", type=byte_size, metavar="SIZE", help="that may stay, like 100GB (default: "
                             "all; only what dead processes left goes)")  # fmt: skip
     add_json(parser)
 

@@ -1,0 +1,95 @@
+"""Times of what `longreach store` does on the shipped model and haystack: fingerprint, cut, add, list, verify.
+
+`python -m longreach.bench.store_verbs --chunks 1000 --chunk-tokens 128 --folder DIR --output FILE`; DIR takes as many
+bytes as the record states, and is left there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from longreach.adapters.transformers import Precompute, Splitter, attach, device_of, fingerprint, load, obtain
+from longreach.records import check_writable, environment, write
+from longreach.store import ChunkStore
+from longreach.tasks.haystack import paragraphs
+from longreach.tasks.haystack import sha256 as haystack_sha256
+
+FORMAT = 1
+SAMPLE = 50  # chunks of which computing is timed by itself, beside the model's own prefill
+
+
+def measure(folder: Path, chunks: int, most: int, say: Callable[[str], None], model: str = "mini") -> dict[str, Any]:
+    """The record but for where it was measured. Each step once, the disk's page cache as the step before leaves it."""
+    took = dict[str, float]()
+
+    @contextmanager
+    def timed(what: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        took[what] = time.perf_counter() - started
+        say(f"{what}: {took[what]:.2f} s")
+
+    loaded, tokenizer = load(model, device=str(device_of("auto")))
+    text = "\n\n".join(paragraphs())
+    with timed("fingerprint"):
+        known = fingerprint(loaded)
+    with timed("split"):
+        document = Splitter(tokenizer, most).split(text)
+    pieces = [piece.tokens for piece in document.chunks[:chunks]]
+    with ChunkStore(folder) as store, attach(loaded) as session:
+        if store.entries():
+            raise SystemExit(f"{folder} holds chunks already; name an empty folder")
+        work = Precompute(session, known=known)
+        with timed("sample computed"):
+            for tokens in pieces[:SAMPLE]:
+                work.compute(tokens)
+        with timed("add"):
+            states = [obtain(work, store, tokens).state for tokens in pieces]
+        entries = store.entries()
+    with timed("sample prefilled by the model"), torch.no_grad():
+        for tokens in pieces[:SAMPLE]:
+            loaded.get_decoder()(input_ids=torch.tensor([tokens], device=loaded.device), use_cache=True)
+    with ChunkStore(folder) as store, attach(loaded) as session:
+        work = Precompute(session, known=known)
+        with timed("add again"):
+            again = [obtain(work, store, tokens).state for tokens in pieces]
+    with ChunkStore(folder) as store, timed("list"):
+        listed = [store.about(entry.name) for entry in store.entries()]
+    with ChunkStore(folder) as store, timed("verify"):
+        verified = store.verify_all()
+    return {
+        "kind": "store verbs", "format": FORMAT,
+        "model": {"name": model, "fingerprint": known.digest, "dtype": str(loaded.dtype).removeprefix("torch.")},
+        "config": {"chunks": len(pieces), "chunk_tokens": most, "haystack_sha256": haystack_sha256()},
+        "document": {"characters": len(text), "tokens": len(document.tokens), "chunks": len(document.chunks),
+                     "other_tokens_alone": sum(not piece.alone for piece in document.chunks)},
+        "tokens": sum(map(len, pieces)), "sample_tokens": sum(map(len, pieces[:SAMPLE])),
+        "bytes": sum(entry.bytes for entry in entries),
+        "computed": states.count("computed"), "stored_again": again.count("stored"),
+        "listed": sum(about is not None for about in listed), "whole": verified.whole, "broken": len(verified.broken),
+        "seconds": took,
+    }  # fmt: skip
+
+
+def main(argv: list[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m longreach.bench.store_verbs", description="Times of the store.")
+    parser.add_argument("--chunks", type=int, default=1000)
+    parser.add_argument("--chunk-tokens", type=int, default=128)
+    parser.add_argument("--folder", type=Path, required=True, help="of the store, empty")
+    parser.add_argument("--output", type=Path, required=True, help="the record")
+    args = parser.parse_args(argv)
+    check_writable(args.output)
+    record = measure(args.folder, args.chunks, args.chunk_tokens, lambda line: print(line, flush=True))
+    write(args.output, {**record, **environment(device_of("auto"))})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,23 @@
+"""What is timed did what it says: all chunks computed, found again, listed and whole."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from longreach.bench.store_verbs import main
+
+
+def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["--chunks", "3", "--chunk-tokens", "24", "--folder", str(tmp_path / "s")]
+    main([*command, "--output", str(tmp_path / "r.json")])
+    record = json.loads((tmp_path / "r.json").read_text())
+    assert [record[k] for k in ("computed", "stored_again", "listed", "whole", "broken")] == [3, 3, 3, 3, 0]
+    assert record["bytes"] == sum(f.stat().st_size for f in (tmp_path / "s").glob("*.safetensors"))
+    assert 3 <= record["tokens"] <= 72 and record["commit"] and record["device"]["type"] in ("cpu", "cuda")
+    assert set(record["seconds"]) >= {"fingerprint", "split", "add", "add again", "list", "verify"}
+    assert all(seconds > 0 for seconds in record["seconds"].values())
+    with pytest.raises(SystemExit, match="holds chunks already"):
+        main([*command, "--output", str(tmp_path / "r.json")])
