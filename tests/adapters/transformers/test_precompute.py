@@ -225,6 +225,17 @@ def test_what_cannot_be_a_chunk_is_refused() -> None:
         Precompute(session)
 
 
+def test_no_chunk_lies_where_frequencies_change() -> None:
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64, **factors}
+    model = tiny_model("phi3", rope_parameters=rope, original_max_position_embeddings=64, max_position_embeddings=256)
+    tokens = tokens_of(PREFIX + CHUNK)
+    got = precomputed(model, tokens[PREFIX:], tokens[:PREFIX], chunk=9)
+    assert_as_good(model, got, tokens, 0, PREFIX)
+    with attach(model) as session, pytest.raises(InvalidInput, match=r"beyond token 64, where .* rotation changes"):
+        Precompute(session, tokens[:PREFIX]).compute(tokens_of(64 - PREFIX + 1))
+
+
 def test_a_position_that_enters_keys_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     turn = modeling_llama.apply_rotary_pos_emb
 

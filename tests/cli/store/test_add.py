@@ -47,8 +47,12 @@ def test_every_chunk_is_there_and_is_the_models(longreach: Any, tiny: Path, book
     text = book.read_bytes().decode()
     assert "".join(text[c["start"] : c["stop"]] for c in file["chunks"]) == text
     assert file["characters"] == file["tokens"] == file["restored_characters"] == len(text)
-    assert file["joined_tokens_equal_whole"] and {c["state"] for c in file["chunks"]} == {"computed"}
-    assert said["computed"] == said["chunks"] == len({c["name"] for c in file["chunks"]}) < len(file["chunks"])
+    assert file["joined_tokens_equal_whole"] and {c["state"] for c in file["chunks"]} == {"computed", "repeated"}
+    different = {c["name"] for c in file["chunks"]}
+    assert said["computed"] == said["chunks"] == len(different) < len(file["chunks"])
+    assert [c["name"] for c in file["chunks"] if c["state"] == "computed"] == list(
+        dict.fromkeys(c["name"] for c in file["chunks"])
+    )
     model, tokenizer = load(tiny)
     assert said["model"] == {"name": tiny.name, "fingerprint": fingerprint(model).digest, "dtype": "float32"}
     with ChunkStore(tmp_path / "store") as store, attach(model) as session:
@@ -130,7 +134,19 @@ def test_what_people_see(longreach: Any, tiny: Path, book: Path, tmp_path: Path)
     assert lines[0].split() == ["file", "chars", "tokens", "chunks", "stored", "computed", "recomputed", "size"]
     assert lines[1].startswith("book.txt") and lines[2].startswith("odd.txt") and max(map(len, lines[:3])) <= 80
     assert "odd.txt: the text spells out 1 special tokens" in result.out
+    assert "book.txt: 4 chunks are the same as others before them" in result.out
     assert "fingerprint" in result.out and "alone; " in result.out and "kB" in result.out
+
+
+def test_storage_behind_a_url(longreach: Any, tiny: Path, book: Path) -> None:
+    first = added(longreach, tiny, "memory://books", book)  # type: ignore[arg-type]
+    again = added(longreach, tiny, "memory://books", book)  # type: ignore[arg-type]
+    assert first["computed"] == again["stored"] == first["chunks"]
+    listed = json.loads(longreach("store", "list", "--store", "memory://books", "--json").out)
+    assert len(listed["chunks"]) == first["chunks"] and listed["chunks"][0]["last_used"] is None
+    assert longreach("store", "list", "--store", "memory://books").code == 0
+    assert longreach("store", "verify", "--store", "memory://books").code == 0
+    refused(longreach(*adding(tiny, "memory://books", book, "--max-bytes", "1GB")), "memory://books")  # type: ignore[arg-type]
 
 
 def test_standard_input_and_a_byte_order_mark(

@@ -4,7 +4,8 @@ A key is what its layer makes of a hidden state, biases and norms (q/k norm) inc
 the layer's own code makes it, asked once more with a rotation of nothing, so it is exact to the bit. That costs a
 second projection to queries, keys and values, and no accuracy; unrotating the cache's keys would round them again.
 Layers that do not rotate (SmolLM3, Command R7B) store the keys they attend to. What a chunk attends to is itself and
-the prefix, at positions from 0: sliding windows, sinks and soft caps are the model's.
+the prefix, at positions from 0: sliding windows, sinks and soft caps are the model's. A model that rotates long prompts
+by other frequencies (longrope) attends within a chunk by those of short ones.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from longreach.adapters.transformers.attach import Session
-from longreach.adapters.transformers.checks import check_model, decoder_of
+from longreach.adapters.transformers.checks import check_model, decoder_of, text_config
 from longreach.adapters.transformers.fingerprint import Fingerprint, fingerprint
 from longreach.adapters.transformers.memory import memory_errors
 from longreach.adapters.transformers.reading import CHUNK, Advance, context_limit
@@ -67,6 +68,7 @@ class Precompute:
         self._check_tokens(self.prefix, "prefix")
         self.fingerprint = known or fingerprint(session.model)
         self._cache = session.new_cache(1)
+        self._attending = attention_modules(self._decoder)
         self._checked = set[int]()
 
     def key(self, tokens: Sequence[int]) -> ChunkKey:
@@ -79,6 +81,12 @@ class Precompute:
             raise InvalidInput("a chunk holds no tokens; leave it out")
         self._check_tokens(tokens, "chunk")
         limit, total = context_limit(self.session.model), len(self.prefix) + len(tokens)
+        short = _short_context(self.session.model)
+        if short is not None and total > short:
+            raise InvalidInput(
+                f"a chunk of {len(tokens)} tokens behind a prefix of {len(self.prefix)} goes beyond token {short}, "
+                f"where this model's rotation changes (longrope); cut it into smaller ones (--chunk-tokens)"
+            )
         if limit is not None and total > limit:
             raise InvalidInput(
                 f"a chunk of {len(tokens)} tokens behind a prefix of {len(self.prefix)} is longer than the model's "
@@ -102,6 +110,7 @@ class Precompute:
                     for first in range(0, len(tokens), self.pass_tokens):
                         found.first = first
                         self._forward(tokens[first : first + self.pass_tokens])
+                        found.to_host()
                         progress(min(self.pass_tokens, len(tokens) - first))
             except OutOfMemory as error:
                 raise OutOfMemory(
@@ -110,7 +119,7 @@ class Precompute:
                 ) from error
             finally:
                 self._cache.drop_columns(max(0, self._cache.columns - len(self.prefix)))
-        keys, values = found.layers(len(attention_modules(self._decoder)))
+        keys, values = found.layers(len(self._attending))
         return Chunk(self.key(tokens), as_ids(self.prefix), as_ids(tokens), keys, values)
 
     def _check_tokens(self, tokens: Sequence[int], what: str) -> None:
@@ -151,12 +160,28 @@ class Precompute:
                 self._checked.add(layer)
             found.add(layer, plain.key[0], plain.value[0])
 
-        hooks = [m.register_forward_pre_hook(note, with_kwargs=True) for m in attention_modules(self._decoder)]
+        hooks = [m.register_forward_pre_hook(note, with_kwargs=True) for m in self._attending]
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
+
+
+def _short_context(model: Any) -> int | None:
+    """Tokens up to which a model with two sets of frequencies rotates by the first; None for all others.
+
+    What precedes that token has been rotated by the other set once it is passed: no chunk may lie across.
+    """
+    config = text_config(model)
+    rope = config.rope_parameters or {}
+    kinds = [rope] if "rope_type" in rope else [part for part in rope.values() if isinstance(part, dict)]
+    found = [
+        kind.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+        for kind in kinds
+        if kind.get("rope_type") == "longrope"
+    ]
+    return min((int(n) for n in found if n), default=None)
 
 
 class _Found:
@@ -165,15 +190,23 @@ class _Found:
     def __init__(self, length: int):
         self.length, self.first = length, 0
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}
+        self.passing: dict[int, tuple[Tensor, Tensor]] = {}
 
     def add(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """key, value [G, T, D] of the pass's tokens."""
-        if layer not in self.kept:
-            self.kept[layer] = tuple(  # type: ignore[assignment]
-                torch.empty(x.shape[0], self.length, x.shape[2], dtype=x.dtype) for x in (key, value)
-            )
-        for whole, part in zip(self.kept[layer], (key, value), strict=True):
-            whole[:, self.first : self.first + part.shape[1]].copy_(part)
+        """key, value [G, T, D] of the pass's tokens; they stay on the device until it is through."""
+        self.passing[layer] = key, value
+
+    def to_host(self) -> None:
+        """The pass is through."""
+        for layer, pair in self.passing.items():
+            if layer not in self.kept:
+                shapes = ((x.shape[0], self.length, x.shape[2]) for x in pair)
+                self.kept[layer] = tuple(  # type: ignore[assignment]
+                    torch.empty(shape, dtype=x.dtype) for shape, x in zip(shapes, pair, strict=True)
+                )
+            for whole, part in zip(self.kept[layer], pair, strict=True):
+                whole[:, self.first : self.first + part.shape[1]].copy_(part)
+        self.passing.clear()
 
     def layers(self, count: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """(keys, values), a tensor [G, N, D] a layer."""

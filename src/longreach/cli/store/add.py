@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from longreach.store import ChunkStore
 
 STATES = ("stored", "computed", "recomputed")
+REPEATED = "repeated"  # the same chunk came before, in this document or another
 FORMAT = 1
 
 
@@ -59,9 +60,10 @@ def run(args: argparse.Namespace) -> int:
         work = Precompute(session, prefix, chunk=args.prefill_chunk_size, known=known)
         states = _fill(work, store, documents)
         seconds = time.perf_counter() - started
-        files = [_account(work, store, name, pieces, states) for name, pieces in documents.items()]
         entries, counts = store.entries(), store.report()
-    ours = {chunk["name"]: chunk for file in files for chunk in file["chunks"]}
+        sizes, seen = {entry.name: entry.bytes for entry in entries}, set[str]()
+        files = [_account(work, name, pieces, states, sizes, seen) for name, pieces in documents.items()]
+    ours = {c["name"]: c for file in files for c in file["chunks"] if c["state"] != REPEATED}
     document = {
         "kind": "store add", "format": FORMAT, "store": args.store,
         "model": {"name": model_path(args.model).name, "fingerprint": known.digest,
@@ -134,14 +136,19 @@ def _fill(work: Precompute, store: ChunkStore, documents: dict[str, Pieces]) -> 
     return states
 
 
-def _account(work: Precompute, store: ChunkStore, name: str, pieces: Pieces, states: dict[str, str]) -> dict[str, Any]:
-    """What became of a document, chunk by chunk. bytes: of the chunk's file, None where it gave way to others."""
-    sizes = {entry.name: entry.bytes for entry in store.entries()}
+def _account(
+    work: Precompute, name: str, pieces: Pieces, states: dict[str, str], sizes: dict[str, int], seen: set[str]
+) -> dict[str, Any]:
+    """What became of a document, chunk by chunk. bytes: of the chunk's file, None where it gave way to others.
+
+    sizes: of all files in the store. seen: names of chunks that came before; those of this document are added.
+    """
     said = pieces.to_json()
     for chunk, piece in zip(said["chunks"], pieces.chunks, strict=True):
         chunk["name"] = work.key(piece.tokens).name
-        chunk["state"] = states[chunk["name"]]
+        chunk["state"] = REPEATED if chunk["name"] in seen else states[chunk["name"]]
         chunk["bytes"] = sizes.get(chunk["name"])
+        seen.add(chunk["name"])
     return {"file": name, **said}
 
 
@@ -157,7 +164,7 @@ def _show(document: dict[str, Any], where: dict[str, Any]) -> None:
         table.row([
             Path(file["file"]).name, str(file["characters"]), str(file["tokens"]), str(len(chunks)),
             *(str(sum(c["state"] == state for c in chunks)) for state in STATES),
-            size(sum(c["bytes"] or 0 for c in chunks)),
+            size(sum(c["bytes"] or 0 for c in chunks if c["state"] != REPEATED)),
         ])  # fmt: skip
     out.print()
     for file in document["files"]:
@@ -184,6 +191,8 @@ def _show_account(out: Any, file: dict[str, Any]) -> None:
     if file["restored_characters"] < file["characters"]:
         out.print(f"{name}: the tokenizer changes the text from character {file['restored_characters']} on: its "
                   f"tokens, decoded, are not the text, in chunks as in any prompt.", soft_wrap=True)  # fmt: skip
+    if repeated := sum(chunk["state"] == REPEATED for chunk in file["chunks"]):
+        out.print(f"{name}: {repeated} chunks are the same as others before them.", soft_wrap=True)
     if file["special_tokens_in_text"]:
         out.print(f"{name}: the text spells out {file['special_tokens_in_text']} special tokens of the tokenizer.",
                   soft_wrap=True)  # fmt: skip
