@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import warnings
@@ -209,3 +210,34 @@ def test_what_is_set_aside_has_a_cap(tmp_path: Path, monkeypatch: pytest.MonkeyP
                 store.get(chunk(n).key)
     kept = sorted(p.name[21:85] for p in (tmp_path / "set-aside").iterdir())
     assert kept == sorted(chunk(n).key.name for n in (3, 4))
+
+
+def test_a_disk_that_fails_to_read_ends_no_verification(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, bad = os.preadv, path(tmp_path, chunk(1))
+    with ChunkStore(tmp_path) as store:
+        for n in range(3):
+            store.put(chunk(n))
+
+        def failing(fd: int, buffers: list[memoryview], at: int) -> int:
+            if bad.exists() and os.path.samestat(os.fstat(fd), bad.stat()):
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return real(fd, buffers, at)
+
+        monkeypatch.setattr(os, "preadv", failing)
+        with pytest.warns(UserWarning, match="fails to read"):
+            found = store.verify_all()
+        assert found.whole == 2 and [b.kind for b in found.broken] == ["unreadable"] and not bad.exists()
+
+
+def test_a_folder_under_a_chunks_name_does_not_stop_eviction(tmp_path: Path) -> None:
+    with ChunkStore(tmp_path) as store:
+        (tmp_path / f"{'0' * 64}.safetensors").mkdir()
+        store.put(chunk(1))
+        assert store.gc(0).chunks == 1 and chunk(1).key not in store
+
+
+def test_a_warning_points_at_the_caller(tmp_path: Path) -> None:
+    os.truncate(stored(tmp_path), 60)
+    with ChunkStore(tmp_path) as store, pytest.warns(UserWarning) as told:
+        store.get(chunk(1, prefix=(1, 2)).key)
+    assert told[0].filename == __file__

@@ -19,6 +19,7 @@ EXAMPLES = (
     "longreach bench list",
     "longreach bench run dense-decode --out runs/bench",
     "longreach bench run list-10pct-128k-b1 --quick --without flashinfer",
+    "longreach bench run chunk-store --out runs/bench    (needs no GPU, but 17 GB of disk, in --out)",
     "longreach bench run --tiny --out runs/bench     (any CPU: exercises the code, measures nothing)",
     "longreach bench check    (records whose kernels have changed since, or that came from a dirty tree)",
     "longreach bench readme   (write README's numbers from the records)",
@@ -53,6 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.action == "run" and args.names == ["chunk-store"]:
+        return _chunk_store(args)
     action = {"list": _list, "run": _run, "check": _check, "readme": _readme}[args.action]
     if args.names and args.action in ("check", "readme"):
         raise InvalidInput(f"bench {args.action} takes no names; it looks at all records in --out")
@@ -122,6 +125,39 @@ def _run(args: argparse.Namespace) -> int:
             if not args.json:
                 show(out, case, results[case.name])
             advance(1)
+    if args.json:
+        emit(results)
+    return 0
+
+
+def _chunk_store(args: argparse.Namespace) -> int:
+    """The store's own measurement: of a disk, not of a GPU."""
+    from longreach.bench.chunk_store import GROUP, PASSES, TINY, Load, run
+    from longreach.bench.words import goal, outcome
+    from longreach.records import check_writable
+
+    given = [name for name in (*SHAPE, "dtype", "impl", "quick", "without") if getattr(args, name)]
+    if given:
+        raise InvalidInput(f"chunk-store has no --{given[0].replace('_', '-')}; leave it out")
+    if args.tiny and args.out == RESULTS:
+        raise InvalidInput(f"--tiny measures nothing and belongs in no record of {RESULTS}; give --out another folder")
+    check_writable(args.out / f"{GROUP}.json")
+    load, out = TINY if args.tiny else Load(), console()
+
+    def told(name: str, result: dict[str, Any]) -> None:
+        table = Table(out, COLUMNS[:3])
+        table.header()
+        for entry in result.get("entries", ()):
+            us = entry["microseconds"]
+            table.row([f"{name}: {entry['name']}", f"{us['median']:.0f}",
+                       f"{us['first_quartile']:.0f}-{us['third_quartile']:.0f}"])  # fmt: skip
+        for what, seconds in result.get("seconds", {}).items():
+            table.row([what, f"{seconds * 1e6:.0f}", "-"])
+        for target in result.get("targets", ()):
+            out.print(f"  {goal(target)}: {outcome(target)}", soft_wrap=True)
+
+    with progress("measuring", PASSES * load.chunks) as advance:
+        results = run(load, args.out, (lambda *_: None) if args.json else told, advance)
     if args.json:
         emit(results)
     return 0

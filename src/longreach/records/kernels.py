@@ -28,6 +28,7 @@ SOURCES: dict[str, tuple[str, tuple[str, ...]]] = {  # what was measured -> fold
         ),
     ),
     "attend_sdpa": ("ops", ("attend/sdpa.py",)),
+    "chunk_store": ("store", ("*.py",)),
     "decode_step": (  # a model's, but for attend
         ".",
         (

@@ -30,7 +30,8 @@ NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64
 WIDTHS = {"F32": 4, "F16": 2, "BF16": 2, "F64": 8, "I64": 8}
 MOST_HEADER = 1 << 24
 _START = b'{"__metadata__":{"header_crc32":"'
-_THREADS = max(1, min(8, os.cpu_count() or 1))
+_EACH = 1 << 20  # bytes that are worth a thread
+_THREADS = 8
 
 
 class Broken(Exception):
@@ -186,8 +187,12 @@ def tensors(head: Head, memory: Tensor) -> dict[str, Tensor]:
 def verify(head: Head, found: dict[str, Tensor]) -> None:
     """Compare every tensor's checksum, several at a time. Raises Broken naming the tensors that differ."""
     buffers = [_bytes_of(found[s.name]) for s in head.specs]
-    with ThreadPoolExecutor(_THREADS) as threads:
-        got = list(threads.map(_crc, head.specs, buffers))
+    threads = min(_THREADS, _cores(), head.data_bytes // _EACH)
+    if threads > 1:
+        with ThreadPoolExecutor(threads) as pool:
+            got = list(pool.map(_crc, head.specs, buffers))
+    else:
+        got = list(map(_crc, head.specs, buffers))
     bad = [s.name for s, a, b in zip(head.specs, got, head.crcs, strict=True) if a != b]
     if bad:
         raise Broken("data changed", f"the checksum of {', '.join(bad[:4])}{' and others' if bad[4:] else ''} differs")
@@ -209,6 +214,11 @@ def require(head: Head, key: ChunkKey) -> None:
     differs = [n for n in ("model", "dtype", "prefix", "tokens") if getattr(head.key, n) != getattr(key, n)]
     if differs:
         raise Broken("another chunk", f"it holds a chunk of other {', '.join(differs)}")
+
+
+def _cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _crc(spec: Spec, buffer: memoryview) -> int:

@@ -17,7 +17,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,10 +54,11 @@ class LocalFolder:
         self.path, self.max_bytes, self.counts = path, max_bytes, counts
         self.writing, self.aside, self.lock = path / "writing", path / "set-aside", path / LOCK
         if not self.lock.is_file():
-            self._found()
+            self._make()
 
-    def _found(self) -> None:
+    def _make(self) -> None:
         """Make a folder ours. Other people's files are not to be set aside, so it must be empty, or hold chunks."""
+        new = not self.path.exists()
         self.path.mkdir(parents=True, exist_ok=True)
         ours = {self.writing.name, self.aside.name, LOCK}
         strange = [e.name for e in os.scandir(self.path) if e.name not in ours and not is_chunk(e.name)]
@@ -67,7 +68,8 @@ class LocalFolder:
         self.aside.mkdir(exist_ok=True)
         with held(self.lock, create=True):
             writing.sync_folder(self.path)
-        writing.sync_folder(self.path.parent)
+        if new:
+            writing.sync_folder(self.path.parent)
 
     def file(self, name: str) -> Path:
         return self.path / (name + ENDING)
@@ -76,37 +78,48 @@ class LocalFolder:
         return self.file(name).exists()
 
     def read(self, name: str) -> Found | None:
-        """Map a file; None where there is none. Private pages: what the caller writes to them stays his."""
-        return self._found_by(name, 0, _map)
+        """Map a file, which is a use of it; None where there is none. What the caller writes to the pages stays his."""
+        with self._opened(name) as fd:
+            if fd is None:
+                return None
+            found = _found(fd, _map)
+            self._use(fd)
+            return found
 
-    def look(self, name: str) -> Found | None:
-        """Like read, but no use; to be let go soon, for it holds a descriptor. Where the file is another user's and the
-        system keeps access times, it does count as a use."""
-        try:
-            return self._found_by(name, getattr(os, "O_NOATIME", 0), _look)
-        except PermissionError:
-            return self._found_by(name, 0, _look)
+    def look(self, name: str, whole: bool) -> Found | None:
+        """Like read, but no use; where the file is another user's and the system keeps access times, it does count.
 
-    def _found_by(self, name: str, flags: int, mapped: Callable[[int, int], Tensor]) -> Found | None:
-        try:
-            fd = os.open(self.file(name), os.O_RDONLY | os.O_NONBLOCK | flags)  # a pipe of that name is not waited for
-        except FileNotFoundError:
-            return None
-        try:
-            status = os.fstat(fd)
-            size = status.st_size if stat.S_ISREG(status.st_mode) else 0
-            memory = mapped(fd, size) if size else torch.empty(0, dtype=torch.uint8)
-        finally:
-            os.close(fd)
-        return Found(memory, _identity(status))
+        whole: read all of it, so that a failing disk is an OSError. Else it is mapped, to be let go soon.
+        """
+        with self._opened(name, getattr(os, "O_NOATIME", 0)) as fd:
+            return None if fd is None else _found(fd, _load if whole else _peek)
 
     def used(self, name: str) -> None:
-        """Keep the time of a chunk's last use. Where that is not allowed, the report counts it."""
-        path = self.file(name)
+        """Keep the time of a chunk's use; nothing where it is gone."""
+        with self._opened(name) as fd:
+            if fd is not None:
+                self._use(fd)
+
+    @contextlib.contextmanager
+    def _opened(self, name: str, flags: int = 0) -> Iterator[int | None]:
+        """A descriptor: all that is done to a file is done to the same one, whatever happens to its name meanwhile."""
+        flags |= os.O_RDONLY | os.O_NONBLOCK  # a pipe of that name is not waited for
         try:
-            os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
+            fd = os.open(self.file(name), flags)
         except FileNotFoundError:
-            pass  # evicted meanwhile
+            yield None
+            return
+        except PermissionError:
+            fd = os.open(self.file(name), os.O_RDONLY | os.O_NONBLOCK)  # only owners may read without a trace
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
+    def _use(self, fd: int) -> None:
+        """Where the time may not be kept, the report counts it."""
+        try:
+            os.utime(fd, ns=(time.time_ns(), os.fstat(fd).st_mtime_ns))
         except OSError:
             self.counts.add("last_use_not_kept")
 
@@ -167,7 +180,7 @@ class LocalFolder:
             self._cap_set_aside()
         return True
 
-    def clear(self, max_bytes: int | None) -> Iterator[Entry]:
+    def clear(self, max_bytes: int | None) -> Generator[Entry, None, None]:
         """Remove leftovers, and the longest unused chunks down to a size; yields what it removed."""
         with held(self.lock):
             self._collect()
@@ -218,8 +231,14 @@ class LocalFolder:
                 _unlink(Path(path))
 
 
+def _found(fd: int, memory_of: Callable[[int, int], Tensor]) -> Found:
+    status = os.fstat(fd)
+    size = status.st_size if stat.S_ISREG(status.st_mode) else 0
+    return Found(memory_of(fd, size) if size else torch.empty(0, dtype=torch.uint8), _identity(status))
+
+
 def _map(fd: int, size: int) -> Tensor:
-    """By descriptor, so that what was looked at is mapped, whatever happens to the name; but torch keeps none open."""
+    """Private pages of the file; torch opens it anew, by descriptor, and keeps nothing open."""
     try:
         storage: Any = torch.UntypedStorage.from_file(f"/dev/fd/{fd}", False, size)
     except RuntimeError as error:
@@ -227,8 +246,17 @@ def _map(fd: int, size: int) -> Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (size,), (1,))
 
 
-def _look(fd: int, size: int) -> Tensor:
+def _peek(fd: int, size: int) -> Tensor:
     return torch.frombuffer(mmap.mmap(fd, size, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+
+
+def _load(fd: int, size: int) -> Tensor:
+    """All bytes; fewer where the file ends early."""
+    memory = torch.empty(size, dtype=torch.uint8)
+    left = memoryview(memory.numpy())  # type: ignore[arg-type]
+    while left.nbytes and (got := os.preadv(fd, [left], size - left.nbytes)):
+        left = left[got:]
+    return memory[: size - left.nbytes]
 
 
 def is_chunk(file: str) -> bool:
@@ -243,6 +271,6 @@ def _identity(status: os.stat_result) -> tuple[int, ...]:
 def _unlink(path: Path) -> bool:
     try:
         path.unlink()
-    except FileNotFoundError:
+    except (FileNotFoundError, IsADirectoryError):
         return False
     return True

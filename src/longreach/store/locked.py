@@ -49,7 +49,7 @@ def claim(fd: int) -> None:
 def abandoned(path: Path) -> bool:
     """Whether nobody holds a file that was claimed once."""
     try:
-        fd = os.open(path, os.O_RDONLY)
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except FileNotFoundError:
         return False
     try:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -114,7 +115,6 @@ class ChunkStore:
             if chunk is None:
                 self._counts.add("misses")
                 return None
-            self._files.used(key.name)
         self._counts.add("hits")
         self._counts.add("bytes_read", chunk.bytes)
         return chunk
@@ -142,7 +142,7 @@ class ChunkStore:
     def about(self, name: str) -> About | None:
         """What the header of an entry's file says; None where it is gone or no chunk (verify_all sets such aside)."""
         with self._errors("read from"):
-            found = self._files.look(name)
+            found = self._files.look(name, whole=False)
             if found is None:
                 return None
             try:
@@ -159,19 +159,16 @@ class ChunkStore:
         whole, total, broken = 0, 0, list[SetAside]()
         with self._errors("verify"):
             for entry in self._files.entries():
-                found = self._files.look(entry.name)
-                if found is not None:
-                    total += found.memory.numel()
-                    try:
-                        head = _head(found.memory)
-                        if head.key.name != entry.name:
-                            raise Broken("another chunk", "it holds a chunk of another name")
-                        tensors = layout.tensors(head, found.memory)
-                        layout.verify(head, tensors)
-                        layout.chunk_of(head, tensors, head.key)
+                found = None
+                try:
+                    found = self._looked_at(entry.name)
+                    if found is not None:
+                        total += found.memory.numel()
+                        _require_whole(found.memory, entry.name)
                         whole += 1
-                    except Broken as error:
-                        broken.append(self._set_aside(entry.name + ENDING, found.identity, error))
+                except Broken as error:
+                    identity = None if found is None else found.identity
+                    broken.append(self._set_aside(entry.name + ENDING, identity, error))
                 if progress:
                     progress(1)
             for file in self._files.strange():
@@ -185,8 +182,8 @@ class ChunkStore:
         """
         before = self.report()["leftovers_removed"]
         chunks = size = 0
-        with self._errors("clear"):
-            for entry in self._files.clear(max_bytes):
+        with self._errors("clear"), closing(self._files.clear(max_bytes)) as removed:
+            for entry in removed:
                 chunks, size = chunks + 1, size + entry.bytes
                 if progress:
                     progress(1)
@@ -213,13 +210,21 @@ class ChunkStore:
                 self._verified[key.name] = found.identity
         return layout.chunk_of(head, tensors, key)
 
+    def _looked_at(self, name: str) -> Found | None:
+        try:
+            return self._files.look(name, whole=True)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            raise Broken("unreadable", "the disk fails to read it") from error
+
     def _set_aside(self, file: str, identity: tuple[int, ...] | None, broken: Broken) -> SetAside:
         try:
             where = "set aside" if self._files.set_aside(file, identity) else "gone meanwhile"
         except OSError as error:
             where = f"left in place ({error.strerror})"
         self._counts.set_aside(broken.kind)
-        warnings.warn(f"chunk store {self.location}: {file} is not used, {where}: {broken}", stacklevel=4)
+        warnings.warn(f"chunk store {self.location}: {file} is not used, {where}: {broken}", stacklevel=3)
         return SetAside(file, broken.kind, str(broken))
 
     @contextmanager
@@ -242,3 +247,13 @@ def _head(memory: Tensor) -> Head:
     raw = memory.numpy()
     length = layout.header_length(raw[:8].tobytes(), memory.numel())
     return layout.parse(raw[:length].tobytes(), memory.numel())
+
+
+def _require_whole(memory: Tensor, name: str) -> None:
+    """Raise Broken unless these are all bytes of the chunk of that name."""
+    head = _head(memory)
+    if head.key.name != name:
+        raise Broken("another chunk", "it holds a chunk of another name")
+    tensors = layout.tensors(head, memory)
+    layout.verify(head, tensors)
+    layout.chunk_of(head, tensors, head.key)
