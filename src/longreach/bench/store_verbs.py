@@ -7,8 +7,9 @@ bytes as the record states, and is left there.
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,12 @@ from longreach.tasks.haystack import paragraphs
 from longreach.tasks.haystack import sha256 as haystack_sha256
 
 FORMAT = 1
-SAMPLE = 50  # chunks of which computing is timed by itself, beside the model's own prefill
+SAMPLE = 100  # chunks of which computing is timed by itself, beside the model's own prefill
 
 
 def measure(folder: Path, chunks: int, most: int, say: Callable[[str], None], model: str = "mini") -> dict[str, Any]:
     """The record but for where it was measured. Each step once, the disk's page cache as the step before leaves it."""
-    took = dict[str, float]()
+    took, each = dict[str, float](), dict[str, list[float]]()
 
     @contextmanager
     def timed(what: str) -> Iterator[None]:
@@ -38,6 +39,11 @@ def measure(folder: Path, chunks: int, most: int, say: Callable[[str], None], mo
 
     loaded, tokenizer = load(model, device=str(device_of("auto")))
     text = "\n\n".join(paragraphs())
+
+    @torch.no_grad()
+    def prefill(tokens: Sequence[int]) -> None:
+        loaded.get_decoder()(input_ids=torch.tensor([tokens], device=loaded.device), use_cache=True)
+
     with timed("fingerprint"):
         known = fingerprint(loaded)
     with timed("split"):
@@ -47,19 +53,16 @@ def measure(folder: Path, chunks: int, most: int, say: Callable[[str], None], mo
         if store.entries():
             raise SystemExit(f"{folder} holds chunks already; name an empty folder")
         work = Precompute(session, known=known)
-        with timed("sample computed"):
-            for tokens in pieces[:SAMPLE]:
-                work.compute(tokens)
+        work.compute(pieces[0])
         with timed("add"):
-            states = [obtain(work, store, tokens).state for tokens in pieces]
+            states, each["add"] = _each(lambda tokens: obtain(work, store, tokens).state, pieces)
         entries = store.entries()
-    with timed("sample prefilled by the model"), torch.no_grad():
-        for tokens in pieces[:SAMPLE]:
-            loaded.get_decoder()(input_ids=torch.tensor([tokens], device=loaded.device), use_cache=True)
     with ChunkStore(folder) as store, attach(loaded) as session:
         work = Precompute(session, known=known)
         with timed("add again"):
-            again = [obtain(work, store, tokens).state for tokens in pieces]
+            again, each["add again"] = _each(lambda tokens: obtain(work, store, tokens).state, pieces)
+        _, each["compute"] = _each(work.compute, pieces[:SAMPLE])
+    _, each["prefill of the model by itself"] = _each(prefill, pieces[:SAMPLE])
     with ChunkStore(folder) as store, timed("list"):
         listed = [store.about(entry.name) for entry in store.entries()]
     with ChunkStore(folder) as store, timed("verify"):
@@ -70,12 +73,27 @@ def measure(folder: Path, chunks: int, most: int, say: Callable[[str], None], mo
         "config": {"chunks": len(pieces), "chunk_tokens": most, "haystack_sha256": haystack_sha256()},
         "document": {"characters": len(text), "tokens": len(document.tokens), "chunks": len(document.chunks),
                      "other_tokens_alone": sum(not piece.alone for piece in document.chunks)},
-        "tokens": sum(map(len, pieces)), "sample_tokens": sum(map(len, pieces[:SAMPLE])),
+        "tokens": sum(map(len, pieces)),
         "bytes": sum(entry.bytes for entry in entries),
         "computed": states.count("computed"), "stored_again": again.count("stored"),
         "listed": sum(about is not None for about in listed), "whole": verified.whole, "broken": len(verified.broken),
-        "seconds": took,
+        "seconds": took, "seconds_a_chunk": {what: _quartiles(times) for what, times in each.items()},
     }  # fmt: skip
+
+
+def _each(call: Callable[[Sequence[int]], Any], pieces: Sequence[Sequence[int]]) -> tuple[list[Any], list[float]]:
+    """What a call gives for every chunk, and how long each took."""
+    found, seconds = [], []
+    for tokens in pieces:
+        started = time.perf_counter()
+        found.append(call(tokens))
+        seconds.append(time.perf_counter() - started)
+    return found, seconds
+
+
+def _quartiles(seconds: Sequence[float]) -> dict[str, float]:
+    low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive")
+    return {"median": middle, "first_quartile": low, "third_quartile": high}
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -179,6 +180,7 @@ def test_documents_that_are_refused(
     assert not (tmp_path / "store").exists()
     refused(longreach(*adding(tiny, tmp_path / "store", book, tmp_path)), "Is a directory")
     refused(longreach(*adding(tiny, tmp_path / "store", book, "--prefix-file", tmp_path / "p")), "--prefix-file")
+    refused(longreach(*adding(tiny, tmp_path / "store", book, "--prefix", "a\udcff")), "--prefix must be text")
 
 
 @pytest.mark.parametrize(
@@ -241,6 +243,20 @@ def test_an_interrupt_keeps_what_was_computed(
     result = longreach(*adding(tiny, tmp_path / "store", book))
     assert result.code == 130 and "2 of " in result.err and "the same command goes on from there" in result.err
     assert added(longreach, tiny, tmp_path / "store", book)["stored"] == 2
+
+
+def test_two_processes_add_the_same_documents_at_once(longreach: Any, tiny: Path, book: Path, tmp_path: Path) -> None:
+    """Each chunk is put by one of them, whole, and both succeed."""
+    command = [sys.executable, "-m", "longreach", *map(str, adding(tiny, tmp_path / "store", book, "--json"))]
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(2)]
+    outputs = [process.communicate(timeout=100) for process in running]
+    assert [process.returncode for process in running] == [0, 0], outputs
+    first, second = (json.loads(out) for out, _ in outputs)
+    assert first["counts"]["put"] + second["counts"]["put"] == first["chunks"] == second["chunks"]
+    with ChunkStore(tmp_path / "store") as store:
+        verified = store.verify_all()
+        assert (verified.whole, verified.broken) == (first["chunks"], ())
+    assert list((tmp_path / "store" / "writing").iterdir()) == []
 
 
 def test_a_cap_below_the_documents_is_told(longreach: Any, tiny: Path, book: Path, tmp_path: Path) -> None:

@@ -40,6 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser, action: str) -> None:
 def run(args: argparse.Namespace) -> int:
     texts = {name: _read(name, "FILE") for name in dict.fromkeys(args.names)}
     prefix_text = args.prefix if args.prefix_file is None else _read(args.prefix_file, "--prefix-file")
+    if prefix_text is not None and any("\ud800" <= c <= "\udfff" for c in prefix_text):
+        raise InvalidInput("--prefix must be text; this one holds bytes that are no UTF-8")
     with waiting("loading the model"):
         from longreach.store import ChunkStore
 
