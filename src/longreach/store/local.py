@@ -123,14 +123,15 @@ class LocalFolder:
         except OSError:
             self.counts.add("last_use_not_kept")
 
-    def write(self, name: str, header: Callable[[], bytes], buffers: Sequence[memoryview], size: int) -> bool:
+    def write(self, name: str, header: bytes, buffers: Sequence[memoryview]) -> bool:
         """Put a file in its place, whole; False where one is there. Raises StoreFull."""
+        size = len(header) + sum(b.nbytes for b in buffers)
         with held(self.lock):
             self._collect()
             self._make_room(size)
             fd, temporary = writing.begin(self.writing, name, size)
         try:
-            writing.fill(fd, header, buffers, size)
+            writing.fill(fd, header, buffers)
             now = time.time_ns()
             os.utime(temporary, ns=(now, now))
             os.fsync(fd)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -54,12 +54,12 @@ class Objects:
     def used(self, name: str) -> None:
         """Nothing: no place here for the time of a use, and nothing is evicted by it."""
 
-    def write(self, name: str, header: Callable[[], bytes], buffers: Sequence[memoryview], size: int) -> bool:
+    def write(self, name: str, header: bytes, buffers: Sequence[memoryview]) -> bool:
         """One put of all bytes; False where the object is there. Of two at once the later stays, both being whole."""
         if self.has(name):
             return False
         with self._told():
-            self.fs.pipe_file(self._path(name), b"".join([header(), *buffers]))
+            self.fs.pipe_file(self._path(name), b"".join([header, *buffers]))
         return True
 
     def entries(self) -> list[Entry]:

@@ -127,10 +127,9 @@ class ChunkStore:
                 self._files.used(name)
                 new = False
             else:
-                header, buffers, size = layout.encode(chunk)
-                new = self._files.write(name, header, buffers, size)
+                new = self._files.write(name, *layout.encode(chunk))
         if new:
-            self._counts.add("bytes_written", size)
+            self._counts.add("bytes_written", chunk.bytes)
         self._counts.add("put" if new else "already_there")
         return new
 

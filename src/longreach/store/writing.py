@@ -5,8 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import secrets
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from pathlib import Path
 
 from longreach.store.locked import claim
@@ -45,13 +44,10 @@ def reserve(fd: int, size: int) -> None:
         os.ftruncate(fd, size)
 
 
-def fill(fd: int, header: Callable[[], bytes], buffers: Sequence[memoryview], size: int) -> None:
-    """Write a chunk's file. The header comes last: its checksums are computed while the rest is written, and until it
-    is there the file is no chunk."""
-    with ThreadPoolExecutor(1) as beside:
-        first = beside.submit(header)
-        put(fd, buffers, size - sum(b.nbytes for b in buffers))
-        put(fd, [memoryview(first.result())], 0)
+def fill(fd: int, header: bytes, buffers: Sequence[memoryview]) -> None:
+    """Write a chunk's file. The header comes last: until it is there the file is no chunk."""
+    put(fd, buffers, len(header))
+    put(fd, [memoryview(header)], 0)
 
 
 def put(fd: int, buffers: Sequence[memoryview], at: int) -> None:
