@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from longreach.bench.store_verbs import main
+from longreach.records.kernels import kernel_hash
 
 
 def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -17,6 +18,7 @@ def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert [record[k] for k in ("computed", "stored_again", "listed", "whole", "broken")] == [3, 3, 3, 3, 0]
     assert record["bytes"] == sum(f.stat().st_size for f in (tmp_path / "s").glob("*.safetensors"))
     assert 3 <= record["tokens"] <= 72 and record["commit"] and record["device"]["type"] in ("cpu", "cuda")
+    assert record["kernels"] == {"precompute": kernel_hash("precompute")}
     assert set(record["seconds"]) >= {"fingerprint", "split", "add", "add again", "list", "verify"}
     assert set(record["seconds_a_chunk"]) == {"add", "add again", "compute", "prefill of the model by itself"}
     assert all(0 < x["first_quartile"] <= x["median"] for x in record["seconds_a_chunk"].values())

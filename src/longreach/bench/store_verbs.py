@@ -18,6 +18,7 @@ import torch
 
 from longreach.adapters.transformers import Precompute, Splitter, attach, device_of, fingerprint, load, obtain
 from longreach.records import check_writable, environment, write
+from longreach.records.kernels import kernel_hash
 from longreach.store import ChunkStore
 from longreach.tasks.haystack import paragraphs
 from longreach.tasks.haystack import sha256 as haystack_sha256
@@ -106,7 +107,9 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     check_writable(args.output)
     record = measure(args.folder, args.chunks, args.chunk_tokens, lambda line: print(line, flush=True))
-    write(args.output, {**record, **environment(device_of("auto"))})
+    write(
+        args.output, {**record, **environment(device_of("auto")), "kernels": {"precompute": kernel_hash("precompute")}}
+    )
 
 
 if __name__ == "__main__":

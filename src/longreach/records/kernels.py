@@ -53,6 +53,10 @@ SOURCES: dict[str, tuple[str, tuple[str, ...]]] = {  # what was measured -> fold
             "methods/ledger.py",
         ),
     ),
+    "precompute": (
+        "adapters/transformers",
+        ("chunking.py", "fingerprint.py", "obtain.py", "precompute.py", "rotary.py"),
+    ),
 }
 _SKIP = (tokenize.COMMENT, tokenize.NL, tokenize.ENDMARKER, tokenize.ENCODING)
 _MARKS = {tokenize.NEWLINE: ";", tokenize.INDENT: "{", tokenize.DEDENT: "}"}
