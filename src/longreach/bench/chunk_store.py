@@ -42,7 +42,7 @@ class Load:
     """What is stored: chunks of a model with 32 layers, 8 KV heads of 128 channels (Llama-3.1-8B's) in bf16."""
 
     chunks: int = 1000
-    tokens: int = 128
+    tokens: int = 64
     layers: int = 32
     kv_heads: int = 8
     dim: int = 128
@@ -78,7 +78,7 @@ def run(
     Raises InvalidInput where the disk has not the room.
     """
     out.mkdir(parents=True, exist_ok=True)
-    needed = load.chunks * load.bytes
+    needed = 2 * load.chunks * load.bytes
     if shutil.disk_usage(out).free < 1.1 * needed:
         raise InvalidInput(f"{out} has no room for {needed / 1e9:.0f} GB of chunks; name a folder of another disk")
     results = {}
@@ -111,8 +111,8 @@ def _put(load: Load, folder: Path, advance: Callable[[int], None]) -> dict[str, 
             calls = {"put": lambda: store.put(chunk), PLAIN_PUT: lambda: _save(tensors, plain, chunk.key.name)}  # noqa: B023
             for name in _turn(list(calls), number):
                 seconds[name].append(_timed(calls[name]))
-            (plain / chunk.key.name).unlink()
             advance(1)
+    shutil.rmtree(plain)  # not before: blocks and pages that one side gave back would be the other's, or its own, cheap
     entries = [_entry(name, times, load) for name, times in seconds.items()]
     return {"entries": entries, "targets": [_judged("put", PLAIN_PUT, entries)]}
 
@@ -158,7 +158,7 @@ def _get(cold: bool) -> Callable[[Load, Path, Callable[[int], None]], dict[str, 
             **({"dropped": sum(gone) / len(gone)} if cold else {}),  # share of reads before which pages were gone
             "entries": entries,
             "verification": {"microseconds": with_it - without, "over_get": with_it / without},
-            "targets": [_judged("get", PLAIN_GET, entries)] if all(gone) else [],  # else nothing cold was measured
+            "targets": [_judged("get", PLAIN_GET, entries)] if not gone or sum(gone) >= 0.99 * len(gone) else [],
         }
 
     return measure
@@ -224,9 +224,12 @@ def _drop(file: Path) -> bool:
     """Out of the page cache; whether the pages are gone, as far as three of them can tell."""
     fd = os.open(file, os.O_RDONLY)
     try:
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         size = os.fstat(fd).st_size
-        return not any(_cached(fd, max(0, at)) for at in (0, size // 2, size - _PAGE))
+        for _ in range(5):  # pages that something else holds at that moment stay the first time
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            if not any(_cached(fd, max(0, at)) for at in (0, size // 2, size - _PAGE)):
+                return True
+        return False
     finally:
         os.close(fd)
 
