@@ -20,6 +20,7 @@ def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert 3 <= record["tokens"] <= 72 and record["commit"] and record["device"]["type"] in ("cpu", "cuda")
     assert record["kernels"] == {"precompute": kernel_hash("precompute")}
     assert set(record["seconds"]) >= {"fingerprint", "split", "add", "add again", "list", "verify"}
+    assert set(record["load_average_after"]) == set(record["seconds"])
     assert set(record["seconds_a_chunk"]) == {"add", "add again", "compute", "prefill of the model by itself"}
     assert all(0 < x["first_quartile"] <= x["median"] for x in record["seconds_a_chunk"].values())
     assert all(seconds > 0 for seconds in record["seconds"].values())
