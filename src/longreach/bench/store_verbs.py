@@ -30,14 +30,14 @@ SAMPLE = 100  # chunks of which computing is timed by itself, beside the model's
 
 def measure(folder: Path, chunks: int, most: int, say: Callable[[str], None], model: str = "mini") -> dict[str, Any]:
     """The record but for where it was measured. Each step once, the disk's page cache as the step before leaves it."""
-    took, load, each = dict[str, float](), dict[str, float](), dict[str, list[float]]()
+    took, busy, each = dict[str, float](), dict[str, float](), dict[str, list[float]]()
 
     @contextmanager
     def timed(what: str) -> Iterator[None]:
         started = time.perf_counter()
         yield
         took[what] = time.perf_counter() - started
-        load[what] = os.getloadavg()[0]
+        busy[what] = os.getloadavg()[0]
         say(f"{what}: {took[what]:.2f} s")
 
     loaded, tokenizer = load(model, device=str(device_of("auto")))
@@ -80,7 +80,7 @@ def measure(folder: Path, chunks: int, most: int, say: Callable[[str], None], mo
         "bytes": sum(entry.bytes for entry in entries),
         "computed": states.count("computed"), "stored_again": again.count("stored"),
         "listed": sum(about is not None for about in listed), "whole": verified.whole, "broken": len(verified.broken),
-        "load_average_after": load,  # of a minute: above the threads' number, others were at work too
+        "load_average_after": busy,  # of a minute: above the threads' number, others were at work too
         "seconds": took, "seconds_a_chunk": {what: _quartiles(times) for what, times in each.items()},
     }  # fmt: skip
 
