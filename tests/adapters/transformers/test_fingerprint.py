@@ -63,6 +63,16 @@ def _config(**fields: Any) -> Callable[[Any], Any]:
     return change
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_frequencies_rounded_by_a_cast_change_it(family: str, tmp_path: Path) -> None:
+    """Loaded in bf16, or loaded and cast: equal weights, other rotations, so other keys from the second layer on."""
+    tiny_model(family).save_pretrained(tmp_path)
+    loaded, cast = (type(tiny_model(family)).from_pretrained(tmp_path, dtype=d) for d in ("bfloat16", "float32"))
+    want = of(loaded)
+    loaded(torch.arange(40)[None])
+    assert of(loaded) == want != of(cast.bfloat16())
+
+
 def _quantised(model: Any) -> Any:
     return torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
 

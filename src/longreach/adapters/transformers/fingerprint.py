@@ -1,12 +1,15 @@
 """What a model's keys and values depend on, as one hash: every weight of the decoder as it is in memory, its config.
 
+Buffers that no checkpoint holds count too: rotary frequencies follow from the config, but a model cast to bf16 after it
+was loaded has rounded ones, and other keys than one loaded in bf16.
+
 All bytes are hashed, each time a process loads the model. Headers, sizes and samples would pass over a fine-tuned
 layer; a hash kept beside the files would have to trust their dates, and says nothing of what was loaded from them:
 another dtype, quantised weights, a merged adapter. It costs about a second a GB and core; threads share the tensors.
 
 Not in it: the tokenizer (a chunk's key holds tokens), names, special tokens and switches that change no key, the
-language-model head, buffers that no checkpoint holds (the rotary frequencies; they follow from the config). A newer
-transformers whose configuration has another field gives another fingerprint: chunks are then computed anew.
+language-model head, hooks and functions put in the place of a layer's own. A newer transformers whose configuration has
+another field gives another fingerprint: chunks are then computed anew.
 """
 
 from __future__ import annotations
@@ -74,12 +77,19 @@ def fingerprint(model: PreTrainedModel) -> Fingerprint:
             f"into the model first (merge_and_unload)"
         )
     seen = _seen(decoder)  # first: what is written to while it is hashed does not hold afterwards
-    state = decoder.state_dict()
+    state = _unsaved(decoder) | decoder.state_dict()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with ThreadPoolExecutor(min(THREADS, cores)) as pool:
         parts = pool.map(lambda item: f"{item[0]} {_digest(name, item[0], item[1])}", sorted(state.items()))
         text = "\n".join([FORMAT, name, _config(decoder), *parts])
     return Fingerprint(hashlib.sha256(text.encode()).hexdigest(), seen)
+
+
+def _unsaved(decoder: nn.Module) -> dict[str, Any]:
+    """Buffers, also those that no checkpoint holds; of frequencies that change with the length, those at first."""
+    buffers = dict(decoder.named_buffers())
+    changing = {n.replace("original_inv_freq", "inv_freq") for n in buffers if n.endswith("original_inv_freq")}
+    return {n: x for n, x in buffers.items() if n not in changing}
 
 
 def _of_peft(module: nn.Module) -> bool:
