@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from longreach.store import ChunkStore, writing
-from longreach.store.locked import held
+from longreach.store.locked import abandoned, held
 from tests.store.factory import chunk, die, in_child, path, same, size
 
 CALLS = ("open", "posix_fallocate", "pwritev", "utime", "fsync", "rename", "unlink", "mkdir", "close")
@@ -216,13 +216,15 @@ def test_a_hundred_kills_under_two_writers(tmp_path: Path) -> None:
 
     ChunkStore(folder).close()
     writers = [writer(n) for n in range(2)]
-    kills, put = 100, 0
+    kills, put, torn = 100, 0, 0
     for kill in range(kills):
         time.sleep(draw.random() * 0.04)
         victim = draw.randrange(2)
         assert os.waitpid(-1, os.WNOHANG) == (0, 0), "a writer failed"
         os.kill(writers[victim], signal.SIGKILL)
         assert os.waitstatus_to_exitcode(os.waitpid(writers[victim], 0)[1]) == KILLED
+        with held(folder / ".longreach-chunk-store"):
+            torn += any(abandoned(file) for file in (folder / "writing").iterdir())
         writers[victim] = writer(1000 + kill)
         if kill % 10 == 9:
             with held(folder / ".longreach-chunk-store"):
@@ -233,5 +235,6 @@ def test_a_hundred_kills_under_two_writers(tmp_path: Path) -> None:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
     there = whole_or_absent(folder, NUMBERS, LONG)
-    assert 1 <= len(there) <= ROOM and put >= ROOM - 2  # the writers did write
+    assert 1 <= len(there) <= ROOM and put >= ROOM - 2  # the writers did write,
+    assert torn >= 5  # and were killed at it
     assert not list((folder / "set-aside").iterdir())
