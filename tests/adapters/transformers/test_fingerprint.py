@@ -137,6 +137,15 @@ def test_writing_to_a_weight_is_noticed_without_reading() -> None:
     assert not taken.holds(other) and isinstance(taken, Fingerprint)
 
 
+@pytest.mark.parametrize("change", [lambda model: model.bfloat16(), lambda model: model.bfloat16().float()])
+def test_a_cast_is_noticed_without_reading(change: Callable[[Any], Any]) -> None:
+    """Casts leave the parameters' objects and counts as they are."""
+    model = tiny_model("llama")
+    taken = fingerprint(model)
+    change(model)
+    assert not taken.holds(model)
+
+
 def test_an_adapter_is_refused_by_name() -> None:
     model = tiny_model("llama")
 

@@ -24,6 +24,7 @@ from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import PreTrainedModel
 
 from longreach.adapters.transformers.checks import decoder_of
@@ -51,19 +52,23 @@ WITHOUT_EFFECT = (  # fields of a configuration that change no key and no value
 )
 
 
+Seen = tuple[str, ReferenceType[Tensor], int, StorageWeakRef | None]
+
+
 @dataclass(frozen=True)
 class Fingerprint:
-    """digest: 64 hex digits. seen: the weights by name, and how often they had been written to when it was taken."""
+    """digest: 64 hex digits. seen: the weights by name, how often they had been written to when it was taken, and where
+    they lay (casts and moves put other memory under the same parameter)."""
 
     digest: str
-    seen: tuple[tuple[str, ReferenceType[Tensor], int], ...]
+    seen: tuple[Seen, ...]
 
     def holds(self, model: PreTrainedModel) -> bool:
         """Whether no weight was replaced or written to since, as torch counts writes; no byte is read."""
         now = _seen(decoder_of(model))
         return len(now) == len(self.seen) and all(
-            a == b and old() is not None and old() is new() and m == n
-            for (a, old, m), (b, new, n) in zip(self.seen, now, strict=True)
+            a == b and old() is not None and old() is new() and m == n and _at(there) == _at(here)
+            for (a, old, m, there), (b, new, n, here) in zip(self.seen, now, strict=True)
         )
 
 
@@ -103,14 +108,19 @@ def _config(decoder: PreTrainedModel) -> str:
     return json.dumps(kept, sort_keys=True, default=str)
 
 
-def _seen(decoder: nn.Module) -> tuple[tuple[str, ReferenceType[Tensor], int], ...]:
+def _seen(decoder: nn.Module) -> tuple[Seen, ...]:
     found = []
     for name, tensor in (*decoder.named_parameters(), *decoder.named_buffers()):
         if name.endswith("inv_freq"):  # some kinds of rotary embedding write theirs anew with the length
             continue
         writes = -1 if tensor.is_inference() else tensor._version
-        found.append((name, ref(tensor), writes))
+        plain = type(tensor) in (Tensor, nn.Parameter)
+        found.append((name, ref(tensor), writes, StorageWeakRef(tensor.untyped_storage()) if plain else None))
     return tuple(found)
+
+
+def _at(storage: StorageWeakRef | None) -> int | None:
+    return None if storage is None else storage.cdata
 
 
 def _digest(model: str, name: str, value: Any) -> str:
