@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
+import socket
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -156,6 +158,41 @@ def a_folder(file: Path) -> None:
 def test_a_foreign_file_under_a_chunks_name_is_set_aside(tmp_path: Path, make: Callable[[Path], object]) -> None:
     make(stored(tmp_path))
     is_a_miss(tmp_path)
+
+
+def a_socket(file: Path, folder: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as one, contextlib.chdir(file.parent):  # names of sockets must be short
+        one.bind(file.name)
+
+
+def a_link_to_a_broken_file(file: Path, folder: Path) -> None:
+    (folder / "elsewhere").write_bytes(b"x" * 1000)
+    file.symlink_to(folder / "elsewhere")
+
+
+def more_than_any_memory(file: Path, folder: Path) -> None:
+    file.write_bytes(b"x" * 1000)
+    os.truncate(file, 1 << 43)
+
+
+@pytest.mark.parametrize("verifying", [False, True])
+@pytest.mark.parametrize(
+    "instead",
+    [a_socket, a_link_to_a_broken_file, more_than_any_memory, lambda file, _: file.symlink_to(file.name)],
+    ids=["socket", "link to a broken file", "huge", "circle of links"],
+)
+def test_what_no_chunk_can_be_is_set_aside(
+    tmp_path: Path, instead: Callable[[Path, Path], None], verifying: bool
+) -> None:
+    folder = tmp_path / "store"
+    file, one = stored(folder), chunk(1, prefix=(1, 2))
+    file.unlink()
+    instead(file, tmp_path)
+    with ChunkStore(folder) as store:
+        assert store.about(one.key.name) is None
+        with pytest.warns(UserWarning, match="is not used, set aside"):
+            assert len(store.verify_all().broken) == 1 if verifying else store.get(one.key) is None
+        assert store.put(one) and same(store.get(one.key), one)
 
 
 def test_verify_all_reads_everything_and_tells_what_is_broken(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ count as uses as well. Modification times stay those of the writing and tell a f
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 import re
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor
 
 from longreach.errors import StoreError, StoreFull
-from longreach.store import writing
+from longreach.store import layout, writing
 from longreach.store.locked import abandoned, held, require_locks
 from longreach.store.results import Counts, Entry
 
@@ -95,14 +96,17 @@ class LocalFolder:
             return None if fd is None else _found(fd, _load if whole else _peek)
 
     def used(self, name: str) -> None:
-        """Keep the time of a chunk's use; nothing where it is gone."""
-        with self._opened(name) as fd:
+        """Keep the time of a chunk's use; nothing where it is gone or no file."""
+        with contextlib.suppress(layout.Broken), self._opened(name) as fd:
             if fd is not None:
                 self._use(fd)
 
     @contextlib.contextmanager
     def _opened(self, name: str, flags: int = 0) -> Iterator[int | None]:
-        """A descriptor: all that is done to a file is done to the same one, whatever happens to its name meanwhile."""
+        """A descriptor: all that is done to a file is done to the same one, whatever happens to its name meanwhile.
+
+        Raises Broken where nothing can be opened there.
+        """
         flags |= os.O_RDONLY | os.O_NONBLOCK  # a pipe of that name is not waited for
         try:
             fd = os.open(self.file(name), flags)
@@ -111,6 +115,10 @@ class LocalFolder:
             return
         except PermissionError:
             fd = os.open(self.file(name), os.O_RDONLY | os.O_NONBLOCK)  # only owners may read without a trace
+        except OSError as error:
+            if error.errno not in (errno.ELOOP, errno.ENXIO):
+                raise
+            raise layout.Broken("foreign", "it is no file that can be read") from error  # a socket, a circle of links
         try:
             yield fd
         finally:
@@ -172,7 +180,7 @@ class LocalFolder:
         path = self.path / file
         with held(self.lock):
             try:
-                if identity is not None and _identity(path.lstat()) != identity:
+                if identity is not None and _identity(path.stat()) != identity:  # of a link, what it leads to
                     return False
                 self.aside.mkdir(exist_ok=True)
                 os.rename(path, self.aside / f"{time.time_ns():020d}-{file}")
@@ -235,7 +243,12 @@ class LocalFolder:
 def _found(fd: int, memory_of: Callable[[int, int], Tensor]) -> Found:
     status = os.fstat(fd)
     size = status.st_size if stat.S_ISREG(status.st_mode) else 0
-    return Found(memory_of(fd, size) if size else torch.empty(0, dtype=torch.uint8), _identity(status))
+    try:
+        return Found(memory_of(fd, size) if size else torch.empty(0, dtype=torch.uint8), _identity(status))
+    except (StoreError, OSError):  # no memory for it: for a file of any length that is no chunk's
+        first = os.pread(fd, layout.header_length(os.pread(fd, 8, 0), size), 0)
+        layout.parse(first, size)
+        raise
 
 
 def _map(fd: int, size: int) -> Tensor:
@@ -253,7 +266,10 @@ def _peek(fd: int, size: int) -> Tensor:
 
 def _load(fd: int, size: int) -> Tensor:
     """All bytes; fewer where the file ends early."""
-    memory = torch.empty(size, dtype=torch.uint8)
+    try:
+        memory = torch.empty(size, dtype=torch.uint8)
+    except RuntimeError as error:
+        raise StoreError(f"no memory to read a chunk of {size} bytes into: {error}; go on without a store") from error
     left = memoryview(memory.numpy())  # type: ignore[arg-type]
     while left.nbytes and (got := os.preadv(fd, [left], size - left.nbytes)):
         left = left[got:]

@@ -105,13 +105,12 @@ class ChunkStore:
     def get(self, key: ChunkKey) -> Chunk | None:
         """The chunk, or None where there is none that is whole and right."""
         with self._errors("read from"):
-            found = self._files.read(key.name)
-            chunk = None
-            if found is not None:
-                try:
-                    chunk = self._checked(key, found)
-                except Broken as broken:
-                    self._set_aside(key.name + ENDING, found.identity, broken)
+            found = chunk = None
+            try:
+                found = self._files.read(key.name)
+                chunk = None if found is None else self._checked(key, found)
+            except Broken as broken:
+                self._set_aside(key.name + ENDING, None if found is None else found.identity, broken)
             if chunk is None:
                 self._counts.add("misses")
                 return None
@@ -141,10 +140,10 @@ class ChunkStore:
     def about(self, name: str) -> About | None:
         """What the header of an entry's file says; None where it is gone or no chunk (verify_all sets such aside)."""
         with self._errors("read from"):
-            found = self._files.look(name, whole=False)
-            if found is None:
-                return None
             try:
+                found = self._files.look(name, whole=False)
+                if found is None:
+                    return None
                 head = _head(found.memory)
             except Broken:
                 return None
