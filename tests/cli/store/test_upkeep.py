@@ -78,6 +78,7 @@ def test_gc(longreach: Any, store: Path) -> None:
 def test_where_there_is_no_store(longreach: Any, tmp_path: Path, action: str) -> None:
     """None is made."""
     refused(longreach("store", action, "--store", tmp_path / "none"), "no chunk store at", "store add")
+    refused(longreach("store", action, "--store", f"file://{tmp_path}/none"), "no chunk store at", "store add")
     assert not (tmp_path / "none").exists()
     refused(longreach("store", action, "--store", tmp_path), "no chunk store at")
     assert list(tmp_path.iterdir()) == []

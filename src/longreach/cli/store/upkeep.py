@@ -39,7 +39,8 @@ def _existing(location: str) -> ChunkStore:
     from longreach.store import ChunkStore
     from longreach.store.local import LOCK
 
-    if "://" not in location and "::" not in location and not (Path(location).expanduser() / LOCK).is_file():
+    folder = location.removeprefix("file://").removeprefix("local://")
+    if "://" not in folder and "::" not in folder and not (Path(folder).expanduser() / LOCK).is_file():
         raise InvalidInput(f"there is no chunk store at {location}; `longreach store add` makes one")
     return ChunkStore(location)
 
