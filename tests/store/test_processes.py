@@ -10,7 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from longreach.store import ChunkStore
+import pytest
+
+from longreach.store import ChunkStore, local
 from longreach.store.locked import held
 from tests.store.factory import chunk, same, size
 
@@ -101,6 +103,24 @@ def test_the_cap_holds_under_load(tmp_path: Path) -> None:
     assert all(r["put"] == 25 and r["set_aside"] == {} for r in reports)
     with ChunkStore(folder) as store:
         assert store.verify_all().broken == () and sum(e.bytes for e in store.entries()) <= room
+
+
+def test_an_unfinished_file_may_vanish_while_it_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where another writer's disk is full."""
+    with ChunkStore(tmp_path, max_bytes=10**6) as store:
+        store.put(chunk(0))
+        file = tmp_path / "writing" / "another's"
+        file.touch()
+
+        def abandoned(path: Path) -> bool:
+            path.unlink()
+            return False
+
+        monkeypatch.setattr(local, "abandoned", abandoned)
+        real = os.scandir
+        listed = list(real(tmp_path / "writing"))
+        monkeypatch.setattr(os, "scandir", lambda at: listed if Path(at).name == "writing" else list(real(at)))
+        assert store.put(chunk(1)) and len(store.entries()) == 2
 
 
 def test_threads_share_an_open_store(tmp_path: Path) -> None:

@@ -203,7 +203,10 @@ class LocalFolder:
             return
         if size > self.max_bytes:
             raise StoreFull(f"a chunk of {size} bytes is larger than the store's max_bytes={self.max_bytes}; raise it")
-        begun = sum(e.stat().st_size for e in os.scandir(self.writing))
+        begun = 0
+        for entry in os.scandir(self.writing):
+            with contextlib.suppress(FileNotFoundError):  # a writer that failed takes its file away without the lock
+                begun += entry.stat(follow_symlinks=False).st_size
         for _ in self._evict(max(0, self.max_bytes - begun - size)):
             pass
         if begun + size > self.max_bytes:
