@@ -86,6 +86,31 @@ def test_foreign_objects_and_the_cap_of_what_is_set_aside(
         assert len(fs.ls(f"{place[3]}/set-aside")) == 2
 
 
+def test_the_newest_of_what_is_set_aside_stays_whatever_its_size(
+    place: tuple[str, dict[str, Any], Any, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fs = place[2]
+    monkeypatch.setattr(objects_module, "SET_ASIDE_BYTES", 10)
+    with opened(place) as store, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        store.put(chunk(0))
+        fs.pipe_file(f"{place[3]}/large.txt", b"1" * 50)
+        store.verify_all()
+        assert len(fs.ls(f"{place[3]}/set-aside")) == 1
+
+
+def test_looking_makes_nothing_and_what_others_removed_is_put_again(
+    place: tuple[str, dict[str, Any], Any, str],
+) -> None:
+    fs = place[2]
+    with opened(place) as store:
+        assert store.entries() == [] and store.get(chunk(0).key) is None and not fs.exists(place[3])
+        assert store.put(chunk(0)) and len(store.entries()) == 1
+        for file in fs.ls(place[3], detail=False):
+            fs.rm(file, recursive=True)
+        assert store.put(chunk(0)) and same(store.get(chunk(0).key), chunk(0))
+
+
 def test_what_is_not_promised_is_refused_by_name(place: tuple[str, dict[str, Any], Any, str]) -> None:
     with pytest.raises(Unsupported, match="size cap with LRU"):
         opened(place, max_bytes=10**9)

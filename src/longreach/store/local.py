@@ -237,9 +237,9 @@ class LocalFolder:
         self.aside.mkdir(exist_ok=True)
         files = sorted((e.name, e.path, e.stat().st_size) for e in os.scandir(self.aside) if e.is_file())
         total = 0
-        for _, path, size in reversed(files):
+        for number, (_, path, size) in enumerate(reversed(files)):
             total += size
-            if total > SET_ASIDE_BYTES:
+            if number and total > SET_ASIDE_BYTES:  # the newest stays, whatever its size, to be looked at
                 _unlink(Path(path))
 
 

@@ -26,11 +26,10 @@ class Objects:
     def __init__(self, fs: Any, root: str, location: str):
         self.fs, self.root, self.location = fs, root.rstrip("/"), location
         self.aside = f"{self.root}/set-aside"
-        with self._told():
-            fs.makedirs(self.aside, exist_ok=True)
 
     def has(self, name: str) -> bool:
         with self._told():
+            self.fs.invalidate_cache(self.root)  # another process may have removed it
             try:
                 self.fs.info(self._path(name))
             except FileNotFoundError:
@@ -59,6 +58,7 @@ class Objects:
         if self.has(name):
             return False
         with self._told():
+            self.fs.makedirs(self.root, exist_ok=True)
             self.fs.pipe_file(self._path(name), b"".join([header, *buffers]))
         return True
 
@@ -81,6 +81,7 @@ class Objects:
     def set_aside(self, file: str, identity: tuple[int, ...] | None) -> bool:
         """Copy and delete. A good object put meanwhile may go the same way: then it is a miss once more."""
         with self._told():
+            self.fs.makedirs(self.aside, exist_ok=True)
             try:
                 self.fs.mv(f"{self.root}/{file}", f"{self.aside}/{time.time_ns():020d}-{file}")
             except FileNotFoundError:
@@ -97,9 +98,9 @@ class Objects:
 
     def _cap_set_aside(self) -> None:
         total = 0
-        for file in sorted(self._files(self.aside), key=lambda f: f["name"], reverse=True):
+        for number, file in enumerate(sorted(self._files(self.aside), key=lambda f: f["name"], reverse=True)):
             total += file["size"]
-            if total > SET_ASIDE_BYTES:
+            if number and total > SET_ASIDE_BYTES:  # the newest stays, whatever its size, to be looked at
                 with self._told():
                     self.fs.rm_file(file["name"])
 
