@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from longreach.adapters.transformers import load, model_path
 from longreach.errors import LongreachError, ModelFileError
@@ -94,6 +94,41 @@ def test_resuming_from_what_training_did_not_write_is_refused(data: Path, tmp_pa
     shipped = model_path("mini")
     with pytest.raises(ModelFileError, match="does not say how far"):
         checkpoint.load(Llama(ModelShape()), shipped)
+
+
+@pytest.mark.parametrize("noted", ["{", "[1]", '{"epoch": 1}'])
+def test_weights_with_another_header_are_refused(noted: str, tmp_path: Path) -> None:
+    weights = {name: w.detach().bfloat16() for name, w in Llama(SHAPE).state_dict().items()}
+    save_file(weights, tmp_path / "model.safetensors", metadata={"training": noted})
+    with pytest.raises(ModelFileError, match="does not say how far"):
+        checkpoint.load(Llama(SHAPE), tmp_path)
+
+
+def test_half_a_checkpoint_is_refused(data: Path, tmp_path: Path) -> None:
+    checkpoint.save(Llama(SHAPE), tmp_path, data, checkpoint.Trained())
+    path = tmp_path / "model.safetensors"
+    for content in (path.read_bytes()[:5000], b"", b"no weights at all"):
+        path.write_bytes(content)
+        with pytest.raises(ModelFileError, match=r"cannot read .*model\.safetensors"):
+            checkpoint.load(Llama(SHAPE), tmp_path)
+
+
+def test_a_write_that_is_cut_short_leaves_what_was_there(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint.save(Llama(SHAPE), tmp_path, data, checkpoint.Trained())
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    whole = Path.write_bytes
+
+    def half(path: Path, content: bytes) -> int:
+        whole(path, content[: len(content) // 2])
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", half)
+    monkeypatch.setattr(Path, "write_text", lambda path, text: half(path, text.encode()))
+    with pytest.raises(OSError, match="No space"):
+        checkpoint.save(Llama(SHAPE), tmp_path, data, checkpoint.Trained())
+    assert {name: (tmp_path / name).read_bytes() for name in before} == before
 
 
 def test_cuda_where_there_is_none(data: Path, tmp_path: Path) -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from longreach.errors import ModelFileError
@@ -33,19 +32,25 @@ class Trained:
 def save(model: Llama, folder: Path, data: Path, done: Trained) -> None:
     """Write a complete model directory; each file is replaced at once, so that a reader never sees half of one.
 
-    done: noted in the weights' header, for `load` to go on from.
+    done: noted in the weights' header, for `load` to go on from. The weights come last: where they are, all is.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    replace(folder / "config.json", (json.dumps(model.shape.to_transformers(), indent=1) + "\n").encode())
+    for source, name in ((MANIFEST, CORPUS), *((name, name) for name in TOKENIZER_FILES)):
+        replace(folder / name, (data / source).read_bytes())
     weights = {
         name: w.detach().to(device="cpu", dtype=torch.bfloat16).contiguous() for name, w in model.state_dict().items()
     }
     header = {"format": "pt", "training": json.dumps(asdict(done))}
     save_file(weights, folder / "model.safetensors.part", metadata=header)
     os.replace(folder / "model.safetensors.part", folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(model.shape.to_transformers(), indent=1) + "\n")
-    for name in TOKENIZER_FILES:
-        shutil.copyfile(data / name, folder / name)
-    shutil.copyfile(data / MANIFEST, folder / CORPUS)
+
+
+def replace(path: Path, content: bytes) -> None:
+    """Write a file at once: whoever is killed while writing leaves the old one."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_bytes(content)
+    os.replace(part, path)
 
 
 def load(model: Llama, folder: Path) -> Trained:
@@ -55,18 +60,25 @@ def load(model: Llama, folder: Path) -> Trained:
         how far its training had come.
 
     Raises:
-        ModelFileError: no such file, weights of another shape, or none of `save`'s.
+        ModelFileError: no such file, a broken one, weights of another shape, or none of `save`'s.
     """
     path = folder / "model.safetensors"
     if not path.is_file():
         raise ModelFileError(f"{folder} has no model.safetensors to resume from")
-    weights = load_file(path)
+    try:
+        weights = load_file(path)
+        with safe_open(path, framework="pt") as file:
+            noted = (file.metadata() or {}).get("training")
+    except (OSError, SafetensorError) as error:
+        raise ModelFileError(f"cannot read {path} ({error}); resume from a whole checkpoint") from error
     expected = {name: tuple(w.shape) for name, w in model.state_dict().items()}
     if {name: tuple(w.shape) for name, w in weights.items()} != expected:
         raise ModelFileError(f"{path} holds a model of another shape; resume from one with this recipe's shape")
-    with safe_open(path, framework="pt") as file:
-        noted = (file.metadata() or {}).get("training")
-    if noted is None:
-        raise ModelFileError(f"{path} does not say how far its training had come; resume from one that training wrote")
+    try:
+        done = Trained(**json.loads(noted or ""))
+    except (ValueError, TypeError) as error:
+        raise ModelFileError(
+            f"{path} does not say how far its training had come; resume from one that training wrote"
+        ) from error
     model.load_state_dict({name: w.float() for name, w in weights.items()})
-    return Trained(**json.loads(noted))
+    return done

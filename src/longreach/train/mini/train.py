@@ -238,4 +238,4 @@ def _loop(
 
 def _write(trainer: Trainer, data: Path, out: Path, log: dict[str, Any], done: checkpoint.Trained) -> None:
     checkpoint.save(trainer.model, out, data, done)
-    (out / "train.json").write_text(json.dumps(log) + "\n")
+    checkpoint.replace(out / "train.json", (json.dumps(log) + "\n").encode())
