@@ -15,7 +15,7 @@ from longreach.errors import LongreachError, ModelFileError
 from longreach.testing.recipe import SHAPE
 from longreach.train.mini import checkpoint
 from longreach.train.mini.batches import NAMES, batch
-from longreach.train.mini.config import ModelShape, Schedule
+from longreach.train.mini.config import SCHEDULES, ModelShape, Schedule
 from longreach.train.mini.materials import Materials
 from longreach.train.mini.model import Llama
 from longreach.train.mini.train import Trainer, learning_rate, train
@@ -66,6 +66,40 @@ def test_train_writes_a_transformers_model_and_resumes_from_it(data: Path, tmp_p
     assert begun["curve"][0]["step"] == again["steps"] + 1 and begun["tokens"] > again["tokens"]
     read, written = (load_file(folder / "model.safetensors") for folder in (out, more_still))
     assert read.keys() == written.keys() and all(torch.equal(read[name], written[name]) for name in read)
+
+
+def test_going_on_in_the_same_place_keeps_the_log_before(data: Path, tmp_path: Path) -> None:
+    options = {"shape": SHAPE, "schedule": SCHEDULE, "device": "cpu", "workers": 1, "compile_layers": False}
+    log = train(data, tmp_path, minutes=0.02, **options)
+    train(data, tmp_path, minutes=(log["seconds"] + 1) / 60, resume=tmp_path, **options)
+    kept = json.loads((tmp_path / f"train-{log['steps']}.json").read_text())
+    assert kept["steps"] == log["steps"] and json.loads((tmp_path / "train.json").read_text())["resume"]
+
+
+def test_resuming_with_another_schedule_is_refused(data: Path, tmp_path: Path) -> None:
+    checkpoint.save(Llama(SHAPE), tmp_path, data, checkpoint.Trained(60.0, 7, 900, 30.0, "long"))
+    options = {"shape": SHAPE, "device": "cpu", "workers": 1, "compile_layers": False}
+    with pytest.raises(LongreachError, match="of the schedule long; go on with --schedule long"):
+        train(data, tmp_path / "out", minutes=5, schedule=SCHEDULES["grow"], resume=tmp_path, **options)
+
+
+def test_what_cannot_be_read_or_written_is_told_at_once(data: Path, tmp_path: Path) -> None:
+    options = {"shape": SHAPE, "schedule": SCHEDULE, "device": "cpu", "workers": 1, "compile_layers": False}
+    with pytest.raises(LongreachError, match=r"has no tokenizer\.json, .*manifest\.json; make it with .* --prepare"):
+        train(tmp_path, tmp_path / "out", minutes=1, **options)
+    (tmp_path / "file").touch()
+    with pytest.raises(LongreachError, match=r"cannot write to .*choose another place"):
+        train(data, tmp_path / "file" / "out", minutes=1, **options)
+
+
+def test_a_full_disk_is_told(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save", full)
+    with pytest.raises(LongreachError, match=r"cannot write a checkpoint to .*No space left.*the one before is whole"):
+        train(data, tmp_path, minutes=0.01, shape=SHAPE, schedule=SCHEDULE, device="cpu", workers=1,
+              compile_layers=False)  # fmt: skip
 
 
 def test_the_training_model_is_transformers_llama(data: Path, tmp_path: Path) -> None:

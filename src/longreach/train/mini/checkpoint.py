@@ -17,16 +17,22 @@ from longreach.train.mini.model import Llama
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 CORPUS = "corpus.json"  # beside a model: what it was trained on, as `prepare` wrote it
 MANIFEST = "manifest.json"  # the same, beside the training data
+DATA_FILES = (*TOKENIZER_FILES, "prose.bin.xz", "code.bin.xz", "words.json", MANIFEST)  # what `prepare` writes
+LOG = "train.json"  # beside a model: the log of its last run
 
 
 @dataclass(frozen=True)
 class Trained:
-    """How far training has come: seconds, updates, tokens seen; `began`: seconds at which its schedule began."""
+    """How far training has come: seconds, updates, tokens seen.
+
+    began: seconds at which its schedule began. schedule: that one's name, where it has one.
+    """
 
     seconds: float = 0.0
     steps: int = 0
     tokens: int = 0
     began: float = 0.0
+    schedule: str | None = None
 
 
 def save(model: Llama, folder: Path, data: Path, done: Trained) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from longreach.errors import LongreachError
@@ -129,27 +131,43 @@ def train(
         save_every: seconds between checkpoints.
 
     Returns:
-        the log, also written to out/train.json: settings, loss curve, accuracy of answer tokens by form.
+        the log, also written to out/train.json: settings, loss curve, accuracy of answer tokens by form. Where `out` is
+        what was resumed or begun with, the log that was there is kept under the step that it ended at.
+
+    Raises:
+        LongreachError: no CUDA device, data or checkpoint that are not there or do not fit, no place to write to.
     """
     shape, schedule = shape or ModelShape(), schedule or Schedule()
     torch.manual_seed(seed)
     if device == "cuda" and not torch.cuda.is_available():
         raise LongreachError("no CUDA device here; pass --device cpu (slow) or train on a machine with a GPU")
+    if missing := [name for name in checkpoint.DATA_FILES if not (data / name).is_file()]:
+        raise LongreachError(f"{data} has no {', '.join(missing)}; make it with longreach train mini --prepare {data}")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LongreachError(f"cannot write to {out}: {error.strerror}; choose another place") from error
     torch.set_float32_matmul_precision("high")
     trainer = Trainer(shape, schedule, device, compile_layers)
     before = resume or start
     done = checkpoint.Trained() if before is None else checkpoint.load(trainer.model, before)
-    if start is not None:
-        done = replace(done, began=done.seconds)
+    name = schedule_name(schedule)
+    if resume is not None and done.schedule not in (None, name):
+        raise LongreachError(f"{resume} is of the schedule {done.schedule}; go on with --schedule {done.schedule}")
+    done = replace(done, schedule=name, began=done.began if start is None else done.seconds)
     if (spent := done.seconds - done.began) >= minutes * 60:
         raise LongreachError(
             f"{resume} was trained for {spent / 60:.1f} minutes of its schedule, all of the {minutes:g} asked for; "
             f"give more --minutes, its own included, to go on with it"
         )
+    if before is not None and (out / checkpoint.LOG).is_file() and out.resolve() == before.resolve():
+        earlier = out / f"train-{done.steps}.json"  # the card needs the logs of all runs
+        os.replace(out / checkpoint.LOG, earlier)
+        say(f"the log up to here is kept as {earlier}")
     factory = BatchFactory(data, schedule.plain_text, workers, f"{seed}" if before is None else f"{seed}@{done.steps}")
     log: dict[str, Any] = {
         "shape": asdict(shape),
-        "schedule": {"name": schedule_name(schedule), **asdict(schedule)},
+        "schedule": {"name": name, **asdict(schedule)},
         "minutes": minutes,
         "seed": seed,
         "resume": {"from": str(before), **asdict(done)} if before else None,
@@ -228,14 +246,17 @@ def _loop(
                 said, said_tokens, starved = now, tokens, 0.0
                 counts = [[0.0, 0.0] for _ in NAMES]
         if now - last_save > save_every:
-            _write(trainer, data, out, log, checkpoint.Trained(now - begun, step, tokens, done.began))
+            _write(trainer, data, out, log, replace(done, seconds=now - begun, steps=step, tokens=tokens))
             last_save = now
     seconds = time.monotonic() - begun
     log["steps"], log["tokens"], log["seconds"] = step, tokens, round(seconds, 2)
-    _write(trainer, data, out, log, checkpoint.Trained(seconds, step, tokens, done.began))
+    _write(trainer, data, out, log, replace(done, seconds=seconds, steps=step, tokens=tokens))
     say(f"done: {step} steps, {tokens / 1e6:.1f}M tokens, {log['seconds']:.0f}s, written to {out}")
 
 
 def _write(trainer: Trainer, data: Path, out: Path, log: dict[str, Any], done: checkpoint.Trained) -> None:
-    checkpoint.save(trainer.model, out, data, done)
-    checkpoint.replace(out / "train.json", (json.dumps(log) + "\n").encode())
+    try:
+        checkpoint.save(trainer.model, out, data, done)
+        checkpoint.replace(out / checkpoint.LOG, (json.dumps(log) + "\n").encode())
+    except (OSError, SafetensorError) as error:
+        raise LongreachError(f"cannot write a checkpoint to {out} ({error}); the one before is whole") from error

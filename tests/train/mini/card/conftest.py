@@ -42,8 +42,8 @@ def log(begun: Trained, ended: Trained, lengths: tuple[int, ...], resumed: bool,
              for step, seen in zip(steps, tokens)]  # fmt: skip
     place = {**asdict(ended), "seconds": round(ended.seconds, 2)}
     resume = {"from": "elsewhere", **asdict(begun)} if resumed else None
-    return {"shape": asdict(SHAPE), "schedule": {}, "minutes": 5.0, "seed": 3, "resume": resume, **WHERE,
-            "parameters": 12_345_678, "curve": curve, **place, **more}  # fmt: skip
+    return {"shape": asdict(SHAPE), "minutes": 5.0, "seed": 3, "resume": resume, **WHERE,
+            "parameters": 12_345_678, "curve": curve, **place, "schedule": {}, **more}  # fmt: skip
 
 
 def record(sha256: str, length: int, scores: dict[str, list[float]], **more: Any) -> dict[str, Any]:
