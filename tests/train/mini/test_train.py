@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,8 @@ from longreach.train.mini.batches import NAMES, batch
 from longreach.train.mini.config import SCHEDULES, ModelShape, Schedule
 from longreach.train.mini.materials import Materials
 from longreach.train.mini.model import Llama
-from longreach.train.mini.train import Trainer, learning_rate, train
+from longreach.train.mini.page import TEXT
+from longreach.train.mini.train import LOSSES, Trainer, learning_rate, ratios, train
 
 SCHEDULE = Schedule(
     stages=((0.0, (512,)), (0.5, (1024, 512))), microbatch_tokens=1024, microbatches=2, warmup_steps=3, plain_text=0.0
@@ -30,11 +32,25 @@ def test_steps_lower_the_loss_of_a_fixed_batch(materials: Materials) -> None:
     trainer = Trainer(SHAPE, SCHEDULE, "cpu", compile_layers=False)
     fixed = batch(materials, "fixed", 512, 4, 0.0)
     results = [trainer.step([fixed], lr=1e-2) for _ in range(6)]
-    answer = [result[0]["answer"] for result in results if result is not None]
+    answer = [result.losses[0][0] / result.losses[0][1] for result in results if result is not None]
     assert len(answer) == 6 and answer[-1] < 0.9 * answer[0]
     assert results[0] is not None
-    right, total = (sum(column) for column in zip(*results[0][1], strict=True))
-    assert len(results[0][1]) == len(NAMES) and total == (fixed.kinds == 3).sum() and 0 <= right <= total
+    right, total = (sum(column) for column in zip(*results[0].forms, strict=True))
+    assert len(results[0].forms) == len(NAMES) and total == (fixed.kinds == 3).sum() and 0 <= right <= total
+
+
+def test_losses_noted_are_means_over_tokens_whatever_the_batches_hold(materials: Materials) -> None:
+    torch.manual_seed(0)
+    trainer = Trainer(SHAPE, SCHEDULE, "cpu", compile_layers=False)
+    text, tasks = batch(materials, "text", 512, 1, 1.0), batch(materials, "tasks", 512, 3, 0.0)
+    for batches in ([text, tasks], [text, tasks, tasks]):  # what a batch has none of counts for nothing
+        result = trainer.step(batches, lr=0.0)
+        assert result is not None
+        means = ratios(LOSSES, result.losses)
+        assert all(loss == pytest.approx(math.log(SHAPE.vocab_size), rel=0.02) for loss in means.values())
+        assert result.losses[1][1] == (text.kinds == TEXT).sum()
+    alone = trainer.step([tasks], lr=0.0)
+    assert alone is not None and "text" not in ratios(LOSSES, alone.losses)
 
 
 def test_train_writes_a_transformers_model_and_resumes_from_it(data: Path, tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -27,6 +27,26 @@ from longreach.train.mini.model import Llama, token_losses
 from longreach.train.mini.page import ANSWER, CONTEXT, TEXT
 
 MAX_BAD_STEPS = 20
+LOSSES = ("answer", "text")  # of answers' tokens, of plain text's
+Pairs = list[tuple[float, float]]
+
+
+class Step(NamedTuple):
+    """losses: sum and number of each of LOSSES; forms: answer tokens right and in all, by NAMES."""
+
+    loss: float
+    grad_norm: float
+    losses: Pairs
+    forms: Pairs
+
+
+def added(one: Pairs, other: Pairs) -> Pairs:
+    return [(a + c, b + d) for (a, b), (c, d) in zip(one, other, strict=True)]
+
+
+def ratios(names: Sequence[str], pairs: Pairs) -> dict[str, float]:
+    """By name, of those with anything to divide by."""
+    return {name: part / whole for name, (part, whole) in zip(names, pairs, strict=True) if whole}
 
 
 def learning_rate(schedule: Schedule, fraction: float, step: int) -> float:
@@ -59,8 +79,10 @@ class Trainer:
             groups, lr=schedule.peak_lr, betas=schedule.betas, eps=1e-8, fused=self.device.type == "cuda"
         )
 
-    def measure(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        """Loss of a batch, its parts (means by kind), and answer tokens right and in all by form, fp32 [NAMES, 2]."""
+    def measure(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """Loss of a batch; sum and number of the losses of each of LOSSES, fp32 [LOSSES, 2]; answer tokens right and
+        in all by form, fp32 [NAMES, 2].
+        """
         ids = torch.from_numpy(batch.tokens.astype("int64")).to(self.device, non_blocking=True)
         kind = torch.from_numpy(batch.kinds).to(self.device, non_blocking=True)
         form = torch.from_numpy(batch.forms.astype("int64")).to(self.device, non_blocking=True)
@@ -69,31 +91,28 @@ class Trainer:
         flat = kind.flatten()
         answer, text, context = (flat == k for k in (ANSWER, TEXT, CONTEXT))
         text_weight = text.float() + self.schedule.context_weight * context.float()
+        sums = torch.stack([torch.stack([(loss.detach() * of).sum(), of.sum().float()]) for of in (answer, text)])
         answer_mean = (loss * answer).sum() / answer.sum().clamp(min=1)
         text_mean = (loss * text_weight).sum() / text_weight.sum().clamp(min=1)
-        parts = {"answer": answer_mean.detach(), "text": ((loss * text).sum() / text.sum().clamp(min=1)).detach()}
         counts = torch.stack([right & answer, answer], -1).view(*kind.shape, 2).sum(1).float()
         by_form = torch.zeros(len(NAMES), 2, device=self.device).index_add_(0, form, counts)
-        return answer_mean + self.schedule.text_loss * text_mean, parts, by_form
+        return answer_mean + self.schedule.text_loss * text_mean, sums, by_form
 
-    def step(self, batches: list[Batch], lr: float) -> tuple[dict[str, float], list[list[float]]] | None:
-        """One update over several microbatches; None, and no update, where loss or gradient is not finite.
-
-        Returns:
-            losses and the gradient's norm; answer tokens right and in all by form.
-        """
-        totals: dict[str, Tensor] = {}
+    def step(self, batches: list[Batch], lr: float) -> Step | None:
+        """One update over several microbatches; None, and no update, where loss or gradient is not finite."""
+        total = torch.zeros((), device=self.device)
+        sums = torch.zeros(len(LOSSES), 2, device=self.device)
         by_form = torch.zeros(len(NAMES), 2, device=self.device)
         for batch in batches:
             loss, parts, counts = self.measure(batch)
             (loss / len(batches)).backward()
+            total += loss.detach() / len(batches)
+            sums += parts
             by_form += counts
-            for name, value in {"loss": loss.detach(), **parts}.items():
-                totals[name] = totals.get(name, torch.zeros((), device=self.device)) + value / len(batches)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.schedule.clip)
-        values = torch.stack([*totals.values(), norm, *by_form.flatten()]).tolist()  # the only wait for the device
-        means, flat = values[: len(totals) + 1], values[len(totals) + 1 :]
-        finite = all(map(math.isfinite, means))
+        loss_and_norm, told = torch.stack([total, norm]), torch.cat([sums, by_form])
+        values = torch.cat([loss_and_norm, told.flatten()]).tolist()  # the only wait for the device
+        finite = all(map(math.isfinite, values[:2]))
         if finite:
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
@@ -101,7 +120,8 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         if not finite:
             return None
-        return dict(zip([*totals, "grad_norm"], means, strict=True)), [flat[i : i + 2] for i in range(0, len(flat), 2)]
+        pairs = [(values[i], values[i + 1]) for i in range(2, len(values), 2)]
+        return Step(values[0], values[1], pairs[: len(LOSSES)], pairs[len(LOSSES) :])
 
 
 def train(
@@ -201,7 +221,7 @@ def _loop(
     asked = bad = 0
     said_tokens = tokens
     starved = 0.0
-    counts = [[0.0, 0.0] for _ in NAMES]  # answer tokens right and in all since the last note
+    sums, counts = [(0.0, 0.0)] * len(LOSSES), [(0.0, 0.0)] * len(NAMES)  # since the last note
     while (elapsed := time.monotonic() - begun - done.began) < budget:
         fraction = elapsed / budget
         cycle = schedule.lengths(fraction)
@@ -221,10 +241,9 @@ def _loop(
             raise LongreachError(f"{bad} steps in a row were not finite; lower the learning rate")
         now = time.monotonic()
         if result:
-            losses, by_form = result
-            counts = [[a + b for a, b in zip(old, new, strict=True)] for old, new in zip(counts, by_form, strict=True)]
+            sums, counts = added(sums, result.losses), added(counts, result.forms)
             if now - said > 10 or first:
-                forms = {name: right / total for name, (right, total) in zip(NAMES, counts, strict=True) if total}
+                losses, forms = ratios(LOSSES, sums), ratios(NAMES, counts)
                 log["curve"].append(
                     {
                         "step": step,
@@ -232,19 +251,22 @@ def _loop(
                         "tokens": tokens,
                         "lr": lr,
                         "lengths": [b.length for b in batches],
+                        "loss": result.loss,
                         **losses,
+                        "grad_norm": result.grad_norm,
                         "forms": {name: round(accuracy, 4) for name, accuracy in forms.items()},
                     }
                 )
                 rate = (tokens - said_tokens) / (now - said)
                 say(
                     f"{now - begun:6.0f}s step {step} {tokens / 1e6:.0f}M {rate / 1e6:.2f}M/s lr {lr:.1e} "
-                    f"len {max(b.length for b in batches)} text {losses['text']:.3f} answer {losses['answer']:.3f} "
-                    f"norm {losses['grad_norm']:.2f} waited {starved:.1f}s "
+                    f"len {max(b.length for b in batches)} "
+                    + "".join(f"{name} {losses[name]:.3f} " for name in reversed(LOSSES) if name in losses)
+                    + f"norm {result.grad_norm:.2f} waited {starved:.1f}s "
                     + " ".join(f"{name} {100 * accuracy:.1f}" for name, accuracy in forms.items())
                 )
                 said, said_tokens, starved = now, tokens, 0.0
-                counts = [[0.0, 0.0] for _ in NAMES]
+                sums, counts = [(0.0, 0.0)] * len(LOSSES), [(0.0, 0.0)] * len(NAMES)
         if now - last_save > save_every:
             _write(trainer, data, out, log, replace(done, seconds=now - begun, steps=step, tokens=tokens))
             last_save = now

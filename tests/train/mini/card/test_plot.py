@@ -46,3 +46,10 @@ def test_it_is_drawn(answer: float) -> None:
     assert loss_png(found).startswith(b"\x89PNG")
     assert loss_png(found) == loss_png(found)
     assert len(loss_png(runs())) > len(loss_png(found[:1]))
+
+
+def test_points_without_plain_text_are_drawn_over() -> None:
+    found = runs()
+    for point in found[0].curve[3:]:
+        point.pop("text")
+    assert loss_png(found).startswith(b"\x89PNG")

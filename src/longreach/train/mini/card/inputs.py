@@ -21,7 +21,7 @@ from longreach.train.mini.checkpoint import CORPUS, Trained
 COUNT, SHARE = Number(0, 1 << 62), Number(0, 1)
 PLACE = {"seconds": COUNT, "steps": int, "tokens": int}
 POINT = {"step": int, "seconds": COUNT, "tokens": int, "lengths": Items(int, least=1), "answer": Number(),
-         "text": Number(), "forms": Perhaps(Each(SHARE))}  # fmt: skip
+         "text": Perhaps(Number()), "forms": Perhaps(Each(SHARE))}  # fmt: skip
 DENSE = "dense"  # what longreach eval calls dense attention
 POSITIONS = "max_position_embeddings"
 SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim",

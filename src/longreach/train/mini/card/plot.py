@@ -30,9 +30,10 @@ def loss_png(runs: Sequence[Run]) -> bytes:
         top.yaxis.set_major_formatter(lambda value, _: f"{value:.10f}".rstrip("0").rstrip("."))  # no formula
         top.yaxis.set_minor_formatter(lambda value, _: "")
         for number, (field, label) in enumerate((("answer", "answer tokens"), ("text", "tokens of plain text")), 1):
-            x, y = [p["tokens"] / scale for p in points], [p[field] for p in points]
+            there = [point for point in points if field in point]
+            x, y = [p["tokens"] / scale for p in there], [p[field] for p in there]
             color = look(number, False)["color"]
-            if len(points) > POINTS:
+            if len(there) > POINTS:
                 top.plot(x, y, color=color, linewidth=0.5, alpha=0.25)
                 y = medians(y, len(y) // POINTS * 2 + 1)
             top.plot(x, y, color=color, linewidth=1.5, label=label)

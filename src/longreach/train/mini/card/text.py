@@ -15,6 +15,7 @@ from longreach.train.mini.card.words import commit, large, table, whole
 
 HEAD = "---\nlicense: apache-2.0\nlanguage: en\nlibrary_name: transformers\npipeline_tag: text-generation\n---"
 TITLES = {"prose_collected": "prose, characters"}  # of fields of corpus.json that do not name their unit
+LOSSES = {"answer": "answer tokens", "text": "plain text"}  # of a log, and what they are of
 CODE = """```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -116,7 +117,8 @@ def _training(inputs: Inputs) -> Iterator[str]:
                      run["device"]["name"], f"{run['versions'].get('torch')}", commit(run.content)])  # fmt: skip
     yield table(["run", "minutes", "steps", "tokens", "lengths", "seed", "device", "torch", "commit"], rows)
     last = inputs.runs[-1].curve[-1]
-    told = f"answer tokens {last['answer']:.2g}, plain text {last['text']:.2g} nats a token"
+    losses = [f"{what} {last[field]:.2g}" for field, what in LOSSES.items() if field in last]
+    told = f"{', '.join(losses)} nats a token"
     if last.get("forms"):
         told += "; right answer tokens by kind of sequence: " + ", ".join(
             f"{form} {percent(share)}" for form, share in last["forms"].items()
