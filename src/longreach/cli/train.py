@@ -25,7 +25,7 @@ EXAMPLES = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", choices=["mini"], help="which recipe")
-    parser.add_argument("--prepare", metavar="DIR", type=Path, help="build corpus, haystack and tokenizer into DIR")
+    parser.add_argument("--prepare", metavar="DIR", type=Path, help="build corpus and tokenizer into DIR")
     parser.add_argument("--data", metavar="DIR", type=Path, help="what --prepare built; trains from it")
     parser.add_argument("--out", metavar="DIR", type=Path, default=Path("runs/mini"), help="where the model goes")
     parser.add_argument("--minutes", type=float, default=26.0, help="time budget, compilation included (default 26)")

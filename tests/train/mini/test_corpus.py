@@ -47,5 +47,18 @@ def test_nothing_of_the_haystack_is_left() -> None:
 
 def test_a_package_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(corpus.PACKAGES, "no-such-package", "MIT")
+    monkeypatch.setitem(corpus.PACKAGES, "nor_this", "MIT")
     with pytest.raises(LongreachError, match=r"needs the package no-such-package; install it .*longreach\[corpus\]"):
-        corpus.build(1, ("no-such-package",))
+        corpus.package_root("no-such-package")
+    said: list[str] = []
+    with pytest.raises(LongreachError, match=r"no-such-package, nor_this; install them .*longreach\[corpus\]"):
+        corpus.build(1, ("cpython", "no-such-package", "nor_this"), said.append)
+    assert not said  # before anything is read
+
+
+def test_what_is_held_out_besides_leaves_the_training_text() -> None:
+    free = corpus.build(25, ("cpython",), lambda _: None)
+    paragraph = next(text for text in free.prose if len(text) > 300)
+    kept = corpus.build(25, ("cpython",), lambda _: None, [paragraph])
+    index = OverlapIndex([paragraph])
+    assert any(index.hits(text) for text in free.prose) and not any(index.hits(text) for text in kept.prose)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from tokenizers import Tokenizer
 
+from longreach.tasks import haystack
 from longreach.tasks.words import evaluation_words
+from longreach.train.mini import corpus
 from longreach.train.mini.batches import batch
 from longreach.train.mini.materials import load_materials
 from longreach.train.mini.prepare import prepare
@@ -25,7 +28,17 @@ def test_prepared_data_trains(tmp_path: Path) -> None:
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
     assert "training the tokenizer" in said and (tmp_path / "one-haystack" / "haystack.txt").read_text().strip()
     assert Tokenizer.from_file(str(tmp_path / "one" / "tokenizer.json")).get_vocab_size() == 2500
+    assert manifests[0]["haystack_sha256"] == haystack.sha256()
     materials = load_materials(tmp_path / "one")
     assert not set(materials.words) & evaluation_words()
     assert manifests[0]["tokens"] == {"prose": len(materials.prose.tokens), "code": len(materials.code.tokens)}
     assert batch(materials, "0", 600, 4, 0.2).tokens.shape == (4, 601)
+
+
+def test_the_shipped_haystack_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Path(haystack.__file__).parent
+    monkeypatch.setattr(corpus, "write_haystack", lambda _, where: pytest.fail(f"{where} is written"))
+    before = haystack.sha256()
+    options = {"limit_files": 25, "packages": ("cpython", "numpy"), "vocab_size": 2500}
+    prepare(tmp_path, say=lambda _: None, **options)  # type: ignore[arg-type]
+    assert json.loads((folder / "haystack.json").read_text())["sha256"] == before

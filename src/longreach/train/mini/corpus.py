@@ -49,6 +49,7 @@ PACKAGES = {  # name: licence of its own Python sources
     "nltk": "Apache-2.0",
     "botocore": "Apache-2.0",
 }
+INSTALL = "pip install 'longreach[corpus]'"
 IMPORTED_AS = {"scikit-learn": "sklearn", "scikit-image": "skimage"}
 HELD_OUT = ("cpython", "numpy", "sympy", "networkx")  # half of their modules go to the haystack
 CODE = {"cpython": 12_000_000, "torch": 12_000_000}  # characters of source taken as code
@@ -71,7 +72,7 @@ def package_root(name: str) -> Path:
         return Path(sysconfig.get_path("stdlib"))
     spec = util.find_spec(IMPORTED_AS.get(name, name))
     if spec is None or not spec.submodule_search_locations:
-        raise LongreachError(f"the corpus needs the package {name}; install it (pip install 'longreach[corpus]')")
+        raise LongreachError(f"the corpus needs the package {name}; install it ({INSTALL})")
     return Path(next(iter(spec.submodule_search_locations)))
 
 
@@ -166,14 +167,19 @@ def build(
     limit_files: int | None = None,
     packages: Sequence[str] = tuple(PACKAGES),
     say: Callable[[str], None] = print,
+    held_out: Sequence[str] = (),
 ) -> Corpus:
     """Collect, split, clean and check the corpus. Deterministic for given package versions.
 
     Args:
         limit_files: at most this many files of each package (for tests); None means all.
         packages: which of PACKAGES are read.
+        held_out: further paragraphs that the training text shall not overlap with.
         say: told what is being done.
     """
+    missing = [name for name in packages if name != "cpython" and not util.find_spec(IMPORTED_AS.get(name, name))]
+    if missing:
+        raise LongreachError(f"the corpus needs the packages {', '.join(missing)}; install them ({INSTALL})")
     corpus = Corpus()
     prose: list[str] = []
     code: list[str] = []
@@ -214,7 +220,7 @@ def build(
     say("leaving out what repeats, and what the haystack holds")
     for blocks in (prose, code):
         Random("order").shuffle(blocks)
-    index = OverlapIndex(["\n\n".join(corpus.haystack)])
+    index = OverlapIndex(["\n\n".join(corpus.haystack), "\n\n".join(held_out)])
     corpus.prose, dropped_prose = without_overlap(unrepeated(prose), index)
     corpus.code, dropped_code = without_overlap(unrepeated(code), index)
     texts = {"prose": corpus.prose, "code": corpus.code}

@@ -1,4 +1,4 @@
-"""`longreach train mini --prepare DIR`: corpus, haystack, tokenizer and token files that training reads."""
+"""`longreach train mini --prepare DIR`: corpus, tokenizer and token files that training reads."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from longreach.errors import LongreachError
+from longreach.tasks import haystack as shipped
 from longreach.tasks.words import evaluation_words
 from longreach.train.mini import corpus as corpora
 from longreach.train.mini.config import ModelShape
@@ -22,8 +23,6 @@ from longreach.train.mini.forms import needles
 from longreach.train.mini.keys import KeySource
 from longreach.train.mini.overlap import OverlapIndex
 from longreach.train.mini.tokenizer import save_tokenizer, train_tokenizer
-
-HAYSTACK = Path(__file__).parents[2] / "tasks" / "haystack"
 
 
 def common_words(texts: list[str], count: int) -> list[str]:
@@ -48,7 +47,7 @@ def task_text(words: list[str], episodes: int) -> Iterator[str]:
 def prepare(
     folder: Path,
     *,
-    haystack: Path = HAYSTACK,
+    haystack: Path | None = None,
     limit_files: int | None = None,
     packages: Sequence[str] = tuple(corpora.PACKAGES),
     vocab_size: int = ModelShape.vocab_size,
@@ -59,16 +58,20 @@ def prepare(
     """Build everything that training needs; deterministic for given package versions.
 
     Writes into `folder`: tokenizer.json, tokenizer_config.json, prose.bin.xz and code.bin.xz (uint16 tokens),
-    words.json, manifest.json. Writes haystack.txt and haystack.json into `haystack`.
+    words.json, manifest.json; haystack.txt and haystack.json into `haystack`, where it is given. The evaluation's
+    haystack stays as it is shipped: other versions of the packages bring another, and the training text is kept apart
+    from both.
 
     Returns:
         the manifest: sources with versions, licences and hashes; characters; tokens; overlap check.
     """
-    corpus = corpora.build(limit_files, packages, say)
-    corpora.write_haystack(corpus, haystack)
+    held_out = shipped.paragraphs()
+    corpus = corpora.build(limit_files, packages, say, held_out)
+    if haystack is not None:
+        corpora.write_haystack(corpus, haystack)
     words = common_words(corpus.prose, 4000)
     tasks = list(task_text(words, 2000 if limit_files is None else 50))
-    if OverlapIndex(["\n\n".join(corpus.haystack)]).hits("\n".join(tasks)):
+    if OverlapIndex(["\n\n".join(corpus.haystack), "\n\n".join(held_out)]).hits("\n".join(tasks)):
         raise LongreachError("a task template shares 64 characters with the haystack; reword it")
     sample = [*take(corpus.prose, tokenizer_chars * 2 // 3), *take(corpus.code, tokenizer_chars // 3), *tasks]
     say("training the tokenizer")
@@ -80,8 +83,7 @@ def prepare(
         for kind, texts in (("prose", corpus.prose), ("code", corpus.code))
     }
     (folder / "words.json").write_text(json.dumps(words) + "\n")
-    recorded = json.loads((haystack / "haystack.json").read_text())
-    manifest = {**corpus.manifest, "tokens": tokens, "haystack_sha256": recorded["sha256"]}
+    manifest = {**corpus.manifest, "tokens": tokens, "haystack_sha256": shipped.sha256()}
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
     return manifest
 
