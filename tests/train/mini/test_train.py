@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from longreach.adapters.transformers import load, model_path
-from longreach.errors import LongreachError, ModelFileError
+from longreach.errors import InvalidInput, LongreachError, ModelFileError
 from longreach.testing.recipe import SHAPE
 from longreach.train.mini import checkpoint
 from longreach.train.mini.batches import NAMES, batch
@@ -106,6 +106,12 @@ def test_what_cannot_be_read_or_written_is_told_at_once(data: Path, tmp_path: Pa
     (tmp_path / "file").touch()
     with pytest.raises(LongreachError, match=r"cannot write to .*choose another place"):
         train(data, tmp_path / "file" / "out", minutes=1, **options)
+
+
+@pytest.mark.parametrize("minutes", [0.0, -1.0, math.nan, math.inf])
+def test_no_minutes(minutes: float, data: Path, tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="minutes: expected a number above 0, got"):
+        train(data, tmp_path, minutes=minutes, shape=SHAPE, device="cpu", workers=1, compile_layers=False)
 
 
 def test_a_full_disk_is_told(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ PADDING, CONTEXT, TEXT, ANSWER = range(4)  # what a target token is to the loss
 
 @dataclass(frozen=True)
 class Exchange:
-    """question: ends where the answer goes on. answer: begins with a space or a line break."""
+    """question: ends where the answer goes on. answer: begins with a space, or where a plan goes on after a word."""
 
     question: str
     answer: str

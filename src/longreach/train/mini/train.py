@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from longreach.errors import LongreachError
+from longreach.errors import InvalidInput, LongreachError
 from longreach.records import environment
 from longreach.train.mini import checkpoint
 from longreach.train.mini.batches import NAMES, Batch, BatchFactory
@@ -155,9 +155,12 @@ def train(
         what was resumed or begun with, the log that was there is kept under the step that it ended at.
 
     Raises:
+        InvalidInput: minutes that are none.
         LongreachError: no CUDA device, data or checkpoint that are not there or do not fit, no place to write to.
     """
     shape, schedule = shape or ModelShape(), schedule or Schedule()
+    if not 0 < minutes < math.inf:
+        raise InvalidInput(f"minutes: expected a number above 0, got {minutes:g}")
     torch.manual_seed(seed)
     if device == "cuda" and not torch.cuda.is_available():
         raise LongreachError("no CUDA device here; pass --device cpu (slow) or train on a machine with a GPU")
