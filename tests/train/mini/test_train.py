@@ -99,6 +99,14 @@ def test_resuming_with_another_schedule_is_refused(data: Path, tmp_path: Path) -
         train(data, tmp_path / "out", minutes=5, schedule=SCHEDULES["grow"], resume=tmp_path, **options)
 
 
+def test_going_on_with_another_tokenizer_is_refused(data: Path, tmp_path: Path) -> None:
+    checkpoint.save(Llama(SHAPE), tmp_path, data, checkpoint.Trained())
+    (tmp_path / "tokenizer.json").write_text((tmp_path / "tokenizer.json").read_text() + " ")
+    options = {"shape": SHAPE, "schedule": SCHEDULE, "device": "cpu", "workers": 1, "compile_layers": False}
+    with pytest.raises(LongreachError, match=r"another tokenizer than .*corpus\.json names"):
+        train(data, tmp_path / "out", minutes=0.01, start=tmp_path, **options)
+
+
 def test_what_cannot_be_read_or_written_is_told_at_once(data: Path, tmp_path: Path) -> None:
     options = {"shape": SHAPE, "schedule": SCHEDULE, "device": "cpu", "workers": 1, "compile_layers": False}
     with pytest.raises(LongreachError, match=r"has no tokenizer\.json, .*manifest\.json; make it with .* --prepare"):

@@ -59,6 +59,12 @@ def replace(path: Path, content: bytes) -> None:
     os.replace(part, path)
 
 
+def other_tokenizer(folder: Path, data: Path) -> bool:
+    """Whether a checkpoint has a tokenizer, and not that of the training data."""
+    kept, used = (place / TOKENIZER_FILES[0] for place in (folder, data))
+    return kept.is_file() and kept.read_bytes() != used.read_bytes()
+
+
 def load(model: Llama, folder: Path) -> Trained:
     """Fill the model from a checkpoint of the same shape.
 

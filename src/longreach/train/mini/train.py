@@ -174,6 +174,11 @@ def train(
     trainer = Trainer(shape, schedule, device, compile_layers)
     before = resume or start
     done = checkpoint.Trained() if before is None else checkpoint.load(trainer.model, before)
+    if before is not None and checkpoint.other_tokenizer(before, data):
+        raise LongreachError(
+            f"{before} was trained with another tokenizer than {data} holds: other versions of packages were prepared; "
+            f"train from nothing, or prepare the versions that {before / checkpoint.CORPUS} names"
+        )
     name = schedule_name(schedule)
     if resume is not None and done.schedule not in (None, name):
         raise LongreachError(f"{resume} is of the schedule {done.schedule}; go on with --schedule {done.schedule}")

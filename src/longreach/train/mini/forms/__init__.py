@@ -1,8 +1,8 @@
 """The tasks of training in text form: each makes something to read and questions about it, of any length.
 
 Wordings are the evaluation's and others; words of keys and real text are not the evaluation's. What is drawn letter by
-letter (numbers, codes, names of variables, people and towns) comes from other seeds, and lists to count in are of common
-English words, of which the evaluation's own lists hold many: which of them come often is drawn anew each time.
+letter (numbers, codes, names of variables, people and towns) comes from other seeds. Lists to count in are of common
+English words, as the evaluation's are, and share many with them: which of them come often is drawn anew each time.
 """
 
 from __future__ import annotations
