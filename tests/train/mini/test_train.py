@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from longreach.adapters.transformers import load, model_path
+from longreach.adapters.transformers import load
 from longreach.errors import InvalidInput, LongreachError, ModelFileError
 from longreach.testing.recipe import SHAPE
 from longreach.train.mini import checkpoint
@@ -155,9 +155,10 @@ def test_resuming_from_what_training_did_not_write_is_refused(data: Path, tmp_pa
         checkpoint.load(other, tmp_path)
     with pytest.raises(ModelFileError, match=r"no model\.safetensors"):
         checkpoint.load(other, tmp_path / "nowhere")
-    shipped = model_path("mini")
+    weights = {name: w.detach().bfloat16() for name, w in Llama(SHAPE).state_dict().items()}
+    save_file(weights, tmp_path / "model.safetensors")  # as transformers writes it
     with pytest.raises(ModelFileError, match="does not say how far"):
-        checkpoint.load(Llama(ModelShape()), shipped)
+        checkpoint.load(Llama(SHAPE), tmp_path)
 
 
 @pytest.mark.parametrize("noted", ["{", "[1]", '{"epoch": 1}'])
