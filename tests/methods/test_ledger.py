@@ -81,6 +81,10 @@ def test_a_list_is_read_once_by_each_pass_over_keys() -> None:
     assert reported(outcome((for_all,), (for_all,))).metadata_bytes == 2 * 5 * 4
     shared = replace(lists, list_of=torch.tensor([0, 0]))
     assert reported(outcome((shared,), (shared,))).metadata_bytes == 2 * 4 * 4
+    mapped = replace(lists, head_of=torch.tensor([0, 0]))  # both heads read the first list: 3 entries, then 2
+    assert reported(outcome((mapped,), (mapped,))).metadata_bytes == 2 * (3 + 2) * 4
+    one_for_all = replace(for_all, head_of=torch.tensor([0, 0]))
+    assert reported(outcome((one_for_all,), (one_for_all,))).metadata_bytes == 2 * 5 * 4
     over = replace(lists, count=torch.tensor([[4, 1], [2, 0]]))
     assert reported(outcome((over,), (over,))).metadata_bytes == 3 * 4
     blocks = replace(lists, block=2)

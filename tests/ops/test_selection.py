@@ -156,6 +156,19 @@ def test_a_list_of_a_list_of_is_a_list_of(problem: tuple[Rows, KVView]) -> None:
     assert two.take(torch.tensor([2, 1])).list_of.tolist() == [1, 0]  # type: ignore[union-attr]
 
 
+def test_heads_use_the_lists_they_are_mapped_to(problem: tuple[Rows, KVView]) -> None:
+    """Three lists a row for two KV heads: one may serve both, one nobody."""
+    index, count = torch.tensor([[[1, 2], [4, 0], [6, 5]]] * 3), torch.tensor([[2, 1, 2]] * 3)
+    crossed = Lists(index, count, head_of=torch.tensor([2, 0]))
+    crossed.check(*problem)
+    assert (slots(crossed, problem), slots(crossed, problem, head=1)) == ([5, 6], [1, 2])
+    assert crossed.reads(*problem).tolist() == [[2, 2], [0, 2], [0, 2]]  # rows at 3 and 4 do not see 5 and 6
+    both = Lists(index, count, head_of=torch.tensor([1, 1], dtype=torch.int32))
+    assert slots(both, problem) == slots(both, problem, head=1) == [4]
+    assert slots(both.take(torch.tensor([0, 0, 0])), problem, row=2, head=1) == [4]
+    assert both.overflowed.shape == (3, 3)
+
+
 RANGE = [
     (lists([[[10]], [[0]], [[0]]], [[1], [1], [1]]), "entry 10 .* outside the 10 slots that sequence 1 holds"),
     (lists([[[0]], [[7]], [[0]]], [[1], [1], [1]]), "entry 7 .* outside the 7 slots that sequence 0 .*position 3"),
@@ -163,6 +176,7 @@ RANGE = [
     (lists([[[0]], [[2]], [[0]]], [[1], [1], [1]], block=4), "entry 2 .* 2 blocks of 4 slots"),
     (lists([[[0, 3, 3]]], [[3]], list_of=torch.tensor([0, 0, 0])), "position .* names an entry twice.*distinct"),
     (lists([[[3, 3], [0, 1], [0, 0], [1, 0]]] * 3, [[2, 2, 1, 2]] * 3, per="query"), "twice"),
+    (lists([[[0], [10], [0]]] * 3, [[1, 1, 1]] * 3, head_of=torch.tensor([2, 1])), "entry 10"),
 ]
 
 
@@ -214,6 +228,16 @@ REFUSED = [
     (Lists(INDEX, COUNT, list_of=[0, 0, 0]), "list_of: .* got list"),  # type: ignore[arg-type]
     (Lists(INDEX, COUNT, list_of=FLAT.to(META)), "list_of: .*on meta"),
     (Lists(INDEX, COUNT, list_of=FLAT + 3), "list_of: expected values in \\[0, 3\\), got 3 to 3"),
+    (Lists(INDEX, COUNT, head_of=FLAT), "head_of: expected int \\[2 kv heads\\] on cpu, got int64\\[3\\]"),
+    (Lists(INDEX, COUNT, per="query", head_of=FLAT[:2]), "head_of: expected int \\[4 query heads\\] .*\\[2\\]"),
+    (Lists(INDEX, COUNT, head_of=[0, 0]), "head_of: .* got list"),  # type: ignore[arg-type]
+    (Lists(INDEX, COUNT, head_of=FLAT[:2].float()), "head_of: .* got float32"),
+    (Lists(INDEX, COUNT, head_of=FLAT[:2].to(META)), "head_of: .*on meta"),
+    (Lists(INDEX, COUNT, head_of=FLAT[:2] + 1), "head_of: expected values in \\[0, 1\\), got 1 to 1"),
+    (Lists(INDEX, COUNT, head_of=FLAT[:2] - 1), "head_of: .* got -1 to -1"),
+    (Lists(INDEX[:, :0], COUNT[:, :0], head_of=FLAT[:2]), "index: expected lists of one head or more, got 0"),
+    (Lists(INDEX, COUNT, head_of=FLAT[:2], per="both"), "'kv' or 'query', got 'both'"),  # type: ignore[arg-type]
+    (PackedLists(FLAT, OFFSETS, head_of=FLAT), "head_of: expected int \\[2 kv heads\\]"),
     (PackedLists(FLAT.float(), OFFSETS), "index: expected int, one dimension"),
     (PackedLists(FLAT, OFFSETS.float()), "offsets: expected int, one dimension"),
     (PackedLists(FLAT, OFFSETS.to(META)), "offsets: .*meta"),

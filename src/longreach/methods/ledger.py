@@ -197,7 +197,11 @@ def list_bytes(lists: Lists | PackedLists, rows: Rows, kv: KVView) -> Tensor:
         used = lists.count.long().masked_fill(lists.overflowed, 0)  # an overflowed list is not read, its row is dense
     else:
         used = lists.offsets.long().diff().unflatten(0, (-1, lists.heads))
-    streams = kv.heads if used.shape[1] == 1 else 1  # every KV head reads the list that serves them all
+    streams = 1
+    if used.shape[1] == 1:
+        streams = kv.heads  # every KV head reads the list that serves them all
+    elif lists.head_of is not None:
+        used = used[:, lists.head_of.long()]  # each head reads the list it uses
     used = used.sum(1) * streams * entry
     return used if lists.list_of is None else used[lists.list_of.long()]
 

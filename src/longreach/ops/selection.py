@@ -209,6 +209,8 @@ class Lists(Selection):
     is cut silently. Entries past the count may be anything.
     log_weight: float [L, heads, C] or None, added to the logit of every key of the entry.
     list_of: int [R], the list each row uses (tiles share one); None means row r uses list r.
+    head_of: int [G] (per="kv") or [H], the entry of the head axis that each head uses: lists made in one layer serve
+        another through its head map, many to one, and are not copied. None: head h uses entry h, or the only one.
     """
 
     index: Tensor
@@ -217,6 +219,7 @@ class Lists(Selection):
     per: Per = "kv"
     block: int = 1
     list_of: Tensor | None = None
+    head_of: Tensor | None = None
 
     @property
     def overflowed(self) -> Tensor:
@@ -227,7 +230,7 @@ class Lists(Selection):
         index, count, weight = self.index, self.count, self.log_weight
         ok = isinstance(index, Tensor) and index.dtype in INTS and index.dim() == 3
         require(ok, f"index: expected int [L, heads, C], got {describe(index)}")
-        check_heads(index.shape[1], self.per, rows, kv, "index")
+        _check_head_axis("index", index.shape[1], self.head_of, self.per, rows, kv)
         ok = isinstance(count, Tensor) and count.dtype in INTS and count.shape == index.shape[:2]
         require(ok, f"count: expected int {list(index.shape[:2])}, got {describe(count)}")
         if weight is not None:
@@ -245,7 +248,8 @@ class Lists(Selection):
         return replace(self, list_of=index if self.list_of is None else self.list_of[index])
 
     def _per_row(self, x: Tensor) -> Tensor:
-        return x if self.list_of is None else x[self.list_of.long()]
+        x = x if self.list_of is None else x[self.list_of.long()]
+        return x if self.head_of is None else x[:, self.head_of.long()]
 
     def _entries(self) -> tuple[Tensor, Tensor, Tensor]:
         """Of each row: its entries and which of them are in use [R, heads, C], and whether it overflowed [R, heads]."""
@@ -293,6 +297,13 @@ class Lists(Selection):
         if kv.slot_pos is not None:
             mask = self._painted(kv.capacity)[0] & visible(rows, kv, kv.capacity, self.per)
             return self._union(mask, rows, kv).sum(-1)
+        if self.head_of is not None and self.per == "kv":  # count each list once, however many heads it serves
+            keys = replace(self, head_of=None)._counted(rows, kv)
+            return keys[:, self.head_of.long()]
+        return self._counted(rows, kv).expand(-1, kv.heads)
+
+    def _counted(self, rows: Rows, kv: KVView) -> Tensor:
+        """Keys streamed for each list, or their union per KV head: int64 [R, entries of the head axis, or G]."""
         index, used, over = self._entries()
         if self.per == "query" and index.shape[1] > 1:  # lists of a group's query heads are one stream
             spare = -1 - torch.arange(index.shape[2], device=index.device)
@@ -303,7 +314,7 @@ class Lists(Selection):
         dense = _seen(rows, kv)[:, None]
         start = index.clamp(min=0) * self.block
         keys = (torch.minimum(start + self.block, dense[..., None]) - start).clamp(min=0)
-        return torch.where(over, dense, (keys * used).sum(-1)).expand(-1, kv.heads)
+        return torch.where(over, dense, (keys * used).sum(-1))
 
 
 @dataclass(frozen=True)
@@ -311,7 +322,8 @@ class PackedLists(Selection):
     """Lists of varying length behind one another: prefill tiles, where a common capacity would waste memory.
 
     index: int [E]; offsets: int [L * heads + 1], list l of head h is index[offsets[l*heads+h] : offsets[l*heads+h+1]].
-    heads: entries of the head axis; log_weight: float [E] or None; list_of: int [R] or None (row r uses list r).
+    heads: entries of the head axis; log_weight: float [E] or None; list_of: int [R] or None (row r uses list r);
+    head_of: as in Lists.
     """
 
     index: Tensor
@@ -321,13 +333,14 @@ class PackedLists(Selection):
     per: Per = "kv"
     block: int = 1
     list_of: Tensor | None = None
+    head_of: Tensor | None = None
 
     def check(self, rows: Rows, kv: KVView) -> None:
         for name in ("index", "offsets"):
             x = getattr(self, name)
             ok = isinstance(x, Tensor) and x.dtype in INTS and x.dim() == 1 and x.device == rows.pos.device
             require(ok, f"{name}: expected int, one dimension, on {rows.pos.device}, got {describe(x)}")
-        check_heads(self.heads, self.per, rows, kv, "heads")
+        _check_head_axis("heads", self.heads, self.head_of, self.per, rows, kv)
         lists, rest = divmod(self.offsets.shape[0] - 1, self.heads)
         require(
             rest == 0 and lists >= 0, f"offsets: expected L * {self.heads} + 1 entries, got {describe(self.offsets)}"
@@ -359,7 +372,7 @@ class PackedLists(Selection):
 
         weight = None if self.log_weight is None else spread(self.log_weight)
         count = length.unflatten(0, (-1, self.heads))
-        return Lists(spread(self.index), count, weight, self.per, self.block, self.list_of)
+        return Lists(spread(self.index), count, weight, self.per, self.block, self.list_of, self.head_of)
 
     def chosen(self, rows: Rows, kv: KVView, stop: int) -> tuple[Tensor, Tensor | None]:
         return self.padded().chosen(rows, kv, stop)
@@ -371,6 +384,21 @@ class PackedLists(Selection):
 def _seen(rows: Rows, kv: KVView) -> Tensor:
     """int64 [R]: slots each row can see, where slots are positions."""
     return torch.minimum(rows.pos.long() + 1, kv.filled[rows.seq.long()].long()).clamp(min=0)
+
+
+def _check_head_axis(what: str, size: int, head_of: Tensor | None, per: Per, rows: Rows, kv: KVView) -> None:
+    if head_of is None:
+        check_heads(size, per, rows, kv, what)
+        return
+    require(per in ("kv", "query"), f"per: expected 'kv' or 'query', got {per!r}")
+    require(size >= 1, f"{what}: expected lists of one head or more, got {size}")
+    heads = kv.heads if per == "kv" else rows.q.shape[1]
+    ok = isinstance(head_of, Tensor) and head_of.dtype in INTS
+    ok = ok and head_of.shape == (heads,) and head_of.device == rows.pos.device
+    require(ok, f"head_of: expected int [{heads} {per} heads] on {rows.pos.device}, got {describe(head_of)}")
+    if head_of.device.type == "cpu":
+        low, high = int(head_of.min()), int(head_of.max())
+        require(low >= 0 and high < size, f"head_of: expected values in [0, {size}), got {low} to {high}")
 
 
 def _check_block(block: int) -> None:

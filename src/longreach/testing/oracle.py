@@ -169,10 +169,12 @@ def _rule(selection: Selection) -> Callable[[int, int, int, int], float | None]:
             return {flat[e]: 0.0 if log_weight is None else log_weight[e] for e in used}
 
     list_of = None if selection.list_of is None else selection.list_of.tolist()
+    head_of = None if selection.head_of is None else selection.head_of.tolist()
     known: dict[tuple[int, int], Keys | None] = {}
 
     def listed(row: int, head: int, slot: int, _: int) -> float | None:
-        which = (row if list_of is None else list_of[row], 0 if axis == 1 else head)
+        entry = head if head_of is None else head_of[head]
+        which = (row if list_of is None else list_of[row], 0 if axis == 1 else entry)
         if which not in known:
             known[which] = entries(*which)
         found = known[which]

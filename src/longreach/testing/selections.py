@@ -30,6 +30,7 @@ def random_selection(kind: Kind, rows: Rows, kv: KVView, *, per: Per = "kv", see
         weighted=dice.random() < 0.5,
         shared=dice.random() < 0.3,
         overflow=0.15 if kind == "lists" else 0.0,
+        mapped=dice.choice((None, None, 1, 2, 5)),
         seed=seed,
     )
     return lists if kind == "lists" else packed(lists)
@@ -66,16 +67,19 @@ def random_lists(
     weighted: bool = False,
     shared: bool = False,
     overflow: float = 0.0,
+    mapped: int | None = None,
     seed: int = 0,
 ) -> Lists:
     """Distinct entries in no order, every third list empty; shared: one list a sequence, else one a row.
 
-    one: a head axis of 1. overflow: share of the lists whose count exceeds the capacity; their entries are poison.
+    one: a head axis of 1. mapped: a head axis of so many entries, any of which may serve a head.
+    overflow: share of the lists whose count exceeds the capacity; their entries are poison.
     """
     dice = random.Random(seed)
     filled = kv.filled.tolist()
     of = list(range(kv.sequences)) if shared else rows.seq.tolist()
-    heads = _heads(rows, kv, per, one)
+    served = _heads(rows, kv, per, False)
+    heads = mapped or _heads(rows, kv, per, one)
     most = max((-(-n // block) for n in filled), default=0)
     capacity = dice.randint(1, most + 2)
     index, count, weight = [], [], []
@@ -98,6 +102,7 @@ def random_lists(
         per,
         block,
         rows.seq if shared else None,
+        torch.tensor([dice.randrange(heads) for _ in range(served)], dtype=ints, device=device) if mapped else None,
     )
 
 
@@ -118,6 +123,7 @@ def packed(lists: Lists) -> PackedLists:
         lists.per,
         lists.block,
         lists.list_of,
+        lists.head_of,
     )
 
 

@@ -233,14 +233,13 @@ def strided(x: torch.Tensor) -> torch.Tensor:
     return torch.stack([x, x.flip(0)], -1)[..., 0]
 
 
-@pytest.mark.parametrize("what", ["seq", "pos", "filled", "block_table", "list_of", "sink_logit", "q"])
+@pytest.mark.parametrize("what", ["seq", "pos", "filled", "block_table", "list_of", "head_of", "sink_logit", "q"])
 def test_strided_arguments(what: str) -> None:
     """Columns of an engine's tensors: what lies between their entries is not theirs."""
     kv = random_kv([20, 33, 7], heads=2, dim=32, page=4)
     rows = replace(random_rows(kv, 4), seq=torch.tensor([0, 1, 2, 1]), pos=torch.tensor([5, 32, 3, 20]))
-    lists = Lists(
-        torch.tensor([[[0, 1, 2]], [[3, 4, 5]]]), torch.tensor([[3], [2]]), list_of=torch.tensor([0, 1, 0, 1])
-    )
+    index, count = torch.tensor([[[0, 1, 2], [2, 5, 6]], [[3, 4, 5], [1, 3, 0]]]), torch.tensor([[3, 2], [2, 3]])
+    lists = Lists(index, count, list_of=torch.tensor([0, 1, 0, 1]), head_of=torch.tensor([1, 0]))
     sink = torch.tensor([1.0, 2.0, 3.0, 4.0])
     wants = [exact_attend(rows, kv, s, scale=0.2, sink_logit=sink) for s in (Spans.dense(), lists)]
     rows, kv, lists, sink = here(rows), here(kv), here(lists), here(sink)
@@ -248,8 +247,8 @@ def test_strided_arguments(what: str) -> None:
         rows = replace(rows, **{what: strided(getattr(rows, what))})
     elif what in ("filled", "block_table"):
         kv = replace(kv, **{what: strided(getattr(kv, what))})
-    elif what == "list_of":
-        lists = replace(lists, list_of=strided(here(torch.tensor([0, 1, 0, 1]))))
+    elif what in ("list_of", "head_of"):
+        lists = replace(lists, **{what: strided(getattr(lists, what))})
     else:
         sink = strided(sink)
     for selection, want in zip((Spans.dense(), lists), wants, strict=True):

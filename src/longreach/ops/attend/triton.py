@@ -199,20 +199,22 @@ def _choice(selection: Selection, split: Bound | None, rows: Rows) -> _Choice:
         tensors, relative = zip(*(zip(*kinds, strict=True) for kinds in (start_kinds, stop_kinds)), strict=True)
         own = selection.per == "query" and wide
         together = split is None and all(_fixed(start) for start, _ in spans)
-        unused = (rows.pos, rows.pos, rows.pos, rows.pos)
+        unused = (rows.pos,) * 5
         return _Choice((starts, stops, cut), unused, (*tensors, *relative, *cut_kind), None, own, False, together)
     packed = isinstance(selection, PackedLists)
     heads = selection.heads if isinstance(selection, PackedLists) else selection.index.shape[1]
     count = selection.offsets if isinstance(selection, PackedLists) else selection.count
     capacity = 0 if isinstance(selection, PackedLists) else selection.index.shape[2]
     index, weight, of = selection.index.contiguous(), selection.log_weight, selection.list_of
+    mapped = selection.head_of is not None and heads > 1
     lists = (
         index,
         count.contiguous(),
         index if weight is None else weight.contiguous(),
         rows.pos if of is None else of.contiguous(),
+        rows.pos if not mapped or selection.head_of is None else selection.head_of.contiguous(),
     )
-    kind = (heads, selection.block, packed, weight is not None, capacity, of is not None)
+    kind = (heads, selection.block, packed, weight is not None, capacity, of is not None, mapped)
     apart = selection.per == "query" and heads > 1
     own = selection.per == "query" and wide and not apart
     return _Choice(((), (), cut), lists, ((), (), (), (), *cut_kind), kind, own, apart, True)

@@ -115,16 +115,19 @@ def _placed(s: tl.constexpr, spans, row, head, pos, position, kinds: tl.constexp
 @triton.jit
 def _list(row, head, lists, listing: tl.constexpr):
     """(where a row's list starts, entries, whether it overflowed)."""
-    _, count, _, list_of = lists
+    _, count, _, list_of, head_of = lists
     HEADS: tl.constexpr = listing[0]
     PACKED: tl.constexpr = listing[2]
     CAPACITY: tl.constexpr = listing[4]
     SHARED: tl.constexpr = listing[5]
+    MAPPED: tl.constexpr = listing[6]
     number = tl.maximum(row, 0)
     if SHARED:
         number = tl.load(list_of + number).to(tl.int32)
     place = number.to(tl.int64) * HEADS
-    if HEADS > 1:
+    if MAPPED:
+        place += tl.load(head_of + head).to(tl.int32)
+    elif HEADS > 1:
         place += head
     if PACKED:
         start = tl.load(count + place).to(tl.int64)
@@ -441,12 +444,12 @@ def attend_pieces(
     strides, v and its strides, filled, block table, its row stride, slot_pos, its page and head stride, query heads per
     KV head);
     spans: (starts, stops, split), each bound (value, row stride, head stride); lists: (index, count or offsets,
-    log-weight, list_of); result: (out, lse, sink, pieces, ends, heads, rows).
+    log-weight, list_of, head_of); result: (out, lse, sink, pieces, ends, heads, rows).
 
     layout: see _row_of. kinds: for each span whether start and stop are tensors, whether they are relative, and the
     same two of the split (None, None without one). listing: None for spans, else (heads, block, packed or not,
-    weighted or not, capacity, shared or not). form: (parts, head axis, query heads an item, those with spans of their
-    own, whether slots have positions of their own, spans). PAGED: more than one page a
+    weighted or not, capacity, shared or not, heads mapped or not). form: (parts, head axis, query heads an item, those
+    with spans of their own, whether slots have positions of their own, spans). PAGED: more than one page a
     sequence, of PAGE slots. TABLED: whether there is a block table. HULL: the slots that the rows of an item take
     form one run.
     CHAINED: launched while the kernel before still runs (programmatic dependent launch), so it has to wait for it.
