@@ -6,14 +6,14 @@ Three layers: plain logits, soft-capped ones, and one whose heads have sink logi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from longreach.cache import Append, CacheConfig, KVCache
-from longreach.methods.base import AttentionMethod, LayerCall, Outcome, state_of
+from longreach.methods.base import AttentionMethod, LayerCall, ModelShape, Outcome, state_of
 from longreach.methods.dense import Dense
 from longreach.ops import HeadShard, Rows, Selection, Spans, angles, unrotate
 from longreach.testing.oracle import Exact, exact_attend
@@ -23,6 +23,7 @@ HEADS, KV_HEADS, DIM = 4, 2, 16
 SCALE = DIM**-0.5
 LOGITS: tuple[dict[str, Any], ...] = ({}, {"softcap": 20.0}, {"sink_logit": torch.tensor([0.5, 2.0, -1.0, 1.0])})
 LAYERS = len(LOGITS)
+MODEL = ModelShape(LAYERS, HEADS, KV_HEADS, DIM, config="that of the tests")
 FREQUENCIES = 10000.0 ** -(torch.arange(DIM // 2) / (DIM // 2))
 CACHES = {"contiguous": CacheConfig(), "paged": CacheConfig("paged", page=5)}
 
@@ -87,18 +88,20 @@ def run(
     """One pass over all layers, committed. before: called when a layer's keys are in, before the method runs."""
     start = [cache.lengths[t.slot] for t in turns]
     step = cache.begin([t.slot for t in turns], [t.count for t in turns])
-    calls, outcomes = [], []
+    calls, outcomes, passed = [], [], {}
     for layer in range(LAYERS):
         q, k, v = (
             torch.cat([x[layer, n : n + t.count] for t, x, n in zip(turns, parts, start, strict=True)])
             for parts in ([t.text.q for t in turns], [t.text.k for t in turns], [t.text.v for t in turns])
         )
         cache.append(layer, step, k, v)
-        call = _call(cache, layer, step, q, k, impl)
+        call = replace(_call(cache, layer, step, q, k, impl), passed=passed)
         if before is not None:
             before(call)
         calls.append(call)
         outcomes.append(method.run(call, state_of(method, cache, call)))
+        if isinstance(method, Followed):
+            method.by.follow(call, state_of(method.by, cache, call))
     cache.commit(step)
     return Pass(calls, outcomes)
 
@@ -114,6 +117,7 @@ def _call(cache: KVCache, layer: int, step: Append, q: Tensor, k: Tensor, impl: 
         scale=SCALE,
         shard=HeadShard.whole(KV_HEADS),
         impl=impl,
+        model=MODEL,
         pre_rope=lambda: (unrotate(q, cos, sin), unrotate(k, cos, sin)),
         **terms,
     )
@@ -144,8 +148,17 @@ def read_text(
 
 
 def in_phase(method: AttentionMethod, phase: str) -> AttentionMethod:
-    """Who attends in a phase: the method if it fills it, else dense."""
-    return method if phase in method.phases else Dense()
+    """Who attends in a phase: the method if it fills it, else dense, which the method follows if it does."""
+    if phase in method.phases:
+        return method
+    return Followed(method) if method.follows else Dense()
+
+
+@dataclass(frozen=True)
+class Followed(Dense):
+    """Dense attention of rows that a decode method takes note of."""
+
+    by: AttentionMethod
 
 
 def outputs(passes: Sequence[Pass]) -> Tensor:

@@ -104,6 +104,7 @@ class Compare:
         room = CacheConfig(capacity=len(self.prompt) + self.steps)
         for prefill, specs in by_prefill(self.specs):
             with attach(self.model, prefill=prefill, cache=room) as session:
+                session.follow(*(spec.decode for spec in specs))
                 reader = Reader(session, chunk, graph=self.graph)
                 read_errors = self._prefill_errors() if prefill.name != DENSE else None
                 session.observe = read_errors

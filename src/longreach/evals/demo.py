@@ -20,6 +20,7 @@ from longreach.cache import CacheConfig
 from longreach.evals.plans import plans
 from longreach.evals.progress import Progress, unseen
 from longreach.evals.reads import Reads
+from longreach.methods.registry import choose
 from longreach.tasks import haystack
 from longreach.tasks.needle import INTRO_ALL, Needle, needle
 
@@ -86,6 +87,7 @@ class Demo:
         room = len(self.document) + max(map(len, self.questions)) + ANSWER_TOKENS
         for prefill, decodes in plans():
             with attach(self.model, prefill=prefill, cache=CacheConfig(capacity=room)) as session:
+                session.follow(*(choose("decode", decode) for decode in decodes))
                 reader = Reader(session)
                 with progress(f"reading, {prefill}", len(self.document)) as advance:
                     reader.read(self.document, advance)

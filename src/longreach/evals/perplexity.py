@@ -184,6 +184,7 @@ class Perplexity:
             attach(self.model, prefill=prefill, cache=CacheConfig(capacity=self.length)) as session,
             progress(f"{prefill.name} prefill, {counted(len(specs), 'method')}", self.length * len(fresh)) as advance,
         ):
+            session.follow(*(spec.decode for spec in specs))
             reader = Reader(session, chunk, graph=self.graph)
             for name, window in fresh:
                 parts[name] = self._window(session, reader, specs, window, advance)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -23,6 +23,20 @@ Phase = Literal["prefill", "decode"]
 
 
 @dataclass(frozen=True)
+class ModelShape:
+    """What of a model a method's options may refer to. Heads are those of all ranks; head_dim is in channels.
+
+    config: hash of the model's configuration, by which plans know their model; "" where nobody knows it.
+    """
+
+    layers: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    config: str = ""
+
+
+@dataclass(frozen=True)
 class LayerCall:
     """All that a method gets to see of one layer in one forward pass.
 
@@ -30,6 +44,8 @@ class LayerCall:
     slots: int [B], the cache slot of each sequence, by which state is addressed; scale, softcap, sink_logit:
     as in ops.attend; shard: which KV heads are here; impl: who computes; ran: who did.
     pre_rope: gives (q [R, H, D], k [R, G, D]) of the rows before rotation, for methods with `needs_pre_rope`.
+    model: what the layer belongs to. passed: what earlier layers of this pass left for later ones (selections, by
+    whatever key their method chooses); it is gone with the pass.
     """
 
     layer: int
@@ -42,6 +58,8 @@ class LayerCall:
     shard: HeadShard | None = None
     impl: str = "auto"
     pre_rope: Callable[[], tuple[Tensor, Tensor]] | None = field(default=None, repr=False)
+    model: ModelShape | None = None
+    passed: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
     ran: set[str] = field(default_factory=set, repr=False, compare=False)
 
     def attend(self, selection: Selection, *, sink: bool = True) -> Partial:
@@ -96,28 +114,28 @@ class Outcome(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ModelShape:
-    """What of a model a method's options may refer to. Heads are those of all ranks; head_dim is in channels."""
-
-    layers: int
-    query_heads: int
-    kv_heads: int
-    head_dim: int
-
-
-@dataclass(frozen=True)
 class AttentionMethod(ABC):
-    """Base of methods that fill the prefill or decode slot. Subclasses are frozen dataclasses of options."""
+    """Base of methods that fill the prefill or decode slot. Subclasses are frozen dataclasses of options.
+
+    follows: its state for decoding is made of the prompt's rows too, so `follow` is called as they are read.
+    """
 
     name: ClassVar[str]
     phases: ClassVar[tuple[Phase, ...]]
     capture: ClassVar[Literal["full", "piecewise"]] = "full"
     needs_pre_rope: ClassVar[bool] = False
+    follows: ClassVar[bool] = False
     chunked_prefill_exact: ClassVar[bool] = True
 
     @abstractmethod
     def run(self, call: LayerCall, state: SequenceState | None) -> Outcome:
         """Attend for the rows of one layer."""
+
+    def follow(self, call: LayerCall, state: SequenceState | None) -> None:  # noqa: B027 - most keep nothing
+        """Take note of rows that the prefill method has attended for, in each layer that `run` will be called in.
+
+        Called for methods that follow, once the rows' keys are in the cache. What `run` attends for it notes itself.
+        """
 
     def new_state(self, call: LayerCall, slots: int) -> SequenceState | None:
         """The state of one layer for `slots` sequences, made at its first call; None if there is none."""

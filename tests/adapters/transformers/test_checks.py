@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,6 +13,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 
 from longreach import Dense, OracleTopK, StreamingLLM, attach
+from longreach.adapters.transformers.checks import config_hash
 from longreach.errors import ConcurrentUse, InvalidInput, UnknownName, Unsupported
 from longreach.methods.base import ModelShape
 from longreach.testing.tiny import from_config, save_tiny, tiny_model
@@ -180,7 +182,22 @@ def test_methods_are_asked_whether_their_options_fit_the_model() -> None:
         session.switch(Curious())
     with attach(tiny_model("llama", num_hidden_layers=3, num_key_value_heads=1, head_dim=None).model, decode=Curious()):
         pass
-    assert Curious.asked == [ModelShape(2, 4, 2, 16)] * 3 + [ModelShape(3, 4, 1, 16)]
+    plain = [dataclasses.replace(shape, config="") for shape in Curious.asked]
+    assert plain == [ModelShape(2, 4, 2, 16)] * 3 + [ModelShape(3, 4, 1, 16)]
+
+
+def test_a_configuration_is_known_by_what_makes_its_model_another() -> None:
+    config = tiny_model("llama").model.config
+    known = config_hash(config)
+    assert len(known) == 64 and config_hash(copy.deepcopy(config)) == known
+    for change in ({"num_key_value_heads": 1}, {"vocab_size": 7}, {"rope_parameters": {"rope_theta": 7.0}}):
+        other = copy.deepcopy(config)
+        for name, value in change.items():
+            setattr(other, name, value)
+        assert config_hash(other) != known
+    other = copy.deepcopy(config)
+    other.eos_token_id, other.use_cache, other.dtype = 1, False, "bfloat16"
+    assert config_hash(other) == known
 
 
 def test_options_that_do_not_fit_are_refused_and_nothing_changes() -> None:

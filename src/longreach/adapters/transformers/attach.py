@@ -100,10 +100,12 @@ class Session:
         self.static_step: Step | None = None  # the step that the pass to come is, where the decode loop made it
         self.static_caches: dict[int, LongreachCache] = {}  # batch -> the cache that the decode loop uses again
         self._decoder, self._layers = decoder, self._shape.layers
-        self.memo = Memo(cache_windows(model))
+        self.memo = Memo(cache_windows(model), model=self._shape)
+        self.followers = (decode,) if decode.follows else ()
         self._busy, self._generating = threading.Lock(), threading.Lock()
         self._pass_thread: int | None = None
         self._phases: Phases | None = None
+        self._notes_rotary = False
         register()
         self._undo: list[Callable[[], Any]] = [release]
         try:
@@ -181,11 +183,25 @@ class Session:
     def switch(self, decode: str | AttentionMethod | None, **options: Any) -> None:
         """Decode with another method from now on and count anew; caches stay valid. Raises as `attach` does."""
         chosen = choose("decode", decode, **options)
-        if chosen.needs_pre_rope and not (self.prefill.needs_pre_rope or self.decode.needs_pre_rope):
-            raise InvalidInput(f"{chosen.name} needs queries before rotation; attach with it instead of switching")
-        chosen.check(self._shape)
+        self.follow(chosen)
         self.decode = chosen
         self.reset_report()
+
+    def follow(self, *decodes: AttentionMethod) -> None:
+        """Decode methods that `switch` will take after prompts are read: those that keep state take note of them.
+
+        The state costs memory and time for each; a method that keeps none may be named too. Raises as `switch`.
+        """
+        for method in decodes:
+            self._get_ready(method)
+        self.followers = tuple(dict.fromkeys(m for m in (*self.followers, *decodes) if m.follows))
+
+    def _get_ready(self, method: AttentionMethod) -> None:
+        """Be ready for another decode method."""
+        method.check(self._shape)
+        if method.needs_pre_rope and not self._notes_rotary:
+            check_model(self.model, self._decoder, rotary=True)
+            self._note_rotary()
 
     @contextmanager
     def prompt_end(self, columns: int | None) -> Iterator[Phases]:
@@ -268,6 +284,8 @@ class Session:
         past = 0 if cache is None else cache.columns
         phases = self._phases
         decoding = length == 1 and past > 0 if phases is None else phases.decoding(past, length)
+        if decoding and cache is not None:
+            cache.check_followed(self.decode)
         mask = given.get("attention_mask")
         mask = mask.to(tokens.device) if isinstance(mask, Tensor) else mask
         real, counts = real_tokens(
@@ -289,6 +307,7 @@ class Session:
             real=real,
             append=plain_append(counts, tokens.device) if cache is None else cache.kv.begin(range(batch), counts),
             cache=cache,
+            followers=() if decoding else self.followers,
             observe=self.observe,
         )
 
@@ -325,6 +344,8 @@ class Session:
         return ours
 
     def _note_rotary(self) -> None:
+        self._notes_rotary = True
+
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             pair = kwargs.get("position_embeddings")
             if probing() or pair is None:

@@ -12,7 +12,7 @@ from longreach.adapters.transformers.rotary import Captured, Rotation, probing
 from longreach.adapters.transformers.shard import shard_of
 from longreach.adapters.transformers.step import Step, current
 from longreach.errors import Unsupported
-from longreach.methods.base import LayerCall, Outcome, Reads, state_of
+from longreach.methods.base import AttentionMethod, LayerCall, Outcome, Reads, state_of
 from longreach.ops import KVView, Rows, Spans
 
 NAME = "longreach"
@@ -49,7 +49,9 @@ def longreach_attention(
         step.memo.checked.add(layer)
     call = _layer_call(step, layer, module, query, key, value, kwargs)
     if window is None:
-        outcome = step.method.run(call, _state(step, call))
+        outcome = step.method.run(call, _state(step, step.method, call))
+        for follower in step.followers:
+            follower.follow(call, _state(step, follower, call))
         method, dense = step.method.name, Spans.dense()
     else:
         dense = Spans.window(window)
@@ -133,7 +135,7 @@ def _layer_call(
     def pre_rope() -> tuple[Tensor, Tensor]:
         rotation = step.memo.rotations.get(layer, "no layer of this model gets a rotary embedding")
         if not isinstance(rotation, Rotation):
-            raise Unsupported(f"{step.method.name} needs queries before rotation: {rotation}")
+            raise Unsupported(f"queries before rotation are needed: {rotation}")
         cos, sin = step.rotary[layer]
         return step.rows(rotation.undo(query, cos, sin)), step.rows(rotation.undo(key, cos, sin))
 
@@ -148,6 +150,8 @@ def _layer_call(
         shard=shard_of(module, key.shape[1]),
         impl=step.impl,
         pre_rope=pre_rope,
+        model=step.memo.model,
+        passed=step.passed,
     )
 
 
@@ -161,8 +165,8 @@ def _view(step: Step, layer: int, key: Tensor, value: Tensor) -> KVView:
     return step.cache.kv.view(layer, step.append)
 
 
-def _state(step: Step, call: LayerCall) -> Any:
+def _state(step: Step, method: AttentionMethod, call: LayerCall) -> Any:
     """The method's state for this layer: it lives in the cache and dies with it."""
     if step.cache is None:
-        return step.method.new_state(call, len(step.append.host_slots))
-    return state_of(step.method, step.cache.kv, call)
+        return method.new_state(call, len(step.append.host_slots))
+    return state_of(method, step.cache.kv, call)

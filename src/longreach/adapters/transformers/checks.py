@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from typing import Any
 
 from torch import nn
@@ -12,6 +14,17 @@ from longreach.errors import InvalidInput, Unsupported
 from longreach.methods.base import ModelShape
 
 KNOWN_LAYERS = ("full_attention", "sliding_attention")
+PLANNED_FOR = (  # fields of a configuration that are the same in all versions of transformers and tell models apart
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rope_parameters",
+)
 
 
 def text_config(model: PreTrainedModel) -> Any:
@@ -28,7 +41,14 @@ def shape_of(model: PreTrainedModel) -> ModelShape:
         query_heads=heads,
         kv_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        config=config_hash(config),
     )
+
+
+def config_hash(config: Any) -> str:
+    """By which a plan knows the models it was made for: those of another shape or rotary embedding have another."""
+    fields = {name: getattr(config, name, None) for name in PLANNED_FOR}
+    return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def cache_windows(model: PreTrainedModel) -> dict[int, int]:

@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from longreach.adapters.transformers.step import Step, current
 from longreach.cache import CacheConfig, KVCache
 from longreach.errors import ConcurrentUse, InvalidInput, LongreachError, Unsupported
+from longreach.methods.base import AttentionMethod
 
 
 class _Layer(CacheLayerMixin):
@@ -90,6 +91,7 @@ class LongreachCache(Cache):
         self.as_if: int | None = None
         self.decoders: dict[Hashable, Any] = {}  # static steps made for this cache; they die with it
         self.spoilt: str | None = None
+        self.followed: dict[AttentionMethod, list[int]] = {}  # tokens of each sequence that a method took note of
 
     def reserve(self, new: Sequence[int], columns: int) -> None:
         """Make room at once for the new[b] tokens of a pass and `columns` more after it.
@@ -101,8 +103,33 @@ class LongreachCache(Cache):
 
     def commit(self, step: Step) -> None:
         """The pass is done: its tokens count from now on."""
+        before = list(self.kv.lengths)
         self.kv.commit(step.append)
         self.grow(step.shape[1], step.real)
+        self.note_followed((step.method,) if step.phase == "decode" else step.followers, before)
+
+    def note_followed(self, methods: Sequence[AttentionMethod], before: Sequence[int]) -> None:
+        """The tokens past before[b] went through passes that these methods, and no others, took note of."""
+        for method in methods:
+            if method.follows:
+                self.followed.setdefault(method, [0] * self.batch)
+        for method, upto in self.followed.items():
+            for b, (start, now) in enumerate(zip(before, self.kv.lengths, strict=True)):
+                if now > start:
+                    upto[b] = now if method in methods and upto[b] >= start else min(upto[b], start)
+
+    def check_followed(self, method: AttentionMethod) -> None:
+        """Raise InvalidInput where a method that keeps state of all tokens has not seen all that are here."""
+        if not method.follows:
+            return
+        upto = self.followed.get(method, [0] * self.batch)
+        for seen, held in zip(upto, self.kv.lengths, strict=True):
+            if seen < held:
+                raise InvalidInput(
+                    f"{method.name} decodes with what it notes of tokens as they are read, and this cache holds {held} "
+                    f"of which it knows the first {seen} only; attach with it (session.follow for methods to switch to) "
+                    f"before the prompt is read"
+                )
 
     def grow(self, columns: int, real: Tensor | None = None) -> None:
         """So many columns more are there. real: bool [B, columns], None where all are real tokens."""

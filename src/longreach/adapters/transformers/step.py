@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from longreach.adapters.transformers.rotary import Rotation
 from longreach.cache import Append
 from longreach.errors import CalledOutside
-from longreach.methods.base import AttentionMethod, Phase
+from longreach.methods.base import AttentionMethod, ModelShape, Phase
 from longreach.methods.ledger import Ledger
 from longreach.ops import KVView
 
@@ -27,12 +27,14 @@ class Memo:
     """What a session has found out about the layers of its model: it outlives the pass.
 
     cache_windows: layer -> window beyond which transformers' own cache would forget keys;
-    checked: layers whose formula is known; rotations: how each layer rotates, or why that is not known.
+    checked: layers whose formula is known; rotations: how each layer rotates, or why that is not known;
+    model: what methods check their options against.
     """
 
     cache_windows: dict[int, int] = field(default_factory=dict)
     checked: set[int] = field(default_factory=set)
     rotations: dict[int, Rotation | str] = field(default_factory=dict)
+    model: ModelShape | None = None
 
 
 @dataclass
@@ -43,6 +45,7 @@ class Step:
     append: where they go; cache: the cache they go to, None for a pass without one.
     rotary: (cos, sin) per layer, noted for methods that want queries before rotation.
     written: key and value that a layer put into the cache; layers: those that have attended.
+    passed: what methods leave for later layers; followers: decode methods that take note of the rows.
     static: one of a run of steps over fixed buffers: who runs them commits and counts.
     """
 
@@ -58,6 +61,8 @@ class Step:
     rotary: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     written: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     layers: set[int] = field(default_factory=set)
+    passed: dict[Hashable, Any] = field(default_factory=dict)
+    followers: tuple[AttentionMethod, ...] = ()
     observe: Callable[..., None] | None = None
     static: bool = False
 

@@ -59,6 +59,8 @@ class Decoder:
     def run(self, ends: Ends, room: int) -> Iterator[None]:
         """Within this block up to `room` steps may be run. Raises CapacityError."""
         self.session.ledger.flush()  # what an earlier pass left half done is not this step's
+        self.cache.check_followed(self.method)
+        before = list(self.cache.kv.lengths)
         with torch.inference_mode(False), torch.no_grad():
             self.steps.open(room)
             self.pad.fill_(ends.pad)
@@ -68,6 +70,7 @@ class Decoder:
             self.done.zero_()
         yield
         self.steps.close()
+        self.cache.note_followed((self.method,), before)
 
     def take(self, chosen: Tensor) -> None:
         """These are the next tokens [B]; a sequence that has ended gets padding."""

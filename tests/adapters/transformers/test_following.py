@@ -1,0 +1,133 @@
+"""Decode methods that keep state of all tokens see every one of them, or are refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import longreach
+from longreach import attach
+from longreach.adapters.transformers import Answer, Reader
+from longreach.errors import InvalidInput
+from longreach.methods.base import AttentionMethod, LayerCall, Outcome, attend_densely
+from longreach.testing.tiny import random_tokens, tiny_model
+
+DOCUMENT = random_tokens(1, 20)[0].tolist()
+QUESTION = random_tokens(1, 5, seed=1)[0].tolist()
+
+
+class Noted:
+    """Positions noted, by slot."""
+
+    def __init__(self, slots: int):
+        self.seen: list[list[int]] = [[] for _ in range(slots)]
+
+    def note(self, call: LayerCall) -> None:
+        for seq, pos in zip(call.rows.seq.tolist(), call.rows.pos.tolist(), strict=True):
+            self.seen[int(call.slots[seq])].append(pos)
+
+    def reset(self, slots: Tensor) -> None:
+        for slot in slots.tolist():
+            self.seen[slot] = []
+
+    def check_truncate(self, slots: Tensor, lengths: Tensor) -> None:
+        pass
+
+    def truncate(self, slots: Tensor, lengths: Tensor) -> None:
+        for slot, length in zip(slots.tolist(), lengths.tolist(), strict=True):
+            self.seen[slot] = [p for p in self.seen[slot] if p < length]
+
+
+@dataclass(frozen=True)
+class Watchful(AttentionMethod):
+    """Decodes densely, and only where it has noted each token once and in order."""
+
+    number: int = 0
+
+    name = "watchful"
+    phases = ("decode",)
+    follows = True
+
+    def new_state(self, call: LayerCall, slots: int) -> Noted:
+        return Noted(slots)
+
+    def follow(self, call: LayerCall, state: Any) -> None:
+        state.note(call)
+
+    def run(self, call: LayerCall, state: Any) -> Outcome:
+        state.note(call)
+        for seq, pos in zip(call.rows.seq.tolist(), call.rows.pos.tolist(), strict=True):
+            assert state.seen[int(call.slots[seq])] == list(range(pos + 1))
+        return attend_densely(call)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_model("llama")
+
+
+def ask(reader: Reader) -> list[int]:
+    return list(reader.ask(QUESTION, 6, (), Answer()))
+
+
+@pytest.mark.parametrize("options", [{}, {"prefill_chunk_size": 7}])
+def test_prompts_are_followed_in_generate(model: Any, options: dict[str, Any]) -> None:
+    tokens = random_tokens(2, 17)
+    mask = torch.ones_like(tokens)
+    mask[0, :4] = 0
+    plain = model.generate(tokens, attention_mask=mask, max_new_tokens=5, do_sample=False)
+    with attach(model, decode=Watchful()) as session:
+        found = model.generate(tokens, attention_mask=mask, max_new_tokens=5, do_sample=False, **options)
+        assert torch.equal(found, plain)
+        assert {layer.method for layer in session.report().layers if layer.phase == "decode"} == {"watchful"}
+        again = longreach.generate(session, tokens, attention_mask=mask, max_new_tokens=5)
+        assert torch.equal(again.sequences, plain)
+
+
+def test_methods_to_come_follow_too(model: Any) -> None:
+    with attach(model) as session:
+        session.follow(Watchful(1), Watchful(2))
+        reader = Reader(session, 6)
+        reader.read(DOCUMENT)
+        want = ask(reader)
+        for method in (Watchful(1), Watchful(2), Watchful(1)):  # each forgets its answer, the others' it never saw
+            session.switch(method)
+            assert ask(reader) == want
+
+
+def test_a_method_that_missed_tokens_is_refused(model: Any) -> None:
+    with attach(model) as session:
+        reader = Reader(session)
+        reader.read(DOCUMENT)
+        session.switch(Watchful())
+        with pytest.raises(
+            InvalidInput, match=r"watchful decodes .* holds 25 of which it knows the first 0 only; .*session\.follow"
+        ):
+            ask(reader)
+        reader.cache.empty()
+        reader.read(DOCUMENT)  # the session follows with it now
+        assert len(ask(reader)) == 6
+
+
+@torch.no_grad()
+def test_what_another_method_decoded_was_not_noted(model: Any) -> None:
+    tokens = torch.tensor([DOCUMENT])
+    with attach(model, decode=Watchful()) as session:
+        cache = session.new_cache()
+        model(tokens, past_key_values=cache)
+        model(tokens[:, :1], past_key_values=cache)
+        session.switch("dense")
+        model(tokens[:, 1:2], past_key_values=cache)
+        session.switch(Watchful())
+        with pytest.raises(InvalidInput, match="holds 22 of which it knows the first 21 only"):
+            model(tokens[:, 2:3], past_key_values=cache)
+        cache.crop(-1)
+        model(tokens[:, 1:2], past_key_values=cache)  # forgotten and decoded anew
+        cache.crop(-5)
+        session.follow()
+        model(tokens[:, :4], past_key_values=cache)
+        model(tokens[:, 1:2], past_key_values=cache)
