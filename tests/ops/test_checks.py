@@ -1,4 +1,4 @@
-"""What attend and pooled_scores refuse alike: rows and views that do not fit, memory that is not there."""
+"""What all passes over keys refuse alike: rows and views that do not fit, memory that is not there."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from longreach.errors import InvalidInput, UnknownName
-from longreach.ops import KVView, Rows, Spans, attend, pooled_scores
+from longreach.ops import KVView, Rows, Spans, attend, attend_keeping, pooled_scores, score_keys
 from longreach.testing.inputs import random_kv, random_rows
 
 META = torch.device("meta")
@@ -25,7 +25,15 @@ def scored(rows: Rows, kv: KVView, **more: Any) -> Any:
     return pooled_scores(rows, kv, **{"scale": 1.0, **more})
 
 
-both = pytest.mark.parametrize("op", [densely, scored])
+def keeping(rows: Rows, kv: KVView, **more: Any) -> Any:
+    return attend_keeping(rows, kv, **{"scale": 1.0, **more})
+
+
+def scoring(rows: Rows, kv: KVView, **more: Any) -> Any:
+    return score_keys(rows, kv, **{"scale": 1.0, **more})
+
+
+both = pytest.mark.parametrize("op", [densely, scored, keeping, scoring])
 
 
 @pytest.fixture
@@ -105,5 +113,8 @@ def test_logits_that_make_no_sense(op: Op, rows: Rows, kv: KVView, logits: dict[
 
 @both
 def test_unknown_implementations(op: Op, rows: Rows, kv: KVView) -> None:
-    with pytest.raises(UnknownName, match=r"unknown impl of (attend|pooled_scores) 'cuda'; known: auto, reference"):
+    with pytest.raises(
+        UnknownName,
+        match=r"unknown impl of (attend|pooled_scores|attend_keeping|score_keys) 'cuda'; known: auto, reference",
+    ):
         op(rows, kv, impl="cuda")

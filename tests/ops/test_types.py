@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
 
 from longreach.errors import InvalidInput, LongreachError, Unsupported
-from longreach.ops import HeadShard, KVView, Partial, Rows
+from longreach.ops import HeadShard, KVView, Logits, Partial, Rows
 from longreach.ops.types import describe
 from longreach.testing.inputs import random_kv, random_rows
 
@@ -163,6 +164,37 @@ def test_the_empty_partial() -> None:
     assert not none.out.any()
     assert none.is_empty.tolist() == [[True] * 3] * 2
     assert Partial.empty(2, 3, 8).lse.dtype == torch.float32
+
+
+KEPT = torch.zeros(1, 2, 10, 4)
+TOP = torch.zeros(1, 2, 3, 4)
+LOGITS: list[tuple[tuple[Any, ...], str]] = [
+    ((KEPT[0],), "x: expected \\[R, G, N, group\\], got float32\\[2, 10, 4\\]"),
+    ((KEPT.half(),), "x: expected fp32 or fp64, got float16"),
+    ((KEPT, TOP, 4), "x: expected fp16 beside top, got float32"),
+    ((KEPT.half(), TOP, 2), "top: expected fp32 \\[1, 2, 5, 4\\] on cpu, got float32\\[1, 2, 3, 4\\]"),
+    ((KEPT.half(), TOP.double(), 4), "top: .* got float64"),
+    ((KEPT.half(), TOP.to(META), 4), "top: .* got .*meta"),
+    ((KEPT.half(), 0.0, 4), "top: .* got float"),
+    ((KEPT.half(), TOP, 0), "block: expected a count of slots >= 1, got 0"),
+    ((KEPT.half(), TOP, 4.0), "block: .* got 4.0"),
+]
+
+
+@pytest.mark.parametrize(("parts", "message"), LOGITS)
+def test_kept_logits_refuse(parts: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        Logits(*parts)
+
+
+def test_kept_logits_by_hand() -> None:
+    """Base 2, relative to the largest of 4 slots."""
+    x = torch.tensor([0.0, -1.5, -torch.inf, 0.0, -0.5, 0.0]).half().view(1, 1, 6, 1).expand(2, 1, 6, 2)
+    top = torch.tensor([[8.0, 1.0], [2.0, 3.0]]).view(1, 1, 2, 2).expand(2, 1, 2, 2)
+    kept = Logits(x, top, 4).take(torch.tensor([1]))
+    want = torch.tensor([[8.0, 1.0], [6.5, -0.5], [-torch.inf] * 2, [8.0, 1.0], [1.5, 2.5]]) * math.log(2)
+    torch.testing.assert_close(kept.natural(5), want[None, None])
+    assert torch.equal(Logits(want[None, None]).natural(3), want[None, None, :3])
 
 
 @pytest.mark.parametrize(("first", "count", "total"), [(-1, 2, 4), (3, 2, 4), (0, 0, 4), (0, 5, 4)])

@@ -1,17 +1,18 @@
 """Pure functions over tensors. README.md beside this file fixes letters, layouts and tolerances."""
 
-from longreach.ops.attend import attend, attend_split
+from longreach.ops.attend import attend, attend_keeping, attend_split, attend_values, score_keys
 from longreach.ops.partial import merge, remove, shift
 from longreach.ops.pooled_scores import pooled_scores
 from longreach.ops.rope import angles, reposition, rotate, unrotate
 from longreach.ops.selection import Bound, Lists, PackedLists, Selection, Span, Spans, at, near
-from longreach.ops.types import HeadShard, KVView, Partial, Rows, Run
+from longreach.ops.types import HeadShard, KVView, Logits, Partial, Rows, Run
 
 __all__ = [
     "Bound",
     "HeadShard",
     "KVView",
     "Lists",
+    "Logits",
     "PackedLists",
     "Partial",
     "Rows",
@@ -22,13 +23,16 @@ __all__ = [
     "angles",
     "at",
     "attend",
+    "attend_keeping",
     "attend_split",
+    "attend_values",
     "merge",
     "near",
     "pooled_scores",
     "remove",
     "reposition",
     "rotate",
+    "score_keys",
     "shift",
     "unrotate",
 ]

@@ -26,6 +26,14 @@ def reach(rows: Rows, kv: KVView) -> int:
     return filled if kv.slot_pos is not None else max(0, min(filled, int(rows.pos.max()) + 1))
 
 
+def past_reach(rows: Rows, kv: KVView) -> Tensor:
+    """bool [R, 1, N]: slots past those a row can see, whatever their positions."""
+    limit = kv.filled[rows.seq.long()].long()
+    if kv.slot_pos is None:
+        limit = torch.minimum(limit, rows.pos.long() + 1)
+    return (torch.arange(kv.capacity, device=limit.device) >= limit[:, None])[:, None]
+
+
 def read(memory: Tensor, kv: KVView, seq: Tensor, slots: Tensor, heads: slice, dtype: torch.dtype) -> Tensor:
     """[g, n, D]: keys or values (`memory` is kv.k or kv.v) of one sequence at ascending `slots` [n]."""
     if slots.numel():

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from longreach.errors import InvalidInput
-from longreach.ops.types import KVView, Rows, describe, require
+from longreach.ops.types import KVView, Logits, Rows, describe, require
 
 
 def check_memory(rows: Rows, kv: KVView) -> None:
@@ -47,3 +47,15 @@ def check_logits(scale: float, softcap: float | None, rows: Rows, sink_logit: Te
         ok = isinstance(sink_logit, Tensor) and sink_logit.shape == (heads,) and sink_logit.is_floating_point()
         ok = ok and sink_logit.device == rows.q.device
         require(ok, f"sink_logit: expected float [H={heads}] on {rows.q.device}, got {describe(sink_logit)}")
+
+
+def check_kept(kept: Logits, rows: Rows, kv: KVView) -> None:
+    """Raise InvalidInput where kept logits are not those of `rows` over `kv`."""
+    require(isinstance(kept, Logits), f"logits: expected Logits, got {describe(kept)}")
+    shape = (rows.q.shape[0], kv.heads, kv.capacity, kv.group(rows))
+    fits = kept.x.shape == shape and kept.x.device == rows.q.device
+    require(
+        fits,
+        f"logits: expected those of these rows over this view, [R, G, N, group] = {list(shape)} on {rows.q.device}, "
+        f"got {describe(kept.x)}",
+    )

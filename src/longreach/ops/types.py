@@ -1,10 +1,11 @@
-"""The nouns every method is written with: Rows, KVView, Partial, HeadShard (Selection has its own file).
+"""The nouns every method is written with: Rows, KVView, Partial, Logits, HeadShard (Selection has its own file).
 
 Letters: B sequences, R rows, H query heads, G KV heads, N keys, D head dim, P pages.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -195,6 +196,49 @@ class Partial:
     def is_empty(self) -> Tensor:
         """[R, H] bool: where the result is over no keys."""
         return self.lse == -torch.inf
+
+
+@dataclass(frozen=True)
+class Logits:
+    """The logits of all keys a row reaches, left by one pass over the keys for later passes of the same call.
+
+    Made by attend_keeping and score_keys, taken by attend_values and pooled_scores; methods hand it on and look at
+    nothing in it. A softcap is in them; sinks and log-weights are not.
+
+    x: [R, G, N, group], the query heads of a KV head side by side, N slots a sequence can address. Slots that a row
+        does not reach hold anything: those at min(filled, pos + 1) and above, after eviction at filled and above.
+    top: None: x are the logits, fp32 (or fp64). Else fp32 [R, G, ceil(N / block), group], the largest logit of each
+        `block` slots over ln 2, and x is fp16: logit = ln 2 (top + x). Half the bytes of fp32, and a weight's relative
+        error is at most 2^-11 (largest logit - logit): large only where the weight itself is small.
+    """
+
+    x: Tensor
+    top: Tensor | None = None
+    block: int = 1
+
+    def __post_init__(self) -> None:
+        x, top = self.x, self.top
+        require(isinstance(x, Tensor) and x.dim() == 4, f"x: expected [R, G, N, group], got {describe(x)}")
+        if top is None:
+            require(x.dtype in (torch.float32, torch.float64), f"x: expected fp32 or fp64, got {describe(x)}")
+            return
+        require(x.dtype == torch.float16, f"x: expected fp16 beside top, got {describe(x)}")
+        count = isinstance(self.block, int) and self.block >= 1
+        require(count, f"block: expected a count of slots >= 1, got {self.block!r}")
+        shape = (*x.shape[:2], -(-x.shape[2] // self.block), x.shape[3])
+        ok = isinstance(top, Tensor) and top.dtype == torch.float32 and top.shape == shape and top.device == x.device
+        require(ok, f"top: expected fp32 {list(shape)} on {x.device}, got {describe(top)}")
+
+    def take(self, index: Tensor) -> Logits:
+        """Those of the rows at `index` [r]."""
+        return Logits(self.x[index], None if self.top is None else self.top[index], self.block)
+
+    def natural(self, stop: int) -> Tensor:
+        """The logits of slots below `stop`: fp32 (or fp64) [R, G, stop, group]."""
+        x = self.x[:, :, :stop]
+        if self.top is None:
+            return x
+        return (x.float() + self.top.repeat_interleave(self.block, 2)[:, :, :stop]) * math.log(2)
 
 
 def _alone(x: Tensor) -> Tensor:

@@ -96,6 +96,19 @@ def exact_attend(
     return Exact(out, lse, keys, products, logit, mass, sink_logit is not None)
 
 
+def exact_logits(rows: Rows, kv: KVView, *, scale: float, softcap: float | None = None) -> Tensor:
+    """The logits of all that rows see: fp64 [R, G, N, group], -inf at slots that a row does not see."""
+    count, heads, _ = rows.q.shape
+    group = heads // kv.heads
+    found = torch.full((count, kv.heads, kv.capacity, group), -torch.inf, dtype=torch.float64)
+    for r, row in enumerate(seen_keys(rows, kv, Spans.dense())):
+        k, _ = _stored(kv, int(rows.seq[r]))
+        for h, seen in enumerate(row):
+            x = k[list(seen), h // group] @ rows.q[r, h].double() * scale
+            found[r, h // group, list(seen), h % group] = x if softcap is None else softcap * torch.tanh(x / softcap)
+    return found
+
+
 def exact_pooled_scores(
     rows: Rows,
     kv: KVView,

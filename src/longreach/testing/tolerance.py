@@ -57,6 +57,11 @@ def pooled_bound(pooled: Tensor, dense: Exact, unit: float) -> Tensor:
     return (relative + unit * dense.lse.numel()) * pooled + UNDERFLOW
 
 
+def logits_bound(dense: Exact, unit: float) -> Tensor:
+    """Bound on the error of each logit [R, H]; `dense` is attend's oracle over all that the rows see."""
+    return unit * ((dense.out.shape[2] + 1) * dense.products + 8 * dense.logit) + UNDERFLOW
+
+
 def unit_roundoff(dtype: torch.dtype) -> float:
     """Half the distance from 1 to the next number of `dtype`."""
     return torch.finfo(dtype).eps / 2

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from longreach.errors import InvalidInput
-from longreach.ops import pooled_scores
+from longreach.ops import Logits, pooled_scores
 from longreach.testing.inputs import random_kv, random_rows
 
 META = torch.device("meta")
@@ -32,6 +32,9 @@ TILE = torch.tensor([0, 1, 1, 0])
         ({"lse": torch.zeros(4, 4, dtype=torch.int64)}, "lse: .* got int64"),
         ({"lse": torch.zeros(4, 4, device=META)}, "lse: .* got .*meta"),
         ({"lse": 0.0}, "lse: .* got float"),
+        ({"logits": Logits(torch.zeros(4, 2, 10, 2))}, "lse: kept logits are summed against the lse that came with"),
+        ({"logits": Logits(torch.zeros(3, 2, 10, 2))}, r"logits: expected .* = \[4, 2, 10, 2\] on cpu, got .*\[3, 2,"),
+        ({"logits": torch.zeros(4, 2, 10, 2)}, "logits: expected Logits, got float32"),
     ],
 )
 def test_what_does_not_fit_is_refused(wrong: dict[str, Any], message: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from longreach.ops import KVView, Rows, Spans, attend, pooled_scores
+from longreach.ops import KVView, Logits, Rows, Spans, attend, pooled_scores, score_keys
 from longreach.testing.inputs import poison, random_kv, random_rows
 from longreach.testing.oracle import exact_attend, exact_pooled_scores
 from longreach.testing.tolerance import pooled_bound, unit_roundoff, within
@@ -22,6 +24,12 @@ def check(rows: Rows, kv: KVView, *, scale: float = 0.3, softcap: float | None =
     want = exact_pooled_scores(rows, kv, scale=scale, softcap=softcap, **more)
     dense = exact_attend(rows, kv, Spans.dense(), scale=scale, softcap=softcap)
     assert got.shape == want.shape
+    limit = kv.filled[rows.seq].long() if kv.slot_pos is not None else torch.minimum(kv.filled[rows.seq], rows.pos + 1)
+    past = (
+        torch.arange(kv.capacity) >= limit[:, None, None]
+    )  # what lies there means nothing, and is NaN so that it shows
+    assert "tile" in more or bool(got.masked_select(past).isnan().all())
+    got = got if "tile" in more else got.masked_fill(past, 0.0)
     within("scores", got.double(), want, pooled_bound(want, dense, unit_roundoff(got.dtype)))
     assert not bool(got[want == 0].any())
     return got
@@ -38,8 +46,26 @@ def test_any_case(case: Case) -> None:
     mass = (~seen.is_empty).unflatten(1, (kv.heads, -1)).sum(2).float()  # each query head hands out 1
     torch.testing.assert_close(got.sum(-1), mass, rtol=1e-4, atol=1e-4)
     check(rows, kv, **shape, lse=seen.lse)
+    lse, kept = score_keys(rows, kv, **shape)
+    from_kept(rows, kv, got, lse, kept)
     tile = torch.randint(0, 3, rows.seq.shape, generator=torch.Generator().manual_seed(case.seed), dtype=rows.seq.dtype)
     check(rows, kv, **shape, tile=tile, tiles=4)
+
+
+def from_kept(rows: Rows, kv: KVView, want: Tensor, lse: Tensor, kept: Logits) -> None:
+    """The same sums from kept logits, no key read: exact, and in fp16 beside the largest of 4 slots."""
+    blind = replace(kv, k=torch.full_like(kv.k, torch.nan), v=torch.full_like(kv.v, torch.nan))
+    got = pooled_scores(rows, blind, scale=0.3, lse=lse, logits=kept)
+    torch.testing.assert_close(got.nan_to_num(0.0), want, rtol=1e-4, atol=1e-6)
+    fill = -kv.capacity % 4
+    x = torch.nn.functional.pad(kept.x.nan_to_num(0.0, neginf=0.0), (0, 0, 0, fill)) / math.log(2)
+    top = x.unflatten(2, (-1, 4)).amax(3)
+    low = (x - top.repeat_interleave(4, 2))[:, :, : kv.capacity]
+    halved = Logits(low.half(), top, 4)
+    got = pooled_scores(rows, blind, scale=0.3, lse=lse, logits=halved)
+    torch.testing.assert_close(
+        got.nan_to_num(0.0), want, rtol=2**-11 * 2 * -min(low.flatten().tolist(), default=0.0) + 1e-4, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("group", [1, 3, 7, 16])
@@ -83,4 +109,4 @@ def test_keys_no_row_can_see_and_all_values_are_never_read() -> None:
     kv.v.fill_(torch.nan)
     for head in range(2):
         poison(kv, 0, head, range(10, 17))
-    assert torch.equal(pooled_scores(rows, kv, scale=0.3), before)
+    assert torch.equal(pooled_scores(rows, kv, scale=0.3).nan_to_num(7.0), before.nan_to_num(7.0))

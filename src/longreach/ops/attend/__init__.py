@@ -1,5 +1,6 @@
-"""attend: the one operator."""
+"""attend: the one operator, and its passes that keep logits for later ones."""
 
 from longreach.ops.attend.api import attend, attend_split, implementations, resolve
+from longreach.ops.attend.keeping import attend_keeping, attend_values, score_keys
 
-__all__ = ["attend", "attend_split", "implementations", "resolve"]
+__all__ = ["attend", "attend_keeping", "attend_split", "attend_values", "implementations", "resolve", "score_keys"]

@@ -12,13 +12,20 @@ from torch.nn.functional import pad
 from longreach.ops.by_sequence import logits, reach, read, steps
 from longreach.ops.partial import merge
 from longreach.ops.selection import Bound, PackedLists, Selection, beyond, visible
-from longreach.ops.types import KVView, Partial, Rows, accumulator
+from longreach.ops.types import KVView, Logits, Partial, Rows, accumulator
 
 
 def attend(
     rows: Rows, kv: KVView, selection: Selection, *, scale: float, softcap: float | None, sink_logit: Tensor | None
 ) -> Partial:
-    result = _attend(rows, kv, selection, scale, softcap, None, 0)
+    return _sunk(_attend(rows, kv, selection, scale, softcap, None, 0), sink_logit)
+
+
+def attend_values(rows: Rows, kv: KVView, selection: Selection, kept: Logits, *, sink_logit: Tensor | None) -> Partial:
+    return _sunk(_attend(rows, kv, selection, 1.0, None, None, 0, kept), sink_logit)
+
+
+def _sunk(result: Partial, sink_logit: Tensor | None) -> Partial:
     if sink_logit is None:
         return result
     sink = sink_logit.to(result.lse.dtype).expand_as(result.lse)
@@ -33,9 +40,16 @@ def attend_split(
 
 
 def _attend(
-    rows: Rows, kv: KVView, selection: Selection, scale: float, softcap: float | None, split: Bound | None, part: int
+    rows: Rows,
+    kv: KVView,
+    selection: Selection,
+    scale: float,
+    softcap: float | None,
+    split: Bound | None,
+    part: int,
+    kept: Logits | None = None,
 ) -> Partial:
-    """Over all selected keys, or those of one side of `split`."""
+    """Over all selected keys, or those of one side of `split`. kept: their logits, where keys are not to be read."""
     count, heads, dim = rows.q.shape
     dtype = accumulator(rows.q.dtype)
     if isinstance(selection, PackedLists):
@@ -43,7 +57,7 @@ def _attend(
     order = steps(rows, kv)
     if not order:
         return Partial.empty(count, heads, dim, dtype=dtype, device=rows.q.device)
-    outs, lses = zip(*(_step(rows, kv, selection, scale, softcap, split, part, i) for i in order), strict=True)
+    outs, lses = zip(*(_step(rows, kv, selection, scale, softcap, split, part, kept, i) for i in order), strict=True)
     place = torch.cat(order).argsort()  # each row lies in one step
     return Partial(torch.cat(outs)[place], torch.cat(lses)[place])
 
@@ -56,6 +70,7 @@ def _step(
     softcap: float | None,
     split: Bound | None,
     part: int,
+    kept: Logits | None,
     index: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """out [r, H, D], lse [r, H] of the rows at `index`, which are of one sequence."""
@@ -66,8 +81,9 @@ def _step(
     if split is not None:
         mask = mask & (beyond(split.take(index), rows, kv, stop, selection.per) == bool(part))
     mask = mask.expand(rows.q.shape[0], -1, -1)
+    known = None if kept is None else kept.take(index).natural(stop)
     if mask.shape[1] == 1:
-        return _columns(rows.q, kv, rows.seq[0], slice(None), mask, weight, scale, softcap)
+        return _columns(rows.q, kv, rows.seq[0], slice(None), mask, weight, scale, softcap, known)
     group = rows.q.shape[1] // kv.heads
     width = 1 if selection.per == "kv" else group
     parts = []
@@ -75,7 +91,8 @@ def _step(
         mine = slice(g * width, (g + 1) * width)
         q = rows.q[:, g * group : (g + 1) * group]
         w = None if weight is None else weight.expand_as(mask)[:, mine]
-        parts.append(_columns(q, kv, rows.seq[0], slice(g, g + 1), mask[:, mine], w, scale, softcap))
+        x = None if known is None else known[:, g : g + 1]
+        parts.append(_columns(q, kv, rows.seq[0], slice(g, g + 1), mask[:, mine], w, scale, softcap, x))
     outs, lses = zip(*parts, strict=True)
     return torch.cat(outs, 1), torch.cat(lses, 1)
 
@@ -89,13 +106,19 @@ def _columns(
     weight: Tensor | None,
     scale: float,
     softcap: float | None,
+    known: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """q [r, h, D] of the KV heads `heads` over the columns that mask [r, 1 or h, n] names; weight like mask."""
+    """q [r, h, D] of the KV heads `heads` over the columns that mask [r, 1 or h, n] names; weight like mask.
+
+    known: [r, g, n, h / g], the logits where they are known; else keys are read.
+    """
     dtype = accumulator(q.dtype)
     columns = mask.any(1).any(0).nonzero()[:, 0]
-    k = read(kv.k, kv, seq, columns, heads, dtype)
     v = read(kv.v, kv, seq, columns, heads, dtype)
-    x = logits(q.to(dtype), k, scale, softcap)  # [h, r, n]
+    if known is None:
+        x = logits(q.to(dtype), read(kv.k, kv, seq, columns, heads, dtype), scale, softcap)  # [h, r, n]
+    else:
+        x = known[:, :, columns].permute(1, 3, 0, 2).flatten(0, 1).to(dtype)
     if weight is not None:
         x = x + weight[:, :, columns].transpose(0, 1).to(dtype)
     x = x.masked_fill(~mask[:, :, columns].transpose(0, 1), -torch.inf)
@@ -107,6 +130,6 @@ def _columns(
     total = p.sum(-1, keepdim=True)
     none = total == 0
     total = total.masked_fill(none, 1.0)
-    out = (p.reshape(k.shape[0], -1, p.shape[-1]) @ v).view(*x.shape[:2], -1) / total
+    out = (p.reshape(v.shape[0], -1, p.shape[-1]) @ v).view(*x.shape[:2], -1) / total
     lse = (top + torch.log(total)).masked_fill(none, -torch.inf).squeeze(-1)
     return out.transpose(0, 1), lse.transpose(0, 1)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from longreach.ops.checks import check_logits, check_memory
+from longreach.ops.checks import check_kept, check_logits, check_memory
 from longreach.ops.impl import Implementations
-from longreach.ops.types import INTS, KVView, Rows, describe, require
+from longreach.ops.types import INTS, KVView, Logits, Rows, describe, require
 
 implementations = Implementations("pooled_scores", {"reference": "longreach.ops.pooled_scores.reference:pooled_scores"})
 
@@ -18,6 +18,7 @@ def pooled_scores(
     scale: float,
     softcap: float | None = None,
     lse: Tensor | None = None,
+    logits: Logits | None = None,
     tile: Tensor | None = None,
     tiles: int | None = None,
     impl: str = "auto",
@@ -29,9 +30,13 @@ def pooled_scores(
 
     lse: fp32 [R, H], the dense log-sum-exp of the rows where it is known: keys are then read once, else twice.
         A sink logit belongs in it.
+    logits: those that score_keys or attend_keeping left for the same rows and view; with the lse it gave, keys are not
+        read at all.
     tile: int [R], the tile each row belongs to, with `tiles` the number of tiles; None: each row its own.
 
-    Returns fp32 [tiles, G, N], N = kv.capacity, 0 where nothing is seen. Raises InvalidInput, UnknownName.
+    Returns fp32 [tiles, G, N], N = kv.capacity, 0 where nothing is seen. But without `tile`, what lies past the slots
+    that a row reaches (at min(filled, pos + 1) and above; after eviction at filled and above) may be anything: the
+    reference leaves NaN there, so that its use shows. Raises InvalidInput, UnknownName.
     """
     check_memory(rows, kv)
     check_logits(scale, softcap, rows)
@@ -48,5 +53,8 @@ def pooled_scores(
         ok = isinstance(lse, Tensor) and lse.shape == (count, heads) and lse.is_floating_point()
         ok = ok and lse.device == rows.q.device
         require(ok, f"lse: expected float [{count}, {heads}] on {rows.q.device}, got {describe(lse)}")
+    if logits is not None:
+        check_kept(logits, rows, kv)
+        require(lse is not None, "lse: kept logits are summed against the lse that came with them; give both")
     compute = implementations.get(impl, rows.q.device)
-    return compute(rows, kv, scale=scale, softcap=softcap, lse=lse, tile=tile, tiles=tiles)
+    return compute(rows, kv, scale=scale, softcap=softcap, lse=lse, kept=logits, tile=tile, tiles=tiles)

@@ -1,0 +1,82 @@
+"""Passes that keep logits, and passes over kept logits: the front doors of attend_keeping, score_keys, attend_values.
+
+Kascade's anchor layers read each key once: score_keys leaves logits, pooled_scores sums them over query heads, a top-k
+chooses, attend_values reads the values of what was chosen. Layer 0, which attends densely, uses attend_keeping.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from longreach.ops.checks import check_kept, check_logits, check_memory
+from longreach.ops.impl import Implementations
+from longreach.ops.selection import Selection
+from longreach.ops.types import KVView, Logits, Partial, Rows, describe, require
+
+
+def _named(op: str, file: str) -> Implementations:
+    return Implementations(op, {"reference": f"longreach.ops.attend.{file}:{op}"})
+
+
+keeping = _named("attend_keeping", "keeping_reference")
+scoring = _named("score_keys", "keeping_reference")
+valuing = _named("attend_values", "reference")
+
+
+def attend_keeping(
+    rows: Rows,
+    kv: KVView,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sink_logit: Tensor | None = None,
+    impl: str = "auto",
+) -> tuple[Partial, Logits]:
+    """attend over all that each row sees, and the logits of those keys for later passes of the same call.
+
+    For a few rows a sequence: the logits take H N fp16 (fp32 for fp32 inputs and in the reference) a row. Arguments,
+    result and errors are as in `attend`.
+    """
+    check_memory(rows, kv)
+    check_logits(scale, softcap, rows, sink_logit)
+    compute = keeping.get(impl, rows.q.device)
+    return compute(rows, kv, scale=scale, softcap=softcap, sink_logit=sink_logit)
+
+
+def score_keys(
+    rows: Rows,
+    kv: KVView,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sink_logit: Tensor | None = None,
+    impl: str = "auto",
+) -> tuple[Tensor, Logits]:
+    """attend_keeping without the values, which are never read: (lse [R, H] fp32, a sink in it, and the logits)."""
+    check_memory(rows, kv)
+    check_logits(scale, softcap, rows, sink_logit)
+    compute = scoring.get(impl, rows.q.device)
+    return compute(rows, kv, scale=scale, softcap=softcap, sink_logit=sink_logit)
+
+
+def attend_values(
+    rows: Rows,
+    kv: KVView,
+    selection: Selection,
+    logits: Logits,
+    *,
+    sink_logit: Tensor | None = None,
+    impl: str = "auto",
+) -> Partial:
+    """attend over `selection` from kept logits: keys are never read, values only where selected.
+
+    logits: those that attend_keeping or score_keys gave for the same rows and view; scale and softcap are in them.
+    Log-weights and the sink count as in `attend`, and so do result and errors.
+    """
+    check_memory(rows, kv)
+    require(isinstance(selection, Selection), f"selection: expected a Selection, got {describe(selection)}")
+    selection.check(rows, kv)
+    check_kept(logits, rows, kv)
+    check_logits(1.0, None, rows, sink_logit)
+    compute = valuing.get(impl, rows.q.device)
+    return compute(rows, kv, selection, logits, sink_logit=sink_logit)
