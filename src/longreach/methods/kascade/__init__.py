@@ -1,0 +1,1 @@
+"""Kascade: exact top-k keys in a few anchor layers, reused through a head map in the layers after each."""

@@ -1,0 +1,126 @@
+"""What Kascade takes from a plan."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from longreach.methods.base import is_count
+from longreach.ops.types import require
+from longreach.plans import Plan
+
+KIND = "kascade"
+ANEW = "take another plan, or calibrate anew (longreach calibrate kascade)"
+
+
+@dataclass(frozen=True)
+class KascadePlan:
+    """Which layers choose keys, and whose keys the others take.
+
+    anchors: layers that choose keys, ascending; the first is the first of `layers`, and attends densely.
+    head_map [L][G]: the KV head of `anchor_of(layer)` whose keys a layer's KV head attends to; many to one, over the
+    heads of all ranks, and each head its own in anchors and in layers that take no part.
+    layers: those that take part, ascending: the ones of full attention, the others attend to their window.
+    k: keys of a tile by whose weight layers were compared; tile: query rows pooled for it, the group's heads counted.
+    Raises InvalidInput where these do not fit each other.
+    """
+
+    anchors: tuple[int, ...]
+    head_map: tuple[tuple[int, ...], ...]
+    layers: tuple[int, ...]
+    k: int
+    tile: int
+
+    def __post_init__(self) -> None:
+        _check_layers("layers", self.layers, len(self.head_map))
+        _check_layers("anchors", self.anchors, len(self.head_map))
+        strange = [n for n in self.anchors if n not in self.layers]
+        require(not strange, f"anchors: expected layers of full attention, got {strange} besides; {ANEW}")
+        require(
+            self.anchors[0] == self.layers[0],
+            f"anchors: expected the first to be {self.layers[0]}, the first layer of full attention, got "
+            f"{self.anchors[0]}; {ANEW}",
+        )
+        heads = len(self.head_map[0]) if isinstance(self.head_map[0], tuple) else 0
+        reusing = {n for n in self.layers if n not in self.anchors}
+        for layer, row in enumerate(self.head_map):
+            whole = isinstance(row, tuple) and len(row) == heads > 0 and all(is_count(h) and h < heads for h in row)
+            require(
+                whole,
+                f"head_map of layer {layer}: expected {heads or 'some'} KV heads below {heads}, one for each head, got "
+                f"{row!r}; {ANEW}",
+            )
+            require(
+                layer in reusing or row == tuple(range(heads)),
+                f"head_map of layer {layer}, which takes no other layer's keys: expected each head its own, got "
+                f"{row!r}; {ANEW}",
+            )
+        for name, value in (("k", self.k), ("tile", self.tile)):
+            require(is_count(value, 1), f"{name}: expected a count of at least 1, got {value!r}; {ANEW}")
+
+    @classmethod
+    def of(cls, plan: Plan) -> KascadePlan:
+        """The view of a plan of kind "kascade". Raises InvalidInput, naming the field that is missing or wrong."""
+        require(plan.kind == KIND, f"expected a plan for {KIND}, got one for {plan.kind}; give the right file")
+        values = plan.values
+        found = cls(
+            anchors=_numbers(values, "anchors"),
+            head_map=tuple(_row(row, n) for n, row in enumerate(_list(values, "head_map"))),
+            layers=_numbers(values, "layers"),
+            k=_value(values, "k"),
+            tile=_value(values, "tile"),
+        )
+        size = (len(found.head_map), len(found.head_map[0]))
+        wanted = (plan.model.layers, plan.model.kv_heads)
+        require(
+            size == wanted,
+            f"head_map: expected {wanted[0]} layers of {wanted[1]} KV heads, got {size[0]} of {size[1]}; {ANEW}",
+        )
+        return found
+
+    def values(self) -> dict[str, Any]:
+        """As a plan's values hold it; `of` reads it back."""
+        return {
+            "anchors": list(self.anchors),
+            "head_map": [list(row) for row in self.head_map],
+            "layers": list(self.layers),
+            "k": self.k,
+            "tile": self.tile,
+        }
+
+    def anchor_of(self, layer: int) -> int:
+        """The anchor whose keys a layer attends to: the last at or before it. layer: one of `layers`."""
+        return self.anchors[bisect_right(self.anchors, layer) - 1]
+
+
+def _check_layers(name: str, layers: tuple[int, ...], count: int) -> None:
+    whole = isinstance(layers, tuple) and len(layers) > 0 and all(is_count(n) for n in layers)
+    require(whole, f"{name}: expected at least one layer number, got {layers!r}; {ANEW}")
+    require(all(n < count for n in layers), f"{name}: expected layers below {count}, got {layers}; {ANEW}")
+    require(all(a < b for a, b in pairwise(layers)), f"{name}: expected ascending and distinct, got {layers}; {ANEW}")
+
+
+def _value(values: Mapping[str, Any], name: str) -> Any:
+    require(name in values, f"the plan lacks the value {name!r}; {ANEW}")
+    return values[name]
+
+
+def _list(values: Mapping[str, Any], name: str) -> list[Any]:
+    found = _value(values, name)
+    require(
+        isinstance(found, list) and len(found) > 0, f"{name}: expected a list, not an empty one, got {found!r}; {ANEW}"
+    )
+    return found
+
+
+def _numbers(values: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    return tuple(_list(values, name))
+
+
+def _row(row: object, layer: int) -> tuple[int, ...]:
+    require(isinstance(row, list), f"head_map of layer {layer}: expected a list of KV heads, got {row!r}; {ANEW}")
+    assert isinstance(row, list)
+    return tuple(row)

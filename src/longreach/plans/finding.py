@@ -1,0 +1,54 @@
+"""Which plan a method takes: a file, one that is shipped, or the shipped one for the model."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+
+from longreach.errors import InvalidInput
+from longreach.plans.files import load
+from longreach.plans.plan import Plan, Shape, how_to_make
+
+SUFFIX = ".json"
+
+
+def shipped(kind: str) -> dict[str, Path]:
+    """Plans of a kind that come with longreach: name -> file. Their names begin with the kind."""
+    folder = Path(str(files("longreach") / "plans" / "shipped"))
+    return {path.stem: path for path in sorted(folder.glob(f"{kind}-*{SUFFIX}"))}
+
+
+def find(kind: str, plan: str | None, model: Shape) -> Plan:
+    """The plan for a model, checked to be for it.
+
+    plan: a path (to a .json file), the name of a shipped plan, or None for the one that is shipped for this model.
+    Raises InvalidInput where there is none, it is broken, or for another model.
+    """
+    known = shipped(kind)
+    if plan is None:
+        for path in known.values():
+            found = load(path, kind)
+            if found.model.config == model.config:
+                found.check(model, f"the plan {path.stem}")
+                return found
+        raise InvalidInput(
+            f"no {kind} plan is shipped for this model (hash of its configuration: {model.config[:12] or 'unknown'}; "
+            f"shipped: {', '.join(known) or 'none'}); {how_to_make(kind)} and give plan=plan.json"
+        )
+    found = load(named(kind, plan), kind)
+    found.check(model, f"the plan {plan}")
+    return found
+
+
+def named(kind: str, plan: str) -> Path:
+    """The file of a plan that is given by path or shipped name. Raises InvalidInput where there is none."""
+    known = shipped(kind)
+    if plan in known:
+        return known[plan]
+    path = Path(plan)
+    if not path.is_file():
+        raise InvalidInput(
+            f"no plan {plan!r}: neither a file nor one of the shipped {kind} plans ({', '.join(known) or 'none'}); "
+            f"check the path"
+        )
+    return path
