@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -169,6 +170,24 @@ def test_heads_use_the_lists_they_are_mapped_to(problem: tuple[Rows, KVView]) ->
     assert both.overflowed.shape == (3, 3)
 
 
+def test_lists_in_sight_are_counted_without_a_look_at_them(problem: tuple[Rows, KVView]) -> None:
+    """What is counted is what is streamed; past the offsets and counts nothing is known of the entries."""
+    index, count = torch.tensor([[[1, 2], [0, -9]], [[3, 0], [-9, -9]], [[2, -9], [1, 4]]]), [[2, 1], [2, 0], [1, 2]]
+    for more in ({}, {"head_of": torch.tensor([1, 1])}, {"list_of": torch.tensor([2, 0, 2])}):
+        some = Lists(index, torch.tensor(count), in_sight=True, **more)  # type: ignore[arg-type]
+        for same in (some, packed(some)):
+            same.check(*problem)
+            assert same.in_sight and torch.equal(same.reads(*problem), same.streamed(*problem).sum(-1))
+            assert same.reads(*problem).dtype == torch.int64
+    unknown = Lists(torch.full_like(index, -9), torch.tensor(count), in_sight=True)
+    assert unknown.reads(*problem).tolist() == count
+    over = replace(some, count=torch.tensor([[3, 1], [9, 0], [1, 2]]), list_of=None)
+    assert over.reads(*problem).tolist() == [[10, 1], [4, 0], [1, 2]]
+    assert Lists(index[:, :1], torch.tensor([[2], [2], [1]]), in_sight=True).reads(*problem).tolist() == [
+        [2, 2], [2, 2], [1, 1]
+    ]  # fmt: skip
+
+
 RANGE = [
     (lists([[[10]], [[0]], [[0]]], [[1], [1], [1]]), "entry 10 .* outside the 10 slots that sequence 1 holds"),
     (lists([[[0]], [[7]], [[0]]], [[1], [1], [1]]), "entry 7 .* outside the 7 slots that sequence 0 .*position 3"),
@@ -237,6 +256,9 @@ REFUSED = [
     (Lists(INDEX, COUNT, head_of=FLAT[:2] - 1), "head_of: .* got -1 to -1"),
     (Lists(INDEX[:, :0], COUNT[:, :0], head_of=FLAT[:2]), "index: expected lists of one head or more, got 0"),
     (Lists(INDEX, COUNT, head_of=FLAT[:2], per="both"), "'kv' or 'query', got 'both'"),  # type: ignore[arg-type]
+    (Lists(INDEX, COUNT, block=2, in_sight=True), "in_sight: expected lists of keys, per KV head"),
+    (Lists(INDEX, COUNT, per="query", in_sight=True), "in_sight: expected lists of keys, per KV head"),
+    (PackedLists(FLAT, OFFSETS, block=2, in_sight=True), "in_sight: expected lists of keys, per KV head"),
     (PackedLists(FLAT, OFFSETS, head_of=FLAT), "head_of: expected int \\[2 kv heads\\]"),
     (PackedLists(FLAT.float(), OFFSETS), "index: expected int, one dimension"),
     (PackedLists(FLAT, OFFSETS.float()), "offsets: expected int, one dimension"),

@@ -44,6 +44,7 @@ class LayerCall:
     slots: int [B], the cache slot of each sequence, by which state is addressed; scale, softcap, sink_logit:
     as in ops.attend; shard: which KV heads are here; impl: who computes; ran: who did.
     pre_rope: gives (q [R, H, D], k [R, G, D]) of the rows before rotation, for methods with `needs_pre_rope`.
+    phase: whether the rows belong to a prompt or are new tokens, for methods that treat them apart.
     model: what the layer belongs to. passed: what earlier layers of this pass left for later ones (selections, by
     whatever key their method chooses); it is gone with the pass.
     """
@@ -58,6 +59,7 @@ class LayerCall:
     shard: HeadShard | None = None
     impl: str = "auto"
     pre_rope: Callable[[], tuple[Tensor, Tensor]] | None = field(default=None, repr=False)
+    phase: Phase = "decode"
     model: ModelShape | None = None
     passed: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
     ran: set[str] = field(default_factory=set, repr=False, compare=False)

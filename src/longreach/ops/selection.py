@@ -67,7 +67,7 @@ class Selection(ABC):
     def reads(self, rows: Rows, kv: KVView) -> Tensor:
         """Keys streamed per row and KV head, the union over its query heads: int64 [R, G].
 
-        Takes the selection as valid; no device sync, but for PackedLists' longest length.
+        Takes the selection as valid; no device sync, but for PackedLists' longest length (none where `in_sight`).
         """
 
     @abstractmethod
@@ -211,6 +211,8 @@ class Lists(Selection):
     list_of: int [R], the list each row uses (tiles share one); None means row r uses list r.
     head_of: int [G] (per="kv") or [H], the entry of the head axis that each head uses: lists made in one layer serve
         another through its head map, many to one, and are not copied. None: head h uses entry h, or the only one.
+    in_sight: every entry in use is a key that each row of its list can see; it must be true. What is read is then
+        counted without a look at the entries, of which there may be many.
     """
 
     index: Tensor
@@ -220,6 +222,7 @@ class Lists(Selection):
     block: int = 1
     list_of: Tensor | None = None
     head_of: Tensor | None = None
+    in_sight: bool = False
 
     @property
     def overflowed(self) -> Tensor:
@@ -237,6 +240,7 @@ class Lists(Selection):
             ok = isinstance(weight, Tensor) and weight.is_floating_point() and weight.shape == index.shape
             require(ok, f"log_weight: expected float {list(index.shape)}, got {describe(weight)}")
         _check_block(self.block)
+        _check_in_sight(self, kv)
         _check_list_of(self.list_of, index.shape[0], rows)
         for name, x in (("index", index), ("count", count), ("log_weight", weight)):
             on = x is None or x.device == rows.pos.device
@@ -294,6 +298,9 @@ class Lists(Selection):
         return mask, None if self.log_weight is None else paint(self._per_row(self.log_weight))
 
     def reads(self, rows: Rows, kv: KVView) -> Tensor:
+        if self.in_sight:
+            keys = torch.where(self._per_row(self.overflowed), _seen(rows, kv)[:, None], self._per_row(self.count))
+            return keys.long().expand(-1, kv.heads)
         if kv.slot_pos is not None:
             mask = self._painted(kv.capacity)[0] & visible(rows, kv, kv.capacity, self.per)
             return self._union(mask, rows, kv).sum(-1)
@@ -323,7 +330,7 @@ class PackedLists(Selection):
 
     index: int [E]; offsets: int [L * heads + 1], list l of head h is index[offsets[l*heads+h] : offsets[l*heads+h+1]].
     heads: entries of the head axis; log_weight: float [E] or None; list_of: int [R] or None (row r uses list r);
-    head_of: as in Lists.
+    head_of, in_sight: as in Lists.
     """
 
     index: Tensor
@@ -334,6 +341,7 @@ class PackedLists(Selection):
     block: int = 1
     list_of: Tensor | None = None
     head_of: Tensor | None = None
+    in_sight: bool = False
 
     def check(self, rows: Rows, kv: KVView) -> None:
         for name in ("index", "offsets"):
@@ -351,6 +359,7 @@ class PackedLists(Selection):
             ok = ok and self.log_weight.device == self.index.device
             require(ok, f"log_weight: expected float {list(self.index.shape)}, got {describe(self.log_weight)}")
         _check_block(self.block)
+        _check_in_sight(self, kv)
         _check_list_of(self.list_of, lists, rows)
 
     def take(self, index: Tensor) -> Lists:
@@ -372,13 +381,19 @@ class PackedLists(Selection):
 
         weight = None if self.log_weight is None else spread(self.log_weight)
         count = length.unflatten(0, (-1, self.heads))
-        return Lists(spread(self.index), count, weight, self.per, self.block, self.list_of, self.head_of)
+        index = spread(self.index)
+        return Lists(index, count, weight, self.per, self.block, self.list_of, self.head_of, self.in_sight)
 
     def chosen(self, rows: Rows, kv: KVView, stop: int) -> tuple[Tensor, Tensor | None]:
         return self.padded().chosen(rows, kv, stop)
 
     def reads(self, rows: Rows, kv: KVView) -> Tensor:
-        return self.padded().reads(rows, kv)
+        if not self.in_sight:
+            return self.padded().reads(rows, kv)
+        keys = self.offsets.long().diff().unflatten(0, (-1, self.heads))
+        keys = keys if self.head_of is None else keys[:, self.head_of.long()]
+        keys = keys if self.list_of is None else keys[self.list_of.long()]
+        return keys.expand(-1, kv.heads)
 
 
 def _seen(rows: Rows, kv: KVView) -> Tensor:
@@ -403,6 +418,11 @@ def _check_head_axis(what: str, size: int, head_of: Tensor | None, per: Per, row
 
 def _check_block(block: int) -> None:
     require(isinstance(block, int) and block >= 1, f"block: expected a count of keys >= 1, got {block!r}")
+
+
+def _check_in_sight(lists: Lists | PackedLists, kv: KVView) -> None:
+    fits = not lists.in_sight or (lists.block == 1 and lists.per == "kv" and kv.slot_pos is None)
+    require(fits, "in_sight: expected lists of keys, per KV head, of slots that are positions; leave it out for others")
 
 
 def _check_list_of(list_of: Tensor | None, lists: int, rows: Rows) -> None:

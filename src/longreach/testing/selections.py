@@ -124,6 +124,7 @@ def packed(lists: Lists) -> PackedLists:
         lists.block,
         lists.list_of,
         lists.head_of,
+        lists.in_sight,
     )
 
 

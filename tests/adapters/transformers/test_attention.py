@@ -36,6 +36,11 @@ def test_softcap_scale_and_shard_arrive() -> None:
     assert {call.softcap for _, call in _calls("llama")} == {None}
 
 
+def test_phases_arrive() -> None:
+    phases = [(phase, call.phase) for phase, call in _calls("llama")]
+    assert phases == [("prefill", "prefill")] * 2 + [("decode", "decode")] * 4
+
+
 def test_sinks_arrive() -> None:
     layers = model_of("gpt_oss").model.layers
     calls = _calls("gpt_oss")

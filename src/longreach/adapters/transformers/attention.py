@@ -150,6 +150,7 @@ def _layer_call(
         shard=shard_of(module, key.shape[1]),
         impl=step.impl,
         pre_rope=pre_rope,
+        phase=step.phase,
         model=step.memo.model,
         passed=step.passed,
     )
