@@ -33,7 +33,7 @@ DOORS = {
 # rooms whose members stand side by side, and the members that all others may import
 SHARED = {
     "ops": {"types", "selection", "impl", "by_sequence", "partial", "checks"},
-    "methods": {"base", "registry", "ledger", "values"},
+    "methods": {"base", "choosing", "registry", "ledger", "values"},
     "adapters": set[str](),
 }
 BUILT_ON = {("adapters", "lm_eval"): "transformers"}  # member -> the sibling whose front door, no more, it may use

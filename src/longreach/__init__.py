@@ -18,6 +18,7 @@ _NAMES = {
     "Dense": "longreach.methods.dense",
     "StreamingLLM": "longreach.methods.streaming_llm",
     "OracleTopK": "longreach.methods.oracle_top_k",
+    "Quest": "longreach.methods.quest",
     "LongreachError": "longreach.errors",
 }
 __all__ = ["__version__", *_NAMES]
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from longreach.errors import LongreachError as LongreachError
     from longreach.methods.dense import Dense as Dense
     from longreach.methods.oracle_top_k import OracleTopK as OracleTopK
+    from longreach.methods.quest import Quest as Quest
     from longreach.methods.streaming_llm import StreamingLLM as StreamingLLM
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from longreach.methods.registry import METHODS
+from longreach.methods.registry import METHODS, names
 from longreach.records.report.reading import load
 from tests.cli.test_bad_input import refused
 
@@ -32,7 +32,7 @@ def test_the_table_fits_the_terminal(
     header = next(line for line in lines if line.startswith("decode"))
     assert ("meta" in header) == (width == 120)
     rows = [line.split() for line in lines if line.split(" ")[0] in METHODS]
-    assert [row[0] for row in rows] == ["dense", "streaming_llm", "oracle_top_k", "streaming_llm"]
+    assert [row[0] for row in rows] == [*names("decode"), "streaming_llm"]
     assert rows[0][1:6] == ["0", "none", "in", "4", "100.0%"]
     assert sum(line.startswith("-- ") for line in lines) == 2  # one heading per prefill method
     assert "Measured just now on this machine" in result.out

@@ -10,6 +10,7 @@ import pytest
 from rich.cells import cell_len
 
 from longreach.adapters.transformers import load
+from longreach.methods.registry import names
 
 LENGTH = 1024
 
@@ -53,7 +54,8 @@ def test_the_table_fits_the_terminal(
     for title in ("at 10%", "at 50%", "at 90%", "bytes", "1st tok", "per tok"):
         assert title in header
     assert ("meta" in header) == (width == 120)
-    assert len(verdicts(result.out)) == 4 and all(len(v) == 3 for v in verdicts(result.out).values())
+    found = verdicts(result.out)
+    assert len(found) == len(names("decode")) + 1 and all(len(verdict) == 3 for verdict in found.values())
     for said in ("torch", "transformers", "threads", "characters a token", "default options"):
         assert said in " ".join(result.out.split())
 

@@ -112,8 +112,8 @@ def test_bad_input(model: Any, prompt: list[int]) -> None:
         compare(model, [1] * 4091)
     with pytest.raises(UnknownName, match="option of streaming_llm 'k'"):
         compare(model, prompt, options={"streaming_llm": {"k": 3}})
-    with pytest.raises(InvalidInput, match="quest, which is not compared"):
-        compare(model, prompt, options={"quest": {}})
+    with pytest.raises(InvalidInput, match="quets, which is not compared"):
+        compare(model, prompt, options={"quets": {}})
 
 
 def errors(model: Any, prompt: list[int], *methods: str, **options: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from longreach.methods.base import AttentionMethod, LayerCall, Outcome
 from longreach.methods.dense import Dense
 from longreach.methods.oracle_top_k import OracleTopK
+from longreach.methods.quest import Quest
 from longreach.methods.streaming_llm import StreamingLLM
 from longreach.ops import Selection
 from tests.methods.drive import HEADS, KV_HEADS, largest_value, shares, slots_read
@@ -92,6 +93,18 @@ CASES = {
             {"dense_layers": (-1,)},
             {"dense_layers": 0},
             {"dense_layers": ("0",)},
+            *({"k": x} for x in BAD_BUDGETS),
+        ),
+    ),
+    "quest": Case(
+        everything=Quest(k=1.0),
+        default=Quest(),
+        heavy=(CONTEXT - 5,),
+        lost=Lost(Quest(k=8, page=4, dense_layers=()), {20: HEAVY, 40: HEAVY + 0.7}, 20),
+        variants=(Quest(k=0.3, page=4, dense_layers=()), Quest(k=9, page=3, dense_layers=(1,))),
+        refused=(
+            *({"page": x} for x in (0, -1, 2.0, True, None)),
+            *({"dense_layers": x} for x in ((-1,), 0, ("0",), (1, 0), (1, 1))),
             *({"k": x} for x in BAD_BUDGETS),
         ),
     ),

@@ -412,12 +412,14 @@ def test_what_the_report_calls_read_is_read(method: AttentionMethod) -> None:
 
 
 def bytes_of_lists(call: LayerCall, outcome: Outcome) -> int:
-    """Each pass over keys by lists reads, for each row and KV head, as many entries as it reads slots of its own."""
+    """Each pass over keys by lists reads, for each row and KV head, as many entries as it reads slots (or blocks)."""
     found = 0
     for lists in outcome.reads.keys:
         if isinstance(lists, Lists):
-            assert lists.per == "kv" and lists.block == 1 and lists.log_weight is None, "say here what its entries are"
-            found += int(lists.streamed(call.rows, call.kv).sum()) * lists.index.element_size()
+            assert lists.per == "kv" and lists.log_weight is None, "say here what its entries are"
+            stop = -(-call.kv.capacity // lists.block) * lists.block
+            blocks = lists.streamed(call.rows, call.kv, stop).unflatten(-1, (-1, lists.block)).any(-1)
+            found += int(blocks.sum()) * lists.index.element_size()
     return found
 
 

@@ -34,7 +34,7 @@ def test_methods_are_read_as_the_command_line_reads_them(text: Any, method: Any)
         ("streaming_llm 'window=8", "expected NAME"),
         ("streaming_llm window", "'window' is no option=value"),
         ("streaming_llm window=8 window=9", "window is set twice"),
-        ("quest", "unknown decode method 'quest'; known: dense"),
+        ("quets", "unknown decode method 'quets'; known: dense"),
         ("streaming_llm k=3", "unknown option of streaming_llm 'k'"),
         ("oracle_top_k k=many", "k: expected"),
     ],

@@ -1,6 +1,7 @@
 """Memory: keys, values and per-sequence state. Knows shapes, not models."""
 
 from longreach.cache.kv import Append, CacheConfig, KVCache, SequenceState
+from longreach.cache.per_slot import PerSlot
 from longreach.cache.static import StaticSteps
 
-__all__ = ["Append", "CacheConfig", "KVCache", "SequenceState", "StaticSteps"]
+__all__ = ["Append", "CacheConfig", "KVCache", "PerSlot", "SequenceState", "StaticSteps"]

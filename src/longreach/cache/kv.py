@@ -52,7 +52,10 @@ class CacheConfig:
 
 
 class SequenceState(Protocol):
-    """What a method remembers about sequences. Addressed by slot, never by batch row; slots, lengths: int64 [n]."""
+    """What a method remembers about sequences. Addressed by slot, never by batch row; slots, lengths: int64 [n].
+
+    One whose memory may be replaced, as PerSlot's, counts that in `moved`.
+    """
 
     def reset(self, slots: Tensor) -> None:
         """Forget the sequences in `slots`."""
@@ -105,7 +108,7 @@ class KVCache:
         self.lengths = [0] * slots
         self.memory: list[tuple[Tensor, Tensor] | None] = [None] * layers
         self.state: dict[Hashable, SequenceState] = {}
-        self.resized = 0  # how often the memory has moved
+        self._resized = 0
         self._begun = 0
         self._under_way = [0] * slots  # number of the pass that was begun on the slot and is not over; 0 for none
 
@@ -193,7 +196,7 @@ class KVCache:
         if not all(self.memory) and not any(self.lengths) and not any(self._under_way):
             self.memory = [None] * len(self.memory)
             self.pages = self.config.plan(len(self.lengths))
-            self.resized += 1
+            self._resized += 1
 
     def truncate(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
         """Drop what lies past lengths[b] tokens in slots[b]. A state that cannot follow refuses, nothing changed."""
@@ -211,6 +214,11 @@ class KVCache:
         for state in self.state.values():
             state.reset(self._ints(slots))
         self._keep(dict.fromkeys(slots, 0))
+
+    @property
+    def resized(self) -> int:
+        """How often memory has moved, the cache's or that of a state: what was captured before reads the old place."""
+        return self._resized + sum(getattr(state, "moved", 0) for state in self.state.values())
 
     @property
     def nbytes(self) -> int:
@@ -287,4 +295,4 @@ class KVCache:
 
         with torch.inference_mode(False), torch.no_grad():
             self.memory = [held and (moved(held[0]), moved(held[1])) for held in self.memory]
-        self.resized += 1
+        self._resized += 1

@@ -16,6 +16,7 @@ METHODS = {
     "dense": "longreach.methods.dense:Dense",
     "streaming_llm": "longreach.methods.streaming_llm:StreamingLLM",
     "oracle_top_k": "longreach.methods.oracle_top_k:OracleTopK",
+    "quest": "longreach.methods.quest:Quest",
 }
 NONE = ("none",)  # what the fuse and evict slots know so far
 

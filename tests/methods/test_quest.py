@@ -1,0 +1,190 @@
+"""Blocks by an upper bound of their scores, beside loops in fp64."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from longreach.cache import CacheConfig, PerSlot
+from longreach.errors import InvalidInput, Unsupported
+from longreach.methods.base import LayerCall, ModelShape, Outcome
+from longreach.methods.quest import Quest, bounds, touched
+from longreach.ops import Rows
+from longreach.ops.types import Run
+from longreach.testing.inputs import random_kv
+from longreach.testing.tolerance import assert_close
+from tests.methods.one_layer import CACHES, Layers, chosen_by, exact, highest, keys_of
+
+FEW = Quest(k=9, page=4, dense_layers=())
+every_cache = pytest.mark.parametrize("config", CACHES.values(), ids=CACHES)
+
+
+def wanted(method: Quest, call: LayerCall, row: int, head: int) -> list[int]:
+    """The paper's choice, in loops: the newest block, and of the others those with the highest bounds."""
+    keys, group = keys_of(call, row)[:, head], call.rows.q.shape[1] // call.kv.heads
+    queries = call.rows.q[row, head * group : (head + 1) * group].double()
+    context = keys.shape[0]
+    newest = (context - 1) // method.page
+    bound = torch.zeros(newest, dtype=torch.float64)
+    for block in range(newest):
+        part = keys[block * method.page : (block + 1) * method.page]
+        low, high = part.amin(0), part.amax(0)
+        for q in queries:
+            bound[block] += torch.maximum(q * low, q * high).sum()
+    k = min(method.k, context) if isinstance(method.k, int) else max(1, math.ceil(method.k * context - 1e-9))
+    return [*highest(bound, math.ceil(k / method.page) - 1), newest]
+
+
+def check(method: Quest, call: LayerCall, outcome: Outcome) -> None:
+    for row in range(call.rows.pos.shape[0]):
+        for head in range(call.kv.heads):
+            assert chosen_by(outcome, row, head) == wanted(method, call, row, head)
+    assert_close(outcome.partial, exact(call, outcome))
+
+
+@pytest.mark.parametrize("group", [1, 3, 4])
+@pytest.mark.parametrize("k", [1, 9, 0.1, 0.5, 1.0])
+@every_cache
+def test_the_blocks_with_the_highest_bounds_are_chosen(group: int, k: Any, config: CacheConfig) -> None:
+    """Ragged, in any order of slots, as sequences grow past the ends of blocks."""
+    method = Quest(k=k, page=4, dense_layers=())
+    layers = Layers(method, group=group, config=config)
+    layers.read([2, 0], [37, 6])
+    layers.read([1, 2], [12, 9])
+    for slots in ([0, 1, 2], [2, 1], [1, 0], [2, 0, 1], [0], [0], [0]):
+        ((call, outcome),) = layers.decode(slots)
+        check(method, call, outcome)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_dtypes(dtype: torch.dtype) -> None:
+    layers = Layers(FEW, dtype=dtype)
+    layers.read([0], [50])
+    ((call, outcome),) = layers.decode([0])
+    check(FEW, call, outcome)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 100.0])
+def test_the_bound_is_one(seed: int, scale: float) -> None:
+    """No key of a block scores higher with a query than the block's bound, nor do its groups' sums."""
+    draw = torch.Generator().manual_seed(seed)
+    layers = Layers(FEW, group=3, seed=seed)
+    layers.read([0, 1], [43, 30])
+    ((call, _),) = layers.decode([0, 1])
+    q = torch.randn(call.rows.q.shape, generator=draw) * scale
+    call = LayerCall(0, Rows(q, call.rows.seq, call.rows.pos), call.kv, call.slots, call.scale)
+    state = layers.cache.state[FEW, 0]
+    assert isinstance(state, PerSlot)
+    found = FEW._bounds(call, state)
+    tight = 0
+    for row in range(2):
+        keys = keys_of(call, row)
+        sums = torch.einsum("ngd,gd->ng", keys, q[row].double().unflatten(0, (2, 3)).sum(1))
+        for block in range(keys.shape[0] // 4):
+            highest_sum = sums[4 * block : 4 * block + 4].amax(0)
+            assert bool((found[row, :, block] >= highest_sum - 1e-4 * scale).all())
+            tight += int((found[row, :, block] < 3 * highest_sum.abs()).sum())
+    assert tight, "a bound that is far above everything bounds nothing"
+
+
+def test_blocks_whose_keys_are_all_the_same_are_bounded_exactly() -> None:
+    layers = Layers(FEW, group=3)
+    k = layers.random(10, 2, 16)
+    layers.read([0], [40], k=k.repeat_interleave(4, 0))
+    ((call, _),) = layers.decode([0])
+    state = layers.cache.state[FEW, 0]
+    assert isinstance(state, PerSlot)
+    sums = torch.einsum("ngd,gd->gn", k, call.rows.q[0].unflatten(0, (2, 3)).sum(1))
+    torch.testing.assert_close(FEW._bounds(call, state)[0, :, :10], sums)
+
+
+def test_every_query_head_of_a_group_has_its_say() -> None:
+    """One query head looks for slot 2, the other for slot 21; a choice by either alone would miss one of them."""
+    keys, q = torch.zeros(40, 1, 8), torch.zeros(1, 2, 8)
+    q[0, 0, 0], q[0, 1, 1] = 5.0, -5.0
+    keys[2, 0, 0], keys[21, 0, 1] = 3.0, -3.0
+    layers = Layers(Quest(k=12, page=4, dense_layers=()), heads=1, dim=8)
+    layers.read([0], [40], k=keys)
+    ((_, outcome),) = layers.decode([0], q=q, k=torch.zeros(1, 1, 8))
+    assert chosen_by(outcome, 0, 0) == [0, 5, 10]
+
+
+@every_cache
+def test_cut_and_grown_again(config: CacheConfig) -> None:
+    """Cuts in the middle of blocks, at their ends and across several; what follows is other text."""
+    layers = Layers(FEW, config=config)
+    layers.read([0, 1], [41, 30])
+    for length in (40, 38, 33, 32, 17, 1):
+        layers.decode([1, 0])
+        layers.cache.truncate([0], [length])
+        layers.read([0], [6])
+        for _ in range(5):
+            ((call, outcome),) = layers.decode([0, 1])
+            check(FEW, call, outcome)
+
+
+def test_bounds_read_no_slot_that_is_not_filled() -> None:
+    kv = random_kv([10, 3], heads=2, dim=8)
+    kv.k[0, :, 10:], kv.k[1, :, 3:] = torch.nan, torch.nan
+    low, high = bounds(kv, torch.tensor([0, 0, 1]), torch.tensor([0, 2, 0]), 4)
+    for n, (seq, slots) in enumerate(((0, slice(0, 4)), (0, slice(8, 10)), (1, slice(0, 3)))):
+        assert torch.equal(low[n], kv.k[seq, :, slots].amin(1)) and torch.equal(high[n], kv.k[seq, :, slots].amax(1))
+
+
+def test_blocks_that_rows_touch() -> None:
+    pos = torch.cat([torch.arange(3, 14), torch.arange(2)])
+    seq = torch.tensor([1] * 11 + [0] * 2)
+    runs = (Run(11, 1, 3), Run(0, 2, 9), Run(2, 0, 0))
+    rows = Rows(torch.randn(13, 2, 8), seq, pos, runs)
+    assert [x.tolist() for x in touched(rows, 4)] == [[1, 1, 1, 1, 0], [0, 1, 2, 3, 0]]
+    unknown = Rows(rows.q, seq, pos, (Run(11, 1), Run(2, 0)))
+    for told in (unknown, Rows(rows.q, seq, pos)):
+        assert [x.tolist() for x in touched(told, 4)] == [seq.tolist(), (pos // 4).tolist()]
+
+
+@pytest.mark.parametrize("counts", [[1] * 30, [7, 16, 7], [29, 1]])
+def test_bounds_are_the_same_however_the_prompt_is_read(counts: list[int]) -> None:
+    k, states = torch.randn(30, 2, 16), []
+    for chunks in ([30], counts):
+        layers, parts = Layers(FEW), k.split(chunks)
+        for chunk, part in zip(chunks, parts, strict=True):
+            layers.read([1], [chunk], k=part)
+        states.append(layers.cache.state[FEW, 0])
+    for name in ("least", "largest"):
+        assert torch.equal(states[0][name][1, :, :8], states[1][name][1, :, :8])  # type: ignore[index]
+
+
+def test_what_it_reads() -> None:
+    """Bounds of every block but the newest, the newest's keys to bound it, the blocks chosen and their list."""
+    layers = Layers(FEW, heads=2, dim=16)
+    layers.read([0, 1], [40, 6])
+    ((call, outcome),) = layers.decode([0, 1])
+    assert outcome.reads.metadata.tolist() == [10 * 2 * 2 * 16 * 4, 1 * 2 * 2 * 16 * 4]
+    bounded, chosen = outcome.reads.keys
+    assert bounded.reads(call.rows, call.kv).tolist() == [[1, 1], [3, 3]]
+    assert chosen.reads(call.rows, call.kv).tolist() == [[9, 9], [7, 7]], "three blocks; there are two of the short one"
+    assert outcome.reads.values == (chosen,)
+
+
+def test_dense_layers_keep_nothing() -> None:
+    layers = Layers(Quest(dense_layers=(0, 2)), layers=4)
+    layers.read([0], [70])
+    outcomes = [outcome for _, outcome in layers.decode([0])]
+    assert [o.dense_because for o in outcomes] == ["in dense_layers", None, "in dense_layers", None]
+    assert {layer for _, layer in layers.cache.state} == {1, 3}
+
+
+def test_after_eviction_it_is_refused() -> None:
+    kv = random_kv([20], heads=2, dim=16, evicted=True)
+    call = LayerCall(2, Rows(torch.randn(1, 4, 16), torch.tensor([0]), torch.tensor([25])), kv, torch.tensor([0]), 0.25)
+    with pytest.raises(Unsupported, match="quest: after eviction"):
+        Quest().run(call, Quest().new_state(call, 1))
+
+
+def test_dense_layers_must_be_the_models() -> None:
+    with pytest.raises(InvalidInput, match=r"dense_layers: .* has 2 \(0 to 1\), got layer 2"):
+        Quest(dense_layers=(0, 2)).check(ModelShape(2, 4, 2, 16))
