@@ -19,6 +19,8 @@ _NAMES = {
     "StreamingLLM": "longreach.methods.streaming_llm",
     "OracleTopK": "longreach.methods.oracle_top_k",
     "Quest": "longreach.methods.quest",
+    "OmniKV": "longreach.methods.omnikv",
+    "LessIsMore": "longreach.methods.less_is_more",
     "LongreachError": "longreach.errors",
 }
 __all__ = ["__version__", *_NAMES]
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from longreach.cache import CacheConfig as CacheConfig
     from longreach.errors import LongreachError as LongreachError
     from longreach.methods.dense import Dense as Dense
+    from longreach.methods.less_is_more import LessIsMore as LessIsMore
+    from longreach.methods.omnikv import OmniKV as OmniKV
     from longreach.methods.oracle_top_k import OracleTopK as OracleTopK
     from longreach.methods.quest import Quest as Quest
     from longreach.methods.streaming_llm import StreamingLLM as StreamingLLM

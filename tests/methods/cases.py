@@ -10,6 +10,8 @@ from torch import Tensor
 
 from longreach.methods.base import AttentionMethod, LayerCall, Outcome
 from longreach.methods.dense import Dense
+from longreach.methods.less_is_more import LessIsMore
+from longreach.methods.omnikv import OmniKV
 from longreach.methods.oracle_top_k import OracleTopK
 from longreach.methods.quest import Quest
 from longreach.methods.streaming_llm import StreamingLLM
@@ -68,6 +70,7 @@ class Case:
         return 2 * self.missed(call, outcome) * largest_value(call)
 
 
+BAD_LAYERS: tuple[Any, ...] = ((-1,), 0, ("0",), (1, 0), (1, 1), (True,))
 BAD_BUDGETS: tuple[Any, ...] = (0, -3, 0.0, 1.5, -0.1, float("nan"), True, "all", None)
 MIDDLE = CONTEXT // 2
 
@@ -104,7 +107,28 @@ CASES = {
         variants=(Quest(k=0.3, page=4, dense_layers=()), Quest(k=9, page=3, dense_layers=(1,))),
         refused=(
             *({"page": x} for x in (0, -1, 2.0, True, None)),
-            *({"dense_layers": x} for x in ((-1,), 0, ("0",), (1, 0), (1, 1))),
+            *({"dense_layers": x} for x in BAD_LAYERS),
+            *({"k": x} for x in BAD_BUDGETS),
+        ),
+    ),
+    "omnikv": Case(
+        everything=OmniKV(k=1.0),
+        default=OmniKV(),
+        heavy=(2, MIDDLE, CONTEXT - 3),
+        lost=Lost(OmniKV(k=2, layers=(0,)), {20: HEAVY, 40: HEAVY + 0.7}, 20),
+        variants=(OmniKV(k=5, layers=(0, 1)), OmniKV(k=0.3, layers=(0,))),
+        refused=(*({"layers": x} for x in (*BAD_LAYERS, ())), *({"k": x} for x in BAD_BUDGETS)),
+    ),
+    "less_is_more": Case(
+        everything=LessIsMore(k=1.0),
+        default=LessIsMore(),
+        heavy=(2, CONTEXT - 1),
+        lost=Lost(LessIsMore(k=2, sinks=0, layers=(0,)), {20: HEAVY, 40: HEAVY + 0.7}, 20),
+        variants=(LessIsMore(k=8, layers=(0, 1)), LessIsMore(k=0.3, recent=0.5, sinks=2, layers=(0,))),
+        refused=(
+            *({"layers": x} for x in (*BAD_LAYERS, ())),
+            *({"recent": x} for x in (0.0, 1.5, 1, -0.25, float("nan"), None)),
+            *({"sinks": x} for x in (-1, 0.5, True, None)),
             *({"k": x} for x in BAD_BUDGETS),
         ),
     ),

@@ -17,6 +17,8 @@ METHODS = {
     "streaming_llm": "longreach.methods.streaming_llm:StreamingLLM",
     "oracle_top_k": "longreach.methods.oracle_top_k:OracleTopK",
     "quest": "longreach.methods.quest:Quest",
+    "omnikv": "longreach.methods.omnikv:OmniKV",
+    "less_is_more": "longreach.methods.less_is_more:LessIsMore",
 }
 NONE = ("none",)  # what the fuse and evict slots know so far
 

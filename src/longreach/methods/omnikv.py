@@ -1,0 +1,70 @@
+"""OmniKV: a few layers choose the context of the layers after them (Hao et al., ICLR 2025)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from longreach.methods.base import LayerCall, ModelShape, budget, check_budget
+from longreach.methods.choosing import (
+    ChoosesForLater,
+    best,
+    check_layers,
+    check_layers_of,
+    most,
+    of_all_ranks,
+    placed,
+)
+from longreach.ops import Lists, Partial
+from longreach.ops.types import Logits, require
+
+FILTERS, OF = (2, 8, 18), 32  # the paper's for Llama-3-8B
+
+
+@dataclass(frozen=True)
+class OmniKV(ChoosesForLater):
+    """Filter layers attend densely and pick keys, one set for all heads, that the layers after them attend to.
+
+    A key's score is the largest probability that any query head of the filter layer gives it in the row at hand (the
+    paper's choice by the last token). Layers before the first filter attend densely.
+
+    k: a count of keys, or a fraction of the row's context. layers: the filters; None: (2, 8, 18) of 32 layers, the
+    paper's for Llama-3-8B, as deep in this model, layer 0 left out.
+    The paper leaves open or has otherwise: it chooses among the prompt's tokens and attends to all new ones besides;
+    here all tokens compete for k, but the newest is always among them. It lets the layer after each filter attend
+    densely, while it fetches keys from the host; here nothing is fetched, and that layer uses the choice. Heads of all
+    ranks choose together. Ties go to the older key.
+    """
+
+    k: int | float = 0.1
+    layers: tuple[int, ...] | None = None
+
+    name = "omnikv"
+    phases = ("decode",)
+
+    def __post_init__(self) -> None:
+        check_budget("k", self.k)
+        if self.layers is not None:
+            check_layers("layers", self.layers)
+            require(len(self.layers) > 0, "layers: expected at least one layer that chooses, got none")
+
+    def check(self, model: ModelShape) -> None:
+        check_layers_of("layers", self.layers or (), model.layers)
+
+    def choosing_layers(self, model: ModelShape) -> tuple[int, ...]:
+        return placed(FILTERS, OF, model.layers) if self.layers is None else self.layers
+
+    def chosen(self, call: LayerCall, whole: Partial, logits: Logits) -> Lists:
+        context = call.rows.pos.long()[:, None] + 1
+        index, count = best(
+            self._scores(call, whole, logits), budget(self.k, context), context,
+            capacity=most(self.k, call.kv.capacity), last=1,
+        )  # fmt: skip
+        return Lists(index, count, in_sight=True)
+
+    def _scores(self, call: LayerCall, whole: Partial, logits: Logits) -> Tensor:
+        """Log of the largest probability: [R, 1, N]; slots past the row's context may hold anything."""
+        x = logits.natural(call.kv.capacity)  # [R, G, N, group]
+        lse = whole.lse.unflatten(1, (call.kv.heads, 1, -1))
+        return of_all_ranks(call, (x - lse).amax((1, 3))).amax(1, keepdim=True)
