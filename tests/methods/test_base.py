@@ -55,6 +55,16 @@ def test_budgets_that_are_refused(amount: Any) -> None:
         check_budget("k", amount)
 
 
+def test_pooled_scores_by_kernels_are_the_references() -> None:
+    now = call()
+    past = torch.arange(now.kv.capacity) > now.rows.pos[:, None, None]
+    for lse in (None, now.attend(Spans.dense()).lse + 0.5):
+        want = replace(now, impl="reference").pooled_scores(lse)
+        got = replace(now, impl="triton", ran=(ran := set[str]())).pooled_scores(lse)
+        torch.testing.assert_close(got.masked_fill(past, 0.0), want.masked_fill(past, 0.0))
+        assert ran == {"triton"}
+
+
 def call() -> LayerCall:
     return read_text(OracleTopK(), text(9, seed=1))[-1].calls[2]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from longreach.cache import KVCache, SequenceState
 from longreach.errors import UnknownName
 from longreach.ops import HeadShard, KVView, Partial, Rows, Selection, Spans
-from longreach.ops.attend import attend, resolve
+from longreach.ops.attend import attend, resolve, score_keys
 from longreach.ops.pooled_scores import implementations as scorers
 from longreach.ops.pooled_scores import pooled_scores
 from longreach.ops.types import require
@@ -80,11 +80,20 @@ class LayerCall:
         )
 
     def pooled_scores(self, lse: Tensor | None = None) -> Tensor:
-        """ops.pooled_scores with this layer's logits: fp32 [R, G, N]. By `impl` where the op has it, else "auto"."""
+        """ops.pooled_scores with this layer's logits: fp32 [R, G, N]. By `impl` where the op has it, else "auto".
+
+        What lies past the slots that a row reaches may be anything.
+        """
         asked = self.impl if self.impl in scorers.names() else "auto"
         name = scorers.resolve(asked, self.rows.q.device)
         self.ran.add(name)
-        return pooled_scores(self.rows, self.kv, scale=self.scale, softcap=self.softcap, lse=lse, impl=name)
+        kept = None
+        if name == "triton":  # sums logits that a pass over the keys has left
+            found, kept = score_keys(self.rows, self.kv, scale=self.scale, softcap=self.softcap, impl=name)
+            lse = found if lse is None else lse
+        return pooled_scores(
+            self.rows, self.kv, scale=self.scale, softcap=self.softcap, lse=lse, logits=kept, impl=name
+        )
 
     def sum_over_ranks(self, x: Tensor) -> Tensor:
         """x, pooled over the KV heads that are here, summed over the ranks that hold the others."""

@@ -45,7 +45,7 @@ class OracleTopK(AttentionMethod):
 
     name = "oracle_top_k"
     phases = ("decode",)
-    capture = "piecewise"  # its scores are computed by the reference, sequence by sequence, whatever the device
+    capture = "piecewise"  # it shows quality: nothing is gained by a captured step
 
     def __post_init__(self) -> None:
         check_budget("k", self.k)

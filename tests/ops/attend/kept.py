@@ -52,7 +52,9 @@ def check_kept(rows: Rows, kv: KVView, *, impl: str, values: bool, **logits: Any
     bare = exact_attend(rows, kv, Spans.dense(), **shape)
     bound = logits_bound(bare, unit(impl, rows.q.dtype)).unflatten(1, (kv.heads, -1))[:, :, None].expand_as(exact)
     if kept.top is not None:
-        bound = bound + HALF_STEP * gaps(exact) + unit(impl, rows.q.dtype) * bare.logit.max()
+        bound = (
+            bound + HALF_STEP * gaps(exact) + unit(impl, rows.q.dtype) * max(bare.logit.flatten().tolist(), default=0.0)
+        )
     within("logits", kept.natural(kv.capacity).double().cpu()[seen], exact[seen], bound[seen])
     return kept
 

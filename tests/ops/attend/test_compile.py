@@ -45,11 +45,61 @@ print(json.dumps(found))
 """
 
 
+KEEPING = """
+import json, sys
+from unittest.mock import patch
+import torch
+from longreach.ops import Lists, Logits, Rows, Run, Spans
+from longreach.ops.attend import triton, triton_keeping, triton_kernels
+from longreach.ops.attend.triton_tuning import Tuning
+from longreach.testing.compile import compiling
+from longreach.testing.inputs import random_kv
+
+dim, found = int(sys.argv[1]), {}
+bare = dict(scale=1.0, softcap=None, sink_logit=None)
+with (
+    patch.object(triton_keeping, "refuse", lambda *a: None),
+    patch.object(Tuning, "programs", lambda s, d: 132 * s.per_sm),
+):
+    for kind, dtype, page, rows, group in (
+        ("keep", torch.bfloat16, None, 1, 4), ("keep", torch.float32, 64, 3, 7), ("score", torch.bfloat16, 16, 1, 4),
+        ("score", torch.float16, None, 16, 8), ("score", torch.float32, None, 1, 1),
+        ("values", torch.bfloat16, None, 1, 4), ("values", torch.bfloat16, 16, 1, 7),
+        ("values", torch.float32, None, 1, 2), ("dense values", torch.float16, None, 3, 8),
+        ("values per query", torch.bfloat16, None, 1, 4),
+    ):
+        kv = random_kv([256, 256], heads=2, dim=dim, page=page, dtype=dtype)
+        seq = torch.arange(2).repeat_interleave(rows)
+        pos = (256 - rows + torch.arange(rows)).repeat(2)
+        q = torch.randn(2 * rows, 2 * group, dim).to(dtype)
+        given = Rows(q, seq, pos, (Run(rows, 0), Run(rows, 1)))
+        shape = (2 * rows, 2, kv.capacity, group)
+        kept = Logits(torch.zeros(shape))
+        if dtype != torch.float32:
+            kept = Logits(torch.zeros(shape).half(), torch.zeros(*shape[:2], -(-kv.capacity // 64), group), 64)
+        heads = 2 * group if kind == "values per query" else 2
+        index, count = torch.zeros(2 * rows, heads, 128).int(), torch.ones(2 * rows, heads).int()
+        lists = Lists(index, count, per="kv" if heads == 2 else "query")
+        with compiling(triton_kernels, "attend_pieces", "merge_pieces") as made:
+            if kind == "keep":
+                triton_keeping.attend_keeping(given, kv, **bare)
+            elif kind == "score":
+                triton_keeping.score_keys(given, kv, **bare)
+            else:
+                chosen = Spans.dense() if kind == "dense values" else lists
+                triton_keeping.attend_values(given, kv, chosen, kept, sink_logit=None)
+        case = f"{kind} {dtype} {page} {rows} {group}"
+        found[case] = [[m.metadata.name, m.metadata.shared, "cubin" in m.asm] for m in made]
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.parametrize("source", [COMPILE, KEEPING], ids=["attend", "keeping"])
 @pytest.mark.parametrize("dim", [32, 64, 80, 96, 128, 256])
-def test_compiles_for_an_h200(dim: int) -> None:
+def test_compiles_for_an_h200(dim: int, source: str) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-c", COMPILE, str(dim)], env=environment, capture_output=True, text=True, timeout=110
+        [sys.executable, "-c", source, str(dim)], env=environment, capture_output=True, text=True, timeout=110
     )
     assert done.returncode == 0, done.stderr[-3000:]
     for case, kernels in json.loads(done.stdout.splitlines()[-1]).items():

@@ -14,8 +14,9 @@ from longreach.ops.selection import Selection
 from longreach.ops.types import KVView, Logits, Partial, Rows, describe, require
 
 
-def _named(op: str, file: str) -> Implementations:
-    return Implementations(op, {"reference": f"longreach.ops.attend.{file}:{op}"})
+def _named(op: str, reference: str) -> Implementations:
+    files = {"reference": reference, "triton": "triton_keeping"}
+    return Implementations(op, {name: f"longreach.ops.attend.{file}:{op}" for name, file in files.items()})
 
 
 keeping = _named("attend_keeping", "keeping_reference")

@@ -11,9 +11,9 @@ from torch import Tensor
 from longreach.errors import Unsupported
 from longreach.ops.attend import triton_kernels as kernels
 from longreach.ops.attend.tiles import tiles_of
-from longreach.ops.attend.triton_tuning import INTERPRETED, Tuning, tuning
+from longreach.ops.attend.triton_tuning import INTERPRETED, Tuning, keeping_tuning, tuning
 from longreach.ops.selection import Bound, Lists, PackedLists, Selection, Span, Spans, at
-from longreach.ops.types import KVView, Partial, Rows
+from longreach.ops.types import KVView, Logits, Partial, Rows
 
 FAR = (1 << 30) - 1
 MOST_DEALT = 8192  # entries of the table of items and rows that every program goes through to find its share
@@ -50,9 +50,8 @@ def launch(
     parts = 1 if split is None else 2
     out = rows.q.new_empty((parts, count, heads, dim), dtype=torch.float32)
     lse = rows.q.new_empty((parts, count, heads), dtype=torch.float32)
-    if count:
-        with torch.cuda.device_of(rows.q):
-            _launch(rows, kv, selection, scale, softcap, sink_logit, split, tune, out, lse)
+    with torch.cuda.device_of(rows.q):
+        launch_into(rows, kv, selection, scale, softcap, sink_logit, split, tune, out, lse)
     return [Partial(o, x) for o, x in zip(out, lse, strict=True)]
 
 
@@ -89,7 +88,7 @@ class _Choice(NamedTuple):
     uniform: bool  # the rows of a tile start their spans together
 
 
-def _launch(
+def launch_into(
     rows: Rows,
     kv: KVView,
     selection: Selection,
@@ -98,16 +97,24 @@ def _launch(
     sink_logit: Tensor | None,
     split: Bound | None,
     tune: Tuning | None,
-    out: Tensor,
+    out: Tensor | None,
     lse: Tensor,
-) -> None:
+    read: Logits | None = None,
+    write: bool = False,
+) -> Logits | None:
+    """Fill out [parts, R, H, D] (None: values are not read) and lse [parts, R, H].
+
+    read: logits to take instead of reading keys; write: return the logits (of one dense span).
+    """
     count, heads, dim = rows.q.shape
+    if not count:
+        return _new_logits(rows, kv, 1) if write else None
     group = kv.group(rows)
     choice = _choice(selection, split, rows)
     evicted = kv.slot_pos is not None
     axis, per_item = (heads, 1) if choice.apart else (kv.heads, group)
     tiles = tiles_of(rows, kv, selection, most=_rows_at_once(dim, per_item, rows.q.dtype))
-    parts = out.shape[0]
+    parts = lse.shape[0]
     items = tiles.count * axis * parts
     own = per_item if choice.own else 1
     m = max(16, triton.next_power_of_2(tiles.size * per_item))
@@ -117,7 +124,12 @@ def _launch(
     lists = choice.listing is not None
     paged = kv.block_table is not None and kv.block_table.shape[1] > 1
     dense = isinstance(selection, Spans) and selection.is_dense
-    t = tune or tuning(rows.q.dtype, wide, m, lists=lists, paged=paged, dense=dense, items=items)
+    if write:
+        t = tune or keeping_tuning(rows.q.dtype, wide, m, paged=paged, items=items, values=out is not None)
+        assert t.unit == t.block and dense, (t, selection)
+    else:
+        t = tune or tuning(rows.q.dtype, wide, m, lists=lists, paged=paged, dense=dense, items=items)
+    logits = _new_logits(rows, kv, t.block) if write else read
     programs = t.programs(rows.q.device) if dealt else 1
     if t.aligned and items < programs:
         programs -= programs % items
@@ -152,21 +164,26 @@ def _launch(
         group,
     )
     mr = tiles.size * per_item
-    pieces = out, out, out
-    ends = out
+    pieces = lse, lse, lse
+    ends = lse
+    values = out is not None
     if dealt:
         slots = (programs + items) * mr
-        pieces = out.new_empty(slots), out.new_empty(slots), out.new_empty(slots * dim)
+        parts_of = lse.new_empty(slots * dim) if values else lse
+        pieces = lse.new_empty(slots), lse.new_empty(slots), parts_of
         ends = torch.empty(items, dtype=torch.int32, device=q.device)
     sunk = sink_logit is not None
     chained = t.chained and dealt
     launch = {"launch_pdl": True} if chained else {}
     limits = {"maxnreg": t.registers} if t.registers else {}
-    result = (out, lse, out if sink_logit is None else sink_logit.contiguous(), pieces, ends, heads, count)
+    sink = lse if sink_logit is None else sink_logit.contiguous()
+    result = (lse if out is None else out, lse, sink, pieces, ends, heads, count)
+    kept, kept_kind = _kept(logits, write, values)
     hull = not evicted and (choice.uniform or (tiles.size == 1 and not choice.own))
     kernels.attend_pieces[(programs if dealt else items,)](
-        row_args, memory, choice.spans, choice.lists, result, float(scale), float(softcap or 1.0), items, programs,
-        layout=layout, kinds=choice.kinds, listing=choice.listing, form=form, PAGED=paged,
+        row_args, memory, choice.spans, choice.lists, kept, result, float(scale), float(softcap or 1.0),
+        items, programs,
+        layout=layout, kinds=choice.kinds, listing=choice.listing, form=form, keeping=kept_kind, PAGED=paged,
         TABLED=kv.block_table is not None, PAGE=kv.page if paged else 1, HULL=hull, CAPPED=softcap is not None,
         SUNK=sunk, DEALT=dealt, I2=i2 if dealt else 1, X=x, M=m, BN=t.block, D=dim, BD=wide, STAGES=t.stages,
         UNIT=t.unit, CHAINED=chained, num_warps=t.warps, **launch, **limits,
@@ -174,9 +191,29 @@ def _launch(
     if dealt:
         chunk = min(64, triton.next_power_of_2(programs // items + 2))
         kernels.merge_pieces[(items * mr,)](
-            row_args, result, items, programs, layout=layout, form=form, SUNK=sunk, D=dim, BD=wide, C=chunk,
-            CHAINED=chained, num_warps=4 if chunk * wide >= 2048 else 1, **launch,
+            row_args, result, items, programs, layout=layout, form=form, SUNK=sunk, VALUES=values, D=dim, BD=wide,
+            C=chunk, CHAINED=chained, num_warps=4 if chunk * wide >= 2048 else 1, **launch,
         )  # fmt: skip
+    return logits
+
+
+def _new_logits(rows: Rows, kv: KVView, block: int) -> Logits:
+    """Room for the logits of one dense span: fp16 for half-precision inputs, else fp32."""
+    shape = (rows.q.shape[0], kv.heads, kv.capacity, kv.group(rows))
+    if rows.q.dtype == torch.float32:
+        return Logits(rows.q.new_empty(shape))
+    x = rows.q.new_empty(shape, dtype=torch.float16)
+    return Logits(x, x.new_empty((*shape[:2], -(-kv.capacity // block), shape[3]), dtype=torch.float32), block)
+
+
+def _kept(logits: Logits | None, write: bool, values: bool) -> tuple[tuple[Any, ...], tuple[Any, ...] | None]:
+    """Kept logits as the kernels take them; see attend_pieces."""
+    if logits is None:
+        return (), None
+    x, top, block = logits.x.contiguous(), logits.top, logits.block
+    beside = x if top is None else top.contiguous()
+    kind = (write, values, top is not None, block, x.shape[3])
+    return (x, *x.stride()[:2], beside, *beside.stride()[:2]), kind
 
 
 def _rows_at_once(dim: int, per_item: int, dtype: torch.dtype) -> int:

@@ -239,9 +239,9 @@ def _tanh(x):
 
 @triton.jit
 def _piece(
-    item, begin, end, rows, memory, spans, lists, scale, cap,
-    layout: tl.constexpr, kinds: tl.constexpr, listing: tl.constexpr, form: tl.constexpr, PAGED: tl.constexpr,
-    TABLED: tl.constexpr, PAGE: tl.constexpr, HULL: tl.constexpr,
+    item, begin, end, rows, memory, spans, lists, kept, scale, cap,
+    layout: tl.constexpr, kinds: tl.constexpr, listing: tl.constexpr, form: tl.constexpr, keeping: tl.constexpr,
+    PAGED: tl.constexpr, TABLED: tl.constexpr, PAGE: tl.constexpr, HULL: tl.constexpr,
     CAPPED: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
     STAGES: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
@@ -257,6 +257,10 @@ def _piece(
     WEIGHTED: tl.constexpr = listing[3] if LISTS else False
     SPLIT: tl.constexpr = kinds[4]
     SPLIT_RELATIVE: tl.constexpr = kinds[5]
+    WRITE: tl.constexpr = keeping[0] if keeping is not None else False
+    READ: tl.constexpr = not keeping[0] if keeping is not None else False
+    VALUES: tl.constexpr = keeping[1] if keeping is not None else True
+    HALVES: tl.constexpr = keeping[2] if keeping is not None else False
     q_of, q_row, q_head, _, _, _, _ = rows
     k_of, k_page, k_head, k_slot, v_of, v_page, v_head, v_slot = memory[:8]
     filled, table, table_row, p_of, p_page, p_head, group = memory[8:]
@@ -273,11 +277,20 @@ def _piece(
     top = tl.max(seen, 0)
     d = tl.arange(0, BD)
     inside = d < D
-    q = tl.load(
-        q_of + row.to(tl.int64)[:, None] * q_row + head[:, None] * q_head + d[None, :],
-        mask=(row >= 0)[:, None] & inside[None, :],
-        other=0.0,
-    )
+    if not READ:
+        q = tl.load(
+            q_of + row.to(tl.int64)[:, None] * q_row + head[:, None] * q_head + d[None, :],
+            mask=(row >= 0)[:, None] & inside[None, :],
+            other=0.0,
+        )
+    if WRITE or READ:
+        x_of, x_row, x_head, top_of, top_row, top_head = kept
+        SIDE: tl.constexpr = keeping[4]  # query heads of a KV head, side by side
+        # of these, so many lie in consecutive entries of the tile and on a multiple of their bytes
+        BESIDE: tl.constexpr = (8 if SIDE % 8 == 0 else 4 if SIDE % 4 == 0 else 2 - SIDE % 2) if GROUP == SIDE else 1
+        aside = m % GROUP if GROUP == SIDE else tl.zeros_like(m) + axis % SIDE
+        x_at = row.to(tl.int64) * x_row + kv_head * x_head + aside
+        top_at = row.to(tl.int64) * top_row + kv_head * top_head + aside
     k_at = k_of + kv_head * k_head
     v_at = v_of + kv_head * v_head
     pos_at = p_of + kv_head * p_head
@@ -373,34 +386,60 @@ def _piece(
                 take = take & ((position[None, :] < middle[:, None]) == (part == 0))
             elif LISTS:
                 take = take & ((slot[None, :] < middle[:, None]) == (part == 0))
+        if WRITE or READ:
+            x_to = tl.max_contiguous(
+                tl.multiple_of(x_at[:, None] + slot.to(tl.int64)[None, :] * SIDE, (BESIDE, 1)), (BESIDE, 1)
+            )
+            there = tl.max_constancy((row >= 0)[:, None] & column[None, :], (BESIDE, 1))
         if not HULL:  # read what some row takes, nothing else
             column = tl.max(take.to(tl.int32), 0) > 0
-        k = tl.load(
-            k_at + at_k[None, :] + d[:, None],
-            mask=column[None, :] & inside[:, None] if BD != D else column[None, :],
-            other=0.0,
-        )
-        x = tl.dot(q, k, input_precision="ieee")
-        if CAPPED:
-            x = cap * LOG2E * _tanh(x * (scale / cap))
+        if READ:
+            KEPT: tl.constexpr = keeping[3]
+            x = tl.load(x_of + x_to, mask=there, other=0.0).to(tl.float32)
+            if HALVES:
+                top_to = tl.max_contiguous(
+                    tl.multiple_of(top_at[:, None] + (slot // KEPT).to(tl.int64)[None, :] * SIDE, (BESIDE, 1)),
+                    (BESIDE, 1),
+                )
+                x += tl.load(top_of + top_to, mask=there, other=0.0)
+            else:
+                x = x * LOG2E
         else:
-            x = x * (scale * LOG2E)
+            k = tl.load(
+                k_at + at_k[None, :] + d[:, None],
+                mask=column[None, :] & inside[:, None] if BD != D else column[None, :],
+                other=0.0,
+            )
+            x = tl.dot(q, k, input_precision="ieee")
+            if CAPPED:
+                x = cap * LOG2E * _tanh(x * (scale / cap))
+            else:
+                x = x * (scale * LOG2E)
         if LISTS:
             if WEIGHTED:
                 w = tl.load(lists[2] + list_start + (at + n) // BLOCK, mask=column & ~over, other=0.0)
                 x += w.to(tl.float32)[None, :] * LOG2E
         x = tl.where(take, x, float("-inf"))
-        higher = tl.maximum(peak, tl.max(x, 1))
+        best = tl.max(x, 1)
+        if WRITE:
+            if HALVES:
+                largest = tl.where(best == float("-inf"), 0.0, best)
+                tl.store(top_of + top_at + at // BN * SIDE, largest, mask=row >= 0)
+                tl.store(x_of + x_to, (x - largest[:, None]).to(tl.float16), mask=there)
+            else:
+                tl.store(x_of + x_to, x * LN2, mask=there)
+        higher = tl.maximum(peak, best)
         base = tl.where(higher == float("-inf"), 0.0, higher)
         p = tl.exp2(x - base[:, None])
         shrink = tl.exp2(peak - base)
         total = total * shrink + tl.sum(p, 1)
-        v = tl.load(
-            v_at + at_v[:, None] + d[None, :],
-            mask=column[:, None] & inside[None, :] if BD != D else column[:, None],
-            other=0.0,
-        )
-        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        if VALUES:
+            v = tl.load(
+                v_at + at_v[:, None] + d[None, :],
+                mask=column[:, None] & inside[None, :] if BD != D else column[:, None],
+                other=0.0,
+            )
+            acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
         peak = higher
         if LISTS:
             slot = next_slot
@@ -410,8 +449,11 @@ def _piece(
 
 
 @triton.jit
-def _finish(row, head, peak, total, acc, sink, out, lse, heads, D: tl.constexpr, SUNK: tl.constexpr, d, there):
-    """Write out [.., d] and lse of (row, head), a sink logit merged in."""
+def _finish(
+    row, head, peak, total, acc, sink, out, lse, heads, D: tl.constexpr, SUNK: tl.constexpr, VALUES: tl.constexpr,
+    d, there,
+):  # fmt: skip
+    """Write lse and (with VALUES) out [.., d] of (row, head), a sink logit merged in."""
     if SUNK:
         x = tl.load(sink + head, mask=there, other=float("-inf")).to(tl.float32) * LOG2E
         high = tl.maximum(peak, x)
@@ -424,18 +466,19 @@ def _finish(row, head, peak, total, acc, sink, out, lse, heads, D: tl.constexpr,
     whole = tl.where(some, total, 1.0)
     place = row.to(tl.int64) * heads + head
     tl.store(lse + place, tl.where(some, (peak + tl.log2(whole)) * LN2, float("-inf")), mask=there)
-    tl.store(
-        out + place[:, None] * D + d[None, :],
-        acc / whole[:, None],
-        mask=there[:, None] & (d < D)[None, :],
-    )
+    if VALUES:
+        tl.store(
+            out + place[:, None] * D + d[None, :],
+            acc / whole[:, None],
+            mask=there[:, None] & (d < D)[None, :],
+        )
 
 
 @triton.jit
 def attend_pieces(
-    rows, memory, spans, lists, result, scale, cap, items, programs,
-    layout: tl.constexpr, kinds: tl.constexpr, listing: tl.constexpr, form: tl.constexpr, PAGED: tl.constexpr,
-    TABLED: tl.constexpr, PAGE: tl.constexpr, HULL: tl.constexpr,
+    rows, memory, spans, lists, kept, result, scale, cap, items, programs,
+    layout: tl.constexpr, kinds: tl.constexpr, listing: tl.constexpr, form: tl.constexpr, keeping: tl.constexpr,
+    PAGED: tl.constexpr, TABLED: tl.constexpr, PAGE: tl.constexpr, HULL: tl.constexpr,
     CAPPED: tl.constexpr, SUNK: tl.constexpr, DEALT: tl.constexpr, I2: tl.constexpr, X: tl.constexpr,
     M: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr, UNIT: tl.constexpr,
     CHAINED: tl.constexpr,
@@ -444,14 +487,16 @@ def attend_pieces(
     strides, v and its strides, filled, block table, its row stride, slot_pos, its page and head stride, query heads per
     KV head);
     spans: (starts, stops, split), each bound (value, row stride, head stride); lists: (index, count or offsets,
-    log-weight, list_of, head_of); result: (out, lse, sink, pieces, ends, heads, rows).
+    log-weight, list_of, head_of); kept: (), or (x of Logits and its row and KV-head strides, top and its);
+    result: (out, lse, sink, pieces, ends, heads, rows).
 
     layout: see _row_of. kinds: for each span whether start and stop are tensors, whether they are relative, and the
     same two of the split (None, None without one). listing: None for spans, else (heads, block, packed or not,
     weighted or not, capacity, shared or not, heads mapped or not). form: (parts, head axis, query heads an item, those
-    with spans of their own, whether slots have positions of their own, spans). PAGED: more than one page a
-    sequence, of PAGE slots. TABLED: whether there is a block table. HULL: the slots that the rows of an item take
-    form one run.
+    with spans of their own, whether slots have positions of their own, spans). keeping: None, or (logits are written,
+    not read in place of keys; values are read; logits are fp16; slots of a block of theirs; query heads a KV head): who
+    writes has BN = UNIT = a block of theirs and one dense span. PAGED: more than one page a sequence, of PAGE slots.
+    TABLED: whether there is a block table. HULL: the slots that the rows of an item take form one run.
     CHAINED: launched while the kernel before still runs (programmatic dependent launch), so it has to wait for it.
     DEALT: streams are dealt out evenly and pieces kept; else a program does one item and writes its result.
     """
@@ -461,6 +506,7 @@ def attend_pieces(
     m = tl.arange(0, M)
     GROUP: tl.constexpr = form[2]
     MR: tl.constexpr = layout[0] * GROUP
+    VALUES: tl.constexpr = keeping[1] if keeping is not None else True
     if CHAINED:
         gdc_wait()
         gdc_launch_dependents()
@@ -479,34 +525,35 @@ def attend_pieces(
             start = tl.sum(tl.where(number == item - 1, ends, 0), 0)
             end = tl.minimum(tl.sum(tl.where(number == item, ends, 0), 0), stop)
             row, head, peak, total, acc = _piece(
-                item, begin - start, end - start, rows, memory, spans, lists, scale, cap,
-                layout, kinds, listing, form, PAGED, TABLED, PAGE, HULL, CAPPED, M, BN, D, BD, STAGES, UNIT,
+                item, begin - start, end - start, rows, memory, spans, lists, kept, scale, cap,
+                layout, kinds, listing, form, keeping, PAGED, TABLED, PAGE, HULL, CAPPED, M, BN, D, BD, STAGES, UNIT,
             )  # fmt: skip
             place = (program + item) * MR + m
             tl.store(pieces[0] + place, peak, mask=m < MR)
             tl.store(pieces[1] + place, total, mask=m < MR)
-            tl.store(
-                pieces[2] + place.to(tl.int64)[:, None] * D + d[None, :],
-                acc,
-                mask=(m < MR)[:, None] & (d < D)[None, :],
-            )
+            if VALUES:
+                tl.store(
+                    pieces[2] + place.to(tl.int64)[:, None] * D + d[None, :],
+                    acc,
+                    mask=(m < MR)[:, None] & (d < D)[None, :],
+                )
             begin = end
     else:
         item = items - 1 - program  # later tiles see more: long work first
         number = item + tl.arange(0, 1)
         end = tl.sum(_units_of(number, rows, memory, spans, lists, layout, kinds, listing, form, X, UNIT), 0)
         row, head, peak, total, acc = _piece(
-            item, 0, end, rows, memory, spans, lists, scale, cap,
-            layout, kinds, listing, form, PAGED, TABLED, PAGE, HULL, CAPPED, M, BN, D, BD, STAGES, UNIT,
+            item, 0, end, rows, memory, spans, lists, kept, scale, cap,
+            layout, kinds, listing, form, keeping, PAGED, TABLED, PAGE, HULL, CAPPED, M, BN, D, BD, STAGES, UNIT,
         )  # fmt: skip
         shifted = row + item % form[0] * row_count
-        _finish(shifted, head, peak, total, acc, sink, out, lse, heads, D, SUNK, d, (row >= 0) & (m < MR))
+        _finish(shifted, head, peak, total, acc, sink, out, lse, heads, D, SUNK, VALUES, d, (row >= 0) & (m < MR))
 
 
 @triton.jit
 def merge_pieces(
     rows, result, items, programs, layout: tl.constexpr, form: tl.constexpr, SUNK: tl.constexpr,
-    D: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, CHAINED: tl.constexpr,
+    VALUES: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """The result of one row and head from the pieces of its item, C at a time."""
     out, lse, sink, pieces, ends_at, heads, row_count = result
@@ -535,17 +582,20 @@ def merge_pieces(
         place = (first + item + chunk + c) * MR + m
         peaks = tl.load(pieces[0] + place, mask=there, other=float("-inf"))
         totals = tl.load(pieces[1] + place, mask=there, other=0.0)
-        parts = tl.load(pieces[2] + place[:, None] * D + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0)
+        if VALUES:
+            at = pieces[2] + place[:, None] * D + d[None, :]
+            parts = tl.load(at, mask=there[:, None] & (d < D)[None, :], other=0.0)
         high = tl.maximum(peak, tl.max(peaks, 0))
         base = tl.where(high == float("-inf"), 0.0, high)
         weight = tl.exp2(peaks - base)
         shrink = tl.exp2(peak - base)
         total = total * shrink + tl.sum(totals * weight, 0)
-        acc = acc * shrink[:, None] + tl.sum(parts * weight[:, None], 0)[None, :]
+        if VALUES:
+            acc = acc * shrink[:, None] + tl.sum(parts * weight[:, None], 0)[None, :]
         peak = high
     tile = item // (form[0] * form[1])
     t = tl.zeros((1,), tl.int32) + m // GROUP
     row = _row_of(tile, t, rows, layout)
     head = tl.zeros((1,), tl.int32) + item // form[0] % form[1] * GROUP + m % GROUP
     shifted = row + item % form[0] * row_count
-    _finish(shifted, head, peak, total, acc, sink, out, lse, heads, D, SUNK, d, row >= 0)
+    _finish(shifted, head, peak, total, acc, sink, out, lse, heads, D, SUNK, VALUES, d, row >= 0)

@@ -62,3 +62,16 @@ def tuning(dtype: torch.dtype, wide: int, m: int, *, lists: bool, paged: bool, d
     if not dense:
         return replace(narrow, stages=4) if items < 128 else replace(narrow, per_sm=4, unit=32 * scale, registers=128)
     return replace(wider, per_sm=2 if paged or items < 128 else 3, aligned=False)
+
+
+def keeping_tuning(dtype: torch.dtype, wide: int, m: int, *, paged: bool, items: int, values: bool) -> Tuning:
+    """The launch of a dense pass that writes its logits: blocks lie at their multiples, so a unit is a block.
+
+    Without values a stage holds half as much: as many bytes are under way with twice the stages. With them, three
+    programs run at once only where a thread uses no more than 168 registers.
+    """
+    t = tuning(dtype, wide, m, lists=False, paged=paged, dense=True, items=items)
+    t = replace(t, unit=t.block)
+    if values or INTERPRETED:
+        return replace(t, registers=168) if (t.per_sm, t.warps) == (3, 4) else t
+    return replace(t, stages=2 * t.stages - 1)

@@ -8,7 +8,22 @@ from longreach.ops.checks import check_kept, check_logits, check_memory
 from longreach.ops.impl import Implementations
 from longreach.ops.types import INTS, KVView, Logits, Rows, describe, require
 
-implementations = Implementations("pooled_scores", {"reference": "longreach.ops.pooled_scores.reference:pooled_scores"})
+implementations = Implementations(
+    "pooled_scores",
+    {
+        "reference": "longreach.ops.pooled_scores.reference:pooled_scores",
+        "triton": "longreach.ops.pooled_scores.triton:pooled_scores",
+    },
+)
+
+
+def resolve(impl: str, rows: Rows, *, logits: Logits | None = None, tile: Tensor | None = None) -> str:
+    """The implementation that `pooled_scores` with these arguments uses.
+
+    "auto" is Triton on a GPU for kept logits, each row by itself, and the reference for all else.
+    """
+    kernel = logits is not None and tile is None
+    return implementations.resolve(impl if impl != "auto" or kernel else "reference", rows.q.device)
 
 
 def pooled_scores(
@@ -36,7 +51,8 @@ def pooled_scores(
 
     Returns fp32 [tiles, G, N], N = kv.capacity, 0 where nothing is seen. But without `tile`, what lies past the slots
     that a row reaches (at min(filled, pos + 1) and above; after eviction at filled and above) may be anything: the
-    reference leaves NaN there, so that its use shows. Raises InvalidInput, UnknownName.
+    reference leaves NaN there, so that its use shows. Triton takes kept logits only, and no tile.
+    Raises InvalidInput, UnknownName, Unsupported.
     """
     check_memory(rows, kv)
     check_logits(scale, softcap, rows)
@@ -56,5 +72,5 @@ def pooled_scores(
     if logits is not None:
         check_kept(logits, rows, kv)
         require(lse is not None, "lse: kept logits are summed against the lse that came with them; give both")
-    compute = implementations.get(impl, rows.q.device)
+    compute = implementations.get(resolve(impl, rows, logits=logits, tile=tile), rows.q.device)
     return compute(rows, kv, scale=scale, softcap=softcap, lse=lse, kept=logits, tile=tile, tiles=tiles)

@@ -1,0 +1,47 @@
+"""The kernel compiles for an H200 where there is none: no interpreter, no GPU, down to machine code that fits."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+SHARED_MEMORY = 232_448  # bytes a block may have on compute capability 9.0
+
+COMPILE = """
+import json
+from unittest.mock import patch
+import torch
+from longreach.ops import Logits, Rows
+from longreach.ops.pooled_scores import triton, triton_kernels
+from longreach.testing.compile import compiling
+from longreach.testing.inputs import random_kv
+
+found = {}
+with patch.object(triton, "refuse", lambda *a: None):
+    for group in (1, 4, 7, 8, 16):
+        for halves in (True, False):
+            kv = random_kv([300, 256], heads=2, dim=32)
+            rows = Rows(torch.randn(2, 2 * group, 32), torch.arange(2), torch.arange(2))
+            shape = (2, 2, kv.capacity, group)
+            kept = Logits(torch.zeros(shape))
+            if halves:
+                kept = Logits(torch.zeros(shape).half(), torch.zeros(2, 2, -(-kv.capacity // 64), group), 64)
+            with compiling(triton_kernels, "pool") as made:
+                triton.pooled_scores(
+                    rows, kv, scale=1.0, softcap=None, lse=torch.zeros(2, 2 * group), kept=kept, tile=None, tiles=None
+                )
+            found[f"{group} {halves}"] = [[m.metadata.shared, "cubin" in m.asm] for m in made]
+print(json.dumps(found))
+"""
+
+
+def test_compiles_for_an_h200() -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr[-3000:]
+    cases = json.loads(done.stdout.splitlines()[-1])
+    assert len(cases) == 10
+    for case, kernels in cases.items():
+        assert len(kernels) == 1 and kernels[0][0] <= SHARED_MEMORY and kernels[0][1], (case, kernels)
