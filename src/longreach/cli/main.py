@@ -13,13 +13,13 @@ from longreach import __version__
 from longreach.cli.common import FAILED
 from longreach.errors import LongreachError, MeasurementFailed
 
-VERBS = ("demo", "run", "compare", "eval", "perplexity", "attention", "report", "store", "methods", "bench", "env",
-         "train")  # fmt: skip
+VERBS = ("demo", "run", "compare", "eval", "perplexity", "attention", "report", "store", "calibrate", "plan", "methods",
+         "bench", "env", "train")  # fmt: skip
 
 CODES = (
-    "exit codes: 0; 1 where `bench check` or `store verify` found faults; 2 for errors of use or input; 3 where a\n"
-    "part of what was measured failed with an error of its own (the record counts it, and the same command measures\n"
-    "that part again); 130 when interrupted"
+    "exit codes: 0; 1 where `bench check`, `store verify` or `plan verify` found faults; 2 for errors of use or\n"
+    "input; 3 where a part of what was measured failed with an error of its own (the record counts it, and the same\n"
+    "command measures that part again); 130 when interrupted"
 )
 
 

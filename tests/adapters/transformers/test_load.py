@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from longreach import load
-from longreach.adapters.transformers import device_of, model_path
+from longreach.adapters.transformers import device_of, model_path, shape_at, shape_of
 from longreach.errors import InvalidInput, ModelFileError, OutOfMemory
-from longreach.testing.tiny import save_tiny, tiny_model
+from longreach.testing.tiny import FAMILIES, save_tiny, tiny_model
 from tests.adapters.transformers.reference import prompt
 
 
@@ -165,3 +165,19 @@ def test_weights_that_do_not_fit(monkeypatch: pytest.MonkeyPatch, saved: Path) -
 
 def test_the_shipped_model_has_a_name() -> None:
     assert model_path("mini").name == "longreach-mini"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_shape_of_a_folder_is_that_of_its_model(tmp_path: Path, family: str) -> None:
+    path = save_tiny(tmp_path / family, family)
+    assert shape_at(path) == shape_of(load(path)[0]) == shape_of(tiny_model(family))
+
+
+def test_the_shape_of_what_is_no_model(tmp_path: Path, folder: Path) -> None:
+    assert shape_at("mini") == shape_of(load("mini")[0])
+    for content in ("{", "[]", '{"model_type": "no_such"}', "{}"):
+        (folder / "config.json").write_text(content)
+        with pytest.raises(ModelFileError, match=r"config.json could not be read"):
+            shape_at(folder)
+    with pytest.raises(ModelFileError, match="no model directory"):
+        shape_at(tmp_path / "none")

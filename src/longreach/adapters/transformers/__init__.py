@@ -2,11 +2,12 @@
 
 from longreach.adapters.transformers.attach import Session, attach
 from longreach.adapters.transformers.batch_reading import BatchAnswer, BatchReader
+from longreach.adapters.transformers.capture import residuals
 from longreach.adapters.transformers.checks import shape_of
 from longreach.adapters.transformers.chunking import Piece, Pieces, Splitter, split
 from longreach.adapters.transformers.fingerprint import Fingerprint, fingerprint
 from longreach.adapters.transformers.hf_cache import LongreachCache
-from longreach.adapters.transformers.load import device_of, load, model_path
+from longreach.adapters.transformers.load import device_of, load, model_path, shape_at
 from longreach.adapters.transformers.loop.settings import unapplied
 from longreach.adapters.transformers.obtain import Obtained, obtain
 from longreach.adapters.transformers.precompute import Precompute
@@ -51,6 +52,8 @@ __all__ = [
     "model_path",
     "obtain",
     "prompts",
+    "residuals",
+    "shape_at",
     "shape_of",
     "share",
     "split",

@@ -34,7 +34,11 @@ def text_config(model: PreTrainedModel) -> Any:
 
 def shape_of(model: PreTrainedModel) -> ModelShape:
     """What methods check their options against."""
-    config = text_config(model)
+    return shape_of_config(text_config(model))
+
+
+def shape_of_config(config: Any) -> ModelShape:
+    """The same, of the configuration of a language model."""
     heads = config.num_attention_heads
     return ModelShape(
         layers=config.num_hidden_layers,

@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
+from longreach.adapters.transformers.checks import shape_of_config
 from longreach.adapters.transformers.memory import out_of_memory
 from longreach.errors import InvalidInput, ModelFileError, OutOfMemory
+from longreach.methods.base import ModelShape
 
 MINI = "longreach-mini"
 
@@ -29,6 +31,18 @@ def model_path(model: str | Path) -> Path:
     if not (path / "config.json").is_file():
         raise ModelFileError(f"{path} is no model directory: it has no config.json")
     return path
+
+
+def shape_at(model: str | Path) -> ModelShape:
+    """The shape of a model directory, or of "mini", from its configuration alone. Raises ModelFileError."""
+    path = model_path(model)
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        return shape_of_config(config.get_text_config(decoder=True))
+    except Exception as error:  # a malformed file makes transformers raise anything at all
+        raise ModelFileError(
+            f"{path}: its config.json could not be read; fetch the model again ({type(error).__name__}: {error})"
+        ) from error
 
 
 def _check_weights(path: Path) -> None:

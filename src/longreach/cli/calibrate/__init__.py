@@ -1,0 +1,41 @@
+"""`longreach calibrate`: plans, made of what a model does with a text.
+
+A kind of plan is a file of this folder and a name in KINDS. The file has HELP, EXAMPLES, `add_arguments(parser)`, which
+calls `common.add_prompts`, and `run(args) -> int`, which makes a `common.Work`, lets it gather (a `Gather` of
+evals/calibration/<kind>.py takes what it needs of each prompt), makes values and arrays of the parts (pure functions of
+methods/<kind>/calibrate.py) and gives them to `Work.save`. Prompts, progress, the journal and what a plan says of its
+making are the same for all kinds.
+"""
+
+from __future__ import annotations
+
+import argparse
+from importlib import import_module
+from typing import Any
+
+NAME = "calibrate"
+HELP = "find out about a model what a method needs to know, and keep it as a plan"
+KINDS = ("kascade",)
+
+
+def _module(kind: str) -> Any:
+    return import_module(f"longreach.cli.calibrate.{kind}")
+
+
+EXAMPLES = tuple(line for kind in KINDS for line in _module(kind).EXAMPLES)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    kinds = parser.add_subparsers(dest="kind", metavar="METHOD", required=True)
+    for kind in KINDS:
+        module = _module(kind)
+        one = kinds.add_parser(
+            kind, help=module.HELP, description=module.HELP[0].upper() + module.HELP[1:] + ".", allow_abbrev=False,
+            epilog="examples:\n" + "\n".join(f"  {line}" for line in module.EXAMPLES),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )  # fmt: skip
+        module.add_arguments(one)
+
+
+def run(args: argparse.Namespace) -> int:
+    return int(_module(args.kind).run(args))

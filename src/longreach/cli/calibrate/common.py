@@ -1,0 +1,121 @@
+"""What all kinds of calibration share: arguments, prompts, the journal, and what a plan says of its making."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from longreach.cli.common import add_json, add_model, count, load_model, positive
+from longreach.cli.show import progress, waiting
+
+if TYPE_CHECKING:
+    from longreach.evals.calibration.gather import Gather
+    from longreach.methods.base import ModelShape
+    from longreach.plans import Plan
+
+
+def add_prompts(parser: argparse.ArgumentParser) -> None:
+    """--model, what is read, --output, --json."""
+    add_model(parser)
+    parser.add_argument("--text", type=Path, action="append", default=[], metavar="FILE",
+                        help="UTF-8 text, cut into windows; may be given several times")  # fmt: skip
+    parser.add_argument("--tasks", default="", metavar="A,B", help="prompts of these tasks with their right answers, "
+                        "named as for `longreach eval`")  # fmt: skip
+    parser.add_argument("--haystack", type=Path, metavar="FILE", help="UTF-8 text in which tasks hide needles, in "
+                        "place of the one that evaluations use")  # fmt: skip
+    parser.add_argument("--length", type=positive, default=4096, metavar="N", help="tokens of a prompt (default 4096)")
+    parser.add_argument("--prompts", type=positive, default=8, metavar="N",
+                        help="windows of the texts together, and prompts of each task (default 8)")  # fmt: skip
+    parser.add_argument("--seed", type=count, default=1, metavar="N", help="of the tasks' prompts (default 1; that of "
+                        "evaluations is 0, and prompts of the same seed are the same)")  # fmt: skip
+    parser.add_argument("--prefill-chunk-size", type=positive, default=512, metavar="N",
+                        help="prompt tokens per pass (default 512); fewer take less memory")  # fmt: skip
+    parser.add_argument("--output", type=Path, required=True, metavar="PLAN.json",
+                        help="the plan; the same command goes on where an interrupted one stopped")  # fmt: skip
+    add_json(parser)
+
+
+class Work:
+    """A model, and prompts to calibrate it on.
+
+    settings: further options that what is gathered depends on. least: tokens that a prompt must have, of the model's
+    shape. fits: raises where the options do not fit the model, before its weights are loaded.
+    """
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        settings: Mapping[str, Any],
+        least: Callable[[ModelShape], int] = lambda shape: 1,
+        fits: Callable[[ModelShape], None] = lambda shape: None,
+    ):
+        from longreach.records import check_writable
+        from longreach.tasks import registry
+
+        check_writable(args.output)
+        tasks = registry.choose(args.tasks) if args.tasks else []
+        with waiting("loading the model"):
+            from longreach.adapters.transformers import model_path, shape_at, shape_of
+            from longreach.evals.about import model_about
+            from longreach.evals.calibration.prompts import make
+            from longreach.records import environment
+
+            fits(shape_at(args.model))
+            self.model, self.tokenizer = load_model(args)
+            self.shape, self.name = shape_of(self.model), model_path(args.model).name
+            self.about, self.where = model_about(self.model, args.model), environment(self.model.device)
+        total = args.prompts * (len(tasks) + bool(args.text))
+        with progress("making prompts", total) as advance:
+            self.prompts = make(
+                self.model, self.tokenizer, args.text, tasks, length=args.length, count=args.prompts,
+                least=least(self.shape), seed=args.seed, haystack=args.haystack, made=advance,
+            )  # fmt: skip
+        self.settings = {
+            "length": args.length, "prompts": args.prompts, "prefill_chunk_size": args.prefill_chunk_size,
+            "dtype": self.about["dtype"], **settings,
+        }  # fmt: skip
+        self.args = args
+        self.seconds = 0.0
+
+    def gather(self, what: Gather) -> list[Any]:
+        """What each prompt gave; those of an interrupted run are taken over."""
+        from longreach.evals.calibration.gather import gather
+        from longreach.records import Journal
+
+        said = {
+            "calibrate": self.args.kind, "model": self.about, "settings": self.settings, "seed": self.args.seed,
+            "data": self.prompts.data, "sha256": self.prompts.sha256, **self.where,
+        }  # fmt: skip
+        started = time.perf_counter()
+        self.journal = Journal(self.args.output, said)
+        with self.journal as journal:
+            parts = gather(
+                self.model, self.prompts.prompts, what, chunk=self.args.prefill_chunk_size, progress=progress,
+                done=journal.done, keep=journal.add,
+            )  # fmt: skip
+        self.seconds = time.perf_counter() - started
+        return parts
+
+    def save(self, values: Mapping[str, Any], arrays: Mapping[str, Any], **settings: Any) -> Plan:
+        """The plan, written to --output; then nothing is left to be gone on with.
+
+        settings: options that the plan depends on beside those it was gathered with.
+        """
+        import longreach
+        from longreach.plans import Made, Plan, PlannedModel
+
+        versions, device = self.where["versions"], self.where["device"]
+        commit = self.where["commit"]
+        made = Made(
+            data=self.prompts.data, sha256=self.prompts.sha256, tokens=self.prompts.tokens,
+            settings={**self.settings, **settings}, seed=self.args.seed, longreach=longreach.__version__,
+            commit=f"{commit}+dirty" if commit and self.where["dirty"] else commit,
+            torch=versions["torch"], transformers=versions["transformers"], device=device["name"],
+        )  # fmt: skip
+        plan = Plan(self.args.kind, PlannedModel.of(self.name, self.shape), values, made, arrays)
+        plan.save(self.args.output)
+        self.journal.remove()
+        return plan

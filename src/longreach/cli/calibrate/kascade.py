@@ -1,0 +1,52 @@
+"""`longreach calibrate kascade`: which layers choose keys for the others, and whose keys each head takes."""
+
+from __future__ import annotations
+
+import argparse
+
+from longreach.cli.calibrate.common import Work, add_prompts
+from longreach.cli.common import positive
+from longreach.cli.show import console, duration, emit
+from longreach.errors import InvalidInput
+
+HELP = "choose Kascade's anchor layers and head map by how much of what layers want others choose"
+EXAMPLES = (
+    "longreach calibrate kascade --model mini --tasks vt,cwe --text book.txt --budget 2 --output plan.json",
+    "longreach calibrate kascade --model ./Llama-3.1-8B-Instruct --text book.txt --length 8192 --prompts 32 \\",
+    "    --output llama.json --json",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_prompts(parser)
+    parser.add_argument("--budget", type=int, default=5, metavar="N", help="layers that choose keys, the first layer "
+                        "among them (default 5)")  # fmt: skip
+    parser.add_argument("--k", type=positive, default=64, metavar="N",
+                        help="keys that a tile chooses while layers are compared (default 64)")  # fmt: skip
+    parser.add_argument("--tile", type=positive, default=128, metavar="N", help="query rows that choose together, the "
+                        "query heads of a KV head counted (default 128)")  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    from longreach.cli.plan.show import describe, show
+    from longreach.methods.kascade.anchors import check_anchors
+    from longreach.methods.kascade.calibrate import tokens_needed
+
+    if args.budget < 1:
+        raise InvalidInput(f"budget: expected at least 1 anchor, got {args.budget}; choose another --budget")
+    work = Work(
+        args,
+        {"k": args.k, "tile": args.tile},
+        least=lambda shape: tokens_needed(args.k, args.tile, shape.query_heads // shape.kv_heads),
+        fits=lambda shape: check_anchors(args.budget, shape.layers),
+    )
+    from longreach.evals.calibration.kascade import KascadeGather, calibrated
+
+    found = calibrated(work.gather(KascadeGather(work.shape, k=args.k, tile=args.tile)))
+    plan = work.save(found.plan(args.budget, args.k, args.tile).values(), found.arrays(), budget=args.budget)
+    if args.json:
+        emit({**describe(plan), "output": str(args.output), "seconds": work.seconds})
+        return 0
+    show(plan)
+    console().print(f"{args.output}: made in {duration(work.seconds)}", soft_wrap=True)
+    return 0

@@ -1,0 +1,34 @@
+"""`longreach plan`: what is in a plan, whether it fits a model, and whether two plans say the same."""
+
+from __future__ import annotations
+
+import argparse
+
+from longreach.cli.plan import compare, show, verify
+
+NAME = "plan"
+HELP = "look at plans: what calibration found out about a model"
+EXAMPLES = (
+    "longreach plan show kascade-longreach-mini",
+    "longreach plan show plan.json --output similarity.png",
+    "longreach plan verify plan.json --model ./Llama-3.1-8B-Instruct --json    (exit code 1 where it does not fit)",
+    "longreach plan compare plan.json other.json --budget 5",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    for module, name, help_text in (
+        (show, "show", "show what a plan says, and how it was made"),
+        (verify, "verify", "check that a plan is whole, and made for a model"),
+        (compare, "compare", "hold two kascade plans for one model, of different texts, beside each other"),
+    ):
+        action = actions.add_parser(
+            name, help=help_text, description=help_text[0].upper() + help_text[1:] + ".", allow_abbrev=False
+        )
+        module.add_arguments(action)
+        action.set_defaults(act=module.run)
+
+
+def run(args: argparse.Namespace) -> int:
+    return int(args.act(args))

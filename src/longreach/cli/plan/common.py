@@ -1,0 +1,72 @@
+"""Plans as users name them, and what knows the kinds of plans."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from longreach.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from longreach.plans import Plan
+
+VIEWS = {  # kind of plan -> what reads it as its method does, and raises InvalidInput for what does not fit
+    "kascade": "longreach.methods.kascade.calibrated:Calibrated.of",
+}
+SHOWN = {  # kind of plan -> the module that shows it: `about(plan)`, JSON, and `show(plan, out)`
+    "kascade": "longreach.cli.plan.kascade",
+}
+
+
+def add_plan(parser: argparse.ArgumentParser, name: str = "plan") -> None:
+    """PLAN."""
+    parser.add_argument(name, metavar="PLAN", help="a plan's file, or the name of one that is shipped")
+
+
+def located(name: str) -> tuple[Path, str]:
+    """(file, kind) of a plan by path or shipped name. Raises InvalidInput where there is none, or no kind is said."""
+    from longreach.plans import KINDS, shipped
+
+    known = {stem: path for kind in KINDS for stem, path in shipped(kind).items()}
+    path = known.get(name, Path(name))
+    if not path.is_file():
+        raise InvalidInput(
+            f"no plan {name!r}: neither a file nor one of the shipped plans ({', '.join(known) or 'none'}); check the "
+            f"path"
+        )
+    return path, _kind(path)
+
+
+def _kind(path: Path) -> str:
+    """The kind that a file says it is; what cannot be read as a plan at all is left to who loads it."""
+    from longreach.plans import KINDS
+
+    try:
+        kind = json.loads(path.read_bytes())["kind"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return KINDS[0]
+    return kind if kind in KINDS else KINDS[0]
+
+
+def opened(name: str) -> Plan:
+    """The plan by path or shipped name, checked as its method checks it."""
+    from longreach.plans import load
+
+    plan = load(*located(name))
+    view(plan)
+    return plan
+
+
+def view(plan: Plan) -> Any:
+    """What a method makes of a plan; None for kinds that have no view of their own."""
+    place = VIEWS.get(plan.kind)
+    if place is None:
+        return None
+    module, _, attribute = place.partition(":")
+    found: Any = import_module(module)
+    for part in attribute.split("."):
+        found = getattr(found, part)
+    return found(plan)

@@ -1,0 +1,99 @@
+"""Kascade's calibration: tiles of every layer, whose keys they would choose, and how much attention matters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longreach.errors import Unsupported
+from longreach.evals.attention.weights import window_of
+from longreach.evals.calibration.gather import Gather, packed, unpacked
+from longreach.evals.calibration.prompts import Prompt
+from longreach.methods.base import LayerCall, ModelShape, Outcome
+from longreach.methods.kascade.calibrate import TILE, K, TileSimilarity, block_tiles, change, tile_tokens
+from longreach.methods.kascade.calibrated import Calibrated
+from longreach.ops import KVView, Rows
+from longreach.ops.pooled_scores import pooled_scores
+
+
+class KascadeGather(Gather):
+    """Of each prompt: what `TileSimilarity` found, the mean of `change` in each layer, and which layers have windows.
+
+    k: keys a tile chooses; tile: query rows of a tile, the query heads of a KV head counted.
+    """
+
+    needs_residuals = True
+
+    def __init__(self, shape: ModelShape, *, k: int = K, tile: int = TILE):
+        self.shape, self.k = shape, k
+        self.tokens = tile_tokens(tile, shape.query_heads // shape.kv_heads)
+
+    def chunk(self, tokens: int) -> int:
+        """Whole tiles."""
+        return -(-tokens // self.tokens) * self.tokens
+
+    def begin(self, prompt: Prompt) -> None:
+        self._found: TileSimilarity | None = None
+        self._length, self._layer = len(prompt.tokens), self.shape.layers
+        self._windows: list[int | None] = [None] * self.shape.layers
+        self._changes: Tensor | None = None
+
+    def layer(self, call: LayerCall, outcome: Outcome) -> None:
+        if self._found is None:
+            self._found = TileSimilarity(
+                self.shape.layers, self.shape.kv_heads, self.k, self.tokens, call.rows.q.device
+            )
+        if call.layer <= self._layer:  # the first of a pass: where its rows are holds for all layers
+            self._start(call.rows, call.kv)
+        self._layer = call.layer
+        self._windows[call.layer] = window_of(outcome)
+        if self._windows[call.layer] is not None:
+            return
+        for rows, before in self._blocks:
+            tile = (call.rows.pos[rows].long() - before[0]) // self.tokens
+            scores = pooled_scores(
+                call.rows.take(rows), call.kv, scale=call.scale, softcap=call.softcap, lse=outcome.partial.lse[rows],
+                tile=tile, tiles=len(before),
+            )  # fmt: skip
+            self._found.add(call.layer, scores[..., : self._last + 1], before)
+
+    def _start(self, rows: Rows, kv: KVView) -> None:
+        """A pass begins: blocks of (rows [r], keys before each of their tiles [t]), the tiles with a choice to make."""
+        assert self._found is not None
+        self._found.start()
+        first, self._last = int(rows.pos[0]), int(rows.pos[-1])
+        assert first % self.tokens == 0
+        starts = [p for p in range(first, self._last + 1, self.tokens) if p > self.k]
+        size = block_tiles(kv.heads, kv.capacity)  # pooled_scores gives a score to every slot
+        place = torch.arange(len(rows.pos), device=rows.pos.device)
+        self._blocks = []
+        for at in range(0, len(starts), size):
+            some = starts[at : at + size]
+            index = place[some[0] - first : some[-1] + self.tokens - first]
+            self._blocks.append((index, torch.tensor(some, device=rows.pos.device)))
+
+    def residual(self, layer: int, x: Tensor, out: Tensor) -> None:
+        if self._changes is None:
+            self._changes = torch.zeros(self.shape.layers, dtype=torch.float64, device=x.device)
+        self._changes[layer] += change(x, out).sum(dtype=torch.float64)
+
+    def finish(self) -> dict[str, Any]:
+        assert self._found is not None and self._changes is not None
+        return {
+            "windows": self._windows,
+            "similarity": packed(self._found.finish()),
+            "importance": packed(self._changes / self._length),
+        }
+
+
+def calibrated(parts: Sequence[Any]) -> Calibrated:
+    """The mean over what prompts gave. Raises Unsupported for a model whose layers all have windows."""
+    layers = [n for n, window in enumerate(parts[0]["windows"]) if window is None]
+    if not layers:
+        raise Unsupported("every layer of this model has a sliding window: there is nothing that Kascade could spare")
+    return Calibrated.mean(
+        layers, [unpacked(p["similarity"]) for p in parts], [unpacked(p["importance"]) for p in parts]
+    )

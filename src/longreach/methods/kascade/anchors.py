@@ -1,0 +1,87 @@
+"""Which layers choose keys for those after them (Kascade, Algorithm 1), and what that is worth."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from longreach.errors import InvalidInput
+
+BUDGET = 5
+
+
+@dataclass(frozen=True)
+class Choice:
+    """anchors: places in S, ascending, the first 0. value: the sum of S[anchor of l][l], the higher the better."""
+
+    anchors: tuple[int, ...]
+    value: float
+
+
+def check_anchors(budget: int, layers: int) -> None:
+    """Raise InvalidInput unless `budget` layers of `layers` can be anchors."""
+    if not 1 <= budget <= layers:
+        raise InvalidInput(
+            f"budget: expected 1 to {layers} anchors, as many as there are layers of full attention, got {budget}; "
+            f"choose another --budget"
+        )
+
+
+def choose(similarity: Tensor, budget: int) -> Choice:
+    """The best `budget` anchors for S [n, n], the first layer among them, by dynamic programming.
+
+    An anchor serves itself and the layers up to the next one. Among equals those that come first are taken. Raises
+    InvalidInput for a budget that is no count of layers.
+    """
+    layers = similarity.shape[0]
+    check_anchors(budget, layers)
+    served = torch.nn.functional.pad(similarity.double().cumsum(1), (1, 0)).tolist()  # [i][j]: layers before j
+
+    def segment(first: int, stop: int) -> float:
+        return served[first][stop] - served[first][first]
+
+    # best[j]: the value of layers before j with m anchors, the m-th of which ends there; came[m][j]: where it begins
+    best = {stop: segment(0, stop) for stop in range(1, layers + 1)}
+    came = []
+    for _ in range(budget - 1):
+        ways = {stop: [(best[first] + segment(first, stop), first) for first in best if first < stop] for stop in best}
+        starts = {stop: max(found, key=lambda way: (way[0], -way[1])) for stop, found in ways.items() if found}
+        came.append({stop: first for stop, (_, first) in starts.items()})
+        best = {stop: value for stop, (value, _) in starts.items()}
+    anchors, stop = [], layers
+    for starts_at in reversed(came):
+        stop = starts_at[stop]
+        anchors.append(stop)
+    chosen = (0, *reversed(anchors))
+    return Choice(chosen, value(similarity, chosen))
+
+
+def value(similarity: Tensor, anchors: Sequence[int]) -> float:
+    """The sum over layers of S[anchor of the layer][layer]."""
+    total, anchor = 0.0, anchors[0]
+    for layer, column in enumerate(similarity.double().T.tolist()):
+        anchor = layer if layer in anchors else anchor
+        total += column[anchor]
+    return total
+
+
+def evenly(layers: int, budget: int) -> tuple[int, ...]:
+    """`budget` anchors at even distances, the first layer among them: what Algorithm 1 is held against."""
+    check_anchors(budget, layers)
+    return tuple(layers * i // budget for i in range(budget))
+
+
+def share_read(layers: int, anchors: int, share: float) -> float:
+    """Bytes of keys and values read in decoding over dense attention's, where layers attend to `share` of the keys.
+
+    The first layer reads all, an anchor all keys and its share of the values, the others their share of both.
+    """
+    return (1 + (anchors - 1) * (1 + share) / 2 + (layers - anchors) * share) / layers
+
+
+def curve(similarity: Tensor, budgets: Sequence[int]) -> list[Choice]:
+    """The best anchors of each budget."""
+    return [choose(similarity, budget) for budget in budgets]

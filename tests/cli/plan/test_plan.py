@@ -1,0 +1,143 @@
+"""`longreach plan show`, `verify` and `compare`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from longreach.adapters.transformers import load, shape_of
+from longreach.methods.kascade.calibrated import Calibrated
+from longreach.plans import Plan, PlannedModel
+from longreach.testing.tiny import save_tiny
+from tests.cli.test_bad_input import refused
+from tests.plans.factory import plan
+
+LAYERS = 6
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("models") / "six", num_hidden_layers=LAYERS)
+
+
+def made(model: Path, seed: int = 0, **changes: Any) -> Plan:
+    """A kascade plan with two anchors, of random numbers."""
+    draw = torch.Generator().manual_seed(seed)
+    heads = torch.rand(LAYERS, 2, LAYERS, 2, generator=draw, dtype=torch.float64)
+    for layer in range(LAYERS):
+        heads[layer, :, layer] = torch.eye(2)
+    found = Calibrated(tuple(range(LAYERS)), heads, torch.rand(LAYERS, generator=draw).double())
+    planned = PlannedModel.of("six", shape_of(load(model)[0]))
+    base = plan("kascade", model=planned, values=found.plan(2, 64, 128).values(), arrays=found.arrays())
+    return replace(base, **changes)
+
+
+@pytest.fixture
+def saved(model: Path, tmp_path: Path) -> Path:
+    made(model).save(tmp_path / "p.json")
+    return tmp_path / "p.json"
+
+
+def test_show(longreach: Any, saved: Path) -> None:
+    result = longreach("plan", "show", saved)
+    assert result.code == 0, result.err
+    assert all(len(line) <= 80 for line in result.out.splitlines())
+    for word in ("kascade plan for six: 6 layers, 4 query and 2 KV", "4096 tokens", "sha256 abababababab", "seed 0",
+                 "length 1024", "served, %", "anchor", "reuses", "even"):  # fmt: skip
+        assert word in " ".join(result.out.split())
+    said = json.loads(longreach("plan", "show", saved, "--json").out)
+    assert said["values"]["anchors"] == [row["layer"] for row in said["layers"] if row["anchor"] == row["layer"]]
+    assert said["arrays"]["similarity"] == {"dtype": "float32", "shape": [6, 2, 6, 2]}
+    served = said["similarity"]["served"]
+    reused = next(row for row in said["layers"] if row["anchor"] != row["layer"])
+    assert reused["served"] == pytest.approx(served[reused["anchor"]][reused["layer"]])
+    assert f"{100 * served[0][1]:4.0f}" in result.out
+
+
+def test_similarity_in_a_narrow_terminal(longreach: Any, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "24")
+    out = longreach("plan", "show", saved).out.splitlines()
+    assert any(line.strip() == "012345" for line in out)
+    assert any(line.split()[:1] == ["5"] and line.endswith("*") for line in out)
+
+
+def test_a_picture(longreach: Any, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert longreach("plan", "show", saved, "--output", tmp_path / "new" / "s.png").code == 0
+    assert (tmp_path / "new" / "s.png").read_bytes().startswith(b"\x89PNG")
+    refused(longreach("plan", "show", saved, "--output", "/proc/none/s.png"), "cannot write")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    refused(longreach("plan", "show", saved, "--output", tmp_path / "t.png"), "pip install 'longreach[report]'")
+
+
+def test_plans_of_other_kinds_are_shown_plainly(longreach: Any, tmp_path: Path) -> None:
+    plan("mac").save(tmp_path / "p.json")
+    out = longreach("plan", "show", tmp_path / "p.json").out
+    assert "mac plan for some-model" in out and "taus: [0.1, 0.2]" in out and "large: bfloat16 [40, 128]" in out
+    refused(longreach("plan", "show", tmp_path / "p.json", "--output", tmp_path / "p.png"), "no picture")
+
+
+def test_verify(longreach: Any, saved: Path, model: Path) -> None:
+    result = longreach("plan", "verify", saved, "--model", model)
+    assert result.code == 0 and "is whole, and a kascade plan for this model" in result.out
+    said = json.loads(longreach("plan", "verify", saved, "--model", model, "--json").out)
+    assert said == {"plan": str(saved), "model": str(model), "fits": True, "fault": None}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda d: d["model"].update(kv_heads=1), "similarity"),
+        (lambda d: d["model"].update(config="0" * 64), "hash of the configuration"),
+        (lambda d: d["model"].update(query_heads=8), "query heads 8 expected, 4 came"),
+        (lambda d: d.pop("made"), "lacks the field 'made'"),
+        (lambda d: d["values"].pop("head_map"), "lacks the value 'head_map'"),
+        (lambda d: d["values"]["anchors"].append(6), "anchors: expected layers below 6"),
+        (lambda d: d["arrays"].pop("importance"), "lacks the array 'importance'"),
+        (lambda d: d.update(kind="quest"), "'quest'"),
+    ],
+)
+def test_what_does_not_fit_is_found(longreach: Any, saved: Path, model: Path, change: Any, words: str) -> None:
+    document = json.loads(saved.read_text())
+    if words == "similarity":
+        document["values"]["head_map"] = [[0]] * LAYERS
+    change(document)
+    saved.write_text(json.dumps(document))
+    result = longreach("plan", "verify", saved, "--model", model)
+    assert result.code == 1 and words in result.out and not result.err
+    said = longreach("plan", "verify", saved, "--model", model, "--json")
+    assert said.code == 1 and json.loads(said.out)["fits"] is False and words in json.loads(said.out)["fault"]
+
+
+def test_a_file_of_anything(longreach: Any, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "p.json").write_text("[1]")
+    assert longreach("plan", "verify", tmp_path / "p.json", "--model", model).code == 1
+    refused(longreach("plan", "show", tmp_path / "p.json"), "expected an object")
+
+
+def test_what_is_not_there(longreach: Any, saved: Path) -> None:
+    for verb in ("show", "verify"):
+        more = ["--model", "mini"] if verb == "verify" else []
+        refused(longreach("plan", verb, "none.json", *more), "no plan 'none.json'", "check the path")
+    refused(longreach("plan", "verify", saved, "--model", "/no/model"), "no model directory")
+    refused(longreach("plan", "verify", saved), "--model")
+
+
+def test_compare(longreach: Any, saved: Path, model: Path, tmp_path: Path) -> None:
+    made(model, seed=1).save(tmp_path / "q.json")
+    result = longreach("plan", "compare", saved, tmp_path / "q.json")
+    assert result.code == 0 and all(len(line) <= 80 for line in result.out.splitlines())
+    assert "anchors are the same" in result.out and "Correlation" in result.out
+    said = json.loads(longreach("plan", "compare", saved, saved, "--budget", 3, "--json").out)
+    assert said["budget"] == 3 and said["kept"] == [1.0, 1.0] and said["shared"] == 3 and said["heads"] == 1.0
+    refused(longreach("plan", "compare", saved, saved, "--budget", 7), "1 to 6 anchors")
+    other = made(model)
+    replace(other, model=replace(other.model, config="0" * 64)).save(tmp_path / "r.json")
+    refused(longreach("plan", "compare", saved, tmp_path / "r.json"), "another model")
+    plan("mac").save(tmp_path / "m.json")
+    refused(longreach("plan", "compare", saved, tmp_path / "m.json"), "is a mac plan")
