@@ -32,7 +32,7 @@ DOORS = {
 }
 # rooms whose members stand side by side, and the members that all others may import
 SHARED = {
-    "ops": {"types", "selection", "impl", "by_sequence", "partial", "checks"},
+    "ops": {"types", "selection", "impl", "by_sequence", "partial", "rope", "checks"},
     "methods": {"base", "choosing", "registry", "ledger", "values"},
     "adapters": set[str](),
 }

@@ -3,8 +3,9 @@
 from longreach.ops.attend import attend, attend_keeping, attend_split, attend_values, score_keys
 from longreach.ops.partial import merge, remove, shift
 from longreach.ops.pooled_scores import pooled_scores
-from longreach.ops.rope import angles, reposition, rotate, unrotate
+from longreach.ops.rope import Turn, angles, reposition, rotate, unrotate
 from longreach.ops.selection import Bound, Lists, PackedLists, Selection, Span, Spans, at, near
+from longreach.ops.top_k import top_k
 from longreach.ops.types import HeadShard, KVView, Logits, Partial, Rows, Run
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "Selection",
     "Span",
     "Spans",
+    "Turn",
     "angles",
     "at",
     "attend",
@@ -34,5 +36,6 @@ __all__ = [
     "rotate",
     "score_keys",
     "shift",
+    "top_k",
     "unrotate",
 ]

@@ -6,7 +6,7 @@ pairs channel i with i + rotary/2 (Llama), "interleaved" pairs 2i with 2i + 1 (G
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -15,6 +15,22 @@ from longreach.ops.types import describe, require
 
 Layout = Literal["half", "interleaved"]
 LAYOUTS = get_args(Layout)
+
+
+class Turn(NamedTuple):
+    """How each row was rotated. cos, sin: float [R, rotary/2], any strides; cos^2 + sin^2 may differ from 1 (YaRN)."""
+
+    cos: Tensor
+    sin: Tensor
+    layout: Layout = "half"
+
+    def undo(self, x: Tensor) -> Tensor:
+        """x [R, heads, D] as it was before."""
+        return unrotate(x, self.cos[:, None], self.sin[:, None], layout=self.layout)
+
+    def take(self, index: Tensor) -> Turn:
+        """That of the rows at `index` [r]."""
+        return Turn(self.cos[index], self.sin[index], self.layout)
 
 
 def angles(pos: Tensor, inv_freq: Tensor, *, scaling: float = 1.0) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,258 @@
+# mypy: ignore-errors
+"""The Triton kernels of nearest and match.
+
+A program of `look` goes through AGES rows of one ring (one row of the call, one query head), the newest first, and
+keeps the nearest: a *piece*. The pieces of a row and KV head are put together by `settle`: in a second kernel, or (with
+JOINED) by the program that comes last of those that look for this row and KV head, which saves a launch.
+
+Letters as in ops/README.md; S sequences of the ring, C its rows, P pieces of a row and head.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # kernels run in Python, on CPU tensors
+COLUMNS = tl.constexpr(17)  # NOTES, of which
+DEPTH = tl.constexpr(10)  # and after are bins of the depth histogram
+
+
+@triton.jit
+def _account(pos, slot, g, ring, rule, C: tl.constexpr, G: tl.constexpr):
+    """The guard's account before a row at `pos`, in KV head g."""
+    _, stamp, _, credit, _ = ring
+    patience = rule[9]
+    before = tl.where(pos > 0, (pos - 1) % C, 0)
+    known = (tl.load(stamp + slot * C + before) == pos - 1) & (pos > 0)
+    held = tl.load(credit + (slot * G + g) * C + before)
+    return tl.where(known, held, patience)
+
+
+@triton.jit
+def _looked(pos, window, oldest):
+    """Rows that the one at `pos` looks through."""
+    return tl.maximum(tl.minimum(window, pos - oldest), 0)
+
+
+@triton.jit
+def _query(
+    row, h, rows, turn, weight, to, d, D: tl.constexpr, P2: tl.constexpr, HALVES: tl.constexpr, WEIGHTED: tl.constexpr
+):
+    """The query of a row and head as it is matched, rounded to the dtype of pointer `to`: fp32 [BD]."""
+    q, q_row, q_head, _, _ = rows
+    inside = d < D
+    at = q + row.to(tl.int64) * q_row + h * q_head
+    x = tl.load(at + d, mask=inside, other=0.0).to(tl.float32)
+    if P2 > 0:  # channels that turn
+        cos, cos_row, cos_pair, sin, sin_row, sin_pair = turn
+        turned = d < P2
+        if HALVES:
+            first = d < P2 // 2
+            partner = tl.where(first, d + P2 // 2, d - P2 // 2)
+            pair = tl.where(first, d, d - P2 // 2)
+        else:
+            first = d % 2 == 0
+            partner = tl.where(first, d + 1, d - 1)
+            pair = d // 2
+        other = tl.load(at + partner, mask=turned, other=0.0).to(tl.float32)
+        c = tl.load(cos + row.to(tl.int64) * cos_row + pair * cos_pair, mask=turned, other=1.0).to(tl.float32)
+        s = tl.load(sin + row.to(tl.int64) * sin_row + pair * sin_pair, mask=turned, other=0.0).to(tl.float32)
+        x = tl.where(turned, (x * c + tl.where(first, other, -other) * s) / (c * c + s * s), x)
+        x = x.to(to.dtype.element_ty).to(tl.float32)
+    if WEIGHTED:
+        x = x * tl.load(weight + h * D + d, mask=inside, other=0.0).to(tl.float32)
+        x = x.to(to.dtype.element_ty).to(tl.float32)
+    return x
+
+
+@triton.jit
+def look(
+    rows, slots, ring, turn, weight, pieces, result, rule,
+    H: tl.constexpr, G: tl.constexpr, C: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, HG: tl.constexpr,
+    P: tl.constexpr, P2: tl.constexpr, PP: tl.constexpr, AGES: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+    HALVES: tl.constexpr, WEIGHTED: tl.constexpr, BOUNDED: tl.constexpr, MATCH: tl.constexpr, JOINED: tl.constexpr,
+    CHAINED: tl.constexpr,
+):  # fmt: skip
+    """The nearest of rows [piece * AGES, (piece + 1) * AGES) back from each row, head by head.
+
+    rows: (q, row stride, head stride, seq, pos); ring: (query, stamp, depth, credit, arrivals); turn: (cos, row and
+    pair stride, sin, row and pair stride), P2 channels of it; pieces: (distance, position) [R, H, P];
+    rule: (window, oldest, band, sinks, minimum, near, far, deepest, limit, patience, rest, price).
+    MATCH: `match`, else `nearest`, whose rows give the ring's sequences as seq. result: see `settle`.
+    PP, HG: powers of two that P, and the query heads of a KV head, fit in. BOUNDED: whether depths are.
+    """
+    query, stamp, depth, _, arrivals = ring
+    window, oldest, _, _, minimum, near, far, deepest, _, _, _, _ = rule
+    program = tl.program_id(0)
+    GROUP: tl.constexpr = H // G
+    piece = program % P
+    h = program // P % H
+    row = program // (P * H)
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
+    slot = tl.load(rows[3] + row).to(tl.int64)
+    if MATCH:
+        slot = tl.load(slots + slot).to(tl.int64)
+    pos = tl.load(rows[4] + row).to(tl.int32)
+    d = tl.arange(0, BD)
+    inside = d < D
+    q = _query(row, h, rows, turn, weight, query, d, D, P2, HALVES, WEIGHTED)
+    mine = query + (slot * H + h) * C * D
+    count = _looked(pos, window, oldest)
+    if MATCH:
+        if piece == 0:
+            tl.store(mine + (pos % C).to(tl.int64) * D + d, q.to(query.dtype.element_ty), mask=inside)
+        on = (_account(pos, slot, h // GROUP, ring, rule, C, G) >= 0) & (pos + 1 >= minimum)
+        count = tl.where(on, count, 0)
+
+    best = tl.full((1,), float("inf"), tl.float32)
+    where = tl.full((1,), -1, tl.int32)
+    k = tl.arange(0, BK)
+    for age in tl.range(piece * AGES, tl.minimum((piece + 1) * AGES, count), BK, num_stages=STAGES):
+        back = age + k
+        there = back < count
+        p = pos - 1 - back
+        place = tl.where(there, p, 0) % C
+        x = tl.load(
+            mine + place.to(tl.int64)[:, None] * D + d[None, :], mask=there[:, None] & inside[None, :], other=0.0
+        )
+        held = tl.load(stamp + slot * C + place, mask=there, other=-1)
+        ok = there & (held == p) & (back + 1 >= near) & (back < far)
+        if BOUNDED:
+            ok = ok & (tl.load(depth + (slot * H + h) * C + place, mask=there, other=0).to(tl.int32) < deepest)
+        apart = x.to(tl.float32) - q[None, :]
+        distance = tl.sum(apart * apart, 1)
+        distance = tl.where(ok & (distance < float("inf")), distance, float("inf"))  # NaN is not below infinity
+        least = tl.min(distance, 0)
+        newest = tl.max(tl.where((distance == least) & (distance < float("inf")), p, -1), 0)
+        where = tl.where(least < best, newest, where)  # what was found before is newer
+        best = tl.minimum(best, least)
+    at = (row * H + h) * P + piece + tl.arange(0, 1)
+    tl.store(pieces[0] + at, best)
+    tl.store(pieces[1] + at, where)
+    if JOINED:
+        g = h // GROUP
+        tl.debug_barrier()  # all of this program's pieces are written before it says so
+        done = tl.atomic_add(arrivals + slot * G + g, 1, sem="acq_rel")
+        if done == GROUP * P - 1:
+            tl.store(arrivals + slot * G + g, 0)
+            _settle(row, g, slot, pos, ring, pieces, result, rule, H, G, C, D, HG, P, PP, BOUNDED, MATCH)
+
+
+@triton.jit
+def settle(
+    rows, slots, ring, pieces, result, rule,
+    H: tl.constexpr, G: tl.constexpr, C: tl.constexpr, D: tl.constexpr, HG: tl.constexpr, P: tl.constexpr,
+    PP: tl.constexpr, BOUNDED: tl.constexpr, MATCH: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """What comes of the pieces of one row and KV head. Arguments as in `look`; result: (start, take, put, reads, notes)
+    of `match`, or (distance, position) of `nearest`."""
+    row = tl.program_id(0) // G
+    g = tl.program_id(0) % G
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
+    slot = tl.load(rows[3] + row).to(tl.int64)
+    if MATCH:
+        slot = tl.load(slots + slot).to(tl.int64)
+    pos = tl.load(rows[4] + row).to(tl.int32)
+    _settle(row, g, slot, pos, ring, pieces, result, rule, H, G, C, D, HG, P, PP, BOUNDED, MATCH)
+
+
+@triton.jit
+def _column(notes, number: tl.constexpr, value, at):
+    return tl.where(at == number, value, notes)
+
+
+@triton.jit
+def _settle(
+    row, g, slot, pos, ring, pieces, result, rule,
+    H: tl.constexpr, G: tl.constexpr, C: tl.constexpr, D: tl.constexpr, HG: tl.constexpr, P: tl.constexpr,
+    PP: tl.constexpr, BOUNDED: tl.constexpr, MATCH: tl.constexpr,
+):  # fmt: skip
+    GROUP: tl.constexpr = H // G
+    i = tl.arange(0, HG)
+    head = g * GROUP + i
+    mine = i < GROUP
+    n = tl.arange(0, PP)
+    at = (row * H + head[:, None]) * P + n[None, :]
+    there = mine[:, None] & (n < P)[None, :]
+    distances = tl.load(pieces[0] + at, mask=there, other=float("inf"), cache_modifier=".cg")
+    positions = tl.load(pieces[1] + at, mask=there, other=-1, cache_modifier=".cg")
+    distance = tl.min(distances, 1)
+    p = tl.max(tl.where(distances == distance[:, None], positions, -1), 1)
+    if not MATCH:
+        tl.store(result[0] + row * H + head, distance, mask=mine)
+        tl.store(result[1] + row * H + head, p, mask=mine)
+    else:
+        query, stamp, depth, credit, _ = ring
+        window, oldest, band, sinks, minimum, _, _, deepest, limit, patience, rest, price = rule
+        start_of, take_of, put_of, reads_of, notes_of = result
+        account = _account(pos, slot, g, ring, rule, C, G)
+        long = pos + 1 >= minimum
+        count = _looked(pos, window, oldest)
+        matched = long & (account >= 0) & (count > 0)
+        resting = long & (account < 0)
+        accepted = (distance < limit) & (p >= 0) & mine
+        every = tl.sum((accepted | (i >= GROUP)).to(tl.int32), 0) == HG
+        reused = accepted & every
+        place = pos % C
+        before = tl.where(p >= 0, p, 0) % C
+        memory = (slot * H + head) * C
+        start = tl.where(reused, tl.maximum(p + 1 - band, sinks), sinks)
+        first = tl.min(tl.where(mine, start, 1 << 30), 0)
+        old = tl.load(depth + memory + before, mask=reused, other=0).to(tl.int32)
+        deep = tl.where(reused, tl.minimum(old + 1, 32767), 0)
+        tl.store(depth + memory + place, deep.to(tl.int16), mask=mine)
+        tl.store(start_of + row * H + head, start, mask=mine)
+        tl.store(take_of + row * H + head, tl.where(reused, memory + before, -1).to(tl.int32), mask=mine)
+        tl.store(put_of + row * H + head, (memory + place).to(tl.int32), mask=mine)
+        if g == 0:
+            tl.store(stamp + slot * C + place, pos)
+
+        saved = tl.where(every, first - sinks, 0).to(tl.float32)
+        gain = saved / tl.maximum(count.to(tl.float32) * price, 1e-9) - 1
+        after = tl.minimum(account + gain, patience)
+        after = tl.where(after < 0, -rest, after)
+        after = tl.where(matched, after, tl.where(resting, account + 1, account))
+        tl.store(credit + (slot * G + g) * C + place, after)
+
+        context = pos + 1
+        kept = tl.minimum(context, sinks)
+        stream = tl.maximum(context - first, 0) + kept
+        WIDE: tl.constexpr = credit.dtype.element_ty.primitive_bitwidth // 8
+        VECTOR: tl.constexpr = D * (query.dtype.element_ty.primitive_bitwidth // 8)
+        each = VECTOR + 4 + (2 if BOUNDED else 0)
+        read = tl.where(matched, count * GROUP * each, 0) + 4 + WIDE
+        read += tl.where(every, GROUP * ((D + 1) * WIDE + 2), 0)
+        tl.store(reads_of + (row * G + g) * 2, stream)
+        tl.store(reads_of + (row * G + g) * 2 + 1, read)
+
+        share = tl.maximum(tl.where(accepted, p + 1 - band, 0), 0).to(tl.float32) / context.to(tl.float32)
+        gap = tl.where(accepted, pos - p, 0).to(tl.float32)
+        mean = tl.sum(gap, 0) / GROUP
+        spread = tl.sqrt(tl.sum(tl.where(mine, (gap - mean) * (gap - mean), 0.0), 0) / GROUP)
+        column = tl.arange(0, 32)[None, :]
+        notes = tl.zeros((HG, 32), tl.float32)
+        notes = _column(notes, 0, matched.to(tl.float32), column)
+        notes = _column(notes, 1, accepted.to(tl.float32)[:, None], column)
+        notes = _column(notes, 2, reused.to(tl.float32)[:, None], column)
+        notes = _column(notes, 3, share[:, None], column)
+        skipped = tl.where(reused, start - sinks, 0).to(tl.float32) / context.to(tl.float32)
+        notes = _column(notes, 4, skipped[:, None], column)
+        notes = _column(notes, 5, gap[:, None], column)
+        notes = _column(notes, 6, tl.where(every, spread, 0.0), column)
+        keys = (tl.maximum(context - start, 0) + kept).to(tl.float32)
+        notes = _column(notes, 7, keys[:, None], column)
+        notes = _column(notes, 8, stream.to(tl.float32), column)
+        notes = _column(notes, 9, resting.to(tl.float32), column)
+        j = tl.maximum(column - DEPTH, 0)  # bins of the depth histogram: 0, 1, 2 to 3, 4 to 7, ..., all the rest
+        low = tl.where(j == 0, 0, (1 << j) >> 1)
+        high = tl.where(j == COLUMNS - DEPTH - 1, 1 << 30, 1 << j)
+        inside = (deep[:, None] >= low) & (deep[:, None] < high)
+        notes = tl.where(column >= DEPTH, inside.to(tl.float32), notes)
+        place_of = notes_of + (row * H + head[:, None]) * COLUMNS + column
+        tl.store(place_of, notes, mask=mine[:, None] & (column < COLUMNS))
