@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 import longreach
 from longreach.cache import CacheConfig, KVCache
 from longreach.errors import InvalidInput, UnknownName, Unsupported
-from longreach.methods.base import AttentionMethod, LayerCall, ModelShape, Outcome
+from longreach.methods.base import AttentionMethod, LayerCall, Outcome
 from longreach.methods.dense import Dense
 from longreach.methods.ledger import Ledger
 from longreach.methods.oracle_top_k import OracleTopK
@@ -37,6 +37,7 @@ from tests.methods.drive import (
     CACHES,
     DIM,
     LAYERS,
+    MODEL,
     Pass,
     Turn,
     exact,
@@ -293,7 +294,7 @@ def test_bad_values_are_refused(name: str, options: dict[str, Any]) -> None:
 
 @every_config
 def test_options_that_fit_a_model_are_taken(method: AttentionMethod) -> None:
-    method.check(ModelShape(layers=LAYERS, query_heads=4, kv_heads=2, head_dim=DIM))
+    method.check(MODEL)
 
 
 # 6. in and out of a model
@@ -474,12 +475,13 @@ def test_a_session_reports_what_its_layers_read(method: AttentionMethod, model: 
 # 8. ranks
 
 
-def test_two_ranks_give_the_tokens_of_one(tmp_path: Path) -> None:
+def test_two_ranks_give_the_tokens_of_one(tmp_path: Path, plans_of_tests: Path) -> None:
     """Every configuration at once, since the two processes take longest to start."""
     directory = save_tiny(tmp_path / "model", num_hidden_layers=LAYERS, eos_token_id=None)
     root, source = Path(__file__).parents[2], Path(longreach.__file__).parents[1]
     path = {"PYTHONPATH": f"{source}{os.pathsep}{root}", "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
-    script = [sys.executable, "-m", two_ranks.__name__, str(directory), str(tmp_path / "out"), str(tmp_path / "store")]
+    paths = [directory, tmp_path / "out", tmp_path / "store", plans_of_tests]
+    script = [sys.executable, "-m", two_ranks.__name__, *map(str, paths)]
     running = [
         subprocess.Popen(
             script,

@@ -1,4 +1,4 @@
-"""One rank of a tensor-parallel run of every configuration: python two_ranks.py MODEL_DIR OUT STORE.
+"""One rank of a tensor-parallel run of every configuration: python two_ranks.py MODEL_DIR OUT STORE PLANS.
 
 RANK, LOCAL_RANK and WORLD_SIZE come from the environment, where transformers looks for them too.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from longreach.cache import CacheConfig
 from longreach.testing.tiny import random_tokens
 from tests.methods.cases import CONFIGS
 from tests.methods.drive import in_phase
+from tests.methods.planned import planned
 
 NEW = 10
 
@@ -43,14 +45,15 @@ def answers(model: PreTrainedModel) -> dict[str, tuple[torch.Tensor, torch.Tenso
     return found
 
 
-def main(directory: str, out: str, store: str) -> None:
+def main(directory: str, out: str, store: str, plans: str) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     model = AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, distributed_config=DistributedConfig(tp_plan="auto")
     ).eval()
-    found = answers(model)
+    with planned(Path(plans)):
+        found = answers(model)
     heads = model.model.layers[0].self_attn.k_proj.weight.to_local().shape[0]
     torch.save((heads, found), f"{out}.{rank}")
     dist.destroy_process_group()

@@ -1,0 +1,53 @@
+"""Loki's calibration: how the keys of every layer and head vary, after rotation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from longreach.evals.calibration.gather import Gather, packed, unpacked
+from longreach.evals.calibration.prompts import Prompt
+from longreach.methods.base import LayerCall, ModelShape, Outcome
+from longreach.methods.loki.calibrate import Moments, moments, principal, together
+from longreach.methods.loki.plan import LokiPlan
+
+
+class LokiGather(Gather):
+    """Of each prompt: how many keys it has, their means [L, G, D] and the upper halves of their covariances."""
+
+    def __init__(self, shape: ModelShape):
+        self.shape = shape
+
+    def begin(self, prompt: Prompt) -> None:
+        self._found: list[list[Moments]] = [[] for _ in range(self.shape.layers)]
+
+    def layer(self, call: LayerCall, outcome: Outcome) -> None:
+        page, offset = call.kv.locate(call.rows.seq.long(), call.rows.pos.long())
+        mine = self._found[call.layer]
+        mine.append(moments(call.kv.k[page, :, offset]))
+        mine[:] = [together(mine)]
+
+    def finish(self) -> dict[str, Any]:
+        layers = [one for (one,) in self._found]
+        mean, product = (torch.stack(x) for x in (([m.mean for m in layers]), [m.product for m in layers]))
+        covariance = product - mean[..., :, None] * mean[..., None, :]
+        upper = torch.triu_indices(*covariance.shape[-2:])
+        return {"keys": layers[0].keys, "mean": packed(mean), "covariance": packed(covariance[..., *upper].float())}
+
+
+def calibrated(parts: Sequence[Any]) -> LokiPlan:
+    """The directions that the keys of all prompts together vary most in."""
+    basis, variance = principal(together([_moments(part) for part in parts]))
+    return LokiPlan(basis.float(), variance.float())
+
+
+def _moments(part: Any) -> Moments:
+    mean, half = unpacked(part["mean"]), unpacked(part["covariance"]).double()
+    dim = mean.shape[-1]
+    row, column = torch.triu_indices(dim, dim)
+    covariance = mean.new_zeros((*mean.shape, dim))
+    covariance[..., row, column] = half
+    covariance[..., column, row] = half
+    return Moments(part["keys"], mean, covariance + mean[..., :, None] * mean[..., None, :])

@@ -1,0 +1,46 @@
+"""Principal directions of keys, from what prompts have of them. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Moments(NamedTuple):
+    """Of so many keys of a text: their mean [..., D] and mean outer product [..., D, D], fp64."""
+
+    keys: int
+    mean: Tensor
+    product: Tensor
+
+
+def moments(k: Tensor) -> Moments:
+    """Of keys [n, G, D]: [G, D] and [G, D, D]."""
+    k = k.double()
+    return Moments(k.shape[0], k.mean(0), torch.einsum("ngd,nge->gde", k, k) / k.shape[0])
+
+
+def together(parts: Sequence[Moments]) -> Moments:
+    """Those of all texts, each key counting as much as any other."""
+    keys = sum(part.keys for part in parts)
+
+    def mean(of: Sequence[Tensor]) -> Tensor:
+        return torch.stack([x.double() * (part.keys / keys) for x, part in zip(of, parts, strict=True)]).sum(0)
+
+    return Moments(keys, mean([part.mean for part in parts]), mean([part.product for part in parts]))
+
+
+def principal(found: Moments) -> tuple[Tensor, Tensor]:
+    """(basis [..., D, D], variance [..., D]): basis[..., i] is the direction of the i-th largest variance, fp64.
+
+    The covariance's eigenvectors (Loki, section 3): what all keys share shifts all scores of a query alike, and so
+    says nothing about which are large. Of a direction and its opposite, that whose largest part is positive.
+    """
+    covariance = found.product - found.mean[..., :, None] * found.mean[..., None, :]
+    variance, basis = torch.linalg.eigh((covariance + covariance.mT) / 2)
+    variance, basis = variance.flip(-1).clamp(min=0), basis.flip(-1)
+    largest = basis.gather(-2, basis.abs().argmax(-2, keepdim=True))
+    return basis * torch.where(largest < 0, -1.0, 1.0), variance

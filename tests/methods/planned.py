@@ -1,0 +1,49 @@
+"""Plans for the models of these tests, in the place of those that are shipped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from transformers import PreTrainedModel
+
+from longreach.adapters.transformers import shape_of
+from longreach.methods.base import ModelShape
+from longreach.methods.loki.calibrate import moments, principal
+from longreach.methods.loki.plan import LokiPlan
+from longreach.plans import Made, Plan, PlannedModel, finding
+from longreach.testing.tiny import tiny_model
+from tests.methods.drive import LAYERS, MODEL, text
+
+MADE = Made("a test's", "00" * 32, 1, {}, 0, "0", None, torch.__version__, "0", "cpu")
+
+
+def loki_plan(shape: ModelShape, heavy: dict[int, float] | None = None) -> Plan:
+    """Of the keys of `text`, whose shared direction comes first where some keys are heavy."""
+    keys = text(61, heavy=heavy).k  # [L, N, G, D]
+    found = [principal(moments(k)) for k in keys]
+    arrays = LokiPlan(torch.stack([b for b, _ in found]), torch.stack([v for _, v in found])).arrays()
+    return Plan("loki", PlannedModel.of("of the tests", shape), {}, MADE, arrays)
+
+
+def tiny() -> PreTrainedModel:
+    """The model that the contract runs."""
+    return tiny_model("llama", num_hidden_layers=LAYERS)
+
+
+def write_plans(root: Path) -> Path:
+    """A folder with the plans, laid out as the package is; returns `root`."""
+    folder = root / "plans" / "shipped"
+    for name, shape in (("drive", MODEL), ("tiny", shape_of(tiny()))):
+        loki_plan(shape, {2: 9.0, 30: 9.0, 58: 9.0}).save(folder / f"loki-{name}.json")
+    return root
+
+
+@contextmanager
+def planned(root: Path) -> Iterator[None]:
+    """Within this block these are the plans that come with longreach."""
+    with patch.object(finding, "files", lambda package: root):
+        yield
