@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from longreach.cache import Append, CacheConfig, KVCache
-from longreach.methods.base import AttentionMethod, LayerCall, ModelShape, Outcome, state_of
+from longreach.methods.base import AttentionMethod, LayerCall, ModelShape, Outcome, Phase, state_of
 from longreach.methods.dense import Dense
 from longreach.ops import HeadShard, Rows, Selection, Spans, angles, unrotate
 from longreach.testing.oracle import Exact, exact_attend
@@ -84,9 +84,14 @@ def run(
     *,
     before: Callable[[LayerCall], None] | None = None,
     impl: str = "auto",
+    phase: Phase | None = None,
 ) -> Pass:
-    """One pass over all layers, committed. before: called when a layer's keys are in, before the method runs."""
+    """One pass over all layers, committed. before: called when a layer's keys are in, before the method runs.
+
+    phase: None for decoding where every sequence holds something and gets one token.
+    """
     start = [cache.lengths[t.slot] for t in turns]
+    phase = phase or ("decode" if all(start) and all(t.count == 1 for t in turns) else "prefill")
     step = cache.begin([t.slot for t in turns], [t.count for t in turns])
     calls, outcomes, passed = [], [], {}
     for layer in range(LAYERS):
@@ -95,7 +100,7 @@ def run(
             for parts in ([t.text.q for t in turns], [t.text.k for t in turns], [t.text.v for t in turns])
         )
         cache.append(layer, step, k, v)
-        call = replace(_call(cache, layer, step, q, k, impl), passed=passed)
+        call = replace(_call(cache, layer, step, q, k, impl), passed=passed, phase=phase)
         if before is not None:
             before(call)
         calls.append(call)
@@ -140,9 +145,9 @@ def read_text(
     """Prefill all but the last `steps` tokens in chunks (one by default), then decode those, one cache throughout."""
     cache = cache or new_cache(device=whole.q.device)
     turns = [*(chunks or [whole.q.shape[1] - steps]), *[1] * steps]
-    phases = ["prefill"] * (len(turns) - steps) + ["decode"] * steps
+    phases: list[Phase] = [*["prefill"] * (len(turns) - steps), *["decode"] * steps]
     return [
-        run(cache, in_phase(method, phase), [Turn(whole, slot, n)], impl=impl)
+        run(cache, in_phase(method, phase), [Turn(whole, slot, n)], impl=impl, phase=phase)
         for phase, n in zip(phases, turns, strict=True)
     ]
 

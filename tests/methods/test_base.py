@@ -65,6 +65,40 @@ def test_pooled_scores_by_kernels_are_the_references() -> None:
         assert ran == {"triton"}
 
 
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_passes_that_keep_logits(impl: str) -> None:
+    """The same results as passes that read keys, the sink taken once, and the report told who computed."""
+    now, some = replace(call(), impl=impl, ran=(ran := set[str]())), Spans.window(4)
+    want = replace(now, impl="reference", ran=set())
+    dense, logits = now.attend_keeping()
+    lse, alone = now.score_keys()
+    assert ran == {impl}
+    torch.testing.assert_close(dense.out, want.attend(Spans.dense()).out)
+    for x in (dense.lse, lse):
+        torch.testing.assert_close(x, want.attend(Spans.dense()).lse)
+    for kept in (logits, alone):
+        for sink in (True, False):
+            got, plain = now.attend_values(some, kept, sink=sink), want.attend(some, sink=sink)
+            torch.testing.assert_close(got.out, plain.out)
+            torch.testing.assert_close(got.lse, plain.lse)
+        pooled, ends = now.pooled_scores(lse, logits=kept), now.rows.pos + 1
+        torch.testing.assert_close(pooled[0, :, : ends[0]], want.pooled_scores(lse)[0, :, : ends[0]])
+    assert ran == {impl}
+
+
+def test_an_implementation_that_only_attend_has_leaves_the_other_ops_to_auto() -> None:
+    now = replace(call(), impl="sdpa_flash", ran=(ran := set[str]()))
+    now.score_keys()
+    assert ran == {"reference"}
+
+
+def test_rows_of_a_call() -> None:
+    whole = read_text(OracleTopK(), text(9, seed=1))[0].calls[2]
+    some = whole.take(torch.tensor([4, 1]))
+    assert some.rows.pos.tolist() == [4, 1] and some.kv is whole.kv and some.ran is whole.ran
+    torch.testing.assert_close(some.attend(Spans.dense()).out, whole.attend(Spans.dense()).out[[4, 1]])
+
+
 def call() -> LayerCall:
     return read_text(OracleTopK(), text(9, seed=1))[-1].calls[2]
 

@@ -26,7 +26,7 @@ from longreach.methods.dense import Dense
 from longreach.methods.ledger import Ledger
 from longreach.methods.oracle_top_k import OracleTopK
 from longreach.methods.registry import METHODS, from_json, method_class
-from longreach.ops import KVView, Lists, Partial, Rows, Selection, Spans
+from longreach.ops import KVView, Lists, PackedLists, Partial, Rows, Selection, Spans
 from longreach.ops.attend import attend, implementations
 from longreach.ops.pooled_scores import implementations as scoring
 from longreach.testing.tiny import PAD_ID, random_tokens, save_tiny, tiny_model
@@ -415,10 +415,13 @@ def test_what_the_report_calls_read_is_read(method: AttentionMethod) -> None:
 
 
 def bytes_of_lists(call: LayerCall, outcome: Outcome) -> int:
-    """Each pass over keys by lists reads, for each row and KV head, as many entries as it reads slots (or blocks)."""
-    found = 0
-    for lists in outcome.reads.keys:
-        if isinstance(lists, Lists):
+    """Each pass by lists reads, for each row and KV head, as many entries as it reads slots (or blocks).
+
+    One over keys and values at once reads them once.
+    """
+    found, (keys, values, _) = 0, outcome.reads
+    for lists in (*keys, *(v for v in values if not any(v is k for k in keys))):
+        if isinstance(lists, (Lists, PackedLists)):
             assert lists.per == "kv" and lists.log_weight is None, "say here what its entries are"
             stop = -(-call.kv.capacity // lists.block) * lists.block
             blocks = lists.streamed(call.rows, call.kv, stop).unflatten(-1, (-1, lists.block)).any(-1)

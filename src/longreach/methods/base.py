@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -13,9 +13,11 @@ from torch import Tensor
 
 from longreach.cache import KVCache, SequenceState
 from longreach.errors import UnknownName
-from longreach.ops import HeadShard, KVView, Partial, Rows, Selection, Spans
-from longreach.ops.attend import attend, resolve, score_keys
-from longreach.ops.pooled_scores import implementations as scorers
+from longreach.ops import HeadShard, KVView, Logits, Partial, Rows, Selection, Spans
+from longreach.ops.attend import attend, attend_keeping, attend_values, resolve, score_keys
+from longreach.ops.attend.keeping import keeping, scoring, valuing
+from longreach.ops.impl import Implementations
+from longreach.ops.pooled_scores import implementations as pooling
 from longreach.ops.pooled_scores import pooled_scores
 from longreach.ops.types import require
 
@@ -79,21 +81,45 @@ class LayerCall:
             impl=name,
         )
 
-    def pooled_scores(self, lse: Tensor | None = None) -> Tensor:
-        """ops.pooled_scores with this layer's logits: fp32 [R, G, N]. By `impl` where the op has it, else "auto".
+    def attend_keeping(self) -> tuple[Partial, Logits]:
+        """ops.attend_keeping with this layer's logits: dense attention, the sink in it, and what it leaves."""
+        impl = self._impl(keeping)
+        terms: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap, "sink_logit": self.sink_logit}
+        return attend_keeping(self.rows, self.kv, **terms, impl=impl)
+
+    def score_keys(self) -> tuple[Tensor, Logits]:
+        """ops.score_keys with this layer's logits: dense attention's lse [R, H], the sink in it, and what it leaves."""
+        impl = self._impl(scoring)
+        terms: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap, "sink_logit": self.sink_logit}
+        return score_keys(self.rows, self.kv, **terms, impl=impl)
+
+    def attend_values(self, selection: Selection, logits: Logits, *, sink: bool = True) -> Partial:
+        """ops.attend_values, from logits that a pass over this layer's keys has left. sink: as in `attend`."""
+        sink_logit = self.sink_logit if sink else None
+        impl = self._impl(valuing)
+        return attend_values(self.rows, self.kv, selection, logits, sink_logit=sink_logit, impl=impl)
+
+    def pooled_scores(self, lse: Tensor | None = None, *, logits: Logits | None = None) -> Tensor:
+        """ops.pooled_scores with this layer's logits, or those that a pass has left: fp32 [R, G, N].
 
         What lies past the slots that a row reaches may be anything.
         """
-        asked = self.impl if self.impl in scorers.names() else "auto"
-        name = scorers.resolve(asked, self.rows.q.device)
-        self.ran.add(name)
-        kept = None
-        if name == "triton":  # sums logits that a pass over the keys has left
-            found, kept = score_keys(self.rows, self.kv, scale=self.scale, softcap=self.softcap, impl=name)
+        impl = self._impl(pooling)
+        if impl == "triton" and logits is None:  # it sums logits that a pass over the keys has left
+            found, logits = score_keys(self.rows, self.kv, scale=self.scale, softcap=self.softcap, impl=impl)
             lse = found if lse is None else lse
-        return pooled_scores(
-            self.rows, self.kv, scale=self.scale, softcap=self.softcap, lse=lse, logits=kept, impl=name
-        )
+        terms: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap}
+        return pooled_scores(self.rows, self.kv, **terms, lse=lse, logits=logits, impl=impl)
+
+    def take(self, index: Tensor) -> LayerCall:
+        """The call with the rows at `index` [r] alone."""
+        return replace(self, rows=self.rows.take(index))
+
+    def _impl(self, op: Implementations) -> str:
+        """Who computes an op: `impl` where the op has it, else what "auto" means there."""
+        name = op.resolve(self.impl if self.impl in op.names() else "auto", self.rows.q.device)
+        self.ran.add(name)
+        return name
 
     def sum_over_ranks(self, x: Tensor) -> Tensor:
         """x, pooled over the KV heads that are here, summed over the ranks that hold the others."""

@@ -127,8 +127,8 @@ class LongreachCache(Cache):
             if seen < held:
                 raise InvalidInput(
                     f"{method.name} decodes with what it notes of tokens as they are read, and this cache holds {held} "
-                    f"of which it knows the first {seen} only; attach with it (session.follow for methods to switch to) "
-                    f"before the prompt is read"
+                    f"of which it knows the first {seen} only; attach with it (session.follow for methods to switch "
+                    f"to) before the prompt is read"
                 )
 
     def grow(self, columns: int, real: Tensor | None = None) -> None:
