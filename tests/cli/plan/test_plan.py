@@ -13,7 +13,9 @@ import torch
 
 from longreach.adapters.transformers import load, shape_of
 from longreach.methods.kascade.calibrated import Calibrated
+from longreach.methods.kascade.plan import KascadePlan
 from longreach.plans import Plan, PlannedModel
+from longreach.plans import load as load_plan
 from longreach.testing.tiny import save_tiny
 from tests.cli.test_bad_input import refused
 from tests.plans.factory import plan
@@ -141,3 +143,71 @@ def test_compare(longreach: Any, saved: Path, model: Path, tmp_path: Path) -> No
     refused(longreach("plan", "compare", saved, tmp_path / "r.json"), "another model")
     plan("mac").save(tmp_path / "m.json")
     refused(longreach("plan", "compare", saved, tmp_path / "m.json"), "is a mac plan")
+
+
+def test_choose(longreach: Any, saved: Path, model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "q.json"
+    before = Calibrated.of(load_plan(saved, "kascade"))
+    for option, anchors in (
+        (("--budget", 3), before.plan(3, 64, 128).anchors),
+        (("--evenly", 3), (0, 2, 4)),
+        (("--anchors", "0,5,3"), (0, 3, 5)),
+    ):
+        result = longreach("plan", "choose", saved, *option, "--output", path)
+        assert result.code == 0, result.err
+        found = load_plan(path, "kascade")
+        view = KascadePlan.of(found)
+        assert view == before.with_anchors(anchors, 64, 128) and view.anchors == anchors
+        assert found.made.settings["budget"] == 3 and found.made.sha256 == load_plan(saved, "kascade").made.sha256
+    own = json.loads(
+        longreach("plan", "choose", saved, "--budget", 2, "--heads", "own", "--output", path, "--json").out
+    )
+    assert own["values"]["head_map"] == [[0, 1]] * LAYERS and own["made"]["settings"]["heads"] == "own"
+    assert longreach("plan", "verify", path, "--model", model).code == 0
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        (("--budget", 0), ["1 to 6 anchors", "got 0"]),
+        (("--budget", 7), ["1 to 6 anchors", "got 7"]),
+        (("--evenly", 0), ["1 to 6 anchors"]),
+        (("--anchors", "0,6"), ["--anchors", "0, 1, 2, 3, 4, 5", "got 0, 6"]),
+        (("--anchors", "1,2"), ["--anchors", "the first of them"]),
+        (("--anchors", "a"), ["--anchors", "0,6"]),
+        ((), ["--budget"]),
+        (("--budget", 1, "--evenly", 1), ["not allowed with"]),
+    ],
+)
+def test_choose_refuses(longreach: Any, saved: Path, tmp_path: Path, option: tuple[Any, ...], words: list[str]) -> None:
+    refused(longreach("plan", "choose", saved, *option, "--output", tmp_path / "q.json"), *words)
+    assert not (tmp_path / "q.json").exists()
+
+
+def test_choose_takes_kascade_plans_only(longreach: Any, tmp_path: Path) -> None:
+    plan("mac").save(tmp_path / "m.json")
+    result = longreach("plan", "choose", tmp_path / "m.json", "--budget", 1, "--output", tmp_path / "q.json")
+    refused(result, "is a mac plan")
+
+
+def test_figures(longreach: Any, saved: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, folder = tmp_path / "book.txt", tmp_path / "figures"
+    text.write_text("".join(f"Hen {n} laid {n * n % 97} eggs in barn {n % 7}. " for n in range(80)))
+    asked = ["plan", "figures", saved, "--model", model, "--text", text, "--length", 600, "--prompts", 2, "--tiles", 2,
+             "--output", folder]  # fmt: skip
+    result = longreach(*asked)
+    assert result.code == 0, result.err
+    assert all(len(line) <= 80 or line.endswith(".png") for line in result.out.splitlines())
+    names = {"top", "similarity", "importance", "budgets", "pooling", "mapping"}
+    assert {p.name for p in folder.iterdir()} == {"kascade.json", *(f"kascade-{name}.png" for name in names)}
+    assert all(p.read_bytes().startswith(b"\x89PNG") for p in folder.glob("*.png"))
+    record = json.loads((folder / "kascade.json").read_text())
+    assert record["kind"] == "kascade figures" and record["tokens"] == 1200 and record["results"]["tiles"] == 4
+    for size, share in zip(record["results"]["sizes"], record["results"]["pooling"]["post"]["weight"], strict=True):
+        assert any(line.split()[:1] == [str(size)] and f"{share:.1%}" in line for line in result.out.splitlines())
+    assert json.loads(longreach(*asked, "--json").out)["results"] == record["results"]
+    refused(longreach(*asked, "--length", 200), "200 tokens are too short", "384 tokens are needed")
+    refused(longreach(*asked, "--model", "mini"), "another model")
+    monkeypatch.setattr("longreach.cli.calibrate.common.load_model", lambda args: 1 / 0)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    refused(longreach(*asked), "pip install 'longreach[report]'")

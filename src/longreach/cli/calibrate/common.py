@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from longreach.plans import Plan
 
 
-def add_prompts(parser: argparse.ArgumentParser) -> None:
-    """--model, what is read, --output, --json."""
+def add_prompts(parser: argparse.ArgumentParser, output: bool = True) -> None:
+    """--model, what is read, --output where asked for, --json."""
     add_model(parser)
     parser.add_argument("--text", type=Path, action="append", default=[], metavar="FILE",
                         help="UTF-8 text, cut into windows; may be given several times")  # fmt: skip
@@ -33,8 +33,9 @@ def add_prompts(parser: argparse.ArgumentParser) -> None:
                         "evaluations is 0, and prompts of the same seed are the same)")  # fmt: skip
     parser.add_argument("--prefill-chunk-size", type=positive, default=512, metavar="N",
                         help="prompt tokens per pass (default 512); fewer take less memory")  # fmt: skip
-    parser.add_argument("--output", type=Path, required=True, metavar="PLAN.json",
-                        help="the plan; the same command goes on where an interrupted one stopped")  # fmt: skip
+    if output:
+        parser.add_argument("--output", type=Path, required=True, metavar="PLAN.json",
+                            help="the plan; the same command goes on where an interrupted one stopped")  # fmt: skip
     add_json(parser)
 
 
@@ -42,7 +43,8 @@ class Work:
     """A model, and prompts to calibrate it on.
 
     settings: further options that what is gathered depends on. least: tokens that a prompt must have, of the model's
-    shape. fits: raises where the options do not fit the model, before its weights are loaded.
+    shape. fits: raises where the options do not fit the model, before its weights are loaded. record: what is written
+    in place of a plan, the journal beside it (default: the plan, args.output).
     """
 
     def __init__(
@@ -51,11 +53,13 @@ class Work:
         settings: Mapping[str, Any],
         least: Callable[[ModelShape], int] = lambda shape: 1,
         fits: Callable[[ModelShape], None] = lambda shape: None,
+        record: Path | None = None,
     ):
         from longreach.records import check_writable
         from longreach.tasks import registry
 
-        check_writable(args.output)
+        self.output: Path = args.output if record is None else record
+        check_writable(self.output)
         tasks = registry.choose(args.tasks) if args.tasks else []
         with waiting("loading the model"):
             from longreach.adapters.transformers import model_path, shape_at, shape_of
@@ -86,11 +90,16 @@ class Work:
         from longreach.records import Journal
 
         said = {
-            "calibrate": self.args.kind, "model": self.about, "settings": self.settings, "seed": self.args.seed,
-            "data": self.prompts.data, "sha256": self.prompts.sha256, **self.where,
-        }  # fmt: skip
+            "calibrate": getattr(self.args, "kind", self.args.verb),
+            "model": self.about,
+            "settings": self.settings,
+            "seed": self.args.seed,
+            "data": self.prompts.data,
+            "sha256": self.prompts.sha256,
+            **self.where,
+        }
         started = time.perf_counter()
-        self.journal = Journal(self.args.output, said)
+        self.journal = Journal(self.output, said)
         with self.journal as journal:
             parts = gather(
                 self.model, self.prompts.prompts, what, chunk=self.args.prefill_chunk_size, progress=progress,
@@ -116,6 +125,6 @@ class Work:
             torch=versions["torch"], transformers=versions["transformers"], device=device["name"],
         )  # fmt: skip
         plan = Plan(self.args.kind, PlannedModel.of(self.name, self.shape), values, made, arrays)
-        plan.save(self.args.output)
+        plan.save(self.output)
         self.journal.remove()
         return plan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from longreach.cli.plan import compare, show, verify
+from longreach.cli.plan import choose, compare, figures, show, verify
 
 NAME = "plan"
 HELP = "look at plans: what calibration found out about a model"
@@ -12,7 +12,9 @@ EXAMPLES = (
     "longreach plan show kascade-longreach-mini",
     "longreach plan show plan.json --output similarity.png",
     "longreach plan verify plan.json --model ./Llama-3.1-8B-Instruct --json    (exit code 1 where it does not fit)",
+    "longreach plan choose plan.json --budget 4 --output four.json",
     "longreach plan compare plan.json other.json --budget 5",
+    "longreach plan figures plan.json --model mini --tasks vt,cwe --output figures",
 )
 
 
@@ -21,7 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for module, name, help_text in (
         (show, "show", "show what a plan says, and how it was made"),
         (verify, "verify", "check that a plan is whole, and made for a model"),
+        (choose, "choose", "choose other anchors of a kascade plan's calibration, and make a plan with them"),
         (compare, "compare", "hold two kascade plans for one model, of different texts, beside each other"),
+        (figures, "figures", "draw what a kascade plan rests on: top keys, similarity, importance, pooling, mapping"),
     ):
         action = actions.add_parser(
             name, help=help_text, description=help_text[0].upper() + help_text[1:] + ".", allow_abbrev=False

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from longreach.records.report.plots import CurvePanel, MapPanel, Scale, Series, curves, maps
+
+Kept = Mapping[str, Sequence[float] | None]
 
 
 def similarity(title: str, layers: Sequence[int], values: Sequence[Sequence[float]], anchors: Sequence[int]) -> bytes:
@@ -18,16 +20,40 @@ def similarity(title: str, layers: Sequence[int], values: Sequence[Sequence[floa
 def importance(title: str, values: Sequence[float]) -> bytes:
     """PNG: a point a layer."""
     x = tuple(map(float, range(len(values))))
-    line = Series("1 - cos(x, x + attention)", 0, False, x, tuple(values))
+    line = _line("1 - cos(x, x + attention)", 0, x, values)
     return curves([CurvePanel(title, "layer", "importance", (line,))])
 
 
 def worth(title: str, best: Sequence[float], even: Sequence[float], bytes_read: Sequence[float]) -> bytes:
     """PNG: of 1, 2, ... anchors, the value of the best and of evenly spaced ones, and the bytes that decoding reads."""
     x = tuple(float(n + 1) for n in range(len(best)))
-    found = (Series("best anchors", 1, False, x, tuple(best)), Series("evenly spaced", 2, False, x, tuple(even)))
-    read = (Series("bytes read", 3, False, x, tuple(bytes_read)),)
+    found = (_line("best anchors", 0, x, best), _line("evenly spaced", 1, x, even))
+    read = (_line("bytes read", 2, x, bytes_read),)
     return curves([
         CurvePanel(title, "anchors", "value, over all", found),
         CurvePanel(title, "anchors", "of dense attention's bytes", read, share=True),
     ])  # fmt: skip
+
+
+def top_mass(title: str, values: Sequence[Sequence[float]]) -> bytes:
+    """PNG: a row a layer, a column a query head: the weight of its 256 heaviest keys."""
+    rows, columns = (tuple(map(str, range(n))) for n in (len(values), len(values[0])))
+    panel = MapPanel(title, tuple(map(tuple, values)), rows, columns)
+    return maps([panel], "query head", "layer", Scale("weight of the top 256 keys", 0.0, 1.0, share=True))
+
+
+def kept(title: str, xlabel: str, x: Sequence[float], found: Mapping[str, Kept], *, doubling: bool = False) -> bytes:
+    """PNG: for each way of choosing keys the weight that they hold, and the error of the output, by x."""
+    panels = []
+    for name, ylabel in (("weight", "weight on the keys attended to"), ("error", "error of the output")):
+        lines = []
+        for number, (label, values) in enumerate(found.items()):
+            numbers = values[name]
+            if numbers is not None:
+                lines.append(_line(label, number, x, numbers))
+        panels.append(CurvePanel(title, xlabel, ylabel, tuple(lines), doubling=doubling))
+    return curves(panels)
+
+
+def _line(label: str, number: int, x: Sequence[float], y: Sequence[float]) -> Series:
+    return Series(label, number, False, tuple(x), tuple(y), plain=True)

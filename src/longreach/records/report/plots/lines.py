@@ -12,7 +12,10 @@ ACROSS = 2
 
 @dataclass(frozen=True)
 class Series:
-    """label: a method; number: its place among all. mark: an x on the curve at which something happened."""
+    """label: a method, or, where `plain`, anything; number: its place among all, told with methods.
+
+    mark: an x on the curve at which something happened.
+    """
 
     label: str
     number: int
@@ -20,11 +23,12 @@ class Series:
     x: tuple[float, ...]
     y: tuple[float, ...]
     mark: float | None = None
+    plain: bool = False
 
 
 @dataclass(frozen=True)
 class CurvePanel:
-    """One set of axes. log: of y. zero: y begins at 0."""
+    """One set of axes. log: of y. doubling: x by powers of two. share: y from 0 to 1, as percentages."""
 
     title: str
     xlabel: str
@@ -33,6 +37,7 @@ class CurvePanel:
     log: bool = False
     steps: bool = False
     share: bool = False
+    doubling: bool = False
 
 
 def curves(panels: Sequence[CurvePanel]) -> bytes:
@@ -52,6 +57,11 @@ def curves(panels: Sequence[CurvePanel]) -> bytes:
                 axes.set_yscale("log")
                 axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")  # the default's is a formula
                 axes.yaxis.set_minor_formatter(lambda value, _: "")
+            if panel.doubling:
+                ticks = sorted({x for s in panel.series for x in s.x})
+                axes.set_xscale("log", base=2)
+                axes.set_xticks(ticks, [f"{x:g}" for x in ticks])
+                axes.set_xticks([], minor=True)
             if panel.share:
                 axes.set_ylim(-0.03, 1.03)
                 axes.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0%", "25%", "50%", "75%", "100%"])
@@ -65,8 +75,12 @@ def curves(panels: Sequence[CurvePanel]) -> bytes:
                     axes.plot([s.mark], [s.y[s.x.index(s.mark)]], color=drawn["color"], marker="X", markersize=10,
                               markeredgecolor="white", linestyle="none", zorder=5)  # fmt: skip
         order = sorted(known.values(), key=lambda s: s.number)
-        legend(made, [_handle(s) for s in order], [f"{s.number + 1} {name(s.label)}" for s in order])
+        legend(made, [_handle(s) for s in order], [_label(s) for s in order])
         return png(made)
+
+
+def _label(s: Series) -> str:
+    return name(s.label) if s.plain else f"{s.number + 1} {name(s.label)}"
 
 
 def _handle(s: Series) -> object:

@@ -1,0 +1,80 @@
+"""`longreach plan choose`: other anchors, or another head map, from the same calibration. No model is needed."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from longreach.cli.common import add_json
+from longreach.cli.plan.common import add_plan, opened
+from longreach.cli.plan.show import describe, show
+from longreach.cli.show import emit
+from longreach.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from longreach.methods.kascade.calibrated import Calibrated
+
+HEADS = ("mapped", "own")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_plan(parser)
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--budget", type=int, metavar="N", help="the best N anchors")
+    which.add_argument("--evenly", type=int, metavar="N", help="N anchors at even distances")
+    which.add_argument("--anchors", type=_layers, metavar="L,L", help="these layers")
+    parser.add_argument("--heads", choices=HEADS, default="mapped", help="whose keys a head takes: those of the head "
+                        "that serves it best (the default), or those of the head with its own number")  # fmt: skip
+    parser.add_argument("--output", type=Path, required=True, metavar="PLAN.json", help="the new plan")
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from longreach.methods.kascade.calibrated import Calibrated
+    from longreach.methods.kascade.plan import KascadePlan
+
+    plan = opened(args.plan)
+    if plan.kind != "kascade":
+        raise InvalidInput(f"{args.plan} is a {plan.kind} plan; only those of kascade have anchors to choose")
+    found, before = Calibrated.of(plan), KascadePlan.of(plan)
+    how, places = _places(args, found)
+    chosen = found.with_anchors(places, before.k, before.tile)
+    if args.heads == "own":
+        own = tuple(range(plan.model.kv_heads))
+        chosen = replace(chosen, head_map=(own,) * plan.model.layers)
+    settings: dict[str, Any] = {**plan.made.settings, "budget": len(places), "anchors": how, "heads": args.heads}
+    new = replace(plan, values=chosen.values(), made=replace(plan.made, settings=settings))
+    new.save(args.output)
+    if args.json:
+        emit({**describe(new), "output": str(args.output)})
+    else:
+        show(new)
+    return 0
+
+
+def _places(args: argparse.Namespace, found: Calibrated) -> tuple[str, tuple[int, ...]]:
+    """(how they were chosen, places of the anchors among the layers of full attention)."""
+    from longreach.methods.kascade.anchors import choose, evenly
+
+    if args.budget is not None:
+        return "best", choose(found.similarity, args.budget).anchors
+    if args.evenly is not None:
+        return "evenly spaced", evenly(len(found.layers), args.evenly)
+    layers = tuple(sorted(set(args.anchors)))
+    strange = [layer for layer in layers if layer not in found.layers]
+    if strange or found.layers[0] not in layers:
+        raise InvalidInput(
+            f"--anchors: expected some of the layers of full attention ({', '.join(map(str, found.layers))}), the "
+            f"first of them among them, got {', '.join(map(str, args.anchors))}"
+        )
+    return "given", tuple(found.layers.index(layer) for layer in layers)
+
+
+def _layers(text: str) -> tuple[int, ...]:
+    """ "0,6" -> (0, 6)."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected layer numbers such as 0,6, got {text!r}") from None
