@@ -5,6 +5,7 @@ from longreach.ops.partial import merge, remove, shift
 from longreach.ops.pooled_scores import pooled_scores
 from longreach.ops.rope import Turn, angles, reposition, rotate, unrotate
 from longreach.ops.selection import Bound, Lists, PackedLists, Selection, Span, Spans, at, near
+from longreach.ops.top_k import top_k
 from longreach.ops.types import HeadShard, KVView, Logits, Partial, Rows, Run
 
 __all__ = [
@@ -35,5 +36,6 @@ __all__ = [
     "rotate",
     "score_keys",
     "shift",
+    "top_k",
     "unrotate",
 ]

@@ -1,0 +1,526 @@
+# mypy: ignore-errors
+# (these functions are compiled by Triton, not run by Python)
+"""The Triton kernels of top_k: a bracket from a sample, one read of the scores, the rest among few candidates.
+
+`bracket` reads a stratified sample of each row and finds two values that the k-th largest lies between, but for about
+one row in 10,000. `classify` reads the scores once: what lies above the bracket gets its bit in a plane of one bit a
+column, what lies inside goes to a list of candidates. `resolve` finds the k-th value among the candidates and sets the
+bits of those chosen. `write` turns bits into ascending columns. All decisions are made on the device; the order in
+which candidates arrive changes no result.
+
+Ties: where many samples share a value at an end of the bracket (rows of zeros), `classify` marks the columns that hold
+that value in a second plane instead of listing them, and `write` takes as many as are wanted, lowest columns first.
+
+Where the bracket misses, or holds more candidates than there is room for, `resolve` searches the whole row by itself:
+at most 16 reads of the row by one program, each of which cuts the range of keys to a quarter (about 10 us a read of
+131,072 columns, 0.1 to 0.2 ms in all, side by side for as many rows as programs fit).
+
+Predicted for an H200 (4.2 TB/s, 132 multiprocessors at 1.85 GHz), not yet measured. 256 rows of 131,072 columns,
+k = 13,107: bracket 9 us (17 to 34 MB in sectors of the sample), classify 40 us (134 MB take 32 us; 700 instructions a
+warp for 1,024 columns, 23 us), resolve 8 us, write 11 us, 3 us between them: 71 us. 8 rows: 4, 3, 6, 2 and 3 us, 18 us.
+Rows of up to 8,192 columns: `short`, one program a row that holds it in registers; 512 rows in two waves, 14 us.
+
+Keys are the order of floats as int32: NaN below everything, -0.0 as 0.0. Values are compared as floats where that says
+the same. Columns are int32.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # kernels run in Python, on CPU tensors
+LEAST = tl.constexpr(-(1 << 31))  # the key of NaN
+OVER = tl.constexpr(0x7F800001)  # past the key of +inf; as a value NaN, which no number reaches
+UNDER = tl.constexpr(-0x7F800001)  # the key of -inf
+# what is kept of a row: the key from which values are chosen, that from which they are candidates, whether
+HIGH, LOW, TIED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # values at the ends are marked as ties;
+KIND, TAKE, SEARCHED = tl.constexpr(3), tl.constexpr(4), tl.constexpr(5)  # which ties are taken, how many; slow path
+MARKS = tl.constexpr(8)
+COLUMNS, CAPACITY = tl.constexpr(8), tl.constexpr(11)  # where they are in `given`
+NO_TIES, HIGH_TIES, LOW_TIES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+@triton.jit
+def _key(x):
+    """The key of fp32 values: int32, in their order."""
+    bits = tl.where(x == 0.0, 0, x.to(tl.int32, bitcast=True))
+    return tl.where(x != x, LEAST, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+
+
+@triton.jit
+def _value(key):
+    """The fp32 value of int32 keys; NaN for OVER and for what is below UNDER."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _ones(x):
+    """Set bits of int32 words."""
+    if INTERPRETED:
+        x = x - ((x >> 1) & 0x55555555)
+        x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+        x = (x + (x >> 4)) & 0x0F0F0F0F
+        x = (x + (x >> 8)) & 0x00FF00FF
+        y = (x + (x >> 16)) & 0x3F
+    else:
+        y = tl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1)
+    return y
+
+
+@triton.constexpr_function
+def _bit(i):
+    """Bit i as an int32."""
+    return 1 << i if i < 31 else -(1 << 31)
+
+
+@triton.jit
+def _before(column, u):
+    """Word u of a plane in which all columns before `column` are set."""
+    n = tl.minimum(tl.maximum(column - 32 * u, 0), 32)
+    return tl.where(n == 32, -1, (1 << tl.minimum(n, 31)) - 1)
+
+
+@triton.jit
+def _row(row, given):
+    """(scores, length, k, first, stop, busy): k columns are chosen, all before `first` and from `stop` on among them.
+
+    Not busy: nothing is to be chosen, because k is 0 or exceeds the capacity.
+    given: scores, their list and head stride, counts, lengths, their strides, heads, columns, how many first and last
+    columns come before all others, capacity.
+    """
+    x, x_list, x_head, count, lengths, length_list, length_head, heads, columns, front, back, capacity = given
+    of_list = (row // heads).to(tl.int64)
+    of_head = (row % heads).to(tl.int64)
+    length = tl.load(lengths + of_list * length_list + of_head * length_head)
+    length = tl.minimum(tl.maximum(length, 0), columns).to(tl.int32)
+    k = tl.minimum(tl.maximum(tl.load(count + row), 0), length).to(tl.int32)
+    stop = length - tl.minimum(k, back)
+    first = tl.where(k == length, stop, tl.minimum(k - (length - stop), front))
+    return x + of_list * x_list + of_head * x_head, length, k, first, stop, (k > 0) & (k <= capacity)
+
+
+@triton.jit
+def drawn(i, size, SAMPLES: tl.constexpr):
+    """The i-th column of a sample of SAMPLES out of `size` or fewer: anywhere in the i-th of as many even stretches."""
+    begin = i.to(tl.int64) * size // SAMPLES
+    width = (i + 1).to(tl.int64) * size // SAMPLES - begin
+    mixed = i.to(tl.uint32) * 0x9E3779B1
+    mixed = (mixed ^ (mixed >> 15)) * 0x85EBCA77
+    return (begin + ((mixed >> 16).to(tl.int64) * width >> 16)).to(tl.int32)
+
+
+@triton.jit
+def bracket(
+    given, space, used, SAMPLES: tl.constexpr, SIGMAS: tl.constexpr, SLACK: tl.constexpr, CHAINED: tl.constexpr
+):
+    """Where a row's k-th value lies: between the samples SIGMAS standard deviations above and below its expected rank.
+
+    Both are found by bisection of keys, to SLACK samples. given: see _row; space: see Space in triton.py.
+    """
+    marks, counter = space[0], space[1]
+    row = tl.program_id(0)
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
+    x, length, k, first, stop, busy = _row(row, given)
+    tl.store(used + row, k)
+    tl.store(counter + row, 0)
+    rank = k - first - (length - stop)
+    size = stop - first
+    i = tl.arange(0, SAMPLES)
+    column = first + tl.where(size <= SAMPLES, i, drawn(i, size, SAMPLES))
+    key = _key(tl.load(x + column, mask=(i < size) & busy & (rank > 0), other=float("nan")).to(tl.float32))
+
+    draws = tl.minimum(size, SAMPLES)
+    share = rank.to(tl.float32) / tl.maximum(size, 1).to(tl.float32)
+    mean = tl.where(size <= SAMPLES, rank.to(tl.float32), draws.to(tl.float32) * share)
+    # the tails of a binomial distribution: a normal one's, and more where few samples are expected (Bernstein)
+    spread = SIGMAS * tl.sqrt(mean * (1.0 - share)) + SIGMAS * SIGMAS / 3
+    spread = tl.where(size <= SAMPLES, 0.0, spread)
+    upper = tl.floor(mean - spread).to(tl.int32)
+    lower = tl.ceil(mean + spread).to(tl.int32)
+
+    # [a, b) holds the key of that rank in the sample; `in_high`, `in_low`: samples at or above a, and at or above b
+    high_a, high_b = tl.full((), LEAST, tl.int64), tl.full((), OVER, tl.int64)
+    low_a, low_b = high_a, high_b
+    over_a, over_b = tl.where((rank > 0) & (upper > 0), SAMPLES, 0), 0
+    under_a, under_b = tl.where((rank > 0) & (lower <= draws), SAMPLES, 0), 0
+    seek_high = over_a > 0
+    seek_low = under_a > 0
+    while seek_high | seek_low:
+        high_m, low_m = (high_a + high_b) >> 1, (low_a + low_b) >> 1
+        both = (key >= high_m.to(tl.int32)).to(tl.int32) + ((key >= low_m.to(tl.int32)).to(tl.int32) << 16)
+        both = tl.sum(both, 0)
+        over, under = both & 0xFFFF, both >> 16
+        up, down = seek_high & (over >= upper), seek_high & (over < upper)
+        high_a, over_a = tl.where(up, high_m, high_a), tl.where(up, over, over_a)
+        high_b, over_b = tl.where(down, high_m, high_b), tl.where(down, over, over_b)
+        up, down = seek_low & (under >= lower), seek_low & (under < lower)
+        low_a, under_a = tl.where(up, low_m, low_a), tl.where(up, under, under_a)
+        low_b, under_b = tl.where(down, low_m, low_b), tl.where(down, under, under_b)
+        seek_high = seek_high & (high_b - high_a > 1) & (over_a - over_b > SLACK)
+        seek_low = seek_low & (low_b - low_a > 1) & (under_a - under_b > SLACK)
+
+    tie_high = (high_b - high_a == 1) & (over_a - over_b > SLACK)
+    tie_low = (low_b - low_a == 1) & (under_a - under_b > SLACK)
+    high = tl.where(tie_high, high_a, high_b)
+    low = tl.where(tie_low, low_b, low_a)
+    high, low = tl.maximum(high, UNDER), tl.where(rank > 0, tl.maximum(low, UNDER), OVER)  # numbers, or past them
+    row_marks = marks + row.to(tl.int64) * MARKS
+    tl.store(row_marks + HIGH, high.to(tl.int32))
+    tl.store(row_marks + LOW, low.to(tl.int32))
+    tl.store(row_marks + TIED, (tie_high | tie_low).to(tl.int32))
+
+
+@triton.jit
+def _four(x, W: tl.constexpr):
+    """Four tensors [W], the i-th of which holds x[4 w + i]: what a thread has read at once."""
+    even, odd = tl.split(tl.reshape(x, [W, 2, 2]))
+    a, c = tl.split(even)
+    b, d = tl.split(odd)
+    return a, b, c, d
+
+
+@triton.jit
+def _slots(x, start, end, W: tl.constexpr):
+    """The scores of a block of 32 W columns, anything from `end` on, as 32 tensors [W], read in vectors.
+
+    Slot 4 r + i of word w is column 4 W r + 4 w + i, r < 8, i < 4: a thread has all slots of its words.
+    """
+    quad = tl.arange(0, 4 * W)
+    slots = ()
+    for r in tl.static_range(8):
+        column = start + 4 * W * r + quad
+        slots = slots + _four(tl.load(x + column, mask=column < end).to(tl.float32), W)
+    return slots
+
+
+@triton.jit
+def _reach(slots, bound, W: tl.constexpr):
+    """The slots whose scores are at least `bound`, as bits."""
+    bits = tl.zeros([W], tl.int32)
+    for e in tl.static_range(32):
+        bits |= tl.where(slots[e] >= bound, _bit(e), 0)
+    return bits
+
+
+@triton.jit
+def _inside(column, first, stop, W: tl.constexpr):
+    """The slots whose columns lie in [first, stop), as bits; column [W]: that of slot 0."""
+    bits = tl.zeros([W], tl.int32)
+    for e in tl.static_range(32):
+        at = column + (e // 4 * (4 * W) + e % 4)
+        bits |= tl.where((at >= first) & (at < stop), _bit(e), 0)
+    return bits
+
+
+@triton.jit
+def _in_order(bits, W: tl.constexpr):
+    """Words of 32 slots as words of 32 columns."""
+    even = tl.join(tl.join(bits, bits >> 16), tl.join(bits >> 8, bits >> 24))
+    odd = tl.join(tl.join(bits >> 4, bits >> 20), tl.join(bits >> 12, bits >> 28))
+    fours = tl.reshape(tl.permute(tl.join(even, odd), (1, 2, 3, 0)), [W, 8]) & 15
+    return tl.sum(fours << (4 * tl.arange(0, 8))[None, :], 1)
+
+
+@triton.jit
+def classify(given, space, blocks, C: tl.constexpr, W: tl.constexpr, QUADS: tl.constexpr, CHAINED: tl.constexpr):
+    """One block of 32 W columns of one row: the bits of what is surely chosen or tied, and the list of candidates.
+
+    C: room for candidates a row. QUADS: the number of columns is a multiple of 4.
+    """
+    marks, counter, tally, planes, found = space
+    row = tl.program_id(0)
+    start = tl.program_id(1) * (32 * W)
+    x, length, _, first, stop, busy = _row(row, given)
+    columns = given[COLUMNS]
+    if QUADS:  # says that whole vectors are inside or outside
+        columns = columns // 4 * 4
+    there = busy & (start < length)
+    # scores are older than the kernel before, which has waited for whoever made them
+    slots = _slots(x, start, tl.where(there, columns, 0), W)
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
+    if there:
+        row_marks = marks + row.to(tl.int64) * MARKS
+        high_key, low_key = tl.load(row_marks + HIGH), tl.load(row_marks + LOW)
+        high, low, under = _value(high_key), _value(low_key), _value(low_key - 1)
+        w = tl.arange(0, W)
+        above, listed = _reach(slots, high, W), _reach(slots, low, W)
+        listed &= ~above
+        edge = (start < first) | (start + 32 * W > stop)
+        if edge:
+            inside = _inside(start + 4 * w, first, stop, W)
+            above &= inside
+            listed &= inside
+        sure = _in_order(above, W)
+        u = start // 32 + w
+        forced = 0
+        if edge:
+            end = start + 32 * W
+            forced = tl.maximum(tl.minimum(first, end) - start, 0)
+            forced += tl.maximum(tl.minimum(length, end) - tl.maximum(stop, start), 0)
+            sure |= _before(length, u) & ~(_before(stop, u) & ~_before(first, u))
+        plane = planes + row.to(tl.int64) * 2 * blocks * W + u
+        tl.store(plane, sure)
+        row_tally = tally + row.to(tl.int64) * 3 * blocks + tl.program_id(1)
+        if tl.load(row_marks + TIED) != 0:
+            again = _slots(x, start, columns, W)
+            tie = tl.zeros([W], tl.int32)
+            for e in tl.static_range(32):
+                tie |= tl.where((again[e] == high) | ((again[e] == under) & ~(again[e] >= low)), _bit(e), 0)
+            if edge:
+                tie &= _inside(start + 4 * w, first, stop, W)
+            tl.store(plane + blocks * W, _in_order(tie, W))
+            tl.store(row_tally + blocks, tl.sum(_ones(tie & above), 0))
+            tl.store(row_tally + 2 * blocks, tl.sum(_ones(tie & ~above), 0))
+            above &= ~tie
+
+        mine = _ones(listed)
+        both = tl.sum(mine + (_ones(above) << 16), 0)
+        tl.store(row_tally, (both >> 16) + forced)
+        place = tl.atomic_add(counter + row, both & 0xFFFF, sem="relaxed")
+        if place + (both & 0xFFFF) <= C:
+            to = found + row.to(tl.int64) * C + (place + tl.cumsum(mine, 0) - mine)
+            for _ in range(tl.max(mine, 0)):
+                lowest = listed & -listed
+                slot = _ones(lowest - 1)
+                at = start + (slot >> 2) * (4 * W) + 4 * w + (slot & 3)
+                value = tl.load(x + at, mask=listed != 0).to(tl.float32)
+                entry = (value.to(tl.int32, bitcast=True).to(tl.int64) << 32) | at.to(tl.uint32).to(tl.int64)
+                tl.store(to, entry, mask=listed != 0)
+                listed ^= lowest
+                to += 1
+
+
+@triton.jit
+def _entries(at, entries, M, NB: tl.constexpr):
+    """Candidates at, at + 1, .. of M, as they are listed, and which of them there are."""
+    n = at + tl.arange(0, NB)
+    return tl.load(entries + n, mask=n < M, other=0), n < M
+
+
+@triton.jit
+def _keys(at, entries, M, NB: tl.constexpr):
+    """Keys of candidates at, at + 1, .. of M, LEAST past the last."""
+    entry, there = _entries(at, entries, M, NB)
+    return tl.where(there, _key((entry >> 32).to(tl.int32).to(tl.float32, bitcast=True)), LEAST)
+
+
+@triton.jit
+def _choose(pick, M, low, high, columns, entries, plane, NB: tl.constexpr, PART: tl.constexpr):
+    """Set the bits of the `pick` largest of M candidates, whose keys are in [low, high); ties to the lower column.
+
+    NB candidates are held while their keys are searched, later PART at a time are looked at again.
+    """
+    keys = _keys(0, entries, M, NB)
+    a, b = low.to(tl.int64), high.to(tl.int64)  # the pick-th key is in [a, b)
+    from_a, from_b = M, 0  # candidates at or above them
+    while (b - a > 1) & (from_a != pick):
+        middle = (a + b) >> 1
+        bound = middle.to(tl.int32)
+        count = tl.sum((keys >= bound).to(tl.int32), 0)
+        for at in range(NB, M, NB):
+            count += tl.sum((_keys(at, entries, M, NB) >= bound).to(tl.int32), 0)
+        enough = count >= pick
+        a, from_a = tl.where(enough, middle, a), tl.where(enough, count, from_a)
+        b, from_b = tl.where(enough, b, middle), tl.where(enough, from_b, count)
+    kth = a.to(tl.int32)
+    # of the candidates with that very key, if not all: those before column `cut`
+    since, cut = tl.full((), 0, tl.int32), columns
+    while (from_a != pick) & (cut - since > 1):
+        half = (since + cut) >> 1
+        ties = tl.full((), 0, tl.int32)
+        for at in range(0, M, PART):
+            entry, there = _entries(at, entries, M, PART)
+            tied = there & (_keys(at, entries, M, PART) == kth) & (entry.to(tl.int32) < half)
+            ties += tl.sum(tied.to(tl.int32), 0)
+        enough = ties >= pick - from_b
+        cut, since = tl.where(enough, half, cut), tl.where(enough, since, half)
+    for at in range(0, M, PART):
+        entry, there = _entries(at, entries, M, PART)
+        key, column = _keys(at, entries, M, PART), entry.to(tl.int32)
+        chosen = there & ((key > kth) | ((key == kth) & (column < cut)))
+        tl.atomic_or(plane + (column >> 5), 1 << (column & 31), mask=chosen, sem="relaxed")
+
+
+@triton.jit
+def _at_least(v, key, NB: tl.constexpr):
+    """How many of NB values reach a key that is not NaN's, as partial sums [NB / 4]."""
+    bound = _value(tl.maximum(key, UNDER).to(tl.int32))
+    return tl.sum(tl.reshape((v >= bound).to(tl.int32), [4, NB // 4]), 0)
+
+
+@triton.jit
+def _search(rank, x, first, stop, length, plane, plane_size, NB: tl.constexpr):
+    """Planes of a row from nothing but its scores: what reaches the key of that rank in the middle, and its ties.
+
+    Returns how many of the ties to take.
+    """
+    a, b = tl.full((), LEAST, tl.int64), tl.full((), OVER, tl.int64)
+    from_a, from_b = stop - first, 0
+    n = tl.arange(0, NB)
+    while (b - a > 1) & (from_a != rank):
+        one, two, three = a + tl.maximum((b - a) >> 2, 1), (a + b) >> 1, a + ((3 * (b - a)) >> 2)
+        ones, twos, threes = tl.zeros([NB // 4], tl.int32), tl.zeros([NB // 4], tl.int32), tl.zeros([NB // 4], tl.int32)
+        for at in range(first, stop, NB):
+            v = tl.load(x + at + n, mask=at + n < stop, other=float("nan")).to(tl.float32)
+            ones += _at_least(v, one, NB)
+            twos += _at_least(v, two, NB)
+            threes += _at_least(v, three, NB)
+        from_one, from_two, from_three = tl.sum(ones, 0), tl.sum(twos, 0), tl.sum(threes, 0)
+        if from_three >= rank:
+            a, from_a = three, from_three
+        elif from_two >= rank:
+            a, from_a, b, from_b = two, from_two, three, from_three
+        elif from_one >= rank:
+            a, from_a, b, from_b = one, from_one, two, from_two
+        else:
+            b, from_b = one, from_one
+    kth = a.to(tl.int32)
+    bit = tl.arange(0, 32)[None, :]
+    word = tl.arange(0, NB // 32)
+    for at in range(0, tl.cdiv(length, 32), NB // 32):
+        u = at + word
+        column = 32 * u[:, None] + bit
+        inside = (column >= first) & (column < stop)
+        key = _key(tl.load(x + column, mask=inside, other=float("nan")).to(tl.float32))
+        sure = tl.sum(tl.where(inside & (key >= kth), 1 << bit, 0), 1)
+        tie = tl.sum(tl.where(inside & (key == kth), 1 << bit, 0), 1)
+        outside = _before(length, u) & ~(_before(stop, u) & ~_before(first, u))
+        tl.store(plane + u, sure | outside, mask=32 * u < length)
+        tl.store(plane + plane_size + u, tie, mask=32 * u < length)
+    return tl.where(from_a == rank, length, rank - from_b)
+
+
+@triton.jit
+def resolve(
+    given, space, blocks, C: tl.constexpr, W: tl.constexpr, NB: tl.constexpr, SEARCH: tl.constexpr, B: tl.constexpr,
+    CHAINED: tl.constexpr,
+):  # fmt: skip
+    """Which candidates and ties of a row are chosen.
+
+    NB: candidates held at a time; SEARCH: columns that the slow path reads at a time; B: at least `blocks`.
+    """
+    marks, counter, tally, planes, found = space
+    row = tl.program_id(0)
+    x, length, k, first, stop, busy = _row(row, given)
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
+    if busy:
+        row_marks = marks + row.to(tl.int64) * MARKS
+        plane = planes + row.to(tl.int64) * 2 * blocks * W
+        block = tl.arange(0, B)
+        row_tally = tally + row.to(tl.int64) * 3 * blocks + block
+        filled = block < tl.cdiv(length, 32 * W)
+        M = tl.load(counter + row)
+        want = k - tl.sum(tl.load(row_tally, mask=filled, other=0), 0)  # beside what is surely chosen
+        pick, kind, take = want, tl.full((), NO_TIES, tl.int32), tl.full((), 0, tl.int32)
+        good = (want >= 0) & (want <= M)
+        if tl.load(row_marks + TIED) != 0:
+            highs = tl.sum(tl.load(row_tally + blocks, mask=filled, other=0), 0)
+            lows = tl.sum(tl.load(row_tally + 2 * blocks, mask=filled, other=0), 0)
+            rest = want - highs
+            kind = tl.where(rest <= 0, HIGH_TIES, LOW_TIES)
+            pick = tl.minimum(tl.maximum(rest, 0), M)
+            take = tl.where(rest <= 0, want, rest - pick)
+            good = (want >= 0) & (rest - pick <= lows)
+        good = good & ((pick == 0) | (M <= C))
+        if good:
+            if pick > 0:
+                low, high = tl.load(row_marks + LOW), tl.load(row_marks + HIGH)
+                _choose(pick, M, low, high, length, found + row.to(tl.int64) * C, plane, NB, NB // 4)
+        else:
+            kind = tl.full((), HIGH_TIES, tl.int32)
+            take = _search(k - first - (length - stop), x, first, stop, length, plane, blocks * W, SEARCH)
+        tl.store(row_marks + KIND, kind)
+        tl.store(row_marks + TAKE, take)
+        tl.store(row_marks + SEARCHED, 1 - good.to(tl.int32))
+
+
+@triton.jit
+def _split(plane, plane_size, u, mask, kind):
+    """Words u of a row: bits chosen whatever the ties, bits tied."""
+    one = tl.load(plane + u, mask=mask, other=0)
+    two = tl.load(plane + plane_size + u, mask=mask & (kind != NO_TIES), other=0)
+    return tl.where(kind == HIGH_TIES, one & ~two, one), tl.where(kind == HIGH_TIES, one & two, two & ~one)
+
+
+@triton.jit
+def write(given, space, index, plane_size, PW: tl.constexpr, AHEAD: tl.constexpr, CHAINED: tl.constexpr):
+    """The chosen columns among PW words of a row, ascending, behind those of all words before (AHEAD at a time)."""
+    marks, planes = space[0], space[3]
+    row = tl.program_id(0)
+    start = tl.program_id(1) * PW
+    _, length, k, _, _, busy = _row(row, given)
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
+    if busy & (32 * start < length):
+        kind = tl.load(marks + row.to(tl.int64) * MARKS + KIND)
+        take = tl.load(marks + row.to(tl.int64) * MARKS + TAKE)
+        plane = planes + row.to(tl.int64) * 2 * plane_size
+        before = tl.zeros([AHEAD], tl.int64)
+        for at in range(0, start, AHEAD):
+            u = at + tl.arange(0, AHEAD)
+            sure, tie = _split(plane, plane_size, u, u < start, kind)
+            before += _ones(sure).to(tl.int64) + (_ones(tie).to(tl.int64) << 32)
+        both = tl.sum(before, 0)
+        ties_before = (both >> 32).to(tl.int32)
+        place = (both & 0x7FFFFFFF).to(tl.int32) + tl.minimum(ties_before, take)
+        u = start + tl.arange(0, PW)
+        chosen, tie = _split(plane, plane_size, u, 32 * u < length, kind)
+        if take > ties_before:
+            each = _ones(tie)
+            left = take - ties_before - (tl.cumsum(each, 0) - each)  # ties still wanted, this word's first ones
+            for i in range(tl.max(tl.minimum(left, each), 0)):
+                lowest = tie & -tie
+                chosen |= tl.where(i < left, lowest, 0)
+                tie ^= lowest
+        mine = _ones(chosen)
+        place += tl.cumsum(mine, 0) - mine
+        to = index + row.to(tl.int64) * given[CAPACITY]
+        for _ in range(tl.max(mine, 0)):
+            lowest = chosen & -chosen
+            tl.store(to + place, 32 * u + _ones(lowest - 1), mask=(chosen != 0) & (place < k))
+            chosen ^= lowest
+            place += 1
+
+
+@triton.jit
+def short(given, used, index, NB: tl.constexpr, CHAINED: tl.constexpr):
+    """A whole row of up to NB columns at once: its k-th key by bisection, then the columns chosen."""
+    row = tl.program_id(0)
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
+    x, length, k, first, stop, busy = _row(row, given)
+    tl.store(used + row, k)
+    if busy:
+        column = tl.arange(0, NB)
+        rank = k - first - (length - stop)
+        v = tl.load(x + column, mask=column < given[COLUMNS], other=float("nan")).to(tl.float32)
+        middle = (column >= first) & (column < stop)
+        key = tl.where(middle, _key(v), LEAST)
+        b = tl.full((), OVER, tl.int64)
+        a = tl.where(rank > 0, LEAST, b - 1)
+        from_a, from_b = stop - first, 0
+        while (b - a > 1) & (from_a != rank):
+            m = (a + b) >> 1
+            count = tl.sum((key >= m.to(tl.int32)).to(tl.int32), 0)
+            enough = count >= rank
+            a, from_a = tl.where(enough, m, a), tl.where(enough, count, from_a)
+            b, from_b = tl.where(enough, b, m), tl.where(enough, from_b, count)
+        kth = a.to(tl.int32)
+        chosen = (column < length) & ((key > kth) | ~middle)
+        tie = middle & (key == kth)
+        if from_a != rank:
+            each = tie.to(tl.int32)
+            tie = tie & (tl.cumsum(each, 0) - each < rank - from_b)
+        mine = (chosen | tie).to(tl.int32)
+        place = tl.cumsum(mine, 0) - mine
+        tl.store(index + row.to(tl.int64) * given[CAPACITY] + place, column, mask=(mine != 0) & (place < k))
