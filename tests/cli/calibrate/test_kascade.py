@@ -31,6 +31,12 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(autouse=True)
+def commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same throughout, whoever commits meanwhile."""
+    monkeypatch.setenv("LONGREACH_COMMIT", "f00d")
+
+
 def asked(model: Path, text: Path, output: Path, *more: Any) -> list[Any]:
     return ["calibrate", "kascade", "--model", model, "--text", text, "--length", 301, "--prompts", 3, "--k", 16,
             "--tile", 32, "--budget", 2, "--output", output, *more]  # fmt: skip
@@ -49,7 +55,7 @@ def test_a_plan_is_made_that_the_model_takes(longreach: Any, model: Path, text: 
     made = plan.made
     assert made.tokens == 903 and len(made.sha256) == 64 and made.data == "3 windows of book.txt; 301 tokens each"
     assert made.settings == {"length": 301, "prompts": 3, "prefill_chunk_size": 512, "dtype": "float32", "k": 16,
-                             "tile": 32, "budget": 2}  # fmt: skip
+                             "tile": 32, "budget": 2, "ranks": 1}  # fmt: skip
     assert made.seed == 1 and made.torch and made.transformers and made.device and made.longreach
     lines = result.out.splitlines()
     assert all(len(line) <= 80 or str(output) in line for line in lines)
@@ -85,6 +91,7 @@ def test_tasks_are_read_beside_text(longreach: Any, model: Path, text: Path, tmp
         (["--budget", 0], ["budget", "at least 1", "got 0"]),
         (["--budget", -1], ["budget", "at least 1"]),
         (["--budget", 5], ["budget", "1 to 4 anchors", "got 5", "--budget"]),
+        (["--ranks", 3], ["ranks", "divides the 2 KV heads", "got 3", "--ranks"]),
         (["--prompts", 30], ["30 prompts of 301 tokens are 9000 tokens", "book.txt", "--text"]),
         (["--length", 32], ["32 tokens are too short", "33 tokens are needed", "--length"]),
         (["--length", 9000], ["context is 4096"]),
@@ -144,3 +151,11 @@ def test_a_budget_is_chosen_anew_without_reading_anew(
     monkeypatch.setattr(KascadeGather, "begin", lambda *_: 1 / 0)
     assert longreach(*asked(model, text, output)).code == 0
     assert KascadePlan.of(load_plan(output, "kascade")).anchors == (1, 3)
+
+
+def test_heads_stay_on_their_rank(longreach: Any, model: Path, text: Path, tmp_path: Path) -> None:
+    output = tmp_path / "p.json"
+    assert longreach(*asked(model, text, output, "--ranks", 2)).code == 0
+    plan = load_plan(output, "kascade")
+    assert KascadePlan.of(plan).head_map == ((0, 1),) * 4 and Calibrated.of(plan).ranks == 2
+    assert plan.made.settings["ranks"] == 2

@@ -164,6 +164,10 @@ def test_choose(longreach: Any, saved: Path, model: Path, tmp_path: Path) -> Non
     )
     assert own["values"]["head_map"] == [[0, 1]] * LAYERS and own["made"]["settings"]["heads"] == "own"
     assert longreach("plan", "verify", path, "--model", model).code == 0
+    assert longreach("plan", "choose", saved, "--budget", 2, "--ranks", 2, "--output", path).code == 0
+    assert KascadePlan.of(load_plan(path, "kascade")).head_map == ((0, 1),) * LAYERS
+    assert longreach("plan", "choose", path, "--budget", 3, "--output", path).code == 0
+    assert Calibrated.of(load_plan(path, "kascade")).ranks == 2
 
 
 @pytest.mark.parametrize(
@@ -176,6 +180,7 @@ def test_choose(longreach: Any, saved: Path, model: Path, tmp_path: Path) -> Non
         (("--anchors", "1,2"), ["--anchors", "the first of them"]),
         (("--anchors", "a"), ["--anchors", "0,6"]),
         ((), ["--budget"]),
+        (("--budget", 1, "--ranks", 4), ["divides the 2 KV heads", "got 4"]),
         (("--budget", 1, "--evenly", 1), ["not allowed with"]),
     ],
 )

@@ -60,7 +60,7 @@ def test_a_plan_keeps_it(tmp_path: Path) -> None:
     found = Calibrated.mean(LAYERS, *prompts())
     made = found.plan(2, 64, 128)
     base = plan("kascade")
-    whole = replace(base, model=replace(base.model, layers=TOTAL), values=made.values(), arrays=found.arrays())
+    whole = replace(base, model=replace(base.model, layers=TOTAL), values=found.values(made), arrays=found.arrays())
     whole.save(tmp_path / "p.json")
     again = Calibrated.of(load(tmp_path / "p.json", "kascade"))
     assert again.layers == LAYERS and torch.equal(again.heads, found.heads.float().double())
@@ -79,3 +79,21 @@ def test_a_plan_keeps_it(tmp_path: Path) -> None:
 def test_no_more_anchors_than_layers_of_full_attention(budget: int) -> None:
     with pytest.raises(InvalidInput, match=f"1 to 3 anchors.*got {budget}"):
         Calibrated.mean(LAYERS, *prompts()).plan(budget, 64, 128)
+
+
+def test_heads_stay_on_their_rank() -> None:
+    draw = torch.Generator().manual_seed(1)
+    heads = torch.rand(3, 4, 3, 4, generator=draw, dtype=torch.float64)
+    free = Calibrated((0, 1, 2), heads, torch.ones(3))
+    apart = replace(free, ranks=2)
+    assert any(h // 2 != place // 2 for row in free.head_map([0])[1:] for place, h in enumerate(row))
+    for row, layer in zip(apart.head_map([0])[1:], (1, 2), strict=True):
+        for place, h in enumerate(row):
+            mine = range(place // 2 * 2, place // 2 * 2 + 2)
+            assert h == max(mine, key=lambda i: float(heads[0, i, layer, place]))
+    given = [max(float(heads[0, i, 1, j]) for i in range(j // 2 * 2, j // 2 * 2 + 2)) for j in range(4)]
+    assert float(apart.plain[0, 1]) == pytest.approx(sum(given) / 4)
+    assert replace(free, ranks=4).head_map([0]) == [(0, 1, 2, 3)] * 3
+    for ranks in (3, 0, 8):
+        with pytest.raises(InvalidInput, match=f"divides the 4 KV heads, got {ranks}"):
+            replace(free, ranks=ranks)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from longreach.cli.calibrate.common import Work, add_prompts
 from longreach.cli.common import positive
 from longreach.cli.show import console, duration, emit
 from longreach.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from longreach.methods.base import ModelShape
 
 HELP = "choose Kascade's anchor layers and head map by how much of what layers want others choose"
 EXAMPLES = (
@@ -21,6 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_prompts(parser)
     parser.add_argument("--budget", type=int, default=5, metavar="N", help="layers that choose keys, the first layer "
                         "among them (default 5)")  # fmt: skip
+    parser.add_argument("--ranks", type=positive, default=1, metavar="N", help="of tensor parallelism: heads take keys "
+                        "of heads on their own rank only (default 1)")  # fmt: skip
     parser.add_argument("--k", type=positive, default=64, metavar="N",
                         help="keys that a tile chooses while layers are compared (default 64)")  # fmt: skip
     parser.add_argument("--tile", type=positive, default=128, metavar="N", help="query rows that choose together, the "
@@ -29,7 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from longreach.cli.plan.show import describe, show
-    from longreach.methods.kascade.anchors import check_anchors
     from longreach.methods.kascade.calibrate import tokens_needed
 
     if args.budget < 1:
@@ -38,15 +44,25 @@ def run(args: argparse.Namespace) -> int:
         args,
         {"k": args.k, "tile": args.tile},
         least=lambda shape: tokens_needed(args.k, args.tile, shape.query_heads // shape.kv_heads),
-        fits=lambda shape: check_anchors(args.budget, shape.layers),
+        fits=lambda shape: _check(args, shape),
     )
     from longreach.evals.calibration.kascade import KascadeGather, calibrated
 
-    found = calibrated(work.gather(KascadeGather(work.shape, k=args.k, tile=args.tile)))
-    plan = work.save(found.plan(args.budget, args.k, args.tile).values(), found.arrays(), budget=args.budget)
+    found = replace(calibrated(work.gather(KascadeGather(work.shape, k=args.k, tile=args.tile))), ranks=args.ranks)
+    chosen = found.plan(args.budget, args.k, args.tile)
+    plan = work.save(found.values(chosen), found.arrays(), budget=args.budget, ranks=args.ranks)
     if args.json:
         emit({**describe(plan), "output": str(args.output), "seconds": work.seconds})
         return 0
     show(plan)
     console().print(f"{args.output}: made in {duration(work.seconds)}", soft_wrap=True)
     return 0
+
+
+def _check(args: argparse.Namespace, shape: ModelShape) -> None:
+    """Raise InvalidInput where options do not fit the model."""
+    from longreach.methods.kascade.anchors import check_anchors
+    from longreach.methods.kascade.calibrated import check_ranks
+
+    check_anchors(args.budget, shape.layers)
+    check_ranks(args.ranks, shape.kv_heads)

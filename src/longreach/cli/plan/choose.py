@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from longreach.cli.common import add_json
+from longreach.cli.common import add_json, positive
 from longreach.cli.plan.common import add_plan, opened
 from longreach.cli.plan.show import describe, show
 from longreach.cli.show import emit
@@ -27,6 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     which.add_argument("--anchors", type=_layers, metavar="L,L", help="these layers")
     parser.add_argument("--heads", choices=HEADS, default="mapped", help="whose keys a head takes: those of the head "
                         "that serves it best (the default), or those of the head with its own number")  # fmt: skip
+    parser.add_argument("--ranks", type=positive, metavar="N", help="of tensor parallelism: heads take keys of heads "
+                        "on their own rank only (default: as many as before)")  # fmt: skip
     parser.add_argument("--output", type=Path, required=True, metavar="PLAN.json", help="the new plan")
     add_json(parser)
 
@@ -39,13 +41,16 @@ def run(args: argparse.Namespace) -> int:
     if plan.kind != "kascade":
         raise InvalidInput(f"{args.plan} is a {plan.kind} plan; only those of kascade have anchors to choose")
     found, before = Calibrated.of(plan), KascadePlan.of(plan)
+    found = replace(found, ranks=args.ranks or found.ranks)
     how, places = _places(args, found)
     chosen = found.with_anchors(places, before.k, before.tile)
     if args.heads == "own":
         own = tuple(range(plan.model.kv_heads))
         chosen = replace(chosen, head_map=(own,) * plan.model.layers)
-    settings: dict[str, Any] = {**plan.made.settings, "budget": len(places), "anchors": how, "heads": args.heads}
-    new = replace(plan, values=chosen.values(), made=replace(plan.made, settings=settings))
+    settings: dict[str, Any] = {
+        **plan.made.settings, "budget": len(places), "ranks": found.ranks, "anchors": how, "heads": args.heads,
+    }  # fmt: skip
+    new = replace(plan, values=found.values(chosen), made=replace(plan.made, settings=settings))
     new.save(args.output)
     if args.json:
         emit({**describe(new), "output": str(args.output)})

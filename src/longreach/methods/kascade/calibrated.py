@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from longreach.methods.base import is_count
 from longreach.methods.kascade.anchors import choose
 from longreach.methods.kascade.plan import ANEW, KascadePlan
 from longreach.ops.types import describe, require
@@ -22,12 +24,17 @@ class Calibrated:
     layers: those of full attention, ascending, n of them. heads: fp64 [n, G, n, G], what heads of later layers (behind)
     find of what they want among the keys that heads of earlier ones (before) chose, the least over the tiles of a
     prompt; 1 where nothing was compared. importance: fp64 [L], how much each layer's attention turns the residual
-    stream.
+    stream. ranks: of tensor parallelism: heads take the keys of heads on their own rank only.
+    Raises InvalidInput for ranks that do not divide the heads.
     """
 
     layers: tuple[int, ...]
     heads: Tensor
     importance: Tensor
+    ranks: int = 1
+
+    def __post_init__(self) -> None:
+        check_ranks(self.ranks, self.heads.shape[1])
 
     @classmethod
     def mean(cls, layers: Sequence[int], heads: Sequence[Tensor], importance: Sequence[Tensor]) -> Calibrated:
@@ -46,7 +53,7 @@ class Calibrated:
             x = plan.arrays[name]
             require(tuple(x.shape) == shape, f"array {name!r}: expected {list(shape)}, got {describe(x)}; {ANEW}")
             found.append(x.double())
-        return cls(layers, *found)
+        return cls(layers, *found, ranks=plan.values.get("ranks", 1))
 
     def arrays(self) -> dict[str, Tensor]:
         """As a plan's arrays hold it; `of` reads it back."""
@@ -58,9 +65,15 @@ class Calibrated:
         return self.importance[torch.tensor(self.layers)]
 
     @cached_property
+    def within(self) -> Tensor:
+        """`heads`, -1 where a head would take the keys of another rank's."""
+        rank = torch.arange(self.heads.shape[1]) * self.ranks // self.heads.shape[1]
+        return self.heads.masked_fill((rank[:, None] != rank)[None, :, None], -1.0)
+
+    @cached_property
     def plain(self) -> Tensor:
         """fp64 [n, n]: the mean over a layer's heads of the best that a head of an earlier layer gives them; else 0."""
-        return self.heads.amax(1).mean(-1).triu()
+        return self.within.amax(1).mean(-1).triu()
 
     @cached_property
     def similarity(self) -> Tensor:
@@ -72,7 +85,7 @@ class Calibrated:
 
         Several heads may take the same one; of equals the lower is taken.
         """
-        return tuple(int(given.argmax()) for given in self.heads[anchor, :, layer].T)
+        return tuple(int(given.argmax()) for given in self.within[anchor, :, layer].T)
 
     def head_map(self, anchors: Sequence[int]) -> list[tuple[int, ...]]:
         """[n][G]: `best_heads` of the last anchor at or before each layer; in anchors each head its own."""
@@ -82,6 +95,10 @@ class Calibrated:
             own = tuple(range(self.heads.shape[1]))
             found.append(own if layer == anchor else self.best_heads(layer, anchor))
         return found
+
+    def values(self, chosen: KascadePlan) -> dict[str, Any]:
+        """Those of a plan for this: what `KascadePlan.of` and `of` read back."""
+        return {**chosen.values(), "ranks": self.ranks}
 
     def plan(self, budget: int, k: int, tile: int) -> KascadePlan:
         """With the best anchors that Algorithm 1 finds. Raises InvalidInput for a budget that is no count of layers."""
@@ -106,3 +123,11 @@ def _mean(prompts: Sequence[Tensor]) -> Tensor:
     for one in prompts:
         total += one
     return total / len(prompts)
+
+
+def check_ranks(ranks: int, heads: int) -> None:
+    """Raise InvalidInput unless so many ranks hold equal parts of the KV heads."""
+    require(
+        is_count(ranks, 1) and heads % ranks == 0,
+        f"ranks: expected a number that divides the {heads} KV heads, got {ranks!r}; choose another --ranks",
+    )

@@ -35,8 +35,8 @@ class Comparison:
 def compare(one: Calibrated, other: Calibrated, budget: int) -> Comparison:
     """Raises InvalidInput for calibrations of different models, or a budget that is no count of layers."""
     same = one.layers == other.layers and one.heads.shape == other.heads.shape
-    same = same and one.importance.shape == other.importance.shape
-    require(same, "expected two calibrations of one model, got other numbers of layers or heads")
+    same = same and one.ranks == other.ranks and one.importance.shape == other.importance.shape
+    require(same, "expected two calibrations of one model, got other numbers of layers, heads or ranks")
     choices = [choose(each.similarity, budget) for each in (one, other)]
     kept = (
         value(other.similarity, choices[0].anchors) / choices[1].value,
@@ -50,7 +50,7 @@ def compare(one: Calibrated, other: Calibrated, budget: int) -> Comparison:
         anchor = max(a for a in anchors if a < layer)
         alike += sum(a == b for a, b in zip(mine, theirs))
         total += len(mine)
-        given = other.heads[anchor, :, layer]
+        given = other.within[anchor, :, layer]
         got += float(given[list(mine), range(len(mine))].sum())
         best += float(given.amax(0).sum())
     above = torch.ones(len(one.layers), len(one.layers), dtype=torch.bool).triu(1)
