@@ -53,7 +53,8 @@ class Calibrated:
             x = plan.arrays[name]
             require(tuple(x.shape) == shape, f"array {name!r}: expected {list(shape)}, got {describe(x)}; {ANEW}")
             found.append(x.double())
-        return cls(layers, *found, ranks=plan.values.get("ranks", 1))
+        heads, importance = found
+        return cls(layers, heads, importance, plan.values.get("ranks", 1))
 
     def arrays(self) -> dict[str, Tensor]:
         """As a plan's arrays hold it; `of` reads it back."""
