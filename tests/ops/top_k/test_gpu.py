@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -40,13 +42,13 @@ def test_the_slow_path_at_length() -> None:
     count, length = torch.full((2, 8), 30_000), torch.tensor([131_072, 100_000])
     want = top_k(x, count, length, capacity=30_000, impl="reference")
     tune = kernels.tuning(16, 131_072)
-    for room, searched in ((tune.room, 8), (1 << 12, 16)):
+    for room, searched, rows in ((tune.room, tune.searched, 8), (1 << 12, 512, 16)):
         got = kernels.launch(
             x.cuda(), count.cuda(), length.cuda(), first=0, last=0, capacity=30_000,
-            tune=kernels.replace(tune, room=room),
+            tune=replace(tune, room=room, searched=searched),
         )  # fmt: skip
         same(got[:2], want)
-        assert got[2] is not None and int(got[2].marks[:, SEARCHED.value].sum()) == searched
+        assert got[2] is not None and int(got[2].marks[:, SEARCHED.value].sum()) == rows
 
 
 @pytest.mark.parametrize("columns", [4096, 65_536])
