@@ -142,7 +142,7 @@ def bracket(
     upper = tl.floor(mean - spread).to(tl.int32)
     lower = tl.ceil(mean + spread).to(tl.int32)
 
-    # [a, b) holds the key of that rank in the sample; `in_high`, `in_low`: samples at or above a, and at or above b
+    # [a, b) holds the key of that rank in the sample; over_a, over_b, under_a, under_b: samples at or above these
     high_a, high_b = tl.full((), LEAST, tl.int64), tl.full((), OVER, tl.int64)
     low_a, low_b = high_a, high_b
     over_a, over_b = tl.where((rank > 0) & (upper > 0), SAMPLES, 0), 0
