@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -101,8 +102,12 @@ def launch_into(
     lse: Tensor,
     read: Logits | None = None,
     write: bool = False,
+    finish: Callable[..., None] | None = None,
 ) -> Logits | None:
     """Fill out [parts, R, H, D] (None: values are not read) and lse [parts, R, H].
+
+    finish: launches what puts pieces together in the place of merge_pieces, told how they lie; out and lse are then
+        filled only where work is not dealt out.
 
     read: logits to take instead of reading keys; write: return the logits (of one dense span).
     """
@@ -188,12 +193,13 @@ def launch_into(
         SUNK=sunk, DEALT=dealt, I2=i2 if dealt else 1, X=x, M=m, BN=t.block, D=dim, BD=wide, STAGES=t.stages,
         UNIT=t.unit, CHAINED=chained, num_warps=t.warps, **launch, **limits,
     )  # fmt: skip
-    if dealt:
-        chunk = min(64, triton.next_power_of_2(programs // items + 2))
-        kernels.merge_pieces[(items * mr,)](
-            row_args, result, items, programs, layout=layout, form=form, SUNK=sunk, VALUES=values, D=dim, BD=wide,
-            C=chunk, CHAINED=chained, num_warps=4 if chunk * wide >= 2048 else 1, **launch,
-        )  # fmt: skip
+    chunk = min(64, triton.next_power_of_2(programs // items + 2))
+    how = {"layout": layout, "form": form, "D": dim, "BD": wide, "C": chunk, "CHAINED": chained,
+           "num_warps": 4 if chunk * wide >= 2048 else 1, **launch}  # fmt: skip
+    if finish is not None:
+        finish((items // parts * mr,), row_args, result, items, programs, DEALT=dealt, **how)
+    elif dealt:
+        kernels.merge_pieces[(items * mr,)](row_args, result, items, programs, SUNK=sunk, VALUES=values, **how)
     return logits
 
 

@@ -551,19 +551,11 @@ def attend_pieces(
 
 
 @triton.jit
-def merge_pieces(
-    rows, result, items, programs, layout: tl.constexpr, form: tl.constexpr, SUNK: tl.constexpr,
-    VALUES: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, CHAINED: tl.constexpr,
+def _gathered(
+    item, m, items, programs, pieces, ends_at, MR: tl.constexpr, VALUES: tl.constexpr, D: tl.constexpr,
+    BD: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """The result of one row and head from the pieces of its item, C at a time."""
-    out, lse, sink, pieces, ends_at, heads, row_count = result
-    GROUP: tl.constexpr = form[2]
-    MR: tl.constexpr = layout[0] * GROUP
-    item = tl.program_id(0) // MR
-    m = tl.program_id(0) % MR
-    if CHAINED:
-        gdc_wait()
-        gdc_launch_dependents()
+    """Maximum [1], sum [1] and weighted values [1, BD] of row x head m of an item, from its pieces, C at a time."""
     start = tl.load(ends_at + item - 1, mask=item > 0, other=0).to(tl.int64)
     end = tl.load(ends_at + item).to(tl.int64)
     whole = tl.maximum(tl.load(ends_at + items - 1).to(tl.int64), 1)
@@ -593,6 +585,25 @@ def merge_pieces(
         if VALUES:
             acc = acc * shrink[:, None] + tl.sum(parts * weight[:, None], 0)[None, :]
         peak = high
+    return peak, total, acc
+
+
+@triton.jit
+def merge_pieces(
+    rows, result, items, programs, layout: tl.constexpr, form: tl.constexpr, SUNK: tl.constexpr,
+    VALUES: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """The result of one row and head from the pieces of its item, C at a time."""
+    out, lse, sink, pieces, ends_at, heads, row_count = result
+    GROUP: tl.constexpr = form[2]
+    MR: tl.constexpr = layout[0] * GROUP
+    item = tl.program_id(0) // MR
+    m = tl.program_id(0) % MR
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
+    d = tl.arange(0, BD)
+    peak, total, acc = _gathered(item, m, items, programs, pieces, ends_at, MR, VALUES, D, BD, C)
     tile = item // (form[0] * form[1])
     t = tl.zeros((1,), tl.int32) + m // GROUP
     row = _row_of(tile, t, rows, layout)

@@ -1,0 +1,53 @@
+"""attend_amend's kernels compile for an H200 where there is none: down to machine code that fits."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+SHARED_MEMORY = 232_448  # bytes a block may have on compute capability 9.0
+
+COMPILE = """
+import json, sys
+from unittest.mock import patch
+import torch
+from longreach.ops import Rows, Span, Spans, at, near
+from longreach.ops.attend import Entries, triton, triton_amend, triton_amend_kernels, triton_kernels
+from longreach.ops.attend.triton_tuning import Tuning
+from longreach.testing.compile import compiling
+from longreach.testing.inputs import random_kv
+
+dim, found = int(sys.argv[1]), []
+with (patch.object(triton_amend, "refuse", lambda *a: None),
+      patch.object(Tuning, "programs", lambda s, d: 132 * s.per_sm)):
+    for dtype, page, sequences in ((torch.bfloat16, None, 1), (torch.bfloat16, 16, 160)):
+        kv = random_kv([256] * sequences, heads=8, dim=dim, page=page, dtype=dtype)
+        rows = Rows(torch.randn(sequences, 32, dim).to(dtype), torch.arange(sequences), torch.full((sequences,), 255))
+        spans = Spans((Span(at(torch.zeros(sequences, 32).int()), near(1)),), "query")
+        place = torch.zeros(sequences, 32, dtype=torch.int32)
+        entries = Entries(torch.zeros(99, dim), torch.zeros(99))
+        sink = torch.zeros(32) if page else None
+        with compiling(triton_kernels, "attend_pieces", "merge_pieces") as made, \\
+             compiling(triton_amend_kernels, "amend_pieces") as last:
+            triton_amend.attend_amend(rows, kv, spans, near(-63), entries, place, place, scale=1.0, softcap=None,
+                                      sink_logit=sink)
+        found.append([[m.metadata.name, m.metadata.shared, "cubin" in m.asm] for m in (*made, *last)])
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_compiles_for_an_h200(dim: int) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, str(dim)], env=environment, capture_output=True, text=True, timeout=110
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    for kernels in json.loads(done.stdout.splitlines()[-1]):
+        assert [name for name, _, _ in kernels] == ["attend_pieces", "amend_pieces"]
+        for name, shared, machine_code in kernels:
+            assert machine_code and shared <= SHARED_MEMORY, (name, shared)
