@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from longreach.adapters.transformers import shape_of
 from longreach.methods.base import ModelShape
+from longreach.methods.kascade.plan import KascadePlan
 from longreach.methods.loki.calibrate import moments, principal
 from longreach.methods.loki.plan import LokiPlan
 from longreach.plans import Made, Plan, PlannedModel, finding
@@ -29,6 +30,13 @@ def loki_plan(shape: ModelShape, heavy: dict[int, float] | None = None) -> Plan:
     return Plan("loki", PlannedModel.of("of the tests", shape), {}, MADE, arrays)
 
 
+def kascade_plan(shape: ModelShape) -> Plan:
+    """Layers 0 and 2 choose, layer 1 reuses what layer 0 does; tiles of 4 tokens, of two query heads each."""
+    heads = tuple(range(shape.kv_heads))
+    found = KascadePlan(anchors=(0, 2), head_map=(heads,) * LAYERS, layers=tuple(range(LAYERS)), k=4, tile=8)
+    return Plan("kascade", PlannedModel.of("of the tests", shape), found.values(), MADE)
+
+
 def tiny() -> PreTrainedModel:
     """The model that the contract runs."""
     return tiny_model("llama", num_hidden_layers=LAYERS)
@@ -39,6 +47,7 @@ def write_plans(root: Path) -> Path:
     folder = root / "plans" / "shipped"
     for name, shape in (("drive", MODEL), ("tiny", shape_of(tiny()))):
         loki_plan(shape, {2: 9.0, 30: 9.0, 58: 9.0}).save(folder / f"loki-{name}.json")
+        kascade_plan(shape).save(folder / f"kascade-{name}.json")
     return root
 
 

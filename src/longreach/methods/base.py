@@ -13,12 +13,13 @@ from torch import Tensor
 
 from longreach.cache import KVCache, SequenceState
 from longreach.errors import UnknownName
-from longreach.ops import HeadShard, KVView, Logits, Partial, Rows, Selection, Spans
+from longreach.ops import HeadShard, KVView, Logits, Partial, Rows, Selection, Spans, top_k
 from longreach.ops.attend import attend, attend_keeping, attend_values, resolve, score_keys
 from longreach.ops.attend.keeping import keeping, scoring, valuing
 from longreach.ops.impl import Implementations
 from longreach.ops.pooled_scores import implementations as pooling
 from longreach.ops.pooled_scores import pooled_scores
+from longreach.ops.top_k import implementations as choosing
 from longreach.ops.types import require
 
 Phase = Literal["prefill", "decode"]
@@ -110,6 +111,13 @@ class LayerCall:
             lse = found if lse is None else lse
         terms: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap}
         return pooled_scores(self.rows, self.kv, **terms, lse=lse, logits=logits, impl=impl)
+
+    def top_k(
+        self, x: Tensor, count: Tensor, length: Tensor, *, first: int = 0, last: int = 0, capacity: int
+    ) -> tuple[Tensor, Tensor]:
+        """ops.top_k: the largest scores of each row, as Lists takes them (index [L, heads, capacity], count)."""
+        impl = self._impl(choosing)
+        return top_k(x, count, length, first=first, last=last, capacity=capacity, impl=impl)
 
     def take(self, index: Tensor) -> LayerCall:
         """The call with the rows at `index` [r] alone."""

@@ -1,0 +1,123 @@
+"""The whole method against the same written anew: results and choices, whatever the options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from longreach.cache import CacheConfig
+from longreach.methods.base import LayerCall
+from longreach.methods.kascade import Kascade
+from longreach.methods.kascade import prefill as reading
+from longreach.ops import Lists
+from tests.methods.drive import CACHES, KV_HEADS, LAYERS, Pass, new_cache, outputs, read_text, slots_read, text
+from tests.methods.kascade.alone import Alone
+from tests.methods.kascade.planned import planned
+
+LENGTH, STEPS = 37, 5
+CROSSED = {1: (1, 0), 2: (1, 1)}
+
+
+def assert_same(
+    method: Kascade, alone: Alone, *, chunks: list[int] | None = None, config: CacheConfig | None = None, seed: int = 0
+) -> list[Pass]:
+    whole, read = text(LENGTH, seed=seed), chunks or [LENGTH - STEPS]
+    passes = read_text(method, whole, chunks=read, steps=STEPS, cache=new_cache(config))
+    want = alone.answer(whole, read, STEPS)
+    torch.testing.assert_close(outputs(passes).double(), want, rtol=0, atol=1e-5)
+    row = 0
+    for turn in passes:
+        for n in range(turn.calls[0].rows.pos.shape[0]):
+            for layer in range(LAYERS):
+                if alone.dense(layer):
+                    continue
+                read_here = slots_read(turn.calls[layer], turn.outcomes[layer].reads.values)[n]
+                for g in range(KV_HEADS):
+                    assert read_here[g].nonzero()[:, 0].tolist() == alone.chosen[layer][row][g]
+            row += 1
+    return passes
+
+
+OPTIONS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {"k": 0.2, "least": 1}),
+    ({"anchors": (0,), "head_map": CROSSED}, {"k": 0.25, "least": 3}),
+    ({"anchors": (0, 1), "head_map": {2: (1, 1)}}, {"k": 5}),
+    ({"anchors": (0, 2)}, {"k": 0.1, "least": 6, "sinks": 2, "recent": 4}),
+    ({"anchors": (0,), "head_map": {2: (1, 0)}}, {"k": 4, "sinks": 3, "recent": 1}),
+    ({"anchors": (0, 1), "head_map": CROSSED | {1: (0, 1)}}, {"k": 0.2, "least": 2, "heads": "all"}),
+    ({"anchors": (0, 1)}, {"k": 0.15, "least": 2, "dense_below": 18}),
+    ({"anchors": (0, 1), "head_map": {2: (0, 0)}}, {"k": 3, "dense_layers": (1,)}),
+    ({"anchors": (0,)}, {"k": 3, "dense_layers": (2,)}),
+    ({"tile": 7}, {"k": 0.3, "least": 1}),  # 3 tokens: a group of 2 does not divide it
+    ({"tile": 1}, {"k": 0.3, "least": 1}),  # smaller than a group: 1 token
+    ({"tile": 128}, {"k": 0.3, "least": 1}),
+]
+
+
+@pytest.mark.parametrize(("plan", "options"), OPTIONS, ids=str)
+def test_it_is_what_the_paper_says(plan: dict[str, Any], options: dict[str, Any], tmp_path: Path) -> None:
+    heads = {"all_heads": options.get("heads") == "all"}
+    same = {"anchors": (0, 1), "tile": 8, **plan}
+    maps = {"maps": same.pop("head_map", {})}
+    alone = Alone(**same, **maps, **heads, **{k: v for k, v in options.items() if k != "heads"})
+    method = Kascade(planned(tmp_path, **plan), **options)
+    for config in CACHES.values():
+        assert_same(method, alone, config=config)
+
+
+@pytest.mark.parametrize("chunks", [[4, 28], [8, 8, 16], [3, 29], [1, 5, 2, 10, 14], [1] * 32], ids=str)
+def test_chunks_that_share_a_tile_choose_each_for_themselves(chunks: list[int], tmp_path: Path) -> None:
+    method = Kascade(planned(tmp_path, anchors=(0,), head_map=CROSSED), k=0.2, least=2)
+    alone = Alone((0,), CROSSED, k=0.2, least=2)
+    assert_same(method, alone, chunks=chunks, config=CacheConfig("paged", page=3))
+
+
+@pytest.mark.parametrize("chunks", [[4, 28], [12, 20], [4] * 8])
+def test_chunks_that_end_where_tiles_do_change_nothing(chunks: list[int], tmp_path: Path) -> None:
+    method, whole = Kascade(planned(tmp_path, head_map={2: (1, 0)}), k=0.2, least=2, sinks=1), text(LENGTH, seed=4)
+    want = read_text(method, whole, steps=STEPS)
+    found = read_text(method, whole, chunks=chunks, steps=STEPS)
+    torch.testing.assert_close(outputs(found), outputs(want), rtol=0, atol=2e-5)
+    for layer in (1, 2):
+        parts = [slots_read(t.calls[layer], t.outcomes[layer].reads.values) for t in found[: len(chunks)]]
+        at_once = slots_read(want[0].calls[layer], want[0].outcomes[layer].reads.values)
+        end = 0
+        for part in parts:
+            rows, _, stop = part.shape
+            assert torch.equal(part, at_once[end : end + rows, :, :stop])
+            end += rows
+
+
+@pytest.mark.parametrize("at_once", [1, 160, 1000, 5000])
+def test_what_is_scored_at_a_time_is_bounded_and_changes_nothing(
+    at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From rows one by one, over tiles one by one, to several of a sequence. 40 slots: 160 logits a row."""
+    plain, scored = LayerCall.score_keys, []
+
+    def watched(call: LayerCall) -> Any:
+        lse, logits = plain(call)
+        if call.phase == "prefill":
+            scored.append(logits.x.numel())
+        return lse, logits
+
+    monkeypatch.setattr(reading, "AT_ONCE", at_once)
+    monkeypatch.setattr(LayerCall, "score_keys", watched)
+    method = Kascade(planned(tmp_path, (0, 2), {1: (1, 0)}), k=0.2, least=2)
+    assert_same(method, Alone((0, 2), {1: (1, 0)}, k=0.2, least=2), config=CacheConfig(capacity=40))
+    assert max(scored) <= max(at_once, 160) and sum(scored) == 2 * 160 * (LENGTH - STEPS - 4)  # the first tile: none
+
+
+def test_lists_are_index_sorted_and_not_copied_for_reuse(tmp_path: Path) -> None:
+    method = Kascade(planned(tmp_path, anchors=(0,), head_map=CROSSED), k=0.3, least=2)
+    last = read_text(method, text(LENGTH))[-1]
+    lists = [o.reads.values[-1] for o in last.outcomes[1:]]
+    for made in lists:
+        assert isinstance(made, Lists) and made.index.dtype == torch.int32
+        assert made.index.data_ptr() == lists[0].index.data_ptr()
+        for head in range(KV_HEADS):
+            used = made.index[0, head, : int(made.count[0, head])].tolist()
+            assert used == sorted(set(used)) and used[-1] == LENGTH - 1
