@@ -21,6 +21,7 @@ _NAMES = {
     "Quest": "longreach.methods.quest",
     "OmniKV": "longreach.methods.omnikv",
     "LessIsMore": "longreach.methods.less_is_more",
+    "Loki": "longreach.methods.loki",
     "LongreachError": "longreach.errors",
 }
 __all__ = ["__version__", *_NAMES]
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from longreach.errors import LongreachError as LongreachError
     from longreach.methods.dense import Dense as Dense
     from longreach.methods.less_is_more import LessIsMore as LessIsMore
+    from longreach.methods.loki import Loki as Loki
     from longreach.methods.omnikv import OmniKV as OmniKV
     from longreach.methods.oracle_top_k import OracleTopK as OracleTopK
     from longreach.methods.quest import Quest as Quest

@@ -40,6 +40,13 @@ def test_it_keeps_what_it_holds() -> None:
     assert state["bounds"][:, :, 3:].isnan().all(), "what nobody wrote may be anything"
 
 
+def test_it_can_be_filled_with_zeros() -> None:
+    state = made()
+    state.fit(9)
+    state.zero()
+    assert not state["codes"].any() and not state["bounds"].any()
+
+
 def test_memory_made_in_inference_mode_serves_outside() -> None:
     state = made()
     with torch.inference_mode():

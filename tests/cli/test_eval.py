@@ -12,7 +12,9 @@ import pytest
 
 from longreach.adapters.transformers import BatchReader
 from longreach.errors import MeasurementFailed, OutOfMemory
+from longreach.evals.budgets import DryRun
 from longreach.evals.evaluate import Evaluation
+from longreach.methods.base import AttentionMethod
 from longreach.tasks.registry import FILES, GROUPS, TASKS
 from longreach.testing.tiny import save_tiny
 from tests.cli.test_bad_input import refused
@@ -201,6 +203,44 @@ def test_a_data_set_that_changed_is_another_run(
     assert longreach(*command).code == 0
     source = json.loads(record.read_text())["tasks"]["qa_1"]["source"]
     assert source.endswith(f"; sha256 {hashlib.sha256(squad.read_bytes()).hexdigest()[:16]}, squad.json")
+
+
+def test_equal_budgets_are_found_said_and_kept(longreach: Any, tiny: Path, tmp_path: Path) -> None:
+    record, to = tmp_path / "r.json", "omnikv k=0.2 layers=[0]"
+    methods = ["--method", to, "--method", "streaming_llm", "--method", "quest", "--method", "oracle_top_k",
+               "--method", "less_is_more k=0.5 layers=[0]"]  # fmt: skip
+    command = asked(tiny, *methods, "--equal-bytes", to, "--output", record)
+    result = longreach(*command)
+    assert result.code == 0, result.err
+    assert "quest is left out: quest reads 100.0% of dense attention's bytes at least" in result.err
+    found = json.loads(record.read_text())
+    equal = found["equal_bytes"]
+    labels = list(found["methods"])
+    assert labels[:2] == ["dense", to] and labels[2].startswith("streaming_llm window=0.")
+    assert labels[3].startswith("oracle_top_k k=0.") and labels[4] == methods[-1] and len(labels) == 5
+    assert equal["to"] == to and list(equal["found"]) == labels[2:4] and list(equal["unreachable"]) == ["quest"]
+    assert equal["kept"] == {labels[4]: "its k was given"}
+    reads = {label: [task["results"][label]["decode_reads"]["total"] for task in found["tasks"].values()]
+             for label in labels}  # fmt: skip
+    assert sum(reads[labels[2]]) == pytest.approx(sum(reads[to]), rel=0.02)
+    assert found["methods"][labels[2]]["decode"]["window"] == equal["found"][labels[2]]["value"]
+    said = result.out.split("budgets equal to")[1]
+    for label in labels[2:]:
+        assert f"{label}" in said and f"measured {sum(reads[label]) / 2:.1%}" in said
+    assert timeless(json.loads(longreach(*command[:-2], "--json").out)) == timeless(found)
+
+
+def test_budgets_that_turn_out_unequal_are_told(longreach: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    share = DryRun.share
+
+    def wrong(self: DryRun, method: AttentionMethod) -> float:
+        return share(self, method) * (1.3 if method.name == "streaming_llm" else 1)
+
+    monkeypatch.setattr(DryRun, "share", wrong)
+    to = "omnikv k=0.2 layers=[0]"
+    result = longreach(*asked(tiny, "--method", to, "--method", "streaming_llm", "--equal-bytes", to, "--limit", 1))
+    (line,) = result.err.splitlines()
+    assert result.code == 0 and line.startswith("longreach: streaming_llm window=") and "further apart than 2%" in line
 
 
 @pytest.mark.parametrize(

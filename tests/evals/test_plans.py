@@ -22,6 +22,13 @@ def test_chosen_methods_are_measured_against_dense() -> None:
     assert plans(["dense"]) == [("dense", ("dense",))]
 
 
+def test_methods_are_left_out_unless_they_are_chosen() -> None:
+    found = plans(left_out={"oracle_top_k", "streaming_llm"})
+    decodes = tuple(n for n in names("decode") if n not in ("oracle_top_k", "streaming_llm"))
+    assert found[0] == ("dense", decodes) and "streaming_llm" not in {prefill for prefill, _ in found}
+    assert plans(["oracle_top_k"], left_out={"oracle_top_k"}) == [("dense", ("dense", "oracle_top_k"))]
+
+
 def test_unknown_and_no_methods_are_refused() -> None:
     with pytest.raises(UnknownName, match="unknown method 'quset'; known: dense, streaming_llm"):
         plans(["dense", "quset"])

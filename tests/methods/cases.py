@@ -11,6 +11,7 @@ from torch import Tensor
 from longreach.methods.base import AttentionMethod, LayerCall, Outcome
 from longreach.methods.dense import Dense
 from longreach.methods.less_is_more import LessIsMore
+from longreach.methods.loki import Loki
 from longreach.methods.omnikv import OmniKV
 from longreach.methods.oracle_top_k import OracleTopK
 from longreach.methods.quest import Quest
@@ -129,6 +130,19 @@ CASES = {
             *({"layers": x} for x in (*BAD_LAYERS, ())),
             *({"recent": x} for x in (0.0, 1.5, 1, -0.25, float("nan"), None)),
             *({"sinks": x} for x in (-1, 0.5, True, None)),
+            *({"k": x} for x in BAD_BUDGETS),
+        ),
+    ),
+    "loki": Case(
+        everything=Loki(k=1.0),
+        default=Loki(),
+        heavy=(2, MIDDLE, CONTEXT - 3),
+        lost=Lost(Loki(k=2), {20: HEAVY, 40: HEAVY + 0.7}, 20),
+        variants=(Loki(k=0.3, rank=1.0), Loki(k=7, rank=6, dense_layers=(0,))),
+        refused=(
+            *({"dense_layers": x} for x in BAD_LAYERS),
+            *({"plan": x} for x in ("", 3, True)),
+            *({"rank": x} for x in BAD_BUDGETS),
             *({"k": x} for x in BAD_BUDGETS),
         ),
     ),

@@ -54,6 +54,11 @@ class PerSlot:
                 new[:, :, : old.shape[2]] = old
                 self._kept[name] = new
 
+    def zero(self) -> None:
+        """Fill all of it with zeros."""
+        for x in self._kept.values():
+            x.zero_()
+
     def reset(self, slots: Tensor) -> None:
         pass
 

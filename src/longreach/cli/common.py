@@ -114,6 +114,12 @@ def tell_unapplied(settings: dict[str, Any]) -> None:
         print(f"longreach: of the model's generation config these are not applied: {told}", file=sys.stderr)
 
 
+def tell_left_out(methods: dict[str, str]) -> None:
+    """One line on stderr for each method that is not measured, with the reason."""
+    for name, why in methods.items():
+        print(f"longreach: {name} is left out: {why}", file=sys.stderr)
+
+
 def read_document(path: str) -> str:
     """The text of a file, or of standard input for "-". Raises InvalidInput with the remedy."""
     name = "standard input" if path == "-" else path

@@ -18,6 +18,7 @@ from longreach.cli.common import (
     parse_settings,
     positive,
     read_document,
+    tell_left_out,
     tell_unapplied,
 )
 from longreach.cli.show import Column, Table, console, duration, emit, percent, place, progress, waiting
@@ -85,6 +86,7 @@ def run(args: argparse.Namespace) -> int:
                        specs=specs, layers=args.layers, graph=args.graph)  # fmt: skip
         where = environment(model.device)
     tell_unapplied(task.not_applied)
+    tell_left_out(task.left_out)
     found = task.run(args.prefill_chunk_size, progress)
     if args.json:
         comparisons = list(found)

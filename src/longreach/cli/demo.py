@@ -6,7 +6,7 @@ import argparse
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from longreach.cli.common import add_device, add_json, load_model, positive
+from longreach.cli.common import add_device, add_json, load_model, positive, tell_left_out
 from longreach.cli.show import Column, Table, console, duration, emit, fitted, percent, place, progress, waiting
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ def run(args: argparse.Namespace) -> int:
 
         demo = Demo(model, tokenizer, args.length, args.seed)
         where = environment(model.device)
+    tell_left_out(demo.left_out)
     if args.json:
         facts = [{"depth": d, "key": f.key, "value": f.value, "statement": f.statement} for d, f in demo.placed]
         text = {"model": "longreach-mini", "tokens": demo.tokens, "characters": demo.characters, "facts": facts}

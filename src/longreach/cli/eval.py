@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
-from longreach.cli.common import add_graph, add_json, add_model, count, exit_code, load_model, positive, tell_unapplied
+from longreach.cli.common import (
+    add_graph,
+    add_json,
+    add_model,
+    count,
+    exit_code,
+    load_model,
+    positive,
+    tell_left_out,
+    tell_unapplied,
+)
 from longreach.cli.show import Column, Table, console, duration, emit, percent, place, progress, waiting
 from longreach.errors import InvalidInput
 
@@ -36,7 +47,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="which texts and facts (default 0)")
     parser.add_argument("--method", action="append", metavar="SPEC", help="'[PREFILL/]DECODE [option=value ...] "
                         "[prefill.option=value ...]', may be given several times; dense is always there (default: "
-                        "every decode method)")  # fmt: skip
+                        "every decode method that needs no option for this model)")  # fmt: skip
+    parser.add_argument("--equal-bytes", metavar="LABEL", help="give the other methods budgets with which they read as "
+                        "many bytes while decoding as the method of this label (its --method text), found before "
+                        "anything is asked; methods whose budget is set keep it")  # fmt: skip
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="draw answers (default 0: greedy)")
     parser.add_argument("--draws", type=positive, default=1, metavar="N",
                         help="answers drawn to each prompt; the score is their mean (default 1)")  # fmt: skip
@@ -62,11 +76,15 @@ def run(args: argparse.Namespace) -> int:
     from longreach.records import check_writable
 
     tasks = registry.choose(args.tasks)
-    specs = parse_specs(args.method if args.method is not None else _every_decode_method())
+    specs = None if args.method is None else parse_specs(args.method)  # what is wrong there is told at once
     if args.output is not None:
         check_writable(args.output)
     with waiting("loading the model"):
         model, tokenizer = load_model(args)
+        left_out = dict[str, str]()
+        if specs is None:
+            decodes, left_out = _decode_methods(model)
+            specs = parse_specs(decodes)
         from longreach.evals.about import model_about
         from longreach.evals.batching import fitting_batch
         from longreach.evals.evaluate import Evaluation, Settings
@@ -76,10 +94,11 @@ def run(args: argparse.Namespace) -> int:
         settings = Settings(args.length, args.samples, args.limit, args.seed, args.draws, args.temperature, batch,
                             args.prefill_chunk_size, args.graph)  # fmt: skip
         evaluation = Evaluation(model, tokenizer, tasks, specs, settings, args.workers)
-        about = {"model": model_about(model, args.model), "config": evaluation.config(), **environment(model.device),
-                 "methods": {spec.label: spec.to_json() for spec in specs}}  # fmt: skip
+        about = {"model": model_about(model, args.model), "config": evaluation.config(), **environment(model.device)}
     tell_unapplied(evaluation.not_applied)
-    record = measured(evaluation, about, args.output)
+    record = measured(evaluation, about, args.output, args.equal_bytes)
+    tell_left_out({**left_out, **record.get("equal_bytes", {}).get("unreachable", {})})
+    _tell_unequal(record)
     if args.json:
         emit(record)
     else:
@@ -87,10 +106,13 @@ def run(args: argparse.Namespace) -> int:
     return exit_code(_failed(record), "answers", args.output)
 
 
-def measured(evaluation: Any, about: dict[str, Any], output: Path | None) -> dict[str, Any]:
+def measured(
+    evaluation: Any, about: dict[str, Any], output: Path | None, equal_to: str | None = None
+) -> dict[str, Any]:
     """The record, written to `output` where given; parts that an interrupted run left beside it are taken over.
 
-    Where answers failed the journal stays too, so that the same command asks those again and no others.
+    equal_to: the label of the method whose bytes others are to equal. Where answers failed the journal stays too, so
+    that the same command asks those again and no others.
     """
     from longreach.evals.scores import tasks_entry
     from longreach.records import Journal, write
@@ -98,6 +120,7 @@ def measured(evaluation: Any, about: dict[str, Any], output: Path | None) -> dic
     sources = {t.task.name: t.task.source for t in evaluation.tasks.values()}  # data sets with the hash of their file
     try:
         evaluation.build(progress)
+        about = {**about, **_methods(evaluation, equal_to)}
         with Journal(output, {**about, "tasks": sources}) as journal:
             parts = evaluation.run(journal.done, journal.add, progress)
         record = {"kind": "eval", "format": FORMAT, **about, "tasks": tasks_entry(evaluation, parts)}
@@ -108,6 +131,18 @@ def measured(evaluation: Any, about: dict[str, Any], output: Path | None) -> dic
     if not _failed(record):
         journal.remove()
     return record
+
+
+def _methods(evaluation: Any, equal_to: str | None) -> dict[str, Any]:
+    """What the record says of the methods, budgets found for them included."""
+    said = dict[str, Any]()
+    if equal_to is not None:
+        from longreach.evals.budgets import equal_bytes
+
+        with waiting("finding equal budgets"):
+            equal = equal_bytes(evaluation, equal_to)
+        evaluation.specs, said["equal_bytes"] = list(equal.specs), equal.to_json()
+    return {"methods": {spec.label: spec.to_json() for spec in evaluation.specs}, **said}
 
 
 def _failed(record: dict[str, Any]) -> int:
@@ -142,6 +177,7 @@ def show(record: dict[str, Any], where: str) -> None:
         out.print(
             f"\n{alone} answers were asked prompt by prompt, as their batch of {record['config']['batch']} failed."
         )
+    _show_equal(record, out)
     prompts = sum(len(task["samples"]) for task in tasks)
     characters = [task["characters_per_token"] for task in tasks]
     out.print(
@@ -151,6 +187,33 @@ def show(record: dict[str, Any], where: str) -> None:
         soft_wrap=True,
     )
     out.print(where)
+
+
+def _tell_unequal(record: dict[str, Any]) -> None:
+    """A line on stderr for each method that was to read as many bytes as another, and did not."""
+    if equal := record.get("equal_bytes"):
+        from longreach.evals.budgets import COUNTED, NEAR
+
+        tasks = record["tasks"].values()
+        wanted = _mean_reads(tasks, equal["to"])
+        for label in equal["found"]:
+            came = _mean_reads(tasks, label)
+            counted = record["methods"][label]["decode"]["name"] in COUNTED
+            if wanted and came and not counted and abs(came / wanted - 1) > NEAR:
+                print(f"longreach: {label} read {percent(came)} of dense attention's bytes, {equal['to']} "
+                      f"{percent(wanted)}: further apart than {NEAR:.0%}", file=sys.stderr)  # fmt: skip
+
+
+def _show_equal(record: dict[str, Any], out: Any) -> None:
+    """Who reads as much as whom, by the dry run and as measured."""
+    if not (equal := record.get("equal_bytes")):
+        return
+    tasks = record["tasks"].values()
+    out.print(f"\nbudgets equal to {equal['to']}, {percent(equal['share'])} of dense attention's bytes in decoding:")
+    for label, found in equal["found"].items():
+        out.print(f"  {label}: {percent(found['share'])}, measured {_share(tasks, label, 'decode_reads')}")
+    for label, why in equal["kept"].items():
+        out.print(f"  {label} as it is, since {why}: measured {_share(tasks, label, 'decode_reads')}")
 
 
 def _show_scores(table: Table, tasks: list[Any], labels: list[str]) -> None:
@@ -165,8 +228,12 @@ def _show_scores(table: Table, tasks: list[Any], labels: list[str]) -> None:
 
 
 def _share(tasks: Any, label: str, phase: str) -> str:
+    return percent(_mean_reads(tasks, label, phase))
+
+
+def _mean_reads(tasks: Any, label: str, phase: str = "decode_reads") -> float | None:
     found = [r["total"] for task in tasks if (r := task["results"][label][phase])]
-    return percent(sum(found) / len(found)) if found else "-"
+    return sum(found) / len(found) if found else None
 
 
 def _time(tasks: Any, label: str) -> str:
@@ -178,10 +245,13 @@ def _lengths(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(positive(part) for part in text.split(",")))
 
 
-def _every_decode_method() -> tuple[str, ...]:
-    from longreach.methods.registry import names
+def _decode_methods(model: Any) -> tuple[list[str], dict[str, str]]:
+    """Every decode method that fits the model as it is by default; and why the others do not."""
+    from longreach.adapters.transformers import shape_of
+    from longreach.methods.registry import names, unfit
 
-    return names("decode")
+    decodes, strange = names("decode"), unfit(shape_of(model))
+    return [n for n in decodes if n not in strange], {n: why for n, why in strange.items() if n in decodes}
 
 
 def _list(args: argparse.Namespace) -> int:

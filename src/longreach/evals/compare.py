@@ -29,7 +29,7 @@ from longreach.evals.methods import DENSE, Spec, by_prefill
 from longreach.evals.plans import plans
 from longreach.evals.progress import Progress, unseen
 from longreach.evals.reads import Reads
-from longreach.methods.registry import choose
+from longreach.methods.registry import choose, unfit
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,7 @@ class Comparison:
 class Compare:
     """A prompt, and the methods to be compared on it over at most `steps` decode steps.
 
+    methods: None for all, but those that do not fit the model without options: `left_out` says which and why.
     options: per method name. specs: instead of both, methods as `evals.methods` reads them, dense first.
     layers: measure errors layer by layer too, in steps that are not captured. graph: as in `generate`.
     not_applied: settings of the model's generation config that its greedy answer is made without.
@@ -80,7 +81,10 @@ class Compare:
         self.model, self.stop, self.prompt, self.steps = model, stop_tokens(model, tokenizer), prompt, steps
         self.options, self.layers, self.graph = options or {}, layers, graph
         self.not_applied = unapplied(model, sampled=False)
-        chosen = plans(methods)
+        self.left_out = {n: why for n, why in unfit(shape_of(model)).items() if n not in self.options}
+        if methods is not None or specs is not None:
+            self.left_out = {}
+        chosen = plans(methods, self.left_out)
         for name in self.options:
             if not any(name == prefill or name in decodes for prefill, decodes in chosen):
                 raise InvalidInput(f"options for {name}, which is not compared; name it among the methods")

@@ -13,6 +13,7 @@ from longreach.adapters.transformers import (
     attach,
     check_length,
     encode,
+    shape_of,
     share,
     stop_tokens,
 )
@@ -20,7 +21,7 @@ from longreach.cache import CacheConfig
 from longreach.evals.plans import plans
 from longreach.evals.progress import Progress, unseen
 from longreach.evals.reads import Reads
-from longreach.methods.registry import choose
+from longreach.methods.registry import choose, unfit
 from longreach.tasks import haystack
 from longreach.tasks.needle import INTRO_ALL, Needle, needle
 
@@ -61,12 +62,13 @@ class Row:
 class Demo:
     """A document of at most `length` tokens with question and answer, its facts, and who is asked.
 
+    left_out: methods that are not, since they do not fit the model without options, and why.
     Raises InvalidInput where the facts do not fit, or the model's context is shorter than `length`.
     """
 
     def __init__(self, model: Any, tokenizer: Any, length: int = 4096, seed: int = 0):
         check_length(model, length - ANSWER_TOKENS, ANSWER_TOKENS)
-        self.model, self.tokenizer = model, tokenizer
+        self.model, self.tokenizer, self.left_out = model, tokenizer, unfit(shape_of(model))
         random = Random(f"demo/{seed}")
         facts = _different(random, len(DEPTHS))
         self.placed = tuple(zip(DEPTHS, facts, strict=True))
@@ -85,7 +87,7 @@ class Demo:
         """Ask every question with every method; the document is read once per prefill method."""
         stop = stop_tokens(self.model, self.tokenizer)
         room = len(self.document) + max(map(len, self.questions)) + ANSWER_TOKENS
-        for prefill, decodes in plans():
+        for prefill, decodes in plans(left_out=self.left_out):
             with attach(self.model, prefill=prefill, cache=CacheConfig(capacity=room)) as session:
                 session.follow(*(choose("decode", decode) for decode in decodes))
                 reader = Reader(session)

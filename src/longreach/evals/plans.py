@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from longreach.errors import InvalidInput, UnknownName
 from longreach.methods.registry import METHODS, names
@@ -10,10 +10,10 @@ from longreach.methods.registry import METHODS, names
 Plan = tuple[str, tuple[str, ...]]
 
 
-def plans(chosen: Sequence[str] | None = None) -> list[Plan]:
+def plans(chosen: Sequence[str] | None = None, left_out: Collection[str] = ()) -> list[Plan]:
     """(prefill method, decode methods after it): every decode method after dense, every prefill method throughout.
 
-    chosen: only these methods, and dense as what they are measured against; None: all of them.
+    chosen: only these methods, and dense as what they are measured against; None: all of them but those `left_out`.
     Raises UnknownName for a method that does not exist, InvalidInput where none is chosen.
     """
     for name in chosen or ():
@@ -21,7 +21,7 @@ def plans(chosen: Sequence[str] | None = None) -> list[Plan]:
             raise UnknownName("method", name, METHODS)
     if chosen is not None and not chosen:
         raise InvalidInput(f"no methods to compare; name some of {', '.join(METHODS)}")
-    kept = [name for name in METHODS if chosen is None or name in chosen or name == "dense"]
+    kept = [n for n in METHODS if n == "dense" or (n not in left_out if chosen is None else n in chosen)]
     decodes = names("decode")
     found: list[Plan] = [("dense", tuple(n for n in decodes if n in kept))]
     for name in names("prefill"):

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Any
 
 from longreach.errors import InvalidInput, UnknownName
-from longreach.methods.base import AttentionMethod, Phase
+from longreach.methods.base import AttentionMethod, ModelShape, Phase
 from longreach.methods.values import value_of
 
 METHODS = {
@@ -19,6 +19,7 @@ METHODS = {
     "quest": "longreach.methods.quest:Quest",
     "omnikv": "longreach.methods.omnikv:OmniKV",
     "less_is_more": "longreach.methods.less_is_more:LessIsMore",
+    "loki": "longreach.methods.loki:Loki",
 }
 NONE = ("none",)  # what the fuse and evict slots know so far
 
@@ -34,6 +35,17 @@ def method_class(name: str) -> type[AttentionMethod]:
 def names(phase: Phase | None = None) -> tuple[str, ...]:
     """All methods, or those that fill a slot."""
     return tuple(n for n in METHODS if phase is None or phase in method_class(n).phases)
+
+
+def unfit(model: ModelShape) -> dict[str, str]:
+    """Methods that a model cannot be asked with as they are by default, and why: no plan is shipped for it, say."""
+    found = dict[str, str]()
+    for name in METHODS:
+        try:
+            method_class(name)().check(model)
+        except InvalidInput as error:
+            found[name] = str(error)
+    return found
 
 
 def choose(phase: Phase, method: str | AttentionMethod | None, **options: Any) -> AttentionMethod:

@@ -3,7 +3,7 @@
 from longreach.adapters.transformers.attach import Session, attach
 from longreach.adapters.transformers.batch_reading import BatchAnswer, BatchReader
 from longreach.adapters.transformers.capture import residuals
-from longreach.adapters.transformers.checks import shape_of
+from longreach.adapters.transformers.checks import cache_windows, shape_of
 from longreach.adapters.transformers.chunking import Piece, Pieces, Splitter, split
 from longreach.adapters.transformers.fingerprint import Fingerprint, fingerprint
 from longreach.adapters.transformers.hf_cache import LongreachCache
@@ -42,6 +42,7 @@ __all__ = [
     "Session",
     "Splitter",
     "attach",
+    "cache_windows",
     "chat",
     "check_length",
     "context_limit",

@@ -1,0 +1,230 @@
+"""Equal budgets: how much a method may choose so that it reads as many bytes while decoding as another one does."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+
+import torch
+
+from longreach.adapters.transformers import cache_windows, shape_of
+from longreach.cache import PerSlot, SequenceState
+from longreach.errors import InvalidInput
+from longreach.evals.evaluate import Evaluation
+from longreach.evals.methods import DENSE, Spec
+from longreach.methods.base import AttentionMethod, LayerCall, ModelShape, Outcome, Reads
+from longreach.methods.ledger import Ledger
+from longreach.ops import HeadShard, KVView, Rows, Spans
+
+BUDGETS = {"streaming_llm": "window", "quest": "k", "omnikv": "k", "less_is_more": "k", "loki": "k"}
+COUNTED = {"oracle_top_k": "k"}  # reads more than dense whatever it attends to: gets as many keys instead
+STEPS = 100_000  # budgets are multiples of 1 / STEPS of the context
+SAMPLES, ROWS = 4, 6  # prompts of each task whose lengths are looked at; steps of a dry run
+NEAR, ENOUGH = 0.02, 0.001  # how far from equal is still equal; where the search stops
+
+
+class DryRun:
+    """What decode steps read by the methods' own account, without a model: keys and values are all the same.
+
+    Holds for methods whose reads depend on lengths alone, not on what keys and queries are.
+
+    contexts: lengths of the sequences of the steps, so many of them in a batch. windows: layer -> window of the layers
+    that no method attends for. dtype: of keys and values.
+    """
+
+    def __init__(
+        self, shape: ModelShape, contexts: Sequence[int], *, dtype: torch.dtype, batch: int = 1,
+        windows: Mapping[int, int] | None = None,
+    ):  # fmt: skip
+        if not contexts or min(contexts) < 1:
+            raise InvalidInput(f"contexts: expected lengths of at least 1, got {list(contexts)}")
+        self.shape, self.dtype, self.windows = shape, dtype, windows or {}
+        self.batches = [tuple(contexts[n : n + batch]) for n in range(0, len(contexts), batch)]
+        self._shares: dict[AttentionMethod, float] = {}
+
+    def share(self, method: AttentionMethod) -> float:
+        """Bytes of keys, values and metadata over those of dense attention, all layers and steps together."""
+        if method not in self._shares:
+            ledger = Ledger()
+            self._steps(method, ledger)
+            found = ledger.report().fraction("decode")
+            assert found is not None
+            self._shares[method] = found
+        return self._shares[method]
+
+    def attended(self, method: AttentionMethod) -> float:
+        """The share of its context that a row attends to, the mean over KV heads and layers that are not dense."""
+        shares = []
+        for call, outcome in self._steps(method, Ledger()):
+            if not outcome.dense_because and call.layer not in self.windows:
+                keys = sum(s.reads(call.rows, call.kv).double() for s in outcome.reads.values[-1:])
+                shares.append(float((keys / (call.rows.pos[:, None] + 1)).mean()))
+        if not shares:
+            raise InvalidInput(f"{method.name} attends densely in every layer: it has no number of keys to be equalled")
+        return sum(shares) / len(shares)
+
+    def _steps(self, method: AttentionMethod, ledger: Ledger) -> list[tuple[LayerCall, Outcome]]:
+        """A step of each batch: the layers' calls and what the method made of them, noted in the ledger."""
+        found = []
+        with torch.no_grad():
+            for contexts in self.batches:
+                passed: dict[object, object] = {}
+                for layer in range(self.shape.layers):
+                    call = replace(self._call(layer, contexts), passed=passed)
+                    window = self.windows.get(layer)
+                    dense = Spans.dense() if window is None else Spans.window(window)
+                    if window is None:
+                        outcome = method.run(call, self._state(method, call))
+                    else:
+                        outcome = Outcome(call.attend(dense), Reads((dense,), (dense,)))
+                    ledger.add("decode", call, method.name, "reference", outcome, dense)
+                    found.append((call, outcome))
+                ledger.flush()
+        return found
+
+    def _state(self, method: AttentionMethod, call: LayerCall) -> SequenceState | None:
+        """A fresh one: what is in it changes no byte that is read, but numbers it must be."""
+        state = method.new_state(call, call.kv.sequences)
+        if isinstance(state, PerSlot):
+            state.fit(call.kv.capacity)
+            state.zero()
+        return state
+
+    def _call(self, layer: int, contexts: Sequence[int]) -> LayerCall:
+        shape, rows = self.shape, len(contexts)
+        one = torch.zeros(shape.head_dim, dtype=self.dtype)  # every key and value, in the memory of one
+        memory = one.expand(rows, shape.kv_heads, max(contexts), -1)
+        filled, seq = torch.tensor(contexts), torch.arange(rows)
+        q = torch.randn(rows, shape.query_heads, shape.head_dim, generator=torch.Generator().manual_seed(layer))
+        return LayerCall(
+            layer, Rows(q.to(self.dtype), seq, filled - 1), KVView(memory, memory, filled), seq,
+            shape.head_dim**-0.5, shard=HeadShard.whole(shape.kv_heads), impl="reference", model=shape,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What was found for a method: option=value reads `share` of dense attention's bytes, by the dry run.
+
+    unreachable: why there is no value that comes near enough; value and share are then the nearest.
+    """
+
+    option: str
+    value: float
+    share: float
+    unreachable: str | None = None
+
+
+@dataclass(frozen=True)
+class Equal:
+    """Methods with budgets that make them read what another one does.
+
+    to: its label; share: its bytes over dense attention's; attended: keys a row attends to over its context, where a
+    method gets as many keys, else None. specs: what is to be asked, found budgets in their labels. found: label ->
+    budget. unreachable, kept: methods that are not asked, or asked as they are, and why, by label.
+    """
+
+    to: str
+    share: float
+    attended: float | None
+    specs: tuple[Spec, ...]
+    found: dict[str, Budget]
+    unreachable: dict[str, str]
+    kept: dict[str, str]
+
+    def to_json(self) -> dict[str, object]:
+        """All but the specs, whose configurations a record holds."""
+        return {
+            "to": self.to, "share": self.share, "attended": self.attended,
+            "found": {label: asdict(budget) for label, budget in self.found.items()},
+            "unreachable": self.unreachable, "kept": self.kept,
+        }  # fmt: skip
+
+
+def equal_bytes(evaluation: Evaluation, to: str) -> Equal:
+    """`equalled` for an evaluation whose prompts are made: by the lengths of some of them, half-way through answers."""
+    contexts = sorted(
+        len(one.prompt) + 1 + (evaluation.tasks[name].task.max_new_tokens - 1) // 2
+        for name, asked in evaluation.asked.items() for one in asked[:SAMPLES]
+    )  # fmt: skip
+    some = contexts[:: -(-len(contexts) // ROWS)]
+    model, settings = evaluation.model, evaluation.settings
+    dry = DryRun(shape_of(model), some, dtype=model.dtype, batch=settings.batch, windows=cache_windows(model))
+    return equalled(evaluation.specs, to, dry)
+
+
+def equalled(specs: Sequence[Spec], to: str, dry: DryRun) -> Equal:
+    """Budgets for the specs with which they read what the one labelled `to` reads.
+
+    A spec that sets its own budget keeps it. Raises InvalidInput where no spec is called `to`, or it is dense.
+    """
+    by_label = {spec.label: spec for spec in specs}
+    if to not in by_label or by_label[to].decode.name == DENSE:
+        known = ", ".join(label for label, s in by_label.items() if s.decode.name != DENSE)
+        raise InvalidInput(f"no sparse method {to!r} whose bytes others could equal; give one of: {known or 'none'}")
+    target, attended = dry.share(by_label[to].decode), None
+    asked, found, unreachable, kept = list[Spec](), dict[str, Budget](), dict[str, str](), dict[str, str]()
+    for label, spec in by_label.items():
+        method = spec.decode
+        option = BUDGETS.get(method.name) or COUNTED.get(method.name)
+        if label == to or method.name == DENSE or option is None:
+            asked.append(spec)
+            if label != to and method.name != DENSE:
+                kept[label] = "it has no budget of keys"
+        elif any(word.startswith(f"{option}=") for word in shlex.split(label)):
+            asked.append(spec)
+            kept[label] = f"its {option} was given"
+        else:
+            if method.name in COUNTED:
+                attended = dry.attended(by_label[to].decode)
+                budget = _as_many(method, option, attended, dry)
+            else:
+                budget = _nearest(method, option, target, dry)
+            if budget.unreachable:
+                unreachable[label] = budget.unreachable
+                continue
+            named = Spec(f"{label} {option}={budget.value}", spec.prefill, _with(method, option, budget.value))
+            asked.append(named)
+            found[named.label] = budget
+    return Equal(to, target, attended, tuple(asked), found, unreachable, kept)
+
+
+def _with(method: AttentionMethod, option: str, value: float) -> AttentionMethod:
+    return type(method).make(**{**{k: v for k, v in method.to_json().items() if k != "name"}, option: value})
+
+
+def _as_many(method: AttentionMethod, option: str, attended: float, dry: DryRun) -> Budget:
+    """As many keys: a share of the context, cut so that rounding up makes no key more of it."""
+    value = max(1, int(attended * STEPS)) / STEPS
+    return Budget(option, value, dry.share(_with(method, option, value)))
+
+
+def _nearest(method: AttentionMethod, option: str, target: float, dry: DryRun) -> Budget:
+    """The budget whose bytes come nearest to the target's; bytes grow with the budget."""
+
+    def share(step: int) -> float:
+        return dry.share(_with(method, option, step / STEPS))
+
+    low, high, straight = 1, STEPS, True
+    if share(low) >= target:
+        high = low
+    elif share(high) <= target:
+        low = high
+    while high - low > 1 and min(abs(share(n) / target - 1) for n in (low, high)) > ENOUGH:
+        part = (target - share(low)) / (share(high) - share(low)) if straight else 0.5
+        middle = min(max(low + round(part * (high - low)), low + 1), high - 1)
+        low, high = (middle, high) if share(middle) < target else (low, middle)
+        straight = not straight  # bytes grow almost in proportion; where they leap, halving finds the leap
+    step = min((low, high), key=lambda n: abs(share(n) - target))
+    off = share(step) / target - 1
+    why = None
+    if abs(off) > NEAR:
+        said = f"{method.name} reads {share(step):.1%} of dense attention's bytes"
+        if step == 1:
+            why = f"{said} at least, and {target:.1%} are asked for; give it fewer layers that attend densely"
+        elif step == STEPS:
+            why = f"{said} at most, and {target:.1%} are asked for"
+        else:
+            why = f"{said} with {option}={step / STEPS}, the nearest to {target:.1%}; ask at a longer --length"
+    return Budget(option, step / STEPS, share(step), why)
