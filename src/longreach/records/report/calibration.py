@@ -11,6 +11,7 @@ Kept = Mapping[str, Sequence[float] | None]
 
 def similarity(title: str, layers: Sequence[int], values: Sequence[Sequence[float]], anchors: Sequence[int]) -> bytes:
     """PNG: a row the layer that chooses, a column the one that takes; nothing below the diagonal; * marks anchors."""
+    title = f"{title}; anchors {', '.join(map(str, anchors))}"
     names = tuple(f"{layer}*" if layer in anchors else str(layer) for layer in layers)
     shown = tuple(tuple(v if j >= i else None for j, v in enumerate(row)) for i, row in enumerate(values))
     scale = Scale("weight found of that wanted", 0.0, 1.0, share=True)
@@ -56,4 +57,4 @@ def kept(title: str, xlabel: str, x: Sequence[float], found: Mapping[str, Kept],
 
 
 def _line(label: str, number: int, x: Sequence[float], y: Sequence[float]) -> Series:
-    return Series(label, number, False, tuple(x), tuple(y), plain=True)
+    return Series(label, number + 1, False, tuple(x), tuple(y), plain=True)  # 0 is that of dense attention
