@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from longreach.errors import InvalidInput
-from longreach.ops.types import KVView, Logits, Rows, describe, require
+from longreach.ops.types import KVView, Logits, Rows, ScoringKeys, describe, require
 
 
 def check_memory(rows: Rows, kv: KVView) -> None:
@@ -59,3 +59,11 @@ def check_kept(kept: Logits, rows: Rows, kv: KVView) -> None:
         f"logits: expected those of these rows over this view, [R, G, N, group] = {list(shape)} on {rows.q.device}, "
         f"got {describe(kept.x)}",
     )
+
+
+def check_scoring(keys: ScoringKeys, kv: KVView) -> None:
+    """Raise InvalidInput where scoring keys are not laid out like the pages of `kv`."""
+    require(isinstance(keys, ScoringKeys), f"keys: expected ScoringKeys, got {describe(keys)}")
+    fits = keys.k.shape == kv.k.shape and keys.k.device == kv.k.device
+    shape = list(kv.k.shape)
+    require(fits, f"keys: expected the view's [P, G, page, D] = {shape} on {kv.k.device}, got {describe(keys.k)}")

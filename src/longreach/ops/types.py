@@ -1,4 +1,4 @@
-"""The nouns every method is written with: Rows, KVView, Partial, Logits, HeadShard (Selection has its own file).
+"""The nouns every method is written with: Rows, KVView, Partial, HeadShard and so on (Selection has its own file).
 
 Letters: B sequences, R rows, H query heads, G KV heads, N keys, D head dim, P pages.
 """
@@ -162,6 +162,27 @@ class KVView:
         fits = heads % self.heads == 0 and 1 <= heads // self.heads <= 16
         require(fits, f"heads: {heads} query heads must be 1 to 16 times the {self.heads} KV heads")
         return heads // self.heads
+
+
+@dataclass(frozen=True)
+class ScoringKeys:
+    """An 8-bit copy of a view's keys, to score them at half the bytes: key = k * scale (see quantise_keys).
+
+    k: int8 [P, G, page, D], scale: fp32 [P, G, page], strided views whose last dimension is contiguous. Pages and slots
+    are those of the view: its block table finds them.
+    """
+
+    k: Tensor
+    scale: Tensor
+
+    def __post_init__(self) -> None:
+        k, scale = self.k, self.scale
+        ok = isinstance(k, Tensor) and k.dim() == 4 and k.dtype == torch.int8
+        require(ok, f"k: expected int8 [P, G, page, D], got {describe(k)}")
+        ok = isinstance(scale, Tensor) and scale.dtype == torch.float32 and scale.shape == k.shape[:3]
+        ok = ok and scale.device == k.device
+        require(ok, f"scale: expected float32 {list(k.shape[:3])} on {k.device}, got {describe(scale)}")
+        require(k.stride(-1) == 1 and scale.stride(-1) == 1, "k, scale: the last dimension must be contiguous")
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ KEEPING = """
 import json, sys
 from unittest.mock import patch
 import torch
-from longreach.ops import Lists, Logits, Rows, Run, Spans
+from longreach.ops import Lists, Logits, Rows, Run, ScoringKeys, Spans
 from longreach.ops.attend import triton, triton_keeping, triton_kernels
 from longreach.ops.attend.triton_tuning import Tuning
 from longreach.testing.compile import compiling
@@ -61,13 +61,15 @@ with (
     patch.object(triton_keeping, "refuse", lambda *a: None),
     patch.object(Tuning, "programs", lambda s, d: 132 * s.per_sm),
 ):
-    for kind, dtype, page, rows, group in (
+    cases = (
         ("keep", torch.bfloat16, None, 1, 4), ("keep", torch.float32, 64, 3, 7), ("score", torch.bfloat16, 16, 1, 4),
         ("score", torch.float16, None, 16, 8), ("score", torch.float32, None, 1, 1),
         ("values", torch.bfloat16, None, 1, 4), ("values", torch.bfloat16, 16, 1, 7),
         ("values", torch.float32, None, 1, 2), ("dense values", torch.float16, None, 3, 8),
-        ("values per query", torch.bfloat16, None, 1, 4),
-    ):
+        ("values per query", torch.bfloat16, None, 1, 4), ("8 bits", torch.bfloat16, None, 1, 4),
+        ("8 bits", torch.bfloat16, 16, 1, 8), ("8 bits", torch.float32, 64, 5, 7),
+    )
+    for kind, dtype, page, rows, group in cases if dim == 128 else cases[dim // 16 % 2 :: 2]:
         kv = random_kv([256, 256], heads=2, dim=dim, page=page, dtype=dtype)
         seq = torch.arange(2).repeat_interleave(rows)
         pos = (256 - rows + torch.arange(rows)).repeat(2)
@@ -85,6 +87,9 @@ with (
                 triton_keeping.attend_keeping(given, kv, **bare)
             elif kind == "score":
                 triton_keeping.score_keys(given, kv, **bare)
+            elif kind == "8 bits":
+                keys = ScoringKeys(torch.zeros(kv.k.shape, dtype=torch.int8), torch.zeros(kv.k.shape[:3]))
+                triton_keeping.score_keys(given, kv, **bare, keys=keys)
             else:
                 chosen = Spans.dense() if kind == "dense values" else lists
                 triton_keeping.attend_values(given, kv, chosen, kept, sink_logit=None)

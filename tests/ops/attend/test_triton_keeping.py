@@ -57,19 +57,19 @@ def test_groups(group: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("runs", "group"), [((8, 1, 5), 4), ((16, 3, 1), 3), (None, 2)], ids=str)
 def test_several_rows_a_sequence(runs: tuple[int, ...] | None, group: int) -> None:
-    kv = random_kv([40, 17, 33], heads=2, dim=16, page=16, dtype=HALF)
+    kv = random_kv([25, 17, 9], heads=2, dim=16, page=16, dtype=HALF)
     if runs is None:
         rows = random_rows(kv, 9, group=group)
     else:
         seq = torch.arange(3).repeat_interleave(torch.tensor(runs))
-        pos = torch.cat([n - r + torch.arange(r) for n, r in zip((40, 17, 33), runs, strict=True)])
+        pos = torch.cat([n - r + torch.arange(r) for n, r in zip((25, 17, 9), runs, strict=True)])
         rows = Rows(
             torch.randn(sum(runs), 2 * group, 16).to(HALF), seq, pos, tuple(Run(r, b) for b, r in enumerate(runs))
         )
-    check_kept(rows, kv, impl="triton", values=True)
-    check_kept(rows, kv, impl="triton", values=False, sink_logit=torch.randn(2 * group))
+    check_kept(rows, kv, impl="triton", values=runs is None, sink_logit=torch.randn(2 * group))
     check_values(rows, kv, random_lists(rows, kv, shared=True, weighted=True), impl="triton")
-    check_values(rows, kv, Spans.window(30), impl="triton")
+    if runs is None:
+        check_values(rows, kv, Spans.window(12), impl="triton")
 
 
 @pytest.mark.parametrize(("programs", "block"), [(1, 16), (2, 64), (5, 16), (40, 32)])

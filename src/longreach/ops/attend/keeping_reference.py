@@ -8,7 +8,7 @@ from torch import Tensor
 from longreach.ops.attend.reference import attend
 from longreach.ops.by_sequence import logits, past_reach, reach, read, steps
 from longreach.ops.selection import Spans, visible
-from longreach.ops.types import KVView, Logits, Partial, Rows, accumulator
+from longreach.ops.types import KVView, Logits, Partial, Rows, ScoringKeys, accumulator
 
 
 def attend_keeping(
@@ -19,7 +19,13 @@ def attend_keeping(
 
 
 def score_keys(
-    rows: Rows, kv: KVView, *, scale: float, softcap: float | None, sink_logit: Tensor | None
+    rows: Rows,
+    kv: KVView,
+    *,
+    scale: float,
+    softcap: float | None,
+    sink_logit: Tensor | None,
+    keys: ScoringKeys | None = None,
 ) -> tuple[Tensor, Logits]:
     count, heads, _ = rows.q.shape
     dtype = accumulator(rows.q.dtype)
@@ -28,7 +34,10 @@ def score_keys(
     for index in steps(rows, kv):
         some = rows.take(index)
         stop = reach(some, kv)
-        k = read(kv.k, kv, some.seq[0], torch.arange(stop, device=some.pos.device), slice(None), dtype)
+        slots = torch.arange(stop, device=some.pos.device)
+        k = read(kv.k if keys is None else keys.k, kv, some.seq[0], slots, slice(None), dtype)
+        if keys is not None:
+            k = k * read(keys.scale, kv, some.seq[0], slots, slice(None), dtype)[..., None]
         x = logits(some.q.to(dtype), k, scale, softcap).transpose(0, 1)  # [r, H, n]
         x = x.masked_fill(~visible(some, kv, stop, "query"), -torch.inf)
         lse[index] = x.logsumexp(-1)

@@ -14,7 +14,7 @@ from longreach.ops.attend import triton_kernels as kernels
 from longreach.ops.attend.tiles import tiles_of
 from longreach.ops.attend.triton_tuning import INTERPRETED, Tuning, keeping_tuning, tuning
 from longreach.ops.selection import Bound, Lists, PackedLists, Selection, Span, Spans, at
-from longreach.ops.types import KVView, Logits, Partial, Rows
+from longreach.ops.types import KVView, Logits, Partial, Rows, ScoringKeys
 
 FAR = (1 << 30) - 1
 MOST_DEALT = 8192  # entries of the table of items and rows that every program goes through to find its share
@@ -102,14 +102,16 @@ def launch_into(
     lse: Tensor,
     read: Logits | None = None,
     write: bool = False,
+    keys: ScoringKeys | None = None,
     finish: Callable[..., None] | None = None,
 ) -> Logits | None:
     """Fill out [parts, R, H, D] (None: values are not read) and lse [parts, R, H].
 
     finish: launches what puts pieces together in the place of merge_pieces, told how they lie; out and lse are then
-        filled only where work is not dealt out.
+    filled only where work is not dealt out.
 
-    read: logits to take instead of reading keys; write: return the logits (of one dense span).
+    read: logits to take instead of reading keys; write: return the logits (of one dense span). keys: to read instead
+    of kv.k, where values are not read.
     """
     count, heads, dim = rows.q.shape
     if not count:
@@ -122,15 +124,16 @@ def launch_into(
     parts = lse.shape[0]
     items = tiles.count * axis * parts
     own = per_item if choice.own else 1
-    m = max(16, triton.next_power_of_2(tiles.size * per_item))
+    m = max(16 if keys is None else 8, triton.next_power_of_2(tiles.size * per_item))
     i2, x = triton.next_power_of_2(items), triton.next_power_of_2(tiles.size * own)
     dealt = items <= 1024 and i2 * x <= MOST_DEALT
-    wide = max(16, triton.next_power_of_2(dim))
+    wide = max(16 if keys is None else 32, triton.next_power_of_2(dim))
+    k = kv.k if keys is None else keys.k
     lists = choice.listing is not None
     paged = kv.block_table is not None and kv.block_table.shape[1] > 1
     dense = isinstance(selection, Spans) and selection.is_dense
     if write:
-        t = tune or keeping_tuning(rows.q.dtype, wide, m, paged=paged, items=items, values=out is not None)
+        t = tune or keeping_tuning(k.dtype, wide, m, paged=paged, items=items, values=out is not None)
         assert t.unit == t.block and dense, (t, selection)
     else:
         t = tune or tuning(rows.q.dtype, wide, m, lists=lists, paged=paged, dense=dense, items=items)
@@ -157,8 +160,8 @@ def launch_into(
     slot_pos = kv.k if kv.slot_pos is None else kv.slot_pos
     slot_pos = slot_pos if slot_pos.stride(-1) == 1 else slot_pos.contiguous()
     memory = (
-        kv.k,
-        *kv.k.stride()[:3],
+        k,
+        *k.stride()[:3],
         kv.v,
         *kv.v.stride()[:3],
         filled,
@@ -183,7 +186,7 @@ def launch_into(
     limits = {"maxnreg": t.registers} if t.registers else {}
     sink = lse if sink_logit is None else sink_logit.contiguous()
     result = (lse if out is None else out, lse, sink, pieces, ends, heads, count)
-    kept, kept_kind = _kept(logits, write, values)
+    kept, kept_kind = _kept(logits, write, values, keys)
     hull = not evicted and (choice.uniform or (tiles.size == 1 and not choice.own))
     kernels.attend_pieces[(programs if dealt else items,)](
         row_args, memory, choice.spans, choice.lists, kept, result, float(scale), float(softcap or 1.0),
@@ -212,14 +215,17 @@ def _new_logits(rows: Rows, kv: KVView, block: int) -> Logits:
     return Logits(x, x.new_empty((*shape[:2], -(-kv.capacity // block), shape[3]), dtype=torch.float32), block)
 
 
-def _kept(logits: Logits | None, write: bool, values: bool) -> tuple[tuple[Any, ...], tuple[Any, ...] | None]:
+def _kept(
+    logits: Logits | None, write: bool, values: bool, keys: ScoringKeys | None
+) -> tuple[tuple[Any, ...], tuple[Any, ...] | None]:
     """Kept logits as the kernels take them; see attend_pieces."""
     if logits is None:
         return (), None
     x, top, block = logits.x.contiguous(), logits.top, logits.block
     beside = x if top is None else top.contiguous()
-    kind = (write, values, top is not None, block, x.shape[3])
-    return (x, *x.stride()[:2], beside, *beside.stride()[:2]), kind
+    scale = beside if keys is None else keys.scale
+    kind = (write, values, top is not None, block, x.shape[3], keys is not None)
+    return (x, *x.stride()[:2], beside, *beside.stride()[:2], scale, *scale.stride()[:2]), kind
 
 
 def _rows_at_once(dim: int, per_item: int, dtype: torch.dtype) -> int:

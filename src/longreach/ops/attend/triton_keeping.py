@@ -9,7 +9,7 @@ from longreach.errors import Unsupported
 from longreach.ops.attend.triton import launch_into, refuse
 from longreach.ops.attend.triton_tuning import Tuning
 from longreach.ops.selection import Selection, Spans
-from longreach.ops.types import KVView, Logits, Partial, Rows
+from longreach.ops.types import KVView, Logits, Partial, Rows, ScoringKeys
 
 DENSE = Spans.dense()
 
@@ -35,9 +35,10 @@ def score_keys(
     scale: float,
     softcap: float | None,
     sink_logit: Tensor | None,
+    keys: ScoringKeys | None = None,
     tune: Tuning | None = None,
 ) -> tuple[Tensor, Logits]:
-    _, lse, kept = _keep(rows, kv, scale, softcap, sink_logit, False, tune)
+    _, lse, kept = _keep(rows, kv, scale, softcap, sink_logit, False, tune, keys)
     return lse, kept
 
 
@@ -49,6 +50,7 @@ def _keep(
     sink_logit: Tensor | None,
     values: bool,
     tune: Tuning | None,
+    keys: ScoringKeys | None = None,
 ) -> tuple[Tensor | None, Tensor, Logits]:
     """(out [R, H, D] or None, lse [R, H], logits)."""
     refuse(rows, kv, DENSE, sink_logit)
@@ -56,7 +58,7 @@ def _keep(
     out = rows.q.new_empty((1, count, heads, dim), dtype=torch.float32) if values else None
     lse = rows.q.new_empty((1, count, heads), dtype=torch.float32)
     with torch.cuda.device_of(rows.q):
-        kept = launch_into(rows, kv, DENSE, scale, softcap, sink_logit, None, tune, out, lse, write=True)
+        kept = launch_into(rows, kv, DENSE, scale, softcap, sink_logit, None, tune, out, lse, write=True, keys=keys)
     assert kept is not None
     return None if out is None else out[0], lse[0], kept
 

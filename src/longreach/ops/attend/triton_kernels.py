@@ -238,6 +238,48 @@ def _tanh(x):
 
 
 @triton.jit
+def _in_two(
+    tile, axis, rows, layout: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BD: tl.constexpr
+):
+    """Queries in two int8 terms, q = step (254 high + low): (high [M, BD], low, step [M]).
+
+    Where 8 rows are enough high is [16, BD] with the low terms in its last 8 rows (and low the same), so that one
+    product gives both.
+    """
+    ROWS: tl.constexpr = 16 if M == 8 else M
+    q_of, q_row, q_head, _, _, _, _ = rows
+    r = tl.arange(0, ROWS)
+    d = tl.arange(0, BD)
+    m = r % M
+    row = _row_of(tile, m // GROUP, rows, layout)
+    q = tl.load(
+        q_of + row.to(tl.int64)[:, None] * q_row + (axis * GROUP + m % GROUP)[:, None] * q_head + d[None, :],
+        mask=(row >= 0)[:, None] & (d < D)[None, :],
+        other=0.0,
+    ).to(tl.float32)
+    step = tl.max(tl.abs(q), 1) / 32258.0  # 127 * 254
+    whole = tl.floor(q / tl.where(step > 0, step, 1.0)[:, None] + 0.5)
+    high = tl.floor(whole / 254.0 + 0.5)
+    low = whole - 254.0 * high
+    if M == 8:
+        high = tl.where((r < 8)[:, None], high, low)
+        step = tl.max(tl.reshape(step, (2, 8)), 0)
+    return high.to(tl.int8), low.to(tl.int8), step
+
+
+@triton.jit
+def _dot_in_two(high, low, k, M: tl.constexpr, BN: tl.constexpr):
+    """(254 high + low) k, exact in int32 up to 256 channels, as fp32 [M, BN]."""
+    if M == 8:
+        both = tl.reshape(tl.dot(high, k), (2, 8, BN))
+        weight = tl.where(tl.arange(0, 2) == 0, 254, 1)
+        x = tl.sum(both * weight[:, None, None], 0)
+    else:
+        x = tl.dot(high, k) * 254 + tl.dot(low, k)
+    return x.to(tl.float32)
+
+
+@triton.jit
 def _piece(
     item, begin, end, rows, memory, spans, lists, kept, scale, cap,
     layout: tl.constexpr, kinds: tl.constexpr, listing: tl.constexpr, form: tl.constexpr, keeping: tl.constexpr,
@@ -261,6 +303,7 @@ def _piece(
     READ: tl.constexpr = not keeping[0] if keeping is not None else False
     VALUES: tl.constexpr = keeping[1] if keeping is not None else True
     HALVES: tl.constexpr = keeping[2] if keeping is not None else False
+    CODED: tl.constexpr = keeping[5] if keeping is not None else False  # keys are 8-bit
     q_of, q_row, q_head, _, _, _, _ = rows
     k_of, k_page, k_head, k_slot, v_of, v_page, v_head, v_slot = memory[:8]
     filled, table, table_row, p_of, p_page, p_head, group = memory[8:]
@@ -277,14 +320,16 @@ def _piece(
     top = tl.max(seen, 0)
     d = tl.arange(0, BD)
     inside = d < D
-    if not READ:
+    if CODED:
+        high_q, low_q, step = _in_two(tile, axis, rows, layout, GROUP, M, D, BD)
+    elif not READ:
         q = tl.load(
             q_of + row.to(tl.int64)[:, None] * q_row + head[:, None] * q_head + d[None, :],
             mask=(row >= 0)[:, None] & inside[None, :],
             other=0.0,
         )
     if WRITE or READ:
-        x_of, x_row, x_head, top_of, top_row, top_head = kept
+        x_of, x_row, x_head, top_of, top_row, top_head, s_of, s_page, s_head = kept
         SIDE: tl.constexpr = keeping[4]  # query heads of a KV head, side by side
         # of these, so many lie in consecutive entries of the tile and on a multiple of their bytes
         BESIDE: tl.constexpr = (8 if SIDE % 8 == 0 else 4 if SIDE % 4 == 0 else 2 - SIDE % 2) if GROUP == SIDE else 1
@@ -301,6 +346,10 @@ def _piece(
         k_at += page * k_page
         v_at += page * v_page
         pos_at += page * p_page
+        if CODED:
+            s_of += page * s_page
+    if CODED:
+        s_of += kv_head * s_head
     pages = table + seq.to(tl.int64) * table_row
 
     # where the item's spans lie: for each row, their hull, and where they start in the stream
@@ -338,6 +387,15 @@ def _piece(
     elif PAGED:
         next_slot, _, next_last, _ = _stretch(begin + n, firsts, lasts, counts, SPANS)
         page = _peek(pages + next_slot // PAGE, (next_slot < next_last) & (begin + n < end))
+    if CODED:  # scales are read one block ahead, pages two
+        next_slot, _, next_last, _ = _stretch(begin + n, firsts, lasts, counts, SPANS)
+        near = (next_slot < next_last) & (begin + n < end)
+        if PAGED:
+            size = _peek(s_of + page.to(tl.int64) * s_page + next_slot % PAGE, near)
+            next_slot, _, next_last, _ = _stretch(begin + BN + n, firsts, lasts, counts, SPANS)
+            next_page = _peek(pages + next_slot // PAGE, (next_slot < next_last) & (begin + BN + n < end))
+        else:
+            size = _peek(s_of + next_slot, near)
     for at in tl.range(begin, end, BN, num_stages=STAGES):
         if LISTS:  # asked for now, needed in the next round
             next_slot = _slots(entry, at + BN + n, end, top, over, BLOCK)
@@ -346,6 +404,15 @@ def _piece(
             entry = _entries(lists[0] + list_start, at + 2 * BN + n, end, over, BLOCK)
             line = at + (32 + n) * 32
             _soon(lists[0] + list_start + line // BLOCK, (line < end) & (n * 32 < BN) & ~over)
+        elif CODED:
+            next_slot, _, next_last, _ = _stretch(at + BN + n, firsts, lasts, counts, SPANS)
+            near = (next_slot < next_last) & (at + BN + n < end)
+            if PAGED:
+                next_size = _peek(s_of + next_page.to(tl.int64) * s_page + next_slot % PAGE, near)
+                far_slot, _, far_last, _ = _stretch(at + 2 * BN + n, firsts, lasts, counts, SPANS)
+                far_page = _peek(pages + far_slot // PAGE, (far_slot < far_last) & (at + 2 * BN + n < end))
+            else:
+                next_size = _peek(s_of + next_slot, near)
         elif PAGED:
             next_slot, _, next_last, _ = _stretch(at + BN + n, firsts, lasts, counts, SPANS)
             next_page = _peek(pages + next_slot // PAGE, (next_slot < next_last) & (at + BN + n < end))
@@ -408,9 +475,12 @@ def _piece(
             k = tl.load(
                 k_at + at_k[None, :] + d[:, None],
                 mask=column[None, :] & inside[:, None] if BD != D else column[None, :],
-                other=0.0,
+                other=0 if CODED else 0.0,
             )
-            x = tl.dot(q, k, input_precision="ieee")
+            if CODED:
+                x = _dot_in_two(high_q, low_q, k, M, BN) * (step[:, None] * size.to(tl.float32, bitcast=True)[None, :])
+            else:
+                x = tl.dot(q, k, input_precision="ieee")
             if CAPPED:
                 x = cap * LOG2E * _tanh(x * (scale / cap))
             else:
@@ -443,7 +513,12 @@ def _piece(
         peak = higher
         if LISTS:
             slot = next_slot
-        if PAGED:
+        if CODED:
+            size = next_size
+            if PAGED:  # chosen anew: loops that hand on a value untouched for two rounds are not pipelined
+                page = tl.where(near, next_page, 0)
+                next_page = far_page
+        elif PAGED:
             page = next_page
     return row, head, peak, total, acc
 
@@ -487,16 +562,17 @@ def attend_pieces(
     strides, v and its strides, filled, block table, its row stride, slot_pos, its page and head stride, query heads per
     KV head);
     spans: (starts, stops, split), each bound (value, row stride, head stride); lists: (index, count or offsets,
-    log-weight, list_of, head_of); kept: (), or (x of Logits and its row and KV-head strides, top and its);
+    log-weight, list_of, head_of); kept: (), or (x of Logits and its row and KV-head strides, top and its, the scale
+    of 8-bit keys and its page and head strides);
     result: (out, lse, sink, pieces, ends, heads, rows).
 
     layout: see _row_of. kinds: for each span whether start and stop are tensors, whether they are relative, and the
     same two of the split (None, None without one). listing: None for spans, else (heads, block, packed or not,
     weighted or not, capacity, shared or not, heads mapped or not). form: (parts, head axis, query heads an item, those
     with spans of their own, whether slots have positions of their own, spans). keeping: None, or (logits are written,
-    not read in place of keys; values are read; logits are fp16; slots of a block of theirs; query heads a KV head): who
-    writes has BN = UNIT = a block of theirs and one dense span. PAGED: more than one page a sequence, of PAGE slots.
-    TABLED: whether there is a block table. HULL: the slots that the rows of an item take form one run.
+    not read in place of keys; values are read; logits are fp16; slots of a block of theirs; query heads a KV head; keys
+    are 8-bit): who writes has BN = UNIT = a block of theirs and one dense span. PAGED: more than one page a sequence,
+    of PAGE slots. TABLED: whether there is a block table. HULL: the slots that the rows of an item take form one run.
     CHAINED: launched while the kernel before still runs (programmatic dependent launch), so it has to wait for it.
     DEALT: streams are dealt out evenly and pieces kept; else a program does one item and writes its result.
     """

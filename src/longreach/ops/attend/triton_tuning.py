@@ -71,6 +71,7 @@ def keeping_tuning(dtype: torch.dtype, wide: int, m: int, *, paged: bool, items:
     programs run at once only where a thread uses no more than 168 registers.
     """
     t = tuning(dtype, wide, m, lists=False, paged=paged, dense=True, items=items)
+    t = replace(t, block=min(t.block, 256))
     t = replace(t, unit=t.block)
     if values or INTERPRETED:
         return replace(t, registers=168) if (t.per_sm, t.warps) == (3, 4) else t
