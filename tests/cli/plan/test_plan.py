@@ -216,3 +216,11 @@ def test_figures(longreach: Any, saved: Path, model: Path, tmp_path: Path, monke
     monkeypatch.setattr("longreach.cli.calibrate.common.load_model", lambda args: 1 / 0)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     refused(longreach(*asked), "pip install 'longreach[report]'")
+
+
+def test_the_shipped_plan_is_for_the_shipped_model(longreach: Any) -> None:
+    assert longreach("plan", "verify", "kascade-longreach-mini", "--model", "mini").code == 0
+    said = json.loads(longreach("plan", "show", "kascade-longreach-mini", "--json").out)
+    assert said["model"]["name"] == "longreach-mini" and said["values"]["anchors"][0] == 0
+    assert 6 * len(said["values"]["anchors"]) <= said["model"]["layers"]  # one layer in six
+    assert said["made"]["seed"] != 0 and "prose.txt" in said["made"]["data"]  # not what evaluations read
