@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from longreach.methods.base import LayerCall, Outcome, Reads
 from longreach.methods.ledger import Ledger, Report, list_bytes
@@ -110,6 +111,55 @@ def test_lists_that_overflow_are_counted_once_and_read_densely() -> None:
     layer = reported(outcome((lists,), (lists,)))
     assert layer.overflowed_lists == 1 and layer.key_bytes == (10 + 2) * 2 * VECTOR
     assert "1 lists overflowed and read densely" in str(Report((layer,)))
+
+
+def test_lists_in_sight_count_as_others_do() -> None:
+    """Of several layers of one pass that share lists, each through a head map of its own; overflow included."""
+    now = call()
+    index = torch.tensor([[[3, 1, 2], [0, 1, 2]], [[3, 0, 1], [0, 1, 2]]], dtype=torch.int32)
+    for count, of in (([[3, 1], [2, 0]], None), ([[4, 1], [2, 9]], None), ([[1, 2], [0, 1]], torch.tensor([1, 0]))):
+        lists = Lists(index, torch.tensor(count), list_of=of)
+        maps = [None, torch.tensor([1, 0]), torch.tensor([1, 1]), None]
+        found = []
+        for sighted in (True, False):
+            ledger = Ledger()
+            for layer, head_of in enumerate(maps):
+                used = replace(lists, head_of=head_of, in_sight=sighted)
+                reads = [((used,), (used,)), ((DENSE,), (used,)), ((used, DENSE), (DENSE, used)), ((used, used), ())]
+                ledger.add("decode", replace(now, layer=layer), "some", "", outcome(*reads[layer]), DENSE)
+            found.append(ledger.report())
+        assert found[0] == found[1]
+
+
+def test_packed_lists_in_sight_count_as_others_do() -> None:
+    tiles = torch.tensor([1, 0])
+    packed = PackedLists(torch.tensor([0, 1, 2, 0, 0, 1]), torch.tensor([0, 3, 4, 6, 6]), heads=2, list_of=tiles)
+    for more in ({}, {"head_of": torch.tensor([1, 0])}):
+        lists = replace(packed, **more)  # type: ignore[arg-type]
+        sighted = replace(lists, in_sight=True)
+        assert reported(outcome((sighted,), (sighted,), 3)) == reported(outcome((lists,), (lists,), 3))
+
+
+def test_a_layer_that_reuses_lists_in_sight_costs_few_ops() -> None:
+    """They are launched in each step, for each layer."""
+
+    class Counted(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            ops.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    ops: list[str] = []
+    now, ledger = call(), Ledger()
+    lists = Lists(torch.zeros(2, 2, 1, dtype=torch.int32), torch.ones(2, 2, dtype=torch.int64), in_sight=True)
+    launched = []
+    for layer, head_of in enumerate([None, None, torch.tensor([1, 0]), torch.tensor([0, 0])]):
+        used = replace(lists, head_of=head_of)
+        made, mine = outcome((used,), (used,)), replace(now, layer=layer)
+        with Counted():
+            ledger.add("decode", mine, "some", "", made, DENSE)
+        launched.append(len([op for op in ops if "view" not in op and "select" not in op]))
+        ops.clear()
+    assert launched[1] == 0 and max(launched[2:]) <= 10 < launched[0] / 4
 
 
 def test_steps_add_up() -> None:

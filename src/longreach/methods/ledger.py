@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from longreach.methods.base import LayerCall, Outcome, Phase, Reads
 from longreach.ops import KVView, Lists, PackedLists, Rows, Selection, Spans
+from longreach.ops.selection import slots_seen
 
 COLUMNS = ("key_bytes", "value_bytes", "metadata_bytes", "dense_bytes", "overflowed_lists")
 
@@ -149,21 +150,23 @@ class _Pass:
             for s in selections:
                 if id(s) not in counted:
                     counted[id(s)] = self._reads(call, s)
-            counts = [counted[id(s)] for s in selections]
-            return torch.stack(counts).sum() * vector if counts else torch.zeros_like(dense)
+            return _sum([counted[id(s)] for s in selections], dense) * vector
 
-        dense = self._reads(call, dense_reads) * vector * 2
+        dense = self._reads(call, dense_reads) * (vector * 2)
+        read = total(keys)
+        same = [id(s) for s in keys] == [id(s) for s in values]
+        passes = (*keys, *(v for v in values if not any(v is k for k in keys)))
+        lists = [s for s in passes if isinstance(s, (Lists, PackedLists))]
         # an int is filled in on the device: copying it there would be a sync
         extra = torch.full_like(dense, metadata) if isinstance(metadata, int) else metadata.sum()
-        for s in (*keys, *(v for v in values if not any(v is k for k in keys))):
-            if isinstance(s, (Lists, PackedLists)):
-                extra = extra + list_bytes(s, call.rows, call.kv).sum()
-        lists = {id(s): s for s in (*keys, *values) if isinstance(s, Lists)}
-        over = sum((s.overflowed.sum() for s in lists.values()), torch.zeros_like(dense))
-        return torch.stack([total(keys), total(values), extra, dense, over])
+        extra = _sum([extra, *(self._list_bytes(call, s) for s in lists)], dense)
+        over = _sum([self._overflowed(s) for s in {id(s): s for s in lists}.values() if isinstance(s, Lists)], dense)
+        return torch.stack([read, read if same else total(values), extra, dense, over])
 
     def _reads(self, call: LayerCall, selection: Selection) -> Tensor:
         """Keys streamed by all rows in all KV heads: int64 []."""
+        if isinstance(selection, (Lists, PackedLists)) and selection.in_sight:
+            return self._in_sight(call, selection)[0]
         name = self._name(selection)
         if name is None:
             return selection.reads(call.rows, call.kv).sum()
@@ -172,14 +175,57 @@ class _Pass:
             self._known[name] = selection.reads(call.rows, call.kv).sum()
         return self._known[name]
 
+    def _list_bytes(self, call: LayerCall, lists: Lists | PackedLists) -> Tensor:
+        """`list_bytes` of all rows: int64 []."""
+        if not lists.in_sight:
+            return list_bytes(lists, call.rows, call.kv).sum()
+        return self._in_sight(call, lists)[1] * _entry_bytes(lists)
+
+    def _in_sight(self, call: LayerCall, lists: Lists | PackedLists) -> Tensor:
+        """int64 [2]: the keys that all KV heads read by lists in sight, and the entries that name them.
+
+        Lists that many layers use, each through a head map of its own, are looked at once.
+        """
+        *made, head_of = self._lists_name(lists)
+        name = ("in sight", self._where(call), *made)
+        if name not in self._known:
+            self._known[name] = torch.stack([x.sum(0) for x in _per_row(lists, call.rows, call.kv)])
+        name = (*name, head_of, call.kv.heads)
+        if name not in self._known:
+            heads = self._known[name[:-2]]  # [2, entries of the head axis]
+            if heads.shape[1] == 1:
+                self._known[name] = heads[:, 0] * call.kv.heads
+            else:
+                self._known[name] = (heads if lists.head_of is None else heads[:, lists.head_of.long()]).sum(1)
+        return self._known[name]
+
+    def _overflowed(self, lists: Lists) -> Tensor:
+        """Lists that overflowed: int64 []."""
+        self._kept.append(lists.count)
+        name = ("overflowed", id(lists.count), lists.index.shape[2])
+        if name not in self._known:
+            self._known[name] = lists.overflowed.sum()
+        return self._known[name]
+
     def _name(self, selection: Selection) -> Hashable:
-        """What tells spans from others; None for lists, which are too large to be kept until the pass is over."""
+        """What tells spans, and lists in sight, from others; None for what would have to be kept whole for it."""
+        if isinstance(selection, (Lists, PackedLists)):
+            return self._lists_name(selection) if selection.in_sight else None
         if not isinstance(selection, Spans):
             return None
         if all(isinstance(bound.value, int) for span in selection.spans for bound in span):
             return (selection.spans, selection.per)
         self._kept.append(selection)
         return id(selection)
+
+    def _lists_name(self, lists: Lists | PackedLists) -> tuple[Hashable, ...]:
+        """What tells lists in sight from others as far as they are counted, whatever they name; the head map last."""
+        if isinstance(lists, PackedLists):
+            count, size = lists.offsets, lists.heads
+        else:
+            count, size = lists.count, lists.index.shape[2]
+        self._kept.append((count, lists.list_of, lists.head_of))
+        return (type(lists), size, id(count), id(lists.list_of), _entry_bytes(lists), id(lists.head_of))
 
     def _where(self, call: LayerCall) -> Hashable:
         rows, kv = call.rows, call.kv
@@ -190,20 +236,38 @@ class _Pass:
 
 def list_bytes(lists: Lists | PackedLists, rows: Rows, kv: KVView) -> Tensor:
     """Bytes of list entries in use, log-weights included, that one pass reads for each row: int64 [R]."""
-    entry = lists.index.element_size()
-    if lists.log_weight is not None:
-        entry += lists.log_weight.element_size()
-    if isinstance(lists, Lists):
-        used = lists.count.long().masked_fill(lists.overflowed, 0)  # an overflowed list is not read, its row is dense
-    else:
-        used = lists.offsets.long().diff().unflatten(0, (-1, lists.heads))
-    streams = 1
+    used = _per_row(lists, rows, kv)[1]
     if used.shape[1] == 1:
-        streams = kv.heads  # every KV head reads the list that serves them all
+        used = used * kv.heads  # every KV head reads the list that serves them all
     elif lists.head_of is not None:
         used = used[:, lists.head_of.long()]  # each head reads the list it uses
-    used = used.sum(1) * streams * entry
-    return used if lists.list_of is None else used[lists.list_of.long()]
+    return used.sum(1) * _entry_bytes(lists)
+
+
+def _per_row(lists: Lists | PackedLists, rows: Rows, kv: KVView) -> tuple[Tensor, Tensor]:
+    """int64 [R, entries of the head axis], twice: the keys of lists in sight, and the entries in use of any lists."""
+    if isinstance(lists, PackedLists):
+        used = lists.offsets.long().diff().unflatten(0, (-1, lists.heads))
+        used = used if lists.list_of is None else used[lists.list_of.long()]
+        return used, used
+    count, over = lists.count.long(), lists.overflowed
+    if lists.list_of is not None:
+        count, over = count[lists.list_of.long()], over[lists.list_of.long()]
+    used = count.masked_fill(over, 0)  # an overflowed list is not read, its row is dense
+    return torch.where(over, slots_seen(rows, kv)[:, None], count), used
+
+
+def _entry_bytes(lists: Lists | PackedLists) -> int:
+    weight = lists.log_weight
+    return lists.index.element_size() + (0 if weight is None else weight.element_size())
+
+
+def _sum(counts: Sequence[Tensor], zero: Tensor) -> Tensor:
+    """int64 []. zero: what the sum of nothing looks like."""
+    found = counts[0] if counts else torch.zeros_like(zero)
+    for more in counts[1:]:
+        found = found + more
+    return found
 
 
 @dataclass(frozen=True)

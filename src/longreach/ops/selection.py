@@ -180,7 +180,7 @@ class Spans(Selection):
         if kv.slot_pos is not None:
             return self.streamed(rows, kv).sum(-1)
         pos = rows.pos.long()[:, None]
-        limit = _seen(rows, kv)[:, None]
+        limit = slots_seen(rows, kv)[:, None]
 
         def slots(bound: Bound) -> Tensor:
             fixed = torch.zeros_like(pos) if not bound.relative else pos
@@ -299,7 +299,7 @@ class Lists(Selection):
 
     def reads(self, rows: Rows, kv: KVView) -> Tensor:
         if self.in_sight:
-            keys = torch.where(self._per_row(self.overflowed), _seen(rows, kv)[:, None], self._per_row(self.count))
+            keys = torch.where(self._per_row(self.overflowed), slots_seen(rows, kv)[:, None], self._per_row(self.count))
             return keys.long().expand(-1, kv.heads)
         if kv.slot_pos is not None:
             mask = self._painted(kv.capacity)[0] & visible(rows, kv, kv.capacity, self.per)
@@ -318,7 +318,7 @@ class Lists(Selection):
             first = torch.ones_like(index[..., :1], dtype=torch.bool)
             used = (index >= 0) & torch.cat([first, index[..., 1:] != index[..., :-1]], -1)
             over = over.unflatten(1, (kv.heads, -1)).any(2)
-        dense = _seen(rows, kv)[:, None]
+        dense = slots_seen(rows, kv)[:, None]
         start = index.clamp(min=0) * self.block
         keys = (torch.minimum(start + self.block, dense[..., None]) - start).clamp(min=0)
         return torch.where(over, dense, (keys * used).sum(-1))
@@ -396,7 +396,7 @@ class PackedLists(Selection):
         return keys.expand(-1, kv.heads)
 
 
-def _seen(rows: Rows, kv: KVView) -> Tensor:
+def slots_seen(rows: Rows, kv: KVView) -> Tensor:
     """int64 [R]: slots each row can see, where slots are positions."""
     return torch.minimum(rows.pos.long() + 1, kv.filled[rows.seq.long()].long()).clamp(min=0)
 
