@@ -9,40 +9,26 @@ import torch
 
 from longreach.errors import InvalidInput
 from longreach.methods.base import budget
-from longreach.methods.choosing import best, check_layers, check_layers_of, most
+from longreach.methods.choosing import best_keys, check_layers, check_layers_of, most, placed
+from longreach.methods.dense import Dense
+from tests.methods.one_layer import Layers, highest
 
 
-def lists(index: torch.Tensor, count: torch.Tensor) -> list[list[list[int]]]:
-    return [[x[:n].tolist() for x, n in zip(row, counts, strict=True)] for row, counts in zip(index, count.tolist())]
-
-
-def test_the_best_in_ascending_order() -> None:
-    scores = torch.tensor([[[3.0, 9.0, 1.0, 9.0, 5.0, torch.nan]], [[1.0, 1.0, 1.0, 1.0, 1.0, 1.0]]])
-    count, length = torch.tensor([[3], [2]]), torch.tensor([[5], [6]])
-    index, used = best(scores, count, length, capacity=4)
-    assert index.shape == (2, 1, 4) and index.dtype == torch.int32
-    assert lists(index, used) == [[[1, 3, 4]], [[0, 1]]]
-
-
-def test_the_last_ones_come_first() -> None:
-    scores = torch.tensor([[[3.0, 9.0, 1e30, 7.0, -1e30, 8.0]]])
-    for count, length, want in ((1, 5, [4]), (2, 5, [2, 4]), (3, 5, [1, 2, 4]), (9, 3, [0, 1, 2]), (2, 6, [2, 5])):
-        index, used = best(scores, torch.tensor([[count]]), torch.tensor([[length]]), capacity=9, last=1)
-        assert lists(index, used) == [[want]]
-    index, used = best(scores, torch.tensor([[2]]), torch.tensor([[6]]), capacity=2, last=2)
-    assert lists(index, used) == [[[4, 5]]]
-
-
-def test_heads_choose_apart() -> None:
-    scores = torch.randn(3, 4, 50)
-    count, length = torch.tensor([[7], [50], [1]]), torch.tensor([[30], [50], [9]])
-    index, used = best(scores, count, length, capacity=50)
-    for row in range(3):
-        for head in range(4):
-            n, within = int(used[row, head]), int(length[row])
-            assert n == min(int(count[row]), within)
-            want = scores[row, head, :within].topk(n).indices.sort().values
-            assert torch.equal(index[row, head, :n].long(), want)
+@pytest.mark.parametrize("last", [0, 1])
+def test_the_best_keys_of_each_row(last: int) -> None:
+    """Ragged rows, a budget that is another count for each, NaN past the context."""
+    layers = Layers(Dense(), slots=2)
+    layers.read([0, 1], [44, 9])
+    ((call, _),) = layers.decode([1, 0])
+    scores = torch.randn(2, 3, call.kv.capacity)
+    scores[0, :, 10:], scores[1, :, 45:] = torch.nan, torch.nan
+    found = best_keys(call, scores, 0.2, last=last)
+    assert found.index.shape == (2, 3, most(0.2, call.kv.capacity)) and found.in_sight
+    for row, (context, count) in enumerate(((10, 2), (45, 9))):
+        for head in range(3):
+            assert int(found.count[row, head]) == count
+            want = [*highest(scores[row, head, : context - last], count - last), *range(context - last, context)]
+            assert found.index[row, head, :count].tolist() == want
 
 
 @pytest.mark.parametrize("amount", [1, 7, 1000, 0.1, 0.37, 1.0])
@@ -67,3 +53,8 @@ def test_layers_that_are_none(layers: Any) -> None:
 def test_layers_past_the_models() -> None:
     with pytest.raises(InvalidInput, match=r"layers: .* has 3 \(0 to 2\), got layer 3"):
         check_layers_of("layers", (0, 3), 3)
+
+
+def test_layers_as_deep_in_another_model() -> None:
+    assert placed((0, 2, 31), 32, 32) == (1, 2, 31) and placed((2, 8, 18), 32, 16) == (1, 4, 9)
+    assert placed((8, 18), 32, 1) == (0,)

@@ -35,7 +35,7 @@ from tests.methods.drive import (
 
 
 def chosen(outcome: Outcome, row: int, head: int) -> list[int]:
-    """Slots of the list a row uses, best first."""
+    """Slots of the list a row uses, in ascending order."""
     lists = outcome.reads.values[-1]
     assert isinstance(lists, Lists)
     head = min(head, lists.index.shape[1] - 1)
@@ -43,8 +43,8 @@ def chosen(outcome: Outcome, row: int, head: int) -> list[int]:
 
 
 def best(scores: Tensor, count: int) -> list[int]:
-    """The best slots, the older first among equals."""
-    return sorted(range(scores.shape[0]), key=lambda n: (-float(scores[n]), n))[:count]
+    """The best slots, the older first among equals, in ascending order."""
+    return sorted(sorted(range(scores.shape[0]), key=lambda n: (-float(scores[n]), n))[:count])
 
 
 def keys_of(k: int | float, context: int) -> int:

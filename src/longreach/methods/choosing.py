@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from longreach.cache import SequenceState
@@ -17,11 +16,10 @@ from longreach.methods.base import (
     Outcome,
     Reads,
     attend_densely,
+    budget,
     is_count,
 )
 from longreach.ops import Lists, Partial, Spans
-from longreach.ops.attend import attend_keeping
-from longreach.ops.attend.keeping import keeping
 from longreach.ops.types import Logits, require
 
 
@@ -45,23 +43,15 @@ def most(amount: int | float, capacity: int) -> int:
     return min(capacity, int(amount * capacity) + 1 if isinstance(amount, float) else amount)
 
 
-def best(scores: Tensor, count: Tensor, length: Tensor, *, capacity: int, last: int = 0) -> tuple[Tensor, Tensor]:
-    """The `count` best of the first `length` entries of each row, in ascending order; ties go to the lower one.
+def best_keys(call: LayerCall, scores: Tensor, k: int | float, *, last: int = 0) -> Lists:
+    """The keys of each row with the highest scores, as many as the budget `k` means for its context; ties: the older.
 
-    scores: finite float [R, heads, N]; count, length: int [R, heads] or [R, 1]; capacity: entries of the lists, at
-    least the largest count. The `last` ones of each row come before all others. Entries at `length` and above may hold
-    anything. No device sync.
-
-    Returns (index int32 [R, heads, capacity], past the count anything; count int64 [R, heads]).
+    scores: float [R, heads, N], past a row's context anything. last: so many newest keys are always among them.
     """
-    entry = torch.arange(scores.shape[2], device=scores.device)
-    length, count = (x.long().expand(scores.shape[:2]) for x in (length, count))
-    x = scores.masked_fill(entry >= (length - last)[..., None], torch.inf)
-    x = x.masked_fill(entry >= length[..., None], -torch.inf)
-    order = x.sort(dim=-1, descending=True, stable=True).indices[..., :capacity]
-    used = count.minimum(length)
-    spare = torch.arange(order.shape[2], device=order.device) >= used[..., None]
-    return order.masked_fill(spare, scores.shape[2]).sort(dim=-1).values.int(), used
+    context = call.rows.pos.long() + 1
+    count = budget(k, context)[:, None].repeat(1, scores.shape[1])
+    index, used = call.top_k(scores.float(), count, context, last=last, capacity=most(k, call.kv.capacity))
+    return Lists(index, used, in_sight=True)
 
 
 def placed(layers: tuple[int, ...], of: int, count: int) -> tuple[int, ...]:
@@ -70,15 +60,6 @@ def placed(layers: tuple[int, ...], of: int, count: int) -> tuple[int, ...]:
     Layer 0 is left out: its attention is not sparse (Kascade, Fig. 1).
     """
     return tuple(sorted({min(max(1, layer * count // of), count - 1) for layer in layers}))
-
-
-def keep_logits(call: LayerCall) -> tuple[Partial, Logits]:
-    """Dense attention of a layer that reads keys and values once, and leaves the logits for a choice among the keys."""
-    name = keeping.resolve(call.impl if call.impl in keeping.names() else "auto", call.rows.q.device)
-    call.ran.add(name)
-    return attend_keeping(
-        call.rows, call.kv, scale=call.scale, softcap=call.softcap, sink_logit=call.sink_logit, impl=name
-    )
 
 
 def of_all_ranks(call: LayerCall, x: Tensor) -> Tensor:
@@ -112,7 +93,7 @@ class ChoosesForLater(AttentionMethod):
         if call.layer in self.choosing_layers(call.model):
             if call.kv.slot_pos is not None:
                 raise Unsupported(f"{self.name}: after eviction a slot holds another key in each head")
-            whole, logits = keep_logits(call)
+            whole, logits = call.attend_keeping()
             call.passed[self] = self.chosen(call, whole, logits)
             return Outcome(whole, Reads((EVERYTHING,), (EVERYTHING,)), "chooses for the layers after it")
         lists = call.passed.get(self)

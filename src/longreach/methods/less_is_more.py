@@ -10,10 +10,9 @@ from torch import Tensor
 from longreach.methods.base import LayerCall, ModelShape, budget, check_budget, is_count
 from longreach.methods.choosing import (
     ChoosesForLater,
-    best,
+    best_keys,
     check_layers,
     check_layers_of,
-    most,
     of_all_ranks,
     placed,
 )
@@ -71,8 +70,7 @@ class LessIsMore(ChoosesForLater):
         turn = of_all_ranks(call, turns(x, call.shard or HeadShard.whole(call.kv.heads), call.kv.heads)).amin(1)
         # recent keys first of all, then the first ones, in which late ones have no part
         scores = (-turn.float()).masked_fill(first, 1.0).masked_fill(late, 2.0)
-        index, count = best(scores[:, None], count, context, capacity=most(self.k, call.kv.capacity))
-        return Lists(index, count, in_sight=True)
+        return best_keys(call, scores[:, None], self.k)
 
 
 def turns(x: Tensor, shard: HeadShard, kv_heads: int) -> Tensor:

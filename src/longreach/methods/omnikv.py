@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from longreach.methods.base import LayerCall, ModelShape, budget, check_budget
+from longreach.methods.base import LayerCall, ModelShape, check_budget
 from longreach.methods.choosing import (
     ChoosesForLater,
-    best,
+    best_keys,
     check_layers,
     check_layers_of,
-    most,
     of_all_ranks,
     placed,
 )
@@ -56,15 +53,7 @@ class OmniKV(ChoosesForLater):
         return placed(FILTERS, OF, model.layers) if self.layers is None else self.layers
 
     def chosen(self, call: LayerCall, whole: Partial, logits: Logits) -> Lists:
-        context = call.rows.pos.long()[:, None] + 1
-        index, count = best(
-            self._scores(call, whole, logits), budget(self.k, context), context,
-            capacity=most(self.k, call.kv.capacity), last=1,
-        )  # fmt: skip
-        return Lists(index, count, in_sight=True)
-
-    def _scores(self, call: LayerCall, whole: Partial, logits: Logits) -> Tensor:
-        """Log of the largest probability: [R, 1, N]; slots past the row's context may hold anything."""
-        x = logits.natural(call.kv.capacity)  # [R, G, N, group]
+        x = logits.natural(call.kv.capacity)  # [R, G, N, group], past a row's context anything
         lse = whole.lse.unflatten(1, (call.kv.heads, 1, -1))
-        return of_all_ranks(call, (x - lse).amax((1, 3))).amax(1, keepdim=True)
+        largest = of_all_ranks(call, (x - lse).amax((1, 3))).amax(1, keepdim=True)  # log-probabilities [R, 1, N]
+        return best_keys(call, largest, self.k, last=1)

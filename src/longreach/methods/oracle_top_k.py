@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from longreach.cache import SequenceState
@@ -20,6 +21,7 @@ from longreach.methods.base import (
     check_budget,
     is_count,
 )
+from longreach.methods.choosing import most
 from longreach.ops import Lists, Spans
 from longreach.ops.selection import visible
 from longreach.ops.types import require
@@ -70,10 +72,14 @@ class OracleTopK(AttentionMethod):
                 raise Unsupported("heads='all': after eviction a slot holds another key in each head; use heads='kv'")
             scores = call.sum_over_ranks(scores.sum(1, keepdim=True))
         seen = visible(call.rows, call.kv, call.kv.capacity, "kv")  # [R, 1 or G, N]
-        count = budget(self.k, seen.sum(-1)).expand(-1, scores.shape[1])
-        # a stable sort: ties go to the older key, whatever the capacity
-        order = scores.masked_fill(~seen, -1.0).sort(dim=-1, descending=True, stable=True).indices
-        chosen = Lists(order[..., : self._most(call.kv.capacity)].int(), count)
+        visible_slots, capacity = seen.sum(-1), call.kv.capacity
+        count = budget(self.k, visible_slots).expand(-1, scores.shape[1]).contiguous()
+        if call.kv.slot_pos is None:
+            length = visible_slots[:, 0]
+        else:  # what a row sees is no first part of the slots
+            length = torch.full_like(call.rows.pos, capacity)
+            scores = scores.nan_to_num(torch.inf).masked_fill(~seen, -1.0)
+        chosen = Lists(*call.top_k(scores.float(), count, length, capacity=most(self.k, capacity)))
         return Outcome(call.attend(chosen), Reads((*reads.keys, chosen), (*reads.values, chosen)))
 
     def _scores(self, call: LayerCall) -> tuple[Tensor, Reads]:
@@ -82,7 +88,3 @@ class OracleTopK(AttentionMethod):
             return call.pooled_scores(), Reads((EVERYTHING, EVERYTHING), ())
         lse = call.attend(EVERYTHING).lse
         return call.pooled_scores(lse), Reads((EVERYTHING, EVERYTHING), (EVERYTHING,))
-
-    def _most(self, capacity: int) -> int:
-        """The longest list that `budget` can ask for."""
-        return min(capacity, int(self.k * capacity) + 1 if isinstance(self.k, float) else self.k)

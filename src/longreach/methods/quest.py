@@ -20,7 +20,7 @@ from longreach.methods.base import (
     check_budget,
     is_count,
 )
-from longreach.methods.choosing import best, check_layers, check_layers_of, most
+from longreach.methods.choosing import check_layers, check_layers_of, most
 from longreach.ops import KVView, Lists, Rows, Span, Spans, at, near
 from longreach.ops.types import accumulator, require
 
@@ -73,9 +73,12 @@ class Quest(AttentionMethod):
             return attend_densely(call, "in dense_layers")
         self._note(call, state)
         newest = call.rows.pos.long() // self.page
+        bound = self._bounds(call, state).float()
         blocks = -(-budget(self.k, call.rows.pos.long() + 1) // self.page)
-        capacity = -(-most(self.k, call.kv.capacity) // self.page)
-        index, count = best(self._bounds(call, state), blocks[:, None], newest[:, None] + 1, capacity=capacity, last=1)
+        index, count = call.top_k(
+            bound, blocks[:, None].repeat(1, bound.shape[1]), newest + 1, last=1,
+            capacity=-(-most(self.k, call.kv.capacity) // self.page),
+        )  # fmt: skip
         chosen = Lists(index, count, block=self.page)
         bounded = Spans((Span(at((newest * self.page)[:, None]), near(1)),))
         pair = sum(state[name].shape[1] * state[name].shape[3] * state[name].element_size() for name in SIDES)

@@ -16,12 +16,11 @@ from longreach.methods.base import (
     Outcome,
     Reads,
     attend_densely,
-    budget,
     check_budget,
 )
-from longreach.methods.choosing import best, check_layers, check_layers_of, most
+from longreach.methods.choosing import best_keys, check_layers, check_layers_of
 from longreach.methods.loki.plan import KIND, LokiPlan
-from longreach.ops import Lists, Span, Spans, near
+from longreach.ops import Span, Spans, near
 from longreach.ops.types import accumulator, require
 from longreach.plans import find
 
@@ -88,13 +87,8 @@ class Loki(AttentionMethod):
         if call.kv.slot_pos is not None:
             raise Unsupported("loki: after eviction a slot holds another key in each head; attend without evicting")
         state.note(call)
-        context = call.rows.pos.long()[:, None] + 1
-        index, count = best(
-            self._scores(call, state), budget(self.k, context), context,
-            capacity=most(self.k, call.kv.capacity), last=1,
-        )  # fmt: skip
-        chosen = Lists(index, count, in_sight=True)
-        read = context[:, 0] * state.bytes_of_key
+        chosen = best_keys(call, self._scores(call, state), self.k, last=1)
+        read = (call.rows.pos.long() + 1) * state.bytes_of_key
         read[:1] += state.basis.numel() * state.basis.element_size()
         return Outcome(call.attend(chosen), Reads((NEWEST, chosen), (chosen,), read))
 
