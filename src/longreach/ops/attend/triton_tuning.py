@@ -73,6 +73,6 @@ def keeping_tuning(dtype: torch.dtype, wide: int, m: int, *, paged: bool, items:
     t = tuning(dtype, wide, m, lists=False, paged=paged, dense=True, items=items)
     t = replace(t, block=min(t.block, 256))
     t = replace(t, unit=t.block)
-    if values or INTERPRETED:
+    if values or INTERPRETED or m > 16:
         return replace(t, registers=168) if (t.per_sm, t.warps) == (3, 4) else t
     return replace(t, stages=2 * t.stages - 1)
