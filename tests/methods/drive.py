@@ -16,6 +16,7 @@ from longreach.cache import Append, CacheConfig, KVCache
 from longreach.methods.base import AttentionMethod, LayerCall, ModelShape, Outcome, Phase, state_of
 from longreach.methods.dense import Dense
 from longreach.ops import HeadShard, Rows, Selection, Spans, angles, unrotate
+from longreach.ops.rope import Turn as Rotated
 from longreach.testing.oracle import Exact, exact_attend
 from longreach.testing.tolerance import bounds, unit_roundoff
 
@@ -124,6 +125,7 @@ def _call(cache: KVCache, layer: int, step: Append, q: Tensor, k: Tensor, impl: 
         impl=impl,
         model=MODEL,
         pre_rope=lambda: (unrotate(q, cos, sin), unrotate(k, cos, sin)),
+        turn=lambda: Rotated(cos[:, 0].to(q.dtype), sin[:, 0].to(q.dtype)),
         **terms,
     )
 

@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from longreach.methods.base import LayerCall, Outcome, Reads
+from longreach.methods.base import LayerCall, Notes, Outcome, Reads
 from longreach.methods.ledger import Ledger, Report, list_bytes
 from longreach.ops import KVView, Lists, PackedLists, Partial, Rows, Selection, Spans, at, near
 from longreach.ops.selection import Span
@@ -247,3 +247,58 @@ def test_adding_needs_no_value_from_the_device(per: Any, metadata: Any) -> None:
             ledger.add("decode", now, "some", "triton", made, DENSE)
             ledger.flush()
     assert ledger.tallies["decode", 0].steps == 2
+
+
+def test_streams_that_a_kernel_counted_are_taken_as_they_are() -> None:
+    """Layers that count alike and others in one pass: each gets its own columns."""
+    starts = torch.tensor([[2, 8, 5, 5], [0, 4, 3, 3]])
+    spans = Spans((Span(at(starts), near(1)),), per="query")
+    given = call()
+    streams = spans.reads(given.rows, given.kv).int()
+    plain = outcome((spans,), (spans,), torch.tensor([[3, 4], [5, 6]]))._replace(streams=streams)
+    ledger, slow = Ledger(), Ledger()
+    for _ in range(3):
+        for where, made in ((ledger, plain), (slow, plain._replace(streams=None))):
+            for layer, this in enumerate((made, outcome((DENSE,), (DENSE,)), made)):
+                where.add("decode", call(layer), "some", "reference", this, DENSE)
+            where.flush()
+    for got, want in zip(ledger.report().layers, slow.report().layers, strict=True):
+        assert got == want and got.dense_bytes == 3 * 28 * 2 * VECTOR
+    assert got.metadata_bytes == 54 and got.key_bytes == 3 * int(streams.sum()) * VECTOR
+
+
+def notes_of(x: torch.Tensor) -> Notes:
+    return Notes((x,), twice, as_lists)
+
+
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return torch.stack([x, 2 * x], -1)
+
+
+def as_lists(sums: torch.Tensor, rows: int) -> dict[str, Any]:
+    return {"sums": sums.tolist(), "rows": rows, "note": f"{rows} rows noted"}
+
+
+def test_what_a_method_notes_is_added_up_and_summarised() -> None:
+    ledger = Ledger()
+    for step in range(2):
+        for layer in range(2):
+            x = torch.full((2, 4), float(step + 10 * layer))
+            x[1] += torch.arange(4)
+            ledger.add("decode", call(layer), "some", "reference", outcome((DENSE,))._replace(notes=notes_of(x)), DENSE)
+        ledger.add("decode", call(2), "other", "reference", outcome((DENSE,)), DENSE)
+        ledger.flush()
+    first, second, without = (layer.notes for layer in ledger.report().layers)
+    assert without is None and first is not None and second is not None
+    assert first["sums"] == [[2.0 + 2 * h, 4.0 + 4 * h] for h in range(4)] and first["rows"] == 4
+    assert second["sums"][0] == [42.0, 84.0]
+    report = ledger.report()
+    assert "4 rows noted" in str(report)
+    rows = report.to_json()["layers"]
+    assert rows[0]["notes"] == first and "notes" not in rows[2]
+    json.dumps(rows)
+    ledger.reset()
+    assert ledger.report().layers == ()
+    ledger.add("decode", call(), "some", "reference", outcome((DENSE,))._replace(notes=notes_of(x)), DENSE)
+    (layer,) = ledger.report().layers
+    assert layer.notes is not None and layer.notes["sums"][0] == [22.0, 44.0]

@@ -13,10 +13,21 @@ from torch import Tensor
 
 from longreach.cache import KVCache, SequenceState
 from longreach.errors import UnknownName
-from longreach.ops import HeadShard, KVView, Logits, Partial, Rows, Selection, Spans, top_k
-from longreach.ops.attend import attend, attend_keeping, attend_values, resolve, score_keys
+from longreach.ops import Bound, HeadShard, KVView, Logits, Partial, Rows, Selection, Spans, Turn, top_k
+from longreach.ops.attend import (
+    Entries,
+    amending,
+    attend,
+    attend_amend,
+    attend_keeping,
+    attend_values,
+    resolve,
+    score_keys,
+)
 from longreach.ops.attend.keeping import keeping, scoring, valuing
 from longreach.ops.impl import Implementations
+from longreach.ops.nearest import Matched, Ring, Rule, match
+from longreach.ops.nearest import implementations as matching
 from longreach.ops.pooled_scores import implementations as pooling
 from longreach.ops.pooled_scores import pooled_scores
 from longreach.ops.top_k import implementations as choosing
@@ -47,7 +58,10 @@ class LayerCall:
     slots: int [B], the cache slot of each sequence, by which state is addressed; scale, softcap, sink_logit:
     as in ops.attend; shard: which KV heads are here; impl: who computes; ran: who did.
     pre_rope: gives (q [R, H, D], k [R, G, D]) of the rows before rotation, for methods with `needs_pre_rope`.
+    turn: gives how the rows were rotated, for those who undo it where they need it; likewise.
     phase: whether the rows belong to a prompt or are new tokens, for methods that treat them apart.
+    ahead: tokens that are known to follow in later passes of the prompt, before any is decoded; padded sequences may
+    get fewer.
     model: what the layer belongs to. passed: what earlier layers of this pass left for later ones (selections, by
     whatever key their method chooses); it is gone with the pass.
     """
@@ -62,7 +76,9 @@ class LayerCall:
     shard: HeadShard | None = None
     impl: str = "auto"
     pre_rope: Callable[[], tuple[Tensor, Tensor]] | None = field(default=None, repr=False)
+    turn: Callable[[], Turn] | None = field(default=None, repr=False)
     phase: Phase = "decode"
+    ahead: int = 0
     model: ModelShape | None = None
     passed: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
     ran: set[str] = field(default_factory=set, repr=False, compare=False)
@@ -119,9 +135,26 @@ class LayerCall:
         impl = self._impl(choosing)
         return top_k(x, count, length, first=first, last=last, capacity=capacity, impl=impl)
 
+    def match(self, ring: Ring, rule: Rule, weight: Tensor | None = None) -> Matched:
+        """ops.nearest.match of the rows, their rotation undone: the rows' own queries are in the ring from now on."""
+        require(self.turn is not None, "this call does not know how its rows were rotated, and a match needs it")
+        assert self.turn is not None
+        impl = self._impl(matching)
+        return match(self.rows, self.slots, ring, rule, turn=self.turn(), weight=weight, impl=impl)
+
+    def attend_amend(
+        self, selection: Selection, split: Bound, entries: Entries, take: Tensor, put: Tensor
+    ) -> tuple[Partial, Tensor]:
+        """ops.attend.attend_amend with this layer's logits, the sink among them."""
+        impl = self._impl(amending)
+        terms: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap, "sink_logit": self.sink_logit}
+        return attend_amend(self.rows, self.kv, selection, split, entries, take, put, **terms, impl=impl)
+
     def take(self, index: Tensor) -> LayerCall:
         """The call with the rows at `index` [r] alone."""
-        return replace(self, rows=self.rows.take(index))
+        turn = self.turn
+        mine = None if turn is None else lambda: turn().take(index)
+        return replace(self, rows=self.rows.take(index), turn=mine)
 
     def _impl(self, op: Implementations) -> str:
         """Who computes an op: `impl` where the op has it, else what "auto" means there."""
@@ -150,12 +183,31 @@ class Reads(NamedTuple):
     metadata: int | Tensor = 0
 
 
+class Notes(NamedTuple):
+    """What a method notes of rows for its report, added up over rows and passes on the device.
+
+    tensors: [R, ...] each. columns: makes of them, one layer or more stacked before R, what is added up: float
+    [L, R, H, C]. summary: makes of the sums, fp64 [H, C] on the host, and the number of rows what the report says, in
+    values of JSON.
+    """
+
+    tensors: tuple[Tensor, ...]
+    columns: Callable[..., Tensor]
+    summary: Callable[[Tensor, int], dict[str, Any]]
+
+
 class Outcome(NamedTuple):
-    """What a method made of a layer. `dense_because`: why it attended densely, where it did and need not have."""
+    """What a method made of a layer. `dense_because`: why it attended densely, where it did and need not have.
+
+    streams: int [R, G], keys that each KV head reads for each row, and as many values: what `reads` of the selections
+    add up to, where a kernel has counted it already. The metadata of `reads` may then be int [R, G] too.
+    """
 
     partial: Partial
     reads: Reads
     dense_because: str | None = None
+    notes: Notes | None = None
+    streams: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from longreach.methods.base import LayerCall, Outcome, Phase, Reads
+from longreach.methods.base import LayerCall, Notes, Outcome, Phase, Reads
 from longreach.ops import KVView, Lists, PackedLists, Rows, Selection, Spans
 from longreach.ops.selection import slots_seen
 
@@ -25,6 +25,7 @@ class LayerTally:
     steps: int = 0
     rows: int = 0
     dense_because: set[str] = field(default_factory=set)
+    summary: Callable[[Tensor, int], dict[str, Any]] | None = None
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,10 @@ class Counted:
     impl: str
     rows: int
     dense_because: str | None
+    summary: Callable[[Tensor, int], dict[str, Any]] | None = None
+
+
+Place = tuple[Phase, int]
 
 
 class Ledger:
@@ -49,7 +54,9 @@ class Ledger:
     def __init__(self) -> None:
         self.tallies: dict[tuple[Phase, int], LayerTally] = {}
         self._sums: dict[tuple[tuple[Phase, int], ...], Tensor] = {}  # layers of a pass -> COLUMNS of each
-        self._noted: list[tuple[Counted, Tensor]] = []
+        self._noted: list[tuple[Counted, Tensor | _Streams]] = []
+        self._notes: list[tuple[Place, Notes]] = []
+        self._note_sums: dict[tuple[Place, ...], Tensor] = {}  # layers of a pass -> sums of what was noted [L, H, C]
         self._pass = _Pass()
 
     def add(
@@ -60,9 +67,12 @@ class Ledger:
         Sums outlive the pass, so they are made outside inference mode, whatever the pass runs in.
         """
         with torch.inference_mode(False):
-            columns = self._pass.columns(call, outcome.reads, dense_reads)
-        rows = call.rows.pos.shape[0]
-        self._noted.append((Counted(phase, call.layer, method, impl, rows, outcome.dense_because), columns))
+            columns = self._pass.columns(call, outcome.reads, dense_reads, outcome.streams)
+        rows, notes = call.rows.pos.shape[0], outcome.notes
+        summary = None if notes is None else notes.summary
+        self._noted.append((Counted(phase, call.layer, method, impl, rows, outcome.dense_because, summary), columns))
+        if notes is not None:
+            self._notes.append(((phase, call.layer), notes))
 
     def flush(self) -> None:
         """The pass is over: what was added counts."""
@@ -75,11 +85,27 @@ class Ledger:
             return ()
         layers = tuple((n.phase, n.layer) for n, _ in noted)
         with torch.inference_mode(False):
-            columns = torch.stack([c for _, c in noted])
+            columns = torch.stack(_columns([c for _, c in noted]))
             if layers not in self._sums:
                 self._sums[layers] = torch.zeros_like(columns, dtype=torch.int64)
             self._sums[layers] += columns
+            self._settle_notes()
         return tuple(n for n, _ in noted)
+
+    def _settle_notes(self) -> None:
+        """Add up what the pass noted: a few ops for all layers whose notes are alike."""
+        alike: dict[Hashable, list[tuple[Place, Notes]]] = {}
+        for place, notes in self._notes:
+            name = (notes.columns, *(x.shape for x in notes.tensors))
+            alike.setdefault(name, []).append((place, notes))
+        self._notes = []
+        for some in alike.values():
+            stacked = [torch.stack(x) for x in zip(*(notes.tensors for _, notes in some), strict=True)]
+            found = some[0][1].columns(*stacked).sum(1, dtype=torch.float64)
+            places = tuple(place for place, _ in some)
+            if places not in self._note_sums:
+                self._note_sums[places] = torch.zeros_like(found)
+            self._note_sums[places] += found
 
     def count(self, layers: tuple[Counted, ...]) -> None:
         """The host's part of `flush`."""
@@ -90,14 +116,15 @@ class Ledger:
             tally.impls.add(n.impl)
             tally.steps += 1
             tally.rows += n.rows
+            tally.summary = n.summary or tally.summary
             if n.dense_because:
                 tally.dense_because.add(n.dense_because)
 
     def reset(self) -> None:
         """Start counting anew. Sums are cleared where they are: captured passes go on adding to them."""
         self.tallies.clear()
-        self._noted, self._pass = [], _Pass()
-        for sums in self._sums.values():
+        self._noted, self._notes, self._pass = [], [], _Pass()
+        for sums in (*self._sums.values(), *self._note_sums.values()):
             sums.zero_()
 
     def report(self) -> Report:
@@ -107,6 +134,10 @@ class Ledger:
             for place, more in zip(places, columns.tolist(), strict=True):
                 if place in sums:
                     sums[place] = [a + b for a, b in zip(sums[place], more, strict=True)]
+        noted: dict[Place, Tensor] = {}
+        for layers_of, found in self._note_sums.items():
+            for place, more in zip(layers_of, found.cpu(), strict=True):
+                noted[place] = noted[place] + more if place in noted else more
         layers = [
             LayerReport(
                 phase=phase,
@@ -117,6 +148,7 @@ class Ledger:
                 rows=t.rows,
                 **dict(zip(COLUMNS, sums[phase, layer], strict=True)),
                 dense_because=tuple(sorted(t.dense_because)),
+                notes=t.summary(noted[phase, layer], t.rows) if t.summary and (phase, layer) in noted else None,
             )
             for (phase, layer), t in sorted(self.tallies.items(), key=lambda kv: (kv[0][0] != "prefill", kv[0][1]))
         ]
@@ -130,10 +162,14 @@ class _Pass:
         self._known: dict[Hashable, Tensor] = {}
         self._kept: list[Any] = []  # what is known by its id must not be freed before the pass is over
 
-    def columns(self, call: LayerCall, reads: Reads, dense: Selection) -> Tensor:
-        """COLUMNS of one layer: int64 [5] on the device."""
+    def columns(
+        self, call: LayerCall, reads: Reads, dense: Selection, streams: Tensor | None = None
+    ) -> Tensor | _Streams:
+        """COLUMNS of one layer: int64 [5] on the device, or what they are made of."""
         keys, values, metadata = reads
         vector = call.kv.k.shape[3] * call.kv.k.element_size()
+        if streams is not None and isinstance(metadata, Tensor):
+            return _Streams(streams, metadata, self._reads(call, dense), vector)
         names = [[self._name(s) for s in some] for some in (keys, values, (dense,))]
         if not isinstance(metadata, int) or any(n is None for some in names for n in some):
             return self._count(call, reads, dense, vector)
@@ -234,6 +270,33 @@ class _Pass:
         return (*map(id, parts), rows.q.shape[1], kv.heads, kv.page)
 
 
+class _Streams(NamedTuple):
+    """What a kernel has counted of one layer: keys [R, G] (and values), metadata; dense: keys [] of all rows."""
+
+    keys: Tensor
+    metadata: Tensor
+    dense: Tensor
+    vector: int
+
+
+def _columns(found: list[Tensor | _Streams]) -> list[Tensor]:
+    """COLUMNS of each layer of a pass; those of layers that counted alike are added up together."""
+    columns: list[Tensor | None] = [x if isinstance(x, Tensor) else None for x in found]
+    alike: dict[tuple[int, torch.Size, torch.Size], list[int]] = {}
+    for n, x in enumerate(found):
+        if isinstance(x, _Streams):
+            alike.setdefault((x.vector, x.keys.shape, x.metadata.shape), []).append(n)
+    for (vector, _, _), numbers in alike.items():
+        some = [x for n in numbers if isinstance(x := found[n], _Streams)]
+        keys = torch.stack([x.keys for x in some]).flatten(1).sum(1) * vector
+        metadata = torch.stack([x.metadata for x in some]).flatten(1).sum(1)
+        dense = torch.stack([x.dense for x in some]) * (2 * vector)
+        rows = torch.stack([keys, keys, metadata, dense, torch.zeros_like(keys)], 1)
+        for n, row in zip(numbers, rows, strict=True):
+            columns[n] = row
+    return [x for x in columns if x is not None]
+
+
 def list_bytes(lists: Lists | PackedLists, rows: Rows, kv: KVView) -> Tensor:
     """Bytes of list entries in use, log-weights included, that one pass reads for each row: int64 [R]."""
     used = _per_row(lists, rows, kv)[1]
@@ -272,7 +335,10 @@ def _sum(counts: Sequence[Tensor], zero: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One layer in one phase. Bytes are of keys, values and metadata read, beside what dense attention reads."""
+    """One layer in one phase. Bytes are of keys, values and metadata read, beside what dense attention reads.
+
+    notes: what the method has to say besides, None where it notes nothing; its "note", if it has one, in a few words.
+    """
 
     phase: Phase
     layer: int
@@ -286,6 +352,7 @@ class LayerReport:
     dense_bytes: int
     overflowed_lists: int
     dense_because: tuple[str, ...]
+    notes: dict[str, Any] | None = None
 
     @property
     def bytes_read(self) -> int:
@@ -314,6 +381,9 @@ class Report:
             {**r.__dict__, "bytes_read": r.bytes_read, "fraction": r.fraction, "dense_because": list(r.dense_because)}
             for r in self.layers
         ]
+        for row in rows:
+            if row["notes"] is None:
+                del row["notes"]
         return {"prefill": self.fraction("prefill"), "decode": self.fraction("decode"), "layers": rows}
 
     def __str__(self) -> str:
@@ -323,7 +393,8 @@ class Report:
         for r in self.layers:
             d = max(r.dense_bytes, 1)
             shares = "".join(f"{x / d:>9.1%}" for x in (r.key_bytes, r.value_bytes, r.metadata_bytes))
-            note = "; ".join((*(f"dense: {why}" for why in r.dense_because),))
+            says = [r.notes["note"]] if r.notes and "note" in r.notes else []
+            note = "; ".join((*(f"dense: {why}" for why in r.dense_because), *says))
             if r.overflowed_lists:
                 note = f"{note}; {r.overflowed_lists} lists overflowed and read densely".lstrip("; ")
             lines.append(

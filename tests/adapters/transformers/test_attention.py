@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.llama import modeling_llama
 
+import longreach
 from longreach import StreamingLLM, attach
 from longreach.errors import CalledOutside, Unsupported
 from longreach.methods.base import LayerCall
@@ -39,6 +40,17 @@ def test_softcap_scale_and_shard_arrive() -> None:
 def test_phases_arrive() -> None:
     phases = [(phase, call.phase) for phase, call in _calls("llama")]
     assert phases == [("prefill", "prefill")] * 2 + [("decode", "decode")] * 4
+
+
+def test_tokens_to_come_arrive() -> None:
+    """As far as the prompt's end is known; generate of transformers does not say it."""
+    model, seen = model_of("llama"), []
+    with attach(model) as session:
+        session.observe = lambda phase, call, outcome: seen.append((phase, call.ahead))
+        longreach.generate(session, prompt(length=20), max_new_tokens=3, prefill_chunk_size=8)
+    layers = model.config.num_hidden_layers
+    assert seen[::layers] == [("prefill", 12), ("prefill", 4), ("prefill", 0), ("decode", 0), ("decode", 0)]
+    assert {call.ahead for _, call in _calls("llama")} == {0}
 
 
 def test_sinks_arrive() -> None:

@@ -27,7 +27,11 @@ class Asking(Dense):
     needs_pre_rope = True
 
     def run(self, call: LayerCall, state: Any) -> Outcome:
-        call.pre_rope()
+        queries, _ = call.pre_rope()
+        turn = call.turn()
+        assert torch.equal(turn.undo(call.rows.q), queries)
+        some = torch.arange(0, len(queries), 2)
+        assert torch.equal(call.take(some).turn().undo(call.rows.q[some]), queries[some])
         return super().run(call, state)
 
 
@@ -173,6 +177,11 @@ def test_an_unknown_rotation_is_refused_by_name(monkeypatch: pytest.MonkeyPatch)
         model(prompt())
 
 
-def test_switching_to_a_method_that_asks_needs_an_attach() -> None:
-    with attach(model_of("llama")) as session, pytest.raises(ValueError, match="needs queries before rotation"):
+def test_a_method_that_asks_may_be_switched_to() -> None:
+    """Layers are noted from then on."""
+    model = model_of("llama")
+    want = generate(model, prompt(), steps=4)
+    with attach(model) as session:
         session.switch(Asking())
+        assert torch.equal(generate(model, prompt(), steps=4).tokens, want.tokens)
+        assert {layer.method for layer in session.report().layers if layer.phase == "decode"} == {Asking.name}

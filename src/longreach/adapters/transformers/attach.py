@@ -309,6 +309,7 @@ class Session:
             cache=cache,
             followers=() if decoding else self.followers,
             observe=self.observe,
+            ahead=0 if phases is None or phases.columns is None else max(0, phases.columns - past - length),
         )
 
     def _commit(self, step: Step) -> None:

@@ -13,7 +13,7 @@ from longreach.adapters.transformers.shard import shard_of
 from longreach.adapters.transformers.step import Step, current
 from longreach.errors import Unsupported
 from longreach.methods.base import AttentionMethod, LayerCall, Outcome, Reads, state_of
-from longreach.ops import KVView, Rows, Spans
+from longreach.ops import KVView, Rows, Spans, Turn
 
 NAME = "longreach"
 
@@ -50,8 +50,9 @@ def longreach_attention(
     call = _layer_call(step, layer, module, query, key, value, kwargs)
     if window is None:
         outcome = step.method.run(call, _state(step, step.method, call))
-        for follower in step.followers:
-            follower.follow(call, _state(step, follower, call))
+        if step.cache is not None:  # without one nothing is ever decoded
+            for follower in step.followers:
+                follower.follow(call, _state(step, follower, call))
         method, dense = step.method.name, Spans.dense()
     else:
         dense = Spans.window(window)
@@ -132,11 +133,20 @@ def _layer_call(
 ) -> LayerCall:
     scale = kwargs.get("scaling")
 
-    def pre_rope() -> tuple[Tensor, Tensor]:
+    def known() -> Rotation:
         rotation = step.memo.rotations.get(layer, "no layer of this model gets a rotary embedding")
         if not isinstance(rotation, Rotation):
             raise Unsupported(f"queries before rotation are needed: {rotation}")
-        cos, sin = step.rotary[layer]
+        return rotation
+
+    def turn() -> Turn:
+        rotation, (cos, sin) = known(), step.rotary[layer]
+        pairs = (rotation.pairs(x).expand(*step.shape, -1) for x in (cos, sin))
+        cos, sin = (x.flatten(0, 1) if step.real is None else x[step.real] for x in pairs)
+        return Turn(cos, sin, rotation.layout)
+
+    def pre_rope() -> tuple[Tensor, Tensor]:
+        rotation, (cos, sin) = known(), step.rotary[layer]
         return step.rows(rotation.undo(query, cos, sin)), step.rows(rotation.undo(key, cos, sin))
 
     return LayerCall(
@@ -150,6 +160,8 @@ def _layer_call(
         shard=shard_of(module, key.shape[1]),
         impl=step.impl,
         pre_rope=pre_rope,
+        turn=turn,
+        ahead=step.ahead,
         phase=step.phase,
         model=step.memo.model,
         passed=step.passed,

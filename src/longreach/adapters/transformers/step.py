@@ -46,6 +46,7 @@ class Step:
     rotary: (cos, sin) per layer, noted for methods that want queries before rotation.
     written: key and value that a layer put into the cache; layers: those that have attended.
     passed: what methods leave for later layers; followers: decode methods that take note of the rows.
+    ahead: columns of the prompt that are known to follow in later passes.
     static: one of a run of steps over fixed buffers: who runs them commits and counts.
     """
 
@@ -64,6 +65,7 @@ class Step:
     passed: dict[Hashable, Any] = field(default_factory=dict)
     followers: tuple[AttentionMethod, ...] = ()
     observe: Callable[..., None] | None = None
+    ahead: int = 0
     static: bool = False
 
     @property

@@ -173,8 +173,8 @@ class Kascade(AttentionMethod):
         call.passed[self] = Choice(call.layer, chosen)
         if part.dense:
             return Outcome(call.attend(EVERYTHING), Reads((EVERYTHING, scored), (EVERYTHING,)), part.dense)
-        partial, reads, _ = self._over(call, chosen, tiles)
-        return Outcome(partial, Reads((scored, *reads.keys), reads.values))
+        over = self._over(call, chosen, tiles)
+        return Outcome(over.partial, Reads((scored, *over.reads.keys), over.reads.values))
 
     def _reuse(self, call: LayerCall, part: Part) -> Outcome:
         left = call.passed.get(self)
