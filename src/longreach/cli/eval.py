@@ -194,14 +194,16 @@ def _tell_unequal(record: dict[str, Any]) -> None:
     if equal := record.get("equal_bytes"):
         from longreach.evals.budgets import COUNTED, NEAR
 
-        tasks = record["tasks"].values()
-        wanted = _mean_reads(tasks, equal["to"])
-        for label in equal["found"]:
-            came = _mean_reads(tasks, label)
-            counted = record["methods"][label]["decode"]["name"] in COUNTED
-            if wanted and came and not counted and abs(came / wanted - 1) > NEAR:
-                print(f"longreach: {label} read {percent(came)} of dense attention's bytes, {equal['to']} "
-                      f"{percent(wanted)}: further apart than {NEAR:.0%}", file=sys.stderr)  # fmt: skip
+        labels = [n for n in equal["found"] if record["methods"][n]["decode"]["name"] not in COUNTED]
+        for length in record["config"]["lengths"]:
+            tasks = [task for task in record["tasks"].values() if task["length"] == length]
+            wanted = _mean_reads(tasks, equal["to"])
+            for label in labels:
+                came = _mean_reads(tasks, label)
+                if wanted and came and abs(came / wanted - 1) > NEAR:
+                    told = f"{label} read {percent(came)} of dense attention's bytes at {length} tokens"
+                    other = f"{equal['to']} {percent(wanted)}: further apart than {NEAR:.0%}"
+                    print(f"longreach: {told}, {other}", file=sys.stderr)
 
 
 def _show_equal(record: dict[str, Any], out: Any) -> None:
