@@ -1,4 +1,4 @@
-"""Methods with state, or choices for later layers, in longreach's own decode loop, whose caches grow between answers."""
+"""Methods with state, or choices for later layers, in longreach's own decode loop: caches grow between answers."""
 
 from __future__ import annotations
 
