@@ -55,7 +55,7 @@ def test_a_plan_is_made_that_the_model_takes(longreach: Any, model: Path, text: 
     made = plan.made
     assert made.tokens == 903 and len(made.sha256) == 64 and made.data == "3 windows of book.txt; 301 tokens each"
     assert made.settings == {"length": 301, "prompts": 3, "prefill_chunk_size": 512, "dtype": "float32", "k": 16,
-                             "tile": 32, "budget": 2, "ranks": 1}  # fmt: skip
+                             "tile": 32, "budget": 2, "ranks": 1, "weighted": True}  # fmt: skip
     assert made.seed == 1 and made.torch and made.transformers and made.device and made.longreach
     lines = result.out.splitlines()
     assert all(len(line) <= 80 or str(output) in line for line in lines)
@@ -159,3 +159,13 @@ def test_heads_stay_on_their_rank(longreach: Any, model: Path, text: Path, tmp_p
     plan = load_plan(output, "kascade")
     assert KascadePlan.of(plan).head_map == ((0, 1),) * 4 and Calibrated.of(plan).ranks == 2
     assert plan.made.settings["ranks"] == 2
+
+
+def test_layers_may_count_alike(longreach: Any, model: Path, text: Path, tmp_path: Path) -> None:
+    output = tmp_path / "p.json"
+    result = longreach(*asked(model, text, output, "--unweighted"))
+    assert result.code == 0 and "all alike" in " ".join(result.out.split())
+    plan = load_plan(output, "kascade")
+    found = Calibrated.of(plan)
+    assert not found.weighted and KascadePlan.of(plan) == found.plan(2, 16, 32)
+    assert plan.made.settings["weighted"] is False

@@ -102,6 +102,8 @@ def test_verify(longreach: Any, saved: Path, model: Path) -> None:
         (lambda d: d["values"]["anchors"].append(6), "anchors: expected layers below 6"),
         (lambda d: d["arrays"].pop("importance"), "lacks the array 'importance'"),
         (lambda d: d.update(kind="quest"), "'quest'"),
+        (lambda d: d["values"].update(weighted=1), "weighted: expected true or false"),
+        (lambda d: d["values"].update(ranks="2"), "ranks: expected a number that divides"),
     ],
 )
 def test_what_does_not_fit_is_found(longreach: Any, saved: Path, model: Path, change: Any, words: str) -> None:
@@ -168,6 +170,13 @@ def test_choose(longreach: Any, saved: Path, model: Path, tmp_path: Path) -> Non
     assert KascadePlan.of(load_plan(path, "kascade")).head_map == ((0, 1),) * LAYERS
     assert longreach("plan", "choose", path, "--budget", 3, "--output", path).code == 0
     assert Calibrated.of(load_plan(path, "kascade")).ranks == 2
+    assert longreach("plan", "choose", saved, "--budget", 2, "--weighted", "no", "--output", path).code == 0
+    alike = replace(before, weighted=False)
+    assert KascadePlan.of(load_plan(path, "kascade")) == alike.plan(2, 64, 128)
+    assert longreach("plan", "choose", path, "--budget", 2, "--output", path).code == 0
+    assert KascadePlan.of(load_plan(path, "kascade")) == alike.plan(2, 64, 128)
+    assert longreach("plan", "choose", path, "--budget", 2, "--weighted", "yes", "--output", path).code == 0
+    assert KascadePlan.of(load_plan(path, "kascade")) == before.plan(2, 64, 128)
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,19 @@ def test_no_more_anchors_than_layers_of_full_attention(budget: int) -> None:
         Calibrated.mean(LAYERS, *prompts()).plan(budget, 64, 128)
 
 
+def test_layers_may_count_alike() -> None:
+    found = Calibrated.mean(LAYERS, *prompts())
+    alike = replace(found, weighted=False)
+    assert torch.equal(alike.similarity, found.plain) and alike.head_map([0]) == found.head_map([0])
+    heads = torch.full((3, HEADS, 3, HEADS), 0.5)
+    heads[0, :, 1], heads[0, :, 2] = 0.8, 0.2  # the last layer finds least, but counts little
+    for layer in range(3):
+        heads[layer, :, layer] = torch.eye(HEADS)
+    heavy = Calibrated(LAYERS, heads, torch.tensor([0.0, 1.0, 9.0, 0.0, 0.1]))
+    assert heavy.plan(2, 64, 128).anchors == (1, 2)
+    assert replace(heavy, weighted=False).plan(2, 64, 128).anchors == (1, 4)
+
+
 def test_heads_stay_on_their_rank() -> None:
     draw = torch.Generator().manual_seed(1)
     heads = torch.rand(3, 4, 3, 4, generator=draw, dtype=torch.float64)

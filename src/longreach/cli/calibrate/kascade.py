@@ -26,6 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_prompts(parser)
     parser.add_argument("--budget", type=int, default=5, metavar="N", help="layers that choose keys, the first layer "
                         "among them (default 5)")  # fmt: skip
+    parser.add_argument("--unweighted", action="store_true", help="let all layers count alike when anchors are chosen, "
+                        "not by how much their attention turns the residual stream")  # fmt: skip
     parser.add_argument("--ranks", type=positive, default=1, metavar="N", help="of tensor parallelism: heads take keys "
                         "of heads on their own rank only (default 1)")  # fmt: skip
     parser.add_argument("--k", type=positive, default=64, metavar="N",
@@ -48,9 +50,12 @@ def run(args: argparse.Namespace) -> int:
     )
     from longreach.evals.calibration.kascade import KascadeGather, calibrated
 
-    found = replace(calibrated(work.gather(KascadeGather(work.shape, k=args.k, tile=args.tile))), ranks=args.ranks)
+    found = calibrated(work.gather(KascadeGather(work.shape, k=args.k, tile=args.tile)))
+    found = replace(found, ranks=args.ranks, weighted=not args.unweighted)
     chosen = found.plan(args.budget, args.k, args.tile)
-    plan = work.save(found.values(chosen), found.arrays(), budget=args.budget, ranks=args.ranks)
+    plan = work.save(
+        found.values(chosen), found.arrays(), budget=args.budget, ranks=args.ranks, weighted=found.weighted
+    )
     if args.json:
         emit({**describe(plan), "output": str(args.output), "seconds": work.seconds})
         return 0

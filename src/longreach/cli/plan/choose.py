@@ -27,6 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     which.add_argument("--anchors", type=_layers, metavar="L,L", help="these layers")
     parser.add_argument("--heads", choices=HEADS, default="mapped", help="whose keys a head takes: those of the head "
                         "that serves it best (the default), or those of the head with its own number")  # fmt: skip
+    parser.add_argument("--weighted", choices=("yes", "no"), help="whether layers count by how much their attention "
+                        "turns the residual stream, or all alike (default: as before)")  # fmt: skip
     parser.add_argument("--ranks", type=positive, metavar="N", help="of tensor parallelism: heads take keys of heads "
                         "on their own rank only (default: as many as before)")  # fmt: skip
     parser.add_argument("--output", type=Path, required=True, metavar="PLAN.json", help="the new plan")
@@ -41,14 +43,16 @@ def run(args: argparse.Namespace) -> int:
     if plan.kind != "kascade":
         raise InvalidInput(f"{args.plan} is a {plan.kind} plan; only those of kascade have anchors to choose")
     found, before = Calibrated.of(plan), KascadePlan.of(plan)
-    found = replace(found, ranks=args.ranks or found.ranks)
+    weighted = found.weighted if args.weighted is None else args.weighted == "yes"
+    found = replace(found, ranks=args.ranks or found.ranks, weighted=weighted)
     how, places = _places(args, found)
     chosen = found.with_anchors(places, before.k, before.tile)
     if args.heads == "own":
         own = tuple(range(plan.model.kv_heads))
         chosen = replace(chosen, head_map=(own,) * plan.model.layers)
     settings: dict[str, Any] = {
-        **plan.made.settings, "budget": len(places), "ranks": found.ranks, "anchors": how, "heads": args.heads,
+        **plan.made.settings, "budget": len(places), "ranks": found.ranks, "weighted": weighted, "anchors": how,
+        "heads": args.heads,
     }  # fmt: skip
     new = replace(plan, values=found.values(chosen), made=replace(plan.made, settings=settings))
     new.save(args.output)

@@ -78,12 +78,13 @@ def show(plan: Plan, out: Console) -> None:
         mark = " <" if row["anchors"] == list(chosen.anchors) else ""
         anchors = " ".join(map(str, row["anchors"]))
         table.row([percent(row["value"]), percent(row["bytes"]), percent(row["even_value"]), f"{anchors}{mark}"])
+    counted = "weighted by importance, over all layers" if found.weighted else "mean over layers, all alike"
     out.print(
         f"\nserved: what heads find of the weight they want among the keys that the heads they are mapped to choose "
         f"({chosen.k} keys a tile of {chosen.tile} query rows, the least over the tiles of a prompt, mean over heads "
-        f"and prompts). importance: 1 - cos of the residual stream before and after attention. value: served, weighted "
-        f"by importance, over all layers; even: of as many evenly spaced anchors; bytes: that decoding reads of dense "
-        f"attention's at {SHARE:.0%} of the keys."
+        f"and prompts). importance: 1 - cos of the residual stream before and after attention. value: served, "
+        f"{counted}; even: of as many evenly spaced anchors; bytes: that decoding reads of dense attention's at "
+        f"{SHARE:.0%} of the keys."
     )
 
 

@@ -24,7 +24,8 @@ class Calibrated:
     layers: those of full attention, ascending, n of them. heads: fp64 [n, G, n, G], what heads of later layers (behind)
     find of what they want among the keys that heads of earlier ones (before) chose, the least over the tiles of a
     prompt; 1 where nothing was compared. importance: fp64 [L], how much each layer's attention turns the residual
-    stream. ranks: of tensor parallelism: heads take the keys of heads on their own rank only.
+    stream. ranks: of tensor parallelism: heads take the keys of heads on their own rank only. weighted: whether layers
+    count by their importance when anchors are chosen, as in the paper, or alike.
     Raises InvalidInput for ranks that do not divide the heads.
     """
 
@@ -32,6 +33,7 @@ class Calibrated:
     heads: Tensor
     importance: Tensor
     ranks: int = 1
+    weighted: bool = True
 
     def __post_init__(self) -> None:
         check_ranks(self.ranks, self.heads.shape[1])
@@ -54,7 +56,9 @@ class Calibrated:
             require(tuple(x.shape) == shape, f"array {name!r}: expected {list(shape)}, got {describe(x)}; {ANEW}")
             found.append(x.double())
         heads, importance = found
-        return cls(layers, heads, importance, plan.values.get("ranks", 1))
+        weighted = plan.values.get("weighted", True)
+        require(isinstance(weighted, bool), f"weighted: expected true or false, got {weighted!r}; {ANEW}")
+        return cls(layers, heads, importance, plan.values.get("ranks", 1), weighted)
 
     def arrays(self) -> dict[str, Tensor]:
         """As a plan's arrays hold it; `of` reads it back."""
@@ -62,8 +66,9 @@ class Calibrated:
 
     @cached_property
     def weights(self) -> Tensor:
-        """fp64 [n]: the importance of the layers of full attention."""
-        return self.importance[torch.tensor(self.layers)]
+        """fp64 [n]: what the layers of full attention count: their importance, or 1."""
+        found = self.importance[torch.tensor(self.layers)]
+        return found if self.weighted else torch.ones_like(found)
 
     @cached_property
     def within(self) -> Tensor:
@@ -78,7 +83,7 @@ class Calibrated:
 
     @cached_property
     def similarity(self) -> Tensor:
-        """S of Algorithm 1, fp64 [n, n]: `plain`, each column times the importance of the layer it is for."""
+        """S of Algorithm 1, fp64 [n, n]: `plain`, each column times what the layer counts that it is for."""
         return self.plain * self.weights
 
     def best_heads(self, layer: int, anchor: int) -> tuple[int, ...]:
@@ -99,7 +104,7 @@ class Calibrated:
 
     def values(self, chosen: KascadePlan) -> dict[str, Any]:
         """Those of a plan for this: what `KascadePlan.of` and `of` read back."""
-        return {**chosen.values(), "ranks": self.ranks}
+        return {**chosen.values(), "ranks": self.ranks, "weighted": self.weighted}
 
     def plan(self, budget: int, k: int, tile: int) -> KascadePlan:
         """With the best anchors that Algorithm 1 finds. Raises InvalidInput for a budget that is no count of layers."""
