@@ -135,7 +135,8 @@ def test_interrupted_it_goes_on_where_it_stopped(
     read: list[str] = []
     begin = KascadeGather.begin
     monkeypatch.setattr(KascadeGather, "begin", lambda self, p: (read.append(p.name), begin(self, p))[1])
-    assert longreach(*asked(model, text, output)).code == 0
+    again = longreach(*asked(model, text, output))
+    assert again.code == 0 and "the last 1 of 3 prompts; the others by an earlier run" in again.out
     assert len(read) == 1 and not (tmp_path / "p.json.journal").exists()
     assert output.read_text() == whole.read_text()
     assert load_plan(output, "kascade").made == load_plan(whole, "kascade").made

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longreach.cli.common import add_json, add_model, count, load_model, positive
-from longreach.cli.show import progress, waiting
+from longreach.cli.show import duration, progress, waiting
 
 if TYPE_CHECKING:
     from longreach.evals.calibration.gather import Gather
@@ -82,7 +82,7 @@ class Work:
             "dtype": self.about["dtype"], **settings,
         }  # fmt: skip
         self.args = args
-        self.seconds = 0.0
+        self.seconds, self.before = 0.0, 0
 
     def gather(self, what: Gather) -> list[Any]:
         """What each prompt gave; those of an interrupted run are taken over."""
@@ -100,6 +100,7 @@ class Work:
         }
         started = time.perf_counter()
         self.journal = Journal(self.output, said)
+        self.before = len(self.journal.done)
         with self.journal as journal:
             parts = gather(
                 self.model, self.prompts.prompts, what, chunk=self.args.prefill_chunk_size, progress=progress,
@@ -107,6 +108,13 @@ class Work:
             )  # fmt: skip
         self.seconds = time.perf_counter() - started
         return parts
+
+    def told(self) -> str:
+        """A line on what was written, and how long it took to read the prompts."""
+        total, rest = len(self.prompts.prompts), ""
+        if self.before:
+            rest = f", the last {total - self.before} of {total} prompts; the others by an earlier run"
+        return f"{self.output}: prompts read in {duration(self.seconds)}{rest}"
 
     def save(self, values: Mapping[str, Any], arrays: Mapping[str, Any], **settings: Any) -> Plan:
         """The plan, written to --output; then nothing is left to be gone on with.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from longreach.cli.calibrate.common import Work, add_prompts
 from longreach.cli.common import positive
-from longreach.cli.show import console, duration, emit
+from longreach.cli.show import console, emit
 from longreach.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         emit({**describe(plan), "output": str(args.output), "seconds": work.seconds})
         return 0
     show(plan)
-    console().print(f"{args.output}: made in {duration(work.seconds)}", soft_wrap=True)
+    console().print(work.told(), soft_wrap=True)
     return 0
 
 
