@@ -22,6 +22,7 @@ _NAMES = {
     "OmniKV": "longreach.methods.omnikv",
     "LessIsMore": "longreach.methods.less_is_more",
     "Loki": "longreach.methods.loki",
+    "Kascade": "longreach.methods.kascade",
     "LongreachError": "longreach.errors",
 }
 __all__ = ["__version__", *_NAMES]
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from longreach.cache import CacheConfig as CacheConfig
     from longreach.errors import LongreachError as LongreachError
     from longreach.methods.dense import Dense as Dense
+    from longreach.methods.kascade import Kascade as Kascade
     from longreach.methods.less_is_more import LessIsMore as LessIsMore
     from longreach.methods.loki import Loki as Loki
     from longreach.methods.omnikv import OmniKV as OmniKV

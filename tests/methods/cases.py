@@ -10,6 +10,7 @@ from torch import Tensor
 
 from longreach.methods.base import AttentionMethod, LayerCall, Outcome
 from longreach.methods.dense import Dense
+from longreach.methods.kascade import Kascade
 from longreach.methods.less_is_more import LessIsMore
 from longreach.methods.loki import Loki
 from longreach.methods.omnikv import OmniKV
@@ -143,6 +144,27 @@ CASES = {
             *({"dense_layers": x} for x in BAD_LAYERS),
             *({"plan": x} for x in ("", 3, True)),
             *({"rank": x} for x in BAD_BUDGETS),
+            *({"k": x} for x in BAD_BUDGETS),
+        ),
+    ),
+    "kascade": Case(
+        everything=Kascade(k=1.0),
+        default=Kascade(least=8),
+        heavy=(2, MIDDLE, CONTEXT - 3),
+        lost=Lost(Kascade(k=2), {20: HEAVY, 40: HEAVY + 0.7}, 20),
+        attended=last_values_read,
+        variants=(
+            Kascade(k=0.2, least=4, heads="all", dense_below=20),
+            Kascade(k=7, sinks=2, recent=3, dense_layers=(2,)),
+        ),
+        refused=(
+            {"heads": "some"},
+            *({"plan": x} for x in ("", 3, True)),
+            *({"least": x} for x in (0, -1, 0.5, True, None)),
+            *({"sinks": x} for x in (-1, 0.5, True, None)),
+            *({"recent": x} for x in (0, -1, 0.5, True, None, 129)),
+            *({"dense_below": x} for x in (-1, 0.5, True, None)),
+            *({"dense_layers": x} for x in BAD_LAYERS),
             *({"k": x} for x in BAD_BUDGETS),
         ),
     ),

@@ -20,6 +20,7 @@ METHODS = {
     "omnikv": "longreach.methods.omnikv:OmniKV",
     "less_is_more": "longreach.methods.less_is_more:LessIsMore",
     "loki": "longreach.methods.loki:Loki",
+    "kascade": "longreach.methods.kascade:Kascade",
 }
 NONE = ("none",)  # what the fuse and evict slots know so far
 

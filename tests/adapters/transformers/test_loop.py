@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +29,8 @@ from tests.adapters.transformers.reference import (
     padded_batch,
     prompt,
 )
+from tests.methods.cases import CASES
+from tests.methods.planned import planned, tiny, write_plans
 
 LAYOUTS = {"contiguous": CacheConfig(), "paged": CacheConfig("paged", page=8), "fixed": CacheConfig(capacity=200)}
 layouts = pytest.mark.parametrize("cache", LAYOUTS.values(), ids=LAYOUTS)
@@ -255,12 +258,17 @@ def test_fused_parts_are_what_they_were_afterwards(monkeypatch: Any) -> None:
     assert not any("forward" in m.__dict__ for m in model.modules())
 
 
+@pytest.fixture(scope="module")
+def plans_of_tests(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_plans(tmp_path_factory.mktemp("plans"))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", names("decode"))
-def test_methods_are_captured_or_say_why_not(name: str) -> None:
+def test_methods_are_captured_or_say_why_not(name: str, plans_of_tests: Path) -> None:
     place = "cuda" if torch.cuda.is_available() else "cpu"
-    model, ids = tiny_model("llama").to(place), torch.arange(3, 43, device=place)[None]
-    with attach(model, decode=name) as session:
+    model, ids = tiny().to(place), torch.arange(3, 43, device=place)[None]
+    with planned(plans_of_tests), attach(model, decode=CASES[name].default) as session:
         plain = generate(session, ids, max_new_tokens=12, graph=False)
         got = generate(session, ids, max_new_tokens=12)
         assert got.captured == (place == "cuda" and session.decode.capture == "full")
