@@ -8,6 +8,7 @@ from typing import Any, Literal
 from longreach.errors import UnknownName
 
 K = 1024
+TOP_K = "top-k"
 
 
 @dataclass(frozen=True)
@@ -54,9 +55,15 @@ class Memory:
 
 @dataclass(frozen=True)
 class Target:
-    """What a case must reach. of: the memory of ours it is about; over: the entry of ours it is compared to."""
+    """What a case must reach. of: the entry of ours it is about; over: the entry, or whose entries, it is compared to.
 
-    quantity: Literal["speed over baseline", "microseconds", "TB/s", "speed over", "time over", "share of limit"]
+    "speed over baseline" is over the faster of FlashInfer and FlashAttention-3, "speed over fastest" over the fastest
+    of them and torch's kernels, "speed over" over one of ours, or over the best of one of theirs.
+    """
+
+    quantity: Literal[
+        "speed over baseline", "speed over fastest", "microseconds", "TB/s", "speed over", "time over", "share of limit"
+    ]
     bound: float
     of: str = "contiguous"
     over: str | None = None
@@ -78,8 +85,26 @@ class Model:
 
 
 @dataclass(frozen=True)
+class Stack:
+    """A decode method in all layers of a model, one captured sequence: some layers choose keys, the others use them.
+
+    options: of the method, as JSON has them. anchors: the layers that choose (Kascade's for Llama-3.1-8B).
+    """
+
+    method: str = "kascade"
+    options: tuple[tuple[str, Any], ...] = ()
+    anchors: tuple[int, ...] = (0, 2, 8, 13, 14)
+    layers: int = 32
+
+    @property
+    def share(self) -> float:
+        """Of the keys that most layers read."""
+        return dict(self.options).get("k", 0.1)
+
+
+@dataclass(frozen=True)
 class Case:
-    """One measurement of attend, or of a model's decode step.
+    """One measurement of attend, of top_k, of a method's layers, or of a model's decode step.
 
     also_rows: measured beside shape.rows in the same run. impls: attend's implementations that are measured.
     replays: at most so many, where a call takes long.
@@ -94,6 +119,7 @@ class Case:
     also_rows: tuple[int, ...] = ()
     targets: tuple[Target, ...] = ()
     model: Model | None = None
+    stack: Stack | None = None
     impls: tuple[str, ...] = ("triton",)
     replays: int | None = None
 
@@ -105,6 +131,12 @@ class Case:
     @property
     def measured(self) -> tuple[str, ...]:
         """What of the library it measures, as `records.kernels.SOURCES` names it."""
+        if self.stack and self.model:
+            return ("attend", "choosing", self.stack.method, "decode_step")
+        if self.stack:
+            return ("attend", "choosing", self.stack.method)
+        if self.group == TOP_K:
+            return ("choosing",)
         return ("attend", "decode_step") if self.model else ("attend", "attend_sdpa") if self.prefill else ("attend",)
 
     def by(self, impl: str) -> Case:
@@ -177,6 +209,41 @@ def _model(context: int, least: float) -> Case:
     )  # fmt: skip
 
 
+def _sparse_model(batch: int) -> Case:
+    name = f"8b-kascade-128k-b{batch}"
+    return Case(name, "decode-8b-sparse", Shape(batch, 128 * K), stack=Stack(), model=Model())
+
+
+def _top_k(batch: int, most: float) -> Case:
+    shape = Shape(batch, 128 * K, dtype="float32")
+    reads = Reads("list", share=0.1)
+    target = Target("microseconds", most, "top_k")
+    name = f"top-k-128k-{shape.batch * shape.kv_heads}"
+    return Case(name, TOP_K, shape, reads, targets=(target,))
+
+
+def _kascade(batch: int, context: int, least: float) -> Case:
+    name, targets = f"kascade-{_label(context)}-b{batch}", (Target("speed over fastest", least, "kascade"),)
+    rivals = (*RIVALS, "torch_sdpa")
+    return Case(name, "kascade-decode", Shape(batch, context), baselines=rivals, stack=Stack(), targets=targets)
+
+
+def _kascade_table(context: int, percent: int, least: float) -> Case:
+    """A cell of Kascade's Table 3: batch 64, the paper's speedup over FlashAttention-3."""
+    target = Target("speed over", least, "kascade", "flash_attention_3")
+    stack = Stack(options=(("k", percent / 100),))
+    name = f"kascade-{_label(context)}-{percent}pct-b64"
+    shape = Shape(64, context)
+    return Case(name, "kascade-table", shape, baselines=("flash_attention_3",), stack=stack, targets=(target,))
+
+
+TABLE_3 = {  # context in K -> speedup over FlashAttention-3 at 10, 20 and 30 percent (Kascade, Table 3, decode)
+    8: (2.91, 2.27, 1.85),
+    16: (3.40, 2.50, 1.98),
+    32: (3.97, 2.76, 2.13),
+    64: (4.08, 2.87, 2.21),
+    128: (4.12, 2.92, 2.17),
+}
 CASES: dict[str, Case] = {
     case.name: case
     for case in (
@@ -198,9 +265,20 @@ CASES: dict[str, Case] = {
         _prefill(32 * K),
         _prefill(128 * K, replays=5),
         *(_prefill(rows, before) for before in (8 * K, 32 * K) for rows in (512, 2048)),
+        _top_k(32, 100.0),
+        _top_k(1, 25.0),
+        _kascade(32, 128 * K, 4.7),
+        _kascade(64, 8 * K, 3.8),
+        _kascade(1, 128 * K, 2.8),
+        *(
+            _kascade_table(context * K, percent, least)
+            for context, cells in TABLE_3.items()
+            for percent, least in zip((10, 20, 30), cells, strict=True)
+        ),
         _model(8 * K, 0.65),
         _model(32 * K, 0.65),
         _model(128 * K, 0.78),
+        *(_sparse_model(batch) for batch in (1, 4)),
     )
 }
 GROUPS = tuple(dict.fromkeys(case.group for case in CASES.values()))
@@ -221,4 +299,6 @@ def tiny(case: Case) -> Case:
     rows = 256 if shape.rows == shape.context else min(2, shape.rows)
     cut = case.but(batch=min(2, shape.batch), context=256, rows=rows, heads=4, kv_heads=2, dim=16,
                    dtype="float32")  # fmt: skip
-    return replace(cut, name=case.name, reads=small, impls=("reference",), model=case.model and Model(2, 64, 96, 264))
+    stack = case.stack and replace(case.stack, anchors=(0, 2), layers=4)
+    model = case.model and Model(4 if stack else 2, 64, 96, 264)
+    return replace(cut, name=case.name, reads=small, impls=("reference",), model=model, stack=stack)

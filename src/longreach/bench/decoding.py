@@ -19,10 +19,12 @@ from torch import Tensor
 from longreach.bench.cases import Case
 from longreach.bench.check import WrongResult
 from longreach.bench.inputs import bytes_needed, check_shape
+from longreach.bench.stack import planned
 from longreach.bench.steps import Steps, passes, relative, require_right, run_steps
 from longreach.bench.targets import judge
 from longreach.bench.timing import Timing
 from longreach.errors import InvalidInput
+from longreach.methods.base import AttentionMethod
 
 Say = Callable[[str], None]
 BANDWIDTH = 4.26e12  # bytes a second: what reads of an H200's memory reach
@@ -66,6 +68,9 @@ class Decoding:
         self._free()
         verdict = require_right(case.name, done, first, plain, exact)
         ours = [{**measured, "error": verdict.error} for measured in ours]
+        if case.stack:
+            more, sparse = self._method(case, model, ids, exact)
+            ours, setup = ours + more, setup | sparse
         rivals, baselines = self._baseline(case, model, ids, exact[:, 0], verdict.error_bound)
         entries = [_entry(needed, **measured) for measured in (*ours, *rivals)]
         return {
@@ -100,9 +105,26 @@ class Decoding:
             self._model = key, made, self._now() - started
         return self._model[1:]
 
+    def _method(
+        self, case: Case, model: Any, ids: Tensor, exact: Tensor
+    ) -> tuple[list[dict[str, Any]], dict[str, float]]:
+        """The case's decode method in the same loop. Its error is what the method leaves out, and no fault of the step:
+        that its layers are right is what the method's own case checks."""
+        from longreach.adapters.transformers import shape_of
+
+        assert case.stack is not None
+        name = case.stack.method
+        with planned(case, self.seed, shape_of(model)) as (method, _, _):
+            ours, done, setup = self._ours(case, model, ids, method)
+        error = relative(done.logits[:, :1], exact[:, :1])
+        named = [{**measured, "name": f"{name}: {measured['name']}", "error": error} for measured in ours]
+        return named, {f"{name}: {what}": seconds for what, seconds in setup.items()}
+
     @torch.no_grad()
-    def _ours(self, case: Case, model: Any, ids: Tensor) -> tuple[list[dict[str, Any]], Steps, dict[str, float]]:
-        """What was timed of ours, what the timed step then did, seconds of setting up."""
+    def _ours(
+        self, case: Case, model: Any, ids: Tensor, decode: AttentionMethod | None = None
+    ) -> tuple[list[dict[str, Any]], Steps, dict[str, float]]:
+        """What was timed of ours, what the timed step then did, seconds of setting up. decode: None for dense."""
         from longreach.adapters.transformers import attach
         from longreach.adapters.transformers.loop import generate
         from longreach.adapters.transformers.synthetic import fill
@@ -111,7 +133,8 @@ class Decoding:
         batch, tokens = case.shape.batch, case.shape.context
         room = self.steps + WARM + 1
         capture = self.device.type == "cuda"
-        with attach(model, cache=CacheConfig(capacity=tokens + room), impl=case.impls[0]) as session:
+        room_for_all = CacheConfig(capacity=tokens + room)
+        with attach(model, decode=decode, cache=room_for_all, impl=case.impls[0]) as session:
             cache = session.new_cache(batch)
             started = self._now()
             fill(cache, model, tokens, self.seed)

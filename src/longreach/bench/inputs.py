@@ -28,6 +28,8 @@ class Inputs:
         self.dtype: torch.dtype = getattr(torch, case.shape.dtype)
         self.draw = torch.Generator(device).manual_seed(seed)
         self.copies = copies_needed(bytes_needed(case), device)
+        if case.stack:  # layers that share a choice of keys read the same share of theirs one after the other
+            self.copies = max(2, copies_needed(int(bytes_needed(case) * case.stack.share), device))
         shape = self.shape
         numbers = shape.batch * shape.kv_heads * shape.context * shape.dim
         self._kv = [tuple(self._normal(numbers) for _ in "kv") for _ in range(self.copies)]

@@ -9,13 +9,15 @@ from typing import Any
 import torch
 
 from longreach.bench.baselines import baseline
-from longreach.bench.cases import Case, Memory
+from longreach.bench.cases import TOP_K, Case, Memory
 from longreach.bench.check import bound, require_right
 from longreach.bench.competitor import Competitor, ours
 from longreach.bench.inputs import Inputs, bytes_needed, flops_needed
+from longreach.bench.stack import run_stack
 from longreach.bench.sweep import best
 from longreach.bench.targets import judge
 from longreach.bench.timing import Timing, measure
+from longreach.bench.top_k import run_top_k
 from longreach.ops.attend.api import resolve
 
 Say = Callable[[str], None]
@@ -33,6 +35,10 @@ def run_case(
     of ours that are wrong before or any that are wrong after all were timed.
     """
     names = [name for name in case.baselines if name not in set(without)]
+    if case.group == TOP_K:
+        return run_top_k(case, device, replays=replays, seed=seed)
+    if case.stack:
+        return run_stack(case, device, without=without, replays=replays, seed=seed, say=say)
     versions: dict[str, str] = {}
     for name in names:
         versions |= baseline(name).load()

@@ -28,6 +28,8 @@ SOURCES: dict[str, tuple[str, tuple[str, ...]]] = {  # what was measured -> fold
         ),
     ),
     "attend_sdpa": ("ops", ("attend/sdpa.py",)),
+    "choosing": ("ops", ("pooled_scores/*.py", "top_k/*.py")),
+    "kascade": ("methods", ("base.py", "kascade/*.py")),
     "chunk_store": ("store", ("*.py",)),
     "decode_step": (  # a model's, but for attend
         ".",

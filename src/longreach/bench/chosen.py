@@ -1,0 +1,79 @@
+"""Whether keys that a method chose are those it should have, and attention over them is what it says: against fp64."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from longreach.bench.cases import Memory
+from longreach.bench.check import WrongResult, bound
+from longreach.bench.inputs import Inputs
+from longreach.methods.base import Outcome
+from longreach.ops import Lists, Selection
+
+LEAST_MASS = 0.999  # of the exact choice's probability: scores near the last one chosen are equal but for rounding
+
+
+def sampled(inputs: Inputs) -> list[tuple[int, int]]:
+    """(sequence, KV head) pairs that are checked."""
+    shape = inputs.shape
+    return [(b, g) for b in sorted({0, shape.batch - 1}) for g in sorted({0, shape.kv_heads - 1})]
+
+
+def keys_and_values(inputs: Inputs, memory: Memory, copy: int, seq: int, head: int) -> tuple[Tensor, Tensor]:
+    """fp64 [N, D] each."""
+    k, v = inputs.kv(copy, memory)
+    if memory.page is None:
+        return k[seq, head].double(), v[seq, head].double()
+    pages = inputs.table(memory.page)[seq].long()
+    return k[pages, head].flatten(0, 1).double(), v[pages, head].flatten(0, 1).double()
+
+
+def logits(inputs: Inputs, memory: Memory, copy: int, seq: int, head: int) -> tuple[Tensor, Tensor]:
+    """fp64 [query heads of the KV head, N] of the sequence's last row, and its values [N, D]."""
+    group = inputs.shape.heads // inputs.shape.kv_heads
+    k, v = keys_and_values(inputs, memory, copy, seq, head)
+    q = inputs.q(copy, 1)[seq, head * group : (head + 1) * group].double()
+    return q @ k.T * inputs.scale, v
+
+
+def listed(lists: Selection, seq: int, head: int) -> Tensor:
+    """Slots that a KV head of a sequence attends to. Raises WrongResult where they do not ascend."""
+    assert isinstance(lists, Lists)
+    entry = head if lists.head_of is None else int(lists.head_of[head])
+    slots = lists.index[seq, min(entry, lists.index.shape[1] - 1)][: int(lists.count[seq].flatten()[0])].long()
+    if not bool((slots[1:] > slots[:-1]).all()):
+        raise WrongResult(f"keys of sequence {seq}, KV head {head} do not ascend; its time does not count")
+    return slots
+
+
+def check_layer(kind: str, inputs: Inputs, memory: Memory, copy: int, outcome: Outcome) -> float:
+    """The largest relative error (norms) of a layer's output over the keys it says it read values of."""
+    worst, group = 0.0, inputs.shape.heads // inputs.shape.kv_heads
+    selection = outcome.reads.values[0]
+    for seq, head in sampled(inputs):
+        x, v = logits(inputs, memory, copy, seq, head)
+        slots = listed(selection, seq, head) if isinstance(selection, Lists) else slice(None)
+        want = x[:, slots].softmax(-1) @ v[slots]
+        got = outcome.partial.out[seq, head * group : (head + 1) * group].double()
+        worst = max(worst, float(((got - want).norm(dim=-1) / want.norm(dim=-1)).max()))
+    most = bound(inputs.dtype)
+    if not worst <= most:
+        raise WrongResult(f"{kind}: relative error {worst:.2e} exceeds {most:.1e}; its time does not count")
+    return worst
+
+
+def check_chosen(inputs: Inputs, memory: Memory, copy: int, lists: Selection) -> float:
+    """The least share of the exact choice's probability that chosen keys have, over the anchor's own heads."""
+    assert isinstance(lists, Lists)
+    least = 1.0
+    for seq, head in sampled(inputs):
+        x, _ = logits(inputs, memory, copy, seq, head)
+        pooled = x.softmax(-1).sum(0)
+        count = int(lists.count[seq, head])
+        chosen = lists.index[seq, head, :count].long()
+        if int(chosen[-1]) != inputs.shape.context - 1:
+            raise WrongResult(f"the newest key of sequence {seq} is not among those chosen; its time does not count")
+        least = min(least, float(pooled[chosen].sum() / pooled.topk(count).values.sum()))
+    if not least >= LEAST_MASS:
+        raise WrongResult(f"chosen keys hold {least:.4f} of what the best hold; their time does not count")
+    return least
