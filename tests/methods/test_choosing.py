@@ -56,5 +56,5 @@ def test_layers_past_the_models() -> None:
 
 
 def test_layers_as_deep_in_another_model() -> None:
-    assert placed((0, 2, 31), 32, 32) == (1, 2, 31) and placed((2, 8, 18), 32, 16) == (1, 4, 9)
+    assert placed((0, 2, 31), 32, 32) == (0, 2, 31) and placed((2, 8, 18), 32, 16) == (1, 4, 9)
     assert placed((8, 18), 32, 1) == (0,)

@@ -139,7 +139,7 @@ def test_cut_and_grown_again(config: CacheConfig) -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "layers"), [(32, (2, 13)), (80, (5, 32)), (36, (2, 14)), (12, (1, 4)), (3, (1,)), (1, (0,))]
+    ("count", "layers"), [(32, (2, 13)), (80, (5, 32)), (36, (2, 14)), (12, (0, 4)), (3, (0, 1)), (1, (0,))]
 )
 def test_layers_of_other_depths(count: int, layers: tuple[int, ...]) -> None:
     assert LessIsMore().choosing_layers(ModelShape(count, 4, 2, 16)) == layers

@@ -129,7 +129,7 @@ def test_cut_and_grown_again(config: CacheConfig) -> None:
 
 @pytest.mark.parametrize(
     ("count", "layers"),
-    [(32, (2, 8, 18)), (80, (5, 20, 45)), (36, (2, 9, 20)), (12, (1, 3, 6)), (4, (1, 2)), (2, (1,)), (1, (0,))],
+    [(32, (2, 8, 18)), (80, (5, 20, 45)), (36, (2, 9, 20)), (12, (0, 3, 6)), (4, (0, 1, 2)), (2, (0, 1)), (1, (0,))],
 )
 def test_filters_of_other_depths(count: int, layers: tuple[int, ...]) -> None:
     assert OmniKV().choosing_layers(ModelShape(count, 4, 2, 16)) == layers

@@ -55,11 +55,8 @@ def best_keys(call: LayerCall, scores: Tensor, k: int | float, *, last: int = 0)
 
 
 def placed(layers: tuple[int, ...], of: int, count: int) -> tuple[int, ...]:
-    """Where a model of `count` layers has these layers of a model of `of`: as deep in it, rounded down.
-
-    Layer 0 is left out: its attention is not sparse (Kascade, Fig. 1).
-    """
-    return tuple(sorted({min(max(1, layer * count // of), count - 1) for layer in layers}))
+    """Where a model of `count` layers has these layers of a model of `of`: as deep in it, rounded down."""
+    return tuple(sorted({layer * count // of for layer in layers}))
 
 
 def of_all_ranks(call: LayerCall, x: Tensor) -> Tensor:
