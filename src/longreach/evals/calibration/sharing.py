@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from longreach.evals.attention.masses import by_size
+from longreach.evals.attention.masses import TOPS, by_size
 from longreach.evals.attention.weights import weights, window_of
 from longreach.evals.calibration.gather import Gather
 from longreach.evals.calibration.prompts import Prompt
@@ -126,7 +126,7 @@ class SharingGather(Gather):
         heads = [self._head(call, outcome, start, index, head, keys) for head in range(self.shape.kv_heads)]
         for head, tile in enumerate(heads):
             mine = slice(head * self.group, (head + 1) * self.group)
-            top = by_size(tile.share)["tops"][..., 2]  # of 256 keys
+            top = by_size(tile.share)["tops"][..., TOPS.index(256)]
             self._top[layer, mine] += top.mean(0).cpu() / self._count
             for how in POOLINGS:
                 for place, size in enumerate(self.sizes):
