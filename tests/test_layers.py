@@ -103,7 +103,8 @@ def faults(source: Path) -> list[str]:
 
 
 def test_the_source_keeps_the_rules() -> None:
-    assert {path.name for path in SOURCE.iterdir()} >= {"ops", "cache", "plans", "methods", "adapters", "cli", "errors.py"}
+    rooms = set("ops cache plans methods adapters cli errors.py".split())
+    assert {path.name for path in SOURCE.iterdir()} >= rooms
     assert faults(SOURCE) == []
 
 
