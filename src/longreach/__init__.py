@@ -23,6 +23,7 @@ _NAMES = {
     "LessIsMore": "longreach.methods.less_is_more",
     "Loki": "longreach.methods.loki",
     "Kascade": "longreach.methods.kascade",
+    "MAC": "longreach.methods.mac",
     "LongreachError": "longreach.errors",
 }
 __all__ = ["__version__", *_NAMES]
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from longreach.methods.kascade import Kascade as Kascade
     from longreach.methods.less_is_more import LessIsMore as LessIsMore
     from longreach.methods.loki import Loki as Loki
+    from longreach.methods.mac import MAC as MAC
     from longreach.methods.omnikv import OmniKV as OmniKV
     from longreach.methods.oracle_top_k import OracleTopK as OracleTopK
     from longreach.methods.quest import Quest as Quest

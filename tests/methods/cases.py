@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from longreach.methods.base import AttentionMethod, LayerCall, Outcome
@@ -13,12 +14,13 @@ from longreach.methods.dense import Dense
 from longreach.methods.kascade import Kascade
 from longreach.methods.less_is_more import LessIsMore
 from longreach.methods.loki import Loki
+from longreach.methods.mac import MAC
 from longreach.methods.omnikv import OmniKV
 from longreach.methods.oracle_top_k import OracleTopK
 from longreach.methods.quest import Quest
 from longreach.methods.streaming_llm import StreamingLLM
 from longreach.ops import Selection
-from tests.methods.drive import HEADS, KV_HEADS, largest_value, shares, slots_read
+from tests.methods.drive import HEADS, KV_HEADS, exact, largest_value, shares, slots_read
 
 CONTEXT = 61  # tokens of a sequence with planted keys
 HEAVY = 9.0  # their logit: e^9 against the sum of about 100 of all others
@@ -70,6 +72,16 @@ class Case:
     def predicted(self, call: LayerCall, outcome: Outcome) -> Tensor:
         """[R, H], bound on |out - dense|: with mass m missed, out is the mean over the rest, so 2 m max|v|."""
         return 2 * self.missed(call, outcome) * largest_value(call)
+
+
+class Reuse(Case):
+    """A method that lets earlier results stand for what it does not read."""
+
+    def predicted(self, call: LayerCall, outcome: Outcome) -> Tensor:
+        """With mass m not read, and m' by the results that stand for it: out errs by at most 2 max(m, m') max|v|."""
+        missed, lse = self.missed(call, outcome), exact(call).lse
+        stands_for = 1 - (1 - missed) * torch.exp(lse - outcome.partial.lse)
+        return 2 * torch.maximum(missed, stands_for) * largest_value(call)
 
 
 BAD_LAYERS: tuple[Any, ...] = ((-1,), 0, ("0",), (1, 0), (1, 1), (True,))
@@ -166,6 +178,26 @@ CASES = {
             *({"dense_below": x} for x in (-1, 0.5, True, None)),
             *({"dense_layers": x} for x in BAD_LAYERS),
             *({"k": x} for x in BAD_BUDGETS),
+        ),
+    ),
+    # its default attends densely in contexts as short as these, so "default" is a small one
+    "mac": Reuse(
+        everything=MAC(window=16, band=4, tau=0.999, minimum=0, guard=None),
+        default=MAC(window=24, band=8, tau=0.0, minimum=0),
+        heavy=(CONTEXT - 5, CONTEXT - 2),
+        lost=Lost(MAC(window=40, band=4, tau=0.0, minimum=0), {5: 4.5}, 5),
+        variants=(
+            MAC(window=9, band=3, tau=0.1, sinks=2, minimum=0, depth=2, check_every=4),
+            MAC(window=None, band=None, tau=None, scale="calibrated", minimum=0, guard=2, gap=11),
+        ),
+        refused=(
+            *({"tau": x} for x in (1.0, -0.1, 1.5, True, "0.45", float("nan"))),
+            *({name: x} for name in ("window", "band", "gap", "depth", "guard") for x in (0, -1, 2.5, True, 1 << 24)),
+            *({"sinks": x} for x in (-1, 0.5, True, None)),
+            *({"minimum": x} for x in (-1, 0.5, True)),
+            *({"check_every": x} for x in (-1, 0.5, None)),
+            *({"scale": x} for x in ("cosine", None, 2)),
+            *({"plan": x} for x in ("", 3, True, "plan.json")),
         ),
     ),
 }

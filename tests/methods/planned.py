@@ -15,6 +15,7 @@ from longreach.methods.base import ModelShape
 from longreach.methods.kascade.plan import KascadePlan
 from longreach.methods.loki.calibrate import moments, principal
 from longreach.methods.loki.plan import LokiPlan
+from longreach.methods.mac.plan import MACPlan
 from longreach.plans import Made, Plan, PlannedModel, finding
 from longreach.testing.tiny import tiny_model
 from tests.methods.drive import LAYERS, MODEL, text
@@ -37,6 +38,15 @@ def kascade_plan(shape: ModelShape) -> Plan:
     return Plan("kascade", PlannedModel.of("of the tests", shape), found.values(), MADE)
 
 
+def mac_plan(shape: ModelShape) -> Plan:
+    """Small rings and narrow bands; thresholds that let most rows pass under either scale."""
+    energy = text(61).k.double().square().mean(1)  # [L, G, D]
+    energy = (energy + energy.roll(shape.head_dim // 2, -1)) / 2
+    tau = {"sqrt2d": (0.1,) * LAYERS, "calibrated": (0.0, 0.02, 0.01)}
+    found = MACPlan((16, 9, 12), (4, 3, 5), tau, 0.02 * energy)  # type: ignore[arg-type]
+    return Plan("mac", PlannedModel.of("of the tests", shape), found.values(), MADE, found.arrays())
+
+
 def tiny() -> PreTrainedModel:
     """The model that the contract runs."""
     return tiny_model("llama", num_hidden_layers=LAYERS)
@@ -48,6 +58,7 @@ def write_plans(root: Path) -> Path:
     for name, shape in (("drive", MODEL), ("tiny", shape_of(tiny()))):
         loki_plan(shape, {2: 9.0, 30: 9.0, 58: 9.0}).save(folder / f"loki-{name}.json")
         kascade_plan(shape).save(folder / f"kascade-{name}.json")
+        mac_plan(shape).save(folder / f"mac-{name}.json")
     return root
 
 

@@ -2,6 +2,7 @@
 
 from longreach.cache.kv import Append, CacheConfig, KVCache, SequenceState
 from longreach.cache.per_slot import PerSlot
+from longreach.cache.ring import RowRing
 from longreach.cache.static import StaticSteps
 
-__all__ = ["Append", "CacheConfig", "KVCache", "PerSlot", "SequenceState", "StaticSteps"]
+__all__ = ["Append", "CacheConfig", "KVCache", "PerSlot", "RowRing", "SequenceState", "StaticSteps"]

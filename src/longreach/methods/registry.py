@@ -21,6 +21,7 @@ METHODS = {
     "less_is_more": "longreach.methods.less_is_more:LessIsMore",
     "loki": "longreach.methods.loki:Loki",
     "kascade": "longreach.methods.kascade:Kascade",
+    "mac": "longreach.methods.mac:MAC",
 }
 NONE = ("none",)  # what the fuse and evict slots know so far
 

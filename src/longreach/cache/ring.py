@@ -1,0 +1,61 @@
+"""The last rows of each sequence, with the results of attention that later rows may go on from: MAC's state."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from longreach.ops.attend import Entries
+from longreach.ops.nearest import Ring
+from longreach.ops.types import Partial, accumulator, require
+
+SPARE = 8  # rows past the window, so that so many tokens can be taken back without a trace
+
+
+class RowRing:
+    """Queries, results and accounts of the last `window` rows of every sequence of one layer; a SequenceState.
+
+    All on the device, in buffers that stay where they are. ring: see `Ring`, of window + SPARE rows; entries: the
+    results, fp32 (fp64 for fp64): that of head h at slot n of sequence s is entry (s H + h) C + n. Truth lies in the
+    stamps: what is reset or cut off loses them, and memory stays as it is.
+    """
+
+    def __init__(self, slots: int, heads: int, kv_heads: int, dim: int, window: int, like: Tensor):
+        """like: a tensor of the queries' dtype and device."""
+        require(min(slots, heads, kv_heads, dim, window) >= 1, f"window: expected a count >= 1, got {window}")
+        self.window, size = window, window + SPARE
+        self.ring = Ring.new(slots, kv_heads, (heads, size, dim), like)
+        count, wide = slots * heads * size, accumulator(like.dtype)
+        self.entries = Entries(like.new_empty(count, dim, dtype=wide), like.new_empty(count, dtype=wide))
+
+    @property
+    def bytes_per_sequence(self) -> int:
+        """Bytes of one sequence in this layer."""
+        ring, entries = self.ring, self.entries
+        held = (ring.query, ring.stamp, ring.depth, ring.credit, ring.arrivals, *entries)
+        return sum(x.numel() * x.element_size() for x in held) // ring.query.shape[0]
+
+    def note(self, slot: Tensor, pos: Tensor, query: Tensor, entry: Partial, credit: float) -> None:
+        """Rows that were attended to exactly. slot, pos: int [R], the last size rows of their sequences at most;
+        query: [R, H, D] as it is matched; entry: what later rows may go on from; credit: the guard's account after."""
+        ring, place = self.ring, pos.long() % self.ring.size
+        slot = slot.long()
+        with torch.no_grad():
+            ring.query[slot, :, place] = query
+            ring.stamp[slot, place] = pos.int()
+            ring.depth[slot, :, place] = 0
+            ring.credit[slot, :, place] = credit
+            head = torch.arange(ring.heads, device=slot.device)
+            at = (slot[:, None] * ring.heads + head) * ring.size + place[:, None]
+            self.entries.out[at] = entry.out
+            self.entries.lse[at] = entry.lse
+
+    def reset(self, slots: Tensor) -> None:
+        self.ring.stamp[slots] = -1
+
+    def check_truncate(self, slots: Tensor, lengths: Tensor) -> None:
+        """Any cut is possible. One of more than SPARE tokens leaves fewer rows to match than there once were."""
+
+    def truncate(self, slots: Tensor, lengths: Tensor) -> None:
+        stamp = self.ring.stamp[slots]
+        self.ring.stamp[slots] = torch.where(stamp < lengths[:, None], stamp, -1)

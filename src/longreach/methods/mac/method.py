@@ -1,0 +1,216 @@
+"""MAC-Attention: match, amend, complete (arXiv 2604.00235)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from longreach.cache import SequenceState
+from longreach.errors import InvalidInput, Unsupported
+from longreach.methods.base import (
+    AttentionMethod,
+    LayerCall,
+    ModelShape,
+    Notes,
+    Outcome,
+    Reads,
+    attend_densely,
+    is_count,
+)
+from longreach.methods.mac.notes import columns, probed
+from longreach.methods.mac.plan import KIND, SCALES, MACPlan, Scale
+from longreach.methods.mac.rows import last_rows
+from longreach.methods.mac.state import LayerState
+from longreach.ops import Partial, Span, Spans, at, merge, near
+from longreach.ops.nearest import Rule, recovered
+from longreach.ops.types import require
+from longreach.plans import find
+
+PATIENCE = 16.0  # searches in vain that the profit guard allows before a KV head rests
+
+
+@dataclass(frozen=True)
+class MAC(AttentionMethod):
+    """A row whose query is like that of a recent row goes on from what attention gave that row.
+
+    The ring holds the last `window` rows of each sequence, layer and query head: their queries before rotation, and
+    their entries, attention over [sinks, p + 1 - band) for the row at p. The row at m looks for the nearest query by
+    L2; if it is near enough, the row attends to [max(sinks, p + 1 - band), m + 1) and to the sinks, and the entry
+    stands for the rest (Eq. 7). What it attends to before m + 1 - band, merged with the entry taken, is its own: no
+    subtraction, and no second pass. The query heads of a KV head read one stream, so they reuse together or not at all:
+    if one of them must read everything, all attend exactly. After a prompt the ring holds its last rows.
+
+    window: rows looked through; band: keys before a row that are always read anew. tau, in [0, 1): a row is near enough
+    below a distance of sqrt(2 d) (1 - tau) (scale="sqrt2d", Eq. 3; 0.45 where the context is long, 0.75 where the
+    answer is), or (scale="calibrated") where the logits that the two queries give differ by less than 1 - tau, root
+    mean square over keys of the energy that the plan holds for each layer, KV head and pair of channels; this means the
+    same in every model. window, band, tau=None: the plan's own, layer by layer.
+    plan: a file or a shipped plan's name, None: the plan that is shipped for the model; only where the plan is needed.
+    sinks: first tokens that no entry holds and every row reads. minimum: tokens of context below which rows attend
+    densely, None: where a search can pay (Eq. 9). gap: rows further back are not taken, however wide the window.
+    depth: an entry may descend from so many reuses and no more, None: any number (the paper's way): errors add up along
+    a chain, and what is exact or shallower is taken instead, or the row attends exactly.
+    guard: the profit guard's rest. A KV head of a sequence whose searches cost more than they save attends densely for
+    so many rows, then tries again; None: no guard. check_every: so many tokens apart a row also attends densely, for
+    the report to say how far off it is; 0: never.
+    """
+
+    window: int | None = 1024
+    band: int | None = 256
+    tau: float | None = 0.45
+    scale: Scale = "sqrt2d"
+    plan: str | None = None
+    sinks: int = 0
+    minimum: int | None = None
+    gap: int | None = None
+    depth: int | None = 32
+    guard: int | None = 64
+    check_every: int = 0
+
+    name = "mac"
+    phases = ("decode",)
+    needs_pre_rope = True
+    follows = True
+
+    def __post_init__(self) -> None:
+        for name, least in (("window", 1), ("band", 1), ("minimum", 0), ("gap", 1), ("depth", 1), ("guard", 1)):
+            value = getattr(self, name)
+            most = 1 << (15 if name == "depth" else 24)
+            fits = value is None or (is_count(value, least) and value < most)
+            require(fits, f"{name}: expected a count in [{least}, {most}) or None, got {value!r}")
+        for name in ("sinks", "check_every"):
+            value = getattr(self, name)
+            require(is_count(value) and value < 1 << 24, f"{name}: expected a count in [0, 2^24), got {value!r}")
+        ok = isinstance(self.tau, (int, float)) and not isinstance(self.tau, bool) and 0 <= self.tau < 1
+        require(ok or self.tau is None, f"tau: expected a number in [0, 1) or None, got {self.tau!r}")
+        require(self.scale in SCALES, f"scale: expected one of {', '.join(SCALES)}, got {self.scale!r}")
+        named = self.plan is None or (isinstance(self.plan, str) and self.plan != "")
+        require(named, f"plan: expected a file, the name of a shipped plan, or None, got {self.plan!r}")
+        require(
+            self.plan is None or self.planned,
+            "plan: expected none, as nothing is taken from it; set window, band or tau to None, or scale='calibrated'",
+        )
+
+    @property
+    def planned(self) -> bool:
+        """Whether something is taken from a plan."""
+        return None in (self.window, self.band, self.tau) or self.scale == "calibrated"
+
+    def check(self, model: ModelShape) -> None:
+        if self.planned:
+            MACPlan.of(find(KIND, self.plan, model))
+
+    def new_state(self, call: LayerCall, slots: int) -> LayerState:
+        k, heads = call.kv.k, call.rows.q.shape[1]
+        plan = None
+        if self.planned:
+            if call.model is None:
+                raise InvalidInput("mac: which plan fits depends on the model; expected a call that names it")
+            plan = MACPlan.of(find(KIND, self.plan, call.model))
+        weight = None if plan is None or self.scale == "sqrt2d" else _weight(plan.energy[call.layer], call)
+        rule = self._rule(call.layer, plan, heads // call.kv.heads, k)
+        return LayerState(slots, heads, call.kv.heads, k.shape[3], rule, weight, k)
+
+    def _rule(self, layer: int, plan: MACPlan | None, group: int, k: Tensor) -> Rule:
+        window, band, tau = self.window, self.band, self.tau
+        reuses = True
+        if plan is not None:
+            window = plan.window[layer] if window is None else window
+            tau = plan.tau[self.scale][layer] if tau is None else tau
+            if band is None:
+                band, reuses = plan.band[layer] or 1, plan.band[layer] is not None
+        assert window is not None and band is not None and tau is not None
+        window = window if self.gap is None else min(window, self.gap)
+        dim, size = k.shape[3], k.element_size()
+        price = group * (dim * size + 4) / (2 * dim * size)  # a row of the ring in keys, whose values are read too
+        pays = math.ceil(price * window) + band + self.sinks
+        return Rule(
+            window=window,
+            band=band,
+            limit=0.0 if not reuses else (1 - tau) ** 2 * (2 * dim if self.scale == "sqrt2d" else 1),
+            sinks=self.sinks,
+            minimum=(1 << 30) - 1 if not reuses else pays if self.minimum is None else self.minimum,
+            deepest=self.depth,
+            patience=math.inf if self.guard is None else PATIENCE,
+            rest=self.guard or 1,
+            price=price,
+        )
+
+    def follow(self, call: LayerCall, state: SequenceState | None) -> None:
+        assert isinstance(state, LayerState)
+        _refuse_evicted(call)
+        some = last_rows(call, state.ring.size)
+        if some is None:
+            return
+        with torch.no_grad():
+            rule = state.rule
+            assert some.turn is not None
+            query = recovered(some.rows.q, some.turn(), state.weight, state.ring.query.dtype)
+            entry = some.attend(Spans((Span(at(rule.sinks), near(1 - rule.band)),)), sink=False)
+            slot = some.slots[some.rows.seq.long()]
+            state.note(slot, some.rows.pos, query, entry, rule.patience)
+
+    def run(self, call: LayerCall, state: SequenceState | None) -> Outcome:
+        assert isinstance(state, LayerState)
+        _refuse_evicted(call)
+        if _several(call):
+            outcome = attend_densely(call, "several new tokens at once")
+            self.follow(call, state)
+            return outcome
+        rule = state.rule
+        with torch.no_grad():
+            found = call.match(state.ring, rule, state.weight)
+            spans = Spans((Span(at(found.start), near(1)),), "query")
+            split = near(1 - rule.band)
+            main, before = call.attend_amend(spans, split, state.entries, found.take, found.put)
+            whole, passes, apart = main, [spans], list[Tensor]()
+            if rule.sinks:
+                first = Spans((Span(at(0), at(rule.sinks)),))
+                kept = call.attend(first, sink=False)
+                whole, passes = merge(main, kept), [*passes, first]
+                apart.append(kept.lse)
+            if call.sink_logit is not None:
+                apart.append(call.sink_logit.to(whole.lse.dtype).expand_as(whole.lse))
+            streams, noted = found.reads[..., 0], Notes((found.notes, whole.lse, before), columns, state.summary)
+            if self.check_every:
+                due = (call.rows.pos.long() + 1) % self.check_every == 0
+                probe = Spans((Span(at(torch.where(due, 0, call.rows.pos.long() + 1)[:, None]), near(1)),))
+                error = _error(whole, call.attend(probe), due)
+                noted = Notes((error, *noted.tensors), probed, state.summary)
+                passes = [*passes, probe]
+                streams = streams + torch.where(due, call.rows.pos + 1, 0).int()[:, None]
+        return Outcome(
+            whole,
+            Reads(tuple(passes), tuple(passes), found.reads[..., 1]),
+            notes=noted._replace(tensors=(*noted.tensors, *apart)),
+            streams=streams,
+        )
+
+
+def _weight(energy: Tensor, call: LayerCall) -> Tensor:
+    """fp32 [H, D]: what turns a distance of queries into the root mean square of how far their logits are apart."""
+    mine = energy if call.shard is None else call.shard.slice(energy)
+    group = call.rows.q.shape[1] // call.kv.heads
+    weight = mine.double().sqrt() * call.scale
+    return weight.repeat_interleave(group, 0).to(call.rows.q.device, torch.float32)
+
+
+def _error(whole: Partial, dense: Partial, due: Tensor) -> Tensor:
+    """|o - dense| / |dense| [R, H] where it is due, else NaN."""
+    apart = (whole.out - dense.out).norm(dim=-1) / dense.out.norm(dim=-1).clamp(min=1e-30)
+    return torch.where(due[:, None], apart, torch.nan)
+
+
+def _several(call: LayerCall) -> bool:
+    """Whether a sequence may have several rows in the pass, as far as the host knows."""
+    if call.rows.runs is not None:
+        return any(run.rows > 1 for run in call.rows.runs)
+    return call.rows.q.shape[0] > call.slots.shape[0]
+
+
+def _refuse_evicted(call: LayerCall) -> None:
+    if call.kv.slot_pos is not None:
+        raise Unsupported("mac: its spans are positions, and after eviction slots are none; attend without evicting")

@@ -1,0 +1,88 @@
+"""What MAC takes from a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from longreach.methods.base import is_count
+from longreach.ops.types import describe, require
+from longreach.plans import Plan
+
+KIND = "mac"
+Scale = Literal["sqrt2d", "calibrated"]
+SCALES: tuple[Scale, ...] = get_args(Scale)
+ANEW = "take another plan, or calibrate anew (longreach calibrate mac)"
+
+
+@dataclass(frozen=True, eq=False)
+class MACPlan:
+    """One entry a layer of each.
+
+    window: rows looked through. band: keys before a row that are read anew, None where no band of those that were
+    tried is wide enough: such a layer reuses nothing. tau: the threshold under each scale.
+    energy: float [L, G, D], mean square of each channel of the keys before rotation (KV heads of all ranks), the same
+    for both channels that turn together.
+    Raises InvalidInput where these do not fit each other.
+    """
+
+    window: tuple[int, ...]
+    band: tuple[int | None, ...]
+    tau: Mapping[Scale, tuple[float, ...]]
+    energy: Tensor
+
+    def __post_init__(self) -> None:
+        energy = self.energy
+        ok = isinstance(energy, Tensor) and energy.dim() == 3 and energy.is_floating_point()
+        require(ok, f"energy: expected float [L, G, D], got {describe(energy)}; {ANEW}")
+        require(bool((energy >= 0).all()), f"energy: expected numbers >= 0, got {float(energy.min())}; {ANEW}")
+        layers = energy.shape[0]
+        require(set(self.tau) == set(SCALES), f"tau: expected one for each of {', '.join(SCALES)}, got others; {ANEW}")
+        for name, values in (("window", self.window), ("band", self.band), *self.tau.items()):
+            fits = isinstance(values, tuple) and len(values) == layers
+            require(fits, f"{name}: expected one number for each of {layers} layers, got {values!r}; {ANEW}")
+        for n in self.window:
+            require(is_count(n, 1), f"window: expected counts >= 1, got {n!r}; {ANEW}")
+        for band in self.band:
+            require(band is None or is_count(band, 1), f"band: expected counts >= 1 or null, got {band!r}; {ANEW}")
+        for scale in SCALES:
+            for tau in self.tau[scale]:
+                ok = isinstance(tau, (int, float)) and not isinstance(tau, bool) and 0 <= tau < 1
+                require(ok, f"tau.{scale}: expected numbers in [0, 1), got {tau!r}; {ANEW}")
+
+    @classmethod
+    def of(cls, plan: Plan) -> MACPlan:
+        """The view of a plan of kind "mac". Raises InvalidInput, naming what is missing or wrong."""
+        require(plan.kind == KIND, f"expected a plan for {KIND}, got one for {plan.kind}; give the right file")
+        for name in ("window", "band", "tau"):
+            require(name in plan.values, f"the plan lacks the value {name!r}; {ANEW}")
+        require("energy" in plan.arrays, f"the plan lacks the array 'energy'; {ANEW}")
+        tau = plan.values["tau"]
+        require(isinstance(tau, Mapping), f"tau: expected an object, got {tau!r}; {ANEW}")
+        found = cls(
+            _tuple(plan.values["window"]),
+            _tuple(plan.values["band"]),
+            {name: _tuple(values) for name, values in tau.items()},
+            plan.arrays["energy"],
+        )
+        shape = [plan.model.layers, plan.model.kv_heads, plan.model.head_dim]
+        right = list(found.energy.shape) == shape
+        require(right, f"energy: expected {shape}, got {describe(found.energy)}; {ANEW}")
+        return found
+
+    def values(self) -> dict[str, Any]:
+        """As a plan's values hold it; `of` reads it back."""
+        tau = {name: list(values) for name, values in self.tau.items()}
+        return {"window": list(self.window), "band": list(self.band), "tau": tau}
+
+    def arrays(self) -> dict[str, Tensor]:
+        """As a plan's arrays hold it."""
+        return {"energy": self.energy.to(torch.float32)}
+
+
+def _tuple(values: object) -> Any:
+    return tuple(values) if isinstance(values, list) else values
