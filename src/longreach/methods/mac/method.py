@@ -173,7 +173,7 @@ class MAC(AttentionMethod):
                 whole, passes = merge(main, kept), [*passes, first]
                 apart.append(kept.lse)
             if call.sink_logit is not None:
-                apart.append(call.sink_logit.to(whole.lse.dtype).expand_as(whole.lse))
+                apart.append(call.sink_logit.detach().to(whole.lse.dtype).expand_as(whole.lse))
             streams, noted = found.reads[..., 0], Notes((found.notes, whole.lse, before), columns, state.summary)
             if self.check_every:
                 due = (call.rows.pos.long() + 1) % self.check_every == 0

@@ -1,0 +1,174 @@
+"""MAC in models: rings filled by any way of reading a prompt, answers by either loop, what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import longreach
+from longreach import MAC, attach
+from longreach.adapters.transformers import Answer, Reader
+from longreach.errors import InvalidInput
+from longreach.methods.base import LayerCall, Outcome
+from longreach.methods.mac.notes import AT
+from longreach.testing.tiny import FAMILIES, random_tokens, tiny_model
+from tests.methods.drive import LAYERS
+
+SMALL = MAC(window=16, band=4, tau=0.0, minimum=0)
+NEVER = replace(SMALL, band=1000)  # all is in the band, and read
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_model("llama", num_hidden_layers=LAYERS)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_with_reuse_never_every_family_answers_as_it_does_densely(family: str) -> None:
+    """Left-padded; partial and interleaved rotations, query norms, sliding windows, soft caps and sinks among them."""
+    model, tokens = tiny_model(family), random_tokens(2, 30)
+    mask = torch.ones_like(tokens)
+    mask[0, :11] = 0
+    dense = model.generate(tokens, attention_mask=mask, max_new_tokens=6, do_sample=False)
+    with attach(model, decode=NEVER) as session:
+        assert torch.equal(model.generate(tokens, attention_mask=mask, max_new_tokens=6, do_sample=False), dense)
+    found = [layer.notes for layer in session.report().layers if layer.method == "mac"]
+    assert found or family == "mistral", "which attends to windows alone"
+    assert all(notes is not None and notes["reuse"][0] == 0.0 for notes in found)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_matched_is_the_query_before_rotation(family: str) -> None:
+    """Queries of the first layer are those of their tokens: a row is found where its token was read before."""
+    model, tokens = tiny_model(family), random_tokens(1, 12).repeat(1, 2)[:, :20]
+    seen: list[Tensor] = []
+
+    def observe(phase: str, call: LayerCall, outcome: Outcome) -> None:
+        if phase == "decode" and call.layer == 0 and outcome.notes is not None:
+            seen.append(outcome.notes.tensors[0][0])
+
+    with attach(model, decode=replace(SMALL, tau=0.999)) as session:
+        session.observe = observe
+        read = model.generate(tokens, max_new_tokens=9, do_sample=False)[0].tolist()
+    if not seen:  # it attends to a window there
+        return
+    assert len(seen) == 8
+    for pos, notes in enumerate(seen, 20):
+        before = [p for p in range(4, pos) if p >= pos - 16 and read[p] == read[pos]]
+        assert notes[:, AT["accepted"]].tolist() == [float(bool(before))] * 4
+        assert {pos - int(gap) for gap in notes[:, AT["gap"]]} <= set(before or [pos])
+
+
+def test_however_a_prompt_is_read_the_answer_is_the_same(model: Any) -> None:
+    """Passes of any size, whose end is known or not; transformers' loop and longreach's; the question apart."""
+    tokens = random_tokens(1, 50)
+    with attach(model, decode=SMALL) as session:
+        want = model.generate(tokens, max_new_tokens=12, do_sample=False)
+        notes = session.report().layers[-1].notes
+        assert notes is not None and min(notes["reuse"]) > 0.3
+        for chunk in (1, 7, 16, 49):
+            assert torch.equal(
+                model.generate(tokens, max_new_tokens=12, do_sample=False, prefill_chunk_size=chunk), want
+            )
+            made = longreach.generate(session, tokens, max_new_tokens=12, prefill_chunk_size=chunk)
+            assert torch.equal(made.sequences, want)
+        reader = Reader(session, 9)
+        reader.read(tokens[0, :44].tolist())
+        asked = list(reader.ask(tokens[0, 44:].tolist(), 12, (), Answer()))
+        assert asked == want[0, 50:].tolist()
+    assert not torch.equal(model.generate(tokens, max_new_tokens=12, do_sample=False), want), "reuse changes something"
+
+
+def test_how_much_is_attended_to_for_the_ring(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the prompt's end is known, as many rows as the ring holds, once; else so many in every pass."""
+    rows: list[int] = []
+    plain = LayerCall.attend
+
+    def attend(self: LayerCall, *given: Any, **named: Any) -> Any:
+        if self.layer == 0 and self.phase == "prefill" and not named.get("sink", True):
+            rows.append(self.rows.q.shape[0])
+        return plain(self, *given, **named)
+
+    monkeypatch.setattr(LayerCall, "attend", attend)
+    tokens, size = random_tokens(1, 100), SMALL.window + 8  # type: ignore[operator]
+    with attach(model, decode=SMALL) as session:
+        longreach.generate(session, tokens, max_new_tokens=2, prefill_chunk_size=40)
+        assert rows == [4, 20]  # of [40, 80), the rows that the last 20 leave room for, and these
+        rows.clear()
+        model.generate(tokens, max_new_tokens=2, do_sample=False, prefill_chunk_size=40)
+        assert rows == [size, size, 20]
+
+
+def test_an_answer_forgotten_is_answered_anew(model: Any) -> None:
+    """A few tokens more or less leave no trace; more of them, fewer rows to match."""
+    document, question = random_tokens(1, 40)[0].tolist(), random_tokens(1, 3, seed=1)[0].tolist()
+    with attach(model, decode=SMALL) as session:
+        reader = Reader(session)
+        reader.read(document)
+        first = list(reader.ask(question, 5, (), Answer()))
+        assert list(reader.ask(question, 5, (), Answer())) == first
+        reader.cache.empty()
+        reader.read(document)
+        assert list(reader.ask(question, 5, (), Answer())) == first
+
+
+def test_calibration_means_the_same_under_another_scale_of_queries(model: Any) -> None:
+    """Wq times c and Wk over c leave a model as it is: logits are the same. The paper's threshold sees another model,
+    the calibrated one, with the energies of its keys, the same rows at the same distances."""
+    scaled = tiny_model("llama", num_hidden_layers=LAYERS)
+    with torch.no_grad():
+        for layer in scaled.model.layers:
+            layer.self_attn.q_proj.weight *= 4.0
+            layer.self_attn.k_proj.weight /= 4.0
+    tokens = random_tokens(1, 60)
+
+    def reuse(of: Any, method: MAC, energy: float) -> list[Any]:
+        found: list[Tensor] = []
+
+        def observe(phase: str, call: LayerCall, outcome: Outcome) -> None:
+            if phase == "decode":
+                assert outcome.notes is not None
+                found.append(outcome.notes.tensors[0])
+
+        with attach(of, decode=method) as session:
+            session.observe = observe
+            weigh(session, energy)
+            of.generate(tokens, max_new_tokens=8, do_sample=False)
+        return torch.stack(found).tolist()
+
+    def weigh(session: Any, energy: float) -> None:
+        """The plan's energies are those of this model's keys."""
+        plain = MAC.new_state
+
+        def new_state(self: MAC, call: LayerCall, slots: int) -> Any:
+            state = plain(self, call, slots)
+            state.weight = state.weight * energy**0.5 if state.weight is not None else None
+            return state
+
+        patch.setattr(MAC, "new_state", new_state)
+
+    calibrated = MAC(window=16, band=4, tau=None, scale="calibrated", minimum=0)
+    with pytest.MonkeyPatch.context() as patch:
+        one = reuse(model, calibrated, 1.0)
+    with pytest.MonkeyPatch.context() as patch:
+        other = reuse(scaled, calibrated, 1 / 16)
+    assert one == other
+    with pytest.MonkeyPatch.context() as patch:
+        papers = [reuse(of, replace(SMALL, tau=0.3), 1.0) for of in (model, scaled)]
+    assert papers[0] != papers[1]
+
+
+def test_a_plan_for_another_model_is_refused(model: Any, tmp_path: Any) -> None:
+    other = tiny_model("llama", num_hidden_layers=2)
+    with pytest.raises(InvalidInput, match="no mac plan is shipped for this model"):
+        attach(other, decode=MAC(tau=None))
+    with pytest.raises(InvalidInput, match="the plan mac-tiny is for of the tests, and this is another model"):
+        attach(other, decode=MAC(tau=None, plan="mac-tiny"))
+    with pytest.raises(InvalidInput, match=r"no plan 'nowhere\.json'"):
+        attach(model, decode=MAC(band=None, plan="nowhere.json"))
+    with attach(model, decode=MAC(tau=None, plan="mac-tiny")):
+        pass
