@@ -168,9 +168,11 @@ CASES = {
         variants=(
             Kascade(k=0.2, least=4, heads="all", dense_below=20),
             Kascade(k=7, sinks=2, recent=3, dense_layers=(2,)),
+            Kascade(k=0.1, least=5, scoring="int8"),
         ),
         refused=(
             {"heads": "some"},
+            {"scoring": "int4"},
             *({"plan": x} for x in ("", 3, True)),
             *({"least": x} for x in (0, -1, 0.5, True, None)),
             *({"sinks": x} for x in (-1, 0.5, True, None)),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from longreach.cache import KVCache, SequenceState
 from longreach.errors import UnknownName
-from longreach.ops import Bound, HeadShard, KVView, Logits, Partial, Rows, Selection, Spans, Turn, top_k
+from longreach.ops import Bound, HeadShard, KVView, Logits, Partial, Rows, ScoringKeys, Selection, Spans, Turn, top_k
 from longreach.ops.attend import (
     Entries,
     amending,
@@ -104,11 +104,11 @@ class LayerCall:
         terms: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap, "sink_logit": self.sink_logit}
         return attend_keeping(self.rows, self.kv, **terms, impl=impl)
 
-    def score_keys(self) -> tuple[Tensor, Logits]:
+    def score_keys(self, keys: ScoringKeys | None = None) -> tuple[Tensor, Logits]:
         """ops.score_keys with this layer's logits: dense attention's lse [R, H], the sink in it, and what it leaves."""
         impl = self._impl(scoring)
         terms: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap, "sink_logit": self.sink_logit}
-        return score_keys(self.rows, self.kv, **terms, impl=impl)
+        return score_keys(self.rows, self.kv, **terms, keys=keys, impl=impl)
 
     def attend_values(self, selection: Selection, logits: Logits, *, sink: bool = True) -> Partial:
         """ops.attend_values, from logits that a pass over this layer's keys has left. sink: as in `attend`."""

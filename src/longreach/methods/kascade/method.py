@@ -10,6 +10,9 @@ Decoding (section 3.6), a row at position L - 1 in layer l, g its KV head, h the
 
 An anchor reads K once: its logits are kept, pooled, and used again for the last pass, which reads V alone. The first
 anchor attends densely (3.1) and reads K and V once. Reading a prompt is described in `prefill`.
+
+With scoring="int8" the anchors that do not attend densely keep an 8-bit copy of their keys, are scored with it while
+decoding, and read K of what they choose besides: (D + 4) / 2 D of the bytes of a bf16 K, the lists' keys and entries.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from longreach.methods.base import (
     is_count,
 )
 from longreach.methods.choosing import check_layers, check_layers_of
+from longreach.methods.kascade.copies import KeyCopy
 from longreach.methods.kascade.part import Part, part_of
 from longreach.methods.kascade.plan import KIND, KascadePlan
 from longreach.methods.kascade.prefill import Tiles, choose_for_tiles, earlier, own_tile, tiles_of
@@ -62,6 +66,8 @@ class Kascade(AttentionMethod):
     sinks, recent: the first tokens and the last (a row's own among them) that are always chosen, within k.
     dense_below: rows of a shorter context attend to all of it; in a prompt, tiles that begin so.
     dense_layers: layers that attend densely beside the first anchor; anchors among them choose keys all the same.
+    scoring: "exact", or "int8": keys are chosen while decoding by an 8-bit copy of the anchors' keys, and attended to
+        as they are. The copy is made as prompts are read and tokens come; the report counts it as metadata.
 
     A prompt read in chunks gives the same sets as read at once where chunks end at the tiles' ends, at multiples of
     tile // group tokens (plan.tile = 128 rows, the query heads of a KV head counted). A tile that two chunks share
@@ -76,6 +82,7 @@ class Kascade(AttentionMethod):
     recent: int = 1
     dense_below: int = 0
     dense_layers: tuple[int, ...] = ()
+    scoring: Literal["exact", "int8"] = "exact"
 
     name = "kascade"
     phases = ("prefill", "decode")
@@ -97,6 +104,11 @@ class Kascade(AttentionMethod):
         )
         require(is_count(self.dense_below), f"dense_below: expected a count, got {self.dense_below!r}")
         check_layers("dense_layers", self.dense_layers)
+        require(self.scoring in ("exact", "int8"), f"scoring: expected 'exact' or 'int8', got {self.scoring!r}")
+
+    @property
+    def follows(self) -> bool:  # type: ignore[override]  # only where a copy is made of the prompt's keys too
+        return self.scoring == "int8"
 
     def check(self, model: ModelShape) -> None:
         KascadePlan.of(find(KIND, self.plan, model))
@@ -105,20 +117,32 @@ class Kascade(AttentionMethod):
     def new_state(self, call: LayerCall, slots: int) -> Part:
         if call.model is None:
             raise InvalidInput("kascade: expected to be told of the model (LayerCall.model), by which plans are found")
-        heads = call.kv.heads
-        return part_of(
+        part = part_of(
             KascadePlan.of(find(KIND, self.plan, call.model)),
             call.layer,
             mapped=self.heads == "kv",
             dense_layers=self.dense_layers,
-            shard=call.shard or HeadShard.whole(heads),
+            shard=call.shard or HeadShard.whole(call.kv.heads),
             device=call.rows.pos.device,
         )
+        copied = self.scoring == "int8" and part.anchor == call.layer and part.dense is None
+        return replace(part, copy=KeyCopy(call.kv)) if copied else part
+
+    def follow(self, call: LayerCall, state: SequenceState | None) -> None:
+        place = (self, "noted", call.layer)
+        if isinstance(state, Part) and state.copy is not None and place not in call.passed:
+            state.copy.note(call)
+            call.passed[place] = True  # where it reads the prompt too, that has noted them already
 
     def run(self, call: LayerCall, state: SequenceState | None) -> Outcome:
         if call.kv.slot_pos is not None:
             raise Unsupported("kascade: after eviction a slot holds other keys in each layer; attend without evicting")
         part = state if isinstance(state, Part) else self.new_state(call, 1)
+        if part.copy is not None and state is None and call.phase == "decode":
+            raise InvalidInput(
+                "kascade: scoring='int8' decodes with a copy of all keys; expected the state that holds it"
+            )
+        self.follow(call, part)
         if part.dense and not part.serves:
             return attend_densely(call, part.dense)
         if call.layer != part.anchor:
@@ -148,6 +172,9 @@ class Kascade(AttentionMethod):
             whole, logits = call.attend_keeping()
             self._choose(call, whole.lse, logits)
             return Outcome(whole, Reads((EVERYTHING,), (EVERYTHING,)), part.dense)
+        if part.copy is not None:
+            chosen = self._choose(call, *call.score_keys(part.copy.keys))
+            return Outcome(call.attend(chosen), Reads((chosen,), (chosen,), part.copy.bytes_read(call)))
         lse, logits = call.score_keys()
         chosen = self._choose(call, lse, logits)
         return Outcome(call.attend_values(chosen, logits), Reads((EVERYTHING,), (chosen,)))

@@ -1,4 +1,4 @@
-"""What part a layer has in a plan, on the device and for the KV heads that are here."""
+"""What part a layer has in a plan, on the device and for the KV heads that are here: the state of the layer."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from longreach.errors import Unsupported
+from longreach.methods.kascade.copies import KeyCopy
 from longreach.methods.kascade.plan import KascadePlan
 from longreach.ops import HeadShard
 from longreach.ops.types import require
@@ -17,12 +18,13 @@ FIRST = "first anchor"
 
 @dataclass(frozen=True)
 class Part:
-    """The state of a layer: the same for all sequences, so that there is nothing to forget of any.
+    """What `part_of` finds of a layer, and the copy of its keys that it is scored with, or None.
 
     anchor: the layer whose choice it attends to, its own number in an anchor; dense: why it attends densely, or None;
-    serves: whether other layers attend to its choice;
-    head_of: int [G] on the device, the head of the anchor that each KV head takes the keys of, None where each takes
-    its own or one set serves all; tile: rows of a tile, the query heads of a group counted.
+    serves: whether other layers attend to its choice; head_of: int [G] on the device, the head of the anchor that each
+    KV head takes the keys of, None where each takes its own or one set serves all; tile: rows of a tile, the query
+    heads of a group counted. All this is the same for all sequences, and of the copy nothing is read past the slots
+    that a sequence holds: there is nothing to forget of any.
     """
 
     anchor: int
@@ -30,6 +32,12 @@ class Part:
     serves: bool
     head_of: Tensor | None
     tile: int
+    copy: KeyCopy | None = None
+
+    @property
+    def moved(self) -> int:
+        """How often memory was replaced, which what was captured in a graph has to know."""
+        return 0 if self.copy is None else self.copy.moved
 
     def reset(self, slots: Tensor) -> None:
         pass
