@@ -54,6 +54,13 @@ def test_other_anchors_are_worth_less() -> None:
         raise AssertionError("no seed with other anchors")
 
 
+def test_both_are_taken_by_the_firsts_rules() -> None:
+    alike, other = replace(some(0), weighted=False), some(1)
+    assert compare(alike, other, 2) == compare(alike, replace(other, weighted=False), 2) != compare(some(0), other, 2)
+    apart = replace(some(0), ranks=2)
+    assert compare(apart, some(0), 2).heads == 1.0
+
+
 def test_calibrations_of_different_models() -> None:
     with pytest.raises(InvalidInput, match="of one model"):
         compare(some(0), some(0, 5), 2)

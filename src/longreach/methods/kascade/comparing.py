@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -33,10 +33,14 @@ class Comparison:
 
 
 def compare(one: Calibrated, other: Calibrated, budget: int) -> Comparison:
-    """Raises InvalidInput for calibrations of different models, or a budget that is no count of layers."""
+    """By the first's ranks and weights.
+
+    Raises InvalidInput for calibrations of different models, or a budget that is no count of layers.
+    """
     same = one.layers == other.layers and one.heads.shape == other.heads.shape
-    same = same and one.ranks == other.ranks and one.importance.shape == other.importance.shape
-    require(same, "expected two calibrations of one model, got other numbers of layers, heads or ranks")
+    same = same and one.importance.shape == other.importance.shape
+    require(same, "expected two calibrations of one model, got other numbers of layers or heads")
+    other = replace(other, ranks=one.ranks, weighted=one.weighted)
     choices = [choose(each.similarity, budget) for each in (one, other)]
     kept = (
         value(other.similarity, choices[0].anchors) / choices[1].value,
