@@ -12,12 +12,15 @@ import pytest
 import torch
 
 from longreach.adapters.transformers import load, shape_of
+from longreach.cli.plan.common import SHOWN, VIEWS
 from longreach.methods.kascade.calibrated import Calibrated
 from longreach.methods.kascade.plan import KascadePlan
 from longreach.plans import Plan, PlannedModel
 from longreach.plans import load as load_plan
 from longreach.testing.tiny import save_tiny
 from tests.cli.test_bad_input import refused
+from tests.methods.drive import MODEL
+from tests.methods.planned import mac_plan
 from tests.plans.factory import plan
 
 LAYERS = 6
@@ -77,7 +80,11 @@ def test_a_picture(longreach: Any, saved: Path, tmp_path: Path, monkeypatch: pyt
     refused(longreach("plan", "show", saved, "--output", tmp_path / "t.png"), "pip install 'longreach[report]'")
 
 
-def test_plans_of_other_kinds_are_shown_plainly(longreach: Any, tmp_path: Path) -> None:
+def test_plans_of_other_kinds_are_shown_plainly(
+    longreach: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for known in (VIEWS, SHOWN):
+        monkeypatch.delitem(known, "mac")
     plan("mac").save(tmp_path / "p.json")
     out = longreach("plan", "show", tmp_path / "p.json").out
     assert "mac plan for some-model" in out and "taus: [0.1, 0.2]" in out and "large: bfloat16 [40, 128]" in out
@@ -143,7 +150,7 @@ def test_compare(longreach: Any, saved: Path, model: Path, tmp_path: Path) -> No
     other = made(model)
     replace(other, model=replace(other.model, config="0" * 64)).save(tmp_path / "r.json")
     refused(longreach("plan", "compare", saved, tmp_path / "r.json"), "another model")
-    plan("mac").save(tmp_path / "m.json")
+    mac_plan(MODEL).save(tmp_path / "m.json")
     refused(longreach("plan", "compare", saved, tmp_path / "m.json"), "is a mac plan")
 
 
@@ -199,7 +206,7 @@ def test_choose_refuses(longreach: Any, saved: Path, tmp_path: Path, option: tup
 
 
 def test_choose_takes_kascade_plans_only(longreach: Any, tmp_path: Path) -> None:
-    plan("mac").save(tmp_path / "m.json")
+    mac_plan(MODEL).save(tmp_path / "m.json")
     result = longreach("plan", "choose", tmp_path / "m.json", "--budget", 1, "--output", tmp_path / "q.json")
     refused(result, "is a mac plan")
 

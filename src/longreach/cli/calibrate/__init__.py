@@ -15,7 +15,7 @@ from typing import Any
 
 NAME = "calibrate"
 HELP = "find out about a model what a method needs to know, and keep it as a plan"
-KINDS = ("kascade", "loki")
+KINDS = ("kascade", "loki", "mac")
 
 
 def _module(kind: str) -> Any:

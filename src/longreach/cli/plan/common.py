@@ -16,10 +16,12 @@ if TYPE_CHECKING:
 VIEWS = {  # kind of plan -> what reads it as its method does, and raises InvalidInput for what does not fit
     "kascade": "longreach.methods.kascade.calibrated:Calibrated.of",
     "loki": "longreach.methods.loki.plan:LokiPlan.of",
+    "mac": "longreach.methods.mac.plan:MACPlan.of",
 }
 SHOWN = {  # kind of plan -> the module that shows it: `about(plan)`, JSON, and `show(plan, out)`
     "kascade": "longreach.cli.plan.kascade",
     "loki": "longreach.cli.plan.loki",
+    "mac": "longreach.cli.plan.mac",
 }
 
 

@@ -1,0 +1,56 @@
+"""`longreach calibrate mac`: how wide MAC's bands and windows must be, and how near is near enough, layer by layer."""
+
+from __future__ import annotations
+
+import argparse
+
+from longreach.cli.calibrate.common import Work, add_prompts
+from longreach.cli.common import count, positive
+from longreach.cli.show import console, duration, emit
+from longreach.errors import InvalidInput
+
+HELP = "find MAC's bands, windows and thresholds, and what a model's keys weigh, layer by layer"
+EXAMPLES = (
+    "longreach calibrate mac --model mini --tasks vt,cwe --text book.txt --output mac.json",
+    "longreach calibrate mac --model ./Llama-3.1-8B-Instruct --text book.txt --length 8192 --alpha 0.001 \\",
+    "    --epsilon 0.01 --output mac.json --json",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_prompts(parser)
+    parser.add_argument("--epsilon", type=float, default=0.05, metavar="X", help="weight that may lie before a row's "
+                        "band (default 0.05)")  # fmt: skip
+    parser.add_argument("--alpha", type=float, default=0.01, metavar="X", help="share of pairs of unrelated queries "
+                        "that may pass for alike (default 0.01)")  # fmt: skip
+    parser.add_argument("--window", type=positive, default=1024, metavar="N",
+                        help="the widest window that is tried (default 1024)")  # fmt: skip
+    parser.add_argument("--widest", type=positive, default=512, metavar="N", help="the widest band; a layer that needs "
+                        "a wider one reuses nothing (default 512)")  # fmt: skip
+    parser.add_argument("--sinks", type=count, default=4, metavar="N", help="first tokens whose weight does not count "
+                        "(default 4)")  # fmt: skip
+    parser.add_argument("--rows", type=positive, default=64, metavar="N",
+                        help="rows of a prompt that are looked at (default 64)")  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    from longreach.cli.plan.show import describe, show
+
+    for name in ("epsilon", "alpha"):
+        value = getattr(args, name)
+        if not 0 < value < 1:
+            raise InvalidInput(f"{name}: expected a share in (0, 1), got {value}; choose another --{name}")
+    gathered = {"window": args.window, "sinks": args.sinks, "rows": args.rows}
+    work = Work(args, gathered, least=lambda shape: 2 * args.window + 2)
+    from longreach.evals.calibration.mac import MACGather, calibrated
+
+    what = MACGather(work.shape, **gathered)
+    chosen = {"alpha": args.alpha, "epsilon": args.epsilon, "widest": args.widest}
+    found, rests = calibrated(what, work.gather(what), **chosen)
+    plan = work.save({**found.values(), **rests}, found.arrays(), **chosen)
+    if args.json:
+        emit({**describe(plan), "output": str(args.output), "seconds": work.seconds})
+        return 0
+    show(plan)
+    console().print(f"{args.output}: made in {duration(work.seconds)}", soft_wrap=True)
+    return 0

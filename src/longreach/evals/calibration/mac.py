@@ -1,0 +1,137 @@
+"""MAC's calibration: queries before rotation, what keys weigh, and where attention's weight lies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from longreach.evals.attention.weights import weights, window_of
+from longreach.evals.calibration.gather import Gather, packed, unpacked
+from longreach.evals.calibration.prompts import Prompt
+from longreach.methods.base import LayerCall, ModelShape, Outcome
+from longreach.methods.mac.calibrate import BANDS, BINS, WINDOWS, counts, energy, masses, nearest, plan_of, unrelated
+from longreach.methods.mac.plan import SCALES, MACPlan, Scale
+
+
+class MACGather(Gather):
+    """Of each prompt, layer by layer: the mean energy of the keys, the weight on the last keys of some rows, and how
+    far apart queries are: those of rows that have nothing to do with each other, and of rows and their nearest in each
+    window.
+
+    rows: how many of each prompt are looked at, evenly spaced over what follows the first `window` tokens. window: the
+    widest; rows at least so far apart are taken as unrelated. sinks: first tokens whose weight does not count.
+    A prompt's distances in logits are by its own keys' energies, those to the nearest rows by the keys read so far.
+    """
+
+    needs_pre_rope: ClassVar[bool] = True
+
+    def __init__(self, shape: ModelShape, *, rows: int, window: int, sinks: int):
+        self.shape, self.rows, self.window, self.sinks = shape, rows, window, sinks
+        self.group = shape.query_heads // shape.kv_heads
+        self.windows = windows_of(window)
+
+    def begin(self, prompt: Prompt) -> None:
+        tokens, layers, heads = len(prompt.tokens), self.shape.layers, self.shape.query_heads
+        some = min(self.rows, tokens - self.window)
+        self._rows = [self.window + (tokens - self.window) * n // some for n in range(some)]
+        self._tokens = 0
+        self._taken = [False] * layers
+        self._energy: list[Tensor] = [torch.zeros(())] * layers
+        self._mass = torch.zeros(layers, heads, len(BANDS), dtype=torch.float64)
+        self._recent: list[Tensor | None] = [None] * layers  # the last queries [W, H, D]
+        self._queries: list[list[Tensor]] = [[] for _ in range(layers)]  # of the rows looked at
+        self._close = {s: torch.zeros(layers, len(self.windows), BINS, dtype=torch.int64) for s in SCALES}
+        self._scale = [0.0] * layers
+
+    def layer(self, call: LayerCall, outcome: Outcome) -> None:
+        if window_of(outcome) is not None:
+            return
+        n, pos = call.layer, call.rows.pos
+        first = int(pos[0])
+        self._taken[n], self._scale[n] = True, call.scale
+        if n == min(i for i, taken in enumerate(self._taken) if taken):
+            self._tokens += len(pos)
+        assert call.turn is not None
+        turn = call.turn()
+        page, offset = call.kv.locate(call.rows.seq.long(), pos.long())
+        self._energy[n] = self._energy[n].to(pos.device) + energy(call.kv.k[page, :, offset], turn).sum(0)
+        queries = turn.undo(call.rows.q)
+        recent = self._recent[n]
+        known = queries if recent is None else torch.cat([recent, queries])
+        start = first - (0 if recent is None else len(recent))  # the position of the first of them
+        index = [r - first for r in self._rows if first <= r <= int(pos[-1])]
+        for i in index:
+            at = first + i - start
+            self._queries[n].append(known[at].float())
+            before = known[at - self.window : at].float()
+            for scale in SCALES:
+                weight = self._weight(n, scale, int(pos[-1]) + 1)
+                least = nearest(known[at].float() * weight, before * weight, self.windows)
+                self._close[scale][n] += torch.stack([counts(x) for x in least]).cpu()
+        if index:
+            self._weigh(call, outcome, torch.tensor(index, device=pos.device))
+        self._recent[n] = known[-self.window :].clone()
+
+    def _weigh(self, call: LayerCall, outcome: Outcome, index: Tensor) -> None:
+        for one in index.split(8):
+            pos = call.rows.pos[one].long()
+            for head in range(self.shape.kv_heads):
+                mine = slice(head * self.group, (head + 1) * self.group)
+                share = weights(call, outcome, one, head, int(pos.max()) + 1).share
+                self._mass[call.layer, mine] += masses(share, pos, BANDS, self.sinks).cpu()
+
+    def finish(self) -> dict[str, Any]:
+        layers, pos = range(self.shape.layers), torch.tensor(self._rows)
+        far = {s: torch.zeros(self.shape.layers, BINS, dtype=torch.int64) for s in SCALES}
+        shape = (self.shape.kv_heads, self.shape.head_dim)
+        energies = torch.zeros(self.shape.layers, *shape, dtype=torch.float64)
+        for n in (n for n in layers if self._taken[n]):
+            energies[n] = (self._energy[n] / self._tokens).cpu()
+            q = torch.stack(self._queries[n])
+            for scale in SCALES:
+                weighed = q * self._weight(n, scale, self._tokens)
+                far[scale][n] = counts(unrelated(weighed, pos.to(q.device), self.window)).cpu()
+        return {
+            "tokens": self._tokens,
+            "rows": len(self._rows),
+            "taken": self._taken,
+            "energy": packed(energies),
+            "mass": packed(self._mass),
+            "far": {s: packed(x) for s, x in far.items()},
+            "close": {s: packed(x) for s, x in self._close.items()},
+        }
+
+    def _weight(self, layer: int, scale: Scale, tokens: int) -> Tensor:
+        """What queries are multiplied by, after so many tokens: fp32 [H, D], or [1, 1] for nothing."""
+        total = self._energy[layer]
+        if scale == "sqrt2d":
+            return total.new_ones(1, 1, dtype=torch.float32)
+        return ((total / tokens).sqrt() * self._scale[layer]).repeat_interleave(self.group, 0).float()
+
+
+def windows_of(window: int) -> tuple[int, ...]:
+    """The windows that are tried, the widest last."""
+    return (*(w for w in WINDOWS if w < window), window)
+
+
+def calibrated(
+    what: MACGather, parts: Sequence[Mapping[str, Any]], *, alpha: float, epsilon: float, widest: int
+) -> tuple[MACPlan, dict[str, Any]]:
+    """The plan of all prompts together, and what it rests on, as JSON holds it."""
+    tokens, rows = sum(p["tokens"] for p in parts), sum(p["rows"] for p in parts)
+    energies = torch.stack([unpacked(p["energy"]) * (p["tokens"] / tokens) for p in parts]).sum(0)
+    mass = torch.stack([unpacked(p["mass"]) for p in parts]).sum(0) / rows  # [L, H, bands]
+    far = {s: torch.stack([unpacked(p["far"][s]) for p in parts]).sum(0) for s in SCALES}
+    close = {s: torch.stack([unpacked(p["close"][s]) for p in parts]).sum(0) for s in SCALES}
+    means = mass.mean(1).tolist()
+    plan, accepted = plan_of(
+        what.windows, means, parts[0]["taken"], far, close, energies, alpha=alpha, epsilon=epsilon, widest=widest
+    )
+    rests = {
+        "alpha": alpha, "epsilon": epsilon, "widest": widest, "sinks": what.sinks, "bands": list(BANDS),
+        "mass": means, "windows": list(what.windows), "accepted": accepted, "taken": list(parts[0]["taken"]),
+    }  # fmt: skip
+    return plan, rests

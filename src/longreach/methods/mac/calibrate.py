@@ -1,0 +1,152 @@
+"""What MAC has to know of a model: how far apart its queries are, what its keys weigh, how wide bands must be.
+
+Pure functions of captured tensors. Distances are kept as counts in bins, which add up over prompts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from longreach.methods.mac.plan import MACPlan, Scale
+from longreach.ops import Turn
+
+WINDOWS = (64, 128, 256, 512, 1024, 2048, 4096)
+BANDS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+BINS, LOW, HIGH = 1152, -24, 12  # of squared distances, by their logarithm to base 2: 32 to the octave
+KEEP = 0.99  # of the rows that the widest window accepts, the window that is chosen accepts so many
+MOST_TAU = 0.9999  # what is next to nothing is a threshold still
+
+
+def energy(k: Tensor, turn: Turn) -> Tensor:
+    """fp64 [N, G, D]: squares of keys [N, G, D] as a query before rotation meets them, even within a pair of channels.
+
+    A pair meets all angles, so its energy counts half for either channel; rotation leaves it as it is, but for a
+    scaling (YaRN's) that queries get too, and so counts twice.
+    """
+    square = k.double().square()
+    pairs = turn.cos.shape[-1]
+    size = (turn.cos.double().square() + turn.sin.double().square())[:, None]
+    turned = square[..., : 2 * pairs]
+    if turn.layout == "half":
+        mean = turned.unflatten(-1, (2, pairs)).mean(-2) * size
+        mean = torch.cat([mean, mean], -1)
+    else:
+        mean = (turned.unflatten(-1, (pairs, 2)).mean(-1) * size).repeat_interleave(2, -1)
+    return torch.cat([mean, square[..., 2 * pairs :]], -1)
+
+
+def masses(share: Tensor, pos: Tensor, bands: Sequence[int], sinks: int) -> Tensor:
+    """fp64 [h, bands]: sums over rows of the weight on each row's last keys, over its weight without the first `sinks`.
+
+    share: [r, h, n], weights of rows at pos [r] on keys 0 to n.
+    """
+    x = share.double().clone()
+    x[..., :sinks] = 0
+    after = x.flip(-1).cumsum(-1).flip(-1)  # weight on key n and all after it
+    first = (pos[:, None] + 1 - torch.tensor(list(bands), device=pos.device)).clamp(min=0)  # [r, bands]
+    found = after.gather(-1, first[:, None].expand(-1, share.shape[1], -1))
+    return (found / after[..., :1].clamp(min=1e-30)).sum(0)
+
+
+def counts(distance: Tensor) -> Tensor:
+    """int64 [BINS] of squared distances of any shape; what lies outside is in the first or the last bin."""
+    place = (distance.double().clamp(min=2.0**LOW).log2() - LOW) * (BINS / (HIGH - LOW))
+    return torch.bincount(place.long().clamp(0, BINS - 1).flatten(), minlength=BINS)
+
+
+def edge(number: int) -> float:
+    """The squared distance where a bin begins."""
+    return 2.0 ** (LOW + number * (HIGH - LOW) / BINS)
+
+
+def quantile(found: Tensor, share: float) -> float:
+    """The largest edge below which at most `share` of what was counted [BINS] lies; 0 where that is none."""
+    total = int(found.sum())
+    below = found.cumsum(0) - found  # before each bin
+    last = int((below <= share * total).nonzero()[-1])
+    return edge(last) if total and last else 0.0
+
+
+def share_below(found: Tensor, distance: float) -> float:
+    """Of what was counted [BINS], the share in bins that end at or below a squared distance."""
+    ends = torch.tensor([edge(n + 1) for n in range(BINS)], dtype=torch.float64)
+    return float(found[ends <= distance * (1 + 1e-9)].sum() / found.sum().clamp(min=1))
+
+
+def unrelated(q: Tensor, pos: Tensor, apart: int) -> Tensor:
+    """Squared distances of queries [S, H, D] at pos [S] of all pairs at least `apart` positions apart: [H, pairs]."""
+    first, second = torch.triu_indices(len(pos), len(pos), 1, device=pos.device)
+    far = (pos[first] - pos[second]).abs() >= apart
+    return _squared(q[first[far]], q[second[far]]).T
+
+
+def nearest(q: Tensor, before: Tensor, windows: Sequence[int]) -> Tensor:
+    """The smallest squared distance of a query [H, D] to the last rows `before` [W, H, D] in each window: [windows, H].
+
+    before: ascending by position, the row just before the query last.
+    """
+    distance = _squared(before, q[None]).flip(0)  # [W, H], the newest first
+    least = distance.cummin(0).values
+    return torch.stack([least[min(w, len(before)) - 1] for w in windows])
+
+
+def _squared(a: Tensor, b: Tensor) -> Tensor:
+    return (a - b).square().sum(-1)
+
+
+def tau_of(scale: Scale, distance: float, dim: int) -> float:
+    """The threshold whose squared distance is this, in [0, MOST_TAU]."""
+    unit = 2.0 * dim if scale == "sqrt2d" else 1.0
+    return min(MOST_TAU, max(0.0, 1.0 - math.sqrt(distance / unit)))
+
+
+def limit_of(scale: Scale, tau: float, dim: int) -> float:
+    """The squared distance below which a threshold accepts."""
+    return (1.0 - tau) ** 2 * (2.0 * dim if scale == "sqrt2d" else 1.0)
+
+
+def choose_band(mass: Sequence[float], bands: Sequence[int], epsilon: float, widest: int) -> int | None:
+    """The narrowest band whose mean weight is at least 1 - epsilon; None where none of at most `widest` keys has it."""
+    return next((band for band, x in zip(bands, mass, strict=True) if band <= widest and x >= 1 - epsilon), None)
+
+
+def choose_window(accepted: Sequence[float], windows: Sequence[int]) -> int:
+    """The narrowest window that accepts KEEP of the rows that the widest one accepts."""
+    return next(w for w, share in zip(windows, accepted, strict=True) if share >= KEEP * accepted[-1])
+
+
+def plan_of(
+    windows: Sequence[int],
+    bands: Sequence[Sequence[float]],
+    taken: Sequence[bool],
+    far: dict[Scale, Tensor],
+    close: dict[Scale, Tensor],
+    energies: Tensor,
+    *,
+    alpha: float,
+    epsilon: float,
+    widest: int,
+) -> tuple[MACPlan, dict[str, list[list[float]]]]:
+    """The plan, and the share of rows that each window accepts, by the calibrated threshold: {scale: [L][windows]}.
+
+    bands: mean weight on each of BANDS, layer by layer; taken: the layers of full attention; far: counts of distances
+    of unrelated queries [L, BINS] under each scale; close: of nearest queries [L, windows, BINS]; energies: [L, G, D].
+    alpha: share of unrelated pairs that pass.
+    """
+    dim, layers = energies.shape[2], range(len(taken))
+    tau, accepted = dict[Scale, tuple[float, ...]](), dict[str, list[list[float]]]()
+    for scale, found in far.items():
+        tau[scale] = tuple(tau_of(scale, quantile(found[n], alpha), dim) if taken[n] else 0.0 for n in layers)
+        limits = [limit_of(scale, x, dim) for x in tau[scale]]
+        accepted[scale] = [[share_below(x, limits[n]) for x in close[scale][n]] for n in layers]
+    plan = MACPlan(
+        window=tuple(choose_window(accepted["sqrt2d"][n], windows) if taken[n] else 1 for n in layers),
+        band=tuple(choose_band(bands[n], BANDS, epsilon, widest) if taken[n] else None for n in layers),
+        tau=tau,
+        energy=energies,
+    )
+    return plan, accepted
