@@ -8,6 +8,7 @@ import torch
 from longreach.ops import Lists, Rows, Run, Spans
 from longreach.ops.attend.tiles import Tiles, tiles_of
 from longreach.testing.inputs import random_kv, random_rows
+from longreach.testing.selections import packed
 
 
 def rows_in(tiles: Tiles) -> list[list[int]]:
@@ -36,6 +37,19 @@ def test_spans(most: int, runs: tuple[int, ...] | None) -> None:
     assert len(found) == tiles.count and tiles.size <= most
     assert sorted(r for tile in found for r in tile) == list(range(rows.q.shape[0]))
     assert all(len(set(rows.seq[tile].tolist())) <= 1 for tile in found)
+
+
+def test_rows_that_share_a_list_come_together_however_many_heads_and_sequences_there_are() -> None:
+    """Prompts of 3 sequences in tiles of 8 rows, each with a list of its own, packed: tiles are as large."""
+    kv = random_kv([64] * 3, heads=4, dim=8)
+    seq, pos = torch.arange(3).repeat_interleave(64), torch.arange(64).repeat(3)
+    rows = Rows(torch.randn(192, 8, 8), seq, pos)
+    of = torch.arange(24).repeat_interleave(8)
+    lists = Lists(torch.zeros(24, 4, 2).long(), torch.ones(24, 4).long(), list_of=of)
+    for selection in (lists, packed(lists)):
+        tiles = tiles_of(rows, kv, selection, most=32)
+        assert tiles.size == 8
+        assert sorted(filter(None, rows_in(tiles))) == [list(range(8 * n, 8 * n + 8)) for n in range(24)]
 
 
 @pytest.mark.parametrize("most", [1, 3, 16])

@@ -40,13 +40,20 @@ def tiles_of(rows: Rows, kv: KVView, selection: Selection, *, most: int) -> Tile
         return _cut(widths, min(max(widths), most), rows.q.device)
     if not listed and count <= kv.sequences:
         return Tiles(count, 1)
-    groups = kv.sequences
+    groups = most_groups = kv.sequences
     key = rows.seq.long()
     if isinstance(selection, (Lists, PackedLists)) and shared is not None:
-        lists = selection.index.shape[0] if isinstance(selection, Lists) else selection.offsets.shape[0] - 1
-        key, groups = shared.long() * kv.sequences + key, kv.sequences * lists
-    size = min(most, 1 << (max(1, -(-count // groups)) - 1).bit_length())
-    return _sorted(key, rows.pos.long(), min(groups, count), size)
+        groups = _lists_of(selection)  # a list is made for rows of one sequence, as a rule
+        key, most_groups = shared.long() * kv.sequences + key, kv.sequences * groups
+    size = min(most, 1 << (max(1, -(-count // max(1, groups))) - 1).bit_length())
+    return _sorted(key, rows.pos.long(), min(most_groups, count), size)
+
+
+def _lists_of(selection: Lists | PackedLists) -> int:
+    """How many lists each entry of the head axis has."""
+    if isinstance(selection, Lists):
+        return selection.index.shape[0]
+    return (selection.offsets.shape[0] - 1) // selection.heads
 
 
 def _cut(widths: list[int], size: int, device: torch.device) -> Tiles:
