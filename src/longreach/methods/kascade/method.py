@@ -39,7 +39,7 @@ from longreach.methods.choosing import check_layers, check_layers_of
 from longreach.methods.kascade.copies import KeyCopy
 from longreach.methods.kascade.part import Part, part_of
 from longreach.methods.kascade.plan import KIND, KascadePlan
-from longreach.methods.kascade.prefill import Tiles, choose_for_tiles, earlier, own_tile, tiles_of
+from longreach.methods.kascade.prefill import Tiles, choose_for_tiles, tiles_of
 from longreach.ops import HeadShard, Lists, Logits, PackedLists, Spans, merge
 from longreach.ops.types import require
 from longreach.plans import find
@@ -196,12 +196,12 @@ class Kascade(AttentionMethod):
     def _anchor_of_tiles(self, call: LayerCall, part: Part) -> Outcome:
         """Reading a prompt: each tile chooses."""
         tiles = self._tiles(call, part)
-        scored, chosen = earlier(call, tiles), choose_for_tiles(self, call, tiles)
+        chosen = choose_for_tiles(self, call, tiles)
         call.passed[self] = Choice(call.layer, chosen)
         if part.dense:
-            return Outcome(call.attend(EVERYTHING), Reads((EVERYTHING, scored), (EVERYTHING,)), part.dense)
+            return Outcome(call.attend(EVERYTHING), Reads((EVERYTHING, tiles.scored), (EVERYTHING,)), part.dense)
         over = self._over(call, chosen, tiles)
-        return Outcome(over.partial, Reads((scored, *over.reads.keys), over.reads.values))
+        return Outcome(over.partial, Reads((tiles.scored, *over.reads.keys), over.reads.values))
 
     def _reuse(self, call: LayerCall, part: Part) -> Outcome:
         left = call.passed.get(self)
@@ -217,9 +217,8 @@ class Kascade(AttentionMethod):
 
     def _over(self, call: LayerCall, chosen: Lists | PackedLists, tiles: Tiles) -> Outcome:
         """Attention over what tiles chose of what is before them, and over their own keys."""
-        own = own_tile(call, tiles)
-        partial = merge(call.attend(chosen), call.attend(own, sink=False))
-        return Outcome(partial, Reads((chosen, own), (chosen, own)))
+        partial = merge(call.attend(chosen), call.attend(tiles.own, sink=False))
+        return Outcome(partial, Reads((chosen, tiles.own), (chosen, tiles.own)))
 
     def _tiles(self, call: LayerCall, part: Part) -> Tiles:
         """The same in all layers of a pass."""

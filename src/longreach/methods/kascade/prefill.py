@@ -40,12 +40,16 @@ class Tiles:
 
     of: int64 [R], the tile of each row; order: int64 [R], the rows tile after tile; both on the device.
     rows: int64 [T], rows of each tile; start: int64 [T], the tokens before each; both on the host.
+    own: the keys of a row's own tile up to the row. scored: what rows are scored with: all that they see, where their
+    tile has something before it.
     """
 
     of: Tensor
     order: Tensor
     rows: Tensor
     start: Tensor
+    own: Spans
+    scored: Spans
 
     def groups(self, at_once: int) -> Iterator[tuple[slice, Tensor]]:
         """Neighbouring tiles that have a past, with their rows: up to `at_once` rows together, or one tile."""
@@ -67,9 +71,11 @@ def tiles_of(rows: Rows, tokens: int) -> Tiles:
     number = pos // tokens
     per = int(number.max()) + 1 if number.numel() else 1
     key, of, count = (seq * per + number).unique(return_inverse=True, return_counts=True)
-    order = of.argsort(stable=True)
-    device = rows.pos.device
-    return Tiles(of.to(device), order.to(device), count, key % per * tokens)
+    order, start, device = of.argsort(stable=True), key % per * tokens, rows.pos.device
+    before = start[of][:, None]
+    own = Spans((Span(at(before.to(device)), near(1)),))
+    scored = Spans((Span(at(0), at(torch.where(before > 0, pos[:, None] + 1, 0).to(device))),))
+    return Tiles(of.to(device), order.to(device), count, start, own, scored)
 
 
 def choose_for_tiles(method: Kascade, call: LayerCall, tiles: Tiles) -> PackedLists:
@@ -105,14 +111,3 @@ def _pooled(call: LayerCall, sizes: list[int], rows: Tensor, at_once: int) -> Te
     mine = call.take(rows)
     lse, logits = mine.score_keys()
     return torch.stack([tile.sum(0) for tile in mine.pooled_scores(lse, logits=logits).split(sizes)])
-
-
-def earlier(call: LayerCall, tiles: Tiles) -> Spans:
-    """What rows are scored with: all that they see, where their tile has something before it."""
-    scored = tiles.start.to(call.rows.pos.device)[tiles.of] > 0
-    return Spans((Span(at(0), at(torch.where(scored, call.rows.pos.long() + 1, 0)[:, None])),))
-
-
-def own_tile(call: LayerCall, tiles: Tiles) -> Spans:
-    """The keys of a row's own tile up to the row."""
-    return Spans((Span(at(tiles.start.to(call.rows.pos.device)[tiles.of][:, None]), near(1)),))
