@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from longreach.cache import CacheConfig
 from longreach.errors import InvalidInput, Unsupported
@@ -16,7 +17,8 @@ from longreach.methods.kascade import Kascade
 from longreach.methods.kascade.method import Choice
 from longreach.methods.kascade.part import part_of
 from longreach.methods.kascade.plan import KascadePlan
-from longreach.ops import HeadShard, Lists, Rows, Spans
+from longreach.methods.ledger import Ledger
+from longreach.ops import HeadShard, KVView, Lists, Logits, Partial, Rows, Spans
 from longreach.plans import load
 from longreach.testing.inputs import random_kv
 from longreach.testing.tolerance import assert_close
@@ -232,6 +234,39 @@ def test_several_new_tokens_of_a_sequence_choose_each_for_themselves(tmp_path: P
     run(cache, method, [Turn(whole, 0, 30)])
     found = run(cache, method, [Turn(whole, 0, 4)], phase="decode")
     torch.testing.assert_close(found.outs(0), want, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"heads": "all", "dense_below": 9}, {"k": 7, "sinks": 1}, {"scoring": "int8"}])
+def test_decoding_needs_no_value_from_the_device(options: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fake tensors have none: whatever waits for the device would raise. The ops are held to it by their own tests."""
+    batch, capacity = 3, 40
+
+    def kept(call: LayerCall, *keys: Any) -> tuple[torch.Tensor, Logits]:
+        return torch.empty(batch, HEADS), Logits(torch.empty(batch, KV_HEADS, capacity, HEADS // KV_HEADS))
+
+    def attended(call: LayerCall, *given: Any, **more: Any) -> Partial:
+        return Partial.empty(batch, HEADS, DIM)
+
+    def listed(call: LayerCall, x: torch.Tensor, count: torch.Tensor, *given: Any, capacity: int, **more: Any) -> Any:
+        return torch.empty(*x.shape[:2], capacity, dtype=torch.int32), count.int()
+
+    monkeypatch.setattr(LayerCall, "score_keys", kept)
+    monkeypatch.setattr(LayerCall, "attend_keeping", lambda call: (attended(call), kept(call)[1]))
+    monkeypatch.setattr(LayerCall, "pooled_scores", lambda call, *a, **b: torch.empty(batch, KV_HEADS, capacity))
+    monkeypatch.setattr(LayerCall, "top_k", listed)
+    monkeypatch.setattr(LayerCall, "attend", attended)
+    monkeypatch.setattr(LayerCall, "attend_values", attended)
+    method, ledger = Kascade(planned(tmp_path, (0, 2), {1: (1, 1)}), **options), Ledger()
+    with FakeTensorMode():
+        memory, ints = torch.empty(batch, KV_HEADS, capacity, DIM), torch.ones(batch, dtype=torch.int64)
+        rows, kv = Rows(torch.empty(batch, HEADS, DIM), ints, ints), KVView(memory, memory, ints, ints[:, None])
+        first = LayerCall(0, rows, kv, ints, SCALE, model=MODEL)
+        calls = [replace(first, layer=layer) for layer in range(3)]
+        states = [method.new_state(call, batch) for call in calls]
+        for call, state in zip(calls, states, strict=True):
+            ledger.add("decode", call, "kascade", "triton", method.run(call, state), Spans.dense())
+        ledger.flush()
+    assert ledger.tallies["decode", 2].steps == 1
 
 
 # reads
