@@ -18,6 +18,7 @@ from torch import Tensor
 
 from longreach.cache.pages import Pages
 from longreach.errors import InvalidInput
+from longreach.ops.append import append
 from longreach.ops.types import FLOATS, KVView, Run, describe, require
 
 
@@ -167,8 +168,7 @@ class KVCache:
             if held is None:
                 shape = (self.pages.total, k.shape[1], self.pages.size, k.shape[2])
                 held = self.memory[layer] = (k.new_empty(shape), v.new_empty(shape))
-            held[0][step.page, :, step.offset] = k
-            held[1][step.page, :, step.offset] = v
+            append(*held, k, v, step.page, step.offset)
 
     def view(self, layer: int, step: Append) -> KVView:
         """What the rows of this pass attend to: all tokens up to and including the new ones."""
