@@ -1,0 +1,95 @@
+"""A decode step asks nothing of the device, and its shapes and launches do not depend on what is in memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from longreach.methods.base import LayerCall, Outcome
+from longreach.methods.ledger import Ledger
+from longreach.methods.mac import MAC
+from longreach.ops import KVView, Rows, Run, Spans, Turn
+from longreach.ops.attend import triton_amend_kernels, triton_kernels
+from longreach.ops.nearest import triton_kernels as nearest_kernels
+
+BATCH, HEADS, KV_HEADS, DIM, LENGTH = 3, 8, 2, 64, 4096
+
+
+class Launches:
+    """Stands in the place of a kernel: notes its launches, computes nothing."""
+
+    def __init__(self, name: str, noted: list[tuple[str, tuple[int, ...]]]):
+        self.name, self.noted = name, noted
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *args, **kwargs: self.noted.append((self.name, grid))
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, ...]]]:
+    noted: list[tuple[str, tuple[int, ...]]] = []
+    for module, names in (
+        (nearest_kernels, ("look", "settle")),
+        (triton_kernels, ("attend_pieces", "merge_pieces")),
+        (triton_amend_kernels, ("amend_pieces",)),
+    ):
+        for name in names:
+            monkeypatch.setattr(module, name, Launches(name, noted))
+    return noted
+
+
+def call() -> LayerCall:
+    """On the device "meta", whose tensors hold nothing: whoever reads one fails."""
+
+    def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    each = meta(BATCH, dtype=torch.int64)
+    kv = KVView(*(meta(BATCH, KV_HEADS, LENGTH, DIM) for _ in range(2)), each, meta(BATCH, 1, dtype=torch.int64))
+    rows = Rows(meta(BATCH, HEADS, DIM), each, each, tuple(Run(1, b) for b in range(BATCH)))
+    turn = Turn(meta(BATCH, DIM // 2), meta(BATCH, DIM // 2))
+    return LayerCall(0, rows, kv, each, 0.125, impl="triton", turn=lambda: turn)
+
+
+@pytest.mark.parametrize(
+    ("method", "kernels"),
+    [
+        (MAC(), ["look", "attend_pieces", "amend_pieces"]),
+        (MAC(sinks=4), ["look", "attend_pieces", "amend_pieces", "attend_pieces", "merge_pieces"]),
+        (MAC(check_every=8), ["look", "attend_pieces", "amend_pieces", "attend_pieces", "merge_pieces"]),
+        (MAC(depth=None, guard=None, gap=100, minimum=0), ["look", "attend_pieces", "amend_pieces"]),
+    ],
+    ids=repr,
+)
+def test_a_step_reads_nothing_on_the_host(
+    method: MAC, kernels: list[str], launched: list[tuple[str, tuple[int, ...]]]
+) -> None:
+    given, ledger = call(), Ledger()
+    state = method.new_state(given, BATCH)
+    outcome: Outcome = method.run(given, state)
+    assert outcome.partial.out.shape == (BATCH, HEADS, DIM) and outcome.streams is not None
+    assert [name for name, _ in launched] == kernels
+    for layer in range(2):
+        ledger.add("decode", replace(given, layer=layer), "mac", "triton", outcome, Spans.dense())
+    assert [n.layer for n in ledger.settle()] == [0, 1]
+
+
+def test_a_layer_takes_three_kernels_and_nothing_else(launched: list[tuple[str, tuple[int, ...]]]) -> None:
+    """Besides what is captured in them only memory is asked for, and views are made."""
+    given, method = call(), MAC()
+    state, ran = method.new_state(given, BATCH), set()
+
+    class Seen(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            ran.add(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    with Seen():
+        method.run(given, state)
+    views = {"select", "slice", "unbind", "view", "detach", "alias", "expand", "unsqueeze", "as_strided"}
+    free = views | {"empty", "new_empty", "new_full"}  # tests fill new memory with NaN
+    assert ran <= free, ran - free
+    assert len(launched) == 3
