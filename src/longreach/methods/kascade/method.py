@@ -196,6 +196,7 @@ class Kascade(AttentionMethod):
     def _anchor_of_tiles(self, call: LayerCall, part: Part) -> Outcome:
         """Reading a prompt: each tile chooses."""
         tiles = self._tiles(call, part)
+        call.passed.pop(self, None)  # lists that no later layer uses may be large
         chosen = choose_for_tiles(self, call, tiles)
         call.passed[self] = Choice(call.layer, chosen)
         if part.dense:
