@@ -67,14 +67,14 @@ def expected(rows: Rows, kv: KVView, selection: Spans, split: Any, given: Entrie
 def test_parts_and_entries_add_up(impl: str, dealt: bool, sink: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not dealt:
         monkeypatch.setattr(kernels, "MOST_DEALT", 0)
-    kv = random_kv([70, 0, 33], heads=2, dim=16, page=16)
-    rows = random_rows(kv, 5, group=2, seed=3)
-    starts = torch.randint(0, 40, (5, 4), generator=torch.Generator().manual_seed(1)).int()
-    take, put = places(5, 4)
+    kv = random_kv([40, 0, 21], heads=2, dim=16, page=16)
+    rows = random_rows(kv, 3, group=2, seed=3)
+    starts = torch.randint(0, 30, (3, 4), generator=torch.Generator().manual_seed(1)).int()
+    take, put = places(3, 4)
     sinks = torch.tensor([0.5, 3.0, -1.0, 1.0]) if sink else None
     for selection, split in (
         (Spans((Span(at(starts), near(1)),), "query"), near(-6)),
-        (Spans.dense(), near(-40)),
+        (Spans.dense(), near(-20)),
         (Spans((Span(at(0), at(4)), Span(near(-20), near(1)))), at(11)),
     ):
         given = entries()
@@ -89,7 +89,7 @@ def test_parts_and_entries_add_up(impl: str, dealt: bool, sink: bool, monkeypatc
         torch.testing.assert_close(got.lse.cpu().double(), result[1], **close)
         torch.testing.assert_close(lse.cpu().double(), entry[1], **close)
         written = torch.zeros(MEMORY, dtype=torch.bool)
-        for r, h in torch.ones(5, 4).nonzero().tolist():
+        for r, h in torch.ones(3, 4).nonzero().tolist():
             if put[r, h] >= 0:
                 n = int(put[r, h])
                 written[n] = True
@@ -141,7 +141,7 @@ def test_a_chain_of_entries_loses_nothing(impl: str, dtype: torch.dtype) -> None
     The same query throughout, so every result is exact attention of all keys. Subtracting what is re-read, as the paper
     does, loses all digits here.
     """
-    steps = 300 if impl == "reference" or PLACE == "cuda" else 25
+    steps = 300 if impl == "reference" or PLACE == "cuda" else 12
     band, length = 8, 20 + steps
     draw = torch.Generator().manual_seed(0)
     u = torch.nn.functional.normalize(torch.randn(16, generator=draw), dim=0)
