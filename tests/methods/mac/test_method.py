@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -72,15 +73,15 @@ def test_many_steps(name: str, config: CacheConfig) -> None:
         assert any(float(state.ring.credit.nan_to_num(0.0).min()) < 0 for state in states(cache))
 
 
-@pytest.mark.parametrize("impl", ["triton"])
-def test_the_kernels_decide_and_compute_alike(impl: str) -> None:
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed here")
+def test_the_kernels_decide_and_compute_alike() -> None:
     method = replace(CONFIGS["all"], minimum=0, guard=None)
     spelled, cache = SpelledOut(method), new_cache(slots=2)
     whole = text(34, seed=4)
     run(cache, in_phase(method, "prefill"), [Turn(whole, 1, 28)], impl="reference")
     spelled.read(1, whole, 0, 28)
     for pos in range(28, 34):
-        close(run(cache, method, [Turn(whole, 1)], impl=impl).outs(0)[:, 0], spelled.decode(1, whole, pos), 1e-5)
+        close(run(cache, method, [Turn(whole, 1)], impl="triton").outs(0)[:, 0], spelled.decode(1, whole, pos), 1e-5)
     assert spelled.reused > 20
 
 
