@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -36,7 +37,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, ...]
         ("attend.triton_amend_kernels", ("amend_pieces",)),
     ):
         for name in names:
-            monkeypatch.setattr(f"longreach.ops.{module}.{name}", Launches(name, noted))
+            monkeypatch.setattr(import_module(f"longreach.ops.{module}"), name, Launches(name, noted))
     return noted
 
 
