@@ -53,6 +53,7 @@ SOURCES: dict[str, tuple[str, tuple[str, ...]]] = {  # what was measured -> fold
             "methods/base.py",
             "methods/dense.py",
             "methods/ledger.py",
+            "ops/append/*.py",
         ),
     ),
     "precompute": (
