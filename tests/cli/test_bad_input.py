@@ -180,7 +180,7 @@ def test_out_of_memory_in_prefill(longreach: Any, tiny: Path, document: Path, mo
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
         return forward(self, x)
 
-    for verb in (["run", "--question", "Who?"], ["compare"]):
+    for verb in (["run", "--question", "Who?"], ["compare", "--method", "streaming_llm"]):
         calls.clear()
         with monkeypatch.context() as patch:
             patch.setattr(modeling_llama.LlamaMLP, "forward", short_of_memory)
