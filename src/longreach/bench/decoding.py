@@ -289,11 +289,7 @@ def _entry(
         "name": name,
         "who": who,
         "settings": settings,
-        "microseconds": {
-            "median": timing.median * 1e6,
-            "first_quartile": timing.first_quartile * 1e6,
-            "third_quartile": timing.third_quartile * 1e6,
-        },
+        "microseconds": timing.microseconds(),
         "how": timing.how,
         "tb_per_s": needed / timing.median / 1e12,
         "share_of_limit": needed / BANDWIDTH / timing.median,

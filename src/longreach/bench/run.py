@@ -97,11 +97,7 @@ def _entry(competitor: Competitor, timing: Timing, needed: int, flops: int | Non
         "name": competitor.name,
         "who": competitor.who,
         "settings": {"memory": competitor.memory.label, "rows": competitor.rows, **competitor.settings},
-        "microseconds": {
-            "median": timing.median * 1e6,
-            "first_quartile": timing.first_quartile * 1e6,
-            "third_quartile": timing.third_quartile * 1e6,
-        },
+        "microseconds": timing.microseconds(),
         "tb_per_s": needed / timing.median / 1e12,
         **({"tflop_per_s": flops / timing.median / 1e12} if flops else {}),
         "calls_per_replay": timing.calls,

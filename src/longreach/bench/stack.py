@@ -185,15 +185,13 @@ def _error(competitor: Competitor, inputs: Inputs) -> float:
 
 
 def _ours(name: str, timing: Timing, layers: int, read: Iterable[int], error: float, impl: str) -> dict[str, Any]:
-    seconds = [timing.median / layers, timing.first_quartile / layers, timing.third_quartile / layers]
     bytes_a_layer = sum(read) / layers
     return {
         "name": name,
         "who": "longreach",
         "settings": {"impl": impl, "layers": layers, "bytes_read_a_layer": bytes_a_layer},
-        "microseconds": dict(zip(("median", "first_quartile", "third_quartile"), (s * 1e6 for s in seconds),
-                                 strict=True)),
-        "tb_per_s": bytes_a_layer / seconds[0] / 1e12,
+        "microseconds": timing.microseconds(layers),
+        "tb_per_s": bytes_a_layer * layers / timing.median / 1e12,
         "calls_per_replay": timing.calls,
         "error": error,
     }  # fmt: skip
@@ -204,11 +202,7 @@ def _theirs(competitor: Competitor, timing: Timing, needed: int, error: float) -
         "name": competitor.name,
         "who": competitor.who,
         "settings": {"memory": competitor.memory.label, **competitor.settings},
-        "microseconds": {
-            "median": timing.median * 1e6,
-            "first_quartile": timing.first_quartile * 1e6,
-            "third_quartile": timing.third_quartile * 1e6,
-        },
+        "microseconds": timing.microseconds(),
         "tb_per_s": needed / timing.median / 1e12,
         "calls_per_replay": timing.calls,
         "error": error,

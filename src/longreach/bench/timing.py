@@ -40,6 +40,14 @@ class Timing:
         low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive")
         return cls(middle, low, high, calls, len(seconds), how)
 
+    def microseconds(self, parts: int = 1) -> dict[str, float]:
+        """Of one of the equal `parts` of a call, as records have them."""
+        return {
+            "median": self.median * 1e6 / parts,
+            "first_quartile": self.first_quartile * 1e6 / parts,
+            "third_quartile": self.third_quartile * 1e6 / parts,
+        }
+
 
 def l2_bytes(device: torch.device) -> int:
     """Size of the last-level cache that inputs must exceed; 0 on the CPU, where times mean nothing."""

@@ -76,11 +76,7 @@ def _entry(name: str, impl: str, who: str, timing: Timing, needed: int) -> dict[
         "name": name,
         "who": who,
         "settings": {"impl": impl},
-        "microseconds": {
-            "median": timing.median * 1e6,
-            "first_quartile": timing.first_quartile * 1e6,
-            "third_quartile": timing.third_quartile * 1e6,
-        },
+        "microseconds": timing.microseconds(),
         "tb_per_s": needed / timing.median / 1e12,
         "calls_per_replay": timing.calls,
         "error": 0.0,
