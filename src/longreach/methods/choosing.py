@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -74,11 +75,25 @@ class ChoosesForLater(AttentionMethod):
     """Base of methods in which some layers choose keys, one set for all heads, that the layers after them attend to.
 
     Layers that choose attend densely, and so do those before the first of them.
+
+    layers: those that choose; None: the paper's, as deep in the model at hand. paper: the paper's, and of how many.
     """
 
-    @abstractmethod
+    layers: tuple[int, ...] | None = field(default=None, kw_only=True)
+
+    paper: ClassVar[tuple[tuple[int, ...], int]]
+
+    def __post_init__(self) -> None:
+        if self.layers is not None:
+            check_layers("layers", self.layers)
+            require(len(self.layers) > 0, "layers: expected at least one layer that chooses, got none")
+
+    def check(self, model: ModelShape) -> None:
+        check_layers_of("layers", self.layers or (), model.layers)
+
     def choosing_layers(self, model: ModelShape) -> tuple[int, ...]:
         """The layers that choose, ascending."""
+        return placed(*self.paper, model.layers) if self.layers is None else self.layers
 
     @abstractmethod
     def chosen(self, call: LayerCall, whole: Partial, logits: Logits) -> Lists:

@@ -7,19 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from longreach.methods.base import LayerCall, ModelShape, budget, check_budget, is_count
-from longreach.methods.choosing import (
-    ChoosesForLater,
-    best_keys,
-    check_layers,
-    check_layers_of,
-    of_all_ranks,
-    placed,
-)
+from longreach.methods.base import LayerCall, budget, check_budget, is_count
+from longreach.methods.choosing import ChoosesForLater, best_keys, of_all_ranks
 from longreach.ops import HeadShard, Lists, Partial
 from longreach.ops.types import Logits, require
 
-SELECTING, OF = (2, 13), 32  # TidalDecode's for Llama-3-8B, which this builds on
+PAPER = (2, 13), 32  # TidalDecode's for Llama-3-8B, which this builds on
 
 
 @dataclass(frozen=True)
@@ -39,25 +32,17 @@ class LessIsMore(ChoosesForLater):
     k: int | float = 0.1
     recent: float = 0.25
     sinks: int = 4
-    layers: tuple[int, ...] | None = None
 
     name = "less_is_more"
     phases = ("decode",)
+    paper = PAPER
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_budget("k", self.k)
         share = isinstance(self.recent, float) and 0.0 < self.recent <= 1.0
         require(share, f"recent: expected a share of the budget, a float in (0, 1], got {self.recent!r}")
         require(is_count(self.sinks), f"sinks: expected a count, got {self.sinks!r}")
-        if self.layers is not None:
-            check_layers("layers", self.layers)
-            require(len(self.layers) > 0, "layers: expected at least one layer that chooses, got none")
-
-    def check(self, model: ModelShape) -> None:
-        check_layers_of("layers", self.layers or (), model.layers)
-
-    def choosing_layers(self, model: ModelShape) -> tuple[int, ...]:
-        return placed(SELECTING, OF, model.layers) if self.layers is None else self.layers
 
     def chosen(self, call: LayerCall, whole: Partial, logits: Logits) -> Lists:
         context = call.rows.pos.long()[:, None] + 1  # [R, 1]

@@ -4,19 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from longreach.methods.base import LayerCall, ModelShape, check_budget
-from longreach.methods.choosing import (
-    ChoosesForLater,
-    best_keys,
-    check_layers,
-    check_layers_of,
-    of_all_ranks,
-    placed,
-)
+from longreach.methods.base import LayerCall, check_budget
+from longreach.methods.choosing import ChoosesForLater, best_keys, of_all_ranks
 from longreach.ops import Lists, Partial
-from longreach.ops.types import Logits, require
+from longreach.ops.types import Logits
 
-FILTERS, OF = (2, 8, 18), 32  # the paper's for Llama-3-8B
+PAPER = (2, 8, 18), 32  # the paper's for Llama-3-8B
 
 
 @dataclass(frozen=True)
@@ -35,22 +28,14 @@ class OmniKV(ChoosesForLater):
     """
 
     k: int | float = 0.1
-    layers: tuple[int, ...] | None = None
 
     name = "omnikv"
     phases = ("decode",)
+    paper = PAPER
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_budget("k", self.k)
-        if self.layers is not None:
-            check_layers("layers", self.layers)
-            require(len(self.layers) > 0, "layers: expected at least one layer that chooses, got none")
-
-    def check(self, model: ModelShape) -> None:
-        check_layers_of("layers", self.layers or (), model.layers)
-
-    def choosing_layers(self, model: ModelShape) -> tuple[int, ...]:
-        return placed(FILTERS, OF, model.layers) if self.layers is None else self.layers
 
     def chosen(self, call: LayerCall, whole: Partial, logits: Logits) -> Lists:
         x = logits.natural(call.kv.capacity)  # [R, G, N, group], past a row's context anything
