@@ -120,21 +120,29 @@ def tell_left_out(methods: dict[str, str]) -> None:
         print(f"longreach: {name} is left out: {why}", file=sys.stderr)
 
 
-def read_document(path: str) -> str:
-    """The text of a file, or of standard input for "-". Raises InvalidInput with the remedy."""
+def read_text(path: str, given: str) -> tuple[str, str]:
+    """How to call a file, or standard input for "-", and its text as it is; a byte order mark is no text.
+
+    given: where the path came from, "to --document". Raises InvalidInput with the remedy.
+    """
     name = "standard input" if path == "-" else path
     try:
         content = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
-        text = content.decode("utf-8-sig").replace("\r\n", "\n")
+        return name, content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise InvalidInput(
             f"{name} is no UTF-8 text (byte {error.start}); convert it, for example with iconv"
         ) from error
     except OSError as error:
-        raise InvalidInput(f"cannot read {name}: {error.strerror}; check the path given to --document") from error
+        raise InvalidInput(f"cannot read {name}: {error.strerror}; check the path given {given}") from error
+
+
+def read_document(path: str) -> str:
+    """The text of a file, or of standard input for "-". Raises InvalidInput with the remedy."""
+    name, text = read_text(path, "to --document")
     if not text.strip():
         raise InvalidInput(f"the document {name} is empty; give one with text in it")
-    return text
+    return text.replace("\r\n", "\n")
 
 
 def check_questions(questions: Iterable[str]) -> None:

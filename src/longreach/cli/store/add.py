@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from longreach.cli.common import add_json, add_model, byte_size, load_model, positive
+from longreach.cli.common import add_json, add_model, byte_size, load_model, positive, read_text
 from longreach.cli.show import Column, Table, console, duration, emit, place, progress, size, waiting
 from longreach.errors import InvalidInput
 
@@ -95,16 +95,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _read(name: str, what: str) -> str:
     """The text of a file exactly as it is, its line ends too; a byte order mark is no text. Raises InvalidInput."""
-    shown = "standard input" if name == "-" else name
-    try:
-        content = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise InvalidInput(
-            f"{shown} is no UTF-8 text (byte {error.start}); convert it, for example with iconv"
-        ) from error
-    except OSError as error:
-        raise InvalidInput(f"cannot read {shown}: {error.strerror}; check the path given as {what}") from error
+    shown, text = read_text(name, f"as {what}")
     if not text.strip():
         raise InvalidInput(f"{shown} is empty; leave it out, or give a file with text in it")
     return text
