@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -105,3 +106,29 @@ def exact(call: LayerCall, outcome: Outcome) -> Exact:
 def highest(scores: Tensor, count: int) -> list[int]:
     """The entries with the highest scores, the older first among equals, in ascending order."""
     return sorted(sorted(range(scores.shape[0]), key=lambda n: (-float(scores[n]), n))[:count])
+
+
+def assert_halves_agree(method: AttentionMethod, group: int) -> None:
+    """Two ranks, a KV head each with its group of query heads, choose what one process with both chooses."""
+    layers = Layers(method, heads=2, group=group, layers=1, slots=2)
+    layers.read([0, 1], [40, 11])
+    ((call, _),) = layers.decode([0, 1])
+    whole = call.passed[method]
+    assert isinstance(whole, Lists)
+    said: list[torch.Tensor] = []
+
+    def half(head: int, total: Any) -> LayerCall:
+        kv = replace(call.kv, k=call.kv.k[:, head : head + 1], v=call.kv.v[:, head : head + 1])
+        rows = Rows(call.rows.q[:, group * head : group * (head + 1)], call.rows.seq, call.rows.pos)
+        return replace(call, rows=rows, kv=kv, shard=HeadShard(head, 1, 2, total), passed={})
+
+    for head in (0, 1):
+        method.run(half(head, lambda x: said.append(x) or x), None)
+    for head in (0, 1):
+        again = half(head, lambda x, other=said[1 - head]: x + other)
+        method.run(again, None)
+        chosen = again.passed[method]
+        for row in range(2):
+            n = int(whole.count[row, 0])
+            assert int(chosen.count[row, 0]) == n
+            assert torch.equal(chosen.index[row, 0, :n], whole.index[row, 0, :n])

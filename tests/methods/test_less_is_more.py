@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,9 +11,8 @@ import torch
 from longreach.cache import CacheConfig
 from longreach.methods.base import LayerCall, ModelShape
 from longreach.methods.less_is_more import LessIsMore
-from longreach.ops import HeadShard, Lists, Rows
 from longreach.testing.tolerance import assert_close
-from tests.methods.one_layer import CACHES, Layers, chosen_by, exact, logits_of
+from tests.methods.one_layer import CACHES, Layers, assert_halves_agree, chosen_by, exact, logits_of
 
 every_cache = pytest.mark.parametrize("config", CACHES.values(), ids=CACHES)
 
@@ -103,28 +101,7 @@ def test_rows_of_a_batch_do_not_share_a_choice() -> None:
 def test_heads_of_all_ranks_choose_together() -> None:
     """Each rank has the heads of one KV head, and is told of the other's."""
     method = LessIsMore(k=9, sinks=1, layers=(0,))
-    layers = Layers(method, heads=2, group=2, layers=1, slots=2)
-    layers.read([0, 1], [40, 11])
-    ((call, _),) = layers.decode([0, 1])
-    whole = call.passed[method]
-    assert isinstance(whole, Lists)
-    said: list[torch.Tensor] = []
-
-    def half(head: int, total: Any) -> LayerCall:
-        kv = replace(call.kv, k=call.kv.k[:, head : head + 1], v=call.kv.v[:, head : head + 1])
-        rows = Rows(call.rows.q[:, 2 * head : 2 * head + 2], call.rows.seq, call.rows.pos)
-        return replace(call, rows=rows, kv=kv, shard=HeadShard(head, 1, 2, total), passed={})
-
-    for head in (0, 1):
-        method.run(half(head, lambda x: said.append(x) or x), None)
-    for head in (0, 1):
-        again = half(head, lambda x, other=said[1 - head]: x + other)
-        method.run(again, None)
-        chosen = again.passed[method]
-        for row in range(2):
-            n = int(whole.count[row, 0])
-            assert int(chosen.count[row, 0]) == n
-            assert torch.equal(chosen.index[row, 0, :n], whole.index[row, 0, :n])
+    assert_halves_agree(method, 2)
 
 
 @every_cache

@@ -13,10 +13,10 @@ from longreach.cache import CacheConfig
 from longreach.errors import InvalidInput, Unsupported
 from longreach.methods.base import LayerCall, ModelShape, Outcome
 from longreach.methods.omnikv import OmniKV
-from longreach.ops import HeadShard, Lists, Rows
+from longreach.ops import Lists, Rows
 from longreach.testing.inputs import random_kv
 from longreach.testing.tolerance import assert_close
-from tests.methods.one_layer import CACHES, Layers, chosen_by, exact, highest, probabilities_of
+from tests.methods.one_layer import CACHES, Layers, assert_halves_agree, chosen_by, exact, highest, probabilities_of
 
 every_cache = pytest.mark.parametrize("config", CACHES.values(), ids=CACHES)
 
@@ -92,28 +92,7 @@ def test_ties_go_to_the_older_key_and_the_newest_is_always_there() -> None:
 def test_heads_of_all_ranks_choose_together() -> None:
     """The choice of the whole, from its halves: each rank has the heads of one KV head, and is told of the other's."""
     method = OmniKV(k=5, layers=(0,))
-    layers = Layers(method, heads=2, group=3, layers=1, slots=2)
-    layers.read([0, 1], [40, 11])
-    ((call, _),) = layers.decode([0, 1])
-    whole = call.passed[method]
-    assert isinstance(whole, Lists)
-    said: list[torch.Tensor] = []
-
-    def half(head: int, total: Any) -> LayerCall:
-        kv = replace(call.kv, k=call.kv.k[:, head : head + 1], v=call.kv.v[:, head : head + 1])
-        rows = Rows(call.rows.q[:, 3 * head : 3 * head + 3], call.rows.seq, call.rows.pos)
-        return replace(call, rows=rows, kv=kv, shard=HeadShard(head, 1, 2, total), passed={})
-
-    for head in (0, 1):
-        method.run(half(head, lambda x: said.append(x) or x), None)
-    for head in (0, 1):
-        again = half(head, lambda x, other=said[1 - head]: x + other)
-        method.run(again, None)
-        chosen = again.passed[method]
-        for row in range(2):
-            n = int(whole.count[row, 0])
-            assert int(chosen.count[row, 0]) == n
-            assert torch.equal(chosen.index[row, 0, :n], whole.index[row, 0, :n])
+    assert_halves_agree(method, 3)
 
 
 @every_cache
