@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from longreach.bench.cases import CASES, Case
+from longreach.bench.case import Case
+from longreach.bench.cases import CASES
 from longreach.ops.attend.api import implementations
 
 PREFILL = [case for case in CASES.values() if case.prefill]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from longreach.bench.cases import Case, Memory, Shape
+from longreach.bench.case import Case, Memory, Shape
 from longreach.bench.check import WrongResult, require_right
 from longreach.bench.inputs import Inputs
 from longreach.ops import attend

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from longreach.bench.cases import Case, Memory, Reads, Shape
+from longreach.bench.case import Case, Memory, Reads, Shape
 from longreach.bench.check import exact
 from longreach.bench.inputs import Inputs, bytes_needed, flops_needed
 from longreach.errors import InvalidInput

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from longreach.bench.cases import CASES, Memory, Stack, tiny
+from longreach.bench.case import Memory, Stack
+from longreach.bench.cases import CASES, tiny
 from longreach.bench.check import WrongResult
 from longreach.bench.chosen import check_chosen, check_layer
 from longreach.bench.inputs import Inputs

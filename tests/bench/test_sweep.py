@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from longreach.bench import sweep
-from longreach.bench.cases import Case, Memory, Shape
+from longreach.bench.case import Case, Memory, Shape
 from longreach.bench.competitor import Competitor, ours
 from longreach.bench.inputs import Inputs
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from longreach.bench.cases import CASES, Case, Shape, Target, tiny
+from longreach.bench.case import Case, Shape, Target
+from longreach.bench.cases import CASES, tiny
 from longreach.bench.targets import judge
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from longreach.bench.cases import CASES, TOP_K, tiny
+from longreach.bench.case import TOP_K
+from longreach.bench.cases import CASES, tiny
 from longreach.bench.check import WrongResult
 from longreach.bench.run import run_case
 from longreach.bench.top_k import check

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from longreach.bench.cases import Memory
+from longreach.bench.case import Memory
 from longreach.bench.inputs import Inputs
 from longreach.errors import LongreachError
 

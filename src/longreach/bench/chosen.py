@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from longreach.bench.cases import Memory
+from longreach.bench.case import Memory
 from longreach.bench.check import WrongResult, bound
 from longreach.bench.inputs import Inputs
 from longreach.methods.base import Outcome

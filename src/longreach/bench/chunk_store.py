@@ -27,7 +27,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from longreach.bench.cases import Target
+from longreach.bench.case import Target
 from longreach.bench.record import add, conditions
 from longreach.errors import InvalidInput, MeasurementFailed
 from longreach.store import Chunk, ChunkKey, ChunkStore

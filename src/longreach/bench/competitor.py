@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from longreach.bench.cases import Memory
+from longreach.bench.case import Memory
 from longreach.bench.inputs import Inputs
 from longreach.bench.timing import Call
 from longreach.ops import attend

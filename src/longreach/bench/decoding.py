@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longreach.bench.cases import Case
+from longreach.bench.case import Case
 from longreach.bench.check import WrongResult
 from longreach.bench.inputs import bytes_needed, check_shape
 from longreach.bench.stack import planned

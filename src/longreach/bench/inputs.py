@@ -7,7 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from longreach.bench.cases import Case, Memory
+from longreach.bench.case import Case, Memory
 from longreach.bench.timing import copies_needed
 from longreach.errors import InvalidInput
 from longreach.ops import KVView, Lists, Rows, Selection, Span, Spans, at

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from longreach.bench.baselines import baseline
-from longreach.bench.cases import TOP_K, Case, Memory
+from longreach.bench.case import TOP_K, Case, Memory
 from longreach.bench.check import bound, require_right
 from longreach.bench.competitor import Competitor, ours
 from longreach.bench.inputs import Inputs, bytes_needed, flops_needed

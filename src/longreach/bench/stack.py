@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from longreach.bench.baselines import baseline
-from longreach.bench.cases import Case, Memory
+from longreach.bench.case import Case, Memory
 from longreach.bench.check import require_right
 from longreach.bench.chosen import check_chosen, check_layer
 from longreach.bench.competitor import Competitor

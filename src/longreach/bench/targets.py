@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from longreach.bench.cases import Case, Target
+from longreach.bench.case import Case, Target
 from longreach.errors import InvalidInput
 
 RIVALS = ("flashinfer", "flash_attention_3")  # the faster of them is what attend's speed is compared with

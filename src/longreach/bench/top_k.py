@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longreach.bench.cases import Case
+from longreach.bench.case import Case
 from longreach.bench.check import WrongResult
 from longreach.bench.targets import judge
 from longreach.bench.timing import Timing, copies_needed, measure

@@ -11,7 +11,7 @@ from longreach.cli.show import Column, Table, console, emit, progress
 from longreach.errors import InvalidInput, UnknownName
 
 if TYPE_CHECKING:
-    from longreach.bench.cases import Case
+    from longreach.bench.case import Case
 
 NAME = "bench"
 HELP = "measure speed beside other kernels, and keep the records"

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from longreach.bench.baselines.splits import split_counts
-from longreach.bench.cases import Memory
+from longreach.bench.case import Memory
 from longreach.bench.competitor import Competitor
 from longreach.bench.inputs import Inputs
 from longreach.errors import Unsupported

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from longreach.bench.cases import Memory
+from longreach.bench.case import Memory
 from longreach.bench.competitor import Competitor
 from longreach.bench.inputs import Inputs
 

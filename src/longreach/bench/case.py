@@ -1,0 +1,150 @@
+"""What a measurement is: shapes, what is read, who competes, and what must be reached."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+TOP_K = "top-k"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Letters as in ops/README.md; context: filled slots of a sequence, the last rows' own included."""
+
+    batch: int
+    context: int
+    rows: int = 1
+    heads: int = 32
+    kv_heads: int = 8
+    dim: int = 128
+    dtype: str = "bfloat16"
+
+
+@dataclass(frozen=True)
+class Reads:
+    """What a row attends to: all, sinks and a recent window, or a drawn share of all keys."""
+
+    kind: Literal["dense", "window", "list"] = "dense"
+    sinks: int = 0
+    window: int = 0
+    share: float = 1.0
+
+    def keys(self, context: int) -> int:
+        """Keys a row at the last position attends to."""
+        if self.kind == "window":
+            return min(context, self.sinks + self.window)
+        return context if self.kind == "dense" else int(self.share * context)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """How keys and values lie: page None is contiguous; heads first [P, G, page, D] or tokens first [P, page, G, D]."""
+
+    page: int | None = None
+    order: Literal["heads", "tokens"] = "heads"
+
+    @property
+    def label(self) -> str:
+        where = "contiguous" if self.page is None else f"page {self.page}"
+        return where if self.order == "heads" else f"{where}, tokens first"
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a case must reach. of: the entry of ours it is about; over: the entry, or whose entries, it is compared to.
+
+    "speed over baseline" is over the faster of FlashInfer and FlashAttention-3, "speed over fastest" over the fastest
+    of them and torch's kernels, "speed over" over one of ours, or over the best of one of theirs.
+    """
+
+    quantity: Literal[
+        "speed over baseline", "speed over fastest", "microseconds", "TB/s", "speed over", "time over", "share of limit"
+    ]
+    bound: float
+    of: str = "contiguous"
+    over: str | None = None
+
+    @property
+    def least(self) -> bool:
+        """Whether the bound is a lower one."""
+        return self.quantity not in ("microseconds", "time over")
+
+
+@dataclass(frozen=True)
+class Model:
+    """A Llama's sizes beside its heads: of Llama-3.1-8B by default."""
+
+    layers: int = 32
+    hidden: int = 4096
+    feed_forward: int = 14336
+    vocabulary: int = 128256
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A decode method in all layers of a model, one captured sequence: some layers choose keys, the others use them.
+
+    options: of the method, as JSON has them. anchors: the layers that choose (Kascade's for Llama-3.1-8B).
+    """
+
+    method: str = "kascade"
+    options: tuple[tuple[str, Any], ...] = ()
+    anchors: tuple[int, ...] = (0, 2, 8, 13, 14)
+    layers: int = 32
+
+    @property
+    def share(self) -> float:
+        """Of the keys that most layers read."""
+        return dict(self.options).get("k", 0.1)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measurement of attend, of top_k, of a method's layers, or of a model's decode step.
+
+    also_rows: measured beside shape.rows in the same run. impls: attend's implementations that are measured.
+    replays: at most so many, where a call takes long.
+    """
+
+    name: str
+    group: str
+    shape: Shape
+    reads: Reads = Reads()
+    memories: tuple[Memory, ...] = (Memory(),)
+    baselines: tuple[str, ...] = ()
+    also_rows: tuple[int, ...] = ()
+    targets: tuple[Target, ...] = ()
+    model: Model | None = None
+    stack: Stack | None = None
+    impls: tuple[str, ...] = ("triton",)
+    replays: int | None = None
+
+    @property
+    def prefill(self) -> bool:
+        """Whether its rows are a prompt's, whose positions the host knows."""
+        return self.group == "prefill"
+
+    @property
+    def measured(self) -> tuple[str, ...]:
+        """What of the library it measures, as `records.kernels.SOURCES` names it."""
+        if self.stack and self.model:
+            return ("attend", "choosing", self.stack.method, "decode_step")
+        if self.stack:
+            return ("attend", "choosing", self.stack.method)
+        if self.group == TOP_K:
+            return ("choosing",)
+        return ("attend", "decode_step") if self.model else ("attend", "attend_sdpa") if self.prefill else ("attend",)
+
+    def by(self, impl: str) -> Case:
+        """The case measured by another implementation than it says, under a name of its own and without targets."""
+        return replace(self, name=f"{self.name} impl={impl}", impls=(impl,), targets=())
+
+    def but(self, **shape: Any) -> Case:
+        """The case with another shape and a name that says so. Its targets stay behind: they were set for the other."""
+        old = vars(self.shape)
+        changed = {key: value for key, value in shape.items() if value not in (None, old[key])}
+        if not changed:
+            return self
+        name = " ".join([self.name, *(f"{key}={value}" for key, value in changed.items())])
+        return replace(self, name=name, shape=replace(self.shape, **changed), targets=())
