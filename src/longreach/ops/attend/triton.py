@@ -133,10 +133,14 @@ def launch_into(
     paged = kv.block_table is not None and kv.block_table.shape[1] > 1
     dense = isinstance(selection, Spans) and selection.is_dense
     if write:
-        t = tune or keeping_tuning(k.dtype, wide, m, paged=paged, items=items, values=out is not None)
+        t = tune or keeping_tuning(
+            k.dtype, wide, m, paged=paged, items=items, values=out is not None, coded=keys is not None
+        )
         assert t.unit == t.block and dense, (t, selection)
     else:
-        t = tune or tuning(rows.q.dtype, wide, m, lists=lists, paged=paged, dense=dense, items=items)
+        t = tune or tuning(
+            rows.q.dtype, wide, m, lists=lists, paged=paged, dense=dense, items=items, keys=read is None
+        )
     logits = _new_logits(rows, kv, t.block) if write else read
     programs = t.programs(rows.q.device) if dealt else 1
     if t.aligned and items < programs:

@@ -413,6 +413,8 @@ def _piece(
                 far_page = _peek(pages + far_slot // PAGE, (far_slot < far_last) & (at + 2 * BN + n < end))
             else:
                 next_size = _peek(s_of + next_slot, near)
+                line, _, line_last, _ = _stretch(at + 4 * BN + n * 32, firsts, lasts, counts, SPANS)
+                _soon(s_of + line, (line < line_last) & (at + 4 * BN + n * 32 < end) & (n * 32 < BN))
         elif PAGED:
             next_slot, _, next_last, _ = _stretch(at + BN + n, firsts, lasts, counts, SPANS)
             next_page = _peek(pages + next_slot // PAGE, (next_slot < next_last) & (at + BN + n < end))

@@ -41,8 +41,13 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def tuning(dtype: torch.dtype, wide: int, m: int, *, lists: bool, paged: bool, dense: bool, items: int) -> Tuning:
-    """The launch for head dim `wide` (a power of two), `m` rows x heads of a tile and `items` streams of keys."""
+def tuning(
+    dtype: torch.dtype, wide: int, m: int, *, lists: bool, paged: bool, dense: bool, items: int, keys: bool = True
+) -> Tuning:
+    """The launch for head dim `wide` (a power of two), `m` rows x heads of a tile and `items` streams of keys.
+
+    keys: whether they are read, else values alone.
+    """
     if INTERPRETED:
         return Tuning(16 if wide <= 64 else 32, 1, 1, 1)
     vector = wide * dtype.itemsize
@@ -55,7 +60,7 @@ def tuning(dtype: torch.dtype, wide: int, m: int, *, lists: bool, paged: bool, d
     if vector > 256:
         return Tuning(32, 4, 3, 2, unit=32 if dense else 16)
     if lists and items >= 128 and not paged:
-        return Tuning(64 * scale, 4, 2, 4, registers=128)
+        return Tuning(64 * scale, 4, 2 if keys else 3, 4, registers=128)
     if lists:
         resident, unit = (3, 32) if items < (32 if paged else 128) else (4, 64 if items < 128 else 128)
         return replace(narrow, per_sm=resident, unit=unit * scale, registers=128)
@@ -64,15 +69,19 @@ def tuning(dtype: torch.dtype, wide: int, m: int, *, lists: bool, paged: bool, d
     return replace(wider, per_sm=2 if paged or items < 128 else 3, aligned=False)
 
 
-def keeping_tuning(dtype: torch.dtype, wide: int, m: int, *, paged: bool, items: int, values: bool) -> Tuning:
+def keeping_tuning(
+    dtype: torch.dtype, wide: int, m: int, *, paged: bool, items: int, values: bool, coded: bool = False
+) -> Tuning:
     """The launch of a dense pass that writes its logits: blocks lie at their multiples, so a unit is a block.
 
-    Without values a stage holds half as much: as many bytes are under way with twice the stages. With them, three
-    programs run at once only where a thread uses no more than 168 registers.
+    coded: keys are 8-bit. Where three or four programs of four warps run at once, a thread uses no more than 168 or
+    128 registers. Without values a stage holds half as much: as many bytes are under way in blocks twice as long.
     """
     t = tuning(dtype, wide, m, lists=False, paged=paged, dense=True, items=items)
-    t = replace(t, block=min(t.block, 256))
-    t = replace(t, unit=t.block)
-    if values or INTERPRETED or m > 16:
-        return replace(t, registers=168) if (t.per_sm, t.warps) == (3, 4) else t
-    return replace(t, stages=2 * t.stages - 1)
+    if not INTERPRETED and m <= 16 and wide * dtype.itemsize <= 256:
+        if coded:
+            t = replace(t, per_sm=4, registers=128)
+        elif not values:
+            t = replace(t, block=2 * t.block, per_sm=2)
+    t = replace(t, block=min(t.block, 256), unit=min(t.block, 256))
+    return replace(t, registers=168) if (t.per_sm, t.warps) == (3, 4) else t
