@@ -21,7 +21,7 @@ from tests.ops.top_k.brute import hard_rows, held_to
 PLACE = "cuda" if torch.cuda.is_available() else "cpu"  # on a CPU, Triton interprets
 # rows of a few blocks go the way of long ones; a sample of a tenth of a row, candidates looked at in several rounds
 LONG = Tuning(
-    256, words=32, part=32, ahead=64, bracket_warps=1, classify_warps=1, write_warps=1, at_once=256, searched=512,
+    part=32, samples=256, words=32, bracket_warps=1, classify_warps=1, write_warps=1, at_once=256, searched=512,
     room=2, short=0, chained=PLACE == "cuda",
 )  # fmt: skip
 

@@ -21,16 +21,16 @@ class Tuning:
 
     short: rows of up to so many columns are held by one program, at most `registers` a thread (64 let two programs
     of 16 warps run at once); samples: columns of the sample of longer rows; sigmas: half the width of the bracket;
-    room: a row may have one candidate in so many columns; words, part: words of 32 columns a program of `classify` and
-    of `write` has, the latter counting `ahead` of those before it at a time; at_once: candidates that `resolve` holds;
-    searched: columns that its slow path reads at a time.
+    room: a row may have one candidate in so many columns; words: words of 32 columns a program of `classify` has;
+    part: those that one of `write` has, up to 512, in pieces of 8 or 16 bits, one a thread at a time;
+    at_once: candidates that `resolve` holds; searched: columns that its slow path reads at a time.
     """
 
-    samples: int
-    words: int
     part: int
-    ahead: int
-    bracket_warps: int = 4
+    samples: int = 4096
+    words: int = 128
+    piece: int = 16
+    bracket_warps: int = 16
     classify_warps: int = 4
     classify_registers: int | None = None
     write_warps: int = 4
@@ -44,10 +44,8 @@ class Tuning:
 
 
 def tuning(rows: int, columns: int) -> Tuning:
-    """The launch for so many rows: few of them leave multiprocessors idle, many have to share memory."""
-    if rows * columns >= 1 << 23:
-        return Tuning(2048, words=128, part=512, ahead=1024)
-    return Tuning(4096, words=128, part=128, ahead=4096, bracket_warps=8)
+    """The launch for so many rows: few of them leave multiprocessors idle."""
+    return Tuning(part=256 if rows * columns >= 1 << 23 else 64)
 
 
 class Space(NamedTuple):
@@ -58,6 +56,7 @@ class Space(NamedTuple):
     tally: Tensor  # int32 [rows, 3, blocks], bits of a block that are sure, tied at the high end, at the low end
     planes: Tensor  # int32 [rows, 2, words], bits that are sure or tied high, bits that are tied
     found: Tensor  # int64 [rows, room], candidates: value and column
+    ahead: Tensor  # int64 [rows, parts], bits before a part: chosen ones, tied ones << 32
 
 
 def top_k(x: Tensor, count: Tensor, length: Tensor, *, first: int, last: int, capacity: int) -> tuple[Tensor, Tensor]:
@@ -113,6 +112,7 @@ def _long(given: tuple, used: Tensor, index: Tensor, t: Tuning) -> Space:
     rows, columns = used.numel(), given[kernels.COLUMNS.value]
     blocks = triton.cdiv(columns, 32 * t.words)
     words = blocks * t.words
+    parts = triton.cdiv(words, t.part)
     room = triton.next_power_of_2(triton.cdiv(columns, t.room))
 
     def ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -124,6 +124,7 @@ def _long(given: tuple, used: Tensor, index: Tensor, t: Tuning) -> Space:
         ints(rows, 3, blocks),
         ints(rows, 2, words),
         ints(rows, room, dtype=torch.int64),
+        ints(rows, parts, dtype=torch.int64),
     )
     chain = _chain(t)
     kernels.bracket[(rows,)](
@@ -137,9 +138,17 @@ def _long(given: tuple, used: Tensor, index: Tensor, t: Tuning) -> Space:
     at_once = min(t.at_once, room)
     kernels.resolve[(rows,)](
         given, tuple(space), blocks, C=room, W=t.words, NB=at_once, SEARCH=t.searched, B=triton.next_power_of_2(blocks),
-        num_warps=max(1, at_once // 512), maxnreg=t.registers, **chain,
+        PW=t.part, num_warps=max(1, at_once // 512), maxnreg=t.registers, **chain,
     )  # fmt: skip
-    kernels.write[(rows, triton.cdiv(words, t.part))](
-        given, tuple(space), index, words, PW=t.part, AHEAD=t.ahead, num_warps=t.write_warps, **chain
+    kernels.write[(rows, parts)](
+        given,
+        tuple(space),
+        index,
+        words,
+        PW=t.part,
+        T=32 * t.write_warps,
+        BITS=t.piece,
+        num_warps=t.write_warps,
+        **chain,
     )
     return space

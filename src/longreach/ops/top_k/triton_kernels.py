@@ -102,6 +102,53 @@ def _row(row, given):
 
 
 @triton.jit
+def _aim(count, a, b, from_a, from_b, even, share):
+    """A key in (a, b) that about `count` keys reach: from_a reach a, from_b reach b, those between lie evenly.
+
+    Where they turned out not to be even: that part of the way down from b.
+    """
+    down = tl.where(even, (count - from_b + 0.5) / (from_a - from_b + 1), share)
+    key = b - (down * (b - a).to(tl.float32)).to(tl.int64)
+    return tl.minimum(tl.maximum(key, a + 1), b - 1)
+
+
+@triton.jit
+def _reaching(key, one, two):
+    """How many of fewer than 32,768 keys reach `one` and `two`."""
+    both = tl.sum((key >= one.to(tl.int32)).to(tl.int32) + ((key >= two.to(tl.int32)).to(tl.int32) << 16), 0)
+    return both & 0xFFFF, both >> 16
+
+
+@triton.jit
+def _around(rank, a, b, from_a, from_b, even):
+    """Two keys in (a, b), one <= two, that the key of that rank likely lies between; thirds where _aim fails."""
+    held, sought = (from_a - from_b).to(tl.float32), (rank - from_b).to(tl.float32)
+    spread = tl.sqrt(sought * (held - sought) / held)  # a standard deviation of how many reach a key
+    one = _aim(rank + spread, a, b, from_a, from_b, even, 2 / 3)
+    two = _aim(rank - spread, a, b, from_a, from_b, even, 1 / 3)
+    return tl.minimum(one, two), two
+
+
+@triton.jit
+def _narrow(rank, a, b, from_a, from_b, one, two, from_one, from_two):
+    """[a, b), which holds the key of that rank, after a look at two keys in it; whether that got rid of half of it.
+
+    Rounds that do and thirds of what is left else: at most 14 + 20 rounds, 6 to 9 where values are spread smoothly.
+    """
+    held = from_a - from_b
+    over, under = from_two >= rank, from_one < rank
+    b, from_b = (
+        tl.where(under, one, tl.where(over, b, two)),
+        tl.where(under, from_one, tl.where(over, from_b, from_two)),
+    )
+    a, from_a = (
+        tl.where(over, two, tl.where(under, a, one)),
+        tl.where(over, from_two, tl.where(under, from_a, from_one)),
+    )
+    return a, b, from_a, from_b, 2 * (from_a - from_b) <= held
+
+
+@triton.jit
 def drawn(i, size, SAMPLES: tl.constexpr):
     """The i-th column of a sample of SAMPLES out of `size` or fewer: anywhere in the i-th of as many even stretches."""
     begin = i.to(tl.int64) * size // SAMPLES
@@ -117,7 +164,7 @@ def bracket(
 ):
     """Where a row's k-th value lies: between the samples SIGMAS standard deviations above and below its expected rank.
 
-    Both are found by bisection of keys, to SLACK samples. given: see _row; space: see Space in triton.py.
+    Both are found to SLACK samples, further out rather than in. given: see _row; space: see Space in triton.py.
     """
     marks, counter = space[0], space[1]
     row = tl.program_id(0)
@@ -143,28 +190,35 @@ def bracket(
     lower = tl.ceil(mean + spread).to(tl.int32)
 
     # [a, b) holds the key of that rank in the sample; over_a, over_b, under_a, under_b: samples at or above these
-    high_a, high_b = tl.full((), LEAST, tl.int64), tl.full((), OVER, tl.int64)
-    low_a, low_b = high_a, high_b
-    over_a, over_b = tl.where((rank > 0) & (upper > 0), SAMPLES, 0), 0
-    under_a, under_b = tl.where((rank > 0) & (lower <= draws), SAMPLES, 0), 0
-    seek_high = over_a > 0
-    seek_low = under_a > 0
+    seek_high, seek_low = (rank > 0) & (upper > 0), (rank > 0) & (lower <= draws)
+    least = tl.min(tl.where(i < size, key, OVER), 0).to(tl.int64)
+    past = tl.max(key, 0).to(tl.int64) + 1
+    high_a, high_b = least, tl.where(seek_high, past, OVER)
+    low_a, low_b = tl.where(seek_low, least, LEAST), past
+    over_a, over_b, under_a, under_b = draws, tl.full((), 0, tl.int32), draws, tl.full((), 0, tl.int32)
+    high_even, low_even = seek_high, seek_low
+    highest, lowest = upper - SLACK, lower + SLACK  # good enough
+    seek_high = seek_high & (high_b - high_a > 1) & (over_b < highest)
+    seek_low = seek_low & (low_b - low_a > 1) & (under_a > lowest)
     while seek_high | seek_low:
-        high_m, low_m = (high_a + high_b) >> 1, (low_a + low_b) >> 1
-        both = (key >= high_m.to(tl.int32)).to(tl.int32) + ((key >= low_m.to(tl.int32)).to(tl.int32) << 16)
-        both = tl.sum(both, 0)
-        over, under = both & 0xFFFF, both >> 16
+        high_m = _aim(upper - SLACK / 2, high_a, high_b, over_a, over_b, high_even, 0.5)
+        low_m = _aim(lower + SLACK / 2, low_a, low_b, under_a, under_b, low_even, 0.5)
+        over, under = _reaching(key, high_m, low_m)
+        held = over_a - over_b
         up, down = seek_high & (over >= upper), seek_high & (over < upper)
         high_a, over_a = tl.where(up, high_m, high_a), tl.where(up, over, over_a)
         high_b, over_b = tl.where(down, high_m, high_b), tl.where(down, over, over_b)
+        high_even = 2 * (over_a - over_b) <= held
+        held = under_a - under_b
         up, down = seek_low & (under >= lower), seek_low & (under < lower)
         low_a, under_a = tl.where(up, low_m, low_a), tl.where(up, under, under_a)
         low_b, under_b = tl.where(down, low_m, low_b), tl.where(down, under, under_b)
-        seek_high = seek_high & (high_b - high_a > 1) & (over_a - over_b > SLACK)
-        seek_low = seek_low & (low_b - low_a > 1) & (under_a - under_b > SLACK)
+        low_even = 2 * (under_a - under_b) <= held
+        seek_high = seek_high & (high_b - high_a > 1) & (over_b < highest)
+        seek_low = seek_low & (low_b - low_a > 1) & (under_a > lowest)
 
-    tie_high = (high_b - high_a == 1) & (over_a - over_b > SLACK)
-    tie_low = (low_b - low_a == 1) & (under_a - under_b > SLACK)
+    tie_high = (rank > 0) & (high_b - high_a == 1) & (over_b < highest)
+    tie_low = (rank > 0) & (low_b - low_a == 1) & (under_a > lowest)
     high = tl.where(tie_high, high_a, high_b)
     low = tl.where(tie_low, low_b, low_a)
     high, low = tl.maximum(high, UNDER), tl.where(rank > 0, tl.maximum(low, UNDER), OVER)  # numbers, or past them
@@ -231,7 +285,7 @@ def classify(given, space, blocks, C: tl.constexpr, W: tl.constexpr, QUADS: tl.c
 
     C: room for candidates a row. QUADS: the number of columns is a multiple of 4.
     """
-    marks, counter, tally, planes, found = space
+    marks, counter, tally, planes, found, _ = space
     row = tl.program_id(0)
     start = tl.program_id(1) * (32 * W)
     x, length, _, first, stop, busy = _row(row, given)
@@ -246,7 +300,7 @@ def classify(given, space, blocks, C: tl.constexpr, W: tl.constexpr, QUADS: tl.c
         gdc_launch_dependents()
     if there:
         row_marks = marks + row.to(tl.int64) * MARKS
-        high_key, low_key = tl.load(row_marks + HIGH), tl.load(row_marks + LOW)
+        high_key, low_key, tied = tl.load(row_marks + HIGH), tl.load(row_marks + LOW), tl.load(row_marks + TIED)
         high, low, under = _value(high_key), _value(low_key), _value(low_key - 1)
         w = tl.arange(0, W)
         above, listed = _reach(slots, high, W), _reach(slots, low, W)
@@ -267,7 +321,7 @@ def classify(given, space, blocks, C: tl.constexpr, W: tl.constexpr, QUADS: tl.c
         plane = planes + row.to(tl.int64) * 2 * blocks * W + u
         tl.store(plane, sure)
         row_tally = tally + row.to(tl.int64) * 3 * blocks + tl.program_id(1)
-        if tl.load(row_marks + TIED) != 0:
+        if tied != 0:
             again = _slots(x, start, columns, W)
             tie = tl.zeros([W], tl.int32)
             for e in tl.static_range(32):
@@ -298,16 +352,36 @@ def classify(given, space, blocks, C: tl.constexpr, W: tl.constexpr, QUADS: tl.c
 
 @triton.jit
 def _entries(at, entries, M, NB: tl.constexpr):
-    """Candidates at, at + 1, .. of M, as they are listed, and which of them there are."""
+    """Candidates at, at + 1, .. of M: keys, LEAST past the last, and columns."""
     n = at + tl.arange(0, NB)
-    return tl.load(entries + n, mask=n < M, other=0), n < M
+    entry = tl.load(entries + n, mask=n < M, other=0)
+    key = _key((entry >> 32).to(tl.int32).to(tl.float32, bitcast=True))
+    return tl.where(n < M, key, LEAST), entry.to(tl.int32)
 
 
 @triton.jit
-def _keys(at, entries, M, NB: tl.constexpr):
-    """Keys of candidates at, at + 1, .. of M, LEAST past the last."""
-    entry, there = _entries(at, entries, M, NB)
-    return tl.where(there, _key((entry >> 32).to(tl.int32).to(tl.float32, bitcast=True)), LEAST)
+def _ranked(at, entries, M, kth, TIES: tl.constexpr, NB: tl.constexpr):
+    """What candidates at, at + 1, .. are ranked by: their keys; or, of those tied at the key kth, low columns first."""
+    key, column = _entries(at, entries, M, NB)
+    if TIES:
+        key = tl.where((at + tl.arange(0, NB) < M) & (key == kth), -1 - column, LEAST)
+    return key
+
+
+@triton.jit
+def _kth(rank, a, b, from_a, from_b, entries, M, kth, TIES: tl.constexpr, NB: tl.constexpr):
+    """The key of that rank in [a, b), or one whose reach is the same; how many reach it and what lies above."""
+    held = _ranked(0, entries, M, kth, TIES, NB)
+    even = from_a > from_b
+    while (b - a > 1) & (from_a != rank):
+        one, two = _around(rank, a, b, from_a, from_b, even)
+        from_one, from_two = _reaching(held, one, two)
+        for at in range(NB, M, NB):
+            ones, twos = _reaching(_ranked(at, entries, M, kth, TIES, NB), one, two)
+            from_one += ones
+            from_two += twos
+        a, b, from_a, from_b, even = _narrow(rank, a, b, from_a, from_b, one, two, from_one, from_two)
+    return a.to(tl.int32), from_a, from_b
 
 
 @triton.jit
@@ -316,34 +390,16 @@ def _choose(pick, M, low, high, columns, entries, plane, NB: tl.constexpr, PART:
 
     NB candidates are held while their keys are searched, later PART at a time are looked at again.
     """
-    keys = _keys(0, entries, M, NB)
-    a, b = low.to(tl.int64), high.to(tl.int64)  # the pick-th key is in [a, b)
-    from_a, from_b = M, 0  # candidates at or above them
-    while (b - a > 1) & (from_a != pick):
-        middle = (a + b) >> 1
-        bound = middle.to(tl.int32)
-        count = tl.sum((keys >= bound).to(tl.int32), 0)
-        for at in range(NB, M, NB):
-            count += tl.sum((_keys(at, entries, M, NB) >= bound).to(tl.int32), 0)
-        enough = count >= pick
-        a, from_a = tl.where(enough, middle, a), tl.where(enough, count, from_a)
-        b, from_b = tl.where(enough, b, middle), tl.where(enough, from_b, count)
-    kth = a.to(tl.int32)
-    # of the candidates with that very key, if not all: those before column `cut`
-    since, cut = tl.full((), 0, tl.int32), columns
-    while (from_a != pick) & (cut - since > 1):
-        half = (since + cut) >> 1
-        ties = tl.full((), 0, tl.int32)
-        for at in range(0, M, PART):
-            entry, there = _entries(at, entries, M, PART)
-            tied = there & (_keys(at, entries, M, PART) == kth) & (entry.to(tl.int32) < half)
-            ties += tl.sum(tied.to(tl.int32), 0)
-        enough = ties >= pick - from_b
-        cut, since = tl.where(enough, half, cut), tl.where(enough, since, half)
+    none = tl.full((), 0, tl.int32)
+    kth, from_kth, above = _kth(pick, low.to(tl.int64), high.to(tl.int64), M, none, entries, M, low, False, NB)
+    cut = columns  # of the candidates with that very key, if not all: those before this column
+    if from_kth != pick:
+        a, b = -columns.to(tl.int64), none.to(tl.int64)
+        last, _, _ = _kth(pick - above, a, b, from_kth - above, none, entries, M, kth, True, NB)
+        cut = -last
     for at in range(0, M, PART):
-        entry, there = _entries(at, entries, M, PART)
-        key, column = _keys(at, entries, M, PART), entry.to(tl.int32)
-        chosen = there & ((key > kth) | ((key == kth) & (column < cut)))
+        key, column = _entries(at, entries, M, PART)
+        chosen = (at + tl.arange(0, PART) < M) & ((key > kth) | ((key == kth) & (column < cut)))
         tl.atomic_or(plane + (column >> 5), 1 << (column & 31), mask=chosen, sem="relaxed")
 
 
@@ -397,15 +453,39 @@ def _search(rank, x, first, stop, length, plane, plane_size, NB: tl.constexpr):
 
 
 @triton.jit
+def _split(one, two, kind):
+    """Bits chosen whatever the ties, bits tied: from bits that are sure or tied high, and bits that are tied."""
+    two = tl.where(kind == NO_TIES, 0, two)
+    return tl.where(kind == HIGH_TIES, one & ~two, one), tl.where(kind == HIGH_TIES, one & two, two & ~one)
+
+
+@triton.jit
+def _count_ahead(plane, plane_size, length, kind, ahead, parts, PW: tl.constexpr, PARTS: tl.constexpr):
+    """How many bits lie before each part of PW words: chosen ones, tied ones << 32."""
+    part = tl.arange(0, PARTS)
+    before = tl.full((), 0, tl.int64)
+    for at in range(0, parts, PARTS):
+        u = (at + part)[:, None] * PW + tl.arange(0, PW)[None, :]
+        there = 32 * u < length
+        one = tl.load(plane + u, mask=there, other=0, cache_modifier=".cg")  # not what was read before bits were set
+        two = tl.load(plane + plane_size + u, mask=there & (kind != NO_TIES), other=0, cache_modifier=".cg")
+        sure, tie = _split(one, two, kind)
+        both = tl.sum(_ones(sure) + (_ones(tie) << 16), 1)
+        both = (both & 0xFFFF).to(tl.int64) + ((both >> 16).to(tl.int64) << 32)
+        tl.store(ahead + at + part, before + tl.cumsum(both, 0) - both, mask=at + part < parts)
+        before += tl.sum(both, 0)
+
+
+@triton.jit
 def resolve(
     given, space, blocks, C: tl.constexpr, W: tl.constexpr, NB: tl.constexpr, SEARCH: tl.constexpr, B: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PW: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Which candidates and ties of a row are chosen.
+    """Which candidates and ties of a row are chosen, and how many lie before each part of PW words.
 
     NB: candidates held at a time; SEARCH: columns that the slow path reads at a time; B: at least `blocks`.
     """
-    marks, counter, tally, planes, found = space
+    marks, counter, tally, planes, found, ahead = space
     row = tl.program_id(0)
     x, length, k, first, stop, busy = _row(row, given)
     if CHAINED:
@@ -440,60 +520,67 @@ def resolve(
         tl.store(row_marks + KIND, kind)
         tl.store(row_marks + TAKE, take)
         tl.store(row_marks + SEARCHED, 1 - good.to(tl.int32))
+        tl.debug_barrier()  # the bits are set by all threads
+        parts = tl.cdiv(blocks * W, PW)
+        _count_ahead(plane, blocks * W, length, kind, ahead + row.to(tl.int64) * parts, parts, PW, max(1, 4096 // PW))
 
 
 @triton.jit
-def _split(plane, plane_size, u, mask, kind):
-    """Words u of a row: bits chosen whatever the ties, bits tied."""
-    one = tl.load(plane + u, mask=mask, other=0)
-    two = tl.load(plane + plane_size + u, mask=mask & (kind != NO_TIES), other=0)
-    return tl.where(kind == HIGH_TIES, one & ~two, one), tl.where(kind == HIGH_TIES, one & two, two & ~one)
+def write(
+    given, space, index, plane_size, PW: tl.constexpr, T: tl.constexpr, BITS: tl.constexpr, CHAINED: tl.constexpr
+):
+    """The chosen columns among PW words of a row, ascending, behind those of all words before.
 
-
-@triton.jit
-def write(given, space, index, plane_size, PW: tl.constexpr, AHEAD: tl.constexpr, CHAINED: tl.constexpr):
-    """The chosen columns among PW words of a row, ascending, behind those of all words before (AHEAD at a time)."""
-    marks, planes = space[0], space[3]
+    A thread has one piece of BITS columns at a time, T of them at once: neighbours write to neighbouring places.
+    """
+    marks, planes, ahead = space[0], space[3], space[5]
     row = tl.program_id(0)
-    start = tl.program_id(1) * PW
+    start = tl.program_id(1) * (PW * 32 // BITS)
     _, length, k, _, _, busy = _row(row, given)
     if CHAINED:
         gdc_wait()
         gdc_launch_dependents()
-    if busy & (32 * start < length):
-        kind = tl.load(marks + row.to(tl.int64) * MARKS + KIND)
-        take = tl.load(marks + row.to(tl.int64) * MARKS + TAKE)
-        plane = planes + row.to(tl.int64) * 2 * plane_size
-        before = tl.zeros([AHEAD], tl.int64)
-        for at in range(0, start, AHEAD):
-            u = at + tl.arange(0, AHEAD)
-            sure, tie = _split(plane, plane_size, u, u < start, kind)
-            before += _ones(sure).to(tl.int64) + (_ones(tie).to(tl.int64) << 32)
-        both = tl.sum(before, 0)
-        ties_before = (both >> 32).to(tl.int32)
-        place = (both & 0x7FFFFFFF).to(tl.int32) + tl.minimum(ties_before, take)
-        u = start + tl.arange(0, PW)
-        chosen, tie = _split(plane, plane_size, u, 32 * u < length, kind)
-        if take > ties_before:
-            each = _ones(tie)
-            left = take - ties_before - (tl.cumsum(each, 0) - each)  # ties still wanted, this word's first ones
-            for i in range(tl.max(tl.minimum(left, each), 0)):
-                lowest = tie & -tie
-                chosen |= tl.where(i < left, lowest, 0)
-                tie ^= lowest
-        mine = _ones(chosen)
-        place += tl.cumsum(mine, 0) - mine
+    # read before it is known whether that is of use; what is past the length holds anything, and its places are past k
+    pieces = (planes + row.to(tl.int64) * 2 * plane_size).to(tl.pointer_type(tl.int16 if BITS == 16 else tl.int8))
+    size = plane_size * (32 // BITS)
+    mask = (1 << BITS) - 1
+    n = start + tl.arange(0, T)
+    one = tl.load(pieces + n, mask=n < size, other=0).to(tl.int32) & mask
+    kind = tl.load(marks + row.to(tl.int64) * MARKS + KIND)
+    take = tl.load(marks + row.to(tl.int64) * MARKS + TAKE)
+    before = tl.load(ahead + row.to(tl.int64) * tl.num_programs(1) + tl.program_id(1))
+    if busy & (BITS * start < length):
+        ties_before = (before >> 32).to(tl.int32)
+        done = (before & 0x7FFFFFFF).to(tl.int32) + tl.minimum(ties_before, take)
         to = index + row.to(tl.int64) * given[CAPACITY]
-        for _ in range(tl.max(mine, 0)):
-            lowest = chosen & -chosen
-            tl.store(to + place, 32 * u + _ones(lowest - 1), mask=(chosen != 0) & (place < k))
-            chosen ^= lowest
-            place += 1
+        for at in range(0, PW * 32 // BITS, T):
+            n = start + at + tl.arange(0, T)
+            following = tl.load(pieces + n + T, mask=(n + T < size) & (at + T < PW * 32 // BITS), other=0)
+            chosen = one
+            if kind != NO_TIES:
+                two = tl.load(pieces + size + n, mask=n < size, other=0).to(tl.int32) & mask
+                chosen, tie = _split(one, two, kind)
+                each = _ones(tie)
+                left = take - ties_before - (tl.cumsum(each, 0) - each)  # ties still wanted, this piece's first ones
+                ties_before += tl.sum(each, 0)
+                for i in range(tl.max(tl.minimum(left, each), 0)):
+                    lowest = tie & -tie
+                    chosen |= tl.where(i < left, lowest, 0)
+                    tie ^= lowest
+            mine = _ones(chosen)
+            place = done + tl.cumsum(mine, 0) - mine
+            done += tl.sum(mine, 0)
+            for _ in range(tl.max(mine, 0)):
+                lowest = chosen & -chosen
+                tl.store(to + place, BITS * n + _ones(lowest - 1), mask=(chosen != 0) & (place < k))
+                chosen ^= lowest
+                place += 1
+            one = following.to(tl.int32) & mask
 
 
 @triton.jit
 def short(given, used, index, NB: tl.constexpr, CHAINED: tl.constexpr):
-    """A whole row of up to NB columns at once: its k-th key by bisection, then the columns chosen."""
+    """A whole row of up to NB columns at once: its k-th key, then the columns chosen."""
     row = tl.program_id(0)
     if CHAINED:
         gdc_wait()
@@ -506,15 +593,14 @@ def short(given, used, index, NB: tl.constexpr, CHAINED: tl.constexpr):
         v = tl.load(x + column, mask=column < given[COLUMNS], other=float("nan")).to(tl.float32)
         middle = (column >= first) & (column < stop)
         key = tl.where(middle, _key(v), LEAST)
-        b = tl.full((), OVER, tl.int64)
-        a = tl.where(rank > 0, LEAST, b - 1)
-        from_a, from_b = stop - first, 0
+        b = tl.max(key, 0).to(tl.int64) + 1
+        a = tl.where(rank > 0, tl.min(tl.where(middle, key, OVER), 0).to(tl.int64), b - 1)
+        from_a, from_b = stop - first, tl.full((), 0, tl.int32)
+        even = from_a > 0
         while (b - a > 1) & (from_a != rank):
-            m = (a + b) >> 1
-            count = tl.sum((key >= m.to(tl.int32)).to(tl.int32), 0)
-            enough = count >= rank
-            a, from_a = tl.where(enough, m, a), tl.where(enough, count, from_a)
-            b, from_b = tl.where(enough, b, m), tl.where(enough, from_b, count)
+            one, two = _around(rank, a, b, from_a, from_b, even)
+            from_one, from_two = _reaching(key, one, two)
+            a, b, from_a, from_b, even = _narrow(rank, a, b, from_a, from_b, one, two, from_one, from_two)
         kth = a.to(tl.int32)
         chosen = (column < length) & ((key > kth) | ~middle)
         tie = middle & (key == kth)
