@@ -9,7 +9,7 @@ import pytest
 
 import longreach.ops
 from longreach.errors import UnknownName
-from longreach.records.kernels import kernel_hash, normalised
+from longreach.records.kernels import PACKAGE, SOURCES, kernel_hash, normalised
 
 CODE = '''
 def f(x, y):
@@ -51,6 +51,30 @@ def test_what_runs_counts(old: str, new: str) -> None:
 
 def test_text_that_is_no_docstring_counts() -> None:
     assert normalised('x = """a"""\n') != normalised('x = """b"""\n')
+
+
+@pytest.mark.parametrize("operator", SOURCES)
+def test_every_pattern_names_a_file(operator: str) -> None:
+    folder, patterns = SOURCES[operator]
+    assert all(any((PACKAGE / folder).glob(pattern)) for pattern in patterns)
+
+
+@pytest.mark.parametrize(
+    ("operator", "name"),
+    [
+        ("matching", "ops/nearest/triton_kernels.py"),
+        ("matching", "ops/append/triton.py"),
+        ("attend", "ops/attend/triton_amend_kernels.py"),
+        ("mac", "cache/ring.py"),
+        ("mac", "methods/mac/method.py"),
+    ],
+)
+def test_what_a_step_of_mac_runs_is_hashed(operator: str, name: str, tmp_path: Path) -> None:
+    for room in ("ops", "cache", "methods"):
+        shutil.copytree(PACKAGE / room, tmp_path / room)
+    path = tmp_path / name
+    path.write_text(path.read_text() + "\nLATER = 1\n")
+    assert kernel_hash(operator, tmp_path) != kernel_hash(operator)
 
 
 def test_the_hash_covers_the_kernels_and_what_calls_them(tmp_path: Path) -> None:

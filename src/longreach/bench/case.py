@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 TOP_K = "top-k"
+MOST = ("microseconds", "time over", "% of KV")  # quantities that must not exceed their bound
 
 
 @dataclass(frozen=True)
@@ -55,12 +56,14 @@ class Target:
     """What a case must reach. of: the entry of ours it is about; over: the entry, or whose entries, it is compared to.
 
     "speed over baseline" is over the faster of FlashInfer and FlashAttention-3, "speed over fastest" over the fastest
-    of them and torch's kernels, "speed over" over one of ours, or over the best of one of theirs.
+    of them and torch's kernels, "speed over" over one of ours, or over the best of one of theirs. "% of KV": what a
+    method keeps for a sequence, of the sequence's keys and values.
     """
 
     quantity: Literal[
-        "speed over baseline", "speed over fastest", "microseconds", "TB/s", "speed over", "time over", "share of limit"
-    ]
+        "speed over baseline", "speed over fastest", "microseconds", "TB/s", "speed over", "time over",
+        "share of limit", "% of KV",
+    ]  # fmt: skip
     bound: float
     of: str = "contiguous"
     over: str | None = None
@@ -68,7 +71,7 @@ class Target:
     @property
     def least(self) -> bool:
         """Whether the bound is a lower one."""
-        return self.quantity not in ("microseconds", "time over")
+        return self.quantity not in MOST
 
 
 @dataclass(frozen=True)
@@ -100,11 +103,65 @@ class Stack:
 
 
 @dataclass(frozen=True)
+class Hits:
+    """One entry of a case of MAC: which heads find an earlier row, where, and what they then read. All of it is forced.
+
+    gap: positions back to the row found; band: keys before it that are read with all after it. share: a hit reads that
+    share of the context instead: by its gap where window and band allow it, else the band is as wide as it takes.
+    rate: share of query heads that find their row, drawn independently. misses: one query head of the batch, or of each
+    sequence, finds none. spread: all heads find theirs, and read as many keys as all together would with these misses.
+    guard: whether the profit guard is on; KV heads then rest as they do in the long run at this rate (at rate 0: all
+    of them, as between two searches). part: what is timed, the whole step, or attention (attend_amend) alone.
+    """
+
+    name: str
+    gap: int = 350
+    band: int = 256
+    share: float | None = None
+    rate: float = 1.0
+    misses: Literal["none", "one", "each"] = "none"
+    spread: bool = False
+    guard: bool = True
+    part: Literal["step", "attention"] = "step"
+
+    def missing(self, shape: Shape) -> int:
+        """KV heads of the batch one of whose heads is to miss."""
+        return {"none": 0, "one": 1, "each": shape.batch}[self.misses]
+
+    def span(self, shape: Shape, window: int) -> tuple[int, int]:
+        """(gap, band): a hit reads gap + band keys."""
+        keys = self.gap + self.band
+        if self.spread:
+            streams, long = shape.batch * shape.kv_heads, self.missing(shape)
+            keys = (long * shape.context + (streams - long) * keys) // streams
+        elif self.share is not None:
+            keys = int(self.share * shape.context)
+            if 1 <= keys - self.band <= window:
+                return keys - self.band, self.band
+        gap = min(self.gap, window, keys - 1)
+        return gap, keys - gap
+
+    def streams(self, shape: Shape, window: int) -> int:
+        """Keys that all KV heads read, at least: where all heads hit that may."""
+        long = 0 if self.spread else self.missing(shape)
+        return long * shape.context + (shape.batch * shape.kv_heads - long) * sum(self.span(shape, window))
+
+
+@dataclass(frozen=True)
+class Reuse:
+    """MAC, looking through the last `window` rows. hits: each an entry; a model decodes with the first."""
+
+    hits: tuple[Hits, ...]
+    window: int = 1024
+
+
+@dataclass(frozen=True)
 class Case:
-    """One measurement of attend, of top_k, of a method's layers, or of a model's decode step.
+    """One measurement of attend, of top_k, of a method's layers or step, or of a model's decode step.
 
     also_rows: measured beside shape.rows in the same run. impls: attend's implementations that are measured.
-    replays: at most so many, where a call takes long.
+    replays: at most so many, where a call takes long. fill: as many sequences as fit into memory, whatever the shape
+    says (a model's case).
     """
 
     name: str
@@ -117,8 +174,10 @@ class Case:
     targets: tuple[Target, ...] = ()
     model: Model | None = None
     stack: Stack | None = None
+    reuse: Reuse | None = None
     impls: tuple[str, ...] = ("triton",)
     replays: int | None = None
+    fill: bool = False
 
     @property
     def prefill(self) -> bool:
@@ -128,6 +187,8 @@ class Case:
     @property
     def measured(self) -> tuple[str, ...]:
         """What of the library it measures, as `records.kernels.SOURCES` names it."""
+        if self.reuse:
+            return ("attend", "matching", "mac", *(("decode_step",) if self.model else ()))
         if self.stack and self.model:
             return ("attend", "choosing", self.stack.method, "decode_step")
         if self.stack:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from longreach.bench.case import TOP_K, Case, Memory, Model, Reads, Shape, Stack, Target
+from longreach.bench.mac import cases as mac
 from longreach.errors import UnknownName
 
 K = 1024
@@ -134,6 +135,7 @@ CASES: dict[str, Case] = {
         _model(32 * K, 0.65),
         _model(128 * K, 0.78),
         *(_sparse_model(batch) for batch in (1, 4)),
+        *mac.cases(),
     )
 }
 GROUPS = tuple(dict.fromkeys(case.group for case in CASES.values()))
@@ -156,4 +158,5 @@ def tiny(case: Case) -> Case:
                    dtype="float32")  # fmt: skip
     stack = case.stack and replace(case.stack, anchors=(0, 2), layers=4)
     model = case.model and Model(4 if stack else 2, 64, 96, 264)
-    return replace(cut, name=case.name, reads=small, impls=("reference",), model=model, stack=stack)
+    reuse = case.reuse and mac.tiny(case.reuse)
+    return replace(cut, name=case.name, reads=small, impls=("reference",), model=model, stack=stack, reuse=reuse)

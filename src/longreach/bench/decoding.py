@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import pairwise
 from typing import Any
 
@@ -19,8 +19,10 @@ from torch import Tensor
 from longreach.bench.case import Case
 from longreach.bench.check import WrongResult
 from longreach.bench.inputs import bytes_needed, check_shape
+from longreach.bench.mac import decoding as mac
+from longreach.bench.mac.phases import phases
 from longreach.bench.stack import planned
-from longreach.bench.steps import Steps, passes, relative, require_right, run_steps
+from longreach.bench.steps import Steps, Verdict, passes, relative, require_right, run_steps
 from longreach.bench.targets import judge
 from longreach.bench.timing import Timing
 from longreach.errors import InvalidInput
@@ -30,6 +32,7 @@ Say = Callable[[str], None]
 BANDWIDTH = 4.26e12  # bytes a second: what reads of an H200's memory reach
 STEPS, QUICK = 64, 16  # decode steps that are timed
 WARM = 16  # tokens before them: compiling and capturing lie there
+COMPARED = 1 << 18  # tokens of the sequences whose exact pass is made: its keys and values in fp32 take memory
 BASELINE = "transformers_static"
 BASELINE_SECONDS = 150.0  # of all cases of a run together; where the next may not fit, the record says so
 TOKENS_TEST = "tests/adapters/transformers/test_loop.py"  # fp32 tokens equal transformers', for every family
@@ -54,8 +57,12 @@ class Decoding:
         if case.model and case.model.hidden % case.shape.heads:
             wanted = f"expected a divisor of the hidden size {case.model.hidden}"
             raise InvalidInput(f"{case.name}: heads: {wanted}, got {case.shape.heads}")
-        self.say(f"{case.name}: {case.shape.batch} x {case.shape.context} keys in every layer")
         model, model_seconds = self.model(case)
+        if case.fill:
+            self._free()
+            batch = mac.as_many_as_fit(case, self.device)
+            case = replace(case, shape=replace(case.shape, batch=batch))
+        self.say(f"{case.name}: {case.shape.batch} x {case.shape.context} keys in every layer")
         draw = torch.Generator(self.device).manual_seed(self.seed)
         size = case.shape.batch, case.shape.context + 2
         ids = torch.randint(model.config.vocab_size, size, generator=draw, device=self.device)
@@ -63,13 +70,14 @@ class Decoding:
         kv = case.model.layers * bytes_needed(case) if case.model else 0
         needed = weights + kv
         ours, done, setup = self._ours(case, model, ids)
-        first = ids[:, case.shape.context]
-        plain, exact = passes(model, case.shape.context, done.read, self.seed)
-        self._free()
-        verdict = require_right(case.name, done, first, plain, exact)
+        exact, verdict = self._verdict(case, model, ids, done)
         ours = [{**measured, "error": verdict.error} for measured in ours]
+        found: dict[str, Any] = {}
         if case.stack:
             more, sparse = self._method(case, model, ids, exact)
+            ours, setup = ours + more, setup | sparse
+        if case.reuse:
+            more, sparse, found = self._forced(case, model, ids, ours[0]["timing"])
             ours, setup = ours + more, setup | sparse
         rivals, baselines = self._baseline(case, model, ids, exact[:, 0], verdict.error_bound)
         entries = [_entry(needed, **measured) for measured in (*ours, *rivals)]
@@ -83,6 +91,7 @@ class Decoding:
             "error_bound": verdict.error_bound,
             "check": verdict.recorded(),
             "tokens_tested_by": TOKENS_TEST,
+            **found,
             "setup_seconds": {"model": model_seconds, **setup},
             "timing": {"how": ours[0]["timing"].how, "replays": self.steps, "warm_up": WARM},
             "baselines": baselines,
@@ -105,6 +114,37 @@ class Decoding:
             self._model = key, made, self._now() - started
         return self._model[1:]
 
+    def _verdict(
+        self, case: Case, model: Any, ids: Tensor, done: Steps, window: int | None = None
+    ) -> tuple[Tensor, Verdict]:
+        """The exact logits of the first sequences, and what the steps are worth. window: as `passes` has it."""
+        batch, tokens = case.shape.batch, case.shape.context
+        count = max(1, min(batch, COMPARED // (tokens if window is None else window)))
+        some = Steps(done.read[:count], done.chosen[:count], done.logits[:count])
+        plain, exact = passes(model, tokens, some.read, self.seed, batch=batch, window=window)
+        self._free()
+        return exact, require_right(case.name, some, ids[:count, tokens], plain, exact)
+
+    def _forced(
+        self, case: Case, model: Any, ids: Tensor, dense: Timing
+    ) -> tuple[list[dict[str, Any]], dict[str, float], dict[str, Any]]:
+        """MAC with forced hits in the same loop, what setting it up took, and what the record says of it besides."""
+        assert case.reuse is not None
+        method = mac.forced(case)
+        ours, done, setup = self._ours(case, model, ids, method)
+        _, verdict = self._verdict(case, model, ids, done, mac.window(case))
+        named = [{**measured, "name": f"mac: {measured['name']}", "error": verdict.error} for measured in ours]
+        steps = {"mac": ours[0]["timing"].median * 1e6, "dense": dense.median * 1e6}
+        found = {
+            "forced": mac.FORCED,
+            "reuse": asdict(case.reuse),
+            "method": method.to_json(),
+            "check_forced": verdict.recorded(),
+            "phases": phases(case, self.device, steps, replays=self.steps // 4, seed=self.seed),
+        }
+        self._free()
+        return named, {f"mac: {what}": seconds for what, seconds in setup.items()}, found
+
     def _method(
         self, case: Case, model: Any, ids: Tensor, exact: Tensor
     ) -> tuple[list[dict[str, Any]], dict[str, float]]:
@@ -116,7 +156,7 @@ class Decoding:
         name = case.stack.method
         with planned(case, self.seed, shape_of(model)) as (method, _, _):
             ours, done, setup = self._ours(case, model, ids, method)
-        error = relative(done.logits[:, :1], exact[:, :1])
+        error = relative(done.logits[: len(exact), :1], exact[:, :1])
         named = [{**measured, "name": f"{name}: {measured['name']}", "error": error} for measured in ours]
         return named, {f"{name}: {what}": seconds for what, seconds in setup.items()}
 
@@ -138,6 +178,8 @@ class Decoding:
             cache = session.new_cache(batch)
             started = self._now()
             fill(cache, model, tokens, self.seed)
+            if decode is not None:
+                cache.note_followed((decode,), [0] * batch)  # there was no prompt to take note of
             filled = self._now()
             clock = Clock()
             got = generate(session, ids[:, : tokens + 1], max_new_tokens=room, eos_token_id=(), past_key_values=cache,

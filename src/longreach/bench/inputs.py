@@ -14,6 +14,7 @@ from longreach.ops import KVView, Lists, Rows, Selection, Span, Spans, at
 from longreach.ops.types import Run
 
 CHUNK = 1 << 28  # elements drawn at a time
+WIDTHS = {"bfloat16": 2, "float16": 2, "float32": 4}  # bytes
 
 
 class Inputs:
@@ -30,6 +31,8 @@ class Inputs:
         self.copies = copies_needed(bytes_needed(case), device)
         if case.stack:  # layers that share a choice of keys read the same share of theirs one after the other
             self.copies = max(2, copies_needed(int(bytes_needed(case) * case.stack.share), device))
+        if case.reuse:
+            self.copies = copies_needed(least_read(case), device)
         shape = self.shape
         numbers = shape.batch * shape.kv_heads * shape.context * shape.dim
         self._kv = [tuple(self._normal(numbers) for _ in "kv") for _ in range(self.copies)]
@@ -153,8 +156,17 @@ def bytes_needed(case: Case) -> int:
     keys = case.reads.keys(shape.context)
     if case.reads.kind == "window":
         keys = min(shape.context, keys + shape.rows - 1)
-    width = {"bfloat16": 2, "float16": 2, "float32": 4}[shape.dtype]
-    return 2 * shape.batch * shape.kv_heads * keys * shape.dim * width
+    return 2 * shape.batch * shape.kv_heads * keys * shape.dim * WIDTHS[shape.dtype]
+
+
+def least_read(case: Case) -> int:
+    """Bytes of keys, values and, where it is looked through, the ring that the least of a case's hits reads."""
+    shape, reuse = case.shape, case.reuse
+    assert reuse is not None
+    vector = shape.dim * WIDTHS[shape.dtype]
+    ring = shape.batch * shape.heads * reuse.window * vector
+    kv = {hits: 2 * vector * hits.streams(shape, reuse.window) for hits in reuse.hits}
+    return min(read + (ring if hits.part == "step" else 0) for hits, read in kv.items())
 
 
 def flops_needed(case: Case) -> int:

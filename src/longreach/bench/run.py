@@ -13,8 +13,9 @@ from longreach.bench.case import TOP_K, Case, Memory
 from longreach.bench.check import bound, require_right
 from longreach.bench.competitor import Competitor, ours
 from longreach.bench.inputs import Inputs, bytes_needed, flops_needed
+from longreach.bench.mac.run import run_mac
 from longreach.bench.stack import run_stack
-from longreach.bench.sweep import best
+from longreach.bench.sweep import Sweeps, best
 from longreach.bench.targets import judge
 from longreach.bench.timing import Timing, measure
 from longreach.bench.top_k import run_top_k
@@ -27,16 +28,18 @@ QUICK = 7
 
 def run_case(
     case: Case, device: torch.device, *, without: Iterable[str] = (), replays: int = REPLAYS, seed: int = 0,
-    say: Say = lambda line: None,
+    say: Say = lambda line: None, sweeps: Sweeps | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Measure a case. without: baselines left out, which the result names.
+    """Measure a case. without: baselines left out, which the result names. sweeps: what earlier cases of the run found.
 
     Raises Unsupported where a baseline cannot be loaded, BaselineFailed where it does not work, WrongResult for outputs
-    of ours that are wrong before or any that are wrong after all were timed.
+    of ours that are wrong before or any that are wrong after all were timed; OutOfMemory where a case does not fit.
     """
     names = [name for name in case.baselines if name not in set(without)]
     if case.group == TOP_K:
         return run_top_k(case, device, replays=replays, seed=seed)
+    if case.reuse:
+        return run_mac(case, device, without=without, replays=replays, seed=seed, say=say, sweeps=sweeps)
     if case.stack:
         return run_stack(case, device, without=without, replays=replays, seed=seed, say=say)
     versions: dict[str, str] = {}

@@ -66,14 +66,31 @@ def run_steps(decoder: Any, first: Tensor, *, capture: bool, count: int = COUNT)
 
 
 @torch.no_grad()
-def passes(model: Any, tokens: int, read: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-    """Logits [B, n, V] of tokens read [B, n] after `tokens` drawn keys: in the model's dtype, and in a wider one."""
+def passes(
+    model: Any, tokens: int, read: Tensor, seed: int, *, batch: int | None = None, window: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Logits [B, n, V] of tokens read [B, n] after `tokens` drawn keys: in the model's dtype, and in a wider one.
+
+    batch: sequences that keys were drawn for, of which the first B are computed, None: B. window: every row sees its
+    last so many keys, its own among them; None: all.
+    """
     from longreach.adapters.transformers.synthetic import filled_dynamic_cache
 
-    plain = model(input_ids=read, past_key_values=filled_dynamic_cache(model, read.shape[0], tokens, seed)).logits
-    cache = filled_dynamic_cache(model, read.shape[0], tokens, seed)
+    count, steps = read.shape
+    last = tokens if window is None else min(tokens, window - 1)
+    given: dict[str, Any] = {"position_ids": torch.arange(tokens, tokens + steps, device=read.device).expand(count, -1)}
+    if window is not None:
+        row, key = torch.arange(steps, device=read.device)[:, None], torch.arange(last + steps, device=read.device)
+        seen = (key <= row + last) & (key > row + last - window)
+        given["attention_mask"] = seen.expand(count, 1, -1, -1)
+
+    def logits() -> Tensor:
+        cache = filled_dynamic_cache(model, batch or count, tokens, seed, sequences=count, last=last)
+        return model(input_ids=read, past_key_values=cache, **given).logits
+
+    plain = logits()
     with computing_in(model, WIDER[model.dtype]):
-        return plain, model(input_ids=read, past_key_values=cache).logits
+        return plain, logits()
 
 
 @contextmanager

@@ -68,6 +68,24 @@ def best(name: str, inputs: Inputs, say: Callable[[str], None]) -> tuple[list[Co
     return list(chosen.values()), tried
 
 
+class Sweeps:
+    """The sweeps of a run: settings are tried once for each shape, and its later cases compete with what they found."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, tuple[list[dict[str, Any]], list[Tried]]] = {}
+
+    def fastest(self, name: str, inputs: Inputs, say: Callable[[str], None]) -> tuple[list[Competitor], list[Tried]]:
+        """As `best`, but the fastest competitor alone."""
+        place = name, inputs.shape, inputs.case.reads, inputs.case.prefill, inputs.device
+        if place not in self._known:
+            found, tried = best(name, inputs, say)
+            self._known[place] = [c.settings for c in found[:1]], tried
+            return found[:1], tried
+        chosen, tried = self._known[place]
+        builds = [(settings, build) for settings, build in candidates(name, inputs) if settings in chosen]
+        return [replace(build(), name=f"{baseline(name).TITLE} {label(settings)}") for settings, build in builds], tried
+
+
 def label(settings: dict[str, Any]) -> str:
     """Settings in a few words."""
     words = []

@@ -44,7 +44,9 @@ def _judged(target: Target, entries: list[dict[str, Any]]) -> dict[str, Any]:
         got = time
     elif target.quantity == "TB/s":
         got = mine["tb_per_s"]
-    elif "share_of_limit" in mine:
+    elif target.quantity == "% of KV" and "ring_percent_of_kv" in mine:
+        got = mine["ring_percent_of_kv"]
+    elif target.quantity == "share of limit" and "share_of_limit" in mine:
         got = mine["share_of_limit"]
     else:
         raise InvalidInput(f"target: {target.quantity} is not measured by this case")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
+
+from longreach.bench.case import MOST
 
 
 def goal(target: dict[str, Any]) -> str:
     """What must be reached."""
     over = f" {target['over']}" if target["over"] else ""
-    sign = "<=" if target["quantity"] in ("microseconds", "time over") else ">="
+    sign = "<=" if target["quantity"] in MOST else ">="
     return f"{target['of']}: {target['quantity']}{over} {sign} {target['bound']:g}"
 
 
@@ -25,3 +28,14 @@ def outcome(target: dict[str, Any]) -> str:
     than = f" (against {target['than']})" if target["than"] and not target["over"] else ""
     end = "reached" if target["reached"] else f"missed by {target['missed_by']:.1%}"
     return f"{target['got']:.3g}{than}, {end}"
+
+
+def remarks(result: dict[str, Any]) -> Iterator[str]:
+    """What else a case of MAC has to say: what was forced, hit rates that pay, and where a step's time goes."""
+    if "forced" in result:
+        yield "hits are forced, for timing alone"
+    for guard, found in result.get("break_even", {}).items():
+        rates = (f"{other}: " + ("at no rate" if at is None else f"from {at:.3f} on") for other, at in found.items())
+        yield f"faster, {guard}, than {'; '.join(rates)}"
+    for what, parts in result.get("phases", {}).get("microseconds", {}).items():
+        yield f"{what}: " + ", ".join(f"{part} {us:.0f} us" for part, us in parts.items())

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longreach.cli.common import add_json, positive, seed
 from longreach.cli.show import Column, Table, console, emit, progress
-from longreach.errors import InvalidInput, UnknownName
+from longreach.errors import InvalidInput, OutOfMemory, UnknownName
 
 if TYPE_CHECKING:
     from longreach.bench.case import Case
@@ -88,6 +89,7 @@ def _run(args: argparse.Namespace) -> int:
     from longreach.bench.decoding import Decoding
     from longreach.bench.record import add, conditions
     from longreach.bench.run import QUICK, REPLAYS, run_case
+    from longreach.bench.sweep import Sweeps
     from longreach.ops.attend.api import implementations
     from longreach.records import check_writable
 
@@ -110,14 +112,21 @@ def _run(args: argparse.Namespace) -> int:
         check_writable(args.out / f"{group}.json")
     out, results = console(), {}
     say = (lambda line: None) if args.json else (lambda line: print(line, flush=True))
+    sweeps, too_large = Sweeps(), 0
     models = Decoding(device, without=without, quick=args.quick, seed=args.seed, say=say)
     with progress("measuring", len(cases)) as advance:
         for case in cases:
-            if case.model is not None:
-                measured = models.run(case)
-            else:
-                measured = run_case(case, device, without=without, say=say, seed=args.seed,
-                                    replays=QUICK if args.quick else REPLAYS)  # fmt: skip
+            try:
+                if case.model is not None:
+                    measured = models.run(case)
+                else:
+                    measured = run_case(case, device, without=without, say=say, seed=args.seed, sweeps=sweeps,
+                                        replays=QUICK if args.quick else REPLAYS)  # fmt: skip
+            except OutOfMemory as error:  # the others may fit
+                print(f"left out: {error}", file=sys.stderr, flush=True)
+                too_large += 1
+                advance(1)
+                continue
             results[case.name] = {**conditions(device, case.measured), **measured}
             add(args.out / f"{case.group}.json", case.group, case.name, results[case.name])
             if gpu:
@@ -127,7 +136,7 @@ def _run(args: argparse.Namespace) -> int:
             advance(1)
     if args.json:
         emit(results)
-    return 0
+    return 3 if too_large else 0
 
 
 def _chunk_store(args: argparse.Namespace) -> int:
@@ -165,7 +174,7 @@ def _chunk_store(args: argparse.Namespace) -> int:
 
 def show(out: Any, case: Case, result: dict[str, Any]) -> None:
     """A case's table and what became of its targets."""
-    from longreach.bench.words import goal, outcome, rate
+    from longreach.bench.words import goal, outcome, rate, remarks
 
     table = Table(out, COLUMNS)
     table.header()
@@ -176,6 +185,8 @@ def show(out: Any, case: Case, result: dict[str, Any]) -> None:
                    rate(entry), f"{entry['error']:.1e}"])  # fmt: skip
     if "auto" in result:
         out.print(f"  impl='auto' means {result['auto']}", soft_wrap=True)
+    for remark in remarks(result):
+        out.print(f"  {remark}", soft_wrap=True)
     if "limit" in result:
         shares = ", ".join(f"{e['name']} {e['share_of_limit']:.1%}" for e in result["entries"])
         out.print(f"  limit {result['limit']['microseconds']:.1f} us; reached of it: {shares}", soft_wrap=True)

@@ -30,6 +30,19 @@ SOURCES: dict[str, tuple[str, tuple[str, ...]]] = {  # what was measured -> fold
     "attend_sdpa": ("ops", ("attend/sdpa.py",)),
     "choosing": ("ops", ("pooled_scores/*.py", "top_k/*.py")),
     "kascade": ("methods", ("base.py", "kascade/*.py")),
+    "matching": ("ops", ("append/*.py", "attend/amend.py", "nearest/*.py", "rope.py")),
+    "mac": (
+        ".",
+        (
+            "cache/ring.py",
+            "methods/base.py",
+            "methods/mac/method.py",
+            "methods/mac/notes.py",
+            "methods/mac/plan.py",
+            "methods/mac/rows.py",
+            "methods/mac/state.py",
+        ),
+    ),
     "chunk_store": ("store", ("*.py",)),
     "decode_step": (  # a model's, but for attend
         ".",

@@ -82,11 +82,17 @@ def fill(cache: LongreachCache, model: PreTrainedModel, tokens: int, seed: int) 
 
 
 @torch.no_grad()
-def filled_dynamic_cache(model: PreTrainedModel, batch: int, tokens: int, seed: int) -> DynamicCache:
-    """transformers' cache of any length, holding the same columns as `fill` puts."""
+def filled_dynamic_cache(
+    model: PreTrainedModel, batch: int, tokens: int, seed: int, *, sequences: int | None = None, last: int | None = None
+) -> DynamicCache:
+    """transformers' cache of any length, holding the same columns as `fill` puts.
+
+    sequences: the first so many alone; last: their last so many columns alone. What is left out takes no memory.
+    """
     cache = DynamicCache(config=model.config)
-    for layer, (k, v) in enumerate(kv_of(model, batch, tokens, seed)):
-        cache.update(k.transpose(1, 2), v.transpose(1, 2), layer)
+    for layer, both in enumerate(kv_of(model, batch, tokens, seed)):
+        k, v = (x[:sequences, tokens - (last or tokens) :].transpose(1, 2).clone() for x in both)
+        cache.update(k, v, layer)
     return cache
 
 

@@ -1,0 +1,29 @@
+"""How many KV heads the profit guard keeps from searching, in the long run."""
+
+from __future__ import annotations
+
+import torch
+
+from longreach.ops.nearest import Rule
+
+HEADS, ROWS, SETTLED = 512, 1024, 512  # accounts that are followed, for so many rows, of which the last ones count
+
+
+def resting_share(rule: Rule, rate: float, group: int, context: int, gap: int) -> float:
+    """Of the rows of KV heads with `group` query heads, each of which finds the row `gap` back with probability `rate`,
+    all independently; contexts of `context` tokens. The accounts are those that `Rule` says. 0 without a guard."""
+    if rule.patience == float("inf"):
+        return 0.0
+    draw = torch.Generator().manual_seed(0)
+    looked = min(rule.window, context - 1 - rule.oldest)
+    gain = (context - gap - rule.band - rule.sinks) / (looked * rule.price) - 1
+    account = torch.full((HEADS,), rule.patience)
+    rests = torch.zeros(())
+    for row in range(ROWS):
+        resting = account < 0
+        rests += resting.sum() if row >= ROWS - SETTLED else 0
+        reused = torch.rand(HEADS, generator=draw) < rate**group
+        after = (account + torch.where(reused, gain, -1.0)).clamp(max=rule.patience)
+        after = torch.where(after < 0, float(-rule.rest), after)
+        account = torch.where(resting, account + 1, after)
+    return float(rests) / (HEADS * SETTLED)
