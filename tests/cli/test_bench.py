@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from longreach.bench.case import Case
 from longreach.bench.record import read
+from longreach.errors import OutOfMemory
 
 
 def test_list_names_cases_and_what_they_must_reach(longreach: Callable) -> None:
@@ -43,6 +45,32 @@ def test_a_model_decodes_beside_transformers(longreach: Callable, tmp_path: Path
     assert case["bytes"]["kv"] == 2 * 2 * 2 * 256 * 16 * 4  # layers, K and V, heads, tokens, channels, bytes
     assert case["limit"]["microseconds"] == pytest.approx(case["bytes_needed"] / 4.26e6)
     assert {"model", "fill", "compile_and_capture"} <= set(case["setup_seconds"])
+
+
+def test_a_step_of_mac_says_that_hits_are_forced(longreach: Callable, tmp_path: Path) -> None:
+    code, out, err = longreach("bench", "run", "mac-rates-32k-b1", "--tiny", "--quick", "--out", tmp_path)
+    assert (code, err) == (0, "") and "hits are forced" in out and "rate 0, guard" in out and "no guard, than" in out
+    case = read(tmp_path / "mac-rates.json")["cases"]["mac-rates-32k-b1"]
+    assert set(case["kernels"]) == {"attend", "matching", "mac"} and len(case["entries"]) == 14
+
+
+def test_a_case_that_does_not_fit_stops_no_other(
+    longreach: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from longreach.bench.mac import run
+
+    check = run.check_room
+
+    def small(case: Case, device: torch.device) -> None:
+        if case.shape.batch > 1:
+            raise OutOfMemory(f"{case.name}: too large")
+        check(case, device)
+
+    monkeypatch.setattr(run, "check_room", small)
+    names = "mac-hit-128k-b8", "mac-hit-128k-b1"
+    code, _, err = longreach("bench", "run", *names, "--tiny", "--quick", "--out", tmp_path)
+    assert code == 3 and "left out: mac-hit-128k-b8: too large" in err
+    assert list(read(tmp_path / "mac-hit.json")["cases"]) == ["mac-hit-128k-b1"]
 
 
 def test_a_baseline_left_out_is_named(longreach: Callable, tmp_path: Path) -> None:

@@ -31,9 +31,13 @@ def outcome(target: dict[str, Any]) -> str:
 
 
 def remarks(result: dict[str, Any]) -> Iterator[str]:
-    """What else a case of MAC has to say: what was forced, hit rates that pay, and where a step's time goes."""
+    """What else a case of MAC has to say: what was forced, all speeds, hit rates that pay, where a step's time goes."""
     if "forced" in result:
         yield "hits are forced, for timing alone"
+    if result.get("speed_over_fastest"):
+        ratios = result["speed_over_fastest"]["ratios"].items()
+        told = ", ".join(f"{name} {ratio:.2f}x" for name, ratio in ratios)
+        yield f"speed over {result['speed_over_fastest']['kernel']}: {told}"
     for guard, found in result.get("break_even", {}).items():
         rates = (f"{other}: " + ("at no rate" if at is None else f"from {at:.3f} on") for other, at in found.items())
         yield f"faster, {guard}, than {'; '.join(rates)}"

@@ -37,6 +37,11 @@ def test_a_record_says_what_was_forced() -> None:
     assert entry["ring_percent_of_kv"] == pytest.approx(100 * ring / (256 * 2 * kv))
     assert all(0 <= e["error"] <= result["error_bound"] for e in result["entries"])
     assert result["break_even"] == {}
+    speeds, fastest = result["speed_over_fastest"], result["entries"][-1]
+    assert speeds["kernel"] == fastest["name"] and list(speeds["ratios"]) == [name for name, _ in ours]
+    assert (
+        speeds["ratios"]["dense"] == fastest["microseconds"]["median"] / result["entries"][3]["microseconds"]["median"]
+    )
 
 
 def test_rates_have_a_break_even() -> None:

@@ -86,6 +86,7 @@ def run_mac(
             "timed": "attention alone: their keys and values are appended already, ours within what is timed",
         },
         "entries": entries,
+        "speed_over_fastest": speeds(entries),
         "break_even": break_evens(reuse, entries),
         "targets": judge(case, entries),
     }
@@ -104,6 +105,17 @@ def check_room(case: Case, device: torch.device) -> None:
         raise OutOfMemory(
             f"{case.name}: keys, values and rings take {needed / 2**30:.0f} GiB, the GPU has {free / 2**30:.0f} left"
         )
+
+
+def speeds(entries: list[dict[str, Any]]) -> dict[str, Any]:
+    """How often each entry of ours fits into the time of the fastest other kernel; empty where there is none."""
+    others = [e for e in entries if e["who"] != "longreach"]
+    if not others:
+        return {}
+    fastest = min(others, key=lambda e: e["microseconds"]["median"])
+    time = fastest["microseconds"]["median"]
+    ratios = {e["name"]: time / e["microseconds"]["median"] for e in entries if e["who"] == "longreach"}
+    return {"kernel": fastest["name"], "ratios": ratios}
 
 
 def break_evens(reuse: Reuse, entries: list[dict[str, Any]]) -> dict[str, dict[str, float | None]]:
