@@ -89,6 +89,14 @@ def test_counts_and_lengths() -> None:
     check(x[:2], count[:2], length[:2, 0], first=100, last=120, capacity=2000)
 
 
+@pytest.mark.parametrize("piece", [8, 16])
+def test_ties_among_candidates(piece: int) -> None:
+    """Values that several columns share, too few for marks of ties: the k-th cuts through those that hold it."""
+    x = torch.stack([torch.randperm(1500) // ties for ties in (2, 3, 4, 6)]).float()[None]
+    count = torch.tensor([[101, 151, 303, 700]])
+    assert not any(check(x, count, torch.tensor([1500]), tune=replace(LONG, piece=piece, at_once=64), last=5))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_memory_of_any_layout(dtype: torch.dtype) -> None:
     """Slices of larger tensors, heads outermost, counts and lengths that are columns of something else."""

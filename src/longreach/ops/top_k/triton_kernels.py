@@ -15,10 +15,14 @@ Where the bracket misses, or holds more candidates than there is room for, `reso
 at most 16 reads of the row by one program, each of which cuts the range of keys to a quarter (about 10 us a read of
 131,072 columns, 0.1 to 0.2 ms in all, side by side for as many rows as programs fit).
 
-Predicted for an H200 (4.2 TB/s, 132 multiprocessors at 1.85 GHz), not yet measured. 256 rows of 131,072 columns,
-k = 13,107: bracket 9 us (17 to 34 MB in sectors of the sample), classify 40 us (134 MB take 32 us; 700 instructions a
-warp for 1,024 columns, 23 us), resolve 8 us, write 11 us, 3 us between them: 71 us. 8 rows: 4, 3, 6, 2 and 3 us, 18 us.
-Rows of up to 8,192 columns: `short`, one program a row that holds it in registers; 512 rows in two waves, 14 us.
+Keys of a rank are searched among what one program holds: each round counts what reaches two keys, a standard deviation
+to either side of where the wanted one is expected if keys are spread evenly between those known.
+
+Predictions for an H200 (4.2 TB/s, 132 multiprocessors at 1.85 GHz), no measurements. 256 rows of 131,072 columns,
+k = 13,107: bracket 18 us (34 to 67 MB in sectors of the sample, 9 rounds), classify 43 us (134 MB take 32 us, 700
+instructions a warp for 1,024 columns 23 us), resolve 16 us (6 rounds; 0.7 M bits set), write 8 us (1.3 M sectors
+touched): 85 us. 8 rows: 6, 4, 8 and 3 us and the first launch, 23 us. Rows of up to 8,192 columns: `short`, one program
+a row that holds it in registers (9 rounds); 512 rows in two waves, 20 us.
 
 Keys are the order of floats as int32: NaN below everything, -0.0 as 0.0. Values are compared as floats where that says
 the same. Columns are int32.
@@ -107,15 +111,16 @@ def _aim(count, a, b, from_a, from_b, even, share):
 
     Where they turned out not to be even: that part of the way down from b.
     """
-    down = tl.where(even, (count - from_b + 0.5) / (from_a - from_b + 1), share)
-    key = b - (down * (b - a).to(tl.float32)).to(tl.int64)
-    return tl.minimum(tl.maximum(key, a + 1), b - 1)
+    width = (b - a).to(tl.uint32, bitcast=True)
+    down = tl.where(even, (count - from_b + 0.5) / (from_a - from_b + 1), share) * width.to(tl.float32)
+    down = tl.minimum(tl.maximum(down, 1.0), 4e9).to(tl.uint32)  # what 32 bits hold
+    return b - tl.minimum(down, width - 1).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def _reaching(key, one, two):
     """How many of fewer than 32,768 keys reach `one` and `two`."""
-    both = tl.sum((key >= one.to(tl.int32)).to(tl.int32) + ((key >= two.to(tl.int32)).to(tl.int32) << 16), 0)
+    both = tl.sum((key >= one).to(tl.int32) + ((key >= two).to(tl.int32) << 16), 0)
     return both & 0xFFFF, both >> 16
 
 
@@ -126,7 +131,7 @@ def _around(rank, a, b, from_a, from_b, even):
     spread = tl.sqrt(sought * (held - sought) / held)  # a standard deviation of how many reach a key
     one = _aim(rank + spread, a, b, from_a, from_b, even, 2 / 3)
     two = _aim(rank - spread, a, b, from_a, from_b, even, 1 / 3)
-    return tl.minimum(one, two), two
+    return one, two
 
 
 @triton.jit
@@ -137,14 +142,10 @@ def _narrow(rank, a, b, from_a, from_b, one, two, from_one, from_two):
     """
     held = from_a - from_b
     over, under = from_two >= rank, from_one < rank
-    b, from_b = (
-        tl.where(under, one, tl.where(over, b, two)),
-        tl.where(under, from_one, tl.where(over, from_b, from_two)),
-    )
-    a, from_a = (
-        tl.where(over, two, tl.where(under, a, one)),
-        tl.where(over, from_two, tl.where(under, from_a, from_one)),
-    )
+    b = tl.where(under, one, tl.where(over, b, two))
+    from_b = tl.where(under, from_one, tl.where(over, from_b, from_two))
+    a = tl.where(over, two, tl.where(under, a, one))
+    from_a = tl.where(over, from_two, tl.where(under, from_a, from_one))
     return a, b, from_a, from_b, 2 * (from_a - from_b) <= held
 
 
@@ -191,15 +192,15 @@ def bracket(
 
     # [a, b) holds the key of that rank in the sample; over_a, over_b, under_a, under_b: samples at or above these
     seek_high, seek_low = (rank > 0) & (upper > 0), (rank > 0) & (lower <= draws)
-    least = tl.min(tl.where(i < size, key, OVER), 0).to(tl.int64)
-    past = tl.max(key, 0).to(tl.int64) + 1
+    least = tl.min(tl.where(i < size, key, OVER), 0)
+    past = tl.max(key, 0) + 1
     high_a, high_b = least, tl.where(seek_high, past, OVER)
     low_a, low_b = tl.where(seek_low, least, LEAST), past
     over_a, over_b, under_a, under_b = draws, tl.full((), 0, tl.int32), draws, tl.full((), 0, tl.int32)
     high_even, low_even = seek_high, seek_low
     highest, lowest = upper - SLACK, lower + SLACK  # good enough
-    seek_high = seek_high & (high_b - high_a > 1) & (over_b < highest)
-    seek_low = seek_low & (low_b - low_a > 1) & (under_a > lowest)
+    seek_high = seek_high & (high_b - high_a != 1) & (over_b < highest)
+    seek_low = seek_low & (low_b - low_a != 1) & (under_a > lowest)
     while seek_high | seek_low:
         high_m = _aim(upper - SLACK / 2, high_a, high_b, over_a, over_b, high_even, 0.5)
         low_m = _aim(lower + SLACK / 2, low_a, low_b, under_a, under_b, low_even, 0.5)
@@ -214,8 +215,8 @@ def bracket(
         low_a, under_a = tl.where(up, low_m, low_a), tl.where(up, under, under_a)
         low_b, under_b = tl.where(down, low_m, low_b), tl.where(down, under, under_b)
         low_even = 2 * (under_a - under_b) <= held
-        seek_high = seek_high & (high_b - high_a > 1) & (over_b < highest)
-        seek_low = seek_low & (low_b - low_a > 1) & (under_a > lowest)
+        seek_high = seek_high & (high_b - high_a != 1) & (over_b < highest)
+        seek_low = seek_low & (low_b - low_a != 1) & (under_a > lowest)
 
     tie_high = (rank > 0) & (high_b - high_a == 1) & (over_b < highest)
     tie_low = (rank > 0) & (low_b - low_a == 1) & (under_a > lowest)
@@ -310,6 +311,10 @@ def classify(given, space, blocks, C: tl.constexpr, W: tl.constexpr, QUADS: tl.c
             inside = _inside(start + 4 * w, first, stop, W)
             above &= inside
             listed &= inside
+        mine = _ones(listed)
+        both = tl.sum(mine + (_ones(above) << 16), 0)
+        # a place for candidates: asked for now, needed later
+        place = tl.atomic_add(counter + row + 0 * w, tl.where(w == 0, both & 0xFFFF, 0), mask=w == 0, sem="relaxed")
         sure = _in_order(above, W)
         u = start // 32 + w
         forced = 0
@@ -329,17 +334,17 @@ def classify(given, space, blocks, C: tl.constexpr, W: tl.constexpr, QUADS: tl.c
             if edge:
                 tie &= _inside(start + 4 * w, first, stop, W)
             tl.store(plane + blocks * W, _in_order(tie, W))
-            tl.store(row_tally + blocks, tl.sum(_ones(tie & above), 0))
+            highs = tl.sum(_ones(tie & above), 0)
+            forced -= highs
+            tl.store(row_tally + blocks, highs)
             tl.store(row_tally + 2 * blocks, tl.sum(_ones(tie & ~above), 0))
-            above &= ~tie
-
-        mine = _ones(listed)
-        both = tl.sum(mine + (_ones(above) << 16), 0)
         tl.store(row_tally, (both >> 16) + forced)
-        place = tl.atomic_add(counter + row, both & 0xFFFF, sem="relaxed")
+        most = tl.max(mine, 0)
+        to = found + row.to(tl.int64) * C + (tl.cumsum(mine, 0) - mine)
+        place = tl.sum(tl.where(w == 0, place, 0), 0)
         if place + (both & 0xFFFF) <= C:
-            to = found + row.to(tl.int64) * C + (place + tl.cumsum(mine, 0) - mine)
-            for _ in range(tl.max(mine, 0)):
+            to += place
+            for _ in range(most):
                 lowest = listed & -listed
                 slot = _ones(lowest - 1)
                 at = start + (slot >> 2) * (4 * W) + 4 * w + (slot & 3)
@@ -373,7 +378,7 @@ def _kth(rank, a, b, from_a, from_b, entries, M, kth, TIES: tl.constexpr, NB: tl
     """The key of that rank in [a, b), or one whose reach is the same; how many reach it and what lies above."""
     held = _ranked(0, entries, M, kth, TIES, NB)
     even = from_a > from_b
-    while (b - a > 1) & (from_a != rank):
+    while (b - a != 1) & (from_a != rank):
         one, two = _around(rank, a, b, from_a, from_b, even)
         from_one, from_two = _reaching(held, one, two)
         for at in range(NB, M, NB):
@@ -381,7 +386,7 @@ def _kth(rank, a, b, from_a, from_b, entries, M, kth, TIES: tl.constexpr, NB: tl
             from_one += ones
             from_two += twos
         a, b, from_a, from_b, even = _narrow(rank, a, b, from_a, from_b, one, two, from_one, from_two)
-    return a.to(tl.int32), from_a, from_b
+    return a, from_a, from_b
 
 
 @triton.jit
@@ -391,11 +396,10 @@ def _choose(pick, M, low, high, columns, entries, plane, NB: tl.constexpr, PART:
     NB candidates are held while their keys are searched, later PART at a time are looked at again.
     """
     none = tl.full((), 0, tl.int32)
-    kth, from_kth, above = _kth(pick, low.to(tl.int64), high.to(tl.int64), M, none, entries, M, low, False, NB)
+    kth, from_kth, above = _kth(pick, low, high, M, none, entries, M, low, False, NB)
     cut = columns  # of the candidates with that very key, if not all: those before this column
     if from_kth != pick:
-        a, b = -columns.to(tl.int64), none.to(tl.int64)
-        last, _, _ = _kth(pick - above, a, b, from_kth - above, none, entries, M, kth, True, NB)
+        last, _, _ = _kth(pick - above, -columns, none, from_kth - above, none, entries, M, kth, True, NB)
         cut = -last
     for at in range(0, M, PART):
         key, column = _entries(at, entries, M, PART)
@@ -593,17 +597,16 @@ def short(given, used, index, NB: tl.constexpr, CHAINED: tl.constexpr):
         v = tl.load(x + column, mask=column < given[COLUMNS], other=float("nan")).to(tl.float32)
         middle = (column >= first) & (column < stop)
         key = tl.where(middle, _key(v), LEAST)
-        b = tl.max(key, 0).to(tl.int64) + 1
-        a = tl.where(rank > 0, tl.min(tl.where(middle, key, OVER), 0).to(tl.int64), b - 1)
+        b = tl.max(key, 0) + 1
+        a = tl.where(rank > 0, tl.min(tl.where(middle, key, OVER), 0), b - 1)
         from_a, from_b = stop - first, tl.full((), 0, tl.int32)
         even = from_a > 0
-        while (b - a > 1) & (from_a != rank):
+        while (b - a != 1) & (from_a != rank):
             one, two = _around(rank, a, b, from_a, from_b, even)
             from_one, from_two = _reaching(key, one, two)
             a, b, from_a, from_b, even = _narrow(rank, a, b, from_a, from_b, one, two, from_one, from_two)
-        kth = a.to(tl.int32)
-        chosen = (column < length) & ((key > kth) | ~middle)
-        tie = middle & (key == kth)
+        chosen = (column < length) & ((key > a) | ~middle)
+        tie = middle & (key == a)
         if from_a != rank:
             each = tie.to(tl.int32)
             tie = tie & (tl.cumsum(each, 0) - each < rank - from_b)
