@@ -9,6 +9,8 @@ import torch
 
 from longreach.errors import InvalidInput, UnknownName, Unsupported
 from longreach.ops.nearest import Nearest, Ring, nearest
+from longreach.ops.nearest import triton as kernels
+from longreach.ops.nearest.triton_tuning import Tuning
 from tests.ops.attend.kernels import HALF, PLACE, here
 
 SEQUENCES, HEADS, DIM, SIZE = 3, 4, 16, 40
@@ -42,7 +44,7 @@ def spelled_out(query: torch.Tensor, slot: int, pos: int, held: Ring, head: int,
     return best, where
 
 
-@pytest.mark.parametrize("impl", ["reference", "triton"])
+@pytest.mark.parametrize("impl", ["reference", "triton", "blocks"])
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @pytest.mark.parametrize(
     "bounds",
@@ -63,7 +65,12 @@ def test_any_ring(impl: str, dtype: torch.dtype, bounds: dict[str, Any]) -> None
     held, draw = ring(4, dtype), torch.Generator().manual_seed(6)
     slot, pos = torch.tensor([2, 0, 2, 1, 1, 0]), torch.tensor([100, 93, 99, 0, 130, 141])
     query = torch.randint(-1, 2, (6, HEADS, DIM), generator=draw).to(dtype)
-    got = nearest(here(query), here(slot), here(pos), here(held), impl=impl, **bounds)
+    given = here(query), here(slot), here(pos), here(held)
+    if impl == "blocks":  # one block after another
+        tune = Tuning(16, 1, 1 if PLACE == "cpu" else 4, 2, chained=PLACE == "cuda")
+        got = kernels.nearest(*given, tune=tune, **bounds)
+    else:
+        got = nearest(*given, impl=impl, **bounds)
     assert got.distance.dtype == torch.float32 and got.position.dtype == torch.int32
     ties = 0
     for r in range(6):

@@ -7,26 +7,63 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from longreach.ops.attend.triton_kernels import LN2, LOG2E, _finish, _gathered, _row_of
+from longreach.ops.attend.triton_kernels import LN2, LOG2E, _finish, _row_of
 
 
 @triton.jit
-def _side(
-    part: tl.constexpr, program, row, head, m, items, programs, result, MR: tl.constexpr, DEALT: tl.constexpr,
-    D: tl.constexpr, BD: tl.constexpr, C: tl.constexpr,
+def _sides(
+    program, row, head, m, items, programs, result, MR: tl.constexpr, DEALT: tl.constexpr, D: tl.constexpr,
+    BD: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """One side of the split: maximum [1], sum [1], weighted values [1, BD]."""
+    """Both sides of the split: maximum [2], sum [2], weighted values [2, BD], from the pieces of their items, C at a
+    time."""
     out, lse, _, pieces, ends_at, heads, row_count = result
-    if DEALT:
-        peak, total, acc = _gathered(2 * program + part, m, items, programs, pieces, ends_at, MR, True, D, BD, C)
+    side = tl.arange(0, 2)
+    d = tl.arange(0, BD)
+    if DEALT:  # see attend's _gathered
+        item = 2 * program + side
+        start = tl.load(ends_at + item - 1, mask=item > 0, other=0).to(tl.int64)
+        end = tl.load(ends_at + item).to(tl.int64)
+        whole = tl.maximum(tl.load(ends_at + items - 1).to(tl.int64), 1)
+        share = tl.minimum(whole, programs)
+        first = ((start + 1) * share - 1) // whole
+        last = (end * share - 1) // whole
+        count = tl.where(end > start, last - first + 1, 0).to(tl.int32)
+        c = tl.arange(0, C)
+        peak = tl.full((2,), float("-inf"), tl.float32)
+        total = tl.zeros((2,), tl.float32)
+        acc = tl.zeros((2, BD), tl.float32)
+        for chunk in range(0, tl.max(count, 0), C):
+            there = chunk + c[None, :] < count[:, None]
+            place = ((first + item)[:, None] + chunk + c[None, :]) * MR + m
+            peaks = tl.load(pieces[0] + place, mask=there, other=float("-inf"))
+            totals = tl.load(pieces[1] + place, mask=there, other=0.0)
+            inside = there[:, :, None] & (d < D)[None, None, :]
+            parts = tl.load(pieces[2] + place[:, :, None] * D + d[None, None, :], mask=inside, other=0.0)
+            high = tl.maximum(peak, tl.max(peaks, 1))
+            base = tl.where(high == float("-inf"), 0.0, high)
+            weight = tl.exp2(peaks - base[:, None])
+            shrink = tl.exp2(peak - base)
+            total = total * shrink + tl.sum(totals * weight, 1)
+            acc = acc * shrink[:, None] + tl.sum(parts * weight[:, :, None], 1)
+            peak = high
     else:
-        d = tl.arange(0, BD)
-        place = (row + part * row_count).to(tl.int64) * heads + head
-        peak = tl.load(lse + place, mask=row >= 0, other=float("-inf")) * LOG2E
+        place = (row + side * row_count).to(tl.int64) * heads + head
+        peak = tl.load(lse + place, mask=row + side * 0 >= 0, other=float("-inf")) * LOG2E
         total = tl.where(peak == float("-inf"), 0.0, 1.0)
-        inside = (row >= 0)[:, None] & (d < D)[None, :]
+        inside = (row + side * 0 >= 0)[:, None] & (d < D)[None, :]
         acc = tl.load(out + place[:, None] * D + d[None, :], mask=inside, other=0.0)
     return peak, total, acc
+
+
+@triton.jit
+def _one(side: tl.constexpr, peak, total, acc):
+    """One of two sides: [1], [1], [1, BD]."""
+    mine = tl.arange(0, 2) == side
+    one = tl.zeros((1,), tl.float32)
+    peak = one + tl.max(tl.where(mine, peak, float("-inf")), 0)
+    total = one + tl.sum(tl.where(mine, total, 0.0), 0)
+    return peak, total, tl.sum(tl.where(mine[:, None], acc, 0.0), 0)[None, :]
 
 
 @triton.jit
@@ -45,6 +82,8 @@ def amend_pieces(
     """Entry, result and lse of one row and head, from the pieces of its two items.
 
     Arguments as in merge_pieces, and given: (entries' out and lse, take, put, out, lse, lse of the entry, sink).
+    CHAINED: right after attend_pieces, which has waited for all before itself and writes pieces alone. So rows, take,
+    put and entries are read before gdc_wait(), past L1.
     """
     entry_out, entry_lse, take, put, out, lse, entry_of, sink = given
     heads = result[5]
@@ -56,19 +95,21 @@ def amend_pieces(
     row = _row_of(program // form[1], t, rows, layout)
     head = tl.zeros((1,), tl.int32) + program % form[1] * GROUP + m % GROUP
     there = row >= 0
-    if CHAINED:
-        gdc_wait()
-        gdc_launch_dependents()
     d = tl.arange(0, BD)
     inside = there[:, None] & (d < D)[None, :]
     place = row.to(tl.int64) * heads + head
-    source = tl.load(take + place, mask=there, other=-1).to(tl.int64)
-    target = tl.load(put + place, mask=there, other=-1).to(tl.int64)
+    source = tl.load(take + place, mask=there, other=-1, cache_modifier=".cg").to(tl.int64)
+    target = tl.load(put + place, mask=there, other=-1, cache_modifier=".cg").to(tl.int64)
     some = source >= 0
-    peak = tl.load(entry_lse + source, mask=some, other=float("-inf")) * LOG2E
+    peak = tl.load(entry_lse + source, mask=some, other=float("-inf"), cache_modifier=".cg") * LOG2E
     total = tl.where(peak == float("-inf"), 0.0, 1.0)
-    acc = tl.load(entry_out + source[:, None] * D + d[None, :], mask=some[:, None] & inside, other=0.0)
-    peak2, total2, acc2 = _side(0, program, row, head, m, items, programs, result, MR, DEALT, D, BD, C)
+    at = entry_out + source[:, None] * D + d[None, :]
+    acc = tl.load(at, mask=some[:, None] & inside, other=0.0, cache_modifier=".cg")
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
+    peaks, totals, accs = _sides(program, row, head, m, items, programs, result, MR, DEALT, D, BD, C)
+    peak2, total2, acc2 = _one(0, peaks, totals, accs)
     peak, total, acc = _joined(peak, total, acc, peak2, total2, acc2)
     full = total > 0
     whole = tl.where(full, total, 1.0)
@@ -76,6 +117,6 @@ def amend_pieces(
     tl.store(entry_of + place, found, mask=there)
     tl.store(entry_lse + target, found, mask=target >= 0)
     tl.store(entry_out + target[:, None] * D + d[None, :], acc / whole[:, None], mask=(target >= 0)[:, None] & inside)
-    peak2, total2, acc2 = _side(1, program, row, head, m, items, programs, result, MR, DEALT, D, BD, C)
+    peak2, total2, acc2 = _one(1, peaks, totals, accs)
     peak, total, acc = _joined(peak, total, acc, peak2, total2, acc2)
     _finish(row, head, peak, total, acc, sink, out, lse, heads, D, SUNK, True, d, there)

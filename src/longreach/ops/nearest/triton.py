@@ -88,9 +88,10 @@ def _launch(
     t = tune or tuning(count * heads, rule.window, wide * q.dtype.itemsize)
     ages = -(-rule.window // (t.pieces * t.block)) * t.block
     pieces = -(-rule.window // ages)
+    programs = count * heads * pieces
     found = (
-        q.new_empty(count * heads * pieces, dtype=torch.float32),
-        torch.empty(count * heads * pieces, dtype=torch.int32, device=q.device),
+        torch.empty(programs, dtype=torch.int64, device=q.device),
+        q.new_empty(0 if ages == t.block else programs * ages, dtype=torch.float32),
     )
     turns = (q, 0, 0, q, 0, 0) if turn is None else (turn.cos, *turn.cos.stride(), turn.sin, *turn.sin.stride())
     deepest = rule.deepest
@@ -106,14 +107,16 @@ def _launch(
     joined = t.joined and matching
     launch: dict[str, Any] = {"launch_pdl": True} if t.chained else {}
     named = rows[3] if slots is None else slots
+    sizes = named.shape[0], ring.query.shape[0]
     with torch.cuda.device_of(q):
-        kernels.look[(count * heads * pieces,)](
-            rows, named, memory, turns, q if weight is None else weight.contiguous(), found, result, numbers,
-            BD=wide, P2=0 if turn is None else 2 * turn.cos.shape[1], AGES=ages, BK=t.block, STAGES=t.stages,
+        kernels.look[(programs,)](
+            rows, named, sizes, memory, turns, q if weight is None else weight.contiguous(), found, result, numbers,
+            BD=wide, P2=0 if turn is None else 2 * turn.cos.shape[1], AGES=ages,
+            AGES2=triton.next_power_of_2(ages), BK=t.block, STAGES=t.stages,
             HALVES=turn is not None and turn.layout == "half", WEIGHTED=weight is not None, JOINED=joined,
             num_warps=t.warps, **shape, **launch,
         )  # fmt: skip
         if not joined:
             kernels.settle[(count * ring.kv_heads,)](
-                rows, named, memory, found, result, numbers, num_warps=1, **shape, **launch
+                rows, named, sizes, memory, found, result, numbers, num_warps=1, **shape, **launch
             )

@@ -3,7 +3,8 @@
 
 A program of `look` goes through AGES rows of one ring (one row of the call, one query head), the newest first, and
 keeps the nearest: a *piece*. The pieces of a row and KV head are put together by `settle`: in a second kernel, or (with
-JOINED) by the program that comes last of those that look for this row and KV head, which saves a launch.
+JOINED) by the program that comes last of those that look for this row and KV head, which saves a launch. What is done
+before gdc_wait(): see triton_early.
 
 Letters as in ops/README.md; S sequences of the ring, C its rows, P pieces of a row and head.
 """
@@ -14,26 +15,69 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from longreach.ops.nearest import triton_early as early
+
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # kernels run in Python, on CPU tensors
 COLUMNS = tl.constexpr(17)  # NOTES, of which
 DEPTH = tl.constexpr(10)  # and after are bins of the depth histogram
 
 
 @triton.jit
-def _account(pos, slot, g, ring, rule, C: tl.constexpr, G: tl.constexpr):
-    """The guard's account before a row at `pos`, in KV head g."""
-    _, stamp, _, credit, _ = ring
-    patience = rule[9]
-    before = tl.where(pos > 0, (pos - 1) % C, 0)
-    known = (tl.load(stamp + slot * C + before) == pos - 1) & (pos > 0)
-    held = tl.load(credit + (slot * G + g) * C + before)
-    return tl.where(known, held, patience)
+def _looked(pos, window, oldest):
+    """Rows that the one at `pos` looks through, if it does."""
+    return tl.maximum(tl.minimum(window, pos - oldest), 0)
 
 
 @triton.jit
-def _looked(pos, window, oldest):
-    """Rows that the one at `pos` looks through."""
-    return tl.maximum(tl.minimum(window, pos - oldest), 0)
+def _counted(pos, account, rule, MATCH: tl.constexpr):
+    """Rows that the one at `pos` looks through: none below the minimum of context, or while the guard rests."""
+    count = _looked(pos, rule[0], rule[1])
+    if MATCH:
+        count = tl.where((account >= 0) & (pos + 1 >= rule[4]), count, 0)
+    return count
+
+
+@triton.jit
+def _signs(slot, pos, h, back, count, ring, H: tl.constexpr, C: tl.constexpr, BOUNDED: tl.constexpr):
+    """Stamps, and depths (0 unless BOUNDED), of the rows `back` from the one before `pos`; a stamp of -1 from `count`
+    on."""
+    _, stamp, depth, _, _ = ring
+    there = back < count
+    place = early.places(pos, back, C)
+    held = tl.load(stamp + slot * C + place, mask=there, other=-1, cache_modifier=".cg")
+    deep = tl.zeros_like(held)
+    if BOUNDED:
+        at = depth + (slot * H + h) * C + place
+        deep = tl.load(at, mask=there, other=0, cache_modifier=".cg").to(tl.int32)
+    return held, deep
+
+
+@triton.jit
+def _queries(slot, pos, h, back, count, query, d, H: tl.constexpr, C: tl.constexpr, D: tl.constexpr):
+    """Those [BK, BD] of the rows `back` from the one before `pos`, 0 from `count` on."""
+    place = early.places(pos, tl.where(back < count, back, 0), C)[:, None]
+    if C * D >= 1 << 31:
+        place = place.to(tl.int64)
+    there = (back < count)[:, None] & (d < D)[None, :]
+    return tl.load(query + (slot * H + h) * C * D + place * D + d[None, :], mask=there, other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def _apart(x, q):
+    """Squared distances [BK]."""
+    apart = x.to(tl.float32) - q[None, :]
+    return tl.sum(apart * apart, 1)
+
+
+@triton.jit
+def _key(distance, p):
+    """Of a distance >= 0 and a position >= -1, what is least for the nearest, and among equals for the newest."""
+    return (distance.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (0x7FFFFFFF - p.to(tl.int64))
+
+
+@triton.jit
+def _distance_and_position(key):
+    return (key >> 32).to(tl.int32).to(tl.float32, bitcast=True), (0x7FFFFFFF - (key & 0xFFFFFFFF)).to(tl.int32)
 
 
 @triton.jit
@@ -69,82 +113,102 @@ def _query(
 
 @triton.jit
 def look(
-    rows, slots, ring, turn, weight, pieces, result, rule,
+    rows, slots, sizes, ring, turn, weight, pieces, result, rule,
     H: tl.constexpr, G: tl.constexpr, C: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, HG: tl.constexpr,
-    P: tl.constexpr, P2: tl.constexpr, PP: tl.constexpr, AGES: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
-    HALVES: tl.constexpr, WEIGHTED: tl.constexpr, BOUNDED: tl.constexpr, MATCH: tl.constexpr, JOINED: tl.constexpr,
-    CHAINED: tl.constexpr,
+    P: tl.constexpr, P2: tl.constexpr, PP: tl.constexpr, AGES: tl.constexpr, AGES2: tl.constexpr, BK: tl.constexpr,
+    STAGES: tl.constexpr, HALVES: tl.constexpr, WEIGHTED: tl.constexpr, BOUNDED: tl.constexpr, MATCH: tl.constexpr,
+    JOINED: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """The nearest of rows [piece * AGES, (piece + 1) * AGES) back from each row, head by head.
 
-    rows: (q, row stride, head stride, seq, pos); ring: (query, stamp, depth, credit, arrivals); turn: (cos, row and
-    pair stride, sin, row and pair stride), P2 channels of it; pieces: (distance, position) [R, H, P];
+    rows: (q, row stride, head stride, seq, pos); sizes: (length of slots, S); ring: (query, stamp, depth, credit,
+    arrivals); turn: (cos, row and pair stride, sin, row and pair stride), P2 channels of it; pieces: (nearest [R, H, P]
+    as `_key` puts it, room for AGES distances a program where it reads its rows block after block);
     rule: (window, oldest, band, sinks, minimum, near, far, deepest, limit, patience, rest, price).
     MATCH: `match`, else `nearest`, whose rows give the ring's sequences as seq. result: see `settle`.
-    PP, HG: powers of two that P, and the query heads of a KV head, fit in. BOUNDED: whether depths are.
+    AGES2, PP, HG: powers of two that AGES, P, and the query heads of a KV head fit in. BOUNDED: whether depths are.
     """
-    query, stamp, depth, _, arrivals = ring
-    window, oldest, _, _, minimum, near, far, deepest, _, _, _, _ = rule
+    query, _, depth, _, arrivals = ring
+    near, far, deepest = rule[5], rule[6], rule[7]
     program = tl.program_id(0)
     GROUP: tl.constexpr = H // G
+    ONCE: tl.constexpr = AGES == BK  # all of its rows are under way at once: then they are asked for where the guess is
     piece = program % P
     h = program // P % H
+    g = h // GROUP
     row = program // (P * H)
+    first = piece * AGES
+    d = tl.arange(0, BD)
+    k = tl.arange(0, BK)
+    account, guess, right = 0.0, 0, False
+    seq, slot, pos = tl.zeros((), tl.int64), tl.zeros((), tl.int64), 0
     if CHAINED:
+        seq, slot, pos = early.guessed(row, rows, slots, sizes, MATCH)
+        if MATCH:
+            account = early.account(pos, slot, g, ring, rule, C, G)
+        guess = _counted(pos, account, rule, MATCH)
+        early.fetch(slot, pos, h, first, guess, ring, H, G, C, D, BK if ONCE else 2 * BK, BOUNDED)
         gdc_wait()
         gdc_launch_dependents()
-    slot = tl.load(rows[3] + row).to(tl.int64)
-    if MATCH:
-        slot = tl.load(slots + slot).to(tl.int64)
-    pos = tl.load(rows[4] + row).to(tl.int32)
-    d = tl.arange(0, BD)
-    inside = d < D
-    q = _query(row, h, rows, turn, weight, query, d, D, P2, HALVES, WEIGHTED)
-    mine = query + (slot * H + h) * C * D
-    count = _looked(pos, window, oldest)
+    if ONCE:
+        back = first + k
+        x = _queries(slot, pos, h, back, guess, query, d, H, C, D)
+        held, deep = _signs(slot, pos, h, back, guess, ring, H, C, BOUNDED)
+        if CHAINED:
+            if MATCH:
+                account = early.account(pos, slot, g, ring, rule, C, G)
+            right = early.confirmed(seq, slot, pos, row, rows, slots, MATCH)
+            right = right & (_counted(pos, account, rule, MATCH) <= guess)
+        q = _query(row, h, rows, turn, weight, query, d, D, P2, HALVES, WEIGHTED)
+        if not right:
+            slot, pos = early.known(row, rows, slots, MATCH)
+            if MATCH:
+                account = early.account(pos, slot, g, ring, rule, C, G)
+            count = _counted(pos, account, rule, MATCH)
+            x = _queries(slot, pos, h, back, count, query, d, H, C, D)
+            held, deep = _signs(slot, pos, h, back, count, ring, H, C, BOUNDED)
+        count = _counted(pos, account, rule, MATCH)
+        distance = _apart(x, q)
+    else:
+        slot, pos = early.known(row, rows, slots, MATCH)
+        if MATCH:
+            account = early.account(pos, slot, g, ring, rule, C, G)
+        count = tl.minimum(_counted(pos, account, rule, MATCH), first + AGES)
+        back = first + tl.arange(0, AGES2)
+        held, deep = _signs(slot, pos, h, back, count, ring, H, C, BOUNDED)
+        q = _query(row, h, rows, turn, weight, query, d, D, P2, HALVES, WEIGHTED)
+        mine = pieces[1] + program.to(tl.int64) * AGES
+        for age in tl.range(0, count - first, BK, num_stages=STAGES):
+            x = _queries(slot, pos, h, first + age + k, count, query, d, H, C, D)
+            tl.store(mine + age + k, _apart(x, q))
+        tl.debug_barrier()  # what its other threads wrote
+        distance = tl.load(mine + back - first, mask=back < count, other=0.0, cache_modifier=".cg")
     if MATCH:
         if piece == 0:
-            tl.store(mine + (pos % C).to(tl.int64) * D + d, q.to(query.dtype.element_ty), mask=inside)
-        on = (_account(pos, slot, h // GROUP, ring, rule, C, G) >= 0) & (pos + 1 >= minimum)
-        count = tl.where(on, count, 0)
+            own = query + ((slot * H + h) * C + pos % C) * D
+            tl.store(own + d, q.to(query.dtype.element_ty), mask=d < D)
 
-    best = tl.full((1,), float("inf"), tl.float32)
-    where = tl.full((1,), -1, tl.int32)
-    k = tl.arange(0, BK)
-    for age in tl.range(piece * AGES, tl.minimum((piece + 1) * AGES, count), BK, num_stages=STAGES):
-        back = age + k
-        there = back < count
-        p = pos - 1 - back
-        place = tl.where(there, p, 0) % C
-        x = tl.load(
-            mine + place.to(tl.int64)[:, None] * D + d[None, :], mask=there[:, None] & inside[None, :], other=0.0
-        )
-        held = tl.load(stamp + slot * C + place, mask=there, other=-1)
-        ok = there & (held == p) & (back + 1 >= near) & (back < far)
-        if BOUNDED:
-            ok = ok & (tl.load(depth + (slot * H + h) * C + place, mask=there, other=0).to(tl.int32) < deepest)
-        apart = x.to(tl.float32) - q[None, :]
-        distance = tl.sum(apart * apart, 1)
-        distance = tl.where(ok & (distance < float("inf")), distance, float("inf"))  # NaN is not below infinity
-        least = tl.min(distance, 0)
-        newest = tl.max(tl.where((distance == least) & (distance < float("inf")), p, -1), 0)
-        where = tl.where(least < best, newest, where)  # what was found before is newer
-        best = tl.minimum(best, least)
-    at = (row * H + h) * P + piece + tl.arange(0, 1)
-    tl.store(pieces[0] + at, best)
-    tl.store(pieces[1] + at, where)
+    p = pos - 1 - back
+    ok = (held == p) & (back + 1 >= near) & (back < tl.minimum(count, far))
+    if BOUNDED:
+        ok = ok & (deep < deepest)
+    ok = ok & (distance < float("inf"))  # NaN is not
+    key = tl.min(_key(tl.where(ok, distance, float("inf")), tl.where(ok, p, -1)), 0)
+    tl.store(pieces[0] + (row * H + h) * P + piece, key)
     if JOINED:
-        g = h // GROUP
-        tl.debug_barrier()  # all of this program's pieces are written before it says so
+        if CHAINED and not BOUNDED:  # else it has been read just now
+            _, found = _distance_and_position(key + tl.zeros((1,), tl.int64))
+            early.fetch_lines(depth + (slot * H + h) * C + tl.maximum(found, 0) % C, found >= 0)
+        tl.debug_barrier()  # this program's piece is written before it says so
         done = tl.atomic_add(arrivals + slot * G + g, 1, sem="acq_rel")
         if done == GROUP * P - 1:
             tl.store(arrivals + slot * G + g, 0)
-            _settle(row, g, slot, pos, ring, pieces, result, rule, H, G, C, D, HG, P, PP, BOUNDED, MATCH)
+            _settle(row, g, slot, pos, account, ring, pieces, result, rule, H, G, C, D, HG, P, PP, BOUNDED, MATCH)
 
 
 @triton.jit
 def settle(
-    rows, slots, ring, pieces, result, rule,
+    rows, slots, sizes, ring, pieces, result, rule,
     H: tl.constexpr, G: tl.constexpr, C: tl.constexpr, D: tl.constexpr, HG: tl.constexpr, P: tl.constexpr,
     PP: tl.constexpr, BOUNDED: tl.constexpr, MATCH: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
@@ -152,14 +216,15 @@ def settle(
     of `match`, or (distance, position) of `nearest`."""
     row = tl.program_id(0) // G
     g = tl.program_id(0) % G
+    # no guesses: `look` came before, it has waited for all before itself, and it writes pieces and queries alone
+    _, slot, pos = early.guessed(row, rows, slots, sizes, MATCH)
+    account = 0.0
+    if MATCH:
+        account = early.account(pos, slot, g, ring, rule, C, G)
     if CHAINED:
         gdc_wait()
         gdc_launch_dependents()
-    slot = tl.load(rows[3] + row).to(tl.int64)
-    if MATCH:
-        slot = tl.load(slots + slot).to(tl.int64)
-    pos = tl.load(rows[4] + row).to(tl.int32)
-    _settle(row, g, slot, pos, ring, pieces, result, rule, H, G, C, D, HG, P, PP, BOUNDED, MATCH)
+    _settle(row, g, slot, pos, account, ring, pieces, result, rule, H, G, C, D, HG, P, PP, BOUNDED, MATCH)
 
 
 @triton.jit
@@ -169,7 +234,7 @@ def _column(notes, number: tl.constexpr, value, at):
 
 @triton.jit
 def _settle(
-    row, g, slot, pos, ring, pieces, result, rule,
+    row, g, slot, pos, account, ring, pieces, result, rule,
     H: tl.constexpr, G: tl.constexpr, C: tl.constexpr, D: tl.constexpr, HG: tl.constexpr, P: tl.constexpr,
     PP: tl.constexpr, BOUNDED: tl.constexpr, MATCH: tl.constexpr,
 ):  # fmt: skip
@@ -180,10 +245,8 @@ def _settle(
     n = tl.arange(0, PP)
     at = (row * H + head[:, None]) * P + n[None, :]
     there = mine[:, None] & (n < P)[None, :]
-    distances = tl.load(pieces[0] + at, mask=there, other=float("inf"), cache_modifier=".cg")
-    positions = tl.load(pieces[1] + at, mask=there, other=-1, cache_modifier=".cg")
-    distance = tl.min(distances, 1)
-    p = tl.max(tl.where(distances == distance[:, None], positions, -1), 1)
+    keys = tl.load(pieces[0] + at, mask=there, other=0x7FFFFFFFFFFFFFFF, cache_modifier=".cg")
+    distance, p = _distance_and_position(tl.min(keys, 1))
     if not MATCH:
         tl.store(result[0] + row * H + head, distance, mask=mine)
         tl.store(result[1] + row * H + head, p, mask=mine)
@@ -191,7 +254,6 @@ def _settle(
         query, stamp, depth, credit, _ = ring
         window, oldest, band, sinks, minimum, _, _, deepest, limit, patience, rest, price = rule
         start_of, take_of, put_of, reads_of, notes_of = result
-        account = _account(pos, slot, g, ring, rule, C, G)
         long = pos + 1 >= minimum
         count = _looked(pos, window, oldest)
         matched = long & (account >= 0) & (count > 0)
