@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from longreach.bench.readme import markers, numbers, rewritten, update
+from longreach.bench.readme import PAGES, markers, numbers, rewritten, update
 from longreach.bench.record import add
 from longreach.errors import InvalidInput
 
@@ -15,8 +15,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_readme_is_up_to_date() -> None:
-    text = (ROOT / "README.md").read_text()
-    assert rewritten(text, ROOT / "benchmarks/results") == text, "run `longreach bench readme`"
+    for page in (ROOT / "README.md", ROOT / "benchmarks/quality.md"):
+        text = page.read_text()
+        assert rewritten(text, ROOT / "benchmarks/results", PAGES[page.name]) == text, "run `longreach bench readme`"
 
 
 def test_a_row_has_our_best_pages_beside_contiguous_memory_and_the_fastest_other(tmp_path: Path) -> None:
@@ -41,9 +42,9 @@ def test_only_what_lies_between_the_markers_changes(tmp_path: Path) -> None:
     (a, b), (c, d) = markers("records"), markers("quality")
     text = f"before {a}\nold\n{b} between {c}{d} after"
     new = f"before {a}\n{numbers(tmp_path)}\n{b} between {c}\nNo evaluations yet.\n{d} after"
-    assert rewritten(text, tmp_path) == new
+    assert rewritten(text, tmp_path, PAGES["README.md"]) == new
     with pytest.raises(InvalidInput, match="put them back"):
-        rewritten("no markers", tmp_path)
+        rewritten("no markers", tmp_path, ("records",))
 
 
 def test_without_records_nothing_is_wiped_out(tmp_path: Path) -> None:

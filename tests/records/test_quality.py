@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from longreach.records.quality import quality
+from longreach.records.quality import quality, summary
 
 
 def result(score: float) -> dict[str, Any]:
@@ -32,6 +32,14 @@ def test_scores_of_every_method_and_what_is_beyond_the_model(tmp_path: Path) -> 
         "2 prompts a task, abacus, commit cccccccccccc: `a.json`" in found
         and "every method), so without rows: hard;" in found
     )
+    short = summary(tmp_path)
+    assert "| method | mean of 3 tasks |" in short and "| `dense` | 50% | - | 25% | - |" in short
+    assert "| `x k=[0]` | 27% | - | 25% | - |" in short  # the intervals of both methods meet in every task
+    tasks["easy"]["results"]["dense"]["interval_95"] = tasks["fair"]["results"]["dense"]["interval_95"] = [0.9, 1.0]
+    for name, high in (("easy", 0.8), ("fair", 0.89)):
+        tasks[name]["results"]["x k=[0]"]["interval_95"] = [0.1, high]
+    (tmp_path / "a.json").write_text(json.dumps(record))
+    assert "| 25% | easy 50% of 100%, fair 25% of 50% |" in summary(tmp_path)
     del tasks["hard"]
     (tmp_path / "a.json").write_text(json.dumps(record))
     assert "| mean | 75% | 38% |" in quality(tmp_path) and "of all" not in quality(tmp_path)

@@ -11,6 +11,7 @@ import pytest
 
 from longreach.errors import InvalidInput
 from longreach.records import bootstrap, environment, wilson, write
+from longreach.records.record import files, read
 
 
 def test_a_record_is_written_whole(tmp_path: Path) -> None:
@@ -21,6 +22,19 @@ def test_a_record_is_written_whole(tmp_path: Path) -> None:
         write(path, {"a": object()})
     assert json.loads(path.read_text()) == {"a": 1}
     assert [p.name for p in path.parent.iterdir()] == ["record.json"]
+
+
+def test_a_record_may_be_compressed(tmp_path: Path) -> None:
+    path, again = tmp_path / "record.json.gz", tmp_path / "deep" / "again.json.gz"
+    record = {"answers": ["the same words"] * 1000}
+    write(path, record)
+    write(again, record)
+    assert read(path) == record
+    assert path.read_bytes() == again.read_bytes() and path.stat().st_size < 1000
+    assert files(tmp_path) == [again, path]
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(ValueError, match="not whole"):
+        read(path)
 
 
 def test_an_unwritable_place_is_one_error(tmp_path: Path) -> None:

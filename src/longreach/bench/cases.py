@@ -54,7 +54,12 @@ def _prefill(rows: int, before: int = 0, replays: int | None = None) -> Case:
     if before:  # torch's cuDNN kernel aligns the causal triangle with the first key
         name, impls = f"prefill-{rows}-after-{_label(before)}", ("sdpa_flash", "triton")
     return Case(
-        name, "prefill", Shape(1, before + rows, rows), baselines=(*RIVALS, "torch_sdpa"), impls=impls, replays=replays
+        name,
+        "prefill",
+        Shape(1, before + rows, rows),
+        baselines=("flash_attention_3", "torch_sdpa"),
+        impls=impls,
+        replays=replays,
     )
 
 

@@ -1,8 +1,8 @@
-"""README's numbers, written from the records between markers."""
+"""The numbers of README and of benchmarks/quality.md, written from the records between markers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,32 +10,33 @@ from longreach.bench.cases import CASES, GROUPS
 from longreach.bench.record import read
 from longreach.bench.words import goal, outcome, rate
 from longreach.errors import InvalidInput
-from longreach.records.quality import quality
+from longreach.records.quality import quality, summary
+from longreach.records.record import files
 
 
-def update(readme: Path, results: Path) -> bool:
-    """Write the numbers; returns whether they had changed. Raises InvalidInput without records, markers or file."""
-    if not any(results.glob("*.json")):
+def update(page: Path, results: Path) -> bool:
+    """Write a page's numbers; whether they had changed. Raises InvalidInput without records, markers or file."""
+    if not files(results):
         raise InvalidInput(f"{results} holds no records; name the folder that does with --out")
     try:
-        text = readme.read_text()
+        text = page.read_text()
     except OSError as error:
-        raise InvalidInput(f"cannot read {readme}: {error.strerror}; run this in the project's root") from error
-    new = rewritten(text, results)
+        raise InvalidInput(f"cannot read {page}: {error.strerror}; run this in the project's root") from error
+    new = rewritten(text, results, PAGES[page.name])
     if new != text:
-        readme.write_text(new)
+        page.write_text(new)
     return new != text
 
 
-def rewritten(text: str, results: Path) -> str:
-    """README's text with the numbers of the records."""
-    for name, written in (("records", numbers), ("quality", quality)):
+def rewritten(text: str, results: Path, blocks: Sequence[str]) -> str:
+    """A page's text with the numbers of the records."""
+    for name in blocks:
         begin, end = markers(name)
         head, found, rest = text.partition(begin)
         _, closed, tail = rest.partition(end)
         if not found or not closed:
-            raise InvalidInput(f"README has no lines {begin} and {end} for the numbers to stand between; put them back")
-        text = f"{head}{begin}\n{written(results)}\n{end}{tail}"
+            raise InvalidInput(f"no lines {begin} and {end} for the numbers to stand between; put them back")
+        text = f"{head}{begin}\n{WRITTEN[name](results)}\n{end}{tail}"
     return text
 
 
@@ -93,3 +94,7 @@ def _time(entry: dict[str, Any]) -> str:
 def _versions(versions: dict[str, str]) -> str:
     names = ("torch", "triton", "cuda", "transformers", "flashinfer", "flash_attention_3")
     return ", ".join(f"{name} {versions[name]}" for name in names if versions.get(name))
+
+
+WRITTEN = {"records": numbers, "quality": summary, "tasks": quality}
+PAGES = {"README.md": ("records", "quality"), "quality.md": ("tasks",)}

@@ -214,9 +214,10 @@ def _check(args: argparse.Namespace) -> int:
 def _readme(args: argparse.Namespace) -> int:
     from longreach.bench.readme import update
 
-    changed = update(Path("README.md"), args.out)
+    changed = {str(page): update(page, args.out) for page in (Path("README.md"), Path("benchmarks/quality.md"))}
     if args.json:
         emit({"changed": changed})
     else:
-        print("README.md " + ("written" if changed else "is up to date"))
+        for page, written in changed.items():
+            print(f"{page} {'written' if written else 'is up to date'}")
     return 0

@@ -59,8 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="prompt tokens per pass (default 512); fewer take less memory")  # fmt: skip
     parser.add_argument("--workers", type=count, default=0, metavar="N", help="processes that make prompts while the "
                         "model answers, for a fast GPU (default 0: all are made before it does)")  # fmt: skip
-    parser.add_argument("--output", type=Path, metavar="FILE", help="the record; the same command goes on where an "
-                        "interrupted one stopped")  # fmt: skip
+    parser.add_argument("--output", type=Path, metavar="FILE", help="the record, compressed where it ends in .gz; the "
+                        "same command goes on where an interrupted one stopped")  # fmt: skip
     add_graph(parser)
     add_json(parser)
 

@@ -1,12 +1,15 @@
-"""Scores of tasks as README shows them, from the records of evaluations."""
+"""Scores of tasks as README and benchmarks/quality.md show them, from the records of evaluations."""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from longreach.records.record import files, read
+
 LOST = 0.1  # a score that tells nothing about methods
+WORST = 3  # tasks that a summary names
 
 
 def quality(results: Path) -> str:
@@ -14,9 +17,49 @@ def quality(results: Path) -> str:
 
     Records of dense attention alone compare nothing and are left out.
     """
-    records = [(path, json.loads(path.read_text())) for path in sorted(results.glob("*.json"))]
-    tables = [_table(path, r) for path, r in records if r.get("kind") == "eval" and len(r["methods"]) > 1]
-    return "\n\n".join(tables) or "No evaluations yet."
+    return "\n\n".join(_table(path, record) for path, record in _compared(results)) or "No evaluations yet."
+
+
+def summary(results: Path) -> str:
+    """Markdown: for each of these records, methods by mean score, bytes read and the tasks that lose most."""
+    return "\n\n".join(_summary(path, record) for path, record in _compared(results)) or "No evaluations yet."
+
+
+def _compared(results: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    for path in files(results):
+        record = read(path)
+        if record.get("kind") == "eval" and len(record["methods"]) > 1:
+            yield path, record
+
+
+def _summary(path: Path, record: dict[str, Any]) -> str:
+    labels, tasks = list(record["methods"]), record["tasks"]
+    head = ["method", f"mean of {len(tasks)} tasks", "bytes read, prefill", "bytes read, decode", "loses most on"]
+    rows = [head, ["---"] * len(head)]
+    for label, mean in zip(labels, _means(tasks, labels), strict=True):
+        reads = [_bytes(tasks, label, f"{phase}_reads") for phase in ("prefill", "decode")]
+        rows.append([f"`{label}`", mean, *reads, _losses(tasks, label, labels[0])])
+    return "\n".join([*(f"| {' | '.join(row)} |" for row in rows), "", f"{_where(path, record)}."])
+
+
+def _losses(tasks: dict[str, Any], label: str, control: str) -> str:
+    """The tasks whose score is surely below the control's: their intervals do not meet."""
+    lost = []
+    for name, task in tasks.items():
+        ours, theirs = task["results"][label], task["results"][control]
+        if ours["interval_95"][1] < theirs["interval_95"][0]:
+            lost.append((ours["score"] - theirs["score"], f"{name} {ours['score']:.0%} of {theirs['score']:.0%}"))
+    named = [said for _, said in sorted(lost)[:WORST]]
+    return ", ".join([*named, *([f"{len(lost) - WORST} more"] if len(lost) > WORST else [])]) or "-"
+
+
+def _where(path: Path, record: dict[str, Any]) -> str:
+    config, samples = record["config"], max(len(task["samples"]) for task in record["tasks"].values())
+    lengths = ", ".join(map(str, config.get("lengths", [config["length"]])))
+    return (
+        f"{record['model']['name']} ({record['model']['dtype']}), {lengths} tokens, {samples} prompts a task, "
+        f"{record['device']['name']}, commit {(record['commit'] or 'unknown')[:12]}: `{path.name}`"
+    )
 
 
 def _table(path: Path, record: dict[str, Any]) -> str:
@@ -32,15 +75,9 @@ def _table(path: Path, record: dict[str, Any]) -> str:
         rows.append([f"mean of all {len(tasks)}", *_means(tasks, labels)])
     for phase in ("prefill", "decode"):
         rows.append([f"bytes read, {phase}", *(_bytes(tasks, label, f"{phase}_reads") for label in labels)])
-    config, where = record["config"], record["device"]["name"]
-    lengths = ", ".join(map(str, config.get("lengths", [config["length"]])))
-    samples = max(len(task["samples"]) for task in tasks.values())
     hidden = f" Beyond the model (below {LOST:.0%} with every method), so without rows: {', '.join(lost)}; the bytes "
     beyond = f"{hidden}are those of all {len(tasks)} tasks." if lost else ""
-    said = (
-        f"{record['model']['name']} ({record['model']['dtype']}), {lengths} tokens, {samples} prompts a task, "
-        f"{where}, commit {(record['commit'] or 'unknown')[:12]}: `{path.name}`.{beyond}"
-    )
+    said = f"{_where(path, record)}.{beyond}"
     return "\n".join([*(f"| {' | '.join(row)} |" for row in rows), "", said])
 
 

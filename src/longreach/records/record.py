@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import json
 import math
 import os
 import platform
 import subprocess
 import sys
+import zlib
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
@@ -16,6 +18,9 @@ from random import Random
 from typing import Any
 
 from longreach.errors import InvalidInput
+
+COMPRESSED = ".gz"
+GZIP = b"\x1f\x8b"  # what such files begin with
 
 
 def commit() -> tuple[str | None, bool | None]:
@@ -99,12 +104,33 @@ def check_writable(path: Path) -> None:
 
 
 def write(path: Path, record: dict[str, Any]) -> None:
-    """Write a record whole or not at all. Raises InvalidInput where the place cannot be written."""
-    text = json.dumps(record, indent=1) + "\n"
+    """Write a record whole or not at all; compressed where the name ends in .gz, the same record to the same bytes.
+
+    Raises InvalidInput where the place cannot be written.
+    """
+    content = (json.dumps(record, indent=1) + "\n").encode()
+    if path.suffix == COMPRESSED:
+        content = gzip.compress(content, mtime=0)
     part = path.with_name(path.name + ".part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(text)
+        part.write_bytes(content)
         os.replace(part, path)
     except OSError as error:
         raise InvalidInput(f"cannot write {path}: {error.strerror}; choose another --output") from error
+
+
+def read(path: Path) -> Any:
+    """What a file holds, compressed or not. Raises OSError where it cannot be read, ValueError where it is no JSON."""
+    content = path.read_bytes()
+    if content[:2] == GZIP:
+        try:
+            content = gzip.decompress(content)
+        except (OSError, EOFError, zlib.error) as error:
+            raise ValueError(f"compressed, but not whole: {error}") from error
+    return json.loads(content)
+
+
+def files(folder: Path) -> list[Path]:
+    """Files below a folder that are named as records are."""
+    return sorted([*folder.rglob("*.json"), *folder.rglob(f"*.json{COMPRESSED}")])

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from longreach.errors import InvalidInput
 from longreach.records.kernels import SOURCES, kernel_hash
+from longreach.records.record import files, read
 
 
 class Fault(NamedTuple):
@@ -23,8 +23,7 @@ def stale(directory: Path) -> list[Fault]:
     """Faults of all records below a folder; what is no record is one. Raises InvalidInput where it is no folder."""
     if not directory.is_dir():
         raise InvalidInput(f"{directory} is no folder; name the one that holds the records with --out")
-    paths = sorted(directory.rglob("*.json"))
-    return [Fault(path, part, why) for path in paths for part, why in _faults_of_file(path)]
+    return [Fault(path, part, why) for path in files(directory) for part, why in _faults_of_file(path)]
 
 
 def faults(measured: dict[str, Any]) -> Iterator[str]:
@@ -46,7 +45,7 @@ def faults(measured: dict[str, Any]) -> Iterator[str]:
 def _faults_of_file(path: Path) -> Iterator[tuple[str, str]]:
     """(part, fault): the part is a case where the record holds several."""
     try:
-        record = json.loads(path.read_text())
+        record = read(path)
     except (OSError, ValueError) as error:
         yield "", f"is no JSON: {error}; delete it or restore it"
         return

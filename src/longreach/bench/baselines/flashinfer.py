@@ -1,4 +1,4 @@
-"""FlashInfer: paged decode on tensor cores, page sizes, both layouts, its own split and fixed ones; prefill by fa3."""
+"""FlashInfer: paged decode on tensor cores, page sizes, both layouts, its own split and fixed ones."""
 
 from __future__ import annotations
 
@@ -31,10 +31,7 @@ def load() -> dict[str, str]:
 
 
 def candidates(inputs: Inputs) -> list[tuple[dict[str, Any], Any]]:
-    if inputs.case.prefill:
-        orders = ("tokens", "heads") if inputs.shape.batch == 1 else ()
-        return [({"layout": LAYOUTS[order], "backend": "fa3"}, partial(_prefill, inputs, order)) for order in orders]
-    if inputs.shape.rows > 1 or inputs.case.reads.kind != "dense":
+    if inputs.case.prefill or inputs.shape.rows > 1 or inputs.case.reads.kind != "dense":
         return []
     workspace = torch.zeros(WORKSPACE, dtype=torch.uint8, device=inputs.device)
     found: list[tuple[dict[str, Any], Any]] = []
@@ -78,19 +75,3 @@ def _build(inputs: Inputs, memory: Memory, settings: dict[str, Any], workspace: 
 
     calls = [call(copy) for copy in range(inputs.copies)]
     return Competitor("", "flashinfer", memory, 1, calls, lambda out: out, settings)
-
-
-def _prefill(inputs: Inputs, order: Any) -> Competitor:
-    """Its kernel for one sequence whose rows come last."""
-    attend: Any = import_module("flashinfer").single_prefill_with_kv_cache
-    memory, settings = Memory(None, order), {"layout": LAYOUTS[order], "backend": "fa3"}
-
-    def call(copy: int) -> Any:
-        k, v = (x[0] if order == "heads" else x[0].transpose(0, 1) for x in inputs.kv(copy, memory))
-        return partial(
-            attend, inputs.q(copy, inputs.shape.rows), k, v, causal=True, kv_layout=settings["layout"],
-            sm_scale=inputs.scale, backend=settings["backend"],
-        )  # fmt: skip
-
-    calls = [call(copy) for copy in range(inputs.copies)]
-    return Competitor("", "flashinfer", memory, inputs.shape.rows, calls, lambda out: out, settings)

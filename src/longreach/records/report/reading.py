@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from longreach.errors import InvalidInput
+from longreach.records.record import read
 from longreach.records.report.attention_shape import ATTENTION, check_attention
 from longreach.records.report.schema import Each, Items, Maybe, Mismatch, Number, Perhaps, check
 
@@ -136,7 +136,7 @@ def load(path: Path, name: str | None = None) -> Record:
     with a field missing or of another shape.
     """
     try:
-        content = json.loads(path.read_bytes())
+        content = read(path)
     except OSError as error:
         raise InvalidInput(f"cannot read {path}: {error.strerror}; check the path") from error
     except (ValueError, RecursionError) as error:

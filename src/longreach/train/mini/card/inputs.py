@@ -11,6 +11,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from longreach.errors import InvalidInput, LongreachError, ModelFileError
+from longreach.records.record import read as read_record
 from longreach.records.report.reading import Record, load_all
 from longreach.records.report.rows import Row
 from longreach.records.report.schema import Each, Items, Maybe, Mismatch, Number, Perhaps, check
@@ -123,7 +124,7 @@ def _model_json(path: Path, shape: dict[str, Any], expected: str) -> dict[str, A
 
 def _json(path: Path, kind: type[LongreachError], expected: str) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_bytes())
+        content = read_record(path)
     except OSError as error:
         raise kind(f"cannot read {path}: {error.strerror}; expected {expected}") from error
     except (ValueError, RecursionError) as error:

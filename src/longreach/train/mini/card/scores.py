@@ -60,8 +60,9 @@ def _measured(record: Record) -> str:
     counts = sorted({len(task["samples"]) for task in record["tasks"].values()})
     samples = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     drawn = f"answers drawn at temperature {config['temperature']:g}" if config.get("temperature") else "greedy answers"
+    lengths = ", ".join(map(str, record.lengths))
     return (
-        f"* {config['length']} tokens of prompt and answer: {samples} prompts a task, seed {config.get('seed')}, "
+        f"* {lengths} tokens of prompt and answer: {samples} prompts a task, seed {config.get('seed')}, "
         f"{drawn}, {model['dtype']} on {one_line(record['device']['name'])}, torch {record['versions'].get('torch')}, "
         f"commit {commit(record.content)} (`{one_line(record.name)}`)"
     )

@@ -166,9 +166,11 @@ def _repeat(inputs: Inputs) -> Iterator[str]:
 
 def _command(record: Record, model: str) -> str:
     config = record["config"]
+    tasks = dict.fromkeys(task.get("task", name) for name, task in record["tasks"].items())
     words = ["longreach", "eval", "--model", model, "--device", record["device"]["type"], "--dtype",
-             record["model"]["dtype"], "--tasks", ",".join(record["tasks"])]  # fmt: skip
-    for name in ("length", "samples", "limit", "seed", "temperature", "draws"):
+             record["model"]["dtype"], "--tasks", ",".join(tasks),
+             "--length", ",".join(map(str, record.lengths))]  # fmt: skip
+    for name in ("samples", "limit", "seed", "temperature", "draws"):
         value = config.get(name)
         if value is not None and (name, value) not in (("temperature", 0), ("draws", 1)):
             words += [f"--{name}", f"{value}"]
