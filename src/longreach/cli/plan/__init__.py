@@ -15,6 +15,7 @@ EXAMPLES = (
     "longreach plan choose plan.json --budget 4 --output four.json",
     "longreach plan compare plan.json other.json --budget 5",
     "longreach plan figures plan.json --model mini --tasks vt,cwe --output figures",
+    "longreach plan figures mac.json --model mini --text book.txt --length 8192 --steps 1024 --output figures",
 )
 
 
@@ -25,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         (verify, "verify", "check that a plan is whole, and made for a model"),
         (choose, "choose", "choose other anchors of a kascade plan's calibration, and make a plan with them"),
         (compare, "compare", "hold two kascade plans for one model, of different texts, beside each other"),
-        (figures, "figures", "draw what a kascade plan rests on: top keys, similarity, importance, pooling, mapping"),
+        (figures, "figures", "draw what a kascade or mac plan rests on, as the papers show it"),
     ):
         action = actions.add_parser(
             name, help=help_text, description=help_text[0].upper() + help_text[1:] + ".", allow_abbrev=False

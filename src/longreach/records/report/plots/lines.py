@@ -51,7 +51,8 @@ def curves(panels: Sequence[CurvePanel]) -> bytes:
         for axes in grid.flat[len(panels) :]:
             axes.set_axis_off()
         for panel, axes in zip(panels, grid.flat):
-            axes.locator_params(axis="x", integer=True)  # positions and tokens are counted
+            if all(float(x).is_integer() for s in panel.series for x in s.x):  # positions and tokens are counted
+                axes.locator_params(axis="x", integer=True)
             axes.set(title=name(panel.title, 60), xlabel=panel.xlabel, ylabel=panel.ylabel)
             if panel.log:
                 axes.set_yscale("log")

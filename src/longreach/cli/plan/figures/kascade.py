@@ -1,49 +1,29 @@
-"""`longreach plan figures`: the pictures of Kascade's paper (Figures 1 and 3 to 6) of a plan and its model."""
+"""The pictures of Kascade's paper (Figures 1 and 3 to 6) of a plan and its model."""
 
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from longreach.cli.calibrate.common import Work, add_prompts
-from longreach.cli.common import positive
-from longreach.cli.plan.common import add_plan, opened
+from longreach.cli.calibrate.common import Work
 from longreach.cli.plan.kascade import budgets, picture
-from longreach.cli.show import Column, Table, console, emit, percent, place, waiting
-from longreach.errors import InvalidInput
+from longreach.cli.show import Column, Table, console, percent
 
 if TYPE_CHECKING:
     from longreach.plans import Plan
 
+OPTIONS = {"tiles": 8}
 RECORD = "kascade.json"
-FORMAT = 1
 LABELS = {
     "pre": "pre-softmax", "post": "post-softmax", "mapped": "head map", "own": "same head", "all": "all heads pooled",
     "oracle": "own choice (oracle)",
 }  # fmt: skip
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_plan(parser)
-    add_prompts(parser, output=False)
-    parser.add_argument("--tiles", type=positive, default=8, metavar="N",
-                        help="tiles looked at in each prompt (default 8)")  # fmt: skip
-    parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="where the pictures and a record "
-                        "go; the same command goes on where an interrupted one stopped")  # fmt: skip
-
-
-def run(args: argparse.Namespace) -> int:
+def measure(args: argparse.Namespace, plan: Plan) -> tuple[Work, dict[str, Any]]:
     from longreach.evals.calibration.sharing import SharingGather, shared
     from longreach.methods.kascade.plan import KascadePlan
-    from longreach.records import write
-    from longreach.records.report.plots import check_installed
-    from longreach.records.report.writing import write_all
 
-    check_installed()
-    plan = opened(args.plan)
-    if plan.kind != "kascade":
-        raise InvalidInput(f"{args.plan} is a {plan.kind} plan; these pictures are of kascade plans")
     view = KascadePlan.of(plan)
     work = Work(
         args,
@@ -53,24 +33,7 @@ def run(args: argparse.Namespace) -> int:
         record=args.output / RECORD,
     )
     what = SharingGather(work.shape, view, args.tiles)
-    found = shared(what, work.gather(what))
-    record = {
-        "kind": "kascade figures", "format": FORMAT, "model": work.about, "plan": dict(plan.values),
-        "data": work.prompts.data, "sha256": work.prompts.sha256, "tokens": work.prompts.tokens,
-        "config": work.settings, **work.where, "results": found,
-    }  # fmt: skip
-    with waiting("drawing"):
-        written = write_all(args.output, draw(plan, found))
-    write(args.output / RECORD, record)
-    work.journal.remove()
-    if args.json:
-        emit(record)
-    else:
-        show(found)
-        console().print(place(work.where))
-        for path in written:
-            console().print(str(path), soft_wrap=True)
-    return 0
+    return work, shared(what, work.gather(what))
 
 
 def draw(plan: Plan, found: dict[str, Any]) -> dict[str, bytes]:
