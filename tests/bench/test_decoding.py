@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
@@ -18,6 +19,8 @@ from longreach.bench.check import WrongResult
 from longreach.bench.decoding import Clock, Decoding
 from longreach.cache import StaticSteps
 from longreach.errors import InvalidInput
+from longreach.methods.kascade.part import Part
+from longreach.ops import quantise_keys
 from longreach.records.kernels import SOURCES
 
 CASE = tiny(CASES["8b-8k-b1"])
@@ -71,6 +74,29 @@ def test_other_keys_than_transformers_are_seen(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(synthetic, "fill", shorter)
     with pytest.raises(WrongResult, match="logits differ"):
         bench().run(CASE)
+
+
+def test_a_method_has_noted_the_keys_that_no_prompt_brought(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its anchors would choose by what the memory of their 8-bit copies happened to hold."""
+    case, seen = CASES["8b-kascade-128k-b1"], list[int]()
+    assert case.stack is not None
+    replays = Decoding._replays
+
+    def look(self: Decoding, decoder: Decoder, capture: bool) -> list[float]:
+        kv = decoder.cache.kv
+        for (_, layer), part in kv.state.items():
+            if isinstance(part, Part) and part.copy is not None:
+                k = kv.memory[layer][0][:, :, :256]  # type: ignore[index]
+                codes, scale = quantise_keys(k)
+                assert torch.equal(part.copy.k[:, :, :256], codes) and torch.equal(part.copy.scale[:, :, :256], scale)
+                seen.append(layer)
+        return replays(self, decoder, capture)
+
+    monkeypatch.setattr(Decoding, "_replays", look)
+    eight_bit = tiny(replace(case, stack=replace(case.stack, options=(("scoring", "int8"),))))
+    exact, chosen = (bench("transformers_static").run(c)["entries"] for c in (tiny(case), eight_bit))
+    assert seen == [2]
+    assert chosen[2]["error"] == pytest.approx(exact[2]["error"], rel=0.1)
 
 
 def test_the_baseline_keeps_to_its_time() -> None:

@@ -57,12 +57,13 @@ class Target:
 
     "speed over baseline" is over the faster of FlashInfer and FlashAttention-3, "speed over fastest" over the fastest
     of them and torch's kernels, "speed over" over one of ours, or over the best of one of theirs. "% of KV": what a
-    method keeps for a sequence, of the sequence's keys and values.
+    method keeps for a sequence, of the sequence's keys and values. "mass of chosen keys": what they weigh, over the
+    keys that exact scores choose.
     """
 
     quantity: Literal[
         "speed over baseline", "speed over fastest", "microseconds", "TB/s", "speed over", "time over",
-        "share of limit", "% of KV",
+        "share of limit", "% of KV", "mass of chosen keys",
     ]  # fmt: skip
     bound: float
     of: str = "contiguous"

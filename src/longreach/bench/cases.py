@@ -89,6 +89,16 @@ def _kascade(batch: int, context: int, least: float) -> Case:
     return Case(name, "kascade-decode", Shape(batch, context), baselines=rivals, stack=Stack(), targets=targets)
 
 
+def _kascade_int8(batch: int, context: int, least: float | None = None) -> Case:
+    """Anchors scored with 8-bit copies of their keys."""
+    targets = () if least is None else (
+        Target("speed over fastest", least, "kascade"),
+        Target("mass of chosen keys", 0.995, "kascade"),
+    )  # fmt: skip
+    case, stack = _kascade(batch, context, 0.0), Stack(options=(("scoring", "int8"),))
+    return replace(case, name=f"kascade-int8-{_label(context)}-b{batch}", stack=stack, targets=targets)
+
+
 def _kascade_table(context: int, percent: int, least: float) -> Case:
     """A cell of Kascade's Table 3: batch 64, the paper's speedup over FlashAttention-3."""
     target = Target("speed over", least, "kascade", "flash_attention_3")
@@ -131,6 +141,9 @@ CASES: dict[str, Case] = {
         _kascade(32, 128 * K, 4.7),
         _kascade(64, 8 * K, 3.8),
         _kascade(1, 128 * K, 2.8),
+        _kascade_int8(32, 128 * K, 5.4),
+        _kascade_int8(64, 8 * K),
+        _kascade_int8(1, 128 * K),
         *(
             _kascade_table(context * K, percent, least)
             for context, cells in TABLE_3.items()

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from longreach.bench.case import Case
 from longreach.bench.check import WrongResult
+from longreach.bench.followed import note_filled
 from longreach.bench.inputs import bytes_needed, check_shape
 from longreach.bench.mac import decoding as mac
 from longreach.bench.mac.phases import phases
@@ -165,7 +166,7 @@ class Decoding:
         self, case: Case, model: Any, ids: Tensor, decode: AttentionMethod | None = None
     ) -> tuple[list[dict[str, Any]], Steps, dict[str, float]]:
         """What was timed of ours, what the timed step then did, seconds of setting up. decode: None for dense."""
-        from longreach.adapters.transformers import attach
+        from longreach.adapters.transformers import attach, shape_of
         from longreach.adapters.transformers.loop import generate
         from longreach.adapters.transformers.synthetic import fill
         from longreach.cache import CacheConfig
@@ -178,6 +179,8 @@ class Decoding:
             cache = session.new_cache(batch)
             started = self._now()
             fill(cache, model, tokens, self.seed)
+            if case.stack and decode is not None:
+                note_filled(cache.kv, decode, shape_of(model))
             if decode is not None:
                 cache.note_followed((decode,), [0] * batch)  # there was no prompt to take note of
             filled = self._now()

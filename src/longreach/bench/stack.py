@@ -1,7 +1,8 @@
 """Run a case of a method's layers: all layers of a model as one captured sequence, beside dense attention.
 
 Choosing keys, the map between heads and the lists lie within what is timed, and the lists come from the run itself.
-Time is that of a layer, the mean over all. Beside it stand the kinds of layers, each by itself.
+Time is that of a layer, the mean over all. Beside it stand the kinds of layers, each by itself, and the passes that an
+anchor makes.
 """
 
 from __future__ import annotations
@@ -19,13 +20,18 @@ import torch
 from longreach.bench.baselines import baseline
 from longreach.bench.case import Case, Memory
 from longreach.bench.check import require_right
-from longreach.bench.chosen import check_chosen, check_layer
+from longreach.bench.chosen import LEAST_MASS, check_chosen, check_layer
 from longreach.bench.competitor import Competitor
+from longreach.bench.followed import follow_all
 from longreach.bench.inputs import Inputs, bytes_needed
+from longreach.bench.passes import Pass, anchor_passes
 from longreach.bench.sweep import best
 from longreach.bench.targets import judge
 from longreach.bench.timing import Call, Timing, measure
+from longreach.cache import SequenceState
 from longreach.methods.base import AttentionMethod, LayerCall, ModelShape, Outcome
+from longreach.methods.kascade import Kascade
+from longreach.methods.kascade.part import Part
 from longreach.methods.kascade.plan import KascadePlan
 from longreach.methods.ledger import Ledger
 from longreach.methods.registry import choose
@@ -36,6 +42,7 @@ from longreach.plans.files import save
 Say = Callable[[str], None]
 Passed = dict[Any, Any]
 NAME = "that of the bench"
+ANCHOR = "anchor"
 
 
 class Layers:
@@ -51,14 +58,22 @@ class Layers:
             )
             for copy in range(inputs.copies)
         ]  # fmt: skip
-        batch = inputs.shape.batch
-        self._states = [method.new_state(self.call(layer, 0, {}), batch) for layer in range(model.layers)]
+        self._states: dict[tuple[int, int], SequenceState | None] = {}
+
+    def state(self, layer: int, copy: int) -> SequenceState | None:
+        """A layer's over a copy of the inputs: it may hold something of every key. Made where it is asked for."""
+        place = layer, copy % self.inputs.copies
+        if place not in self._states:
+            call = self.call(layer, copy, {})
+            state = self._states[place] = self.method.new_state(call, self.inputs.shape.batch)
+            follow_all(self.method, call, state)
+        return self._states[place]
 
     def call(self, layer: int, copy: int, passed: Passed) -> LayerCall:
         return self._calls[copy % self.inputs.copies](layer=layer, passed=passed)
 
     def run(self, layer: int, copy: int, passed: Passed) -> Outcome:
-        return self.method.run(self.call(layer, copy, passed), self._states[layer])
+        return self.method.run(self.call(layer, copy, passed), self.state(layer, copy))
 
     def all(self) -> list[Outcome]:
         """One pass over all layers, each over another copy than the one before."""
@@ -70,7 +85,15 @@ class Layers:
         passed: Passed = {}
         if layer != anchor:
             self.run(anchor, copy, passed)
+        self.state(layer, copy)
         return lambda: self.run(layer, copy, dict(passed))
+
+    def passes(self, layer: int, copy: int) -> dict[str, Pass]:
+        """Those of an anchor that is not dense, by themselves."""
+        assert isinstance(self.method, Kascade)
+        part, outcome = self.state(layer, copy), self.run(layer, copy, {})
+        assert isinstance(part, Part)
+        return anchor_passes(self.method, self.call(layer, copy, {}), part, outcome)
 
 
 @torch.no_grad()
@@ -94,6 +117,9 @@ def run_stack(
         for kind, (layer, anchor) in kinds.items():
             calls[kind] = [layers.ready(layer, anchor, copy) for copy in range(inputs.copies)]
         checked = _checked(layers, plan, case.memories[0])
+        passes = [layers.passes(plan.anchors[1], copy) for copy in range(inputs.copies)] if ANCHOR in kinds else []
+        named = {name: f"{ANCHOR}: {name}" for one in passes[:1] for name in one}
+        calls |= {title: [one[name].call for one in passes] for name, title in named.items()}
         rivals, tried = list[Competitor](), dict[str, Any]()
         for name in names:
             found, tests = best(name, inputs, say)
@@ -103,8 +129,11 @@ def run_stack(
         checked = _checked(layers, plan, case.memories[0])
         read = _bytes_read(layers)
         entries = [_ours(stack.method, times[stack.method], stack.layers, read.values(), checked["error"], impl)]
+        entries[0]["mass_of_chosen"] = checked["mass_of_chosen"]
         for kind, (layer, _) in kinds.items():
             entries.append(_ours(kind, times[kind], 1, [read[layer]], checked["error"], impl))
+        for name, title in named.items():
+            entries.append(_ours(title, times[title], 1, [passes[0][name].read], checked["error"], impl))
         described = {k: v for k, v in method.to_json().items() if k != "plan"}
     entries += [_theirs(c, times[c.name], bytes_needed(case), _error(c, inputs)) for c in rivals]
     return {
@@ -152,20 +181,22 @@ def _kinds(plan: KascadePlan) -> dict[str, tuple[int, int]]:
     reuse = next(n for n in plan.layers if n not in plan.anchors)
     found = {"layer 0": (plan.anchors[0], plan.anchors[0]), "reuse layer": (reuse, plan.anchor_of(reuse))}
     if len(plan.anchors) > 1:
-        found["anchor"] = (plan.anchors[1], plan.anchors[1])
+        found[ANCHOR] = (plan.anchors[1], plan.anchors[1])
     return found
 
 
 def _checked(layers: Layers, plan: KascadePlan, memory: Memory) -> dict[str, Any]:
     """Of each kind of layer: the error of its output over the keys it attended to, and what its choice is worth."""
-    outcomes, worst, mass = layers.all(), 0.0, 1.0
+    outcomes, worst, mass, method = layers.all(), 0.0, 1.0, layers.method
+    assert isinstance(method, Kascade)
+    mass_of = partial(check_chosen, least=LEAST_MASS[method.scoring], sinks=method.sinks, recent=method.recent)
     for kind, (layer, _) in _kinds(plan).items():
         worst = max(worst, check_layer(kind, layers.inputs, memory, layer % layers.inputs.copies, outcomes[layer]))
     for anchor in plan.anchors:
         user = next((n for n in plan.layers if n > anchor and plan.anchor_of(n) == anchor), None)
         if user is not None:
             lists = outcomes[user].reads.keys[0]
-            mass = min(mass, check_chosen(layers.inputs, memory, anchor % layers.inputs.copies, lists))
+            mass = min(mass, mass_of(layers.inputs, memory, anchor % layers.inputs.copies, lists))
     return {"error": worst, "mass_of_chosen": mass}
 
 

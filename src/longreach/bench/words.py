@@ -27,7 +27,8 @@ def outcome(target: dict[str, Any]) -> str:
         return "not known, a baseline was left out"
     than = f" (against {target['than']})" if target["than"] and not target["over"] else ""
     end = "reached" if target["reached"] else f"missed by {target['missed_by']:.1%}"
-    return f"{target['got']:.3g}{than}, {end}"
+    digits = ".4f" if target["quantity"] == "mass of chosen keys" else ".3g"  # it is near 1
+    return f"{target['got']:{digits}}{than}, {end}"
 
 
 def remarks(result: dict[str, Any]) -> Iterator[str]:
