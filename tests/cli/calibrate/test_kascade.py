@@ -94,7 +94,7 @@ def test_tasks_are_read_beside_text(longreach: Any, model: Path, text: Path, tmp
         (["--ranks", 3], ["ranks", "divides the 2 KV heads", "got 3", "--ranks"]),
         (["--prompts", 30], ["30 prompts of 301 tokens are 9000 tokens", "book.txt", "--text"]),
         (["--length", 32], ["32 tokens are too short", "33 tokens are needed", "--length"]),
-        (["--length", 9000], ["context is 4096"]),
+        (["--length", 9000], ["9000 tokens", "context is 4096", "lower --length"]),
         (["--k", 0], ["at least 1", "--k"]),
         (["--tile", "x"], ["whole number", "--tile"]),
         (["--text", "/no/such.txt"], ["cannot read /no/such.txt"]),
@@ -106,6 +106,15 @@ def test_tasks_are_read_beside_text(longreach: Any, model: Path, text: Path, tmp
 def test_bad_input(longreach: Any, model: Path, text: Path, tmp_path: Path, more: list[Any], words: list[str]) -> None:
     refused(longreach(*asked(model, text, tmp_path / "p.json", *more)), *words)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("length", "tiles"), [(34, 1), (80, 3), (81, 4)])
+def test_few_tiles_are_told(longreach: Any, model: Path, text: Path, tmp_path: Path, length: int, tiles: int) -> None:
+    """Of 16 tokens each; the first one that has more than 16 keys before it begins at 32."""
+    result = longreach(*asked(model, text, tmp_path / "p.json", "--length", length))
+    assert result.code == 0
+    told = f"the shortest prompt has {length} tokens, and {tiles} of its tiles of 16 tokens more than 16 keys before"
+    assert (told in result.err and "raise --length" in result.err) if tiles < 4 else not result.err
 
 
 def test_nothing_to_read(longreach: Any, model: Path, tmp_path: Path) -> None:

@@ -58,6 +58,7 @@ def test_the_same_plan_again(longreach: Any, tiny: Path, text: Path, tmp_path: P
 def test_a_decoding_run_takes_it(longreach: Any, tiny: Path, text: Path, tmp_path: Path) -> None:
     output = tmp_path / "p.json"
     assert longreach(*asked(tiny, text, output)).code == 0
+    assert longreach("plan", "verify", output, "--model", tiny).code == 0
     run = ["run", "--model", tiny, "--document", text, "--question", "Who?", "--max-new-tokens", 5, "--decode", "mac"]
     more = ["--set", "decode.tau=null", "--set", "decode.window=null", "--set", "decode.minimum=0"]
     found = json.loads(longreach(*run, *more, "--set", f"decode.plan={output}", "--json").out)

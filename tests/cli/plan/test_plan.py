@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from longreach.adapters.transformers import load, shape_of
+from longreach.cli.plan.checks import VALUES
 from longreach.cli.plan.common import SHOWN, VIEWS
 from longreach.methods.kascade.calibrated import Calibrated
 from longreach.methods.kascade.plan import KascadePlan
-from longreach.plans import Plan, PlannedModel
+from longreach.plans import KINDS, Plan, PlannedModel
 from longreach.plans import load as load_plan
 from longreach.testing.tiny import save_tiny
 from tests.cli.test_bad_input import refused
@@ -54,7 +55,7 @@ def test_show(longreach: Any, saved: Path) -> None:
     assert result.code == 0, result.err
     assert all(len(line) <= 80 for line in result.out.splitlines())
     for word in ("kascade plan for six: 6 layers, 4 query and 2 KV", "4096 tokens", "sha256 abababababab", "seed 0",
-                 "length 1024", "served, %", "anchor", "reuses", "even"):  # fmt: skip
+                 "length 1024", "served at best, %", "anchor", "reuses", "even"):  # fmt: skip
         assert word in " ".join(result.out.split())
     said = json.loads(longreach("plan", "show", saved, "--json").out)
     assert said["values"]["anchors"] == [row["layer"] for row in said["layers"] if row["anchor"] == row["layer"]]
@@ -63,6 +64,24 @@ def test_show(longreach: Any, saved: Path) -> None:
     reused = next(row for row in said["layers"] if row["anchor"] != row["layer"])
     assert reused["served"] == pytest.approx(served[reused["anchor"]][reused["layer"]])
     assert f"{100 * served[0][1]:4.0f}" in result.out
+
+
+def test_served_is_what_the_plans_own_map_gives(longreach: Any, saved: Path, tmp_path: Path) -> None:
+    """Not what the best map would: here each head takes the keys of the head with its own number."""
+    path = tmp_path / "own.json"
+    said = json.loads(
+        longreach("plan", "choose", saved, "--budget", 2, "--heads", "own", "--output", path, "--json").out
+    )
+    heads = load_plan(path, "kascade").arrays["similarity"]
+    worse = 0
+    for row in said["layers"]:
+        a, n = row["anchor"], row["layer"]
+        assert row["served"] == pytest.approx(float(heads[a, 0, n, 0] + heads[a, 1, n, 1]) / 2)
+        worse += row["served"] < said["similarity"]["served"][a][n] - 1e-6
+    assert worse
+    out = longreach("plan", "show", path).out.splitlines()
+    reused = next(row for row in said["layers"] if row["anchor"] != row["layer"])
+    assert f" {100 * reused['served']:.1f}% " in next(line for line in out if f"reuses {reused['anchor']}" in line)
 
 
 def test_similarity_in_a_narrow_terminal(longreach: Any, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,6 +110,19 @@ def test_plans_of_other_kinds_are_shown_plainly(
     refused(longreach("plan", "show", tmp_path / "p.json", "--output", tmp_path / "p.png"), "no picture")
 
 
+def number(document: dict[str, Any], array: str, value: float) -> None:
+    """Write over the first number of an array that stands in the file itself."""
+    document["arrays"][array]["numbers"][0] = value
+
+
+def test_numbers_may_be_off_by_rounding(longreach: Any, saved: Path, model: Path) -> None:
+    document = json.loads(saved.read_text())
+    number(document, "similarity", 1.000001)
+    number(document, "importance", -0.000001)
+    saved.write_text(json.dumps(document))
+    assert longreach("plan", "verify", saved, "--model", model).code == 0
+
+
 def test_verify(longreach: Any, saved: Path, model: Path) -> None:
     result = longreach("plan", "verify", saved, "--model", model)
     assert result.code == 0 and "is whole, and a kascade plan for this model" in result.out
@@ -110,7 +142,22 @@ def test_verify(longreach: Any, saved: Path, model: Path) -> None:
         (lambda d: d["arrays"].pop("importance"), "lacks the array 'importance'"),
         (lambda d: d.update(kind="quest"), "'quest'"),
         (lambda d: d["values"].update(weighted=1), "weighted: expected true or false"),
-        (lambda d: d["values"].update(ranks="2"), "ranks: expected a number that divides"),
+        (
+            lambda d: d["values"].update(ranks="2"),
+            "ranks: expected a number that divides the 2 KV heads, got '2'; take",
+        ),
+        (lambda d: d["values"].update(ranks=3), "ranks: expected a number that divides the 2 KV heads, got 3; take an"),
+        (lambda d: d["values"].update(ranks=True), "ranks: expected a number that divides the 2 KV heads, got True"),
+        (lambda d: d["values"].update(anchors=[0, -1]), "anchors: expected layer numbers, whole and from 0 on, got -1"),
+        (
+            lambda d: d["values"].update(anchors=[0, True]),
+            "anchors: expected layer numbers, whole and from 0 on, got T",
+        ),
+        (lambda d: d["values"].update(layers=[0, 1.5]), "layers: expected layer numbers, whole and from 0 on, got 1.5"),
+        (lambda d: d["values"].update(anchor=[0]), "unknown value 'anchor'; known of kascade are: anchors, head_map"),
+        (lambda d: number(d, "similarity", 1.001), "array 'similarity': expected numbers in [0, 1], got 0"),
+        (lambda d: number(d, "similarity", -0.001), "array 'similarity': expected numbers in [0, 1], got -0.001 to 1"),
+        (lambda d: number(d, "importance", 2.1), "array 'importance': expected numbers in [0, 2]"),
     ],
 )
 def test_what_does_not_fit_is_found(longreach: Any, saved: Path, model: Path, change: Any, words: str) -> None:
@@ -232,6 +279,15 @@ def test_figures(longreach: Any, saved: Path, model: Path, tmp_path: Path, monke
     monkeypatch.setattr("longreach.cli.calibrate.common.load_model", lambda args: 1 / 0)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     refused(longreach(*asked), "pip install 'longreach[report]'")
+
+
+def test_plans_of_every_kind_have_values_that_are_known(longreach: Any, tmp_path: Path) -> None:
+    assert set(VALUES) == set(KINDS) == set(VIEWS)
+    assert longreach("plan", "verify", "loki-longreach-mini", "--model", "mini").code == 0
+    whole = mac_plan(MODEL)
+    for values, words in ((whole.values, "window"), ({**whole.values, "gap": 1}, "the unknown value 'gap'")):
+        replace(whole, values=values).save(tmp_path / "m.json")
+        assert words in (result := longreach("plan", "show", tmp_path / "m.json")).out + result.err
 
 
 def test_the_shipped_plan_is_for_the_shipped_model(longreach: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ EXAMPLES = (
     "longreach calibrate kascade --model ./Llama-3.1-8B-Instruct --text book.txt --length 8192 --prompts 32 \\",
     "    --output llama.json --json",
 )
+FEW = 4  # tiles: the least over so many says little
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
     )
     from longreach.evals.calibration.kascade import KascadeGather, calibrated
 
+    _tell_few(args, work)
     found = calibrated(work.gather(KascadeGather(work.shape, k=args.k, tile=args.tile)))
     found = replace(found, ranks=args.ranks, weighted=not args.unweighted)
     chosen = found.plan(args.budget, args.k, args.tile)
@@ -71,3 +74,17 @@ def _check(args: argparse.Namespace, shape: ModelShape) -> None:
 
     check_anchors(args.budget, shape.layers)
     check_ranks(args.ranks, shape.kv_heads)
+
+
+def _tell_few(args: argparse.Namespace, work: Work) -> None:
+    """A line on stderr where the shortest prompt has few tiles to compare."""
+    from longreach.methods.kascade.calibrate import tile_tokens
+
+    tokens = tile_tokens(args.tile, work.shape.query_heads // work.shape.kv_heads)
+    length = min(len(prompt.tokens) for prompt in work.prompts.prompts)
+    tiles = sum(start > args.k for start in range(0, length, tokens))
+    if tiles < FEW:
+        told = (
+            f"the shortest prompt has {length} tokens, and {tiles} of its tiles of {tokens} tokens more than {args.k}"
+        )
+        print(f"longreach: {told} keys before them: too few to go by; raise --length", file=sys.stderr)

@@ -8,6 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from longreach.cli.plan.checks import check
 from longreach.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -65,10 +66,11 @@ def opened(name: str) -> Plan:
 
 
 def view(plan: Plan) -> Any:
-    """What a method makes of a plan; None for kinds that have no view of their own."""
+    """What a method makes of a plan, which must be whole; None for kinds that have no view of their own."""
     place = VIEWS.get(plan.kind)
     if place is None:
         return None
+    check(plan)
     module, _, attribute = place.partition(":")
     found: Any = import_module(module)
     for part in attribute.split("."):

@@ -28,13 +28,16 @@ def about(plan: Plan) -> dict[str, Any]:
 
 
 def rows(chosen: KascadePlan, found: Calibrated) -> list[dict[str, Any]]:
-    """For each layer: its anchor (None where it takes no part), importance, and what of its want it finds there."""
+    """For each layer: its anchor (None where it takes no part), importance, and what of its want it finds there, among
+    the keys of the heads that the plan maps its heads to."""
     made = []
     for layer, importance in enumerate(found.importance.tolist()):
         anchor = chosen.anchor_of(layer) if layer in chosen.layers else None
         served = None
         if anchor is not None:
-            served = float(found.plain[found.layers.index(anchor), found.layers.index(layer)])
+            given = found.heads[found.layers.index(anchor), :, found.layers.index(layer)]
+            mapped = chosen.head_map[layer]
+            served = float(given[list(mapped), range(len(mapped))].mean())
         made.append({"layer": layer, "anchor": anchor, "importance": importance, "served": served})
     return made
 
@@ -83,8 +86,8 @@ def show(plan: Plan, out: Console) -> None:
         f"\nserved: what heads find of the weight they want among the keys that the heads they are mapped to choose "
         f"({chosen.k} keys a tile of {chosen.tile} query rows, the least over the tiles of a prompt, mean over heads "
         f"and prompts). importance: 1 - cos of the residual stream before and after attention. value: served, "
-        f"{counted}; even: of as many evenly spaced anchors; bytes: that decoding reads of dense attention's at "
-        f"{SHARE:.0%} of the keys."
+        f"each head by the one that serves it best, {counted}; even: of as many evenly spaced anchors; bytes: that "
+        f"decoding reads of dense attention's at {SHARE:.0%} of the keys."
     )
 
 
@@ -93,8 +96,8 @@ def _show_similarity(found: Calibrated, out: Console) -> None:
     n = len(found.layers)
     wide = 4 * (n + 1) <= out.width
     cell = 4 if wide else 1
-    out.print("served, %, by the layer that chooses (row) and the layer that takes (column):" if wide else
-              "served, in tenths, by the layer that chooses (row) and the layer that takes (column):")  # fmt: skip
+    unit = "%" if wide else "in tenths"
+    out.print(f"served at best, {unit}, by the layer that chooses (row) and the layer that takes (column):")
     names = "".join(f"{layer:{cell}}" if wide else str(layer % 10) for layer in found.layers)
     out.print(f"{'':4}{'' if wide else ' '}{names}", soft_wrap=True)
     for place, line in enumerate(found.plain.tolist()):

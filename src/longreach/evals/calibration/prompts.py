@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from longreach.adapters.transformers import chat, check_length, encode
+from longreach.adapters.transformers import chat, context_limit, encode
 from longreach.errors import InvalidInput
 from longreach.evals.perplexity import Text, read_text
 from longreach.evals.progress import counted
@@ -76,7 +76,11 @@ def make(
         raise InvalidInput(
             f"prompts of {length} tokens are too short to be calibrated on: {least} tokens are needed; raise --length"
         )
-    check_length(model, length, 0)
+    limit = context_limit(model)
+    if limit is not None and length > limit:
+        raise InvalidInput(
+            f"prompts of {length} tokens are asked for, and the model's context is {limit} tokens; lower --length"
+        )
     parts, prompts = list[str](), list[Prompt]()
     if texts:
         read = [read_text(path, tokenizer) for path in texts]
