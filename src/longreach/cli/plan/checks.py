@@ -1,4 +1,4 @@
-"""What a plan must be beside what its method takes from it: without values that nobody reads, of numbers that can be."""
+"""What a plan must be beside what its method takes from it: no values that nobody reads, numbers that can be."""
 
 from __future__ import annotations
 
