@@ -212,7 +212,7 @@ def test_equal_budgets_are_found_said_and_kept(longreach: Any, tiny: Path, tmp_p
     command = asked(tiny, *methods, "--equal-bytes", to, "--output", record)
     result = longreach(*command)
     assert result.code == 0, result.err
-    assert "quest is left out: quest reads 100.0% of dense attention's bytes at least" in result.err
+    assert "quest is left out: quest reads 100.0% of dense attention's bytes with its least budget" in result.err
     found = json.loads(record.read_text())
     equal = found["equal_bytes"]
     labels = list(found["methods"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from longreach.methods.base import AttentionMethod, ModelShape
 from longreach.methods.registry import METHODS, method_class, named
 from longreach.testing.tiny import random_tokens, tiny_model, tiny_tokenizer
 from tests.evals.test_evaluate import Letters
+from tests.methods.drive import MODEL
+from tests.methods.planned import planned, write_plans
 
 SHAPE = ModelShape(6, 8, 2, 16, "a model's")
 SOME = ["quest page=4 dense_layers=[0]", "omnikv k=0.3 layers=[0,1]", "less_is_more k=9 layers=[1]",
@@ -95,9 +98,39 @@ def test_methods_that_cannot_reach_it_are_told_by_name() -> None:
     assert [spec.label for spec in found.specs] == ["dense", to] and set(found.unreachable) == set(asked)
     for label, why in found.unreachable.items():
         assert why.startswith(f"{label.split()[0]} reads ") and ("% are asked for" in why or "the nearest to" in why)
-    assert "fewer layers that attend densely" in found.unreachable["quest"]
+    assert "fewer layers that attend densely, by its option dense_layers" in found.unreachable["quest"]
+    assert "fewer layers that attend densely, by its option layers" in found.unreachable["less_is_more layers=[3]"]
+    assert "fewer sinks" in found.unreachable["streaming_llm sinks=399"]
     whole = equalled(specs(["oracle_top_k k=1.0", "streaming_llm"]), "oracle_top_k k=1.0", dry)
     assert "reads 100.0% of dense attention's bytes at most" in whole.unreachable["streaming_llm"]
+
+
+def test_the_least_budget_is_none_even_where_it_is_near() -> None:
+    """Bytes that dense layers make equal: what is left to choose is a key."""
+    to = "less_is_more layers=[0] k=0.2"
+    dry = DryRun(SHAPE, [1000], dtype=torch.float32)
+    near = dry.share(named("decode", to))
+    least = dry.share(named("decode", "omnikv layers=[1] k=1"))
+    assert abs(least / near - 1) < NEAR
+    found = equalled(specs([to, "omnikv layers=[1]", "omnikv layers=[0]"]), to, dry)
+    assert [spec.label.split(" k=")[0] for spec in found.specs] == [
+        "dense",
+        "less_is_more layers=[0]",
+        "omnikv layers=[0]",
+    ]
+    why = found.unreachable["omnikv layers=[1]"]
+    assert (
+        why.startswith("omnikv reads 33.4% of dense attention's bytes with its least budget")
+        and "by its option layers" in why
+    )
+
+
+def test_methods_for_which_no_budget_is_looked_for_stay_as_they_are(tmp_path: Path) -> None:
+    with planned(write_plans(tmp_path)):
+        dry = DryRun(MODEL, [400], dtype=torch.float32)
+        found = equalled(specs(["kascade", "kascade heads=all"]), "kascade", dry)
+    assert found.kept == {"kascade heads=all": "kascade keeps what its options say"}
+    assert [spec.label for spec in found.specs] == ["dense", "kascade", "kascade heads=all"]
 
 
 def test_what_has_a_budget_keeps_it() -> None:

@@ -50,7 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "every decode method that needs no option for this model)")  # fmt: skip
     parser.add_argument("--equal-bytes", metavar="LABEL", help="give the other methods budgets with which they read as "
                         "many bytes while decoding as the method of this label (its --method text), found before "
-                        "anything is asked; methods whose budget is set keep it")  # fmt: skip
+                        "anything is asked, for answers half as long as they may be; methods whose budget is set "
+                        "keep it, and kascade's variants their options. What reads too much with its least budget is "
+                        "left out: beside kascade on few layers give 'quest dense_layers=[0]' and "
+                        "'omnikv layers=[0,4]', or other layers")  # fmt: skip
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="draw answers (default 0: greedy)")
     parser.add_argument("--draws", type=positive, default=1, metavar="N",
                         help="answers drawn to each prompt; the score is their mean (default 1)")  # fmt: skip

@@ -107,7 +107,8 @@ class DryRun:
 class Budget:
     """What was found for a method: option=value reads `share` of dense attention's bytes, by the dry run.
 
-    unreachable: why there is no value that comes near enough; value and share are then the nearest.
+    unreachable: why there is no value that comes near enough, or none but the least; value and share are then the
+    nearest.
     """
 
     option: str
@@ -122,7 +123,8 @@ class Equal:
 
     to: its label; share: its bytes over dense attention's; attended: keys a row attends to over its context, where a
     method gets as many keys, else None. specs: what is to be asked, found budgets in their labels. found: label ->
-    budget. unreachable, kept: methods that are not asked, or asked as they are, and why, by label.
+    budget. unreachable, kept: methods that are not asked, or asked as they are, and why, by label: those whose budget
+    was given, and those for which none is looked for (kascade's variants).
     """
 
     to: str
@@ -143,7 +145,8 @@ class Equal:
 
 
 def equal_bytes(evaluation: Evaluation, to: str) -> Equal:
-    """`equalled` for an evaluation whose prompts are made: by the lengths of some of them, half-way through answers."""
+    """`equalled` for an evaluation whose prompts are made: by the lengths of some of them, with answers half as long as
+    they may be. Where answers turn out longer or shorter, so do contexts, and what is read is what was measured."""
     contexts = sorted(
         len(one.prompt) + 1 + (evaluation.tasks[name].task.max_new_tokens - 1) // 2
         for name, asked in evaluation.asked.items() for one in asked[:SAMPLES]
@@ -171,7 +174,7 @@ def equalled(specs: Sequence[Spec], to: str, dry: DryRun) -> Equal:
         if label == to or method.name == DENSE or option is None:
             asked.append(spec)
             if label != to and method.name != DENSE:
-                kept[label] = "it has no budget of keys"
+                kept[label] = f"{method.name} keeps what its options say"
         elif any(word.startswith(f"{option}=") for word in shlex.split(label)):
             asked.append(spec)
             kept[label] = f"its {option} was given"
@@ -219,12 +222,18 @@ def _nearest(method: AttentionMethod, option: str, target: float, dry: DryRun) -
     step = min((low, high), key=lambda n: abs(share(n) - target))
     off = share(step) / target - 1
     why = None
-    if abs(off) > NEAR:
-        said = f"{method.name} reads {share(step):.1%} of dense attention's bytes"
-        if step == 1:
-            why = f"{said} at least, and {target:.1%} are asked for; give it fewer layers that attend densely"
-        elif step == STEPS:
+    said = f"{method.name} reads {share(step):.1%} of dense attention's bytes"
+    if share(step) == share(1):  # near or not: with so little a method hardly chooses at all
+        why = f"{said} with its least budget, and {target:.1%} are asked for; {_less(method)}"
+    elif abs(off) > NEAR:
+        if step == STEPS:
             why = f"{said} at most, and {target:.1%} are asked for"
         else:
             why = f"{said} with {option}={step / STEPS}, the nearest to {target:.1%}; ask at a longer --length"
     return Budget(option, step / STEPS, share(step), why)
+
+
+def _less(method: AttentionMethod) -> str:
+    """What to do where a method reads too much whatever it chooses."""
+    layers = [name for name in ("dense_layers", "layers") if name in method.options()]
+    return f"give it fewer layers that attend densely, by its option {layers[0]}" if layers else "give it fewer sinks"
