@@ -58,8 +58,15 @@ def test_the_table_fits_the_terminal(
     found = verdicts(result.out)
     asked = sum(len(decodes) for _, decodes in plans(left_out=unfit(shape_of(load(tiny)[0]))))
     assert len(found) == asked and all(len(verdict) == 3 for verdict in found.values())
+    flat, over = " ".join(result.out.split()), {"oracle_top_k": "which scores every key first"}
+    above = flat.partition("Above 100%: ")[2].partition("1st tok")[0]
+    rows = [line.split() for line in lines if line.endswith((" s", " ms")) and not line.startswith("--")]
+    costly = {row[0] for row in rows if any(w.endswith("%") and float(w[:-1]) > 100 for w in row)}
+    assert "oracle_top_k" in costly and above.count("which ") == len(costly)
+    for name in costly:
+        assert f"{name}, {over.get(name, 'which at this length saves less than its metadata takes')}" in above
     for said in ("torch", "transformers", "threads", "characters a token", "default options"):
-        assert said in " ".join(result.out.split())
+        assert said in flat
 
 
 def test_json_holds_facts_answers_and_where_the_numbers_come_from(longreach: Any, on_tiny: None) -> None:

@@ -27,6 +27,11 @@ def test_each_row_is_in_one_step_of_its_sequence(at_once: int, monkeypatch: pyte
         assert len(steps) == 3
 
 
+def test_more_at_once_where_starting_kernels_costs() -> None:
+    assert by_sequence.at_once(torch.device("cpu")) == by_sequence.IN_CACHE < by_sequence.SCORES_AT_ONCE
+    assert by_sequence.at_once(torch.device("cuda")) == by_sequence.SCORES_AT_ONCE
+
+
 @pytest.mark.parametrize("page", [None, 1, 3, 64])
 @pytest.mark.parametrize("slots", [[], [0], [4], [2, 3, 4, 5], [1, 4, 9, 12], list(range(13)), [3, 4, 5], [5, 6]])
 @pytest.mark.parametrize("heads", [slice(None), slice(1, 2)])

@@ -83,9 +83,16 @@ def _cells(row: Row) -> list[Any]:
     return [row.decode, *answers, *shares, duration(row.first_token_seconds), duration(row.seconds_per_token)]
 
 
+def _why_more(name: str) -> str:
+    """Why a method reads more than dense attention does."""
+    if name.startswith("oracle"):
+        return "which scores every key first, to show quality and not savings"
+    return "which at this length saves less than its metadata takes"
+
+
 def _explain(rows: list[Row], out: Any, where: str) -> None:
-    costly = [row.decode for row in rows if row.decode_reads and row.decode_reads.total > 1.0]
-    above = f" Above 100%: {', '.join(costly)} scores every key first; it shows quality, not savings." if costly else ""
+    costly = dict.fromkeys(row.decode for row in rows if row.decode_reads and row.decode_reads.total > 1.0)
+    above = f" Above 100%: {'; '.join(f'{name}, {_why_more(name)}' for name in costly)}." if costly else ""
     out.print(
         f"\nbytes: keys (K), values (V) and metadata that decoding read, over what dense attention reads.{above} "
         "1st tok: time to the first token, reading the text included, which methods with the same prefill share. "

@@ -25,7 +25,8 @@ class LessIsMore(ChoosesForLater):
     k: the budget, a count of keys or a fraction of the row's context. recent: the share of it that the most recent keys
     have (0.25 in the paper), rounded up. sinks: the first keys, within the budget (its figure has none, its code up to
     4). layers: those that choose; None: (2, 13) of 32, TidalDecode's for Llama-3-8B (arXiv 2410.05076), as deep in this
-    model, rounded down; which layers choose well is a model's own affair. Those before the first attend densely.
+    model, rounded down; which layers choose well is a model's own affair: with fewer than 16 layers the first of these
+    is layer 0, which has no dense layer before it and may look at everything. Those before the first attend densely.
     Within a rank the lower head comes first. Heads of all ranks of a tensor-parallel run choose together.
     """
 

@@ -20,7 +20,8 @@ class OmniKV(ChoosesForLater):
     paper's choice by the last token). Layers before the first filter attend densely.
 
     k: a count of keys, or a fraction of the row's context. layers: the filters; None: (2, 8, 18) of 32 layers, the
-    paper's for Llama-3-8B, as deep in this model, rounded down. Which layers choose well is a model's own affair.
+    paper's for Llama-3-8B, as deep in this model, rounded down. Which layers choose well is a model's own affair: with
+    fewer than 16 layers the first of these is layer 0, which has no dense layer before it and may look at everything.
     The paper leaves open or has otherwise: it chooses among the prompt's tokens and attends to all new ones besides;
     here all tokens compete for k, but the newest is always among them. It lets the layer after each filter attend
     densely, while it fetches keys from the host; here nothing is fetched, and that layer uses the choice. Heads of all
