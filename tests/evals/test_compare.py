@@ -97,6 +97,7 @@ def test_it_ends_where_the_answer_of_dense_attention_ends(model: Any, prompt: li
     end = next(i for i in range(1, STEPS) if answer[i] not in answer[:i])
     stopping = tiny_model("llama", eos_token_id=answer[end])
     assert {c.steps for c in compare(stopping, prompt)} == {end}
+    assert {c.steps for c in compare(stopping, prompt, past_end=True)} == {STEPS}
 
 
 def test_tokens_that_dense_excludes_add_nothing() -> None:

@@ -56,6 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="write a record that `longreach report` reads, when all is measured: what is interrupted begins anew",
     )
     parser.add_argument("--steps", type=positive, default=32, metavar="N", help="decode steps compared (default 32)")
+    parser.add_argument("--past-end", action="store_true", help="go on for all steps where dense attention's answer "
+                        "ends sooner")  # fmt: skip
     add_graph(parser)
     add_json(parser)
 
@@ -83,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
 
         shared, (rest,) = prompts(tokenizer, document, [args.question])
         task = Compare(model, tokenizer, shared + rest, steps=args.steps, methods=chosen, options=options,
-                       specs=specs, layers=args.layers, graph=args.graph)  # fmt: skip
+                       specs=specs, layers=args.layers, graph=args.graph, past_end=args.past_end)  # fmt: skip
         where = environment(model.device)
     tell_unapplied(task.not_applied)
     tell_left_out(task.left_out)
@@ -117,7 +119,11 @@ def run(args: argparse.Namespace) -> int:
             read = percent(c.prefill_reads.total if c.prefill_reads else None)
             out.print(f"-- {prefill} prefill: {duration(c.read_seconds)}, {read} of dense attention's bytes")
         table.row(_cells(c))
-    ended = f", where dense attention's answer ended ({args.steps} were asked for)" if steps < args.steps else ""
+    ended = (
+        f", where dense attention's answer ended ({args.steps} were asked for; --past-end goes on)"
+        if steps < args.steps
+        else ""
+    )
     out.print(
         f"\nKL: mean of KL(dense || method) of the next-token distributions of {steps} decode steps{ended}, in nats. "
         "diverges at: the first token of the answer, counted from 0, that the method itself would have chosen "
@@ -161,6 +167,7 @@ def _record(
     from longreach.records import write
 
     config = {"prompt_tokens": len(task.prompt), "steps": args.steps, "layers": args.layers,
+              "past_end": args.past_end,
               "prefill_chunk_size": args.prefill_chunk_size, "document": args.document,
               "document_sha256": hashlib.sha256(document.encode()).hexdigest(), "question": args.question,
               "not_applied": task.not_applied}  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -121,12 +122,16 @@ def measured(
     from longreach.records import Journal, write
 
     sources = {t.task.name: t.task.source for t in evaluation.tasks.values()}  # data sets with the hash of their file
+    began = time.perf_counter()
     try:
         evaluation.build(progress)
         about = {**about, **_methods(evaluation, equal_to)}
         with Journal(output, {**about, "tasks": sources}) as journal:
             parts = evaluation.run(journal.done, journal.add, progress)
-        record = {"kind": "eval", "format": FORMAT, **about, "tasks": tasks_entry(evaluation, parts)}
+        seconds = {"wall": time.perf_counter() - began}  # of this run: prompts made, and what was still to be answered
+        record = {
+            "kind": "eval", "format": FORMAT, **about, "seconds": seconds, "tasks": tasks_entry(evaluation, parts)
+        }  # fmt: skip
     finally:
         evaluation.close()
     if output is not None:

@@ -65,7 +65,8 @@ class Compare:
 
     methods: None for all, but those that do not fit the model without options: `left_out` says which and why.
     options: per method name. specs: instead of both, methods as `evals.methods` reads them, dense first.
-    layers: measure errors layer by layer too, in steps that are not captured. graph: as in `generate`.
+    layers: measure errors layer by layer too, in steps that are not captured. graph: as in `generate`. past_end: go on
+    for all steps where dense attention's answer ends sooner.
     not_applied: settings of the model's generation config that its greedy answer is made without.
     Raises InvalidInput for a prompt too long or no steps, UnknownName for a method or option that does not exist.
     """
@@ -74,11 +75,13 @@ class Compare:
         self, model: Any, tokenizer: Any, prompt: Sequence[int], *, steps: int = 32,
         methods: Sequence[str] | None = None, options: Mapping[str, Mapping[str, Any]] | None = None,
         specs: Sequence[Spec] | None = None, layers: bool = False, graph: bool | None = None,
+        past_end: bool = False,
     ):  # fmt: skip
         if steps < 1:
             raise InvalidInput(f"steps: expected at least 1, got {steps}")
         check_length(model, len(prompt), steps)
-        self.model, self.stop, self.prompt, self.steps = model, stop_tokens(model, tokenizer), prompt, steps
+        self.stop = () if past_end else stop_tokens(model, tokenizer)
+        self.model, self.prompt, self.steps = model, prompt, steps
         self.options, self.layers, self.graph = options or {}, layers, graph
         self.not_applied = unapplied(model, sampled=False)
         self.left_out = {n: why for n, why in unfit(shape_of(model)).items() if n not in self.options}

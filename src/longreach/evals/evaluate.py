@@ -199,13 +199,14 @@ class Evaluation:
         self, session: Session, reader: BatchReader, spec: Spec, task: Task, asked: Sequence[Asked], logits: Tensor
     ) -> dict[str, Any]:
         session.switch(spec.decode)
-        answers, took, steps, setup = list[dict[str, Any]](), 0.0, 0, 0.0
+        answers, took, steps, setup, why = list[dict[str, Any]](), 0.0, 0, 0.0, None
         for draw in range(self.settings.draws):
             got = reader.answer(
                 logits, task.max_new_tokens, self.stop, temperature=self.settings.temperature,
                 seed=self._seed(task, asked[0].number, draw),
             )  # fmt: skip
             took, steps, setup = took + got.decode_seconds, steps + got.steps, setup + got.setup_seconds
+            why = why or got.not_captured
             for one, tokens, stopped in zip(asked, got.tokens, got.stopped, strict=True):
                 text = self.tokenizer.decode(list(tokens), skip_special_tokens=True)
                 answers.append({
@@ -216,6 +217,7 @@ class Evaluation:
             "label": spec.label,
             "answers": answers,
             "decode_bytes": phase_bytes(session.report(), "decode"),
+            "not_captured": why,
             "seconds": {"read": reader.read_seconds, "decode": took, "steps": steps, "setup": setup},
         }
 

@@ -70,6 +70,7 @@ def result(entries: Sequence[dict[str, Any]], dense: dict[tuple[int, int], dict[
         "length_over_dense": length,
         "prefill_reads": _reads([e["prefill_bytes"] for e in entries]),
         "decode_reads": _reads([e["decode_bytes"] for e in entries]),
+        "not_captured": next((why for e in entries if (why := e.get("not_captured"))), None),
         "seconds": {
             "read": _mean([t["read"] for t in times]) if times else None,
             "setup": sum(t["setup"] for t in times),

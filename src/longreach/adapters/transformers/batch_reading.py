@@ -24,6 +24,7 @@ class BatchAnswer:
     """Answers to the prompts of a batch, in their order.
 
     tokens: without the stop token; stopped: which ended with one. setup_seconds, decode_seconds, steps: see `loop.Run`.
+    not_captured: why the steps were not one CUDA graph, None where they were.
     """
 
     tokens: tuple[tuple[int, ...], ...]
@@ -31,6 +32,7 @@ class BatchAnswer:
     setup_seconds: float
     decode_seconds: float
     steps: int
+    not_captured: str | None
 
 
 class BatchReader:
@@ -94,4 +96,5 @@ class BatchReader:
             run.setup_seconds,
             run.decode_seconds,
             run.steps,
+            run.why_not,
         )

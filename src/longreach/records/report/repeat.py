@@ -47,7 +47,7 @@ def _command(record: Record) -> str:
         value = ",".join(map(str, record.lengths)) if name == "length" else config.get(name)
         if value is not None and value != DEFAULTS.get(name):
             words += [f"--{name.replace('_', '-')}", str(value)]
-    words += [f"--{name.replace('_', '-')}" for name in ("layers", "no_graph") if config.get(name)]
+    words += [f"--{name.replace('_', '-')}" for name in ("layers", "past_end", "no_graph") if config.get(name)]
     # labels of compare may lack options; those of eval and perplexity are what names the method
     exact = record.kind == "fidelity"
     named = record["methods"].items() if record.kind != "attention" else ()
