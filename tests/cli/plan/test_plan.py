@@ -266,13 +266,18 @@ def test_figures(longreach: Any, saved: Path, model: Path, tmp_path: Path, monke
     result = longreach(*asked)
     assert result.code == 0, result.err
     assert all(len(line) <= 80 or line.endswith(".png") for line in result.out.splitlines())
-    names = {"top", "similarity", "importance", "budgets", "pooling", "mapping"}
+    names = {"top", "similarity", "importance", "budgets", "pooling", "mapping", "oracle"}
     assert {p.name for p in folder.iterdir()} == {"kascade.json", *(f"kascade-{name}.png" for name in names)}
     assert all(p.read_bytes().startswith(b"\x89PNG") for p in folder.glob("*.png"))
     record = json.loads((folder / "kascade.json").read_text())
     assert record["kind"] == "kascade figures" and record["tokens"] == 1200 and record["results"]["tiles"] == 4
     for size, share in zip(record["results"]["sizes"], record["results"]["pooling"]["post"]["weight"], strict=True):
         assert any(line.split()[:1] == [str(size)] and f"{share:.1%}" in line for line in result.out.splitlines())
+    oracle = record["results"]["oracle"]
+    for share, weight in zip(oracle["shares"], oracle["first_dense"]["weight"], strict=True):
+        row = next(line.split() for line in result.out.splitlines() if line.split()[:1] == [f"{share:.1%}"]
+                   and len(line.split()) == 7)  # fmt: skip
+        assert row[2] == f"{weight:.1%}"
     assert json.loads(longreach(*asked, "--json").out)["results"] == record["results"]
     refused(longreach(*asked, "--length", 200), "200 tokens are too short", "384 tokens are needed")
     refused(longreach(*asked, "--model", "mini"), "another model")

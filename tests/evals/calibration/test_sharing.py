@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from longreach.adapters.transformers import shape_of
-from longreach.evals.calibration import sharing
+from longreach.evals.calibration import oracle, sharing
 from longreach.evals.calibration.gather import gather
+from longreach.evals.calibration.oracle import alone, over_layers
 from longreach.evals.calibration.prompts import Prompt
 from longreach.evals.calibration.sharing import SharingGather, Tile, budget, kept, pooled, shared
 from longreach.methods.kascade.plan import KascadePlan
@@ -88,6 +89,46 @@ def on(share: Tensor, chosen: Tensor, start: int) -> float:
     return float(share[:, seen].sum(-1).mean())
 
 
+def assert_rows_by_themselves(oracle: dict[str, Any], given: list[Tensor], starts: list[int]) -> None:
+    """Each row's best keys, weighed over the query heads of a KV head, in each layer."""
+    shares, layers = oracle["shares"], 4
+    want = torch.zeros(layers, len(shares), dtype=torch.float64)
+    for share_of in given:
+        for start in starts:
+            for row in range(start, start + TILE // GROUP):
+                grouped = share_of[:, :, row].double().unflatten(1, (2, GROUP)).sum(2)  # [L, G, n]
+                for place, share in enumerate(shares):
+                    most = grouped.topk(max(1, int(share * (start + 1) + 1e-9)), -1).values.sum(-1) / GROUP
+                    want[:, place] += most.mean(-1) / (len(given) * len(starts) * (TILE // GROUP))
+    got = torch.tensor(oracle["layers"]["weight"], dtype=torch.float64)
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
+    torch.testing.assert_close(torch.tensor(oracle["all"]["weight"]), want.mean(0).float(), atol=1e-4, rtol=0)
+    dense = (want[1:].sum(0) + 1) / layers
+    torch.testing.assert_close(torch.tensor(oracle["first_dense"]["weight"]), dense.float(), atol=1e-4, rtol=0)
+    torch.testing.assert_close(torch.tensor(oracle["first"]["weight"]), want[0].float(), atol=1e-4, rtol=0)
+
+
+def test_a_row_by_itself() -> None:
+    """Weight and error of its best keys, by hand; with all keys nothing is lost."""
+    tile = some_tile(tokens=2, before=18)
+    found = alone(tile.share, tile.v, 40)
+    place = oracle.SHARES.index(0.1)
+    weights, errors = [], []
+    for row in tile.share:
+        best = row.sum(0).topk(4).indices
+        for share in row:
+            held = float(share[best].sum())
+            part = share[best] @ tile.v[best] / held
+            whole = share @ tile.v
+            weights.append(held)
+            errors.append(float((part - whole).norm() / whole.norm()))
+    assert found[:, place].tolist() == pytest.approx([sum(weights) / 4, sum(errors) / 4], abs=1e-5)
+    assert alone(tile.share, tile.v, 200)[:, place].tolist() == pytest.approx([1.0, 0.0], abs=1e-5)
+    said = over_layers(torch.stack([found, found / 2], -1), [0, 1])
+    assert said["first_dense"]["error"][place] == pytest.approx(float(found[1, place]) / 4)
+    assert said["first"]["error"][place] == pytest.approx(float(found[1, place]))
+
+
 def test_against_transformers_own_weights(small: None) -> None:
     model = tiny_model("llama", num_hidden_layers=4)
     what = SharingGather(shape_of(model), PLAN, tiles=3)
@@ -123,8 +164,9 @@ def test_against_transformers_own_weights(small: None) -> None:
     for way in sharing.MAPPINGS:
         expected = [ways[way, share] for share in sharing.SHARES]
         assert found["mapping"][way]["weight"] == pytest.approx(expected, abs=1e-4)
-    oracle, own = (found["mapping"][way]["weight"] for way in ("oracle", "own"))
-    assert all(best > other for best, other in zip(oracle, own, strict=True))
+    assert_rows_by_themselves(found["oracle"], [weights(model, prompt) for prompt in PROMPTS], starts)
+    best_own, own = (found["mapping"][way]["weight"] for way in ("oracle", "own"))
+    assert all(best > other for best, other in zip(best_own, own, strict=True))
     assert len(found["top_256"]) == 4 and found["top_256"][2] == pytest.approx([1.0] * 4)  # 90 keys: all of them
 
 

@@ -1,5 +1,7 @@
 """What is lost when queries of a tile share keys, by how they choose them: Figures 5 and 6 of Kascade on any model.
 
+And when each row chooses by itself in each layer: Figure 2.
+
 A tile attends to its chosen keys and to itself. Told are the share of a row's weight that falls on these, and how far
 the output over these is from the whole output, |o' - o| / |o|: means over rows and query heads.
 """
@@ -15,6 +17,8 @@ from torch import Tensor
 from longreach.evals.attention.masses import TOPS, by_size
 from longreach.evals.attention.weights import weights, window_of
 from longreach.evals.calibration.gather import Gather
+from longreach.evals.calibration.oracle import SHARES as ORACLE_SHARES
+from longreach.evals.calibration.oracle import alone, over_layers
 from longreach.evals.calibration.prompts import Prompt
 from longreach.methods.base import LayerCall, ModelShape, Outcome
 from longreach.methods.kascade.calibrate import tile_tokens
@@ -74,8 +78,8 @@ def budget(before: int, share: float, least: int) -> int:
 
 class SharingGather(Gather):
     """Of each prompt, over some tiles: the weight of the top 256 keys of each layer and query head (Fig. 1), what
-    pooling before and after the softmax keeps by the size of a tile (Fig. 5), and what ways of taking an anchor's keys
-    keep by their number (Fig. 6), in each layer.
+    pooling before and after the softmax keeps by the size of a tile (Fig. 5), what ways of taking an anchor's keys keep
+    by their number (Fig. 6), and what rows keep that choose by themselves (Fig. 2), in each layer.
 
     tiles: how many of each prompt, evenly spaced over its last three quarters. plan: anchors and the head map.
     """
@@ -108,6 +112,7 @@ class SharingGather(Gather):
         self._top = torch.zeros(layers, self.shape.query_heads, dtype=torch.float64)
         self._pooling = {how: torch.zeros(2, len(self.sizes), layers, dtype=torch.float64) for how in POOLINGS}
         self._mapping = {how: torch.zeros(2, len(SHARES), layers, dtype=torch.float64) for how in MAPPINGS}
+        self._oracle = torch.zeros(2, len(ORACLE_SHARES), layers, dtype=torch.float64)
         self._anchor: dict[int, Tensor] = {}
         self._count = n
 
@@ -134,6 +139,8 @@ class SharingGather(Gather):
                     chosen = pooled(one, how).topk(budget(start, SHARE, LEAST)).indices
                     self._add(self._pooling[how], place, layer, kept(one, chosen))
         whole = [tile.first(tile_tokens(self.plan.tile, self.group)) for tile in heads]
+        for tile in whole:
+            self._oracle[..., layer] += alone(tile.share, tile.v, start + 1) / (self._count * self.shape.kv_heads)
         scores = torch.stack([pooled(tile, "post") for tile in whole])  # [G, before]
         if layer in self.plan.anchors:
             self._anchor[start] = scores
@@ -167,6 +174,7 @@ class SharingGather(Gather):
             "top": self._top.tolist(),
             "pooling": {how: x.tolist() for how, x in self._pooling.items()},
             "mapping": {how: x.tolist() for how, x in self._mapping.items()},
+            "oracle": self._oracle.tolist(),
         }
 
 
@@ -199,4 +207,5 @@ def shared(what: SharingGather, parts: Sequence[Mapping[str, Any]]) -> dict[str,
         "pooling": {how: over(mean("pooling", how), layers[1:]) for how in POOLINGS},
         "shares": list(SHARES),
         "mapping": {how: over(mean("mapping", how), reusing) for how in MAPPINGS},
+        "oracle": over_layers(mean("oracle"), layers),
     }

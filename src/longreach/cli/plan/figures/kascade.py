@@ -1,4 +1,4 @@
-"""The pictures of Kascade's paper (Figures 1 and 3 to 6) of a plan and its model."""
+"""The pictures of Kascade's paper (Figures 1 to 6) of a plan and its model."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ LABELS = {
     "pre": "pre-softmax", "post": "post-softmax", "mapped": "head map", "own": "same head", "all": "all heads pooled",
     "oracle": "own choice (oracle)",
 }  # fmt: skip
+NAMES, SHORT = ("weight", "error"), ("every", "dense", "first")
+ALONE = {"all": "every layer", "first_dense": "first layer dense", "first": "first layer alone"}
 
 
 def measure(args: argparse.Namespace, plan: Plan) -> tuple[Work, dict[str, Any]]:
@@ -44,7 +46,12 @@ def draw(plan: Plan, found: dict[str, Any]) -> dict[str, bytes]:
     name, measured, view = plan.model.name, Calibrated.of(plan), plan.values
     rows = budgets(measured, len(view["anchors"]))
     ways = {group: {LABELS[how]: values for how, values in found[group].items()} for group in ("pooling", "mapping")}
+    oracle = {label: found["oracle"][way] for way, label in ALONE.items()}
     return {
+        "kascade-oracle.png": kept(
+            f"{name}: each row's own best keys", "keys attended to, %", [100 * s for s in found["oracle"]["shares"]],
+            oracle,
+        ),
         "kascade-top.png": top_mass(f"{name}: top 256 keys", found["top_256"]),
         "kascade-similarity.png": picture(plan),
         "kascade-importance.png": importance(name, measured.importance.tolist()),
@@ -75,9 +82,17 @@ def show(found: dict[str, Any]) -> None:
             label = str(value) if group == "pooling" else percent(value)
             table.row([label, *(percent(ways[how][name][place_of]) for name in ("weight", "error") for how in ways)])
         out.print()
+    oracle = found["oracle"]
+    table = Table(out, [Column("best keys", 9), *(Column(f"{name} {what[0]}", 8) for what in NAMES for name in SHORT)])
+    table.header()
+    for place_of, share in enumerate(oracle["shares"]):
+        table.row([percent(share), *(percent(oracle[way][what][place_of]) for what in NAMES for way in ALONE)])
+    out.print()
     out.print(
         "w: the share of a row's weight on the keys it attends to; e: error of the output, |o' - o| / |o|. pre, post: "
         "a tile of so many query rows chooses 10% of the keys before it by scores pooled before or after the softmax, "
         "in every layer but the first. Layers that reuse an anchor's keys take those of the head they are mapped to "
-        "(mapped), of the head of their own number (own), one set of all heads (all), or choose themselves (oracle)."
+        "(mapped), of the head of their own number (own), one set of all heads (all), or choose themselves (oracle). "
+        "best keys: rows attend to those that weigh most in their own layer: in every layer, with the first layer "
+        "dense, and in that alone."
     )
