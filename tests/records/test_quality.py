@@ -20,8 +20,8 @@ def test_scores_of_every_method_and_what_is_beyond_the_model(tmp_path: Path) -> 
         "fair": {"samples": [0], "results": {"dense": result(0.5), "x k=[0]": result(0.25)}},
         "hard": {"samples": [0], "results": {"dense": result(0.0), "x k=[0]": result(0.05)}},
     }
-    record = {"kind": "eval", "methods": {"dense": {}, "x k=[0]": {}}, "tasks": tasks, "config": {"length": 128},
-              "device": {"name": "abacus"}, "commit": "c" * 40, "model": {"name": "m", "dtype": "float32"}}  # fmt: skip
+    record = {"kind": "eval", "methods": {"dense": {}, "x k=[0]": {}}, "tasks": tasks,
+              "config": {"length": 128, "batch": 2}, "device": {"name": "abacus"}, "commit": "c" * 40, "model": {"name": "m", "dtype": "float32"}}  # fmt: skip
     (tmp_path / "a.json").write_text(json.dumps(record))
     (tmp_path / "b.json").write_text(json.dumps({"kind": "bench"}))
     found = quality(tmp_path)
@@ -29,7 +29,7 @@ def test_scores_of_every_method_and_what_is_beyond_the_model(tmp_path: Path) -> 
     assert "| mean of these 2 | 75% | 38% |" in found and "| mean of all 3 | 50% | 27% |" in found
     assert "| bytes read, decode | 25% | 25% |" in found
     assert (
-        "2 prompts a task, abacus, commit cccccccccccc: `a.json`" in found
+        "2 prompts a task, 2 at a time, abacus, commit cccccccccccc: `a.json`" in found
         and "every method), so without rows: hard;" in found
     )
     short = summary(tmp_path)

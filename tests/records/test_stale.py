@@ -9,8 +9,9 @@ import pytest
 
 from longreach.errors import InvalidInput
 from longreach.records import write
-from longreach.records.kernels import kernel_hash
+from longreach.records.kernels import PACKAGE, kernel_hash
 from longreach.records.stale import stale
+from longreach.records.weights import weights_sha256
 
 CLEAN: dict[str, Any] = {"commit": "a" * 40, "dirty": False}
 
@@ -22,8 +23,22 @@ def bench(**cases: Any) -> dict[str, Any]:
 def test_clean_and_current_records_pass(tmp_path: Path) -> None:
     write(tmp_path / "a.json", CLEAN)
     write(tmp_path / "b.json", bench(it={**CLEAN, "kernels": {"attend": kernel_hash("attend")}}))
-    write(tmp_path / "old.json", {"curve": []})
+    shipped = weights_sha256(PACKAGE / "models/longreach-mini")
+    write(tmp_path / "c.json.gz", {**CLEAN, "kind": "eval", "model": {"name": "longreach-mini", "sha256": shipped}})
+    write(tmp_path / "d.json", {**CLEAN, "kind": "eval", "model": {"name": "another", "sha256": "0"}})
     assert stale(tmp_path) == []
+
+
+def test_answers_of_other_weights_are_told(tmp_path: Path) -> None:
+    write(tmp_path / "a.json.gz", {**CLEAN, "kind": "eval", "model": {"name": "longreach-mini", "sha256": "0"}})
+    (fault,) = stale(tmp_path)
+    assert fault.path.name == "a.json.gz" and "other weights" in fault.why
+
+
+def test_a_record_without_a_commit_is_told(tmp_path: Path) -> None:
+    write(tmp_path / "a.json", {"curve": []})
+    (fault,) = stale(tmp_path)
+    assert "names no commit" in fault.why
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,8 @@ def _where(path: Path, record: dict[str, Any]) -> str:
     lengths = ", ".join(map(str, config.get("lengths", [config["length"]])))
     return (
         f"{record['model']['name']} ({record['model']['dtype']}), {lengths} tokens, {samples} prompts a task, "
-        f"{record['device']['name']}, commit {(record['commit'] or 'unknown')[:12]}: `{path.name}`"
+        f"{config['batch']} at a time, {record['device']['name']}, commit {(record['commit'] or 'unknown')[:12]}: "
+        f"`{path.name}`"
     )
 
 

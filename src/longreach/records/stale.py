@@ -1,14 +1,16 @@
-"""Records that no longer speak for the code: measured from a dirty tree, or with sources that have changed since."""
+"""Records that no longer hold: from a dirty tree, of sources that have changed since, of other weights."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from longreach.errors import InvalidInput
-from longreach.records.kernels import SOURCES, kernel_hash
+from longreach.records.kernels import PACKAGE, SOURCES, kernel_hash
 from longreach.records.record import files, read
+from longreach.records.weights import weights_sha256
 
 
 class Fault(NamedTuple):
@@ -27,10 +29,8 @@ def stale(directory: Path) -> list[Fault]:
 
 
 def faults(measured: dict[str, Any]) -> Iterator[str]:
-    """What is wrong with one measurement. Records older than the habit of naming a commit are passed over."""
-    if "commit" not in measured:
-        return
-    commit, hashes = measured["commit"], measured.get("kernels", {})
+    """What is wrong with one measurement."""
+    commit, hashes = measured.get("commit"), measured.get("kernels", {})
     if not isinstance(commit, str) or not commit:
         yield "names no commit; measure it again from a checkout, or with LONGREACH_COMMIT set"
     elif measured.get("dirty"):
@@ -40,6 +40,20 @@ def faults(measured: dict[str, Any]) -> Iterator[str]:
             yield f"measured {operator}, which this version does not know; measure it again"
         elif measured_hash != kernel_hash(operator):
             yield f"the sources of {operator} have changed since; measure it again"
+
+
+def _faults_of_answers(record: dict[str, Any]) -> Iterator[str]:
+    """What is wrong with a record of what a model does, besides: it has no kernels, for all of the code made it."""
+    model = record.get("model")
+    name = str(model.get("name")) if isinstance(model, dict) else ""
+    ours = name and (PACKAGE / "models" / name / "config.json").is_file()
+    if ours and record["model"].get("sha256") != _shipped(name):
+        yield f"is of other weights than those of {name} that are shipped; measure it again"
+
+
+@cache
+def _shipped(name: str) -> str:
+    return weights_sha256(PACKAGE / "models" / name)
 
 
 def _faults_of_file(path: Path) -> Iterator[tuple[str, str]]:
@@ -52,7 +66,7 @@ def _faults_of_file(path: Path) -> Iterator[tuple[str, str]]:
     if not isinstance(record, dict):
         yield "", "is no record: expected a JSON object; move it elsewhere"
     elif record.get("kind") != "bench":
-        yield from (("", why) for why in faults(record))
+        yield from (("", why) for why in (*faults(record), *_faults_of_answers(record)))
     elif not isinstance(cases := record.get("cases"), dict):
         yield "", "is no bench record: expected its cases by name; delete it or restore it"
     else:
