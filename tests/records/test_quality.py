@@ -20,8 +20,9 @@ def test_scores_of_every_method_and_what_is_beyond_the_model(tmp_path: Path) -> 
         "fair": {"samples": [0], "results": {"dense": result(0.5), "x k=[0]": result(0.25)}},
         "hard": {"samples": [0], "results": {"dense": result(0.0), "x k=[0]": result(0.05)}},
     }
-    record = {"kind": "eval", "methods": {"dense": {}, "x k=[0]": {}}, "tasks": tasks,
-              "config": {"length": 128, "batch": 2}, "device": {"name": "abacus"}, "commit": "c" * 40, "model": {"name": "m", "dtype": "float32"}}  # fmt: skip
+    about = {"config": {"length": 128, "batch": 2}, "device": {"name": "abacus"}, "commit": "c" * 40}
+    methods = {"dense": {}, "x k=[0]": {}}
+    record = {"kind": "eval", "methods": methods, "tasks": tasks, **about, "model": {"name": "m", "dtype": "float32"}}
     (tmp_path / "a.json").write_text(json.dumps(record))
     (tmp_path / "b.json").write_text(json.dumps({"kind": "bench"}))
     found = quality(tmp_path)
