@@ -81,7 +81,7 @@ class Decoding:
             more, sparse, found = self._forced(case, model, ids, ours[0]["timing"])
             ours, setup = ours + more, setup | sparse
         rivals, baselines = self._baseline(case, model, ids, exact[:, 0], verdict.error_bound)
-        entries = [_entry(needed, **measured) for measured in (*ours, *rivals)]
+        entries = [_entry(weights, kv, **measured) for measured in (*ours, *rivals)]
         return {
             "shape": asdict(case.shape),
             "model": asdict(case.model) if case.model else None,
@@ -200,6 +200,8 @@ class Decoding:
                 "compile_and_capture": got.setup_seconds,
                 "capture": decoder.capture_seconds,
             }
+            if decode is not None:
+                settings["keys_and_values_read"] = session.report().fraction("decode")  # of dense attention's
             whole = {**settings, "mean_microseconds": 1e6 * (got.seconds_per_token or 0.0)}
         del cache, decoder
         self._free()
@@ -328,16 +330,18 @@ def _no_end() -> Any:
 
 
 def _entry(
-    needed: int, *, name: str, who: str, settings: dict[str, Any], timing: Timing, error: float
+    weights: int, kv: int, *, name: str, who: str, settings: dict[str, Any], timing: Timing, error: float
 ) -> dict[str, Any]:
-    return {
+    """weights, kv: bytes that dense attention's step reads; a method's rate is of those that it reads itself."""
+    share = settings.get("keys_and_values_read")
+    entry = {
         "name": name,
         "who": who,
         "settings": settings,
         "microseconds": timing.microseconds(),
         "how": timing.how,
-        "tb_per_s": needed / timing.median / 1e12,
-        "share_of_limit": needed / BANDWIDTH / timing.median,
+        "tb_per_s": (weights + (1 if share is None else share) * kv) / timing.median / 1e12,
         "calls_per_replay": timing.calls,
         "error": error,
     }
+    return entry if share is not None else {**entry, "share_of_limit": (weights + kv) / BANDWIDTH / timing.median}

@@ -188,7 +188,7 @@ def show(out: Any, case: Case, result: dict[str, Any]) -> None:
     for remark in remarks(result):
         out.print(f"  {remark}", soft_wrap=True)
     if "limit" in result:
-        shares = ", ".join(f"{e['name']} {e['share_of_limit']:.1%}" for e in result["entries"])
+        shares = ", ".join(f"{e['name']} {e['share_of_limit']:.1%}" for e in result["entries"] if "share_of_limit" in e)
         out.print(f"  limit {result['limit']['microseconds']:.1f} us; reached of it: {shares}", soft_wrap=True)
     for name, why in result["baselines"].get("why", {}).items():
         out.print(f"  {name} left out: {why}", soft_wrap=True)
