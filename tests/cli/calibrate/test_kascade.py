@@ -24,13 +24,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("models") / "four", num_hidden_layers=4)
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "book.txt"
-    path.write_text("".join(f"Hen {n} laid {n * n % 97} eggs in barn {n % 7}. " for n in range(60)))
-    return path
-
-
 @pytest.fixture(autouse=True)
 def commit(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same throughout, whoever commits meanwhile."""

@@ -15,13 +15,6 @@ from longreach.plans import load as load_plan
 from tests.cli.test_bad_input import refused
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "book.txt"
-    path.write_text("".join(f"Hen {n} laid {n * n % 97} eggs in barn {n % 7}. " for n in range(60)))
-    return path
-
-
 def asked(model: Path, text: Path, output: Path, *more: Any) -> list[Any]:
     return ["calibrate", "mac", "--model", model, "--text", text, "--length", 201, "--prompts", 3, "--window", 70,
             "--rows", 20, "--epsilon", 0.6, "--output", output, *more]  # fmt: skip

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longreach.cli.common import add_json, add_model, count, load_model, positive
-from longreach.cli.show import duration, progress, waiting
+from longreach.cli.show import console, duration, emit, progress, waiting
 
 if TYPE_CHECKING:
     from longreach.evals.calibration.gather import Gather
@@ -115,6 +115,17 @@ class Work:
         if self.before:
             rest = f", the last {total - self.before} of {total} prompts; the others by an earlier run"
         return f"{self.output}: prompts read in {duration(self.seconds)}{rest}"
+
+    def tell(self, plan: Plan) -> int:
+        """Show the plan that was made, as --json says."""
+        from longreach.cli.plan.show import describe, show
+
+        if self.args.json:
+            emit({**describe(plan), "output": str(self.output), "seconds": self.seconds})
+        else:
+            show(plan)
+            console().print(self.told(), soft_wrap=True)
+        return 0
 
     def save(self, values: Mapping[str, Any], arrays: Mapping[str, Any], **settings: Any) -> Plan:
         """The plan, written to --output; then nothing is left to be gone on with.

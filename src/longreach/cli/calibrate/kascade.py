@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from longreach.cli.calibrate.common import Work, add_prompts
 from longreach.cli.common import positive
-from longreach.cli.show import console, emit
 from longreach.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -39,7 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from longreach.cli.plan.show import describe, show
     from longreach.methods.kascade.calibrate import tokens_needed
 
     if args.budget < 1:
@@ -59,12 +57,7 @@ def run(args: argparse.Namespace) -> int:
     plan = work.save(
         found.values(chosen), found.arrays(), budget=args.budget, ranks=args.ranks, weighted=found.weighted
     )
-    if args.json:
-        emit({**describe(plan), "output": str(args.output), "seconds": work.seconds})
-        return 0
-    show(plan)
-    console().print(work.told(), soft_wrap=True)
-    return 0
+    return work.tell(plan)
 
 
 def _check(args: argparse.Namespace, shape: ModelShape) -> None:

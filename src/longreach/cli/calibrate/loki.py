@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 
 from longreach.cli.calibrate.common import Work, add_prompts
-from longreach.cli.show import console, duration, emit
 
 HELP = "find the directions in which a model's keys vary most, after rotation"
 EXAMPLES = (
@@ -19,15 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from longreach.cli.plan.show import describe, show
-
     work = Work(args, {}, least=lambda shape: 2)
     from longreach.evals.calibration.loki import LokiGather, calibrated
 
     plan = work.save({}, calibrated(work.gather(LokiGather(work.shape))).arrays())
-    if args.json:
-        emit({**describe(plan), "output": str(args.output), "seconds": work.seconds})
-        return 0
-    show(plan)
-    console().print(f"{args.output}: made in {duration(work.seconds)}", soft_wrap=True)
-    return 0
+    return work.tell(plan)

@@ -6,7 +6,6 @@ import argparse
 
 from longreach.cli.calibrate.common import Work, add_prompts
 from longreach.cli.common import count, positive
-from longreach.cli.show import console, duration, emit
 from longreach.errors import InvalidInput
 
 HELP = "find MAC's bands, windows and thresholds, and what a model's keys weigh, layer by layer"
@@ -34,8 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from longreach.cli.plan.show import describe, show
-
     for name in ("epsilon", "alpha"):
         value = getattr(args, name)
         if not 0 < value < 1:
@@ -48,9 +45,4 @@ def run(args: argparse.Namespace) -> int:
     chosen = {"alpha": args.alpha, "epsilon": args.epsilon, "widest": args.widest}
     found, rests = calibrated(what, work.gather(what), **chosen)
     plan = work.save({**found.values(), **rests}, found.arrays(), **chosen)
-    if args.json:
-        emit({**describe(plan), "output": str(args.output), "seconds": work.seconds})
-        return 0
-    show(plan)
-    console().print(f"{args.output}: made in {duration(work.seconds)}", soft_wrap=True)
-    return 0
+    return work.tell(plan)
