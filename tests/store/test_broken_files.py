@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from longreach.errors import StoreError
 from longreach.store import ChunkStore
 from longreach.store import local as local_module
+from longreach.store.local import LOCK
 from tests.store.factory import chunk, path, same
 
 
@@ -278,3 +280,64 @@ def test_a_warning_points_at_the_caller(tmp_path: Path) -> None:
     with ChunkStore(tmp_path) as store, pytest.warns(UserWarning) as told:
         store.get(chunk(1, prefix=(1, 2)).key)
     assert told[0].filename == __file__
+
+
+@pytest.mark.parametrize("at", [-1, 60], ids=["data", "header"])
+@pytest.mark.parametrize("verify", ["first", "always", "never"])
+def test_a_put_over_a_broken_file_replaces_it(tmp_path: Path, verify: str, at: int) -> None:
+    """With verify="never" where its structure or key is wrong: as documented, data is not looked at."""
+    file, one = stored(tmp_path), chunk(1, prefix=(1, 2))
+    flipped(file, at)
+    with ChunkStore(tmp_path, verify=verify) as store:  # type: ignore[arg-type]
+        if verify == "never" and at == -1:
+            assert not store.put(one)
+            return
+        with pytest.warns(UserWarning, match="is not used, set aside") as told:
+            assert store.put(one)
+        assert told[0].filename == __file__ and same(store.get(one.key), one)
+        assert sum(store.report()["broken"].values()) == sum(store.report()["set_aside"].values()) == 1
+        assert not store.put(one) and store.report()["already_there"] == 1
+
+
+def test_a_put_is_no_first_read(tmp_path: Path) -> None:
+    """What a get verifies does not depend on puts before it."""
+    file, one = stored(tmp_path), chunk(1, prefix=(1, 2))
+    with ChunkStore(tmp_path) as store:
+        assert not store.put(one)
+        flipped(file, -1)
+        with pytest.warns(UserWarning, match="checksum"):
+            assert store.get(one.key) is None
+
+
+def test_foreign_folders_are_told_and_left_alone(tmp_path: Path) -> None:
+    with ChunkStore(tmp_path) as store:
+        store.put(chunk(1))
+        (tmp_path / "mine").mkdir()
+        (tmp_path / "mine" / "letter.txt").write_text("x")
+        for found in (store.verify_all(), store.gc()):
+            assert [one.file for one in found.left_alone] == ["mine"]
+        assert (tmp_path / "mine" / "letter.txt").exists() and store.verify_all().broken == ()
+
+
+def test_what_a_dead_process_left_is_told_until_it_is_removed(tmp_path: Path) -> None:
+    with ChunkStore(tmp_path) as store:
+        (tmp_path / "writing" / "left").write_bytes(b"half a chunk")
+        (left,) = store.verify_all().left_alone
+        assert left.file == "writing/left" and "dead process" in left.why
+        assert store.gc().left_alone == () == store.verify_all().left_alone
+
+
+def test_a_lock_that_was_deleted_is_named(tmp_path: Path) -> None:
+    with ChunkStore(tmp_path) as store:
+        for n in range(2):
+            store.put(chunk(n))
+        (tmp_path / LOCK).unlink()
+        for work in (lambda: store.put(chunk(2)), store.gc, store.verify_all, lambda: store.remove(chunk(0).key)):
+            with pytest.raises(StoreError, match=r"its lock file .* is gone.*open it again"):
+                work()
+        assert same(store.get(chunk(0).key), chunk(0)) and not (tmp_path / LOCK).exists()
+        flipped(path(tmp_path, chunk(1)), -1)
+        with pytest.warns(UserWarning, match=r"left in place \(its lock file"):
+            assert store.get(chunk(1).key) is None
+        with ChunkStore(tmp_path) as again, pytest.warns(UserWarning, match="set aside"):
+            assert again.put(chunk(2)) and store.put(chunk(1))  # both have the new lock

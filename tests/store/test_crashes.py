@@ -1,4 +1,7 @@
-"""Killed anywhere, a writer leaves every chunk whole or absent, and nothing that stays for ever."""
+"""Killed anywhere, a writer leaves every chunk whole or absent, and nothing that stays for ever.
+
+There is no index to update: the step after the rename is the syncing of the folder, and at a read the last use is kept.
+"""
 
 from __future__ import annotations
 

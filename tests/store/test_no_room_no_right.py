@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import os
 import resource
 import shutil
+import socket
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from longreach.errors import LongreachError, StoreError, StoreFull
 from longreach.store import ChunkStore
-from tests.store.factory import chunk, in_child, path, same
+from tests.store.factory import chunk, in_child, path, same, size
 
 NOBODY = 65534
 
@@ -128,14 +132,19 @@ def test_a_store_that_may_only_be_read(open_folder: Path) -> None:
                 store.put(chunk(1))
             assert isinstance(told.value, LongreachError) and not isinstance(told.value, StoreFull)
             going_on(store, open_folder)
-            with pytest.warns(UserWarning, match="left in place"):
+            with pytest.warns(UserWarning, match=r"left in place \(Permission denied\)"):
                 assert store.get(chunk(2).key) is None
-            assert store.report()["set_aside"] and len(store.entries()) == 2
+            with pytest.raises(StoreError, match=r"broken file in the place of this chunk.*cannot be replaced.*denied"):
+                store.put(chunk(2))
+            with pytest.warns(UserWarning, match=r"left in place \(Permission denied\)"):
+                (told,) = store.verify_all().broken
+            assert not told.moved and told.became == "left in place (Permission denied)"
+            assert store.report()["set_aside"] == {} != store.report()["broken"] and len(store.entries()) == 2
             for work in (lambda: store.remove(chunk(0).key), lambda: store.gc(0)):
                 with pytest.raises(StoreError, match="Permission denied"):
                     work()
             if os.getuid() == NOBODY:  # not the files' owner
-                assert store.report()["last_use_not_kept"] == 3  # two hits, and the broken one
+                assert store.report()["last_use_not_kept"] == 4  # two hits, and the broken one got and put
 
     as_anyone(reader)
 
@@ -169,3 +178,103 @@ def test_a_chunk_that_may_not_be_read(open_folder: Path) -> None:
         as_anyone(reader)
     else:
         reader()
+
+
+def test_a_put_that_the_cap_refuses_evicts_nothing(tmp_path: Path) -> None:
+    one = size(chunk(0), tmp_path)
+    with ChunkStore(tmp_path / "store", max_bytes=7 * one // 2) as store:
+        for n in range(3):
+            store.put(chunk(n))
+        with (tmp_path / "store" / "writing" / "another's").open("wb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # as its writer does
+            file.truncate(3 * one)
+            with pytest.raises(StoreFull, match=r"no room.*other processes are writing"):
+                store.put(chunk(3))
+            assert len(store.entries()) == 3 and store.report()["evicted"] == 0
+        assert store.put(chunk(3)) and store.report()["evicted"] == 1
+
+
+def test_a_full_disk_on_which_nothing_helps_evicts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, real = size(chunk(0), tmp_path), os.statvfs
+    with ChunkStore(tmp_path / "store", max_bytes=7 * one // 2) as store:
+        for n in range(3):
+            store.put(chunk(n))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "statvfs", lambda at: SimpleNamespace(f_blocks=9, f_bfree=0, f_frsize=real(at).f_frsize))
+            with pytest.raises(StoreFull, match="No space left"):
+                store.put(chunk(3, tokens=6))  # more than the one that must go
+            assert all(chunk(n).key in store for n in range(3))
+            assert not list((tmp_path / "store" / "writing").iterdir())
+            patch.setattr(os, "statvfs", lambda at: SimpleNamespace(f_blocks=0, f_bfree=0, f_frsize=0))  # says nothing
+            assert store.put(chunk(3)) and store.report()["evicted"] == 1
+
+
+def test_a_folder_that_takes_no_files_evicts_nothing(open_folder: Path) -> None:
+    with ChunkStore(open_folder) as store:
+        store.put(chunk(0))
+        room = store.entries()[0].bytes
+    open_folder.chmod(0o777)
+    (open_folder / "writing").chmod(0o555)
+    (open_folder / "set-aside").chmod(0o555)
+
+    def writer() -> None:
+        with ChunkStore(open_folder, max_bytes=room) as store:
+            with pytest.raises(StoreError, match="Permission denied"):
+                store.put(chunk(1))
+            assert chunk(0).key in store and store.report()["evicted"] == 0
+
+    as_anyone(writer)
+
+
+def unreadable(place: Path) -> None:
+    place.write_bytes(b"half a chunk")
+    place.chmod(0)
+
+
+def a_socket(place: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as one, contextlib.chdir(place.parent):  # names of sockets must be short
+        one.bind(place.name)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [unreadable, a_socket, lambda place: place.mkdir(), lambda place: place.symlink_to("/etc/passwd")],
+    ids=["unreadable", "socket", "folder", "link"],
+)
+def test_what_cannot_be_judged_in_writing_stops_nothing(open_folder: Path, make: Callable[[Path], None]) -> None:
+    with ChunkStore(open_folder) as store:
+        store.put(chunk(0))
+        room = 50 * store.entries()[0].bytes
+    stray = open_folder / "writing" / "stray"
+    make(stray)
+    for place in (open_folder, open_folder / "writing", open_folder / "set-aside"):
+        place.chmod(0o777)
+
+    def writer() -> None:
+        for cap in (None, room):
+            with ChunkStore(open_folder, max_bytes=cap) as store:
+                assert store.put(chunk(1)) and same(store.get(chunk(1).key), chunk(1))
+                cleared, verified = store.gc(), store.verify_all()
+                assert (cleared.chunks, cleared.leftovers) == (0, 0) and (verified.whole, verified.broken) == (2, ())
+                assert [one.file for one in cleared.left_alone] == ["writing/stray"]
+                assert (
+                    verified.left_alone == cleared.left_alone and "as far as can be told" in cleared.left_alone[0].why
+                )
+                assert store.remove(chunk(1).key)
+
+    as_anyone(writer)
+    assert os.path.lexists(stray)
+
+
+def test_a_leftover_that_may_not_be_removed_is_told(open_folder: Path) -> None:
+    ChunkStore(open_folder).close()
+    (open_folder / "writing" / "left").write_bytes(b"half a chunk")
+    open_folder.chmod(0o777)
+
+    def cleaner() -> None:
+        with ChunkStore(open_folder) as store:
+            cleared = store.gc()
+            assert cleared.leftovers == 0 and [one.file for one in cleared.left_alone] == ["writing/left"]
+
+    (open_folder / "writing").chmod(0o555)
+    as_anyone(cleaner)

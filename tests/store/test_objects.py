@@ -71,6 +71,29 @@ def test_a_broken_object_is_a_miss_and_set_aside(place: tuple[str, dict[str, Any
         assert store.put(chunk(1)) and same(store.get(chunk(1).key), chunk(1))
 
 
+def test_a_put_over_a_broken_object_replaces_it(place: tuple[str, dict[str, Any], Any, str]) -> None:
+    fs, file = place[2], f"{place[3]}/{chunk(1).key.name}.safetensors"
+    with opened(place) as store:
+        store.put(chunk(1))
+        fs.pipe_file(file, fs.cat_file(file)[:-8])
+        with pytest.warns(UserWarning, match="set aside"):
+            assert store.put(chunk(1))
+        assert same(store.get(chunk(1).key), chunk(1))
+
+
+def test_foreign_folders_are_told_and_left_alone(place: tuple[str, dict[str, Any], Any, str]) -> None:
+    fs = place[2]
+    with opened(place) as store, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        store.put(chunk(0))
+        fs.pipe_file(f"{place[3]}/stray.txt", b"x")
+        fs.makedirs(f"{place[3]}/mine")
+        fs.pipe_file(f"{place[3]}/mine/letter.txt", b"x")
+        for found in (store.verify_all(), store.gc()):  # the first makes set-aside/
+            assert [one.file for one in found.left_alone] == ["mine"]
+        assert fs.exists(f"{place[3]}/mine/letter.txt")
+
+
 def test_foreign_objects_and_the_cap_of_what_is_set_aside(
     place: tuple[str, dict[str, Any], Any, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,9 +17,19 @@ from typing import Any
 
 import torch
 
-from longreach.adapters.transformers import Precompute, Splitter, attach, device_of, fingerprint, load, obtain
+from longreach.adapters.transformers import (
+    Precompute,
+    Splitter,
+    attach,
+    device_of,
+    fingerprint,
+    load,
+    model_path,
+    obtain,
+)
 from longreach.records import check_writable, environment, write
 from longreach.records.kernels import kernel_hash
+from longreach.records.weights import weights_sha256
 from longreach.store import ChunkStore
 from longreach.tasks.haystack import paragraphs
 from longreach.tasks.haystack import sha256 as haystack_sha256
@@ -40,6 +50,7 @@ def measure(folder: Path, chunks: int, most: int, say: Callable[[str], None], mo
         busy[what] = os.getloadavg()[0]
         say(f"{what}: {took[what]:.2f} s")
 
+    weights = model_path(model)
     loaded, tokenizer = load(model, device=str(device_of("auto")))
     text = "\n\n".join(paragraphs())
 
@@ -72,7 +83,8 @@ def measure(folder: Path, chunks: int, most: int, say: Callable[[str], None], mo
         verified = store.verify_all()
     return {
         "kind": "store verbs", "format": FORMAT,
-        "model": {"name": model, "fingerprint": known.digest, "dtype": str(loaded.dtype).removeprefix("torch.")},
+        "model": {"name": weights.name, "sha256": weights_sha256(weights), "fingerprint": known.digest,
+                  "dtype": str(loaded.dtype).removeprefix("torch.")},
         "config": {"chunks": len(pieces), "chunk_tokens": most, "haystack_sha256": haystack_sha256()},
         "document": {"characters": len(text), "tokens": len(document.tokens), "chunks": len(document.chunks),
                      "other_tokens_alone": sum(not piece.alone for piece in document.chunks)},
@@ -110,9 +122,8 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     check_writable(args.output)
     record = measure(args.folder, args.chunks, args.chunk_tokens, lambda line: print(line, flush=True))
-    write(
-        args.output, {**record, **environment(device_of("auto")), "kernels": {"precompute": kernel_hash("precompute")}}
-    )
+    kernels = {name: kernel_hash(name) for name in ("precompute", "chunk_store")}
+    write(args.output, {**record, **environment(device_of("auto")), "kernels": kernels})
 
 
 if __name__ == "__main__":

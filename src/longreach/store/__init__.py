@@ -1,7 +1,18 @@
 """Precomputed chunks on disk: found by model, dtype, prefix and tokens; whole and right, or absent."""
 
 from longreach.store.key import Chunk, ChunkKey, digest
-from longreach.store.results import About, Collected, Entry, SetAside, Verified
+from longreach.store.results import About, Collected, Entry, LeftAlone, SetAside, Verified
 from longreach.store.store import ChunkStore
 
-__all__ = ["About", "Chunk", "ChunkKey", "ChunkStore", "Collected", "Entry", "SetAside", "Verified", "digest"]
+__all__ = [
+    "About",
+    "Chunk",
+    "ChunkKey",
+    "ChunkStore",
+    "Collected",
+    "Entry",
+    "LeftAlone",
+    "SetAside",
+    "Verified",
+    "digest",
+]

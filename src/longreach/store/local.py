@@ -28,8 +28,8 @@ from torch import Tensor
 
 from longreach.errors import StoreError, StoreFull
 from longreach.store import layout, writing
-from longreach.store.locked import abandoned, held, require_locks
-from longreach.store.results import Counts, Entry
+from longreach.store.locked import abandoned, held, let_go, require_locks
+from longreach.store.results import Counts, Entry, LeftAlone
 
 ENDING = ".safetensors"
 LOCK = ".longreach-chunk-store"
@@ -95,12 +95,6 @@ class LocalFolder:
         with self._opened(name, getattr(os, "O_NOATIME", 0)) as fd:
             return None if fd is None else _found(fd, _load if whole else _peek)
 
-    def used(self, name: str) -> None:
-        """Keep the time of a chunk's use; nothing where it is gone or no file."""
-        with contextlib.suppress(layout.Broken), self._opened(name) as fd:
-            if fd is not None:
-                self._use(fd)
-
     @contextlib.contextmanager
     def _opened(self, name: str, flags: int = 0) -> Iterator[int | None]:
         """A descriptor: all that is done to a file is done to the same one, whatever happens to its name meanwhile.
@@ -132,12 +126,20 @@ class LocalFolder:
             self.counts.add("last_use_not_kept")
 
     def write(self, name: str, header: bytes, buffers: Sequence[memoryview]) -> bool:
-        """Put a file in its place, whole; False where one is there. Raises StoreFull."""
+        """Put a file in its place, whole; False where one is there. Raises StoreFull.
+
+        Nothing gives way to a chunk that is refused, unless the disk refuses room that it said it had.
+        """
         size = len(header) + sum(b.nbytes for b in buffers)
         with held(self.lock):
             self._collect()
-            self._make_room(size)
-            fd, temporary = writing.begin(self.writing, name, size)
+            fd, temporary = writing.begin(self.writing, name)
+            try:
+                self._make_room(size)
+                writing.reserve(fd, size)
+            except BaseException:
+                writing.abort(fd, temporary)
+                raise
         try:
             writing.fill(fd, header, buffers)
             now = time.time_ns()
@@ -152,7 +154,7 @@ class LocalFolder:
             temporary.unlink(missing_ok=True)
             raise
         finally:
-            os.close(fd)
+            let_go(fd)
         writing.sync_folder(self.path)
         return new
 
@@ -170,6 +172,23 @@ class LocalFolder:
         """Names of files in the folder that are no chunk's."""
         return [e.name for e in os.scandir(self.path) if not is_chunk(e.name) and e.name != LOCK
                 and not e.is_dir(follow_symlinks=False)]  # fmt: skip
+
+    def left_alone(self) -> list[LeftAlone]:
+        """Foreign folders, and what is in writing/ without a living writer that could be told."""
+        ours, found = (self.writing.name, self.aside.name), list[LeftAlone]()
+        for entry in os.scandir(self.path):
+            if entry.is_dir(follow_symlinks=False) and not is_chunk(entry.name) and entry.name not in ours:
+                found.append(LeftAlone(entry.name, "a folder that is not the store's; it is not looked into"))
+        with held(self.lock):
+            for entry in os.scandir(self.writing) if self.writing.is_dir() else ():
+                try:
+                    why = "unfinished, of a dead process; gc or the next put removes it where it may"
+                    dead = abandoned(Path(entry.path))
+                except OSError as error:
+                    why, dead = f"no unfinished chunk, as far as can be told: {error.strerror}", True
+                if dead:
+                    found.append(LeftAlone(f"{self.writing.name}/{entry.name}", why))
+        return sorted(found)
 
     def remove(self, name: str) -> bool:
         with held(self.lock):
@@ -196,7 +215,7 @@ class LocalFolder:
             self._cap_set_aside()
             limit = self.max_bytes if max_bytes is None else max_bytes
             if limit is not None:
-                yield from self._evict(limit)
+                yield from self._evict(self._longest_unused(limit))
 
     def _make_room(self, size: int) -> None:
         if self.max_bytes is None:
@@ -207,31 +226,41 @@ class LocalFolder:
         for entry in os.scandir(self.writing):
             with contextlib.suppress(FileNotFoundError):  # a writer that failed takes its file away without the lock
                 begun += entry.stat(follow_symlinks=False).st_size
-        for _ in self._evict(max(0, self.max_bytes - begun - size)):
-            pass
         if begun + size > self.max_bytes:
             raise StoreFull(
                 f"max_bytes={self.max_bytes} has no room for {size} bytes beside {begun} that other processes are "
                 f"writing; raise it"
             )
+        going = self._longest_unused(self.max_bytes - begun - size)
+        disk = os.statvfs(self.writing)  # no room even after them? of no blocks: a filesystem that does not say
+        if going and disk.f_blocks and size > disk.f_bfree * disk.f_frsize + sum(e.bytes for e in going):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        for _ in self._evict(going):
+            pass
 
-    def _evict(self, limit: int) -> Iterator[Entry]:
+    def _longest_unused(self, limit: int) -> list[Entry]:
+        """Chunks that must go so that the others are at most `limit` bytes."""
         chunks = self.entries()
-        total = sum(e.bytes for e in chunks)
+        total, count = sum(e.bytes for e in chunks), 0
+        while total > limit and count < len(chunks):
+            total -= chunks[count].bytes
+            count += 1
+        return chunks[:count]
+
+    def _evict(self, chunks: Sequence[Entry]) -> Iterator[Entry]:
         for entry in chunks:
-            if total <= limit:
-                return
             if _unlink(self.file(entry.name)):
                 self.counts.add("evicted")
                 self.counts.add("bytes_evicted", entry.bytes)
                 yield entry
-            total -= entry.bytes
 
     def _collect(self) -> None:
+        """Remove what dead processes left. What may not be opened or removed stays: it must not stop all writing."""
         self.writing.mkdir(exist_ok=True)
         for entry in os.scandir(self.writing):
-            if abandoned(Path(entry.path)) and _unlink(Path(entry.path)):
-                self.counts.add("leftovers_removed")
+            with contextlib.suppress(OSError):  # left_alone tells of it
+                if abandoned(Path(entry.path)) and _unlink(Path(entry.path)):
+                    self.counts.add("leftovers_removed")
 
     def _cap_set_aside(self) -> None:
         self.aside.mkdir(exist_ok=True)

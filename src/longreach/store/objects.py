@@ -11,7 +11,7 @@ import torch
 
 from longreach.errors import LongreachError, StoreError, Unsupported
 from longreach.store.local import ENDING, SET_ASIDE_BYTES, Found, is_chunk
-from longreach.store.results import Entry
+from longreach.store.results import Entry, LeftAlone
 
 
 class Objects:
@@ -50,9 +50,6 @@ class Objects:
         """Like read: nothing here keeps the time of a use."""
         return self.read(name)
 
-    def used(self, name: str) -> None:
-        """Nothing: no place here for the time of a use, and nothing is evicted by it."""
-
     def write(self, name: str, header: bytes, buffers: Sequence[memoryview]) -> bool:
         """One put of all bytes; False where the object is there. Of two at once the later stays, both being whole."""
         if self.has(name):
@@ -69,6 +66,12 @@ class Objects:
     def strange(self) -> list[str]:
         names = (f["name"].rsplit("/", 1)[-1] for f in self._files(self.root))
         return [name for name in names if name and not is_chunk(name)]
+
+    def left_alone(self) -> list[LeftAlone]:
+        """Foreign folders."""
+        names = {f["name"].rstrip("/").rsplit("/", 1)[-1] for f in self._files(self.root, "directory")}
+        foreign = sorted(names - {self.aside.rsplit("/", 1)[-1], self.root.rsplit("/", 1)[-1]})
+        return [LeftAlone(name, "a folder that is not the store's; it is not looked into") for name in foreign]
 
     def remove(self, name: str) -> bool:
         with self._told():
@@ -104,11 +107,11 @@ class Objects:
                 with self._told():
                     self.fs.rm_file(file["name"])
 
-    def _files(self, folder: str) -> list[dict[str, Any]]:
+    def _files(self, folder: str, kind: str = "file") -> list[dict[str, Any]]:
         with self._told():
             self.fs.invalidate_cache(folder)
             try:
-                return [f for f in self.fs.ls(folder, detail=True) if f["type"] == "file"]
+                return [f for f in self.fs.ls(folder, detail=True) if f["type"] == kind]
             except FileNotFoundError:
                 return []
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from longreach.store.key import ChunkKey
+from longreach.store.locked import unforked
 
 
 class Entry(NamedTuple):
@@ -29,10 +29,22 @@ class About(NamedTuple):
 
 
 class SetAside(NamedTuple):
-    """A file that was found to be no chunk, or not the one of its name: what kind of fault, and why."""
+    """A file that was found to be no chunk, or not the one of its name: what kind of fault, why, what became of it.
+
+    moved: whether it is in set-aside/ now. became: "set aside", "gone meanwhile" or "left in place (REASON)".
+    """
 
     file: str
     kind: str
+    why: str
+    moved: bool
+    became: str
+
+
+class LeftAlone(NamedTuple):
+    """What is in a store's folder and is neither a chunk nor what the store would set aside or remove; and why."""
+
+    file: str
     why: str
 
 
@@ -43,33 +55,38 @@ class Verified:
     whole: int
     bytes: int
     broken: tuple[SetAside, ...]
+    left_alone: tuple[LeftAlone, ...]
 
 
 @dataclass(frozen=True)
 class Collected:
-    """What gc removed: chunks with their bytes, and what dead processes had left of unfinished ones."""
+    """What gc removed: chunks with their bytes, and unfinished ones of dead processes; and what it left alone."""
 
     chunks: int
     bytes: int
     leftovers: int
+    left_alone: tuple[LeftAlone, ...]
 
 
 class Counts:
     """Counters that several threads may raise."""
 
     def __init__(self) -> None:
-        self._lock, self._counts, self._set_aside = threading.Lock(), Counter[str](), Counter[str]()
+        self._counts, self._broken, self._set_aside = Counter[str](), Counter[str](), Counter[str]()
 
     def add(self, name: str, count: int = 1) -> None:
-        with self._lock:
+        with unforked:
             self._counts[name] += count
 
-    def set_aside(self, kind: str) -> None:
-        with self._lock:
-            self._set_aside[kind] += 1
+    def broken(self, kind: str, moved: bool) -> None:
+        with unforked:
+            self._broken[kind] += 1
+            if moved:
+                self._set_aside[kind] += 1
 
     def report(self) -> dict[str, Any]:
         names = ("hits", "misses", "verified", "bytes_read", "put", "already_there", "bytes_written", "evicted",
                  "bytes_evicted", "leftovers_removed", "last_use_not_kept")  # fmt: skip
-        with self._lock:
-            return {**{n: self._counts[n] for n in names}, "set_aside": dict(self._set_aside)}
+        with unforked:
+            counts = {n: self._counts[n] for n in names}
+            return {**counts, "broken": dict(self._broken), "set_aside": dict(self._set_aside)}

@@ -17,12 +17,14 @@ from longreach.store import layout
 from longreach.store.key import Chunk, ChunkKey
 from longreach.store.layout import Broken, Head
 from longreach.store.local import ENDING, Found, LocalFolder
+from longreach.store.locked import LockGone
 from longreach.store.objects import Objects, no_cap, opened
 from longreach.store.results import About, Collected, Counts, Entry, SetAside, Verified
 from longreach.store.writing import no_room
 
 PROMISES = LocalFolder.promises
 Verify = Literal["first", "always", "never"]
+LEFT = "left in place"
 
 
 class ChunkStore:
@@ -36,7 +38,8 @@ class ChunkStore:
 
     On a local disk chunks are memory-mapped, appear whole or not at all, and processes may share the store. Other
     places read whole objects and write each with one put; what they cannot promise is refused by name.
-    A file that is broken or foreign is warned of, counted in report(), moved to set-aside/, and a miss.
+    A file that is broken or foreign is warned of, counted in report(), moved to set-aside/ where it may be, and a miss.
+    An open store may be used in forked children (those of os.fork and what builds on it): they keep none of its locks.
     Raises StoreError where the place cannot be used (StoreFull where it has no room); work can go on without a store.
     """
 
@@ -110,7 +113,7 @@ class ChunkStore:
                 found = self._files.read(key.name)
                 chunk = None if found is None else self._checked(key, found)
             except Broken as broken:
-                self._set_aside(key.name + ENDING, None if found is None else found.identity, broken)
+                self._warn(self._set_aside(key.name + ENDING, found, broken))
             if chunk is None:
                 self._counts.add("misses")
                 return None
@@ -119,14 +122,14 @@ class ChunkStore:
         return chunk
 
     def put(self, chunk: Chunk) -> bool:
-        """Store a chunk; it is on disk when this returns. False where it is there already."""
-        name = chunk.key.name
+        """Store a chunk; it is on disk when this returns. False where it is there already, or came meanwhile.
+
+        A file that is there is looked at as get looks at it (checksums as `verify` says), set aside where it is broken,
+        and replaced. Raises StoreError where it is broken and cannot be set aside. Nothing is evicted for a chunk that
+        max_bytes or the folder's rights refuse.
+        """
         with self._errors("write to"):
-            if self._files.has(name):
-                self._files.used(name)
-                new = False
-            else:
-                new = self._files.write(name, *layout.encode(chunk))
+            new = not self._there(chunk.key) and self._files.write(chunk.key.name, *layout.encode(chunk))
         if new:
             self._counts.add("bytes_written", chunk.bytes)
         self._counts.add("put" if new else "already_there")
@@ -152,10 +155,12 @@ class ChunkStore:
     def verify_all(self, progress: Callable[[int], None] | None = None) -> Verified:
         """Read every chunk and compare all checksums; set aside what is broken, misnamed or foreign. Counts as no use.
 
-        progress: called with 1 after each file.
+        Foreign folders stay where they are, unread, and are told in left_alone, as is what stands in writing/ without a
+        living writer. progress: called with 1 after each file.
         """
         whole, total, broken = 0, 0, list[SetAside]()
         with self._errors("verify"):
+            left = self._files.left_alone()
             for entry in self._files.entries():
                 found = None
                 try:
@@ -165,17 +170,18 @@ class ChunkStore:
                         _require_whole(found.memory, entry.name)
                         whole += 1
                 except Broken as error:
-                    identity = None if found is None else found.identity
-                    broken.append(self._set_aside(entry.name + ENDING, identity, error))
+                    broken.append(self._warn(self._set_aside(entry.name + ENDING, found, error)))
                 if progress:
                     progress(1)
             for file in self._files.strange():
-                broken.append(self._set_aside(file, None, Broken("foreign", "its name is not that of a chunk")))
-        return Verified(whole, total, tuple(broken))
+                why = Broken("foreign", "its name is not that of a chunk")
+                broken.append(self._warn(self._set_aside(file, None, why)))
+        return Verified(whole, total, tuple(broken), tuple(left))
 
     def gc(self, max_bytes: int | None = None, progress: Callable[[int], None] | None = None) -> Collected:
         """Remove what dead processes left, and the longest unused chunks down to max_bytes (None: the store's own).
 
+        left_alone tells of what is in writing/ and may not be opened or removed, and of foreign folders.
         progress: called with 1 after each chunk removed.
         """
         before = self.report()["leftovers_removed"]
@@ -185,7 +191,9 @@ class ChunkStore:
                 chunks, size = chunks + 1, size + entry.bytes
                 if progress:
                     progress(1)
-        return Collected(chunks, size, self.report()["leftovers_removed"] - before)
+        with self._errors("look into"):
+            left = self._files.left_alone()
+        return Collected(chunks, size, self.report()["leftovers_removed"] - before, tuple(left))
 
     def remove(self, key: ChunkKey) -> bool:
         """Remove a chunk; False where there is none."""
@@ -193,10 +201,29 @@ class ChunkStore:
             return self._files.remove(key.name)
 
     def report(self) -> dict[str, Any]:
-        """Counts since the store was opened: hits, misses, bytes, evictions, files set aside by kind of fault."""
+        """Counts since the store was opened: hits, misses, bytes, evictions; by kind of fault, how often a file was
+        found broken and how many were set aside."""
         return self._counts.report()
 
-    def _checked(self, key: ChunkKey, found: Found) -> Chunk:
+    def _there(self, key: ChunkKey) -> bool:
+        """Whether the chunk is there and whole; a use of it. What is broken is set aside. Raises StoreError."""
+        found = None
+        try:
+            found = self._files.read(key.name)
+            if found is not None:
+                self._checked(key, found, note=False)  # a chunk's first get verifies it all the same
+        except Broken as broken:
+            told = self._set_aside(key.name + ENDING, found, broken)
+            if told.became.startswith(LEFT):
+                raise StoreError(
+                    f"the chunk store {self.location} has a broken file in the place of this chunk ({told.why}), which "
+                    f"cannot be replaced: {told.file} is {told.became}; mend the rights of the store, or go on without"
+                ) from broken
+            self._warn(told, 4)
+            return False
+        return found is not None
+
+    def _checked(self, key: ChunkKey, found: Found, note: bool = True) -> Chunk:
         head = _head(found.memory)
         layout.require(head, key)
         tensors = layout.tensors(head, found.memory)
@@ -204,7 +231,7 @@ class ChunkStore:
         if self.verify == "always" or (self.verify == "first" and not known):
             layout.verify(head, tensors)
             self._counts.add("verified")
-            if found.identity is not None:
+            if note and found.identity is not None:
                 self._verified[key.name] = found.identity
         return layout.chunk_of(head, tensors, key)
 
@@ -216,14 +243,20 @@ class ChunkStore:
                 raise
             raise Broken("unreadable", "the disk fails to read it") from error
 
-    def _set_aside(self, file: str, identity: tuple[int, ...] | None, broken: Broken) -> SetAside:
+    def _set_aside(self, file: str, found: Found | None, broken: Broken) -> SetAside:
+        moved = False
         try:
-            where = "set aside" if self._files.set_aside(file, identity) else "gone meanwhile"
+            moved = self._files.set_aside(file, None if found is None else found.identity)
+            became = "set aside" if moved else "gone meanwhile"
         except OSError as error:
-            where = f"left in place ({error.strerror})"
-        self._counts.set_aside(broken.kind)
-        warnings.warn(f"chunk store {self.location}: {file} is not used, {where}: {broken}", stacklevel=3)
-        return SetAside(file, broken.kind, str(broken))
+            became = f"{LEFT} ({error.strerror or error})"
+        self._counts.broken(broken.kind, moved)
+        return SetAside(file, broken.kind, str(broken), moved, became)
+
+    def _warn(self, told: SetAside, stacklevel: int = 3) -> SetAside:
+        text = f"chunk store {self.location}: {told.file} is not used, {told.became}: {told.why}"
+        warnings.warn(text, stacklevel=stacklevel)
+        return told
 
     @contextmanager
     def _errors(self, doing: str) -> Iterator[None]:
@@ -235,7 +268,9 @@ class ChunkStore:
             raise
         except OSError as error:
             kind, remedy = StoreError, "name another folder, or go on without a store"
-            if no_room(error):
+            if isinstance(error, LockGone):
+                remedy = "open it again, which makes the lock anew, or go on without a store"
+            elif no_room(error):
                 kind, remedy = StoreFull, "free some space, lower max_bytes, or go on without a store"
             why = error.strerror or str(error)
             raise kind(f"cannot {doing} the chunk store {self.location}: {why}; {remedy}") from error

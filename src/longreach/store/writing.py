@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
-from longreach.store.locked import claim
+from longreach.store.locked import claim, let_go, opened
 
 _AT_ONCE = 512  # buffers in a call; systems take 1024
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -19,13 +19,12 @@ def no_room(error: OSError) -> bool:
     return error.errno in _NO_ROOM
 
 
-def begin(folder: Path, name: str, size: int) -> tuple[int, Path]:
-    """(descriptor, path) of a new temporary file that has all its room, and is ours until the descriptor is closed."""
+def begin(folder: Path, name: str) -> tuple[int, Path]:
+    """(descriptor, path) of a new temporary file, empty, which is ours until locked.let_go."""
     path = folder / f"{name}.{secrets.token_hex(8)}"
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+    fd = opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     try:
         claim(fd)
-        reserve(fd, size)
     except BaseException:
         abort(fd, path)
         raise
@@ -64,8 +63,10 @@ def put(fd: int, buffers: Sequence[memoryview], at: int) -> None:
 
 def abort(fd: int, path: Path) -> None:
     """Give a temporary file up."""
-    path.unlink(missing_ok=True)
-    os.close(fd)
+    try:
+        path.unlink(missing_ok=True)
+    finally:
+        let_go(fd)
 
 
 def sync_folder(path: Path) -> None:

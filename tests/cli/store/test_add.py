@@ -228,6 +228,23 @@ def test_a_disk_that_fails_keeps_what_was_computed(
     assert said["stored"] == 2 and said["computed"] == said["chunks"] - 2
 
 
+def test_a_broken_file_that_cannot_be_replaced_is_an_error(
+    longreach: Any, tiny: Path, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> bool:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    said = added(longreach, tiny, tmp_path / "store", book)
+    last = tmp_path / "store" / f"{said['files'][0]['chunks'][-1]['name']}.safetensors"
+    os.truncate(last, 100)
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalFolder, "set_aside", refuse)
+        result = longreach(*adding(tiny, tmp_path / "store", book))
+    assert result.code == 2 and result.out == "" and "not used, left in place (Permission denied)" in result.err
+    assert "broken file in the place of this chunk" in result.err and "cannot be replaced" in result.err
+    assert added(longreach, tiny, tmp_path / "store", book)["recomputed"] == 1
+
+
 def test_an_interrupt_keeps_what_was_computed(
     longreach: Any, tiny: Path, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from longreach.store import ChunkStore
+from longreach.store.local import LocalFolder
 from tests.cli.store.test_add import TEXT, added
 from tests.cli.test_bad_input import refused
 
@@ -60,6 +63,31 @@ def test_verify_names_each_fault(longreach: Any, store: Path) -> None:
     (store / "stray.txt").write_text("x")
     result = longreach("store", "verify", "--store", store)
     assert result.code == 1 and result.out.splitlines()[0].startswith("stray.txt: foreign: ")
+    assert result.out.splitlines()[0].endswith("; set aside") and "1 files were not (1 of them set aside" in result.out
+
+
+def test_verify_says_what_it_could_not_set_aside(longreach: Any, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> bool:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(LocalFolder, "set_aside", refuse)
+    (store / "stray.txt").write_text("x")
+    said = json.loads(longreach("store", "verify", "--store", store, "--json").out)
+    assert [(b["file"], b["moved"]) for b in said["broken"]] == [("stray.txt", False)]
+    assert said["broken"][0]["became"] == "left in place (Permission denied)"
+    told = longreach("store", "verify", "--store", store)
+    assert told.code == 1 and "left in place (Permission denied)" in told.out
+    assert "1 files were not (0 of them set aside" in told.out
+
+
+def test_verify_and_gc_tell_what_they_leave_alone(longreach: Any, store: Path) -> None:
+    (store / "mine").mkdir()
+    (store / "writing" / "a folder").mkdir()
+    for action in ("verify", "gc"):
+        said = json.loads(longreach("store", action, "--store", store, "--json").out)
+        assert [one["file"] for one in said["left_alone"]] == ["mine", "writing/a folder"]
+        told = longreach("store", action, "--store", store)
+        assert told.code == 0 and told.out.startswith("mine: left alone: a folder that is not the store's")
 
 
 def test_gc(longreach: Any, store: Path) -> None:

@@ -56,4 +56,4 @@ def obtain(
 
 
 def _broken(store: ChunkStore) -> int:
-    return sum(store.report()["set_aside"].values())
+    return sum(store.report()["broken"].values())

@@ -22,9 +22,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for module, name, help_text in (
         (add, "add", "cut documents into chunks and store what the model makes of each"),
         (upkeep, "list", "show what is stored"),
-        (upkeep, "verify", "read every chunk and compare all checksums; broken files are set aside"),
+        (upkeep, "verify", "read every chunk and compare all checksums; broken files are set aside, foreign ones too, "
+                           "foreign folders only told"),
         (upkeep, "gc", "remove what dead processes left and the longest unused chunks"),
-    ):
+    ):  # fmt: skip
         action = actions.add_parser(
             name, help=help_text, description=help_text[0].upper() + help_text[1:] + ".", allow_abbrev=False
         )

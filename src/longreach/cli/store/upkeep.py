@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from longreach.cli.show import Column, Table, console, duration, emit, progress,
 from longreach.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from longreach.store import ChunkStore
+    from longreach.store import ChunkStore, LeftAlone
 
 BROKEN = 1  # exit code where files were found broken
 
@@ -118,19 +118,32 @@ def _verify(args: argparse.Namespace, store: ChunkStore) -> int:
         warnings.filterwarnings("ignore", message="chunk store ")  # each file is told below
         found = store.verify_all(advance)
     took = time.perf_counter() - started
-    broken = [{"file": b.file, "kind": b.kind, "why": b.why} for b in found.broken]
+    status = BROKEN if found.broken else 0
     if args.json:
-        emit({"store": args.store, "whole": found.whole, "bytes": found.bytes, "broken": broken, "seconds": took})
-        return BROKEN if broken else 0
+        emit({"store": args.store, "whole": found.whole, "bytes": found.bytes,
+              "broken": [one._asdict() for one in found.broken], "left_alone": _left_alone(found.left_alone),
+              "seconds": took})  # fmt: skip
+        return status
     out = console()
-    for one in broken:
-        out.print(f"{one['file']}: {one['kind']}: {one['why']}", soft_wrap=True)
+    for one in found.broken:
+        out.print(f"{one.file}: {one.kind}: {one.why}; {one.became}", soft_wrap=True)
+    _show_left_alone(out, found.left_alone)
+    moved = sum(one.moved for one in found.broken)
     out.print(
-        f"{found.whole} chunks are whole, {len(broken)} files were not and are set aside; {size(found.bytes)} read in "
-        f"{duration(took)}",
+        f"{found.whole} chunks are whole, {len(found.broken)} files were not ({moved} of them set aside now); "
+        f"{size(found.bytes)} read in {duration(took)}",
         soft_wrap=True,
     )
-    return BROKEN if broken else 0
+    return status
+
+
+def _left_alone(left: Sequence[LeftAlone]) -> list[dict[str, str]]:
+    return [one._asdict() for one in left]
+
+
+def _show_left_alone(out: Any, left: Sequence[LeftAlone]) -> None:
+    for one in left:
+        out.print(f"{one.file}: left alone: {one.why}", soft_wrap=True)
 
 
 def _gc(args: argparse.Namespace, store: ChunkStore) -> int:
@@ -140,9 +153,12 @@ def _gc(args: argparse.Namespace, store: ChunkStore) -> int:
     total = sum(entry.bytes for entry in left)
     if args.json:
         emit({"store": args.store, "removed": found.chunks, "removed_bytes": found.bytes,
-              "leftovers": found.leftovers, "chunks": len(left), "bytes": total})  # fmt: skip
+              "leftovers": found.leftovers, "left_alone": _left_alone(found.left_alone), "chunks": len(left),
+              "bytes": total})  # fmt: skip
         return 0
-    console().print(
+    out = console()
+    _show_left_alone(out, found.left_alone)
+    out.print(
         f"{found.chunks} chunks removed ({size(found.bytes)}), and {found.leftovers} unfinished ones of dead "
         f"processes; {len(left)} chunks stay ({size(total)})",
         soft_wrap=True,
