@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from itertools import pairwise
@@ -84,6 +85,34 @@ def test_errors_are_those_that_the_methods_own_probe_finds(model: Any, monkeypat
     assert max(probes) > 0.01 and probes == pytest.approx(
         ((mean * width[:, None]).sum(0) / 24).tolist(), rel=1e-3, abs=1e-6
     )
+
+
+def test_nll_is_that_of_the_tokens_drawn_and_reads_are_the_methods(model: Any) -> None:
+    never = replace(SMALL, band=1000)
+    what = Drift(model, Tokenizer(), PROMPT, {"never": never, "two": SMALL}, steps=12)
+    found = what.run(chunk=512)["methods"]
+    ids = torch.tensor([[*PROMPT, *(int(t) for t in what.tokens[:13])]])
+    with torch.inference_mode():
+        log_p = model(ids).logits[0].double().log_softmax(-1)
+    want = [-float(log_p[60 + n, ids[0, 61 + n]]) for n in range(12)]
+    assert found["never"]["nll_dense"] == pytest.approx(want, rel=1e-4)
+    assert found["never"]["nll"] == pytest.approx(want, rel=1e-4)
+    assert found["two"]["nll_dense"] == found["never"]["nll_dense"] != found["two"]["nll"]
+    assert found["never"]["reads"]["keys"] == 0.5 > found["two"]["reads"]["keys"]
+
+
+def test_methods_that_were_measured_are_taken_over(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = replace(SMALL, depth=None)
+    kept: dict[str, Any] = {}
+    whole = Drift(model, Tokenizer(), PROMPT, {"two": SMALL, "free": free}, steps=6).run(512, keep=kept.__setitem__)
+    assert [json.loads(json.dumps(x)) for x in kept.values()] == list(whole["methods"].values())
+    again = Drift(model, Tokenizer(), PROMPT, {"two": SMALL, "free": free}, steps=6)
+    first = {again.key(SMALL): kept[again.key(SMALL)]}
+    assert again.run(512, done=first) == whole
+    other = Drift(model, Tokenizer(), PROMPT, {"two": SMALL}, steps=5)
+    assert other.key(SMALL) not in kept
+    monkeypatch.setattr(Drift, "_measure", None)
+    assert again.run(512, done=kept) == whole
 
 
 def test_layers_with_windows(model: Any) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import asdict
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -15,11 +17,13 @@ from longreach.cache import CacheConfig
 from longreach.errors import InvalidInput
 from longreach.evals.layers import LayerErrors
 from longreach.evals.progress import Progress, unseen
+from longreach.evals.reads import Reads
 from longreach.methods.base import AttentionMethod, LayerCall, Outcome, Phase
 from longreach.methods.dense import Dense
 
 BINS = 16  # of steps
 Choose = Callable[[Tensor], Tensor]
+Keep = Callable[[str, Any], None]
 TOP = 256  # likeliest tokens of a distribution that are kept
 
 
@@ -49,6 +53,10 @@ class Likeliest(NamedTuple):
         return torch.where(self.log_p == -torch.inf, 0.0, self.log_p.exp() * (self.log_p - other)).sum().clamp(min=0)
 
 
+def _forget(key: str, part: Any) -> None:
+    """A method that nobody keeps."""
+
+
 class Drift:
     """A prompt, and `steps` tokens after it that the model draws (temperature 1, `seed`, no stop token) under dense
     attention; then each method is fed the same tokens. Errors are those of `LayerErrors`, of every step.
@@ -70,9 +78,26 @@ class Drift:
         self.edges = sorted({steps * n // min(BINS, steps) for n in range(min(BINS, steps) + 1)})
         self.tokens: list[Tensor] = []
         self.dense: list[Likeliest] = []
+        self.nll_dense: list[Tensor] = []
 
-    def run(self, chunk: int, progress: Progress = unseen) -> dict[str, Any]:
-        """{"prompt_tokens", "edges" of the bins of steps, "methods": {name: see `_told`}}."""
+    def run(
+        self, chunk: int, progress: Progress = unseen, *, done: Mapping[str, Any] | None = None, keep: Keep = _forget
+    ) -> dict[str, Any]:
+        """{"prompt_tokens", "edges" of the bins of steps, "methods": {name: see `_told`}}.
+
+        done: methods that an interrupted run measured, by `key`; fresh ones are told to `keep` as they come.
+        """
+        found = {name: (done or {}).get(self.key(method)) for name, method in self.methods.items()}
+        if None in found.values():
+            self._measure(chunk, progress, found, keep)
+        return {"prompt_tokens": len(self.prompt), "edges": self.edges, "methods": found}
+
+    def key(self, method: AttentionMethod) -> str:
+        """What a method's numbers are kept under."""
+        return f"drift, {self.steps} steps, seed {self.seed}, {json.dumps(method.to_json(), sort_keys=True)}"
+
+    def _measure(self, chunk: int, progress: Progress, found: dict[str, Any], keep: Keep) -> None:
+        """Fill in those of `found` that are None."""
         room = CacheConfig(capacity=len(self.prompt) + self.steps + 1)
         with attach(self.model, prefill=Dense(), cache=room) as session, torch.inference_mode():
             session.follow(*self.methods.values())
@@ -81,17 +106,23 @@ class Drift:
                 first = reader.read(self.prompt, advance, then=self.steps + 1)
             with reader.aside(), progress("generating, dense", self.steps) as advance:
                 self._draw(reader, first, advance)
-            found = dict[str, Any]()
             for name, method in self.methods.items():
+                if found[name] is not None:
+                    continue
                 session.switch(method)
                 errors = self._watched()
                 with reader.aside(), progress(f"generating, {name}", self.steps) as advance:
                     session.observe = self._observer(errors)
-                    lost, same = self._feed(reader, first, advance)
+                    lost, same, nll = self._feed(reader, first, advance)
                     session.observe = None
-                notes = {x.layer: x.notes for x in session.report().layers if x.phase == "decode" and x.notes}
-                found[name] = {"method": method.to_json(), **self._told(lost, same, errors, notes)}
-        return {"prompt_tokens": len(self.prompt), "edges": self.edges, "methods": found}
+                report = session.report()
+                notes = {x.layer: x.notes for x in report.layers if x.phase == "decode" and x.notes}
+                reads, (mine, theirs) = Reads.of(report, "decode"), (self._binned(x) for x in (nll, self._nll()))
+                found[name] = {
+                    "method": method.to_json(), "reads": reads and asdict(reads), "nll": mine, "nll_dense": theirs,
+                    **self._told(lost, same, errors, notes),
+                }  # fmt: skip
+                keep(self.key(method), found[name])
 
     def _draw(self, reader: Reader, first: Tensor, advance: Advance) -> None:
         """The tokens, and what dense attention expected after each."""
@@ -101,23 +132,37 @@ class Drift:
             self.dense.append(Likeliest.of(logits[0]))
             weight = logits[0].float().softmax(0).index_fill(0, self.stop, 0.0)
             self.tokens.append(torch.multinomial(weight, 1, generator=draw))
+            self.nll_dense.append(_nll(logits[0], self.tokens[-1]))
             return self.tokens[-1]
 
         self._decode(reader, first, advance, choose)
 
-    def _feed(self, reader: Reader, first: Tensor, advance: Advance) -> tuple[Tensor, Tensor]:
-        """(divergence, whether the likeliest token is dense attention's) after each of the tokens [steps]."""
-        lost, same = list[Tensor](), list[Tensor]()
+    def _feed(self, reader: Reader, first: Tensor, advance: Advance) -> tuple[Tensor, Tensor, Tensor]:
+        """(divergence, whether the likeliest token is dense attention's, nll of the token that comes next) after each
+        of the tokens [steps]."""
+        lost, same, nll = list[Tensor](), list[Tensor](), list[Tensor]()
 
         def choose(logits: Tensor) -> Tensor:
             at = min(len(lost), self.steps)  # it may be asked past the end
             lost.append(self.dense[at].divergence(logits[0]))
             same.append(logits[0].argmax() == self.dense[at].tokens[0])
+            nll.append(_nll(logits[0], self.tokens[at]))
             return self.tokens[at]
 
         self._decode(reader, first, advance, choose)
-        after = slice(1, self.steps + 1)  # the first distribution is the prompt's
-        return torch.stack(lost)[after].cpu(), torch.stack(same)[after].double().cpu()
+        return self._after(lost), self._after(same).double(), self._after(nll)
+
+    def _after(self, found: Sequence[Tensor]) -> Tensor:
+        """[steps] on the CPU, of what each distribution gave: the first is the prompt's."""
+        return torch.stack(list(found))[1 : self.steps + 1].cpu()
+
+    def _nll(self) -> Tensor:
+        """[steps]: as `_feed`, under dense attention."""
+        return self._after(self.nll_dense)
+
+    def _binned(self, values: Tensor) -> list[float]:
+        """Means over bins of steps."""
+        return [float(values[a:b].mean()) for a, b in pairwise(self.edges)]
 
     def _decode(self, reader: Reader, first: Tensor, advance: Advance, choose: Choose) -> None:
         with closing(reader.decode(first, self.steps + 1, Answer(), choose=choose)) as tokens:
@@ -150,17 +195,22 @@ class Drift:
         """By bins of steps: error [bins][layers], mean over steps and heads; kl, nats (`Likeliest.divergence`); agree,
         share of steps with the same likeliest token. Of all steps, by layer: depth_bins, depths; reuse, skipped, means
         over heads; None for a layer that the method takes no part in."""
-        pairs, layers = list(pairwise(self.edges)), range(shape_of(self.model).layers)
+        layers = range(shape_of(self.model).layers)
         by_layer = [notes.get(n) for n in layers]
         return {
             "error": [_means(e.to_json()["mean"]) for e in errors],
-            "kl": [float(lost[a:b].mean()) for a, b in pairs],
-            "agree": [float(same[a:b].mean()) for a, b in pairs],
+            "kl": self._binned(lost),
+            "agree": self._binned(same),
             "depth_bins": next((n["depth_bins"] for n in notes.values()), []),
             "depths": [None if n is None else _means(zip(*n["depths"], strict=True)) for n in by_layer],
             **{name: [None if n is None else sum(n[name]) / len(n[name]) for n in by_layer]
                for name in ("reuse", "skipped")},
         }  # fmt: skip
+
+
+def _nll(logits: Tensor, token: Tensor) -> Tensor:
+    """fp64, nats, of a token [1] under logits [V]."""
+    return -logits.double().log_softmax(0)[token[0]]
 
 
 def _means(rows: Iterable[Sequence[float]]) -> list[float]:

@@ -35,8 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sinks", type=count, metavar="N", help="mac: first tokens that no entry holds (default 0)")
     parser.add_argument("--steps", type=count, metavar="N", help="mac: tokens to generate after the first prompt, for "
                         "depth and drift (default 256; 0: none)")  # fmt: skip
-    parser.add_argument("--depth", type=positive, metavar="N", help="mac: the limit on chains of reuse there, beside "
-                        "none (default 32)")  # fmt: skip
+    parser.add_argument("--depth", type=positive, action="append", metavar="N", help="mac: a limit on chains of reuse "
+                        "there, beside none; may be given several times (default 32)")  # fmt: skip
     parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="where the pictures and a record "
                         "go; the same command goes on where an interrupted one stopped")  # fmt: skip
 

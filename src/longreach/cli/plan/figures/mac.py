@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from longreach.evals.reuse.drift import Drift
     from longreach.plans import Plan
 
-OPTIONS = {"rows": 32, "window": 2048, "band": 256, "tau": 0.75, "sinks": 0, "steps": 256, "depth": 32}
+OPTIONS = {"rows": 32, "window": 2048, "band": 256, "tau": 0.75, "sinks": 0, "steps": 256, "depth": (32,)}
 RECORD = "mac.json"
 WAYS = {
     "sqrt2d": "L2 before rotation (paper)", "calibrated": "L2 in logits (calibrated)", "post": "L2 after rotation",
@@ -45,9 +45,13 @@ def measure(args: argparse.Namespace, plan: Plan) -> tuple[Work, dict[str, Any]]
     parts = work.gather(what)
     if not layers_of(parts):
         raise InvalidInput("every layer of this model has a sliding window: there is nothing that MAC could reuse")
-    work.settings |= {name: getattr(args, name) for name in ("tau", "steps", "depth")}
+    work.settings |= {"tau": args.tau, "steps": args.steps, "depth": list(args.depth)}
     found = results(Found(asked, view, work.shape, parts), args.tau)
-    return work, {**found, "drift": None if drift is None else drift.run(args.prefill_chunk_size, progress)}
+    if drift is None:
+        return work, {**found, "drift": None}
+    with work.journal as journal:
+        drifted = drift.run(args.prefill_chunk_size, progress, done=journal.done, keep=journal.add)
+    return work, {**found, "drift": drifted}
 
 
 def _drift(args: argparse.Namespace, work: Work) -> Drift | None:
@@ -58,8 +62,8 @@ def _drift(args: argparse.Namespace, work: Work) -> Drift | None:
     if not args.steps:
         return None
     paper = {"window": args.window, "band": args.band, "tau": args.tau, "sinks": args.sinks, "minimum": 0}
-    methods = {f"depth {args.depth}": MAC(**paper, depth=args.depth, guard=None),
-               "no limit": MAC(**paper, depth=None, guard=None)}  # fmt: skip
+    limits = {f"depth {depth}": depth for depth in args.depth} | {"no limit": None}
+    methods = {name: MAC(**paper, depth=depth, guard=None) for name, depth in limits.items()}
     tokens = work.prompts.prompts[0].tokens
     return Drift(work.model, work.tokenizer, tokens, methods, steps=args.steps, seed=args.seed)
 
@@ -176,7 +180,10 @@ def _show_drift(out: Console, drift: dict[str, Any]) -> None:
             continue
         means = [sum(x) / len(layers) for x in zip(*layers, strict=True)]
         told = ", ".join(f"{low}+ {percent(x)}" for low, x in zip(m["depth_bins"], means, strict=True))
-        out.print(f"{name}: entries by how many reuses they descend from: {told}")
+        read, more = m["reads"], sum(a - b for a, b in zip(m["nll"], m["nll_dense"], strict=True)) / len(m["nll"])
+        out.print(f"{name}: {more:+.4f} nats a token over dense; keys read {percent(2 * read['keys'])}, with the ring "
+                  f"{percent(read['total'])} of dense attention's bytes; entries by how many reuses they descend from: "
+                  f"{told}")  # fmt: skip
     out.print("KL: of next-token distributions, dense attention's first, in nats. agree: the same likeliest token.\n")
 
 
