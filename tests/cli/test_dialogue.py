@@ -1,0 +1,42 @@
+"""`longreach dialogue`: a table and a record that say the same, and bad input in words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from longreach.cli.dialogue import summary
+from tests.cli.test_bad_input import refused
+
+ASKED = ("dialogue", "--model", "mini", "--device", "cpu", "--length", 300, "--questions", 2)
+MAC = "mac tau=0.3 window=64 band=8 minimum=0"
+
+
+def test_a_record_and_a_table(longreach: Any, tmp_path: Path) -> None:
+    record = tmp_path / "d.json"
+    result = longreach(*ASKED, "--samples", 2, "--method", MAC, "--output", record)
+    assert result.code == 0, result.err
+    found = json.loads(record.read_text())
+    assert found["kind"] == "dialogue" and found["config"]["samples"] == 2 and list(found["results"]) == ["dense", MAC]
+    assert all(x["prompt"] <= 300 and x["decoded"] > 50 for x in found["tokens"])
+    for label, x in found["results"].items():
+        line = next(line for line in result.out.splitlines() if line.startswith(label[:10])).split()
+        assert f"{x['score']:.1%}" in line and f"{x['kl']:.4f}" in line and f"{x['decode_reads']['total']:.1%}" in line
+        assert len(x["samples"]) == 2 and all(len(part["right"]) == 2 for part in x["samples"])
+    assert not list(tmp_path.glob("*.journal"))
+
+
+def test_a_summary_counts_answers_quarter_by_quarter() -> None:
+    part = {"right": [True, True, True, False], "nll": 1.0, "nll_answers": 0.5, "kl": 0.1, "agree": 0.9,
+            "bytes": [5, 5, 2, 40]}  # fmt: skip
+    other = {**part, "right": [True, False, True, False], "nll": 2.0, "bytes": [10, 10, 8, 40]}
+    found = summary([part, other])
+    assert found["score"] == 5 / 8 and found["by_quarter"] == [1.0, 0.5, 1.0, 0.0] and found["nll"] == 1.5
+    assert found["decode_reads"] == {"total": 0.5, "keys": 15 / 80, "values": 15 / 80, "metadata": 10 / 80}
+
+
+def test_bad_input(longreach: Any) -> None:
+    refused(longreach(*ASKED, "--method", "nothing"), "nothing")
+    refused(longreach(*ASKED, "--questions", 0), "at least 1")
+    refused(longreach(*ASKED, "--questions", 30), "a dialogue")
