@@ -19,6 +19,7 @@ SOURCES: dict[str, tuple[str, tuple[str, ...]]] = {  # what was measured -> fold
         "ops",
         (
             "attend/api.py",
+            "attend/keeping.py",
             "attend/tiles.py",
             "attend/triton*.py",
             "checks.py",
@@ -29,7 +30,7 @@ SOURCES: dict[str, tuple[str, tuple[str, ...]]] = {  # what was measured -> fold
     ),
     "attend_sdpa": ("ops", ("attend/sdpa.py",)),
     "choosing": ("ops", ("pooled_scores/*.py", "top_k/*.py")),
-    "kascade": ("methods", ("base.py", "kascade/*.py")),
+    "kascade": ("methods", ("base.py", "choosing.py", "kascade/*.py")),
     "matching": ("ops", ("append/*.py", "attend/amend.py", "nearest/*.py", "rope.py")),
     "mac": (
         ".",

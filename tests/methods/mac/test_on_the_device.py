@@ -33,7 +33,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, ...]
     noted: list[tuple[str, tuple[int, ...]]] = []
     for module, names in (
         ("nearest.triton_kernels", ("look", "settle")),
-        ("attend.triton_kernels", ("attend_pieces", "merge_pieces")),
+        ("attend.triton_kernels", ("attend_pieces",)),
+        ("attend.triton_merging", ("merge_pieces",)),
         ("attend.triton_amend_kernels", ("amend_pieces",)),
     ):
         for name in names:

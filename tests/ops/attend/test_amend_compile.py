@@ -31,7 +31,7 @@ with (patch.object(triton_amend, "refuse", lambda *a: None),
         place = torch.zeros(sequences, 32, dtype=torch.int32)
         entries = Entries(torch.zeros(99, dim), torch.zeros(99))
         sink = torch.zeros(32) if page else None
-        with compiling(triton_kernels, "attend_pieces", "merge_pieces") as made, \\
+        with compiling(triton_kernels, "attend_pieces") as made, \\
              compiling(triton_amend_kernels, "amend_pieces") as last:
             triton_amend.attend_amend(rows, kv, spans, near(-63), entries, place, place, scale=1.0, softcap=None,
                                       sink_logit=sink)

@@ -16,7 +16,7 @@ import json, sys
 from unittest.mock import patch
 import torch
 from longreach.ops import Lists, Rows, Run, Span, Spans, at, near
-from longreach.ops.attend import triton, triton_kernels
+from longreach.ops.attend import triton, triton_kernels, triton_merging
 from longreach.ops.attend.triton_tuning import Tuning
 from longreach.testing.compile import compiling
 from longreach.testing.inputs import random_kv
@@ -38,9 +38,10 @@ with patch.object(triton, "refuse", lambda *a: None), patch.object(Tuning, "prog
             "spans": Spans((Span(at(0), at(4)), Span(near(torch.full((2 * rows, 8), -63)), near(1))), "query"),
             "lists": Lists(torch.zeros(2, 2, 128).int(), torch.ones(2, 2).int(), torch.zeros(2, 2, 128)),
         }[kind]
-        with compiling(triton_kernels, "attend_pieces", "merge_pieces") as made:
+        with compiling(triton_kernels, "attend_pieces") as made, compiling(triton_merging, "merge_pieces") as merged:
             triton.launch(given, kv, selection, scale=1.0, softcap=None, sink_logit=None, split=None)
-        found[f"{kind} {dtype} {page} {rows}"] = [[m.metadata.name, m.metadata.shared, "cubin" in m.asm] for m in made]
+        both = made + merged
+        found[f"{kind} {dtype} {page} {rows}"] = [[m.metadata.name, m.metadata.shared, "cubin" in m.asm] for m in both]
 print(json.dumps(found))
 """
 
@@ -50,7 +51,7 @@ import json, sys
 from unittest.mock import patch
 import torch
 from longreach.ops import Lists, Logits, Rows, Run, ScoringKeys, Spans
-from longreach.ops.attend import triton, triton_keeping, triton_kernels
+from longreach.ops.attend import triton, triton_keeping, triton_kernels, triton_merging
 from longreach.ops.attend.triton_tuning import Tuning
 from longreach.testing.compile import compiling
 from longreach.testing.inputs import random_kv
@@ -82,7 +83,7 @@ with (
         heads = 2 * group if kind == "values per query" else 2
         index, count = torch.zeros(2 * rows, heads, 128).int(), torch.ones(2 * rows, heads).int()
         lists = Lists(index, count, per="kv" if heads == 2 else "query")
-        with compiling(triton_kernels, "attend_pieces", "merge_pieces") as made:
+        with compiling(triton_kernels, "attend_pieces") as made, compiling(triton_merging, "merge_pieces") as merged:
             if kind == "keep":
                 triton_keeping.attend_keeping(given, kv, **bare)
             elif kind == "score":
@@ -94,7 +95,7 @@ with (
                 chosen = Spans.dense() if kind == "dense values" else lists
                 triton_keeping.attend_values(given, kv, chosen, kept, sink_logit=None)
         case = f"{kind} {dtype} {page} {rows} {group}"
-        found[case] = [[m.metadata.name, m.metadata.shared, "cubin" in m.asm] for m in made]
+        found[case] = [[m.metadata.name, m.metadata.shared, "cubin" in m.asm] for m in made + merged]
 print(json.dumps(found))
 """
 

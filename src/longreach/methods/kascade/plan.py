@@ -97,9 +97,10 @@ class KascadePlan:
 
 
 def _check_layers(name: str, layers: tuple[int, ...], count: int) -> None:
-    whole = isinstance(layers, tuple) and len(layers) > 0 and all(is_count(n) for n in layers)
-    require(whole, f"{name}: expected at least one layer number, got {layers!r}; {ANEW}")
-    require(all(n < count for n in layers), f"{name}: expected layers below {count}, got {layers}; {ANEW}")
+    some = isinstance(layers, tuple) and len(layers) > 0
+    require(some, f"{name}: expected at least one layer number, got {layers!r}; {ANEW}")
+    known = all(is_count(n) and n < count for n in layers)
+    require(known, f"{name}: expected layer numbers from 0 to {count - 1}, got {layers}; {ANEW}")
     require(all(a < b for a, b in pairwise(layers)), f"{name}: expected ascending and distinct, got {layers}; {ANEW}")
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from longreach.errors import Unsupported
 from longreach.ops.attend import triton_kernels as kernels
+from longreach.ops.attend import triton_merging as merging
 from longreach.ops.attend.tiles import tiles_of
 from longreach.ops.attend.triton_tuning import INTERPRETED, Tuning, keeping_tuning, tuning
 from longreach.ops.selection import Bound, Lists, PackedLists, Selection, Span, Spans, at
@@ -87,6 +88,7 @@ class _Choice(NamedTuple):
     own: bool  # query heads of one KV head differ in their spans
     apart: bool  # every query head has a list of its own
     uniform: bool  # the rows of a tile start their spans together
+    ending: bool  # a row's query heads end their one span together
 
 
 def launch_into(
@@ -124,7 +126,8 @@ def launch_into(
     parts = lse.shape[0]
     items = tiles.count * axis * parts
     own = per_item if choice.own else 1
-    m = max(16 if keys is None else 8, triton.next_power_of_2(tiles.size * per_item))
+    fewest = 4 if keys is not None else 16 if rows.q.dtype == torch.float32 else 8
+    m = max(fewest, triton.next_power_of_2(tiles.size * per_item))
     i2, x = triton.next_power_of_2(items), triton.next_power_of_2(tiles.size * own)
     dealt = items <= 1024 and i2 * x <= MOST_DEALT
     wide = max(16 if keys is None else 32, triton.next_power_of_2(dim))
@@ -146,7 +149,8 @@ def launch_into(
 
     q = rows.q if rows.q.stride(2) == 1 and rows.q.stride(1) * heads < 1 << 31 else rows.q.contiguous()
     seq, filled = rows.seq.contiguous(), kv.filled.contiguous()
-    form = (parts, axis, per_item, own, evicted, len(choice.spans[0]))
+    close = max(k.stride(2), kv.v.stride(2)) < 1 << 22  # 256 of them
+    form = (parts, axis, per_item, own, evicted, len(choice.spans[0]), close)
     layout = (tiles.size, tiles.width, tiles.table is not None)
     row_args = (
         q,
@@ -189,7 +193,7 @@ def launch_into(
     sink = lse if sink_logit is None else sink_logit.contiguous()
     result = (lse if out is None else out, lse, sink, pieces, ends, heads, count)
     kept, kept_kind = _kept(logits, write, values, keys)
-    hull = not evicted and (choice.uniform or (tiles.size == 1 and not choice.own))
+    hull = not evicted and (choice.uniform or (tiles.size == 1 and (choice.ending or not choice.own)))
     kernels.attend_pieces[(programs if dealt else items,)](
         row_args, memory, choice.spans, choice.lists, kept, result, float(scale), float(softcap or 1.0),
         items, programs,
@@ -204,7 +208,7 @@ def launch_into(
     if finish is not None:
         finish((items // parts * mr,), row_args, result, items, programs, DEALT=dealt, **how)
     elif dealt:
-        kernels.merge_pieces[(items * mr,)](row_args, result, items, programs, SUNK=sunk, VALUES=values, **how)
+        merging.merge_pieces[(items * mr,)](row_args, result, items, programs, SUNK=sunk, VALUES=values, **how)
     return logits
 
 
@@ -250,8 +254,10 @@ def _choice(selection: Selection, split: Bound | None, rows: Rows) -> _Choice:
         tensors, relative = zip(*(zip(*kinds, strict=True) for kinds in (start_kinds, stop_kinds)), strict=True)
         own = selection.per == "query" and wide
         together = split is None and all(_fixed(start) for start, _ in spans)
-        unused = (rows.pos,) * 5
-        return _Choice((starts, stops, cut), unused, (*tensors, *relative, *cut_kind), None, own, False, together)
+        ends = [s.stop for s in spans] + ([] if split is None else [split])
+        ending = len(spans) == 1 and all(_one_for_all(b) for b in ends)
+        kinds = (*tensors, *relative, *cut_kind)
+        return _Choice((starts, stops, cut), (rows.pos,) * 5, kinds, None, own, False, together, ending)
     packed = isinstance(selection, PackedLists)
     heads = selection.heads if isinstance(selection, PackedLists) else selection.index.shape[1]
     count = selection.offsets if isinstance(selection, PackedLists) else selection.count
@@ -268,12 +274,17 @@ def _choice(selection: Selection, split: Bound | None, rows: Rows) -> _Choice:
     kind = (heads, selection.block, packed, weight is not None, capacity, of is not None, mapped)
     apart = selection.per == "query" and heads > 1
     own = selection.per == "query" and wide and not apart
-    return _Choice(((), (), cut), lists, ((), (), (), (), *cut_kind), kind, own, apart, True)
+    return _Choice(((), (), cut), lists, ((), (), (), (), *cut_kind), kind, own, apart, True, True)
 
 
 def _fixed(bound: Bound) -> bool:
     """Whether a bound is the same slot for every row."""
     return isinstance(bound.value, int) and not bound.relative
+
+
+def _one_for_all(bound: Bound) -> bool:
+    """Whether a bound is the same for all query heads of a KV head, whatever the selection's bounds belong to."""
+    return isinstance(bound.value, int) or bound.value.shape[1] == 1
 
 
 def _bound(bound: Bound) -> tuple[tuple[Any, int, int], tuple[bool, bool]]:

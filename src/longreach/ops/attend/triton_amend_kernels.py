@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from longreach.ops.attend.triton_kernels import LN2, LOG2E, _finish, _row_of
+from longreach.ops.attend import triton_streams as streams
+from longreach.ops.attend.triton_merging import LN2, LOG2E, finish, gathered
 
 
 @triton.jit
@@ -20,33 +21,8 @@ def _sides(
     out, lse, _, pieces, ends_at, heads, row_count = result
     side = tl.arange(0, 2)
     d = tl.arange(0, BD)
-    if DEALT:  # see attend's _gathered
-        item = 2 * program + side
-        start = tl.load(ends_at + item - 1, mask=item > 0, other=0).to(tl.int64)
-        end = tl.load(ends_at + item).to(tl.int64)
-        whole = tl.maximum(tl.load(ends_at + items - 1).to(tl.int64), 1)
-        share = tl.minimum(whole, programs)
-        first = ((start + 1) * share - 1) // whole
-        last = (end * share - 1) // whole
-        count = tl.where(end > start, last - first + 1, 0).to(tl.int32)
-        c = tl.arange(0, C)
-        peak = tl.full((2,), float("-inf"), tl.float32)
-        total = tl.zeros((2,), tl.float32)
-        acc = tl.zeros((2, BD), tl.float32)
-        for chunk in range(0, tl.max(count, 0), C):
-            there = chunk + c[None, :] < count[:, None]
-            place = ((first + item)[:, None] + chunk + c[None, :]) * MR + m
-            peaks = tl.load(pieces[0] + place, mask=there, other=float("-inf"))
-            totals = tl.load(pieces[1] + place, mask=there, other=0.0)
-            inside = there[:, :, None] & (d < D)[None, None, :]
-            parts = tl.load(pieces[2] + place[:, :, None] * D + d[None, None, :], mask=inside, other=0.0)
-            high = tl.maximum(peak, tl.max(peaks, 1))
-            base = tl.where(high == float("-inf"), 0.0, high)
-            weight = tl.exp2(peaks - base[:, None])
-            shrink = tl.exp2(peak - base)
-            total = total * shrink + tl.sum(totals * weight, 1)
-            acc = acc * shrink[:, None] + tl.sum(parts * weight[:, :, None], 1)
-            peak = high
+    if DEALT:
+        peak, total, acc = gathered(2 * program + side, m, items, programs, pieces, ends_at, MR, True, D, BD, C)
     else:
         place = (row + side * row_count).to(tl.int64) * heads + head
         peak = tl.load(lse + place, mask=row + side * 0 >= 0, other=float("-inf")) * LOG2E
@@ -92,7 +68,7 @@ def amend_pieces(
     program = tl.program_id(0) // MR  # tile x KV head
     m = tl.program_id(0) % MR
     t = tl.zeros((1,), tl.int32) + m // GROUP
-    row = _row_of(program // form[1], t, rows, layout)
+    row = streams.row_of(program // form[1], t, rows, layout)
     head = tl.zeros((1,), tl.int32) + program % form[1] * GROUP + m % GROUP
     there = row >= 0
     d = tl.arange(0, BD)
@@ -119,4 +95,4 @@ def amend_pieces(
     tl.store(entry_out + target[:, None] * D + d[None, :], acc / whole[:, None], mask=(target >= 0)[:, None] & inside)
     peak2, total2, acc2 = _one(1, peaks, totals, accs)
     peak, total, acc = _joined(peak, total, acc, peak2, total2, acc2)
-    _finish(row, head, peak, total, acc, sink, out, lse, heads, D, SUNK, True, d, there)
+    finish(row, head, peak, total, acc, sink, out, lse, heads, D, SUNK, True, d, there)

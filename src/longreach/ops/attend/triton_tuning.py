@@ -7,7 +7,7 @@ from functools import cache
 
 import torch
 
-from longreach.ops.attend.triton_kernels import INTERPRETED as _INTERPRETED
+from longreach.ops.attend.triton_streams import INTERPRETED as _INTERPRETED
 
 INTERPRETED: bool = _INTERPRETED.value
 
@@ -56,7 +56,8 @@ def tuning(
     if m > 16:
         return Tuning(64 if vector <= 256 else 32, 4, 3, 2, aligned=not dense)
     scale = max(1, 256 // vector)  # blocks of equal bytes
-    narrow, wider = Tuning(32 * scale, 4, 3, 3), Tuning(64 * scale, 4, 3, 3, unit=64 * scale)
+    narrow = Tuning(32 * scale, 4, 3, 3, registers=168)  # three programs run at once
+    wider = replace(narrow, block=64 * scale, unit=64 * scale)
     if vector > 256:
         return Tuning(32, 4, 3, 2, unit=32 if dense else 16)
     if lists and items >= 128 and not paged:
@@ -74,14 +75,15 @@ def keeping_tuning(
 ) -> Tuning:
     """The launch of a dense pass that writes its logits: blocks lie at their multiples, so a unit is a block.
 
-    coded: keys are 8-bit. Where three or four programs of four warps run at once, a thread uses no more than 168 or
-    128 registers. Without values a stage holds half as much: as many bytes are under way in blocks twice as long.
+    coded: keys are 8-bit. Measured as layers of a whole step that keeps the GPU busy: there two stages are enough, and
+    the clock stays up.
     """
     t = tuning(dtype, wide, m, lists=False, paged=paged, dense=True, items=items)
     if not INTERPRETED and m <= 16 and wide * dtype.itemsize <= 256:
         if coded:
             t = replace(t, per_sm=4, registers=128)
-        elif not values:
+        elif not values:  # a stage holds half as much: as many bytes are under way in blocks twice as long
             t = replace(t, block=2 * t.block, per_sm=2)
-    t = replace(t, block=min(t.block, 256), unit=min(t.block, 256))
-    return replace(t, registers=168) if (t.per_sm, t.warps) == (3, 4) else t
+        if items >= 128 and not paged:
+            t = replace(t, stages=2, per_sm=4 if coded else 3)
+    return replace(t, block=min(t.block, 256), unit=min(t.block, 256))

@@ -32,7 +32,7 @@ def tuning(rings: int, window: int, vector: int) -> Tuning:
         return Tuning(16, 3, 1, 1)
     block = max(16, min(64, 16384 // vector))  # 16 KB a block: a hundred bytes in flight for each thread
     blocks = -(-window // block)
-    pieces = max(1, min(blocks, -(-PROGRAMS // rings)))
+    pieces = max(min(2, blocks), min(blocks, -(-PROGRAMS // rings)))
     if pieces == blocks:  # few rings: each program has one block, all loads are under way at once
         return Tuning(block, pieces, 4, 1)
-    return Tuning(block, pieces, 4, 4, joined=False)  # many: each streams through its share, and latency counts less
+    return Tuning(block, pieces, 4, 4)  # many: each streams through its share, and latency counts less

@@ -1,0 +1,99 @@
+# mypy: ignore-errors
+"""The Triton kernel that puts the pieces of attend together; how a result is written. Logits are in base 2."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from longreach.ops.attend import triton_streams as streams
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def finish(
+    row, head, peak, total, acc, sink, out, lse, heads, D: tl.constexpr, SUNK: tl.constexpr, VALUES: tl.constexpr,
+    d, there,
+):  # fmt: skip
+    """Write lse and (with VALUES) out [.., d] of (row, head), a sink logit merged in."""
+    if SUNK:
+        x = tl.load(sink + head, mask=there, other=float("-inf")).to(tl.float32) * LOG2E
+        high = tl.maximum(peak, x)
+        base = tl.where(high == float("-inf"), 0.0, high)
+        shrink = tl.exp2(peak - base)
+        total = total * shrink + tl.exp2(x - base)
+        acc = acc * shrink[:, None]
+        peak = high
+    some = total > 0
+    whole = tl.where(some, total, 1.0)
+    place = row.to(tl.int64) * heads + head
+    tl.store(lse + place, tl.where(some, (peak + tl.log2(whole)) * LN2, float("-inf")), mask=there)
+    if VALUES:
+        tl.store(
+            out + place[:, None] * D + d[None, :],
+            acc / whole[:, None],
+            mask=there[:, None] & (d < D)[None, :],
+        )
+
+
+@triton.jit
+def gathered(
+    item, m, items, programs, pieces, ends_at, MR: tl.constexpr, VALUES: tl.constexpr, D: tl.constexpr,
+    BD: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Maximum [S], sum [S] and weighted values [S, BD] of row x head m of items [S], from their pieces, C at a time."""
+    start = tl.load(ends_at + item - 1, mask=item > 0, other=0)
+    end = tl.load(ends_at + item)
+    whole = tl.maximum(tl.load(ends_at + items - 1), 1)
+    share = tl.minimum(whole, programs)
+    first = streams.holder(start, whole, share)
+    count = tl.where(end > start, streams.holder(end - 1, whole, share) - first + 1, 0)
+    d = tl.arange(0, BD)
+    c = tl.arange(0, C)
+    peak = tl.where(item >= 0, float("-inf"), 0.0)
+    total = tl.zeros_like(peak)
+    acc = total[:, None] + tl.zeros((1, BD), tl.float32)
+    for chunk in range(0, tl.max(count, 0), C):
+        there = chunk + c[None, :] < count[:, None]
+        place = ((first + item)[:, None] + chunk + c[None, :]) * MR + m
+        peaks = tl.load(pieces[0] + place, mask=there, other=float("-inf"))
+        totals = tl.load(pieces[1] + place, mask=there, other=0.0)
+        if VALUES:
+            at = pieces[2] + place.to(tl.int64)[:, :, None] * D + d[None, None, :]
+            parts = tl.load(at, mask=there[:, :, None] & (d < D)[None, None, :], other=0.0)
+        high = tl.maximum(peak, tl.max(peaks, 1))
+        base = tl.where(high == float("-inf"), 0.0, high)
+        weight = tl.exp2(peaks - base[:, None])
+        shrink = tl.exp2(peak - base)
+        total = total * shrink + tl.sum(totals * weight, 1)
+        if VALUES:
+            acc = acc * shrink[:, None] + tl.sum(parts * weight[:, :, None], 1)
+        peak = high
+    return peak, total, acc
+
+
+@triton.jit
+def merge_pieces(
+    rows, result, items, programs, layout: tl.constexpr, form: tl.constexpr, SUNK: tl.constexpr,
+    VALUES: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """The result of one row and head from the pieces of its item, C at a time."""
+    out, lse, sink, pieces, ends_at, heads, row_count = result
+    GROUP: tl.constexpr = form[2]
+    MR: tl.constexpr = layout[0] * GROUP
+    item = tl.program_id(0) // MR
+    m = tl.program_id(0) % MR
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
+    d = tl.arange(0, BD)
+    peak, total, acc = gathered(item + tl.arange(0, 1), m, items, programs, pieces, ends_at, MR, VALUES, D, BD, C)
+    tile = item // (form[0] * form[1])
+    t = tl.zeros((1,), tl.int32) + m // GROUP
+    row = streams.row_of(tile, t, rows, layout)
+    head = tl.zeros((1,), tl.int32) + item // form[0] % form[1] * GROUP + m % GROUP
+    shifted = row + item % form[0] * row_count
+    finish(shifted, head, peak, total, acc, sink, out, lse, heads, D, SUNK, VALUES, d, row >= 0)
