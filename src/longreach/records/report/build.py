@@ -14,6 +14,7 @@ from longreach.records.report.parts import parts
 from longreach.records.report.perplexity import perplexity
 from longreach.records.report.reading import Record
 from longreach.records.report.repeat import repeat
+from longreach.records.report.reused import reused
 from longreach.records.report.rows import groups
 from longreach.records.report.scores import scores
 
@@ -31,7 +32,7 @@ def build(records: Sequence[Record]) -> list[Block]:
         if len(evaluations) > 1:
             blocks.append(Text(f"From {', '.join(names)}. Records stand in one table where "
                                f"model, methods, seed and way of drawing are the same."))  # fmt: skip
-        blocks += [*scores(group, file), *parts(group), *depths(group, file)]
+        blocks += [*scores(group, file), *parts(group), *depths(group, file), *reused(group, file)]
     sections = (("perplexity", "Perplexity", perplexity), ("fidelity", "Fidelity", fidelity),
                 ("attention", "Attention", attention))  # fmt: skip
     for kind, title, section in sections:

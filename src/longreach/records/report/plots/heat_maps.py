@@ -20,12 +20,14 @@ WIDEST = 12.5
 
 @dataclass(frozen=True)
 class MapPanel:
-    """values: a list a row, None where there is nothing. rows, columns: what stands beside them, from the top left."""
+    """values: a list a row, None where there is nothing. rows, columns: what stands beside them, from the top left.
+    stars: values whose number gets a star, of the same shape; none where it is empty."""
 
     title: str
     values: tuple[tuple[float | None, ...], ...]
     rows: tuple[str, ...]
     columns: tuple[str, ...]
+    stars: tuple[tuple[bool, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,9 @@ def _draw(axes: Axes, panel: MapPanel, scale: Scale, numbers: bool, width: float
         for (row, column), value in np.ndenumerate(values):
             if np.isfinite(value):
                 dark = float(np.dot(colors(norm(value))[:3], (0.299, 0.587, 0.114))) < 0.5
-                _write(axes, row, column, f"{value * 100:.0f}" if scale.share else _short(value), size, dark)
+                star = "*" if panel.stars and panel.stars[row][column] else ""
+                text = f"{value * 100:.0f}" if scale.share else _short(value)
+                _write(axes, row, column, text + star, size, dark)
     return shown
 
 
