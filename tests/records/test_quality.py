@@ -44,3 +44,6 @@ def test_scores_of_every_method_and_what_is_beyond_the_model(tmp_path: Path) -> 
     del tasks["hard"]
     (tmp_path / "a.json").write_text(json.dumps(record))
     assert "| mean | 75% | 38% |" in quality(tmp_path) and "of all" not in quality(tmp_path)
+    methods.update({f"x k=[{n}]": {} for n in range(1, 16)})
+    (tmp_path / "a.json").write_text(json.dumps(record))
+    assert len(methods) == 17 and quality(tmp_path) == summary(tmp_path) == "No evaluations yet."

@@ -10,12 +10,13 @@ from longreach.records.record import files, read
 
 LOST = 0.1  # a score that tells nothing about methods
 WORST = 3  # tasks that a summary names
+SWEEP = 16  # methods of a record that sweeps options: `longreach report` draws it, and no page has room for it
 
 
 def quality(results: Path) -> str:
     """Markdown: for each record of kind "eval" in a folder, tasks by methods, each score with its 95% interval.
 
-    Records of dense attention alone compare nothing and are left out.
+    Records of dense attention alone compare nothing and are left out, and so are sweeps of options.
     """
     return "\n\n".join(_table(path, record) for path, record in _compared(results)) or "No evaluations yet."
 
@@ -28,7 +29,7 @@ def summary(results: Path) -> str:
 def _compared(results: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
     for path in files(results):
         record = read(path)
-        if record.get("kind") == "eval" and len(record["methods"]) > 1:
+        if record.get("kind") == "eval" and 1 < len(record["methods"]) <= SWEEP:
             yield path, record
 
 
