@@ -302,3 +302,45 @@ def test_what_a_method_notes_is_added_up_and_summarised() -> None:
     ledger.add("decode", call(), "some", "reference", outcome((DENSE,))._replace(notes=notes_of(x)), DENSE)
     (layer,) = ledger.report().layers
     assert layer.notes is not None and layer.notes["sums"][0] == [22.0, 44.0]
+
+
+def test_only_rows_that_are_live_count() -> None:
+    """However they are counted: as if the others had not been there."""
+    live = torch.tensor([True, False])
+    both, kept = call(lengths=(10, 4)), call(lengths=(10,))
+    index = torch.tensor([[[3, 1, 2], [0, 1, 2]], [[3, 0, 1], [0, 1, 2]]], dtype=torch.int32)
+    lists = Lists(index, torch.tensor([[3, 1], [2, 0]]))
+    seen = replace(lists, in_sight=True, head_of=torch.tensor([1, 0]))
+    bounds = torch.tensor([[2, 8, 5, 5], [0, 4, 3, 3]])
+    x = torch.arange(8.0).view(2, 4)
+
+    def one(given: Lists) -> Lists:
+        return replace(given, index=given.index[:1], count=given.count[:1])
+
+    def spans(some: torch.Tensor) -> Spans:
+        return Spans((Span(at(some), near(1)),), per="query")
+
+    def made(rows: slice) -> list[Outcome]:
+        own, entries = spans(bounds[rows]), torch.tensor([[3, 4], [5, 6]])[rows]
+        here = [lists, seen] if rows.stop is None else [one(lists), one(seen)]
+        streams = own.reads(*((both.rows, both.kv) if rows.stop is None else (kept.rows, kept.kv))).int()
+        return [
+            outcome((DENSE,), (own,), torch.tensor([30, 12])[rows]),
+            outcome((here[0],), (here[0],), 40 if rows.stop is None else 20),
+            outcome((here[1],), (here[1],)),
+            outcome((own,), (own,), entries)._replace(streams=streams),
+            outcome((DENSE,), (DENSE,))._replace(notes=notes_of(x[rows])),
+        ]
+
+    ledger, alone = Ledger(), Ledger()
+    for _ in range(2):
+        ledger.only(live)
+        for layer, (mine, theirs) in enumerate(zip(made(slice(None)), made(slice(1)), strict=True)):
+            ledger.add("decode", replace(both, layer=layer), "some", "", mine, DENSE)
+            alone.add("decode", replace(kept, layer=layer), "some", "", theirs, DENSE)
+        ledger.flush()
+        alone.flush()
+    assert ledger.report() == alone.report()
+    assert [layer.rows for layer in ledger.report().layers] == [2] * 5
+    ledger.add("decode", both, "some", "", outcome((DENSE,), (DENSE,)), DENSE)  # the next pass counts all its rows
+    assert ledger.report().layers[0].rows == 4

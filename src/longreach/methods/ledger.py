@@ -13,17 +13,16 @@ from longreach.methods.base import LayerCall, Notes, Outcome, Phase, Reads
 from longreach.ops import KVView, Lists, PackedLists, Rows, Selection, Spans
 from longreach.ops.selection import slots_seen
 
-COLUMNS = ("key_bytes", "value_bytes", "metadata_bytes", "dense_bytes", "overflowed_lists")
+COLUMNS = ("key_bytes", "value_bytes", "metadata_bytes", "dense_bytes", "overflowed_lists", "rows")
 
 
 @dataclass
 class LayerTally:
-    """One layer in one phase, as far as the host knows; bytes are summed on the device."""
+    """One layer in one phase, as far as the host knows; rows and bytes are summed on the device."""
 
     method: str
     impls: set[str] = field(default_factory=set)
     steps: int = 0
-    rows: int = 0
     dense_because: set[str] = field(default_factory=set)
     summary: Callable[[Tensor, int], dict[str, Any]] | None = None
 
@@ -36,12 +35,12 @@ class Counted:
     layer: int
     method: str
     impl: str
-    rows: int
     dense_because: str | None
     summary: Callable[[Tensor, int], dict[str, Any]] | None = None
 
 
 Place = tuple[Phase, int]
+ROWS = COLUMNS.index("rows")
 
 
 class Ledger:
@@ -59,6 +58,10 @@ class Ledger:
         self._note_sums: dict[tuple[Place, ...], Tensor] = {}  # layers of a pass -> sums of what was noted [L, H, C]
         self._pass = _Pass()
 
+    def only(self, live: Tensor) -> None:
+        """Of the pass that begins, only these rows (bool [R]) count: the others belong to sequences that have ended."""
+        self._pass = _Pass(live)
+
     def add(
         self, phase: Phase, call: LayerCall, method: str, impl: str, outcome: Outcome, dense_reads: Selection
     ) -> None:
@@ -68,9 +71,9 @@ class Ledger:
         """
         with torch.inference_mode(False):
             columns = self._pass.columns(call, outcome.reads, dense_reads, outcome.streams)
-        rows, notes = call.rows.pos.shape[0], outcome.notes
+        notes = outcome.notes
         summary = None if notes is None else notes.summary
-        self._noted.append((Counted(phase, call.layer, method, impl, rows, outcome.dense_because, summary), columns))
+        self._noted.append((Counted(phase, call.layer, method, impl, outcome.dense_because, summary), columns))
         if notes is not None:
             self._notes.append(((phase, call.layer), notes))
 
@@ -80,19 +83,20 @@ class Ledger:
 
     def settle(self) -> tuple[Counted, ...]:
         """The device's part of `flush`; returns what the host is to `count`."""
-        noted, self._noted, self._pass = self._noted, [], _Pass()
+        noted, live = self._noted, self._pass.live
+        self._noted, self._pass = [], _Pass()
         if not noted:
             return ()
         layers = tuple((n.phase, n.layer) for n, _ in noted)
         with torch.inference_mode(False):
-            columns = torch.stack(_columns([c for _, c in noted]))
+            columns = torch.stack(_columns([c for _, c in noted], live))
             if layers not in self._sums:
                 self._sums[layers] = torch.zeros_like(columns, dtype=torch.int64)
             self._sums[layers] += columns
-            self._settle_notes()
+            self._settle_notes(live)
         return tuple(n for n, _ in noted)
 
-    def _settle_notes(self) -> None:
+    def _settle_notes(self, live: Tensor | None) -> None:
         """Add up what the pass noted: a few ops for all layers whose notes are alike."""
         alike: dict[Hashable, list[tuple[Place, Notes]]] = {}
         for place, notes in self._notes:
@@ -101,7 +105,7 @@ class Ledger:
         self._notes = []
         for some in alike.values():
             stacked = [torch.stack(x) for x in zip(*(notes.tensors for _, notes in some), strict=True)]
-            found = some[0][1].columns(*stacked).sum(1, dtype=torch.float64)
+            found = _live(some[0][1].columns(*stacked), live, 1).sum(1, dtype=torch.float64)
             places = tuple(place for place, _ in some)
             if places not in self._note_sums:
                 self._note_sums[places] = torch.zeros_like(found)
@@ -115,7 +119,6 @@ class Ledger:
                 tally = self.tallies[n.phase, n.layer] = LayerTally(n.method)
             tally.impls.add(n.impl)
             tally.steps += 1
-            tally.rows += n.rows
             tally.summary = n.summary or tally.summary
             if n.dense_because:
                 tally.dense_because.add(n.dense_because)
@@ -145,10 +148,11 @@ class Ledger:
                 method=t.method,
                 impl=", ".join(sorted(t.impls)),
                 steps=t.steps,
-                rows=t.rows,
                 **dict(zip(COLUMNS, sums[phase, layer], strict=True)),
                 dense_because=tuple(sorted(t.dense_because)),
-                notes=t.summary(noted[phase, layer], t.rows) if t.summary and (phase, layer) in noted else None,
+                notes=t.summary(noted[phase, layer], sums[phase, layer][ROWS])
+                if t.summary and (phase, layer) in noted
+                else None,
             )
             for (phase, layer), t in sorted(self.tallies.items(), key=lambda kv: (kv[0][0] != "prefill", kv[0][1]))
         ]
@@ -156,20 +160,24 @@ class Ledger:
 
 
 class _Pass:
-    """What the layers of one pass read: spans that several layers share are counted once."""
+    """What the layers of one pass read: spans that several layers share are counted once.
 
-    def __init__(self) -> None:
+    live: bool [R], the rows that count; None for all.
+    """
+
+    def __init__(self, live: Tensor | None = None) -> None:
+        self.live = live
         self._known: dict[Hashable, Tensor] = {}
         self._kept: list[Any] = []  # what is known by its id must not be freed before the pass is over
 
     def columns(
         self, call: LayerCall, reads: Reads, dense: Selection, streams: Tensor | None = None
     ) -> Tensor | _Streams:
-        """COLUMNS of one layer: int64 [5] on the device, or what they are made of."""
+        """COLUMNS of one layer: int64 [6] on the device, or what they are made of."""
         keys, values, metadata = reads
         vector = call.kv.k.shape[3] * call.kv.k.element_size()
         if streams is not None and isinstance(metadata, Tensor):
-            return _Streams(streams, metadata, self._reads(call, dense), vector)
+            return _Streams(streams, metadata, self._reads(call, dense), self._rows(call), vector)
         names = [[self._name(s) for s in some] for some in (keys, values, (dense,))]
         if not isinstance(metadata, int) or any(n is None for some in names for n in some):
             return self._count(call, reads, dense, vector)
@@ -194,10 +202,29 @@ class _Pass:
         passes = (*keys, *(v for v in values if not any(v is k for k in keys)))
         lists = [s for s in passes if isinstance(s, (Lists, PackedLists))]
         # an int is filled in on the device: copying it there would be a sync
-        extra = torch.full_like(dense, metadata) if isinstance(metadata, int) else metadata.sum()
+        extra = self._shared(call, metadata) if isinstance(metadata, int) else self._total(metadata)
         extra = _sum([extra, *(self._list_bytes(call, s) for s in lists)], dense)
         over = _sum([self._overflowed(s) for s in {id(s): s for s in lists}.values() if isinstance(s, Lists)], dense)
-        return torch.stack([read, read if same else total(values), extra, dense, over])
+        return torch.stack([read, read if same else total(values), extra, dense, over, self._rows(call)])
+
+    def _total(self, per_row: Tensor) -> Tensor:
+        """The sum [] of [R, ...] over the rows that count."""
+        return _live(per_row, self.live, 0).sum()
+
+    def _rows(self, call: LayerCall) -> Tensor:
+        """Rows that count: int64 []."""
+        pos = call.rows.pos
+        if self.live is None:
+            return torch.full((), pos.shape[0], dtype=torch.int64, device=pos.device)
+        if "rows" not in self._known:
+            self._known["rows"] = self.live.sum()
+        return self._known["rows"]
+
+    def _shared(self, call: LayerCall, all_rows: int) -> Tensor:
+        """What of an amount for all rows alike falls to those that count: int64 []."""
+        pos = call.rows.pos
+        whole = torch.full((), all_rows, dtype=torch.int64, device=pos.device)
+        return whole if self.live is None else whole * self._rows(call) // max(1, pos.shape[0])
 
     def _reads(self, call: LayerCall, selection: Selection) -> Tensor:
         """Keys streamed by all rows in all KV heads: int64 []."""
@@ -205,16 +232,16 @@ class _Pass:
             return self._in_sight(call, selection)[0]
         name = self._name(selection)
         if name is None:
-            return selection.reads(call.rows, call.kv).sum()
+            return self._total(selection.reads(call.rows, call.kv))
         name = (self._where(call), name)
         if name not in self._known:
-            self._known[name] = selection.reads(call.rows, call.kv).sum()
+            self._known[name] = self._total(selection.reads(call.rows, call.kv))
         return self._known[name]
 
     def _list_bytes(self, call: LayerCall, lists: Lists | PackedLists) -> Tensor:
         """`list_bytes` of all rows: int64 []."""
         if not lists.in_sight:
-            return list_bytes(lists, call.rows, call.kv).sum()
+            return self._total(list_bytes(lists, call.rows, call.kv))
         return self._in_sight(call, lists)[1] * _entry_bytes(lists)
 
     def _in_sight(self, call: LayerCall, lists: Lists | PackedLists) -> Tensor:
@@ -225,7 +252,8 @@ class _Pass:
         *made, head_of = self._lists_name(lists)
         name = ("in sight", self._where(call), *made)
         if name not in self._known:
-            self._known[name] = torch.stack([x.sum(0) for x in _per_row(lists, call.rows, call.kv)])
+            both = _per_row(lists, call.rows, call.kv)
+            self._known[name] = torch.stack([_live(x, self.live, 0).sum(0) for x in both])
         name = (*name, head_of, call.kv.heads)
         if name not in self._known:
             heads = self._known[name[:-2]]  # [2, entries of the head axis]
@@ -271,15 +299,24 @@ class _Pass:
 
 
 class _Streams(NamedTuple):
-    """What a kernel has counted of one layer: keys [R, G] (and values), metadata; dense: keys [] of all rows."""
+    """What a kernel has counted of one layer: keys [R, G] (and values), metadata [R, ...]; dense: keys [] of the rows
+    that count."""
 
     keys: Tensor
     metadata: Tensor
     dense: Tensor
+    rows: Tensor
     vector: int
 
 
-def _columns(found: list[Tensor | _Streams]) -> list[Tensor]:
+def _live(x: Tensor, live: Tensor | None, axis: int) -> Tensor:
+    """x with 0 for rows, along `axis`, that do not count."""
+    if live is None:
+        return x
+    return x.masked_fill(~live.view(*(1,) * axis, -1, *(1,) * (x.dim() - axis - 1)), 0)
+
+
+def _columns(found: list[Tensor | _Streams], live: Tensor | None) -> list[Tensor]:
     """COLUMNS of each layer of a pass; those of layers that counted alike are added up together."""
     columns: list[Tensor | None] = [x if isinstance(x, Tensor) else None for x in found]
     alike: dict[tuple[int, torch.Size, torch.Size], list[int]] = {}
@@ -288,11 +325,12 @@ def _columns(found: list[Tensor | _Streams]) -> list[Tensor]:
             alike.setdefault((x.vector, x.keys.shape, x.metadata.shape), []).append(n)
     for (vector, _, _), numbers in alike.items():
         some = [x for n in numbers if isinstance(x := found[n], _Streams)]
-        keys = torch.stack([x.keys for x in some]).flatten(1).sum(1) * vector
-        metadata = torch.stack([x.metadata for x in some]).flatten(1).sum(1)
+        keys = _live(torch.stack([x.keys for x in some]), live, 1).flatten(1).sum(1) * vector
+        metadata = _live(torch.stack([x.metadata for x in some]), live, 1).flatten(1).sum(1)
         dense = torch.stack([x.dense for x in some]) * (2 * vector)
-        rows = torch.stack([keys, keys, metadata, dense, torch.zeros_like(keys)], 1)
-        for n, row in zip(numbers, rows, strict=True):
+        rows = torch.stack([x.rows for x in some])
+        stacked = torch.stack([keys, keys, metadata, dense, torch.zeros_like(keys), rows], 1)
+        for n, row in zip(numbers, stacked, strict=True):
             columns[n] = row
     return [x for x in columns if x is not None]
 
@@ -337,6 +375,7 @@ def _sum(counts: Sequence[Tensor], zero: Tensor) -> Tensor:
 class LayerReport:
     """One layer in one phase. Bytes are of keys, values and metadata read, beside what dense attention reads.
 
+    rows: those that count; longreach's decode loop leaves out the rows of sequences that have ended.
     notes: what the method has to say besides, None where it notes nothing; its "note", if it has one, in a few words.
     """
 

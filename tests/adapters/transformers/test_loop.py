@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from longreach import CacheConfig, OracleTopK, StreamingLLM, attach, generate
+from longreach import MAC, CacheConfig, OracleTopK, StreamingLLM, attach, generate
 from longreach.adapters.transformers import Session
 from longreach.adapters.transformers.loop import fuse as fusing
 from longreach.adapters.transformers.loop import run as running
@@ -42,6 +42,30 @@ def test_every_family_with_left_padding(family: str) -> None:
     got = generate(model_of(family), tokens, mask, max_new_tokens=STEPS)
     assert torch.equal(got.tokens, eager_batch(family).answer.tokens)
     assert torch.equal(got.sequences[:, : tokens.shape[1]], tokens) and got.prompt == tokens.shape[1]
+
+
+@pytest.mark.parametrize("method", ["dense", "mac"])
+def test_rows_of_answers_that_have_ended_count_no_more(method: str) -> None:
+    """What a batch reads is what its answers read one by one, though the shorter one's rows go on through the model."""
+    tokens, _ = padded_batch()
+    tokens = tokens[:2, -40:].clamp(min=3)
+    own = {"decode": MAC(tau=0.3, window=8, band=4, minimum=0, guard=None) if method == "mac" else "dense"}
+    with attach(model_of("llama"), **own) as session:
+        free = generate(session, tokens, max_new_tokens=STEPS, eos_token_id=[]).tokens
+        end = next(int(t) for t in free[0, 1:] if t not in free[1])  # ends the first answer alone
+        session.reset_report()
+        together = generate(session, tokens, max_new_tokens=STEPS, eos_token_id=end).tokens
+        batch = [r for r in session.report().layers if r.phase == "decode"]
+        session.reset_report()
+        for row in range(2):
+            alone = generate(session, tokens[row : row + 1], max_new_tokens=STEPS, eos_token_id=end).tokens
+            assert torch.equal(alone[0], together[row, : alone.shape[1]])
+        single = [r for r in session.report().layers if r.phase == "decode"]
+    fed = STEPS - 1 + free[0].tolist().index(end)  # all tokens but those that end an answer
+    for one, other in zip(batch, single, strict=True):
+        assert one.rows == other.rows == fed
+        assert (one.bytes_read, one.dense_bytes) == (other.bytes_read, other.dense_bytes)
+        assert (one.notes or {}).get("reuse") == (other.notes or {}).get("reuse")
 
 
 @layouts
