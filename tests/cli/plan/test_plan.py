@@ -138,7 +138,7 @@ def test_verify(longreach: Any, saved: Path, model: Path) -> None:
         (lambda d: d["model"].update(query_heads=8), "query heads 8 expected, 4 came"),
         (lambda d: d.pop("made"), "lacks the field 'made'"),
         (lambda d: d["values"].pop("head_map"), "lacks the value 'head_map'"),
-        (lambda d: d["values"]["anchors"].append(6), "anchors: expected layers below 6"),
+        (lambda d: d["values"]["anchors"].append(6), "anchors: expected layer numbers from 0 to 5"),
         (lambda d: d["arrays"].pop("importance"), "lacks the array 'importance'"),
         (lambda d: d.update(kind="quest"), "'quest'"),
         (lambda d: d["values"].update(weighted=1), "weighted: expected true or false"),
