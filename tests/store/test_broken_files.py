@@ -251,6 +251,124 @@ def test_what_is_set_aside_has_a_cap(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert kept == sorted(chunk(n).key.name for n in (3, 4))
 
 
+def test_foreign_files_are_moved_and_never_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither by the cap, nor by max_bytes, nor by gc; nor do they count for any of these."""
+    monkeypatch.setattr(local_module, "SET_ASIDE_BYTES", 10)
+    theirs = [f"{n}.txt" for n in range(3)] + [f"{n:064x}.safetensors" for n in range(4)]
+    with ChunkStore(tmp_path) as store:
+        store.put(chunk(0))
+        size = store.entries()[0].bytes
+    with ChunkStore(tmp_path, max_bytes=2 * size) as store, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in theirs[:4]:
+            (tmp_path / name).write_bytes(b"their own bytes, which no chunk begins with" * 999)
+        foreign_safetensors(tmp_path / theirs[4])
+        (tmp_path / theirs[5]).mkdir()
+        (tmp_path / theirs[6]).symlink_to(tmp_path / theirs[0])
+        assert {b.file: b.became for b in store.verify_all().broken} == dict.fromkeys(theirs, "set aside")
+        for n in range(1, 4):
+            assert store.put(chunk(n))
+        assert len(store.entries()) == 2
+        assert store.gc(0, set_aside=True).broken == 0
+    assert sorted(p.name[21:] for p in (tmp_path / "set-aside").iterdir()) == sorted(f"foreign-{n}" for n in theirs)
+
+
+@pytest.mark.parametrize(
+    "how", ["empty", "zeros", "12 bytes", "60 bytes", "length flipped", "data flipped", "another's"]
+)
+def test_what_was_a_chunk_of_ours_may_be_deleted_once_broken(tmp_path: Path, how: str) -> None:
+    file = stored(tmp_path)
+    data = file.read_bytes()
+    with ChunkStore(tmp_path) as store:
+        store.put(chunk(2))
+        others = path(tmp_path, chunk(2)).read_bytes()
+        file.write_bytes(
+            {
+                "empty": b"",
+                "zeros": bytes(len(data)),
+                "12 bytes": data[:12],
+                "60 bytes": data[:60],
+                "length flipped": b"\xff" + data[1:],
+                "data flipped": data[:-1] + bytes([data[-1] ^ 1]),
+                "another's": others,
+            }[how]
+        )
+        with pytest.warns(UserWarning, match="set aside"):
+            assert len(store.verify_all().broken) == 1
+        assert store.gc().broken == 0  # the newest stays to be looked at
+        cleared = store.gc(set_aside=True)
+        assert (cleared.broken, cleared.chunks) == (1, 0) and not list((tmp_path / "set-aside").iterdir())
+        assert store.report()["broken_removed"] == 1
+
+
+def test_broken_chunks_go_before_whole_ones(tmp_path: Path) -> None:
+    with ChunkStore(tmp_path) as store:
+        for n in range(3):
+            store.put(chunk(n))
+        size = store.entries()[0].bytes
+    with ChunkStore(tmp_path, max_bytes=3 * size + size // 2) as store, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        flipped(path(tmp_path, chunk(0)), -1)
+        store.get(chunk(0).key)
+        assert len(list((tmp_path / "set-aside").iterdir())) == 1
+        assert store.put(chunk(3))  # what was set aside counts, and gives way to it
+        assert [chunk(n).key in store for n in range(4)] == [False, True, True, True]
+        assert not list((tmp_path / "set-aside").iterdir()) and store.report()["evicted"] == 0
+        flipped(path(tmp_path, chunk(1)), -1)
+        store.get(chunk(1).key)
+        cleared = store.gc(2 * size)
+        assert (cleared.broken, cleared.chunks) == (1, 0) and len(store.entries()) == 2
+
+
+def test_a_folder_under_a_chunks_name_is_told_and_counts_for_nothing(tmp_path: Path) -> None:
+    folder = path(tmp_path, chunk(1))
+    with ChunkStore(tmp_path) as store:
+        folder.mkdir()
+        (folder / "letter.txt").write_text("x")
+        assert store.entries() == []
+        with pytest.warns(UserWarning, match="it is a folder"):
+            (told,) = store.verify_all().broken
+        assert (told.file, told.kind, told.became) == (folder.name, "foreign", "set aside")
+        assert store.put(chunk(1)) and (next((tmp_path / "set-aside").iterdir()) / "letter.txt").read_text() == "x"
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.ESTALE, errno.EPERM])
+def test_a_file_that_cannot_be_opened_stops_no_verification(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    real, bad = os.open, path(tmp_path, chunk(1))
+    with ChunkStore(tmp_path) as store:
+        for n in range(3):
+            store.put(chunk(n))
+
+        def refusing(at: str | Path, *args: int, **named: int) -> int:
+            if Path(at) == bad:
+                raise OSError(code, os.strerror(code))
+            return real(at, *args, **named)
+
+        monkeypatch.setattr(os, "open", refusing)
+        with pytest.warns(UserWarning, match="left in place"):
+            found = store.verify_all()
+        assert found.whole == 2 and bad.exists()
+        ((file, kind, why, moved, became),) = found.broken
+        assert (file, kind, moved, became) == (bad.name, "unreadable", False, "left in place")
+        assert why == os.strerror(code) and store.report()["broken"] == {"unreadable": 1}
+        with pytest.raises(StoreError, match=os.strerror(code)):
+            store.about(chunk(1).key.name)
+
+
+def test_a_cap_that_fails_does_not_undo_what_was_set_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flipped(stored(tmp_path), -1)
+
+    def refuse(self: local_module.LocalFolder) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    with ChunkStore(tmp_path) as store:
+        monkeypatch.setattr(local_module.LocalFolder, "_cap_set_aside", refuse)
+        with pytest.warns(UserWarning):
+            assert [b.became for b in store.verify_all().broken] == ["set aside"]
+
+
 def test_a_disk_that_fails_to_read_ends_no_verification(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real, bad = os.preadv, path(tmp_path, chunk(1))
     with ChunkStore(tmp_path) as store:

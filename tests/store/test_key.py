@@ -39,7 +39,12 @@ def test_a_name_is_the_same_in_another_process() -> None:
     assert len(told) == 64
 
 
-@pytest.mark.parametrize("ids", [[1.0], [True], ["1"], torch.zeros(2), torch.zeros(1, 2, dtype=torch.long)])
+@pytest.mark.parametrize(
+    "ids", [
+        [1.0], [True], ["1"], torch.zeros(2), torch.zeros(1, 2, dtype=torch.long), [1, 2**63], [-(2**70)],
+        torch.tensor([2**64 - 1], dtype=torch.uint64),
+    ],
+)  # fmt: skip
 def test_what_is_no_token_ids_is_refused(ids: object) -> None:
     with pytest.raises(InvalidInput, match="token ids"):
         digest(ids)  # type: ignore[arg-type]

@@ -69,6 +69,38 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str,
         assert store.put(chunk(1)) and same(store.get(chunk(1).key), chunk(1))
 
 
+@pytest.mark.parametrize("call", ["posix_fallocate", "pwritev", "rename"])
+@pytest.mark.parametrize("cap", [None, 10**6])
+def test_broken_chunks_give_way_on_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, cap: int | None
+) -> None:
+    """And foreign files do not."""
+    aside, real = tmp_path / "set-aside", getattr(os, call)
+    with ChunkStore(tmp_path, max_bytes=cap) as store, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for n in (0, 2):
+            store.put(chunk(n))
+        path(tmp_path, chunk(2)).write_bytes(path(tmp_path, chunk(2)).read_bytes()[:-8])
+        (tmp_path / "stray.txt").write_text("x")
+        store.verify_all()
+        assert len(list(aside.iterdir())) == 2
+
+        def full(*args: Any) -> Any:
+            if len(list(aside.iterdir())) == 2 or stays_full:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return real(*args)
+
+        monkeypatch.setattr(os, call, full)
+        stays_full = True
+        with pytest.raises(StoreFull):
+            store.put(chunk(1))
+        going_on(store, tmp_path)
+        assert [p.name[21:] for p in aside.iterdir()] == ["foreign-stray.txt"]
+        stays_full = False
+        (aside / f"{0:020d}-{chunk(5).key.name}.safetensors").write_bytes(b"as if set aside")
+        assert store.put(chunk(1)) and same(store.get(chunk(1).key), chunk(1)) and store.report()["evicted"] == 0
+
+
 def test_a_disk_that_is_full_in_the_middle_of_a_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real, calls = os.pwritev, [0]
 
@@ -200,12 +232,15 @@ def test_a_full_disk_on_which_nothing_helps_evicts_nothing(tmp_path: Path, monke
         for n in range(3):
             store.put(chunk(n))
         with monkeypatch.context() as patch:
-            patch.setattr(os, "statvfs", lambda at: SimpleNamespace(f_blocks=9, f_bfree=0, f_frsize=real(at).f_frsize))
+            full = SimpleNamespace(
+                f_blocks=9, f_bfree=10**9, f_bavail=0, f_frsize=real(tmp_path).f_frsize
+            )  # but root's
+            patch.setattr(os, "statvfs", lambda at: full)
             with pytest.raises(StoreFull, match="No space left"):
                 store.put(chunk(3, tokens=6))  # more than the one that must go
             assert all(chunk(n).key in store for n in range(3))
             assert not list((tmp_path / "store" / "writing").iterdir())
-            patch.setattr(os, "statvfs", lambda at: SimpleNamespace(f_blocks=0, f_bfree=0, f_frsize=0))  # says nothing
+            patch.setattr(os, "statvfs", lambda at: SimpleNamespace(f_blocks=0, f_bavail=0, f_frsize=0))  # says nothing
             assert store.put(chunk(3)) and store.report()["evicted"] == 1
 
 

@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 
 from longreach.errors import InvalidInput, StoreError, StoreFull, UnknownName
-from longreach.store import ChunkStore
+from longreach.store import ChunkStore, writing
 from tests.store.factory import chunk, path, same, size
 
 
@@ -171,6 +171,29 @@ def test_a_closed_store_is_refused(tmp_path: Path) -> None:
     store.close()
     with pytest.raises(InvalidInput, match="closed"):
         store.get(chunk(1).key)
+
+
+@pytest.mark.parametrize("wrong", [-5, "100", 1.5, True])
+def test_gc_to_no_size_is_refused(tmp_path: Path, wrong: object) -> None:
+    with ChunkStore(tmp_path) as store:
+        store.put(chunk(0))
+        with pytest.raises(InvalidInput, match="max_bytes: expected a number of bytes, at least 0"):
+            store.gc(wrong)  # type: ignore[arg-type]
+        assert chunk(0).key in store
+
+
+@pytest.mark.parametrize("others", [False, True], ids=["there before", "came meanwhile"])
+def test_what_another_put_is_on_disk_too_when_put_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others: bool
+) -> None:
+    """Who renamed the file may have been killed before the folder was synced."""
+    synced: list[Path] = []
+    with ChunkStore(tmp_path) as store:
+        if others:
+            monkeypatch.setattr(ChunkStore, "_there", lambda *_: False)
+        store.put(chunk(1))
+        monkeypatch.setattr(writing, "sync_folder", synced.append)
+        assert not store.put(chunk(1)) and tmp_path in synced
 
 
 def test_options_are_checked(tmp_path: Path) -> None:

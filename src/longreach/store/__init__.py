@@ -1,7 +1,7 @@
 """Precomputed chunks on disk: found by model, dtype, prefix and tokens; whole and right, or absent."""
 
 from longreach.store.key import Chunk, ChunkKey, digest
-from longreach.store.results import About, Collected, Entry, LeftAlone, SetAside, Verified
+from longreach.store.results import About, Collected, Entry, Got, LeftAlone, SetAside, Verified
 from longreach.store.store import ChunkStore
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "ChunkStore",
     "Collected",
     "Entry",
+    "Got",
     "LeftAlone",
     "SetAside",
     "Verified",

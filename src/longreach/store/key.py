@@ -27,9 +27,14 @@ def as_ids(ids: Sequence[int] | Tensor) -> Tensor:
     if isinstance(ids, Tensor):
         if ids.dim() != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
             raise InvalidInput(f"token ids: expected integers [N], got {ids.dtype} {list(ids.shape)}")
-        return ids.detach().to("cpu", torch.int64).contiguous()
+        whole = ids.detach().to("cpu", torch.int64).contiguous()
+        if ids.dtype == torch.uint64 and bool((whole < 0).any()):
+            raise InvalidInput("token ids: expected integers of 64 bits with a sign, got larger ones")
+        return whole
     if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
         raise InvalidInput(f"token ids: expected integers, got {next(i for i in ids if type(i) is not int)!r}")
+    if any(not -(2**63) <= i < 2**63 for i in ids):
+        raise InvalidInput(f"token ids: expected integers of 64 bits with a sign, got {max(ids, key=abs)}")
     return torch.tensor(list(ids), dtype=torch.int64)
 
 

@@ -30,6 +30,7 @@ MOST_HEADER = 1 << 24
 _START = b'{"__metadata__":{"header_xxh128":"'
 _DIGITS = 32
 _ZEROS = "0" * _DIGITS
+FIRST = 8 + len(_START)  # bytes that tell whose a file is
 
 
 class Broken(Exception):
@@ -112,6 +113,15 @@ def encode(chunk: Chunk) -> tuple[bytes, list[memoryview]]:
     names = ["prefix", "tokens", *(f"{kind}.{i}" for i in range(len(chunk.keys)) for kind in ("keys", "values"))]
     specs = tuple(Spec(n, d, tuple(x.shape)) for n, d, x in zip(names, dtypes, tensors, strict=True))
     return Head(chunk.key, specs, tuple(map(_sum, specs, buffers))).encode(), buffers
+
+
+def is_ours(first: bytes) -> bool:
+    """Whether a broken file that begins so (its FIRST bytes, or all) was a chunk of ours, or holds nothing.
+
+    What is ours may be deleted once it is broken, what is foreign may not.
+    """
+    start = first[8:FIRST]
+    return (bool(start) and _START.startswith(start)) or not any(first[:FIRST])
 
 
 def header_length(first: bytes, size: int) -> int:

@@ -2,8 +2,9 @@
 
     FOLDER/NAME.safetensors    a chunk, whole; its access time is its last use
     FOLDER/writing/            chunks being written, each claimed by its writer's lock; unclaimed ones are leftovers
-    FOLDER/set-aside/          files that were found broken
-    FOLDER/.longreach-chunk-store    the lock under which files appear, disappear and are counted
+    FOLDER/set-aside/          TIME-NAME.safetensors, chunks that were found broken: they have a cap, and go first where
+                               room is needed; TIME-foreign-FILE, what is not of our making: never deleted, not counted
+    FOLDER/.longreach-chunk-store    the lock under which files appear, disappear and are counted; it makes this a store
 
 Access times are set by us, explicitly, so they work where the system keeps none; where it does, reads by other programs
 count as uses as well. Modification times stay those of the writing and tell a file from the one in its place before.
@@ -29,12 +30,14 @@ from torch import Tensor
 from longreach.errors import StoreError, StoreFull
 from longreach.store import layout, writing
 from longreach.store.locked import abandoned, held, let_go, require_locks
+from longreach.store.place import MARKER, none_here, others_here
 from longreach.store.results import Counts, Entry, LeftAlone
 
 ENDING = ".safetensors"
-LOCK = ".longreach-chunk-store"
+LOCK = MARKER
 SET_ASIDE_BYTES = 1 << 28
-_OURS = re.compile(r"[0-9a-f]{64}\.safetensors")
+_CHUNK = re.compile(r"[0-9a-f]{64}\.safetensors")
+_BROKEN = re.compile(r"[0-9]{20}-[0-9a-f]{64}\.safetensors")
 
 
 @dataclass(frozen=True)
@@ -48,13 +51,15 @@ class Found:
 class LocalFolder:
     """Reading, writing, counting and clearing of a folder. Raises OSError for what the system refuses."""
 
-    promises = ("memory mapping", "fsync and rename", "a size cap with LRU", "several processes")
+    promises = ("memory mapping", "fsync and rename", "a size cap with LRU", "several processes", "atomic puts")
 
-    def __init__(self, path: Path, max_bytes: int | None, counts: Counts):
+    def __init__(self, path: Path, max_bytes: int | None, create: bool, counts: Counts):
         require_locks()
         self.path, self.max_bytes, self.counts = path, max_bytes, counts
         self.writing, self.aside, self.lock = path / "writing", path / "set-aside", path / LOCK
         if not self.lock.is_file():
+            if not create:
+                raise none_here(path)
             self._make()
 
     def _make(self) -> None:
@@ -64,7 +69,7 @@ class LocalFolder:
         ours = {self.writing.name, self.aside.name, LOCK}
         strange = [e.name for e in os.scandir(self.path) if e.name not in ours and not is_chunk(e.name)]
         if strange:
-            raise StoreError(f"{self.path} is no chunk store, it holds {strange[0]}; name an empty folder")
+            raise others_here(self.path, strange[0])
         self.writing.mkdir(exist_ok=True)
         self.aside.mkdir(exist_ok=True)
         with held(self.lock, create=True):
@@ -128,8 +133,17 @@ class LocalFolder:
     def write(self, name: str, header: bytes, buffers: Sequence[memoryview]) -> bool:
         """Put a file in its place, whole; False where one is there. Raises StoreFull.
 
-        Nothing gives way to a chunk that is refused, unless the disk refuses room that it said it had.
+        No chunk gives way to one that is refused, unless the disk refuses room that it said it had. Broken ones that
+        were set aside all go before a full disk is told of.
         """
+        try:
+            return self._write(name, header, buffers)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self._drop_broken():
+                raise
+        return self._write(name, header, buffers)
+
+    def _write(self, name: str, header: bytes, buffers: Sequence[memoryview]) -> bool:
         size = len(header) + sum(b.nbytes for b in buffers)
         with held(self.lock):
             self._collect()
@@ -155,23 +169,27 @@ class LocalFolder:
             raise
         finally:
             let_go(fd)
-        writing.sync_folder(self.path)
+        self.sync()
         return new
+
+    def sync(self) -> None:
+        """What is in its place stays there when the power goes, whoever put it."""
+        writing.sync_folder(self.path)
 
     def entries(self) -> list[Entry]:
         """All chunks' files, the longest unused first."""
         found = []
         for entry in os.scandir(self.path):
-            if is_chunk(entry.name):
+            if is_chunk(entry.name) and not entry.is_dir(follow_symlinks=False):
                 with contextlib.suppress(FileNotFoundError):
                     status = entry.stat(follow_symlinks=False)
                     found.append(Entry(entry.name.removesuffix(ENDING), status.st_size, status.st_atime))
         return sorted(found, key=lambda e: (e.last_used or 0, e.name))
 
     def strange(self) -> list[str]:
-        """Names of files in the folder that are no chunk's."""
-        return [e.name for e in os.scandir(self.path) if not is_chunk(e.name) and e.name != LOCK
-                and not e.is_dir(follow_symlinks=False)]  # fmt: skip
+        """Names of files in the folder that are no chunk's, and of folders that have a chunk's name."""
+        found = [(e.name, e.is_dir(follow_symlinks=False)) for e in os.scandir(self.path) if e.name != LOCK]
+        return [name for name, folder in found if folder == is_chunk(name)]
 
     def left_alone(self) -> list[LeftAlone]:
         """Foreign folders, and what is in writing/ without a living writer that could be told."""
@@ -195,27 +213,33 @@ class LocalFolder:
             return _unlink(self.file(name))
 
     def set_aside(self, file: str, identity: tuple[int, ...] | None) -> bool:
-        """Move a file away unless another has taken its place; the oldest of those set aside go when they are many."""
+        """Move a file away unless another has taken its place; the oldest broken chunks go when they are many."""
         path = self.path / file
         with held(self.lock):
             try:
                 if identity is not None and _identity(path.stat()) != identity:  # of a link, what it leads to
                     return False
                 self.aside.mkdir(exist_ok=True)
-                os.rename(path, self.aside / f"{time.time_ns():020d}-{file}")
+                os.rename(path, self.aside / name_aside(file, _is_ours(path)))
             except FileNotFoundError:
                 return False
-            self._cap_set_aside()
+            with contextlib.suppress(OSError):  # the next one, or gc, does it
+                self._cap_set_aside()
         return True
 
-    def clear(self, max_bytes: int | None) -> Generator[Entry, None, None]:
-        """Remove leftovers, and the longest unused chunks down to a size; yields what it removed."""
+    def clear(self, max_bytes: int | None, broken: bool) -> Generator[Entry, None, None]:
+        """Remove leftovers, and the longest unused chunks down to a size; yields those chunks.
+
+        broken: also all broken ones that were set aside.
+        """
         with held(self.lock):
             self._collect()
             self._cap_set_aside()
+            if broken:
+                self._remove(self._broken())
             limit = self.max_bytes if max_bytes is None else max_bytes
             if limit is not None:
-                yield from self._evict(self._longest_unused(limit))
+                yield from self._evict(self._giving_way(limit))
 
     def _make_room(self, size: int) -> None:
         if self.max_bytes is None:
@@ -231,28 +255,52 @@ class LocalFolder:
                 f"max_bytes={self.max_bytes} has no room for {size} bytes beside {begun} that other processes are "
                 f"writing; raise it"
             )
-        going = self._longest_unused(self.max_bytes - begun - size)
+        going = self._giving_way(self.max_bytes - begun - size)
         disk = os.statvfs(self.writing)  # no room even after them? of no blocks: a filesystem that does not say
-        if going and disk.f_blocks and size > disk.f_bfree * disk.f_frsize + sum(e.bytes for e in going):
+        if going and disk.f_blocks and size > disk.f_bavail * disk.f_frsize + sum(e.bytes for _, e in going):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         for _ in self._evict(going):
             pass
 
-    def _longest_unused(self, limit: int) -> list[Entry]:
-        """Chunks that must go so that the others are at most `limit` bytes."""
-        chunks = self.entries()
-        total, count = sum(e.bytes for e in chunks), 0
-        while total > limit and count < len(chunks):
-            total -= chunks[count].bytes
+    def _giving_way(self, limit: int) -> list[tuple[Path, Entry]]:
+        """What must go so that all the rest is at most `limit` bytes: broken chunks first, then the longest unused."""
+        files = [*self._broken(), *((self.file(e.name), e) for e in self.entries())]
+        total, count = sum(e.bytes for _, e in files), 0
+        while total > limit and count < len(files):
+            total -= files[count][1].bytes
             count += 1
-        return chunks[:count]
+        return files[:count]
 
-    def _evict(self, chunks: Sequence[Entry]) -> Iterator[Entry]:
-        for entry in chunks:
-            if _unlink(self.file(entry.name)):
+    def _evict(self, going: Sequence[tuple[Path, Entry]]) -> Iterator[Entry]:
+        """Remove them; yields chunks that were whole as far as anyone knows."""
+        for path, entry in going:
+            if path.parent == self.aside:
+                self._remove([(path, entry)])
+            elif _unlink(path):
                 self.counts.add("evicted")
                 self.counts.add("bytes_evicted", entry.bytes)
                 yield entry
+
+    def _broken(self) -> list[tuple[Path, Entry]]:
+        """Chunks that were set aside, the oldest first."""
+        found = []
+        for entry in os.scandir(self.aside) if self.aside.is_dir() else ():
+            if is_broken(entry.name) and entry.is_file(follow_symlinks=False):
+                with contextlib.suppress(FileNotFoundError):
+                    found.append((Path(entry.path), Entry(entry.name, entry.stat().st_size, None)))
+        return sorted(found)
+
+    def _remove(self, broken: Sequence[tuple[Path, Entry]]) -> int:
+        """How many there were to remove."""
+        removed = [entry for path, entry in broken if _unlink(path)]
+        for entry in removed:
+            self.counts.gone(entry.bytes)
+        return len(removed)
+
+    def _drop_broken(self) -> bool:
+        """Whether there was any to drop."""
+        with held(self.lock):
+            return self._remove(self._broken()) > 0
 
     def _collect(self) -> None:
         """Remove what dead processes left. What may not be opened or removed stays: it must not stop all writing."""
@@ -264,12 +312,11 @@ class LocalFolder:
 
     def _cap_set_aside(self) -> None:
         self.aside.mkdir(exist_ok=True)
-        files = sorted((e.name, e.path, e.stat().st_size) for e in os.scandir(self.aside) if e.is_file())
-        total = 0
-        for number, (_, path, size) in enumerate(reversed(files)):
-            total += size
+        total, broken = 0, self._broken()
+        for number, one in enumerate(reversed(broken)):
+            total += one[1].bytes
             if number and total > SET_ASIDE_BYTES:  # the newest stays, whatever its size, to be looked at
-                _unlink(Path(path))
+                self._remove([one])
 
 
 def _found(fd: int, memory_of: Callable[[int, int], Tensor]) -> Found:
@@ -310,7 +357,30 @@ def _load(fd: int, size: int) -> Tensor:
 
 def is_chunk(file: str) -> bool:
     """Whether a file's name is that of a chunk."""
-    return _OURS.fullmatch(file) is not None
+    return _CHUNK.fullmatch(file) is not None
+
+
+def is_broken(file: str) -> bool:
+    """Whether a file in set-aside/ was a chunk of ours, as name_aside told."""
+    return _BROKEN.fullmatch(file) is not None
+
+
+def name_aside(file: str, ours: bool) -> str:
+    """What a file is called in set-aside/. ours: whether it looks like our making, by its first bytes."""
+    return f"{time.time_ns():020d}-{'' if ours and is_chunk(file) else 'foreign-'}{file}"
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        return stat.S_ISREG(os.fstat(fd).st_mode) and layout.is_ours(os.pread(fd, layout.FIRST, 0))
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
 
 
 def _identity(status: os.stat_result) -> tuple[int, ...]:

@@ -2,39 +2,52 @@
 
 from __future__ import annotations
 
-import time
+import os
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 
 from longreach.errors import LongreachError, StoreError, Unsupported
-from longreach.store.local import ENDING, SET_ASIDE_BYTES, Found, is_chunk
-from longreach.store.results import Entry, LeftAlone
+from longreach.store import layout
+from longreach.store.local import ENDING, SET_ASIDE_BYTES, Found, is_broken, is_chunk, name_aside
+from longreach.store.place import MARKER, none_here, opened, others_here
+from longreach.store.results import Counts, Entry, LeftAlone
 
 
 class Objects:
-    """Chunks as objects NAME.safetensors below a root; set-aside/ holds what was found broken.
+    """Chunks as objects NAME.safetensors below a root; set-aside/ holds what was found broken or foreign.
 
-    A put shows an object whole or not at all where the service says so (S3, Google, Azure do); where one does not, the
-    checks of every read stand alone. There are no locks, so nothing here counts, evicts or keeps the time of a use.
+    What makes the root a store is an object beside them, put before the first chunk: a root that holds anything else
+    and not that is refused. There are no locks, so nothing here counts, evicts or keeps the time of a use.
     """
 
-    promises: tuple[str, ...] = ()
+    promises = ("atomic puts",)
 
-    def __init__(self, fs: Any, root: str, location: str):
-        self.fs, self.root, self.location = fs, root.rstrip("/"), location
-        self.aside = f"{self.root}/set-aside"
+    def __init__(self, location: str, storage_options: dict[str, Any] | None, create: bool, counts: Counts):
+        self.location, self.counts = location, counts
+        self._options, self._pid = storage_options, os.getpid()
+        self._fs, root = opened(location, storage_options)
+        self.root = root.rstrip("/")
+        self.aside, self.marker = f"{self.root}/set-aside", f"{self.root}/{MARKER}"
+        if not self._is_object(self.marker):
+            if not create:
+                raise none_here(location)
+            names = [*self._files(self.root), *self._files(self.root, "directory")]
+            if strange := [n for n in names if not is_chunk(n) and n != "set-aside"]:
+                raise others_here(location, strange[0])
+
+    @property
+    def fs(self) -> Any:
+        """The filesystem; in a forked child one of its own, for fsspec's asynchronous ones work in no other process."""
+        if self._pid != os.getpid():
+            self._fs, _ = opened(self.location, self._options, skip_instance_cache=True)
+            self._pid = os.getpid()
+        return self._fs
 
     def has(self, name: str) -> bool:
-        with self._told():
-            self.fs.invalidate_cache(self.root)  # another process may have removed it
-            try:
-                self.fs.info(self._path(name))
-            except FileNotFoundError:
-                return False
-        return True
+        return self._is_object(self._path(name))
 
     def read(self, name: str) -> Found | None:
         """The whole object, in memory of its own; None where there is none."""
@@ -54,23 +67,27 @@ class Objects:
         """One put of all bytes; False where the object is there. Of two at once the later stays, both being whole."""
         if self.has(name):
             return False
+        marked = self._is_object(self.marker)
         with self._told():
             self.fs.makedirs(self.root, exist_ok=True)
+            if not marked:
+                self.fs.pipe_file(self.marker, b"a chunk store of longreach\n")
             self.fs.pipe_file(self._path(name), b"".join([header, *buffers]))
         return True
 
+    def sync(self) -> None:
+        """What was put is kept by the service."""
+
     def entries(self) -> list[Entry]:
-        found = [(f["name"].rsplit("/", 1)[-1], f["size"]) for f in self._files(self.root)]
-        return sorted(Entry(n.removesuffix(ENDING), size, None) for n, size in found if is_chunk(n))
+        found = self._files(self.root)
+        return sorted(Entry(n.removesuffix(ENDING), size, None) for n, size in found.items() if is_chunk(n))
 
     def strange(self) -> list[str]:
-        names = (f["name"].rsplit("/", 1)[-1] for f in self._files(self.root))
-        return [name for name in names if name and not is_chunk(name)]
+        return [name for name in self._files(self.root) if not is_chunk(name) and name != MARKER]
 
     def left_alone(self) -> list[LeftAlone]:
         """Foreign folders."""
-        names = {f["name"].rstrip("/").rsplit("/", 1)[-1] for f in self._files(self.root, "directory")}
-        foreign = sorted(names - {self.aside.rsplit("/", 1)[-1], self.root.rsplit("/", 1)[-1]})
+        foreign = sorted(self._files(self.root, "directory").keys() - {"set-aside"})
         return [LeftAlone(name, "a folder that is not the store's; it is not looked into") for name in foreign]
 
     def remove(self, name: str) -> bool:
@@ -83,37 +100,56 @@ class Objects:
 
     def set_aside(self, file: str, identity: tuple[int, ...] | None) -> bool:
         """Copy and delete. A good object put meanwhile may go the same way: then it is a miss once more."""
+        path = f"{self.root}/{file}"
+        if not self._is_object(self.marker):
+            raise StoreError("nothing says any more that this is a store")
         with self._told():
             self.fs.makedirs(self.aside, exist_ok=True)
             try:
-                self.fs.mv(f"{self.root}/{file}", f"{self.aside}/{time.time_ns():020d}-{file}")
+                size = self.fs.info(path)["size"]
+                first = self.fs.cat_file(path, start=0, end=min(size, layout.FIRST)) if size else b""
+                self.fs.mv(path, f"{self.aside}/{name_aside(file, layout.is_ours(first))}")
             except FileNotFoundError:
                 return False
-        self._cap_set_aside()
+        with suppress(OSError):  # the next one, or gc, does it
+            self._cap_set_aside(SET_ASIDE_BYTES)
         return True
 
-    def clear(self, max_bytes: int | None) -> Generator[Entry, None, None]:
+    def clear(self, max_bytes: int | None, broken: bool) -> Generator[Entry, None, None]:
         """Only what was set aside has a cap here."""
         if max_bytes is not None:
             raise Unsupported(no_cap(self.location))
-        self._cap_set_aside()
+        self._cap_set_aside(-1 if broken else SET_ASIDE_BYTES)
         yield from ()
 
-    def _cap_set_aside(self) -> None:
-        total = 0
-        for number, file in enumerate(sorted(self._files(self.aside), key=lambda f: f["name"], reverse=True)):
-            total += file["size"]
-            if number and total > SET_ASIDE_BYTES:  # the newest stays, whatever its size, to be looked at
-                with self._told():
-                    self.fs.rm_file(file["name"])
+    def _cap_set_aside(self, most: int) -> None:
+        """Broken chunks, the oldest first; the newest stays to be looked at unless none may (-1)."""
+        total, broken = 0, sorted((f for f in self._files(self.aside).items() if is_broken(f[0])), reverse=True)
+        for number, (name, size) in enumerate(broken):
+            total += size
+            if total > most and (number or most < 0):
+                with self._told(), suppress(FileNotFoundError):  # another process was first
+                    self.fs.rm_file(f"{self.aside}/{name}")
+                    self.counts.gone(size)
 
-    def _files(self, folder: str, kind: str = "file") -> list[dict[str, Any]]:
+    def _is_object(self, path: str) -> bool:
+        with self._told():
+            self.fs.invalidate_cache(self.root)  # another process may have put or removed it
+            try:
+                return bool(self.fs.info(path)["type"] == "file")
+            except FileNotFoundError:
+                return False
+
+    def _files(self, folder: str, kind: str = "file") -> dict[str, int]:
+        """Size by name."""
         with self._told():
             self.fs.invalidate_cache(folder)
             try:
-                return [f for f in self.fs.ls(folder, detail=True) if f["type"] == kind]
+                found = self.fs.ls(folder, detail=True)
             except FileNotFoundError:
-                return []
+                return {}
+        paths = {f["name"].rstrip("/"): f["size"] or 0 for f in found if f["type"] == kind}
+        return {path.rsplit("/", 1)[-1]: size for path, size in paths.items() if path.strip("/") != folder.strip("/")}
 
     def _path(self, name: str) -> str:
         return f"{self.root}/{name}{ENDING}"
@@ -130,19 +166,6 @@ class Objects:
                 f"the chunk store {self.location} answered {type(error).__name__}: {error}; look at its "
                 f"storage_options, or go on without a store"
             ) from error
-
-
-def opened(location: str, storage_options: dict[str, Any] | None) -> tuple[Any, str]:
-    """(fsspec filesystem, path in it) of a URL. Raises StoreError where fsspec cannot open it."""
-    from fsspec.core import url_to_fs
-
-    try:
-        return url_to_fs(location, **(storage_options or {}))
-    except (ImportError, ValueError, TypeError, OSError) as error:
-        raise StoreError(
-            f"fsspec cannot open the chunk store {location}: {error}; install what its protocol needs, or mend the URL "
-            f"or storage_options"
-        ) from error
 
 
 def no_cap(location: str) -> str:

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from longreach.store.key import ChunkKey
+from longreach.store.key import Chunk, ChunkKey
 from longreach.store.locked import unforked
 
 
@@ -31,7 +31,8 @@ class About(NamedTuple):
 class SetAside(NamedTuple):
     """A file that was found to be no chunk, or not the one of its name: what kind of fault, why, what became of it.
 
-    moved: whether it is in set-aside/ now. became: "set aside", "gone meanwhile" or "left in place (REASON)".
+    kind: "unreadable" where the disk or its rights refuse it. moved: whether it is in set-aside/ now. became: "set
+    aside", "gone meanwhile" or "left in place (REASON)".
     """
 
     file: str
@@ -39,6 +40,13 @@ class SetAside(NamedTuple):
     why: str
     moved: bool
     became: str
+
+
+class Got(NamedTuple):
+    """What was found under a key: the chunk, None where there is none; and the broken file that stood in its place."""
+
+    chunk: Chunk | None
+    broken: SetAside | None
 
 
 class LeftAlone(NamedTuple):
@@ -60,11 +68,14 @@ class Verified:
 
 @dataclass(frozen=True)
 class Collected:
-    """What gc removed: chunks with their bytes, and unfinished ones of dead processes; and what it left alone."""
+    """What gc removed: chunks with their bytes, unfinished ones of dead processes, broken ones that had been set aside
+    with their bytes; and what it left alone."""
 
     chunks: int
     bytes: int
     leftovers: int
+    broken: int
+    broken_bytes: int
     left_alone: tuple[LeftAlone, ...]
 
 
@@ -78,6 +89,11 @@ class Counts:
         with unforked:
             self._counts[name] += count
 
+    def gone(self, size: int) -> None:
+        """A broken chunk that had been set aside was deleted."""
+        self.add("broken_removed")
+        self.add("bytes_broken_removed", size)
+
     def broken(self, kind: str, moved: bool) -> None:
         with unforked:
             self._broken[kind] += 1
@@ -86,7 +102,8 @@ class Counts:
 
     def report(self) -> dict[str, Any]:
         names = ("hits", "misses", "verified", "bytes_read", "put", "already_there", "bytes_written", "evicted",
-                 "bytes_evicted", "leftovers_removed", "last_use_not_kept")  # fmt: skip
+                 "bytes_evicted", "leftovers_removed", "broken_removed", "bytes_broken_removed",
+                 "last_use_not_kept")  # fmt: skip
         with unforked:
             counts = {n: self._counts[n] for n in names}
             return {**counts, "broken": dict(self._broken), "set_aside": dict(self._set_aside)}

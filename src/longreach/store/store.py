@@ -16,10 +16,11 @@ from longreach.errors import InvalidInput, LongreachError, StoreError, StoreFull
 from longreach.store import layout
 from longreach.store.key import Chunk, ChunkKey
 from longreach.store.layout import Broken, Head
-from longreach.store.local import ENDING, Found, LocalFolder
+from longreach.store.local import ENDING, Found, LocalFolder, is_chunk
 from longreach.store.locked import LockGone
-from longreach.store.objects import Objects, no_cap, opened
-from longreach.store.results import About, Collected, Counts, Entry, SetAside, Verified
+from longreach.store.objects import Objects, no_cap
+from longreach.store.place import folder_of, text_of
+from longreach.store.results import About, Collected, Counts, Entry, Got, SetAside, Verified
 from longreach.store.writing import no_room
 
 PROMISES = LocalFolder.promises
@@ -30,16 +31,20 @@ LEFT = "left in place"
 class ChunkStore:
     """Chunks in a folder, or behind any URL that fsspec knows; `with` closes it.
 
-    location: a folder, made if need be (it must be empty or a store), or a URL such as "s3://bucket/chunks".
-    max_bytes: of chunks, those being written included; the longest unused give way. None: no limit.
+    location: a folder, or a URL such as "s3://bucket/chunks"; it must be empty or a store.
+    max_bytes: of chunks, those being written and broken ones set aside included; the latter give way first, then the
+      longest unused. None: no limit. It is this opener's: another who opens the store without it is not bound by it.
     verify: when checksums are compared: at a chunk's "first" read in this open store, "always", or "never". Structure,
       key and tokens are looked at in every read.
-    storage_options: what fsspec's filesystem takes.
+    storage_options: what fsspec's filesystem takes, of a URL.
+    create: whether a store is made where there is none.
 
     On a local disk chunks are memory-mapped, appear whole or not at all, and processes may share the store. Other
     places read whole objects and write each with one put; what they cannot promise is refused by name.
     A file that is broken or foreign is warned of, counted in report(), moved to set-aside/ where it may be, and a miss.
-    An open store may be used in forked children (those of os.fork and what builds on it): they keep none of its locks.
+    Broken chunks there have a cap of 256 MiB and give way where room is needed; foreign files are never deleted.
+    An open store may be used in forked children (those of os.fork and what builds on it): they keep none of its locks,
+    and open URLs anew.
     Raises StoreError where the place cannot be used (StoreFull where it has no room); work can go on without a store.
     """
 
@@ -50,32 +55,23 @@ class ChunkStore:
         max_bytes: int | None = None,
         verify: Verify = "first",
         storage_options: dict[str, Any] | None = None,
+        create: bool = True,
     ):
         if verify not in get_args(Verify):
             raise UnknownName("verify", verify, get_args(Verify))
-        if max_bytes is not None and (isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1):
-            raise InvalidInput(f"max_bytes: expected a number of bytes or None, got {max_bytes!r}")
-        self.location, self.verify = os.fspath(location), verify
+        _require_bytes(max_bytes, 1)
+        self.location, self.verify = text_of(location), verify
         self._counts, self._open = Counts(), True
         self._verified: dict[str, tuple[int, ...]] = {}  # name -> identity of the file that was whole
         with self._errors("open"):
-            self._files = self._place(max_bytes, storage_options)
-
-    def _place(self, max_bytes: int | None, storage_options: dict[str, Any] | None) -> LocalFolder | Objects:
-        path = self.location
-        if "://" in path or "::" in path:
-            from fsspec.implementations.local import LocalFileSystem
-
-            fs, path = opened(self.location, storage_options)
-            if not isinstance(fs, LocalFileSystem):
-                if max_bytes is not None:
-                    raise Unsupported(no_cap(self.location))
-                return Objects(fs, path, self.location)
-        elif storage_options:
-            raise InvalidInput(f"storage_options are for URLs, and {path} is a folder; leave them out")
-        if not path:
-            raise InvalidInput("location: expected a folder or a URL, got nothing")
-        return LocalFolder(Path(path).expanduser(), max_bytes, self._counts)
+            folder = folder_of(self.location, storage_options)
+            self._files: LocalFolder | Objects
+            if folder is not None:
+                self._files = LocalFolder(Path(folder).expanduser(), max_bytes, create, self._counts)
+            elif max_bytes is not None:
+                raise Unsupported(no_cap(self.location))
+            else:
+                self._files = Objects(self.location, storage_options, create, self._counts)
 
     @property
     def promises(self) -> tuple[str, ...]:
@@ -107,19 +103,27 @@ class ChunkStore:
 
     def get(self, key: ChunkKey) -> Chunk | None:
         """The chunk, or None where there is none that is whole and right."""
+        return self._get(key).chunk
+
+    def get_or_told(self, key: ChunkKey) -> Got:
+        """Like get, with what stood in the chunk's place where that was broken."""
+        return self._get(key)
+
+    def _get(self, key: ChunkKey) -> Got:
+        chunk = told = None
         with self._errors("read from"):
-            found = chunk = None
+            found = None
             try:
                 found = self._files.read(key.name)
                 chunk = None if found is None else self._checked(key, found)
             except Broken as broken:
-                self._warn(self._set_aside(key.name + ENDING, found, broken))
-            if chunk is None:
-                self._counts.add("misses")
-                return None
-        self._counts.add("hits")
-        self._counts.add("bytes_read", chunk.bytes)
-        return chunk
+                told = self._warn(self._set_aside(key.name + ENDING, found, broken), 4)
+        if chunk is None:
+            self._counts.add("misses")
+        else:
+            self._counts.add("hits")
+            self._counts.add("bytes_read", chunk.bytes)
+        return Got(chunk, told)
 
     def put(self, chunk: Chunk) -> bool:
         """Store a chunk; it is on disk when this returns. False where it is there already, or came meanwhile.
@@ -129,7 +133,9 @@ class ChunkStore:
         max_bytes or the folder's rights refuse.
         """
         with self._errors("write to"):
-            new = not self._there(chunk.key) and self._files.write(chunk.key.name, *layout.encode(chunk))
+            if there := self._there(chunk.key):
+                self._files.sync()  # who put it may have died before that
+            new = not there and self._files.write(chunk.key.name, *layout.encode(chunk))
         if new:
             self._counts.add("bytes_written", chunk.bytes)
         self._counts.add("put" if new else "already_there")
@@ -141,7 +147,10 @@ class ChunkStore:
             return self._files.entries()
 
     def about(self, name: str) -> About | None:
-        """What the header of an entry's file says; None where it is gone or no chunk (verify_all sets such aside)."""
+        """What the header of an entry's file says; None where it is gone or no chunk (verify_all sets such aside).
+
+        Raises StoreError where the file cannot be read.
+        """
         with self._errors("read from"):
             try:
                 found = self._files.look(name, whole=False)
@@ -155,8 +164,9 @@ class ChunkStore:
     def verify_all(self, progress: Callable[[int], None] | None = None) -> Verified:
         """Read every chunk and compare all checksums; set aside what is broken, misnamed or foreign. Counts as no use.
 
-        Foreign folders stay where they are, unread, and are told in left_alone, as is what stands in writing/ without a
-        living writer. progress: called with 1 after each file.
+        A file that the disk or its rights refuse to show is told among the broken, kind "unreadable", and the rest is
+        read. Foreign folders stay where they are, unread, and are told in left_alone, as is what stands in writing/
+        without a living writer. progress: called with 1 after each file.
         """
         whole, total, broken = 0, 0, list[SetAside]()
         with self._errors("verify"):
@@ -171,29 +181,44 @@ class ChunkStore:
                         whole += 1
                 except Broken as error:
                     broken.append(self._warn(self._set_aside(entry.name + ENDING, found, error)))
+                except OSError as error:  # no fault of the file's that could be seen: it stays
+                    self._counts.broken("unreadable", False)
+                    told = SetAside(entry.name + ENDING, "unreadable", error.strerror or str(error), False, LEFT)
+                    broken.append(self._warn(told))
                 if progress:
                     progress(1)
             for file in self._files.strange():
-                why = Broken("foreign", "its name is not that of a chunk")
+                why = Broken("foreign", "it is a folder" if is_chunk(file) else "its name is not that of a chunk")
                 broken.append(self._warn(self._set_aside(file, None, why)))
         return Verified(whole, total, tuple(broken), tuple(left))
 
-    def gc(self, max_bytes: int | None = None, progress: Callable[[int], None] | None = None) -> Collected:
+    def gc(
+        self,
+        max_bytes: int | None = None,
+        progress: Callable[[int], None] | None = None,
+        *,
+        set_aside: bool = False,
+    ) -> Collected:
         """Remove what dead processes left, and the longest unused chunks down to max_bytes (None: the store's own).
 
+        set_aside: also all broken chunks in set-aside/, which otherwise go first of what max_bytes asks for.
         left_alone tells of what is in writing/ and may not be opened or removed, and of foreign folders.
         progress: called with 1 after each chunk removed.
         """
-        before = self.report()["leftovers_removed"]
-        chunks = size = 0
-        with self._errors("clear"), closing(self._files.clear(max_bytes)) as removed:
+        _require_bytes(max_bytes, 0)
+        before, chunks, size = self.report(), 0, 0
+        with self._errors("clear"), closing(self._files.clear(max_bytes, set_aside)) as removed:
             for entry in removed:
                 chunks, size = chunks + 1, size + entry.bytes
                 if progress:
                     progress(1)
         with self._errors("look into"):
             left = self._files.left_alone()
-        return Collected(chunks, size, self.report()["leftovers_removed"] - before, tuple(left))
+        after = self.report()
+        leftovers, broken, broken_bytes = (
+            after[name] - before[name] for name in ("leftovers_removed", "broken_removed", "bytes_broken_removed")
+        )
+        return Collected(chunks, size, leftovers, broken, broken_bytes, tuple(left))
 
     def remove(self, key: ChunkKey) -> bool:
         """Remove a chunk; False where there is none."""
@@ -274,6 +299,11 @@ class ChunkStore:
                 kind, remedy = StoreFull, "free some space, lower max_bytes, or go on without a store"
             why = error.strerror or str(error)
             raise kind(f"cannot {doing} the chunk store {self.location}: {why}; {remedy}") from error
+
+
+def _require_bytes(given: Any, least: int) -> None:
+    if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < least):
+        raise InvalidInput(f"max_bytes: expected a number of bytes, at least {least}, or None, got {given!r}")
 
 
 def _head(memory: Tensor) -> Head:

@@ -14,6 +14,7 @@ from torch import nn
 
 from longreach import attach
 from longreach.adapters.transformers import Fingerprint, fingerprint, load
+from longreach.adapters.transformers.fingerprint import SAMPLE
 from longreach.errors import Unsupported
 from longreach.testing.tiny import FAMILIES, save_tiny, tiny_model
 
@@ -144,6 +145,31 @@ def test_a_cast_is_noticed_without_reading(change: Callable[[Any], Any]) -> None
     taken = fingerprint(model)
     change(model)
     assert not taken.holds(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_a_sample_of_every_weight_tells_what_counts_do_not(family: str, dtype: torch.dtype) -> None:
+    """Writes through .data and numpy; of every parameter, also where only the last bits change."""
+    model = tiny_model(family).to(dtype)
+    taken = fingerprint(model)
+    assert taken.sampled_alike(model) and fingerprint(model) == taken
+    for name, weight in model.model.named_parameters():
+        kept = weight.data.clone()
+        bits = weight.data.view(torch.uint8).numpy()
+        bits ^= 1
+        assert taken.holds(model) and not taken.sampled_alike(model), name
+        weight.data.copy_(kept)
+        assert taken.sampled_alike(model)
+
+
+def test_a_sample_is_a_few_bytes_of_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So it is cheap, and one element changed behind torch's back may stay unseen, as documented."""
+    model, read = tiny_model("llama"), []
+    cat = torch.cat
+    monkeypatch.setattr(torch, "cat", lambda pieces: read.extend(map(len, pieces)) or cat(pieces))
+    fingerprint(model).sampled_alike(model)
+    assert len(read) == 2 * len(list(model.model.parameters())) and max(read) <= SAMPLE + 1
 
 
 def test_an_adapter_is_refused_by_name() -> None:

@@ -10,10 +10,10 @@ import torch
 
 from longreach import attach
 from longreach.adapters.transformers import Precompute, obtain
-from longreach.errors import InvalidInput, StoreError
+from longreach.errors import InvalidInput, StoreError, Unsupported
 from longreach.store import ChunkStore
 from longreach.store.local import LocalFolder
-from longreach.testing.tiny import random_tokens
+from longreach.testing.tiny import random_tokens, tiny_model
 from tests.adapters.transformers.reference import model_of
 
 TOKENS = [int(t) for t in random_tokens(1, 40, seed=8)[0]]
@@ -60,3 +60,62 @@ def test_a_store_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, met
         got = obtain(work, store, TOKENS)
     assert isinstance(got.error, StoreError) and "Input/output error" in str(got.error) and same(got.chunk, want)
     assert list((tmp_path / "s").glob("*.safetensors")) == []
+
+
+def _written_to(model: Any) -> None:
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[0, 0] += 1
+
+
+@pytest.mark.parametrize("change", [_written_to, lambda m: m.bfloat16().float()], ids=["written to", "cast and back"])
+def test_a_stored_chunk_is_not_that_of_weights_that_changed(tmp_path: Path, change: Any) -> None:
+    model = tiny_model("llama")
+    with attach(model) as session, ChunkStore(tmp_path / "s") as store:
+        work = Precompute(session)
+        assert obtain(work, store, TOKENS).state == "computed"
+        change(model)
+        with pytest.raises(Unsupported, match="have changed since"):
+            obtain(work, store, TOKENS)
+        with pytest.raises(Unsupported, match="have changed since"):
+            work.key(TOKENS)
+        anew = obtain(Precompute(session), store, TOKENS)
+    assert anew.state == "computed" and len(list((tmp_path / "s").glob("*.safetensors"))) == 2
+
+
+def test_a_model_in_training_mode_fills_no_store(tmp_path: Path) -> None:
+    model = tiny_model("llama", attention_dropout=0.5)
+    with attach(model) as session, ChunkStore(tmp_path / "s") as store:
+        work = Precompute(session)
+        for part in (model, model.model.layers[1].self_attn):
+            part.train()
+            for call in (lambda: obtain(work, store, TOKENS), lambda: obtain(work, None, TOKENS)):
+                with pytest.raises(InvalidInput, match=r"call model\.eval\(\)"):
+                    call()
+            with pytest.raises(InvalidInput, match=r"call model\.eval\(\)"):
+                Precompute(session)
+            model.eval()
+        assert store.entries() == [] and obtain(work, store, TOKENS).state == "computed"
+
+
+def test_what_is_written_behind_torchs_back_is_not_stored(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    with attach(model) as session, ChunkStore(tmp_path / "s") as store:
+        work = Precompute(session)
+        model.model.layers[1].mlp.up_proj.weight.data.mul_(1.001)
+        with pytest.raises(Unsupported, match="have changed since"):
+            obtain(work, store, TOKENS)
+        assert store.entries() == []
+
+
+def test_what_others_find_broken_meanwhile_is_not_this_chunks_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with attach(model_of("llama")) as session, ChunkStore(tmp_path / "s") as store:
+        work, read = Precompute(session), LocalFolder.read
+
+        def meanwhile(self: LocalFolder, name: str) -> Any:
+            store._counts.broken("data changed", True)
+            return read(self, name)
+
+        monkeypatch.setattr(LocalFolder, "read", meanwhile)
+        assert obtain(work, store, TOKENS).state == "computed"

@@ -15,6 +15,7 @@ from transformers import AutoConfig, DynamicCache, PreTrainedModel
 from transformers.models.llama import modeling_llama
 
 from longreach import StreamingLLM, attach
+from longreach.adapters.transformers.fingerprint import fingerprint
 from longreach.adapters.transformers.precompute import Precompute
 from longreach.errors import InvalidInput, OutOfMemory, Unsupported
 from longreach.store.key import Chunk
@@ -271,6 +272,15 @@ def test_weights_that_change_are_noticed() -> None:
             model.model.layers[0].mlp.up_proj.weight[0, 0] += 1
         with pytest.raises(Unsupported, match="have changed since"):
             work.compute(tokens_of(9))
+
+
+def test_the_fingerprint_of_another_model_is_refused() -> None:
+    """Also of an equal one: nothing says that it is equal but reading it."""
+    with attach(model_named("llama")) as session:
+        for other in (tiny_model("qwen3"), tiny_model("llama")):
+            with pytest.raises(Unsupported, match="not those its fingerprint was taken of"):
+                Precompute(session, known=fingerprint(other))
+        Precompute(session, known=fingerprint(session.model))
 
 
 def test_memory_that_runs_out_is_told_and_leaves_all_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

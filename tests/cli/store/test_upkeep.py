@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 
 from longreach.store import ChunkStore
@@ -78,6 +79,53 @@ def test_verify_says_what_it_could_not_set_aside(longreach: Any, store: Path, mo
     told = longreach("store", "verify", "--store", store)
     assert told.code == 1 and "left in place (Permission denied)" in told.out
     assert "1 files were not (0 of them set aside" in told.out
+
+
+def test_a_file_that_cannot_be_read_stops_neither_list_nor_verify(
+    longreach: Any, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad = sorted(store.glob("*.safetensors"))[1]
+    count, real = len(list(store.glob("*.safetensors"))), os.open
+
+    def refusing(at: Any, *args: Any, **named: Any) -> int:
+        if Path(at) == bad:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return real(at, *args, **named)
+
+    monkeypatch.setattr(os, "open", refusing)
+    listed = json.loads(longreach("store", "list", "--store", store, "--json").out)
+    assert len(listed["chunks"]) == count - 1
+    assert [one["name"] for one in listed["unreadable"]] == [bad.stem]
+    assert "Permission denied" in listed["unreadable"][0]["why"]
+    told = longreach("store", "list", "--store", store)
+    assert told.code == 0 and f"{bad.stem[:12]}: unreadable: " in told.out and "Permission denied" in told.out
+    found = longreach("store", "verify", "--store", store, "--json")
+    said = json.loads(found.out)
+    assert found.code == 1 and said["whole"] == count - 1
+    assert [(b["file"], b["kind"], b["moved"]) for b in said["broken"]] == [(bad.name, "unreadable", False)]
+    text = longreach("store", "verify", "--store", store)
+    assert text.code == 1 and text.out.startswith(f"{bad.name}: unreadable: Permission denied; left in place")
+
+
+def test_gc_empties_what_was_set_aside(longreach: Any, store: Path) -> None:
+    first = sorted(store.glob("*.safetensors"))[0]
+    first.write_bytes(first.read_bytes()[:-8])
+    (store / "stray.txt").write_text("x")
+    longreach("store", "verify", "--store", store)
+    kept = json.loads(longreach("store", "gc", "--store", store, "--json").out)
+    assert kept["broken_removed"] == 0 and len(list((store / "set-aside").iterdir())) == 2
+    result = longreach("store", "gc", "--store", store, "--set-aside")
+    assert result.code == 0 and "1 broken ones set aside" in result.out
+    assert [p.name[21:] for p in (store / "set-aside").iterdir()] == ["foreign-stray.txt"]
+
+
+@pytest.mark.parametrize("action", ["list", "verify", "gc"])
+def test_a_url_that_is_no_store_is_left_as_it_is(longreach: Any, action: str) -> None:
+    fs = fsspec.filesystem("memory")
+    fs.pipe_file("/somebodys/letters.txt", b"x")
+    for url in ("memory://somebodys", "memory://nobodys"):
+        refused(longreach("store", action, "--store", url), "no chunk store at", "store add")  # type: ignore[arg-type]
+    assert fs.find("/somebodys") == ["/somebodys/letters.txt"] and not fs.exists("/nobodys")
 
 
 def test_verify_and_gc_tell_what_they_leave_alone(longreach: Any, store: Path) -> None:

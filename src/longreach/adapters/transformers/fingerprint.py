@@ -7,6 +7,13 @@ All bytes are hashed, each time a process loads the model. Headers, sizes and sa
 layer; a hash kept beside the files would have to trust their dates, and says nothing of what was loaded from them:
 another dtype, quantised weights, a merged adapter. It costs about a second a GB and core; threads share the tensors.
 
+Whether a model is still the one that was hashed is asked without reading it (`holds`): no tensor was replaced, moved,
+cast, or written to as torch counts writes. Writes behind torch's back (`.data`, numpy, a kernel that is given the
+pointer) are not counted; before a chunk is handed out `sampled_alike` compares SAMPLE bytes of every parameter and
+buffer, evenly spread. What changes most of a tensor (a merged adapter, a scale, a sync of weights) is seen by it; a few
+elements changed behind torch's back may not be, nor weights that layers keep elsewhere than in parameters and buffers
+(torch.ao's packed ones), rotary frequencies, or a chunk that is only read from the store: it is found by `holds` alone.
+
 Not in it: the tokenizer (a chunk's key holds tokens), names, special tokens and switches that change no key, the
 language-model head, hooks and functions put in the place of a layer's own. A newer transformers whose configuration has
 another field gives another fingerprint: chunks are then computed anew.
@@ -17,6 +24,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +40,7 @@ from longreach.errors import Unsupported
 
 FORMAT = "longreach fingerprint 1"
 PIECE = 1 << 26  # bytes brought to the host at a time
+SAMPLE = 64  # bytes of a tensor
 THREADS = 16  # at most: more wait for memory
 WITHOUT_EFFECT = (  # fields of a configuration that change no key and no value
     "architectures",
@@ -58,10 +67,11 @@ Seen = tuple[str, ReferenceType[Tensor], int, StorageWeakRef | None]
 @dataclass(frozen=True)
 class Fingerprint:
     """digest: 64 hex digits. seen: the weights by name, how often they had been written to when it was taken, and where
-    they lay (casts and moves put other memory under the same parameter)."""
+    they lay (casts and moves put other memory under the same parameter). sample: hash of a few bytes of each."""
 
     digest: str
     seen: tuple[Seen, ...]
+    sample: str
 
     def holds(self, model: PreTrainedModel) -> bool:
         """Whether no weight was replaced or written to since, as torch counts writes; no byte is read."""
@@ -70,6 +80,10 @@ class Fingerprint:
             a == b and old() is not None and old() is new() and m == n and _at(there) == _at(here)
             for (a, old, m, there), (b, new, n, here) in zip(self.seen, now, strict=True)
         )
+
+    def sampled_alike(self, model: PreTrainedModel) -> bool:
+        """Whether SAMPLE bytes of every weight are what they were; one transfer to the host from each device."""
+        return self.sample == _sample(decoder_of(model))
 
 
 def fingerprint(model: PreTrainedModel) -> Fingerprint:
@@ -82,12 +96,13 @@ def fingerprint(model: PreTrainedModel) -> Fingerprint:
             f"into the model first (merge_and_unload)"
         )
     seen = _seen(decoder)  # first: what is written to while it is hashed does not hold afterwards
+    sample = _sample(decoder)
     state = _unsaved(decoder) | decoder.state_dict()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with ThreadPoolExecutor(min(THREADS, cores)) as pool:
         parts = pool.map(lambda item: f"{item[0]} {_digest(name, item[0], item[1])}", sorted(state.items()))
         text = "\n".join([FORMAT, name, _config(decoder), *parts])
-    return Fingerprint(hashlib.sha256(text.encode()).hexdigest(), seen)
+    return Fingerprint(hashlib.sha256(text.encode()).hexdigest(), seen, sample)
 
 
 def _unsaved(decoder: nn.Module) -> dict[str, Any]:
@@ -108,11 +123,41 @@ def _config(decoder: PreTrainedModel) -> str:
     return json.dumps(kept, sort_keys=True, default=str)
 
 
+def _weights(decoder: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in (*decoder.named_parameters(), *decoder.named_buffers()):
+        if not name.endswith("inv_freq"):  # some kinds of rotary embedding write theirs anew with the length
+            yield name, tensor
+
+
+@torch.no_grad()
+def _sample(decoder: nn.Module) -> str:
+    """Hash of SAMPLE bytes of every weight, an odd number of bytes apart: all bytes of an element have their turn."""
+    pieces: dict[torch.device, list[Tensor]] = {}
+    for _, weight in _weights(decoder):
+        for part in _parts(weight.detach()):
+            if part.numel() and not part.is_meta:
+                flat = part.reshape(-1).view(torch.uint8)
+                pieces.setdefault(part.device, []).append(flat[:: len(flat) // SAMPLE | 1])
+    digest = hashlib.sha256()
+    for device in sorted(pieces, key=str):
+        digest.update(torch.cat(pieces[device]).cpu().numpy())  # type: ignore[arg-type]
+    return digest.hexdigest()
+
+
+def _parts(weight: Tensor) -> list[Tensor]:
+    """A plain tensor, or those that one of another kind is made of."""
+    if weight.is_quantized:
+        return [weight.int_repr()]
+    if type(weight) in (Tensor, nn.Parameter):
+        return [weight]
+    if not hasattr(weight, "__tensor_flatten__"):
+        return []  # of which no fingerprint can be taken
+    return [part for name in weight.__tensor_flatten__()[0] for part in _parts(getattr(weight, name))]
+
+
 def _seen(decoder: nn.Module) -> tuple[Seen, ...]:
     found = []
-    for name, tensor in (*decoder.named_parameters(), *decoder.named_buffers()):
-        if name.endswith("inv_freq"):  # some kinds of rotary embedding write theirs anew with the length
-            continue
+    for name, tensor in _weights(decoder):
         writes = -1 if tensor.is_inference() else tensor._version
         plain = type(tensor) in (Tensor, nn.Parameter)
         found.append((name, ref(tensor), writes, StorageWeakRef(tensor.untyped_storage()) if plain else None))

@@ -30,19 +30,18 @@ def obtain(
 ) -> Obtained:
     """The chunk of these tokens; computed and stored where the store (None: there is none) does not have it whole.
 
-    progress is told how many of its tokens are done. Raises as Precompute.compute does; what is wrong with the store
-    is returned, so that the caller can go on without it.
+    progress is told how many of its tokens are done. Raises as Precompute.compute does, also where the store has the
+    chunk (weights that changed have another key); what is wrong with the store is returned, so that the caller can go
+    on without it.
     """
     work.check(tokens)
     error: StoreError | None = None
-    chunk, damaged = None, False
+    chunk = broken = None
     if store is not None:
-        before = _broken(store)
         try:
-            chunk = store.get(work.key(tokens))
+            chunk, broken = store.get_or_told(work.key(tokens))
         except StoreError as refusal:
             error = refusal
-        damaged = _broken(store) > before
     if chunk is not None:
         progress(len(tokens))
         return Obtained(chunk, "stored", None)
@@ -52,8 +51,4 @@ def obtain(
             store.put(chunk)
         except StoreError as refusal:
             error = refusal
-    return Obtained(chunk, "recomputed" if damaged else "computed", error)
-
-
-def _broken(store: ChunkStore) -> int:
-    return sum(store.report()["broken"].values())
+    return Obtained(chunk, "recomputed" if broken else "computed", error)

@@ -33,6 +33,8 @@ from longreach.errors import InvalidInput, OutOfMemory, Unsupported
 from longreach.ops import rotate
 from longreach.store.key import Chunk, ChunkKey, as_ids
 
+CHANGED = "the model's weights are not those its fingerprint was taken of, or have changed since; take a new one"
+
 
 class Precompute:
     """Computes chunks on an attached model whose prefill is dense. The prefix is read once and kept in a cache.
@@ -40,10 +42,12 @@ class Precompute:
     prefix: tokens before every chunk, special ones included; what they are is part of every key, their own keys and
         values are not stored. chunk: tokens per pass; keys and values go to the host after each, so that device
         memory holds one pass of hidden states and the cache of one chunk.
-    known: the model's fingerprint, where it was taken already. Chunks are computed one by one: a pass of 512 tokens
-        fills a GPU, and what a chunk holds then depends on no neighbour.
+    known: the model's fingerprint, where it was taken already; refused where it is another's.
 
-    Raises InvalidInput, Unsupported (a model whose keys know their position otherwise than by rotation).
+    Chunks are computed one by one: a pass of 512 tokens fills a GPU, and what a chunk holds depends on no neighbour.
+
+    Raises InvalidInput (a model in training mode among others), Unsupported (weights that changed since their
+    fingerprint was taken; a model whose keys know their position otherwise than by rotation).
     """
 
     def __init__(
@@ -66,17 +70,21 @@ class Precompute:
         check_model(session.model, self._decoder, rotary=True)
         self.prefix = tuple(prefix)
         self._check_tokens(self.prefix, "prefix")
+        self._require_eval()
         self.fingerprint = known or fingerprint(session.model)
+        self._require_same()
         self._cache = session.new_cache(1)
         self._attending = attention_modules(self._decoder)
         self._checked = set[int]()
 
     def key(self, tokens: Sequence[int]) -> ChunkKey:
-        """What a chunk is stored under."""
+        """What a chunk is stored under. Raises Unsupported where the weights are not those of the fingerprint."""
+        self._require_same()
         return ChunkKey.of(self.fingerprint.digest, self.session.model.dtype, self.prefix, tokens)
 
     def check(self, tokens: Sequence[int]) -> None:
         """Raise InvalidInput for a chunk that this model cannot compute, before any is."""
+        self._require_eval()
         if not tokens:
             raise InvalidInput("a chunk holds no tokens; leave it out")
         self._check_tokens(tokens, "chunk")
@@ -99,8 +107,7 @@ class Precompute:
         Raises OutOfMemory, Unsupported (keys or values that are no finite numbers; weights changed meanwhile).
         """
         self.check(tokens)
-        if not self.fingerprint.holds(self.session.model):
-            raise Unsupported("the model's weights have changed since its fingerprint was taken; take a new one")
+        self._require_same()
         found = _Found(len(tokens))
         with memory_errors(), self.session.prompt_end(len(self.prefix) + len(tokens)) as phases:
             self._read_prefix()
@@ -120,7 +127,18 @@ class Precompute:
             finally:
                 self._cache.drop_columns(max(0, self._cache.columns - len(self.prefix)))
         keys, values = found.layers(len(self._attending))
+        if not self.fingerprint.sampled_alike(self.session.model):  # after the passes: what changed meanwhile shows too
+            raise Unsupported(CHANGED)
         return Chunk(self.key(tokens), as_ids(self.prefix), as_ids(tokens), keys, values)
+
+    def _require_same(self) -> None:
+        if not self.fingerprint.holds(self.session.model):
+            raise Unsupported(CHANGED)
+
+    def _require_eval(self) -> None:
+        """With dropout a chunk would be another one each time, under the same key."""
+        if any(module.training for module in (self.session.model, *self._decoder.modules())):
+            raise InvalidInput("the model is in training mode, in which chunks hold noise (dropout); call model.eval()")
 
     def _check_tokens(self, tokens: Sequence[int], what: str) -> None:
         embeddings: Any = self.session.model.get_input_embeddings()

@@ -12,7 +12,7 @@ EXAMPLES = (
     "longreach store add --store chunks --model mini notes.txt report.txt",
     "longreach store add --store chunks --model ./Llama-3.1-8B-Instruct --prefix-file system.txt a.txt b.txt",
     "longreach store list --store chunks --json",
-    "longreach store verify --store chunks    (exit code 1 where a file was broken)",
+    "longreach store verify --store chunks    (exit code 1 where a file was broken or unreadable)",
     "longreach store gc --store chunks --max-bytes 100GB",
 )
 
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         (upkeep, "list", "show what is stored"),
         (upkeep, "verify", "read every chunk and compare all checksums; broken files are set aside, foreign ones too, "
                            "foreign folders only told"),
-        (upkeep, "gc", "remove what dead processes left and the longest unused chunks"),
+        (upkeep, "gc", "remove what dead processes left, broken chunks set aside, and the longest unused ones"),
     ):  # fmt: skip
         action = actions.add_parser(
             name, help=help_text, description=help_text[0].upper() + help_text[1:] + ".", allow_abbrev=False

@@ -31,7 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser, action: str) -> None:
     parser.add_argument("--chunk-tokens", type=positive, default=512, metavar="N", help="of a chunk at most (default "
                         "512); it ends with a paragraph or a sentence where it can")  # fmt: skip
     parser.add_argument("--max-bytes", type=byte_size, metavar="SIZE", help="of the store, such as 200GB; the longest "
-                        "unused chunks give way (default: no limit)")  # fmt: skip
+                        "unused chunks give way. It binds this command alone, so give it each time (default: no "
+                        "limit)")  # fmt: skip
     parser.add_argument("--prefill-chunk-size", type=positive, default=512, metavar="N",
                         help="tokens per pass (default 512); fewer take less memory")  # fmt: skip
     add_json(parser)

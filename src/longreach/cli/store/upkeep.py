@@ -6,25 +6,28 @@ import argparse
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longreach.cli.common import add_json, byte_size
 from longreach.cli.show import Column, Table, console, duration, emit, progress, size
-from longreach.errors import InvalidInput
+from longreach.errors import StoreError
 
 if TYPE_CHECKING:
     from longreach.store import ChunkStore, LeftAlone
 
-BROKEN = 1  # exit code where files were found broken
+BROKEN = 1  # exit code where files were found broken or unreadable
+HEADLESS = "no header of a chunk"
 
 
 def add_arguments(parser: argparse.ArgumentParser, action: str) -> None:
     if action == "list":
         parser.add_argument("--all", action="store_true", help="a row a chunk, the longest unused first")
     if action == "gc":
-        parser.add_argument("--max-bytes", type=byte_size, metavar="SIZE", help="that may stay, like 100GB (default: "
-                            "all; only what dead processes left goes)")  # fmt: skip
+        parser.add_argument("--max-bytes", type=byte_size, metavar="SIZE", help="that may stay, like 100GB; broken "
+                            "chunks set aside count and go first (default: all; only what dead processes left "
+                            "goes)")  # fmt: skip
+        parser.add_argument("--set-aside", action="store_true", help="delete all broken chunks in set-aside/ too; "
+                            "foreign files there stay")  # fmt: skip
     add_json(parser)
 
 
@@ -35,23 +38,23 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _existing(location: str) -> ChunkStore:
-    """Open a store, but make none. Raises InvalidInput where there is none."""
+    """Open a store, but make none. Raises StoreError where there is none."""
     from longreach.store import ChunkStore
-    from longreach.store.local import LOCK
 
-    folder = location.removeprefix("file://").removeprefix("local://")
-    if "://" not in folder and "::" not in folder and not (Path(folder).expanduser() / LOCK).is_file():
-        raise InvalidInput(f"there is no chunk store at {location}; `longreach store add` makes one")
-    return ChunkStore(location)
+    return ChunkStore(location, create=False)
 
 
 def _list(args: argparse.Namespace, store: ChunkStore) -> int:
-    entries, chunks, unreadable = store.entries(), list[dict[str, Any]](), list[str]()
+    entries, chunks, unreadable = store.entries(), list[dict[str, Any]](), list[dict[str, str]]()
     with progress("reading headers", len(entries)) as advance:
         for entry in entries:
-            about = store.about(entry.name)
+            about, why = None, HEADLESS
+            try:
+                about = store.about(entry.name)
+            except StoreError as error:
+                why = str(error)
             if about is None:
-                unreadable.append(entry.name)
+                unreadable.append({"name": entry.name, "why": why})
             else:
                 chunks.append({
                     "name": entry.name, "model": about.key.model, "dtype": about.key.dtype, "prefix": about.key.prefix,
@@ -75,9 +78,12 @@ def _list(args: argparse.Namespace, store: ChunkStore) -> int:
         f"each chunk; last used: ago.",
         soft_wrap=True,
     )
-    if unreadable:
-        out.print(f"{len(unreadable)} files have no header of a chunk; `longreach store verify` sets them aside.",
+    if headless := sum(one["why"] == HEADLESS for one in unreadable):
+        out.print(f"{headless} files have no header of a chunk; `longreach store verify` sets them aside.",
                   soft_wrap=True)  # fmt: skip
+    for one in unreadable:
+        if one["why"] != HEADLESS:
+            out.print(f"{one['name'][:12]}: unreadable: {one['why']}", soft_wrap=True)
     return 0
 
 
@@ -148,19 +154,21 @@ def _show_left_alone(out: Any, left: Sequence[LeftAlone]) -> None:
 
 def _gc(args: argparse.Namespace, store: ChunkStore) -> int:
     with progress("removing", len(store.entries())) as advance:
-        found = store.gc(args.max_bytes, advance)
+        found = store.gc(args.max_bytes, advance, set_aside=args.set_aside)
     left = store.entries()
     total = sum(entry.bytes for entry in left)
     if args.json:
         emit({"store": args.store, "removed": found.chunks, "removed_bytes": found.bytes,
-              "leftovers": found.leftovers, "left_alone": _left_alone(found.left_alone), "chunks": len(left),
-              "bytes": total})  # fmt: skip
+              "leftovers": found.leftovers, "broken_removed": found.broken,
+              "broken_removed_bytes": found.broken_bytes, "left_alone": _left_alone(found.left_alone),
+              "chunks": len(left), "bytes": total})  # fmt: skip
         return 0
     out = console()
     _show_left_alone(out, found.left_alone)
     out.print(
         f"{found.chunks} chunks removed ({size(found.bytes)}), and {found.leftovers} unfinished ones of dead "
-        f"processes; {len(left)} chunks stay ({size(total)})",
+        f"processes, {found.broken} broken ones set aside ({size(found.broken_bytes)}); {len(left)} chunks stay "
+        f"({size(total)})",
         soft_wrap=True,
     )
     return 0
