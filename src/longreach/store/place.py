@@ -66,7 +66,7 @@ def opened(location: str, storage_options: dict[str, Any] | None, **more: Any) -
     from fsspec.core import url_to_fs
 
     try:
-        return url_to_fs(location, **(storage_options or {}), **more)
+        return url_to_fs(location, **{**(storage_options or {}), **more})
     except (ImportError, ValueError, TypeError, OSError) as error:
         raise StoreError(
             f"fsspec cannot open the chunk store {location}: {error}; install what its protocol needs, or mend the URL "

@@ -29,7 +29,7 @@ LEFT = "left in place"
 
 
 class ChunkStore:
-    """Chunks in a folder, or behind any URL that fsspec knows; `with` closes it.
+    """Chunks in a folder, or behind a URL of a service that puts objects whole or not at all; `with` closes it.
 
     location: a folder, or a URL such as "s3://bucket/chunks"; it must be empty or a store.
     max_bytes: of chunks, those being written and broken ones set aside included; the latter give way first, then the

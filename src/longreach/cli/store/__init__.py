@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action = actions.add_parser(
             name, help=help_text, description=help_text[0].upper() + help_text[1:] + ".", allow_abbrev=False
         )
-        action.add_argument("--store", required=True, metavar="DIR|URL", help="a folder, or a URL that fsspec knows")
+        action.add_argument("--store", required=True, metavar="DIR|URL", help="a folder, or a URL (s3, gs, az, ...)")
         module.add_arguments(action, name)
 
 
