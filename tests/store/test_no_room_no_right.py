@@ -20,6 +20,7 @@ import pytest
 
 from longreach.errors import LongreachError, StoreError, StoreFull
 from longreach.store import ChunkStore
+from longreach.store.local import LocalFolder
 from tests.store.factory import chunk, in_child, path, same, size
 
 NOBODY = 65534
@@ -99,6 +100,22 @@ def test_broken_chunks_give_way_on_a_full_disk(
         stays_full = False
         (aside / f"{0:020d}-{chunk(5).key.name}.safetensors").write_bytes(b"as if set aside")
         assert store.put(chunk(1)) and same(store.get(chunk(1).key), chunk(1)) and store.report()["evicted"] == 0
+
+
+def test_a_full_disk_is_told_of_also_where_broken_chunks_may_not_be_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def refuse(*_: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    with ChunkStore(tmp_path) as store:
+        monkeypatch.setattr(os, "posix_fallocate", full)
+        monkeypatch.setattr(LocalFolder, "_remove", refuse)
+        with pytest.raises(StoreFull, match="No space left"):
+            store.put(chunk(1))
 
 
 def test_a_disk_that_is_full_in_the_middle_of_a_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -298,9 +298,12 @@ class LocalFolder:
         return len(removed)
 
     def _drop_broken(self) -> bool:
-        """Whether there was any to drop."""
-        with held(self.lock):
-            return self._remove(self._broken()) > 0
+        """Whether there was any to drop, and it went."""
+        try:
+            with held(self.lock):
+                return self._remove(self._broken()) > 0
+        except OSError:  # the disk being full is what to tell of
+            return False
 
     def _collect(self) -> None:
         """Remove what dead processes left. What may not be opened or removed stays: it must not stop all writing."""
