@@ -25,7 +25,7 @@ from longreach.evals.failures import failure
 from longreach.evals.methods import Spec, by_prefill
 from longreach.evals.progress import Progress, counted, unseen
 from longreach.evals.prompting import Asked, Maker, at_lengths, samples_of
-from longreach.evals.reads import phase_bytes
+from longreach.evals.reads import phase_bytes, ran
 from longreach.tasks.base import Task
 
 Keep = Callable[[str, Any], None]
@@ -165,7 +165,7 @@ class Evaluation:
         try:
             session.reset_report()
             logits = reader.read([a.prompt for a in asked])
-            read = phase_bytes(session.report(), "prefill")
+            read, how = phase_bytes(session.report(), "prefill"), ran(session.report(), "prefill")
         except Exception as error:
             what = failure(error, self.model.device)
             if len(asked) == 1:
@@ -180,7 +180,7 @@ class Evaluation:
                 if len(asked) > 1:
                     return self._one_by_one(session, reader, specs, task, asked)
                 answered = self._failed(spec, asked[0], what)
-            found.append({**answered, "prefill_bytes": read})
+            found.append({**answered, "prefill_bytes": read, "prefill_ran": how})
         return found
 
     def _one_by_one(
@@ -217,6 +217,7 @@ class Evaluation:
             "label": spec.label,
             "answers": answers,
             "decode_bytes": phase_bytes(session.report(), "decode"),
+            "decode_ran": ran(session.report(), "decode"),
             "not_captured": why,
             "seconds": {"read": reader.read_seconds, "decode": took, "steps": steps, "setup": setup},
         }

@@ -32,6 +32,11 @@ class Reads:
         return cls((keys + values + metadata) / dense, keys / dense, values / dense, metadata / dense)
 
 
+def ran(report: Report, phase: Phase) -> list[str]:
+    """The implementations of attend that computed a phase."""
+    return sorted({layer.impl for layer in report.layers if layer.phase == phase})
+
+
 def phase_bytes(report: Report, phase: Phase) -> list[int] | None:
     """Bytes of keys, values and metadata a phase read, and those that dense attention reads; None without a step."""
     layers = [layer for layer in report.layers if layer.phase == phase]

@@ -13,6 +13,8 @@ from longreach.evals.reads import Reads
 from longreach.records import wilson
 from longreach.tasks.base import Grouped
 
+PHASES = ("prefill", "decode")
+
 
 def tasks_entry(evaluation: Evaluation, parts: dict[str, Any]) -> dict[str, Any]:
     """{name: task, length, source, samples, results of each method} from the parts that `Evaluation.run` made."""
@@ -43,7 +45,8 @@ def tasks_entry(evaluation: Evaluation, parts: dict[str, Any]) -> dict[str, Any]
 def result(entries: Sequence[dict[str, Any]], dense: dict[tuple[int, int], dict[str, Any]] | None) -> dict[str, Any]:
     """One method on one task. dense: its answers by (number, draw), None where this is dense itself.
 
-    alone: answers to prompts that were asked one by one, since their batch failed (memory ran out, say).
+    alone: answers to prompts that were asked one by one, since their batch failed (memory ran out, say). ran: the
+    implementations of attend that computed them.
     """
     raw = sorted((a for e in entries for a in e["answers"]), key=lambda a: (a["number"], a["draw"]))
     answers = []
@@ -70,6 +73,7 @@ def result(entries: Sequence[dict[str, Any]], dense: dict[tuple[int, int], dict[
         "length_over_dense": length,
         "prefill_reads": _reads([e["prefill_bytes"] for e in entries]),
         "decode_reads": _reads([e["decode_bytes"] for e in entries]),
+        "ran": {phase: sorted({how for e in entries for how in e.get(f"{phase}_ran", ())}) for phase in PHASES},
         "not_captured": next((why for e in entries if (why := e.get("not_captured"))), None),
         "seconds": {
             "read": _mean([t["read"] for t in times]) if times else None,

@@ -46,6 +46,7 @@ RESULT = {
     "length_over_dense": Maybe(COUNT),
     "prefill_reads": READS,
     "decode_reads": READS,
+    "ran": Perhaps(Each(Items(str))),
     "not_captured": Perhaps(Maybe(str)),
     "seconds": SECONDS,
     "by": Perhaps(Each(Each(PART))),
