@@ -12,6 +12,7 @@ from longreach.errors import InvalidInput
 from longreach.ops import KVView, Lists, Partial, Rows, Span, Spans, at, near
 from longreach.ops.attend import Entries, attend_amend, attend_split
 from longreach.ops.attend import triton as kernels
+from longreach.ops.attend.triton_tuning import Tuning
 from longreach.testing.inputs import random_kv, random_rows
 from longreach.testing.oracle import exact_attend
 from tests.ops.attend.kernels import HALF, PLACE, held_to, here
@@ -97,6 +98,26 @@ def test_parts_and_entries_add_up(impl: str, dealt: bool, sink: bool, monkeypatc
                 torch.testing.assert_close(kept.lse[n].cpu().double(), entry[1][r, h], **close)
         for held, before in zip(kept, given, strict=True):
             assert torch.equal(held.cpu()[~written].nan_to_num(9.0), before[~written].nan_to_num(9.0))
+
+
+def test_one_stream_far_longer_than_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head that finds nothing among heads that do: its pieces are put together in more than one chunk."""
+    monkeypatch.setattr(Tuning, "programs", lambda self, device: 120)
+    kv = random_kv([1900], heads=6, dim=128)
+    rows = Rows(torch.randn(1, 6, 128), torch.tensor([0]), torch.tensor([1899]))
+    starts = torch.tensor([[1890, 1895, 0, 1880, 1899, 1860]]).int()
+    selection, split = Spans((Span(at(starts), near(1)),), "query"), near(-16)
+    given = entries(128)
+    kept = Entries(*(here(x.clone()) for x in given))
+    take, put = torch.tensor([[1, 2, -1, 3, 4, 5]]).int(), torch.tensor([[11, 12, 13, 14, 15, 16]]).int()
+    entry, result = expected(rows, kv, selection, split, given, take, None)
+    got, lse = attend_amend(
+        here(rows), here(kv), here(selection), split, kept, here(take), here(put), scale=SCALE, impl="triton"
+    )
+    close = {"rtol": 2e-5, "atol": 2e-5}
+    for mine, theirs in ((got.out, result[0]), (got.lse, result[1]), (lse, entry[1])):
+        torch.testing.assert_close(mine.cpu().double(), theirs, **close)
+    torch.testing.assert_close(kept.out[11:17].cpu().double(), entry[0][0], **close)
 
 
 @impls

@@ -85,6 +85,15 @@ def test_however_work_is_dealt_out(programs: int, block: int, monkeypatch: pytes
         held_to(got, exact_attend(rows, kv, selection, scale=0.25), torch.float32)
 
 
+def test_one_stream_far_longer_than_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pieces are put together in more than one chunk of each size."""
+    monkeypatch.setattr(Tuning, "programs", lambda self, device: 90)
+    kv = random_kv([3, 2300, 0, 5, 1, 9, 2, 4], heads=1, dim=128)
+    rows = replace(random_rows(kv, 8, group=2), seq=torch.arange(8), pos=kv.filled.long() - 1)
+    for selection in (Spans.dense(), random_lists(rows, kv)):
+        check(rows, kv, selection, sink_logit=torch.randn(2))
+
+
 def test_one_program_a_stream_where_there_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "MOST_DEALT", 0)
     kv = random_kv([50, 20], heads=2, dim=16, page=16)

@@ -8,7 +8,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from longreach.ops.attend import triton_streams as streams
-from longreach.ops.attend.triton_merging import LN2, LOG2E, finish, gathered
+from longreach.ops.attend.triton_merging import LN2, LOG2E, finish, gathered, joined
 
 
 @triton.jit
@@ -22,7 +22,7 @@ def _sides(
     side = tl.arange(0, 2)
     d = tl.arange(0, BD)
     if DEALT:
-        peak, total, acc = gathered(2 * program + side, m, items, programs, pieces, ends_at, MR, True, D, BD, C)
+        peak, total, acc = gathered(2 * program + side, m, items, programs, pieces, ends_at, MR, True, D, BD, 2, C)
     else:
         place = (row + side * row_count).to(tl.int64) * heads + head
         peak = tl.load(lse + place, mask=row + side * 0 >= 0, other=float("-inf")) * LOG2E
@@ -40,14 +40,6 @@ def _one(side: tl.constexpr, peak, total, acc):
     peak = one + tl.max(tl.where(mine, peak, float("-inf")), 0)
     total = one + tl.sum(tl.where(mine, total, 0.0), 0)
     return peak, total, tl.sum(tl.where(mine[:, None], acc, 0.0), 0)[None, :]
-
-
-@triton.jit
-def _joined(peak, total, acc, peak2, total2, acc2):
-    high = tl.maximum(peak, peak2)
-    base = tl.where(high == float("-inf"), 0.0, high)
-    one, two = tl.exp2(peak - base), tl.exp2(peak2 - base)
-    return high, total * one + total2 * two, acc * one[:, None] + acc2 * two[:, None]
 
 
 @triton.jit
@@ -86,7 +78,7 @@ def amend_pieces(
         gdc_launch_dependents()
     peaks, totals, accs = _sides(program, row, head, m, items, programs, result, MR, DEALT, D, BD, C)
     peak2, total2, acc2 = _one(0, peaks, totals, accs)
-    peak, total, acc = _joined(peak, total, acc, peak2, total2, acc2)
+    peak, total, acc = joined(peak, total, acc, peak2, total2, acc2)
     full = total > 0
     whole = tl.where(full, total, 1.0)
     found = tl.where(full, (peak + tl.log2(whole)) * LN2, float("-inf"))
@@ -94,5 +86,5 @@ def amend_pieces(
     tl.store(entry_lse + target, found, mask=target >= 0)
     tl.store(entry_out + target[:, None] * D + d[None, :], acc / whole[:, None], mask=(target >= 0)[:, None] & inside)
     peak2, total2, acc2 = _one(1, peaks, totals, accs)
-    peak, total, acc = _joined(peak, total, acc, peak2, total2, acc2)
+    peak, total, acc = joined(peak, total, acc, peak2, total2, acc2)
     finish(row, head, peak, total, acc, sink, out, lse, heads, D, SUNK, True, d, there)

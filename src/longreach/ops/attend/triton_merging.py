@@ -40,38 +40,71 @@ def finish(
 
 
 @triton.jit
+def joined(peak, total, acc, peak2, total2, acc2):
+    """Two results over different keys as one: maxima [S], sums [S], weighted values [S, BD]."""
+    high = tl.maximum(peak, peak2)
+    base = tl.where(high == float("-inf"), 0.0, high)
+    one, two = tl.exp2(peak - base), tl.exp2(peak2 - base)
+    return high, total * one + total2 * two, acc * one[:, None] + acc2 * two[:, None]
+
+
+@triton.jit
+def _together(peaks, totals, parts):
+    """Pieces [S, C], [S, C], [S, C, BD] as one each."""
+    high = tl.max(peaks, 1)
+    weight = tl.exp2(peaks - tl.where(high == float("-inf"), 0.0, high)[:, None])
+    return high, tl.sum(totals * weight, 1), tl.sum(parts * weight[:, :, None], 1)
+
+
+@triton.jit
+def _pieces(
+    place, there, pieces, MR: tl.constexpr, m, VALUES: tl.constexpr, D: tl.constexpr, BD: tl.constexpr
+):  # fmt: skip
+    """Maxima, sums and weighted values of pieces at `place` [S, C], for row x head m of their items."""
+    d = tl.arange(0, BD)
+    place = place * MR + m
+    peaks = tl.load(pieces[0] + place, mask=there, other=float("-inf"))
+    totals = tl.load(pieces[1] + place, mask=there, other=0.0)
+    parts = tl.zeros((1, 1, BD), tl.float32)
+    if VALUES:
+        at = pieces[2] + place.to(tl.int64)[:, :, None] * D + d[None, None, :]
+        parts = tl.load(at, mask=there[:, :, None] & (d < D)[None, None, :], other=0.0)
+    return peaks, totals, parts
+
+
+@triton.jit
 def gathered(
     item, m, items, programs, pieces, ends_at, MR: tl.constexpr, VALUES: tl.constexpr, D: tl.constexpr,
-    BD: tl.constexpr, C: tl.constexpr,
+    BD: tl.constexpr, S: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Maximum [S], sum [S] and weighted values [S, BD] of row x head m of items [S], from their pieces, C at a time."""
+    """Maximum [S], sum [S] and weighted values [S, BD] of row x head m of items [S], from their pieces.
+
+    C pieces of each item at once, which is all of them where streams are about as long as one another. What is left of
+    a longer one comes in larger chunks, the next on its way while one is added.
+    """
     start = tl.load(ends_at + item - 1, mask=item > 0, other=0)
     end = tl.load(ends_at + item)
     whole = tl.maximum(tl.load(ends_at + items - 1), 1)
     share = tl.minimum(whole, programs)
     first = streams.holder(start, whole, share)
     count = tl.where(end > start, streams.holder(end - 1, whole, share) - first + 1, 0)
-    d = tl.arange(0, BD)
-    c = tl.arange(0, C)
-    peak = tl.where(item >= 0, float("-inf"), 0.0)
-    total = tl.zeros_like(peak)
-    acc = total[:, None] + tl.zeros((1, BD), tl.float32)
-    for chunk in range(0, tl.max(count, 0), C):
-        there = chunk + c[None, :] < count[:, None]
-        place = ((first + item)[:, None] + chunk + c[None, :]) * MR + m
-        peaks = tl.load(pieces[0] + place, mask=there, other=float("-inf"))
-        totals = tl.load(pieces[1] + place, mask=there, other=0.0)
-        if VALUES:
-            at = pieces[2] + place.to(tl.int64)[:, :, None] * D + d[None, None, :]
-            parts = tl.load(at, mask=there[:, :, None] & (d < D)[None, None, :], other=0.0)
-        high = tl.maximum(peak, tl.max(peaks, 1))
-        base = tl.where(high == float("-inf"), 0.0, high)
-        weight = tl.exp2(peaks - base[:, None])
-        shrink = tl.exp2(peak - base)
-        total = total * shrink + tl.sum(totals * weight, 1)
-        if VALUES:
-            acc = acc * shrink[:, None] + tl.sum(parts * weight[:, :, None], 1)
-        peak = high
+    first += item
+    c = tl.arange(0, C)[None, :]
+    peak, total, acc = _together(*_pieces(first[:, None] + c, c < count[:, None], pieces, MR, m, VALUES, D, BD))
+    if tl.max(count, 0) > C:
+        MORE: tl.constexpr = max(8, 4096 // BD)
+        more = tl.arange(0, MORE)[None, :]
+        for s in tl.static_range(S):
+            mine = tl.arange(0, S) == s
+            begin, left = tl.sum(tl.where(mine, first, 0), 0), tl.sum(tl.where(mine, count, 0), 0)
+            peak2 = tl.full((1,), float("-inf"), tl.float32)
+            total2 = tl.zeros((1,), tl.float32)
+            acc2 = tl.zeros((1, BD), tl.float32)
+            for at in tl.range(C, left, MORE, num_stages=2):
+                p, t, a = _together(*_pieces(begin + at + more, at + more < left, pieces, MR, m, VALUES, D, BD))
+                peak2, total2, acc2 = joined(peak2, total2, acc2, p, t, a)
+            peak2, total2 = tl.where(mine, peak2, float("-inf")), tl.where(mine, total2, 0.0)
+            peak, total, acc = joined(peak, total, acc, peak2, total2, tl.where(mine[:, None], acc2, 0.0))
     return peak, total, acc
 
 
@@ -90,7 +123,7 @@ def merge_pieces(
         gdc_wait()
         gdc_launch_dependents()
     d = tl.arange(0, BD)
-    peak, total, acc = gathered(item + tl.arange(0, 1), m, items, programs, pieces, ends_at, MR, VALUES, D, BD, C)
+    peak, total, acc = gathered(item + tl.arange(0, 1), m, items, programs, pieces, ends_at, MR, VALUES, D, BD, 1, C)
     tile = item // (form[0] * form[1])
     t = tl.zeros((1,), tl.int32) + m // GROUP
     row = streams.row_of(tile, t, rows, layout)

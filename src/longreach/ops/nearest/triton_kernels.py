@@ -188,21 +188,26 @@ def look(
             own = query + ((slot * H + h) * C + pos % C) * D
             tl.store(own + d, q.to(query.dtype.element_ty), mask=d < D)
 
-    p = pos - 1 - back
-    ok = (held == p) & (back + 1 >= near) & (back < tl.minimum(count, far))
-    if BOUNDED:
-        ok = ok & (deep < deepest)
-    ok = ok & (distance < float("inf"))  # NaN is not
-    key = tl.min(_key(tl.where(ok, distance, float("inf")), tl.where(ok, p, -1)), 0)
-    tl.store(pieces[0] + (row * H + h) * P + piece, key)
+    last = (piece == 0) & (h % GROUP == 0)  # who settles where nothing is looked at, as all programs know
+    if (not MATCH) | (_counted(pos, account, rule, MATCH) > 0):
+        p = pos - 1 - back
+        ok = (held == p) & (back + 1 >= near) & (back < tl.minimum(count, far))
+        if BOUNDED:
+            ok = ok & (deep < deepest)
+        ok = ok & (distance < float("inf"))  # NaN is not
+        key = tl.min(_key(tl.where(ok, distance, float("inf")), tl.where(ok, p, -1)), 0)
+        tl.store(pieces[0] + (row * H + h) * P + piece, key)
+        if JOINED:
+            if CHAINED and not BOUNDED:  # else it has been read just now
+                least, found = _distance_and_position(key + tl.zeros((1,), tl.int64))
+                early.fetch_lines(depth + (slot * H + h) * C + tl.maximum(found, 0) % C, found >= 0)
+            tl.debug_barrier()  # this program's piece is written before it says so
+            done = tl.atomic_add(arrivals + slot * G + g, 1, sem="acq_rel")
+            last = done == GROUP * P - 1
+            if last:
+                tl.store(arrivals + slot * G + g, 0)
     if JOINED:
-        if CHAINED and not BOUNDED:  # else it has been read just now
-            _, found = _distance_and_position(key + tl.zeros((1,), tl.int64))
-            early.fetch_lines(depth + (slot * H + h) * C + tl.maximum(found, 0) % C, found >= 0)
-        tl.debug_barrier()  # this program's piece is written before it says so
-        done = tl.atomic_add(arrivals + slot * G + g, 1, sem="acq_rel")
-        if done == GROUP * P - 1:
-            tl.store(arrivals + slot * G + g, 0)
+        if last:
             _settle(row, g, slot, pos, account, ring, pieces, result, rule, H, G, C, D, HG, P, PP, BOUNDED, MATCH)
 
 
@@ -245,6 +250,8 @@ def _settle(
     n = tl.arange(0, PP)
     at = (row * H + head[:, None]) * P + n[None, :]
     there = mine[:, None] & (n < P)[None, :]
+    if MATCH:  # who looks at nothing leaves no pieces
+        there = there & (_counted(pos, account, rule, MATCH) > 0)
     keys = tl.load(pieces[0] + at, mask=there, other=0x7FFFFFFFFFFFFFFF, cache_modifier=".cg")
     distance, p = _distance_and_position(tl.min(keys, 1))
     if not MATCH:

@@ -45,7 +45,7 @@ class Tuning:
 
 def tuning(rows: int, columns: int) -> Tuning:
     """The launch for so many rows: few of them leave multiprocessors idle."""
-    return Tuning(part=256 if rows * columns >= 1 << 23 else 64)
+    return Tuning(part=256 if rows * columns >= 1 << 23 else 64, registers=64 if rows > 128 else 128)
 
 
 class Space(NamedTuple):

@@ -363,24 +363,27 @@ def _entries(at, entries, M, NB: tl.constexpr):
 
 
 @triton.jit
-def _ranked(at, entries, M, kth, TIES: tl.constexpr, NB: tl.constexpr):
-    """What candidates at, at + 1, .. are ranked by: their keys; or, of those tied at the key kth, low columns first."""
-    key, column = _entries(at, entries, M, NB)
+def _ranked(key, column, kth, TIES: tl.constexpr):
+    """What candidates are ranked by: their keys; or, of those tied at the key kth, low columns first."""
     if TIES:
-        key = tl.where((at + tl.arange(0, NB) < M) & (key == kth), -1 - column, LEAST)
+        key = tl.where(key == kth, -1 - column, LEAST)
     return key
 
 
 @triton.jit
-def _kth(rank, a, b, from_a, from_b, entries, M, kth, TIES: tl.constexpr, NB: tl.constexpr):
-    """The key of that rank in [a, b), or one whose reach is the same; how many reach it and what lies above."""
-    held = _ranked(0, entries, M, kth, TIES, NB)
+def _kth(rank, a, b, from_a, from_b, key, column, entries, M, kth, TIES: tl.constexpr, NB: tl.constexpr):
+    """The key of that rank in [a, b), or one whose reach is the same; how many reach it and what lies above.
+
+    key, column [NB]: the first NB of M candidates, which stay where they are; the rest is read again in every round.
+    """
+    held = _ranked(key, column, kth, TIES)
     even = from_a > from_b
     while (b - a != 1) & (from_a != rank):
         one, two = _around(rank, a, b, from_a, from_b, even)
         from_one, from_two = _reaching(held, one, two)
         for at in range(NB, M, NB):
-            ones, twos = _reaching(_ranked(at, entries, M, kth, TIES, NB), one, two)
+            more, columns = _entries(at, entries, M, NB)
+            ones, twos = _reaching(_ranked(more, columns, kth, TIES), one, two)
             from_one += ones
             from_two += twos
         a, b, from_a, from_b, even = _narrow(rank, a, b, from_a, from_b, one, two, from_one, from_two)
@@ -388,21 +391,31 @@ def _kth(rank, a, b, from_a, from_b, entries, M, kth, TIES: tl.constexpr, NB: tl
 
 
 @triton.jit
+def _mark(key, column, kth, cut, plane):
+    """Set the bits of candidates above the key kth, and at it before column `cut`. No candidate: key LEAST."""
+    chosen = (key > kth) | ((key == kth) & (column < cut))
+    tl.atomic_or(plane + (column >> 5), 1 << (column & 31), mask=chosen & (key != LEAST), sem="relaxed")
+
+
+@triton.jit
 def _choose(pick, M, low, high, columns, entries, plane, NB: tl.constexpr, PART: tl.constexpr):
     """Set the bits of the `pick` largest of M candidates, whose keys are in [low, high); ties to the lower column.
 
-    NB candidates are held while their keys are searched, later PART at a time are looked at again.
+    NB candidates are held, the others looked at PART at a time once it is known which to take.
     """
     none = tl.full((), 0, tl.int32)
-    kth, from_kth, above = _kth(pick, low, high, M, none, entries, M, low, False, NB)
+    key, column = _entries(0, entries, M, NB)
+    kth, from_kth, above = _kth(pick, low, high, M, none, key, column, entries, M, low, False, NB)
     cut = columns  # of the candidates with that very key, if not all: those before this column
     if from_kth != pick:
-        last, _, _ = _kth(pick - above, -columns, none, from_kth - above, none, entries, M, kth, True, NB)
+        last, _, _ = _kth(
+            pick - above, -columns, none, from_kth - above, none, key, column, entries, M, kth, True, NB
+        )  # fmt: skip
         cut = -last
-    for at in range(0, M, PART):
-        key, column = _entries(at, entries, M, PART)
-        chosen = (at + tl.arange(0, PART) < M) & ((key > kth) | ((key == kth) & (column < cut)))
-        tl.atomic_or(plane + (column >> 5), 1 << (column & 31), mask=chosen, sem="relaxed")
+    _mark(key, column, kth, cut, plane)
+    for at in range(NB, M, PART):
+        more, its_column = _entries(at, entries, M, PART)
+        _mark(more, its_column, kth, cut, plane)
 
 
 @triton.jit
