@@ -12,6 +12,7 @@ from longreach.bench.words import goal, outcome, rate
 from longreach.errors import InvalidInput
 from longreach.records.quality import quality, summary
 from longreach.records.record import files
+from longreach.records.skipped import Skipped, skipped
 
 
 def update(page: Path, results: Path) -> bool:
@@ -48,6 +49,7 @@ def markers(name: str) -> tuple[str, str]:
 def numbers(results: Path) -> str:
     """Markdown: for each case our time, that on our best pages, the fastest rival's, what became of targets."""
     rows: list[str] = []
+    unforced, forced = skipped(results), False
     places: dict[str, dict[str, str]] = {}
     for group in GROUPS:
         path = results / f"{group}.json"
@@ -55,18 +57,35 @@ def numbers(results: Path) -> str:
             continue
         cases: dict[str, Any] = read(path)["cases"]
         for name in (name for name in CASES if name in cases):
-            rows += _rows(name, cases[name])
             case = cases[name]
+            forced = forced or "forced" in case
+            rows += _rows(name, case, unforced)
             where = f"{case['device']['name']}, commit {(case['commit'] or 'unknown')[:12]}"
             places.setdefault(where, {}).update(case["versions"] | case["baselines"]["versions"])
     if not rows:
         return "No measurements yet."
     head = ["| case | longreach | longreach, best page size | fastest other kernel | must reach | got |",
             "|---|---|---|---|---|---|"]  # fmt: skip
-    return "\n".join([*head, *rows, "", *(f"Measured on {where}: {_versions(v)}." for where, v in places.items())])
+    said = [_forced(unforced), ""] if forced else []
+    made = [f"Measured on {where}: {_versions(v)}." for where, v in places.items()]
+    return "\n".join([*head, *rows, "", *said, *made])
 
 
-def _rows(name: str, case: dict[str, Any]) -> list[str]:
+def _forced(unforced: Skipped | None) -> str:
+    """What stands below numbers of forced hits."""
+    text = "Forced: every head is made to hit, for timing alone, so keys read are no result."
+    if unforced is None:
+        return text
+    return (
+        f"{text} Beside it: the keys that {unforced.model} skips with nothing forced, as it answers RULER's tasks at "
+        f"{unforced.length} tokens by `{unforced.label}`, the loosest threshold measured whose mean is within a point "
+        f"of dense attention's (`{unforced.where}`)."
+    )
+
+
+def _rows(name: str, case: dict[str, Any], unforced: Skipped | None) -> list[str]:
+    if "forced" in case:
+        name += " (forced)" if unforced is None else f" (forced; {unforced.model} skips {unforced.share:.0%})"
     entries = case["entries"]
     ours = [e for e in entries if e["who"] == "longreach"]
     mine = next(

@@ -46,6 +46,8 @@ def test_a_record_says_what_was_forced() -> None:
 
 def test_rates_have_a_break_even() -> None:
     times = {"rate 0, guard": 9, "rate 0": 12, "rate 0.5, guard": 8, "rate 0.5": 10, "dense": 9, "A": 7}
+    for rate, guarded, free in ((0.3, 8.4, 10.8), (0.6, 7.5, 9), (0.7, 7, 8), (0.8, 6.5, 7)):  # on the lines between
+        times |= {f"rate {rate:g}, guard": guarded, f"rate {rate:g}": free}
     for rate, us in ((0.9, 6), (0.97, 4), (0.99, 3), (1, 2)):
         times |= {f"rate {rate:g}, guard": us, f"rate {rate:g}": us}
     entries = [
@@ -54,7 +56,7 @@ def test_rates_have_a_break_even() -> None:
     ]
     reuse = CASES["mac-rates-128k-b1"].reuse
     assert reuse is not None
-    found = run.break_evens(reuse, entries)
+    found = run.break_evens(reuse, entries, 1)
     assert found["guard"] == {"dense": 0.0, "fastest other kernel": pytest.approx(0.7)}
     assert found["no guard"] == {"dense": pytest.approx(0.6), "fastest other kernel": pytest.approx(0.8)}
 

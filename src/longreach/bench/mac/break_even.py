@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def break_even(times: Sequence[tuple[float, float]], other: float) -> float | None:
-    """The hit rate past which all times lie below `other`, on straight lines between them: 0 where all lie below, None
-    where the last does not. times: (hit rate, time), rates ascending.
+def break_even(times: Sequence[tuple[float, float]], other: float, group: int) -> float | None:
+    """The hit rate past which all times lie below `other`: 0 where all lie below, None where the last does not.
+
+    times: (hit rate, time), rates ascending. Between them on straight lines over rate ** group, the share of KV heads
+    of `group` query heads that reuse, since it is those that save.
     """
     later: tuple[float, float] | None = None
     for rate, time in reversed(times):
+        reuse = rate**group
         if time >= other:
             if later is None:
                 return None
             high, less = later
-            return rate + (high - rate) * (time - other) / (time - less)
-        later = rate, time
+            return (reuse + (high - reuse) * (time - other) / (time - less)) ** (1 / group)
+        later = reuse, time
     return 0.0

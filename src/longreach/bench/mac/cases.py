@@ -8,7 +8,7 @@ from longreach.bench.case import Case, Hits, Model, Reuse, Shape, Target
 
 K = 1024
 GAPS = (350, 64, 1024)
-RATES = (0.0, 0.5, 0.9, 0.97, 0.99, 1.0)
+RATES = (0.0, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97, 0.99, 1.0)
 RIVALS = ("flashinfer", "flash_attention_3", "torch_sdpa")
 FIGURE_6 = {32: 13.5, 64: 21.0, 128: 34.0, 256: 46.0}  # context in K -> speedup at batch 32, 99% skipped, 512 rows
 SHARES = (1, 5, 10, 20)

@@ -87,7 +87,7 @@ def run_mac(
         },
         "entries": entries,
         "speed_over_fastest": speeds(entries),
-        "break_even": break_evens(reuse, entries),
+        "break_even": break_evens(reuse, entries, case.shape.heads // case.shape.kv_heads),
         "targets": judge(case, entries),
     }
 
@@ -118,7 +118,7 @@ def speeds(entries: list[dict[str, Any]]) -> dict[str, Any]:
     return {"kernel": fastest["name"], "ratios": ratios}
 
 
-def break_evens(reuse: Reuse, entries: list[dict[str, Any]]) -> dict[str, dict[str, float | None]]:
+def break_evens(reuse: Reuse, entries: list[dict[str, Any]], group: int) -> dict[str, dict[str, float | None]]:
     """For each kind of kernel compared with, with the guard and without: the hit rate from which the step is faster.
 
     Empty for cases of one rate.
@@ -131,7 +131,9 @@ def break_evens(reuse: Reuse, entries: list[dict[str, Any]]) -> dict[str, dict[s
     found = {}
     for guard in (True, False):
         curve = sorted((h.rate, took[h.name]) for h in reuse.hits if h.guard is guard)
-        found["guard" if guard else "no guard"] = {name: break_even(curve, other) for name, other in against.items()}
+        found["guard" if guard else "no guard"] = {
+            name: break_even(curve, other, group) for name, other in against.items()
+        }
     return found
 
 
