@@ -74,6 +74,23 @@ def test_what_reads_less_is_further_off_and_says_what_it_reused(found: tuple[Dia
     assert sum(short["right"]) < 3 and short["nll_answers"] > parts["dense"]["nll_answers"]
 
 
+def test_answers_may_be_its_own(mini: Any, found: tuple[Dialogue, dict[str, Any]]) -> None:
+    """It goes on from what it says, and is compared with dense attention until it says something else."""
+    task, fed = found
+    short = "streaming_llm window=40"
+    own = Dialogue(*mini, specs([NEVER, short]), length=400, questions=3, seed=1, own=True)
+    assert own.scripts == task.scripts
+    parts = {label: parts[0] for label, parts in own.run(chunk=256).items()}
+    for label in ("dense", NEVER):  # right throughout, so the same words
+        same = ("nll", "nll_answers", "kl", "agree")
+        assert parts[label]["right"] == fed[label]["right"] == [True] * 3
+        assert [parts[label][x] for x in same] == pytest.approx([fed[label][x] for x in same], rel=1e-6, abs=1e-9)
+    lost, then = parts[short], fed[short]
+    assert lost["right"][0] is False is then["right"][0] and lost["kl"] != then["kl"]
+    assert lost["kl_by_question"][0] is not None and lost["kl_by_question"][1:] == [None, None]
+    assert lost["nll"] != then["nll"] and 0 < lost["agree"] <= 1
+
+
 def test_samples_that_were_measured_are_taken_over(mini: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     task = Dialogue(*mini, specs([]), length=200, questions=1, samples=2)
     assert task.scripts[0] != task.scripts[1]

@@ -25,6 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "needles (default 4096); questions and answers come on top")  # fmt: skip
     parser.add_argument("--questions", type=positive, default=50, metavar="N", help="needles, each asked for once "
                         "(default 50: some 2000 tokens)")  # fmt: skip
+    parser.add_argument("--own-answers", action="store_true", help="answers are the method's own words, and it goes on "
+                        "from them; else the right ones are fed, the same to all")  # fmt: skip
     parser.add_argument("--samples", type=positive, default=1, metavar="N", help="dialogues (default 1)")
     parser.add_argument("--seed", type=count, default=0, metavar="N", help="which texts and needles (default 0)")
     parser.add_argument("--method", action="append", default=[], metavar="SPEC", help="'[PREFILL/]DECODE "
@@ -52,11 +54,11 @@ def run(args: argparse.Namespace) -> int:
         from longreach.records import environment
 
         task = Dialogue(model, tokenizer, specs, length=args.length, questions=args.questions, samples=args.samples,
-                        seed=args.seed, graph=args.graph)  # fmt: skip
+                        seed=args.seed, own=args.own_answers, graph=args.graph)  # fmt: skip
         where, about = environment(model.device), model_about(model, args.model)
     said = {
         "model": about,
-        "config": {name: getattr(args, name) for name in ("length", "questions", "samples", "seed",
+        "config": {name: getattr(args, name) for name in ("length", "questions", "samples", "seed", "own_answers",
                                                           "prefill_chunk_size")},
         **where, "methods": {spec.label: spec.to_json() for spec in specs},
         "tokens": [{"prompt": len(one.prompt), "decoded": len(one.fed)} for one in task.scripts],

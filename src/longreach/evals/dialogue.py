@@ -67,8 +67,10 @@ def script(tokenizer: Any, length: int, questions: int, random: Random, count: C
 
 @dataclass
 class Heard:
-    """What a method expected of each token that it was fed [n]: its nll, whether it was the likeliest; beside dense
-    attention: the divergence of its distribution, whether the likeliest token is the same."""
+    """What a method expected of each token of the script [n]: its nll, whether it was the likeliest; beside dense
+    attention: the divergence of its distribution, whether the likeliest token is the same.
+
+    The latter are NaN once it has said something else than dense attention, where answers are its own."""
 
     nll: list[Tensor]
     right: list[Tensor]
@@ -79,14 +81,20 @@ class Heard:
         """right: of each answer, whether every token of it was the likeliest. Means are over decode steps: all tokens
         but the first, which the prompt alone expected."""
         right = torch.stack(self.right).tolist()
-        means = {name: float(torch.stack(getattr(self, name))[1:].double().mean()) for name in ("nll", "kl", "agree")}
+        means = {
+            name: float(torch.stack(getattr(self, name))[1:].double().nanmean()) for name in ("nll", "kl", "agree")
+        }
         tokens = torch.stack(self.nll).double()
         return {
             "right": [all(right[a:b]) for a, b in answers],
             **means,
             "nll_answers": float(torch.cat([tokens[a:b] for a, b in answers]).mean()),
-            "kl_by_question": [float(torch.stack(self.kl[a:b]).mean()) for a, b in _turns(answers)],
+            "kl_by_question": [_number(torch.stack(self.kl[a:b]).nanmean()) for a, b in _turns(answers)],
         }
+
+
+def _number(x: Tensor) -> float | None:
+    return None if torch.isnan(x) else float(x)
 
 
 def _turns(answers: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -104,14 +112,15 @@ class Dialogue:
 
     Questions and right answers are fed token by token, so that all methods go on from the same words; an answer is
     right where each of its tokens was the likeliest one, which is when greedy decoding gives it. So a wrong answer does
-    not spoil those after it, but what a method keeps of its own steps does.
+    not spoil those after it, but what a method keeps of its own steps does. own: answers are the tokens that were
+    likeliest instead, as many as the right one has, and the dialogue goes on from them.
     specs: methods, dense first. Raises InvalidInput where prompt and dialogue exceed the model's context, or needles
     their text.
     """
 
     def __init__(
         self, model: Any, tokenizer: Any, specs: Sequence[Spec], *, length: int = 4096, questions: int = 50,
-        samples: int = 1, seed: int = 0, graph: bool | None = None,
+        samples: int = 1, seed: int = 0, own: bool = False, graph: bool | None = None,
     ):  # fmt: skip
         for name, value in (("questions", questions), ("samples", samples)):
             if value < 1:
@@ -119,7 +128,7 @@ class Dialogue:
         for spec in specs:
             for method in (spec.prefill, spec.decode):
                 method.check(shape_of(model))
-        self.model, self.specs, self.graph = model, specs, graph
+        self.model, self.specs, self.own, self.graph = model, specs, own, graph
         count = Counter(tokenizer)
         self.scripts = [
             script(tokenizer, length, questions, Random(f"{seed}/dialogue/{n}"), count) for n in range(samples)
@@ -146,7 +155,7 @@ class Dialogue:
         return {spec.label: [part[spec.label] for part in parts] for spec in self.specs}
 
     def _sample(self, one: Script, chunk: int, progress: Progress, which: str) -> dict[str, Any]:
-        found, reference = dict[str, Any](), list[Likeliest]()
+        found, reference = dict[str, Any](), _Reference([], [])
         room = CacheConfig(capacity=len(one.prompt) + len(one.fed) + 1)
         for prefill, specs in by_prefill(self.specs):
             with attach(self.model, prefill=prefill, cache=room) as session, torch.inference_mode():
@@ -157,7 +166,7 @@ class Dialogue:
                 for spec in specs:
                     session.switch(spec.decode)
                     with reader.aside(), progress(f"{which}, {spec.label}", len(one.fed)) as advance:
-                        heard, seconds = _fed(reader, first, one.fed, reference, advance)
+                        heard, seconds = _fed(reader, first, one, reference, advance, own=self.own)
                     found[spec.label] = {
                         **heard.to_json(one.answers), "bytes": phase_bytes(session.report(), "decode"),
                         "seconds_per_token": seconds, "noted": _noted(session),
@@ -165,25 +174,40 @@ class Dialogue:
         return found
 
 
+class _Reference(NamedTuple):
+    """Dense attention's distributions and what it was fed."""
+
+    found: list[Likeliest]
+    fed: list[Tensor]
+
+
 def _fed(
-    reader: Reader, first: Tensor, fed: Sequence[int], reference: list[Likeliest], advance: Advance
+    reader: Reader, first: Tensor, one: Script, reference: _Reference, advance: Advance, *, own: bool
 ) -> tuple[Heard, float | None]:
-    """Decode these tokens. reference: dense attention's distributions, made by the first call."""
-    heard, leading, answer = Heard([], [], [], []), not reference, Answer()
+    """Decode a script. reference: made by the first call."""
+    fed = one.fed
+    heard, leading, answer = Heard([], [], [], []), not reference.found, Answer()
     tokens = torch.tensor(fed, device=first.device)
+    mine = {at for a, b in one.answers for at in range(a, b)} if own else set()
+    same = torch.ones((), dtype=torch.bool, device=first.device)  # as dense attention has been fed
 
     def choose(logits: Tensor) -> Tensor:
+        nonlocal same
         at = len(heard.nll)
         if at >= len(fed):  # it may be asked past the end
             return tokens[-1:]
         row, token = logits[0], tokens[at]
+        likeliest = row.argmax()
+        given = likeliest if at in mine else token
         if leading:
-            reference.append(Likeliest.of(row))
+            reference.found.append(Likeliest.of(row))
+            reference.fed.append(given)
         heard.nll.append(-row.double().log_softmax(0)[token])
-        heard.right.append(row.argmax() == token)
-        heard.kl.append(reference[at].divergence(row))
-        heard.agree.append(row.argmax() == reference[at].tokens[0])
-        return tokens[at : at + 1]
+        heard.right.append(likeliest == token)
+        heard.kl.append(torch.where(same, reference.found[at].divergence(row), torch.nan))
+        heard.agree.append(torch.where(same, (likeliest == reference.found[at].tokens[0]).double(), torch.nan))
+        same = same & (given == reference.fed[at])
+        return given[None]
 
     with closing(reader.decode(first, len(fed), answer, choose=choose)) as chosen:
         for _ in chosen:
