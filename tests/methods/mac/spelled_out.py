@@ -31,8 +31,9 @@ def rule_of(method: MAC, size: int) -> Rule:
         minimum=method.minimum,
         deepest=method.depth,
         patience=16.0 if method.guard else math.inf,
+        reuses=4.0,
         rest=method.guard or 1,
-        price=2 * (DIM * size + 4) / (2 * DIM * size),
+        price=2 * (DIM * size + 4 + (2 if method.depth else 0)) / (2 * DIM * size),
     )
 
 
@@ -73,7 +74,7 @@ class SpelledOut:
                 history = brute.seen.setdefault(slot, {})
                 brute.row(slot, pos, query)
                 history[pos].depth[:] = [0] * HEADS
-                history[pos].credit[:] = [self.rule.patience] * KV_HEADS
+                history[pos].credit[:] = [math.inf] * KV_HEADS
                 self._keep(layer, slot, pos, self.logits(layer, text, pos))
 
     def decode(self, slot: int, text: Text, pos: int) -> Tensor:

@@ -13,6 +13,8 @@ from longreach.ops import Rows
 from longreach.ops.nearest import Matched, Ring, Rule
 from longreach.ops.rope import Turn, angles
 
+UNIT = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+
 
 @dataclass
 class Noted:
@@ -45,6 +47,8 @@ class Brute:
             if self.rule.deepest is not None and row.depth[head] >= self.rule.deepest:
                 continue
             distance = float(((query.double() - row.query[head].double()) ** 2).sum())
+            if distance <= 64 * UNIT[query.dtype] ** 2 * float((query.double() ** 2).sum()) < math.inf:
+                distance = 0.0
             if distance <= best and distance < math.inf:
                 best, where = distance, p
         return best, where
@@ -56,7 +60,7 @@ class Brute:
         before = history.get(pos - 1)
         starts, takes, depths, credits, searched, found = [], [], [], [], [], []
         for g in range(self.kv_heads):
-            account = rule.patience if before is None else before.credit[g]
+            account = math.inf if before is None else before.credit[g]
             looked = max(0, min(rule.window, pos - rule.sinks - rule.band))
             long = pos + 1 >= rule.minimum
             if long and account >= 0 and looked:
@@ -74,7 +78,8 @@ class Brute:
                 depths.append(history[p].depth[h] + 1 if every else 0)
             if searched[-1]:
                 saved = min(starts[g * group :]) - rule.sinks if every else 0
-                account = min(rule.patience, account + saved / (looked * rule.price) - 1)
+                full = max(rule.patience, rule.reuses * (pos + 1 - rule.sinks) / (looked * rule.price))
+                account = min(full, min(full, account) + saved / (looked * rule.price) - 1)
                 account = -float(rule.rest) if account < 0 else account
             elif long and account < 0:
                 account += 1

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from longreach.ops import Rows
+from longreach.ops import Rows, rotate
 from longreach.ops.nearest import DEPTHS, NOTES, Ring, Rule, match, recovered
 from longreach.ops.nearest import triton as kernels
 from longreach.ops.nearest.triton_tuning import Tuning
@@ -23,6 +23,7 @@ RULES = {
     "sinks": replace(BASE, sinks=2, patience=math.inf),
     "depth": replace(BASE, deepest=2, patience=math.inf),
     "guard": replace(BASE, limit=4.0, price=1.5),
+    "reuses": replace(BASE, limit=4.0, price=1.4973, reuses=1.2, sinks=1),
     "minimum": replace(BASE, minimum=14, patience=math.inf),
     "band": replace(BASE, band=1000),
     "gaps": replace(BASE, near=2, far=5, patience=math.inf),
@@ -93,7 +94,7 @@ def test_many_steps(name: str, impl: str) -> None:
         assert not reused
     else:
         assert reused > 10, "the rule should be seen at work"
-    assert (rested > 0) == (name in ("guard", "never", "all"))
+    assert (rested > 0) == (name in ("guard", "reuses", "never", "all"))
     assert searched > 0 or name == "band"
 
 
@@ -166,6 +167,35 @@ def test_ties_go_to_the_newest(impl: str) -> None:
         got = run(impl, Rows(query, torch.tensor([0]), torch.tensor([pos])), slots, held, rule)
         if pos > rule.band:
             assert got.start[0].tolist() == [pos - rule.band] * HEADS
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton", "blocks"])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_rotated_and_recovered_equal_queries_are_ties(impl: str, dtype: torch.dtype, weighted: bool) -> None:
+    """Three queries that come again and again, rotated as a model rotates them. Recovered they differ by roundings,
+    in 16 bits by more than the limit, yet the newest is taken; where nothing is to be near enough, none is."""
+    draw, slots = torch.Generator().manual_seed(4), torch.tensor([1])
+    kinds = torch.randn(3, HEADS, DIM, generator=draw).to(dtype)
+    half = torch.rand(HEADS, DIM // 2, generator=draw)
+    weight = torch.cat([half, half], 1) if weighted else None
+    held, shut, order = ring(dtype), ring(dtype), [0, 1, 0, 2, 1, 1, 0, 2, 0, 1, 2, 2, 0, 1]
+    rule, noise = replace(RULES["plain"], limit=1e-12), 0.0
+    for pos, kind in enumerate(order):
+        turn = random_turn(torch.tensor([7 * pos]), DIM // 2, "half", dtype)
+        q = rotate(kinds[kind][None], turn.cos[:, None], turn.sin[:, None])
+        rows = Rows(q, torch.tensor([0]), torch.tensor([pos]))
+        got = run(impl, rows, slots, held, rule, turn=turn, weight=weight)
+        back = [p for p in range(max(rule.band, pos - WINDOW), pos) if order[p] == kind]
+        want = [max(back, default=-1)] * HEADS
+        assert [-1 if at < 0 else at % held.size for at in got.take[0].tolist()] == [p % held.size if p >= 0 else -1
+                                                                                     for p in want]  # fmt: skip
+        none = run(impl, rows, slots, shut, replace(rule, limit=0.0), turn=turn, weight=weight)
+        assert none.take[0].tolist() == [-1] * HEADS
+        for p in back:
+            apart = held.query[1, :, p % held.size].double() - held.query[1, :, pos % held.size].double()
+            noise = max(noise, float(apart.square().sum(-1).max()))
+    assert noise > (0.0 if dtype == torch.float32 else rule.limit), "they differ"
 
 
 @impls

@@ -39,6 +39,9 @@ def spelled_out(query: torch.Tensor, slot: int, pos: int, held: Ring, head: int,
         if bounds["deepest"] is not None and int(held.depth[slot, head, place]) >= bounds["deepest"]:
             continue
         distance = float(((query.double() - held.query[slot, head, place].double()) ** 2).sum())
+        unit = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}[query.dtype]
+        if distance <= 64 * unit**2 * float((query.double() ** 2).sum()):
+            distance = 0.0
         if distance <= best:
             best, where = distance, p
     return best, where

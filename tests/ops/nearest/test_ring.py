@@ -67,6 +67,7 @@ def test_a_ring_that_does_not_fit_together(wrong: dict[str, Any], message: str) 
         ({"limit": math.nan}, "limit: expected a number >= 0, got nan"),
         ({"limit": -1.0}, "limit: expected"),
         ({"patience": -1.0}, "patience: expected"),
+        ({"reuses": -1.0}, "reuses: expected"),
         ({"price": "1"}, "price: expected"),
     ],
 )

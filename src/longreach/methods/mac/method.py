@@ -21,7 +21,7 @@ from longreach.methods.base import (
     is_count,
 )
 from longreach.methods.mac.notes import columns, probed
-from longreach.methods.mac.plan import KIND, SCALES, MACPlan, Scale
+from longreach.methods.mac.plan import KIND, MOST, SCALES, MACPlan, Scale
 from longreach.methods.mac.rows import last_rows
 from longreach.methods.mac.state import LayerState
 from longreach.ops import Partial, Span, Spans, at, merge, near
@@ -29,7 +29,8 @@ from longreach.ops.nearest import Rule, recovered
 from longreach.ops.types import require
 from longreach.plans import find
 
-PATIENCE = 16.0  # searches in vain that the profit guard allows before a KV head rests
+PATIENCE = 16.0  # searches in vain that the profit guard allows before a KV head rests,
+REUSES = 4.0  # or as many as this many reuses pay for: at twice the rate that pays, chance alone exhausts few accounts
 
 
 @dataclass(frozen=True)
@@ -78,12 +79,12 @@ class MAC(AttentionMethod):
     def __post_init__(self) -> None:
         for name, least in (("window", 1), ("band", 1), ("minimum", 0), ("gap", 1), ("depth", 1), ("guard", 1)):
             value = getattr(self, name)
-            most = 1 << (15 if name == "depth" else 24)
+            most = 1 << 15 if name == "depth" else MOST
             fits = value is None or (is_count(value, least) and value < most)
             require(fits, f"{name}: expected a count in [{least}, {most}) or None, got {value!r}")
         for name in ("sinks", "check_every"):
             value = getattr(self, name)
-            require(is_count(value) and value < 1 << 24, f"{name}: expected a count in [0, 2^24), got {value!r}")
+            require(is_count(value) and value < MOST, f"{name}: expected a count in [0, 2^24), got {value!r}")
         ok = isinstance(self.tau, (int, float)) and not isinstance(self.tau, bool) and 0 <= self.tau < 1
         require(ok or self.tau is None, f"tau: expected a number in [0, 1) or None, got {self.tau!r}")
         require(self.scale in SCALES, f"scale: expected one of {', '.join(SCALES)}, got {self.scale!r}")
@@ -125,7 +126,8 @@ class MAC(AttentionMethod):
         assert window is not None and band is not None and tau is not None
         window = window if self.gap is None else min(window, self.gap)
         dim, size = k.shape[3], k.element_size()
-        price = group * (dim * size + 4) / (2 * dim * size)  # a row of the ring in keys, whose values are read too
+        each = dim * size + 4 + (0 if self.depth is None else 2)  # query, stamp, depth
+        price = group * each / (2 * dim * size)  # a row of the ring in keys, whose values are read too
         pays = math.ceil(price * window) + band + self.sinks
         return Rule(
             window=window,
@@ -135,6 +137,7 @@ class MAC(AttentionMethod):
             minimum=(1 << 30) - 1 if not reuses else pays if self.minimum is None else self.minimum,
             deepest=self.depth,
             patience=math.inf if self.guard is None else PATIENCE,
+            reuses=REUSES,
             rest=self.guard or 1,
             price=price,
         )
@@ -151,7 +154,7 @@ class MAC(AttentionMethod):
             query = recovered(some.rows.q, some.turn(), state.weight, state.ring.query.dtype)
             entry = some.attend(Spans((Span(at(rule.sinks), near(1 - rule.band)),)), sink=False)
             slot = some.slots[some.rows.seq.long()]
-            state.note(slot, some.rows.pos, query, entry, rule.patience)
+            state.note(slot, some.rows.pos, query, entry, math.inf)
 
     def run(self, call: LayerCall, state: SequenceState | None) -> Outcome:
         assert isinstance(state, LayerState)

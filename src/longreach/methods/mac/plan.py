@@ -16,6 +16,7 @@ from longreach.plans import Plan
 KIND = "mac"
 Scale = Literal["sqrt2d", "calibrated"]
 SCALES: tuple[Scale, ...] = get_args(Scale)
+MOST = 1 << 24  # windows, bands and other numbers of tokens are below it
 ANEW = "take another plan, or calibrate anew (longreach calibrate mac)"
 
 
@@ -46,9 +47,9 @@ class MACPlan:
             fits = isinstance(values, tuple) and len(values) == layers
             require(fits, f"{name}: expected one number for each of {layers} layers, got {values!r}; {ANEW}")
         for n in self.window:
-            require(is_count(n, 1), f"window: expected counts >= 1, got {n!r}; {ANEW}")
+            require(_fits(n), f"window: expected counts in [1, {MOST}), got {n!r}; {ANEW}")
         for band in self.band:
-            require(band is None or is_count(band, 1), f"band: expected counts >= 1 or null, got {band!r}; {ANEW}")
+            require(band is None or _fits(band), f"band: expected counts in [1, {MOST}) or null, got {band!r}; {ANEW}")
         for scale in SCALES:
             for tau in self.tau[scale]:
                 ok = isinstance(tau, (int, float)) and not isinstance(tau, bool) and 0 <= tau < 1
@@ -82,6 +83,10 @@ class MACPlan:
     def arrays(self) -> dict[str, Tensor]:
         """As a plan's arrays hold it."""
         return {"energy": self.energy.to(torch.float32)}
+
+
+def _fits(value: object) -> bool:
+    return is_count(value, 1) and isinstance(value, int) and value < MOST
 
 
 def _tuple(values: object) -> Any:

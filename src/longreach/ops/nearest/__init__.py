@@ -3,9 +3,9 @@
 from longreach.ops.nearest.api import implementations, match, nearest
 from longreach.ops.nearest.reference import recovered
 from longreach.ops.nearest.ring import DEEPEST, Ring
-from longreach.ops.nearest.rule import DEPTHS, NOTES, Matched, Nearest, Rule
+from longreach.ops.nearest.rule import DEPTHS, NOTES, Matched, Nearest, Rule, tie
 
 __all__ = [
     "DEEPEST", "DEPTHS", "NOTES", "Matched", "Nearest", "Ring", "Rule", "implementations", "match", "nearest",
-    "recovered",
+    "recovered", "tie",
 ]  # fmt: skip

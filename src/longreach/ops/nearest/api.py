@@ -36,7 +36,8 @@ def nearest(
 
     Looked through are the rows at positions [pos - window, pos), at `oldest` and after, that the ring holds (by their
     stamps), with gaps from `near` to `far` and a depth below `deepest`. A query or a row with NaN matches nothing, and
-    disturbs no other. Sums are fp32 and in a fixed order, so results are the same at every call.
+    disturbs no other. Sums are fp32 and in a fixed order, so results are the same at every call. Distances that rounding
+    explains are 0, and so ties: squared ones up to `tie(dtype)` |query|^2.
 
     query: [R, H, D] of the ring's dtype, as queries in the ring are (before rotation, scaled alike); slot, pos: int
     [R], the ring's sequence and the position of each; window: at most C.
@@ -67,10 +68,10 @@ def match(
 ) -> Matched:
     """MAC-Attention's match (section 3.2) with all that is decided by it, and the rows' own place in the ring.
 
-    For each row and head the nearest earlier query, before rotation; near enough in all query heads of a KV head means
-    that their entries are reused. Queries, stamps, depths and the guard's accounts of the rows are written into the
-    ring, at pos % C, whose former content no row looks at any more (C is larger than the window). Nothing is decided on
-    the host. Each sequence has one row at most.
+    For each row and head the nearest earlier query, before rotation, ties and all as in `nearest`; near enough in all
+    query heads of a KV head means that their entries are reused. Queries, stamps, depths and the guard's accounts of
+    the rows are written into the ring, at pos % C, whose former content no row looks at any more (C is larger than the
+    window). Nothing is decided on the host. Each sequence has one row at most.
 
     rows: q [R, H, D] as attend takes them; turn: how they were rotated, None for not at all; weight: float [H, D] or
     None, what queries are multiplied by for the match; slots: int [B], the ring's sequence of each of the rows'.

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from longreach.ops.nearest.ring import DEEPEST, Ring
-from longreach.ops.nearest.rule import DEPTHS, NOTES, Matched, Nearest, Rule
+from longreach.ops.nearest.rule import DEPTHS, NOTES, Matched, Nearest, Rule, tie
 from longreach.ops.rope import Turn
 from longreach.ops.types import Rows, accumulator
 
@@ -34,9 +34,12 @@ def _nearest(
         ok = fits & on[r].repeat_interleave(ring.heads // ring.kv_heads)[:, None]
         if deepest is not None:
             ok = ok & (ring.depth[s][:, place] < deepest)
-        apart = ring.query[s][:, place].to(dtype) - query[r].to(dtype)[:, None]
+        mine = query[r].to(dtype)
+        apart = ring.query[s][:, place].to(dtype) - mine[:, None]
         distance = (apart * apart).sum(-1)
         distance = torch.where(ok & (distance < torch.inf), distance, torch.inf)  # NaN is not below infinity
+        alike = (distance <= tie(ring.query.dtype) * (mine * mine).sum(-1)[:, None]) & (distance < torch.inf)
+        distance = torch.where(alike, 0.0, distance)
         least = distance.amin(-1)
         found = (distance == least[:, None]) & (distance < torch.inf)
         distances.append(least)
@@ -53,7 +56,7 @@ def match(rows: Rows, slots: Tensor, ring: Ring, rule: Rule, turn: Turn | None, 
 
     before = (pos - 1) % ring.size
     known = (ring.stamp[slot, before] == pos - 1) & (pos > 0)
-    credit = torch.where(known[:, None], ring.credit[slot, :, before], rule.patience)
+    credit = torch.where(known[:, None], ring.credit[slot, :, before], torch.inf)
     long = (pos + 1 >= rule.minimum)[:, None]
     on, resting = long & (credit >= 0), long & (credit < 0)
     looked = torch.minimum(pos - rule.oldest, torch.full_like(pos, rule.window)).clamp(min=0)[:, None]
@@ -73,8 +76,9 @@ def match(rows: Rows, slots: Tensor, ring: Ring, rule: Rule, turn: Turn | None, 
     depth = torch.where(reused, depth + 1, 0).clamp(max=DEEPEST)
 
     gain = torch.where(reused.unflatten(1, (-1, group)).all(2), (first - rule.sinks).to(credit.dtype), 0.0)
-    gain = gain / (looked * rule.price).clamp(min=1e-9) - 1
-    after = (credit + gain).clamp(max=rule.patience)
+    cost = (looked * rule.price).clamp(min=1e-9)
+    most = (rule.reuses * (pos + 1 - rule.sinks)[:, None] / cost).clamp(min=rule.patience)
+    after = torch.minimum(torch.minimum(credit, most) + gain / cost - 1, most)
     after = torch.where(after < 0, float(-rule.rest), after)
     credit = torch.where(matched, after, torch.where(resting, credit + 1, credit))
 

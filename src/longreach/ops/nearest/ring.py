@@ -19,7 +19,7 @@ class Ring:
     It is there where stamp says so; what lies elsewhere may be anything, NaN too.
     query: [S, H, C, D] float; stamp: int32 [S, C], the row's position, -1 for none.
     depth: int16 [S, H, C], how many reuses a row's entry descends from, 0 if it is exact (DEEPEST: that or more).
-    credit: fp32 (fp64 for fp64 queries) [S, G, C], the profit guard's account after the row, see `Rule`.
+    credit: fp32 (fp64 for fp64 queries) [S, G, C], the profit guard's account after the row, see `Rule`; inf: full.
     arrivals: int32 [S, G], zero between calls: where programs of a kernel count who is done.
     """
 

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from longreach.ops.types import require
@@ -26,9 +27,25 @@ NOTES = (
 )
 
 
+def tie(dtype: torch.dtype) -> float:
+    """Squared distances up to this times |q|^2 count as 0: what rounding makes of equal queries. dtype: the ring's.
+
+    With u the unit roundoff, a query before rotation comes back from a rotated one that was rounded three times (both
+    products of a channel, each of its share of |q|^2, and their sum), is rounded once when it is recovered, and once
+    more after `weight`: a relative error of at most (sqrt 2 + 1 + 1 + 1) u < 4.5 u, and of sqrt(4/3) u root mean
+    square, as each rounding has u / sqrt 3 at most. Of two queries it is sqrt(8/3) u = 1.6 u. The bound is 8 u, (8 u)^2
+    = 64 u^2: five of these; the rest is for the projection, whose sums are added up in another order in a batch of
+    another size (in fp32 3.8 u between a pass over a prompt and a step). weight is one for both channels of a pair.
+    """
+    return 64 * (torch.finfo(dtype).eps / 2) ** 2
+
+
 class Nearest(NamedTuple):
-    """The nearest earlier row of each row and head. distance: squared L2, fp32 (fp64 for fp64) [R, H], inf for none;
-    position: int32 [R, H], where the row found is, -1 for none; it lies at position % C of the ring."""
+    """The nearest earlier row of each row and head.
+
+    distance: squared L2, fp32 (fp64 for fp64) [R, H], inf for none, 0 up to what rounding makes of equal queries (see
+    `tie`); position: int32 [R, H], where the row found is, -1 for none; it lies at position % C of the ring.
+    """
 
     distance: Tensor
     position: Tensor
@@ -39,13 +56,15 @@ class Rule:
     """When the entry of an earlier row stands for what a row would attend to, one layer's numbers.
 
     The row at position m looks through the rows at [m - window, m), at those whose entry is not empty: the entry of
-    row p is over slots [sinks, p + 1 - band). limit: squared distance below which a row is near enough.
+    row p is over slots [sinks, p + 1 - band). limit: squared distance below which a row is near enough; 0: none is.
     minimum: tokens of context below which nothing is looked for. deepest: entries of this depth are not taken, None:
     all are. near, far: the gaps m - p that are taken (the whole window is looked through all the same).
-    patience, rest, price: the profit guard. A KV head has an account of at most `patience`, and at first. A search that
-    finds nothing costs 1; one whose rows are all reused earns the keys it saves over its own cost in keys, which is
-    `price` times the rows looked through (the paper's Eq. 9 is where both are equal), less 1. Below 0 it rests for
-    `rest` rows and then has one search. patience=inf: there is no guard.
+    patience, reuses, rest, price: the profit guard. A KV head has an account. A search that finds nothing costs 1; one
+    whose rows are all reused earns the keys it saves over its own cost in keys, which is `price` times the rows looked
+    through (the paper's Eq. 9 is where both are equal), less 1. Below 0 it rests for `rest` rows and then has one
+    search. The account is full at first, and holds at most `patience`, or what `reuses` reuses of the whole context
+    earn where that is more: where one pays for many searches in vain, as many may be in vain by chance. A head that
+    finds nothing any more rests after so many searches. patience=inf: there is no guard.
     """
 
     window: int
@@ -57,6 +76,7 @@ class Rule:
     near: int = 1
     far: int = 1 << 30
     patience: float = math.inf
+    reuses: float = 0.0
     rest: int = 1
     price: float = 1.0
 
@@ -68,7 +88,8 @@ class Rule:
         require(self.near <= self.far, f"far: expected at least near={self.near}, got {self.far!r}")
         ok = self.deepest is None or (isinstance(self.deepest, int) and 1 <= self.deepest < 1 << 15)
         require(ok, f"deepest: expected None or a count in [1, 2^15), got {self.deepest!r}")
-        for name, value in (("limit", self.limit), ("patience", self.patience), ("price", self.price)):
+        for name in ("limit", "patience", "reuses", "price"):
+            value = getattr(self, name)
             ok = isinstance(value, (int, float)) and value >= 0
             require(ok, f"{name}: expected a number >= 0, got {value!r}")
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from longreach.errors import Unsupported
 from longreach.ops.nearest import triton_kernels as kernels
 from longreach.ops.nearest.ring import Ring
-from longreach.ops.nearest.rule import NOTES, Matched, Nearest, Rule
+from longreach.ops.nearest.rule import NOTES, Matched, Nearest, Rule, tie
 from longreach.ops.nearest.triton_tuning import INTERPRETED, Tuning, tuning
 from longreach.ops.rope import Turn
 from longreach.ops.types import Rows
@@ -98,6 +98,7 @@ def _launch(
     numbers = (
         rule.window, rule.oldest if oldest is None else oldest, rule.band, rule.sinks, rule.minimum, rule.near,
         rule.far, deepest or 0, float(rule.limit), float(rule.patience), float(rule.rest), float(rule.price),
+        float(rule.reuses), tie(ring.query.dtype),
     )  # fmt: skip
     memory = (ring.query, ring.stamp, ring.depth, ring.credit, ring.arrivals)
     shape = {

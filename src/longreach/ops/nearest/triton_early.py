@@ -49,14 +49,13 @@ def known(row, rows, slots, MATCH: tl.constexpr):
 
 
 @triton.jit
-def account(pos, slot, g, ring, rule, C: tl.constexpr, G: tl.constexpr):
-    """The guard's account before a row at `pos`, in KV head g."""
+def account(pos, slot, g, ring, C: tl.constexpr, G: tl.constexpr):
+    """The guard's account before a row at `pos`, in KV head g; full where the row before is not known."""
     _, stamp, _, credit, _ = ring
-    patience = rule[9]
     before = tl.where(pos > 0, (pos - 1) % C, 0)
     at = tl.load(stamp + slot * C + before, cache_modifier=".cg")
     held = tl.load(credit + (slot * G + g) * C + before, cache_modifier=".cg")
-    return tl.where((at == pos - 1) & (pos > 0), held, patience)
+    return tl.where((at == pos - 1) & (pos > 0), held, float("inf"))
 
 
 @triton.jit

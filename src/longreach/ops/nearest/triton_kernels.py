@@ -124,7 +124,7 @@ def look(
     rows: (q, row stride, head stride, seq, pos); sizes: (length of slots, S); ring: (query, stamp, depth, credit,
     arrivals); turn: (cos, row and pair stride, sin, row and pair stride), P2 channels of it; pieces: (nearest [R, H, P]
     as `_key` puts it, room for AGES distances a program where it reads its rows block after block);
-    rule: (window, oldest, band, sinks, minimum, near, far, deepest, limit, patience, rest, price).
+    rule: (window, oldest, band, sinks, minimum, near, far, deepest, limit, patience, rest, price, reuses, tie).
     MATCH: `match`, else `nearest`, whose rows give the ring's sequences as seq. result: see `settle`.
     AGES2, PP, HG: powers of two that AGES, P, and the query heads of a KV head fit in. BOUNDED: whether depths are.
     """
@@ -145,7 +145,7 @@ def look(
     if CHAINED:
         seq, slot, pos = early.guessed(row, rows, slots, sizes, MATCH)
         if MATCH:
-            account = early.account(pos, slot, g, ring, rule, C, G)
+            account = early.account(pos, slot, g, ring, C, G)
         guess = _counted(pos, account, rule, MATCH)
         early.fetch(slot, pos, h, first, guess, ring, H, G, C, D, BK if ONCE else 2 * BK, BOUNDED)
         gdc_wait()
@@ -156,14 +156,14 @@ def look(
         held, deep = _signs(slot, pos, h, back, guess, ring, H, C, BOUNDED)
         if CHAINED:
             if MATCH:
-                account = early.account(pos, slot, g, ring, rule, C, G)
+                account = early.account(pos, slot, g, ring, C, G)
             right = early.confirmed(seq, slot, pos, row, rows, slots, MATCH)
             right = right & (_counted(pos, account, rule, MATCH) <= guess)
         q = _query(row, h, rows, turn, weight, query, d, D, P2, HALVES, WEIGHTED)
         if not right:
             slot, pos = early.known(row, rows, slots, MATCH)
             if MATCH:
-                account = early.account(pos, slot, g, ring, rule, C, G)
+                account = early.account(pos, slot, g, ring, C, G)
             count = _counted(pos, account, rule, MATCH)
             x = _queries(slot, pos, h, back, count, query, d, H, C, D)
             held, deep = _signs(slot, pos, h, back, count, ring, H, C, BOUNDED)
@@ -172,7 +172,7 @@ def look(
     else:
         slot, pos = early.known(row, rows, slots, MATCH)
         if MATCH:
-            account = early.account(pos, slot, g, ring, rule, C, G)
+            account = early.account(pos, slot, g, ring, C, G)
         count = tl.minimum(_counted(pos, account, rule, MATCH), first + AGES)
         back = first + tl.arange(0, AGES2)
         held, deep = _signs(slot, pos, h, back, count, ring, H, C, BOUNDED)
@@ -195,6 +195,7 @@ def look(
         if BOUNDED:
             ok = ok & (deep < deepest)
         ok = ok & (distance < float("inf"))  # NaN is not
+        distance = tl.where(distance <= rule[13] * tl.sum(q * q), 0.0, distance)  # as good as equal
         key = tl.min(_key(tl.where(ok, distance, float("inf")), tl.where(ok, p, -1)), 0)
         tl.store(pieces[0] + (row * H + h) * P + piece, key)
         if JOINED:
@@ -225,7 +226,7 @@ def settle(
     _, slot, pos = early.guessed(row, rows, slots, sizes, MATCH)
     account = 0.0
     if MATCH:
-        account = early.account(pos, slot, g, ring, rule, C, G)
+        account = early.account(pos, slot, g, ring, C, G)
     if CHAINED:
         gdc_wait()
         gdc_launch_dependents()
@@ -259,7 +260,7 @@ def _settle(
         tl.store(result[1] + row * H + head, p, mask=mine)
     else:
         query, stamp, depth, credit, _ = ring
-        window, oldest, band, sinks, minimum, _, _, deepest, limit, patience, rest, price = rule
+        window, oldest, band, sinks, minimum, _, _, deepest, limit, patience, rest, price, reuses, _ = rule
         start_of, take_of, put_of, reads_of, notes_of = result
         long = pos + 1 >= minimum
         count = _looked(pos, window, oldest)
@@ -283,8 +284,9 @@ def _settle(
             tl.store(stamp + slot * C + place, pos)
 
         saved = tl.where(every, first - sinks, 0).to(tl.float32)
-        gain = saved / tl.maximum(count.to(tl.float32) * price, 1e-9) - 1
-        after = tl.minimum(account + gain, patience)
+        cost = tl.maximum(count.to(tl.float32) * price, 1e-9)
+        most = tl.maximum(reuses * (pos + 1 - sinks).to(tl.float32) / cost, patience)
+        after = tl.minimum(tl.minimum(account, most) + (saved / cost - 1), most)
         after = tl.where(after < 0, -rest, after)
         after = tl.where(matched, after, tl.where(resting, account + 1, account))
         tl.store(credit + (slot * G + g) * C + place, after)

@@ -1,0 +1,76 @@
+"""Rows whose queries were equal before rotation: the newest is taken, whatever rounding made of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from longreach import MAC, attach
+from longreach.methods.base import LayerCall, Outcome
+from longreach.methods.mac.calibrate import MOST_TAU
+from longreach.methods.mac.notes import AT
+from longreach.testing.tiny import random_tokens, tiny_model
+
+WINDOW, BAND = 60, 4
+METHOD = MAC(window=WINDOW, band=BAND, tau=MOST_TAU, minimum=0, guard=None)
+KINDS, LENGTH, STEPS, HEADS = 9, 82, 12, 4  # each of so many tokens is some nine times in the text
+
+
+def texts(count: int) -> Tensor:
+    """[count, LENGTH] of KINDS tokens."""
+    kinds = random_tokens(1, 200)[0].unique()[:KINDS]
+    return kinds[torch.randint(0, KINDS, (count, LENGTH), generator=torch.Generator().manual_seed(3))]
+
+
+@torch.inference_mode()
+def gaps(model: Any, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+    """[B, STEPS, H]: how far back layer 0 finds a row near enough for each of the last tokens; 0 for none."""
+    found: list[Tensor] = []
+    mask = torch.ones_like(tokens) if mask is None else mask
+
+    def observe(phase: str, call: LayerCall, outcome: Outcome) -> None:
+        if phase == "decode" and call.layer == 0:
+            assert outcome.notes is not None
+            found.append(outcome.notes.tensors[0][..., AT["gap"]].clone())
+
+    with attach(model, decode=METHOD) as session:
+        session.observe = observe
+        cache, length = session.new_cache(len(tokens)), tokens.shape[1] - STEPS
+        model(tokens[:, :length], attention_mask=mask[:, :length], past_key_values=cache)
+        for n in range(length, tokens.shape[1]):
+            model(tokens[:, n : n + 1], attention_mask=mask[:, : n + 1], past_key_values=cache)
+    return torch.stack(found, 1)
+
+
+def newest(tokens: list[int]) -> list[list[int]]:
+    """[STEPS][H]: back to where each of the last tokens came before, in a row that has an entry."""
+    found = []
+    for n in range(len(tokens) - STEPS, len(tokens)):
+        back = [g for g in range(1, WINDOW + 1) if n - g >= BAND and tokens[n - g] == tokens[n]]
+        found.append([min(back)] * HEADS)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["llama", "glm4", "llama_yarn"])
+def test_repeated_tokens_take_the_newest(family: str, dtype: torch.dtype) -> None:
+    """Queries of layer 0 are those of their tokens: in all heads, so that a KV head's agree on the row. The threshold
+    is as tight as a calibrated plan's can be, and accepts them in either dtype."""
+    tokens = texts(1)
+    assert gaps(tiny_model(family).to(dtype), tokens)[0].tolist() == newest(tokens[0].tolist())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_alone_and_in_a_ragged_batch_a_row_takes_the_same(dtype: torch.dtype) -> None:
+    """Sums are in another order there; what they differ by decides nothing."""
+    model, tokens, paddings = tiny_model("llama").to(dtype), texts(3), (0, 17, 5)
+    mask = torch.ones_like(tokens)
+    for row, padding in enumerate(paddings):
+        mask[row, :padding] = 0
+    together = gaps(model, tokens, mask)
+    for row, padding in enumerate(paddings):
+        alone = tokens[row : row + 1, padding:]
+        assert together[row].tolist() == gaps(model, alone)[0].tolist() == newest(alone[0].tolist())
