@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -30,6 +31,8 @@ def test_each_part_of_a_key_changes_its_name() -> None:
 def test_ids_may_come_as_any_integers() -> None:
     name = ChunkKey.of("m", torch.float16, (7,), [1, 2]).name
     assert name == ChunkKey.of("m", "float16", torch.tensor([7]), torch.tensor([1, 2], dtype=torch.int32)).name
+    for ids in (np.array([1, 2], np.uint16), [np.int64(1), np.int32(2)], iter((1, 2))):
+        assert name == ChunkKey.of("m", "float16", [7], ids).name  # type: ignore[arg-type]
 
 
 def test_a_name_is_the_same_in_another_process() -> None:
@@ -42,7 +45,9 @@ def test_a_name_is_the_same_in_another_process() -> None:
 @pytest.mark.parametrize(
     "ids", [
         [1.0], [True], ["1"], torch.zeros(2), torch.zeros(1, 2, dtype=torch.long), [1, 2**63], [-(2**70)],
-        torch.tensor([2**64 - 1], dtype=torch.uint64),
+        torch.tensor([2**64 - 1], dtype=torch.uint64), 5, None, "12", np.zeros(2), np.zeros((1, 2), np.int64),
+        np.array([2**64 - 1], np.uint64), [np.float32(1)], [np.bool_(True)], [[1]],
+        torch.zeros(2, dtype=torch.long, device="meta"), torch.zeros(2, dtype=torch.long).to_sparse(),
     ],
 )  # fmt: skip
 def test_what_is_no_token_ids_is_refused(ids: object) -> None:
@@ -80,3 +85,11 @@ def test_a_chunk_must_fit_its_key() -> None:
         Chunk.of("m", [], [], one.keys, one.values)
     with pytest.raises(InvalidInput, match="every layer"):
         Chunk.of("m", [], [1], [], [])
+
+
+@pytest.mark.parametrize("how", ["meta", "sparse"])
+def test_a_tensor_without_bytes_of_its_own_is_no_part_of_a_chunk(how: str) -> None:
+    one = chunk(1)
+    other = tuple(k.to("meta") if how == "meta" else k.to_sparse() for k in one.keys)
+    with pytest.raises(InvalidInput, match=f"keys of layer 0: expected a plain tensor, got .*{how}"):
+        replace(one, keys=other)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from safetensors import safe_open
 
 from longreach.errors import InvalidInput, StoreError, StoreFull, UnknownName
-from longreach.store import ChunkStore, writing
+from longreach.store import ChunkStore, layout, writing
 from tests.store.factory import chunk, path, same, size
 
 
@@ -42,6 +43,28 @@ def test_tensors_may_be_strided_and_need_gradients(tmp_path: Path) -> None:
     with ChunkStore(tmp_path) as store:
         store.put(strided)
         assert same(store.get(strided.key), strided)
+
+
+def test_a_tensor_that_is_kept_negated(tmp_path: Path) -> None:
+    one = chunk(1, dtype=torch.float32)
+    keys = tuple(torch._neg_view(k) for k in one.keys)
+    assert all(k.is_neg() for k in keys)
+    with ChunkStore(tmp_path) as store:
+        store.put(replace(one, keys=keys))
+        got = store.get(one.key)
+    assert got is not None and all(torch.equal(a, -b) for a, b in zip(got.keys, one.keys, strict=True))
+
+
+def test_a_header_that_no_reader_takes_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = chunk(1)
+    length = len(layout.encode(one)[0]) - 8
+    with ChunkStore(tmp_path) as store:
+        monkeypatch.setattr(layout, "MOST_HEADER", length - 8)
+        with pytest.raises(InvalidInput, match="has a header of"):
+            store.put(one)
+        assert store.entries() == []
+        monkeypatch.setattr(layout, "MOST_HEADER", length)
+        assert store.put(one) and same(store.get(one.key), one)
 
 
 def test_writing_to_what_was_got_changes_no_file(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,19 +24,42 @@ def digest(ids: Sequence[int] | Tensor) -> str:
 
 
 def as_ids(ids: Sequence[int] | Tensor) -> Tensor:
-    """Token ids as int64 [N] on the CPU. Raises InvalidInput where they are no integers in one dimension."""
+    """Token ids as int64 [N] on the CPU; a tensor, an array of numpy or integers. Raises InvalidInput where they are no
+    integers in one dimension."""
+    if isinstance(ids, np.ndarray):
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise InvalidInput(f"token ids: expected integers [N], got {ids.dtype} {list(ids.shape)}")
+        ids = ids.tolist()
     if isinstance(ids, Tensor):
         if ids.dim() != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
             raise InvalidInput(f"token ids: expected integers [N], got {ids.dtype} {list(ids.shape)}")
+        if why := unreadable(ids):
+            raise InvalidInput(f"token ids: expected a plain tensor, got {why}")
         whole = ids.detach().to("cpu", torch.int64).contiguous()
         if ids.dtype == torch.uint64 and bool((whole < 0).any()):
             raise InvalidInput("token ids: expected integers of 64 bits with a sign, got larger ones")
         return whole
-    if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
-        raise InvalidInput(f"token ids: expected integers, got {next(i for i in ids if type(i) is not int)!r}")
-    if any(not -(2**63) <= i < 2**63 for i in ids):
-        raise InvalidInput(f"token ids: expected integers of 64 bits with a sign, got {max(ids, key=abs)}")
-    return torch.tensor(list(ids), dtype=torch.int64)
+    try:
+        listed = list(ids)
+    except TypeError:
+        raise InvalidInput(f"token ids: expected a sequence of integers, got {type(ids).__name__}") from None
+    for i in listed:
+        if isinstance(i, bool) or not isinstance(i, (int, np.integer)):
+            raise InvalidInput(f"token ids: expected integers, got {i!r}")
+    if any(not -(2**63) <= i < 2**63 for i in listed):
+        raise InvalidInput(f"token ids: expected integers of 64 bits with a sign, got {max(listed, key=abs)}")
+    return torch.tensor(listed, dtype=torch.int64)
+
+
+def unreadable(x: Tensor) -> str | None:
+    """Why a tensor's bytes cannot be stored as they are; None where they can."""
+    if x.is_meta:
+        return "one on the meta device, which holds nothing"
+    if x.layout != torch.strided:
+        return f"one of layout {x.layout}; make it dense (to_dense)"
+    if type(x) not in (Tensor, torch.nn.Parameter):
+        return f"a {type(x).__name__}"
+    return None
 
 
 @dataclass(frozen=True)
@@ -101,6 +125,8 @@ class Chunk:
             )
         for name, tensors in (("keys", self.keys), ("values", self.values)):
             for layer, x in enumerate(tensors):
+                if why := unreadable(x):
+                    raise InvalidInput(f"a chunk's {name} of layer {layer}: expected a plain tensor, got {why}")
                 if x.dim() != 3 or x.shape[1] != n or not x.numel() or x.dtype != DTYPES[self.key.dtype]:
                     raise InvalidInput(
                         f"a chunk's {name} of layer {layer}: expected {self.key.dtype} [G, {n}, D], got "

@@ -105,14 +105,20 @@ def _sealed(head: bytes) -> bytes:
 
 
 def encode(chunk: Chunk) -> tuple[bytes, list[memoryview]]:
-    """A file's header, with checksums, and the bytes of its tensors."""
+    """A file's header, with checksums, and the bytes of its tensors. Raises InvalidInput for too long a header."""
     tensors = [chunk.prefix, chunk.tokens, *(x for pair in zip(chunk.keys, chunk.values, strict=True) for x in pair)]
-    tensors = [x.detach().cpu().contiguous() for x in tensors]
+    tensors = [x.detach().cpu().resolve_neg().contiguous() for x in tensors]
     buffers = [_bytes_of(x) for x in tensors]
     dtypes = [NAMES[str(x.dtype).removeprefix("torch.")] for x in tensors]
     names = ["prefix", "tokens", *(f"{kind}.{i}" for i in range(len(chunk.keys)) for kind in ("keys", "values"))]
     specs = tuple(Spec(n, d, tuple(x.shape)) for n, d, x in zip(names, dtypes, tensors, strict=True))
-    return Head(chunk.key, specs, tuple(map(_sum, specs, buffers))).encode(), buffers
+    header = Head(chunk.key, specs, tuple(map(_sum, specs, buffers))).encode()
+    if len(header) - 8 > MOST_HEADER:  # which no reader takes
+        raise InvalidInput(
+            f"a chunk of {len(chunk.keys)} layers and a model's fingerprint of {len(chunk.key.model)} characters has a "
+            f"header of {len(header)} bytes; at most {MOST_HEADER} are read back"
+        )
+    return header, buffers
 
 
 def is_ours(first: bytes) -> bool:

@@ -194,6 +194,12 @@ def test_what_cannot_be_cut_is_refused() -> None:
         Splitter(object())
 
 
+@pytest.mark.parametrize("document", [b"bytes", None, 7, ["a list"]])
+def test_what_is_no_text_is_no_document(document: Any) -> None:
+    with pytest.raises(InvalidInput, match=r"must be text \(str\), got"):
+        Splitter(tiny_tokenizer(), 8).split(document)
+
+
 def test_a_tokenizer_that_does_more_than_its_core_is_refused() -> None:
     class Odd(PreTrainedTokenizerFast):
         def __call__(self, text: Any, **options: Any) -> Any:

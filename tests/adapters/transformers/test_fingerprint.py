@@ -100,6 +100,34 @@ def test_what_changes_keys_changes_it(change: Callable[[Any], Any]) -> None:
     assert of(change(model)) != want
 
 
+def _number(path: str, value: Any) -> Callable[[Any], Any]:
+    def change(model: Any) -> Any:
+        module, _, name = path.rpartition(".")
+        setattr(model.get_submodule(module), name, value)
+        return model
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _config(sliding_window=4),
+        _number("model.layers.0.self_attn.scaling", 0.5),
+        _number("model.layers.1.input_layernorm.variance_epsilon", 0.1),
+        _number("model.layers.1.self_attn.sliding_window", 4),
+        _number("model.layers.1.self_attn.is_causal", False),
+    ],
+    ids=["window", "scaling", "epsilon", "a layer's window", "causal"],
+)
+def test_settings_changed_where_modules_keep_them(change: Callable[[Any], Any]) -> None:
+    model = tiny_model("mistral")
+    taken = fingerprint(model)
+    assert taken.holds(model)
+    change(model)
+    assert not taken.holds(model) and of(model) != taken.digest
+
+
 @pytest.mark.filterwarnings("ignore:torch.ao.quantization:DeprecationWarning")
 def test_quantised_weights_are_read() -> None:
     """Not only that there are some: one of them changed changes it."""
@@ -116,6 +144,8 @@ def test_what_changes_no_key_does_not_change_it() -> None:
     want = of(model)
     model.config.name_or_path, model.config.use_cache, model.config.eos_token_id = "elsewhere", False, 7
     model.config._attn_implementation = "sdpa"
+    model.model.name_or_path, model.model.gradient_checkpointing = "elsewhere", True
+    model.model.rotary_emb.max_seq_len_cached = 9000
     with torch.no_grad():
         model.lm_head.weight.zero_()
     assert of(model) == want

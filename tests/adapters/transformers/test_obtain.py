@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -88,7 +89,11 @@ def test_a_model_in_training_mode_fills_no_store(tmp_path: Path) -> None:
         work = Precompute(session)
         for part in (model, model.model.layers[1].self_attn):
             part.train()
-            for call in (lambda: obtain(work, store, TOKENS), lambda: obtain(work, None, TOKENS)):
+            for call in (
+                lambda: obtain(work, store, TOKENS),
+                lambda: obtain(work, None, TOKENS),
+                lambda: work.key(TOKENS),
+            ):
                 with pytest.raises(InvalidInput, match=r"call model\.eval\(\)"):
                     call()
             with pytest.raises(InvalidInput, match=r"call model\.eval\(\)"):
@@ -119,3 +124,53 @@ def test_what_others_find_broken_meanwhile_is_not_this_chunks_fault(
 
         monkeypatch.setattr(LocalFolder, "read", meanwhile)
         assert obtain(work, store, TOKENS).state == "computed"
+
+
+def test_a_prefix_that_refused_weights_made_makes_no_later_chunk(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    with attach(model) as session, ChunkStore(tmp_path / "s") as store:
+        want = Precompute(session, [257, 3, 5]).compute(TOKENS)
+        for warm in (False, True):
+            work = Precompute(session, [257, 3, 5])
+            if warm:
+                work.compute(TOKENS[:5])
+            weight = model.model.layers[0].self_attn.v_proj.weight.data
+            kept = weight.clone()
+            weight.mul_(3)
+            with pytest.raises(Unsupported, match="have changed since"):
+                obtain(work, store, TOKENS)
+            weight.copy_(kept)
+            assert same(work.compute(TOKENS), want)
+        got = obtain(work, store, TOKENS)
+        assert got.state == "computed" and same(got.chunk, want)
+
+
+def test_a_configuration_changed_since_has_no_key(tmp_path: Path) -> None:
+    model = tiny_model("mistral", sliding_window=None)
+    with attach(model) as session, ChunkStore(tmp_path / "s") as store:
+        work = Precompute(session)
+        want = work.compute(TOKENS)
+        model.config.sliding_window = 4
+        for call in (lambda: obtain(work, store, TOKENS), lambda: work.key(TOKENS), lambda: work.compute(TOKENS)):
+            with pytest.raises(Unsupported, match=r"configuration .* have changed since"):
+                call()
+        assert Precompute(session).key(TOKENS) != want.key and store.entries() == []
+        model.config.sliding_window = None
+        assert same(obtain(work, store, TOKENS).chunk, want)
+
+
+def test_tokens_may_come_as_any_integers(tmp_path: Path) -> None:
+    """What is no token ids at all is refused before anything is computed."""
+    with attach(model_of("llama")) as session, ChunkStore(tmp_path / "s") as store:
+        work = Precompute(session, torch.tensor([257, 3]))
+        want = work.compute(TOKENS)
+        for tokens in (torch.tensor(TOKENS), np.array(TOKENS), tuple(TOKENS)):
+            assert same(work.compute(tokens), want) and same(obtain(work, store, tokens).chunk, want)
+        assert len(store.entries()) == 1
+        wrong: tuple[Any, ...] = (None, 5, "12", [1.5], [True], torch.zeros(3), torch.zeros(2, 2, dtype=torch.long))
+        for tokens in wrong:
+            for call in (work.check, work.key, work.compute, lambda given: obtain(work, None, given)):
+                with pytest.raises(InvalidInput, match="token ids"):
+                    call(tokens)
+            with pytest.raises(InvalidInput, match="token ids"):
+                Precompute(session, tokens)

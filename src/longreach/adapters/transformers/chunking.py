@@ -93,8 +93,11 @@ class Splitter:
     def split(self, text: str) -> Pieces:
         """The chunks of a document; none of an empty one. Special tokens are not added: they belong to the prefix.
 
-        Raises InvalidInput: the text holds what is no Unicode text; `most` is too few for one of its characters.
+        Raises InvalidInput: it is no str, or holds what is no Unicode text; `most` is too few for one of its
+        characters.
         """
+        if not isinstance(text, str):
+            raise InvalidInput(f"a document must be text (str), got {type(text).__name__}; decode it first")
         if any("\ud800" <= c <= "\udfff" for c in text):
             raise InvalidInput("a document must be text; this one holds bytes that are no UTF-8")
         encoding = self.core.encode(text, add_special_tokens=False)

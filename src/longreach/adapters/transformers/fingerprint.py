@@ -1,4 +1,5 @@
-"""What a model's keys and values depend on, as one hash: every weight of the decoder as it is in memory, its config.
+"""What a model's keys and values depend on, as one hash: every weight of the decoder as it is in memory, its
+configuration, and the numbers and words that its modules keep (`self_attn.scaling`, `variance_epsilon`).
 
 Buffers that no checkpoint holds count too: rotary frequencies follow from the config, but a model cast to bf16 after it
 was loaded has rounded ones, and other keys than one loaded in bf16.
@@ -7,16 +8,18 @@ All bytes are hashed, each time a process loads the model. Headers, sizes and sa
 layer; a hash kept beside the files would have to trust their dates, and says nothing of what was loaded from them:
 another dtype, quantised weights, a merged adapter. It costs about a second a GB and core; threads share the tensors.
 
-Whether a model is still the one that was hashed is asked without reading it (`holds`): no tensor was replaced, moved,
-cast, or written to as torch counts writes. Writes behind torch's back (`.data`, numpy, a kernel that is given the
-pointer) are not counted; before a chunk is handed out `sampled_alike` compares SAMPLE bytes of every parameter and
-buffer, evenly spread. What changes most of a tensor (a merged adapter, a scale, a sync of weights) is seen by it; a few
-elements changed behind torch's back may not be, nor weights that layers keep elsewhere than in parameters and buffers
-(torch.ao's packed ones), rotary frequencies, or a chunk that is only read from the store: it is found by `holds` alone.
+Whether a model is still the one that was hashed is asked without reading it (`holds`): configuration and modules'
+numbers and words are the same, and no tensor was replaced, moved, cast, or written to as torch counts writes. Writes
+behind torch's back (`.data`, numpy, a kernel that is given the pointer) are not counted; before a chunk is handed out
+`sampled_alike` compares SAMPLE bytes of every parameter and buffer, evenly spread. What changes most of a tensor (a
+merged adapter, a scale, a sync of weights) is seen by it; a few elements changed behind torch's back may not be, nor
+weights that layers keep elsewhere than in parameters and buffers (torch.ao's packed ones), rotary frequencies, or a
+chunk that is only read from the store: it is found by `holds` alone.
 
 Not in it: the tokenizer (a chunk's key holds tokens), names, special tokens and switches that change no key, the
-language-model head, hooks and functions put in the place of a layer's own. A newer transformers whose configuration has
-another field gives another fingerprint: chunks are then computed anew.
+language-model head, hooks and functions put in the place of a layer's own, and what modules keep in attributes that are
+private (`_`) or neither int, float, bool nor str. A newer transformers whose configuration has another field, or whose
+modules keep another number, gives another fingerprint: chunks are then computed anew.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ from transformers import PreTrainedModel
 from longreach.adapters.transformers.checks import decoder_of
 from longreach.errors import Unsupported
 
-FORMAT = "longreach fingerprint 1"
+FORMAT = "longreach fingerprint 2"
 PIECE = 1 << 26  # bytes brought to the host at a time
 SAMPLE = 64  # bytes of a tensor
 THREADS = 16  # at most: more wait for memory
@@ -59,6 +62,12 @@ WITHOUT_EFFECT = (  # fields of a configuration that change no key and no value
     "transformers_version",
     "use_cache",
 )
+OF_NO_MATTER = (  # attributes of modules that change no key and no value, or that a long prompt changes
+    "gradient_checkpointing",
+    "max_seq_len_cached",
+    "name_or_path",
+    "training",
+)
 
 
 Seen = tuple[str, ReferenceType[Tensor], int, StorageWeakRef | None]
@@ -67,19 +76,24 @@ Seen = tuple[str, ReferenceType[Tensor], int, StorageWeakRef | None]
 @dataclass(frozen=True)
 class Fingerprint:
     """digest: 64 hex digits. seen: the weights by name, how often they had been written to when it was taken, and where
-    they lay (casts and moves put other memory under the same parameter). sample: hash of a few bytes of each."""
+    they lay (casts and moves put other memory under the same parameter). sample: hash of a few bytes of each. settings:
+    hash of the configuration and of the modules' numbers and words."""
 
     digest: str
     seen: tuple[Seen, ...]
     sample: str
+    settings: str
 
     def holds(self, model: PreTrainedModel) -> bool:
-        """Whether no weight was replaced or written to since, as torch counts writes; no byte is read."""
-        now = _seen(decoder_of(model))
-        return len(now) == len(self.seen) and all(
+        """Whether no weight was replaced or written to since, as torch counts writes, and no setting changed; no byte
+        of a weight is read."""
+        decoder = decoder_of(model)
+        now = _seen(decoder)
+        same = len(now) == len(self.seen) and all(
             a == b and old() is not None and old() is new() and m == n and _at(there) == _at(here)
             for (a, old, m, there), (b, new, n, here) in zip(self.seen, now, strict=True)
         )
+        return same and self.settings == _hashed(_settings(decoder))
 
     def sampled_alike(self, model: PreTrainedModel) -> bool:
         """Whether SAMPLE bytes of every weight are what they were; one transfer to the host from each device."""
@@ -96,13 +110,13 @@ def fingerprint(model: PreTrainedModel) -> Fingerprint:
             f"into the model first (merge_and_unload)"
         )
     seen = _seen(decoder)  # first: what is written to while it is hashed does not hold afterwards
-    sample = _sample(decoder)
+    sample, settings = _sample(decoder), _settings(decoder)
     state = _unsaved(decoder) | decoder.state_dict()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with ThreadPoolExecutor(min(THREADS, cores)) as pool:
         parts = pool.map(lambda item: f"{item[0]} {_digest(name, item[0], item[1])}", sorted(state.items()))
-        text = "\n".join([FORMAT, name, _config(decoder), *parts])
-    return Fingerprint(hashlib.sha256(text.encode()).hexdigest(), seen, sample)
+        text = "\n".join([FORMAT, name, settings, *parts])
+    return Fingerprint(_hashed(text), seen, sample, _hashed(settings))
 
 
 def _unsaved(decoder: nn.Module) -> dict[str, Any]:
@@ -114,6 +128,24 @@ def _unsaved(decoder: nn.Module) -> dict[str, Any]:
 
 def _of_peft(module: nn.Module) -> bool:
     return type(module).__module__.partition(".")[0] == "peft"
+
+
+def _hashed(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _settings(decoder: PreTrainedModel) -> str:
+    """The configuration, then what the modules keep as plain numbers and words, sorted by name.
+
+    What is False is left out: releases of transformers differ in which switches that are off they keep.
+    """
+    kept = [
+        f"{prefix}.{name} {value!r}"
+        for prefix, module in decoder.named_modules()
+        for name, value in vars(module).items()
+        if type(value) in (int, float, bool, str) and value is not False and name[0] != "_" and name not in OF_NO_MATTER
+    ]
+    return "\n".join([_config(decoder), *sorted(kept)])
 
 
 def _config(decoder: PreTrainedModel) -> str:

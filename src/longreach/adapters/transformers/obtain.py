@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
+from torch import Tensor
+
 from longreach.adapters.transformers.precompute import Precompute
 from longreach.adapters.transformers.reading import Advance
 from longreach.errors import StoreError
 from longreach.store import Chunk, ChunkStore
+from longreach.store.key import as_ids
 
 State = Literal["stored", "computed", "recomputed"]
 
@@ -26,7 +29,7 @@ class Obtained(NamedTuple):
 
 
 def obtain(
-    work: Precompute, store: ChunkStore | None, tokens: Sequence[int], progress: Advance = lambda done: None
+    work: Precompute, store: ChunkStore | None, tokens: Sequence[int] | Tensor, progress: Advance = lambda done: None
 ) -> Obtained:
     """The chunk of these tokens; computed and stored where the store (None: there is none) does not have it whole.
 
@@ -34,6 +37,7 @@ def obtain(
     chunk (weights that changed have another key); what is wrong with the store is returned, so that the caller can go
     on without it.
     """
+    tokens = as_ids(tokens).tolist()
     work.check(tokens)
     error: StoreError | None = None
     chunk = broken = None

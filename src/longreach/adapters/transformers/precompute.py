@@ -33,7 +33,10 @@ from longreach.errors import InvalidInput, OutOfMemory, Unsupported
 from longreach.ops import rotate
 from longreach.store.key import Chunk, ChunkKey, as_ids
 
-CHANGED = "the model's weights are not those its fingerprint was taken of, or have changed since; take a new one"
+CHANGED = (
+    "the model's weights or configuration are not those its fingerprint was taken of, or have changed since; take a "
+    "new one"
+)
 
 
 class Precompute:
@@ -53,7 +56,7 @@ class Precompute:
     def __init__(
         self,
         session: Session,
-        prefix: Sequence[int] = (),
+        prefix: Sequence[int] | Tensor = (),
         *,
         chunk: int = CHUNK,
         known: Fingerprint | None = None,
@@ -68,7 +71,7 @@ class Precompute:
         self.session, self.pass_tokens = session, chunk
         self._decoder = decoder_of(session.model)
         check_model(session.model, self._decoder, rotary=True)
-        self.prefix = tuple(prefix)
+        self.prefix = tuple(as_ids(prefix).tolist())
         self._check_tokens(self.prefix, "prefix")
         self._require_eval()
         self.fingerprint = known or fingerprint(session.model)
@@ -77,13 +80,18 @@ class Precompute:
         self._attending = attention_modules(self._decoder)
         self._checked = set[int]()
 
-    def key(self, tokens: Sequence[int]) -> ChunkKey:
-        """What a chunk is stored under. Raises Unsupported where the weights are not those of the fingerprint."""
+    def key(self, tokens: Sequence[int] | Tensor) -> ChunkKey:
+        """What a chunk is stored under. Raises InvalidInput (training mode; what can be no tokens), Unsupported where
+        the weights are not those of the fingerprint."""
+        self._require_eval()
         self._require_same()
         return ChunkKey.of(self.fingerprint.digest, self.session.model.dtype, self.prefix, tokens)
 
-    def check(self, tokens: Sequence[int]) -> None:
+    def check(self, tokens: Sequence[int] | Tensor) -> None:
         """Raise InvalidInput for a chunk that this model cannot compute, before any is."""
+        self._check(as_ids(tokens).tolist())
+
+    def _check(self, tokens: Sequence[int]) -> None:
         self._require_eval()
         if not tokens:
             raise InvalidInput("a chunk holds no tokens; leave it out")
@@ -101,12 +109,21 @@ class Precompute:
                 f"context of {limit} tokens; cut it into smaller ones (--chunk-tokens)"
             )
 
-    def compute(self, tokens: Sequence[int], progress: Advance = lambda done: None) -> Chunk:
+    def compute(self, tokens: Sequence[int] | Tensor, progress: Advance = lambda done: None) -> Chunk:
         """The chunk of these tokens. progress is told how many tokens of it each pass read.
 
-        Raises OutOfMemory, Unsupported (keys or values that are no finite numbers; weights changed meanwhile).
+        Raises OutOfMemory, Unsupported (keys or values that are no finite numbers; weights changed meanwhile). Whatever
+        it raises, the prefix is forgotten, and read again with the next chunk: it may be of weights that are refused.
         """
-        self.check(tokens)
+        ids = as_ids(tokens).tolist()
+        self._check(ids)
+        try:
+            return self._compute(ids, progress)
+        except BaseException:
+            self._cache = self.session.new_cache(1)
+            raise
+
+    def _compute(self, tokens: Sequence[int], progress: Advance) -> Chunk:
         self._require_same()
         found = _Found(len(tokens))
         with memory_errors(), self.session.prompt_end(len(self.prefix) + len(tokens)) as phases:
@@ -127,12 +144,15 @@ class Precompute:
             finally:
                 self._cache.drop_columns(max(0, self._cache.columns - len(self.prefix)))
         keys, values = found.layers(len(self._attending))
-        if not self.fingerprint.sampled_alike(self.session.model):  # after the passes: what changed meanwhile shows too
-            raise Unsupported(CHANGED)
+        self._require_sample()  # after the passes: what changed meanwhile shows too
         return Chunk(self.key(tokens), as_ids(self.prefix), as_ids(tokens), keys, values)
 
     def _require_same(self) -> None:
         if not self.fingerprint.holds(self.session.model):
+            raise Unsupported(CHANGED)
+
+    def _require_sample(self) -> None:
+        if not self.fingerprint.sampled_alike(self.session.model):
             raise Unsupported(CHANGED)
 
     def _require_eval(self) -> None:
@@ -150,9 +170,11 @@ class Precompute:
             )
 
     def _read_prefix(self) -> None:
-        with self._cache.restored_on_error():
-            for first in range(self._cache.columns, len(self.prefix), self.pass_tokens):
-                self._forward(self.prefix[first : first + self.pass_tokens])
+        if self._cache.columns == len(self.prefix):
+            return
+        for first in range(self._cache.columns, len(self.prefix), self.pass_tokens):
+            self._forward(self.prefix[first : first + self.pass_tokens])
+        self._require_sample()  # before it is kept for other chunks
 
     @torch.no_grad()
     def _forward(self, tokens: Sequence[int]) -> None:
