@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from longreach.cli.dialogue import summary
+from longreach.cli.dialogue import show, summary
 from tests.cli.test_bad_input import refused
 
 ASKED = ("dialogue", "--model", "mini", "--device", "cpu", "--length", 300, "--questions", 2)
@@ -24,6 +24,7 @@ def test_a_record_and_a_table(longreach: Any, tmp_path: Path) -> None:
         line = next(line for line in result.out.splitlines() if line.startswith(label[:10])).split()
         assert f"{x['score']:.1%}" in line and f"{x['kl']:.4f}" in line and f"{x['decode_reads']['total']:.1%}" in line
         assert len(x["samples"]) == 2 and all(len(part["right"]) == 2 for part in x["samples"])
+    assert "2 dialogues of 2 questions after 300 tokens of text" in result.out
     assert not list(tmp_path.glob("*.journal"))
 
 
@@ -34,6 +35,13 @@ def test_a_summary_counts_answers_quarter_by_quarter() -> None:
     found = summary([part, other])
     assert found["score"] == 5 / 8 and found["by_quarter"] == [1.0, 0.5, 1.0, 0.0] and found["nll"] == 1.5
     assert found["decode_reads"] == {"total": 0.5, "keys": 15 / 80, "values": 15 / 80, "metadata": 10 / 80}
+
+
+def test_one_dialogue_is_called_one(capsys: Any) -> None:
+    config = {"samples": 1, "questions": 1, "length": 90}
+    show({"config": config, "tokens": [{"decoded": 40}], "results": {}}, "here")
+    said = " ".join(capsys.readouterr().out.split())
+    assert "1 dialogue of 1 question after 90 tokens of text, 40 tokens decoded in each" in said
 
 
 def test_bad_input(longreach: Any) -> None:

@@ -102,6 +102,10 @@ def _share(values: list[bool]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
+def several(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
 def show(record: dict[str, Any], where: str) -> None:
     """A row a method."""
     out = console()
@@ -119,7 +123,8 @@ def show(record: dict[str, Any], where: str) -> None:
     config, tokens = record["config"], record["tokens"]
     decoded = sum(x["decoded"] for x in tokens) / len(tokens)
     out.print(
-        f"\n{config['samples']} of {config['questions']} questions after {config['length']} tokens of text, "
+        f"\n{several(config['samples'], 'dialogue')} of {several(config['questions'], 'question')} after "
+        f"{config['length']} tokens of text, "
         f"{decoded:.0f} tokens decoded in each. right: answers all of whose tokens were the likeliest; last 4th: of "
         "the last quarter of a dialogue. KL: of next-token distributions, dense attention's first, in nats a decoded "
         "token; agree: the same likeliest token. keys, bytes: read while decoding, over dense attention's.",

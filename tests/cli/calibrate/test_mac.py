@@ -41,6 +41,31 @@ def test_a_plan_is_made_that_the_model_takes(longreach: Any, tiny: Path, text: P
     assert len(shown["energy"]) == 2 and shown["values"]["windows"] == [64, 70]
 
 
+def test_a_layer_without_a_band_has_no_weight_on_it(longreach: Any, tiny: Path, text: Path, tmp_path: Path) -> None:
+    result = longreach(*asked(tiny, text, tmp_path / "p.json", "--epsilon", 0.001, "--widest", 8))
+    assert result.code == 0, result.err
+    rows = [line.split() for line in result.out.splitlines() if line[:5].strip().isdigit()]
+    assert len(rows) == 2 and all((row[2], row[5]) == ("none", "none") for row in rows)
+    assert "none where there is no band" in " ".join(result.out.split())
+
+
+def test_a_plan_of_another_dtype_is_told_of_and_taken(longreach: Any, tiny: Path, text: Path, tmp_path: Path) -> None:
+    output = tmp_path / "p.json"
+    assert longreach(*asked(tiny, text, output)).code == 0
+    assert json.loads(longreach("plan", "verify", output, "--model", tiny, "--json").out)["warning"] is None
+    document = json.loads(output.read_text())
+    assert document["made"]["settings"]["dtype"] == "float32"
+    document["made"]["settings"]["dtype"] = "bfloat16"
+    output.write_text(json.dumps(document))
+    result = longreach("plan", "verify", output, "--model", tiny)
+    assert result.code == 0 and "is whole" in result.out
+    assert "calibrated in bfloat16, and the model is stored in float32" in " ".join(result.out.split())
+    document["values"]["window"][1] = 1 << 25
+    output.write_text(json.dumps(document))
+    result = longreach("plan", "verify", output, "--model", tiny)
+    assert result.code == 1 and "window: expected counts in [1, 16777216), got 33554432" in " ".join(result.out.split())
+
+
 def test_the_same_plan_again(longreach: Any, tiny: Path, text: Path, tmp_path: Path) -> None:
     one, other = tmp_path / "a.json", tmp_path / "b.json"
     said = [json.loads(longreach(*asked(tiny, text, path, "--json")).out) for path in (one, other)]

@@ -127,7 +127,7 @@ def test_verify(longreach: Any, saved: Path, model: Path) -> None:
     result = longreach("plan", "verify", saved, "--model", model)
     assert result.code == 0 and "is whole, and a kascade plan for this model" in result.out
     said = json.loads(longreach("plan", "verify", saved, "--model", model, "--json").out)
-    assert said == {"plan": str(saved), "model": str(model), "fits": True, "fault": None}
+    assert said == {"plan": str(saved), "model": str(model), "fits": True, "fault": None, "warning": None}
 
 
 @pytest.mark.parametrize(

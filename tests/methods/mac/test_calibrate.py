@@ -81,18 +81,36 @@ def test_counted_distances_have_the_quantiles_of_the_distances() -> None:
         assert share_below(found, got) <= share and share_below(found, got) == pytest.approx(share, abs=0.02)
     assert quantile(found, 1e-6) == 0.0, "below all bins"
     assert quantile(counts(torch.empty(0)), 0.5) == 0.0 and share_below(counts(torch.empty(0)), 1.0) == 0.0
-    assert edge(0) == 2.0**-24 and edge(BINS) == 2.0**12
-    assert counts(torch.tensor([1e9, 0.0, 1e-30])).nonzero()[:, 0].tolist() == [0, BINS - 1]
+    assert (edge(0), edge(1), edge(33), edge(BINS)) == (0.0, 2.0**-24, 2.0**-23, 2.0**12)
+    assert counts(torch.tensor([1e9, 1e-30])).nonzero()[:, 0].tolist() == [1, BINS - 1]
+
+
+def test_queries_as_good_as_equal_have_a_bin_of_their_own() -> None:
+    """The tightest threshold there is accepts them, and nothing else; a threshold of 0 accepts nothing."""
+    found = counts(torch.tensor([0.0, 0.0, 0.0, 1e-30, 1.0]))
+    assert int(found[0]) == 3 and share_below(found, 1e-8) == pytest.approx(0.6) and share_below(found, 0.0) == 0.0
+    assert share_below(found, 1e-6) == pytest.approx(0.8) and share_below(found, 2.0) == 1.0
+    assert quantile(found, 0.5) == 0.0 == quantile(found, 0.7), "below what lies between 0 and the first edge"
+    assert 0.9 < quantile(found, 0.9) <= 1.0
+
+
+def test_distances_that_rounding_explains_are_zero() -> None:
+    q = torch.tensor([[[3.0, 4.0]], [[3.0, 4.1]], [[3.0, 4.0]], [[3.0, 5.0]]])  # |q|^2 of the last: 34
+    near = nearest(q[2], q[:2], (1, 2), 0.01 / 25 * 0.9)
+    assert near[:, 0].tolist() == [pytest.approx(0.01, rel=1e-3), 0.0]
+    assert nearest(q[2], q[:2], (1, 2), 0.01 / 25 * 1.1)[:, 0].tolist() == [0.0, 0.0]
+    assert unrelated(q, torch.arange(4) * 10, 30, 1.01 / 34)[0].tolist() == [0.0]
+    assert unrelated(q, torch.arange(4) * 10, 30, 0.99 / 34)[0].tolist() == [1.0]
 
 
 def test_pairs_far_apart_and_the_nearest_in_windows() -> None:
     draw = torch.Generator().manual_seed(3)
     q, pos = torch.randn(6, 2, 8, generator=draw), torch.tensor([0, 4, 9, 10, 20, 31])
-    found = unrelated(q, pos, 10)
+    found = unrelated(q, pos, 10, 0.0)
     pairs = [(i, j) for i in range(6) for j in range(i + 1, 6) if abs(int(pos[i] - pos[j])) >= 10]
     want = [[float((q[i, h] - q[j, h]).square().sum()) for i, j in pairs] for h in range(2)]
     torch.testing.assert_close(found, torch.tensor(want))
-    near = nearest(q[5], q[:5], (1, 3, 4, 100))
+    near = nearest(q[5], q[:5], (1, 3, 4, 100), 0.0)
     for place, window in enumerate((1, 3, 4, 5)):
         least = [min(float((q[5, h] - q[j, h]).square().sum()) for j in range(5 - window, 5)) for h in range(2)]
         torch.testing.assert_close(near[place], torch.tensor(least))

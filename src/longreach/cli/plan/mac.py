@@ -35,9 +35,8 @@ def show(plan: Plan, out: Console) -> None:
         row = [str(n), str(view.window[n]), "none" if band is None else str(band)]
         row += [f"{view.tau['sqrt2d'][n]:.3f}", f"{view.tau['calibrated'][n]:.3f}"]
         if made:
-            place = values["bands"].index(band) if band in values["bands"] else len(values["bands"]) - 1
             at = values["windows"].index(view.window[n]) if view.window[n] in values["windows"] else -1
-            row.append(percent(values["mass"][n][place]))
+            row.append(percent(values["mass"][n][values["bands"].index(band)]) if band in values["bands"] else "none")
             row += [percent(values["accepted"][scale][n][at]) for scale in ("sqrt2d", "calibrated")]
         table.row(row)
     out.print(
@@ -47,6 +46,6 @@ def show(plan: Plan, out: Console) -> None:
     )
     if made:
         out.print(
-            f"weight: on the band (where there is none, on the last {values['bands'][-1]} keys), without the first "
-            f"{values['sinks']} tokens; accepted: rows with one near enough in the window"
+            f"weight: on the band, without the first {values['sinks']} tokens, none where there is no band; accepted: "
+            f"rows with one near enough in the window"
         )

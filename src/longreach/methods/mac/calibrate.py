@@ -16,7 +16,8 @@ from longreach.ops import Turn
 
 WINDOWS = (64, 128, 256, 512, 1024, 2048, 4096)
 BANDS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
-BINS, LOW, HIGH = 1152, -24, 12  # of squared distances, by their logarithm to base 2: 32 to the octave
+LOW, HIGH, PER_OCTAVE = -24, 12, 32  # of squared distances, by their logarithm to base 2
+BINS = 1 + (HIGH - LOW) * PER_OCTAVE  # the first is that of 0, of queries as good as equal
 KEEP = 0.99  # of the rows that the widest window accepts, the window that is chosen accepts so many
 MOST_TAU = 0.9999  # what is next to nothing is a threshold still
 
@@ -53,49 +54,55 @@ def masses(share: Tensor, pos: Tensor, bands: Sequence[int], sinks: int) -> Tens
 
 
 def counts(distance: Tensor) -> Tensor:
-    """int64 [BINS] of squared distances of any shape; what lies outside is in the first or the last bin."""
-    place = (distance.double().clamp(min=2.0**LOW).log2() - LOW) * (BINS / (HIGH - LOW))
-    return torch.bincount(place.long().clamp(0, BINS - 1).flatten(), minlength=BINS)
+    """int64 [BINS] of squared distances of any shape: 0 has the first bin, what lies outside the second or the last."""
+    place = (distance.double().clamp(min=2.0**LOW).log2() - LOW) * PER_OCTAVE
+    place = torch.where(distance == 0, 0, 1 + place.long().clamp(0, BINS - 2))
+    return torch.bincount(place.flatten(), minlength=BINS)
 
 
 def edge(number: int) -> float:
     """The squared distance where a bin begins."""
-    return 2.0 ** (LOW + number * (HIGH - LOW) / BINS)
+    return 2.0 ** (LOW + (number - 1) / PER_OCTAVE) if number else 0.0
 
 
 def quantile(found: Tensor, share: float) -> float:
-    """The largest edge below which at most `share` of what was counted [BINS] lies; 0 where that is none."""
+    """The largest edge below which at most `share` of what was counted [BINS] lies; 0 where it is below all bins."""
     total = int(found.sum())
     below = found.cumsum(0) - found  # before each bin
     last = int((below <= share * total).nonzero()[-1])
-    return edge(last) if total and last else 0.0
+    return edge(last) if total and last > 1 else 0.0
 
 
 def share_below(found: Tensor, distance: float) -> float:
-    """Of what was counted [BINS], the share in bins that end at or below a squared distance."""
-    ends = torch.tensor([edge(n + 1) for n in range(BINS)], dtype=torch.float64)
-    return float(found[ends <= distance * (1 + 1e-9)].sum() / found.sum().clamp(min=1))
+    """Of what was counted [BINS], the share in bins that end at or below a squared distance; of 0, what is below it."""
+    ends = torch.tensor([0.0, *(edge(n + 1) for n in range(1, BINS))], dtype=torch.float64)
+    below = (ends <= distance * (1 + 1e-9)) & (distance > 0)
+    return float(found[below].sum() / found.sum().clamp(min=1))
 
 
-def unrelated(q: Tensor, pos: Tensor, apart: int) -> Tensor:
-    """Squared distances of queries [S, H, D] at pos [S] of all pairs at least `apart` positions apart: [H, pairs]."""
+def unrelated(q: Tensor, pos: Tensor, apart: int, equal: float) -> Tensor:
+    """Squared distances of queries [S, H, D] at pos [S] of all pairs at least `apart` positions apart: [H, pairs].
+
+    equal: up to so many times |q|^2 they are 0, as in a match (`ops.nearest.tie`).
+    """
     first, second = torch.triu_indices(len(pos), len(pos), 1, device=pos.device)
     far = (pos[first] - pos[second]).abs() >= apart
-    return _squared(q[first[far]], q[second[far]]).T
+    return _squared(q[second[far]], q[first[far]], equal).T
 
 
-def nearest(q: Tensor, before: Tensor, windows: Sequence[int]) -> Tensor:
+def nearest(q: Tensor, before: Tensor, windows: Sequence[int], equal: float) -> Tensor:
     """The smallest squared distance of a query [H, D] to the last rows `before` [W, H, D] in each window: [windows, H].
 
-    before: ascending by position, the row just before the query last.
+    before: ascending by position, the row just before the query last. equal: see `unrelated`.
     """
-    distance = _squared(before, q[None]).flip(0)  # [W, H], the newest first
+    distance = _squared(q[None], before, equal).flip(0)  # [W, H], the newest first
     least = distance.cummin(0).values
     return torch.stack([least[min(w, len(before)) - 1] for w in windows])
 
 
-def _squared(a: Tensor, b: Tensor) -> Tensor:
-    return (a - b).square().sum(-1)
+def _squared(q: Tensor, other: Tensor, equal: float) -> Tensor:
+    distance = (q - other).square().sum(-1)
+    return torch.where(distance <= equal * q.square().sum(-1), 0.0, distance)
 
 
 def tau_of(scale: Scale, distance: float, dim: int) -> float:
