@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from longreach.bench.case import Case
+from longreach.bench.mac.cases import RATES
 from longreach.bench.record import read
 from longreach.errors import OutOfMemory
 
@@ -51,7 +52,7 @@ def test_a_step_of_mac_says_that_hits_are_forced(longreach: Callable, tmp_path: 
     code, out, err = longreach("bench", "run", "mac-rates-32k-b1", "--tiny", "--quick", "--out", tmp_path)
     assert (code, err) == (0, "") and "hits are forced" in out and "rate 0, guard" in out and "no guard, than" in out
     case = read(tmp_path / "mac-rates.json")["cases"]["mac-rates-32k-b1"]
-    assert set(case["kernels"]) == {"attend", "matching", "mac"} and len(case["entries"]) == 14
+    assert set(case["kernels"]) == {"attend", "matching", "mac"} and len(case["entries"]) == 2 * len(RATES) + 2
 
 
 def test_a_case_that_does_not_fit_stops_no_other(
