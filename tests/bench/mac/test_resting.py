@@ -38,8 +38,15 @@ def matched(rate: float, rule: Rule) -> float:
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.4, 1.0])
-def test_accounts_are_those_of_match(rate: float) -> None:
-    assert resting_share(RULE, rate, GROUP, CONTEXT, GAP) == pytest.approx(matched(rate, RULE), abs=0.06)
+@pytest.mark.parametrize("reuses", [0.0, 2.0])
+def test_accounts_are_those_of_match(rate: float, reuses: float) -> None:
+    rule = replace(RULE, reuses=reuses)
+    assert resting_share(rule, rate, GROUP, CONTEXT, GAP) == pytest.approx(matched(rate, rule), abs=0.06)
+
+
+def test_accounts_that_hold_more_rest_less() -> None:
+    shares = [resting_share(replace(RULE, reuses=reuses), 0.5, GROUP, CONTEXT, GAP) for reuses in (0.0, 4.0)]
+    assert shares[1] < shares[0] / 2
 
 
 def test_nothing_ever_found_rests_but_for_one_search() -> None:

@@ -16,14 +16,16 @@ def resting_share(rule: Rule, rate: float, group: int, context: int, gap: int) -
         return 0.0
     draw = torch.Generator().manual_seed(0)
     looked = min(rule.window, context - 1 - rule.oldest)
-    gain = (context - gap - rule.band - rule.sinks) / (looked * rule.price) - 1
-    account = torch.full((HEADS,), rule.patience)
+    cost = looked * rule.price
+    gain = (context - gap - rule.band - rule.sinks) / cost - 1
+    most = max(rule.patience, rule.reuses * (context - rule.sinks) / cost)
+    account = torch.full((HEADS,), most)
     rests = torch.zeros(())
     for row in range(ROWS):
         resting = account < 0
         rests += resting.sum() if row >= ROWS - SETTLED else 0
         reused = torch.rand(HEADS, generator=draw) < rate**group
-        after = (account + torch.where(reused, gain, -1.0)).clamp(max=rule.patience)
+        after = (account + torch.where(reused, gain, -1.0)).clamp(max=most)
         after = torch.where(after < 0, float(-rule.rest), after)
         account = torch.where(resting, account + 1, after)
     return float(rests) / (HEADS * SETTLED)
