@@ -10,12 +10,13 @@ import socket
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from longreach.errors import StoreError
-from longreach.store import ChunkStore
+from longreach.store import ChunkStore, writing
 from longreach.store import local as local_module
 from longreach.store.local import LOCK
 from tests.store.factory import chunk, path, same
@@ -360,7 +361,7 @@ def test_a_file_that_cannot_be_opened_stops_no_verification(
 def test_a_cap_that_fails_does_not_undo_what_was_set_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flipped(stored(tmp_path), -1)
 
-    def refuse(self: local_module.LocalFolder) -> None:
+    def refuse(self: local_module.LocalFolder, left: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
     with ChunkStore(tmp_path) as store:
@@ -439,9 +440,10 @@ def test_foreign_folders_are_told_and_left_alone(tmp_path: Path) -> None:
 
 def test_what_a_dead_process_left_is_told_until_it_is_removed(tmp_path: Path) -> None:
     with ChunkStore(tmp_path) as store:
-        (tmp_path / "writing" / "left").write_bytes(b"half a chunk")
+        name = f"{chunk(2).key.name}.{'0' * 16}"
+        (tmp_path / "writing" / name).write_bytes(b"half a chunk")
         (left,) = store.verify_all().left_alone
-        assert left.file == "writing/left" and "dead process" in left.why
+        assert left.file == f"writing/{name}" and "dead process" in left.why
         assert store.gc().left_alone == () == store.verify_all().left_alone
 
 
@@ -459,3 +461,69 @@ def test_a_lock_that_was_deleted_is_named(tmp_path: Path) -> None:
             assert store.get(chunk(1).key) is None
         with ChunkStore(tmp_path) as again, pytest.warns(UserWarning, match="set aside"):
             assert again.put(chunk(2)) and store.put(chunk(1))  # both have the new lock
+
+
+@pytest.mark.parametrize("strange", ["letter.txt", "0" * 64, f"{'0' * 64}.txt", f"{'0' * 64}.{'0' * 15}G"])
+def test_other_peoples_files_in_writing_are_never_deleted(tmp_path: Path, strange: str) -> None:
+    """Nor is a folder that holds such taken for a store to be."""
+    (tmp_path / "writing").mkdir()
+    theirs = tmp_path / "writing" / strange
+    theirs.write_text("theirs")
+    for create in (True, False):
+        with pytest.raises(StoreError, match="no chunk store"):
+            ChunkStore(tmp_path, create=create)
+    assert [file.name for file in tmp_path.iterdir()] == ["writing"]
+    theirs.unlink()
+    with ChunkStore(tmp_path, max_bytes=10**6) as store:
+        theirs.write_text("theirs")
+        assert store.put(chunk(1))
+        for found in (store.gc(), store.gc(0), store.verify_all()):
+            (left,) = found.left_alone
+            assert left.file == f"writing/{strange}" and "not that of an unfinished chunk" in left.why
+    assert theirs.read_text() == "theirs"
+
+
+def test_a_link_in_the_place_of_writing_is_not_followed_to_remove(tmp_path: Path) -> None:
+    other, folder = tmp_path / "other", tmp_path / "store"
+    other.mkdir()
+    theirs = other / f"{'0' * 64}.{'0' * 16}"
+    theirs.write_text("theirs")
+    folder.mkdir()
+    (folder / "writing").symlink_to(other)
+    with pytest.raises(StoreError, match="no chunk store"):
+        ChunkStore(folder)
+    (folder / "writing").unlink()
+    with ChunkStore(folder) as store:
+        (folder / "writing").rmdir()
+        (folder / "writing").symlink_to(other)
+        assert store.put(chunk(1))
+        assert [left.file for left in store.gc().left_alone] == ["writing"]
+    assert theirs.read_text() == "theirs"
+
+
+def test_a_link_that_leads_nowhere_is_foreign_and_not_overwritten(tmp_path: Path) -> None:
+    one, target = chunk(1), tmp_path / "nowhere"
+    folder = tmp_path / "store"
+    with ChunkStore(folder) as store:
+        path(folder, one).symlink_to(target)
+        with pytest.warns(UserWarning, match="a link that leads nowhere"):
+            assert store.get(one.key) is None
+        path(folder, one).symlink_to(target)
+        with pytest.warns(UserWarning, match="a link that leads nowhere"):
+            assert store.put(one)
+        assert same(store.get(one.key), one) and not target.exists()
+        aside = sorted((folder / "set-aside").iterdir())
+        assert len(aside) == 2 and all(file.is_symlink() and "-foreign-" in file.name for file in aside)
+        assert store.gc(set_aside=True).broken == 0
+
+
+def test_a_link_that_comes_while_a_chunk_is_written_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, real = chunk(1), writing.fill
+    with ChunkStore(tmp_path) as store:
+
+        def fill(*args: Any) -> None:
+            path(tmp_path, one).symlink_to(tmp_path / "nowhere")
+            real(*args)
+
+        monkeypatch.setattr(writing, "fill", fill)
+        assert not store.put(one) and path(tmp_path, one).is_symlink()

@@ -24,6 +24,7 @@ from longreach.store.local import LocalFolder
 from tests.store.factory import chunk, in_child, path, same, size
 
 NOBODY = 65534
+STRAY = f"{'0' * 64}.{'0' * 16}"  # as an unfinished chunk is called
 
 
 @pytest.fixture
@@ -234,7 +235,7 @@ def test_a_put_that_the_cap_refuses_evicts_nothing(tmp_path: Path) -> None:
     with ChunkStore(tmp_path / "store", max_bytes=7 * one // 2) as store:
         for n in range(3):
             store.put(chunk(n))
-        with (tmp_path / "store" / "writing" / "another's").open("wb") as file:
+        with (tmp_path / "store" / "writing" / ("0" * 64 + "." + "0" * 16)).open("wb") as file:
             fcntl.flock(file, fcntl.LOCK_EX)  # as its writer does
             file.truncate(3 * one)
             with pytest.raises(StoreFull, match=r"no room.*other processes are writing"):
@@ -297,7 +298,7 @@ def test_what_cannot_be_judged_in_writing_stops_nothing(open_folder: Path, make:
     with ChunkStore(open_folder) as store:
         store.put(chunk(0))
         room = 50 * store.entries()[0].bytes
-    stray = open_folder / "writing" / "stray"
+    stray = open_folder / "writing" / STRAY
     make(stray)
     for place in (open_folder, open_folder / "writing", open_folder / "set-aside"):
         place.chmod(0o777)
@@ -308,7 +309,7 @@ def test_what_cannot_be_judged_in_writing_stops_nothing(open_folder: Path, make:
                 assert store.put(chunk(1)) and same(store.get(chunk(1).key), chunk(1))
                 cleared, verified = store.gc(), store.verify_all()
                 assert (cleared.chunks, cleared.leftovers) == (0, 0) and (verified.whole, verified.broken) == (2, ())
-                assert [one.file for one in cleared.left_alone] == ["writing/stray"]
+                assert [one.file for one in cleared.left_alone] == [f"writing/{STRAY}"]
                 assert (
                     verified.left_alone == cleared.left_alone and "as far as can be told" in cleared.left_alone[0].why
                 )
@@ -320,13 +321,65 @@ def test_what_cannot_be_judged_in_writing_stops_nothing(open_folder: Path, make:
 
 def test_a_leftover_that_may_not_be_removed_is_told(open_folder: Path) -> None:
     ChunkStore(open_folder).close()
-    (open_folder / "writing" / "left").write_bytes(b"half a chunk")
+    (open_folder / "writing" / STRAY).write_bytes(b"half a chunk")
     open_folder.chmod(0o777)
 
     def cleaner() -> None:
         with ChunkStore(open_folder) as store:
             cleared = store.gc()
-            assert cleared.leftovers == 0 and [one.file for one in cleared.left_alone] == ["writing/left"]
+            assert cleared.leftovers == 0 and [one.file for one in cleared.left_alone] == [f"writing/{STRAY}"]
 
     (open_folder / "writing").chmod(0o555)
     as_anyone(cleaner)
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Names of files that the system refuses to remove, as those of others in a folder with the sticky bit."""
+    names, real = set[str](), Path.unlink
+
+    def unlink(self: Path, missing_ok: bool = False) -> None:
+        if self.name in names:
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+        real(self, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", unlink)
+    return names
+
+
+def test_a_chunk_that_may_not_be_removed_does_not_stop_the_cap(tmp_path: Path, kept: set[str]) -> None:
+    one = size(chunk(0), tmp_path)
+    with ChunkStore(tmp_path / "s", max_bytes=3 * one) as store:
+        for n in range(3):
+            store.put(chunk(n))
+        kept.add(f"{chunk(0).key.name}.safetensors")
+        assert store.put(chunk(3)) and chunk(0).key in store and chunk(1).key not in store
+        found = store.gc(one)
+        told = [(f"{chunk(0).key.name}.safetensors", "may not be removed: Operation not permitted")]
+        assert found.chunks == 2 and [tuple(left) for left in found.left_alone] == told
+        with pytest.raises(StoreError, match="Operation not permitted"):
+            store.gc(0)  # nothing may go
+        with pytest.raises(StoreError, match=r"may not be removed.*go on without"):
+            store.put(chunk(4, tokens=30))
+        assert not list((tmp_path / "s" / "writing").iterdir())
+    with ChunkStore(tmp_path / "s", max_bytes=2 * one) as store:
+        for n in (1, 2):
+            store.put(chunk(n))
+    with ChunkStore(tmp_path / "s") as store:
+        store.put(chunk(3))
+    with ChunkStore(tmp_path / "s", max_bytes=one) as store:
+        assert store.gc().chunks == 2 and [e.name for e in store.entries()] == [chunk(0).key.name]
+
+
+def test_a_broken_chunk_that_may_not_be_removed_does_not_stop_gc(tmp_path: Path, kept: set[str]) -> None:
+    with ChunkStore(tmp_path) as store, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for n in range(3):
+            store.put(chunk(n))
+            os.truncate(path(tmp_path, chunk(n)), 100)
+            assert store.get(chunk(n).key) is None
+        stuck = sorted(file.name for file in (tmp_path / "set-aside").iterdir())[1]
+        kept.add(stuck)
+        found = store.gc(set_aside=True)
+        assert found.broken == 2 and [left.file for left in found.left_alone] == [f"set-aside/{stuck}"]
+        assert [file.name for file in (tmp_path / "set-aside").iterdir()] == [stuck]

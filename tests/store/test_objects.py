@@ -14,7 +14,7 @@ import fsspec
 import pytest
 from fsspec.asyn import AsyncFileSystem
 
-from longreach.errors import StoreError, Unsupported
+from longreach.errors import InvalidInput, StoreError, Unsupported
 from longreach.store import ChunkStore
 from longreach.store import objects as objects_module
 from longreach.store import place as place_module
@@ -336,3 +336,156 @@ def test_errors_of_a_service_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_url_that_fsspec_does_not_know() -> None:
     with pytest.raises(StoreError, match="fsspec cannot open"):
         ChunkStore("nonsense://a/b")
+
+
+@pytest.mark.parametrize("name", ["*", "*.safetensors", "?" * 64 + ".safetensors", "[0-9a-f]*", "a[b]?.txt", "**"])
+def test_names_are_no_patterns(place: tuple[str, dict[str, Any], Any, str], name: str) -> None:
+    """A foreign object that is called like a pattern is moved alone."""
+    fs, theirs = place[2], b"their own bytes"
+    with opened(place) as store, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for n in range(3):
+            store.put(chunk(n))
+        fs.pipe_file(f"{place[3]}/{name}", theirs)
+        found = store.verify_all()
+        assert found.whole == 3 and [(b.file, b.moved) for b in found.broken] == [(name, True)]
+        assert all(same(store.get(chunk(n).key), chunk(n)) for n in range(3))
+        (aside,) = fs.ls(f"{place[3]}/set-aside", detail=False)
+        assert aside.endswith(f"-foreign-{name}") and fs.cat_file(aside) == theirs
+
+
+@pytest.mark.parametrize("odd", ["a*", "a?", "[ab]c", "a**"])
+def test_a_root_is_no_pattern(odd: str) -> None:
+    fs, base, neighbour = (
+        fsspec.filesystem("memory"),
+        f"/{uuid.uuid4().hex}",
+        {"a?": "ab", "[ab]c": "ac"}.get(odd, "abc"),
+    )
+    with ChunkStore(f"memory:/{base}/{neighbour}") as near, ChunkStore(f"memory:/{base}/{odd}") as store:
+        for each in (near, store):
+            each.put(chunk(0))
+        for folder in (odd, neighbour):
+            fs.pipe_file(f"{base}/{folder}/0.txt", b"x")
+        with pytest.warns(UserWarning, match="set aside"):
+            assert [b.moved for b in store.verify_all().broken] == [True]
+        assert fs.exists(f"{base}/{neighbour}/0.txt") and not fs.exists(f"{base}/{neighbour}/set-aside")
+        file = f"{base}/{odd}/{chunk(0).key.name}.safetensors"
+        fs.pipe_file(file, fs.cat_file(file)[:-8])
+        with pytest.warns(UserWarning, match="set aside"):
+            assert store.get(chunk(0).key) is None
+        store.gc(set_aside=True)
+        assert same(near.get(chunk(0).key), chunk(0))
+        assert store.put(chunk(0)) and store.remove(chunk(0).key)
+        assert same(near.get(chunk(0).key), chunk(0))
+
+
+def test_what_is_there_is_not_said_to_be_gone(
+    place: tuple[str, dict[str, Any], Any, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fs = place[2]
+    with opened(place) as store:
+        store.put(chunk(0))
+        fs.pipe_file(f"{place[3]}/0.txt", b"x")
+
+        def lost(*_: Any, **__: Any) -> None:
+            raise FileNotFoundError("no such bucket")
+
+        monkeypatch.setattr(type(store._files._fs), "cp_file", lost)  # type: ignore[union-attr]
+        with pytest.warns(UserWarning, match="left in place .*no such bucket"):
+            assert [b.moved for b in store.verify_all().broken] == [False]
+
+
+def test_a_copy_that_is_not_whole_replaces_nothing(
+    place: tuple[str, dict[str, Any], Any, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fs = place[2]
+    with opened(place) as store:
+        store.put(chunk(0))
+        fs.pipe_file(f"{place[3]}/0.txt", b"xyz")
+        kind = type(store._files._fs)  # type: ignore[union-attr]
+        monkeypatch.setattr(kind, "cp_file", lambda self, one, other: self.pipe_file(other, b"x"))
+        with pytest.warns(UserWarning, match="left in place .*not whole"):
+            assert [b.moved for b in store.verify_all().broken] == [False]
+        assert fs.cat_file(f"{place[3]}/0.txt") == b"xyz"
+
+
+def test_a_place_of_chunks_alone_is_marked_before_it_is_changed(place: tuple[str, dict[str, Any], Any, str]) -> None:
+    """As where only chunks were copied there."""
+    fs, root = place[2], place[3]
+    with opened(place) as store:
+        for n in range(2):
+            store.put(chunk(n))
+    file = f"{root}/{chunk(0).key.name}.safetensors"
+    fs.pipe_file(file, fs.cat_file(file)[:-8])
+    fs.rm_file(f"{root}/.longreach-chunk-store")
+    with opened(place) as store, pytest.warns(UserWarning, match="set aside"):
+        assert store.get(chunk(0).key) is None
+        assert fs.exists(f"{root}/.longreach-chunk-store")
+        assert store.put(chunk(0)) and same(store.get(chunk(0).key), chunk(0))
+
+
+def test_what_others_put_before_the_first_chunk_keeps_the_place_theirs(
+    place: tuple[str, dict[str, Any], Any, str],
+) -> None:
+    fs, root = place[2], place[3]
+    with opened(place) as store:
+        fs.makedirs(root)
+        fs.pipe_file(f"{root}/letters.txt", b"x")
+        with pytest.raises(StoreError, match=r"no chunk store.*letters\.txt"):
+            store.put(chunk(0))
+    assert [f.rsplit("/", 1)[-1] for f in fs.ls(root, detail=False)] == ["letters.txt"]
+
+
+def test_a_place_that_is_an_object_is_refused() -> None:
+    fs, root = fsspec.filesystem("memory"), f"/{uuid.uuid4().hex}"
+    fs.pipe_file(root, b"x")
+    for create in (True, False):
+        with pytest.raises(StoreError, match="is an object"):
+            ChunkStore(f"memory:/{root}", create=create)
+    assert fs.cat_file(root) == b"x"
+
+
+def test_an_error_of_a_service_at_opening_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no credentials")
+
+    monkeypatch.setattr(AsyncMemory, "__init__", refuse)
+    fsspec.register_implementation("asyncmemory", AsyncMemory, clobber=True)
+    monkeypatch.setattr(place_module, "ATOMIC", (*place_module.ATOMIC, "asyncmemory"))
+    with pytest.raises(StoreError, match=r"asyncmemory answered RuntimeError: no credentials"):
+        ChunkStore("asyncmemory://store")
+
+
+def test_a_library_that_cuts_a_url_is_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of some services take ? and # for the ends of paths."""
+    import fsspec.core
+
+    real = fsspec.core.url_to_fs
+    monkeypatch.setattr(fsspec.core, "url_to_fs", lambda url, **named: real(url.partition("?")[0], **named))
+    with pytest.raises(InvalidInput, match=r"looks at '/a'"):
+        ChunkStore("memory://a?b")
+
+
+def test_an_object_that_may_not_be_removed_does_not_stop_gc(
+    place: tuple[str, dict[str, Any], Any, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fs = place[2]
+    with opened(place) as store, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for n in range(3):
+            store.put(chunk(n))
+            file = f"{place[3]}/{chunk(n).key.name}.safetensors"
+            fs.pipe_file(file, fs.cat_file(file)[:-8])
+            store.get(chunk(n).key)
+        kind = type(store._files._fs)  # type: ignore[union-attr]
+        real = kind.rm_file
+
+        def refuse(self: Any, path: str) -> None:
+            if chunk(1).key.name in path:
+                raise PermissionError(errno.EACCES, "Access Denied")
+            real(self, path)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(kind, "rm_file", refuse)
+            found = store.gc(set_aside=True)
+        assert found.broken == 2 and [left.why for left in found.left_alone] == ["may not be removed: Access Denied"]

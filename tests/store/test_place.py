@@ -74,7 +74,7 @@ def test_a_place_may_be_called_like_a_protocol(tmp_path: Path) -> None:
             assert store.put(chunk(1))
 
 
-@pytest.mark.parametrize("location", [b"bytes", b"", 7, None, "", "file://", "a\0b"])
+@pytest.mark.parametrize("location", [b"bytes", b"", 7, None, "", "file://", "a\0b", "/tmp/\ud800x", "~nosuchuser/x"])
 def test_what_is_no_location(location: Any) -> None:
     with pytest.raises(InvalidInput, match="location"):
         ChunkStore(location)

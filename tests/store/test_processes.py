@@ -109,7 +109,7 @@ def test_an_unfinished_file_may_vanish_while_it_is_counted(tmp_path: Path, monke
     """As where another writer's disk is full."""
     with ChunkStore(tmp_path, max_bytes=10**6) as store:
         store.put(chunk(0))
-        file = tmp_path / "writing" / "another's"
+        file = tmp_path / "writing" / ("0" * 64 + "." + "0" * 16)
         file.touch()
 
         def abandoned(path: Path) -> bool:

@@ -1,7 +1,8 @@
 """Chunks in a folder of a local disk. The folder is the only truth: no index can disagree with it.
 
     FOLDER/NAME.safetensors    a chunk, whole; its access time is its last use
-    FOLDER/writing/            chunks being written, each claimed by its writer's lock; unclaimed ones are leftovers
+    FOLDER/writing/            NAME.RANDOM, chunks being written, each claimed by its writer's lock; unclaimed ones are
+                               leftovers. All else in it is left alone
     FOLDER/set-aside/          TIME-NAME.safetensors, chunks that were found broken: they have a cap, and go first where
                                room is needed; TIME-foreign-FILE, what is not of our making: never deleted, not counted
     FOLDER/.longreach-chunk-store    the lock under which files appear, disappear and are counted; it makes this a store
@@ -66,9 +67,7 @@ class LocalFolder:
         """Make a folder ours. Other people's files are not to be set aside, so it must be empty, or hold chunks."""
         new = not self.path.exists()
         self.path.mkdir(parents=True, exist_ok=True)
-        ours = {self.writing.name, self.aside.name, LOCK}
-        strange = [e.name for e in os.scandir(self.path) if e.name not in ours and not is_chunk(e.name)]
-        if strange:
+        if strange := self._others():
             raise others_here(self.path, strange[0])
         self.writing.mkdir(exist_ok=True)
         self.aside.mkdir(exist_ok=True)
@@ -77,11 +76,25 @@ class LocalFolder:
         if new:
             writing.sync_folder(self.path.parent)
 
+    def _others(self) -> list[str]:
+        """What is in the folder that no store makes, in writing/ too."""
+        folders, found = (self.writing.name, self.aside.name), list[str]()
+        for entry in os.scandir(self.path):
+            if entry.name in folders and entry.is_dir(follow_symlinks=False):
+                continue
+            if entry.name != LOCK and not is_chunk(entry.name):
+                found.append(entry.name)
+        return found + [f"{self.writing.name}/{e.name}" for e in self._begun() if not writing.is_unfinished(e.name)]
+
+    def _begun(self) -> list[os.DirEntry[str]]:
+        """What is in writing/; nothing where that is a link, for what it leads to is not the store's."""
+        return list(os.scandir(self.writing)) if self.writing.is_dir() and not self.writing.is_symlink() else []
+
     def file(self, name: str) -> Path:
         return self.path / (name + ENDING)
 
     def has(self, name: str) -> bool:
-        return self.file(name).exists()
+        return os.path.lexists(self.file(name))
 
     def read(self, name: str) -> Found | None:
         """Map a file, which is a use of it; None where there is none. What the caller writes to the pages stays his."""
@@ -109,7 +122,9 @@ class LocalFolder:
         flags |= os.O_RDONLY | os.O_NONBLOCK  # a pipe of that name is not waited for
         try:
             fd = os.open(self.file(name), flags)
-        except FileNotFoundError:
+        except FileNotFoundError as error:
+            if self.file(name).is_symlink():
+                raise layout.Broken("foreign", "it is a link that leads nowhere") from error
             yield None
             return
         except PermissionError:
@@ -197,8 +212,14 @@ class LocalFolder:
         for entry in os.scandir(self.path):
             if entry.is_dir(follow_symlinks=False) and not is_chunk(entry.name) and entry.name not in ours:
                 found.append(LeftAlone(entry.name, "a folder that is not the store's; it is not looked into"))
+        if self.writing.is_symlink():
+            found.append(LeftAlone(self.writing.name, "a link; what it leads to is not the store's to remove"))
         with held(self.lock):
-            for entry in os.scandir(self.writing) if self.writing.is_dir() else ():
+            for entry in self._begun():
+                if not writing.is_unfinished(entry.name):
+                    why = "its name is not that of an unfinished chunk"
+                    found.append(LeftAlone(f"{self.writing.name}/{entry.name}", why))
+                    continue
                 try:
                     why = "unfinished, of a dead process; gc or the next put removes it where it may"
                     dead = abandoned(Path(entry.path))
@@ -224,22 +245,27 @@ class LocalFolder:
             except FileNotFoundError:
                 return False
             with contextlib.suppress(OSError):  # the next one, or gc, does it
-                self._cap_set_aside()
+                self._cap_set_aside([])
         return True
 
-    def clear(self, max_bytes: int | None, broken: bool) -> Generator[Entry, None, None]:
+    def clear(self, max_bytes: int | None, broken: bool, left: list[LeftAlone]) -> Generator[Entry, None, None]:
         """Remove leftovers, and the longest unused chunks down to a size; yields those chunks.
 
-        broken: also all broken ones that were set aside.
+        broken: also all broken ones that were set aside. left: what may not be removed is added to it. Raises
+        PermissionError where max_bytes asks for some to go and none may.
         """
         with held(self.lock):
             self._collect()
-            self._cap_set_aside()
+            self._cap_set_aside(left)
             if broken:
-                self._remove(self._broken())
+                self._remove(self._broken(), left)
             limit = self.max_bytes if max_bytes is None else max_bytes
             if limit is not None:
-                yield from self._evict(self._giving_way(limit))
+                removed, refused = 0, len(left)
+                for removed, entry in enumerate(self._evict(limit, left), 1):  # noqa: B007
+                    yield entry
+                if not removed and len(left) > refused:
+                    raise PermissionError(errno.EACCES, left[-1].why)
 
     def _make_room(self, size: int) -> None:
         if self.max_bytes is None:
@@ -247,7 +273,7 @@ class LocalFolder:
         if size > self.max_bytes:
             raise StoreFull(f"a chunk of {size} bytes is larger than the store's max_bytes={self.max_bytes}; raise it")
         begun = 0
-        for entry in os.scandir(self.writing):
+        for entry in filter(lambda e: writing.is_unfinished(e.name), os.scandir(self.writing)):
             with contextlib.suppress(FileNotFoundError):  # a writer that failed takes its file away without the lock
                 begun += entry.stat(follow_symlinks=False).st_size
         if begun + size > self.max_bytes:
@@ -259,27 +285,55 @@ class LocalFolder:
         disk = os.statvfs(self.writing)  # no room even after them? of no blocks: a filesystem that does not say
         if going and disk.f_blocks and size > disk.f_bavail * disk.f_frsize + sum(e.bytes for _, e in going):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        for _ in self._evict(going):
+        left = list[LeftAlone]()
+        for _ in self._evict(self.max_bytes - begun - size, left):
             pass
+        if left and sum(e.bytes for _, e in self._all()) > self.max_bytes - begun - size:
+            raise PermissionError(errno.EACCES, f"{left[0].file} {left[0].why}")
+
+    def _all(self) -> list[tuple[Path, Entry]]:
+        """Broken chunks first, then the longest unused: the order in which they give way."""
+        return [*self._broken(), *((self.file(e.name), e) for e in self.entries())]
 
     def _giving_way(self, limit: int) -> list[tuple[Path, Entry]]:
-        """What must go so that all the rest is at most `limit` bytes: broken chunks first, then the longest unused."""
-        files = [*self._broken(), *((self.file(e.name), e) for e in self.entries())]
+        """What must go so that all the rest is at most `limit` bytes."""
+        files = self._all()
         total, count = sum(e.bytes for _, e in files), 0
         while total > limit and count < len(files):
             total -= files[count][1].bytes
             count += 1
         return files[:count]
 
-    def _evict(self, going: Sequence[tuple[Path, Entry]]) -> Iterator[Entry]:
-        """Remove them; yields chunks that were whole as far as anyone knows."""
-        for path, entry in going:
-            if path.parent == self.aside:
-                self._remove([(path, entry)])
-            elif _unlink(path):
+    def _evict(self, limit: int, left: list[LeftAlone]) -> Iterator[Entry]:
+        """Remove what must give way to `limit`; yields chunks that were whole as far as anyone knows.
+
+        What may not be removed is passed over and added to `left`, and the next ones go in its stead.
+        """
+        files = self._all()
+        total = sum(e.bytes for _, e in files)
+        for path, entry in files:
+            if total <= limit:
+                return
+            refused = len(left)
+            removed = self._unlinked(path, left)
+            if len(left) > refused:
+                continue
+            total -= entry.bytes
+            if removed and path.parent == self.aside:
+                self.counts.gone(entry.bytes)
+            elif removed:
                 self.counts.add("evicted")
                 self.counts.add("bytes_evicted", entry.bytes)
                 yield entry
+
+    def _unlinked(self, path: Path, left: list[LeftAlone]) -> bool:
+        """Whether a file was removed; added to `left` where it may not be."""
+        try:
+            return _unlink(path)
+        except PermissionError as error:
+            why = f"may not be removed: {error.strerror}"
+            left.append(LeftAlone(path.relative_to(self.path).as_posix(), why))
+            return False
 
     def _broken(self) -> list[tuple[Path, Entry]]:
         """Chunks that were set aside, the oldest first."""
@@ -290,9 +344,9 @@ class LocalFolder:
                     found.append((Path(entry.path), Entry(entry.name, entry.stat().st_size, None)))
         return sorted(found)
 
-    def _remove(self, broken: Sequence[tuple[Path, Entry]]) -> int:
-        """How many there were to remove."""
-        removed = [entry for path, entry in broken if _unlink(path)]
+    def _remove(self, broken: Sequence[tuple[Path, Entry]], left: list[LeftAlone]) -> int:
+        """How many there were to remove, and could be."""
+        removed = [entry for path, entry in broken if self._unlinked(path, left)]
         for entry in removed:
             self.counts.gone(entry.bytes)
         return len(removed)
@@ -301,25 +355,25 @@ class LocalFolder:
         """Whether there was any to drop, and it went."""
         try:
             with held(self.lock):
-                return self._remove(self._broken()) > 0
+                return self._remove(self._broken(), []) > 0
         except OSError:  # the disk being full is what to tell of
             return False
 
     def _collect(self) -> None:
         """Remove what dead processes left. What may not be opened or removed stays: it must not stop all writing."""
         self.writing.mkdir(exist_ok=True)
-        for entry in os.scandir(self.writing):
+        for entry in filter(lambda e: writing.is_unfinished(e.name), self._begun()):
             with contextlib.suppress(OSError):  # left_alone tells of it
                 if abandoned(Path(entry.path)) and _unlink(Path(entry.path)):
                     self.counts.add("leftovers_removed")
 
-    def _cap_set_aside(self) -> None:
+    def _cap_set_aside(self, left: list[LeftAlone]) -> None:
         self.aside.mkdir(exist_ok=True)
         total, broken = 0, self._broken()
         for number, one in enumerate(reversed(broken)):
             total += one[1].bytes
             if number and total > SET_ASIDE_BYTES:  # the newest stays, whatever its size, to be looked at
-                self._remove([one])
+                self._remove([one], left)
 
 
 def _found(fd: int, memory_of: Callable[[int, int], Tensor]) -> Found:

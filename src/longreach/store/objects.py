@@ -32,11 +32,11 @@ class Objects:
         self.root = root.rstrip("/")
         self.aside, self.marker = f"{self.root}/set-aside", f"{self.root}/{MARKER}"
         if not self._is_object(self.marker):
+            if self.root and self._is_object(self.root):
+                raise StoreError(f"{location} is an object, and no place for others; name one below which nothing is")
             if not create:
                 raise none_here(location)
-            names = [*self._files(self.root), *self._files(self.root, "directory")]
-            if strange := [n for n in names if not is_chunk(n) and n != "set-aside"]:
-                raise others_here(location, strange[0])
+            self._require_no_others()
 
     @property
     def fs(self) -> Any:
@@ -67,13 +67,25 @@ class Objects:
         """One put of all bytes; False where the object is there. Of two at once the later stays, both being whole."""
         if self.has(name):
             return False
-        marked = self._is_object(self.marker)
+        self._mark()
         with self._told():
-            self.fs.makedirs(self.root, exist_ok=True)
-            if not marked:
-                self.fs.pipe_file(self.marker, b"a chunk store of longreach\n")
             self.fs.pipe_file(self._path(name), b"".join([header, *buffers]))
         return True
+
+    def _mark(self) -> None:
+        """Make the root a store, where it is none yet and may become one."""
+        if self._is_object(self.marker):
+            return
+        self._require_no_others()
+        with self._told():
+            self.fs.makedirs(self.root, exist_ok=True)
+            self.fs.pipe_file(self.marker, b"a chunk store of longreach\n")
+
+    def _require_no_others(self) -> None:
+        """Raise StoreError where the root holds what no store makes."""
+        names = [*self._files(self.root), *self._files(self.root, "directory")]
+        if strange := [n for n in names if not is_chunk(n) and n not in (MARKER, "set-aside")]:
+            raise others_here(self.location, strange[0])
 
     def sync(self) -> None:
         """What was put is kept by the service."""
@@ -99,38 +111,53 @@ class Objects:
         return True
 
     def set_aside(self, file: str, identity: tuple[int, ...] | None) -> bool:
-        """Copy and delete. A good object put meanwhile may go the same way: then it is a miss once more."""
+        """Copy and delete. A good object put meanwhile may go the same way: then it is a miss once more.
+
+        One object by its exact name: fsspec's mv, cp and rm take * ? [ ] in names for patterns.
+        """
         path = f"{self.root}/{file}"
-        if not self._is_object(self.marker):
-            raise StoreError("nothing says any more that this is a store")
+        if not self._fs._strip_protocol(path).endswith(f"/{file}"):
+            raise StoreError("the service's library takes its name for another object's")
+        self._mark()
         with self._told():
             self.fs.makedirs(self.aside, exist_ok=True)
             try:
                 size = self.fs.info(path)["size"]
                 first = self.fs.cat_file(path, start=0, end=min(size, layout.FIRST)) if size else b""
-                self.fs.mv(path, f"{self.aside}/{name_aside(file, layout.is_ours(first))}")
-            except FileNotFoundError:
+                copy = f"{self.aside}/{name_aside(file, layout.is_ours(first))}"
+                self.fs.cp_file(path, copy)
+                self.fs.invalidate_cache(self.aside)
+                if self.fs.info(copy)["size"] != size:
+                    raise StoreError(f"its copy {copy} is not whole")
+            except FileNotFoundError as error:
+                if self._is_object(path):
+                    raise StoreError(f"it could not be copied: {error}") from error
                 return False
+            with suppress(FileNotFoundError):  # another process was first
+                self.fs.rm_file(path)
         with suppress(OSError):  # the next one, or gc, does it
-            self._cap_set_aside(SET_ASIDE_BYTES)
+            self._cap_set_aside(SET_ASIDE_BYTES, [])
         return True
 
-    def clear(self, max_bytes: int | None, broken: bool) -> Generator[Entry, None, None]:
-        """Only what was set aside has a cap here."""
+    def clear(self, max_bytes: int | None, broken: bool, left: list[LeftAlone]) -> Generator[Entry, None, None]:
+        """Only what was set aside has a cap here. left: what may not be removed is added to it."""
         if max_bytes is not None:
             raise Unsupported(no_cap(self.location))
-        self._cap_set_aside(-1 if broken else SET_ASIDE_BYTES)
+        self._cap_set_aside(-1 if broken else SET_ASIDE_BYTES, left)
         yield from ()
 
-    def _cap_set_aside(self, most: int) -> None:
+    def _cap_set_aside(self, most: int, left: list[LeftAlone]) -> None:
         """Broken chunks, the oldest first; the newest stays to be looked at unless none may (-1)."""
         total, broken = 0, sorted((f for f in self._files(self.aside).items() if is_broken(f[0])), reverse=True)
         for number, (name, size) in enumerate(broken):
             total += size
             if total > most and (number or most < 0):
-                with self._told(), suppress(FileNotFoundError):  # another process was first
-                    self.fs.rm_file(f"{self.aside}/{name}")
-                    self.counts.gone(size)
+                try:
+                    with self._told(), suppress(FileNotFoundError):  # another process was first
+                        self.fs.rm_file(f"{self.aside}/{name}")
+                        self.counts.gone(size)
+                except PermissionError as error:
+                    left.append(LeftAlone(f"set-aside/{name}", f"may not be removed: {error.strerror or error}"))
 
     def _is_object(self, path: str) -> bool:
         with self._told():

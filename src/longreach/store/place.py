@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from pathlib import Path
 from typing import Any
 
 from longreach.errors import InvalidInput, StoreError, Unsupported
@@ -22,9 +23,26 @@ def text_of(location: Any) -> str:
         text = os.fspath(location)
     except TypeError:
         text = None
-    if not isinstance(text, str) or not text or "\0" in text:
+    if not isinstance(text, str) or not text or "\0" in text or not _in_bytes(text):
         raise InvalidInput(f"location: expected a folder or a URL, got {location!r}")
     return text
+
+
+def _in_bytes(text: str) -> bool:
+    """Whether the system can be asked for a file of that name; bytes that are no UTF-8 come as surrogates, and can."""
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def home(folder: str) -> Path:
+    """A folder's path, ~ being a user's home. Raises InvalidInput where there is no such user."""
+    try:
+        return Path(folder).expanduser()
+    except RuntimeError as error:
+        raise InvalidInput(f"location {folder}: {error}; write it out, or ./{folder} for a folder so named") from error
 
 
 def folder_of(location: str, storage_options: dict[str, Any] | None) -> str | None:
@@ -62,16 +80,22 @@ def folder_of(location: str, storage_options: dict[str, Any] | None) -> str | No
 
 
 def opened(location: str, storage_options: dict[str, Any] | None, **more: Any) -> tuple[Any, str]:
-    """(fsspec filesystem, path in it) of a URL. Raises StoreError where fsspec cannot open it."""
+    """(fsspec filesystem, path in it) of a URL. Raises StoreError where fsspec, or the service's library, cannot open
+    it; InvalidInput where the library would look elsewhere than the URL says."""
     from fsspec.core import url_to_fs
 
     try:
-        return url_to_fs(location, **{**(storage_options or {}), **more})
-    except (ImportError, ValueError, TypeError, OSError) as error:
+        fs, root = url_to_fs(location, **{**(storage_options or {}), **more})
+    except Exception as error:  # the services' libraries raise their own
         raise StoreError(
-            f"fsspec cannot open the chunk store {location}: {error}; install what its protocol needs, or mend the URL "
-            f"or storage_options"
+            f"fsspec cannot open the chunk store {location} ({location.partition('://')[0]} answered "
+            f"{type(error).__name__}: {error}); install what its protocol needs, or mend the URL or storage_options"
         ) from error
+    if any(location.count(mark) != root.count(mark) for mark in "?#*[]"):
+        raise InvalidInput(
+            f"{location}: its service's library looks at {root!r}; name a place without any of ? # * [ ]"
+        )
+    return fs, root
 
 
 def none_here(location: object) -> StoreError:

@@ -7,7 +7,6 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 from torch import Tensor
@@ -19,8 +18,8 @@ from longreach.store.layout import Broken, Head
 from longreach.store.local import ENDING, Found, LocalFolder, is_chunk
 from longreach.store.locked import LockGone
 from longreach.store.objects import Objects, no_cap
-from longreach.store.place import folder_of, text_of
-from longreach.store.results import About, Collected, Counts, Entry, Got, SetAside, Verified
+from longreach.store.place import folder_of, home, text_of
+from longreach.store.results import About, Collected, Counts, Entry, Got, LeftAlone, SetAside, Verified
 from longreach.store.writing import no_room
 
 PROMISES = LocalFolder.promises
@@ -67,7 +66,7 @@ class ChunkStore:
             folder = folder_of(self.location, storage_options)
             self._files: LocalFolder | Objects
             if folder is not None:
-                self._files = LocalFolder(Path(folder).expanduser(), max_bytes, create, self._counts)
+                self._files = LocalFolder(home(folder), max_bytes, create, self._counts)
             elif max_bytes is not None:
                 raise Unsupported(no_cap(self.location))
             else:
@@ -202,18 +201,20 @@ class ChunkStore:
         """Remove what dead processes left, and the longest unused chunks down to max_bytes (None: the store's own).
 
         set_aside: also all broken chunks in set-aside/, which otherwise go first of what max_bytes asks for.
-        left_alone tells of what is in writing/ and may not be opened or removed, and of foreign folders.
+        left_alone tells of chunks that may not be removed, which are passed over, of what is in writing/ and is not the
+        store's or may not be opened or removed, and of foreign folders. Raises StoreError where max_bytes asks for some
+        to go and none may.
         progress: called with 1 after each chunk removed.
         """
         _require_bytes(max_bytes, 0)
-        before, chunks, size = self.report(), 0, 0
-        with self._errors("clear"), closing(self._files.clear(max_bytes, set_aside)) as removed:
+        before, chunks, size, kept = self.report(), 0, 0, list[LeftAlone]()
+        with self._errors("clear"), closing(self._files.clear(max_bytes, set_aside, kept)) as removed:
             for entry in removed:
                 chunks, size = chunks + 1, size + entry.bytes
                 if progress:
                     progress(1)
         with self._errors("look into"):
-            left = self._files.left_alone()
+            left = sorted({*kept, *self._files.left_alone()})
         after = self.report()
         leftovers, broken, broken_bytes = (
             after[name] - before[name] for name in ("leftovers_removed", "broken_removed", "bytes_broken_removed")

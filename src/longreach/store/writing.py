@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
 from longreach.store.locked import claim, let_go, opened
 
+_UNFINISHED = re.compile(r"[0-9a-f]{64}\.[0-9a-f]{16}")
 _AT_ONCE = 512  # buffers in a call; systems take 1024
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -17,6 +19,11 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 def no_room(error: OSError) -> bool:
     """Whether it says that a disk, a quota or a limit is full."""
     return error.errno in _NO_ROOM
+
+
+def is_unfinished(file: str) -> bool:
+    """Whether a file's name is one that `begin` makes."""
+    return _UNFINISHED.fullmatch(file) is not None
 
 
 def begin(folder: Path, name: str) -> tuple[int, Path]:
