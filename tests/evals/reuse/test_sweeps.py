@@ -40,6 +40,9 @@ def test_ties_are_taken_together_or_not_at_all() -> None:
     none, every = at_acceptance(tied, (0.5, 1.0))
     close(none, 0.0, 0.0, 0.0, None)
     close(every, 1.0, 0.5, 0.25, 0.25)
+    nearer = at_acceptance(tied, (0.3, 0.7))
+    assert [p.accepted for p in nearer] == [0.0, 1.0]
+    close(at_skipped(tied, (0.1,))[0], 1.0, 0.5, 0.25, 0.25)
 
 
 def test_equal_skipped_shares() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,10 +11,17 @@ import torch
 from torch import Tensor
 
 from longreach import MAC, attach
+from longreach.adapters.transformers import shape_of
+from longreach.evals.calibration.gather import gather
+from longreach.evals.calibration.mac import MACGather, calibrated
+from longreach.evals.calibration.prompts import Prompt
 from longreach.methods.base import LayerCall, Outcome
 from longreach.methods.mac.calibrate import MOST_TAU
 from longreach.methods.mac.notes import AT
+from longreach.methods.mac.plan import SCALES, Scale
+from longreach.plans import Plan, PlannedModel
 from longreach.testing.tiny import random_tokens, tiny_model
+from tests.methods.planned import MADE
 
 WINDOW, BAND = 60, 4
 METHOD = MAC(window=WINDOW, band=BAND, tau=MOST_TAU, minimum=0, guard=None)
@@ -26,7 +35,7 @@ def texts(count: int) -> Tensor:
 
 
 @torch.inference_mode()
-def gaps(model: Any, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+def gaps(model: Any, tokens: Tensor, mask: Tensor | None = None, method: MAC = METHOD) -> Tensor:
     """[B, STEPS, H]: how far back layer 0 finds a row near enough for each of the last tokens; 0 for none."""
     found: list[Tensor] = []
     mask = torch.ones_like(tokens) if mask is None else mask
@@ -36,7 +45,7 @@ def gaps(model: Any, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
             assert outcome.notes is not None
             found.append(outcome.notes.tensors[0][..., AT["gap"]].clone())
 
-    with attach(model, decode=METHOD) as session:
+    with attach(model, decode=method) as session:
         session.observe = observe
         cache, length = session.new_cache(len(tokens)), tokens.shape[1] - STEPS
         model(tokens[:, :length], attention_mask=mask[:, :length], past_key_values=cache)
@@ -74,3 +83,20 @@ def test_alone_and_in_a_ragged_batch_a_row_takes_the_same(dtype: torch.dtype) ->
     for row, padding in enumerate(paddings):
         alone = tokens[row : row + 1, padding:]
         assert together[row].tolist() == gaps(model, alone)[0].tolist() == newest(alone[0].tolist())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", SCALES)
+def test_a_calibrated_plan_carries_over_to_another_dtype(scale: Scale, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Made in fp32 where one pair of unrelated rows in nine is of one token, so that the first layer's threshold is the
+    tightest there is; it accepts equal queries, and those of no other token, in bf16 too."""
+    model, tokens = tiny_model("llama"), texts(1)
+    what = MACGather(shape_of(model), rows=30, window=WINDOW, sinks=0)
+    parts = gather(model, [Prompt("p", tuple(torch.cat([tokens[0], tokens[0]]).tolist()))], what)
+    plan, rests = calibrated(what, parts, alpha=0.01, epsilon=0.05, widest=512)
+    assert plan.tau[scale][0] == MOST_TAU and rests["accepted"][scale][0][-1] > 0.9
+    path = tmp_path / "p.json"
+    Plan("mac", PlannedModel.of("tiny", shape_of(model)), plan.values(), MADE, plan.arrays()).save(path)
+    method = replace(METHOD, tau=None, scale=scale, plan=str(path))
+    found = gaps(model.to(dtype), tokens, method=method)
+    assert found[0].tolist() == newest(tokens[0].tolist())

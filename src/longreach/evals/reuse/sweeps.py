@@ -44,14 +44,16 @@ def below(samples: Samples, limit: float | Tensor) -> Tensor:
 
 
 def at_acceptance(samples: Samples, shares: Sequence[float]) -> list[Point]:
-    """One threshold for all samples, such that these shares of them are accepted (ties, and those without a row, may
-    make it fewer)."""
+    """One threshold for all samples, such that these shares of them are accepted. Of ties all are or none, whichever is
+    nearer; those without a row never are."""
     order = samples.distance.flatten().sort().values
     found = []
     for share in shares:
         count = min(round(share * len(order)), len(order))
-        limit = float(order[count]) if count < len(order) else torch.inf
-        found.append(point(samples, below(samples, limit)))
+        limit = order[count] if count < len(order) else order.new_tensor(torch.inf)
+        first, last = (int(torch.searchsorted(order, limit, right=right)) for right in (False, True))
+        together = bool(limit < torch.inf) and last - count < count - first
+        found.append(point(samples, samples.distance <= limit if together else samples.distance < limit))
     return found
 
 
@@ -62,8 +64,8 @@ def layer_by_layer(samples: Samples, shares: Sequence[float]) -> list[Point]:
 
 
 def at_skipped(samples: Samples, shares: Sequence[float]) -> list[Point | None]:
-    """One threshold for all samples, the least at which these shares of what is read are skipped; None beyond what can
-    be."""
+    """One threshold for all samples, the least at which these shares of what is read are skipped (ties are all
+    accepted); None beyond what can be."""
     order = samples.distance.flatten().argsort()
     error, skipped, distance = (x.flatten()[order].double() for x in (samples.error, samples.skipped, samples.distance))
     total = len(order)
@@ -75,6 +77,7 @@ def at_skipped(samples: Samples, shares: Sequence[float]) -> list[Point | None]:
         if last == total:
             found.append(None)
             continue
+        last = int(torch.searchsorted(distance, distance[last], right=True)) - 1
         found.append(Point((last + 1) / total, float(skipped[last]), float(error[last] / total),
                            float(error[last] / (last + 1))))  # fmt: skip
     return found
