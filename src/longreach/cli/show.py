@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +24,11 @@ def console() -> Console:
     """Standard output, as wide as the terminal; text is shown as it is."""
     from rich.console import Console
 
-    return Console(highlight=False, markup=False, emoji=False)
+    class Output(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))  # rich would exit with 1; main knows better
+
+    return Output(highlight=False, markup=False, emoji=False)
 
 
 @dataclass(frozen=True)

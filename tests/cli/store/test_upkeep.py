@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from longreach.store import ChunkStore
 from longreach.store.local import LocalFolder
 from tests.cli.store.test_add import TEXT, added
 from tests.cli.test_bad_input import refused
+from tests.store.factory import chunk
 
 
 @pytest.fixture
@@ -140,7 +143,7 @@ def test_verify_and_gc_tell_what_they_leave_alone(longreach: Any, store: Path) -
 
 def test_gc(longreach: Any, store: Path) -> None:
     before = sum(f.stat().st_size for f in store.glob("*.safetensors"))
-    (store / "writing" / "left.0123").write_bytes(b"half a chunk")
+    (store / "writing" / f"{'0' * 64}.{'0' * 16}").write_bytes(b"half a chunk")
     result = longreach("store", "gc", "--store", store)
     assert result.code == 0 and "0 chunks removed (0 B), and 1 unfinished" in result.out
     said = json.loads(longreach("store", "gc", "--store", store, "--max-bytes", before // 2, "--json").out)
@@ -166,3 +169,39 @@ def test_an_action_is_needed(longreach: Any) -> None:
     for arguments, word in (((), "ACTION"), (("frobnicate",), "frobnicate")):
         result = longreach("store", *arguments)
         assert result.code == 2 and word in result.err and result.out == ""
+
+
+@pytest.mark.parametrize("more", [(), ("--all",), ("--json",)])
+def test_a_reader_that_has_left_is_no_error(tmp_path: Path, more: tuple[str, ...]) -> None:
+    """As in `longreach store list | true`."""
+    with ChunkStore(tmp_path) as one:
+        one.put(chunk(0))
+    reading, telling = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "longreach", "store", "list", "--store", str(tmp_path), *more]
+    done = subprocess.run(command, stdout=telling, stderr=subprocess.PIPE, text=True)
+    os.close(telling)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_home_of_nobody_is_refused(longreach: Any) -> None:
+    refused(longreach("store", "list", "--store", "~nosuchuser/chunks"), "~nosuchuser/chunks", "write it out")
+
+
+def test_a_chunk_that_may_not_be_removed_is_told_by_gc(
+    longreach: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ChunkStore(tmp_path) as one:
+        for n in range(3):
+            one.put(chunk(n))
+        size = one.entries()[0].bytes
+    stuck, real = f"{chunk(0).key.name}.safetensors", Path.unlink
+
+    def unlink(self: Path, missing_ok: bool = False) -> None:
+        if self.name == stuck:
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+        real(self, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", unlink)
+    said = longreach("store", "gc", "--store", tmp_path, "--max-bytes", str(size))
+    assert said.code == 0 and f"{stuck}: left alone: may not be removed" in said.out and "2 chunks removed" in said.out
