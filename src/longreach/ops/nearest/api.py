@@ -36,8 +36,8 @@ def nearest(
 
     Looked through are the rows at positions [pos - window, pos), at `oldest` and after, that the ring holds (by their
     stamps), with gaps from `near` to `far` and a depth below `deepest`. A query or a row with NaN matches nothing, and
-    disturbs no other. Sums are fp32 and in a fixed order, so results are the same at every call. Distances that rounding
-    explains are 0, and so ties: squared ones up to `tie(dtype)` |query|^2.
+    disturbs no other. Sums are fp32 and in a fixed order, so results are the same at every call. Distances that
+    rounding explains are 0, and so ties: squared ones up to `tie(dtype)` |query|^2.
 
     query: [R, H, D] of the ring's dtype, as queries in the ring are (before rotation, scaled alike); slot, pos: int
     [R], the ring's sequence and the position of each; window: at most C.

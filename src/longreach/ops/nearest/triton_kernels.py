@@ -160,6 +160,7 @@ def look(
             right = early.confirmed(seq, slot, pos, row, rows, slots, MATCH)
             right = right & (_counted(pos, account, rule, MATCH) <= guess)
         q = _query(row, h, rows, turn, weight, query, d, D, P2, HALVES, WEIGHTED)
+        alike = rule[13] * tl.sum(q * q)  # rows of the ring are on their way meanwhile
         if not right:
             slot, pos = early.known(row, rows, slots, MATCH)
             if MATCH:
@@ -177,6 +178,7 @@ def look(
         back = first + tl.arange(0, AGES2)
         held, deep = _signs(slot, pos, h, back, count, ring, H, C, BOUNDED)
         q = _query(row, h, rows, turn, weight, query, d, D, P2, HALVES, WEIGHTED)
+        alike = rule[13] * tl.sum(q * q)
         mine = pieces[1] + program.to(tl.int64) * AGES
         for age in tl.range(0, count - first, BK, num_stages=STAGES):
             x = _queries(slot, pos, h, first + age + k, count, query, d, H, C, D)
@@ -195,7 +197,7 @@ def look(
         if BOUNDED:
             ok = ok & (deep < deepest)
         ok = ok & (distance < float("inf"))  # NaN is not
-        distance = tl.where(distance <= rule[13] * tl.sum(q * q), 0.0, distance)  # as good as equal
+        distance = tl.where(distance <= alike, 0.0, distance)
         key = tl.min(_key(tl.where(ok, distance, float("inf")), tl.where(ok, p, -1)), 0)
         tl.store(pieces[0] + (row * H + h) * P + piece, key)
         if JOINED:
