@@ -69,7 +69,7 @@ class Planted:
         rests = torch.rand(shape.batch, shape.kv_heads, generator=draw, device=draw.device) < self.resting
         if self.hits.guard and self.hits.rate == 0:
             rests[:] = True  # between two searches
-        ring.credit[:] = torch.where(rests, float(-state.rule.rest), state.rule.patience)[..., None]
+        ring.credit[:] = torch.where(rests, float(-state.rule.rest), math.inf)[..., None]
         mine = recovered(call.rows.q, self.turn, state.weight, ring.query.dtype)
         found = self.place(state)
         ring.query[:, :, found] = torch.where(hit[..., None], mine, ring.query[:, :, found])

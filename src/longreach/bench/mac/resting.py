@@ -6,7 +6,7 @@ import torch
 
 from longreach.ops.nearest import Rule
 
-HEADS, ROWS, SETTLED = 512, 1024, 512  # accounts that are followed, for so many rows, of which the last ones count
+HEADS, ROWS, SETTLED = 512, 3072, 1024  # accounts that are followed, for so many rows, of which the last ones count
 
 
 def resting_share(rule: Rule, rate: float, group: int, context: int, gap: int) -> float:
