@@ -11,6 +11,8 @@ from torch import Tensor
 
 from longreach.errors import Unsupported
 from longreach.ops.top_k import triton_kernels as kernels
+from longreach.ops.top_k.triton_keys import COLUMNS
+from longreach.ops.top_k.triton_short import short
 
 INTERPRETED: bool = kernels.INTERPRETED.value
 
@@ -102,14 +104,14 @@ def _chain(t: Tuning) -> dict[str, bool]:
 
 
 def _short(given: tuple, used: Tensor, index: Tensor, t: Tuning) -> None:
-    block = max(128, triton.next_power_of_2(given[kernels.COLUMNS.value]))
-    kernels.short[(used.numel(),)](
+    block = max(128, triton.next_power_of_2(given[COLUMNS.value]))
+    short[(used.numel(),)](
         given, used, index, NB=block, num_warps=max(1, block // 512), maxnreg=t.registers, **_chain(t)
     )
 
 
 def _long(given: tuple, used: Tensor, index: Tensor, t: Tuning) -> Space:
-    rows, columns = used.numel(), given[kernels.COLUMNS.value]
+    rows, columns = used.numel(), given[COLUMNS.value]
     blocks = triton.cdiv(columns, 32 * t.words)
     words = blocks * t.words
     parts = triton.cdiv(words, t.part)

@@ -1,5 +1,4 @@
 # mypy: ignore-errors
-# (these functions are compiled by Triton, not run by Python)
 """The Triton kernels of top_k: a bracket from a sample, one read of the scores, the rest among few candidates.
 
 `bracket` reads a stratified sample of each row and finds two values that the k-th largest lies between, but for about
@@ -15,15 +14,12 @@ Where the bracket misses, or holds more candidates than there is room for, `reso
 at most 16 reads of the row by one program, each of which cuts the range of keys to a quarter (about 10 us a read of
 131,072 columns, 0.1 to 0.2 ms in all, side by side for as many rows as programs fit).
 
-Keys of a rank are searched among what one program holds: each round counts what reaches two keys, a standard deviation
-to either side of where the wanted one is expected if keys are spread evenly between those known.
-
 Measured on an H200, the parts by themselves, in us. 256 rows of 131,072 columns, k = 13,107: bracket 35, classify 47
 (134 MB, which take 32 by themselves), resolve 25, write 18; together, as they overlap, 117. 8 rows: 10, 4, 13 and 2;
 together 27. Rows of up to 8,192 columns: `short`, one program a row that holds it in registers; 512 rows: 53.
 
-Keys are the order of floats as int32: NaN below everything, -0.0 as 0.0. Values are compared as floats where that says
-the same. Columns are int32.
+Keys, and how they are searched: triton_keys; rows that one program holds: triton_short. Values are compared as floats
+where that says the same as their keys. Columns are int32.
 """
 
 from __future__ import annotations
@@ -32,29 +28,15 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from longreach.ops.top_k import triton_keys as keys
+from longreach.ops.top_k.triton_keys import CAPACITY, COLUMNS, LEAST, OVER, UNDER
+
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # kernels run in Python, on CPU tensors
-LEAST = tl.constexpr(-(1 << 31))  # the key of NaN
-OVER = tl.constexpr(0x7F800001)  # past the key of +inf; as a value NaN, which no number reaches
-UNDER = tl.constexpr(-0x7F800001)  # the key of -inf
 # what is kept of a row: the key from which values are chosen, that from which they are candidates, whether
 HIGH, LOW, TIED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # values at the ends are marked as ties;
 KIND, TAKE, SEARCHED = tl.constexpr(3), tl.constexpr(4), tl.constexpr(5)  # which ties are taken, how many; slow path
 MARKS = tl.constexpr(8)
-COLUMNS, CAPACITY = tl.constexpr(8), tl.constexpr(11)  # where they are in `given`
 NO_TIES, HIGH_TIES, LOW_TIES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-
-
-@triton.jit
-def _key(x):
-    """The key of fp32 values: int32, in their order."""
-    bits = tl.where(x == 0.0, 0, x.to(tl.int32, bitcast=True))
-    return tl.where(x != x, LEAST, bits ^ ((bits >> 31) & 0x7FFFFFFF))
-
-
-@triton.jit
-def _value(key):
-    """The fp32 value of int32 keys; NaN for OVER and for what is below UNDER."""
-    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -85,69 +67,6 @@ def _before(column, u):
 
 
 @triton.jit
-def _row(row, given):
-    """(scores, length, k, first, stop, busy): k columns are chosen, all before `first` and from `stop` on among them.
-
-    Not busy: nothing is to be chosen, because k is 0 or exceeds the capacity.
-    given: scores, their list and head stride, counts, lengths, their strides, heads, columns, how many first and last
-    columns come before all others, capacity.
-    """
-    x, x_list, x_head, count, lengths, length_list, length_head, heads, columns, front, back, capacity = given
-    of_list = (row // heads).to(tl.int64)
-    of_head = (row % heads).to(tl.int64)
-    length = tl.load(lengths + of_list * length_list + of_head * length_head)
-    length = tl.minimum(tl.maximum(length, 0), columns).to(tl.int32)
-    k = tl.minimum(tl.maximum(tl.load(count + row), 0), length).to(tl.int32)
-    stop = length - tl.minimum(k, back)
-    first = tl.where(k == length, stop, tl.minimum(k - (length - stop), front))
-    return x + of_list * x_list + of_head * x_head, length, k, first, stop, (k > 0) & (k <= capacity)
-
-
-@triton.jit
-def _aim(count, a, b, from_a, from_b, even, share):
-    """A key in (a, b) that about `count` keys reach: from_a reach a, from_b reach b, those between lie evenly.
-
-    Where they turned out not to be even: that part of the way down from b.
-    """
-    width = (b - a).to(tl.uint32, bitcast=True)
-    down = tl.where(even, (count - from_b + 0.5) / (from_a - from_b + 1), share) * width.to(tl.float32)
-    down = tl.minimum(tl.maximum(down, 1.0), 4e9).to(tl.uint32)  # what 32 bits hold
-    return b - tl.minimum(down, width - 1).to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def _reaching(key, one, two):
-    """How many of fewer than 32,768 keys reach `one` and `two`."""
-    both = tl.sum((key >= one).to(tl.int32) + ((key >= two).to(tl.int32) << 16), 0)
-    return both & 0xFFFF, both >> 16
-
-
-@triton.jit
-def _around(rank, a, b, from_a, from_b, even):
-    """Two keys in (a, b), one <= two, that the key of that rank likely lies between; thirds where _aim fails."""
-    held, sought = (from_a - from_b).to(tl.float32), (rank - from_b).to(tl.float32)
-    spread = tl.sqrt(sought * (held - sought) / held)  # a standard deviation of how many reach a key
-    one = _aim(rank + spread, a, b, from_a, from_b, even, 2 / 3)
-    two = _aim(rank - spread, a, b, from_a, from_b, even, 1 / 3)
-    return one, two
-
-
-@triton.jit
-def _narrow(rank, a, b, from_a, from_b, one, two, from_one, from_two):
-    """[a, b), which holds the key of that rank, after a look at two keys in it; whether that got rid of half of it.
-
-    Rounds that do and thirds of what is left else: at most 14 + 20 rounds, 6 to 9 where values are spread smoothly.
-    """
-    held = from_a - from_b
-    over, under = from_two >= rank, from_one < rank
-    b = tl.where(under, one, tl.where(over, b, two))
-    from_b = tl.where(under, from_one, tl.where(over, from_b, from_two))
-    a = tl.where(over, two, tl.where(under, a, one))
-    from_a = tl.where(over, from_two, tl.where(under, from_a, from_one))
-    return a, b, from_a, from_b, 2 * (from_a - from_b) <= held
-
-
-@triton.jit
 def drawn(i, size, SAMPLES: tl.constexpr):
     """The i-th column of a sample of SAMPLES out of `size` or fewer: anywhere in the i-th of as many even stretches."""
     begin = i.to(tl.int64) * size // SAMPLES
@@ -163,21 +82,21 @@ def bracket(
 ):
     """Where a row's k-th value lies: between the samples SIGMAS standard deviations above and below its expected rank.
 
-    Both are found to SLACK samples, further out rather than in. given: see _row; space: see Space in triton.py.
+    Both are found to SLACK samples, further out rather than in. given: see keys.row_of; space: see Space in triton.py.
     """
     marks, counter = space[0], space[1]
     row = tl.program_id(0)
     if CHAINED:
         gdc_wait()
         gdc_launch_dependents()
-    x, length, k, first, stop, busy = _row(row, given)
+    x, length, k, first, stop, busy = keys.row_of(row, given)
     tl.store(used + row, k)
     tl.store(counter + row, 0)
     rank = k - first - (length - stop)
     size = stop - first
     i = tl.arange(0, SAMPLES)
     column = first + tl.where(size <= SAMPLES, i, drawn(i, size, SAMPLES))
-    key = _key(tl.load(x + column, mask=(i < size) & busy & (rank > 0), other=float("nan")).to(tl.float32))
+    key = keys.key_of(tl.load(x + column, mask=(i < size) & busy & (rank > 0), other=float("nan")).to(tl.float32))
 
     draws = tl.minimum(size, SAMPLES)
     share = rank.to(tl.float32) / tl.maximum(size, 1).to(tl.float32)
@@ -200,9 +119,9 @@ def bracket(
     seek_high = seek_high & (high_b - high_a != 1) & (over_b < highest)
     seek_low = seek_low & (low_b - low_a != 1) & (under_a > lowest)
     while seek_high | seek_low:
-        high_m = _aim(upper - SLACK / 2, high_a, high_b, over_a, over_b, high_even, 0.5)
-        low_m = _aim(lower + SLACK / 2, low_a, low_b, under_a, under_b, low_even, 0.5)
-        over, under = _reaching(key, high_m, low_m)
+        high_m = keys.aim(upper - SLACK / 2, high_a, high_b, over_a, over_b, high_even, 0.5)
+        low_m = keys.aim(lower + SLACK / 2, low_a, low_b, under_a, under_b, low_even, 0.5)
+        over, under = keys.reaching(key, high_m, low_m)
         held = over_a - over_b
         up, down = seek_high & (over >= upper), seek_high & (over < upper)
         high_a, over_a = tl.where(up, high_m, high_a), tl.where(up, over, over_a)
@@ -287,7 +206,7 @@ def classify(given, space, blocks, C: tl.constexpr, W: tl.constexpr, QUADS: tl.c
     marks, counter, tally, planes, found, _ = space
     row = tl.program_id(0)
     start = tl.program_id(1) * (32 * W)
-    x, length, _, first, stop, busy = _row(row, given)
+    x, length, _, first, stop, busy = keys.row_of(row, given)
     columns = given[COLUMNS]
     if QUADS:  # says that whole vectors are inside or outside
         columns = columns // 4 * 4
@@ -300,7 +219,7 @@ def classify(given, space, blocks, C: tl.constexpr, W: tl.constexpr, QUADS: tl.c
     if there:
         row_marks = marks + row.to(tl.int64) * MARKS
         high_key, low_key, tied = tl.load(row_marks + HIGH), tl.load(row_marks + LOW), tl.load(row_marks + TIED)
-        high, low, under = _value(high_key), _value(low_key), _value(low_key - 1)
+        high, low, under = keys.value_of(high_key), keys.value_of(low_key), keys.value_of(low_key - 1)
         w = tl.arange(0, W)
         above, listed = _reach(slots, high, W), _reach(slots, low, W)
         listed &= ~above
@@ -358,7 +277,7 @@ def _entries(at, entries, M, NB: tl.constexpr):
     """Candidates at, at + 1, .. of M: keys, LEAST past the last, and columns."""
     n = at + tl.arange(0, NB)
     entry = tl.load(entries + n, mask=n < M, other=0)
-    key = _key((entry >> 32).to(tl.int32).to(tl.float32, bitcast=True))
+    key = keys.key_of((entry >> 32).to(tl.int32).to(tl.float32, bitcast=True))
     return tl.where(n < M, key, LEAST), entry.to(tl.int32)
 
 
@@ -379,14 +298,14 @@ def _kth(rank, a, b, from_a, from_b, key, column, entries, M, kth, TIES: tl.cons
     held = _ranked(key, column, kth, TIES)
     even = from_a > from_b
     while (b - a != 1) & (from_a != rank):
-        one, two = _around(rank, a, b, from_a, from_b, even)
-        from_one, from_two = _reaching(held, one, two)
+        one, two = keys.around(rank, a, b, from_a, from_b, even)
+        from_one, from_two = keys.reaching(held, one, two)
         for at in range(NB, M, NB):
             more, columns = _entries(at, entries, M, NB)
-            ones, twos = _reaching(_ranked(more, columns, kth, TIES), one, two)
+            ones, twos = keys.reaching(_ranked(more, columns, kth, TIES), one, two)
             from_one += ones
             from_two += twos
-        a, b, from_a, from_b, even = _narrow(rank, a, b, from_a, from_b, one, two, from_one, from_two)
+        a, b, from_a, from_b, even = keys.narrow(rank, a, b, from_a, from_b, one, two, from_one, from_two)
     return a, from_a, from_b
 
 
@@ -421,7 +340,7 @@ def _choose(pick, M, low, high, columns, entries, plane, NB: tl.constexpr, PART:
 @triton.jit
 def _at_least(v, key, NB: tl.constexpr):
     """How many of NB values reach a key that is not NaN's, as partial sums [NB / 4]."""
-    bound = _value(tl.maximum(key, UNDER).to(tl.int32))
+    bound = keys.value_of(tl.maximum(key, UNDER).to(tl.int32))
     return tl.sum(tl.reshape((v >= bound).to(tl.int32), [4, NB // 4]), 0)
 
 
@@ -458,7 +377,7 @@ def _search(rank, x, first, stop, length, plane, plane_size, NB: tl.constexpr):
         u = at + word
         column = 32 * u[:, None] + bit
         inside = (column >= first) & (column < stop)
-        key = _key(tl.load(x + column, mask=inside, other=float("nan")).to(tl.float32))
+        key = keys.key_of(tl.load(x + column, mask=inside, other=float("nan")).to(tl.float32))
         sure = tl.sum(tl.where(inside & (key >= kth), 1 << bit, 0), 1)
         tie = tl.sum(tl.where(inside & (key == kth), 1 << bit, 0), 1)
         outside = _before(length, u) & ~(_before(stop, u) & ~_before(first, u))
@@ -502,7 +421,7 @@ def resolve(
     """
     marks, counter, tally, planes, found, ahead = space
     row = tl.program_id(0)
-    x, length, k, first, stop, busy = _row(row, given)
+    x, length, k, first, stop, busy = keys.row_of(row, given)
     if CHAINED:
         gdc_wait()
         gdc_launch_dependents()
@@ -551,7 +470,7 @@ def write(
     marks, planes, ahead = space[0], space[3], space[5]
     row = tl.program_id(0)
     start = tl.program_id(1) * (PW * 32 // BITS)
-    _, length, k, _, _, busy = _row(row, given)
+    _, length, k, _, _, busy = keys.row_of(row, given)
     if CHAINED:
         gdc_wait()
         gdc_launch_dependents()
@@ -591,36 +510,3 @@ def write(
                 chosen ^= lowest
                 place += 1
             one = following.to(tl.int32) & mask
-
-
-@triton.jit
-def short(given, used, index, NB: tl.constexpr, CHAINED: tl.constexpr):
-    """A whole row of up to NB columns at once: its k-th key, then the columns chosen."""
-    row = tl.program_id(0)
-    if CHAINED:
-        gdc_wait()
-        gdc_launch_dependents()
-    x, length, k, first, stop, busy = _row(row, given)
-    tl.store(used + row, k)
-    if busy:
-        column = tl.arange(0, NB)
-        rank = k - first - (length - stop)
-        v = tl.load(x + column, mask=column < given[COLUMNS], other=float("nan")).to(tl.float32)
-        middle = (column >= first) & (column < stop)
-        key = tl.where(middle, _key(v), LEAST)
-        b = tl.max(key, 0) + 1
-        a = tl.where(rank > 0, tl.min(tl.where(middle, key, OVER), 0), b - 1)
-        from_a, from_b = stop - first, tl.full((), 0, tl.int32)
-        even = from_a > 0
-        while (b - a != 1) & (from_a != rank):
-            one, two = _around(rank, a, b, from_a, from_b, even)
-            from_one, from_two = _reaching(key, one, two)
-            a, b, from_a, from_b, even = _narrow(rank, a, b, from_a, from_b, one, two, from_one, from_two)
-        chosen = (column < length) & ((key > a) | ~middle)
-        tie = middle & (key == a)
-        if from_a != rank:
-            each = tie.to(tl.int32)
-            tie = tie & (tl.cumsum(each, 0) - each < rank - from_b)
-        mine = (chosen | tie).to(tl.int32)
-        place = tl.cumsum(mine, 0) - mine
-        tl.store(index + row.to(tl.int64) * given[CAPACITY] + place, column, mask=(mine != 0) & (place < k))
