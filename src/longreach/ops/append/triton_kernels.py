@@ -20,9 +20,9 @@ def append_rows(
     g = tl.arange(0, G2)[:, None]
     d = tl.arange(0, D2)[None, :]
     there = (g < G) & (d < D)
-    if CHAINED:
-        gdc_wait()
+    if CHAINED:  # the next kernel may start before this one has waited: what it reads before its own wait are guesses
         gdc_launch_dependents()
+        gdc_wait()
     page = tl.load(page_of + row * page_stride).to(tl.int64)
     offset = tl.load(offset_of + row * offset_stride).to(tl.int64)
     x = tl.load(k[0] + row * k[1] + g * k[2] + d, mask=there)

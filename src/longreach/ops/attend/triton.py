@@ -13,7 +13,7 @@ from longreach.errors import Unsupported
 from longreach.ops.attend import triton_kernels as kernels
 from longreach.ops.attend import triton_merging as merging
 from longreach.ops.attend.tiles import tiles_of
-from longreach.ops.attend.triton_tuning import INTERPRETED, Tuning, keeping_tuning, tuning
+from longreach.ops.attend.triton_tuning import INTERPRETED, Tuning, keeping_tuning, merge_tuning, tuning
 from longreach.ops.selection import Bound, Lists, PackedLists, Selection, Span, Spans, at
 from longreach.ops.types import KVView, Logits, Partial, Rows, ScoringKeys
 
@@ -134,14 +134,15 @@ def launch_into(
     k = kv.k if keys is None else keys.k
     lists = choice.listing is not None
     paged = kv.block_table is not None and kv.block_table.shape[1] > 1
+    page = kv.page if paged else 0
     dense = isinstance(selection, Spans) and selection.is_dense
     if write:
         t = tune or keeping_tuning(
-            k.dtype, wide, m, paged=paged, items=items, values=out is not None, coded=keys is not None
+            k.dtype, wide, m, page=page, items=items, values=out is not None, coded=keys is not None
         )
         assert t.unit == t.block and dense, (t, selection)
     else:
-        t = tune or tuning(rows.q.dtype, wide, m, lists=lists, paged=paged, dense=dense, items=items, keys=read is None)
+        t = tune or tuning(rows.q.dtype, wide, m, lists=lists, page=page, dense=dense, items=items, keys=read is None)
     logits = _new_logits(rows, kv, t.block) if write else read
     programs = t.programs(rows.q.device) if dealt else 1
     if t.aligned and items < programs:
@@ -198,17 +199,20 @@ def launch_into(
         row_args, memory, choice.spans, choice.lists, kept, result, float(scale), float(softcap or 1.0),
         items, programs,
         layout=layout, kinds=choice.kinds, listing=choice.listing, form=form, keeping=kept_kind, PAGED=paged,
-        TABLED=kv.block_table is not None, PAGE=kv.page if paged else 1, HULL=hull, CAPPED=softcap is not None,
+        TABLED=kv.block_table is not None, PAGE=page or 1, HULL=hull, CAPPED=softcap is not None,
         SUNK=sunk, DEALT=dealt, I2=i2 if dealt else 1, X=x, M=m, BN=t.block, D=dim, BD=wide, STAGES=t.stages,
         UNIT=t.unit, CHAINED=chained, num_warps=t.warps, **launch, **limits,
     )  # fmt: skip
-    chunk = min(64, triton.next_power_of_2(programs // items + 2))
-    how = {"layout": layout, "form": form, "D": dim, "BD": wide, "C": chunk, "CHAINED": chained,
-           "num_warps": 4 if chunk * wide >= 2048 else 1, **launch}  # fmt: skip
+    results = items // (parts if finish else 1) * mr
+    chunk = min(64, triton.next_power_of_2(programs * parts // items + 2))  # one side of a split may hold nearly all
+    channels, warps = merge_tuning(wide, results, chunk) if values else (wide, 1)
+    how = {"layout": layout, "form": form, "D": dim, "BD": channels, "C": chunk, "CHAINED": chained,
+           "num_warps": warps, **launch}  # fmt: skip
+    grid = results, wide // channels
     if finish is not None:
-        finish((items // parts * mr,), row_args, result, items, programs, DEALT=dealt, **how)
+        finish(grid, row_args, result, items, programs, DEALT=dealt, **how)
     elif dealt:
-        merging.merge_pieces[(items * mr,)](row_args, result, items, programs, SUNK=sunk, VALUES=values, **how)
+        merging.merge_pieces[grid](row_args, result, items, programs, SUNK=sunk, VALUES=values, **how)
     return logits
 
 

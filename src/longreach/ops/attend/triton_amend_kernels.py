@@ -13,16 +13,15 @@ from longreach.ops.attend.triton_merging import LN2, LOG2E, finish, gathered, jo
 
 @triton.jit
 def _sides(
-    program, row, head, m, items, programs, result, MR: tl.constexpr, DEALT: tl.constexpr, D: tl.constexpr,
+    program, row, head, m, d, items, programs, result, MR: tl.constexpr, DEALT: tl.constexpr, D: tl.constexpr,
     BD: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Both sides of the split: maximum [2], sum [2], weighted values [2, BD], from the pieces of their items, C at a
-    time."""
+    """Both sides of the split: maximum [2], sum [2], weighted values [2, BD] of channels d, from the pieces of their
+    items, C at a time."""
     out, lse, _, pieces, ends_at, heads, row_count = result
     side = tl.arange(0, 2)
-    d = tl.arange(0, BD)
     if DEALT:
-        peak, total, acc = gathered(2 * program + side, m, items, programs, pieces, ends_at, MR, True, D, BD, 2, C)
+        peak, total, acc = gathered(2 * program + side, m, d, items, programs, pieces, ends_at, MR, True, D, BD, 2, C)
     else:
         place = (row + side * row_count).to(tl.int64) * heads + head
         peak = tl.load(lse + place, mask=row + side * 0 >= 0, other=float("-inf")) * LOG2E
@@ -47,7 +46,7 @@ def amend_pieces(
     rows, result, given, items, programs, layout: tl.constexpr, form: tl.constexpr, SUNK: tl.constexpr,
     DEALT: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Entry, result and lse of one row and head, from the pieces of its two items.
+    """Entry, result and lse of one row and head, and BD of its channels, from the pieces of its two items.
 
     Arguments as in merge_pieces, and given: (entries' out and lse, take, put, out, lse, lse of the entry, sink).
     CHAINED: right after attend_pieces, which has waited for all before itself and writes pieces alone. So rows, take,
@@ -63,7 +62,7 @@ def amend_pieces(
     row = streams.row_of(program // form[1], t, rows, layout)
     head = tl.zeros((1,), tl.int32) + program % form[1] * GROUP + m % GROUP
     there = row >= 0
-    d = tl.arange(0, BD)
+    d = tl.program_id(1) * BD + tl.arange(0, BD)
     inside = there[:, None] & (d < D)[None, :]
     place = row.to(tl.int64) * heads + head
     source = tl.load(take + place, mask=there, other=-1, cache_modifier=".cg").to(tl.int64)
@@ -76,7 +75,7 @@ def amend_pieces(
     if CHAINED:
         gdc_wait()
         gdc_launch_dependents()
-    peaks, totals, accs = _sides(program, row, head, m, items, programs, result, MR, DEALT, D, BD, C)
+    peaks, totals, accs = _sides(program, row, head, m, d, items, programs, result, MR, DEALT, D, BD, C)
     peak2, total2, acc2 = _one(0, peaks, totals, accs)
     peak, total, acc = joined(peak, total, acc, peak2, total2, acc2)
     full = total > 0

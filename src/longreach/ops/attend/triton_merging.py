@@ -58,10 +58,9 @@ def _together(peaks, totals, parts):
 
 @triton.jit
 def _pieces(
-    place, there, pieces, MR: tl.constexpr, m, VALUES: tl.constexpr, D: tl.constexpr, BD: tl.constexpr
+    place, there, pieces, MR: tl.constexpr, m, d, VALUES: tl.constexpr, D: tl.constexpr, BD: tl.constexpr
 ):  # fmt: skip
-    """Maxima, sums and weighted values of pieces at `place` [S, C], for row x head m of their items."""
-    d = tl.arange(0, BD)
+    """Maxima, sums and weighted values [.., d] of pieces at `place` [S, C], for row x head m of their items."""
     place = place * MR + m
     peaks = tl.load(pieces[0] + place, mask=there, other=float("-inf"))
     totals = tl.load(pieces[1] + place, mask=there, other=0.0)
@@ -74,10 +73,10 @@ def _pieces(
 
 @triton.jit
 def gathered(
-    item, m, items, programs, pieces, ends_at, MR: tl.constexpr, VALUES: tl.constexpr, D: tl.constexpr,
+    item, m, d, items, programs, pieces, ends_at, MR: tl.constexpr, VALUES: tl.constexpr, D: tl.constexpr,
     BD: tl.constexpr, S: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Maximum [S], sum [S] and weighted values [S, BD] of row x head m of items [S], from their pieces.
+    """Maximum [S], sum [S] and weighted values [S, BD], channels d, of row x head m of items [S], from their pieces.
 
     C pieces of each item at once, which is all of them where streams are about as long as one another. What is left of
     a longer one comes in larger chunks, the next on its way while one is added.
@@ -90,7 +89,7 @@ def gathered(
     count = tl.where(end > start, streams.holder(end - 1, whole, share) - first + 1, 0)
     first += item
     c = tl.arange(0, C)[None, :]
-    peak, total, acc = _together(*_pieces(first[:, None] + c, c < count[:, None], pieces, MR, m, VALUES, D, BD))
+    peak, total, acc = _together(*_pieces(first[:, None] + c, c < count[:, None], pieces, MR, m, d, VALUES, D, BD))
     if tl.max(count, 0) > C:
         MORE: tl.constexpr = max(8, 4096 // BD)
         more = tl.arange(0, MORE)[None, :]
@@ -101,7 +100,7 @@ def gathered(
             total2 = tl.zeros((1,), tl.float32)
             acc2 = tl.zeros((1, BD), tl.float32)
             for at in tl.range(C, left, MORE, num_stages=2):
-                p, t, a = _together(*_pieces(begin + at + more, at + more < left, pieces, MR, m, VALUES, D, BD))
+                p, t, a = _together(*_pieces(begin + at + more, at + more < left, pieces, MR, m, d, VALUES, D, BD))
                 peak2, total2, acc2 = joined(peak2, total2, acc2, p, t, a)
             peak2, total2 = tl.where(mine, peak2, float("-inf")), tl.where(mine, total2, 0.0)
             peak, total, acc = joined(peak, total, acc, peak2, total2, tl.where(mine[:, None], acc2, 0.0))
@@ -113,7 +112,7 @@ def merge_pieces(
     rows, result, items, programs, layout: tl.constexpr, form: tl.constexpr, SUNK: tl.constexpr,
     VALUES: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """The result of one row and head from the pieces of its item, C at a time."""
+    """The result of one row and head, and BD of its channels, from the pieces of its item, C at a time."""
     out, lse, sink, pieces, ends_at, heads, row_count = result
     GROUP: tl.constexpr = form[2]
     MR: tl.constexpr = layout[0] * GROUP
@@ -122,8 +121,8 @@ def merge_pieces(
     if CHAINED:
         gdc_wait()
         gdc_launch_dependents()
-    d = tl.arange(0, BD)
-    peak, total, acc = gathered(item + tl.arange(0, 1), m, items, programs, pieces, ends_at, MR, VALUES, D, BD, 1, C)
+    d = tl.program_id(1) * BD + tl.arange(0, BD)
+    peak, total, acc = gathered(item + tl.arange(0, 1), m, d, items, programs, pieces, ends_at, MR, VALUES, D, BD, 1, C)
     tile = item // (form[0] * form[1])
     t = tl.zeros((1,), tl.int32) + m // GROUP
     row = streams.row_of(tile, t, rows, layout)

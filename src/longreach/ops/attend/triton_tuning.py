@@ -42,11 +42,13 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def tuning(
-    dtype: torch.dtype, wide: int, m: int, *, lists: bool, paged: bool, dense: bool, items: int, keys: bool = True
+    dtype: torch.dtype, wide: int, m: int, *, lists: bool, page: int, dense: bool, items: int, keys: bool = True
 ) -> Tuning:
     """The launch for head dim `wide` (a power of two), `m` rows x heads of a tile and `items` streams of keys.
 
-    keys: whether they are read, else values alone.
+    page: slots of one, 0 where memory is contiguous; keys: whether they are read, else values alone. From 32 streams on
+    as many programs fit a multiprocessor as it is dealt, by registers or by shared memory: where more do, those that
+    start while the kernel before holds some of them are crowded on the others.
     """
     if INTERPRETED:
         return Tuning(16 if wide <= 64 else 32, 1, 1, 1)
@@ -54,36 +56,56 @@ def tuning(
     if m > 32:  # prefill, and verification of several tokens: bound by tensor cores and registers
         return Tuning(64, 8 if m >= 128 else 4, 3 if vector <= 256 else 2, 2) if vector <= 512 else Tuning(32, 4, 2, 1)
     if m > 16:
-        return Tuning(64 if vector <= 256 else 32, 4, 3, 2, aligned=not dense)
-    scale = max(1, 256 // vector)  # blocks of equal bytes
-    narrow = Tuning(32 * scale, 4, 3, 3, registers=168)  # three programs run at once
-    wider = replace(narrow, block=64 * scale, unit=64 * scale)
+        return Tuning(64 if vector <= 256 else 32, 4, 3, 2, unit=64 if page else 16, aligned=not dense)
     if vector > 256:
         return Tuning(32, 4, 3, 2, unit=32 if dense else 16)
-    if lists and items >= 128 and not paged:
-        return Tuning(64 * scale, 4, 2 if keys else 3, 4, registers=128)
-    if lists:
-        resident, unit = (3, 32) if items < (32 if paged else 128) else (4, 64 if items < 128 else 128)
-        return replace(narrow, per_sm=resident, unit=unit * scale, registers=128)
-    if not dense:
-        return replace(narrow, stages=4) if items < 128 else replace(narrow, per_sm=4, unit=32 * scale, registers=128)
-    return replace(wider, per_sm=2 if paged or items < 128 else 3, aligned=False)
+    scale = max(1, 256 // vector)  # blocks of equal bytes
+    narrow, wider = 32 * scale, 64 * scale
+    few = items < 32
+    if dense:
+        t = Tuning(wider, 4, 3, 2, unit=wider, aligned=False)
+        return t if few else replace(t, per_sm=3, registers=168)
+    if not lists:
+        return Tuning(narrow, 4, 4, 2) if few else Tuning(wider, 4, 4, 2, unit=wider)
+    if few:
+        return Tuning(narrow, 4, 3, 3, unit=narrow, registers=168)
+    if page:
+        return Tuning(narrow, 4, 3, 4, unit=narrow if page <= 16 else wider, registers=128)
+    if items < 128:
+        return Tuning(wider, 4, 3, 3, unit=wider, registers=168)
+    return Tuning(wider, 4, 2 if keys else 3, 4, registers=128)
 
 
 def keeping_tuning(
-    dtype: torch.dtype, wide: int, m: int, *, paged: bool, items: int, values: bool, coded: bool = False
+    dtype: torch.dtype, wide: int, m: int, *, page: int, items: int, values: bool, coded: bool = False
 ) -> Tuning:
     """The launch of a dense pass that writes its logits: blocks lie at their multiples, so a unit is a block.
 
     coded: keys are 8-bit. Measured as layers of a whole step that keeps the GPU busy: there two stages are enough, and
     the clock stays up.
     """
-    t = tuning(dtype, wide, m, lists=False, paged=paged, dense=True, items=items)
+    t = tuning(dtype, wide, m, lists=False, page=page, dense=True, items=items)
     if not INTERPRETED and m <= 16 and wide * dtype.itemsize <= 256:
+        few, many = items < 32, items >= 128 and not page
         if coded:
+            t = replace(t, stages=2 if many else 3, per_sm=4, registers=128)
+        elif values:
+            t = replace(t, stages=4 if few else 2 if many else 3)
+        elif few:
             t = replace(t, per_sm=4, registers=128)
-        elif not values:  # a stage holds half as much: as many bytes are under way in blocks twice as long
-            t = replace(t, block=2 * t.block, per_sm=2)
-        if items >= 128 and not paged:
-            t = replace(t, stages=2, per_sm=4 if coded else 3)
+        else:  # a stage holds half as much: as many bytes are under way in blocks twice as long
+            t = replace(t, block=2 * t.block, stages=2 if many else 3)
     return replace(t, block=min(t.block, 256), unit=min(t.block, 256))
+
+
+def merge_tuning(wide: int, results: int, pieces: int) -> tuple[int, int]:
+    """(channels of a result that a program puts together, its warps), for `pieces` at once of each of `results`.
+
+    Few results are cut in channels, so that more multiprocessors take part: it counts where one stream is long.
+    """
+    if INTERPRETED:
+        return max(16, wide // 2), 1
+    channels = wide
+    while channels > 32 and results * (wide // channels) < 128:
+        channels //= 2
+    return channels, 4 if pieces * channels >= 2048 else 1

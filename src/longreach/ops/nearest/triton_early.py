@@ -1,10 +1,11 @@
 # mypy: ignore-errors
 """What `look` does while the kernel before it may still write: it guesses what it will need, and has it brought closer.
 
-Kernels of this package wait for all before them before they let the next one start. So what is read before gdc_wait()
-is stale only if the very kernel before wrote it, whichever that was: such a value may be anything. It is a *guess*,
-kept inside of memory, by which rows are brought into L2, and it is asked for again after the wait; a wrong one costs
-time and nothing else. Loads bypass L1, where what a guess has read could outlive the wait.
+What is read before gdc_wait() is stale if a kernel that still runs is to write it: the one before, whichever that was,
+or (if that is append, the only one here that lets the next start before it has waited itself) one before that. Such a
+value may be anything. It is a *guess*, kept inside of memory, by which rows are brought into L2, and it is asked for
+again after the wait; a wrong one costs time and nothing else. Loads bypass L1, where what a guess has read could
+outlive the wait.
 """
 
 from __future__ import annotations

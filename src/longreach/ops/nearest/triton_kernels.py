@@ -149,7 +149,6 @@ def look(
         guess = _counted(pos, account, rule, MATCH)
         early.fetch(slot, pos, h, first, guess, ring, H, G, C, D, BK if ONCE else 2 * BK, BOUNDED)
         gdc_wait()
-        gdc_launch_dependents()
     if ONCE:
         back = first + k
         x = _queries(slot, pos, h, back, guess, query, d, H, C, D)
@@ -209,6 +208,8 @@ def look(
             last = done == GROUP * P - 1
             if last:
                 tl.store(arrivals + slot * G + g, 0)
+    if CHAINED:  # not before: attention is dealt out over multiprocessors evenly only where they are free
+        gdc_launch_dependents()
     if JOINED:
         if last:
             _settle(row, g, slot, pos, account, ring, pieces, result, rule, H, G, C, D, HG, P, PP, BOUNDED, MATCH)
