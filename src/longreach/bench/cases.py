@@ -52,7 +52,7 @@ def _prefill(rows: int, before: int = 0, replays: int | None = None) -> Case:
     name = f"prefill-{_label(rows)}"
     impls: tuple[str, ...] = ("sdpa_cudnn", "sdpa_flash", "triton")
     if before:  # torch's cuDNN kernel aligns the causal triangle with the first key
-        name, impls = f"prefill-{rows}-after-{_label(before)}", ("sdpa_flash", "triton")
+        name, impls = f"prefill-{rows}-after-{_label(before)}", ("triton", "sdpa_flash")
     return Case(
         name,
         "prefill",

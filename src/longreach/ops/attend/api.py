@@ -37,7 +37,7 @@ def resolve(
     """The implementation that `attend` with these arguments uses.
 
     "auto" is the reference on a CPU and Triton on a GPU, but for plain dense prefill of long prompts, which goes to
-    torch's fastest exact kernel: cuDNN's for whole prompts, FlashAttention-2 for the later chunks of one.
+    torch's fastest exact kernel, cuDNN's, for whole prompts.
     """
     name = implementations.resolve(impl, rows.q.device)
     if impl == "auto" and name == "triton":

@@ -17,11 +17,14 @@ LONG = 256  # rows of a run from which these kernels are worth their set-up
 def sdpa_for(
     rows: Rows, kv: KVView, selection: Selection, softcap: float | None, sink_logit: Tensor | None
 ) -> str | None:
-    """The implementation here that "auto" means for these arguments, None if it means none."""
+    """The implementation here that "auto" means for these arguments, None if it means none.
+
+    Whole prompts go to cuDNN; for the later chunks of one attend's Triton kernel is the faster one.
+    """
     runs = rows.runs or ()
-    if not runs or min(run.rows for run in runs) < LONG or _refusal(rows, kv, selection, softcap, sink_logit, ""):
+    if not runs or min(run.rows for run in runs) < LONG or any(run.first for run in runs):
         return None
-    return "sdpa_flash" if any(run.first for run in runs) else "sdpa_cudnn"
+    return None if _refusal(rows, kv, selection, softcap, sink_logit, "") else "sdpa_cudnn"
 
 
 def cudnn(

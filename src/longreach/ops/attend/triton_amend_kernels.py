@@ -74,7 +74,6 @@ def amend_pieces(
     acc = tl.load(at, mask=some[:, None] & inside, other=0.0, cache_modifier=".cg")
     if CHAINED:
         gdc_wait()
-        gdc_launch_dependents()
     peaks, totals, accs = _sides(program, row, head, m, d, items, programs, result, MR, DEALT, D, BD, C)
     peak2, total2, acc2 = _one(0, peaks, totals, accs)
     peak, total, acc = joined(peak, total, acc, peak2, total2, acc2)
@@ -87,3 +86,5 @@ def amend_pieces(
     peak2, total2, acc2 = _one(1, peaks, totals, accs)
     peak, total, acc = joined(peak, total, acc, peak2, total2, acc2)
     finish(row, head, peak, total, acc, sink, out, lse, heads, D, SUNK, True, d, there)
+    if CHAINED:  # last: attention may come next
+        gdc_launch_dependents()

@@ -120,7 +120,6 @@ def merge_pieces(
     m = tl.program_id(0) % MR
     if CHAINED:
         gdc_wait()
-        gdc_launch_dependents()
     d = tl.program_id(1) * BD + tl.arange(0, BD)
     peak, total, acc = gathered(item + tl.arange(0, 1), m, d, items, programs, pieces, ends_at, MR, VALUES, D, BD, 1, C)
     tile = item // (form[0] * form[1])
@@ -129,3 +128,5 @@ def merge_pieces(
     head = tl.zeros((1,), tl.int32) + item // form[0] % form[1] * GROUP + m % GROUP
     shifted = row + item % form[0] * row_count
     finish(shifted, head, peak, total, acc, sink, out, lse, heads, D, SUNK, VALUES, d, row >= 0)
+    if CHAINED:  # last: attention may come next
+        gdc_launch_dependents()

@@ -208,7 +208,7 @@ def look(
             last = done == GROUP * P - 1
             if last:
                 tl.store(arrivals + slot * G + g, 0)
-    if CHAINED:  # not before: attention is dealt out over multiprocessors evenly only where they are free
+    if CHAINED:  # not before: attention comes next
         gdc_launch_dependents()
     if JOINED:
         if last:

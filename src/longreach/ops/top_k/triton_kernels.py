@@ -473,7 +473,6 @@ def write(
     _, length, k, _, _, busy = keys.row_of(row, given)
     if CHAINED:
         gdc_wait()
-        gdc_launch_dependents()
     # read before it is known whether that is of use; what is past the length holds anything, and its places are past k
     pieces = (planes + row.to(tl.int64) * 2 * plane_size).to(tl.pointer_type(tl.int16 if BITS == 16 else tl.int8))
     size = plane_size * (32 // BITS)
@@ -510,3 +509,5 @@ def write(
                 chosen ^= lowest
                 place += 1
             one = following.to(tl.int32) & mask
+    if CHAINED:  # last: attention may come next
+        gdc_launch_dependents()

@@ -17,7 +17,6 @@ def short(given, used, index, NB: tl.constexpr, CHAINED: tl.constexpr):
     row = tl.program_id(0)
     if CHAINED:
         gdc_wait()
-        gdc_launch_dependents()
     x, length, k, first, stop, busy = keys.row_of(row, given)
     tl.store(used + row, k)
     if busy:
@@ -42,3 +41,5 @@ def short(given, used, index, NB: tl.constexpr, CHAINED: tl.constexpr):
         mine = (chosen | tie).to(tl.int32)
         place = tl.cumsum(mine, 0) - mine
         tl.store(index + row.to(tl.int64) * given[CAPACITY] + place, column, mask=(mine != 0) & (place < k))
+    if CHAINED:  # last: attention may come next
+        gdc_launch_dependents()
