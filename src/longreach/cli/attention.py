@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from longreach.cli.common import add_json, add_model, load_model, positive
+from longreach.cli.common import add_chunk_size, add_json, add_model, load_model, positive
 from longreach.cli.show import Column, Table, console, emit, percent, place, progress, waiting
 from longreach.errors import InvalidInput
 
@@ -29,8 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=positive, default=64, metavar="N", help="positions looked at in the last "
                         "quarter of each prompt's text, beside all those of its answer (default 64)")  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of prompts and positions (default 0)")
-    parser.add_argument("--prefill-chunk-size", type=positive, default=512, metavar="N",
-                        help="prompt tokens per pass (default 512); fewer take less memory")  # fmt: skip
+    add_chunk_size(parser)
     parser.add_argument("--output", type=Path, metavar="FILE", help="write a record that `longreach report` reads")
     parser.add_argument("--figures", type=Path, metavar="FOLDER", help="draw pictures into a folder; earlier ones are "
                         "replaced (extra `report`)")  # fmt: skip

@@ -82,6 +82,11 @@ def add_device(parser: argparse.ArgumentParser) -> None:
 def add_document(parser: argparse.ArgumentParser) -> None:
     """--document, --prefill-chunk-size."""
     parser.add_argument("--document", required=True, metavar="FILE", help="UTF-8 text; - for standard input")
+    add_chunk_size(parser)
+
+
+def add_chunk_size(parser: argparse.ArgumentParser) -> None:
+    """--prefill-chunk-size."""
     parser.add_argument("--prefill-chunk-size", type=positive, default=512, metavar="N",
                         help="prompt tokens per pass (default 512); fewer take less memory")  # fmt: skip
 

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from longreach.cli.common import add_graph, add_json, add_model, count, load_model, positive
+from longreach.cli.common import add_chunk_size, add_graph, add_json, add_model, count, load_model, positive
 from longreach.cli.show import Column, Table, console, duration, emit, percent, place, progress, waiting
 
 NAME = "dialogue"
@@ -32,8 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--method", action="append", default=[], metavar="SPEC", help="'[PREFILL/]DECODE "
                         "[option=value ...] [prefill.option=value ...]', may be given several times; dense is always "
                         "there")  # fmt: skip
-    parser.add_argument("--prefill-chunk-size", type=positive, default=512, metavar="N",
-                        help="tokens per pass (default 512); fewer take less memory")  # fmt: skip
+    add_chunk_size(parser)
     parser.add_argument("--output", type=Path, metavar="FILE", help="write a record; the same command goes on where an "
                         "interrupted one stopped, dialogue by dialogue")  # fmt: skip
     add_graph(parser)

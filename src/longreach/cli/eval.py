@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from longreach.cli.common import (
+    add_chunk_size,
     add_graph,
     add_json,
     add_model,
@@ -59,8 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--draws", type=positive, default=1, metavar="N",
                         help="answers drawn to each prompt; the score is their mean (default 1)")  # fmt: skip
     parser.add_argument("--batch", type=positive, metavar="N", help="prompts at a time (default: what memory holds)")
-    parser.add_argument("--prefill-chunk-size", type=positive, default=512, metavar="N",
-                        help="prompt tokens per pass (default 512); fewer take less memory")  # fmt: skip
+    add_chunk_size(parser)
     parser.add_argument("--workers", type=count, default=0, metavar="N", help="processes that make prompts while the "
                         "model answers, for a fast GPU (default 0: all are made before it does)")  # fmt: skip
     parser.add_argument("--output", type=Path, metavar="FILE", help="the record, compressed where it ends in .gz; the "

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from longreach.cli.common import add_graph, add_json, add_model, exit_code, load_model, positive
+from longreach.cli.common import add_chunk_size, add_graph, add_json, add_model, exit_code, load_model, positive
 from longreach.cli.show import Column, Table, console, duration, emit, percent, place, progress, waiting
 
 NAME = "perplexity"
@@ -32,8 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "[option=value ...] [prefill.option=value ...]', may be given several times; dense is always "
                         "there")  # fmt: skip
     parser.add_argument("--limit", type=positive, metavar="N", help="at most N windows")
-    parser.add_argument("--prefill-chunk-size", type=positive, default=512, metavar="N",
-                        help="tokens per pass (default 512); fewer take less memory")  # fmt: skip
+    add_chunk_size(parser)
     parser.add_argument(
         "--output",
         type=Path,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from longreach.cli.common import add_json, add_model, count, load_model, positive
+from longreach.cli.common import add_chunk_size, add_json, add_model, count, load_model, positive
 from longreach.cli.show import console, duration, emit, progress, waiting
 
 if TYPE_CHECKING:
@@ -31,8 +31,7 @@ def add_prompts(parser: argparse.ArgumentParser, output: bool = True) -> None:
                         help="windows of the texts together, and prompts of each task (default 8)")  # fmt: skip
     parser.add_argument("--seed", type=count, default=1, metavar="N", help="of the tasks' prompts (default 1; that of "
                         "evaluations is 0, and prompts of the same seed are the same)")  # fmt: skip
-    parser.add_argument("--prefill-chunk-size", type=positive, default=512, metavar="N",
-                        help="prompt tokens per pass (default 512); fewer take less memory")  # fmt: skip
+    add_chunk_size(parser)
     if output:
         parser.add_argument("--output", type=Path, required=True, metavar="PLAN.json",
                             help="the plan; the same command goes on where an interrupted one stopped")  # fmt: skip

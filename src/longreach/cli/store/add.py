@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from longreach.cli.common import add_json, add_model, byte_size, load_model, positive, read_text
+from longreach.cli.common import add_chunk_size, add_json, add_model, byte_size, load_model, positive, read_text
 from longreach.cli.show import Column, Table, console, duration, emit, place, progress, size, waiting
 from longreach.errors import InvalidInput
 
@@ -33,8 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser, action: str) -> None:
     parser.add_argument("--max-bytes", type=byte_size, metavar="SIZE", help="of the store, such as 200GB; the longest "
                         "unused chunks give way. It binds this command alone, so give it each time (default: no "
                         "limit)")  # fmt: skip
-    parser.add_argument("--prefill-chunk-size", type=positive, default=512, metavar="N",
-                        help="tokens per pass (default 512); fewer take less memory")  # fmt: skip
+    add_chunk_size(parser)
     add_json(parser)
 
 

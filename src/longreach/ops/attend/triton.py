@@ -205,8 +205,8 @@ def launch_into(
     )  # fmt: skip
     results = items // (parts if finish else 1) * mr
     chunk = min(64, triton.next_power_of_2(programs * parts // items + 2))  # one side of a split may hold nearly all
-    channels, warps = merge_tuning(wide, results, chunk) if values else (wide, 1)
-    how = {"layout": layout, "form": form, "D": dim, "BD": channels, "C": chunk, "CHAINED": chained,
+    channels, warps, early = merge_tuning(wide, results, chunk, values)
+    how = {"layout": layout, "form": form, "D": dim, "BD": channels, "C": chunk, "EARLY": early, "CHAINED": chained,
            "num_warps": warps, **launch}  # fmt: skip
     grid = results, wide // channels
     if finish is not None:

@@ -44,7 +44,8 @@ def _one(side: tl.constexpr, peak, total, acc):
 @triton.jit
 def amend_pieces(
     rows, result, given, items, programs, layout: tl.constexpr, form: tl.constexpr, SUNK: tl.constexpr,
-    DEALT: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, CHAINED: tl.constexpr,
+    DEALT: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, EARLY: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Entry, result and lse of one row and head, and BD of its channels, from the pieces of its two items.
 
@@ -74,6 +75,8 @@ def amend_pieces(
     acc = tl.load(at, mask=some[:, None] & inside, other=0.0, cache_modifier=".cg")
     if CHAINED:
         gdc_wait()
+        if EARLY:
+            gdc_launch_dependents()
     peaks, totals, accs = _sides(program, row, head, m, d, items, programs, result, MR, DEALT, D, BD, C)
     peak2, total2, acc2 = _one(0, peaks, totals, accs)
     peak, total, acc = joined(peak, total, acc, peak2, total2, acc2)
@@ -86,5 +89,5 @@ def amend_pieces(
     peak2, total2, acc2 = _one(1, peaks, totals, accs)
     peak, total, acc = joined(peak, total, acc, peak2, total2, acc2)
     finish(row, head, peak, total, acc, sink, out, lse, heads, D, SUNK, True, d, there)
-    if CHAINED:  # last: attention may come next
+    if CHAINED and not EARLY:
         gdc_launch_dependents()

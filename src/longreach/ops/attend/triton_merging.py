@@ -110,9 +110,13 @@ def gathered(
 @triton.jit
 def merge_pieces(
     rows, result, items, programs, layout: tl.constexpr, form: tl.constexpr, SUNK: tl.constexpr,
-    VALUES: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, CHAINED: tl.constexpr,
+    VALUES: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, EARLY: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """The result of one row and head, and BD of its channels, from the pieces of its item, C at a time."""
+    """The result of one row and head, and BD of its channels, from the pieces of its item, C at a time.
+
+    EARLY: the next kernel, attention perhaps, may start at once, else when this one is done.
+    """
     out, lse, sink, pieces, ends_at, heads, row_count = result
     GROUP: tl.constexpr = form[2]
     MR: tl.constexpr = layout[0] * GROUP
@@ -120,6 +124,8 @@ def merge_pieces(
     m = tl.program_id(0) % MR
     if CHAINED:
         gdc_wait()
+        if EARLY:
+            gdc_launch_dependents()
     d = tl.program_id(1) * BD + tl.arange(0, BD)
     peak, total, acc = gathered(item + tl.arange(0, 1), m, d, items, programs, pieces, ends_at, MR, VALUES, D, BD, 1, C)
     tile = item // (form[0] * form[1])
@@ -128,5 +134,5 @@ def merge_pieces(
     head = tl.zeros((1,), tl.int32) + item // form[0] % form[1] * GROUP + m % GROUP
     shifted = row + item % form[0] * row_count
     finish(shifted, head, peak, total, acc, sink, out, lse, heads, D, SUNK, VALUES, d, row >= 0)
-    if CHAINED:  # last: attention may come next
+    if CHAINED and not EARLY:
         gdc_launch_dependents()

@@ -98,14 +98,19 @@ def keeping_tuning(
     return replace(t, block=min(t.block, 256), unit=min(t.block, 256))
 
 
-def merge_tuning(wide: int, results: int, pieces: int) -> tuple[int, int]:
-    """(channels of a result that a program puts together, its warps), for `pieces` at once of each of `results`.
+def merge_tuning(wide: int, results: int, pieces: int, values: bool) -> tuple[int, int, bool]:
+    """(channels of a result that a program puts together, its warps, whether the next kernel may start meanwhile).
 
-    Few results are cut in channels, so that more multiprocessors take part: it counts where one stream is long.
+    For `pieces` at once of each of `results`, with values or without, where scores are pooled next. Few are cut in
+    channels, so that more multiprocessors take part: it counts where one stream is long. Behind few the next kernel
+    starts early, as latency counts; behind many it would find multiprocessors taken here and there, and attention that
+    starts among others stays slow.
     """
     if INTERPRETED:
-        return max(16, wide // 2), 1
-    channels = wide
+        return max(16, wide // 2) if values else wide, 1, False
+    if not values:
+        return wide, 1, True
+    channels, few = wide, results < 128
     while channels > 32 and results * (wide // channels) < 128:
         channels //= 2
-    return channels, 4 if pieces * channels >= 2048 else 1
+    return channels, 4 if pieces * channels >= 2048 else 1, few
