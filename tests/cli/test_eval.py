@@ -209,7 +209,7 @@ def test_equal_budgets_are_found_said_and_kept(longreach: Any, tiny: Path, tmp_p
     record, to = tmp_path / "r.json", "omnikv k=0.2 layers=[0]"
     methods = ["--method", to, "--method", "streaming_llm", "--method", "quest", "--method", "oracle_top_k",
                "--method", "less_is_more k=0.5 layers=[0]"]  # fmt: skip
-    command = asked(tiny, *methods, "--equal-bytes", to, "--output", record)
+    command = asked(tiny, *methods, "--equal-bytes", to, "--samples", 1, "--output", record)
     result = longreach(*command)
     assert result.code == 0, result.err
     assert "quest is left out: quest reads 100.0% of dense attention's bytes with its least budget" in result.err
