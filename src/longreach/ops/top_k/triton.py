@@ -25,7 +25,8 @@ class Tuning:
     of 16 warps run at once); samples: columns of the sample of longer rows; sigmas: half the width of the bracket;
     room: a row may have one candidate in so many columns; words: words of 32 columns a program of `classify` has;
     part: those that one of `write` has, up to 512, in pieces of 8 or 16 bits, one a thread at a time;
-    at_once: candidates that `resolve` holds; searched: columns that its slow path reads at a time.
+    at_once: candidates that `resolve` holds; searched: columns that its slow path reads at a time; early: whether the
+    next kernel may start while the last one runs.
     """
 
     part: int
@@ -42,12 +43,14 @@ class Tuning:
     room: int = 8
     short: int = 8192
     registers: int = 64
+    early: bool = False
     chained: bool = not INTERPRETED
 
 
 def tuning(rows: int, columns: int) -> Tuning:
     """The launch for so many rows: few of them leave multiprocessors idle."""
-    return Tuning(part=256 if rows * columns >= 1 << 23 else 64, registers=64 if rows > 128 else 128)
+    part = 256 if rows * columns >= 1 << 23 else 64
+    return Tuning(part, registers=64 if rows > 128 else 128, early=rows < 32)
 
 
 class Space(NamedTuple):
@@ -106,7 +109,14 @@ def _chain(t: Tuning) -> dict[str, bool]:
 def _short(given: tuple, used: Tensor, index: Tensor, t: Tuning) -> None:
     block = max(128, triton.next_power_of_2(given[COLUMNS.value]))
     short[(used.numel(),)](
-        given, used, index, NB=block, num_warps=max(1, block // 512), maxnreg=t.registers, **_chain(t)
+        given,
+        used,
+        index,
+        NB=block,
+        EARLY=t.early,
+        num_warps=max(1, block // 512),
+        maxnreg=t.registers,
+        **_chain(t),
     )
 
 
@@ -150,6 +160,7 @@ def _long(given: tuple, used: Tensor, index: Tensor, t: Tuning) -> Space:
         PW=t.part,
         T=32 * t.write_warps,
         BITS=t.piece,
+        EARLY=t.early,
         num_warps=t.write_warps,
         **chain,
     )

@@ -461,11 +461,13 @@ def resolve(
 
 @triton.jit
 def write(
-    given, space, index, plane_size, PW: tl.constexpr, T: tl.constexpr, BITS: tl.constexpr, CHAINED: tl.constexpr
-):
+    given, space, index, plane_size, PW: tl.constexpr, T: tl.constexpr, BITS: tl.constexpr, EARLY: tl.constexpr,
+    CHAINED: tl.constexpr,
+):  # fmt: skip
     """The chosen columns among PW words of a row, ascending, behind those of all words before.
 
     A thread has one piece of BITS columns at a time, T of them at once: neighbours write to neighbouring places.
+    EARLY: the next kernel, attention perhaps, may start at once, else when this one is done.
     """
     marks, planes, ahead = space[0], space[3], space[5]
     row = tl.program_id(0)
@@ -473,6 +475,8 @@ def write(
     _, length, k, _, _, busy = keys.row_of(row, given)
     if CHAINED:
         gdc_wait()
+        if EARLY:
+            gdc_launch_dependents()
     # read before it is known whether that is of use; what is past the length holds anything, and its places are past k
     pieces = (planes + row.to(tl.int64) * 2 * plane_size).to(tl.pointer_type(tl.int16 if BITS == 16 else tl.int8))
     size = plane_size * (32 // BITS)
@@ -509,5 +513,5 @@ def write(
                 chosen ^= lowest
                 place += 1
             one = following.to(tl.int32) & mask
-    if CHAINED:  # last: attention may come next
+    if CHAINED and not EARLY:
         gdc_launch_dependents()

@@ -12,11 +12,13 @@ from longreach.ops.top_k.triton_keys import CAPACITY, COLUMNS, LEAST, OVER
 
 
 @triton.jit
-def short(given, used, index, NB: tl.constexpr, CHAINED: tl.constexpr):
-    """A whole row of up to NB columns at once: its k-th key, then the columns chosen."""
+def short(given, used, index, NB: tl.constexpr, EARLY: tl.constexpr, CHAINED: tl.constexpr):
+    """A whole row of up to NB columns at once: its k-th key, then the columns chosen. EARLY: see `write`."""
     row = tl.program_id(0)
     if CHAINED:
         gdc_wait()
+        if EARLY:
+            gdc_launch_dependents()
     x, length, k, first, stop, busy = keys.row_of(row, given)
     tl.store(used + row, k)
     if busy:
@@ -41,5 +43,5 @@ def short(given, used, index, NB: tl.constexpr, CHAINED: tl.constexpr):
         mine = (chosen | tie).to(tl.int32)
         place = tl.cumsum(mine, 0) - mine
         tl.store(index + row.to(tl.int64) * given[CAPACITY] + place, column, mask=(mine != 0) & (place < k))
-    if CHAINED:  # last: attention may come next
+    if CHAINED and not EARLY:
         gdc_launch_dependents()
