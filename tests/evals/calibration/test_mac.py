@@ -18,7 +18,6 @@ from longreach.methods.mac.calibrate import BANDS, counts, nearest, unrelated
 from longreach.testing.tiny import random_tokens, tiny_model
 
 WINDOW, ROWS, SINKS = 80, 12, 3
-EQUAL = 64 * 2.0**-48  # of |q|^2, in fp32
 
 
 @pytest.fixture(scope="module")
@@ -68,13 +67,13 @@ def test_what_a_prompt_gives(model: Any, chunk: int) -> None:
             want = torch.stack([weight[:, r, max(SINKS, r + 1 - band) : r + 1].sum(-1)
                                 / weight[:, r, SINKS : r + 1].sum(-1) for r in rows]).sum(0)  # fmt: skip
             torch.testing.assert_close(mass[:, place], want.double(), rtol=1e-3, atol=1e-3)
-        close = counts(torch.stack([nearest(q[r], q[r - WINDOW : r], windows_of(WINDOW), EQUAL)[-1] for r in rows]))
+        close = counts(torch.stack([nearest(q[r], q[r - WINDOW : r], windows_of(WINDOW))[-1] for r in rows]))
         found = unpacked(part["close"]["sqrt2d"])[layer, -1]
         assert int(found.sum()) == ROWS * 4 and int((found - close).abs().sum()) <= 4  # rounding, at a bin's edge
-        far = counts(unrelated(q[rows], torch.tensor(rows), WINDOW, EQUAL))
+        far = counts(unrelated(q[rows], torch.tensor(rows), WINDOW))
         assert int((unpacked(part["far"]["sqrt2d"])[layer] - far).abs().sum()) <= 4
         by_logits = q[rows] * (energies.sqrt() * 0.25).repeat_interleave(2, 0).float()
-        far = counts(unrelated(by_logits, torch.tensor(rows), WINDOW, EQUAL))
+        far = counts(unrelated(by_logits, torch.tensor(rows), WINDOW))
         assert int((unpacked(part["far"]["calibrated"])[layer] - far).abs().sum()) <= 8
 
 

@@ -24,7 +24,7 @@ from longreach.testing.inputs import random_kv
 dim, found = int(sys.argv[1]), []
 with (patch.object(triton_amend, "refuse", lambda *a: None),
       patch.object(Tuning, "programs", lambda s, d: 132 * s.per_sm)):
-    for dtype, page, sequences in ((torch.bfloat16, None, 1), (torch.bfloat16, 16, 160)):
+    for dtype, page, sequences in ((torch.bfloat16, None, 1), (torch.bfloat16, None, 8), (torch.bfloat16, 16, 160)):
         kv = random_kv([256] * sequences, heads=8, dim=dim, page=page, dtype=dtype)
         rows = Rows(torch.randn(sequences, 32, dim).to(dtype), torch.arange(sequences), torch.full((sequences,), 255))
         spans = Spans((Span(at(torch.zeros(sequences, 32).int()), near(1)),), "query")
@@ -35,6 +35,9 @@ with (patch.object(triton_amend, "refuse", lambda *a: None),
              compiling(triton_amend_kernels, "amend_pieces") as last:
             triton_amend.attend_amend(rows, kv, spans, near(-63), entries, place, place, scale=1.0, softcap=None,
                                       sink_logit=sink)
+        if sequences < 160:  # more are not dealt out, and nothing is chained
+            before, _ = last[0].asm["ptx"].split("griddepcontrol.wait")[1].split("griddepcontrol.launch_dependents")
+            assert ("st.global" in before) == (sequences > 3), "behind few results the next kernel starts at once"
         found.append([[m.metadata.name, m.metadata.shared, "cubin" in m.asm] for m in (*made, *last)])
 print(json.dumps(found))
 """

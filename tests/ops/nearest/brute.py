@@ -35,8 +35,8 @@ class Brute:
     size: int
     seen: dict[int, dict[int, Noted]] = field(default_factory=dict)
 
-    def nearest(self, sequence: int, pos: int, query: Tensor, head: int) -> tuple[float, int]:
-        """(squared distance, position) of the nearest candidate, (inf, -1) for none."""
+    def nearest(self, sequence: int, pos: int, query: Tensor, head: int, limit: float) -> tuple[float, int]:
+        """(squared distance, position) of the nearest candidate below the limit, (inf, -1) for none."""
         best, where = math.inf, -1
         for p in range(max(0, pos - self.rule.window), pos):  # ascending: among equals the last one stays
             row = self.seen.get(sequence, {}).get(p)
@@ -47,9 +47,12 @@ class Brute:
             if self.rule.deepest is not None and row.depth[head] >= self.rule.deepest:
                 continue
             distance = float(((query.double() - row.query[head].double()) ** 2).sum())
-            if distance <= 64 * UNIT[query.dtype] ** 2 * float((query.double() ** 2).sum()) < math.inf:
+            if not distance < limit:
+                continue
+            units = 8 if query.dtype in (torch.float32, torch.float64) else 4
+            if distance <= (units * UNIT[query.dtype]) ** 2 * float((query.double() ** 2).sum()) < math.inf:
                 distance = 0.0
-            if distance <= best and distance < math.inf:
+            if distance <= best:
                 best, where = distance, p
         return best, where
 
@@ -64,8 +67,8 @@ class Brute:
             looked = max(0, min(rule.window, pos - rule.sinks - rule.band))
             long = pos + 1 >= rule.minimum
             if long and account >= 0 and looked:
-                mine = [self.nearest(sequence, pos, query[h], h) for h in range(g * group, (g + 1) * group)]
-                near = [distance < rule.limit for distance, _ in mine]
+                mine = [self.nearest(sequence, pos, query[h], h, rule.limit) for h in range(g * group, (g + 1) * group)]
+                near = [p >= 0 for _, p in mine]
                 every = all(near)
                 searched.append(True)
             else:

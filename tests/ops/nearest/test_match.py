@@ -87,6 +87,8 @@ def test_many_steps(name: str, impl: str) -> None:
             skipped = [max(0, s - rule.sinks) / context if p is not None else 0.0
                        for s, p in zip(want["start"], want["take"], strict=True)]  # fmt: skip
             torch.testing.assert_close(notes["skipped_share"][r], torch.tensor(skipped))
+            alone = [0 if p is None else max(0, p + 1 - rule.band - rule.sinks) / context for p in want["found"]]
+            torch.testing.assert_close(notes["accepted_share"][r], torch.tensor(alone, dtype=torch.float32))
             depths = notes["depth_0"].new_tensor(want["depth"])
             for low, high in zip(DEPTHS, (*DEPTHS[1:], 1 << 30), strict=True):
                 assert torch.equal(notes[f"depth_{low}"][r], ((depths >= low) & (depths < high)).float())
@@ -184,14 +186,14 @@ def test_ties_go_to_the_newest(impl: str) -> None:
     ],
 )
 def test_rotated_and_recovered_equal_queries_are_ties(impl: str, dtype: torch.dtype, weighted: bool) -> None:
-    """Three queries that come again and again, rotated as a model rotates them. Recovered they differ by roundings,
-    in 16 bits by more than the limit, yet the newest is taken; where nothing is to be near enough, none is."""
+    """Three queries that come again and again, rotated as a model rotates them. Recovered they differ by roundings, yet
+    the newest is taken; where nothing is to be near enough, none is."""
     draw, slots = torch.Generator().manual_seed(4), torch.tensor([1])
     kinds = torch.randn(3, HEADS, DIM, generator=draw).to(dtype)
     half = torch.rand(HEADS, DIM // 2, generator=draw)
     weight = torch.cat([half, half], 1) if weighted else None
     held, shut, order = ring(dtype), ring(dtype), [0, 1, 0, 2, 1, 1, 0, 2, 0, 1, 2, 2, 0, 1]
-    rule, noise = replace(RULES["plain"], limit=1e-12), 0.0
+    rule, noise = replace(RULES["plain"], limit=0.5), []
     for pos, kind in enumerate(order):
         turn = random_turn(torch.tensor([7 * pos]), DIM // 2, "half", dtype)
         q = rotate(kinds[kind][None], turn.cos[:, None], turn.sin[:, None])
@@ -205,8 +207,25 @@ def test_rotated_and_recovered_equal_queries_are_ties(impl: str, dtype: torch.dt
         assert none.take[0].tolist() == [-1] * HEADS
         for p in back:
             apart = held.query[1, :, p % held.size].double() - held.query[1, :, pos % held.size].double()
-            noise = max(noise, float(apart.square().sum(-1).max()))
-    assert noise > (0.0 if dtype == torch.float32 else rule.limit), "they differ"
+            noise += apart.square().sum(-1).tolist()
+    assert len(set(noise)) > 3 and max(noise) < rule.limit, "some of them lie nearer than others"
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton", "blocks"])
+def test_a_tie_is_broken_within_the_limit_alone(impl: str) -> None:
+    """Rows that 16 bits can hardly tell from equal: only those that are near enough are taken, the newest of them."""
+    query, slots, held = torch.full((1, HEADS, DIM), 8.0, dtype=torch.bfloat16), torch.tensor([1]), ring(torch.bfloat16)
+    squared = {3: 0.125, 4: 0.1875, 5: 0.0625, 6: 0.1875}  # of row and query; all below (4 u |q|)^2 = 0.25
+    for pos in range(9):
+        row = query.clone()
+        row[..., : round(squared.get(pos, 9.0) / 0.0625)] += 0.25
+        run(impl, Rows(row, torch.tensor([0]), torch.tensor([pos])), slots, held, replace(RULES["plain"], limit=0.0))
+    for limit, want in ((0.05, -1), (0.1, 5), (0.15, 5), (0.19, 6), (1.0, 6)):
+        rule = replace(RULES["plain"], limit=limit)
+        found = run(impl, Rows(query, torch.tensor([0]), torch.tensor([9])), slots, held, rule).take[0] % held.size
+        assert found.tolist() == [want % held.size] * HEADS or want == -1
+        if want == -1:
+            assert int(run(impl, Rows(query, torch.tensor([0]), torch.tensor([9])), slots, held, rule).take.max()) == -1
 
 
 @impls

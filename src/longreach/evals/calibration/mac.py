@@ -14,7 +14,6 @@ from longreach.evals.calibration.prompts import Prompt
 from longreach.methods.base import LayerCall, ModelShape, Outcome
 from longreach.methods.mac.calibrate import BANDS, BINS, WINDOWS, counts, energy, masses, nearest, plan_of, unrelated
 from longreach.methods.mac.plan import SCALES, MACPlan, Scale
-from longreach.ops.nearest import tie
 
 
 class MACGather(Gather):
@@ -38,7 +37,7 @@ class MACGather(Gather):
         tokens, layers, heads = len(prompt.tokens), self.shape.layers, self.shape.query_heads
         some = min(self.rows, tokens - self.window)
         self._rows = [self.window + (tokens - self.window) * n // some for n in range(some)]
-        self._tokens, self._equal = 0, 0.0
+        self._tokens = 0
         self._taken = [False] * layers
         self._energy: list[Tensor] = [torch.zeros(())] * layers
         self._mass = torch.zeros(layers, heads, len(BANDS), dtype=torch.float64)
@@ -60,7 +59,6 @@ class MACGather(Gather):
         page, offset = call.kv.locate(call.rows.seq.long(), pos.long())
         self._energy[n] = self._energy[n].to(pos.device) + energy(call.kv.k[page, :, offset], turn).sum(0)
         queries = turn.undo(call.rows.q)
-        self._equal = max(tie(queries.dtype), tie(torch.float32))  # distances are computed in fp32
         recent = self._recent[n]
         known = queries if recent is None else torch.cat([recent, queries])
         start = first - (0 if recent is None else len(recent))  # the position of the first of them
@@ -71,7 +69,7 @@ class MACGather(Gather):
             before = known[at - self.window : at].float()
             for scale in SCALES:
                 weight = self._weight(n, scale, int(pos[-1]) + 1)
-                least = nearest(known[at].float() * weight, before * weight, self.windows, self._equal)
+                least = nearest(known[at].float() * weight, before * weight, self.windows)
                 self._close[scale][n] += torch.stack([counts(x) for x in least]).cpu()
         if index:
             self._weigh(call, outcome, torch.tensor(index, device=pos.device))
@@ -95,7 +93,7 @@ class MACGather(Gather):
             q = torch.stack(self._queries[n])
             for scale in SCALES:
                 weighed = q * self._weight(n, scale, self._tokens)
-                far[scale][n] = counts(unrelated(weighed, pos.to(q.device), self.window, self._equal)).cpu()
+                far[scale][n] = counts(unrelated(weighed, pos.to(q.device), self.window)).cpu()
         return {
             "tokens": self._tokens,
             "rows": len(self._rows),

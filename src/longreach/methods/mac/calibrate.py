@@ -17,9 +17,9 @@ from longreach.ops import Turn
 WINDOWS = (64, 128, 256, 512, 1024, 2048, 4096)
 BANDS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 LOW, HIGH, PER_OCTAVE = -24, 12, 32  # of squared distances, by their logarithm to base 2
-BINS = 1 + (HIGH - LOW) * PER_OCTAVE  # the first is that of 0, of queries as good as equal
+BINS = 1 + (HIGH - LOW) * PER_OCTAVE  # the first is that of 0
 KEEP = 0.99  # of the rows that the widest window accepts, the window that is chosen accepts so many
-MOST_TAU = 0.9999  # what is next to nothing is a threshold still
+MOST_TAU = 0.99  # what rounding makes of equal queries in 16 bits is near enough still
 
 
 def energy(k: Tensor, turn: Turn) -> Tensor:
@@ -80,29 +80,21 @@ def share_below(found: Tensor, distance: float) -> float:
     return float(found[below].sum() / found.sum().clamp(min=1))
 
 
-def unrelated(q: Tensor, pos: Tensor, apart: int, equal: float) -> Tensor:
-    """Squared distances of queries [S, H, D] at pos [S] of all pairs at least `apart` positions apart: [H, pairs].
-
-    equal: up to so many times |q|^2 they are 0, as in a match (`ops.nearest.tie`).
-    """
+def unrelated(q: Tensor, pos: Tensor, apart: int) -> Tensor:
+    """Squared distances of queries [S, H, D] at pos [S] of all pairs at least `apart` positions apart: [H, pairs]."""
     first, second = torch.triu_indices(len(pos), len(pos), 1, device=pos.device)
     far = (pos[first] - pos[second]).abs() >= apart
-    return _squared(q[second[far]], q[first[far]], equal).T
+    return (q[second[far]] - q[first[far]]).square().sum(-1).T
 
 
-def nearest(q: Tensor, before: Tensor, windows: Sequence[int], equal: float) -> Tensor:
+def nearest(q: Tensor, before: Tensor, windows: Sequence[int]) -> Tensor:
     """The smallest squared distance of a query [H, D] to the last rows `before` [W, H, D] in each window: [windows, H].
 
-    before: ascending by position, the row just before the query last. equal: see `unrelated`.
+    before: ascending by position, the row just before the query last.
     """
-    distance = _squared(q[None], before, equal).flip(0)  # [W, H], the newest first
+    distance = (q[None] - before).square().sum(-1).flip(0)  # [W, H], the newest first
     least = distance.cummin(0).values
     return torch.stack([least[min(w, len(before)) - 1] for w in windows])
-
-
-def _squared(q: Tensor, other: Tensor, equal: float) -> Tensor:
-    distance = (q - other).square().sum(-1)
-    return torch.where(distance <= equal * q.square().sum(-1), 0.0, distance)
 
 
 def tau_of(scale: Scale, distance: float, dim: int) -> float:

@@ -68,10 +68,10 @@ def match(
 ) -> Matched:
     """MAC-Attention's match (section 3.2) with all that is decided by it, and the rows' own place in the ring.
 
-    For each row and head the nearest earlier query, before rotation, ties and all as in `nearest`; near enough in all
-    query heads of a KV head means that their entries are reused. Queries, stamps, depths and the guard's accounts of
-    the rows are written into the ring, at pos % C, whose former content no row looks at any more (C is larger than the
-    window). Nothing is decided on the host. Each sequence has one row at most.
+    For each row and head the nearest earlier query, before rotation, of those that are near enough (`Rule.limit`), ties
+    as in `nearest`; one in all query heads of a KV head means that their entries are reused. Queries, stamps, depths
+    and the guard's accounts of the rows are written into the ring, at pos % C, whose former content no row looks at any
+    more (C is larger than the window). Nothing is decided on the host. Each sequence has one row at most.
 
     rows: q [R, H, D] as attend takes them; turn: how they were rotated, None for not at all; weight: float [H, D] or
     None, what queries are multiplied by for the match; slots: int [B], the ring's sequence of each of the rows'.

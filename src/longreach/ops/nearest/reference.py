@@ -16,14 +16,14 @@ def nearest(
     deepest: int | None,
 ) -> Nearest:  # fmt: skip
     everywhere = torch.ones(query.shape[0], ring.kv_heads, dtype=torch.bool, device=query.device)
-    return _nearest(query, slot, pos, ring, everywhere, window, oldest, near, far, deepest)
+    return _nearest(query, slot, pos, ring, everywhere, window, oldest, near, far, deepest, torch.inf)
 
 
 def _nearest(
     query: Tensor, slot: Tensor, pos: Tensor, ring: Ring, on: Tensor, window: int, oldest: int, near: int, far: int,
-    deepest: int | None,
+    deepest: int | None, limit: float,
 ) -> Nearest:  # fmt: skip
-    """on: bool [R, G], where anything is looked for."""
+    """on: bool [R, G], where anything is looked for; limit: squared distance that a row has to be below."""
     dtype = accumulator(ring.query.dtype)
     gap = torch.arange(1, window + 1, device=pos.device)
     distances, positions = [], []
@@ -37,7 +37,7 @@ def _nearest(
         mine = query[r].to(dtype)
         apart = ring.query[s][:, place].to(dtype) - mine[:, None]
         distance = (apart * apart).sum(-1)
-        distance = torch.where(ok & (distance < torch.inf), distance, torch.inf)  # NaN is not below infinity
+        distance = torch.where(ok & (distance < limit), distance, torch.inf)  # NaN is below nothing
         alike = (distance <= tie(ring.query.dtype) * (mine * mine).sum(-1)[:, None]) & (distance < torch.inf)
         distance = torch.where(alike, 0.0, distance)
         least = distance.amin(-1)
@@ -61,12 +61,14 @@ def match(rows: Rows, slots: Tensor, ring: Ring, rule: Rule, turn: Turn | None, 
     on, resting = long & (credit >= 0), long & (credit < 0)
     looked = torch.minimum(pos - rule.oldest, torch.full_like(pos, rule.window)).clamp(min=0)[:, None]
     matched = on & (looked > 0)
-    found = _nearest(query, slot, pos, ring, on, rule.window, rule.oldest, rule.near, rule.far, rule.deepest)
+    found = _nearest(
+        query, slot, pos, ring, on, rule.window, rule.oldest, rule.near, rule.far, rule.deepest, rule.limit
+    )
 
     at = found.position.long()
-    accepted = (found.distance < rule.limit) & (at >= 0)
+    accepted = at >= 0
     reused = accepted.unflatten(1, (-1, group)).all(2).repeat_interleave(group, 1)
-    before_band = torch.where(accepted, at + 1 - rule.band, 0).clamp(min=0)
+    before_band = torch.where(accepted, at + 1 - rule.band - rule.sinks, 0).clamp(min=0)
     start = torch.where(reused, at + 1 - rule.band, rule.sinks).clamp(min=rule.sinks)
     first = start.unflatten(1, (-1, group)).amin(2)
     head = torch.arange(ring.heads, device=pos.device)

@@ -16,7 +16,7 @@ NOTES = (
     "matched",  # whether the row was looked for at all
     "accepted",  # whether the head's nearest row was near enough
     "reused",  # and so were those of all heads of its KV head
-    "accepted_share",  # of the context, the part before the band of the row found; 0 where none was accepted
+    "accepted_share",  # of the context, the part between sinks and the band of the row found; 0 where none was accepted
     "skipped_share",  # the same where it was reused: what the head does not read
     "gap",  # positions back to the row that was accepted
     "gap_spread",  # standard deviation of the gaps of a KV head's query heads, where all were accepted
@@ -28,16 +28,18 @@ NOTES = (
 
 
 def tie(dtype: torch.dtype) -> float:
-    """Squared distances up to this times |q|^2 count as 0: what rounding makes of equal queries. dtype: the ring's.
+    """Squared distances up to this times |q|^2 are no larger than one another: what rounding makes of equal queries.
 
     With u the unit roundoff, a query before rotation comes back from a rotated one that was rounded three times (both
     products of a channel, each of its share of |q|^2, and their sum), is rounded once when it is recovered, and once
     more after `weight`: a relative error of at most (sqrt 2 + 1 + 1 + 1) u < 4.5 u, and of sqrt(4/3) u root mean
-    square, as each rounding has u / sqrt 3 at most. Of two queries it is sqrt(8/3) u = 1.6 u. The bound is 8 u, (8 u)^2
-    = 64 u^2: five of these; the rest is for the projection, whose sums are added up in another order in a batch of
-    another size (in fp32 3.8 u between a pass over a prompt and a step). weight is one for both channels of a pair.
+    square, as each rounding has u / sqrt 3 at most. Of two queries it is sqrt(8/3) u = 1.6 u. The bound is 4 u, and 8 u
+    where the projection's sums are kept in the dtype, for they are added up in another order in a batch of another size
+    (in fp32 3.8 u between a pass over a prompt and a step). weight is one for both channels of a pair. dtype: the
+    ring's.
     """
-    return 64 * (torch.finfo(dtype).eps / 2) ** 2
+    units = 8 if dtype in (torch.float32, torch.float64) else 4
+    return (units * torch.finfo(dtype).eps / 2) ** 2
 
 
 class Nearest(NamedTuple):
@@ -56,7 +58,8 @@ class Rule:
     """When the entry of an earlier row stands for what a row would attend to, one layer's numbers.
 
     The row at position m looks through the rows at [m - window, m), at those whose entry is not empty: the entry of
-    row p is over slots [sinks, p + 1 - band). limit: squared distance below which a row is near enough; 0: none is.
+    row p is over slots [sinks, p + 1 - band). limit: squared distance below which a row is near enough, as it is
+    measured in the ring's dtype (see `tie`); 0: none is.
     minimum: tokens of context below which nothing is looked for. deepest: entries of this depth are not taken, None:
     all are. near, far: the gaps m - p that are taken (the whole window is looked through all the same).
     patience, reuses, rest, price: the profit guard. A KV head has an account. A search that finds nothing costs 1; one

@@ -195,7 +195,7 @@ def look(
         ok = (held == p) & (back + 1 >= near) & (back < tl.minimum(count, far))
         if BOUNDED:
             ok = ok & (deep < deepest)
-        ok = ok & (distance < float("inf"))  # NaN is not
+        ok = ok & (distance < (rule[8] if MATCH else float("inf")))  # NaN is not
         distance = tl.where(distance <= alike, 0.0, distance)
         key = tl.min(_key(tl.where(ok, distance, float("inf")), tl.where(ok, p, -1)), 0)
         tl.store(pieces[0] + (row * H + h) * P + piece, key)
@@ -263,13 +263,13 @@ def _settle(
         tl.store(result[1] + row * H + head, p, mask=mine)
     else:
         query, stamp, depth, credit, _ = ring
-        window, oldest, band, sinks, minimum, _, _, deepest, limit, patience, rest, price, reuses, _ = rule
+        window, oldest, band, sinks, minimum, _, _, deepest, _, patience, rest, price, reuses, _ = rule
         start_of, take_of, put_of, reads_of, notes_of = result
         long = pos + 1 >= minimum
         count = _looked(pos, window, oldest)
         matched = long & (account >= 0) & (count > 0)
         resting = long & (account < 0)
-        accepted = (distance < limit) & (p >= 0) & mine
+        accepted = (p >= 0) & mine
         every = tl.sum((accepted | (i >= GROUP)).to(tl.int32), 0) == HG
         reused = accepted & every
         place = pos % C
@@ -305,7 +305,7 @@ def _settle(
         tl.store(reads_of + (row * G + g) * 2, stream)
         tl.store(reads_of + (row * G + g) * 2 + 1, read)
 
-        share = tl.maximum(tl.where(accepted, p + 1 - band, 0), 0).to(tl.float32) / context.to(tl.float32)
+        share = tl.maximum(tl.where(accepted, p + 1 - band - sinks, 0), 0).to(tl.float32) / context.to(tl.float32)
         gap = tl.where(accepted, pos - p, 0).to(tl.float32)
         mean = tl.sum(gap, 0) / GROUP
         spread = tl.sqrt(tl.sum(tl.where(mine, (gap - mean) * (gap - mean), 0.0), 0) / GROUP)
