@@ -48,7 +48,9 @@ class MAC(AttentionMethod):
     below a distance of sqrt(2 d) (1 - tau) (scale="sqrt2d", Eq. 3; 0.45 where the context is long, 0.75 where the
     answer is), or (scale="calibrated") where the logits that the two queries give differ by less than 1 - tau, root
     mean square over keys of the energy that the plan holds for each layer, KV head and pair of channels; this means the
-    same in every model. window, band, tau=None: the plan's own, layer by layer.
+    same in every model. Distances are those of the queries' dtype: in bf16 equal queries come back some 0.6% of their
+    length apart, so that thresholds above 0.99 accept few of them. window, band, tau=None: the plan's own, layer by
+    layer.
     plan: a file or a shipped plan's name, None: the plan that is shipped for the model; only where the plan is needed.
     sinks: first tokens that no entry holds and every row reads. minimum: tokens of context below which rows attend
     densely, None: where a search can pay (Eq. 9). gap: rows further back are not taken, however wide the window.
