@@ -11,7 +11,7 @@ import torch
 from longreach.methods.mac.calibrate import (
     BANDS,
     BINS,
-    MOST_TAU,
+    OF_EQUALS,
     choose_band,
     choose_window,
     counts,
@@ -114,7 +114,7 @@ def test_thresholds_and_their_distances() -> None:
             assert tau_of(scale, limit_of(scale, tau, dim), dim) == pytest.approx(tau)  # type: ignore[arg-type]
     assert limit_of("sqrt2d", 0.45, 128) == pytest.approx((math.sqrt(256) * 0.55) ** 2)
     assert limit_of("calibrated", 0.45, 128) == pytest.approx(0.55**2)
-    assert tau_of("calibrated", 5.0, 8) == 0.0 and tau_of("sqrt2d", 0.0, 8) == MOST_TAU
+    assert tau_of("calibrated", 5.0, 8) == 0.0 and tau_of("sqrt2d", 0.0, 8) == OF_EQUALS
 
 
 def test_choices() -> None:

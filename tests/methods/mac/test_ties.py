@@ -16,7 +16,7 @@ from longreach.evals.calibration.gather import gather
 from longreach.evals.calibration.mac import MACGather, calibrated
 from longreach.evals.calibration.prompts import Prompt
 from longreach.methods.base import LayerCall, Outcome
-from longreach.methods.mac.calibrate import MOST_TAU
+from longreach.methods.mac.calibrate import OF_EQUALS
 from longreach.methods.mac.notes import AT
 from longreach.methods.mac.plan import SCALES, Scale
 from longreach.plans import Plan, PlannedModel
@@ -24,7 +24,7 @@ from longreach.testing.tiny import random_tokens, tiny_model
 from tests.methods.planned import MADE
 
 WINDOW, BAND = 60, 4
-METHOD = MAC(window=WINDOW, band=BAND, tau=MOST_TAU, minimum=0, guard=None)
+METHOD = MAC(window=WINDOW, band=BAND, tau=OF_EQUALS, minimum=0, guard=None)
 KINDS, LENGTH, STEPS, HEADS = 9, 82, 12, 4  # each of so many tokens is some nine times in the text
 
 
@@ -94,7 +94,7 @@ def test_a_calibrated_plan_carries_over_to_another_dtype(scale: Scale, dtype: to
     what = MACGather(shape_of(model), rows=30, window=WINDOW, sinks=0)
     parts = gather(model, [Prompt("p", tuple(torch.cat([tokens[0], tokens[0]]).tolist()))], what)
     plan, rests = calibrated(what, parts, alpha=0.01, epsilon=0.05, widest=512)
-    assert plan.tau[scale][0] == MOST_TAU and rests["accepted"][scale][0][-1] > 0.9
+    assert plan.tau[scale][0] == OF_EQUALS and rests["accepted"][scale][0][-1] > 0.9
     path = tmp_path / "p.json"
     Plan("mac", PlannedModel.of("tiny", shape_of(model)), plan.values(), MADE, plan.arrays()).save(path)
     method = replace(METHOD, tau=None, scale=scale, plan=str(path))

@@ -19,7 +19,7 @@ BANDS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 LOW, HIGH, PER_OCTAVE = -24, 12, 32  # of squared distances, by their logarithm to base 2
 BINS = 1 + (HIGH - LOW) * PER_OCTAVE  # the first is that of 0
 KEEP = 0.99  # of the rows that the widest window accepts, the window that is chosen accepts so many
-MOST_TAU = 0.99  # what rounding makes of equal queries in 16 bits is near enough still
+OF_EQUALS = 0.99  # the threshold where too many unrelated rows are equal: 16 bits accept most of them still
 
 
 def energy(k: Tensor, turn: Turn) -> Tensor:
@@ -98,9 +98,9 @@ def nearest(q: Tensor, before: Tensor, windows: Sequence[int]) -> Tensor:
 
 
 def tau_of(scale: Scale, distance: float, dim: int) -> float:
-    """The threshold whose squared distance is this, in [0, MOST_TAU]."""
+    """The threshold whose squared distance is this, at least 0; OF_EQUALS for a distance of 0."""
     unit = 2.0 * dim if scale == "sqrt2d" else 1.0
-    return min(MOST_TAU, max(0.0, 1.0 - math.sqrt(distance / unit)))
+    return max(0.0, 1.0 - math.sqrt(distance / unit)) if distance else OF_EQUALS
 
 
 def limit_of(scale: Scale, tau: float, dim: int) -> float:
