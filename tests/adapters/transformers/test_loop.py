@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from longreach import MAC, CacheConfig, OracleTopK, StreamingLLM, attach, generate
+from longreach import MAC, CacheConfig, Kascade, OracleTopK, StreamingLLM, attach, generate
 from longreach.adapters.transformers import Session
 from longreach.adapters.transformers.loop import fuse as fusing
 from longreach.adapters.transformers.loop import run as running
@@ -298,6 +298,26 @@ def test_methods_are_captured_or_say_why_not(name: str, plans_of_tests: Path) ->
         assert got.captured == (place == "cuda" and session.decode.capture == "full")
         assert got.captured or got.why_not
     assert torch.equal(got.sequences, plain.sequences)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scoring", ["exact", "int8"])
+@pytest.mark.parametrize("heads", ["kv", "all"])
+@pytest.mark.parametrize("dense_below", [0, 46])
+def test_budgets_grow_with_the_context_in_one_captured_step(
+    scoring: Any, heads: Any, dense_below: int, plans_of_tests: Path
+) -> None:
+    """From 40 keys to 64: 12 to 20 of them are chosen, and where it says so from 46 on."""
+    place = "cuda" if torch.cuda.is_available() else "cpu"
+    model, ids = tiny().to(place), torch.arange(3, 43, device=place)[None]
+    method = Kascade(k=0.3, least=2, scoring=scoring, heads=heads, dense_below=dense_below)
+    made, reads = [], []
+    for graph in (False, None):
+        with planned(plans_of_tests), attach(model, decode=method) as session:
+            made.append(generate(session, ids, max_new_tokens=24, graph=graph))
+            reads.append(session.report().fraction("decode"))
+    assert [x.captured for x in made] == [False, place == "cuda"]
+    assert torch.equal(made[0].sequences, made[1].sequences) and reads[0] == reads[1]
 
 
 @pytest.mark.gpu

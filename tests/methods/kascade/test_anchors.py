@@ -35,6 +35,13 @@ def test_where_many_sets_are_equal_too(rows: list[list[int]], data: st.DataObjec
     assert len(set(found.anchors)) == budget and found.anchors[0] == 0 and sorted(found.anchors) == list(found.anchors)
 
 
+def test_among_equals_the_last_anchor_is_as_early_as_it_can_be() -> None:
+    assert choose(torch.ones(6, 6), 3).anchors == (0, 1, 2)
+    s = torch.ones(4, 4)
+    s[1, 3] = 0.0  # layer 1 does not serve layer 3, so that the last of two anchors comes later
+    assert choose(s, 2).anchors == (0, 2)
+
+
 def test_a_planted_change_of_what_matters_is_found() -> None:
     """Layers 0-1, 2-4 and 5-6 are alike among themselves."""
     parts = [0, 0, 1, 1, 1, 2, 2]

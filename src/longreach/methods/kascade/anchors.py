@@ -33,8 +33,9 @@ def check_anchors(budget: int, layers: int) -> None:
 def choose(similarity: Tensor, budget: int) -> Choice:
     """The best `budget` anchors for S [n, n], the first layer among them, by dynamic programming.
 
-    An anchor serves itself and the layers up to the next one. Among equals those that come first are taken. Raises
-    InvalidInput for a budget that is no count of layers.
+    An anchor serves itself and the layers up to the next one. Among equals the last
+    anchor is as early as it can be, then the one before it, and so on. Raises InvalidInput for a budget that is no
+    count of layers.
     """
     layers = similarity.shape[0]
     check_anchors(budget, layers)
