@@ -1,6 +1,14 @@
 """Pure functions over tensors. README.md beside this file fixes letters, layouts and tolerances."""
 
-from longreach.ops.attend import attend, attend_keeping, attend_split, attend_values, quantise_keys, score_keys
+from longreach.ops.attend import (
+    attend,
+    attend_keeping,
+    attend_split,
+    attend_values,
+    copy_keys,
+    quantise_keys,
+    score_keys,
+)
 from longreach.ops.partial import merge, remove, shift
 from longreach.ops.pooled_scores import pooled_scores
 from longreach.ops.rope import Turn, angles, reposition, rotate, unrotate
@@ -29,6 +37,7 @@ __all__ = [
     "attend_keeping",
     "attend_split",
     "attend_values",
+    "copy_keys",
     "merge",
     "near",
     "pooled_scores",

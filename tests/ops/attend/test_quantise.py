@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -9,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from longreach.errors import InvalidInput
-from longreach.ops import KVView, Rows, Run, ScoringKeys, Spans, quantise_keys, score_keys
+from longreach.errors import InvalidInput, UnknownName
+from longreach.ops import KVView, Rows, Run, ScoringKeys, Spans, copy_keys, quantise_keys, score_keys
 from longreach.ops.attend import triton as kernels
 from longreach.ops.attend.triton_tuning import Tuning
 from longreach.testing.inputs import poison, random_kv, random_rows
@@ -38,6 +42,62 @@ def test_each_channel_is_off_by_half_a_step(dtype: torch.dtype, size: float) -> 
     assert torch.equal(codes.abs().amax(-1), torch.full((3, 2, 50), 127, dtype=torch.int8))  # no range is left unused
     worst = k.double().abs().amax(-1, keepdim=True) / 254
     assert bool(((again - k.double()).abs() <= worst * 1.001).all())
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize(("memory", "page"), [("plain", None), ("plain", 7), ("packed", 7), ("tokens", 7)])
+@pytest.mark.parametrize(("heads", "dim", "dtype"), [(3, 24, torch.float32), (2, 16, HALF)])
+def test_keys_of_some_rows_are_copied_and_nothing_else(
+    impl: str, memory: Any, page: int | None, heads: int, dim: int, dtype: torch.dtype
+) -> None:
+    kv = random_kv([40, 9, 31], heads=heads, dim=dim, page=page, memory=memory, dtype=dtype)
+    seq, pos = torch.tensor([2, 0, 0, 1, 2]), torch.tensor([30, 39, 12, 0, 6])
+    rows = Rows(torch.full((5, heads, dim), torch.nan, dtype=dtype), seq, pos)
+    place, offset = kv.locate(seq, pos)
+    kv.k[place[1], 0, offset[1]] = 0.0
+    want, scale = torch.full(kv.k.shape, 99, dtype=torch.int8), torch.full(kv.k.shape[:3], 99.0)
+    got = here(ScoringKeys(want.clone(), scale.clone()))
+    for r in range(5):
+        want[place[r], :, offset[r]], scale[place[r], :, offset[r]] = quantise_keys(kv.k[place[r], :, offset[r]])
+    copy_keys(here(rows), here(kv), got, impl=impl)
+    assert torch.equal(got.k.cpu(), want) and torch.equal(got.scale.cpu(), scale)
+
+
+COMPILE = """
+import json
+from unittest.mock import patch
+import torch
+from longreach.ops import Rows, ScoringKeys
+from longreach.ops.attend import triton_quantise, triton_quantise_kernels
+from longreach.testing.compile import compiling
+from longreach.testing.inputs import random_kv
+
+with compiling(triton_quantise_kernels, "copy_rows") as made:
+    for page, dtype in ((None, torch.bfloat16), (16, torch.float32)):
+        kv = random_kv([256, 256], heads=8, dim=128, page=page, dtype=dtype)
+        rows = Rows(torch.zeros(2, 32, 128, dtype=dtype), torch.arange(2), torch.full((2,), 255))
+        keys = ScoringKeys(torch.zeros(kv.k.shape, dtype=torch.int8), torch.zeros(kv.k.shape[:3]))
+        with patch.object(torch.Tensor, "device", property(lambda self: torch.device("cuda", 0))):
+            triton_quantise.copy_keys(rows, kv, keys)
+print(json.dumps([[m.metadata.name, "cubin" in m.asm, "griddepcontrol.wait" in m.asm["ptx"]] for m in made]))
+"""
+
+
+def test_the_copy_compiles_for_an_h200() -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == [["copy_rows", True, True]] * 2
+
+
+def test_copies_that_do_not_fit_are_refused() -> None:
+    kv = random_kv([9], heads=2, dim=16)
+    rows = Rows(torch.zeros(1, 2, 16), torch.tensor([0]), torch.tensor([3]))
+    codes, scale = quantise_keys(kv.k)
+    with pytest.raises(InvalidInput, match="keys: expected an 8-bit copy laid out like float32"):
+        copy_keys(rows, kv, ScoringKeys(codes[:, :1], scale[:, :1]))
+    with pytest.raises(UnknownName, match="copy_keys"):
+        copy_keys(rows, kv, ScoringKeys(codes, scale), impl="cuda")
 
 
 def test_keys_of_zeros_and_keys_that_differ_in_size() -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from longreach.methods.base import LayerCall
-from longreach.ops import KVView, ScoringKeys, quantise_keys
+from longreach.ops import KVView, ScoringKeys, copy_keys
 
 
 class KeyCopy:
@@ -30,8 +30,7 @@ class KeyCopy:
         """Copy the keys of the call's rows. No device sync."""
         with torch.inference_mode(False), torch.no_grad():  # it outlives the mode this pass runs in
             self._fit(call.kv.k)
-            page, offset = call.kv.locate(call.rows.seq.long(), call.rows.pos.long())
-            self.k[page, :, offset], self.scale[page, :, offset] = quantise_keys(call.kv.k[page, :, offset])
+            copy_keys(call.rows, call.kv, self.keys)
 
     def bytes_read(self, call: LayerCall) -> Tensor:
         """Of the copy, by scoring each of the call's rows: int64 [R]."""

@@ -3,7 +3,7 @@
 from longreach.ops.attend.amend import Entries, amending, attend_amend
 from longreach.ops.attend.api import attend, attend_split, implementations, resolve
 from longreach.ops.attend.keeping import attend_keeping, attend_values, score_keys
-from longreach.ops.attend.quantise import quantise_keys
+from longreach.ops.attend.quantise import copy_keys, quantise_keys
 
 __all__ = [
     "Entries",
@@ -13,6 +13,7 @@ __all__ = [
     "attend_keeping",
     "attend_split",
     "attend_values",
+    "copy_keys",
     "implementations",
     "quantise_keys",
     "resolve",
