@@ -13,7 +13,7 @@ COMPILE = """
 import json
 from unittest.mock import patch
 import torch
-from longreach.ops.top_k import triton, triton_kernels
+from longreach.ops.top_k import triton, triton_kernels, triton_sample
 from longreach.testing.compile import compiling
 
 found = {}
@@ -25,12 +25,12 @@ with patch.object(triton, "INTERPRETED", True):  # launched on CPU tensors, but 
     ):
         x = torch.empty(rows, 1, columns, dtype=dtype)  # never touched, so never there
         count, length = torch.zeros(rows, 1, dtype=ints), torch.zeros(rows, dtype=ints)
-        with compiling(triton_kernels, "bracket", "classify", "resolve", "write") as made, \\
-             compiling(triton, "short") as held:
+        with compiling(triton_sample, "bracket") as first, compiling(triton, "short") as held, \\
+             compiling(triton_kernels, "classify", "resolve", "write") as made:
             triton.launch(x, count, length, first=4, last=64, capacity=16384)
         found[f"{rows} {columns} {dtype} {ints}"] = [
             [m.metadata.name, m.metadata.shared, "cubin" in m.asm, m.asm["ptx"].count("ld.global.v4.b32")]
-            for m in made + held
+            for m in first + made + held
         ]
 print(json.dumps(found))
 """

@@ -9,7 +9,7 @@ import torch
 
 from longreach.ops import top_k
 from longreach.ops.top_k import triton as kernels
-from longreach.ops.top_k.triton_kernels import SEARCHED
+from longreach.ops.top_k.triton_sample import SEARCHED
 from tests.ops.top_k.brute import hard_rows
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -15,7 +15,7 @@ from longreach.errors import Unsupported
 from longreach.ops import top_k
 from longreach.ops.top_k import triton as kernels
 from longreach.ops.top_k.triton import Tuning
-from longreach.ops.top_k.triton_kernels import SEARCHED, drawn
+from longreach.ops.top_k.triton_sample import SEARCHED, drawn
 from tests.ops.top_k.brute import hard_rows, held_to
 
 PLACE = "cuda" if torch.cuda.is_available() else "cpu"  # on a CPU, Triton interprets

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from longreach.errors import Unsupported
 from longreach.ops.top_k import triton_kernels as kernels
+from longreach.ops.top_k import triton_sample as sample
 from longreach.ops.top_k.triton_keys import COLUMNS
 from longreach.ops.top_k.triton_short import short
 
@@ -131,7 +132,7 @@ def _long(given: tuple, used: Tensor, index: Tensor, t: Tuning) -> Space:
         return torch.empty(shape, dtype=dtype, device=used.device)
 
     space = Space(
-        ints(rows, kernels.MARKS.value),
+        ints(rows, sample.MARKS.value),
         ints(rows),
         ints(rows, 3, blocks),
         ints(rows, 2, words),
@@ -139,7 +140,7 @@ def _long(given: tuple, used: Tensor, index: Tensor, t: Tuning) -> Space:
         ints(rows, parts, dtype=torch.int64),
     )
     chain = _chain(t)
-    kernels.bracket[(rows,)](
+    sample.bracket[(rows,)](
         given, tuple(space), used, SAMPLES=t.samples, SIGMAS=t.sigmas, SLACK=max(1, t.samples // 256),
         num_warps=t.bracket_warps, **chain,
     )  # fmt: skip
