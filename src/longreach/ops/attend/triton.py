@@ -142,7 +142,7 @@ def launch_into(
         )
         assert t.unit == t.block and dense, (t, selection)
     else:
-        t = tune or tuning(rows.q.dtype, wide, m, lists=lists, page=page, dense=dense, items=items, keys=read is None)
+        t = tune or tuning(rows.q.dtype, wide, m, lists=lists, page=page, dense=dense, items=items)
     logits = _new_logits(rows, kv, t.block) if write else read
     programs = t.programs(rows.q.device) if dealt else 1
     if t.aligned and items < programs:

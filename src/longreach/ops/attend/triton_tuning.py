@@ -41,14 +41,12 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def tuning(
-    dtype: torch.dtype, wide: int, m: int, *, lists: bool, page: int, dense: bool, items: int, keys: bool = True
-) -> Tuning:
+def tuning(dtype: torch.dtype, wide: int, m: int, *, lists: bool, page: int, dense: bool, items: int) -> Tuning:
     """The launch for head dim `wide` (a power of two), `m` rows x heads of a tile and `items` streams of keys.
 
-    page: slots of one, 0 where memory is contiguous; keys: whether they are read, else values alone. From 32 streams on
-    as many programs fit a multiprocessor as it is dealt, by registers or by shared memory: where more do, those that
-    start while the kernel before holds some of them are crowded on the others.
+    page: slots of one, 0 where memory is contiguous. From 32 streams on as many programs fit a multiprocessor as it is
+    dealt, by registers or by shared memory: where more do, those that start while the kernel before holds some of them
+    are crowded on the others.
     """
     if INTERPRETED:
         return Tuning(16 if wide <= 64 else 32, 1, 1, 1)
@@ -73,7 +71,7 @@ def tuning(
         return Tuning(narrow, 4, 3, 4, unit=narrow if page <= 16 else wider, registers=128)
     if items < 128:
         return Tuning(wider, 4, 3, 3, unit=wider, registers=168)
-    return Tuning(wider, 4, 2 if keys else 3, 4, registers=128)
+    return Tuning(wider, 4, 2, 4, registers=128)
 
 
 def keeping_tuning(
@@ -81,8 +79,7 @@ def keeping_tuning(
 ) -> Tuning:
     """The launch of a dense pass that writes its logits: blocks lie at their multiples, so a unit is a block.
 
-    coded: keys are 8-bit. Measured as layers of a whole step that keeps the GPU busy: there two stages are enough, and
-    the clock stays up.
+    coded: keys are 8-bit. Measured as layers of a whole step that keeps the GPU busy.
     """
     t = tuning(dtype, wide, m, lists=False, page=page, dense=True, items=items)
     if not INTERPRETED and m <= 16 and wide * dtype.itemsize <= 256:
@@ -90,7 +87,7 @@ def keeping_tuning(
         if coded:
             t = replace(t, stages=2 if many else 3, per_sm=4, registers=128)
         elif values:
-            t = replace(t, stages=4 if few else 2 if many else 3)
+            t = replace(t, stages=4 if few else 3)
         elif few:
             t = replace(t, per_sm=4, registers=128)
         else:  # a stage holds half as much: as many bytes are under way in blocks twice as long
