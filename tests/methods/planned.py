@@ -43,7 +43,7 @@ def mac_plan(shape: ModelShape) -> Plan:
     energy = text(61).k.double().square().mean(1)  # [L, G, D]
     energy = (energy + energy.roll(shape.head_dim // 2, -1)) / 2
     tau = {"sqrt2d": (0.1,) * LAYERS, "calibrated": (0.0, 0.02, 0.01)}
-    found = MACPlan((16, 9, 12), (4, 3, 5), tau, 0.02 * energy)  # type: ignore[arg-type]
+    found = MACPlan((16, 9, 12), (4, 3, 5), tau, 0.02 * energy, 0)  # type: ignore[arg-type]
     return Plan("mac", PlannedModel.of("of the tests", shape), found.values(), MADE, found.arrays())
 
 

@@ -32,7 +32,7 @@ def asked(model: Path, tmp_path: Path) -> list[Any]:
     """The command, of a plan for the model and a text."""
     shape = shape_of(load(model)[0])
     energy = torch.rand(3, shape.kv_heads, shape.head_dim, generator=torch.Generator().manual_seed(0))
-    view = MACPlan((64,) * 3, (8, None, 8), {"sqrt2d": (0.2,) * 3, "calibrated": (0.1,) * 3}, energy)
+    view = MACPlan((64,) * 3, (8, None, 8), {"sqrt2d": (0.2,) * 3, "calibrated": (0.1,) * 3}, energy, 0)
     Plan("mac", PlannedModel.of("three", shape), view.values(), MADE, view.arrays()).save(tmp_path / "p.json")
     text = tmp_path / "book.txt"
     text.write_text("".join(f"Hen {n} laid {n * n % 97} eggs in barn {n % 7}. " for n in range(40)))

@@ -27,7 +27,7 @@ def plan_for(model: Any) -> MACPlan:
     shape = shape_of(model)
     energy = torch.rand(shape.layers, shape.kv_heads, shape.head_dim, generator=torch.Generator().manual_seed(1))
     each = (0.3,) * shape.layers
-    return MACPlan((40,) * shape.layers, (5,) * shape.layers, {"sqrt2d": each, "calibrated": each}, energy)
+    return MACPlan((40,) * shape.layers, (5,) * shape.layers, {"sqrt2d": each, "calibrated": each}, energy, 0)
 
 
 def part_of(model: Any, tokens: tuple[int, ...] = TOKENS, chunk: int = 512, what: Measured = WHAT) -> Any:

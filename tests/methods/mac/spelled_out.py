@@ -27,7 +27,7 @@ def rule_of(method: MAC, size: int) -> Rule:
         window=min(method.window, method.gap or method.window),
         band=method.band,
         limit=2 * DIM * (1 - method.tau) ** 2,
-        sinks=method.sinks,
+        sinks=method.sinks or 0,
         minimum=method.minimum,
         deepest=method.depth,
         patience=16.0 if method.guard else math.inf,

@@ -134,9 +134,9 @@ def test_a_plan_is_made_of_counts() -> None:
     mass = [[0.5] * 3 + [0.96] + [1.0] * (len(BANDS) - 4), [0.0] * len(BANDS)]
     plan, accepted = plan_of(
         (4, 9), mass, (True, False), {"sqrt2d": far, "calibrated": far / 1}, {"sqrt2d": close, "calibrated": close},
-        torch.ones(2, 1, 8), alpha=0.05, epsilon=0.05, widest=512,
+        torch.ones(2, 1, 8), alpha=0.05, epsilon=0.05, widest=512, sinks=3,
     )  # fmt: skip
-    assert plan.window == (9, 1) and plan.band == (BANDS[3], None)
+    assert plan.window == (9, 1) and plan.band == (BANDS[3], None) and plan.sinks == 3
     limit = limit_of("sqrt2d", plan.tau["sqrt2d"][0], 8)
     assert 5 < limit <= 6 and plan.tau["calibrated"] == (0.0, 0.0) and plan.tau["sqrt2d"][1] == 0.0
     assert accepted["sqrt2d"][0] == [0.5, 1.0]

@@ -24,6 +24,7 @@ VALUES: dict[str, Any] = {
     "window": [1024, 512, 256, 64],
     "band": [256, None, 8, 1],
     "tau": {"sqrt2d": [0.4, 0.5, 0.0, 0.9], "calibrated": [0.1, 0.2, 0.3, 0.4]},
+    "sinks": 4,
 }
 ENERGY = torch.rand(4, 2, 16)
 
@@ -51,6 +52,8 @@ def test_it_reads_what_a_plan_says(tmp_path: Path) -> None:
         ({"band": [1, 1 << 24, 1, 1]}, ["band: expected counts in [1, 16777216) or null, got 16777216;"]),
         ({"window": 3}, ["window: expected one number"]),
         ({"band": [1, 2, 3, True]}, ["band: expected counts in [1, 16777216) or null, got True;"]),
+        ({"sinks": -1}, ["sinks: expected a count in [0, 16777216), got -1;"]),
+        ({"sinks": [4]}, ["sinks: expected a count in [0, 16777216), got [4];"]),
         ({"tau": [0.1]}, ["tau: expected an object"]),
         ({"tau": {"sqrt2d": [0.1] * 4}}, ["tau: expected one for each of sqrt2d, calibrated"]),
         ({"tau": {**VALUES["tau"], "sqrt2d": [0.1, 0.2, 0.3, 1.0]}}, ["tau.sqrt2d: expected numbers in [0, 1)"]),
@@ -101,17 +104,39 @@ def test_each_layer_has_the_plans_numbers() -> None:
     assert layers(MAC(window=None, gap=10, band=3))[0].rule.window == 10
 
 
-def test_a_layer_that_no_band_is_wide_enough_for_reuses_nothing(tmp_path: Path) -> None:
+def test_a_layer_that_no_band_is_wide_enough_for_attends_densely(tmp_path: Path) -> None:
+    """It keeps no ring and fills none; with a band given it is a layer like the others."""
     base = mac_plan(MODEL)
     wide = replace(base, values={**base.values, "band": [4, None, 5]})
     wide.save(tmp_path / "wide.json")
     method = MAC(band=None, window=24, tau=0.0, minimum=0, plan=str(tmp_path / "wide.json"))
-    reused = torch.stack([torch.stack([o.notes.tensors[0][0, :, 2] for o in turn.outcomes if o.notes])
-                          for turn in read_text(method, text(60), steps=20)[-20:]])  # fmt: skip
-    assert bool(reused[:, 0].any()) and bool(reused[:, 2].any()) and not bool(reused[:, 1].any())
-    assert not bool(layers(method)[1].rule.limit)
+    turns = read_text(method, text(60), steps=20)[-20:]
+    for layer in range(LAYERS):
+        outcomes = [turn.outcomes[layer] for turn in turns]
+        if layer == 1:
+            assert {o.dense_because for o in outcomes} == {"the plan has no band wide enough"}
+            assert all(o.notes is None and o.reads.metadata == 0 for o in outcomes)
+        else:
+            assert any(bool(o.notes.tensors[0][0, :, 2].any()) for o in outcomes if o.notes)
+    assert len(layers(method)) == LAYERS - 1
     some = layers(replace(method, band=3, window=None))
     assert [state.rule.band for state in some] == [3] * LAYERS and some[1].rule.limit > 0
+
+
+def test_bands_of_a_plan_leave_out_the_sinks_that_entries_do(tmp_path: Path) -> None:
+    """With its bands come its sinks, or more; a band of one's own needs none."""
+    base = mac_plan(MODEL)
+    replace(base, values={**base.values, "sinks": 3}).save(tmp_path / "sinks.json")
+    file = str(tmp_path / "sinks.json")
+    given: list[tuple[dict[str, Any], int]] = [
+        ({"band": None}, 3), ({"band": None, "sinks": 5}, 5), ({"tau": None}, 0), ({"tau": None, "sinks": 1}, 1),
+    ]  # fmt: skip
+    for options, sinks in given:
+        assert [state.rule.sinks for state in layers(MAC(plan=file, **options))] == [sinks] * LAYERS
+    assert [state.rule.sinks for state in layers(MAC())] == [0] * LAYERS
+    for few in (MAC(plan=file, band=None, sinks=2), MAC(plan=file, band=None, window=None, sinks=0)):
+        with pytest.raises(InvalidInput, match=r"sinks: expected at least 3, .* got [02]; leave sinks out"):
+            few.check(MODEL)
 
 
 def test_a_rank_takes_its_own_heads_energies() -> None:
@@ -119,6 +144,7 @@ def test_a_rank_takes_its_own_heads_energies() -> None:
     call, method = turn.calls[1], MAC(scale="calibrated")
     energy = MACPlan.of(mac_plan(MODEL)).energy[1]
     one = method.new_state(_of_two(call), 1)
+    assert isinstance(one, LayerState)
     assert one.weight is not None and KV_HEADS == 2
     torch.testing.assert_close(one.weight, (energy[1:].double().sqrt() * SCALE).repeat_interleave(2, 0).float())
 

@@ -32,6 +32,7 @@ class ForcedMAC(MAC):
     @torch.no_grad()
     def new_state(self, call: LayerCall, slots: int) -> LayerState:
         state = super().new_state(call, slots)
+        assert isinstance(state, LayerState)
         ring, entries = state.ring, state.entries
         newest = call.kv.filled.long() - 1
         before = newest[:, None] - 1 - torch.arange(ring.size, device=newest.device)

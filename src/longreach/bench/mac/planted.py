@@ -46,7 +46,8 @@ class Planted:
                       turn=lambda: self.turn)
             for copy in range(inputs.copies)
         ]  # fmt: skip
-        self.states = [self.method.new_state(call, shape.batch) for call in self.calls]
+        states = [self.method.new_state(call, shape.batch) for call in self.calls]
+        self.states = [state for state in states if isinstance(state, LayerState)]  # without a plan all are
         group = shape.heads // shape.kv_heads
         self.resting = resting_share(self.states[0].rule, hits.rate, group, shape.context, self.gap)
         draw = torch.Generator(inputs.device).manual_seed(seed + 1)

@@ -128,10 +128,11 @@ def calibrated(
     close = {s: torch.stack([unpacked(p["close"][s]) for p in parts]).sum(0) for s in SCALES}
     means = mass.mean(1).tolist()
     plan, accepted = plan_of(
-        what.windows, means, parts[0]["taken"], far, close, energies, alpha=alpha, epsilon=epsilon, widest=widest
-    )
+        what.windows, means, parts[0]["taken"], far, close, energies, alpha=alpha, epsilon=epsilon, widest=widest,
+        sinks=what.sinks,
+    )  # fmt: skip
     rests = {
-        "alpha": alpha, "epsilon": epsilon, "widest": widest, "sinks": what.sinks, "bands": list(BANDS),
+        "alpha": alpha, "epsilon": epsilon, "widest": widest, "bands": list(BANDS),
         "mass": means, "windows": list(what.windows), "accepted": accepted, "taken": list(parts[0]["taken"]),
     }  # fmt: skip
     return plan, rests

@@ -129,12 +129,13 @@ def plan_of(
     alpha: float,
     epsilon: float,
     widest: int,
+    sinks: int,
 ) -> tuple[MACPlan, dict[str, list[list[float]]]]:
     """The plan, and the share of rows that each window accepts, by the calibrated threshold: {scale: [L][windows]}.
 
     bands: mean weight on each of BANDS, layer by layer; taken: the layers of full attention; far: counts of distances
     of unrelated queries [L, BINS] under each scale; close: of nearest queries [L, windows, BINS]; energies: [L, G, D].
-    alpha: share of unrelated pairs that pass.
+    alpha: share of unrelated pairs that pass; sinks: first tokens that the weight on bands leaves out.
     """
     dim, layers = energies.shape[2], range(len(taken))
     tau, accepted = dict[Scale, tuple[float, ...]](), dict[str, list[list[float]]]()
@@ -147,5 +148,6 @@ def plan_of(
         band=tuple(choose_band(bands[n], BANDS, epsilon, widest) if taken[n] else None for n in layers),
         tau=tau,
         energy=energies,
+        sinks=sinks,
     )
     return plan, accepted

@@ -23,7 +23,7 @@ from longreach.methods.base import (
 from longreach.methods.mac.notes import columns, probed
 from longreach.methods.mac.plan import KIND, MOST, SCALES, MACPlan, Scale
 from longreach.methods.mac.rows import last_rows
-from longreach.methods.mac.state import LayerState
+from longreach.methods.mac.state import LayerState, NothingKept
 from longreach.ops import Partial, Span, Spans, at, merge, near
 from longreach.ops.nearest import Rule, recovered
 from longreach.ops.types import require
@@ -52,7 +52,9 @@ class MAC(AttentionMethod):
     length apart, so that thresholds above 0.99 accept few of them. window, band, tau=None: the plan's own, layer by
     layer.
     plan: a file or a shipped plan's name, None: the plan that is shipped for the model; only where the plan is needed.
-    sinks: first tokens that no entry holds and every row reads. minimum: tokens of context below which rows attend
+    sinks: first tokens that no entry holds and every row reads, None: as many as the plan's bands leave out, where the
+    bands are the plan's, else 0. A layer for which the plan found no band attends densely.
+    minimum: tokens of context below which rows attend
     densely, None: where a search can pay (Eq. 9). gap: rows further back are not taken, however wide the window.
     depth: an entry may descend from so many reuses and no more, None: any number (the paper's way): errors add up along
     a chain, and what is exact or shallower is taken instead, or the row attends exactly.
@@ -66,7 +68,7 @@ class MAC(AttentionMethod):
     tau: float | None = 0.45
     scale: Scale = "sqrt2d"
     plan: str | None = None
-    sinks: int = 0
+    sinks: int | None = None
     minimum: int | None = None
     gap: int | None = None
     depth: int | None = 32
@@ -84,8 +86,7 @@ class MAC(AttentionMethod):
             most = 1 << 15 if name == "depth" else MOST
             fits = value is None or (is_count(value, least) and value < most)
             require(fits, f"{name}: expected a count in [{least}, {most}) or None, got {value!r}")
-        for name in ("sinks", "check_every"):
-            value = getattr(self, name)
+        for name, value in (("sinks", 0 if self.sinks is None else self.sinks), ("check_every", self.check_every)):
             require(is_count(value) and value < MOST, f"{name}: expected a count in [0, 2^24), got {value!r}")
         ok = isinstance(self.tau, (int, float)) and not isinstance(self.tau, bool) and 0 <= self.tau < 1
         require(ok or self.tau is None, f"tau: expected a number in [0, 1) or None, got {self.tau!r}")
@@ -104,39 +105,51 @@ class MAC(AttentionMethod):
 
     def check(self, model: ModelShape) -> None:
         if self.planned:
-            MACPlan.of(find(KIND, self.plan, model))
+            self._plan_for(model)
 
-    def new_state(self, call: LayerCall, slots: int) -> LayerState:
+    def _plan_for(self, model: ModelShape) -> MACPlan:
+        plan = MACPlan.of(find(KIND, self.plan, model))
+        enough = self.band is not None or self.sinks is None or self.sinks >= plan.sinks
+        require(
+            enough,
+            f"sinks: expected at least {plan.sinks}, whose weight the plan's bands leave out, got {self.sinks}; "
+            f"leave sinks out, or calibrate with --sinks {self.sinks}",
+        )
+        return plan
+
+    def new_state(self, call: LayerCall, slots: int) -> LayerState | NothingKept:
         k, heads = call.kv.k, call.rows.q.shape[1]
         plan = None
         if self.planned:
             if call.model is None:
                 raise InvalidInput("mac: which plan fits depends on the model; expected a call that names it")
-            plan = MACPlan.of(find(KIND, self.plan, call.model))
+            plan = self._plan_for(call.model)
+            if self.band is None and plan.band[call.layer] is None:
+                return NothingKept()
         weight = None if plan is None or self.scale == "sqrt2d" else _weight(plan.energy[call.layer], call)
         rule = self._rule(call.layer, plan, heads // call.kv.heads, k)
         return LayerState(slots, heads, call.kv.heads, k.shape[3], rule, weight, k)
 
     def _rule(self, layer: int, plan: MACPlan | None, group: int, k: Tensor) -> Rule:
-        window, band, tau = self.window, self.band, self.tau
-        reuses = True
+        window, band, tau, sinks = self.window, self.band, self.tau, self.sinks
         if plan is not None:
             window = plan.window[layer] if window is None else window
             tau = plan.tau[self.scale][layer] if tau is None else tau
-            if band is None:
-                band, reuses = plan.band[layer] or 1, plan.band[layer] is not None
+            sinks = plan.sinks if sinks is None and band is None else sinks
+            band = plan.band[layer] if band is None else band
+        sinks = sinks or 0
         assert window is not None and band is not None and tau is not None
         window = window if self.gap is None else min(window, self.gap)
         dim, size = k.shape[3], k.element_size()
         each = dim * size + 4 + (0 if self.depth is None else 2)  # query, stamp, depth
         price = group * each / (2 * dim * size)  # a row of the ring in keys, whose values are read too
-        pays = math.ceil(price * window) + band + self.sinks
+        pays = math.ceil(price * window) + band + sinks
         return Rule(
             window=window,
             band=band,
-            limit=0.0 if not reuses else (1 - tau) ** 2 * (2 * dim if self.scale == "sqrt2d" else 1),
-            sinks=self.sinks,
-            minimum=(1 << 30) - 1 if not reuses else pays if self.minimum is None else self.minimum,
+            limit=(1 - tau) ** 2 * (2 * dim if self.scale == "sqrt2d" else 1),
+            sinks=sinks,
+            minimum=pays if self.minimum is None else self.minimum,
             deepest=self.depth,
             patience=math.inf if self.guard is None else PATIENCE,
             reuses=REUSES,
@@ -145,6 +158,8 @@ class MAC(AttentionMethod):
         )
 
     def follow(self, call: LayerCall, state: SequenceState | None) -> None:
+        if isinstance(state, NothingKept):
+            return
         assert isinstance(state, LayerState)
         _refuse_evicted(call)
         some = last_rows(call, state.ring.size)
@@ -159,6 +174,8 @@ class MAC(AttentionMethod):
             state.note(slot, some.rows.pos, query, entry, math.inf)
 
     def run(self, call: LayerCall, state: SequenceState | None) -> Outcome:
+        if isinstance(state, NothingKept):
+            return attend_densely(call, "the plan has no band wide enough")
         assert isinstance(state, LayerState)
         _refuse_evicted(call)
         if _several(call):

@@ -27,7 +27,7 @@ class MACPlan:
     window: rows looked through. band: keys before a row that are read anew, None where no band of those that were
     tried is wide enough: such a layer reuses nothing. tau: the threshold under each scale.
     energy: float [L, G, D], mean square of each channel of the keys before rotation (KV heads of all ranks), the same
-    for both channels that turn together.
+    for both channels that turn together. sinks: first tokens whose weight the bands leave out, for no entry holds them.
     Raises InvalidInput where these do not fit each other.
     """
 
@@ -35,6 +35,7 @@ class MACPlan:
     band: tuple[int | None, ...]
     tau: Mapping[Scale, tuple[float, ...]]
     energy: Tensor
+    sinks: int
 
     def __post_init__(self) -> None:
         energy = self.energy
@@ -46,6 +47,8 @@ class MACPlan:
         for name, values in (("window", self.window), ("band", self.band), *self.tau.items()):
             fits = isinstance(values, tuple) and len(values) == layers
             require(fits, f"{name}: expected one number for each of {layers} layers, got {values!r}; {ANEW}")
+        fits = is_count(self.sinks) and self.sinks < MOST
+        require(fits, f"sinks: expected a count in [0, {MOST}), got {self.sinks!r}; {ANEW}")
         for n in self.window:
             require(_fits(n), f"window: expected counts in [1, {MOST}), got {n!r}; {ANEW}")
         for band in self.band:
@@ -59,7 +62,7 @@ class MACPlan:
     def of(cls, plan: Plan) -> MACPlan:
         """The view of a plan of kind "mac". Raises InvalidInput, naming what is missing or wrong."""
         require(plan.kind == KIND, f"expected a plan for {KIND}, got one for {plan.kind}; give the right file")
-        for name in ("window", "band", "tau"):
+        for name in ("window", "band", "tau", "sinks"):
             require(name in plan.values, f"the plan lacks the value {name!r}; {ANEW}")
         require("energy" in plan.arrays, f"the plan lacks the array 'energy'; {ANEW}")
         tau = plan.values["tau"]
@@ -69,6 +72,7 @@ class MACPlan:
             _tuple(plan.values["band"]),
             {name: _tuple(values) for name, values in tau.items()},
             plan.arrays["energy"],
+            plan.values["sinks"],
         )
         shape = [plan.model.layers, plan.model.kv_heads, plan.model.head_dim]
         right = list(found.energy.shape) == shape
@@ -78,7 +82,7 @@ class MACPlan:
     def values(self) -> dict[str, Any]:
         """As a plan's values hold it; `of` reads it back."""
         tau = {name: list(values) for name, values in self.tau.items()}
-        return {"window": list(self.window), "band": list(self.band), "tau": tau}
+        return {"window": list(self.window), "band": list(self.band), "tau": tau, "sinks": self.sinks}
 
     def arrays(self) -> dict[str, Tensor]:
         """As a plan's arrays hold it."""
