@@ -66,12 +66,33 @@ def test_shares() -> None:
     assert [percent(x) for x in (None, 0.0, 0.3014, 1.1)] == ["-", "0.0%", "30.1%", "110.0%"]
 
 
-def test_progress_says_nothing_where_nobody_watches(capsys: pytest.CaptureFixture[str]) -> None:
-    with show.progress("reading", 3) as advance:
-        advance(3)
+def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None of short work; one every ten seconds over all tasks; the last of a task that had some."""
+    now = 100.0
+    monkeypatch.setattr(show.time, "monotonic", lambda: now)
+    monkeypatch.setattr(show, "log", show.Log())
+    for what, steps, seconds in (("short", 3, 1.0), ("reading", 6, 4.0), ("one step", 1, 9.0), ("next", 2, 3.0)):
+        with show.progress(what, steps) as advance:
+            for _ in range(steps):
+                now += seconds
+                advance(1)
     with show.waiting("loading"):
         pass
-    assert capsys.readouterr() == ("", "")
+    out, err = capsys.readouterr()
+    assert out == "" and err.splitlines() == ["reading 2/6", "reading 5/6", "reading 6/6", "next 1/2", "next 2/2"]
+
+
+def test_without_a_standard_error_progress_says_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2>&- leaves Python none, and what is printed to none goes to standard output."""
+    monkeypatch.setattr(sys, "stderr", None)
+    monkeypatch.setattr(show, "log", show.Log(every=0.0))
+    with show.progress("reading", 1) as advance:
+        advance(1)
+    assert capsys.readouterr().out == ""
 
 
 def test_progress_is_shown_on_a_terminal_and_leaves_standard_output_alone(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -74,15 +76,48 @@ class Table:
         self.out.print(line, soft_wrap=True)
 
 
+class Log:
+    """Progress in plain lines on stderr, for logs: one every `every` seconds, over all tasks, so short work has none.
+
+    A task that has had a line has another when it is done.
+    """
+
+    def __init__(self, every: float = 10.0):
+        self.every, self.told = every, time.monotonic()
+
+    @contextmanager
+    def progress(self, what: str, total: int) -> Iterator[Callable[[int], None]]:
+        """As the function of this name."""
+        done, shown = 0, 0
+
+        def advance(more: int) -> None:
+            nonlocal done, shown
+            done += more
+            now = time.monotonic()
+            due = now - self.told >= self.every or (shown and done >= total > shown)
+            if due and sys.stderr is not None:  # closed it is None, which print takes for standard output
+                print(f"{what} {done}/{total}", file=sys.stderr, flush=True)
+                shown, self.told = done, now
+
+        yield advance
+
+
+log = Log()
+
+
 @contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar on stderr, gone when done, nothing where stderr is no terminal; yields advance(n)."""
+    """Progress on stderr; yields advance(n). On a terminal a bar, gone when done, elsewhere a line now and then."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     errors = Console(stderr=True)
+    if not errors.is_terminal:
+        with log.progress(what, total) as advance:
+            yield advance
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bar:
+    with Progress(*columns, console=errors, transient=True) as bar:
         task = bar.add_task(what, total=total)
         yield lambda done: bar.advance(task, done)
 
