@@ -10,11 +10,13 @@ import torch
 
 from longreach.cache import CacheConfig, PerSlot
 from longreach.errors import InvalidInput, Unsupported
+from longreach.methods import quest
 from longreach.methods.base import LayerCall, ModelShape, Outcome
 from longreach.methods.quest import Quest, bounds, touched
-from longreach.ops import Rows
+from longreach.ops import Rows, Spans
 from longreach.ops.types import Run
 from longreach.testing.inputs import random_kv
+from longreach.testing.oracle import exact_attend
 from longreach.testing.tolerance import assert_close
 from tests.methods.one_layer import CACHES, Layers, chosen_by, exact, highest, keys_of
 
@@ -156,6 +158,22 @@ def test_bounds_are_the_same_however_the_prompt_is_read(counts: list[int]) -> No
         states.append(layers.cache.state[FEW, 0])
     for name in ("least", "largest"):
         assert torch.equal(states[0][name][1, :, :8], states[1][name][1, :, :8])  # type: ignore[index]
+
+
+@every_cache
+def test_a_block_longer_than_the_cache_is_all_of_it(config: CacheConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long, as the cache grows: one block, whose gathered slots are the cache's and not the block's."""
+    method, gathered = Quest(k=1, page=10**9, dense_layers=()), list[int]()
+    monkeypatch.setattr(quest, "bounds", lambda kv, s, b, page: gathered.append(page) or bounds(kv, s, b, page))
+    layers = Layers(method, config=config)
+    layers.read([0, 1], [37, 6])
+    layers.read([1], [150])
+    for _ in range(3):
+        ((call, outcome),) = layers.decode([1, 0])
+        check(method, call, outcome)
+        assert chosen_by(outcome, 0, 0) == [0]
+        assert_close(outcome.partial, exact_attend(call.rows, call.kv, Spans.dense(), scale=call.scale))
+    assert gathered and max(gathered) <= call.kv.capacity < 1000
 
 
 def test_what_it_reads() -> None:

@@ -72,17 +72,22 @@ class Quest(AttentionMethod):
         if not isinstance(state, PerSlot):
             return attend_densely(call, "in dense_layers")
         self._note(call, state)
-        newest = call.rows.pos.long() // self.page
+        page = self._page(call)
+        newest = call.rows.pos.long() // page
         bound = self._bounds(call, state).float()
-        blocks = -(-budget(self.k, call.rows.pos.long() + 1) // self.page)
+        blocks = -(-budget(self.k, call.rows.pos.long() + 1) // page)
         index, count = call.top_k(
             bound, blocks[:, None].repeat(1, bound.shape[1]), newest + 1, last=1,
-            capacity=-(-most(self.k, call.kv.capacity) // self.page),
+            capacity=-(-most(self.k, call.kv.capacity) // page),
         )  # fmt: skip
-        chosen = Lists(index, count, block=self.page)
-        bounded = Spans((Span(at((newest * self.page)[:, None]), near(1)),))
+        chosen = Lists(index, count, block=page)
+        bounded = Spans((Span(at((newest * page)[:, None]), near(1)),))
         pair = sum(state[name].shape[1] * state[name].shape[3] * state[name].element_size() for name in SIDES)
         return Outcome(call.attend(chosen), Reads((bounded, chosen), (chosen,), newest * pair))
+
+    def _page(self, call: LayerCall) -> int:
+        """Keys in a block; one longer than the sequences is as long as they can be: no slot past them is gathered."""
+        return min(self.page, call.kv.capacity)
 
     def _bounds(self, call: LayerCall, state: PerSlot) -> Tensor:
         """At most this is the sum of a group's scores with any key of a block: [R, G, blocks], before the scale.
@@ -90,7 +95,7 @@ class Quest(AttentionMethod):
         The newest block's and those after it may be anything.
         """
         q = call.rows.q.to(accumulator(call.rows.q.dtype)).unflatten(1, (call.kv.heads, -1))  # [R, G, group, D]
-        mine, blocks = call.slots[call.rows.seq.long()].long(), -(-call.kv.capacity // self.page)
+        mine, blocks = call.slots[call.rows.seq.long()].long(), -(-call.kv.capacity // self._page(call))
         least, largest = (state[name][mine, :, :blocks].to(q.dtype) for name in SIDES)
         # max(q a, q b) for a <= b is q b where q > 0, else q a: two products, of the group's sums of either sign
         up, down = q.clamp(min=0).sum(2), q.clamp(max=0).sum(2)
@@ -101,12 +106,13 @@ class Quest(AttentionMethod):
         if call.kv.slot_pos is not None:
             raise Unsupported("quest: after eviction a block holds other keys in each head; attend without evicting")
         state.fit(call.kv.capacity)
-        seq, block = touched(call.rows, self.page)
-        piece = max(1, AT_ONCE // (self.page * call.kv.heads * call.kv.k.shape[3]))
+        page = self._page(call)
+        seq, block = touched(call.rows, page)
+        piece = max(1, AT_ONCE // (page * call.kv.heads * call.kv.k.shape[3]))
         with torch.inference_mode(False), torch.no_grad():
             for some, those in zip(seq.split(piece), block.split(piece), strict=True):
                 slot = call.slots[some].long()
-                for name, bound in zip(SIDES, bounds(call.kv, some, those, self.page), strict=True):
+                for name, bound in zip(SIDES, bounds(call.kv, some, those, page), strict=True):
                     state[name][slot, :, those] = bound
 
 
