@@ -58,6 +58,8 @@ def test_it_reads_what_a_plan_says(tmp_path: Path) -> None:
         ({"tau": {"sqrt2d": [0.1] * 4}}, ["tau: expected one for each of sqrt2d, calibrated"]),
         ({"tau": {**VALUES["tau"], "sqrt2d": [0.1, 0.2, 0.3, 1.0]}}, ["tau.sqrt2d: expected numbers in [0, 1)"]),
         ({"tau": {**VALUES["tau"], "calibrated": [0.1, 0.2, -0.3, 0.5]}}, ["tau.calibrated: expected", "-0.3"]),
+        ({"tau": {**VALUES["tau"], "calibrated": [0.1]}}, ["tau.calibrated: expected one number for each of 4 layers"]),
+        ({"tau": {**VALUES["tau"], "sqrt2d": 0.1}}, ["tau.sqrt2d: expected one number for each of 4 layers, got 0.1"]),
         ({"energy": -ENERGY}, ["energy: expected numbers >= 0"]),
         ({"energy": ENERGY[:, :1]}, ["energy: expected [4, 2, 16], got float32[4, 1, 16]"]),
         ({"energy": ENERGY[0]}, ["energy: expected float [L, G, D]"]),

@@ -44,7 +44,8 @@ class MACPlan:
         require(bool((energy >= 0).all()), f"energy: expected numbers >= 0, got {float(energy.min())}; {ANEW}")
         layers = energy.shape[0]
         require(set(self.tau) == set(SCALES), f"tau: expected one for each of {', '.join(SCALES)}, got others; {ANEW}")
-        for name, values in (("window", self.window), ("band", self.band), *self.tau.items()):
+        taus = ((f"tau.{scale}", self.tau[scale]) for scale in SCALES)
+        for name, values in (("window", self.window), ("band", self.band), *taus):
             fits = isinstance(values, tuple) and len(values) == layers
             require(fits, f"{name}: expected one number for each of {layers} layers, got {values!r}; {ANEW}")
         fits = is_count(self.sinks) and self.sinks < MOST
