@@ -78,18 +78,15 @@ def run(args: argparse.Namespace) -> int:
 def summary(parts: list[dict[str, Any]]) -> dict[str, Any]:
     """A method over all dialogues: score, the share of right answers, with its interval, and in each quarter of a
     dialogue; means of the rest; `samples` as they were measured."""
-    from dataclasses import asdict
-
-    from longreach.evals.reads import Reads
+    from longreach.evals.reads import shares
     from longreach.records import wilson
 
     right = [x for part in parts for x in part["right"]]
-    reads = Reads.over([sum(x) for x in zip(*(part["bytes"] for part in parts), strict=True)])
     means = {name: sum(part[name] for part in parts) / len(parts) for name in ("nll", "nll_answers", "kl", "agree")}
     quarters = [_share([x for part in parts for x in _quarter(part["right"], n)]) for n in range(4)]
     return {
         "score": sum(right) / len(right), "interval_95": list(wilson(sum(right), len(right))), "by_quarter": quarters,
-        **means, "decode_reads": reads and asdict(reads), "samples": parts,
+        **means, "decode_reads": shares([part["bytes"] for part in parts]), "samples": parts,
     }  # fmt: skip
 
 

@@ -169,7 +169,7 @@ class Dialogue:
                         heard, seconds = _fed(reader, first, one, reference, advance, own=self.own)
                     found[spec.label] = {
                         **heard.to_json(one.answers), "bytes": phase_bytes(session.report(), "decode"),
-                        "seconds_per_token": seconds, "noted": _noted(session),
+                        "seconds_per_token": seconds, "noted": noted(session),
                     }  # fmt: skip
         return found
 
@@ -215,7 +215,8 @@ def _fed(
     return heard, answer.seconds_per_token
 
 
-def _noted(session: Session) -> dict[str, list[float | None]]:
+def noted(session: Session) -> dict[str, list[float | None]]:
+    """What the method says of its layers while decoding, {name: [layers]}, means over heads."""
     layers = [x for x in session.report().layers if x.phase == "decode"]
     found = {}
     for name in NOTED:

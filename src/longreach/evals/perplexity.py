@@ -19,7 +19,7 @@ from longreach.errors import InvalidInput, MeasurementFailed
 from longreach.evals.failures import failure
 from longreach.evals.methods import Spec, by_prefill
 from longreach.evals.progress import Progress, counted, unseen
-from longreach.evals.reads import Reads, phase_bytes
+from longreach.evals.reads import phase_bytes, shares
 from longreach.methods.base import AttentionMethod
 from longreach.records import bootstrap
 
@@ -43,12 +43,13 @@ class Curve:
 
     start: int
     stop: int
+    bins: int = BINS
     sums: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     windows: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        bins = min(BINS, self.stop - self.start)
+        bins = min(self.bins, self.stop - self.start)
         self.edges = [self.start + (self.stop - self.start) * i // bins for i in range(bins + 1)]
         self.sums, self.tokens = [0.0] * bins, [0] * bins
 
@@ -113,8 +114,28 @@ def read_text(path: Path, tokenizer: Any) -> Text:
     return Text(path.name, hashlib.sha256(content).hexdigest(), len(text), ids)
 
 
-class Perplexity:
+def windows_of(texts: Sequence[Text], tokenizer: Any, length: int, limit: int | None = None) -> list[list[int]]:
     """Texts cut into windows of `length` tokens, each begun with the tokenizer's beginning of text where it has one.
+
+    Raises InvalidInput where none is whole, or has room for a token of a text.
+    """
+    begin = encode(tokenizer, "")
+    take = length - len(begin)
+    if take < 1:
+        raise InvalidInput(f"length: expected at least {len(begin) + 1} tokens, got {length}; raise --length")
+    found = [
+        [*begin, *text.tokens[at : at + take]] for text in texts for at in range(0, len(text.tokens) - take + 1, take)
+    ]
+    if not found:
+        longest = max((len(text.tokens) for text in texts), default=0)
+        raise InvalidInput(
+            f"the longest text has {longest} tokens, a window takes {take}; lower --length, or give longer texts"
+        )
+    return found[:limit]
+
+
+class Perplexity:
+    """Texts cut into windows (`windows_of`).
 
     decode_tokens: tokens of each window, its last, that are fed one by one through the decode methods after the rest
     was read with the prefill method; 0 for none. Raises InvalidInput where no window is whole, a window exceeds the
@@ -132,18 +153,7 @@ class Perplexity:
             for method in (spec.prefill, spec.decode):
                 method.check(shape_of(model))
         self.model, self.specs, self.length, self.decode_tokens, self.graph = model, specs, length, decode_tokens, graph
-        begin = encode(tokenizer, "")
-        self.windows = [
-            [*begin, *text.tokens[at : at + length - len(begin)]]
-            for text in texts
-            for at in range(0, len(text.tokens) - (length - len(begin)) + 1, length - len(begin))
-        ][:limit]
-        if not self.windows:
-            longest = max((len(text.tokens) for text in texts), default=0)
-            raise InvalidInput(
-                f"the longest text has {longest} tokens, a window takes {length - len(begin)}; lower --length, or give "
-                f"longer texts"
-            )
+        self.windows = windows_of(texts, tokenizer, length, limit)
 
     def run(
         self, chunk: int, progress: Progress = unseen, *, done: Mapping[str, Any] | None = None, keep: Keep = _forget
@@ -228,8 +238,8 @@ class Perplexity:
         return {
             "prefill": self._whole().over([part["sums"] for part in parts]),
             "decode": self._end().over([one["sums"] for one in mine]) if mine else None,
-            "prefill_reads": _shares([part["bytes"] for part in parts]),
-            "decode_reads": _shares([one["bytes"] for one in mine]),
+            "prefill_reads": shares([part["bytes"] for part in parts]),
+            "decode_reads": shares([one["bytes"] for one in mine]),
             "seconds": {"read": sum(p["seconds"] for p in parts) / len(parts), "per_token": per_token},
         }
 
@@ -264,8 +274,3 @@ class Perplexity:
 def _error(part: dict[str, Any], label: str) -> str | None:
     """Why a window has no numbers of a method, if so."""
     return part.get("error") or part["decode"].get(label, {}).get("error")
-
-
-def _shares(read: Sequence[list[int] | None]) -> dict[str, float] | None:
-    total = Reads.over([sum(column) for column in zip(*(r for r in read if r), strict=True)])
-    return None if total is None else asdict(total)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from longreach.methods.base import Phase
 from longreach.methods.ledger import Report
@@ -43,3 +43,9 @@ def phase_bytes(report: Report, phase: Phase) -> list[int] | None:
     columns = ("key_bytes", "value_bytes", "metadata_bytes", "dense_bytes")
     found = [sum(getattr(layer, c) for layer in layers) for c in columns]
     return found if found[-1] else None
+
+
+def shares(read: Sequence[Sequence[int] | None]) -> dict[str, float] | None:
+    """`Reads` as a record has them, of what `phase_bytes` found again and again; None where no phase had a step."""
+    total = Reads.over([sum(column) for column in zip(*(r for r in read if r), strict=True)])
+    return None if total is None else asdict(total)
