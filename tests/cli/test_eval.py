@@ -32,6 +32,7 @@ def asked(model: Path, *more: Any) -> list[Any]:
     return ["eval", "--model", model, "--tasks", "niah_single_1,needle_sweep", "--length", 1500, "--samples", 2, *more]
 
 
+@pytest.mark.timeout(300)  # every task there is
 def test_every_task_runs_on_any_model_directory(longreach: Any, other: Path, tmp_path: Path) -> None:
     record = tmp_path / "out" / "all.json"
     result = longreach("eval", "--model", other, "--tasks", "all,needle_sweep", "--length", 12288, "--samples", 1,
