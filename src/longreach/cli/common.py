@@ -85,6 +85,17 @@ def add_document(parser: argparse.ArgumentParser) -> None:
     add_chunk_size(parser)
 
 
+def add_methods(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--method", action="append", default=[], metavar="SPEC", help="'[PREFILL/]DECODE "
+                        "[option=value ...] [prefill.option=value ...]', may be given several times; dense is always "
+                        "there")  # fmt: skip
+
+
+def add_texts(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--text", type=Path, required=True, action="append", metavar="FILE",
+                        help="UTF-8 text, cut into windows; may be given several times")  # fmt: skip
+
+
 def add_chunk_size(parser: argparse.ArgumentParser) -> None:
     """--prefill-chunk-size."""
     parser.add_argument("--prefill-chunk-size", type=positive, default=512, metavar="N",

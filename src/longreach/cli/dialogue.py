@@ -6,7 +6,16 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from longreach.cli.common import add_chunk_size, add_graph, add_json, add_model, count, load_model, positive
+from longreach.cli.common import (
+    add_chunk_size,
+    add_graph,
+    add_json,
+    add_methods,
+    add_model,
+    count,
+    load_model,
+    positive,
+)
 from longreach.cli.show import Column, Table, console, duration, emit, percent, place, progress, waiting
 
 NAME = "dialogue"
@@ -29,9 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "from them; else the right ones are fed, the same to all")  # fmt: skip
     parser.add_argument("--samples", type=positive, default=1, metavar="N", help="dialogues (default 1)")
     parser.add_argument("--seed", type=count, default=0, metavar="N", help="which texts and needles (default 0)")
-    parser.add_argument("--method", action="append", default=[], metavar="SPEC", help="'[PREFILL/]DECODE "
-                        "[option=value ...] [prefill.option=value ...]', may be given several times; dense is always "
-                        "there")  # fmt: skip
+    add_methods(parser)
     add_chunk_size(parser)
     parser.add_argument("--output", type=Path, metavar="FILE", help="write a record; the same command goes on where an "
                         "interrupted one stopped, dialogue by dialogue")  # fmt: skip

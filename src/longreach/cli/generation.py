@@ -7,7 +7,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from longreach.cli.common import add_chunk_size, add_graph, add_json, add_model, load_model, positive, seed
+from longreach.cli.common import (
+    add_chunk_size,
+    add_graph,
+    add_json,
+    add_methods,
+    add_model,
+    add_texts,
+    load_model,
+    positive,
+    seed,
+)
 from longreach.cli.show import Column, Table, console, duration, emit, percent, place, progress, waiting
 
 NAME = "generation"
@@ -22,8 +32,7 @@ FORMAT = 1
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
-    parser.add_argument("--text", type=Path, required=True, action="append", metavar="FILE",
-                        help="UTF-8 text, cut into windows; may be given several times")  # fmt: skip
+    add_texts(parser)
     parser.add_argument("--length", type=positive, default=4096, metavar="N", help="tokens of a window (default 4096)")
     parser.add_argument("--steps", type=positive, default=2048, metavar="N", help="tokens that each method draws after "
                         "a window (default 2048); stop tokens are left out")  # fmt: skip
@@ -32,9 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=positive, metavar="N", help="at most N windows")
     parser.add_argument("--seed", type=seed, default=0, metavar="N", help="of the draws, the same for all methods "
                         "(default 0)")  # fmt: skip
-    parser.add_argument("--method", action="append", default=[], metavar="SPEC", help="'[PREFILL/]DECODE "
-                        "[option=value ...] [prefill.option=value ...]', may be given several times; dense is always "
-                        "there")  # fmt: skip
+    add_methods(parser)
     add_chunk_size(parser)
     parser.add_argument("--output", type=Path, metavar="FILE", help="write a record; the same command goes on where an "
                         "interrupted one stopped, window by window")  # fmt: skip

@@ -7,7 +7,17 @@ import json
 from pathlib import Path
 from typing import Any
 
-from longreach.cli.common import add_chunk_size, add_graph, add_json, add_model, exit_code, load_model, positive
+from longreach.cli.common import (
+    add_chunk_size,
+    add_graph,
+    add_json,
+    add_methods,
+    add_model,
+    add_texts,
+    exit_code,
+    load_model,
+    positive,
+)
 from longreach.cli.show import Column, Table, console, duration, emit, percent, place, progress, waiting
 
 NAME = "perplexity"
@@ -23,14 +33,11 @@ FAILURES = 10  # windows that failed and are shown
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
-    parser.add_argument("--text", type=Path, required=True, action="append", metavar="FILE",
-                        help="UTF-8 text, cut into windows; may be given several times")  # fmt: skip
+    add_texts(parser)
     parser.add_argument("--length", type=positive, default=4096, metavar="N", help="tokens of a window (default 4096)")
     parser.add_argument("--decode-tokens", type=int, default=256, metavar="N", help="tokens at a window's end that are "
                         "decoded one by one (default 256; 0 for none)")  # fmt: skip
-    parser.add_argument("--method", action="append", default=[], metavar="SPEC", help="'[PREFILL/]DECODE "
-                        "[option=value ...] [prefill.option=value ...]', may be given several times; dense is always "
-                        "there")  # fmt: skip
+    add_methods(parser)
     parser.add_argument("--limit", type=positive, metavar="N", help="at most N windows")
     add_chunk_size(parser)
     parser.add_argument(
