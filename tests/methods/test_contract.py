@@ -453,14 +453,29 @@ def test_bytes_are_those_of_the_slots_read(method: AttentionMethod) -> None:
 
 
 @every_config
-def test_a_session_reports_what_its_layers_read(method: AttentionMethod, model: Any) -> None:
+def test_a_session_reports_what_its_layers_read(
+    method: AttentionMethod, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     counted: dict[tuple[str, int], list[int]] = {}
+    followed, following = set[int](), type(method).follow
+
+    def add(call: LayerCall, *passes: Sequence[Selection]) -> list[int]:
+        columns = counted.setdefault((call.phase, call.layer), [0, 0, 0, 0])
+        for column, selections in enumerate(passes):
+            columns[column] += sum(int(s.streamed(call.rows, call.kv).sum()) for s in selections) * 16 * 4
+        return columns
 
     def observe(phase: str, call: LayerCall, outcome: Outcome) -> None:
-        columns = counted.setdefault((phase, call.layer), [0, 0, 0, 0])
+        columns = add(call, outcome.reads.keys, outcome.reads.values, [Spans.dense()] * 2)
         columns[3] += bytes_of_lists(call, outcome) + int(torch.as_tensor(outcome.reads.metadata).sum())
-        for column, selections in enumerate((outcome.reads.keys, outcome.reads.values, [Spans.dense()] * 2)):
-            columns[column] += sum(int(s.streamed(call.rows, call.kv).sum()) for s in selections) * 16 * 4
+
+    def follow(self: AttentionMethod, call: LayerCall, state: Any) -> tuple[Selection, ...]:
+        passes = following(self, call, state)
+        add(call, passes, passes)
+        followed.update({call.layer} if passes else ())
+        return passes
+
+    monkeypatch.setattr(type(method), "follow", follow)
 
     with attached(model, method) as session:
         session.observe = observe
@@ -472,7 +487,9 @@ def test_a_session_reports_what_its_layers_read(method: AttentionMethod, model: 
         assert read == counted[layer.phase, layer.layer]
         assert layer.rows == (60 if layer.phase == "prefill" else 8)
         who = in_phase(method, layer.phase).name
-        assert layer.method == who
+        beside = f"+{method.name}" if layer.phase == "prefill" and layer.layer in followed else ""
+        assert layer.method == who + beside
+    assert bool(followed) == isinstance(method, longreach.MAC)
 
 
 # 8. ranks

@@ -68,6 +68,19 @@ class SequenceState(Protocol):
         """The sequences in `slots` now end after `lengths` tokens; called once every state has agreed."""
 
 
+class NothingToForget:
+    """A SequenceState of which nothing is read past the tokens that a sequence holds, if anything is kept at all."""
+
+    def reset(self, slots: Tensor) -> None:
+        pass
+
+    def check_truncate(self, slots: Tensor, lengths: Tensor) -> None:
+        pass
+
+    def truncate(self, slots: Tensor, lengths: Tensor) -> None:
+        pass
+
+
 @dataclass(frozen=True)
 class Append:
     """Where the new tokens of one forward pass go.

@@ -5,15 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from longreach.cache.kv import NothingToForget
 from longreach.ops.types import require
 
 
-class PerSlot:
+class PerSlot(NothingToForget):
     """Tensors [slots, G, units, width], a unit for every `per` tokens of a sequence; a method's SequenceState.
 
     Laid out as contiguous K is, slot s being page s: bounds of blocks, 8-bit keys, codes. A method writes the units of
-    new tokens when they are appended and reads none past those a sequence holds, so there is nothing to forget when one
-    is cut or reset. What was never written may be anything.
+    new tokens when they are appended and reads none past those a sequence holds. What was never written may be
+    anything.
 
     moved: how often the memory has been replaced; what was captured in a graph before then reads the old one.
     """
@@ -58,12 +59,3 @@ class PerSlot:
         """Fill all of it with zeros."""
         for x in self._kept.values():
             x.zero_()
-
-    def reset(self, slots: Tensor) -> None:
-        pass
-
-    def check_truncate(self, slots: Tensor, lengths: Tensor) -> None:
-        pass
-
-    def truncate(self, slots: Tensor, lengths: Tensor) -> None:
-        pass

@@ -117,8 +117,8 @@ class Compare:
                 session.observe = read_errors
                 with progress(f"reading, {prefill.name}", len(self.prompt)) as advance:
                     first = reader.read(self.prompt, advance)
-                prefill_reads = Reads.of(session.report(), "prefill")
-                for spec in specs:
+                reads = [Reads.of(session.report(spec.decode), "prefill") for spec in specs]
+                for spec, prefill_reads in zip(specs, reads, strict=True):
                     session.switch(spec.decode)
                     errors = LayerErrors(shape_of(self.model), self.model.device, "decode") if self.layers else None
                     session.observe = errors

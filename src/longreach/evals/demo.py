@@ -89,13 +89,14 @@ class Demo:
         room = len(self.document) + max(map(len, self.questions)) + ANSWER_TOKENS
         for prefill, decodes in plans(left_out=self.left_out):
             with attach(self.model, prefill=prefill, cache=CacheConfig(capacity=room)) as session:
-                session.follow(*(choose("decode", decode) for decode in decodes))
+                methods = [choose("decode", decode) for decode in decodes]
+                session.follow(*methods)
                 reader = Reader(session)
                 with progress(f"reading, {prefill}", len(self.document)) as advance:
                     reader.read(self.document, advance)
-                prefill_reads = Reads.of(session.report(), "prefill")
-                for decode in decodes:
-                    session.switch(decode)
+                reads = [Reads.of(session.report(method), "prefill") for method in methods]
+                for decode, method, prefill_reads in zip(decodes, methods, reads, strict=True):
+                    session.switch(method)
                     answers = [Answer() for _ in self.questions]
                     with progress(f"asking, {decode}", len(answers)) as advance:
                         for question, answer in zip(self.questions, answers, strict=True):

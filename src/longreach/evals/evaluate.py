@@ -165,14 +165,14 @@ class Evaluation:
         try:
             session.reset_report()
             logits = reader.read([a.prompt for a in asked])
-            read, how = phase_bytes(session.report(), "prefill"), ran(session.report(), "prefill")
+            reports = [session.report(spec.decode) for spec in specs]
         except Exception as error:
             what = failure(error, self.model.device)
             if len(asked) == 1:
                 return [self._failed(spec, asked[0], what) for spec in specs]
             return self._one_by_one(session, reader, specs, task, asked)
         found = []
-        for spec in specs:
+        for spec, report in zip(specs, reports, strict=True):
             try:
                 answered = self._answers(session, reader, spec, task, asked, logits)
             except Exception as error:
@@ -180,6 +180,7 @@ class Evaluation:
                 if len(asked) > 1:
                     return self._one_by_one(session, reader, specs, task, asked)
                 answered = self._failed(spec, asked[0], what)
+            read, how = phase_bytes(report, "prefill"), ran(report, "prefill")
             found.append({**answered, "prefill_bytes": read, "prefill_ran": how})
         return found
 

@@ -210,7 +210,7 @@ class Perplexity:
         try:
             with reader.aside():
                 whole = self._whole().sums_of(reader.score(window, advance).cpu())
-                read = phase_bytes(session.report(), "prefill")
+                read = {spec.label: phase_bytes(session.report(spec.decode), "prefill") for spec in specs}
                 if self.decode_tokens:
                     reader.cache.drop_columns(self.decode_tokens + 1)
                 for spec in specs if self.decode_tokens else ():
@@ -238,7 +238,7 @@ class Perplexity:
         return {
             "prefill": self._whole().over([part["sums"] for part in parts]),
             "decode": self._end().over([one["sums"] for one in mine]) if mine else None,
-            "prefill_reads": shares([part["bytes"] for part in parts]),
+            "prefill_reads": shares([part["bytes"][label] for part in parts]),
             "decode_reads": shares([one["bytes"] for one in mine]),
             "seconds": {"read": sum(p["seconds"] for p in parts) / len(parts), "per_token": per_token},
         }

@@ -199,8 +199,8 @@ class Notes(NamedTuple):
 class Outcome(NamedTuple):
     """What a method made of a layer. `dense_because`: why it attended densely, where it did and need not have.
 
-    streams: int [R, G], keys that each KV head reads for each row, and as many values: what `reads` of the selections
-    add up to, where a kernel has counted it already. The metadata of `reads` may then be int [R, G] too.
+    streams: int [R, G, 2], keys that each KV head reads for each row, and as many values, and bytes of metadata: what
+    `reads` adds up to, where a kernel has counted it already.
     """
 
     partial: Partial
@@ -228,11 +228,14 @@ class AttentionMethod(ABC):
     def run(self, call: LayerCall, state: SequenceState | None) -> Outcome:
         """Attend for the rows of one layer."""
 
-    def follow(self, call: LayerCall, state: SequenceState | None) -> None:  # noqa: B027 - most keep nothing
+    def follow(self, call: LayerCall, state: SequenceState | None) -> tuple[Selection, ...]:
         """Take note of rows that the prefill method has attended for, in each layer that `run` will be called in.
 
         Called for methods that follow, once the rows' keys are in the cache. What `run` attends for it notes itself.
+        Returns what it attended to for this, as `Reads` has it: each selection a pass over the call's rows, in which
+        rows that were left out read nothing.
         """
+        return ()
 
     def new_state(self, call: LayerCall, slots: int) -> SequenceState | None:
         """The state of one layer for `slots` sequences, made at its first call; None if there is none."""

@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from longreach.methods.base import LayerCall, Notes, Outcome, Phase, Reads
-from longreach.ops import KVView, Lists, PackedLists, Rows, Selection, Spans
+from longreach.methods.base import AttentionMethod, LayerCall, Notes, Outcome, Phase, Reads
+from longreach.ops import KVView, Lists, PackedLists, Rows, Selection, Span, Spans, at
 from longreach.ops.selection import slots_seen
 
 COLUMNS = ("key_bytes", "value_bytes", "metadata_bytes", "dense_bytes", "overflowed_lists", "rows")
+NOTHING = Spans((Span(at(0), at(0)),))
 
 
 @dataclass
@@ -31,16 +32,15 @@ class LayerTally:
 class Counted:
     """One layer of one pass, for the host: it counts once for every time that the pass runs on the device."""
 
-    phase: Phase
-    layer: int
+    place: Place
     method: str
-    impl: str
-    dense_because: str | None
+    impl: str = ""
+    dense_because: str | None = None
     summary: Callable[[Tensor, int], dict[str, Any]] | None = None
 
 
-Place = tuple[Phase, int]
-ROWS = COLUMNS.index("rows")
+Place = tuple[Phase, int, AttentionMethod | None]  # the layer, and who followed its rows and read this, or None
+ADDED = ("key_bytes", "value_bytes", "metadata_bytes", "overflowed_lists")  # what followers add to
 
 
 class Ledger:
@@ -51,16 +51,16 @@ class Ledger:
     """
 
     def __init__(self) -> None:
-        self.tallies: dict[tuple[Phase, int], LayerTally] = {}
-        self._sums: dict[tuple[tuple[Phase, int], ...], Tensor] = {}  # layers of a pass -> COLUMNS of each
+        self.tallies: dict[Place, LayerTally] = {}
+        self._sums: dict[tuple[Place, ...], Tensor] = {}  # layers of a pass -> COLUMNS of each
         self._noted: list[tuple[Counted, Tensor | _Streams]] = []
         self._notes: list[tuple[Place, Notes]] = []
         self._note_sums: dict[tuple[Place, ...], Tensor] = {}  # layers of a pass -> sums of what was noted [L, H, C]
         self._pass = _Pass()
 
-    def only(self, live: Tensor) -> None:
-        """Of the pass that begins, only these rows (bool [R]) count: the others belong to sequences that have ended."""
-        self._pass = _Pass(live)
+    def leave_out(self, ended: Tensor) -> None:
+        """Of the pass that begins, these rows (bool [R]) do not count: they belong to sequences that have ended."""
+        self._pass = _Pass(ended)
 
     def add(
         self, phase: Phase, call: LayerCall, method: str, impl: str, outcome: Outcome, dense_reads: Selection
@@ -71,11 +71,19 @@ class Ledger:
         """
         with torch.inference_mode(False):
             columns = self._pass.columns(call, outcome.reads, dense_reads, outcome.streams)
-        notes = outcome.notes
+        notes, place = outcome.notes, (phase, call.layer, None)
         summary = None if notes is None else notes.summary
-        self._noted.append((Counted(phase, call.layer, method, impl, outcome.dense_because, summary), columns))
+        self._noted.append((Counted(place, method, impl, outcome.dense_because, summary), columns))
         if notes is not None:
-            self._notes.append(((phase, call.layer), notes))
+            self._notes.append((place, notes))
+
+    def beside(self, phase: Phase, call: LayerCall, follower: AttentionMethod, passes: tuple[Selection, ...]) -> None:
+        """Count what a method read beside those who attend for the rows, to follow them; each of `passes` is one over
+        keys and values. It is in the reports for that method."""
+        if passes:
+            with torch.inference_mode(False):
+                columns = self._pass.columns(call, Reads(passes, passes), NOTHING)
+            self._noted.append((Counted((phase, call.layer, follower), follower.name), columns))
 
     def flush(self) -> None:
         """The pass is over: what was added counts."""
@@ -83,20 +91,20 @@ class Ledger:
 
     def settle(self) -> tuple[Counted, ...]:
         """The device's part of `flush`; returns what the host is to `count`."""
-        noted, live = self._noted, self._pass.live
+        noted, ended = self._noted, self._pass.ended
         self._noted, self._pass = [], _Pass()
         if not noted:
             return ()
-        layers = tuple((n.phase, n.layer) for n, _ in noted)
+        layers = tuple(n.place for n, _ in noted)
         with torch.inference_mode(False):
-            columns = torch.stack(_columns([c for _, c in noted], live))
+            columns = _columns([c for _, c in noted], ended)
             if layers not in self._sums:
                 self._sums[layers] = torch.zeros_like(columns, dtype=torch.int64)
             self._sums[layers] += columns
-            self._settle_notes(live)
+            self._settle_notes(ended)
         return tuple(n for n, _ in noted)
 
-    def _settle_notes(self, live: Tensor | None) -> None:
+    def _settle_notes(self, ended: Tensor | None) -> None:
         """Add up what the pass noted: a few ops for all layers whose notes are alike."""
         alike: dict[Hashable, list[tuple[Place, Notes]]] = {}
         for place, notes in self._notes:
@@ -105,7 +113,7 @@ class Ledger:
         self._notes = []
         for some in alike.values():
             stacked = [torch.stack(x) for x in zip(*(notes.tensors for _, notes in some), strict=True)]
-            found = _live(some[0][1].columns(*stacked), live, 1).sum(1, dtype=torch.float64)
+            found = _counting(some[0][1].columns(*stacked), ended, 1).sum(1, dtype=torch.float64)
             places = tuple(place for place, _ in some)
             if places not in self._note_sums:
                 self._note_sums[places] = torch.zeros_like(found)
@@ -114,9 +122,9 @@ class Ledger:
     def count(self, layers: tuple[Counted, ...]) -> None:
         """The host's part of `flush`."""
         for n in layers:
-            tally = self.tallies.get((n.phase, n.layer))
+            tally = self.tallies.get(n.place)
             if tally is None:
-                tally = self.tallies[n.phase, n.layer] = LayerTally(n.method)
+                tally = self.tallies[n.place] = LayerTally(n.method)
             tally.impls.add(n.impl)
             tally.steps += 1
             tally.summary = n.summary or tally.summary
@@ -130,7 +138,8 @@ class Ledger:
         for sums in (*self._sums.values(), *self._note_sums.values()):
             sums.zero_()
 
-    def report(self) -> Report:
+    def report(self, follower: AttentionMethod | None = None) -> Report:
+        """Layer by layer, with what `follower` read beside; what other followers read is not in it."""
         self.flush()
         sums = {place: [0] * len(COLUMNS) for place in self.tallies}
         for places, columns in self._sums.items():
@@ -141,32 +150,32 @@ class Ledger:
         for layers_of, found in self._note_sums.items():
             for place, more in zip(layers_of, found.cpu(), strict=True):
                 noted[place] = noted[place] + more if place in noted else more
-        layers = [
-            LayerReport(
-                phase=phase,
-                layer=layer,
-                method=t.method,
-                impl=", ".join(sorted(t.impls)),
-                steps=t.steps,
-                **dict(zip(COLUMNS, sums[phase, layer], strict=True)),
-                dense_because=tuple(sorted(t.dense_because)),
-                notes=t.summary(noted[phase, layer], sums[phase, layer][ROWS])
-                if t.summary and (phase, layer) in noted
-                else None,
-            )
-            for (phase, layer), t in sorted(self.tallies.items(), key=lambda kv: (kv[0][0] != "prefill", kv[0][1]))
-        ]
+        layers = []
+        for place, t in sorted(self.tallies.items(), key=lambda kv: (kv[0][0] != "prefill", kv[0][1])):
+            phase, layer, who = place
+            if who is not None:
+                continue
+            read = dict(zip(COLUMNS, sums[place], strict=True))
+            more = None if follower is None else self.tallies.get((phase, layer, follower))
+            if more is not None:
+                beside = dict(zip(COLUMNS, sums[phase, layer, follower], strict=True))
+                read |= {name: read[name] + beside[name] for name in ADDED}
+            layers.append(LayerReport(
+                phase=phase, layer=layer, method=t.method if more is None else f"{t.method}+{more.method}",
+                impl=", ".join(sorted(t.impls)), steps=t.steps, **read, dense_because=tuple(sorted(t.dense_because)),
+                notes=t.summary(noted[place], read["rows"]) if t.summary and place in noted else None,
+            ))  # fmt: skip
         return Report(tuple(layers))
 
 
 class _Pass:
     """What the layers of one pass read: spans that several layers share are counted once.
 
-    live: bool [R], the rows that count; None for all.
+    ended: bool [R], the rows that do not count; None where all do.
     """
 
-    def __init__(self, live: Tensor | None = None) -> None:
-        self.live = live
+    def __init__(self, ended: Tensor | None = None) -> None:
+        self.ended = ended
         self._known: dict[Hashable, Tensor] = {}
         self._kept: list[Any] = []  # what is known by its id must not be freed before the pass is over
 
@@ -176,8 +185,8 @@ class _Pass:
         """COLUMNS of one layer: int64 [6] on the device, or what they are made of."""
         keys, values, metadata = reads
         vector = call.kv.k.shape[3] * call.kv.k.element_size()
-        if streams is not None and isinstance(metadata, Tensor):
-            return _Streams(streams, metadata, self._reads(call, dense), self._rows(call), vector)
+        if streams is not None:
+            return _Streams(streams, self._reads(call, dense), self._rows(call), vector)
         names = [[self._name(s) for s in some] for some in (keys, values, (dense,))]
         if not isinstance(metadata, int) or any(n is None for some in names for n in some):
             return self._count(call, reads, dense, vector)
@@ -209,22 +218,22 @@ class _Pass:
 
     def _total(self, per_row: Tensor) -> Tensor:
         """The sum [] of [R, ...] over the rows that count."""
-        return _live(per_row, self.live, 0).sum()
+        return _counting(per_row, self.ended, 0).sum()
 
     def _rows(self, call: LayerCall) -> Tensor:
         """Rows that count: int64 []."""
         pos = call.rows.pos
-        if self.live is None:
-            return torch.full((), pos.shape[0], dtype=torch.int64, device=pos.device)
-        if "rows" not in self._known:
-            self._known["rows"] = self.live.sum()
-        return self._known["rows"]
+        name = ("rows", pos.shape[0])
+        if name not in self._known:
+            everyone = torch.full((), pos.shape[0], dtype=torch.int64, device=pos.device)
+            self._known[name] = everyone if self.ended is None else everyone - self.ended.sum()
+        return self._known[name]
 
     def _shared(self, call: LayerCall, all_rows: int) -> Tensor:
         """What of an amount for all rows alike falls to those that count: int64 []."""
         pos = call.rows.pos
         whole = torch.full((), all_rows, dtype=torch.int64, device=pos.device)
-        return whole if self.live is None else whole * self._rows(call) // max(1, pos.shape[0])
+        return whole if self.ended is None or not all_rows else whole * self._rows(call) // max(1, pos.shape[0])
 
     def _reads(self, call: LayerCall, selection: Selection) -> Tensor:
         """Keys streamed by all rows in all KV heads: int64 []."""
@@ -253,7 +262,7 @@ class _Pass:
         name = ("in sight", self._where(call), *made)
         if name not in self._known:
             both = _per_row(lists, call.rows, call.kv)
-            self._known[name] = torch.stack([_live(x, self.live, 0).sum(0) for x in both])
+            self._known[name] = torch.stack([_counting(x, self.ended, 0).sum(0) for x in both])
         name = (*name, head_of, call.kv.heads)
         if name not in self._known:
             heads = self._known[name[:-2]]  # [2, entries of the head axis]
@@ -299,40 +308,41 @@ class _Pass:
 
 
 class _Streams(NamedTuple):
-    """What a kernel has counted of one layer: keys [R, G] (and values), metadata [R, ...]; dense: keys [] of the rows
-    that count."""
+    """What a kernel has counted of one layer, as Outcome has it: [R, G, 2]; dense: keys [] of the rows that count."""
 
-    keys: Tensor
-    metadata: Tensor
+    counted: Tensor
     dense: Tensor
     rows: Tensor
     vector: int
 
 
-def _live(x: Tensor, live: Tensor | None, axis: int) -> Tensor:
+def _counting(x: Tensor, ended: Tensor | None, axis: int) -> Tensor:
     """x with 0 for rows, along `axis`, that do not count."""
-    if live is None:
+    if ended is None:
         return x
-    return x.masked_fill(~live.view(*(1,) * axis, -1, *(1,) * (x.dim() - axis - 1)), 0)
+    return x.masked_fill(ended.view(*(1,) * axis, -1, *(1,) * (x.dim() - axis - 1)), 0)
 
 
-def _columns(found: list[Tensor | _Streams], live: Tensor | None) -> list[Tensor]:
-    """COLUMNS of each layer of a pass; those of layers that counted alike are added up together."""
-    columns: list[Tensor | None] = [x if isinstance(x, Tensor) else None for x in found]
-    alike: dict[tuple[int, torch.Size, torch.Size], list[int]] = {}
+def _columns(found: list[Tensor | _Streams], ended: Tensor | None) -> Tensor:
+    """COLUMNS of each layer of a pass, [L, 6]; those of layers that counted alike are added up together."""
+    alike: dict[Hashable, list[int]] = {}
     for n, x in enumerate(found):
         if isinstance(x, _Streams):
-            alike.setdefault((x.vector, x.keys.shape, x.metadata.shape), []).append(n)
-    for (vector, _, _), numbers in alike.items():
+            alike.setdefault((x.vector, x.counted.shape, id(x.dense), id(x.rows)), []).append(n)
+    columns: list[Tensor | None] = [x if isinstance(x, Tensor) else None for x in found]
+    for numbers in alike.values():
         some = [x for n in numbers if isinstance(x := found[n], _Streams)]
-        keys = _live(torch.stack([x.keys for x in some]), live, 1).flatten(1).sum(1) * vector
-        metadata = _live(torch.stack([x.metadata for x in some]), live, 1).flatten(1).sum(1)
-        dense = torch.stack([x.dense for x in some]) * (2 * vector)
-        rows = torch.stack([x.rows for x in some])
-        stacked = torch.stack([keys, keys, metadata, dense, torch.zeros_like(keys), rows], 1)
+        _, dense, rows, vector = some[0]
+        counted = _counting(torch.stack([x.counted for x in some]), ended, 1).sum((1, 2))
+        read, metadata = counted.unbind(1)
+        read = read * vector
+        every = (read, read, metadata, dense * (2 * vector), torch.zeros_like(dense), rows)
+        stacked = torch.stack([x.expand(len(some)) for x in every], 1)
+        if len(some) == len(found):
+            return stacked
         for n, row in zip(numbers, stacked, strict=True):
             columns[n] = row
-    return [x for x in columns if x is not None]
+    return torch.stack([x for x in columns if x is not None])
 
 
 def list_bytes(lists: Lists | PackedLists, rows: Rows, kv: KVView) -> Tensor:

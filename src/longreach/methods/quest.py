@@ -21,7 +21,7 @@ from longreach.methods.base import (
     is_count,
 )
 from longreach.methods.choosing import check_layers, check_layers_of, most
-from longreach.ops import KVView, Lists, Rows, Span, Spans, at, near
+from longreach.ops import KVView, Lists, Rows, Selection, Span, Spans, at, near
 from longreach.ops.types import accumulator, require
 
 AT_ONCE = 1 << 24  # numbers of keys that are gathered at a time where blocks of a prompt are bounded
@@ -64,9 +64,10 @@ class Quest(AttentionMethod):
         bound = (k.shape[3], k.dtype)
         return PerSlot(slots, k.shape[1], self.page, device=k.device, least=bound, largest=bound)
 
-    def follow(self, call: LayerCall, state: SequenceState | None) -> None:
+    def follow(self, call: LayerCall, state: SequenceState | None) -> tuple[Selection, ...]:
         if isinstance(state, PerSlot):
             self._note(call, state)
+        return ()
 
     def run(self, call: LayerCall, state: SequenceState | None) -> Outcome:
         if not isinstance(state, PerSlot):

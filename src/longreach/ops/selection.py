@@ -181,6 +181,8 @@ class Spans(Selection):
             return self.streamed(rows, kv).sum(-1)
         pos = rows.pos.long()[:, None]
         limit = slots_seen(rows, kv)[:, None]
+        if self.is_dense:
+            return limit.expand(-1, kv.heads)
 
         def slots(bound: Bound) -> Tensor:
             fixed = torch.zeros_like(pos) if not bound.relative else pos

@@ -14,6 +14,7 @@ from longreach import attach
 from longreach.adapters.transformers import Answer, Reader
 from longreach.errors import InvalidInput
 from longreach.methods.base import AttentionMethod, LayerCall, Outcome, attend_densely
+from longreach.ops import Selection
 from longreach.testing.tiny import random_tokens, tiny_model
 
 DOCUMENT = random_tokens(1, 20)[0].tolist()
@@ -55,8 +56,9 @@ class Watchful(AttentionMethod):
     def new_state(self, call: LayerCall, slots: int) -> Noted:
         return Noted(slots)
 
-    def follow(self, call: LayerCall, state: Any) -> None:
+    def follow(self, call: LayerCall, state: Any) -> tuple[Selection, ...]:
         state.note(call)
+        return ()
 
     def run(self, call: LayerCall, state: Any) -> Outcome:
         state.note(call)

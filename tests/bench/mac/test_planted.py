@@ -39,7 +39,7 @@ def test_heads_do_as_they_were_told(hits: Hits, reused: int, resting: int) -> No
     assert check_step(one, 0) < 1e-5
     assert int(one.reuse[0].sum()) == reused and int(one.rests[0].sum()) == resting
     streams = one.run(0).streams
-    assert streams is not None and torch.equal(streams == one.gap + one.band, one.reuse[0])
+    assert streams is not None and torch.equal(streams[..., 0] == one.gap + one.band, one.reuse[0])
     told = one.described()
     assert told["kv_heads_that_reuse"] == reused / 4 and told["kv_heads_that_rest"] == resting / 4
 

@@ -266,7 +266,7 @@ def test_decoding_needs_no_value_from_the_device(options: Any, tmp_path: Path, m
         for call, state in zip(calls, states, strict=True):
             ledger.add("decode", call, "kascade", "triton", method.run(call, state), Spans.dense())
         ledger.flush()
-    assert ledger.tallies["decode", 2].steps == 1
+    assert ledger.tallies["decode", 2, None].steps == 1
 
 
 # reads

@@ -12,6 +12,7 @@ from torch import Tensor
 import longreach
 from longreach import MAC, attach
 from longreach.adapters.transformers import Answer, Reader
+from longreach.cache.ring import SPARE
 from longreach.errors import InvalidInput
 from longreach.methods.base import LayerCall, Outcome
 from longreach.methods.mac.notes import AT
@@ -61,6 +62,26 @@ def test_what_is_matched_is_the_query_before_rotation(family: str) -> None:
         before = [p for p in range(4, pos) if p >= pos - 16 and read[p] == read[pos]]
         assert notes[:, AT["accepted"]].tolist() == [float(bool(before))] * 4
         assert {pos - int(gap) for gap in notes[:, AT["gap"]]} <= set(before or [pos])
+
+
+@pytest.mark.parametrize("chunk", [50, 9])
+def test_what_is_read_to_fill_a_ring_is_in_the_report(model: Any, chunk: int) -> None:
+    """Beside the prompt's own reads, and for each of several methods its own alone."""
+    wide = replace(SMALL, window=20, band=7, sinks=3)
+    tokens = random_tokens(1, 50)[0].tolist()
+    with attach(model) as session:
+        session.follow(SMALL, wide, longreach.Quest(page=4))
+        Reader(session, chunk).read(tokens, then=1)
+        plain = session.report().layers
+        assert [layer.method for layer in plain] == ["dense"] * LAYERS and all(x.fraction == 1 for x in plain)
+        vector = plain[0].dense_bytes // (2 * sum(range(1, 51)))  # bytes of a key in all heads
+        for method, sinks, band, size in ((SMALL, 0, 4, 16 + SPARE), (wide, 3, 7, 20 + SPARE)):
+            more = sum(max(0, pos + 1 - band - sinks) for pos in range(50 - size, 50))
+            for layer, without in zip(session.report(method).layers, plain, strict=True):
+                assert layer.method == "dense+mac" and layer.rows == 50 and layer.steps == without.steps
+                assert layer.key_bytes == layer.value_bytes == without.key_bytes + more * vector
+        session.switch(wide)
+        assert not session.report().layers
 
 
 def test_however_a_prompt_is_read_the_answer_is_the_same(model: Any) -> None:

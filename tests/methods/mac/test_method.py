@@ -226,6 +226,8 @@ def test_several_new_tokens_at_once_are_attended_to_exactly() -> None:
     for call, outcome in zip(turn.calls, turn.outcomes, strict=True):
         assert outcome.dense_because == "several new tokens at once"
         assert_close(outcome.partial, exact(call))
+        read = [sum(s.reads(call.rows, call.kv)[:, 0].tolist()[n] for s in outcome.reads.keys) for n in range(5)]
+        assert read == [pos + 1 + max(0, pos + 1 - BASE.band) for pos in range(23, 28)]
     spelled = SpelledOut(BASE)
     spelled.read(0, whole, 0, 20)
     for pos in range(20, 23):

@@ -126,7 +126,7 @@ def test_a_guard_that_keeps_rows_from_searching_is_told() -> None:
             said["resting"] == [pytest.approx(20 / 40)] * HEADS and said["searched"] == [pytest.approx(20 / 40)] * HEADS
         )
         assert "rested 50.0%" in said["note"]
-    streams = [turn.outcomes[0].streams.tolist() for turn in passes]
+    streams = [turn.outcomes[0].streams[..., 0].tolist() for turn in passes]
     assert streams == [[[26 + n] * KV_HEADS] for n in range(40)]
 
 

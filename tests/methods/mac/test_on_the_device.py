@@ -45,7 +45,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, ...]
 def call() -> LayerCall:
     """On the device "meta", whose tensors hold nothing: whoever reads one fails."""
 
-    def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    def meta(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype, device="meta")
 
     each = meta(BATCH, dtype=torch.int64)
@@ -75,7 +75,7 @@ def test_a_step_reads_nothing_on_the_host(
     assert [name for name, _ in launched] == kernels
     for layer in range(2):
         ledger.add("decode", replace(given, layer=layer), "mac", "triton", outcome, Spans.dense())
-    assert [n.layer for n in ledger.settle()] == [0, 1]
+    assert [n.place for n in ledger.settle()] == [("decode", 0, None), ("decode", 1, None)]
 
 
 def test_a_layer_takes_three_kernels_and_nothing_else(launched: list[tuple[str, tuple[int, ...]]]) -> None:

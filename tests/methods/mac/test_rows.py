@@ -9,7 +9,7 @@ import torch
 
 from longreach.methods.base import LayerCall
 from longreach.methods.mac.rows import last_rows
-from longreach.ops import KVView, Rows, Run, Turn
+from longreach.ops import KVView, Rows, Run, Span, Turn, at, near
 
 SIZE = 6
 
@@ -43,13 +43,17 @@ def test_the_last_rows_are_kept(
     known: bool, counts: list[int], before: list[int], ahead: int, kept: list[list[int]]
 ) -> None:
     given = call(counts, before, ahead, known)
-    some = last_rows(given, SIZE)
-    assert some is not None
+    kept_rows = last_rows(given, SIZE)
+    assert kept_rows is not None
+    some = kept_rows.call
     found = [some.rows.pos[some.rows.seq == b].tolist() for b in range(len(counts))]
     assert found == kept
     assert some.turn is not None and torch.equal(some.turn().cos[:, 0], some.rows.pos.float())
     if known:
         assert some.rows.runs == tuple(Run(len(k), b, k[0]) for b, k in enumerate(kept))
+    read = kept_rows.among(given.rows, Span(at(2), near(-3))).reads(given.rows, given.kv)[:, 0].tolist()
+    rows = zip(given.rows.seq.tolist(), given.rows.pos.tolist(), strict=True)
+    assert read == [max(0, pos - 5) if pos in kept[b] else 0 for b, pos in rows]
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -65,4 +69,4 @@ def test_they_are_found_once_a_pass() -> None:
     (found,) = given.passed.values()
     given.passed[next(iter(given.passed))] = (found[0][:2], (Run(2, 0, 4),))
     other = last_rows(replace(given, layer=1), SIZE)
-    assert some is not None and other is not None and other.rows.pos.tolist() == [4, 5]
+    assert some is not None and other is not None and other.call.rows.pos.tolist() == [4, 5]

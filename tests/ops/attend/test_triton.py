@@ -172,6 +172,14 @@ def test_what_the_kernels_cannot_do_is_refused() -> None:
         attend(here(random_rows(double, 1)), here(double), Spans.dense(), scale=1.0, impl="triton")
 
 
+@pytest.mark.skipif(PLACE != "cpu", reason="kernels are compiled here")
+def test_bf16_is_refused_where_the_interpreter_gets_it_wrong() -> None:
+    kv = random_kv([9], heads=1, dim=16, dtype=torch.bfloat16)
+    rows = Rows(torch.randn(1, 1, 16).bfloat16(), torch.zeros(1, dtype=torch.int64), torch.tensor([8]))
+    with pytest.raises(Unsupported, match=r"TRITON_INTERPRET=1.*bf16.*use fp16, or fp32"):
+        attend(rows, kv, Spans.dense(), scale=1.0, impl="triton")
+
+
 def test_a_cpu_without_the_interpreter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     kv = random_kv([5], heads=1, dim=16)
     monkeypatch.setattr(kernels, "INTERPRETED", False)

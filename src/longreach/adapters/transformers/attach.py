@@ -172,9 +172,13 @@ class Session:
 
     # what users ask of it
 
-    def report(self) -> Report:
-        """What was read so far, per layer and phase, beside what dense attention reads."""
-        return self.ledger.report()
+    def report(self, decode: AttentionMethod | None = None) -> Report:
+        """What was read so far, per layer and phase, beside what dense attention reads.
+
+        Of the methods that took note of the prompt as it was read, what one of them read for that counts: the session's
+        own decode method, or `decode`, one of those that `follow` was told.
+        """
+        return self.ledger.report(self.decode if decode is None else decode)
 
     def reset_report(self) -> None:
         """Start counting anew."""

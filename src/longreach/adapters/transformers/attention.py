@@ -52,7 +52,8 @@ def longreach_attention(
         outcome = step.method.run(call, _state(step, step.method, call))
         if step.cache is not None:  # without one nothing is ever decoded
             for follower in step.followers:
-                follower.follow(call, _state(step, follower, call))
+                passes = follower.follow(call, _state(step, follower, call))
+                step.ledger.beside(step.phase, call, follower, passes)
         method, dense = step.method.name, Spans.dense()
     else:
         dense = Spans.window(window)

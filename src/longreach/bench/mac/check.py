@@ -19,7 +19,7 @@ def check_step(planted: Planted, copy: int) -> float:
     name, shape, reuse = planted.hits.name, planted.inputs.shape, planted.reuse[copy]
     outcome = planted.run(copy)
     want = torch.where(reuse, planted.gap + planted.band, shape.context)
-    if outcome.streams is None or not torch.equal(outcome.streams.long(), want):
+    if outcome.streams is None or not torch.equal(outcome.streams[..., 0].long(), want):
         raise WrongResult(f"{name}: KV heads read other keys than was forced; its time does not count")
     group, worst = shape.heads // shape.kv_heads, 0.0
     state = planted.states[copy]

@@ -142,9 +142,8 @@ def _mine(planted: Planted, timing: Timing, error: float, impl: str) -> dict[str
     assert outcome.streams is not None
     shape, state = inputs.shape, planted.states[0]
     vector = 2 * shape.dim * inputs.dtype.itemsize
-    read = int(outcome.streams.sum()) * vector
-    if planted.hits.part == "step":
-        read += int(torch.as_tensor(outcome.reads.metadata).sum())
+    keys, metadata = outcome.streams.flatten(0, 1).sum(0).tolist()
+    read = keys * vector + (metadata if planted.hits.part == "step" else 0)
     return {
         "name": planted.hits.name,
         "who": "longreach",

@@ -40,7 +40,7 @@ from longreach.methods.kascade.copies import KeyCopy
 from longreach.methods.kascade.part import Part, part_of
 from longreach.methods.kascade.plan import KIND, KascadePlan
 from longreach.methods.kascade.prefill import Tiles, choose_for_tiles, tiles_of
-from longreach.ops import HeadShard, Lists, Logits, PackedLists, Spans, merge
+from longreach.ops import HeadShard, Lists, Logits, PackedLists, Selection, Spans, merge
 from longreach.ops.types import require
 from longreach.plans import find
 
@@ -128,11 +128,12 @@ class Kascade(AttentionMethod):
         copied = self.scoring == "int8" and part.anchor == call.layer and part.dense is None
         return replace(part, copy=KeyCopy(call.kv)) if copied else part
 
-    def follow(self, call: LayerCall, state: SequenceState | None) -> None:
+    def follow(self, call: LayerCall, state: SequenceState | None) -> tuple[Selection, ...]:
         place = (self, "noted", call.layer)
         if isinstance(state, Part) and state.copy is not None and place not in call.passed:
             state.copy.note(call)
             call.passed[place] = True  # where it reads the prompt too, that has noted them already
+        return ()
 
     def run(self, call: LayerCall, state: SequenceState | None) -> Outcome:
         if call.kv.slot_pos is not None:

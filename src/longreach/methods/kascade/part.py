@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from longreach.cache import NothingToForget
 from longreach.errors import Unsupported
 from longreach.methods.kascade.copies import KeyCopy
 from longreach.methods.kascade.plan import KascadePlan
@@ -17,14 +18,13 @@ FIRST = "first anchor"
 
 
 @dataclass(frozen=True)
-class Part:
+class Part(NothingToForget):
     """What `part_of` finds of a layer, and the copy of its keys that it is scored with, or None.
 
     anchor: the layer whose choice it attends to, its own number in an anchor; dense: why it attends densely, or None;
     serves: whether other layers attend to its choice; head_of: int [G] on the device, the head of the anchor that each
     KV head takes the keys of, None where each takes its own or one set serves all; tile: rows of a tile, the query
-    heads of a group counted. All this is the same for all sequences, and of the copy nothing is read past the slots
-    that a sequence holds: there is nothing to forget of any.
+    heads of a group counted. All this is the same for all sequences.
     """
 
     anchor: int
@@ -38,15 +38,6 @@ class Part:
     def moved(self) -> int:
         """How often memory was replaced, which what was captured in a graph has to know."""
         return 0 if self.copy is None else self.copy.moved
-
-    def reset(self, slots: Tensor) -> None:
-        pass
-
-    def check_truncate(self, slots: Tensor, lengths: Tensor) -> None:
-        pass
-
-    def truncate(self, slots: Tensor, lengths: Tensor) -> None:
-        pass
 
 
 def part_of(

@@ -59,7 +59,7 @@ class KascadePlan:
                 f"{row!r}; {ANEW}",
             )
         for name, value in (("k", self.k), ("tile", self.tile)):
-            require(is_count(value, 1), f"{name}: expected a count of at least 1, got {value!r}; {ANEW}")
+            require(is_count(value, 1), f"{name}: expected a count from 1 to {2**31 - 1}, got {value!r}; {ANEW}")
 
     @classmethod
     def of(cls, plan: Plan) -> KascadePlan:

@@ -20,7 +20,7 @@ from longreach.methods.base import (
 )
 from longreach.methods.choosing import best_keys, check_layers, check_layers_of
 from longreach.methods.loki.plan import KIND, LokiPlan
-from longreach.ops import Span, Spans, near
+from longreach.ops import Selection, Span, Spans, near
 from longreach.ops.types import accumulator, require
 from longreach.plans import find
 
@@ -77,9 +77,10 @@ class Loki(AttentionMethod):
         basis = basis if call.shard is None else call.shard.slice(basis)
         return Coordinates(slots, basis[..., : self._directions(k.shape[3])].to(k.device, k.dtype))
 
-    def follow(self, call: LayerCall, state: SequenceState | None) -> None:
+    def follow(self, call: LayerCall, state: SequenceState | None) -> tuple[Selection, ...]:
         if isinstance(state, Coordinates):
             state.note(call)
+        return ()
 
     def run(self, call: LayerCall, state: SequenceState | None) -> Outcome:
         if not isinstance(state, Coordinates):

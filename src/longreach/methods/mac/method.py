@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from longreach.cache import SequenceState
+from longreach.cache import NothingToForget, SequenceState
 from longreach.errors import InvalidInput, Unsupported
 from longreach.methods.base import (
     AttentionMethod,
@@ -23,8 +23,8 @@ from longreach.methods.base import (
 from longreach.methods.mac.notes import columns, probed
 from longreach.methods.mac.plan import KIND, MOST, SCALES, MACPlan, Scale
 from longreach.methods.mac.rows import last_rows
-from longreach.methods.mac.state import LayerState, NothingKept
-from longreach.ops import Partial, Span, Spans, at, merge, near
+from longreach.methods.mac.state import LayerState
+from longreach.ops import Partial, Selection, Span, Spans, at, merge, near
 from longreach.ops.nearest import Rule, recovered
 from longreach.ops.types import require
 from longreach.plans import find
@@ -117,7 +117,7 @@ class MAC(AttentionMethod):
         )
         return plan
 
-    def new_state(self, call: LayerCall, slots: int) -> LayerState | NothingKept:
+    def new_state(self, call: LayerCall, slots: int) -> LayerState | NothingToForget:
         k, heads = call.kv.k, call.rows.q.shape[1]
         plan = None
         if self.planned:
@@ -125,7 +125,7 @@ class MAC(AttentionMethod):
                 raise InvalidInput("mac: which plan fits depends on the model; expected a call that names it")
             plan = self._plan_for(call.model)
             if self.band is None and plan.band[call.layer] is None:
-                return NothingKept()
+                return NothingToForget()
         weight = None if plan is None or self.scale == "sqrt2d" else _weight(plan.energy[call.layer], call)
         rule = self._rule(call.layer, plan, heads // call.kv.heads, k)
         return LayerState(slots, heads, call.kv.heads, k.shape[3], rule, weight, k)
@@ -157,31 +157,35 @@ class MAC(AttentionMethod):
             price=price,
         )
 
-    def follow(self, call: LayerCall, state: SequenceState | None) -> None:
-        if isinstance(state, NothingKept):
-            return
+    def follow(self, call: LayerCall, state: SequenceState | None) -> tuple[Selection, ...]:
+        if isinstance(state, NothingToForget):
+            return ()
         assert isinstance(state, LayerState)
         _refuse_evicted(call)
-        some = last_rows(call, state.ring.size)
-        if some is None:
-            return
+        kept = last_rows(call, state.ring.size)
+        if kept is None:
+            return ()
+        some, rule = kept.call, state.rule
+        before = Span(at(rule.sinks), near(1 - rule.band))
         with torch.no_grad():
-            rule = state.rule
             assert some.turn is not None
             query = recovered(some.rows.q, some.turn(), state.weight, state.ring.query.dtype)
-            entry = some.attend(Spans((Span(at(rule.sinks), near(1 - rule.band)),)), sink=False)
-            slot = some.slots[some.rows.seq.long()]
-            state.note(slot, some.rows.pos, query, entry, math.inf)
+            entry = some.attend(Spans((before,)), sink=False)
+            state.note(some.slots[some.rows.seq.long()], some.rows.pos, query, entry, math.inf)
+        place = ("what rows that a ring keeps read", state.ring.size, before)  # alike in all layers of a pass
+        if place not in call.passed:
+            call.passed[place] = kept.among(call.rows, before)
+        return (call.passed[place],)
 
     def run(self, call: LayerCall, state: SequenceState | None) -> Outcome:
-        if isinstance(state, NothingKept):
+        if isinstance(state, NothingToForget):
             return attend_densely(call, "the plan has no band wide enough")
         assert isinstance(state, LayerState)
         _refuse_evicted(call)
         if _several(call):
             outcome = attend_densely(call, "several new tokens at once")
-            self.follow(call, state)
-            return outcome
+            both = (*outcome.reads.keys, *self.follow(call, state))
+            return outcome._replace(reads=Reads(both, both))
         rule = state.rule
         with torch.no_grad():
             found = call.match(state.ring, rule, state.weight)
@@ -196,14 +200,15 @@ class MAC(AttentionMethod):
                 apart.append(kept.lse)
             if call.sink_logit is not None:
                 apart.append(call.sink_logit.detach().to(whole.lse.dtype).expand_as(whole.lse))
-            streams, noted = found.reads[..., 0], Notes((found.notes, whole.lse, before), columns, state.summary)
+            streams, noted = found.reads, Notes((found.notes, whole.lse, before), columns, state.summary)
             if self.check_every:
                 due = (call.rows.pos.long() + 1) % self.check_every == 0
                 probe = Spans((Span(at(torch.where(due, 0, call.rows.pos.long() + 1)[:, None]), near(1)),))
                 error = _error(whole, call.attend(probe), due)
                 noted = Notes((error, *noted.tensors), probed, state.summary)
                 passes = [*passes, probe]
-                streams = streams + torch.where(due, call.rows.pos + 1, 0).int()[:, None]
+                more = torch.where(due, call.rows.pos + 1, 0).int()[:, None, None]
+                streams = torch.cat([streams[..., :1] + more, streams[..., 1:]], -1)
         return Outcome(
             whole,
             Reads(tuple(passes), tuple(passes), found.reads[..., 1]),

@@ -9,26 +9,28 @@ from torch import Tensor
 
 from longreach.ops.nearest import DEPTHS, NOTES
 
-COLUMNS = (*NOTES, "band_mass", "exact", "error", "probed")
+COLUMNS = (*NOTES, "band_mass", "error", "probed")  # the last two where rows are probed
 AT = {name: number for number, name in enumerate(COLUMNS)}
 
 
 def columns(notes: Tensor, whole: Tensor, before: Tensor, *apart: Tensor) -> Tensor:
-    """COLUMNS [L, R, H, C] from notes of the match [L, R, H, N], the lse of all keys [L, R, H], that of the keys before
-    the band, and those of what lies neither before the band nor in it."""
-    return probed(torch.full_like(whole, torch.nan), notes, whole, before, *apart)
+    """COLUMNS [L, R, H, C], less the last two, from notes of the match [L, R, H, N], the lse of all keys [L, R, H],
+    that of the keys before the band, and those of what lies neither before the band nor in it."""
+    mass = 1.0 - torch.exp(before - whole)
+    for x in apart:
+        mass = mass - torch.exp(x - whole)
+    mass = mass.masked_fill(notes[..., AT["reused"]] > 0, 0.0)  # an entry's mass is an estimate
+    return torch.cat([notes, mass.to(notes.dtype)[..., None]], -1)
 
 
-def probed(error: Tensor, notes: Tensor, whole: Tensor, before: Tensor, *apart: Tensor) -> Tensor:
-    """As `columns`. error: [L, R, H], NaN where it was not probed."""
-    exact = 1.0 - notes[..., AT["reused"]]  # an entry's mass is an estimate
-    mass = 1.0 - sum((torch.exp(x - whole) for x in (before, *apart)), torch.zeros_like(whole))
-    more = (torch.where(exact > 0, mass, 0.0), exact, error.nan_to_num(0.0), ~error.isnan())
-    return torch.cat([notes, *(x.to(notes.dtype)[..., None] for x in more)], -1)
+def probed(error: Tensor, *given: Tensor) -> Tensor:
+    """COLUMNS [L, R, H, C], all. error: [L, R, H], NaN where it was not probed; given: as `columns`."""
+    more = (error.nan_to_num(0.0), ~error.isnan())
+    return torch.cat([columns(*given), *(x.to(given[0].dtype)[..., None] for x in more)], -1)
 
 
 def summary(sums: Tensor, rows: int, *, ring_bytes: int, band: int) -> dict[str, Any]:
-    """What the report says of one layer. sums: fp64 [H, C] over `rows` rows; lists are by query head.
+    """What the report says of one layer. sums: fp64 [H, C] of COLUMNS over `rows` rows; lists are by query head.
 
     searched: share of rows that were looked for; resting: of those that the profit guard kept from it.
     acceptance: of the rows looked for, those with a row near enough; reuse: of all rows, those that reused an entry,
@@ -40,7 +42,7 @@ def summary(sums: Tensor, rows: int, *, ring_bytes: int, band: int) -> dict[str,
     """
 
     def of(name: str) -> Tensor:
-        return sums[:, AT[name]]
+        return sums[:, AT[name]] if AT[name] < sums.shape[1] else torch.zeros(len(sums), dtype=sums.dtype)
 
     def share(name: str, over: Tensor | float) -> list[float | None]:
         total = torch.as_tensor(over, dtype=torch.float64).expand(len(sums))
@@ -66,7 +68,7 @@ def summary(sums: Tensor, rows: int, *, ring_bytes: int, band: int) -> dict[str,
         "depth_bins": list(DEPTHS),
         "depths": [list(head) for head in zip(*depths, strict=True)],
         "band": band,
-        "band_mass": share("band_mass", of("exact")),
+        "band_mass": share("band_mass", count - of("reused")),
         "error": share("error", of("probed")),
         "ring_bytes_per_sequence": ring_bytes,
     }

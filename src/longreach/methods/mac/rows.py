@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from longreach.methods.base import LayerCall
-from longreach.ops import Rows, Run
+from longreach.ops import Rows, Run, Span, Spans, at
 
 
-def last_rows(call: LayerCall, size: int) -> LayerCall | None:
-    """The call with those of its rows that a ring of `size` rows may hold once the prompt is read; None for none.
+@dataclass(frozen=True)
+class Kept:
+    """The rows of a pass that a ring may hold: the call with them alone, and which of all rows they are, None: all."""
+
+    call: LayerCall
+    index: Tensor | None
+
+    def among(self, rows: Rows, span: Span) -> Spans:
+        """What these rows read of a span, said of all `rows` of the pass: the others' begin past their own keys."""
+        if self.index is None:
+            return Spans((span,))
+        start = (rows.pos + 1)[:, None]
+        first = span.start.value
+        start[self.index] = first if isinstance(first, int) else first[self.index]
+        return Spans((Span(at(start), span.stop),))
+
+
+def last_rows(call: LayerCall, size: int) -> Kept | None:
+    """Those of the call's rows that a ring of `size` rows may hold once the prompt is read; None for none.
 
     Tokens that are known to follow push rows out before anything is matched. Where it is not known how many follow, the
     last `size` rows of every pass are kept, and are pushed out by the next one's: then each pass attends once more for
@@ -26,9 +43,9 @@ def last_rows(call: LayerCall, size: int) -> LayerCall | None:
         call.passed[place] = _index(call.rows, call.kv.filled, keep)
     index, runs = call.passed[place]
     if index is None:
-        return call
+        return Kept(call, None)
     some = call.take(index)
-    return replace(some, rows=replace(some.rows, runs=runs)) if index.numel() else None
+    return Kept(replace(some, rows=replace(some.rows, runs=runs)), index) if index.numel() else None
 
 
 def _index(rows: Rows, filled: Tensor, keep: int) -> tuple[Tensor | None, tuple[Run, ...] | None]:

@@ -15,19 +15,6 @@ from longreach.methods.mac.notes import summary
 from longreach.ops.nearest import Rule
 
 
-class NothingKept:
-    """Of a layer that reuses nothing."""
-
-    def reset(self, slots: Tensor) -> None:
-        pass
-
-    def check_truncate(self, slots: Tensor, lengths: Tensor) -> None:
-        pass
-
-    def truncate(self, slots: Tensor, lengths: Tensor) -> None:
-        pass
-
-
 class LayerState(RowRing):
     """rule: what a match is here. weight: fp32 [H, D], what queries are multiplied by for it, None for nothing."""
 

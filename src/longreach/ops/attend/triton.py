@@ -74,6 +74,8 @@ def refuse(rows: Rows, kv: KVView, selection: Selection, sink_logit: Tensor | No
             f"attend's Triton kernels run on CUDA devices, got {rows.q.device}; use impl='reference' "
             f"(or set TRITON_INTERPRET=1 before longreach is used, to debug them)"
         )
+    if INTERPRETED and rows.q.dtype == torch.bfloat16:
+        raise Unsupported("attend's Triton kernels under TRITON_INTERPRET=1: it gets bf16 wrong; use fp16, or fp32")
     if kv.capacity >= FAR:
         raise Unsupported(f"attend's Triton kernels address {FAR - 1} slots a sequence, got {kv.capacity}")
 
