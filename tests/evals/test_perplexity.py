@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from longreach.adapters.transformers import Reader
+from longreach.adapters.transformers import Answer, Reader, attach
 from longreach.errors import InvalidInput, MeasurementFailed
 from longreach.evals.methods import specs
 from longreach.evals.perplexity import BINS, Curve, Perplexity, Text, read_text
@@ -48,6 +48,26 @@ def measured(model: Any, texts: list[Text], methods: list[str], chunk: int = 512
     found, failed = task.run(chunk)
     assert failed == []
     return task, found
+
+
+def test_what_a_method_knows_of_the_prompt_is_of_the_prompt_alone(model: Any, texts: list[Text]) -> None:
+    """The ring of MAC holds rows of the text before what is decoded, as if no more had been read."""
+    method = "mac window=16 band=4 tau=0.0 minimum=0"
+    task, found = measured(model, texts, [method])
+    kept = dict[str, Any]()
+    task.run(512, keep=kept.__setitem__)
+    for part, window in zip(kept.values(), task.windows, strict=True):
+        with attach(model, decode=task.specs[1].decode) as session:
+            reader, at = Reader(session), LENGTH - DECODED - 1
+            reader.read(window[:at], then=DECODED + 1)
+            read = session.report().fraction("prefill")
+            nll = task._decode(reader, window, Answer())
+        (label,) = (name for name in part["decode"] if name != "dense")
+        keys, values, metadata, dense = part["bytes"][label]
+        assert read is not None and read > 1 and (keys + values + metadata) / dense == pytest.approx(read)
+        assert part["bytes"]["dense"] == [dense // 2, dense // 2, 0, dense]
+        assert sum(part["decode"][label]["sums"]) == pytest.approx(float(nll.double().sum()), rel=1e-5)
+    assert found[label]["prefill_reads"]["total"] > 1
 
 
 @pytest.mark.parametrize("chunk", [1, 13, 512])

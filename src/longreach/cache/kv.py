@@ -9,9 +9,9 @@ Memory is allocated outside inference mode, so that a cache filled under it can 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -55,7 +55,8 @@ class CacheConfig:
 class SequenceState(Protocol):
     """What a method remembers about sequences. Addressed by slot, never by batch row; slots, lengths: int64 [n].
 
-    One whose memory may be replaced, as PerSlot's, counts that in `moved`.
+    One whose memory may be replaced, as PerSlot's, counts that in `moved`; one that a cut leaves poorer than it was, as
+    RowRing, is `Remembering` too.
     """
 
     def reset(self, slots: Tensor) -> None:
@@ -66,6 +67,14 @@ class SequenceState(Protocol):
 
     def truncate(self, slots: Tensor, lengths: Tensor) -> None:
         """The sequences in `slots` now end after `lengths` tokens; called once every state has agreed."""
+
+
+@runtime_checkable
+class Remembering(Protocol):
+    """A SequenceState in which tokens overwrite what cutting them off does not bring back."""
+
+    def remember(self) -> Callable[[], None]:
+        """Copy all there is; what is returned puts the copy back in its place, once the tokens are cut off."""
 
 
 class NothingToForget:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -49,6 +51,19 @@ class RowRing:
             at = (slot[:, None] * ring.heads + head) * ring.size + place[:, None]
             self.entries.out[at] = entry.out
             self.entries.lse[at] = entry.lse
+
+    def remember(self) -> Callable[[], None]:
+        """Copy all there is; what is returned puts it back where it was."""
+        held = (self.ring.query, self.ring.stamp, self.ring.depth, self.ring.credit, *self.entries)
+        with torch.inference_mode(False), torch.no_grad():
+            copies = [x.clone() for x in held]
+
+        def put_back() -> None:
+            with torch.no_grad():
+                for x, copy in zip(held, copies, strict=True):
+                    x.copy_(copy)
+
+        return put_back
 
     def reset(self, slots: Tensor) -> None:
         self.ring.stamp[slots] = -1

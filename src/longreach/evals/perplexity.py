@@ -138,8 +138,9 @@ class Perplexity:
     """Texts cut into windows (`windows_of`).
 
     decode_tokens: tokens of each window, its last, that are fed one by one through the decode methods after the rest
-    was read with the prefill method; 0 for none. Raises InvalidInput where no window is whole, a window exceeds the
-    model's context, or decoding leaves nothing to be read.
+    was read with the prefill method; 0 for none. Where methods take note of what is read, it is read once more without
+    its end before that is decoded, and the bytes of prefill are of this. Raises InvalidInput where no window is whole,
+    a window exceeds the model's context, or decoding leaves nothing to be read.
     """
 
     def __init__(
@@ -210,14 +211,19 @@ class Perplexity:
         try:
             with reader.aside():
                 whole = self._whole().sums_of(reader.score(window, advance).cpu())
-                read = {spec.label: phase_bytes(session.report(spec.decode), "prefill") for spec in specs}
-                if self.decode_tokens:
+                seconds, prompt = reader.read_seconds - before, window[: -self.decode_tokens - 1]
+                if session.followers and self.decode_tokens:  # what they know of the end must not be there before it
+                    reader.cache.drop_columns(len(window))
+                    session.reset_report()
+                    reader.read(prompt, then=self.decode_tokens + 1)
+                elif self.decode_tokens:
                     reader.cache.drop_columns(self.decode_tokens + 1)
+                read = {spec.label: phase_bytes(session.report(spec.decode), "prefill") for spec in specs}
                 for spec in specs if self.decode_tokens else ():
                     decoded[spec.label] = self._decoded(session, reader, spec, window)
         except Exception as error:
             return {"error": failure(error, self.model.device)}
-        return {"sums": whole, "bytes": read, "seconds": reader.read_seconds - before, "decode": decoded}
+        return {"sums": whole, "bytes": read, "seconds": seconds, "decode": decoded}
 
     def _decoded(self, session: Session, reader: Reader, spec: Spec, window: list[int]) -> dict[str, Any]:
         session.switch(spec.decode)

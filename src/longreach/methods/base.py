@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -276,6 +276,15 @@ def state_of(method: AttentionMethod, cache: KVCache, call: LayerCall) -> Sequen
             return None
         cache.state[place] = fresh
     return cache.state[place]
+
+
+def states_of(cache: KVCache, methods: Collection[AttentionMethod] = ()) -> list[SequenceState]:
+    """The states that `state_of` made in a cache, of all layers. methods: whose, none for all."""
+    found = list[SequenceState]()
+    for place, state in cache.state.items():
+        if not methods or (isinstance(place, tuple) and place[0] in methods):
+            found.append(state)
+    return found
 
 
 def attend_densely(call: LayerCall, because: str | None = None) -> Outcome:

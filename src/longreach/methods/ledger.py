@@ -34,7 +34,7 @@ class Counted:
 
     place: Place
     method: str
-    impl: str = ""
+    impl: str
     dense_because: str | None = None
     summary: Callable[[Tensor, int], dict[str, Any]] | None = None
 
@@ -77,13 +77,19 @@ class Ledger:
         if notes is not None:
             self._notes.append((place, notes))
 
-    def beside(self, phase: Phase, call: LayerCall, follower: AttentionMethod, passes: tuple[Selection, ...]) -> None:
+    def beside(
+        self, phase: Phase, call: LayerCall, follower: AttentionMethod, impl: str, passes: tuple[Selection, ...]
+    ) -> None:
         """Count what a method read beside those who attend for the rows, to follow them; each of `passes` is one over
-        keys and values. It is in the reports for that method."""
+        keys and values that `impl` computed. It is in the reports for that method."""
         if passes:
             with torch.inference_mode(False):
                 columns = self._pass.columns(call, Reads(passes, passes), NOTHING)
-            self._noted.append((Counted((phase, call.layer, follower), follower.name), columns))
+            self._noted.append((Counted((phase, call.layer, follower), follower.name, impl), columns))
+
+    def abandon(self) -> None:
+        """The pass failed: what was added does not count."""
+        self._noted, self._notes, self._pass = [], [], _Pass()
 
     def flush(self) -> None:
         """The pass is over: what was added counts."""
@@ -134,7 +140,7 @@ class Ledger:
     def reset(self) -> None:
         """Start counting anew. Sums are cleared where they are: captured passes go on adding to them."""
         self.tallies.clear()
-        self._noted, self._notes, self._pass = [], [], _Pass()
+        self.abandon()
         for sums in (*self._sums.values(), *self._note_sums.values()):
             sums.zero_()
 
@@ -155,14 +161,15 @@ class Ledger:
             phase, layer, who = place
             if who is not None:
                 continue
-            read = dict(zip(COLUMNS, sums[place], strict=True))
+            read, impls = dict(zip(COLUMNS, sums[place], strict=True)), t.impls
             more = None if follower is None else self.tallies.get((phase, layer, follower))
             if more is not None:
                 beside = dict(zip(COLUMNS, sums[phase, layer, follower], strict=True))
                 read |= {name: read[name] + beside[name] for name in ADDED}
+                impls = impls | more.impls
             layers.append(LayerReport(
                 phase=phase, layer=layer, method=t.method if more is None else f"{t.method}+{more.method}",
-                impl=", ".join(sorted(t.impls)), steps=t.steps, **read, dense_because=tuple(sorted(t.dense_because)),
+                impl=", ".join(sorted(impls)), steps=t.steps, **read, dense_because=tuple(sorted(t.dense_because)),
                 notes=t.summary(noted[place], read["rows"]) if t.summary and place in noted else None,
             ))  # fmt: skip
         return Report(tuple(layers))
@@ -273,11 +280,12 @@ class _Pass:
         return self._known[name]
 
     def _overflowed(self, lists: Lists) -> Tensor:
-        """Lists that overflowed: int64 []."""
+        """Lists that overflowed, but for those of rows that do not count: int64 []."""
         self._kept.append(lists.count)
         name = ("overflowed", id(lists.count), lists.index.shape[2])
         if name not in self._known:
-            self._known[name] = lists.overflowed.sum()
+            of_rows = lists.list_of is None
+            self._known[name] = (self._total(lists.overflowed) if of_rows else lists.overflowed.sum()).long()
         return self._known[name]
 
     def _name(self, selection: Selection) -> Hashable:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from longreach import MAC
 from longreach.adapters.lm_eval.scoring import Scorer
 from longreach.adapters.transformers import attach
 from longreach.testing.tiny import random_tokens, tiny_model
@@ -26,6 +27,16 @@ def plainly(model: Any, context: list[int], tokens: list[int]) -> float:
     ids = torch.tensor([[*context, *tokens]], device=model.device)
     logs = model(ids).logits[0].double().log_softmax(-1)
     return float(sum(logs[len(context) + n - 1, token] for n, token in enumerate(tokens)))
+
+
+def test_a_score_does_not_depend_on_what_was_scored_before() -> None:
+    """Of a method whose state is overwritten by tokens that are taken back."""
+    context, tokens = made(40, 1), [made(30, 2), made(25, 3)]
+    with attach(tiny_model("llama"), decode=MAC(window=16, band=4, tau=0.0, minimum=0)) as session:
+        scorer = Scorer(session, 512, "decode")
+        first, second = scorer.score([context], [tokens])[0]
+        assert scorer.score([context], [tokens[::-1]])[0] == [second, first]
+        assert scorer.score([context], [[tokens[1], tokens[0], tokens[1]]])[0] == [second, first, second]
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -15,6 +15,7 @@ from transformers.models.llama import modeling_llama
 from longreach import attach
 from longreach.adapters.transformers import (
     Answer,
+    BatchReader,
     Reader,
     check_length,
     context_limit,
@@ -25,6 +26,7 @@ from longreach.adapters.transformers import (
     stop_tokens,
 )
 from longreach.errors import ConcurrentUse, InvalidInput, OutOfMemory
+from longreach.methods.dense import Dense
 from longreach.testing.tiny import BOS_ID, EOS_ID, random_tokens, tiny_model, tiny_tokenizer
 
 DOCUMENT = random_tokens(1, 50)[0].tolist()
@@ -223,3 +225,53 @@ def test_stops_come_from_the_generation_config_and_the_tokenizer(model: Any) -> 
     assert stop_strings(model) == stop_strings(config()) == ()
     assert stop_strings(config(stop_strings="\n")) == ("\n",)
     assert stop_strings(config(stop_strings=["\n", "Q:"])) == ("\n", "Q:")
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, phase: str, after: int) -> None:
+    """Dense attention fails once: in layer 1, in the pass of this phase after so many."""
+    passes, attend = [0], Dense.run
+
+    def run(self: Dense, call: Any, state: Any) -> Any:
+        if (call.phase, call.layer) == (phase, 1):
+            passes[0] += 1
+            if passes[0] == after + 1:
+                raise KeyboardInterrupt
+        return attend(self, call, state)
+
+    monkeypatch.setattr(Dense, "run", run)
+
+
+def test_a_pass_that_failed_is_not_in_the_report(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with attach(model) as session:
+        reader = Reader(session, 20)
+        failing(monkeypatch, "prefill", 1)
+        with pytest.raises(KeyboardInterrupt):
+            reader.read(DOCUMENT)
+        assert {(layer.rows, layer.steps) for layer in session.report().layers} == {(20, 1)}
+        reader.cache.empty()
+        reader.read(DOCUMENT)
+        assert {(layer.rows, layer.steps) for layer in session.report().layers} == {(20 + 50, 1 + 3)}
+        failing(monkeypatch, "prefill", 0)
+        with pytest.raises(KeyboardInterrupt):
+            answered(reader)
+        answered(reader)
+        assert {layer.rows for layer in session.report().layers if layer.phase == "prefill"} == {
+            20 + 50 + len(QUESTION)
+        }
+
+
+@pytest.mark.parametrize("after", [0, 2])
+def test_a_step_that_failed_leaves_a_session_that_reads(
+    model: Any, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    prompts_ = [DOCUMENT, DOCUMENT[:30]]
+    with attach(model) as session:
+        reader = BatchReader(session)
+        want = reader.answer(reader.read(prompts_), 6, ()).tokens
+        logits = reader.read(prompts_)
+        failing(monkeypatch, "decode", after)
+        with pytest.raises(KeyboardInterrupt):
+            reader.answer(logits, 6, ())
+        assert reader.answer(reader.read(prompts_), 6, ()).tokens == want
+        rows = {(layer.phase, layer.rows) for layer in session.report().layers}
+    assert rows == {("prefill", 3 * 80), ("decode", 10 + 2 * after + 10)}

@@ -17,7 +17,7 @@ from tests.cli.test_bad_input import refused
 
 def asked(model: Path, text: Path, output: Path, *more: Any) -> list[Any]:
     return ["calibrate", "mac", "--model", model, "--text", text, "--length", 201, "--prompts", 3, "--window", 70,
-            "--rows", 20, "--epsilon", 0.6, "--output", output, *more]  # fmt: skip
+            "--widest", 32, "--rows", 20, "--epsilon", 0.6, "--output", output, *more]  # fmt: skip
 
 
 def test_a_plan_is_made_that_the_model_takes(longreach: Any, tiny: Path, text: Path, tmp_path: Path) -> None:
@@ -29,7 +29,7 @@ def test_a_plan_is_made_that_the_model_takes(longreach: Any, tiny: Path, text: P
     view = MACPlan.of(plan)
     assert plan.made.tokens == 603 and plan.made.data == "3 windows of book.txt; 201 tokens each"
     assert {name: plan.made.settings[name] for name in ("window", "rows", "sinks", "alpha", "epsilon", "widest")} == {
-        "window": 70, "rows": 20, "sinks": 4, "alpha": 0.01, "epsilon": 0.6, "widest": 512,
+        "window": 70, "rows": 20, "sinks": 4, "alpha": 0.01, "epsilon": 0.6, "widest": 32,
     }  # fmt: skip
     rows = {line.split()[0]: line.split()[1:] for line in result.out.splitlines() if line[:5].strip().isdigit()}
     assert set(rows) == {"0", "1"}
@@ -95,6 +95,7 @@ def test_a_decoding_run_takes_it(longreach: Any, tiny: Path, text: Path, tmp_pat
         (["--window", 0], ["at least 1", "--window"]),
         (["--rows", 0], ["at least 1", "--rows"]),
         (["--length", 141], ["141 tokens are too short", "142 tokens are needed", "--length"]),
+        (["--length", 141, "--widest", 40], ["141 tokens are too short", "152 tokens are needed", "--length"]),
         (["--prompts", 30], ["30 prompts of 201 tokens", "--text"]),
         (["--output", "/proc/none/p.json"], ["cannot write /proc/none/p.json"]),
     ],

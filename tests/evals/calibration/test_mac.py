@@ -29,8 +29,8 @@ def prompts(*lengths: int) -> list[Prompt]:
     return [Prompt(f"p/{n}", tuple(random_tokens(1, length, seed=n)[0].tolist())) for n, length in enumerate(lengths)]
 
 
-def what(model: Any) -> MACGather:
-    return MACGather(shape_of(model), rows=ROWS, window=WINDOW, sinks=SINKS)
+def what(model: Any, widest: int = WINDOW // 2) -> MACGather:
+    return MACGather(shape_of(model), rows=ROWS, window=WINDOW, widest=widest, sinks=SINKS)
 
 
 def seen(model: Any, prompt: Prompt) -> list[tuple[Tensor, Tensor, Tensor]]:
@@ -82,7 +82,7 @@ def test_prompts_together_and_what_an_earlier_run_kept(model: Any) -> None:
     one = what(model)
     whole = gather(model, some, one, keep=kept.__setitem__)
     again = gather(model, some, what(model), done={"p/0": kept["p/0"], "p/2": kept["p/2"]})
-    options = {"alpha": 0.02, "epsilon": 0.3, "widest": 512}
+    options = {"alpha": 0.02, "epsilon": 0.3}
     (plan, rests), (other, _) = (calibrated(one, parts, **options) for parts in (whole, again))
     assert plan.values() == other.values() and torch.equal(plan.energy, other.energy)
     keys = torch.cat([seen(model, p)[1][1] for p in some]).double().square().mean(0)
@@ -100,10 +100,20 @@ def test_prompts_together_and_what_an_earlier_run_kept(model: Any) -> None:
 def test_layers_with_windows_take_no_part() -> None:
     model = tiny_model("gemma2", num_hidden_layers=4)
     one = what(model)
-    plan, rests = calibrated(one, gather(model, prompts(200), one), alpha=0.02, epsilon=0.9, widest=512)
+    plan, rests = calibrated(one, gather(model, prompts(200), one), alpha=0.02, epsilon=0.9)
     assert rests["taken"] == [False, True, False, True]
     assert plan.window[::2] == (1, 1) and plan.band[::2] == (None, None) and not bool(plan.energy[::2].any())
     assert None not in plan.band[1::2]
+
+
+def test_a_band_as_long_as_the_context_is_not_asked(model: Any) -> None:
+    """Rows of less than twice the widest band would hold most of their weight in it, whatever they look at."""
+    (part,) = gather(model, prompts(200), what(model, widest=70))
+    rows = [140 + 60 * n // ROWS for n in range(ROWS)]
+    _, _, weight = seen(model, prompts(200)[0])[1]
+    band = BANDS.index(64)
+    want = torch.stack([weight[:, r, r + 1 - 64 : r + 1].sum(-1) / weight[:, r, SINKS : r + 1].sum(-1) for r in rows])
+    torch.testing.assert_close(unpacked(part["mass"])[1, :, band], want.sum(0).double(), rtol=1e-3, atol=1e-3)
 
 
 def test_windows_that_are_tried() -> None:

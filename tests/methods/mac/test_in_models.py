@@ -11,7 +11,7 @@ from torch import Tensor
 
 import longreach
 from longreach import MAC, attach
-from longreach.adapters.transformers import Answer, Reader
+from longreach.adapters.transformers import Answer, BatchReader, Reader
 from longreach.cache.ring import SPARE
 from longreach.errors import InvalidInput
 from longreach.methods.base import LayerCall, Outcome
@@ -80,6 +80,10 @@ def test_what_is_read_to_fill_a_ring_is_in_the_report(model: Any, chunk: int) ->
             for layer, without in zip(session.report(method).layers, plain, strict=True):
                 assert layer.method == "dense+mac" and layer.rows == 50 and layer.steps == without.steps
                 assert layer.key_bytes == layer.value_bytes == without.key_bytes + more * vector
+        for stranger in (replace(wide, band=8), "mac", "quest"):
+            with pytest.raises(InvalidInput, match=r"took no note of what was read.*expected a method that did .MAC"):
+                session.report(stranger)
+        assert session.report("dense").layers == plain
         session.switch(wide)
         assert not session.report().layers
 
@@ -124,17 +128,27 @@ def test_how_much_is_attended_to_for_the_ring(model: Any, monkeypatch: pytest.Mo
         assert rows == [size, size, 20]
 
 
-def test_an_answer_forgotten_is_answered_anew(model: Any) -> None:
-    """A few tokens more or less leave no trace; more of them, fewer rows to match."""
-    document, question = random_tokens(1, 40)[0].tolist(), random_tokens(1, 3, seed=1)[0].tolist()
+@pytest.mark.parametrize("most", [5, 30])
+def test_an_answer_forgotten_is_answered_anew(model: Any, most: int) -> None:
+    """However many tokens it took, and whatever was asked in between: the ring is as it was."""
+    document, questions = random_tokens(1, 40)[0].tolist(), random_tokens(2, 11, seed=1).tolist()
     with attach(model, decode=SMALL) as session:
         reader = Reader(session)
         reader.read(document)
-        first = list(reader.ask(question, 5, (), Answer()))
-        assert list(reader.ask(question, 5, (), Answer())) == first
+        first, other = (list(reader.ask(q, most, (), Answer())) for q in questions)
+        for question, want in zip([*questions, questions[0]], [first, other, first], strict=True):
+            assert list(reader.ask(question, most, (), Answer())) == want
         reader.cache.empty()
         reader.read(document)
-        assert list(reader.ask(question, 5, (), Answer())) == first
+        assert list(reader.ask(questions[1], most, (), Answer())) == other
+
+
+def test_answers_to_a_batch_are_answered_anew(model: Any) -> None:
+    with attach(model, decode=SMALL) as session:
+        reader = BatchReader(session)
+        logits = reader.read([random_tokens(1, n, seed=n)[0].tolist() for n in (40, 25)])
+        found = [reader.answer(logits, 30, ()).tokens for _ in range(3)]
+    assert found[0] == found[1] == found[2]
 
 
 def test_calibration_means_the_same_under_another_scale_of_queries(model: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,9 @@ import torch
 
 from longreach.methods.ledger import Ledger
 from longreach.methods.mac import MAC
+from longreach.methods.mac.notes import AT, columns, summary
 from longreach.ops import Spans
+from longreach.ops.nearest import NOTES
 from tests.methods.drive import HEADS, KV_HEADS, LAYERS, Turn, exact, in_phase, new_cache, run, shares, text
 from tests.methods.mac.spelled_out import SpelledOut
 
@@ -106,6 +109,18 @@ def test_band_mass_and_error_are_measured_where_they_can_be() -> None:
             if masses[h]:
                 assert said["band_mass"][h] == pytest.approx(sum(masses[h]) / len(masses[h]), rel=1e-5)
         assert max(said["error"]) > 1e-3
+
+
+def test_a_row_whose_query_was_nan_has_no_part_in_the_mass(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = torch.tensor([[[0.0, 0.0], [torch.nan, 0.0], [0.0, 0.0]]])  # three rows, two heads
+    before = torch.tensor([[[-1.0, -torch.inf], [-1.0, -2.0], [-3.0, -1.0]]])
+    notes = torch.zeros(1, 3, 2, len(NOTES))
+    notes[0, 2, 1, AT["reused"]] = 1.0
+    found = columns(notes, whole, before).sum(1, dtype=torch.float64)[0]
+    said = summary(found, 3, ring_bytes=1, band=3)
+    one, other = ((1 - math.exp(-1)) + (1 - math.exp(-3))) / 2, (1.0 + (1 - math.exp(-2))) / 2
+    assert said["band_mass"] == [pytest.approx(one), pytest.approx(other)]
+    assert said["error"] == [None, None] and "NaN" not in json.dumps(said)
 
 
 def test_nothing_to_measure_is_none() -> None:

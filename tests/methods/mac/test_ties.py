@@ -91,9 +91,9 @@ def test_a_calibrated_plan_carries_over_to_another_dtype(scale: Scale, dtype: to
     """Made in fp32 where one pair of unrelated rows in nine is of one token, so that the first layer's threshold is the
     tightest there is; it accepts equal queries, and in bf16 those of no other token, where rounding lets it."""
     model, tokens = tiny_model("llama"), texts(1)
-    what = MACGather(shape_of(model), rows=30, window=WINDOW, sinks=0)
+    what = MACGather(shape_of(model), rows=30, window=WINDOW, widest=WINDOW // 2, sinks=0)
     parts = gather(model, [Prompt("p", tuple(torch.cat([tokens[0], tokens[0]]).tolist()))], what)
-    plan, rests = calibrated(what, parts, alpha=0.01, epsilon=0.05, widest=512)
+    plan, rests = calibrated(what, parts, alpha=0.01, epsilon=0.05)
     assert plan.tau[scale][0] == OF_EQUALS and rests["accepted"][scale][0][-1] > 0.9
     path = tmp_path / "p.json"
     Plan("mac", PlannedModel.of("tiny", shape_of(model)), plan.values(), MADE, plan.arrays()).save(path)

@@ -58,17 +58,14 @@ class Scorer:
         size, prompt = (1, width) if self.by == "decode" else (self.chunk, width + columns)
         total = torch.zeros(len(read), dtype=torch.float64, device=ids.device)
         greedy = torch.ones(len(read), dtype=torch.bool, device=ids.device)
-        try:
-            with self.session.prompt_end(prompt):
-                for first in range(0, columns, size):
-                    part = slice(first, first + size)
-                    logits = self._pass(cache, ids[:, part], whole[:, : width + first + size], size).float()
-                    real, target = mask[:, part].bool(), targets[:, part]
-                    logs = logits.log_softmax(-1).gather(2, target[..., None])[..., 0]
-                    total += logs.double().masked_fill(~real, 0.0).sum(1)
-                    greedy &= ((logits.argmax(-1) == target) | ~real).all(1)
-        finally:
-            cache.drop_columns(cache.columns - width)
+        with cache.aside(), self.session.prompt_end(prompt):
+            for first in range(0, columns, size):
+                part = slice(first, first + size)
+                logits = self._pass(cache, ids[:, part], whole[:, : width + first + size], size).float()
+                real, target = mask[:, part].bool(), targets[:, part]
+                logs = logits.log_softmax(-1).gather(2, target[..., None])[..., 0]
+                total += logs.double().masked_fill(~real, 0.0).sum(1)
+                greedy &= ((logits.argmax(-1) == target) | ~real).all(1)
         return list(zip(total.tolist(), greedy.tolist(), strict=True))
 
     def _pass(self, cache: LongreachCache, ids: Tensor, mask: Tensor, keep: int) -> Tensor:

@@ -172,13 +172,19 @@ class Session:
 
     # what users ask of it
 
-    def report(self, decode: AttentionMethod | None = None) -> Report:
+    def report(self, decode: str | AttentionMethod | None = None) -> Report:
         """What was read so far, per layer and phase, beside what dense attention reads.
 
         Of the methods that took note of the prompt as it was read, what one of them read for that counts: the session's
-        own decode method, or `decode`, one of those that `follow` was told.
+        own decode method, or `decode`, a method or its name. Raises InvalidInput for one that takes note of prompts and
+        was not there to (see `follow`).
         """
-        return self.ledger.report(self.decode if decode is None else decode)
+        method = self.decode if decode is None else choose("decode", decode)
+        if method.follows and method not in self.followers:
+            noted = ", ".join(map(repr, self.followers)) or "none"
+            raise InvalidInput(f"report: {method!r} took no note of what was read, so what that costs is not known; "
+                               f"expected a method that did ({noted}), or one that need not")  # fmt: skip
+        return self.ledger.report(method)
 
     def reset_report(self) -> None:
         """Start counting anew."""
@@ -257,6 +263,7 @@ class Session:
                         output = forward(**given)
                     self._commit(step)
                 except BaseException:
+                    self.ledger.abandon()
                     if step.cache is not None and not stream_captures():
                         step.cache.abandon(step)
                     raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -52,8 +53,9 @@ def longreach_attention(
         outcome = step.method.run(call, _state(step, step.method, call))
         if step.cache is not None:  # without one nothing is ever decoded
             for follower in step.followers:
-                passes = follower.follow(call, _state(step, follower, call))
-                step.ledger.beside(step.phase, call, follower, passes)
+                beside = replace(call, ran=set())
+                passes = follower.follow(beside, _state(step, follower, call))
+                step.ledger.beside(step.phase, call, follower, "+".join(sorted(beside.ran)), passes)
         method, dense = step.method.name, Spans.dense()
     else:
         dense = Spans.window(window)

@@ -83,11 +83,11 @@ class BatchReader:
             choose = Sampler(session.model, temperature, 0, 1.0, draw)
         ends = Ends(tuple(t for t in stop if t < makes), 0)
         run, columns, seen = Run(session, most, ends, choose, graph=self.graph), cache.columns, list[Tensor]()
-        try:
-            with memory_errors(), session.prompt_end(columns), closing(run.tokens(cache, logits)) as tokens:
-                seen.extend(tokens)
-        finally:
-            cache.drop_columns(cache.columns - columns)
+        with (
+            memory_errors(), cache.aside(session.decode), session.prompt_end(columns),
+            closing(run.tokens(cache, logits)) as tokens,
+        ):  # fmt: skip
+            seen.extend(tokens)
         rows = torch.stack(seen, 1).tolist()
         ended = [next((i for i, t in enumerate(row) if t in stop), None) for row in rows]
         return BatchAnswer(

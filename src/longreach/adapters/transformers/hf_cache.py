@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from longreach.adapters.transformers.step import Step, current
-from longreach.cache import CacheConfig, KVCache
+from longreach.cache import CacheConfig, KVCache, Remembering
 from longreach.errors import ConcurrentUse, InvalidInput, LongreachError, Unsupported
-from longreach.methods.base import AttentionMethod
+from longreach.methods.base import AttentionMethod, states_of
 
 
 class _Layer(CacheLayerMixin):
@@ -165,6 +165,23 @@ class LongreachCache(Cache):
         kept = self.column_mask()[:, : self.columns - count]
         self.kv.truncate(range(self.batch), kept.sum(1).tolist())
         self.real, self.columns = [kept.shape[1] if bool(kept.all()) else kept], kept.shape[1]
+
+    @contextmanager
+    def aside(self, *methods: AttentionMethod) -> Iterator[None]:
+        """What is read or decoded within this block is forgotten after it, and what methods keep is as it was.
+
+        A copy of what cutting off does not bring back is held meanwhile: of MAC's ring. methods: those whose states may
+        change meanwhile, none for all.
+        """
+        columns = self.columns
+        states = states_of(self.kv, methods) if columns else []
+        put_back = [state.remember() for state in states if isinstance(state, Remembering)]
+        try:
+            yield
+        finally:
+            self.drop_columns(self.columns - columns)
+            for put in put_back:
+                put()
 
     def empty(self) -> None:
         """Forget everything."""

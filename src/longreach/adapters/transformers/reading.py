@@ -99,11 +99,8 @@ class Reader:
     @contextmanager
     def aside(self) -> Iterator[None]:
         """What is read or decoded within this block is forgotten after it."""
-        columns = self.cache.columns
-        try:
+        with self.cache.aside():
             yield
-        finally:
-            self.cache.drop_columns(self.cache.columns - columns)
 
     def ask(
         self, tokens: Sequence[int], max_new_tokens: int, stop: Sequence[int], answer: Answer

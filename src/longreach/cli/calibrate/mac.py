@@ -37,12 +37,12 @@ def run(args: argparse.Namespace) -> int:
         value = getattr(args, name)
         if not 0 < value < 1:
             raise InvalidInput(f"{name}: expected a share in (0, 1), got {value}; choose another --{name}")
-    gathered = {"window": args.window, "sinks": args.sinks, "rows": args.rows}
-    work = Work(args, gathered, least=lambda shape: 2 * args.window + 2)
+    gathered = {"window": args.window, "widest": args.widest, "sinks": args.sinks, "rows": args.rows}
+    work = Work(args, gathered, least=lambda shape: args.window + max(args.window, 2 * args.widest) + 2)
     from longreach.evals.calibration.mac import MACGather, calibrated
 
     what = MACGather(work.shape, **gathered)
-    chosen = {"alpha": args.alpha, "epsilon": args.epsilon, "widest": args.widest}
+    chosen = {"alpha": args.alpha, "epsilon": args.epsilon}
     found, rests = calibrated(what, work.gather(what), **chosen)
     plan = work.save({**found.values(), **rests}, found.arrays(), **chosen)
     return work.tell(plan)

@@ -21,22 +21,24 @@ class MACGather(Gather):
     far apart queries are: those of rows that have nothing to do with each other, and of rows and their nearest in each
     window.
 
-    rows: how many of each prompt are looked at, evenly spaced over what follows the first `window` tokens. window: the
-    widest; rows at least so far apart are taken as unrelated. sinks: first tokens whose weight does not count.
+    rows: how many of each prompt are looked at, evenly spaced over what follows the first `window` tokens, and the
+    first 2 `widest`: a band as long as what a row sees would hold all of its weight. window: the widest; rows at least
+    so far apart are taken as unrelated. widest: the widest band. sinks: first tokens whose weight does not count.
     A prompt's distances in logits are by its own keys' energies, those to the nearest rows by the keys read so far.
     """
 
     needs_pre_rope: ClassVar[bool] = True
 
-    def __init__(self, shape: ModelShape, *, rows: int, window: int, sinks: int):
-        self.shape, self.rows, self.window, self.sinks = shape, rows, window, sinks
+    def __init__(self, shape: ModelShape, *, rows: int, window: int, widest: int, sinks: int):
+        self.shape, self.rows, self.window, self.widest, self.sinks = shape, rows, window, widest, sinks
         self.group = shape.query_heads // shape.kv_heads
         self.windows = windows_of(window)
 
     def begin(self, prompt: Prompt) -> None:
         tokens, layers, heads = len(prompt.tokens), self.shape.layers, self.shape.query_heads
-        some = min(self.rows, tokens - self.window)
-        self._rows = [self.window + (tokens - self.window) * n // some for n in range(some)]
+        first = max(self.window, 2 * self.widest)
+        some = min(self.rows, tokens - first)
+        self._rows = [first + (tokens - first) * n // some for n in range(some)]
         self._tokens = 0
         self._taken = [False] * layers
         self._energy: list[Tensor] = [torch.zeros(())] * layers
@@ -118,7 +120,7 @@ def windows_of(window: int) -> tuple[int, ...]:
 
 
 def calibrated(
-    what: MACGather, parts: Sequence[Mapping[str, Any]], *, alpha: float, epsilon: float, widest: int
+    what: MACGather, parts: Sequence[Mapping[str, Any]], *, alpha: float, epsilon: float
 ) -> tuple[MACPlan, dict[str, Any]]:
     """The plan of all prompts together, and what it rests on, as JSON holds it."""
     tokens, rows = sum(p["tokens"] for p in parts), sum(p["rows"] for p in parts)
@@ -128,11 +130,11 @@ def calibrated(
     close = {s: torch.stack([unpacked(p["close"][s]) for p in parts]).sum(0) for s in SCALES}
     means = mass.mean(1).tolist()
     plan, accepted = plan_of(
-        what.windows, means, parts[0]["taken"], far, close, energies, alpha=alpha, epsilon=epsilon, widest=widest,
-        sinks=what.sinks,
+        what.windows, means, parts[0]["taken"], far, close, energies, alpha=alpha, epsilon=epsilon,
+        widest=what.widest, sinks=what.sinks,
     )  # fmt: skip
     rests = {
-        "alpha": alpha, "epsilon": epsilon, "widest": widest, "bands": list(BANDS),
+        "alpha": alpha, "epsilon": epsilon, "widest": what.widest, "bands": list(BANDS),
         "mass": means, "windows": list(what.windows), "accepted": accepted, "taken": list(parts[0]["taken"]),
     }  # fmt: skip
     return plan, rests

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from longreach.ops.nearest import DEPTHS, NOTES
 
-COLUMNS = (*NOTES, "band_mass", "error", "probed")  # the last two where rows are probed
+COLUMNS = (*NOTES, "band_mass", "weighed", "error", "probed")  # the last two where rows are probed
 AT = {name: number for number, name in enumerate(COLUMNS)}
 
 
@@ -19,8 +19,10 @@ def columns(notes: Tensor, whole: Tensor, before: Tensor, *apart: Tensor) -> Ten
     mass = 1.0 - torch.exp(before - whole)
     for x in apart:
         mass = mass - torch.exp(x - whole)
-    mass = mass.masked_fill(notes[..., AT["reused"]] > 0, 0.0)  # an entry's mass is an estimate
-    return torch.cat([notes, mass.to(notes.dtype)[..., None]], -1)
+    # an entry's mass is an estimate, and a row whose query was NaN has none
+    weighed = (notes[..., AT["reused"]] == 0) & (mass == mass)
+    more = (torch.where(weighed, mass, 0.0), weighed)
+    return torch.cat([notes, *(x.to(notes.dtype)[..., None] for x in more)], -1)
 
 
 def probed(error: Tensor, *given: Tensor) -> Tensor:
@@ -68,7 +70,7 @@ def summary(sums: Tensor, rows: int, *, ring_bytes: int, band: int) -> dict[str,
         "depth_bins": list(DEPTHS),
         "depths": [list(head) for head in zip(*depths, strict=True)],
         "band": band,
-        "band_mass": share("band_mass", count - of("reused")),
+        "band_mass": share("band_mass", of("weighed")),
         "error": share("error", of("probed")),
         "ring_bytes_per_sequence": ring_bytes,
     }

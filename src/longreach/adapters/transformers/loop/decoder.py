@@ -58,7 +58,6 @@ class Decoder:
     @contextlib.contextmanager
     def run(self, ends: Ends, room: int) -> Iterator[None]:
         """Within this block up to `room` steps may be run. Raises CapacityError."""
-        self.session.ledger.flush()  # what an earlier pass left half done is not this step's
         self.cache.check_followed(self.method)
         before = list(self.cache.kv.lengths)
         with torch.inference_mode(False), torch.no_grad():
@@ -105,6 +104,9 @@ class Decoder:
                 use_cache=True,
                 logits_to_keep=1,
             )
+        except BaseException:
+            session.ledger.abandon()
+            raise
         finally:
             session.static_step = cache.as_if = None
         self.counted = session.ledger.settle()
