@@ -122,7 +122,7 @@ class Compare:
                     session.switch(spec.decode)
                     errors = LayerErrors(shape_of(self.model), self.model.device, "decode") if self.layers else None
                     session.observe = errors
-                    with reader.aside(), progress(f"decoding, {spec.label}", self.steps) as advance:
+                    with reader.aside(spec.decode), progress(f"decoding, {spec.label}", self.steps) as advance:
                         rows, seconds = self._decode(reader, first, advance)
                     session.observe = None
                     yield self._compared(

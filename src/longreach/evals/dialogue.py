@@ -165,7 +165,7 @@ class Dialogue:
                     first = reader.read(one.prompt, advance, then=len(one.fed))
                 for spec in specs:
                     session.switch(spec.decode)
-                    with reader.aside(), progress(f"{which}, {spec.label}", len(one.fed)) as advance:
+                    with reader.aside(spec.decode), progress(f"{which}, {spec.label}", len(one.fed)) as advance:
                         heard, seconds = _fed(reader, first, one, reference, advance, own=self.own)
                     found[spec.label] = {
                         **heard.to_json(one.answers), "bytes": phase_bytes(session.report(), "decode"),

@@ -119,7 +119,7 @@ class Generation:
                 session.switch(spec.decode)
                 answer, choose = Answer(), self._sampler(number, first)
                 with (
-                    reader.aside(),
+                    reader.aside(spec.decode),
                     progress(f"{which}, {spec.label}", self.steps) as advance,
                     closing(reader.decode(first, self.steps, answer, choose=choose)) as chosen,
                 ):

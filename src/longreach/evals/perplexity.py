@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from longreach.adapters.transformers import Advance, Answer, Reader, Session, attach, check_length, encode, shape_of
-from longreach.cache import CacheConfig
+from longreach.cache import CacheConfig, Remembering
 from longreach.errors import InvalidInput, MeasurementFailed
 from longreach.evals.failures import failure
 from longreach.evals.methods import Spec, by_prefill
 from longreach.evals.progress import Progress, counted, unseen
 from longreach.evals.reads import phase_bytes, shares
-from longreach.methods.base import AttentionMethod
+from longreach.methods.base import AttentionMethod, states_of
 from longreach.records import bootstrap
 
 BINS = 16  # of positions
@@ -138,8 +138,9 @@ class Perplexity:
     """Texts cut into windows (`windows_of`).
 
     decode_tokens: tokens of each window, its last, that are fed one by one through the decode methods after the rest
-    was read with the prefill method; 0 for none. Where methods take note of what is read, it is read once more without
-    its end before that is decoded, and the bytes of prefill are of this. Raises InvalidInput where no window is whole,
+    was read with the prefill method; 0 for none. Where cutting off its end would not leave what reading
+    the rest leaves (prefills that pool over rows, MAC's ring), the rest is read once more before that is decoded, and
+    the bytes of prefill are of this. Raises InvalidInput where no window is whole,
     a window exceeds the model's context, or decoding leaves nothing to be read.
     """
 
@@ -212,7 +213,10 @@ class Perplexity:
             with reader.aside():
                 whole = self._whole().sums_of(reader.score(window, advance).cpu())
                 seconds, prompt = reader.read_seconds - before, window[: -self.decode_tokens - 1]
-                if session.followers and self.decode_tokens:  # what they know of the end must not be there before it
+                # what the prefill or a method made of the end must not be there before it
+                exact = session.prefill.chunked_prefill_exact
+                states = states_of(reader.cache.kv)
+                if self.decode_tokens and (not exact or any(isinstance(state, Remembering) for state in states)):
                     reader.cache.drop_columns(len(window))
                     session.reset_report()
                     reader.read(prompt, then=self.decode_tokens + 1)
@@ -229,7 +233,7 @@ class Perplexity:
         session.switch(spec.decode)
         times = Answer()
         try:
-            with reader.aside():
+            with reader.aside(spec.decode):
                 sums = self._end().sums_of(self._decode(reader, window, times))
         except Exception as error:
             return {"error": failure(error, self.model.device)}

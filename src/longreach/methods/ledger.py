@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ class LayerTally:
     impls: set[str] = field(default_factory=set)
     steps: int = 0
     dense_because: set[str] = field(default_factory=set)
-    summary: Callable[[Tensor, int], dict[str, Any]] | None = None
+    notes: Notes | None = None  # how the last ones that were noted are summed and told
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Counted:
     method: str
     impl: str
     dense_because: str | None = None
-    summary: Callable[[Tensor, int], dict[str, Any]] | None = None
+    notes: Notes | None = None  # without their tensors
 
 
 Place = tuple[Phase, int, AttentionMethod | None]  # the layer, and who followed its rows and read this, or None
@@ -53,9 +53,10 @@ class Ledger:
     def __init__(self) -> None:
         self.tallies: dict[Place, LayerTally] = {}
         self._sums: dict[tuple[Place, ...], Tensor] = {}  # layers of a pass -> COLUMNS of each
-        self._noted: list[tuple[Counted, Tensor | _Streams]] = []
+        self._noted: list[tuple[Counted, Tensor | _Streams | None]] = []  # None: nothing was read
         self._notes: list[tuple[Place, Notes]] = []
-        self._note_sums: dict[tuple[Place, ...], Tensor] = {}  # layers of a pass -> sums of what was noted [L, H, C]
+        # what makes columns, layers of a pass -> sums of what was noted [L, H, C]
+        self._note_sums: dict[tuple[Hashable, tuple[Place, ...]], Tensor] = {}
         self._pass = _Pass()
 
     def leave_out(self, ended: Tensor) -> None:
@@ -72,8 +73,8 @@ class Ledger:
         with torch.inference_mode(False):
             columns = self._pass.columns(call, outcome.reads, dense_reads, outcome.streams)
         notes, place = outcome.notes, (phase, call.layer, None)
-        summary = None if notes is None else notes.summary
-        self._noted.append((Counted(place, method, impl, outcome.dense_because, summary), columns))
+        how = None if notes is None else notes._replace(tensors=())
+        self._noted.append((Counted(place, method, impl, outcome.dense_because, how), columns))
         if notes is not None:
             self._notes.append((place, notes))
 
@@ -82,10 +83,15 @@ class Ledger:
     ) -> None:
         """Count what a method read beside those who attend for the rows, to follow them; each of `passes` is one over
         keys and values that `impl` computed. It is in the reports for that method."""
-        if passes:
-            with torch.inference_mode(False):
-                columns = self._pass.columns(call, Reads(passes, passes), NOTHING)
-            self._noted.append((Counted((phase, call.layer, follower), follower.name, impl), columns))
+        with torch.inference_mode(False):
+            columns = self._pass.columns(call, Reads(passes, passes), NOTHING) if passes else None
+        self._noted.append((Counted((phase, call.layer, follower), follower.name, impl), columns))
+
+    def saw_all(self, follower: AttentionMethod) -> bool:
+        """Whether a method followed in all passes over prompts that count."""
+        steps = {place: tally.steps for place, tally in self.tallies.items() if place[0] == "prefill"}
+        followed = max((n for (_, _, who), n in steps.items() if who == follower), default=0)
+        return followed == max((n for (_, _, who), n in steps.items() if who is None), default=0)
 
     def abandon(self) -> None:
         """The pass failed: what was added does not count."""
@@ -101,9 +107,9 @@ class Ledger:
         self._noted, self._pass = [], _Pass()
         if not noted:
             return ()
-        layers = tuple(n.place for n, _ in noted)
+        layers, found = tuple(n.place for n, c in noted if c is not None), [c for _, c in noted if c is not None]
         with torch.inference_mode(False):
-            columns = _columns([c for _, c in noted], ended)
+            columns = _columns(found, ended)
             if layers not in self._sums:
                 self._sums[layers] = torch.zeros_like(columns, dtype=torch.int64)
             self._sums[layers] += columns
@@ -120,10 +126,10 @@ class Ledger:
         for some in alike.values():
             stacked = [torch.stack(x) for x in zip(*(notes.tensors for _, notes in some), strict=True)]
             found = _counting(some[0][1].columns(*stacked), ended, 1).sum(1, dtype=torch.float64)
-            places = tuple(place for place, _ in some)
-            if places not in self._note_sums:
-                self._note_sums[places] = torch.zeros_like(found)
-            self._note_sums[places] += found
+            name = some[0][1].columns, tuple(place for place, _ in some)
+            if name not in self._note_sums:
+                self._note_sums[name] = torch.zeros_like(found)
+            self._note_sums[name] += found
 
     def count(self, layers: tuple[Counted, ...]) -> None:
         """The host's part of `flush`."""
@@ -133,7 +139,7 @@ class Ledger:
                 tally = self.tallies[n.place] = LayerTally(n.method)
             tally.impls.add(n.impl)
             tally.steps += 1
-            tally.summary = n.summary or tally.summary
+            tally.notes = n.notes or tally.notes
             if n.dense_because:
                 tally.dense_because.add(n.dense_because)
 
@@ -152,25 +158,26 @@ class Ledger:
             for place, more in zip(places, columns.tolist(), strict=True):
                 if place in sums:
                     sums[place] = [a + b for a, b in zip(sums[place], more, strict=True)]
-        noted: dict[Place, Tensor] = {}
-        for layers_of, found in self._note_sums.items():
-            for place, more in zip(layers_of, found.cpu(), strict=True):
-                noted[place] = noted[place] + more if place in noted else more
+        noted: dict[tuple[Hashable, Place], Tensor] = {}
+        for (made, layers_of), found in self._note_sums.items():
+            for place, row in zip(layers_of, found.cpu(), strict=True):
+                noted[made, place] = noted[made, place] + row if (made, place) in noted else row
         layers = []
         for place, t in sorted(self.tallies.items(), key=lambda kv: (kv[0][0] != "prefill", kv[0][1])):
             phase, layer, who = place
             if who is not None:
                 continue
-            read, impls = dict(zip(COLUMNS, sums[place], strict=True)), t.impls
-            more = None if follower is None else self.tallies.get((phase, layer, follower))
-            if more is not None:
-                beside = dict(zip(COLUMNS, sums[phase, layer, follower], strict=True))
+            read, method, impls = dict(zip(COLUMNS, sums[place], strict=True)), t.method, t.impls
+            beside = dict(zip(COLUMNS, sums.get((phase, layer, follower), ()), strict=False)) if follower else {}
+            if any(beside.get(name) for name in ADDED):
+                more = self.tallies[phase, layer, follower]
                 read |= {name: read[name] + beside[name] for name in ADDED}
-                impls = impls | more.impls
+                method, impls = f"{method}+{more.method}", impls | more.impls
+            said = None if t.notes is None else noted.get((t.notes.columns, place))
             layers.append(LayerReport(
-                phase=phase, layer=layer, method=t.method if more is None else f"{t.method}+{more.method}",
-                impl=", ".join(sorted(impls)), steps=t.steps, **read, dense_because=tuple(sorted(t.dense_because)),
-                notes=t.summary(noted[place], read["rows"]) if t.summary and place in noted else None,
+                phase=phase, layer=layer, method=method, impl=", ".join(sorted(impls)), steps=t.steps, **read,
+                dense_because=tuple(sorted(t.dense_because)),
+                notes=None if t.notes is None or said is None else t.notes.summary(said, read["rows"]),
             ))  # fmt: skip
         return Report(tuple(layers))
 

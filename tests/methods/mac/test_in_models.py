@@ -12,7 +12,7 @@ from torch import Tensor
 import longreach
 from longreach import MAC, attach
 from longreach.adapters.transformers import Answer, BatchReader, Reader
-from longreach.cache.ring import SPARE
+from longreach.cache.ring import SPARE, RowRing
 from longreach.errors import InvalidInput
 from longreach.methods.base import LayerCall, Outcome
 from longreach.methods.mac.notes import AT
@@ -80,8 +80,10 @@ def test_what_is_read_to_fill_a_ring_is_in_the_report(model: Any, chunk: int) ->
             for layer, without in zip(session.report(method).layers, plain, strict=True):
                 assert layer.method == "dense+mac" and layer.rows == 50 and layer.steps == without.steps
                 assert layer.key_bytes == layer.value_bytes == without.key_bytes + more * vector
-        for stranger in (replace(wide, band=8), "mac", "quest"):
-            with pytest.raises(InvalidInput, match=r"took no note of what was read.*expected a method that did .MAC"):
+        late = replace(wide, band=8)
+        session.follow(late)
+        for stranger in (late, "mac"):
+            with pytest.raises(InvalidInput, match=r"did not take note of all that was read.*session\.follow"):
                 session.report(stranger)
         assert session.report("dense").layers == plain
         session.switch(wide)
@@ -141,6 +143,60 @@ def test_an_answer_forgotten_is_answered_anew(model: Any, most: int) -> None:
         reader.cache.empty()
         reader.read(document)
         assert list(reader.ask(questions[1], most, (), Answer())) == other
+
+
+def test_an_aside_that_is_cut_within_keeps_what_is_left(model: Any) -> None:
+    with attach(model, decode=SMALL) as session:
+        reader = Reader(session)
+        reader.read(random_tokens(1, 40)[0].tolist())
+        states = [state for state in reader.cache.kv.state.values() if isinstance(state, RowRing)]
+        with pytest.raises(ValueError, match="mine"), reader.aside():
+            reader.cache.drop_columns(5)
+            raise ValueError("mine")
+        assert reader.cache.columns == 35 and all(int(state.ring.stamp.max()) == 34 for state in states)
+        copies = [state.ring.stamp.data_ptr() for state in states]
+        with reader.aside(longreach.Quest()), reader.aside(SMALL):
+            reader.read(random_tokens(1, 9, seed=2)[0].tolist())
+        assert [state.ring.stamp.data_ptr() for state in states] == copies
+        assert all(int((state.ring.stamp >= 0).sum()) == 19 for state in states)  # 24 rows of 40 tokens, less 5
+
+
+@pytest.mark.parametrize("place", ["mlp", "lm_head"])
+def test_a_generate_that_fails_leaves_what_a_method_remembers(
+    model: Any, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    tokens = random_tokens(1, 90)
+
+    def answer(cache: Any) -> Tensor:
+        return longreach.generate(session, tokens, max_new_tokens=9, past_key_values=cache).sequences
+
+    def fail(*given: Any, **more: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with attach(model, decode=SMALL) as session:
+        caches = [session.new_cache() for _ in range(2)]
+        for cache in caches:
+            longreach.generate(session, tokens[:, :50], max_new_tokens=1, past_key_values=cache)
+        want = answer(caches[0])
+        with monkeypatch.context() as patch:
+            patch.setattr(model.model.layers[-1].mlp if place == "mlp" else model.lm_head, "forward", fail)
+            for call in (lambda: answer(caches[1]), lambda: model.generate(
+                tokens, past_key_values=caches[1], max_new_tokens=9, do_sample=False)):  # fmt: skip
+                with pytest.raises(KeyboardInterrupt):
+                    call()
+        assert caches[1].columns == 50 and torch.equal(answer(caches[1]), want)
+
+
+def test_reports_of_methods_that_note_different_things(model: Any) -> None:
+    """Probed rows have columns of their own."""
+    tokens, probed = random_tokens(1, 40), replace(SMALL, check_every=2)
+    with attach(model, decode=SMALL) as session:
+        for method in (SMALL, probed, SMALL, probed):
+            session.switch(method)
+            model.generate(tokens, max_new_tokens=8, do_sample=False)
+            notes = [layer.notes for layer in session.report().layers if layer.phase == "decode"]
+            assert len(notes) == LAYERS
+            assert all(n is not None and (n["error"][0] is None) == (method is SMALL) for n in notes)
 
 
 def test_answers_to_a_batch_are_answered_anew(model: Any) -> None:

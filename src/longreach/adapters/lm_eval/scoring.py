@@ -58,7 +58,8 @@ class Scorer:
         size, prompt = (1, width) if self.by == "decode" else (self.chunk, width + columns)
         total = torch.zeros(len(read), dtype=torch.float64, device=ids.device)
         greedy = torch.ones(len(read), dtype=torch.bool, device=ids.device)
-        with cache.aside(), self.session.prompt_end(prompt):
+        touched = (self.session.decode,) if self.by == "decode" else ()
+        with cache.aside(*touched), self.session.prompt_end(prompt):
             for first in range(0, columns, size):
                 part = slice(first, first + size)
                 logits = self._pass(cache, ids[:, part], whole[:, : width + first + size], size).float()

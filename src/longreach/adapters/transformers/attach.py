@@ -175,15 +175,15 @@ class Session:
     def report(self, decode: str | AttentionMethod | None = None) -> Report:
         """What was read so far, per layer and phase, beside what dense attention reads.
 
-        Of the methods that took note of the prompt as it was read, what one of them read for that counts: the session's
-        own decode method, or `decode`, a method or its name. Raises InvalidInput for one that takes note of prompts and
-        was not there to (see `follow`).
+        What was read counts, also where it was forgotten since: an answer, or the beginning of a prompt whose end
+        failed; a pass that fails does not. Of the methods that took note of the prompt as it was read, what one of them
+        read for that counts: the session's own decode method, or `decode`, a method or its name. Raises InvalidInput
+        for one that takes note of prompts and did not of all of this (see `follow`).
         """
         method = self.decode if decode is None else choose("decode", decode)
-        if method.follows and method not in self.followers:
-            noted = ", ".join(map(repr, self.followers)) or "none"
-            raise InvalidInput(f"report: {method!r} took no note of what was read, so what that costs is not known; "
-                               f"expected a method that did ({noted}), or one that need not")  # fmt: skip
+        if method.follows and not self.ledger.saw_all(method):
+            raise InvalidInput(f"report: {method!r} did not take note of all that was read, so what that costs is not "
+                               f"known; name it before prompts are read (attach, or session.follow)")  # fmt: skip
         return self.ledger.report(method)
 
     def reset_report(self) -> None:

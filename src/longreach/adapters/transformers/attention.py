@@ -14,7 +14,7 @@ from longreach.adapters.transformers.shard import shard_of
 from longreach.adapters.transformers.step import Step, current
 from longreach.errors import Unsupported
 from longreach.methods.base import AttentionMethod, LayerCall, Outcome, Reads, state_of
-from longreach.ops import KVView, Rows, Spans, Turn
+from longreach.ops import KVView, Rows, Selection, Spans, Turn
 
 NAME = "longreach"
 
@@ -51,16 +51,16 @@ def longreach_attention(
     call = _layer_call(step, layer, module, query, key, value, kwargs)
     if window is None:
         outcome = step.method.run(call, _state(step, step.method, call))
-        if step.cache is not None:  # without one nothing is ever decoded
-            for follower in step.followers:
-                beside = replace(call, ran=set())
-                passes = follower.follow(beside, _state(step, follower, call))
-                step.ledger.beside(step.phase, call, follower, "+".join(sorted(beside.ran)), passes)
         method, dense = step.method.name, Spans.dense()
     else:
         dense = Spans.window(window)
         outcome = Outcome(call.attend(dense), Reads((dense,), (dense,)), f"sliding window of {window}")
         method = "dense"
+    for follower in step.followers:
+        beside, passes = replace(call, ran=set()), tuple[Selection, ...]()
+        if window is None and step.cache is not None:  # without one nothing is ever decoded
+            passes = follower.follow(beside, _state(step, follower, beside))
+        step.ledger.beside(step.phase, call, follower, "+".join(sorted(beside.ran)), passes)
     step.layers.add(layer)
     step.ledger.add(step.phase, call, method, "+".join(sorted(call.ran)), outcome, dense)
     if step.observe is not None:

@@ -94,7 +94,7 @@ def wrap_generate(session: Session, generate: Callable[..., Any]) -> Callable[..
             given["logits_processor"] = LogitsProcessorList(
                 [*(given.get("logits_processor") or ()), _PromptDone(phases)]
             )
-            with memory_errors(), nullcontext() if cache is None else cache.restored_on_error():
+            with memory_errors(), nullcontext() if cache is None else cache.restored_on_error(remembering=True):
                 return generate(**given)
 
     return wrapped

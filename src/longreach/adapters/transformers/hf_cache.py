@@ -5,7 +5,7 @@ transformers counts padded columns; the memory below holds real tokens only, so 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from longreach.adapters.transformers.memory import memory_errors
 from longreach.adapters.transformers.step import Step, current
 from longreach.cache import CacheConfig, KVCache, Remembering
 from longreach.errors import ConcurrentUse, InvalidInput, LongreachError, Unsupported
@@ -173,15 +174,11 @@ class LongreachCache(Cache):
         A copy of what cutting off does not bring back is held meanwhile: of MAC's ring. methods: those whose states may
         change meanwhile, none for all.
         """
-        columns = self.columns
-        states = states_of(self.kv, methods) if columns else []
-        put_back = [state.remember() for state in states if isinstance(state, Remembering)]
+        columns, put_back = self.columns, self._remembered(methods)
         try:
             yield
         finally:
-            self.drop_columns(self.columns - columns)
-            for put in put_back:
-                put()
+            self._take_back(columns, put_back)
 
     def empty(self) -> None:
         """Forget everything."""
@@ -196,20 +193,38 @@ class LongreachCache(Cache):
             self._spoil(refusal)
 
     @contextmanager
-    def restored_on_error(self) -> Iterator[None]:
-        """Within this block, an error (Ctrl-C too) leaves the cache with the columns it had."""
-        columns = self.columns
+    def restored_on_error(self, *, remembering: bool = False) -> Iterator[None]:
+        """Within this block, an error (Ctrl-C too) leaves the cache with the columns it had.
+
+        remembering: and what methods keep as it was, at the price of a copy as in `aside`; else MAC has fewer rows to
+        match then, by as many as were read.
+        """
+        columns, put_back = self.columns, self._remembered() if remembering else []
         try:
             yield
         except ConcurrentUse:  # the columns of another caller, who goes on
             raise
         except BaseException:
-            if self.columns > columns:
-                try:
-                    self.drop_columns(self.columns - columns)
-                except LongreachError as refusal:
-                    self._spoil(refusal)
+            try:
+                self._take_back(columns, put_back)
+            except LongreachError as refusal:
+                self._spoil(refusal)
             raise
+
+    def _remembered(self, methods: Sequence[AttentionMethod] = ()) -> list[Callable[[], None]]:
+        """What puts back what methods keep; nothing for an empty cache. methods: whose, none for all."""
+        if not self.columns:
+            return []
+        with memory_errors():
+            return [state.remember() for state in states_of(self.kv, methods) if isinstance(state, Remembering)]
+
+    def _take_back(self, columns: int, put_back: Sequence[Callable[[], None]]) -> None:
+        """Forget what came after so many columns. Where fewer are left, states have been cut with them, and stay so."""
+        if self.columns > columns:
+            self.drop_columns(self.columns - columns)
+        if self.columns == columns:
+            for put in put_back:
+                put()
 
     def _spoil(self, refusal: LongreachError) -> None:
         self.spoilt = f"a pass over this cache failed and could not be taken back ({refusal}); use session.new_cache()"

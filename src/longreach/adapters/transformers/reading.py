@@ -19,6 +19,7 @@ from longreach.adapters.transformers.loop.decoder import vocabulary_of
 from longreach.adapters.transformers.loop.run import Choose, Run, now
 from longreach.adapters.transformers.memory import memory_errors
 from longreach.errors import InvalidInput, ModelFileError, OutOfMemory
+from longreach.methods.base import AttentionMethod
 
 CHUNK = 512  # prompt tokens per pass: short enough for a progress bar to move
 ROWS = 64  # of logits that are made fp32 at a time
@@ -97,9 +98,12 @@ class Reader:
         return torch.cat(found)
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
-        """What is read or decoded within this block is forgotten after it."""
-        with self.cache.aside():
+    def aside(self, *methods: AttentionMethod) -> Iterator[None]:
+        """What is read or decoded within this block is forgotten after it (`LongreachCache.aside`).
+
+        methods: those whose states may change meanwhile, as a decode method's where nothing is read; none for all.
+        """
+        with self.cache.aside(*methods):
             yield
 
     def ask(

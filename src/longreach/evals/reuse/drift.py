@@ -104,14 +104,14 @@ class Drift:
             reader = Reader(session, chunk, graph=False)
             with progress("reading, to generate", len(self.prompt)) as advance:
                 first = reader.read(self.prompt, advance, then=self.steps + 1)
-            with reader.aside(), progress("generating, dense", self.steps) as advance:
+            with reader.aside(session.decode), progress("generating, dense", self.steps) as advance:
                 self._draw(reader, first, advance)
             for name, method in self.methods.items():
                 if found[name] is not None:
                     continue
                 session.switch(method)
                 errors = self._watched()
-                with reader.aside(), progress(f"generating, {name}", self.steps) as advance:
+                with reader.aside(method), progress(f"generating, {name}", self.steps) as advance:
                     session.observe = self._observer(errors)
                     lost, same, nll = self._feed(reader, first, advance)
                     session.observe = None

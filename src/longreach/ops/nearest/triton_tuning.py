@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from longreach.ops.nearest.triton_kernels import INTERPRETED as _INTERPRETED
 
 INTERPRETED: bool = _INTERPRETED.value
-PROGRAMS = 512  # of four warps each, that an H200's 132 multiprocessors hold at once with room for their loads
+FEW, SOME = 128, 256  # rings: one or two programs a multiprocessor of an H200, each with so much under way that memory
+# is kept busy. More programs would be crowded when attention starts behind them, and more bytes in fewer cost a round.
 
 
 @dataclass(frozen=True)
@@ -30,9 +31,11 @@ def tuning(rings: int, window: int, vector: int) -> Tuning:
     """The launch for `rings` (rows x heads), `window` queries of each, of `vector` bytes (a power of two)."""
     if INTERPRETED:
         return Tuning(16, 3, 1, 1)
-    block = max(16, min(64, 16384 // vector))  # 16 KB a block: a hundred bytes in flight for each thread
+    if rings > SOME:
+        block, pieces, stages = max(16, min(64, 16384 // vector)), 2, 4
+    else:  # 8 KB a block
+        block, pieces, stages = max(16, min(32, 8192 // vector)), max(1, FEW // rings), 8 if rings <= FEW else 5
     blocks = -(-window // block)
-    pieces = max(min(2, blocks), min(blocks, -(-PROGRAMS // rings)))
-    if pieces == blocks:  # few rings: each program has one block, all loads are under way at once
-        return Tuning(block, pieces, 4, 1)
-    return Tuning(block, pieces, 4, 4)  # many: each streams through its share, and latency counts less
+    if pieces >= blocks:  # each program has one block, all loads are under way at once
+        return Tuning(block, blocks, 4, 1)
+    return Tuning(block, pieces, 4, stages)  # each streams through its share

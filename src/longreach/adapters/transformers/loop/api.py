@@ -137,7 +137,7 @@ def generate(
 
     with session.prompt_end(ids.shape[1]), memory_errors():
         cache = past_key_values or _own_cache(session, ids.shape[0], ids.shape[1] + max_new_tokens)
-        with cache.restored_on_error():
+        with cache.restored_on_error(remembering=True):
             started = now(model)
             first = mask[:, cache.columns :].sum(1).tolist()
             cache.kv.reserve(range(cache.batch), [n + max_new_tokens - 1 for n in first])

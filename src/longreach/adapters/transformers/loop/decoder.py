@@ -95,8 +95,8 @@ class Decoder:
         session, cache = self.session, self.cache
         cache.as_if = self.steps.width * self.steps.size - 1  # masks found for a full cache hold for any length
         session.static_step = self._step()
-        session.ledger.leave_out(self.done)  # of who has ended a row goes through the model, and nobody needs it
         try:
+            session.ledger.leave_out(self.done)  # of who has ended a row goes through the model, and nobody needs it
             out = session.model(
                 input_ids=self.token[:, None],
                 position_ids=self.steps.append.pos[:, None],
