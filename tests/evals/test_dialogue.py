@@ -26,7 +26,7 @@ def mini() -> Any:
 
 @pytest.fixture(scope="module")
 def found(mini: Any) -> tuple[Dialogue, dict[str, Any]]:
-    task = Dialogue(*mini, specs([NEVER, MAC, "streaming_llm window=40"]), length=400, questions=3, seed=1)
+    task = Dialogue(*mini, specs([NEVER, MAC, "streaming_llm window=40"]), length=250, questions=3, seed=1)
     return task, {label: parts[0] for label, parts in task.run(chunk=256).items()}
 
 
@@ -78,7 +78,7 @@ def test_answers_may_be_its_own(mini: Any, found: tuple[Dialogue, dict[str, Any]
     """It goes on from what it says, and is compared with dense attention until it says something else."""
     task, fed = found
     short = "streaming_llm window=40"
-    own = Dialogue(*mini, specs([NEVER, short]), length=400, questions=3, seed=1, own=True)
+    own = Dialogue(*mini, specs([NEVER, short]), length=250, questions=3, seed=1, own=True)
     assert own.scripts == task.scripts
     parts = {label: parts[0] for label, parts in own.run(chunk=256).items()}
     for label in ("dense", NEVER):  # right throughout, so the same words
