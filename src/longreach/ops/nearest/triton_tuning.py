@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from longreach.ops.nearest.triton_kernels import INTERPRETED as _INTERPRETED
 
 INTERPRETED: bool = _INTERPRETED.value
-FEW, SOME = 128, 256  # rings: one or two programs a multiprocessor of an H200, each with so much under way that memory
-# is kept busy. More programs would be crowded when attention starts behind them, and more bytes in fewer cost a round.
+FEW, SOME = 128, 256  # rings: up to so many one, and two programs a multiprocessor of an H200; see docs/performance.md
 
 
 @dataclass(frozen=True)
