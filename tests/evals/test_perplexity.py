@@ -11,11 +11,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from longreach.adapters.transformers import Answer, Reader, attach
+from longreach.adapters.transformers import Answer, Reader, attach, shape_of
 from longreach.errors import InvalidInput, MeasurementFailed
 from longreach.evals.methods import specs
 from longreach.evals.perplexity import BINS, Curve, Perplexity, Text, read_text
+from longreach.methods.kascade.plan import KascadePlan
+from longreach.plans import Plan, PlannedModel
 from longreach.testing.tiny import BOS_ID, tiny_model, tiny_tokenizer
+from tests.methods.planned import MADE
 
 LENGTH, DECODED = 70, 20
 
@@ -68,6 +71,28 @@ def test_what_a_method_knows_of_the_prompt_is_of_the_prompt_alone(model: Any, te
         assert part["bytes"]["dense"] == [dense // 2, dense // 2, 0, dense]
         assert sum(part["decode"][label]["sums"]) == pytest.approx(float(nll.double().sum()), rel=1e-5)
     assert found[label]["prefill_reads"]["total"] > 1
+
+
+def test_a_number_does_not_depend_on_what_else_is_measured(texts: list[Text], tmp_path: Path) -> None:
+    """Nor on what is decoded: a prefill that pools over rows reads the text without its end."""
+    model = tiny_model("llama", num_hidden_layers=3)
+    path = tmp_path / "p.json"
+    found = KascadePlan(anchors=(0, 2), head_map=((0, 1),) * 3, layers=(0, 1, 2), k=4, tile=64)
+    Plan("kascade", PlannedModel.of("tiny", shape_of(model)), found.values(), MADE).save(path)
+    options = f"prefill.k=4 prefill.plan={path}"
+    one, other = f"kascade/dense {options}", f"kascade/mac window=16 band=4 minimum=0 {options}"
+    alone = measured(model, texts, [one])[1]
+    task, both = measured(model, texts, [one, other])
+    assert {k: v for k, v in both[one].items() if k != "seconds"} == {
+        k: v for k, v in alone[one].items() if k != "seconds"
+    }
+    with attach(model, prefill=task.specs[1].prefill) as session:
+        nll = []
+        for window in task.windows:
+            reader = Reader(session)
+            reader.read(window[: LENGTH - DECODED - 1], then=DECODED + 1)
+            nll.append(task._decode(reader, window, Answer()))
+    assert alone[one]["decode"]["nll"] == pytest.approx(float(torch.cat(nll).double().mean()), rel=1e-5)
 
 
 @pytest.mark.parametrize("chunk", [1, 13, 512])

@@ -130,6 +130,13 @@ def test_how_much_is_attended_to_for_the_ring(model: Any, monkeypatch: pytest.Mo
         assert rows == [size, size, 20]
 
 
+def rows_held(cache: Any) -> list[Tensor]:
+    """Positions in each layer's ring, and the queries and entries there."""
+    held = [state for state in cache.kv.state.values() if isinstance(state, RowRing)]
+    assert len(held) == LAYERS
+    return [x.nan_to_num().clone() for s in held for x in (s.ring.stamp, s.ring.query, s.entries.lse)]
+
+
 @pytest.mark.parametrize("most", [5, 30])
 def test_an_answer_forgotten_is_answered_anew(model: Any, most: int) -> None:
     """However many tokens it took, and whatever was asked in between: the ring is as it was."""
@@ -137,7 +144,9 @@ def test_an_answer_forgotten_is_answered_anew(model: Any, most: int) -> None:
     with attach(model, decode=SMALL) as session:
         reader = Reader(session)
         reader.read(document)
+        before = rows_held(reader.cache)
         first, other = (list(reader.ask(q, most, (), Answer())) for q in questions)
+        assert all(map(torch.equal, rows_held(reader.cache), before))
         for question, want in zip([*questions, questions[0]], [first, other, first], strict=True):
             assert list(reader.ask(question, most, (), Answer())) == want
         reader.cache.empty()
@@ -177,14 +186,15 @@ def test_a_generate_that_fails_leaves_what_a_method_remembers(
         caches = [session.new_cache() for _ in range(2)]
         for cache in caches:
             longreach.generate(session, tokens[:, :50], max_new_tokens=1, past_key_values=cache)
-        want = answer(caches[0])
+        want, before = answer(caches[0]), rows_held(caches[1])
         with monkeypatch.context() as patch:
             patch.setattr(model.model.layers[-1].mlp if place == "mlp" else model.lm_head, "forward", fail)
             for call in (lambda: answer(caches[1]), lambda: model.generate(
                 tokens, past_key_values=caches[1], max_new_tokens=9, do_sample=False)):  # fmt: skip
                 with pytest.raises(KeyboardInterrupt):
                     call()
-        assert caches[1].columns == 50 and torch.equal(answer(caches[1]), want)
+                assert caches[1].columns == 50 and all(map(torch.equal, rows_held(caches[1]), before))
+        assert torch.equal(answer(caches[1]), want)
 
 
 def test_reports_of_methods_that_note_different_things(model: Any) -> None:

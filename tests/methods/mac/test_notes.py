@@ -111,7 +111,7 @@ def test_band_mass_and_error_are_measured_where_they_can_be() -> None:
         assert max(said["error"]) > 1e-3
 
 
-def test_a_row_whose_query_was_nan_has_no_part_in_the_mass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_whose_query_was_nan_has_no_part_in_the_mass() -> None:
     whole = torch.tensor([[[0.0, 0.0], [torch.nan, 0.0], [0.0, 0.0]]])  # three rows, two heads
     before = torch.tensor([[[-1.0, -torch.inf], [-1.0, -2.0], [-3.0, -1.0]]])
     notes = torch.zeros(1, 3, 2, len(NOTES))
