@@ -138,10 +138,10 @@ class Perplexity:
     """Texts cut into windows (`windows_of`).
 
     decode_tokens: tokens of each window, its last, that are fed one by one through the decode methods after the rest
-    was read with the prefill method; 0 for none. Where cutting off its end would not leave what reading
-    the rest leaves (prefills that pool over rows, MAC's ring), the rest is read once more before that is decoded, and
-    the bytes of prefill are of this. Raises InvalidInput where no window is whole,
-    a window exceeds the model's context, or decoding leaves nothing to be read.
+    was read with the prefill method; 0 for none. Where cutting off a window's end would not leave what reading the rest
+    leaves (prefills that pool over rows, MAC's ring), the rest is read once more before its end is decoded, and the
+    bytes of prefill are of this. Raises InvalidInput where no window is whole, a window exceeds the model's context, or
+    decoding leaves nothing to be read.
     """
 
     def __init__(
