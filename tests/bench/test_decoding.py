@@ -9,6 +9,7 @@ from types import FrameType
 
 import pytest
 import torch
+from longreach.methods.kascade.part import Part
 
 import longreach
 from longreach.adapters.transformers import synthetic
@@ -19,7 +20,6 @@ from longreach.bench.check import WrongResult
 from longreach.bench.decoding import Clock, Decoding
 from longreach.cache import StaticSteps
 from longreach.errors import InvalidInput
-from longreach.methods.kascade.part import Part
 from longreach.ops import quantise_keys
 from longreach.records.kernels import SOURCES
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from longreach.methods.kascade.copies import KeyCopy
+from longreach.methods.kascade.part import Part
 
 from longreach.bench.case import Case, Memory, Stack
 from longreach.bench.cases import CASES, tiny
@@ -16,8 +18,6 @@ from longreach.bench.inputs import Inputs
 from longreach.bench.run import run_case
 from longreach.bench.stack import Layers, planned
 from longreach.bench.words import goal, outcome
-from longreach.methods.kascade.copies import KeyCopy
-from longreach.methods.kascade.part import Part
 from longreach.ops import Lists, Partial, ScoringKeys, Spans, quantise_keys
 
 CPU = torch.device("cpu")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from longreach.methods.ledger import LayerReport, Report
 
 from longreach import attach
 from longreach.evals.reads import Reads
 from longreach.methods.base import Phase
-from longreach.methods.ledger import LayerReport, Report
 from longreach.testing.tiny import random_tokens, tiny_model
 
 

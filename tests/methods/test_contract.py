@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from longreach.methods.ledger import Ledger
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -23,7 +24,6 @@ from longreach.cache import CacheConfig, KVCache
 from longreach.errors import InvalidInput, UnknownName, Unsupported
 from longreach.methods.base import AttentionMethod, LayerCall, Outcome
 from longreach.methods.dense import Dense
-from longreach.methods.ledger import Ledger
 from longreach.methods.oracle_top_k import OracleTopK
 from longreach.methods.registry import METHODS, from_json, method_class
 from longreach.ops import KVView, Lists, PackedLists, Partial, Rows, Selection, Spans

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from longreach.methods.ledger import Ledger, Report, list_bytes
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from longreach.methods.base import LayerCall, Notes, Outcome, Reads
-from longreach.methods.ledger import Ledger, Report, list_bytes
 from longreach.ops import KVView, Lists, PackedLists, Partial, Rows, Selection, Spans, at, near
 from longreach.ops.selection import Span
 from longreach.testing.inputs import random_kv

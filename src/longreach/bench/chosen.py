@@ -9,6 +9,7 @@ from longreach.bench.case import Memory
 from longreach.bench.check import WrongResult, bound
 from longreach.bench.inputs import Inputs
 from longreach.methods.base import Outcome
+from longreach.methods.call import LayerCall
 from longreach.ops import Lists, Selection
 
 LEAST_MASS = {  # of the exact choice's probability, by how keys are scored; what a method must reach is its target
@@ -50,10 +51,10 @@ def listed(lists: Selection, seq: int, head: int) -> Tensor:
     return slots
 
 
-def check_layer(kind: str, inputs: Inputs, memory: Memory, copy: int, outcome: Outcome) -> float:
+def check_layer(kind: str, inputs: Inputs, memory: Memory, copy: int, call: LayerCall, outcome: Outcome) -> float:
     """The largest relative error (norms) of a layer's output over the keys it says it read values of."""
     worst, group = 0.0, inputs.shape.heads // inputs.shape.kv_heads
-    selection = outcome.reads.values[0]
+    selection = call.meter.values[0]
     for seq, head in sampled(inputs):
         x, v = logits(inputs, memory, copy, seq, head)
         slots = listed(selection, seq, head) if isinstance(selection, Lists) else slice(None)

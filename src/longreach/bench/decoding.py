@@ -18,7 +18,7 @@ from torch import Tensor
 
 from longreach.bench.case import Case
 from longreach.bench.check import WrongResult
-from longreach.bench.followed import note_filled
+from longreach.bench.filled import note_filled
 from longreach.bench.inputs import bytes_needed, check_shape
 from longreach.bench.mac import decoding as mac
 from longreach.bench.mac.phases import phases
@@ -179,10 +179,8 @@ class Decoding:
             cache = session.new_cache(batch)
             started = self._now()
             fill(cache, model, tokens, self.seed)
-            if case.stack and decode is not None:
-                note_filled(cache.kv, decode, shape_of(model))
             if decode is not None:
-                cache.note_followed((decode,), [0] * batch)  # there was no prompt to take note of
+                note_filled(cache, decode, shape_of(model))
             filled = self._now()
             clock = Clock()
             got = generate(session, ids[:, : tokens + 1], max_new_tokens=room, eos_token_id=(), past_key_values=cache,

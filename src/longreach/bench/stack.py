@@ -22,25 +22,25 @@ from longreach.bench.case import Case, Memory
 from longreach.bench.check import require_right
 from longreach.bench.chosen import LEAST_MASS, check_chosen, check_layer
 from longreach.bench.competitor import Competitor
-from longreach.bench.followed import follow_all
 from longreach.bench.inputs import Inputs, bytes_needed
-from longreach.bench.passes import Pass, anchor_passes
+from longreach.bench.passes import Timed, anchor_passes
 from longreach.bench.sweep import best
 from longreach.bench.targets import judge
 from longreach.bench.timing import Call, Timing, measure
 from longreach.cache import SequenceState
-from longreach.methods.base import AttentionMethod, LayerCall, ModelShape, Outcome
+from longreach.methods.base import AttentionMethod, Outcome
+from longreach.methods.call import LayerCall, ModelShape
 from longreach.methods.kascade import Kascade
-from longreach.methods.kascade.part import Part
 from longreach.methods.kascade.plan import KascadePlan
-from longreach.methods.ledger import Ledger
+from longreach.methods.kascade.state import KascadeState
 from longreach.methods.registry import choose
-from longreach.ops import Spans
 from longreach.plans import Made, Plan, PlannedModel
 from longreach.plans.files import save
+from longreach.runtime import Ledger, Pass, Segment, drive
 
 Say = Callable[[str], None]
-Passed = dict[Any, Any]
+Shared = dict[Any, Any]
+Done = tuple[LayerCall, Outcome]
 NAME = "that of the bench"
 ANCHOR = "anchor"
 
@@ -66,34 +66,40 @@ class Layers:
         if place not in self._states:
             call = self.call(layer, copy, {})
             state = self._states[place] = self.method.new_state(call, self.inputs.shape.batch)
-            follow_all(self.method, call, state)
+            if state is not None and self.method.observes_prompt:
+                state.kept(layer, call.kv)  # of keys that no prompt brought
         return self._states[place]
 
-    def call(self, layer: int, copy: int, passed: Passed) -> LayerCall:
-        return self._calls[copy % self.inputs.copies](layer=layer, passed=passed)
+    def call(self, layer: int, copy: int, shared: Shared) -> LayerCall:
+        return self._calls[copy % self.inputs.copies](layer=layer, shared=shared)
 
-    def run(self, layer: int, copy: int, passed: Passed) -> Outcome:
-        return self.method.run(self.call(layer, copy, passed), self.state(layer, copy))
+    def run(self, layer: int, copy: int, shared: Shared) -> Done:
+        call = self.call(layer, copy, shared)
+        return call, self.method.run(call, self.state(layer, copy))
 
-    def all(self) -> list[Outcome]:
+    def all(self, ledger: Ledger | None = None) -> list[Done]:
         """One pass over all layers, each over another copy than the one before."""
-        passed: Passed = {}
-        return [self.run(layer, layer, passed) for layer in range(self.model.layers)]
+        step = Pass((Segment("decode", self.method),), self.model, self, ledger)
+        return drive(step, (self.call(layer, layer, step.shared) for layer in range(self.model.layers)))
 
-    def ready(self, layer: int, anchor: int, copy: int) -> Callable[[], Outcome]:
+    def get(self, method: AttentionMethod, call: LayerCall) -> SequenceState | None:
+        """The state of a layer in `all`."""
+        return self.state(call.layer, call.layer)
+
+    def ready(self, layer: int, anchor: int, copy: int) -> Callable[[], Done]:
         """One layer by itself, after its anchor has chosen for it."""
-        passed: Passed = {}
+        shared: Shared = {}
         if layer != anchor:
-            self.run(anchor, copy, passed)
+            self.run(anchor, copy, shared)
         self.state(layer, copy)
-        return lambda: self.run(layer, copy, dict(passed))
+        return lambda: self.run(layer, copy, dict(shared))
 
-    def passes(self, layer: int, copy: int) -> dict[str, Pass]:
+    def passes(self, layer: int, copy: int) -> dict[str, Timed]:
         """Those of an anchor that is not dense, by themselves."""
         assert isinstance(self.method, Kascade)
-        part, outcome = self.state(layer, copy), self.run(layer, copy, {})
-        assert isinstance(part, Part)
-        return anchor_passes(self.method, self.call(layer, copy, {}), part, outcome)
+        state, (_, outcome) = self.state(layer, copy), self.run(layer, copy, {})
+        assert isinstance(state, KascadeState)
+        return anchor_passes(self.method, self.call(layer, copy, {}), state, outcome)
 
 
 @torch.no_grad()
@@ -187,26 +193,23 @@ def _kinds(plan: KascadePlan) -> dict[str, tuple[int, int]]:
 
 def _checked(layers: Layers, plan: KascadePlan, memory: Memory) -> dict[str, Any]:
     """Of each kind of layer: the error of its output over the keys it attended to, and what its choice is worth."""
-    outcomes, worst, mass, method = layers.all(), 0.0, 1.0, layers.method
+    done, worst, mass, method = layers.all(), 0.0, 1.0, layers.method
     assert isinstance(method, Kascade)
     mass_of = partial(check_chosen, least=LEAST_MASS[method.scoring], sinks=method.sinks, recent=method.recent)
     for kind, (layer, _) in _kinds(plan).items():
-        worst = max(worst, check_layer(kind, layers.inputs, memory, layer % layers.inputs.copies, outcomes[layer]))
+        worst = max(worst, check_layer(kind, layers.inputs, memory, layer % layers.inputs.copies, *done[layer]))
     for anchor in plan.anchors:
         user = next((n for n in plan.layers if n > anchor and plan.anchor_of(n) == anchor), None)
         if user is not None:
-            lists = outcomes[user].reads.keys[0]
+            lists = done[user][0].meter.keys[0]
             mass = min(mass, mass_of(layers.inputs, memory, anchor % layers.inputs.copies, lists))
     return {"error": worst, "mass_of_chosen": mass}
 
 
 def _bytes_read(layers: Layers) -> dict[int, int]:
     """Bytes that each layer reads, as the method's report counts them."""
-    ledger, passed = Ledger(), Passed()
-    for layer in range(layers.model.layers):
-        call = layers.call(layer, layer, passed)
-        outcome = layers.run(layer, layer, passed)
-        ledger.add("decode", call, layers.method.name, call.impl, outcome, Spans.dense())
+    ledger = Ledger()
+    layers.all(ledger)
     return {report.layer: report.bytes_read for report in ledger.report().layers}
 
 

@@ -1,18 +1,21 @@
 """Memory: keys, values and per-sequence state. Knows shapes, not models."""
 
-from longreach.cache.kv import Append, CacheConfig, KVCache, NothingToForget, Remembering, SequenceState
-from longreach.cache.per_slot import PerSlot
+from longreach.cache.append import Append, Placement
+from longreach.cache.config import CacheConfig
+from longreach.cache.decode_buffers import DecodeBuffers
+from longreach.cache.kv import KVCache
 from longreach.cache.ring import RowRing
-from longreach.cache.static import StaticSteps
+from longreach.cache.state import SequenceState, StatelessOnTruncate
+from longreach.cache.token_state import PerTokenState
 
 __all__ = [
     "Append",
     "CacheConfig",
+    "DecodeBuffers",
     "KVCache",
-    "NothingToForget",
-    "PerSlot",
-    "Remembering",
+    "PerTokenState",
+    "Placement",
     "RowRing",
     "SequenceState",
-    "StaticSteps",
+    "StatelessOnTruncate",
 ]

@@ -1,139 +1,62 @@
 """The KV cache: ragged sequences in contiguous or paged memory, and the state methods keep beside them.
 
-A forward pass appends in three moves: `begin` makes room and says where each new token goes (or raises with
-nothing changed), `append` writes a layer on the device, `commit` makes the tokens count. A pass that fails
-before `commit` never counted; `abort` gives back its pages and has state forget it.
+A forward pass writes in three moves: `begin` (or `place`) makes room and says where each token goes, or raises with
+nothing changed; `append` writes a layer on the device; `commit` makes the tokens count. A pass that fails before
+`commit` never counted; `abort` gives back its pages and has state forget it.
+
+Tokens have positions, and in each layer slots. They are the same until `keep` evicts keys of a layer: the kept ones
+then move to the first slots, each head's in the order of their positions, and new tokens take the slots after them.
+So in every head the order of slots is the order of positions, and causality by slot is exact.
 
 Memory is allocated outside inference mode, so that a cache filled under it can be used without it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal, Protocol, runtime_checkable
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from longreach.cache.pages import Pages
-from longreach.errors import InvalidInput
+from longreach.cache.append import Append, Placement, places
+from longreach.cache.compact import compacted
+from longreach.cache.config import CacheConfig
+from longreach.cache.layout import Layout
+from longreach.cache.state import SequenceState, StatelessOnTruncate
+from longreach.errors import InvalidInput, Unsupported
 from longreach.ops.append import append
-from longreach.ops.types import FLOATS, KVView, Run, describe, require
-
-
-@dataclass(frozen=True)
-class CacheConfig:
-    """How KV memory is laid out and how it grows. While it grows, old and new memory exist side by side.
-
-    kind: "contiguous" (one buffer a sequence) or "paged" (pages of `page` tokens from a shared pool).
-    capacity: tokens a sequence may hold; allocated at once and never grown. None: generate reserves prompt and
-        longest answer at once; without it, or past it, memory starts at 256 tokens and doubles between steps
-        until there is room, copying what it holds.
-    page: tokens in a page (paged). pages: pages in the pool, allocated at once; None: the pool doubles.
-    """
-
-    kind: Literal["contiguous", "paged"] = "contiguous"
-    capacity: int | None = None
-    page: int = 64
-    pages: int | None = None
-
-    def __post_init__(self) -> None:
-        require(self.kind in ("contiguous", "paged"), f"kind: expected 'contiguous' or 'paged', got {self.kind!r}")
-        for name, value in (("capacity", self.capacity), ("page", self.page), ("pages", self.pages)):
-            count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-            require(count or (value is None and name != "page"), f"{name}: expected a count >= 1, got {value!r}")
-        require(self.pages is None or self.kind == "paged", "pages: only a paged cache has a pool of pages")
-
-    def plan(self, slots: int) -> Pages:
-        if self.kind == "contiguous":
-            return Pages(slots, self.capacity or 256, slots, True, limit=self.capacity)
-        total = self.pages or slots * -(-(self.capacity or 256) // self.page)
-        return Pages(slots, self.page, total, False, limit=self.capacity, most=self.pages)
-
-
-class SequenceState(Protocol):
-    """What a method remembers about sequences. Addressed by slot, never by batch row; slots, lengths: int64 [n].
-
-    One whose memory may be replaced, as PerSlot's, counts that in `moved`; one that a cut leaves poorer than it was, as
-    RowRing, is `Remembering` too.
-    """
-
-    def reset(self, slots: Tensor) -> None:
-        """Forget the sequences in `slots`."""
-
-    def check_truncate(self, slots: Tensor, lengths: Tensor) -> None:
-        """Raise Unsupported if the sequences in `slots` cannot be cut to `lengths` tokens. Changes nothing."""
-
-    def truncate(self, slots: Tensor, lengths: Tensor) -> None:
-        """The sequences in `slots` now end after `lengths` tokens; called once every state has agreed."""
-
-
-@runtime_checkable
-class Remembering(Protocol):
-    """A SequenceState in which tokens overwrite what cutting them off does not bring back."""
-
-    def remember(self) -> Callable[[], None]:
-        """Copy all there is; what is returned puts the copy back in its place, once the tokens are cut off."""
-
-
-class NothingToForget:
-    """A SequenceState of which nothing is read past the tokens that a sequence holds, if anything is kept at all."""
-
-    def reset(self, slots: Tensor) -> None:
-        pass
-
-    def check_truncate(self, slots: Tensor, lengths: Tensor) -> None:
-        pass
-
-    def truncate(self, slots: Tensor, lengths: Tensor) -> None:
-        pass
-
-
-@dataclass(frozen=True)
-class Append:
-    """Where the new tokens of one forward pass go.
-
-    slots: int64 [B], the cache slot of each sequence of the pass; seq: int64 [R], its row in `slots`;
-    pos: int64 [R], absolute position (the logical slot index); page, offset: int64 [R], place in memory;
-    filled: int64 [B], tokens per sequence once the pass is done; table: int64 [B, pages];
-    counts, host_slots: new tokens and slot per sequence, on the host; number: which pass of its cache it is.
-    starts: tokens per sequence before the pass, None where only the device knows them.
-    """
-
-    slots: Tensor
-    seq: Tensor
-    pos: Tensor
-    page: Tensor
-    offset: Tensor
-    filled: Tensor
-    table: Tensor
-    counts: tuple[int, ...]
-    host_slots: tuple[int, ...]
-    number: int = -1
-    starts: tuple[int, ...] | None = None
-
-    @property
-    def runs(self) -> tuple[Run, ...]:
-        """The new tokens as the host knows them, once they are appended."""
-        starts = self.starts or (None,) * len(self.counts)
-        return tuple(Run(n, b, first) for b, (n, first) in enumerate(zip(self.counts, starts, strict=True)))
+from longreach.ops.types import FLOATS, INTS, KVView, Run, describe, require
 
 
 class KVCache:
-    """K and V of every layer for `slots` sequences, [P, G, page, D] each, allocated when a layer first appends."""
+    """K and V of every layer for `slots` sequences, [P, G, page, D] each, allocated when a layer first appends.
 
-    def __init__(self, layers: int, slots: int, config: CacheConfig | None = None, device: torch.device | str = "cpu"):
+    lengths: tokens of each sequence, which is the position of the next one. state: what else follows the sequences.
+    layouts: of each layer, which slots and pages it uses; one object for all layers that are alike.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        slots: int,
+        config: CacheConfig | None = None,
+        device: torch.device | str = "cpu",
+        state: SequenceState | None = None,
+    ):
         require(layers >= 1 and slots >= 1, f"expected at least one layer and slot, got {layers} and {slots}")
         self.config = config or CacheConfig()
         self.device = torch.empty(0, device=device).device  # with its index: "cuda" is not "cuda:0"
-        self.pages = self.config.plan(slots)
+        self.state: SequenceState = StatelessOnTruncate() if state is None else state
         self.lengths = [0] * slots
+        self.layouts = [Layout.fresh(self.config.plan(slots))] * layers
         self.memory: list[tuple[Tensor, Tensor] | None] = [None] * layers
-        self.state: dict[Hashable, SequenceState] = {}
-        self._resized = 0
+        self._moves = 0
+        self._evicted = False  # whether some layer's memory was shrunk
         self._begun = 0
         self._under_way = [0] * slots  # number of the pass that was begun on the slot and is not over; 0 for none
+        self._overwritten: dict[int, int] = {}  # slot -> first position in use that the pass under way writes over
 
     def begin(self, slots: Sequence[int], counts: Sequence[int]) -> Append:
         """Make room for counts[b] new tokens of the sequence in slots[b]. Raises CapacityError, InvalidInput.
@@ -141,13 +64,35 @@ class KVCache:
         A pass that was begun on one of the slots and never committed counts as failed: see `abort`.
         """
         before = self._begin("begin", slots, counts)
-        start, new, table = self._ints(before), self._ints(counts), self.table(slots)
-        seq = torch.repeat_interleave(torch.arange(len(slots), device=self.device), new, output_size=sum(counts))
-        first = torch.cumsum(new, 0) - new
-        pos = torch.arange(sum(counts), device=self.device) - first[seq] + start[seq]
-        page, offset = table[seq, pos // self.pages.size], pos % self.pages.size
-        at, host = self._ints(slots), (tuple(counts), tuple(slots))
-        return Append(at, seq, pos, page, offset, start + new, table, *host, self._begun, tuple(before))
+        seq, first = self._rows(counts)
+        pos = torch.arange(sum(counts), device=self.device) + (self._ints(before) - first)[seq]
+        return self._append(slots, seq, pos, before, counts, counts, before)
+
+    def place(
+        self, slots: Sequence[int], positions: Sequence[Sequence[int] | Tensor], *, overwrite: bool = False
+    ) -> Append:
+        """Begin a pass over rows at given positions: to import keys and values, or to write some anew.
+
+        positions: for each sequence, in ascending order, on the host. From the sequence's length on they must leave
+        no gap. overwrite: below it they may be any, and what `append` writes replaces what is there.
+        A pass that overwrites and is not committed cannot be undone: its sequences are cut to the first position that
+        it was to overwrite. Raises CapacityError, InvalidInput; Unsupported to overwrite where keys were evicted.
+        """
+        self._check("place", slots, [0 for _ in positions])
+        rows = [self._positions(s, p, overwrite) for s, p in zip(slots, positions, strict=True)]
+        counts = [p.numel() for p in rows]
+        added = [int((p >= self._intact(s)).sum()) for s, p in zip(slots, rows, strict=True)]
+        before = self._begin("place", slots, added)
+        for slot, p, length in zip(slots, rows, before, strict=True):
+            if p.numel() and int(p[0]) < length:
+                self._overwritten[slot] = int(p[0])
+        firsts = [int(p[0]) if p.numel() else n for p, n in zip(rows, before, strict=True)]
+        consecutive = all(
+            not p.numel() or int(p[-1]) - first + 1 == p.numel() for p, first in zip(rows, firsts, strict=True)
+        )
+        seq, _ = self._rows(counts)
+        pos = torch.cat(rows).to(self.device) if rows else seq
+        return self._append(slots, seq, pos, before, counts, added, firsts if consecutive else None)
 
     def reserve(self, slots: Sequence[int], counts: Sequence[int]) -> None:
         """Make room for counts[b] more tokens in slots[b] now, so that passes to come need none. Raises as `begin`.
@@ -163,21 +108,30 @@ class KVCache:
 
         All have room from now on. `commit(..., over=False)` counts one, `end_run` ends them.
         """
-        self._begin("begin_run", step.host_slots, [n * passes for n in step.counts])
+        self._begin("begin_run", step.host_slots, [n * passes for n in step.added])
         return replace(step, number=self._begun)
 
     def end_run(self, step: Append) -> None:
         """The passes of `begin_run` are over; room they did not use goes back."""
         self._check_open(step)
-        self._keep({s: self.lengths[s] for s in step.host_slots})
+        self._cut({s: self.lengths[s] for s in step.host_slots})
 
-    def append(self, layer: int, step: Append, k: Tensor, v: Tensor) -> None:
-        """Write the new tokens of one layer. k, v: [R, G, D] in the order of step.seq and step.pos."""
+    def append(self, layer: int, step: Append, k: Tensor, v: Tensor, rows: Tensor | None = None) -> None:
+        """Write the tokens of one layer. k, v: [R, G, D] in the order of step.seq and step.pos.
+
+        rows: int64 [r], the rows of the pass that k and v [r, G, D] belong to, where not all run in this layer. Rows
+        at new positions must be among them: the layer would hold no key for them.
+        """
         self._check_layer(layer)
         self._check_open(step)
-        rows = step.seq.shape[0]
-        ok = isinstance(k, Tensor) and k.dim() == 3 and k.shape[0] == rows and k.dtype in FLOATS
-        require(ok, f"k: expected float [R={rows}, G, D], got {describe(k)}")
+        place = step.at(layer)
+        if rows is not None:
+            ok = isinstance(rows, Tensor) and rows.dim() == 1 and rows.dtype in INTS and rows.device == self.device
+            require(ok, f"rows: expected int [r] on {self.device}, got {describe(rows)}")
+            place = place.take(rows)
+        count = place.slot.shape[0]
+        ok = isinstance(k, Tensor) and k.dim() == 3 and k.shape[0] == count and k.dtype in FLOATS
+        require(ok, f"k: expected float [R={count}, G, D], got {describe(k)}")
         same = isinstance(v, Tensor) and v.shape == k.shape and v.dtype == k.dtype
         require(same, f"v: expected {describe(k)} like k, got {describe(v)}")
         on = k.device == self.device and v.device == self.device
@@ -188,72 +142,125 @@ class KVCache:
             require(same, f"k: layer {layer} holds {describe(held[0])} [P, G, page, D], got {describe(k)}")
         with torch.inference_mode(False), torch.no_grad():
             if held is None:
-                shape = (self.pages.total, k.shape[1], self.pages.size, k.shape[2])
+                pages = self.layouts[layer].pages
+                shape = (pages.total, k.shape[1], pages.size, k.shape[2])
                 held = self.memory[layer] = (k.new_empty(shape), v.new_empty(shape))
-            append(*held, k, v, step.page, step.offset)
+            append(*held, k, v, place.page, place.offset)
 
     def view(self, layer: int, step: Append) -> KVView:
-        """What the rows of this pass attend to: all tokens up to and including the new ones."""
-        self._check_layer(layer)
-        held = self.memory[layer]
-        if held is None:
-            raise InvalidInput(f"layer {layer} holds no keys yet; append before view")
-        return KVView(held[0], held[1], step.filled, step.table)
+        """What the rows of this pass attend to: all tokens up to and including the new ones. Slot order is causal."""
+        place = step.at(layer)
+        return KVView(*self._held(layer), place.seq_lens, place.table)
 
     def commit(self, step: Append, *, over: bool = True) -> None:
         """The pass is done: its tokens count from now on. over=False: another pass of its run follows."""
         self._check_open(step)
-        for slot, n in zip(step.host_slots, step.counts, strict=True):
+        for slot, n in zip(step.host_slots, step.added, strict=True):
             self.lengths[slot] += n
             if over:
                 self._under_way[slot] = 0
+                self._overwritten.pop(slot, None)
 
     def abort(self, step: Append) -> None:
         """The pass failed: its pages go back and state forgets what it noted. A pass that is over is left alone.
 
-        Where it was the first and not all layers got memory, that goes back too, so that less can be asked for.
+        What it overwrote is lost: those sequences are cut to the first position that it was to overwrite. Where it
+        was the first and not all layers got memory, that goes back too, so that less can be asked for.
         Raises Unsupported where a state cannot forget; K and V are right even then.
         """
         self._drop([s for s in step.host_slots if self._under_way[s] == step.number])
-        if not all(self.memory) and not any(self.lengths) and not any(self._under_way):
-            self.memory = [None] * len(self.memory)
-            self.pages = self.config.plan(len(self.lengths))
-            self._resized += 1
+        if not all(self.memory):
+            self._start_over_if_empty()
 
     def truncate(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
-        """Drop what lies past lengths[b] tokens in slots[b]. A state that cannot follow refuses, nothing changed."""
+        """Drop what lies past lengths[b] tokens in slots[b].
+
+        Raises Unsupported, with nothing changed, where a state cannot follow, and where tokens are to go that keys
+        were evicted from (a sequence may always be cut to 0); InvalidInput for tokens that are not there, or that a
+        pass under way overwrites.
+        """
         self._check("truncate", slots, lengths)
         for slot, n in zip(slots, lengths, strict=True):
-            held = self.lengths[slot]
+            held = self._intact(slot)
             require(n <= held, f"truncate: slot {slot} holds {held} tokens, cannot keep {n}")
+            for layout in self.groups():
+                layout.check_cut(slot, n)
         ends = dict(zip(slots, lengths, strict=True))
         self._truncate_state({s: n for s, n in ends.items() if n < self.lengths[s] or self._under_way[s]})
-        self._keep(ends)
+        self._cut(ends)
+        if self._evicted:
+            self._start_over_if_empty()
 
     def reset(self, slots: Sequence[int]) -> None:
-        """Empty the slots for other sequences."""
+        """Empty the slots for other sequences. Once all are empty, what eviction did to layers is undone."""
         self._check("reset", slots, [0] * len(slots))
-        for state in self.state.values():
-            state.reset(self._ints(slots))
-        self._keep(dict.fromkeys(slots, 0))
+        self.state.reset(self._ints(slots))
+        self._cut(dict.fromkeys(slots, 0))
+        if self._evicted:
+            self._start_over_if_empty()
+
+    def keep(self, layer: int, slots: Sequence[int], index: Sequence[Tensor] | Tensor) -> None:
+        """Evict all keys and values of a layer but those in the given slots, and release their memory.
+
+        index: for each sequence int64 [G, n], on the cache's device: the slots that each KV head keeps, ascending; n
+        may differ from sequence to sequence. Not while a pass is under way. Syncs with the device, to check `index`.
+        Raises Unsupported where a state cannot follow, InvalidInput for slots not in use, kept twice or out of order,
+        or where none is kept; nothing is changed then.
+        """
+        self._check("keep", slots, [0 for _ in index])
+        busy = [s for s, number in enumerate(self._under_way) if number]
+        require(not busy, f"keep: a pass is under way in slots {busy}; commit or abort it first")
+        memory = self._held(layer)
+        kept = self._kept(layer, dict(zip(slots, index, strict=True)))
+        self.state.check_keep(layer)
+        if not kept:
+            return
+        before = self.layouts[layer]
+        after = before.evicted(self.lengths, {s: i.shape[1] for s, i in kept.items()})
+        with torch.inference_mode(False), torch.no_grad():
+            self.memory[layer] = compacted(memory, before, after, kept)
+        self.layouts[layer] = next((layout for layout in self.groups() if layout == after), after)
+        self._moves, self._evicted = self._moves + 1, True
+        self.state.kept(layer, self._view_of_all(layer))
+
+    def slots_in_use(self, layer: int) -> list[int]:
+        """Slots of each sequence that hold a token in this layer; fewer than its tokens after eviction."""
+        self._check_layer(layer)
+        return list(self.layouts[layer].in_use(dict(enumerate(self.lengths))).values())
+
+    def evicted(self, layer: int) -> bool:
+        """Whether keys of some sequence were dropped from this layer, so that slots are not positions."""
+        return any(self.layouts[layer].dropped)
 
     @property
-    def resized(self) -> int:
-        """How often memory has moved, the cache's or that of a state: what was captured before reads the old place."""
-        return self._resized + sum(getattr(state, "moved", 0) for state in self.state.values())
+    def generation(self) -> int:
+        """How often memory has moved, the cache's or that of its state: graphs captured earlier read the old memory."""
+        return self._moves + self.state.generation
 
     @property
     def nbytes(self) -> int:
         """Bytes of K and V allocated, all layers."""
         return sum(x.numel() * x.element_size() for held in self.memory if held for x in held)
 
-    def table(self, slots: Sequence[int], width: int | None = None) -> Tensor:
-        """int64 [B, width] on the device: the pages of each sequence; width: at least the most pages one holds."""
-        held = [self.pages.held[s] for s in slots]
-        most = max((len(h) for h in held), default=0) or 1
+    @property
+    def page(self) -> int | None:
+        """Tokens in a page; None where one page holds a sequence, whatever its length."""
+        return self.config.page if self.config.kind == "paged" else None
+
+    def groups(self) -> list[Layout]:
+        """The distinct layouts, in the order of the first layer of each."""
+        return list({id(layout): layout for layout in self.layouts}.values())
+
+    def tables(self, slots: Sequence[int], width: int | None = None) -> Tensor:
+        """int64 [groups, B, width] on the device: the pages of each sequence, for each of `groups`.
+
+        width: at least the most pages that one holds. Entries past a sequence's own are never read.
+        """
+        held = [[layout.pages.held[s] for s in slots] for layout in self.groups()]
+        most = max((len(pages) for rows in held for pages in rows), default=0) or 1
         require(width is None or width >= most, f"table: {most} pages do not fit into {width} columns")
-        rows = [h + [0] * ((width or most) - len(h)) for h in held]  # entries past `filled` are never read
-        return torch.tensor(rows, dtype=torch.int64, device=self.device).view(len(rows), width or most)
+        rows = [[pages + [0] * ((width or most) - len(pages)) for pages in each] for each in held]
+        return self._ints(rows).view(len(held), len(slots), width or most)
 
     def _begin(self, what: str, slots: Sequence[int], counts: Sequence[int], exact: bool = False) -> list[int]:
         """Make room and open a pass on the slots; their lengths before it."""
@@ -261,14 +268,126 @@ class KVCache:
         self._drop([s for s in slots if self._under_way[s]])
         before = [self.lengths[s] for s in slots]
         after = {s: n + c for s, n, c in zip(slots, before, counts, strict=True)}
-        size, total = self.pages.sizes_for(after, exact)
-        if (size, total) != (self.pages.size, self.pages.total):
-            self._resize(size, total)
-        self.pages.take(after, size, total)
+        sizes = [(layout, *layout.sizes_for(after, exact)) for layout in self.groups()]  # all, before any is changed
+        if any((size, total) != (layout.pages.size, layout.pages.total) for layout, size, total in sizes):
+            self._moves += 1
+        for each in sizes:
+            self._grow(*each)
+        for layout, size, total in sizes:
+            layout.take(after, size, total)
         self._begun += 1
         for slot in slots:
             self._under_way[slot] = self._begun
         return before
+
+    def _append(
+        self, slots: Sequence[int], seq: Tensor, pos: Tensor, before: Sequence[int], counts: Sequence[int],
+        added: Sequence[int], firsts: Sequence[int] | None,
+    ) -> Append:  # fmt: skip
+        """The pass over rows at `pos` [R]. firsts: each sequence's first position where its rows are consecutive."""
+        groups, table = self.groups(), self.tables(slots)
+        dropped = [[layout.dropped[s] for s in slots] for layout in groups]
+        slot = pos.expand(len(groups), -1)
+        if any(map(any, dropped)):
+            slot = slot - self._ints(dropped)[:, seq]
+        after = [n + c for n, c in zip(before, added, strict=True)]
+        seq_lens = self._ints([[n - d for n, d in zip(after, each, strict=True)] for each in dropped])
+        page, offset = places(table, seq, slot, self.page)
+        placements = {}
+        for g, layout in enumerate(groups):
+            starts = tuple(n - d for n, d in zip(before, dropped[g], strict=True))
+            runs = None
+            if firsts is not None:
+                known = zip(counts, firsts, dropped[g], strict=True)
+                runs = tuple(Run(n, b, first - gone) for b, (n, first, gone) in enumerate(known))
+            width = max((len(layout.pages.held[s]) for s in slots), default=0) or 1
+            placements[id(layout)] = Placement(
+                slot[g], page[g], offset[g], seq_lens[g], table[g, :, :width], starts, runs
+            )
+        each = tuple(placements[id(layout)] for layout in (self.layouts if len(groups) > 1 else groups))
+        host = (tuple(counts), tuple(added), tuple(slots), tuple(before))
+        return Append(self._ints(slots), seq, pos, each, *host, self._begun)
+
+    def _rows(self, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """(sequence of each row [R], first row of each sequence [B])."""
+        each = self._ints(counts)
+        seq = torch.repeat_interleave(torch.arange(len(counts), device=self.device), each, output_size=sum(counts))
+        return seq, torch.cumsum(each, 0) - each
+
+    def _positions(self, slot: int, positions: Sequence[int] | Tensor, overwrite: bool) -> Tensor:
+        """`positions` as int64 on the host, checked against what the slot holds."""
+        p = torch.as_tensor(positions)
+        p = p.long() if not p.numel() else p
+        ok = p.dim() == 1 and p.dtype in INTS and p.device.type == "cpu"
+        require(ok, f"place: expected a list or int tensor [n] of positions on the host, got {describe(p)}")
+        if not p.numel():
+            return p
+        p, held = p.long(), self._intact(slot)
+        low, high = int(p[0]), int(p[-1])
+        require(low >= 0, f"place: slot {slot}: expected positions >= 0, got {low}")
+        back = (p.diff() <= 0).nonzero()
+        if back.numel():
+            i = int(back[0])
+            raise InvalidInput(
+                f"place: slot {slot}: position {int(p[i + 1])} after {int(p[i])} goes back; sort positions, each once"
+            )
+        require(
+            overwrite or low >= held,
+            f"place: slot {slot} holds {held} tokens, so position {low} is in use; pass overwrite=True to replace it",
+        )
+        new = p[p >= held]
+        skips = new.numel() and high != held + new.numel() - 1
+        require(not skips, f"place: slot {slot} holds {held} tokens; positions {new[:8].tolist()} ... skip some after")
+        if low < held:
+            evicted = [i for i, layout in enumerate(self.layouts) if layout.evicted_at[slot]]
+            if evicted:
+                raise Unsupported(
+                    f"place: slot {slot}: keys were evicted from layers {evicted}, so position {low} cannot be "
+                    f"overwritten; overwrite before evicting"
+                )
+        return p
+
+    def _kept(self, layer: int, index: dict[int, Tensor]) -> dict[int, Tensor]:
+        """What `keep` was given, checked, without the sequences that keep everything."""
+        heads, used = self._held(layer)[0].shape[1], self.slots_in_use(layer)
+        for slot, i in index.items():
+            ok = isinstance(i, Tensor) and i.dim() == 2 and i.shape[0] == heads
+            ok = ok and i.dtype == torch.int64 and i.device == self.device
+            require(ok, f"keep: slot {slot}: expected int64 [G={heads}, n] on {self.device}, got {describe(i)}")
+            require(i.shape[1] > 0, f"keep: slot {slot}: expected at least one slot to keep; use reset to empty it")
+        if not index:
+            return {}
+        found = [
+            torch.stack([i.amin(), i.amax() + 1, (i.diff() == 0).any(), (i.diff() < 0).any()]) for i in index.values()
+        ]
+        for (slot, n), (low, high, twice, back) in zip(
+            ((s, used[s]) for s in index), torch.stack(found).tolist(), strict=True
+        ):
+            inside = f"keep: slot {slot}: layer {layer} uses slots [0, {n}) of it, got some in [{low}, {high})"
+            require(low >= 0 and high <= n, inside)
+            require(not twice, f"keep: slot {slot}: expected each slot once in a head, got one twice")
+            require(not back, f"keep: slot {slot}: expected slots in ascending order in each head")
+        return {s: i for s, i in index.items() if i.shape[1] < used[s]}
+
+    def _held(self, layer: int) -> tuple[Tensor, Tensor]:
+        """K and V of a layer, [P, G, page, D], of the size that its layout says."""
+        self._check_layer(layer)
+        held, pages = self.memory[layer], self.layouts[layer].pages
+        if held is None:
+            raise InvalidInput(f"layer {layer} holds no keys yet; append first")
+        if (held[0].shape[0], held[0].shape[2]) == (pages.total, pages.size):
+            return held
+        k, v = (x[: pages.total, :, : pages.size] for x in held)  # it is larger where growth failed in a later layer
+        return k, v
+
+    def _view_of_all(self, layer: int) -> KVView:
+        table = self.tables(range(len(self.lengths)))
+        group = [id(layout) for layout in self.groups()].index(id(self.layouts[layer]))
+        return KVView(*self._held(layer), self._ints(self.slots_in_use(layer)), table[group])
+
+    def _intact(self, slot: int) -> int:
+        """Tokens of a sequence that no pass under way overwrites."""
+        return min(self.lengths[slot], self._overwritten.get(slot, self.lengths[slot]))
 
     def _check(self, what: str, slots: Sequence[int], counts: Sequence[int]) -> None:
         fits = len(slots) == len(counts) and len(set(slots)) == len(slots)
@@ -286,35 +405,48 @@ class KVCache:
         require(ok, f"{why}; call begin again")
 
     def _drop(self, slots: Sequence[int]) -> None:
-        ends = {s: self.lengths[s] for s in slots}
-        self._keep(ends)
+        """End passes under way on the slots as if they had never been."""
+        ends = {s: self._intact(s) for s in slots}
+        self._cut(ends)
         self._truncate_state(ends)
 
-    def _keep(self, ends: dict[int, int]) -> None:
+    def _cut(self, ends: dict[int, int]) -> None:
         for slot, n in ends.items():
             self.lengths[slot] = n
-            self.pages.release(slot, n)
             self._under_way[slot] = 0
+            self._overwritten.pop(slot, None)
+            for layout in self.groups():
+                layout.cut(slot, n)
 
     def _truncate_state(self, ends: dict[int, int]) -> None:
         if ends:
             slots, lengths = self._ints(list(ends)), self._ints(list(ends.values()))
-            for state in self.state.values():
-                state.check_truncate(slots, lengths)
-            for state in self.state.values():
-                state.truncate(slots, lengths)
+            self.state.check_truncate(slots, lengths)
+            self.state.truncate(slots, lengths)
 
-    def _ints(self, values: Sequence[int]) -> Tensor:
-        return torch.tensor(list(values), dtype=torch.int64, device=self.device)
+    def _start_over_if_empty(self) -> None:
+        """Give all memory back and make layers alike again, where no slot holds anything."""
+        if not any(self.lengths) and not any(self._under_way):
+            self.memory = [None] * len(self.memory)
+            self.layouts = [Layout.fresh(self.config.plan(len(self.lengths)))] * len(self.memory)
+            self._moves, self._evicted = self._moves + 1, False
 
-    def _resize(self, size: int, total: int) -> None:
-        """Move all layers to larger pages or more of them; an allocation that fails leaves the old memory in place."""
+    def _ints(self, values: Any) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+    def _grow(self, layout: Layout, size: int, total: int) -> None:
+        """Move the layers of a layout to larger pages or more of them, one by one: each old one goes before the next.
+
+        An allocation that fails leaves the layers before it larger than their layout, which holds no less.
+        """
 
         def moved(old: Tensor) -> Tensor:
             new = old.new_empty(total, old.shape[1], size, old.shape[3])
             new[: old.shape[0], :, : old.shape[2]] = old
             return new
 
-        with torch.inference_mode(False), torch.no_grad():
-            self.memory = [held and (moved(held[0]), moved(held[1])) for held in self.memory]
-        self._resized += 1
+        for layer in range(len(self.memory)):
+            held = self.memory[layer]
+            if held and self.layouts[layer] is layout and (held[0].shape[0] < total or held[0].shape[2] < size):
+                with torch.inference_mode(False), torch.no_grad():
+                    self.memory[layer] = (moved(held[0]), moved(held[1]))

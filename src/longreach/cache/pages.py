@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass, field
+from itertools import count, islice
 
 from longreach.errors import CapacityError
 
@@ -50,7 +52,8 @@ class Pages:
                 f"the KV pool has {self.most} pages of {self.size} tokens, {used} in use, and {wanted} more are "
                 f"needed; nothing was written. Raise CacheConfig(pages=...) or lower the batch"
             )
-        return self.size, grown(self.total, used + wanted, self.most)
+        most = self.most or (self.limit and self.slots * -(-self.limit // self.size))
+        return self.size, grown(self.total, used + wanted, most)
 
     def take(self, lengths: dict[int, int], size: int, total: int) -> None:
         """Hand out the pages, memory of `sizes_for` being there."""
@@ -69,6 +72,23 @@ class Pages:
             keep = -(-length // self.size)
             self.free += self.held[slot][keep:][::-1]
             del self.held[slot][keep:]
+
+    def shrunk(self, lengths: list[int]) -> Pages:
+        """The same sequences, cut to `lengths`, in no more memory than they need. A pool of `most` pages keeps them.
+
+        Pages of a sequence keep their order; those of a smaller pool are renumbered.
+        """
+        if self.contiguous:
+            return Pages(self.slots, max(1, *lengths), self.total, True, self.limit)
+        new = deepcopy(self)
+        for slot, length in enumerate(lengths):
+            new.release(slot, length)
+        if new.most is None:
+            numbers = count()
+            new.held = [list(islice(numbers, len(pages))) for pages in new.held]
+            used = next(numbers)
+            new.total, new.free = max(1, used), [] if used else [0]
+        return new
 
 
 def _exactly(now: int, needed: int, most: int | None) -> int:

@@ -7,9 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from longreach.errors import Unsupported
 from longreach.ops.attend import Entries
 from longreach.ops.nearest import Ring
-from longreach.ops.types import Partial, accumulator, require
+from longreach.ops.types import KVView, Partial, accumulator, require
 
 SPARE = 8  # rows past the window, so that so many tokens can be taken back without a trace
 
@@ -52,18 +53,31 @@ class RowRing:
             self.entries.out[at] = entry.out
             self.entries.lse[at] = entry.lse
 
-    def remember(self) -> Callable[[], None]:
-        """Copy all there is; what is returned puts it back where it was."""
+    @property
+    def generation(self) -> int:
+        return 0  # its memory never moves
+
+    def check_keep(self, layer: int) -> None:
+        raise Unsupported(
+            f"layer {layer} keeps results of attention over earlier keys (MAC's ring), which cannot be evicted "
+            f"from them; evict in layers without a ring"
+        )
+
+    def kept(self, layer: int, view: KVView) -> None:
+        """Never called: see `check_keep`."""
+
+    def snapshot(self) -> Callable[[], None]:
+        """Copy everything; calling the result writes the copy back to the same memory."""
         held = (self.ring.query, self.ring.stamp, self.ring.depth, self.ring.credit, *self.entries)
         with torch.inference_mode(False), torch.no_grad():
             copies = [x.clone() for x in held]
 
-        def put_back() -> None:
+        def restore() -> None:
             with torch.no_grad():
                 for x, copy in zip(held, copies, strict=True):
                     x.copy_(copy)
 
-        return put_back
+        return restore
 
     def reset(self, slots: Tensor) -> None:
         self.ring.stamp[slots] = -1

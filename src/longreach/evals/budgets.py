@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 import torch
 
 from longreach.adapters.transformers import cache_windows, shape_of
-from longreach.cache import PerSlot, SequenceState
+from longreach.cache import PerTokenState, SequenceState
 from longreach.errors import InvalidInput
 from longreach.evals.evaluate import Evaluation
 from longreach.evals.methods import DENSE, Spec
-from longreach.methods.base import AttentionMethod, LayerCall, ModelShape, Outcome, Reads
-from longreach.methods.ledger import Ledger
-from longreach.ops import HeadShard, KVView, Rows, Spans
+from longreach.methods.base import AttentionMethod, Outcome
+from longreach.methods.call import LayerCall, ModelShape
+from longreach.ops import HeadShard, KVView, Rows
+from longreach.runtime import Ledger, Pass, Segment, drive
 
 BUDGETS = {"streaming_llm": "window", "quest": "k", "omnikv": "k", "less_is_more": "k", "loki": "k"}
 COUNTED = {"oracle_top_k": "k"}  # reads more than dense whatever it attends to: gets as many keys instead
@@ -57,50 +58,41 @@ class DryRun:
         """The share of its context that a row attends to, the mean over KV heads and layers that are not dense."""
         shares = []
         for call, outcome in self._steps(method, Ledger()):
-            if not outcome.dense_because and call.layer not in self.windows:
-                keys = sum(s.reads(call.rows, call.kv).double() for s in outcome.reads.values[-1:])
+            if not outcome.dense_reason and call.layer not in self.windows:
+                keys = sum(s.reads(call.rows, call.kv).double() for s in call.meter.values[-1:])
                 shares.append(float((keys / (call.rows.pos[:, None] + 1)).mean()))
         if not shares:
             raise InvalidInput(f"{method.name} attends densely in every layer: it has no number of keys to be equalled")
         return sum(shares) / len(shares)
 
     def _steps(self, method: AttentionMethod, ledger: Ledger) -> list[tuple[LayerCall, Outcome]]:
-        """A step of each batch: the layers' calls and what the method made of them, noted in the ledger."""
+        """A decode step of each batch: the calls of its layers and their outcomes, counted by the ledger."""
         found = []
-        with torch.no_grad():
-            for contexts in self.batches:
-                passed: dict[object, object] = {}
-                for layer in range(self.shape.layers):
-                    call = replace(self._call(layer, contexts), passed=passed)
-                    window = self.windows.get(layer)
-                    dense = Spans.dense() if window is None else Spans.window(window)
-                    if window is None:
-                        outcome = method.run(call, self._state(method, call))
-                    else:
-                        outcome = Outcome(call.attend(dense), Reads((dense,), (dense,)))
-                    ledger.add("decode", call, method.name, "reference", outcome, dense)
-                    found.append((call, outcome))
-                ledger.flush()
+        for contexts in self.batches:
+            step = Pass((Segment("decode", method),), self.shape, ZeroStates(), ledger, "reference")
+            calls = (self._call(step, layer, contexts) for layer in range(self.shape.layers))
+            found += drive(step, calls, windows=self.windows)
         return found
 
-    def _state(self, method: AttentionMethod, call: LayerCall) -> SequenceState | None:
-        """A fresh one: what is in it changes no byte that is read, but numbers it must be."""
-        state = method.new_state(call, call.kv.sequences)
-        if isinstance(state, PerSlot):
-            state.fit(call.kv.capacity)
-            state.zero()
-        return state
-
-    def _call(self, layer: int, contexts: Sequence[int]) -> LayerCall:
+    def _call(self, step: Pass, layer: int, contexts: Sequence[int]) -> LayerCall:
         shape, rows = self.shape, len(contexts)
         one = torch.zeros(shape.head_dim, dtype=self.dtype)  # every key and value, in the memory of one
         memory = one.expand(rows, shape.kv_heads, max(contexts), -1)
         filled, seq = torch.tensor(contexts), torch.arange(rows)
         q = torch.randn(rows, shape.query_heads, shape.head_dim, generator=torch.Generator().manual_seed(layer))
-        return LayerCall(
-            layer, Rows(q.to(self.dtype), seq, filled - 1), KVView(memory, memory, filled), seq,
-            shape.head_dim**-0.5, shard=HeadShard.whole(shape.kv_heads), impl="reference", model=shape,
-        )  # fmt: skip
+        view = KVView(memory, memory, filled)
+        here = Rows(q.to(self.dtype), seq, filled - 1)
+        return step.call(layer, here, view, seq, shape.head_dim**-0.5, shard=HeadShard.whole(shape.kv_heads))
+
+
+class ZeroStates:
+    """Fresh, zero-filled state. Its contents do not affect how many bytes are read, but must not be NaN."""
+
+    def get(self, method: AttentionMethod, call: LayerCall) -> SequenceState | None:
+        state = method.new_state(call, call.kv.sequences)
+        if isinstance(state, PerTokenState):
+            state.zero()
+        return state
 
 
 @dataclass(frozen=True)

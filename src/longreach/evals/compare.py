@@ -111,20 +111,20 @@ class Compare:
         room = CacheConfig(capacity=len(self.prompt) + self.steps)
         for prefill, specs in by_prefill(self.specs):
             with attach(self.model, prefill=prefill, cache=room) as session:
-                session.follow(*(spec.decode for spec in specs))
+                session.prepare(*(spec.decode for spec in specs))
                 reader = Reader(session, chunk, graph=self.graph)
                 read_errors = self._prefill_errors() if prefill.name != DENSE else None
-                session.observe = read_errors
+                session.on_layer = read_errors
                 with progress(f"reading, {prefill.name}", len(self.prompt)) as advance:
                     first = reader.read(self.prompt, advance)
                 reads = [Reads.of(session.report(spec.decode), "prefill") for spec in specs]
                 for spec, prefill_reads in zip(specs, reads, strict=True):
                     session.switch(spec.decode)
                     errors = LayerErrors(shape_of(self.model), self.model.device, "decode") if self.layers else None
-                    session.observe = errors
-                    with reader.aside(spec.decode), progress(f"decoding, {spec.label}", self.steps) as advance:
+                    session.on_layer = errors
+                    with reader.rollback(spec.decode), progress(f"decoding, {spec.label}", self.steps) as advance:
                         rows, seconds = self._decode(reader, first, advance)
-                    session.observe = None
+                    session.on_layer = None
                     yield self._compared(
                         spec, session, prefill_reads, rows, reader.read_seconds, seconds, read_errors, errors
                     )

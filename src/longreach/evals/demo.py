@@ -90,7 +90,7 @@ class Demo:
         for prefill, decodes in plans(left_out=self.left_out):
             with attach(self.model, prefill=prefill, cache=CacheConfig(capacity=room)) as session:
                 methods = [choose("decode", decode) for decode in decodes]
-                session.follow(*methods)
+                session.prepare(*methods)
                 reader = Reader(session)
                 with progress(f"reading, {prefill}", len(self.document)) as advance:
                     reader.read(self.document, advance)

@@ -159,13 +159,13 @@ class Dialogue:
         room = CacheConfig(capacity=len(one.prompt) + len(one.fed) + 1)
         for prefill, specs in by_prefill(self.specs):
             with attach(self.model, prefill=prefill, cache=room) as session, torch.inference_mode():
-                session.follow(*(spec.decode for spec in specs))
+                session.prepare(*(spec.decode for spec in specs))
                 reader = Reader(session, chunk, graph=self.graph)
                 with progress(f"{which}, {prefill.name} prefill", len(one.prompt)) as advance:
                     first = reader.read(one.prompt, advance, then=len(one.fed))
                 for spec in specs:
                     session.switch(spec.decode)
-                    with reader.aside(spec.decode), progress(f"{which}, {spec.label}", len(one.fed)) as advance:
+                    with reader.rollback(spec.decode), progress(f"{which}, {spec.label}", len(one.fed)) as advance:
                         heard, seconds = _fed(reader, first, one, reference, advance, own=self.own)
                     found[spec.label] = {
                         **heard.to_json(one.answers), "bytes": phase_bytes(session.report(), "decode"),

@@ -141,7 +141,7 @@ class Evaluation:
                 attach(self.model, prefill=prefill, cache=room) as session,
                 progress(f"{prefill.name} prefill, {counted(len(specs), 'method')}", len(open_parts)) as advance,
             ):
-                session.follow(*(spec.decode for spec in specs))
+                session.prepare(*(spec.decode for spec in specs))
                 reader = BatchReader(session, self.settings.chunk, graph=self.settings.graph)
                 for key, name, first in open_parts:
                     asked = self.asked[name][first : first + self.settings.batch]

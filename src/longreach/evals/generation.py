@@ -95,7 +95,7 @@ class Generation:
         """What these methods draw after each window, by their labels."""
         parts = []
         with attach(self.model, prefill=prefill, cache=self.room) as session:
-            session.follow(*(spec.decode for spec in specs))
+            session.prepare(*(spec.decode for spec in specs))
             reader = Reader(session, chunk, graph=self.graph)
             for number in range(len(self.windows)):
                 name = f"{specs[0].label}|{number}"
@@ -112,14 +112,14 @@ class Generation:
         """Of one window, by label: tokens, bytes read while decoding (`phase_bytes`), seconds_per_token, and what the
         method noted (`noted`)."""
         found, which = dict[str, Any](), f"{number + 1} of {counted(len(self.windows), 'window')}"
-        with reader.aside():
+        with reader.rollback():
             with progress(f"{which}, {session.prefill.name} prefill", self.length) as advance:
                 first = reader.read(self.windows[number], advance, then=self.steps)
             for spec in specs:
                 session.switch(spec.decode)
                 answer, choose = Answer(), self._sampler(number, first)
                 with (
-                    reader.aside(spec.decode),
+                    reader.rollback(spec.decode),
                     progress(f"{which}, {spec.label}", self.steps) as advance,
                     closing(reader.decode(first, self.steps, answer, choose=choose)) as chosen,
                 ):
@@ -159,7 +159,7 @@ class Generation:
             reader = Reader(session, chunk)
 
             def sums(window: list[int], tokens: list[int]) -> list[float]:
-                with reader.aside():
+                with reader.rollback():
                     return self._curve().sums_of(reader.score([*window, *tokens], advance)[self.length - 1 :].cpu())
 
             return {

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longreach.methods.base import LayerCall, ModelShape, Outcome, Phase
+from longreach.methods.base import Outcome
+from longreach.methods.call import LayerCall, ModelShape, Phase
 from longreach.ops import Spans
 from longreach.ops.attend import attend
 
@@ -38,7 +39,7 @@ class LayerErrors:
         if not len(out):
             return
         self.rows[call.layer] += len(out)
-        if outcome.dense_because is None:
+        if outcome.dense_reason is None:
             dense = attend(
                 rows, call.kv, Spans.dense(), scale=call.scale, softcap=call.softcap, sink_logit=call.sink_logit,
                 impl=call.impl,

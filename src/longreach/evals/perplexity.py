@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from longreach.adapters.transformers import Advance, Answer, Reader, Session, attach, check_length, encode, shape_of
-from longreach.cache import CacheConfig, Remembering
+from longreach.cache import CacheConfig
 from longreach.errors import InvalidInput, MeasurementFailed
 from longreach.evals.failures import failure
 from longreach.evals.methods import Spec, by_prefill
 from longreach.evals.progress import Progress, counted, unseen
 from longreach.evals.reads import phase_bytes, shares
-from longreach.methods.base import AttentionMethod, states_of
+from longreach.methods.base import AttentionMethod
 from longreach.records import bootstrap
 
 BINS = 16  # of positions
@@ -196,7 +196,7 @@ class Perplexity:
             attach(self.model, prefill=prefill, cache=CacheConfig(capacity=self.length)) as session,
             progress(f"{prefill.name} prefill, {counted(len(specs), 'method')}", self.length * len(fresh)) as advance,
         ):
-            session.follow(*(spec.decode for spec in specs))
+            session.prepare(*(spec.decode for spec in specs))
             reader = Reader(session, chunk, graph=self.graph)
             for name, window in fresh:
                 parts[name] = self._window(session, reader, specs, window, advance)
@@ -210,13 +210,13 @@ class Perplexity:
         session.reset_report()
         before, decoded = reader.read_seconds, dict[str, Any]()
         try:
-            with reader.aside():
+            with reader.rollback():
                 whole = self._whole().sums_of(reader.score(window, advance).cpu())
                 seconds, prompt = reader.read_seconds - before, window[: -self.decode_tokens - 1]
                 # what the prefill or a method made of the end must not be there before it
                 exact = session.prefill.chunked_prefill_exact
-                states = states_of(reader.cache.kv)
-                if self.decode_tokens and (not exact or any(isinstance(state, Remembering) for state in states)):
+                rings = any(method.keeps == "sequences" for method in session.observers)
+                if self.decode_tokens and (not exact or rings):
                     reader.cache.drop_columns(len(window))
                     session.reset_report()
                     reader.read(prompt, then=self.decode_tokens + 1)
@@ -233,7 +233,7 @@ class Perplexity:
         session.switch(spec.decode)
         times = Answer()
         try:
-            with reader.aside(spec.decode):
+            with reader.rollback(spec.decode):
                 sums = self._end().sums_of(self._decode(reader, window, times))
         except Exception as error:
             return {"error": failure(error, self.model.device)}

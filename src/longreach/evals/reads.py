@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from longreach.methods.base import Phase
-from longreach.methods.ledger import Report
+from longreach.methods.call import Phase
+from longreach.runtime import Report
 
 
 @dataclass(frozen=True)

@@ -4,191 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Hashable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from longreach.cache import KVCache, SequenceState
+from longreach.cache import SequenceState
 from longreach.errors import UnknownName
-from longreach.ops import Bound, HeadShard, KVView, Logits, Partial, Rows, ScoringKeys, Selection, Spans, Turn, top_k
-from longreach.ops.attend import (
-    Entries,
-    amending,
-    attend,
-    attend_amend,
-    attend_keeping,
-    attend_values,
-    resolve,
-    score_keys,
-)
-from longreach.ops.attend.keeping import keeping, scoring, valuing
-from longreach.ops.impl import Implementations
-from longreach.ops.nearest import Matched, Ring, Rule, match
-from longreach.ops.nearest import implementations as matching
-from longreach.ops.pooled_scores import implementations as pooling
-from longreach.ops.pooled_scores import pooled_scores
-from longreach.ops.top_k import implementations as choosing
+from longreach.methods.call import LayerCall, ModelShape, Phase
+from longreach.ops import Partial
+from longreach.ops.doors import EVERYTHING
 from longreach.ops.types import require
 
-Phase = Literal["prefill", "decode"]
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """What of a model a method's options may refer to. Heads are those of all ranks; head_dim is in channels.
-
-    config: hash of the model's configuration, by which plans know their model; "" where nobody knows it.
-    """
-
-    layers: int
-    query_heads: int
-    kv_heads: int
-    head_dim: int
-    config: str = ""
-
-
-@dataclass(frozen=True)
-class LayerCall:
-    """All that a method gets to see of one layer in one forward pass.
-
-    layer: index; rows: post-RoPE queries [R, H, D]; kv: the layer's cache, the rows' own keys in it;
-    slots: int [B], the cache slot of each sequence, by which state is addressed; scale, softcap, sink_logit:
-    as in ops.attend; shard: which KV heads are here; impl: who computes; ran: who did.
-    pre_rope: gives (q [R, H, D], k [R, G, D]) of the rows before rotation, for methods with `needs_pre_rope`.
-    turn: gives how the rows were rotated, for those who undo it where they need it; likewise.
-    phase: whether the rows belong to a prompt or are new tokens, for methods that treat them apart.
-    ahead: tokens that are known to follow in later passes of the prompt, before any is decoded; padded sequences may
-    get fewer.
-    model: what the layer belongs to. passed: what earlier layers of this pass left for later ones (selections, by
-    whatever key their method chooses); it is gone with the pass.
-    """
-
-    layer: int
-    rows: Rows
-    kv: KVView
-    slots: Tensor
-    scale: float
-    softcap: float | None = None
-    sink_logit: Tensor | None = None
-    shard: HeadShard | None = None
-    impl: str = "auto"
-    pre_rope: Callable[[], tuple[Tensor, Tensor]] | None = field(default=None, repr=False)
-    turn: Callable[[], Turn] | None = field(default=None, repr=False)
-    phase: Phase = "decode"
-    ahead: int = 0
-    model: ModelShape | None = None
-    passed: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
-    ran: set[str] = field(default_factory=set, repr=False, compare=False)
-
-    def attend(self, selection: Selection, *, sink: bool = True) -> Partial:
-        """ops.attend with this layer's logits. A method that merges several results takes the sink once."""
-        sink_logit = self.sink_logit if sink else None
-        name = resolve(self.impl, self.rows, self.kv, selection, softcap=self.softcap, sink_logit=sink_logit)
-        self.ran.add(name)
-        return attend(
-            self.rows,
-            self.kv,
-            selection,
-            scale=self.scale,
-            softcap=self.softcap,
-            sink_logit=sink_logit,
-            impl=name,
-        )
-
-    def attend_keeping(self) -> tuple[Partial, Logits]:
-        """ops.attend_keeping with this layer's logits: dense attention, the sink in it, and what it leaves."""
-        impl = self._impl(keeping)
-        terms: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap, "sink_logit": self.sink_logit}
-        return attend_keeping(self.rows, self.kv, **terms, impl=impl)
-
-    def score_keys(self, keys: ScoringKeys | None = None) -> tuple[Tensor, Logits]:
-        """ops.score_keys with this layer's logits: dense attention's lse [R, H], the sink in it, and what it leaves."""
-        impl = self._impl(scoring)
-        terms: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap, "sink_logit": self.sink_logit}
-        return score_keys(self.rows, self.kv, **terms, keys=keys, impl=impl)
-
-    def attend_values(self, selection: Selection, logits: Logits, *, sink: bool = True) -> Partial:
-        """ops.attend_values, from logits that a pass over this layer's keys has left. sink: as in `attend`."""
-        sink_logit = self.sink_logit if sink else None
-        impl = self._impl(valuing)
-        return attend_values(self.rows, self.kv, selection, logits, sink_logit=sink_logit, impl=impl)
-
-    def pooled_scores(self, lse: Tensor | None = None, *, logits: Logits | None = None) -> Tensor:
-        """ops.pooled_scores with this layer's logits, or those that a pass has left: fp32 [R, G, N].
-
-        What lies past the slots that a row reaches may be anything.
-        """
-        impl = self._impl(pooling)
-        if impl == "triton" and logits is None:  # it sums logits that a pass over the keys has left
-            found, logits = score_keys(self.rows, self.kv, scale=self.scale, softcap=self.softcap, impl=impl)
-            lse = found if lse is None else lse
-        terms: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap}
-        return pooled_scores(self.rows, self.kv, **terms, lse=lse, logits=logits, impl=impl)
-
-    def top_k(
-        self, x: Tensor, count: Tensor, length: Tensor, *, first: int = 0, last: int = 0, capacity: int
-    ) -> tuple[Tensor, Tensor]:
-        """ops.top_k: the largest scores of each row, as Lists takes them (index [L, heads, capacity], count)."""
-        impl = self._impl(choosing)
-        return top_k(x, count, length, first=first, last=last, capacity=capacity, impl=impl)
-
-    def match(self, ring: Ring, rule: Rule, weight: Tensor | None = None) -> Matched:
-        """ops.nearest.match of the rows, their rotation undone: the rows' own queries are in the ring from now on."""
-        require(self.turn is not None, "this call does not know how its rows were rotated, and a match needs it")
-        assert self.turn is not None
-        impl = self._impl(matching)
-        return match(self.rows, self.slots, ring, rule, turn=self.turn(), weight=weight, impl=impl)
-
-    def attend_amend(
-        self, selection: Selection, split: Bound, entries: Entries, take: Tensor, put: Tensor
-    ) -> tuple[Partial, Tensor]:
-        """ops.attend.attend_amend with this layer's logits, the sink among them."""
-        impl = self._impl(amending)
-        terms: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap, "sink_logit": self.sink_logit}
-        return attend_amend(self.rows, self.kv, selection, split, entries, take, put, **terms, impl=impl)
-
-    def take(self, index: Tensor) -> LayerCall:
-        """The call with the rows at `index` [r] alone."""
-        turn = self.turn
-        mine = None if turn is None else lambda: turn().take(index)
-        return replace(self, rows=self.rows.take(index), turn=mine)
-
-    def _impl(self, op: Implementations) -> str:
-        """Who computes an op: `impl` where the op has it, else what "auto" means there."""
-        name = op.resolve(self.impl if self.impl in op.names() else "auto", self.rows.q.device)
-        self.ran.add(name)
-        return name
-
-    def sum_over_ranks(self, x: Tensor) -> Tensor:
-        """x, pooled over the KV heads that are here, summed over the ranks that hold the others."""
-        return x if self.shard is None else self.shard.sum(x)
-
-
-class Reads(NamedTuple):
-    """What a layer really read: each selection is one pass over the keys (or values) it names.
-
-    metadata: further bytes per row [R] or for all rows (int) of what the method keeps between steps: page bounds,
-    tables, rings, codes. The rule: what lies in memory when a pass begins, and is not needed for dense attention,
-    counts each time it is read. So the ledger adds, for each pass over keys by lists, their entries in use and
-    log-weights (8 bytes for an int64 entry: keep them in int32), as metadata. Not counted is what dense attention
-    reads too (queries, lengths, block tables) and what an op makes and consumes itself (score rows on their way to
-    a top-k, softmax statistics, results of split kernels).
-    """
-
-    keys: tuple[Selection, ...]
-    values: tuple[Selection, ...]
-    metadata: int | Tensor = 0
+Keeps = Literal["nothing", "tokens", "sequences"]
 
 
 class Notes(NamedTuple):
-    """What a method notes of rows for its report, added up over rows and passes on the device.
+    """Diagnostics of rows for a method's report, added up over rows and passes on the device.
 
-    tensors: [R, ...] each. columns: makes of them, one layer or more stacked before R, what is added up: float
-    [L, R, H, C]. summary: makes of the sums, fp64 [H, C] on the host, and the number of rows what the report says, in
-    values of JSON.
+    tensors: [R, ...] each. columns: turns them, one layer or more stacked before R, into the numbers that are added up:
+    float [L, R, H, C]. summary: turns the sums, fp64 [H, C] on the host, and the number of rows into the report's
+    values (JSON).
     """
 
     tensors: tuple[Tensor, ...]
@@ -197,49 +35,51 @@ class Notes(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a method made of a layer. `dense_because`: why it attended densely, where it did and need not have.
-
-    streams: int [R, G, 2], keys that each KV head reads for each row, and as many values, and bytes of metadata: what
-    `reads` adds up to, where a kernel has counted it already.
-    """
+    """The result of a layer. dense_reason: why the method attended densely, if it did; notes: for its report."""
 
     partial: Partial
-    reads: Reads
-    dense_because: str | None = None
+    dense_reason: str | None = None
     notes: Notes | None = None
-    streams: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class AttentionMethod(ABC):
     """Base of methods that fill the prefill or decode slot. Subclasses are frozen dataclasses of options.
 
-    follows: its state for decoding is made of the prompt's rows too, so `follow` is called as they are read.
+    keeps: what its state belongs to. "tokens": numbers beside the keys, page by page (`PerTokenState`); "sequences":
+        numbers of whole sequences, addressed by slot and reset when a slot begins anew.
+    observes_prompt: its decode state is made of the prompt's rows too, so `observe_prompt` is called as they are read.
     """
 
     name: ClassVar[str]
     phases: ClassVar[tuple[Phase, ...]]
     capture: ClassVar[Literal["full", "piecewise"]] = "full"
+    keeps: ClassVar[Keeps] = "nothing"
     needs_pre_rope: ClassVar[bool] = False
-    follows: ClassVar[bool] = False
+    observes_prompt: ClassVar[bool] = False
     chunked_prefill_exact: ClassVar[bool] = True
 
     @abstractmethod
     def run(self, call: LayerCall, state: SequenceState | None) -> Outcome:
-        """Attend for the rows of one layer."""
+        """Attend for the rows of one layer. What is read is counted by the call."""
 
-    def follow(self, call: LayerCall, state: SequenceState | None) -> tuple[Selection, ...]:
-        """Take note of rows that the prefill method has attended for, in each layer that `run` will be called in.
+    def observe_prompt(self, call: LayerCall, state: SequenceState | None) -> None:  # noqa: B027 - most need none
+        """Update the state by prompt rows that the prefill method has attended for.
 
-        Called for methods that follow, once the rows' keys are in the cache. What `run` attends for it notes itself.
-        Returns what it attended to for this, as `Reads` has it: each selection a pass over the call's rows, in which
-        rows that were left out read nothing.
+        Called in each layer that `run` will be called in, once the rows' keys are in the cache, for methods with
+        `observes_prompt`. Rows that `run` attends for are not passed here.
         """
-        return ()
 
     def new_state(self, call: LayerCall, slots: int) -> SequenceState | None:
         """The state of one layer for `slots` sequences, made at its first call; None if there is none."""
         return None
+
+    def workspace_bytes(self, model: ModelShape, rows: int, capacity: int, dtype: torch.dtype) -> int:
+        """Bytes of logits, scores and lists that one layer's decode call holds at most, beside attention's own results.
+
+        rows: rows of the call, each of which can see `capacity` slots; dtype: of keys. Heads are those of all ranks.
+        """
+        return 0
 
     def check(self, model: ModelShape) -> None:  # noqa: B027 - most options fit every model
         """Raise InvalidInput where an option does not fit the model; asked before anything is attached or switched."""
@@ -263,34 +103,9 @@ class AttentionMethod(ABC):
         return cls(**tuples)
 
 
-def state_of(method: AttentionMethod, cache: KVCache, call: LayerCall) -> SequenceState | None:
-    """The state of `method` for the layer of `call`: made at its first call, kept by the cache, gone with it.
-
-    Another config is another method: what it would remember differs.
-    """
-    place = (method, call.layer)
-    if place not in cache.state:
-        with torch.inference_mode(False):  # it outlives the mode this pass runs in
-            fresh = method.new_state(call, len(cache.lengths))
-        if fresh is None:
-            return None
-        cache.state[place] = fresh
-    return cache.state[place]
-
-
-def states_of(cache: KVCache, methods: Collection[AttentionMethod] = ()) -> list[SequenceState]:
-    """The states that `state_of` made in a cache, of all layers. methods: whose, none for all."""
-    found = list[SequenceState]()
-    for place, state in cache.state.items():
-        if not methods or (isinstance(place, tuple) and place[0] in methods):
-            found.append(state)
-    return found
-
-
-def attend_densely(call: LayerCall, because: str | None = None) -> Outcome:
+def attend_densely(call: LayerCall, reason: str | None = None) -> Outcome:
     """Exact attention over all that the rows can see."""
-    everything = Spans.dense()
-    return Outcome(call.attend(everything), Reads((everything,), (everything,)), because)
+    return Outcome(call.attend(EVERYTHING), reason)
 
 
 def budget(amount: int | float, length: Tensor) -> Tensor:
@@ -299,6 +114,11 @@ def budget(amount: int | float, length: Tensor) -> Tensor:
         return torch.full_like(length, amount).minimum(length)
     # the fraction as the caller wrote it: 0.1 * 30 must be 3, not 3.0000000000000004 rounded up
     return torch.ceil(amount * length.double() - 1e-9).long().clamp(min=1).minimum(length)
+
+
+def logits_bytes(model: ModelShape, rows: int, capacity: int, dtype: torch.dtype) -> int:
+    """Bytes of the kept logits of a layer, in the widest form that an implementation keeps them in."""
+    return rows * model.query_heads * capacity * (8 if dtype == torch.float64 else 4)
 
 
 def is_count(value: object, least: int = 0) -> bool:

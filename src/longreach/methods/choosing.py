@@ -6,22 +6,17 @@ from abc import abstractmethod
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from longreach.cache import SequenceState
-from longreach.errors import InvalidInput, Unsupported
-from longreach.methods.base import (
-    AttentionMethod,
-    LayerCall,
-    ModelShape,
-    Outcome,
-    Reads,
-    attend_densely,
-    budget,
-    is_count,
-)
-from longreach.ops import Lists, Partial, Spans
+from longreach.errors import InvalidInput
+from longreach.methods.base import AttentionMethod, Outcome, attend_densely, budget, is_count, logits_bytes
+from longreach.methods.call import LayerCall, ModelShape
+from longreach.ops import Lists, Partial
 from longreach.ops.types import Logits, require
+
+OTHER_KEYS = "after eviction a slot holds other keys in each head and layer"
 
 
 def check_layers(name: str, layers: object) -> None:
@@ -39,19 +34,21 @@ def check_layers_of(name: str, layers: tuple[int, ...], count: int) -> None:
         )
 
 
-def most(amount: int | float, capacity: int) -> int:
-    """The most keys that `base.budget` can ask for at any length up to `capacity`."""
+def max_keys(amount: int | float, capacity: int) -> int:
+    """The largest of `base.budget` for lengths up to `capacity`."""
     return min(capacity, int(amount * capacity) + 1 if isinstance(amount, float) else amount)
 
 
 def best_keys(call: LayerCall, scores: Tensor, k: int | float, *, last: int = 0) -> Lists:
-    """The keys of each row with the highest scores, as many as the budget `k` means for its context; ties: the older.
+    """The keys of each row with the highest scores, as many as the budget `k` means for its context. Ties: the older.
 
-    scores: float [R, heads, N], past a row's context anything. last: so many newest keys are always among them.
+    scores: float [R, heads, N]; entries past a row's context may hold anything. last: this many newest keys are always
+    among them.
     """
-    context = call.rows.pos.long() + 1
-    count = budget(k, context)[:, None].repeat(1, scores.shape[1])
-    index, used = call.top_k(scores.float(), count, context, last=last, capacity=most(k, call.kv.capacity))
+    heads = scores.shape[1]
+    count = call.once(("budget", k, heads), lambda: budget(k, call.context)[:, None].repeat(1, heads))
+    capacity = max_keys(k, call.kv.capacity)
+    index, used = call.op("top_k", scores.float(), count, call.context, last=last, capacity=capacity)
     return Lists(index, used, in_sight=True)
 
 
@@ -60,8 +57,8 @@ def placed(layers: tuple[int, ...], of: int, count: int) -> tuple[int, ...]:
     return tuple(sorted({layer * count // of for layer in layers}))
 
 
-def of_all_ranks(call: LayerCall, x: Tensor) -> Tensor:
-    """x [R, N], found from the heads that are here: that of every rank, [R, ranks, N]."""
+def gather_over_ranks(call: LayerCall, x: Tensor) -> Tensor:
+    """x [R, N], computed from this rank's heads, of every rank: [R, ranks, N]."""
     shard = call.shard
     if shard is None or shard.count == shard.total:
         return x[:, None]
@@ -71,7 +68,7 @@ def of_all_ranks(call: LayerCall, x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class ChoosesForLater(AttentionMethod):
+class CrossLayerTopK(AttentionMethod):
     """Base of methods in which some layers choose keys, one set for all heads, that the layers after them attend to.
 
     Layers that choose attend densely, and so do those before the first of them.
@@ -96,22 +93,22 @@ class ChoosesForLater(AttentionMethod):
         return placed(*self.paper, model.layers) if self.layers is None else self.layers
 
     @abstractmethod
-    def chosen(self, call: LayerCall, whole: Partial, logits: Logits) -> Lists:
+    def select_keys(self, call: LayerCall, whole: Partial, logits: Logits) -> Lists:
         """The keys of each row, lists of one head [R, 1, C], from dense attention of the layer and its logits."""
+
+    def workspace_bytes(self, model: ModelShape, rows: int, capacity: int, dtype: torch.dtype) -> int:
+        chosen = 4 * rows * (model.query_heads * capacity + capacity + 1)  # scores and a list, of at most all keys
+        return logits_bytes(model, rows, capacity, dtype) + chosen
 
     def run(self, call: LayerCall, state: SequenceState | None) -> Outcome:
         if call.model is None:
-            raise InvalidInput(f"{self.name}: which layers choose depends on the model; expected a call that names it")
+            raise InvalidInput(f"LayerCall.model is required: the layers that choose for {self.name} depend on it")
+        call.refuse_evicted(self.name, OTHER_KEYS)
         if call.layer in self.choosing_layers(call.model):
-            if call.kv.slot_pos is not None:
-                raise Unsupported(f"{self.name}: after eviction a slot holds another key in each head")
-            whole, logits = call.attend_keeping()
-            call.passed[self] = self.chosen(call, whole, logits)
-            return Outcome(whole, Reads((EVERYTHING,), (EVERYTHING,)), "chooses for the layers after it")
-        lists = call.passed.get(self)
+            whole, logits = call.op("attend_with_logits")
+            call.shared[self] = self.select_keys(call, whole, logits)
+            return Outcome(whole, "chooses for the layers after it")
+        lists = call.shared.get(self)
         if lists is None:
             return attend_densely(call, "no layer before it has chosen")
-        return Outcome(call.attend(lists), Reads((lists,), (lists,)))
-
-
-EVERYTHING = Spans.dense()
+        return Outcome(call.attend(lists))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from longreach.cache import SequenceState
-from longreach.methods.base import AttentionMethod, LayerCall, Outcome, attend_densely
+from longreach.methods.base import AttentionMethod, Outcome, attend_densely
+from longreach.methods.call import LayerCall
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from longreach.methods.base import LayerCall, budget, check_budget, is_count
-from longreach.methods.choosing import ChoosesForLater, best_keys, of_all_ranks
+from longreach.methods.base import budget, check_budget, is_count
+from longreach.methods.call import LayerCall
+from longreach.methods.choosing import CrossLayerTopK, best_keys, gather_over_ranks
 from longreach.ops import HeadShard, Lists, Partial
 from longreach.ops.types import Logits, require
 
@@ -16,7 +17,7 @@ PAPER = (2, 13), 32  # TidalDecode's for Llama-3-8B, which this builds on
 
 
 @dataclass(frozen=True)
-class LessIsMore(ChoosesForLater):
+class LessIsMore(CrossLayerTopK):
     """A few layers attend densely and choose, one set for all heads, what the layers after them attend to.
 
     The set: the most recent keys (a share of the budget), the first ones, and the union of what the query heads score
@@ -45,15 +46,15 @@ class LessIsMore(ChoosesForLater):
         require(share, f"recent: expected a share of the budget, a float in (0, 1], got {self.recent!r}")
         require(is_count(self.sinks), f"sinks: expected a count, got {self.sinks!r}")
 
-    def chosen(self, call: LayerCall, whole: Partial, logits: Logits) -> Lists:
-        context = call.rows.pos.long()[:, None] + 1  # [R, 1]
+    def select_keys(self, call: LayerCall, whole: Partial, logits: Logits) -> Lists:
+        context = call.context[:, None]  # [R, 1]
         count = budget(self.k, context)
         recent = count - torch.floor(count * (1.0 - self.recent) + 1e-9).long()
         slot = torch.arange(call.kv.capacity, device=context.device)
         late, first = slot >= context - recent, slot < self.sinks
         x = logits.natural(call.kv.capacity).transpose(2, 3).flatten(1, 2)  # [R, H, N]
         x = x.masked_fill((late | first)[:, None], -torch.inf)
-        turn = of_all_ranks(call, turns(x, call.shard or HeadShard.whole(call.kv.heads), call.kv.heads)).amin(1)
+        turn = gather_over_ranks(call, turns(x, call.shard or HeadShard.whole(call.kv.heads), call.kv.heads)).amin(1)
         # recent keys first of all, then the first ones, in which late ones have no part
         scores = (-turn.float()).masked_fill(first, 1.0).masked_fill(late, 2.0)
         return best_keys(call, scores[:, None], self.k)

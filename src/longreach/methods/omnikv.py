@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from longreach.methods.base import LayerCall, check_budget
-from longreach.methods.choosing import ChoosesForLater, best_keys, of_all_ranks
+from longreach.methods.base import check_budget
+from longreach.methods.call import LayerCall
+from longreach.methods.choosing import CrossLayerTopK, best_keys, gather_over_ranks
 from longreach.ops import Lists, Partial
 from longreach.ops.types import Logits
 
@@ -13,7 +14,7 @@ PAPER = (2, 8, 18), 32  # the paper's for Llama-3-8B
 
 
 @dataclass(frozen=True)
-class OmniKV(ChoosesForLater):
+class OmniKV(CrossLayerTopK):
     """Filter layers attend densely and pick keys, one set for all heads, that the layers after them attend to.
 
     A key's score is the largest probability that any query head of the filter layer gives it in the row at hand (the
@@ -38,8 +39,8 @@ class OmniKV(ChoosesForLater):
         super().__post_init__()
         check_budget("k", self.k)
 
-    def chosen(self, call: LayerCall, whole: Partial, logits: Logits) -> Lists:
+    def select_keys(self, call: LayerCall, whole: Partial, logits: Logits) -> Lists:
         x = logits.natural(call.kv.capacity)  # [R, G, N, group], past a row's context anything
         lse = whole.lse.unflatten(1, (call.kv.heads, 1, -1))
-        largest = of_all_ranks(call, (x - lse).amax((1, 3))).amax(1, keepdim=True)  # log-probabilities [R, 1, N]
+        largest = gather_over_ranks(call, (x - lse).amax((1, 3))).amax(1, keepdim=True)  # log-probabilities [R, 1, N]
         return best_keys(call, largest, self.k, last=1)

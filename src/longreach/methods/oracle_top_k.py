@@ -5,28 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from longreach.cache import SequenceState
-from longreach.errors import Unsupported
-from longreach.methods.base import (
-    AttentionMethod,
-    LayerCall,
-    ModelShape,
-    Outcome,
-    Reads,
-    attend_densely,
-    budget,
-    check_budget,
-    is_count,
-)
-from longreach.methods.choosing import most
-from longreach.ops import Lists, Spans
-from longreach.ops.selection import visible
+from longreach.methods.base import AttentionMethod, Outcome, attend_densely, check_budget, is_count
+from longreach.methods.call import LayerCall, ModelShape
+from longreach.methods.choosing import OTHER_KEYS, best_keys
+from longreach.ops.doors import EVERYTHING, Read
 from longreach.ops.types import require
-
-EVERYTHING = Spans.dense()
 
 
 @dataclass(frozen=True)
@@ -38,7 +24,7 @@ class OracleTopK(AttentionMethod):
     Ties go to the older key. It reads all keys twice to score them (once for the softmax's normaliser, once for
     the scores; an implementation that holds all logits saves the second), then the list it made, so it costs more
     than dense: it shows quality, not speed. Where a sink logit takes probability, the normaliser is dense
-    attention's, values included. Its score rows and their sort are not counted (see `Reads`).
+    attention's, values included. Score rows and their sort are not counted, as in every report.
     """
 
     k: int | float = 0.1
@@ -66,25 +52,19 @@ class OracleTopK(AttentionMethod):
     def run(self, call: LayerCall, state: SequenceState | None) -> Outcome:
         if call.layer in self.dense_layers:
             return attend_densely(call, "in dense_layers")
-        scores, reads = self._scores(call)
         if self.heads == "all":
-            if call.kv.slot_pos is not None:
-                raise Unsupported("heads='all': after eviction a slot holds another key in each head; use heads='kv'")
+            call.refuse_evicted("oracle_top_k with heads='all'", OTHER_KEYS)
+        scores = self._scores(call)
+        if self.heads == "all":
             scores = call.sum_over_ranks(scores.sum(1, keepdim=True))
-        seen = visible(call.rows, call.kv, call.kv.capacity, "kv")  # [R, 1 or G, N]
-        visible_slots, capacity = seen.sum(-1), call.kv.capacity
-        count = budget(self.k, visible_slots).expand(-1, scores.shape[1]).contiguous()
-        if call.kv.slot_pos is None:
-            length = visible_slots[:, 0]
-        else:  # what a row sees is no first part of the slots
-            length = torch.full_like(call.rows.pos, capacity)
-            scores = scores.nan_to_num(torch.inf).masked_fill(~seen, -1.0)
-        chosen = Lists(*call.top_k(scores.float(), count, length, capacity=most(self.k, capacity)))
-        return Outcome(call.attend(chosen), Reads((*reads.keys, chosen), (*reads.values, chosen)))
+        return Outcome(call.attend(best_keys(call, scores, self.k)))
 
-    def _scores(self, call: LayerCall) -> tuple[Tensor, Reads]:
-        """fp32 [R, G, N], and what was read for them."""
-        if call.sink_logit is None:
-            return call.pooled_scores(), Reads((EVERYTHING, EVERYTHING), ())
-        lse = call.attend(EVERYTHING).lse
-        return call.pooled_scores(lse), Reads((EVERYTHING, EVERYTHING), (EVERYTHING,))
+    def _scores(self, call: LayerCall) -> Tensor:
+        """fp32 [R, G, N]. Two passes over the keys are counted, also where kept logits spare the second."""
+        lse = None if call.sink_logit is None else call.attend(EVERYTHING).lse
+        if not call.computes("pooled_scores", "triton"):
+            return call.op("pooled_scores", lse=lse)
+        own, logits = call.op("score_keys")
+        if lse is None:
+            call.count_read(Read.of(call.kv, EVERYTHING, values=False))
+        return call.op("pooled_scores", lse=own if lse is None else lse, logits=logits)

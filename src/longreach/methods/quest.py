@@ -7,21 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from longreach.cache import PerSlot, SequenceState
-from longreach.errors import Unsupported
-from longreach.methods.base import (
-    AttentionMethod,
-    LayerCall,
-    ModelShape,
-    Outcome,
-    Reads,
-    attend_densely,
-    budget,
-    check_budget,
-    is_count,
-)
-from longreach.methods.choosing import check_layers, check_layers_of, most
-from longreach.ops import KVView, Lists, Rows, Selection, Span, Spans, at, near
+from longreach.cache import PerTokenState, SequenceState
+from longreach.methods.base import AttentionMethod, Outcome, attend_densely, budget, check_budget, is_count
+from longreach.methods.call import LayerCall, ModelShape
+from longreach.methods.choosing import check_layers, check_layers_of, max_keys
+from longreach.ops import KVView, Lists, Rows, Span, Spans, at, near
+from longreach.ops.doors import Read
 from longreach.ops.types import accumulator, require
 
 AT_ONCE = 1 << 24  # numbers of keys that are gathered at a time where blocks of a prompt are bounded
@@ -47,7 +38,8 @@ class Quest(AttentionMethod):
 
     name = "quest"
     phases = ("decode",)
-    follows = True
+    keeps = "tokens"
+    observes_prompt = True
 
     def __post_init__(self) -> None:
         check_budget("k", self.k)
@@ -57,67 +49,85 @@ class Quest(AttentionMethod):
     def check(self, model: ModelShape) -> None:
         check_layers_of("dense_layers", self.dense_layers, model.layers)
 
-    def new_state(self, call: LayerCall, slots: int) -> PerSlot | None:
-        if call.layer in self.dense_layers:
-            return None
-        k = call.kv.k
-        bound = (k.shape[3], k.dtype)
-        return PerSlot(slots, k.shape[1], self.page, device=k.device, least=bound, largest=bound)
+    def new_state(self, call: LayerCall, slots: int) -> BlockBounds | None:
+        return None if call.layer in self.dense_layers else BlockBounds(call.kv, self.page)
 
-    def follow(self, call: LayerCall, state: SequenceState | None) -> tuple[Selection, ...]:
-        if isinstance(state, PerSlot):
-            self._note(call, state)
-        return ()
+    def observe_prompt(self, call: LayerCall, state: SequenceState | None) -> None:
+        if isinstance(state, BlockBounds):
+            state.ensure_capacity(call.kv)
+            state.note(call.kv, *touched(call.rows, self._block(call)))
 
     def run(self, call: LayerCall, state: SequenceState | None) -> Outcome:
-        if not isinstance(state, PerSlot):
+        if not isinstance(state, BlockBounds):
             return attend_densely(call, "in dense_layers")
-        self._note(call, state)
-        page = self._page(call)
-        newest = call.rows.pos.long() // page
-        bound = self._bounds(call, state).float()
-        blocks = -(-budget(self.k, call.rows.pos.long() + 1) // page)
-        index, count = call.top_k(
-            bound, blocks[:, None].repeat(1, bound.shape[1]), newest + 1, last=1,
-            capacity=-(-most(self.k, call.kv.capacity) // page),
-        )  # fmt: skip
-        chosen = Lists(index, count, block=page)
-        bounded = Spans((Span(at((newest * page)[:, None]), near(1)),))
-        pair = sum(state[name].shape[1] * state[name].shape[3] * state[name].element_size() for name in SIDES)
-        return Outcome(call.attend(chosen), Reads((bounded, chosen), (chosen,), newest * pair))
+        self.observe_prompt(call, state)
+        page = self._block(call)
+        blocks, newest, bounded = call.once(self, lambda: self._blocks(call))
+        call.count_read(Read.of(call.kv, bounded, values=False))
+        call.read_bytes(call.once((self, "bytes"), lambda: newest * state.bytes_of_block))
+        bound = state.upper_bounds(call)
+        count = call.once((self, "count"), lambda: blocks[:, None].repeat(1, bound.shape[1]))
+        length = call.once((self, "length"), lambda: newest + 1)
+        capacity = -(-max_keys(self.k, call.kv.capacity) // page)
+        index, used = call.op("top_k", bound, count, length, last=1, capacity=capacity)
+        return Outcome(call.attend(Lists(index, used, block=page)))
 
-    def _page(self, call: LayerCall) -> int:
-        """Keys in a block; one longer than the sequences is as long as they can be: no slot past them is gathered."""
+    def workspace_bytes(self, model: ModelShape, rows: int, capacity: int, dtype: torch.dtype) -> int:
+        blocks, listed = -(-capacity // self.page), -(-max_keys(self.k, capacity) // self.page)
+        return 4 * rows * model.kv_heads * (blocks + listed + 1)
+
+    def _blocks(self, call: LayerCall) -> tuple[Tensor, Tensor, Spans]:
+        """Of each row: blocks to choose, the newest block, and the span of keys by which that is bounded anew."""
+        page = self._block(call)
+        newest = call.rows.pos.long() // page
+        bounded = Spans((Span(at((newest * page)[:, None]), near(1)),))
+        return -(-budget(self.k, call.context) // page), newest, bounded
+
+    def _block(self, call: LayerCall) -> int:
+        """Keys in a block; a block longer than the sequences can be is as long as they can be."""
         return min(self.page, call.kv.capacity)
 
-    def _bounds(self, call: LayerCall, state: PerSlot) -> Tensor:
-        """At most this is the sum of a group's scores with any key of a block: [R, G, blocks], before the scale.
 
-        The newest block's and those after it may be anything.
+class BlockBounds(PerTokenState):
+    """Least and largest value of every channel of each block of `per` keys: ["low"], ["high"], [P, G, units, D]."""
+
+    def __init__(self, kv: KVView, per: int):
+        bound = (kv.k.shape[3], kv.k.dtype)
+        super().__init__(kv, per, low=bound, high=bound)
+
+    @property
+    def bytes_of_block(self) -> int:
+        """Bytes of one block's bounds in all heads."""
+        return sum(self[side].shape[1] * self[side].shape[3] * self[side].element_size() for side in SIDES)
+
+    def note(self, kv: KVView, seq: Tensor, slot: Tensor) -> None:
+        """Bound the blocks that hold these slots, int [n] each, by all their keys in the cache."""
+        size = min(self.per, kv.capacity)
+        block = slot.long() // self.per
+        piece = max(1, AT_ONCE // (size * kv.heads * kv.k.shape[3]))
+        with torch.inference_mode(False), torch.no_grad():
+            for some, those in zip(seq.long().split(piece), block.split(piece), strict=True):
+                page, unit = self.locate(kv, some, those)
+                for side, bound in zip(SIDES, bounds(kv, some, those, size), strict=True):
+                    self[side][page, :, unit] = bound
+
+    def upper_bounds(self, call: LayerCall) -> Tensor:
+        """fp32 [R, G, blocks]: at most this is the sum of a group's q.k with any key of a block.
+
+        The newest block's entry and those after it may hold anything.
         """
         q = call.rows.q.to(accumulator(call.rows.q.dtype)).unflatten(1, (call.kv.heads, -1))  # [R, G, group, D]
-        mine, blocks = call.slots[call.rows.seq.long()].long(), -(-call.kv.capacity // self._page(call))
-        least, largest = (state[name][mine, :, :blocks].to(q.dtype) for name in SIDES)
+        blocks = torch.arange(-(-call.kv.capacity // self.per), device=q.device)
+        seq = call.rows.seq.long()[:, None].expand(-1, len(blocks))
+        page, unit = self.locate(call.kv, seq, blocks.expand_as(seq))
+        page = page.clamp(0, call.kv.k.shape[0] - 1)  # spare entries of a block table may hold anything
+        low, high = (self[side][page, :, unit].transpose(1, 2).to(q.dtype) for side in SIDES)  # [R, G, blocks, D]
         # max(q a, q b) for a <= b is q b where q > 0, else q a: two products, of the group's sums of either sign
         up, down = q.clamp(min=0).sum(2), q.clamp(max=0).sum(2)
-        return (largest @ up[..., None] + least @ down[..., None])[..., 0]
-
-    def _note(self, call: LayerCall, state: PerSlot) -> None:
-        """Bound the blocks that hold the rows' keys, by all keys that the cache has of them."""
-        if call.kv.slot_pos is not None:
-            raise Unsupported("quest: after eviction a block holds other keys in each head; attend without evicting")
-        state.fit(call.kv.capacity)
-        page = self._page(call)
-        seq, block = touched(call.rows, page)
-        piece = max(1, AT_ONCE // (page * call.kv.heads * call.kv.k.shape[3]))
-        with torch.inference_mode(False), torch.no_grad():
-            for some, those in zip(seq.split(piece), block.split(piece), strict=True):
-                slot = call.slots[some].long()
-                for name, bound in zip(SIDES, bounds(call.kv, some, those, page), strict=True):
-                    state[name][slot, :, those] = bound
+        return (high @ up[..., None] + low @ down[..., None])[..., 0].float()
 
 
-SIDES = ("least", "largest")
+SIDES = ("low", "high")
 
 
 def bounds(kv: KVView, seq: Tensor, block: Tensor, page: int) -> tuple[Tensor, Tensor]:
@@ -130,14 +140,14 @@ def bounds(kv: KVView, seq: Tensor, block: Tensor, page: int) -> tuple[Tensor, T
 
 
 def touched(rows: Rows, page: int) -> tuple[Tensor, Tensor]:
-    """(sequence, block) of each block with a key of the rows, int64 [n]: once, where the host knows the rows' runs."""
+    """(sequence, a slot) of each block with a key of the rows, int64 [n]: once, where the host knows the rows' runs."""
     runs = rows.runs
     if runs is None or all(run.rows <= 1 for run in runs) or any(run.first is None for run in runs):
-        return rows.seq.long(), rows.pos.long() // page
-    seq, block = list[Tensor](), list[Tensor]()
+        return rows.seq.long(), rows.pos.long()
+    seq, slot = list[Tensor](), list[Tensor]()
     for run in runs:
         if run.rows and run.first is not None:
             ends = run.first // page, (run.first + run.rows - 1) // page + 1
-            block.append(torch.arange(*ends, device=rows.pos.device))
-            seq.append(torch.full_like(block[-1], run.seq))
-    return torch.cat(seq), torch.cat(block)
+            slot.append(torch.arange(*ends, device=rows.pos.device) * page)
+            seq.append(torch.full_like(slot[-1], run.seq))
+    return torch.cat(seq), torch.cat(slot)

@@ -9,7 +9,8 @@ from importlib import import_module
 from typing import Any
 
 from longreach.errors import InvalidInput, UnknownName
-from longreach.methods.base import AttentionMethod, ModelShape, Phase
+from longreach.methods.base import AttentionMethod
+from longreach.methods.call import ModelShape, Phase
 from longreach.methods.values import value_of
 
 METHODS = {

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from longreach.cache import SequenceState
-from longreach.methods.base import AttentionMethod, LayerCall, Outcome, Reads, budget, check_budget, is_count
+from longreach.methods.base import AttentionMethod, Outcome, budget, check_budget, is_count
+from longreach.methods.call import LayerCall
 from longreach.ops import Span, Spans, at, near
 from longreach.ops.types import require
 
@@ -30,6 +31,8 @@ class StreamingLLM(AttentionMethod):
         check_budget("window", self.window)
 
     def run(self, call: LayerCall, state: SequenceState | None) -> Outcome:
-        width = budget(self.window, call.rows.pos.long() + 1)[:, None]
-        kept = Spans((Span(at(0), at(self.sinks)), Span(near(1 - width), near(1))))
-        return Outcome(call.attend(kept), Reads((kept,), (kept,)))
+        return Outcome(call.attend(call.once(self, lambda: self._kept(call))))
+
+    def _kept(self, call: LayerCall) -> Spans:
+        width = budget(self.window, call.context)[:, None]
+        return Spans((Span(at(0), at(self.sinks)), Span(near(1 - width), near(1))))

@@ -423,8 +423,8 @@ def _check_block(block: int) -> None:
 
 
 def _check_in_sight(lists: Lists | PackedLists, kv: KVView) -> None:
-    fits = not lists.in_sight or (lists.block == 1 and lists.per == "kv" and kv.slot_pos is None)
-    require(fits, "in_sight: expected lists of keys, per KV head, of slots that are positions; leave it out for others")
+    fits = not lists.in_sight or (lists.per == "kv" and kv.slot_pos is None)
+    require(fits, "in_sight: expected lists per KV head, of slots that are positions; leave it out for others")
 
 
 def _check_list_of(list_of: Tensor | None, lists: int, rows: Rows) -> None:

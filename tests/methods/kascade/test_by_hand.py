@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from longreach.methods.kascade.part import Part
 from torch import Tensor
 
 from longreach.methods.base import LayerCall, Outcome, Phase
 from longreach.methods.kascade import Kascade
-from longreach.methods.kascade.part import Part
 from longreach.ops import HeadShard, KVView, Rows
 
 ANCHOR = Part(anchor=0, dense=None, serves=True, head_of=None, tile=2)

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from longreach.methods.kascade.copies import KeyCopy
+from longreach.methods.kascade.part import Part
 
 import longreach
 from longreach.cache import CacheConfig
 from longreach.errors import InvalidInput
 from longreach.methods.base import state_of
 from longreach.methods.kascade import Kascade
-from longreach.methods.kascade.copies import KeyCopy
-from longreach.methods.kascade.part import Part
 from longreach.ops import KVView, Lists, Rows
 from longreach.testing.tiny import random_tokens
 from longreach.testing.tolerance import assert_close

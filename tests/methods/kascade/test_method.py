@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from longreach.methods.kascade.part import part_of
+from longreach.methods.ledger import Ledger
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from longreach.cache import CacheConfig
@@ -15,9 +17,7 @@ from longreach.errors import InvalidInput, Unsupported
 from longreach.methods.base import LayerCall
 from longreach.methods.kascade import Kascade
 from longreach.methods.kascade.method import Choice
-from longreach.methods.kascade.part import part_of
 from longreach.methods.kascade.plan import KascadePlan
-from longreach.methods.ledger import Ledger
 from longreach.ops import HeadShard, KVView, Lists, Logits, Partial, Rows, Spans
 from longreach.plans import load
 from longreach.testing.inputs import random_kv

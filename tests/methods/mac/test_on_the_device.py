@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from longreach.methods.ledger import Ledger
 
 from longreach.methods.base import LayerCall, Outcome
-from longreach.methods.ledger import Ledger
 from longreach.methods.mac import MAC
 from longreach.ops import KVView, Rows, Run, Spans, Turn
 

@@ -59,7 +59,7 @@ class Scorer:
         total = torch.zeros(len(read), dtype=torch.float64, device=ids.device)
         greedy = torch.ones(len(read), dtype=torch.bool, device=ids.device)
         touched = (self.session.decode,) if self.by == "decode" else ()
-        with cache.aside(*touched), self.session.prompt_end(prompt):
+        with cache.rollback(*touched), self.session.prompt_end(prompt):
             for first in range(0, columns, size):
                 part = slice(first, first + size)
                 logits = self._pass(cache, ids[:, part], whole[:, : width + first + size], size).float()

@@ -25,7 +25,7 @@ from longreach.adapters.transformers.checks import (
 )
 from longreach.adapters.transformers.generate import (
     SERVING,
-    Phases,
+    PhaseTracker,
     check_thread,
     foreign_cache,
     refuse_serving,
@@ -36,13 +36,14 @@ from longreach.adapters.transformers.memory import memory_errors, stream_capture
 from longreach.adapters.transformers.padding import real_tokens
 from longreach.adapters.transformers.registration import register, release
 from longreach.adapters.transformers.rotary import attention_modules, find_rotation, probing
-from longreach.adapters.transformers.step import Memo, Step, current, entered, plain_append
+from longreach.adapters.transformers.step import ModelFacts, Step, current, entered, plain_append
 from longreach.cache import CacheConfig
 from longreach.errors import ConcurrentUse, InvalidInput, UnknownName, Unsupported
 from longreach.methods.base import AttentionMethod
-from longreach.methods.ledger import Ledger, Report
 from longreach.methods.registry import NONE, choose
 from longreach.ops.attend import implementations
+from longreach.runtime import Ledger, Pass, Report, Segment
+from longreach.runtime.forward import LayerHook
 
 MARK = "_longreach_session"
 ATTENTION = "_attn_implementation_internal"  # where transformers' configurations name their attention
@@ -96,27 +97,27 @@ class Session:
         implementations.resolve(impl, model.device)  # an unknown name is refused now; "auto" is resolved call by call
         self.impl = impl
         self.ledger = Ledger()
-        self.observe: Callable[..., None] | None = None
-        self.static_step: Step | None = None  # the step that the pass to come is, where the decode loop made it
-        self.static_caches: dict[int, LongreachCache] = {}  # batch -> the cache that the decode loop uses again
+        self.on_layer: LayerHook | None = None  # called after each layer with (phase, call, outcome)
+        self.static_step: Step | None = None  # the next pass, if the decode loop has made it
+        self.static_caches: dict[int, LongreachCache] = {}  # batch -> the cache that the decode loop reuses
         self._decoder, self._layers = decoder, self._shape.layers
-        self.memo = Memo(cache_windows(model), model=self._shape)
-        self.followers = (decode,) if decode.follows else ()
+        self.facts = ModelFacts(self._shape, cache_windows(model))
+        self.observers = (decode,) if decode.observes_prompt else ()
         self._busy, self._generating = threading.Lock(), threading.Lock()
         self._pass_thread: int | None = None
-        self._phases: Phases | None = None
+        self._phases: PhaseTracker | None = None
         self._notes_rotary = False
         register()
         self._undo: list[Callable[[], Any]] = [release]
         try:
-            self._put_in(decoder)
+            self._install(decoder)
         except BaseException:
             self.close()
             raise
 
     # in and out
 
-    def _put_in(self, decoder: PreTrainedModel) -> None:
+    def _install(self, decoder: PreTrainedModel) -> None:
         model = self.model
         # the layers read the name in the configuration they hold; set_attn_implementation would change others too
         for config in {id(c): c for m in decoder.modules() if (c := getattr(m, "config", None)) is not None}.values():
@@ -173,55 +174,57 @@ class Session:
     # what users ask of it
 
     def report(self, decode: str | AttentionMethod | None = None) -> Report:
-        """What was read so far, per layer and phase, beside what dense attention reads.
+        """Bytes read so far, per layer and phase, and the bytes that dense attention reads.
 
-        What was read counts, also where it was forgotten since: an answer, or the beginning of a prompt whose end
-        failed; a pass that fails does not. Of the methods that took note of the prompt as it was read, what one of them
-        read for that counts: the session's own decode method, or `decode`, a method or its name. Raises InvalidInput
-        for one that takes note of prompts and did not of all of this (see `follow`).
+        All that was read counts, also answers that were rolled back, and the beginning of a prompt whose end failed; a
+        pass that fails does not count. Bytes that a decode method read while observing the prompt are included, for one
+        method: `decode` (a method or its name), or the session's own. Raises InvalidInput for a method that observes
+        prompts and has not observed all of this one (see `prepare`).
         """
         method = self.decode if decode is None else choose("decode", decode)
-        if method.follows and not self.ledger.saw_all(method):
-            raise InvalidInput(f"report: {method!r} did not take note of all that was read, so what that costs is not "
-                               f"known; name it before prompts are read (attach, or session.follow)")  # fmt: skip
+        if method.observes_prompt and not self.ledger.observed_all(method):
+            raise InvalidInput(
+                f"report: {method!r} did not observe all prompts that were read, so the bytes it would have read are "
+                f"unknown; name it before prompts are read (attach, or session.prepare)"
+            )
         return self.ledger.report(method)
 
     def reset_report(self) -> None:
-        """Start counting anew."""
+        """Start counting from zero."""
         self.ledger.reset()
 
     def switch(self, decode: str | AttentionMethod | None, **options: Any) -> None:
-        """Decode with another method from now on and count anew; caches stay valid. Raises as `attach` does."""
+        """Decode with another method from now on, and count from zero; caches stay valid. Raises as `attach` does."""
         chosen = choose("decode", decode, **options)
-        self.follow(chosen)
+        self.prepare(chosen)
         self.decode = chosen
         self.reset_report()
 
-    def follow(self, *decodes: AttentionMethod) -> None:
-        """Decode methods that `switch` will take after prompts are read: those that keep state take note of them.
+    def prepare(self, *decodes: AttentionMethod) -> None:
+        """Let decode methods that `switch` will name later observe the prompts that are read from now on.
 
-        The state costs memory and time for each; a method that keeps none may be named too. Raises as `switch`.
+        The state of each costs memory and time; a method that keeps none may be named too. Raises as `switch`.
         """
         for method in decodes:
-            self._get_ready(method)
-        self.followers = tuple(dict.fromkeys(m for m in (*self.followers, *decodes) if m.follows))
+            self._check_method(method)
+        self.observers = tuple(dict.fromkeys(m for m in (*self.observers, *decodes) if m.observes_prompt))
 
-    def _get_ready(self, method: AttentionMethod) -> None:
-        """Be ready for another decode method."""
+    def _check_method(self, method: AttentionMethod) -> None:
+        """Raise as `switch` where the model does not fit a decode method, and note what the method needs of it."""
         method.check(self._shape)
         if method.needs_pre_rope and not self._notes_rotary:
             check_model(self.model, self._decoder, rotary=True)
             self._note_rotary()
 
     @contextmanager
-    def prompt_end(self, columns: int | None) -> Iterator[Phases]:
+    def prompt_end(self, columns: int | None) -> Iterator[PhaseTracker]:
         """Within this block, in this thread: what lies below `columns` of the cache is prefill, the rest is decoding.
 
         None: all is prefill until the phases yielded are told that the prompt is done.
         """
         if not self._generating.acquire(blocking=False):
             raise ConcurrentUse("two generate calls at once on one attached model; use one model object per thread")
-        self._phases = Phases(threading.get_ident(), columns)
+        self._phases = PhaseTracker(threading.get_ident(), columns)
         try:
             yield self._phases
         finally:
@@ -255,7 +258,7 @@ class Session:
         @functools.wraps(forward)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             given = {**dict(zip(names, args, strict=False)), **kwargs}
-            with self._alone(), memory_errors():
+            with self._exclusive(), memory_errors():
                 check_pass(self._decoder, given)
                 step = self._begin(given)
                 try:
@@ -272,7 +275,7 @@ class Session:
         return wrapped
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _exclusive(self) -> Iterator[None]:
         check_thread(self._phases, threading.get_ident())
         if not self._busy.acquire(blocking=False):
             raise ConcurrentUse("two forward passes at once on one attached model; use one model object per thread")
@@ -296,7 +299,7 @@ class Session:
         phases = self._phases
         decoding = length == 1 and past > 0 if phases is None else phases.decoding(past, length)
         if decoding and cache is not None:
-            cache.check_followed(self.decode)
+            cache.check_observed(self.decode)
         mask = given.get("attention_mask")
         mask = mask.to(tokens.device) if isinstance(mask, Tensor) else mask
         real, counts = real_tokens(
@@ -308,32 +311,35 @@ class Session:
             if cache is not None and phases.room:
                 cache.reserve(counts, max(0, phases.room - past - length))
                 phases.room = 0
-        return Step(
-            phase="decode" if decoding else "prefill",
-            method=self.decode if decoding else self.prefill,
-            impl=self.impl,
-            ledger=self.ledger,
-            memo=self.memo,
-            shape=(batch, length),
-            real=real,
-            append=plain_append(counts, tokens.device) if cache is None else cache.kv.begin(range(batch), counts),
-            cache=cache,
-            followers=() if decoding else self.followers,
-            observe=self.observe,
-            ahead=0 if phases is None or phases.columns is None else max(0, phases.columns - past - length),
+        left = 0 if phases is None or phases.columns is None else max(0, phases.columns - past - length)
+        append = plain_append(counts, tokens.device) if cache is None else cache.kv.begin(range(batch), counts)
+        return Step(self.new_pass(cache, decoding, left), self.facts, (batch, length), real, append, cache)
+
+    def new_pass(self, cache: LongreachCache | None, decoding: bool, prompt_tokens_left: int = 0) -> Pass:
+        """A pass over the layers with the session's methods: of decoding, or of a prompt."""
+        segment = Segment("decode", self.decode) if decoding else Segment("prefill", self.prefill, self.observers)
+        return Pass(
+            (segment,),
+            self._shape,
+            None if cache is None else cache.states,
+            self.ledger,
+            self.impl,
+            self.on_layer,
+            prompt_tokens_left,
         )
 
     def _commit(self, step: Step) -> None:
-        if step.layers != set(range(self._layers)):
+        called = step.layers.layers
+        if called != set(range(self._layers)):
             raise Unsupported(
-                f"{type(self.model).__name__} called longreach's attention in layers {sorted(step.layers)} of "
+                f"{type(self.model).__name__} called longreach's attention in layers {sorted(called)} of "
                 f"{self._layers}; it does not take all its attention from the attention interface"
             )
         if step.static:
             return
         if step.cache is not None:
             step.cache.commit(step)
-        self.ledger.flush()
+        self.ledger.commit()
 
     def _cache(self, given: dict[str, Any], batch: int) -> LongreachCache | None:
         """The cache of this pass; the fresh one that generate or the model would use is replaced by ours."""
@@ -343,8 +349,8 @@ class Session:
                 raise InvalidInput("past_key_values belongs to another session; use session.new_cache()")
             if past.batch != batch:
                 raise InvalidInput(f"past_key_values holds {past.batch} sequences, the input has {batch}")
-            if past.spoilt:
-                raise InvalidInput(f"past_key_values: {past.spoilt}")
+            if past.invalid:
+                raise InvalidInput(f"past_key_values: {past.invalid}")
             return past
         if past is None and not (text_config(self.model).use_cache if use is None else use):
             return None
@@ -364,10 +370,10 @@ class Session:
                 return
             layer, step = int(module.layer_idx), current()  # type: ignore[arg-type]
             if not (isinstance(pair, tuple) and len(pair) == 2):
-                step.memo.rotations[layer] = f"layer {layer} gets no pair (cos, sin) as position_embeddings"
+                step.facts.rotations[layer] = f"layer {layer} gets no pair (cos, sin) as position_embeddings"
                 return
-            if layer not in step.memo.rotations:
-                step.memo.rotations[layer] = find_rotation(module, args, kwargs)
+            if layer not in step.facts.rotations:
+                step.facts.rotations[layer] = find_rotation(module, args, kwargs)
             step.rotary[layer] = pair
 
         for module in attention_modules(self._decoder):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,8 +12,9 @@ from longreach.adapters.transformers.rotary import Captured, Rotation, probing
 from longreach.adapters.transformers.shard import shard_of
 from longreach.adapters.transformers.step import Step, current
 from longreach.errors import Unsupported
-from longreach.methods.base import AttentionMethod, LayerCall, Outcome, Reads, state_of
-from longreach.ops import KVView, Rows, Selection, Spans, Turn
+from longreach.methods.call import LayerCall
+from longreach.ops import KVView, Rows, Turn
+from longreach.runtime import attend_layer
 
 NAME = "longreach"
 
@@ -45,26 +45,10 @@ def longreach_attention(
     _refuse_unknown(kwargs)
     layer = _check_layer(step, module, query, key, value)
     window = _window(step, layer, attention_mask, kwargs.get("sliding_window"))
-    if layer not in step.memo.checked:
+    if layer not in step.facts.checked:
         check_formula(module, query, key, kwargs)
-        step.memo.checked.add(layer)
-    call = _layer_call(step, layer, module, query, key, value, kwargs)
-    if window is None:
-        outcome = step.method.run(call, _state(step, step.method, call))
-        method, dense = step.method.name, Spans.dense()
-    else:
-        dense = Spans.window(window)
-        outcome = Outcome(call.attend(dense), Reads((dense,), (dense,)), f"sliding window of {window}")
-        method = "dense"
-    for follower in step.followers:
-        beside, passes = replace(call, ran=set()), tuple[Selection, ...]()
-        if window is None and step.cache is not None:  # without one nothing is ever decoded
-            passes = follower.follow(beside, _state(step, follower, beside))
-        step.ledger.beside(step.phase, call, follower, "+".join(sorted(beside.ran)), passes)
-    step.layers.add(layer)
-    step.ledger.add(step.phase, call, method, "+".join(sorted(call.ran)), outcome, dense)
-    if step.observe is not None:
-        step.observe(step.phase, call, outcome)
+        step.facts.checked.add(layer)
+    outcome = attend_layer(step.layers, _layer_call(step, layer, module, query, key, value, kwargs), window=window)
     return step.rectangle(outcome.partial.out.to(query.dtype)), None
 
 
@@ -105,10 +89,10 @@ def _check_layer(step: Step, module: nn.Module, query: Tensor, key: Tensor, valu
             f"{name} has queries, keys and values of {query.dtype}, {key.dtype} and {value.dtype} (autocast?); "
             f"load the model in the dtype it is to run in"
         )
-    if layer in step.layers:
+    if layer in step.layers.layers:
         raise Unsupported(f"{name} attends twice in layer {layer} of one pass; longreach implements one")
     if step.cache is not None:
-        k, v = step.written.get(layer, (None, None))
+        k, v = step.written.pop(layer, (None, None))  # held no longer: all layers' would be a second copy of the cache
         if k is not key or v is not value:
             raise Unsupported(
                 f"{name} attends to other keys in layer {layer} than it put into the cache there "
@@ -124,7 +108,7 @@ def _window(step: Step, layer: int, mask: Any, keyword: Any) -> int | None:
         raise Unsupported(f"the model gives attention {what}; longreach handles 2-D padding masks [B, T] only")
     if mask.window is not None and keyword in (None, mask.window):
         return mask.window
-    limits = {"passes sliding_window": keyword, "caches a window": step.memo.cache_windows.get(layer)}
+    limits = {"passes sliding_window": keyword, "caches a window": step.facts.cache_windows.get(layer)}
     for how, limit in limits.items():
         if limit is not None and step.columns > limit:
             raise Unsupported(f"layer {layer} {how} of {limit} tokens, but its mask is {mask}; which one is meant?")
@@ -137,12 +121,12 @@ def _layer_call(
     scale = kwargs.get("scaling")
 
     def known() -> Rotation:
-        rotation = step.memo.rotations.get(layer, "no layer of this model gets a rotary embedding")
+        rotation = step.facts.rotations.get(layer, "no layer of this model gets a rotary embedding")
         if not isinstance(rotation, Rotation):
             raise Unsupported(f"queries before rotation are needed: {rotation}")
         return rotation
 
-    def turn() -> Turn:
+    def rotary() -> Turn:
         rotation, (cos, sin) = known(), step.rotary[layer]
         pairs = (rotation.pairs(x).expand(*step.shape, -1) for x in (cos, sin))
         cos, sin = (x.flatten(0, 1) if step.real is None else x[step.real] for x in pairs)
@@ -152,22 +136,19 @@ def _layer_call(
         rotation, (cos, sin) = known(), step.rotary[layer]
         return step.rows(rotation.undo(query, cos, sin)), step.rows(rotation.undo(key, cos, sin))
 
-    return LayerCall(
-        layer=layer,
-        rows=Rows(step.rows(query), step.append.seq, step.append.pos, step.append.runs),
-        kv=_view(step, layer, key, value),
-        slots=step.append.slots,
-        scale=query.shape[3] ** -0.5 if scale is None else float(scale),
+    place = step.append.at(layer)
+    return step.layers.call(
+        layer,
+        Rows(step.rows(query), step.append.seq, place.slot, place.runs),
+        _view(step, layer, key, value),
+        step.append.slots,
+        query.shape[3] ** -0.5 if scale is None else float(scale),
         softcap=kwargs.get("softcap"),
         sink_logit=kwargs.get("s_aux"),
         shard=shard_of(module, key.shape[1]),
-        impl=step.impl,
         pre_rope=pre_rope,
-        turn=turn,
-        ahead=step.ahead,
-        phase=step.phase,
-        model=step.memo.model,
-        passed=step.passed,
+        rotary=rotary,
+        evicted=step.cache is not None and step.cache.kv.evicted(layer),
     )
 
 
@@ -179,10 +160,3 @@ def _view(step: Step, layer: int, key: Tensor, value: Tensor) -> KVView:
             raise Unsupported("gradients do not flow into a KV cache; call the model under torch.no_grad()")
         return step.view_of(key, value)
     return step.cache.kv.view(layer, step.append)
-
-
-def _state(step: Step, method: AttentionMethod, call: LayerCall) -> Any:
-    """The method's state for this layer: it lives in the cache and dies with it."""
-    if step.cache is None:
-        return method.new_state(call, len(step.append.host_slots))
-    return state_of(method, step.cache.kv, call)

@@ -84,7 +84,7 @@ class BatchReader:
         ends = Ends(tuple(t for t in stop if t < makes), 0)
         run, columns, seen = Run(session, most, ends, choose, graph=self.graph), cache.columns, list[Tensor]()
         with (
-            memory_errors(), cache.aside(session.decode), session.prompt_end(columns),
+            memory_errors(), cache.rollback(session.decode), session.prompt_end(columns),
             closing(run.tokens(cache, logits)) as tokens,
         ):  # fmt: skip
             seen.extend(tokens)

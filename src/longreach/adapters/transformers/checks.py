@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from longreach.errors import InvalidInput, Unsupported
-from longreach.methods.base import ModelShape
+from longreach.methods.call import ModelShape
 
 KNOWN_LAYERS = ("full_attention", "sliding_attention")
 PLANNED_FOR = (  # fields of a configuration that are the same in all versions of transformers and tell models apart

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
@@ -15,9 +15,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from longreach.adapters.transformers.hf_cache import LongreachCache
 from longreach.adapters.transformers.memory import memory_errors
 from longreach.errors import ConcurrentUse, InvalidInput, Unsupported
-
-if TYPE_CHECKING:
-    from longreach.adapters.transformers.attach import Session
+from longreach.methods.base import AttentionMethod
 
 OTHER_SEARCHES = (  # settings that choose another search than greedy and sampling
     "assistant_model",
@@ -36,7 +34,7 @@ SERVING = ("generate_batch", "init_continuous_batching", "continuous_batching_co
 
 
 @dataclass
-class Phases:
+class PhaseTracker:
     """Where prefill ends for the thread that decodes: at `columns` of the cache, or when `prompt_done`.
 
     padded_end: whether a sequence of the pass under way ends with padding.
@@ -55,10 +53,20 @@ class Phases:
         return self.prompt_done and past > 0
 
 
+class Generating(Protocol):
+    """A session, as far as `generate` needs it."""
+
+    model: PreTrainedModel
+    prefill: AttentionMethod
+    decode: AttentionMethod
+
+    def prompt_end(self, columns: int | None) -> AbstractContextManager[PhaseTracker]: ...
+
+
 class _PromptDone(LogitsProcessor):
     """Called when the first token is about to be chosen: what was read until then is the prompt."""
 
-    def __init__(self, phases: Phases):
+    def __init__(self, phases: PhaseTracker):
         self.phases = phases
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -68,7 +76,7 @@ class _PromptDone(LogitsProcessor):
         return scores
 
 
-def wrap_generate(session: Session, generate: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_generate(session: Generating, generate: Callable[..., Any]) -> Callable[..., Any]:
     """`generate` of the session's model, for as long as the session lasts."""
     signature = inspect.signature(generate)
     rest = next((n for n, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD), "")
@@ -94,7 +102,7 @@ def wrap_generate(session: Session, generate: Callable[..., Any]) -> Callable[..
             given["logits_processor"] = LogitsProcessorList(
                 [*(given.get("logits_processor") or ()), _PromptDone(phases)]
             )
-            with memory_errors(), nullcontext() if cache is None else cache.restored_on_error(remembering=True):
+            with memory_errors(), nullcontext() if cache is None else cache.restored_on_error(states=True):
                 return generate(**given)
 
     return wrapped
@@ -163,7 +171,7 @@ def refuse_search(model: PreTrainedModel, given: dict[str, Any]) -> None:
         given["cache_implementation"] = "dynamic"
 
 
-def check_thread(phases: Phases | None, thread: int) -> None:
+def check_thread(phases: PhaseTracker | None, thread: int) -> None:
     """Raise ConcurrentUse where another thread is generating."""
     if phases is not None and phases.thread != thread:
         raise ConcurrentUse("a forward pass while another thread generates; use one model object per thread")

@@ -15,9 +15,10 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from longreach.adapters.transformers.memory import memory_errors
 from longreach.adapters.transformers.step import Step, current
-from longreach.cache import CacheConfig, KVCache, Remembering
+from longreach.cache import CacheConfig, KVCache
 from longreach.errors import ConcurrentUse, InvalidInput, LongreachError, Unsupported
-from longreach.methods.base import AttentionMethod, states_of
+from longreach.methods.base import AttentionMethod
+from longreach.runtime import StateStore
 
 
 class _Layer(CacheLayerMixin):
@@ -85,14 +86,14 @@ class LongreachCache(Cache):
 
     def __init__(self, layers: int, batch: int, config: CacheConfig, device: torch.device, owner: object):
         super().__init__(layers=[_Layer(self, i) for i in range(layers)])
-        self.kv = KVCache(layers, batch, config, device)
+        self.states = StateStore(batch)
+        self.kv = KVCache(layers, batch, config, device, self.states)
         self.batch, self.owner = batch, owner
         self.real: list[Tensor | int] = []  # column by column: bool [B, T] on the host, or T where all are real
         self.columns = 0
         self.as_if: int | None = None
         self.decoders: dict[Hashable, Any] = {}  # static steps made for this cache; they die with it
-        self.spoilt: str | None = None
-        self.followed: dict[AttentionMethod, list[int]] = {}  # tokens of each sequence that a method took note of
+        self.invalid: str | None = None  # why the cache can no longer be used, else None
 
     def reserve(self, new: Sequence[int], columns: int) -> None:
         """Make room at once for the new[b] tokens of a pass and `columns` more after it.
@@ -107,30 +108,16 @@ class LongreachCache(Cache):
         before = list(self.kv.lengths)
         self.kv.commit(step.append)
         self.grow(step.shape[1], step.real)
-        self.note_followed((step.method,) if step.phase == "decode" else step.followers, before)
+        segment = step.layers.segments[0]
+        self.mark_observed((segment.method,) if segment.phase == "decode" else segment.observers, before)
 
-    def note_followed(self, methods: Sequence[AttentionMethod], before: Sequence[int]) -> None:
-        """The tokens past before[b] went through passes that these methods, and no others, took note of."""
-        for method in methods:
-            if method.follows:
-                self.followed.setdefault(method, [0] * self.batch)
-        for method, upto in self.followed.items():
-            for b, (start, now) in enumerate(zip(before, self.kv.lengths, strict=True)):
-                if now > start:
-                    upto[b] = now if method in methods and upto[b] >= start else min(upto[b], start)
+    def mark_observed(self, methods: Sequence[AttentionMethod], before: Sequence[int]) -> None:
+        """The tokens past before[b] went through passes that these methods, and no others, observed."""
+        self.states.mark_observed(methods, range(self.batch), before, self.kv.lengths)
 
-    def check_followed(self, method: AttentionMethod) -> None:
-        """Raise InvalidInput where a method that keeps state of all tokens has not seen all that are here."""
-        if not method.follows:
-            return
-        upto = self.followed.get(method, [0] * self.batch)
-        for seen, held in zip(upto, self.kv.lengths, strict=True):
-            if seen < held:
-                raise InvalidInput(
-                    f"{method.name} decodes with what it notes of tokens as they are read, and this cache holds {held} "
-                    f"of which it knows the first {seen} only; attach with it (session.follow for methods to switch "
-                    f"to) before the prompt is read"
-                )
+    def check_observed(self, method: AttentionMethod) -> None:
+        """Raise InvalidInput where a method that observes prompts has missed tokens of this cache."""
+        self.states.check_observed(method, range(self.batch), self.kv.lengths)
 
     def grow(self, columns: int, real: Tensor | None = None) -> None:
         """So many columns more are there. real: bool [B, columns], None where all are real tokens."""
@@ -168,63 +155,63 @@ class LongreachCache(Cache):
         self.real, self.columns = [kept.shape[1] if bool(kept.all()) else kept], kept.shape[1]
 
     @contextmanager
-    def aside(self, *methods: AttentionMethod) -> Iterator[None]:
-        """What is read or decoded within this block is forgotten after it, and what methods keep is as it was.
+    def rollback(self, *methods: AttentionMethod) -> Iterator[None]:
+        """Forget all that is read or decoded within this block, and restore the state of methods.
 
-        A copy of what cutting off does not bring back is held meanwhile: of MAC's ring. methods: those whose states may
-        change meanwhile, none for all.
+        A copy of the state that truncation does not bring back (MAC's ring) is held meanwhile. methods: those whose
+        state may change within the block, none for all.
         """
-        columns, put_back = self.columns, self._remembered(methods)
+        columns, restore = self.columns, self._snapshot(methods)
         try:
             yield
         finally:
-            self._take_back(columns, put_back)
+            self._roll_back(columns, restore)
 
     def empty(self) -> None:
         """Forget everything."""
         self.kv.reset(range(self.batch))
-        self.real, self.columns, self.spoilt = [], 0, None
+        self.real, self.columns, self.invalid = [], 0, None
 
     def abandon(self, step: Step) -> None:
         """The pass failed half-way: what was noted of it is taken back."""
         try:
             self.kv.abort(step.append)
         except LongreachError as refusal:
-            self._spoil(refusal)
+            self._invalidate(refusal)
 
     @contextmanager
-    def restored_on_error(self, *, remembering: bool = False) -> Iterator[None]:
+    def restored_on_error(self, *, states: bool = False) -> Iterator[None]:
         """Within this block, an error (Ctrl-C too) leaves the cache with the columns it had.
 
-        remembering: and what methods keep as it was, at the price of a copy as in `aside`; else MAC has fewer rows to
+        states: also restore the state of methods, at the price of a copy as in `rollback`; else MAC has fewer rows to
         match then, by as many as were read.
         """
-        columns, put_back = self.columns, self._remembered() if remembering else []
+        columns, restore = self.columns, self._snapshot() if states else None
         try:
             yield
         except ConcurrentUse:  # the columns of another caller, who goes on
             raise
         except BaseException:
             try:
-                self._take_back(columns, put_back)
+                self._roll_back(columns, restore)
             except LongreachError as refusal:
-                self._spoil(refusal)
+                self._invalidate(refusal)
             raise
 
-    def _remembered(self, methods: Sequence[AttentionMethod] = ()) -> list[Callable[[], None]]:
-        """What puts back what methods keep; nothing for an empty cache. methods: whose, none for all."""
+    def _snapshot(self, methods: Sequence[AttentionMethod] = ()) -> Callable[[], None] | None:
+        """Restores the state of methods (none named: all); None for an empty cache."""
         if not self.columns:
-            return []
+            return None
         with memory_errors():
-            return [state.remember() for state in states_of(self.kv, methods) if isinstance(state, Remembering)]
+            return self.states.snapshot(methods)
 
-    def _take_back(self, columns: int, put_back: Sequence[Callable[[], None]]) -> None:
-        """Forget what came after so many columns. Where fewer are left, states have been cut with them, and stay so."""
+    def _roll_back(self, columns: int, restore: Callable[[], None] | None) -> None:
+        """Forget the columns after the first `columns`. Where fewer are left, states were cut with them and stay so."""
         if self.columns > columns:
             self.drop_columns(self.columns - columns)
-        if self.columns == columns:
-            for put in put_back:
-                put()
+        if self.columns == columns and restore is not None:
+            restore()
 
-    def _spoil(self, refusal: LongreachError) -> None:
-        self.spoilt = f"a pass over this cache failed and could not be taken back ({refusal}); use session.new_cache()"
+    def _invalidate(self, refusal: LongreachError) -> None:
+        why = f"a pass over this cache failed and could not be rolled back ({refusal})"
+        self.invalid = f"{why}; use session.new_cache()"

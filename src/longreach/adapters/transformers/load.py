@@ -18,7 +18,7 @@ from transformers.utils import logging
 from longreach.adapters.transformers.checks import shape_of_config
 from longreach.adapters.transformers.memory import out_of_memory
 from longreach.errors import InvalidInput, ModelFileError, OutOfMemory
-from longreach.methods.base import ModelShape
+from longreach.methods.call import ModelShape
 
 MINI = "longreach-mini"
 

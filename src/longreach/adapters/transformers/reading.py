@@ -98,12 +98,12 @@ class Reader:
         return torch.cat(found)
 
     @contextmanager
-    def aside(self, *methods: AttentionMethod) -> Iterator[None]:
-        """What is read or decoded within this block is forgotten after it (`LongreachCache.aside`).
+    def rollback(self, *methods: AttentionMethod) -> Iterator[None]:
+        """Forget all that is read or decoded within this block (`LongreachCache.rollback`).
 
-        methods: those whose states may change meanwhile, as a decode method's where nothing is read; none for all.
+        methods: those whose state may change, such as the decode method where nothing is read; none for all.
         """
-        with self.cache.aside(*methods):
+        with self.cache.rollback(*methods):
             yield
 
     def ask(
@@ -111,7 +111,7 @@ class Reader:
     ) -> Generator[int, None, None]:
         """Greedy tokens after document and question, each as it comes, until a stop token (not yielded)."""
         check_length(self.session.model, self.cache.columns + len(tokens), max_new_tokens)
-        with self.aside():
+        with self.rollback():
             started = now(self.session.model)
             logits = self._pass(tokens, then=max_new_tokens - 1)
             with closing(self.decode(logits, max_new_tokens, answer, stop)) as chosen:

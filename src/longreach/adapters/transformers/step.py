@@ -1,71 +1,72 @@
-"""One forward pass: which of its tokens are real, where they go, and which method attends for them."""
+"""One forward pass of a transformers model: which of its tokens are real, where they go, and who attends for them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from longreach.adapters.transformers.rotary import Rotation
-from longreach.cache import Append
+from longreach.cache import Append, KVCache, Placement
 from longreach.errors import CalledOutside
-from longreach.methods.base import AttentionMethod, ModelShape, Phase
-from longreach.methods.ledger import Ledger
+from longreach.methods.call import ModelShape
 from longreach.ops import KVView
+from longreach.ops.types import Run
+from longreach.runtime import Pass
 
-if TYPE_CHECKING:
-    from longreach.adapters.transformers.hf_cache import LongreachCache
+
+class PassCache(Protocol):
+    """A cache as a pass uses it. columns: columns it holds, padding included; seen: those that the model is told of."""
+
+    kv: KVCache
+    columns: int
+
+    @property
+    def seen(self) -> int: ...
+
+    def commit(self, step: Step) -> None: ...
+
+    def abandon(self, step: Step) -> None: ...
 
 
 @dataclass
-class Memo:
-    """What a session has found out about the layers of its model: it outlives the pass.
+class ModelFacts:
+    """What a session has found out about its model; it outlives the passes.
 
-    cache_windows: layer -> window beyond which transformers' own cache would forget keys;
-    checked: layers whose formula is known; rotations: how each layer rotates, or why that is not known;
-    model: what methods check their options against.
+    cache_windows: layer -> window beyond which transformers' own cache would forget keys. checked: layers whose
+    attention formula was checked. rotations: how each layer rotates, or why that is unknown. shape: for methods.
     """
 
+    shape: ModelShape
     cache_windows: dict[int, int] = field(default_factory=dict)
     checked: set[int] = field(default_factory=set)
     rotations: dict[int, Rotation | str] = field(default_factory=dict)
-    model: ModelShape | None = None
 
 
 @dataclass
 class Step:
-    """What the attention function needs to know about the forward pass around it.
+    """The facts about the forward pass under way that attention needs.
 
-    shape: (B, T) of the pass; real: bool [B, T], the tokens that are no padding, None where all are;
-    append: where they go; cache: the cache they go to, None for a pass without one.
-    rotary: (cos, sin) per layer, noted for methods that want queries before rotation.
-    written: key and value that a layer put into the cache; layers: those that have attended.
-    passed: what methods leave for later layers; followers: decode methods that take note of the rows.
-    ahead: columns of the prompt that are known to follow in later passes.
-    static: one of a run of steps over fixed buffers: who runs them commits and counts.
+    layers: who attends, observes and counts. facts: of the model. shape: (B, T) of the pass. real: bool [B, T], the
+    tokens that are not padding, None if all are. append: where they go. cache: the cache they go to, None for a pass
+    without one. rotary: (cos, sin) of each layer, for methods that need queries before rotation. written: key and
+    value that a layer has put into the cache, until it attends. static: one of a run of steps over fixed buffers, which
+    the decode loop commits and counts.
     """
 
-    phase: Phase
-    method: AttentionMethod
-    impl: str
-    ledger: Ledger
-    memo: Memo
+    layers: Pass
+    facts: ModelFacts
     shape: tuple[int, int]
     real: Tensor | None
     append: Append
-    cache: LongreachCache | None
+    cache: PassCache | None
     rotary: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     written: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    layers: set[int] = field(default_factory=set)
-    passed: dict[Hashable, Any] = field(default_factory=dict)
-    followers: tuple[AttentionMethod, ...] = ()
-    observe: Callable[..., None] | None = None
-    ahead: int = 0
     static: bool = False
 
     @property
@@ -88,7 +89,7 @@ class Step:
     def view_of(self, k: Tensor, v: Tensor) -> KVView:
         """The new tokens alone as a KVView, without a copy where nothing is padded; gradients flow."""
         if self.real is None:
-            return KVView(k.contiguous(), v.contiguous(), self.append.filled)
+            return KVView(k.contiguous(), v.contiguous(), self.append.at(0).seq_lens)
         batch, length = self.shape
 
         def packed(x: Tensor) -> Tensor:
@@ -96,7 +97,7 @@ class Step:
             place = (self.append.seq, self.append.pos)
             return rows.new_zeros(batch, length, *rows.shape[1:]).index_put(place, rows).transpose(1, 2)
 
-        return KVView(packed(k), packed(v), self.append.filled)
+        return KVView(packed(k), packed(v), self.append.at(0).seq_lens)
 
 
 _STEP: ContextVar[Step | None] = ContextVar("longreach_step", default=None)
@@ -127,9 +128,10 @@ def current() -> Step:
 def plain_append(counts: list[int], device: torch.device) -> Append:
     """Where tokens are in a pass without a cache: sequence b holds tokens [0, counts[b])."""
     new = torch.tensor(counts, dtype=torch.int64, device=device)
-    batch = len(counts)
+    batch, starts = len(counts), (0,) * len(counts)
     seq = torch.repeat_interleave(torch.arange(batch, device=device), new, output_size=sum(counts))
     pos = torch.arange(sum(counts), device=device) - (torch.cumsum(new, 0) - new)[seq]
     slots = torch.arange(batch, device=device)
-    host = (tuple(counts), tuple(range(batch)))
-    return Append(slots, seq, pos, seq, pos, new, slots[:, None], *host, starts=(0,) * batch)
+    runs = tuple(Run(n, b, 0) for b, n in enumerate(counts))
+    place = Placement(pos, seq, pos, new, slots[:, None], starts, runs)
+    return Append(slots, seq, pos, (place,), tuple(counts), tuple(counts), tuple(range(batch)), starts)

@@ -8,6 +8,7 @@ from torch import Tensor
 from longreach.bench.case import Memory
 from longreach.bench.check import WrongResult, bound
 from longreach.bench.mac.planted import Planted
+from longreach.methods.call import LayerCall
 
 
 @torch.no_grad()
@@ -17,9 +18,9 @@ def check_step(planted: Planted, copy: int) -> float:
     Raises WrongResult where it exceeds what rounding explains, or where a KV head reads other keys than it should.
     """
     name, shape, reuse = planted.hits.name, planted.inputs.shape, planted.reuse[copy]
-    outcome = planted.run(copy)
+    call, outcome = planted.run(copy)
     want = torch.where(reuse, planted.gap + planted.band, shape.context)
-    if outcome.streams is None or not torch.equal(outcome.streams[..., 0].long(), want):
+    if not torch.equal(keys_counted(call).long(), want):
         raise WrongResult(f"{name}: KV heads read other keys than was forced; its time does not count")
     group, worst = shape.heads // shape.kv_heads, 0.0
     state = planted.states[copy]
@@ -34,6 +35,12 @@ def check_step(planted: Planted, copy: int) -> float:
     if not worst <= most or not bool(torch.isfinite(outcome.partial.out).all()):
         raise WrongResult(f"{name}: relative error {worst:.2e} exceeds {most:.1e}; its time does not count")
     return worst
+
+
+def keys_counted(call: LayerCall) -> Tensor:
+    """int [B, G]: the keys that each KV head read, as the match has counted them."""
+    (counted,) = (noted.read.counted for noted in call.meter.noted if noted.read.counted is not None)
+    return counted
 
 
 def sampled(reuse: Tensor) -> list[tuple[int, int]]:

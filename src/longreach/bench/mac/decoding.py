@@ -9,7 +9,7 @@ import torch
 from longreach.bench.case import Case
 from longreach.cache.ring import RowRing
 from longreach.errors import OutOfMemory
-from longreach.methods.base import LayerCall
+from longreach.methods.call import LayerCall
 from longreach.methods.mac import MAC
 from longreach.methods.mac.state import LayerState
 

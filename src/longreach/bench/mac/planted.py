@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,12 +14,14 @@ from longreach.bench.case import Hits, Memory
 from longreach.bench.inputs import Inputs
 from longreach.bench.mac.resting import resting_share
 from longreach.bench.timing import Call
-from longreach.methods.base import LayerCall, Outcome, attend_densely
+from longreach.methods.base import AttentionMethod, Outcome, attend_densely
+from longreach.methods.call import LayerCall
 from longreach.methods.mac import MAC
 from longreach.methods.mac.state import LayerState
 from longreach.ops import Partial, Span, Spans, Turn, angles, at, near
 from longreach.ops.append import append
 from longreach.ops.nearest import recovered
+from longreach.runtime import Ledger, Pass, Segment, drive
 
 THETA = 5e5  # rotary base
 APART = 3.0  # standard deviation of queries that are not to match; those of rows have 1
@@ -43,7 +46,7 @@ class Planted:
         slots = torch.arange(shape.batch, device=inputs.device)
         self.calls = [
             LayerCall(0, inputs.rows(copy, 1), inputs.view(copy, Memory()), slots, inputs.scale, impl=impl,
-                      turn=lambda: self.turn)
+                      rotary=lambda: self.turn)
             for copy in range(inputs.copies)
         ]  # fmt: skip
         states = [self.method.new_state(call, shape.batch) for call in self.calls]
@@ -80,14 +83,17 @@ class Planted:
         """Where in the ring the row lies that hits find."""
         return (self.inputs.shape.context - 1 - self.gap) % state.ring.size
 
-    def run(self, copy: int) -> Outcome:
-        return self.method.run(self.calls[copy], self.states[copy])
+    def run(self, copy: int, ledger: Ledger | None = None) -> tuple[LayerCall, Outcome]:
+        """The method's step over a copy, counted by the ledger if there is one."""
+        step = Pass((Segment("decode", self.method),), states=CopyState(self.states[copy]), ledger=ledger)
+        (done,) = drive(step, [self.calls[copy].observer()])
+        return done
 
-    def step(self, copy: int) -> Callable[[], Outcome]:
+    def step(self, copy: int) -> Callable[[], tuple[LayerCall, Outcome]]:
         """The whole step: the row's key and value are appended, then all that the method does."""
         put = self.append(copy)
 
-        def call() -> Outcome:
+        def call() -> tuple[LayerCall, Outcome]:
             put()
             return self.run(copy)
 
@@ -99,7 +105,7 @@ class Planted:
 
         def call() -> Outcome:
             put()
-            return attend_densely(self.calls[copy])
+            return attend_densely(self.calls[copy].observer())
 
         return call
 
@@ -113,16 +119,17 @@ class Planted:
     def match(self, copy: int) -> Call:
         """Recovery, match, decision and ring alone."""
         call, state = self.calls[copy], self.states[copy]
-        return lambda: call.match(state.ring, state.rule, state.weight)
+        return lambda: call.observer().op("match", state.ring, state.rule, weight=state.weight)
 
     def attention(self, copy: int) -> Call:
         """What follows the match alone: attention, merged with the entries, which are brought up to date."""
         call, state = self.calls[copy], self.states[copy]
-        found = call.match(state.ring, state.rule, state.weight)
+        found = call.op("match", state.ring, state.rule, weight=state.weight)
         spans = Spans((Span(at(found.start), near(1)),), "query")
 
         def attend() -> tuple[Partial, Tensor]:
-            return call.attend_amend(spans, near(1 - self.band), state.entries, found.take, found.put)
+            split = near(1 - self.band)
+            return call.observer().op("attend_amend", spans, split, state.entries, found.take, found.put)
 
         return attend
 
@@ -136,6 +143,16 @@ class Planted:
         hit, reuse, rests = (float(torch.stack(x).float().mean()) for x in (self.hit, self.reuse, self.rests))
         told = {"gap": self.gap, "band": self.band, "heads_that_hit": hit, "kv_heads_that_reuse": reuse}
         return {**told, "kv_heads_that_rest": rests, "resting_in_the_long_run": self.resting}
+
+
+@dataclass(frozen=True)
+class CopyState:
+    """The state of the one layer of a copy."""
+
+    state: LayerState
+
+    def get(self, method: AttentionMethod, call: LayerCall) -> LayerState:
+        return self.state
 
 
 def _turn(inputs: Inputs) -> Turn:

@@ -23,6 +23,7 @@ from longreach.bench.sweep import Sweeps
 from longreach.bench.targets import judge
 from longreach.bench.timing import Timing, copies_needed, measure
 from longreach.errors import InvalidInput, OutOfMemory
+from longreach.runtime import Ledger
 
 Say = Callable[[str], None]
 DENSE = "dense"
@@ -138,12 +139,12 @@ def break_evens(reuse: Reuse, entries: list[dict[str, Any]], group: int) -> dict
 
 
 def _mine(planted: Planted, timing: Timing, error: float, impl: str) -> dict[str, Any]:
-    outcome, inputs = planted.run(0), planted.inputs
-    assert outcome.streams is not None
+    inputs, ledger = planted.inputs, Ledger()
+    planted.run(0, ledger)
+    (layer,) = ledger.report().layers
     shape, state = inputs.shape, planted.states[0]
     vector = 2 * shape.dim * inputs.dtype.itemsize
-    keys, metadata = outcome.streams.flatten(0, 1).sum(0).tolist()
-    read = keys * vector + (metadata if planted.hits.part == "step" else 0)
+    read = layer.key_bytes + layer.value_bytes + (layer.metadata_bytes if planted.hits.part == "step" else 0)
     return {
         "name": planted.hits.name,
         "who": "longreach",

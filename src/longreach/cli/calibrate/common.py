@@ -13,7 +13,7 @@ from longreach.cli.show import console, duration, emit, progress, waiting
 
 if TYPE_CHECKING:
     from longreach.evals.calibration.gather import Gather
-    from longreach.methods.base import ModelShape
+    from longreach.methods.call import ModelShape
     from longreach.plans import Plan
 
 

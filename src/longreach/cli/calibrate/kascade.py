@@ -12,7 +12,7 @@ from longreach.cli.common import positive
 from longreach.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from longreach.methods.base import ModelShape
+    from longreach.methods.call import ModelShape
 
 HELP = "choose Kascade's anchor layers and head map by how much of what layers want others choose"
 EXAMPLES = (

@@ -54,11 +54,11 @@ class Attention:
         total = sum(len(p.tokens) + len(p.answer) for p in self.prompts)
         room = CacheConfig(capacity=self.length)
         with attach(self.model, prefill=method, decode=method, cache=room) as session:
-            reader, session.observe = Reader(session, chunk, graph=False), watch
+            reader, session.on_layer = Reader(session, chunk, graph=False), watch
             with progress("reading", total) as advance:
                 for prompt in self.prompts:
                     watch.begin(prompt)
-                    with reader.aside():
+                    with reader.rollback():
                         right = _write(reader, reader.read(prompt.tokens, advance), prompt.answer)
                     advance(len(prompt.answer))
                     samples.append({

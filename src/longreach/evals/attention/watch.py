@@ -12,7 +12,8 @@ from longreach.evals.attention.prompts import Prompt
 from longreach.evals.attention.queries import RECENT, RecentQueries, likeness
 from longreach.evals.attention.tally import Tally
 from longreach.evals.attention.weights import blocks, weights, window_of
-from longreach.methods.base import LayerCall, ModelShape, Outcome, Phase
+from longreach.methods.base import Outcome
+from longreach.methods.call import LayerCall, ModelShape, Phase
 
 KINDS = ("text", "answer")  # of rows
 ABSENT, NOT_COPIED = -1, -2
@@ -61,11 +62,11 @@ class Watch:
             self._kind = self._is_answer[pos[self._index]]
             self.agreement.start(self._kind)
         self._layer = call.layer
-        self.windows[call.layer] = window_of(outcome)
+        self.windows[call.layer] = window_of(call)
         if self._last >= self._first_query:
             self._queries(call)
         if len(self._index):
-            self._weights(call, outcome, pos)
+            self._weights(call, pos)
 
     def _queries(self, call: LayerCall) -> None:
         if call.layer in self.rotations_unknown:
@@ -81,14 +82,14 @@ class Watch:
             for name, values in likeness(queries, self._index + kept).items():
                 self.masses.add(name, call.layer, self._kind, values)
 
-    def _weights(self, call: LayerCall, outcome: Outcome, pos: Tensor) -> None:
+    def _weights(self, call: LayerCall, pos: Tensor) -> None:
         keys, group = self._last + 1, call.kv.group(call.rows)
         pooled = []
         for index in blocks(self._index, group * call.kv.heads, keys):
             at, found = pos[index], list[dict[str, Tensor]]()
             total = torch.zeros(len(index), call.kv.heads, keys, device=index.device)
             for head in range(call.kv.heads):
-                share, sink = weights(call, outcome, index, head, keys)
+                share, sink = weights(call, index, head, keys)
                 found.append({**by_place(share, at, self.edges), **by_size(share), "virtual_sink": sink,
                               **self._retrieved(share, at)})  # fmt: skip
                 total[:, head] = (share * (1 - sink[..., None])).sum(1)

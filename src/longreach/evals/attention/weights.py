@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from longreach.errors import Unsupported
-from longreach.methods.base import LayerCall, Outcome
+from longreach.methods.call import LayerCall
 from longreach.ops import Spans
 from longreach.ops.types import Rows
 
@@ -27,9 +27,9 @@ class Weights(NamedTuple):
     sink: Tensor
 
 
-def window_of(outcome: Outcome) -> int | None:
+def window_of(call: LayerCall) -> int | None:
     """The layer's sliding window; None where rows see everything before them."""
-    (seen,) = outcome.reads.keys
+    (seen,) = call.meter.keys
     if not isinstance(seen, Spans) or len(seen.spans) != 1:
         raise Unsupported(f"attention weights of {type(seen).__name__}: only dense attention and windows are measured")
     return None if seen.is_dense else 1 - int(seen.spans[0].start.value)
@@ -40,7 +40,7 @@ def blocks(index: Tensor, heads: int, keys: int, most: int = MOST) -> Iterator[T
     yield from index.split(max(1, most // (heads * keys)))
 
 
-def weights(call: LayerCall, outcome: Outcome, index: Tensor, head: int, keys: int) -> Weights:
+def weights(call: LayerCall, index: Tensor, head: int, keys: int) -> Weights:
     """Of the rows `index` [r] of a call with one sequence and KV head `head`, over slots [0, keys)."""
     rows, kv = call.rows.take(index), call.kv
     group = kv.group(rows)
@@ -50,7 +50,7 @@ def weights(call: LayerCall, outcome: Outcome, index: Tensor, head: int, keys: i
     logits = (rows.q[:, mine].float() @ kv.k[page, head, offset].float().T) * call.scale  # [r, group, n]
     if call.softcap is not None:
         logits = call.softcap * torch.tanh(logits / call.softcap)
-    logits = logits.masked_fill(~_seen(call, outcome, rows, head, keys)[:, None], -torch.inf)
+    logits = logits.masked_fill(~_seen(call, rows, head, keys)[:, None], -torch.inf)
     lse = logits.logsumexp(-1)
     sink = torch.zeros_like(lse)
     if call.sink_logit is not None:
@@ -58,8 +58,8 @@ def weights(call: LayerCall, outcome: Outcome, index: Tensor, head: int, keys: i
     return Weights((logits - lse[..., None]).exp(), sink)
 
 
-def _seen(call: LayerCall, outcome: Outcome, rows: Rows, head: int, keys: int) -> Tensor:
+def _seen(call: LayerCall, rows: Rows, head: int, keys: int) -> Tensor:
     """bool [r, n]."""
-    (selection,) = outcome.reads.keys
+    (selection,) = call.meter.keys
     mask = selection.mask(rows, call.kv, keys)
     return mask[:, head if mask.shape[1] > 1 else 0].expand(len(rows.pos), keys)

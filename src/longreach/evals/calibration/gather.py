@@ -17,7 +17,8 @@ from longreach.adapters.transformers import CHUNK, Reader, attach, residuals
 from longreach.cache import CacheConfig
 from longreach.evals.calibration.prompts import Prompt
 from longreach.evals.progress import Progress, unseen
-from longreach.methods.base import LayerCall, Outcome, Phase
+from longreach.methods.base import Outcome
+from longreach.methods.call import LayerCall, Phase
 from longreach.methods.dense import Dense
 
 
@@ -87,10 +88,10 @@ def gather(
         progress("reading", sum(len(p.tokens) for p in waiting)) as advance,
         torch.inference_mode(),
     ):
-        reader, session.observe = Reader(session, what.chunk(chunk), graph=False), observe
+        reader, session.on_layer = Reader(session, what.chunk(chunk), graph=False), observe
         for prompt in waiting:
             what.begin(prompt)
-            with reader.aside():
+            with reader.rollback():
                 reader.read(prompt.tokens, advance)
             known[prompt.name] = part = what.finish()
             keep(prompt.name, part)

@@ -12,7 +12,8 @@ from longreach.errors import Unsupported
 from longreach.evals.attention.weights import window_of
 from longreach.evals.calibration.gather import Gather, packed, unpacked
 from longreach.evals.calibration.prompts import Prompt
-from longreach.methods.base import LayerCall, ModelShape, Outcome
+from longreach.methods.base import Outcome
+from longreach.methods.call import LayerCall, ModelShape
 from longreach.methods.kascade.calibrate import TILE, K, TileSimilarity, block_tiles, change, tile_tokens
 from longreach.methods.kascade.calibrated import Calibrated
 from longreach.ops import KVView, Rows
@@ -49,7 +50,7 @@ class KascadeGather(Gather):
         if call.layer <= self._layer:  # the first of a pass: where its rows are holds for all layers
             self._start(call.rows, call.kv)
         self._layer = call.layer
-        self._windows[call.layer] = window_of(outcome)
+        self._windows[call.layer] = window_of(call)
         if self._windows[call.layer] is not None:
             return
         for rows, before in self._blocks:

@@ -9,7 +9,8 @@ import torch
 
 from longreach.evals.calibration.gather import Gather, packed, unpacked
 from longreach.evals.calibration.prompts import Prompt
-from longreach.methods.base import LayerCall, ModelShape, Outcome
+from longreach.methods.base import Outcome
+from longreach.methods.call import LayerCall, ModelShape
 from longreach.methods.loki.calibrate import Moments, moments, principal, together
 from longreach.methods.loki.plan import LokiPlan
 

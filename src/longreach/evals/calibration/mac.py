@@ -11,7 +11,8 @@ from torch import Tensor
 from longreach.evals.attention.weights import weights, window_of
 from longreach.evals.calibration.gather import Gather, packed, unpacked
 from longreach.evals.calibration.prompts import Prompt
-from longreach.methods.base import LayerCall, ModelShape, Outcome
+from longreach.methods.base import Outcome
+from longreach.methods.call import LayerCall, ModelShape
 from longreach.methods.mac.calibrate import BANDS, BINS, WINDOWS, counts, energy, masses, nearest, plan_of, unrelated
 from longreach.methods.mac.plan import SCALES, MACPlan, Scale
 
@@ -49,15 +50,15 @@ class MACGather(Gather):
         self._scale = [0.0] * layers
 
     def layer(self, call: LayerCall, outcome: Outcome) -> None:
-        if window_of(outcome) is not None:
+        if window_of(call) is not None:
             return
         n, pos = call.layer, call.rows.pos
         first = int(pos[0])
         self._taken[n], self._scale[n] = True, call.scale
         if n == min(i for i, taken in enumerate(self._taken) if taken):
             self._tokens += len(pos)
-        assert call.turn is not None
-        turn = call.turn()
+        assert call.rotary is not None
+        turn = call.rotary()
         page, offset = call.kv.locate(call.rows.seq.long(), pos.long())
         self._energy[n] = self._energy[n].to(pos.device) + energy(call.kv.k[page, :, offset], turn).sum(0)
         queries = turn.undo(call.rows.q)
@@ -82,7 +83,7 @@ class MACGather(Gather):
             pos = call.rows.pos[one].long()
             for head in range(self.shape.kv_heads):
                 mine = slice(head * self.group, (head + 1) * self.group)
-                share = weights(call, outcome, one, head, int(pos.max()) + 1).share
+                share = weights(call, one, head, int(pos.max()) + 1).share
                 self._mass[call.layer, mine] += masses(share, pos, BANDS, self.sinks).cpu()
 
     def finish(self) -> dict[str, Any]:

@@ -20,7 +20,8 @@ from longreach.evals.calibration.gather import Gather
 from longreach.evals.calibration.oracle import SHARES as ORACLE_SHARES
 from longreach.evals.calibration.oracle import alone, over_layers
 from longreach.evals.calibration.prompts import Prompt
-from longreach.methods.base import LayerCall, ModelShape, Outcome
+from longreach.methods.base import Outcome
+from longreach.methods.call import LayerCall, ModelShape
 from longreach.methods.kascade.calibrate import tile_tokens
 from longreach.methods.kascade.plan import KascadePlan
 
@@ -117,7 +118,7 @@ class SharingGather(Gather):
         self._count = n
 
     def layer(self, call: LayerCall, outcome: Outcome) -> None:
-        if window_of(outcome) is not None:
+        if window_of(call) is not None:
             return
         pos = call.rows.pos
         first, last = int(pos[0]), int(pos[-1])
@@ -163,7 +164,7 @@ class SharingGather(Gather):
         page, offset = call.kv.locate(call.rows.seq[:1].expand(keys), slots)
         q = call.rows.q[index, head * self.group : (head + 1) * self.group].float()
         k, v = (memory[page, head, offset].float() for memory in (call.kv.k, call.kv.v))
-        return Tile(weights(call, outcome, index, head, keys).share, q, k, v, start)
+        return Tile(weights(call, index, head, keys).share, q, k, v, start)
 
     def _add(self, to: Tensor, place: int, layer: int, found: tuple[float, float]) -> None:
         to[:, place, layer] += torch.tensor(found, dtype=torch.float64) / (self._count * self.shape.kv_heads)

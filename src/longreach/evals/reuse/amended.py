@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from longreach.evals.layers import relative_errors
-from longreach.methods.base import LayerCall
+from longreach.methods.call import LayerCall
 from longreach.ops import KVView, Partial, Rows, Span, Spans, at, merge, near
 from longreach.ops.attend import attend_values, score_keys
 from longreach.ops.types import Logits

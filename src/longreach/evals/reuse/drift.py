@@ -18,7 +18,8 @@ from longreach.errors import InvalidInput
 from longreach.evals.layers import LayerErrors
 from longreach.evals.progress import Progress, unseen
 from longreach.evals.reads import Reads
-from longreach.methods.base import AttentionMethod, LayerCall, Outcome, Phase
+from longreach.methods.base import AttentionMethod, Outcome
+from longreach.methods.call import LayerCall, Phase
 from longreach.methods.dense import Dense
 
 BINS = 16  # of steps
@@ -100,21 +101,21 @@ class Drift:
         """Fill in those of `found` that are None."""
         room = CacheConfig(capacity=len(self.prompt) + self.steps + 1)
         with attach(self.model, prefill=Dense(), cache=room) as session, torch.inference_mode():
-            session.follow(*self.methods.values())
+            session.prepare(*self.methods.values())
             reader = Reader(session, chunk, graph=False)
             with progress("reading, to generate", len(self.prompt)) as advance:
                 first = reader.read(self.prompt, advance, then=self.steps + 1)
-            with reader.aside(session.decode), progress("generating, dense", self.steps) as advance:
+            with reader.rollback(session.decode), progress("generating, dense", self.steps) as advance:
                 self._draw(reader, first, advance)
             for name, method in self.methods.items():
                 if found[name] is not None:
                     continue
                 session.switch(method)
                 errors = self._watched()
-                with reader.aside(method), progress(f"generating, {name}", self.steps) as advance:
-                    session.observe = self._observer(errors)
+                with reader.rollback(method), progress(f"generating, {name}", self.steps) as advance:
+                    session.on_layer = self._observer(errors)
                     lost, same, nll = self._feed(reader, first, advance)
-                    session.observe = None
+                    session.on_layer = None
                 report = session.report()
                 notes = {x.layer: x.notes for x in report.layers if x.phase == "decode" and x.notes}
                 reads, (mine, theirs) = Reads.of(report, "decode"), (self._binned(x) for x in (nll, self._nll()))

@@ -14,7 +14,8 @@ from longreach.evals.calibration.gather import Gather, packed
 from longreach.evals.calibration.prompts import Prompt
 from longreach.evals.reuse.amended import Reused, steps
 from longreach.evals.reuse.matching import WAYS, Known, Recent, Way, compared, matches, windows_up_to
-from longreach.methods.base import LayerCall, ModelShape, Outcome
+from longreach.methods.base import Outcome
+from longreach.methods.call import LayerCall, ModelShape
 from longreach.methods.mac.calibrate import masses
 from longreach.methods.mac.plan import SCALES, MACPlan
 
@@ -86,7 +87,7 @@ class ReuseGather(Gather):
         self._mass = torch.zeros(layers, heads, len(what.bands), dtype=torch.float64)
 
     def layer(self, call: LayerCall, outcome: Outcome) -> None:
-        if window_of(outcome) is not None:
+        if window_of(call) is not None:
             return
         self._taken[call.layer] = True
         known = self._recent[call.layer].extend(call)
@@ -130,7 +131,7 @@ class ReuseGather(Gather):
             pos = call.rows.pos[one].long()
             for head in range(self.shape.kv_heads):
                 mine = slice(head * self.group, (head + 1) * self.group)
-                share = weights(call, outcome, one, head, int(pos.max()) + 1).share
+                share = weights(call, one, head, int(pos.max()) + 1).share
                 self._mass[call.layer, mine] += masses(share, pos, self.what.bands, self.what.sinks).cpu()
 
     def finish(self) -> dict[str, Any]:

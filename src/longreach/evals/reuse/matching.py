@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from longreach.methods.base import LayerCall
+from longreach.methods.call import LayerCall
 from longreach.ops import Turn
 from longreach.ops.nearest import Nearest, Ring, nearest, recovered
 
@@ -43,8 +43,8 @@ class Recent:
 
     def extend(self, call: LayerCall) -> Known:
         """What was kept and the rows of the pass; then the last `size` of them are kept."""
-        assert call.turn is not None
-        turn, q, first = call.turn(), call.rows.q, int(call.rows.pos[0])
+        assert call.rotary is not None
+        turn, q, first = call.rotary(), call.rows.q, int(call.rows.pos[0])
         if self.kept is not None:
             old = self.kept
             q, first = torch.cat([old.q, q]), old.first

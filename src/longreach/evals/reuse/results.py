@@ -14,7 +14,7 @@ from longreach.evals.reuse.gather import Measured, layers_of
 from longreach.evals.reuse.matching import WAYS, Way
 from longreach.evals.reuse.skew import skew
 from longreach.evals.reuse.sweeps import Point, Samples, at_acceptance, at_skipped, below, layer_by_layer, point
-from longreach.methods.base import ModelShape
+from longreach.methods.call import ModelShape
 from longreach.methods.mac.calibrate import limit_of
 from longreach.methods.mac.plan import SCALES, MACPlan, Scale
 

@@ -24,31 +24,24 @@ import torch
 from torch import Tensor
 
 from longreach.cache import SequenceState
-from longreach.errors import InvalidInput, Unsupported
-from longreach.methods.base import (
-    AttentionMethod,
-    LayerCall,
-    ModelShape,
-    Outcome,
-    Reads,
-    attend_densely,
-    check_budget,
-    is_count,
-)
-from longreach.methods.choosing import check_layers, check_layers_of
-from longreach.methods.kascade.copies import KeyCopy
-from longreach.methods.kascade.part import Part, part_of
+from longreach.errors import InvalidInput
+from longreach.methods.base import AttentionMethod, Outcome, attend_densely, check_budget, is_count, logits_bytes
+from longreach.methods.call import LayerCall, ModelShape
+from longreach.methods.choosing import OTHER_KEYS, check_layers, check_layers_of
+from longreach.methods.kascade.budget import KeyBudget
 from longreach.methods.kascade.plan import KIND, KascadePlan
 from longreach.methods.kascade.prefill import Tiles, choose_for_tiles, tiles_of
-from longreach.ops import HeadShard, Lists, Logits, PackedLists, Selection, Spans, merge
+from longreach.methods.kascade.quantised_keys import QuantisedKeys
+from longreach.methods.kascade.role import role_of
+from longreach.methods.kascade.state import KascadeState
+from longreach.ops import HeadShard, Lists, Logits, PackedLists, Partial, merge
+from longreach.ops.doors import EVERYTHING
 from longreach.ops.types import require
 from longreach.plans import find
 
-EVERYTHING = Spans.dense()
-
 
 class Choice(NamedTuple):
-    """What an anchor leaves for the layers after it."""
+    """The lists that an anchor leaves for the layers after it."""
 
     anchor: int
     lists: Lists | PackedLists
@@ -86,6 +79,7 @@ class Kascade(AttentionMethod):
 
     name = "kascade"
     phases = ("prefill", "decode")
+    keeps = "tokens"
     chunked_prefill_exact = False
 
     def __post_init__(self) -> None:
@@ -107,17 +101,21 @@ class Kascade(AttentionMethod):
         require(self.scoring in ("exact", "int8"), f"scoring: expected 'exact' or 'int8', got {self.scoring!r}")
 
     @property
-    def follows(self) -> bool:  # type: ignore[override]  # only where a copy is made of the prompt's keys too
+    def observes_prompt(self) -> bool:  # type: ignore[override]  # only the 8-bit copy is made of the prompt's keys
         return self.scoring == "int8"
+
+    @property
+    def budget(self) -> KeyBudget:
+        return KeyBudget(self.k, self.least, self.dense_below, self.sinks, self.recent, self.heads == "all")
 
     def check(self, model: ModelShape) -> None:
         KascadePlan.of(find(KIND, self.plan, model))
         check_layers_of("dense_layers", self.dense_layers, model.layers)
 
-    def new_state(self, call: LayerCall, slots: int) -> Part:
+    def new_state(self, call: LayerCall, slots: int) -> KascadeState:
         if call.model is None:
-            raise InvalidInput("kascade: expected to be told of the model (LayerCall.model), by which plans are found")
-        part = part_of(
+            raise InvalidInput("LayerCall.model is required: Kascade looks up its plan by model")
+        role = role_of(
             KascadePlan.of(find(KIND, self.plan, call.model)),
             call.layer,
             mapped=self.heads == "kv",
@@ -125,107 +123,87 @@ class Kascade(AttentionMethod):
             shard=call.shard or HeadShard.whole(call.kv.heads),
             device=call.rows.pos.device,
         )
-        copied = self.scoring == "int8" and part.anchor == call.layer and part.dense is None
-        return replace(part, copy=KeyCopy(call.kv)) if copied else part
+        copied = self.scoring == "int8" and role.anchor == call.layer and role.dense is None
+        return KascadeState(role, QuantisedKeys(call.kv) if copied else None)
 
-    def follow(self, call: LayerCall, state: SequenceState | None) -> tuple[Selection, ...]:
+    def observe_prompt(self, call: LayerCall, state: SequenceState | None) -> None:
         place = (self, "noted", call.layer)
-        if isinstance(state, Part) and state.copy is not None and place not in call.passed:
-            state.copy.note(call)
-            call.passed[place] = True  # where it reads the prompt too, that has noted them already
-        return ()
+        if isinstance(state, KascadeState) and state.copy is not None and place not in call.shared:
+            state.copy.ensure_capacity(call.kv)
+            state.copy.note(call.kv, call.rows.seq, call.rows.pos)
+            call.shared[place] = True  # where it also reads the prompt, that has noted the rows already
 
     def run(self, call: LayerCall, state: SequenceState | None) -> Outcome:
-        if call.kv.slot_pos is not None:
-            raise Unsupported("kascade: after eviction a slot holds other keys in each layer; attend without evicting")
-        part = state if isinstance(state, Part) else self.new_state(call, 1)
-        if part.copy is not None and state is None and call.phase == "decode":
-            raise InvalidInput(
-                "kascade: scoring='int8' decodes with a copy of all keys; expected the state that holds it"
-            )
-        self.follow(call, part)
-        if part.dense and not part.serves:
-            return attend_densely(call, part.dense)
-        if call.layer != part.anchor:
-            return self._reuse(call, part)
-        return self._anchor(call, part) if call.phase == "decode" else self._anchor_of_tiles(call, part)
+        call.refuse_evicted("kascade", OTHER_KEYS)
+        mine = state if isinstance(state, KascadeState) else self.new_state(call, 1)
+        if mine.copy is not None and state is None and call.phase == "decode":
+            raise InvalidInput("kascade: scoring='int8' decodes with a copy of all keys; pass the state that holds it")
+        self.observe_prompt(call, mine)
+        role = mine.role
+        if role.dense and not role.serves:
+            return attend_densely(call, role.dense)
+        if call.layer != role.anchor:
+            return self._reuse(call, mine)
+        return self._anchor(call, mine) if call.phase == "decode" else self._anchor_of_tiles(call, mine)
 
-    def keys(self, available: Tensor, context: Tensor) -> Tensor:
-        """How many of the `available` keys are chosen for a row, or tile, of this context: int64."""
-        if isinstance(self.k, int):
-            chosen = available.clamp(max=self.k)
-        else:  # the fraction as the caller wrote it: 0.29 of 100 is 29, not 28.999999999999996 rounded down
-            chosen = (self.k * available.double() + 1e-9).long().clamp(min=self.least).minimum(available)
-        return torch.where(context < self.dense_below, available, chosen) if self.dense_below else chosen
+    def workspace_bytes(self, model: ModelShape, rows: int, capacity: int, dtype: torch.dtype) -> int:
+        heads, chosen = 1 if self.heads == "all" else model.kv_heads, self.budget.max_keys(capacity)
+        scores = 4 * rows * (model.kv_heads * capacity + heads * (capacity + chosen + 1))
+        return logits_bytes(model, rows, capacity, dtype) + scores
 
-    def most(self, capacity: int) -> int:
-        """The largest of `keys` for contexts up to `capacity`."""
-        chosen = self.k if isinstance(self.k, int) else max(int(self.k * capacity + 1e-9), self.least)
-        return min(max(chosen, self.dense_below - 1), capacity)
-
-    def over_heads(self, call: LayerCall, scores: Tensor) -> Tensor:
-        """Pooled scores [L, G, N] as they are, or [L, 1, N] where one set serves all heads, those of all ranks."""
-        return scores if self.heads == "kv" else call.sum_over_ranks(scores.sum(1, keepdim=True))
-
-    def _anchor(self, call: LayerCall, part: Part) -> Outcome:
+    def _anchor(self, call: LayerCall, state: KascadeState) -> Outcome:
         """Decoding: each row chooses."""
-        if part.dense:
-            whole, logits = call.attend_keeping()
+        if state.role.dense:
+            whole, logits = call.op("attend_with_logits")
             self._choose(call, whole.lse, logits)
-            return Outcome(whole, Reads((EVERYTHING,), (EVERYTHING,)), part.dense)
-        if part.copy is not None:
-            chosen = self._choose(call, *call.score_keys(part.copy.keys))
-            return Outcome(call.attend(chosen), Reads((chosen,), (chosen,), part.copy.bytes_read(call)))
-        lse, logits = call.score_keys()
-        chosen = self._choose(call, lse, logits)
-        return Outcome(call.attend_values(chosen, logits), Reads((EVERYTHING,), (chosen,)))
+            return Outcome(whole, state.role.dense)
+        if state.copy is not None:
+            lse, logits = call.op("score_keys", keys=state.copy.scoring)
+            return Outcome(call.attend(self._choose(call, lse, logits)))
+        lse, logits = call.op("score_keys")
+        return Outcome(call.op("attend_from_logits", self._choose(call, lse, logits), logits))
 
     def _choose(self, call: LayerCall, lse: Tensor, logits: Logits) -> Lists:
         """The keys of each row, for this layer and those after it."""
-        scores = self.over_heads(call, call.pooled_scores(lse, logits=logits).float())
-        place = (self, "lengths")
-        if place not in call.passed:  # the same in all layers of a pass
-            length = call.rows.pos.long() + 1
-            call.passed[place] = length, self.keys(length, length)[:, None].repeat(1, scores.shape[1])
-        length, count = call.passed[place]
-        most = self.most(call.kv.capacity)
-        index, used = call.top_k(scores, count, length, first=self.sinks, last=self.recent, capacity=most)
+        budget = self.budget
+        scores = budget.over_heads(call, call.op("pooled_scores", lse=lse, logits=logits).float())
+        heads = scores.shape[1]
+        count = call.once((self, heads), lambda: budget.keys(call.context, call.context)[:, None].repeat(1, heads))
+        capacity = budget.max_keys(call.kv.capacity)
+        index, used = call.op(
+            "top_k", scores, count, call.context, first=self.sinks, last=self.recent, capacity=capacity
+        )
         chosen = Lists(index, used, in_sight=True)
-        call.passed[self] = Choice(call.layer, chosen)
+        call.shared[self] = Choice(call.layer, chosen)
         return chosen
 
-    def _anchor_of_tiles(self, call: LayerCall, part: Part) -> Outcome:
+    def _anchor_of_tiles(self, call: LayerCall, state: KascadeState) -> Outcome:
         """Reading a prompt: each tile chooses."""
-        tiles = self._tiles(call, part)
-        call.passed.pop(self, None)  # lists that no later layer uses may be large
-        chosen = choose_for_tiles(self, call, tiles)
-        call.passed[self] = Choice(call.layer, chosen)
-        if part.dense:
-            return Outcome(call.attend(EVERYTHING), Reads((EVERYTHING, tiles.scored), (EVERYTHING,)), part.dense)
-        over = self._over(call, chosen, tiles)
-        return Outcome(over.partial, Reads((tiles.scored, *over.reads.keys), over.reads.values))
+        tiles = self._tiles(call, state)
+        call.shared.pop(self, None)  # lists that no later layer uses may be large
+        chosen = choose_for_tiles(self.budget, call, tiles)
+        call.shared[self] = Choice(call.layer, chosen)
+        if state.role.dense:
+            return Outcome(call.attend(EVERYTHING), state.role.dense)
+        return Outcome(self._over(call, chosen, tiles))
 
-    def _reuse(self, call: LayerCall, part: Part) -> Outcome:
-        left = call.passed.get(self)
-        if left is None or left.anchor != part.anchor:
+    def _reuse(self, call: LayerCall, state: KascadeState) -> Outcome:
+        role, left = state.role, call.shared.get(self)
+        if left is None or left.anchor != role.anchor:
             raise InvalidInput(
-                f"kascade: layer {call.layer} reuses what layer {part.anchor} chooses, and that did not choose in this "
-                f"pass (does it attend to a window?); make a plan for the model as it is (longreach calibrate kascade)"
+                f"kascade: layer {call.layer} reuses the keys that layer {role.anchor} chooses, and that layer chose "
+                f"none in this pass (does it attend to a window?); make a plan for the model as it is "
+                f"(longreach calibrate kascade)"
             )
-        lists = left.lists if part.head_of is None else replace(left.lists, head_of=part.head_of)
+        lists = left.lists if role.head_map is None else replace(left.lists, head_of=role.head_map)
         if call.phase == "prefill":
-            return self._over(call, lists, self._tiles(call, part))
-        return Outcome(call.attend(lists), Reads((lists,), (lists,)))
+            return Outcome(self._over(call, lists, self._tiles(call, state)))
+        return Outcome(call.attend(lists))
 
-    def _over(self, call: LayerCall, chosen: Lists | PackedLists, tiles: Tiles) -> Outcome:
-        """Attention over what tiles chose of what is before them, and over their own keys."""
-        partial = merge(call.attend(chosen), call.attend(tiles.own, sink=False))
-        return Outcome(partial, Reads((chosen, tiles.own), (chosen, tiles.own)))
+    def _over(self, call: LayerCall, chosen: Lists | PackedLists, tiles: Tiles) -> Partial:
+        """Attention over the keys that tiles chose of those before them, and over their own keys."""
+        return merge(call.attend(chosen), call.attend(tiles.own, sink=False))
 
-    def _tiles(self, call: LayerCall, part: Part) -> Tiles:
-        """The same in all layers of a pass."""
-        place = (self, "tiles")
-        if place not in call.passed:
-            group = call.rows.q.shape[1] // call.kv.heads
-            call.passed[place] = tiles_of(call.rows, max(1, part.tile // group))
-        return call.passed[place]
+    def _tiles(self, call: LayerCall, state: KascadeState) -> Tiles:
+        group = call.rows.q.shape[1] // call.kv.heads
+        return call.once((self, "tiles"), lambda: tiles_of(call.rows, max(1, state.role.tile // group)))

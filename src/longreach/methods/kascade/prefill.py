@@ -20,16 +20,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from longreach.methods.base import LayerCall
+from longreach.methods.call import LayerCall
+from longreach.methods.kascade.budget import KeyBudget
 from longreach.ops import PackedLists, Rows, Span, Spans, at, near
-
-if TYPE_CHECKING:
-    from longreach.methods.kascade.method import Kascade
 
 AT_ONCE = 1 << 26  # logits of rows that are scored together: 256 MiB in fp32
 
@@ -40,8 +37,7 @@ class Tiles:
 
     of: int64 [R], the tile of each row; order: int64 [R], the rows tile after tile; both on the device.
     rows: int64 [T], rows of each tile; start: int64 [T], the tokens before each; both on the host.
-    own: the keys of a row's own tile up to the row. scored: what rows are scored with: all that they see, where their
-    tile has something before it.
+    own: the keys of a row's own tile up to the row.
     """
 
     of: Tensor
@@ -49,7 +45,6 @@ class Tiles:
     rows: Tensor
     start: Tensor
     own: Spans
-    scored: Spans
 
     def groups(self, at_once: int) -> Iterator[tuple[slice, Tensor]]:
         """Neighbouring tiles that have a past, with their rows: up to `at_once` rows together, or one tile."""
@@ -74,29 +69,29 @@ def tiles_of(rows: Rows, tokens: int) -> Tiles:
     order, start, device = of.argsort(stable=True), key % per * tokens, rows.pos.device
     before = start[of][:, None]
     own = Spans((Span(at(before.to(device)), near(1)),))
-    scored = Spans((Span(at(0), at(torch.where(before > 0, pos[:, None] + 1, 0).to(device))),))
-    return Tiles(of.to(device), order.to(device), count, start, own, scored)
+    return Tiles(of.to(device), order.to(device), count, start, own)
 
 
-def choose_for_tiles(method: Kascade, call: LayerCall, tiles: Tiles) -> PackedLists:
-    """What each tile attends to of what is before it."""
-    device, heads = call.rows.pos.device, 1 if method.heads == "all" else call.kv.heads
-    count = method.keys(tiles.start, tiles.start + 1)
+def choose_for_tiles(budget: KeyBudget, call: LayerCall, tiles: Tiles) -> PackedLists:
+    """The keys before each tile that its rows attend to."""
+    device, heads = call.rows.pos.device, 1 if budget.shared else call.kv.heads
+    count = budget.keys(tiles.start, tiles.start + 1)
     ends = torch.cat([count.new_zeros(1), count.repeat_interleave(heads).cumsum(0)])
     index = torch.empty(int(ends[-1]), dtype=torch.int32, device=device)
     at_once = max(1, AT_ONCE // (call.rows.q.shape[1] * call.kv.capacity))
     for some, rows in tiles.groups(at_once):
-        scores = method.over_heads(call, _pooled(call, tiles.rows[some].tolist(), rows, at_once).float())
-        keys, length, most = count[some].to(device), tiles.start[some].to(device), int(count[some].max())
-        best, used = call.top_k(
+        scores = budget.over_heads(call, _pooled(call, tiles.rows[some].tolist(), rows, at_once).float())
+        keys, length, capacity = count[some].to(device), tiles.start[some].to(device), int(count[some].max())
+        best, used = call.op(
+            "top_k",
             scores,
             keys[:, None].expand(-1, heads),
             length,
-            first=method.sinks,
-            last=method.recent - 1,
-            capacity=most,
+            first=budget.sinks,
+            last=budget.recent - 1,
+            capacity=capacity,
         )
-        chosen = best[torch.arange(most, device=device) < used[..., None]]
+        chosen = best[torch.arange(capacity, device=device) < used[..., None]]
         index[int(ends[some.start * heads]) : int(ends[some.stop * heads])] = chosen
     return PackedLists(index, ends.to(device), heads, list_of=tiles.of, in_sight=True)
 
@@ -109,5 +104,5 @@ def _pooled(call: LayerCall, sizes: list[int], rows: Tensor, at_once: int) -> Te
             found += _pooled(call, [part.shape[0]], part, at_once)
         return found
     mine = call.take(rows)
-    lse, logits = mine.score_keys()
-    return torch.stack([tile.sum(0) for tile in mine.pooled_scores(lse, logits=logits).split(sizes)])
+    lse, logits = mine.op("score_keys")
+    return torch.stack([tile.sum(0) for tile in mine.op("pooled_scores", lse=lse, logits=logits).split(sizes)])

@@ -7,20 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from longreach.cache import PerSlot, SequenceState
-from longreach.errors import InvalidInput, Unsupported
-from longreach.methods.base import (
-    AttentionMethod,
-    LayerCall,
-    ModelShape,
-    Outcome,
-    Reads,
-    attend_densely,
-    check_budget,
-)
-from longreach.methods.choosing import best_keys, check_layers, check_layers_of
+from longreach.cache import PerTokenState, SequenceState
+from longreach.errors import InvalidInput
+from longreach.methods.base import AttentionMethod, Outcome, attend_densely, check_budget, logits_bytes
+from longreach.methods.call import LayerCall, ModelShape
+from longreach.methods.choosing import best_keys, check_layers, check_layers_of, max_keys
 from longreach.methods.loki.plan import KIND, LokiPlan
-from longreach.ops import Selection, Span, Spans, near
+from longreach.ops import KVView, Span, Spans, near
+from longreach.ops.doors import EVERYTHING, Read
 from longreach.ops.types import accumulator, require
 from longreach.plans import find
 
@@ -51,7 +45,8 @@ class Loki(AttentionMethod):
 
     name = "loki"
     phases = ("decode",)
-    follows = True
+    keeps = "tokens"
+    observes_prompt = True
 
     def __post_init__(self) -> None:
         check_budget("k", self.k)
@@ -71,27 +66,30 @@ class Loki(AttentionMethod):
         if call.layer in self.dense_layers:
             return None
         if call.model is None:
-            raise InvalidInput("loki: which plan fits depends on the model; expected a call that names it")
+            raise InvalidInput("LayerCall.model is required: Loki looks up its plan by model")
         k = call.kv.k
         basis = LokiPlan.of(find(KIND, self.plan, call.model)).basis[call.layer]
         basis = basis if call.shard is None else call.shard.slice(basis)
-        return Coordinates(slots, basis[..., : self._directions(k.shape[3])].to(k.device, k.dtype))
+        return Coordinates(call.kv, basis[..., : self._directions(k.shape[3])].to(k.device, k.dtype))
 
-    def follow(self, call: LayerCall, state: SequenceState | None) -> tuple[Selection, ...]:
+    def observe_prompt(self, call: LayerCall, state: SequenceState | None) -> None:
         if isinstance(state, Coordinates):
-            state.note(call)
-        return ()
+            state.ensure_capacity(call.kv)
+            state.note(call.kv, call.rows.seq, call.rows.pos)
 
     def run(self, call: LayerCall, state: SequenceState | None) -> Outcome:
         if not isinstance(state, Coordinates):
             return attend_densely(call, "in dense_layers")
-        if call.kv.slot_pos is not None:
-            raise Unsupported("loki: after eviction a slot holds another key in each head; attend without evicting")
-        state.note(call)
+        self.observe_prompt(call, state)
+        call.count_read(Read.of(call.kv, NEWEST, values=False))
+        call.count_read(Read(EVERYTHING, metadata_bytes=state.bytes_of_key))
+        call.read_bytes(state.basis.numel() * state.basis.element_size())
         chosen = best_keys(call, self._scores(call, state), self.k, last=1)
-        read = (call.rows.pos.long() + 1) * state.bytes_of_key
-        read[:1] += state.basis.numel() * state.basis.element_size()
-        return Outcome(call.attend(chosen), Reads((NEWEST, chosen), (chosen,), read))
+        return Outcome(call.attend(chosen))
+
+    def workspace_bytes(self, model: ModelShape, rows: int, capacity: int, dtype: torch.dtype) -> int:
+        chosen = 4 * rows * model.kv_heads * (capacity + max_keys(self.k, capacity) + 1)
+        return logits_bytes(model, rows, capacity, dtype) + chosen
 
     def _scores(self, call: LayerCall, state: Coordinates) -> Tensor:
         """Probabilities by the coordinates alone, summed over a group: [R, G, N]; past the context anything."""
@@ -109,31 +107,31 @@ class Loki(AttentionMethod):
         return count
 
 
-class Coordinates(PerSlot):
-    """The keys of one layer in its first directions: ["keys"] is [slots, G, N, rank]; basis: [G, D, rank]."""
+class Coordinates(PerTokenState):
+    """The keys of one layer in its first directions: ["keys"] is [P, G, page, rank]. basis: [G, D, rank]."""
 
-    def __init__(self, slots: int, basis: Tensor):
-        super().__init__(slots, basis.shape[0], device=basis.device, keys=(basis.shape[2], basis.dtype))
+    def __init__(self, kv: KVView, basis: Tensor):
+        super().__init__(kv, keys=(basis.shape[2], basis.dtype))
         self.basis = basis
 
     @property
     def bytes_of_key(self) -> int:
-        """Bytes of one token's coordinates in all heads."""
-        return self["keys"].shape[1] * self["keys"].shape[3] * self["keys"].element_size()
+        """Bytes of one token's coordinates in one head."""
+        return self["keys"].shape[3] * self["keys"].element_size()
 
-    def note(self, call: LayerCall) -> None:
-        """The rows' keys, from the cache."""
-        self.fit(call.kv.capacity)
-        seq, pos = call.rows.seq.long(), call.rows.pos.long()
-        page, offset = call.kv.locate(seq, pos)
+    def note(self, kv: KVView, seq: Tensor, slot: Tensor) -> None:
+        page, offset = kv.locate(seq.long(), slot.long())
         dtype = accumulator(self.basis.dtype)
         with torch.inference_mode(False), torch.no_grad():
-            found = torch.einsum("rgd,gde->rge", call.kv.k[page, :, offset].to(dtype), self.basis.to(dtype))
-            self["keys"][call.slots[seq].long(), :, pos] = found.to(self.basis.dtype)
+            found = torch.einsum("rgd,gde->rge", kv.k[page, :, offset].to(dtype), self.basis.to(dtype))
+            self["keys"][page, :, offset] = found.to(self.basis.dtype)
 
     def logits(self, call: LayerCall) -> Tensor:
         """Of the rows with every key that a sequence can hold, by the coordinates alone: [R, G, group, N]."""
         dtype = accumulator(self.basis.dtype)
-        keys = self["keys"][call.slots[call.rows.seq.long()].long(), :, : call.kv.capacity].to(dtype)
+        slot = torch.arange(call.kv.capacity, device=self.basis.device)[None]
+        page, offset = call.kv.locate(call.rows.seq.long()[:, None], slot.expand(len(call.rows.seq), -1))
+        page = page.clamp(0, call.kv.k.shape[0] - 1)  # spare entries of a block table may hold anything
+        keys = self["keys"][page, :, offset].transpose(1, 2).to(dtype)  # [R, G, N, rank]
         q = call.rows.q.to(dtype).unflatten(1, (call.kv.heads, -1))
         return torch.einsum("rghd,gde->rghe", q, self.basis.to(dtype)) @ keys.mT * call.scale

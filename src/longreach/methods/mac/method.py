@@ -8,23 +8,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from longreach.cache import NothingToForget, SequenceState
-from longreach.errors import InvalidInput, Unsupported
-from longreach.methods.base import (
-    AttentionMethod,
-    LayerCall,
-    ModelShape,
-    Notes,
-    Outcome,
-    Reads,
-    attend_densely,
-    is_count,
-)
+from longreach.cache import SequenceState
+from longreach.errors import InvalidInput
+from longreach.methods.base import AttentionMethod, Notes, Outcome, attend_densely, is_count
+from longreach.methods.call import LayerCall, ModelShape
 from longreach.methods.mac.notes import columns, probed
 from longreach.methods.mac.plan import KIND, MOST, SCALES, MACPlan, Scale
 from longreach.methods.mac.rows import last_rows
 from longreach.methods.mac.state import LayerState
-from longreach.ops import Partial, Selection, Span, Spans, at, merge, near
+from longreach.ops import Partial, Span, Spans, at, merge, near
 from longreach.ops.nearest import Rule, recovered
 from longreach.ops.types import require
 from longreach.plans import find
@@ -77,8 +69,9 @@ class MAC(AttentionMethod):
 
     name = "mac"
     phases = ("decode",)
+    keeps = "sequences"
     needs_pre_rope = True
-    follows = True
+    observes_prompt = True
 
     def __post_init__(self) -> None:
         for name, least in (("window", 1), ("band", 1), ("minimum", 0), ("gap", 1), ("depth", 1), ("guard", 1)):
@@ -117,15 +110,15 @@ class MAC(AttentionMethod):
         )
         return plan
 
-    def new_state(self, call: LayerCall, slots: int) -> LayerState | NothingToForget:
+    def new_state(self, call: LayerCall, slots: int) -> LayerState | None:
         k, heads = call.kv.k, call.rows.q.shape[1]
         plan = None
         if self.planned:
             if call.model is None:
-                raise InvalidInput("mac: which plan fits depends on the model; expected a call that names it")
+                raise InvalidInput("LayerCall.model is required: MAC looks up its plan by model")
             plan = self._plan_for(call.model)
             if self.band is None and plan.band[call.layer] is None:
-                return NothingToForget()
+                return None
         weight = None if plan is None or self.scale == "sqrt2d" else _weight(plan.energy[call.layer], call)
         rule = self._rule(call.layer, plan, heads // call.kv.heads, k)
         return LayerState(slots, heads, call.kv.heads, k.shape[3], rule, weight, k)
@@ -157,64 +150,57 @@ class MAC(AttentionMethod):
             price=price,
         )
 
-    def follow(self, call: LayerCall, state: SequenceState | None) -> tuple[Selection, ...]:
-        if isinstance(state, NothingToForget):
-            return ()
-        assert isinstance(state, LayerState)
-        _refuse_evicted(call)
-        kept = last_rows(call, state.ring.size)
-        if kept is None:
-            return ()
-        some, rule = kept.call, state.rule
-        before = Span(at(rule.sinks), near(1 - rule.band))
-        with torch.no_grad():
-            assert some.turn is not None
-            query = recovered(some.rows.q, some.turn(), state.weight, state.ring.query.dtype)
-            entry = some.attend(Spans((before,)), sink=False)
-            state.note(some.slots[some.rows.seq.long()], some.rows.pos, query, entry, math.inf)
-        place = ("what rows that a ring keeps read", state.ring.size, before)  # alike in all layers of a pass
-        if place not in call.passed:
-            call.passed[place] = kept.among(call.rows, before)
-        return (call.passed[place],)
-
-    def run(self, call: LayerCall, state: SequenceState | None) -> Outcome:
-        if isinstance(state, NothingToForget):
-            return attend_densely(call, "the plan has no band wide enough")
-        assert isinstance(state, LayerState)
-        _refuse_evicted(call)
-        if _several(call):
-            outcome = attend_densely(call, "several new tokens at once")
-            both = (*outcome.reads.keys, *self.follow(call, state))
-            return outcome._replace(reads=Reads(both, both))
+    def observe_prompt(self, call: LayerCall, state: SequenceState | None) -> None:
+        if not isinstance(state, LayerState):
+            return
+        call.refuse_evicted("mac", OTHER_ENTRIES)
+        some = last_rows(call, state.ring.size)
+        if some is None:
+            return
         rule = state.rule
         with torch.no_grad():
-            found = call.match(state.ring, rule, state.weight)
+            assert some.rotary is not None
+            query = recovered(some.rows.q, some.rotary(), state.weight, state.ring.query.dtype)
+            entry = some.attend(Spans((Span(at(rule.sinks), near(1 - rule.band)),)), sink=False)
+            state.note(some.slots[some.rows.seq.long()], some.rows.pos, query, entry, math.inf)
+
+    def run(self, call: LayerCall, state: SequenceState | None) -> Outcome:
+        if not isinstance(state, LayerState):
+            return attend_densely(call, "the plan has no band wide enough")
+        call.refuse_evicted("mac", OTHER_ENTRIES)
+        if _several(call):
+            outcome = attend_densely(call, "several new tokens at once")
+            self.observe_prompt(call, state)
+            return outcome
+        rule = state.rule
+        with torch.no_grad():
+            found = call.op("match", state.ring, rule, weight=state.weight)
             spans = Spans((Span(at(found.start), near(1)),), "query")
-            split = near(1 - rule.band)
-            main, before = call.attend_amend(spans, split, state.entries, found.take, found.put)
-            whole, passes, apart = main, [spans], list[Tensor]()
+            main, before = call.op(
+                "attend_amend", spans, near(1 - rule.band), state.entries, found.take, found.put,
+                counted=found.reads[..., 0],
+            )  # fmt: skip
+            whole, apart = main, list[Tensor]()
             if rule.sinks:
-                first = Spans((Span(at(0), at(rule.sinks)),))
-                kept = call.attend(first, sink=False)
-                whole, passes = merge(main, kept), [*passes, first]
+                kept = call.attend(Spans((Span(at(0), at(rule.sinks)),)), sink=False)
+                whole = merge(main, kept)
                 apart.append(kept.lse)
             if call.sink_logit is not None:
                 apart.append(call.sink_logit.detach().to(whole.lse.dtype).expand_as(whole.lse))
-            streams, noted = found.reads, Notes((found.notes, whole.lse, before), columns, state.summary)
+            noted = Notes((found.notes, whole.lse, before), columns, state.summary)
             if self.check_every:
-                due = (call.rows.pos.long() + 1) % self.check_every == 0
-                probe = Spans((Span(at(torch.where(due, 0, call.rows.pos.long() + 1)[:, None]), near(1)),))
+                due, probe = call.once((self, "probe"), lambda: self._probe(call))
                 error = _error(whole, call.attend(probe), due)
                 noted = Notes((error, *noted.tensors), probed, state.summary)
-                passes = [*passes, probe]
-                more = torch.where(due, call.rows.pos + 1, 0).int()[:, None, None]
-                streams = torch.cat([streams[..., :1] + more, streams[..., 1:]], -1)
-        return Outcome(
-            whole,
-            Reads(tuple(passes), tuple(passes), found.reads[..., 1]),
-            notes=noted._replace(tensors=(*noted.tensors, *apart)),
-            streams=streams,
-        )
+        return Outcome(whole, notes=noted._replace(tensors=(*noted.tensors, *apart)))
+
+    def _probe(self, call: LayerCall) -> tuple[Tensor, Spans]:
+        """Which rows also attend densely, bool [R], and the span that they, and no others, read for it."""
+        due = call.context % self.check_every == 0
+        return due, Spans((Span(at(torch.where(due, 0, call.context)[:, None]), near(1)),))
+
+
+OTHER_ENTRIES = "its entries hold attention over keys that were dropped"
 
 
 def _weight(energy: Tensor, call: LayerCall) -> Tensor:
@@ -236,8 +222,3 @@ def _several(call: LayerCall) -> bool:
     if call.rows.runs is not None:
         return any(run.rows > 1 for run in call.rows.runs)
     return call.rows.q.shape[0] > call.slots.shape[0]
-
-
-def _refuse_evicted(call: LayerCall) -> None:
-    if call.kv.slot_pos is not None:
-        raise Unsupported("mac: its spans are positions, and after eviction slots are none; attend without evicting")

@@ -1,51 +1,31 @@
-"""Which rows of a pass over a prompt will be in the ring when it is read."""
+"""The rows of a prompt's pass that a ring may still hold once the prompt is read."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from longreach.methods.base import LayerCall
-from longreach.ops import Rows, Run, Span, Spans, at
+from longreach.methods.call import LayerCall
+from longreach.ops import Rows, Run
 
 
-@dataclass(frozen=True)
-class Kept:
-    """The rows of a pass that a ring may hold: the call with them alone, and which of all rows they are, None: all."""
-
-    call: LayerCall
-    index: Tensor | None
-
-    def among(self, rows: Rows, span: Span) -> Spans:
-        """What these rows read of a span, said of all `rows` of the pass: the others' begin past their own keys."""
-        if self.index is None:
-            return Spans((span,))
-        start = (rows.pos + 1)[:, None]
-        first = span.start.value
-        start[self.index] = first if isinstance(first, int) else first[self.index]
-        return Spans((Span(at(start), span.stop),))
-
-
-def last_rows(call: LayerCall, size: int) -> Kept | None:
-    """Those of the call's rows that a ring of `size` rows may hold once the prompt is read; None for none.
+def last_rows(call: LayerCall, size: int) -> LayerCall | None:
+    """The call with the rows that a ring of `size` rows may hold once the prompt is read; None for no row.
 
     Tokens that are known to follow push rows out before anything is matched. Where it is not known how many follow, the
     last `size` rows of every pass are kept, and are pushed out by the next one's: then each pass attends once more for
     up to `size` rows, as much again as its own attention where it is no longer than the ring.
     """
-    keep = size - call.ahead
+    keep = size - call.prompt_tokens_left
     if keep <= 0 or not call.rows.q.shape[0]:
         return None
-    place = ("rows that a ring keeps", keep)  # alike in all layers of a pass
-    if place not in call.passed:
-        call.passed[place] = _index(call.rows, call.kv.filled, keep)
-    index, runs = call.passed[place]
+    index, runs = call.once(("last rows", keep), lambda: _index(call.rows, call.kv.filled, keep))
     if index is None:
-        return Kept(call, None)
+        return call
     some = call.take(index)
-    return Kept(replace(some, rows=replace(some.rows, runs=runs)), index) if index.numel() else None
+    return replace(some, rows=replace(some.rows, runs=runs)) if index.numel() else None
 
 
 def _index(rows: Rows, filled: Tensor, keep: int) -> tuple[Tensor | None, tuple[Run, ...] | None]:

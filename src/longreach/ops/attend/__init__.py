@@ -1,11 +1,22 @@
 """attend: the one operator, and its passes that keep logits for later ones."""
 
-from longreach.ops.attend.amend import Entries, amending, attend_amend
+from longreach.ops.attend.amend import AMEND, Entries, amending, attend_amend
 from longreach.ops.attend.api import attend, attend_split, implementations, resolve
-from longreach.ops.attend.keeping import attend_keeping, attend_values, score_keys
+from longreach.ops.attend.keeping import (
+    FROM_LOGITS,
+    SCORE_KEYS,
+    WITH_LOGITS,
+    attend_keeping,
+    attend_values,
+    score_keys,
+)
 from longreach.ops.attend.quantise import copy_keys, quantise_keys
 
 __all__ = [
+    "AMEND",
+    "FROM_LOGITS",
+    "SCORE_KEYS",
+    "WITH_LOGITS",
     "Entries",
     "amending",
     "attend",

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from longreach.ops.checks import check_logits, check_memory
+from longreach.ops.doors import Op, Read
 from longreach.ops.impl import Implementations
 from longreach.ops.selection import Bound, Selection, check_bound
 from longreach.ops.types import KVView, Partial, Rows, accumulator, describe, require
@@ -76,3 +77,10 @@ def attend_amend(
     return compute(
         rows, kv, selection, split, entries, take, put, scale=scale, softcap=softcap, sink_logit=sink_logit
     )  # fmt: skip
+
+
+def _reads(rows: Rows, kv: KVView, result: object, selection: Selection, *args: object) -> tuple[Read, ...]:
+    return (Read.of(kv, selection),)
+
+
+AMEND = Op(attend_amend, amending, ("rows", "kv", "scale", "softcap", "sink_logit"), _reads)

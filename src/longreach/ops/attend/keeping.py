@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from longreach.ops.checks import check_kept, check_logits, check_memory, check_scoring
+from longreach.ops.doors import EVERYTHING, Op, Read
 from longreach.ops.impl import Implementations
 from longreach.ops.selection import Selection
 from longreach.ops.types import KVView, Logits, Partial, Rows, ScoringKeys, describe, require
@@ -91,3 +92,23 @@ def attend_values(
     check_logits(1.0, None, rows, sink_logit)
     compute = valuing.get(impl, rows.q.device)
     return compute(rows, kv, selection, logits, sink_logit=sink_logit)
+
+
+def _read_all(rows: Rows, kv: KVView, result: object) -> tuple[Read, ...]:
+    return (Read.of(kv, EVERYTHING),)
+
+
+def _read_keys(rows: Rows, kv: KVView, result: object, keys: ScoringKeys | None = None) -> tuple[Read, ...]:
+    if keys is None:
+        return (Read.of(kv, EVERYTHING, values=False),)
+    return (Read(EVERYTHING, metadata_bytes=keys.k.shape[3] * keys.k.element_size() + keys.scale.element_size()),)
+
+
+def _read_values(rows: Rows, kv: KVView, result: object, selection: Selection, logits: Logits) -> tuple[Read, ...]:
+    return (Read.of(kv, selection, keys=False),)
+
+
+LOGIT_TERMS = ("rows", "kv", "scale", "softcap", "sink_logit")
+WITH_LOGITS = Op(attend_keeping, keeping, LOGIT_TERMS, _read_all)
+SCORE_KEYS = Op(score_keys, scoring, LOGIT_TERMS, _read_keys)
+FROM_LOGITS = Op(attend_values, valuing, ("rows", "kv", "sink_logit"), _read_values)

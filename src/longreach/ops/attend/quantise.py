@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from longreach.ops.impl import Implementations
-from longreach.ops.types import FLOATS, KVView, Rows, ScoringKeys, describe, require
+from longreach.ops.types import FLOATS, INTS, KVView, ScoringKeys, describe, require
 
 
 def quantise_keys(k: Tensor) -> tuple[Tensor, Tensor]:
@@ -32,21 +32,24 @@ _copy = Implementations(
 )
 
 
-def copy_keys(rows: Rows, kv: KVView, keys: ScoringKeys, *, impl: str = "auto") -> None:
-    """Quantise the keys of these rows, which lie in `kv` at slots [rows.pos], into `keys`, at the same places.
+def copy_keys(seq: Tensor, slot: Tensor, kv: KVView, keys: ScoringKeys, *, impl: str = "auto") -> None:
+    """Quantise the keys of `kv` at these slots into `keys`, at the same places.
 
-    As `quantise_keys` does, bit for bit; nothing else of `keys` is touched. rows: whose queries are not read; keys:
-    shaped like kv.k. No device sync, one kernel on a GPU. Raises InvalidInput for what does not fit, UnknownName for an
-    unknown impl.
+    As `quantise_keys` does, bit for bit; nothing else of `keys` is touched. seq, slot: int [n], sequence and slot of
+    each key; keys: shaped like kv.k. No device sync, one kernel on a GPU. Raises InvalidInput for arguments that do not
+    fit, UnknownName for an unknown impl.
     """
-    require(isinstance(rows, Rows), f"rows: expected Rows, got {describe(rows)}")
     require(isinstance(kv, KVView), f"kv: expected a KVView, got {describe(kv)}")
+    for name, x in (("seq", seq), ("slot", slot)):
+        ok = isinstance(x, Tensor) and x.dtype in INTS and x.dim() == 1 and x.device == kv.k.device
+        require(ok, f"{name}: expected int [n] on {kv.k.device}, got {describe(x)}")
+    require(seq.shape == slot.shape, f"slot: expected {list(seq.shape)} like seq, got {describe(slot)}")
     ok = isinstance(keys, ScoringKeys) and keys.k.shape == kv.k.shape and keys.k.device == kv.k.device
     found = describe(getattr(keys, "k", keys))
     require(ok, f"keys: expected an 8-bit copy laid out like {describe(kv.k)}, got {found}")
-    _copy.get(impl, kv.k.device)(rows, kv, keys)
+    _copy.get(impl, kv.k.device)(seq, slot, kv, keys)
 
 
-def copy_in_place(rows: Rows, kv: KVView, keys: ScoringKeys) -> None:
-    page, offset = kv.locate(rows.seq.long(), rows.pos.long())
+def copy_in_place(seq: Tensor, slot: Tensor, kv: KVView, keys: ScoringKeys) -> None:
+    page, offset = kv.locate(seq.long(), slot.long())
     keys.k[page, :, offset], keys.scale[page, :, offset] = quantise_keys(kv.k[page, :, offset])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from longreach.ops.doors import Op, Read
 from longreach.ops.impl import Implementations
 from longreach.ops.nearest.ring import Ring
 from longreach.ops.nearest.rule import Matched, Nearest, Rule
@@ -111,3 +112,16 @@ def _check_slots(name: str, slots: Tensor, ring: Ring) -> None:
     if slots.device.type == "cpu" and slots.numel():
         low, high, most = int(slots.min()), int(slots.max()), ring.query.shape[0]
         require(low >= 0 and high < most, f"{name}: expected in [0, {most}), got {low} to {high}")
+
+
+def _reads(rows: Rows, kv: object, found: Matched, *args: object, **given: object) -> tuple[Read, ...]:
+    return (Read(other=found.reads[..., 1]),)
+
+
+def _match(
+    rows: Rows, slots: Tensor, ring: Ring, rule: Rule, *, rotary: Turn, impl: str, weight: Tensor | None = None
+) -> Matched:
+    return match(rows, slots, ring, rule, turn=rotary, weight=weight, impl=impl)
+
+
+MATCH = Op(_match, implementations, ("rows", "slots", "rotary"), _reads)

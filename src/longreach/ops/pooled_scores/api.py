@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from longreach.ops.checks import check_kept, check_logits, check_memory
+from longreach.ops.doors import EVERYTHING, Op, Read
 from longreach.ops.impl import Implementations
 from longreach.ops.types import INTS, KVView, Logits, Rows, describe, require
 
@@ -74,3 +75,14 @@ def pooled_scores(
         require(lse is not None, "lse: kept logits are summed against the lse that came with them; give both")
     compute = implementations.get(resolve(impl, rows, logits=logits, tile=tile), rows.q.device)
     return compute(rows, kv, scale=scale, softcap=softcap, lse=lse, kept=logits, tile=tile, tiles=tiles)
+
+
+def _reads(
+    rows: Rows, kv: KVView, result: Tensor, lse: Tensor | None = None, logits: Logits | None = None
+) -> tuple[Read, ...]:
+    """Kept logits spare the keys; without the normaliser the keys are read twice."""
+    passes = 0 if logits is not None else 2 if lse is None else 1
+    return (Read.of(kv, EVERYTHING, values=False),) * passes
+
+
+POOLED_SCORES = Op(pooled_scores, implementations, ("rows", "kv", "scale", "softcap"), _reads)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from longreach.ops.doors import Op
 from longreach.ops.impl import Implementations
 from longreach.ops.types import INTS, describe, require
 
@@ -67,3 +68,6 @@ def top_k(
         require(low >= 0 and high <= columns, f"length: expected in [0, N={columns}], got {low} to {high}")
     compute = implementations.get(impl, x.device)
     return compute(x, count, length, first=first, last=last, capacity=capacity)
+
+
+TOP_K = Op(top_k, implementations, ())

@@ -137,7 +137,7 @@ def generate(
 
     with session.prompt_end(ids.shape[1]), memory_errors():
         cache = past_key_values or _own_cache(session, ids.shape[0], ids.shape[1] + max_new_tokens)
-        with cache.restored_on_error(remembering=True):
+        with cache.restored_on_error(states=True):
             started = now(model)
             first = mask[:, cache.columns :].sum(1).tolist()
             cache.kv.reserve(range(cache.batch), [n + max_new_tokens - 1 for n in first])
@@ -181,8 +181,8 @@ def _prompt(session: Session, ids: Any, mask: Any, past: LongreachCache | None) 
         columns = past.columns
         if past.batch != ids.shape[0]:
             raise InvalidInput(f"past_key_values holds {past.batch} sequences, the input has {ids.shape[0]}")
-        if past.spoilt:
-            raise InvalidInput(f"past_key_values: {past.spoilt}")
+        if past.invalid:
+            raise InvalidInput(f"past_key_values: {past.invalid}")
         if columns >= ids.shape[1]:
             raise InvalidInput(
                 f"input_ids: expected what the cache holds ({columns} columns) and at least one token more, got "

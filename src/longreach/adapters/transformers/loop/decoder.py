@@ -15,9 +15,9 @@ from longreach.adapters.transformers.hf_cache import LongreachCache
 from longreach.adapters.transformers.loop.choosing import Ends, greedy
 from longreach.adapters.transformers.loop.fuse import experts_on_device, fused
 from longreach.adapters.transformers.step import Step
-from longreach.cache import StaticSteps
+from longreach.cache import DecodeBuffers
 from longreach.errors import LongreachError, Unsupported
-from longreach.methods.ledger import Counted
+from longreach.runtime.ledger import HostCount
 
 if TYPE_CHECKING:
     from longreach.adapters.transformers.attach import Session
@@ -36,7 +36,7 @@ class Decoder:
     def __init__(self, session: Session, cache: LongreachCache, width: int, *, sampled: bool, fuse: str):
         self.session, self.cache, self.sampled, self.fuse = session, cache, sampled, fuse
         self.method, device = session.decode, session.model.device
-        self.steps = StaticSteps(cache.kv, range(cache.batch), width)
+        self.steps = DecodeBuffers(cache.kv, range(cache.batch), width)
         vocabulary = vocabulary_of(session.model)
         with torch.inference_mode(False):
             self.token = torch.zeros(cache.batch, dtype=torch.int64, device=device)
@@ -45,7 +45,7 @@ class Decoder:
             self.ends = torch.zeros(vocabulary, dtype=torch.bool, device=device)
         self.logits: Tensor | None = None
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.counted: tuple[Counted, ...] = ()
+        self.counted: tuple[HostCount, ...] = ()
         self.warm = 0
         self.capture_seconds = 0.0
         self.weights = weights_of(session.model)
@@ -58,7 +58,7 @@ class Decoder:
     @contextlib.contextmanager
     def run(self, ends: Ends, room: int) -> Iterator[None]:
         """Within this block up to `room` steps may be run. Raises CapacityError."""
-        self.cache.check_followed(self.method)
+        self.cache.check_observed(self.method)
         before = list(self.cache.kv.lengths)
         with torch.inference_mode(False), torch.no_grad():
             self.steps.open(room)
@@ -69,7 +69,7 @@ class Decoder:
             self.done.zero_()
         yield
         self.steps.close()
-        self.cache.note_followed((self.method,), before)
+        self.cache.mark_observed((self.method,), before)
 
     def take(self, chosen: Tensor) -> None:
         """These are the next tokens [B]; a sequence that has ended gets padding."""
@@ -86,17 +86,17 @@ class Decoder:
             with self._made_ready(capture):
                 self._pass()
             self.warm += 1
-        self.session.ledger.count(self.counted)
+        self.session.ledger.commit_on_host(self.counted)
         self.steps.count()
         self.cache.grow(1)
 
     def _pass(self) -> None:
         """What is captured."""
         session, cache = self.session, self.cache
-        cache.as_if = self.steps.width * self.steps.size - 1  # masks found for a full cache hold for any length
+        cache.as_if = self.steps.capacity - 1  # masks found for a full cache hold for any length
         session.static_step = self._step()
         try:
-            session.ledger.leave_out(self.done)  # of who has ended a row goes through the model, and nobody needs it
+            session.ledger.mask_rows(self.done)  # of who has ended a row goes through the model, and nobody needs it
             out = session.model(
                 input_ids=self.token[:, None],
                 position_ids=self.steps.append.pos[:, None],
@@ -109,27 +109,16 @@ class Decoder:
             raise
         finally:
             session.static_step = cache.as_if = None
-        self.counted = session.ledger.settle()
+        self.counted = session.ledger.commit_on_device()
         self.steps.advance()
         self.logits = out.logits[:, -1]
         if not self.sampled:
             self.take(greedy(self.logits))
 
     def _step(self) -> Step:
-        session = self.session
-        return Step(
-            phase="decode",
-            method=self.method,
-            impl=session.impl,
-            ledger=session.ledger,
-            memo=session.memo,
-            shape=(self.cache.batch, 1),
-            real=None,
-            append=self.steps.append,
-            cache=self.cache,
-            observe=session.observe,
-            static=True,
-        )
+        layers = self.session.new_pass(self.cache, decoding=True)
+        shape = (self.cache.batch, 1)
+        return Step(layers, self.session.facts, shape, None, self.steps.append, self.cache, static=True)
 
     def _capture(self) -> None:
         started = time.perf_counter()

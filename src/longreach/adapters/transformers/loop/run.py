@@ -93,7 +93,7 @@ class Run:
         try:
             with decoder.run(self.ends, self.new - 1):
                 decoder.take(self.choose(logits))
-                back = read_back(decoder.token, ahead=0 if self._exactly and cache.kv.state else None)
+                back = read_back(decoder.token, ahead=0 if self._exactly and cache.states.states() else None)
                 back.note(decoder.token)
                 while True:
                     last = self._setting_up or count + back.pending >= self.new
@@ -136,8 +136,8 @@ def why_uncaptured(session: Session, graph: bool | None) -> str | None:
         why = f"the model is on the {session.model.device.type}, which has no CUDA graphs"
     elif session.decode.capture != "full":
         why = f"{session.decode.name} works on the host between layers (capture = {session.decode.capture!r})"
-    elif session.observe is not None:
-        why = "session.observe is set, which wants to see every step"
+    elif session.on_layer is not None:
+        why = "session.on_layer is set, which wants to see every step"
     if graph and why:
         raise Unsupported(f"graph=True: {why}; leave graph out")
     return why
@@ -148,7 +148,7 @@ def decoder_for(session: Session, cache: LongreachCache, room: int, *, sampled: 
     config, need = cache.kv.config, max(cache.kv.lengths) + room
     name = (session.decode, sampled, fuse)
     found: Decoder | None = cache.decoders.get(name)
-    if found is not None and found.usable and found.steps.width * found.steps.size >= need:
+    if found is not None and found.usable and found.steps.capacity >= need:
         return found
     cache.decoders.pop(name, None)
     width = 1

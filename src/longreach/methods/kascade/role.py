@@ -1,4 +1,4 @@
-"""What part a layer has in a plan, on the device and for the KV heads that are here: the state of the layer."""
+"""The role of a layer in a plan, on the device and for the KV heads of this rank."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from longreach.cache import NothingToForget
 from longreach.errors import Unsupported
-from longreach.methods.kascade.copies import KeyCopy
 from longreach.methods.kascade.plan import KascadePlan
 from longreach.ops import HeadShard
 from longreach.ops.types import require
@@ -18,29 +16,23 @@ FIRST = "first anchor"
 
 
 @dataclass(frozen=True)
-class Part(NothingToForget):
-    """What `part_of` finds of a layer, and the copy of its keys that it is scored with, or None.
+class LayerRole:
+    """The facts that `role_of` finds about a layer. They are the same for all sequences.
 
-    anchor: the layer whose choice it attends to, its own number in an anchor; dense: why it attends densely, or None;
-    serves: whether other layers attend to its choice; head_of: int [G] on the device, the head of the anchor that each
-    KV head takes the keys of, None where each takes its own or one set serves all; tile: rows of a tile, the query
-    heads of a group counted. All this is the same for all sequences.
+    anchor: the layer whose lists it attends to, its own number in an anchor. dense: why it attends densely, else None.
+    serves: whether other layers attend to its lists. head_map: int64 [G] on the device, the head of the anchor whose
+    keys each KV head takes, None where each takes its own or one set serves all. tile: rows of a tile, the query heads
+    of a group counted.
     """
 
     anchor: int
     dense: str | None
     serves: bool
-    head_of: Tensor | None
+    head_map: Tensor | None
     tile: int
-    copy: KeyCopy | None = None
-
-    @property
-    def moved(self) -> int:
-        """How often memory was replaced, which what was captured in a graph has to know."""
-        return 0 if self.copy is None else self.copy.moved
 
 
-def part_of(
+def role_of(
     plan: KascadePlan,
     layer: int,
     *,
@@ -48,8 +40,8 @@ def part_of(
     dense_layers: tuple[int, ...],
     shard: HeadShard,
     device: torch.device,
-) -> Part:
-    """The part of a layer. mapped: whether heads take keys through the plan's map.
+) -> LayerRole:
+    """The role of a layer. mapped: whether heads take keys through the plan's map.
 
     Raises InvalidInput for a layer that takes no part, Unsupported where a rank would need the choice of another.
     """
@@ -63,11 +55,11 @@ def part_of(
     reusing = (n for n in plan.layers if n not in plan.anchors and n not in dense_layers)
     serves = any(plan.anchor_of(n) == layer for n in reusing)
     if not mapped:
-        return Part(anchor, dense, serves, None, plan.tile)
+        return LayerRole(anchor, dense, serves, None, plan.tile)
     check_shard(plan, shard)
     here = [head - shard.first for head in plan.head_map[layer][shard.first : shard.first + shard.count]]
     own = here == list(range(shard.count))
-    return Part(anchor, dense, serves, None if own else torch.tensor(here, device=device), plan.tile)
+    return LayerRole(anchor, dense, serves, None if own else torch.tensor(here, device=device), plan.tile)
 
 
 def check_shard(plan: KascadePlan, shard: HeadShard) -> None:

@@ -1,0 +1,75 @@
+"""Where the rows of one pass go: their positions, and for each layer their slots and places in memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from longreach.ops.types import Run
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """Where the rows of a pass go in one layer. Layers that hold the same slots share one object.
+
+    slot: int64 [R], the logical slot of each row's token. It orders tokens as their positions do, in every head, so
+        it is the row's `Rows.pos` when it attends to this layer's view; slots differ from positions after eviction.
+    page, offset: int64 [R], its place in memory. table: int64 [B, pages], the block table.
+    seq_lens: int64 [B], slots in use once the pass is done; starts: before it, None where only the device knows.
+    runs: the rows as the host knows them, by slot; None where only the device does.
+    """
+
+    slot: Tensor
+    page: Tensor
+    offset: Tensor
+    seq_lens: Tensor
+    table: Tensor
+    starts: tuple[int, ...] | None = None
+    runs: tuple[Run, ...] | None = None
+
+    def take(self, index: Tensor) -> Placement:
+        """The placement of the rows at `index` [r]."""
+        return Placement(self.slot[index], self.page[index], self.offset[index], self.seq_lens, self.table, self.starts)
+
+
+@dataclass(frozen=True, eq=False)
+class Append:
+    """The rows of one pass that write keys and values.
+
+    slots: int64 [B], the cache slot of each sequence of the pass; seq: int64 [R], each row's index in `slots`;
+    pos: int64 [R], absolute position; placements: one for all layers, or one for each layer.
+    counts: rows of each sequence; added: new tokens of each, fewer where rows overwrite tokens; starts: tokens before
+        the pass, None where only the device knows them; host_slots: `slots`. All on the host, and of the whole pass.
+    number: identifies the pass within its cache.
+    """
+
+    slots: Tensor
+    seq: Tensor
+    pos: Tensor
+    placements: tuple[Placement, ...]
+    counts: tuple[int, ...]
+    added: tuple[int, ...]
+    host_slots: tuple[int, ...]
+    starts: tuple[int, ...] | None = None
+    number: int = -1
+
+    def at(self, layer: int) -> Placement:
+        """Where the rows go in `layer`; the same object for layers that hold the same slots."""
+        return self.placements[layer if len(self.placements) > 1 else 0]
+
+    def take(self, index: Tensor) -> Append:
+        """The part of the pass that consists of the rows at `index` [r], for layers in which only these run."""
+        shared = {id(p): p.take(index) for p in self.placements}
+        placements = tuple(shared[id(p)] for p in self.placements)
+        return replace(self, seq=self.seq[index], pos=self.pos[index], placements=placements)
+
+
+def places(table: Tensor, seq: Tensor, slot: Tensor, page: int | None) -> tuple[Tensor, Tensor]:
+    """(page, offset) in memory, int64 [groups, R], of logical slots [groups, R] of the sequences seq [R].
+
+    table: [groups, B, pages], contiguous. page: slots in a page; None: a sequence has one page, of any size.
+    """
+    if page is None:
+        return table[:, seq, 0], slot
+    return table.flatten(1).gather(1, seq * table.shape[2] + slot // page), slot % page

@@ -1,0 +1,104 @@
+"""Passes of one token per sequence, in buffers that stay where they are: what a CUDA graph needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from longreach.cache.append import Append, Placement
+from longreach.cache.kv import KVCache
+from longreach.ops.types import Run, require
+
+
+class DecodeBuffers:
+    """A row of passes over the same memory: each appends one token to every sequence.
+
+    `append` is the Append of the pass to come. Its tensors are fixed buffers: `open` fills them from what the host
+    knows, `advance` moves them on by one token on the device (captured with the pass, or called after it), `count`
+    lets the host follow. Lengths lie on the device, so a pass reads none from the host. Layers that hold other slots
+    after eviction are moved on by the same kernels: 5 where memory is paged, else 1.
+    """
+
+    def __init__(self, cache: KVCache, slots: Sequence[int], width: int):
+        """width: pages a sequence may come to hold, where nothing is evicted."""
+        batch, groups = len(slots), cache.groups()
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int64, device=cache.device)
+
+        self.cache, self.width, self.generation = cache, width, cache.generation
+        with torch.inference_mode(False):
+            self._moving = zeros(1 + 2 * len(groups), batch)  # positions, then slots and sequence lengths of each group
+            pos, self._slot, seq_lens = self._moving.split([1, len(groups), len(groups)])
+            self._table = zeros(len(groups), batch, width)
+            self._page, self._offset = self._table[:, :, 0], self._slot
+            if cache.page is not None:
+                self._page, self._offset = zeros(len(groups), batch), zeros(len(groups), batch)
+            at = torch.tensor(list(slots), dtype=torch.int64, device=cache.device)
+            seq = torch.arange(batch, device=cache.device)
+        placements = {}
+        for g, layout in enumerate(groups):
+            pages = width - min((layout.dropped[s] for s in slots), default=0) // (cache.page or layout.pages.size)
+            placements[id(layout)] = Placement(
+                self._slot[g], self._page[g], self._offset[g], seq_lens[g], self._table[g, :, : max(1, pages)],
+                runs=tuple(Run(1, b) for b in range(batch)),
+            )  # fmt: skip
+        each = tuple(placements[id(layout)] for layout in (cache.layouts if len(groups) > 1 else groups))
+        one = (1,) * batch
+        self.append = Append(at, seq, pos[0], each, one, one, tuple(slots))
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that every sequence may come to hold here."""
+        return min(
+            self.width * layout.pages.size + layout.dropped[s]
+            for layout in self.cache.groups()
+            for s in self.append.host_slots
+        )
+
+    @property
+    def valid(self) -> bool:
+        """Whether the cache's memory still is what it was when these buffers were made."""
+        return self.generation == self.cache.generation
+
+    def open(self, steps: int) -> Append:
+        """Begin `steps` passes; all have room from now on.
+
+        Raises CapacityError; InvalidInput for a narrow table, or where memory has moved since the buffers were made.
+        """
+        require(self.valid, "the cache's memory has moved since these buffers were made; make new ones")
+        append = self.cache.begin_run(self.append, steps)
+        slots, lengths = append.host_slots, self.cache.lengths
+        used = [[lengths[s] - layout.dropped[s] for s in slots] for layout in self.cache.groups()]
+        rows = [[lengths[s] for s in slots], *used, *([n + 1 for n in each] for each in used)]
+        with torch.inference_mode(False):
+            self._table.copy_(self.cache.tables(slots, self.width))
+            self._moving.copy_(torch.tensor(rows, dtype=torch.int64).view_as(self._moving))
+            self._place()
+        self.append = append
+        return append
+
+    def advance(self) -> None:
+        """On the device: the next pass appends one token further on."""
+        with torch.inference_mode(False):
+            self._moving.add_(1)
+            self._place()
+
+    def count(self) -> None:
+        """On the host: the pass is done, its tokens count from now on."""
+        self.cache.commit(self.append, over=False)
+
+    def close(self) -> None:
+        """No more passes; room that was not used goes back."""
+        self.cache.end_run(self.append)
+
+    def _place(self) -> None:
+        """Find the pages of the slots; where a sequence has one page, they and the offsets are views."""
+        page = self.cache.page
+        if page is not None:
+            # past the last page nothing is written any more; the clamp keeps the look-up inside the table
+            number = torch.div(self._slot, page, rounding_mode="floor").clamp_(max=self.width - 1)
+            torch.gather(self._table, 2, number[..., None], out=self._page[..., None])
+            torch.remainder(self._slot, page, out=self._offset)

@@ -1,0 +1,66 @@
+"""State that lives as long as the KV cache: what it must do when sequences are emptied, cut or evicted from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor
+
+from longreach.ops.types import KVView
+
+
+class SequenceState(Protocol):
+    """State beside a KV cache. slots, lengths: int64 [n] on the cache's device; lengths are in tokens."""
+
+    def reset(self, slots: Tensor) -> None:
+        """Forget the sequences in `slots`."""
+
+    def check_truncate(self, slots: Tensor, lengths: Tensor) -> None:
+        """Raise Unsupported if the sequences in `slots` cannot be cut to `lengths` tokens. Changes nothing."""
+
+    def truncate(self, slots: Tensor, lengths: Tensor) -> None:
+        """Cut the sequences in `slots` to `lengths` tokens."""
+
+    def check_keep(self, layer: int) -> None:
+        """Raise Unsupported if keys of `layer` cannot be evicted. Changes nothing."""
+
+    def kept(self, layer: int, view: KVView) -> None:
+        """Rebuild what belongs to the keys of `layer`, which were compacted. view: all sequences, by cache slot."""
+
+    def snapshot(self) -> Callable[[], None]:
+        """Copy everything that `truncate` cannot bring back. Calling the result restores it, after truncation."""
+
+    @property
+    def generation(self) -> int:
+        """How often memory has moved: graphs captured at an earlier generation read freed memory."""
+
+
+class StatelessOnTruncate:
+    """Base for states that need no work on reset or truncation: entries past a sequence's length are never read."""
+
+    def reset(self, slots: Tensor) -> None:
+        pass
+
+    def check_truncate(self, slots: Tensor, lengths: Tensor) -> None:
+        pass
+
+    def truncate(self, slots: Tensor, lengths: Tensor) -> None:
+        pass
+
+    def check_keep(self, layer: int) -> None:
+        pass
+
+    def kept(self, layer: int, view: KVView) -> None:
+        pass
+
+    def snapshot(self) -> Callable[[], None]:
+        return _nothing
+
+    @property
+    def generation(self) -> int:
+        return 0
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,221 @@
+"""One layer in one forward pass, as a method sees it. The call attends, runs ops, and counts what they read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from torch import Tensor
+
+from longreach.errors import Unsupported
+from longreach.ops import HeadShard, KVView, Partial, Rows, Selection, Turn
+from longreach.ops.attend import attend, resolve
+from longreach.ops.doors import Op, Read, op_named
+from longreach.ops.types import describe, require
+
+Phase = Literal["prefill", "decode"]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The facts about a model that a method's options may refer to. Heads are those of all ranks.
+
+    config: hash of the model's configuration, by which plans are matched to models; "" if unknown.
+    """
+
+    layers: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    config: str = ""
+
+
+class Noted(NamedTuple):
+    """A read, with the rows and the view it was made for. part: which rows of the pass these are, None for all."""
+
+    rows: Rows
+    kv: KVView
+    part: Tensor | None
+    read: Read
+
+
+class Meter:
+    """What the calls of one layer have read, in order, and which implementations ran."""
+
+    def __init__(self) -> None:
+        self.noted: list[Noted] = []
+        self.kernels_used: set[str] = set()
+
+    @property
+    def keys(self) -> tuple[Selection, ...]:
+        """The selections whose keys were read, one for each pass."""
+        return self._selections("key_bytes")
+
+    @property
+    def values(self) -> tuple[Selection, ...]:
+        """The selections whose values were read, one for each pass."""
+        return self._selections("value_bytes")
+
+    def _selections(self, column: str) -> tuple[Selection, ...]:
+        reads = (noted.read for noted in self.noted)
+        return tuple(r.selection for r in reads if r.selection is not None and getattr(r, column))
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """All that a method sees of one layer in one forward pass.
+
+    layer: index. rows: post-RoPE queries [R, H, D]; `rows.pos` is the slot of a row's own key in this layer.
+    kv: the layer's keys and values, those of the rows included. slots: int [B], the cache slot of each sequence, which
+        addresses per-sequence state.
+    scale, softcap, sink_logit: as in ops.attend. shard: the KV heads of this rank. impl: who computes.
+    pre_rope: returns (q [R, H, D], k [R, G, D]) of the rows before rotation, for methods with `needs_pre_rope`.
+    rotary: returns the angles by which the rows were rotated, for the same methods.
+    phase: whether the rows belong to a prompt or are new tokens.
+    prompt_tokens_left: tokens of the prompt that later passes are known to bring; padded sequences may get fewer.
+    evicted: whether keys of this layer were dropped, so that slots are not positions.
+    model: what the layer belongs to. shared: values that layers of one pass leave for later ones; gone with the pass.
+    meter: counts the reads of this call and of the calls taken from it. index: the rows of the pass that these are.
+    """
+
+    layer: int
+    rows: Rows
+    kv: KVView
+    slots: Tensor
+    scale: float
+    softcap: float | None = None
+    sink_logit: Tensor | None = None
+    shard: HeadShard | None = None
+    impl: str = "auto"
+    pre_rope: Callable[[], tuple[Tensor, Tensor]] | None = field(default=None, repr=False)
+    rotary: Callable[[], Turn] | None = field(default=None, repr=False)
+    phase: Phase = "decode"
+    prompt_tokens_left: int = 0
+    evicted: bool = False
+    model: ModelShape | None = None
+    shared: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
+    meter: Meter = field(default_factory=Meter, repr=False, compare=False)
+    index: Tensor | None = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.kv.slot_pos is not None:
+            raise Unsupported(
+                "kv: a layer is read in the order of its slots, and this view gives slots positions of their own "
+                "(slot_pos); compact what was kept, so that slots ascend with positions, and leave slot_pos out"
+            )
+
+    def attend(self, selection: Selection, *, kv: KVView | None = None, sink: bool = True) -> Partial:
+        """ops.attend with this layer's logits. A method that merges several results takes the sink once.
+
+        kv: another view than the layer's, on the same device: other memory of the same heads.
+        Raises InvalidInput for a view on another device, and what ops.attend raises.
+        """
+        kv = self._view(kv)
+        sink_logit = self.sink_logit if sink else None
+        impl = resolve(self.impl, self.rows, kv, selection, softcap=self.softcap, sink_logit=sink_logit)
+        partial = attend(
+            self.rows,
+            kv,
+            selection,
+            scale=self.scale,
+            softcap=self.softcap,
+            sink_logit=sink_logit,
+            impl=impl,
+        )
+        self.meter.kernels_used.add(impl)
+        self._note(kv, Read.of(kv, selection))
+        return partial
+
+    def op(
+        self,
+        name: str,
+        *args: Any,
+        kv: KVView | None = None,
+        rows: Rows | None = None,
+        counted: Tensor | None = None,
+        **given: Any,
+    ) -> Any:
+        """An op of longreach.ops, with this layer's rows, view and logit terms as far as it takes them.
+
+        args, given: its other arguments. kv, rows: others than the layer's. counted: int [R, G], the slots that its
+        selection makes each KV head stream, where a kernel has counted them before.
+        Raises UnknownName for an unknown op, InvalidInput for a view on another device, and what the op raises.
+        """
+        op, kv = op_named(name), self._view(kv)
+        rows = rows or self.rows
+        impl = op.implementations.resolve(self._impl_of(op), rows.q.device)
+        first = {"rows": rows, "kv": kv, "slots": self.slots}
+        places = [first[term] for term in op.layer if term in first]
+        terms = {term: self._term(term) for term in op.layer if term not in first}
+        result = op.run(*places, *args, **{**terms, **given}, impl=impl)
+        self.meter.kernels_used.add(impl)
+        for read in op.reads(rows, kv, result, *args, **given):
+            self._note(kv, read if counted is None else read._replace(counted=counted))
+        return result
+
+    def read_bytes(self, amount: int | Tensor) -> None:
+        """Count bytes of metadata that no op of the call has seen: of each row, int [R], or of all together (int)."""
+        self._note(self.kv, Read(other=amount))
+
+    def count_read(self, read: Read) -> None:
+        """Count a pass over the layer's view that no op of the call has made."""
+        self._note(self.kv, read)
+
+    def take(self, index: Tensor) -> LayerCall:
+        """The call with the rows at `index` [r] alone; it counts into the same meter."""
+        rotary = self.rotary
+        mine = None if rotary is None else lambda: rotary().take(index)
+        own = index if self.index is None else self.index[index]
+        return replace(self, rows=self.rows.take(index), rotary=mine, index=own)
+
+    def observer(self) -> LayerCall:
+        """The same call with a meter of its own."""
+        return replace(self, meter=Meter())
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """`make()`, computed once for all layers of the pass whose rows lie in the same slots."""
+        place = ("once", key, id(self.rows.pos), id(self.kv.filled))
+        if place not in self.shared:
+            self.shared[place] = (make(), self.rows.pos, self.kv.filled)  # an id is unique while its object lives
+        return self.shared[place][0]
+
+    @property
+    def context(self) -> Tensor:
+        """int64 [R]: the slots that each row can see."""
+        return self.once("context", lambda: self.rows.pos.long() + 1)
+
+    def sum_over_ranks(self, x: Tensor) -> Tensor:
+        """x, pooled over this rank's KV heads, summed over all ranks."""
+        return x if self.shard is None else self.shard.sum(x)
+
+    def refuse_evicted(self, method: str, why: str) -> None:
+        """Raise Unsupported where keys of this layer were dropped."""
+        if self.evicted:
+            raise Unsupported(f"{method}: {why}; decode with another method, or do not evict")
+
+    def _view(self, kv: KVView | None) -> KVView:
+        if kv is None:
+            return self.kv
+        on = kv.k.device == self.rows.q.device
+        require(on, f"kv: expected a view on {self.rows.q.device} like the rows, got {describe(kv.k)}")
+        return kv
+
+    def computes(self, name: str, impl: str) -> bool:
+        """Whether `impl` would compute an op of this call."""
+        op = op_named(name)
+        return op.implementations.resolve(self._impl_of(op), self.rows.q.device) == impl
+
+    def _impl_of(self, op: Op) -> str:
+        return self.impl if self.impl in op.implementations.paths else "auto"
+
+    def _term(self, name: str) -> Any:
+        if name != "rotary":
+            return getattr(self, name)
+        require(self.rotary is not None, "this call does not say how its rows were rotated, and the op needs it")
+        assert self.rotary is not None
+        return self.rotary()
+
+    def _note(self, kv: KVView, read: Read) -> None:
+        self.meter.noted.append(Noted(self.rows, kv, self.index, read))

@@ -1,0 +1,28 @@
+"""What Kascade keeps of one layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from longreach.cache import StatelessOnTruncate
+from longreach.methods.kascade.quantised_keys import QuantisedKeys
+from longreach.methods.kascade.role import LayerRole
+from longreach.ops import KVView
+
+
+@dataclass(frozen=True)
+class KascadeState(StatelessOnTruncate):
+    """role: of the layer in the plan. copy: the 8-bit keys by which an anchor scores, else None."""
+
+    role: LayerRole
+    copy: QuantisedKeys | None = None
+
+    def kept(self, layer: int, view: KVView) -> None:
+        """Quantise all keys again."""
+        if self.copy is not None:
+            self.copy.kept(layer, view)
+
+    @property
+    def generation(self) -> int:
+        """Changes when memory is replaced: a captured step reads the old memory."""
+        return 0 if self.copy is None else self.copy.generation

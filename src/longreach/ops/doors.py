@@ -1,0 +1,80 @@
+"""What a layer calls an op by: which arguments it fills in, who computes, and which bytes the op reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from longreach.errors import UnknownName
+from longreach.ops.impl import Implementations
+from longreach.ops.selection import Selection, Spans
+from longreach.ops.types import KVView, Rows
+
+EVERYTHING = Spans.dense()
+
+OPS = {
+    "attend_amend": "longreach.ops.attend:AMEND",
+    "attend_from_logits": "longreach.ops.attend:FROM_LOGITS",
+    "attend_with_logits": "longreach.ops.attend:WITH_LOGITS",
+    "match": "longreach.ops.nearest:MATCH",
+    "pooled_scores": "longreach.ops.pooled_scores:POOLED_SCORES",
+    "score_keys": "longreach.ops.attend:SCORE_KEYS",
+    "top_k": "longreach.ops.top_k:TOP_K",
+}
+
+
+class Read(NamedTuple):
+    """One pass over memory.
+
+    selection: the slots read, None for memory that no selection names. key_bytes, value_bytes, metadata_bytes: bytes
+    read of each slot in each KV head. counted: int [R, G], the slots that each KV head streams, where a kernel has
+    counted them; it must equal what the selection says. other: further bytes of metadata, of each row [R] or of all
+    rows together (int).
+    """
+
+    selection: Selection | None = None
+    key_bytes: int = 0
+    value_bytes: int = 0
+    metadata_bytes: int = 0
+    counted: Tensor | None = None
+    other: int | Tensor = 0
+
+    @classmethod
+    def of(
+        cls, kv: KVView, selection: Selection, *, keys: bool = True, values: bool = True, counted: Tensor | None = None
+    ) -> Read:
+        """Keys or values of a view, or both in one pass."""
+        vector = kv.k.shape[3] * kv.k.element_size()
+        return cls(selection, vector * keys, vector * values, counted=counted)
+
+
+def nothing(rows: Rows, kv: KVView, result: Any, *args: Any, **given: Any) -> tuple[Read, ...]:
+    """The reads of an op that consumes only what other ops of the call have just made."""
+    return ()
+
+
+@dataclass(frozen=True)
+class Op:
+    """An op as layers call it.
+
+    run: its front door. implementations: who computes it. layer: names of the arguments that the layer gives, of rows,
+    kv, slots, rotary (positional, in this order) and scale, softcap, sink_logit (by keyword).
+    reads(rows, kv, result, *args, **given): the passes over memory that the call made.
+    """
+
+    run: Callable[..., Any]
+    implementations: Implementations
+    layer: tuple[str, ...] = ("rows", "kv")
+    reads: Callable[..., tuple[Read, ...]] = nothing
+
+
+def op_named(name: str) -> Op:
+    """The op registered as `name`. Raises UnknownName with the known ones."""
+    if name not in OPS:
+        raise UnknownName("op", name, OPS)
+    module, _, attribute = OPS[name].partition(":")
+    return getattr(import_module(module), attribute)

@@ -1,0 +1,297 @@
+"""Sums of what the layers of one pass read, made with few kernels however many layers there are.
+
+Every column of a layer is a linear combination of counts: slots streamed by all rows and KV heads, entries of lists,
+rows. Equal counts of several layers are made once; counts of lists of one shape are made together. The coefficients are
+known on the host, and are sent to the device once for passes of the same structure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from longreach.methods.call import LayerCall, Noted
+from longreach.ops import KVView, Lists, PackedLists, Rows, Selection, Spans
+
+COLUMNS = ("key_bytes", "value_bytes", "metadata_bytes", "dense_bytes", "overflowed_lists", "rows")
+KEYS, VALUES, METADATA, DENSE, OVERFLOWED, ROWS = range(len(COLUMNS))
+ListsInUse = Lists | PackedLists
+
+
+class Term(NamedTuple):
+    """A column gets `factor` times the count `name`."""
+
+    column: int
+    name: Hashable
+    factor: int
+
+
+class _Place(NamedTuple):
+    """Rows and a view, as far as counts depend on them: queries, keys and entries of lists are large, and not held."""
+
+    seq: Tensor
+    pos: Tensor
+    lengths: Tensor
+    table: Tensor | None
+    heads: int
+    group: int
+    part: Tensor | None  # which rows of the pass these are, None for all
+
+    @classmethod
+    def of(cls, rows: Rows, kv: KVView, part: Tensor | None) -> _Place:
+        group = rows.q.shape[1] // kv.heads
+        return cls(rows.seq, rows.pos, kv.filled, kv.block_table, kv.heads, group, part)
+
+    @property
+    def name(self) -> Hashable:
+        """Equal for equal places, as long as the tensors live."""
+        return tuple(id(x) if isinstance(x, Tensor) else x for x in self)
+
+    @property
+    def seen(self) -> Tensor:
+        """int64 [R]: the slots that each row sees."""
+        return torch.minimum(self.pos.long() + 1, self.lengths[self.seq.long()].long()).clamp(min=0)
+
+
+class _Visible(NamedTuple):
+    """Visible lists. in_use: entries, int [L, heads]; capacity: beyond which a list overflows, None for no limit."""
+
+    in_use: Tensor
+    capacity: int | None
+    block: int
+    row_to_list: Tensor | None
+    place: _Place
+
+    @property
+    def shape(self) -> Hashable:
+        """Equal for lists that can be counted together."""
+        return (self.in_use.shape, self.in_use.dtype, self.capacity, self.block, id(self.row_to_list), self.place.name)
+
+
+class Counting:
+    """The counts of one pass. ended: bool [R], the rows of the pass that do not count; None if all do."""
+
+    def __init__(self, ended: Tensor | None = None):
+        self.ended = ended
+        self.layers: list[tuple[Any, tuple[Term, ...]]] = []
+        self._made: dict[Hashable, Tensor] = {}  # counts: int64 []
+        self._visible: dict[Hashable, _Visible] = {}
+        self._maps: dict[Hashable, dict[int, Tensor | None]] = {}  # lists -> the head maps they are used through, by id
+        self._given: dict[Hashable, tuple[Tensor, Tensor | None]] = {}  # int [R, ...], and which rows these are
+        self._alive: list[Any] = []  # objects that names hold the ids of
+
+    def add(self, place: Any, noted: Sequence[Noted], call: LayerCall, dense: Selection | None) -> None:
+        """Count the reads of one layer. dense: the selection that exact attention reads, None for an observer."""
+        terms = [term for one in noted for term in self._terms(one)]
+        if dense is not None:
+            vector, where = call.kv.k.shape[3] * call.kv.k.element_size(), self._place(call.rows, call.kv, call.index)
+            terms += self._slots(call.rows, call.kv, where, dense, {DENSE: 2 * vector})
+            terms.append(Term(ROWS, self._rows(where), 1))
+        self.layers.append((place, tuple(terms)))
+
+    def columns(self, coefficients: dict[Hashable, Tensor]) -> tuple[tuple[Any, ...], Tensor]:
+        """(places, int64 [L, 6]) of all layers added. coefficients: the caller keeps them from pass to pass."""
+        self._count_visible()
+        self._count_given()
+        number = {name: n for n, name in enumerate(dict.fromkeys(t.name for _, terms in self.layers for t in terms))}
+        factors: dict[tuple[int, int, int], int] = {}
+        for layer, (_, terms) in enumerate(self.layers):
+            for term in terms:
+                at = (layer, term.column, number[term.name])
+                factors[at] = factors.get(at, 0) + term.factor
+        counts = [self._made[name] for name in number]
+        counted = torch.stack(counts) if counts else torch.zeros(0, dtype=torch.int64)
+        key = (len(self.layers), len(counts), counted.device, tuple(factors.items()))
+        if key not in coefficients:
+            made = torch.zeros(len(self.layers), len(COLUMNS), len(counts), dtype=torch.int64)
+            for at, factor in factors.items():
+                made[at] = factor
+            coefficients[key] = made.to(counted.device)
+        return tuple(place for place, _ in self.layers), (coefficients[key] * counted).sum(-1)
+
+    def _terms(self, noted: Noted) -> list[Term]:
+        read, where = noted.read, self._place(noted.rows, noted.kv, noted.part)
+        terms: list[Term] = []
+        if isinstance(read.other, Tensor):
+            terms.append(Term(METADATA, self._hold(read.other, where), 1))
+        elif read.other:
+            terms.append(Term(METADATA, self._share(where, read.other), 1))
+        factors = {KEYS: read.key_bytes, VALUES: read.value_bytes, METADATA: read.metadata_bytes}
+        factors = {column: factor for column, factor in factors.items() if factor}
+        if read.selection is None:
+            return terms
+        if read.counted is not None:
+            return terms + [Term(column, self._hold(read.counted, where), n) for column, n in factors.items()]
+        return terms + self._slots(noted.rows, noted.kv, where, read.selection, factors)
+
+    def _slots(
+        self, rows: Rows, kv: KVView, where: _Place, selection: Selection, factors: dict[int, int]
+    ) -> list[Term]:
+        """The slots that all rows stream in all KV heads, and what lists add: their entries, and overflows."""
+        if isinstance(selection, (Lists, PackedLists)):
+            return self._listed(rows, kv, where, selection, factors)
+        name = ("slots", where.name, self._spans_name(selection))
+        if name not in self._made:
+            self._made[name] = self._total(selection.reads(rows, kv), where)
+        return [Term(column, name, factor) for column, factor in factors.items()]
+
+    def _listed(self, rows: Rows, kv: KVView, where: _Place, lists: ListsInUse, factors: dict[int, int]) -> list[Term]:
+        if lists.in_sight:
+            slots, used, over = self._see(lists, where)
+        else:  # these may name slots that a row cannot see: each entry is looked at now
+            slots, used, over = ((kind, len(self._made)) for kind in ("listed", "entries", "over"))
+            self._made[slots] = self._total(lists.reads(rows, kv), where)
+            self._made[used] = self._total(entries_used(lists, kv), where)
+            self._made[over] = self._overflows(lists, where)
+        entry = lists.index.element_size() + (0 if lists.log_weight is None else lists.log_weight.element_size())
+        terms = [Term(column, slots, factor) for column, factor in factors.items()]
+        return [*terms, Term(METADATA, used, entry), Term(OVERFLOWED, over, 1)]
+
+    def _overflows(self, lists: ListsInUse, where: _Place) -> Tensor:
+        if isinstance(lists, PackedLists):
+            return torch.zeros((), dtype=torch.int64, device=lists.offsets.device)
+        over = lists.overflowed.long()
+        return self._total(over, where) if lists.list_of is None else over.sum()
+
+    def _see(self, lists: ListsInUse, where: _Place) -> tuple[Hashable, Hashable, Hashable]:
+        """Names of the slots, the entries and the overflows of visible lists, which are counted at the pass's end."""
+        count, capacity = _counts(lists)
+        told_by = lists.offsets if isinstance(lists, PackedLists) else lists.count
+        name = ("lists", where.name, capacity, lists.block, id(told_by), id(lists.list_of))
+        self._visible.setdefault(name, _Visible(count, capacity, lists.block, lists.list_of, where))
+        self._maps.setdefault(name, {})[id(lists.head_of)] = lists.head_of
+        self._alive.append((told_by, lists.list_of, lists.head_of))
+        return ("listed", name, id(lists.head_of)), ("entries", name, id(lists.head_of)), ("over", name)
+
+    def _count_visible(self) -> None:
+        """The counts of visible lists, those of one shape together."""
+        alike: dict[Hashable, list[Hashable]] = {}
+        for name, one in self._visible.items():
+            alike.setdefault(one.shape, []).append(name)
+        for names in alike.values():
+            first = self._visible[names[0]]
+            where, of = first.place, None if first.row_to_list is None else first.row_to_list.long()
+            counts = torch.stack([self._visible[name].in_use for name in names]).long()  # [n, L, heads]
+            over = None if first.capacity is None else counts > first.capacity
+            used, overflowed = counts, None
+            if over is not None:
+                used = counts.masked_fill(over, 0)
+                overflowed = (self._masked(over, where, 1) if of is None else over).sum((1, 2))
+            if of is not None:
+                used, over = used[:, of], None if over is None else over[:, of]
+            slots = used
+            if first.block > 1:  # the newest block, cut at the row, is among those in use
+                cut = first.block - 1 - where.pos.long() % first.block
+                slots = (used * first.block - cut[:, None]).clamp(min=0)
+            if over is not None:
+                slots = torch.where(over, where.seen[:, None], slots)
+            both = self._masked(torch.stack([slots, used]), where, 2).sum(2)  # [2, n, heads]
+            none = torch.zeros((), dtype=torch.int64, device=both.device) if overflowed is None else None
+            for n, name in enumerate(names):
+                found = none if overflowed is None else overflowed[n]
+                assert found is not None
+                self._made["over", name] = found
+            self._map_heads(names, both, where.heads)
+
+    def _map_heads(self, names: list[Hashable], both: Tensor, heads: int) -> None:
+        """Sums over the KV heads, each by its list. both: slots and entries, int64 [2, n, heads of the lists]."""
+        alone = both.shape[2] == 1
+        plain = both[:, :, 0] * heads if alone else both.sum(2)  # [2, n]
+        mapped: list[tuple[int, Hashable, int, Tensor]] = []
+        for n, name in enumerate(names):
+            for key, head_map in self._maps[name].items():
+                if head_map is None or alone:
+                    self._made["listed", name, key], self._made["entries", name, key] = plain[0, n], plain[1, n]
+                else:
+                    mapped.append((n, name, key, head_map))
+        if mapped:
+            maps = torch.stack([head_map for *_, head_map in mapped]).long()  # [m, G]
+            picked = torch.stack([both[:, n] for n, *_ in mapped], 1)  # [2, m, heads]
+            sums = picked.gather(2, maps.expand(2, -1, -1)).sum(2)
+            for m, (_, name, key, _) in enumerate(mapped):
+                self._made["listed", name, key], self._made["entries", name, key] = sums[0, m], sums[1, m]
+
+    def _hold(self, given: Tensor, where: _Place) -> Hashable:
+        """The name of a sum over rows of int [R, ...]; sums of one shape are made together at the pass's end."""
+        if given.is_floating_point() or given.dtype == torch.bool:
+            raise TypeError(f"bytes and slots of rows: expected int [R, ...], got {given.dtype}")
+        name = ("given", id(given))
+        self._given[name] = (given, where.part)
+        return name
+
+    def _count_given(self) -> None:
+        alike: dict[Hashable, list[Hashable]] = {}
+        for name, (given, index) in self._given.items():
+            alike.setdefault((given.shape, given.dtype, id(index)), []).append(name)
+        for names in alike.values():
+            given = torch.stack([self._given[name][0] for name in names])
+            if self.ended is not None:
+                given = _without(given, self._ended(self._given[names[0]][1]), 1)
+            sums = given.flatten(1).sum(1, dtype=torch.int64)
+            for n, name in enumerate(names):
+                self._made[name] = sums[n]
+
+    def _share(self, where: _Place, amount: int) -> Hashable:
+        """The part of an amount for all rows together that falls to the rows that count."""
+        name, rows = ("share", amount, where.name), where.pos.shape[0]
+        if name not in self._made:
+            # filled on the device: copying a number there would be a sync
+            whole = torch.full((), amount, dtype=torch.int64, device=where.pos.device)
+            self._made[name] = whole if self.ended is None else whole * self._made[self._rows(where)] // max(1, rows)
+        return name
+
+    def _rows(self, where: _Place) -> Hashable:
+        """Rows that count."""
+        name = ("rows", where.name)
+        if name not in self._made:
+            count = torch.full((), where.pos.shape[0], dtype=torch.int64, device=where.pos.device)
+            self._made[name] = count if self.ended is None else count - self._ended(where.part).sum()
+        return name
+
+    def _place(self, rows: Rows, kv: KVView, part: Tensor | None) -> _Place:
+        where = _Place.of(rows, kv, part)
+        self._alive.append(where)
+        return where
+
+    def _spans_name(self, selection: Selection) -> Hashable:
+        bounds = [bound.value for span in selection.spans for bound in span] if isinstance(selection, Spans) else [None]
+        if isinstance(selection, Spans) and all(isinstance(value, int) for value in bounds):
+            return (selection.spans, selection.per)
+        self._alive.append(selection)
+        return id(selection)
+
+    def _total(self, per_row: Tensor, where: _Place) -> Tensor:
+        """int64 []: the sum of [R, ...] over the rows that count."""
+        return self._masked(per_row, where, 0).sum(dtype=torch.int64)
+
+    def _masked(self, x: Tensor, where: _Place, axis: int) -> Tensor:
+        """x with 0 for the rows, along `axis`, that do not count."""
+        return x if self.ended is None else _without(x, self._ended(where.part), axis)
+
+    def _ended(self, index: Tensor | None) -> Tensor:
+        assert self.ended is not None
+        return self.ended if index is None else self.ended[index]
+
+
+def entries_used(lists: ListsInUse, kv: KVView) -> Tensor:
+    """int64 [R, G]: entries of lists that one pass reads for each row and KV head."""
+    count, capacity = _counts(lists)
+    used = count.long() if capacity is None else count.long().masked_fill(count > capacity, 0)
+    used = used if lists.list_of is None else used[lists.list_of.long()]
+    if used.shape[1] == 1:
+        return used.expand(-1, kv.heads)  # every KV head reads the list that serves them all
+    return used if lists.head_of is None else used[:, lists.head_of.long()]
+
+
+def _counts(lists: ListsInUse) -> tuple[Tensor, int | None]:
+    """Entries in use, int [L, heads], and the capacity beyond which a list overflows."""
+    if isinstance(lists, PackedLists):
+        return lists.offsets.diff().unflatten(0, (-1, lists.heads)), None
+    return lists.count, lists.index.shape[2]
+
+
+def _without(x: Tensor, ended: Tensor, axis: int) -> Tensor:
+    return x.masked_fill(ended.view(*(1,) * axis, -1, *(1,) * (x.dim() - axis - 1)), 0)

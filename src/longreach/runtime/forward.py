@@ -1,0 +1,151 @@
+"""One forward pass: who attends for its rows in each layer, who observes them, and what is counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from longreach.cache import SequenceState
+from longreach.errors import Unsupported
+from longreach.methods.base import AttentionMethod, Outcome
+from longreach.methods.call import LayerCall, ModelShape, Phase
+from longreach.ops import KVView, Partial, Rows, Spans
+from longreach.ops.doors import EVERYTHING
+from longreach.ops.types import Run
+from longreach.runtime.ledger import Ledger
+
+LayerHook = Callable[[Phase, LayerCall, Outcome], None]
+
+
+class States(Protocol):
+    """Where a pass finds the state of a method in a layer."""
+
+    def get(self, method: AttentionMethod, call: LayerCall) -> SequenceState | None: ...
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Rows of a pass that one method attends for.
+
+    observers: decode methods that observe the rows. index: int64 [r], which rows of the pass these are, in ascending
+    order; None for all. runs: the rows as the host knows them, needed with an index.
+    """
+
+    phase: Phase
+    method: AttentionMethod
+    observers: tuple[AttentionMethod, ...] = ()
+    index: Tensor | None = None
+    runs: tuple[Run, ...] | None = None
+
+
+@dataclass
+class Pass:
+    """One forward pass over the layers of a model.
+
+    segments: who attends for which rows; together they are all rows of the pass, each once.
+    states: where methods keep their state; None for a pass without a cache, whose methods get fresh state.
+    ledger: counts what is read; None for a pass that nobody counts. impl: who computes.
+    on_layer: called after each layer and segment. prompt_tokens_left: as in LayerCall.
+    shared: values that layers leave for later ones. layers: those that have attended.
+    """
+
+    segments: tuple[Segment, ...]
+    model: ModelShape | None = None
+    states: States | None = None
+    ledger: Ledger | None = None
+    impl: str = "auto"
+    on_layer: LayerHook | None = None
+    prompt_tokens_left: int = 0
+    shared: dict[Hashable, Any] = field(default_factory=dict)
+    layers: set[int] = field(default_factory=set)
+
+    def call(self, layer: int, rows: Rows, kv: KVView, slots: Tensor, scale: float, **terms: Any) -> LayerCall:
+        """The call of one layer in this pass; terms: further fields of LayerCall."""
+        return LayerCall(
+            layer, rows, kv, slots, scale, impl=self.impl, phase=self.segments[0].phase,
+            prompt_tokens_left=self.prompt_tokens_left, model=self.model, shared=self.shared, **terms,
+        )  # fmt: skip
+
+
+def attend_layer(p: Pass, call: LayerCall, *, window: int | None = None) -> Outcome:
+    """Attention of all rows of one layer, whose keys and values are in the cache.
+
+    window: the layer's sliding window in tokens, else None: with one, every method attends densely within it.
+    Returns the rows' results in their order; with several segments, the notes are those of the ledger alone.
+    Raises Unsupported for a window over keys of which some were dropped, and what the methods raise.
+    """
+    if window is not None and call.evicted:
+        raise Unsupported(
+            f"layer {call.layer} attends to a window of {window} tokens, and keys of it were dropped: slots are not "
+            f"positions there; keep all keys of sliding-window layers"
+        )
+    p.layers.add(call.layer)
+    if len(p.segments) == 1 and p.segments[0].index is None:
+        return _attend_segment(p, p.segments[0], call, window)
+    return _joined(p, call, window)
+
+
+def _joined(p: Pass, call: LayerCall, window: int | None) -> Outcome:
+    out: Tensor | None = None
+    lse: Tensor | None = None
+    for number, segment in enumerate(p.segments):
+        assert segment.index is not None
+        some, shared = call.take(segment.index).observer(), p.shared.setdefault(("segment", number), {})
+        some = replace(some, rows=replace(some.rows, runs=segment.runs), phase=segment.phase, shared=shared)
+        partial = _attend_segment(p, segment, some, window).partial
+        if out is None or lse is None:
+            out = partial.out.new_empty((call.rows.q.shape[0], *partial.out.shape[1:]))
+            lse = partial.lse.new_empty(out.shape[:2])
+        out[segment.index], lse[segment.index] = partial.out, partial.lse
+    assert out is not None and lse is not None
+    return Outcome(Partial(out, lse))
+
+
+def _attend_segment(p: Pass, segment: Segment, call: LayerCall, window: int | None) -> Outcome:
+    if window is None:
+        dense, method = EVERYTHING, segment.method.name
+        outcome = segment.method.run(call, _state(p, segment.method, call))
+    else:
+        dense, method = Spans.window(window), "dense"
+        outcome = Outcome(call.attend(dense), f"sliding window of {window}")
+    for observer in segment.observers:
+        own = call.observer()
+        if window is None and p.states is not None:  # without a cache nothing is ever decoded
+            observer.observe_prompt(own, _state(p, observer, own))
+        if p.ledger is not None:
+            p.ledger.add_observer(segment.phase, own, observer)
+    if p.ledger is not None:
+        p.ledger.add(segment.phase, call, method, outcome, dense)
+    if p.on_layer is not None:
+        p.on_layer(segment.phase, call, outcome)
+    return outcome
+
+
+def _state(p: Pass, method: AttentionMethod, call: LayerCall) -> SequenceState | None:
+    return method.new_state(call, len(call.slots)) if p.states is None else p.states.get(method, call)
+
+
+@torch.no_grad()
+def drive(
+    p: Pass, calls: Iterable[LayerCall], *, windows: Mapping[int, int] | None = None
+) -> list[tuple[LayerCall, Outcome]]:
+    """Run a pass over calls of its layers, in order, and commit its ledger: no model is needed.
+
+    Calls may be made as they are asked for (a generator that appends a layer's keys first). windows: layer -> sliding
+    window. If a layer raises, nothing of the pass is counted.
+    """
+    done = list[tuple[LayerCall, Outcome]]()
+    try:
+        for call in calls:
+            done.append((call, attend_layer(p, call, window=(windows or {}).get(call.layer))))
+    except BaseException:
+        if p.ledger is not None:
+            p.ledger.abandon()
+        raise
+    if p.ledger is not None:
+        p.ledger.commit()
+    return done

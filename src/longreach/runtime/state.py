@@ -1,0 +1,108 @@
+"""The state that methods keep beside a KV cache, by method and layer, and the prompt tokens they have observed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from longreach.cache import SequenceState
+from longreach.errors import InvalidInput
+from longreach.methods.base import AttentionMethod
+from longreach.methods.call import LayerCall
+from longreach.ops import KVView
+
+
+class StateStore:
+    """A SequenceState made of the states of all methods and layers, for `slots` sequences.
+
+    Give it to `KVCache(state=...)`, which then resets, truncates and rebuilds states with the keys they belong to; an
+    engine with memory of its own calls the same methods. States die with the store.
+    """
+
+    def __init__(self, slots: int):
+        self.slots = slots
+        self._states: dict[tuple[AttentionMethod, int], SequenceState | None] = {}
+        self._observed: dict[AttentionMethod, list[int]] = {}
+
+    def get(self, method: AttentionMethod, call: LayerCall) -> SequenceState | None:
+        """The state of `method` for the layer of `call`, made at its first call.
+
+        Another config is another method: its state would differ.
+        """
+        place = (method, call.layer)
+        if place not in self._states:
+            with torch.inference_mode(False):  # it outlives the mode this pass runs in
+                self._states[place] = method.new_state(call, self.slots)
+        return self._states[place]
+
+    def states(self, methods: Collection[AttentionMethod] = (), layer: int | None = None) -> list[SequenceState]:
+        """All states, or those of some methods, or of a layer."""
+        return [
+            state
+            for (method, number), state in self._states.items()
+            if state is not None and (not methods or method in methods) and layer in (None, number)
+        ]
+
+    # what a method has observed
+
+    def mark_observed(self, methods: Collection[AttentionMethod], slots: Sequence[int], before: Sequence[int],
+                      after: Sequence[int]) -> None:  # fmt: skip
+        """Tokens [before[b], after[b]) of the sequence in slots[b] went through passes that these methods observed."""
+        for method in methods:
+            if method.observes_prompt:
+                self._observed.setdefault(method, [0] * self.slots)
+        for method, upto in self._observed.items():
+            for slot, start, end in zip(slots, before, after, strict=True):
+                if end > start:
+                    upto[slot] = end if method in methods and upto[slot] >= start else min(upto[slot], start)
+
+    def check_observed(self, method: AttentionMethod, slots: Sequence[int], lengths: Sequence[int]) -> None:
+        """Raise InvalidInput where a method that observes prompts has missed tokens of these sequences."""
+        if not method.observes_prompt:
+            return
+        upto = self._observed.get(method, [0] * self.slots)
+        for slot, held in zip(slots, lengths, strict=True):
+            if upto[slot] < held:
+                raise InvalidInput(
+                    f"{method.name} decodes with state that it makes of the prompt, and this cache holds {held} tokens "
+                    f"of which it observed the first {upto[slot]} only; attach with it (session.prepare for methods to "
+                    f"switch to) before the prompt is read"
+                )
+
+    # SequenceState
+
+    def reset(self, slots: Tensor) -> None:
+        for state in self.states():
+            state.reset(slots)
+
+    def check_truncate(self, slots: Tensor, lengths: Tensor) -> None:
+        for state in self.states():
+            state.check_truncate(slots, lengths)
+
+    def truncate(self, slots: Tensor, lengths: Tensor) -> None:
+        for state in self.states():
+            state.truncate(slots, lengths)
+
+    def check_keep(self, layer: int) -> None:
+        for state in self.states(layer=layer):
+            state.check_keep(layer)
+
+    def kept(self, layer: int, view: KVView) -> None:
+        for state in self.states(layer=layer):
+            state.kept(layer, view)
+
+    def snapshot(self, methods: Collection[AttentionMethod] = ()) -> Callable[[], None]:
+        """Copy what truncation does not bring back; the result restores it. methods: of these only, () for all."""
+        restores = [state.snapshot() for state in self.states(methods)]
+
+        def restore() -> None:
+            for one in restores:
+                one()
+
+        return restore
+
+    @property
+    def generation(self) -> int:
+        return sum(state.generation for state in self.states())
