@@ -152,7 +152,7 @@ def test_a_broken_rule_is_found(tmp_path: Path, file: str, text: str, complaint:
 @pytest.mark.parametrize(
     ("file", "text"),
     [
-        ("methods/a.py", "import torch\nfrom longreach.methods.base import Method\nfrom longreach.ops import attend"),
+        ("methods/a.py", "import torch\nfrom longreach.methods.base import Method\nfrom longreach.ops import attend")
         ("methods/quest/calibrate.py", "from longreach.methods.quest.bounds import page_bounds"),
         (
             "ops/attend/api.py",

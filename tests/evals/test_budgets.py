@@ -15,7 +15,8 @@ from longreach.evals.budgets import BUDGETS, COUNTED, NEAR, DryRun, equal_bytes,
 from longreach.evals.evaluate import Evaluation, Settings
 from longreach.evals.methods import specs
 from longreach.evals.scores import tasks_entry
-from longreach.methods.base import AttentionMethod, ModelShape
+from longreach.methods.base import AttentionMethod
+from longreach.methods.call import ModelShape
 from longreach.methods.registry import METHODS, method_class, named
 from longreach.testing.tiny import random_tokens, tiny_model, tiny_tokenizer
 from tests.evals.test_evaluate import Letters
@@ -35,7 +36,7 @@ def model() -> Any:
 def measured(model: Any, method: AttentionMethod, prompts: list[int], steps: int) -> float:
     """The share of bytes that a session reports of decode steps, greedy and without an end."""
     with attach(model) as session:
-        session.follow(method)
+        session.prepare(method)
         reader = BatchReader(session)
         logits = reader.read([random_tokens(1, n, seed=n)[0].tolist() for n in prompts])
         session.switch(method)

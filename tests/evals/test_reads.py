@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from longreach.methods.ledger import LayerReport, Report
+from longreach.runtime import LayerReport, Report
 
 from longreach import attach
 from longreach.evals.reads import Reads
-from longreach.methods.base import Phase
+from longreach.methods.call import Phase
 from longreach.testing.tiny import random_tokens, tiny_model
 
 
@@ -30,7 +30,7 @@ def test_shares_are_bytes_over_dense_bytes() -> None:
 
 def test_all_layers_of_a_phase_count_by_their_bytes_metadata_too() -> None:
     def layer(phase: Phase, *sizes: int) -> LayerReport:
-        return LayerReport(phase, 0, "any", "reference", 1, 1, *sizes, overflowed_lists=0, dense_because=())
+        return LayerReport(phase, 0, "any", "reference", 1, 1, *sizes, overflowed_lists=0, dense_reasons=())
 
     report = Report((layer("decode", 30, 10, 4, 100), layer("decode", 90, 0, 6, 300), layer("prefill", 9, 9, 9, 18)))
     found = Reads.of(report, "decode")

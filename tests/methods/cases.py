@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longreach.methods.base import AttentionMethod, LayerCall, Outcome
+from longreach.methods.base import AttentionMethod, Outcome
+from longreach.methods.call import LayerCall
 from longreach.methods.dense import Dense
 from longreach.methods.kascade import Kascade
 from longreach.methods.less_is_more import LessIsMore
@@ -26,14 +27,14 @@ CONTEXT = 61  # tokens of a sequence with planted keys
 HEAVY = 9.0  # their logit: e^9 against the sum of about 100 of all others
 
 
-def values_read(outcome: Outcome) -> tuple[Selection, ...]:
+def values_read(call: LayerCall) -> tuple[Selection, ...]:
     """What was attended to, where values are read for nothing else."""
-    return outcome.reads.values
+    return call.meter.values
 
 
-def last_values_read(outcome: Outcome) -> tuple[Selection, ...]:
+def last_values_read(call: LayerCall) -> tuple[Selection, ...]:
     """What was attended to, where values were read before to find that out."""
-    return outcome.reads.values[-1:]
+    return call.meter.values[-1:]
 
 
 @dataclass(frozen=True)
@@ -60,18 +61,18 @@ class Case:
     default: AttentionMethod
     heavy: tuple[int, ...]
     lost: Lost | None
-    attended: Callable[[Outcome], tuple[Selection, ...]] = values_read
+    attended: Callable[[LayerCall], tuple[Selection, ...]] = values_read
     variants: tuple[AttentionMethod, ...] = ()
     refused: tuple[dict[str, Any], ...] = ()
 
-    def missed(self, call: LayerCall, outcome: Outcome) -> Tensor:
+    def missed(self, call: LayerCall) -> Tensor:
         """[R, H]: the probability that exact attention gives to slots that were not attended to."""
-        read = slots_read(call, self.attended(outcome)).repeat_interleave(HEADS // KV_HEADS, 1)
+        read = slots_read(call, self.attended(call)).repeat_interleave(HEADS // KV_HEADS, 1)
         return (shares(call) * ~read).sum(-1)
 
     def predicted(self, call: LayerCall, outcome: Outcome) -> Tensor:
         """[R, H], bound on |out - dense|: with mass m missed, out is the mean over the rest, so 2 m max|v|."""
-        return 2 * self.missed(call, outcome) * largest_value(call)
+        return 2 * self.missed(call) * largest_value(call)
 
 
 class Reuse(Case):
@@ -79,7 +80,7 @@ class Reuse(Case):
 
     def predicted(self, call: LayerCall, outcome: Outcome) -> Tensor:
         """With mass m not read, and m' by the results that stand for it: out errs by at most 2 max(m, m') max|v|."""
-        missed, lse = self.missed(call, outcome), exact(call).lse
+        missed, lse = self.missed(call), exact(call).lse
         stands_for = 1 - (1 - missed) * torch.exp(lse - outcome.partial.lse)
         return 2 * torch.maximum(missed, stands_for) * largest_value(call)
 

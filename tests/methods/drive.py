@@ -5,18 +5,21 @@ Three layers: plain logits, soft-capped ones, and one whose heads have sink logi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from longreach import runtime
 from longreach.cache import Append, CacheConfig, KVCache
-from longreach.methods.base import AttentionMethod, LayerCall, ModelShape, Outcome, Phase, state_of
+from longreach.methods.base import AttentionMethod, Outcome
+from longreach.methods.call import LayerCall, ModelShape, Phase
 from longreach.methods.dense import Dense
 from longreach.ops import HeadShard, Rows, Selection, Spans, angles, unrotate
 from longreach.ops.rope import Turn as Rotated
+from longreach.runtime import Segment, StateStore
 from longreach.testing.oracle import Exact, exact_attend
 from longreach.testing.tolerance import bounds, unit_roundoff
 
@@ -67,7 +70,7 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True)
 class Pass:
-    """What a method was asked in each layer, and what it made of it."""
+    """One pass: the call of each layer, with what it read, and its outcome."""
 
     calls: list[LayerCall]
     outcomes: list[Outcome]
@@ -93,45 +96,48 @@ def run(
     """
     start = [cache.lengths[t.slot] for t in turns]
     phase = phase or ("decode" if all(start) and all(t.count == 1 for t in turns) else "prefill")
+    observers = (method.by,) if isinstance(method, Observed) else ()
     step = cache.begin([t.slot for t in turns], [t.count for t in turns])
-    calls, outcomes, passed = [], [], {}
-    for layer in range(LAYERS):
-        q, k, v = (
-            torch.cat([x[layer, n : n + t.count] for t, x, n in zip(turns, parts, start, strict=True)])
-            for parts in ([t.text.q for t in turns], [t.text.k for t in turns], [t.text.v for t in turns])
-        )
-        cache.append(layer, step, k, v)
-        call = replace(_call(cache, layer, step, q, k, impl), passed=passed, phase=phase)
-        if before is not None:
-            before(call)
-        calls.append(call)
-        outcomes.append(method.run(call, state_of(method, cache, call)))
-        if isinstance(method, Followed):
-            method.by.follow(call, state_of(method.by, cache, call))
+    states = cache.state
+    assert isinstance(states, StateStore)
+    layers = runtime.Pass((Segment(phase, method, observers),), MODEL, states, impl=impl)
+
+    def calls() -> Iterator[LayerCall]:
+        for layer in range(LAYERS):
+            q, k, v = (
+                torch.cat([x[layer, n : n + t.count] for t, x, n in zip(turns, parts, start, strict=True)])
+                for parts in ([t.text.q for t in turns], [t.text.k for t in turns], [t.text.v for t in turns])
+            )
+            cache.append(layer, step, k, v)
+            call = _call(cache, layers, layer, step, q, k)
+            if before is not None:
+                before(call)
+            yield call
+
+    done = runtime.drive(layers, calls())
     cache.commit(step)
-    return Pass(calls, outcomes)
+    return Pass([call for call, _ in done], [outcome for _, outcome in done])
 
 
-def _call(cache: KVCache, layer: int, step: Append, q: Tensor, k: Tensor, impl: str) -> LayerCall:
+def _call(cache: KVCache, layers: runtime.Pass, layer: int, step: Append, q: Tensor, k: Tensor) -> LayerCall:
     cos, sin = (x[:, None] for x in angles(step.pos, FREQUENCIES.to(q.device)))
     terms = {name: x.to(q.device) if isinstance(x, Tensor) else x for name, x in LOGITS[layer].items()}
-    return LayerCall(
-        layer=layer,
-        rows=Rows(q, step.seq, step.pos),
-        kv=cache.view(layer, step),
-        slots=step.slots,
-        scale=SCALE,
+    return layers.call(
+        layer,
+        Rows(q, step.seq, step.at(layer).slot),
+        cache.view(layer, step),
+        step.slots,
+        SCALE,
         shard=HeadShard.whole(KV_HEADS),
-        impl=impl,
-        model=MODEL,
         pre_rope=lambda: (unrotate(q, cos, sin), unrotate(k, cos, sin)),
-        turn=lambda: Rotated(cos[:, 0].to(q.dtype), sin[:, 0].to(q.dtype)),
+        rotary=lambda: Rotated(cos[:, 0].to(q.dtype), sin[:, 0].to(q.dtype)),
+        evicted=cache.evicted(layer),
         **terms,
     )
 
 
 def new_cache(config: CacheConfig | None = None, slots: int = 1, device: torch.device | str = "cpu") -> KVCache:
-    return KVCache(LAYERS, slots, config, device)
+    return KVCache(LAYERS, slots, config, device, StateStore(slots))
 
 
 def read_text(
@@ -155,15 +161,15 @@ def read_text(
 
 
 def in_phase(method: AttentionMethod, phase: str) -> AttentionMethod:
-    """Who attends in a phase: the method if it fills it, else dense, which the method follows if it does."""
+    """Who attends in a phase: the method if it fills it, else dense, which the method observes if it does."""
     if phase in method.phases:
         return method
-    return Followed(method) if method.follows else Dense()
+    return Observed(method) if method.observes_prompt else Dense()
 
 
 @dataclass(frozen=True)
-class Followed(Dense):
-    """Dense attention of rows that a decode method takes note of."""
+class Observed(Dense):
+    """Dense attention of rows that a decode method observes."""
 
     by: AttentionMethod
 

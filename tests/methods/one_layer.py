@@ -2,68 +2,92 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from longreach.cache import CacheConfig, KVCache
-from longreach.methods.base import AttentionMethod, LayerCall, ModelShape, Outcome, state_of
+from longreach import runtime
+from longreach.cache import CacheConfig, KVCache, SequenceState
+from longreach.methods.base import AttentionMethod, Outcome
+from longreach.methods.call import LayerCall, ModelShape
+from longreach.methods.dense import Dense
 from longreach.ops import HeadShard, Lists, Rows
+from longreach.runtime import Segment, StateStore
 from longreach.testing.oracle import Exact, exact_attend
 
 CACHES = {"contiguous": CacheConfig(), "paged": CacheConfig("paged", page=5)}
 
 
 class Layers:
-    """`pass_` appends random tokens to slots and lets the method follow (prompt) or run (decoding) in each layer."""
+    """Random tokens in slots, in a runtime pass: `read` those of prompts, which the method observes, or `decode` one.
+
+    The calls of a prompt are dense attention's, which reads it.
+    """
 
     def __init__(
         self, method: AttentionMethod, *, group: int = 2, heads: int = 2, dim: int = 16, layers: int = 1,
         slots: int = 3, config: CacheConfig | None = None, seed: int = 0, dtype: torch.dtype = torch.float32,
-        **call: Any,
+        **terms: Any,
     ):  # fmt: skip
-        self.method, self.heads, self.group, self.dim, self.dtype, self.call = method, heads, group, dim, dtype, call
+        self.method, self.heads, self.group, self.dim, self.dtype = method, heads, group, dim, dtype
+        self.terms = terms  # further fields of the calls
         self.model = ModelShape(layers, heads * group, heads, dim, config="that of the tests")
-        self.cache = KVCache(layers, slots, config)
+        self.states = StateStore(slots)
+        self.cache = KVCache(layers, slots, config, state=self.states)
         self.draw = torch.Generator().manual_seed(seed)
 
     def random(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.draw).to(self.dtype)
 
+    def state(self, layer: int = 0) -> SequenceState:
+        """What the method keeps of a layer."""
+        (found,) = self.states.states((self.method,), layer)
+        return found
+
     def read(self, slots: Sequence[int], counts: Sequence[int], **given: Tensor) -> list[LayerCall]:
         """Tokens of prompts. given: q [R, H, D] or k [R, G, D], the same in each layer."""
-        return [call for call, _ in self.pass_(slots, counts, follow=True, **given)]
+        observers = (self.method,) if self.method.observes_prompt else ()
+        return [call for call, _ in self._pass(Segment("prefill", Dense(), observers), slots, counts, given)]
 
     def decode(self, slots: Sequence[int], **given: Tensor) -> list[tuple[LayerCall, Outcome]]:
         """One token each: (call, outcome) of each layer."""
-        found = self.pass_(slots, [1] * len(slots), **given)
-        return [(call, outcome) for call, outcome in found if outcome is not None]
+        return self._pass(Segment("decode", self.method), slots, [1] * len(slots), given)
 
-    def pass_(
-        self, slots: Sequence[int], counts: Sequence[int], follow: bool = False, **given: Tensor
-    ) -> list[tuple[LayerCall, Outcome | None]]:
+    def keep(self, layer: int, slot: int, count: int) -> Tensor:
+        """Evict all but `count` keys of a sequence, others in each head: the slots kept, int64 [G, count]."""
+        used = self.cache.slots_in_use(layer)[slot]
+        orders = [torch.randperm(used, generator=self.draw) for _ in range(self.heads)]
+        kept = torch.stack([order[:count].sort().values for order in orders])
+        self.cache.keep(layer, [slot], [kept])
+        return kept
+
+    def _pass(
+        self, segment: Segment, slots: Sequence[int], counts: Sequence[int], given: dict[str, Tensor]
+    ) -> list[tuple[LayerCall, Outcome]]:
         step, rows = self.cache.begin(slots, counts), sum(counts)
-        found: list[tuple[LayerCall, Outcome | None]] = []
-        passed: dict[Any, Any] = {}
-        for layer in range(self.model.layers):
-            heads = {"q": self.heads * self.group, "k": self.heads, "v": self.heads}
-            q, k, v = (given[x] if x in given else self.random(rows, n, self.dim) for x, n in heads.items())
-            self.cache.append(layer, step, k, v)
-            call = LayerCall(
-                layer, Rows(q, step.seq, step.pos, step.runs), self.cache.view(layer, step), step.slots,
-                self.dim**-0.5, shard=HeadShard.whole(self.heads), model=self.model, passed=passed, **self.call,
-            )  # fmt: skip
-            state = state_of(self.method, self.cache, call)
-            if follow:
-                self.method.follow(call, state)
-                found.append((call, None))
-            else:
-                found.append((call, self.method.run(call, state)))
+        layers = runtime.Pass((segment,), self.model, self.states)
+
+        def calls() -> Iterator[LayerCall]:
+            for layer in range(self.model.layers):
+                heads = {"q": self.heads * self.group, "k": self.heads, "v": self.heads}
+                q, k, v = (given[x] if x in given else self.random(rows, n, self.dim) for x, n in heads.items())
+                self.cache.append(layer, step, k, v)
+                place = step.at(layer)
+                yield layers.call(
+                    layer, Rows(q, step.seq, place.slot, place.runs), self.cache.view(layer, step), step.slots,
+                    self.dim**-0.5, shard=HeadShard.whole(self.heads), evicted=self.cache.evicted(layer), **self.terms,
+                )  # fmt: skip
+
+        try:
+            done = runtime.drive(layers, calls())
+        except BaseException:
+            self.cache.abort(step)
+            raise
         self.cache.commit(step)
-        return found
+        return done
 
 
 def keys_of(call: LayerCall, row: int) -> Tensor:
@@ -87,18 +111,18 @@ def probabilities_of(call: LayerCall, row: int) -> Tensor:
     return torch.cat([x, sink.double()], 1).softmax(-1)[:, :-1]
 
 
-def chosen_by(outcome: Outcome, row: int, head: int) -> list[int]:
+def chosen_by(call: LayerCall, row: int, head: int) -> list[int]:
     """Entries of the list that a KV head attends to, as they stand there."""
-    lists = outcome.reads.values[-1]
+    lists = call.meter.values[-1]
     assert isinstance(lists, Lists) and lists.per == "kv"
     head = min(head, lists.index.shape[1] - 1)
     return lists.index[row, head, : int(lists.count[row, head])].tolist()
 
 
-def exact(call: LayerCall, outcome: Outcome) -> Exact:
-    """fp64 attention over what was attended to."""
+def exact(call: LayerCall) -> Exact:
+    """fp64 attention over what was attended to last."""
     return exact_attend(
-        call.rows, call.kv, outcome.reads.values[-1],
+        call.rows, call.kv, call.meter.values[-1],
         scale=call.scale, softcap=call.softcap, sink_logit=call.sink_logit,
     )  # fmt: skip
 
@@ -113,21 +137,21 @@ def assert_halves_agree(method: AttentionMethod, group: int) -> None:
     layers = Layers(method, heads=2, group=group, layers=1, slots=2)
     layers.read([0, 1], [40, 11])
     ((call, _),) = layers.decode([0, 1])
-    whole = call.passed[method]
+    whole = call.shared[method]
     assert isinstance(whole, Lists)
     said: list[torch.Tensor] = []
 
     def half(head: int, total: Any) -> LayerCall:
         kv = replace(call.kv, k=call.kv.k[:, head : head + 1], v=call.kv.v[:, head : head + 1])
         rows = Rows(call.rows.q[:, group * head : group * (head + 1)], call.rows.seq, call.rows.pos)
-        return replace(call, rows=rows, kv=kv, shard=HeadShard(head, 1, 2, total), passed={})
+        return replace(call.observer(), rows=rows, kv=kv, shard=HeadShard(head, 1, 2, total), shared={})
 
     for head in (0, 1):
         method.run(half(head, lambda x: said.append(x) or x), None)
     for head in (0, 1):
         again = half(head, lambda x, other=said[1 - head]: x + other)
         method.run(again, None)
-        chosen = again.passed[method]
+        chosen = again.shared[method]
         for row in range(2):
             n = int(whole.count[row, 0])
             assert int(chosen.count[row, 0]) == n

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from longreach.adapters.transformers import shape_of
-from longreach.methods.base import ModelShape
+from longreach.methods.call import ModelShape
 from longreach.methods.kascade.plan import KascadePlan
 from longreach.methods.loki.calibrate import moments, principal
 from longreach.methods.loki.plan import LokiPlan

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from longreach.errors import InvalidInput, UnknownName
-from longreach.methods.base import AttentionMethod, LayerCall, Outcome, attend_densely, budget, check_budget, state_of
+from longreach.methods.base import AttentionMethod, Outcome, attend_densely, budget, check_budget
+from longreach.methods.call import LayerCall
 from longreach.methods.oracle_top_k import OracleTopK
 from longreach.ops import HeadShard, Partial, Spans, merge
 from tests.methods.drive import LOGITS, Turn, new_cache, read_text, run, text
@@ -127,8 +128,8 @@ def test_sums_over_ranks() -> None:
 
 def test_dense_attention_says_why() -> None:
     outcome = attend_densely(call(), "too short")
-    assert outcome.dense_because == "too short" and outcome.reads.keys == outcome.reads.values == (Spans.dense(),)
-    assert attend_densely(call()).dense_because is None
+    assert outcome.dense_reason == "too short" and call.meter.keys == call.meter.values == (Spans.dense(),)
+    assert attend_densely(call()).dense_reason is None
 
 
 @dataclass(frozen=True)

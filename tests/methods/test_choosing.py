@@ -9,7 +9,7 @@ import torch
 
 from longreach.errors import InvalidInput
 from longreach.methods.base import budget
-from longreach.methods.choosing import best_keys, check_layers, check_layers_of, most, placed
+from longreach.methods.choosing import best_keys, check_layers, check_layers_of, max_keys, placed
 from longreach.methods.dense import Dense
 from tests.methods.one_layer import Layers, highest
 
@@ -23,7 +23,7 @@ def test_the_best_keys_of_each_row(last: int) -> None:
     scores = torch.randn(2, 3, call.kv.capacity)
     scores[0, :, 10:], scores[1, :, 45:] = torch.nan, torch.nan
     found = best_keys(call, scores, 0.2, last=last)
-    assert found.index.shape == (2, 3, most(0.2, call.kv.capacity)) and found.in_sight
+    assert found.index.shape == (2, 3, max_keys(0.2, call.kv.capacity)) and found.in_sight
     for row, (context, count) in enumerate(((10, 2), (45, 9))):
         for head in range(3):
             assert int(found.count[row, head]) == count
@@ -33,9 +33,9 @@ def test_the_best_keys_of_each_row(last: int) -> None:
 
 @pytest.mark.parametrize("amount", [1, 7, 1000, 0.1, 0.37, 1.0])
 @pytest.mark.parametrize("capacity", [1, 6, 37, 500])
-def test_no_list_is_longer_than_most(amount: int | float, capacity: int) -> None:
+def test_no_budget_exceeds_max_keys(amount: int | float, capacity: int) -> None:
     asked = budget(amount, torch.arange(1, capacity + 1))
-    assert int(asked.max()) <= most(amount, capacity) <= capacity
+    assert int(asked.max()) <= max_keys(amount, capacity) <= capacity
 
 
 @pytest.mark.parametrize("layers", [(), (0,), (0, 5, 6)])

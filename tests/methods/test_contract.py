@@ -15,20 +15,21 @@ from typing import Any
 
 import pytest
 import torch
-from longreach.methods.ledger import Ledger
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import longreach
 from longreach.cache import CacheConfig, KVCache
 from longreach.errors import InvalidInput, UnknownName, Unsupported
-from longreach.methods.base import AttentionMethod, LayerCall, Outcome
+from longreach.methods.base import AttentionMethod, Outcome
+from longreach.methods.call import LayerCall
 from longreach.methods.dense import Dense
 from longreach.methods.oracle_top_k import OracleTopK
 from longreach.methods.registry import METHODS, from_json, method_class
 from longreach.ops import KVView, Lists, PackedLists, Partial, Rows, Selection, Spans
 from longreach.ops.attend import attend, implementations
 from longreach.ops.pooled_scores import implementations as scoring
+from longreach.runtime import LayerReport, Ledger
 from longreach.testing.tiny import PAD_ID, random_tokens, save_tiny, tiny_model
 from longreach.testing.tolerance import assert_close
 from tests.methods import two_ranks
@@ -94,9 +95,9 @@ def test_heavy_keys_are_attended_to(name: str) -> None:
             assert bool((error <= case.predicted(call, outcome)[..., None] + tolerance(dense)).all())
     assert turn.calls[0].rows.pos.tolist() == [CONTEXT - 1]
     for call, outcome in zip(turn.calls, turn.outcomes, strict=True):
-        missed = case.missed(call, outcome)
+        missed = case.missed(call)
         assert float(missed.max()) < 0.05
-        assert name == "dense" or outcome.dense_because or float(missed.min()) > 0
+        assert name == "dense" or outcome.dense_reason or float(missed.min()) > 0
 
 
 @every_method
@@ -105,10 +106,10 @@ def test_a_heavy_key_outside_the_selection_is_missed(name: str) -> None:
     if lost is None:
         pytest.skip(f"{name} selects everything")
     last = read_text(lost.method, text(CONTEXT, heavy=lost.heavy), steps=1)[-1]
-    sparse = [(c, o) for c, o in zip(last.calls, last.outcomes, strict=True) if not o.dense_because]
+    sparse = [(c, o) for c, o in zip(last.calls, last.outcomes, strict=True) if not o.dense_reason]
     assert sparse
     for call, outcome in sparse:
-        assert not slots_read(call, case.attended(outcome))[0, :, lost.slot].any()
+        assert not slots_read(call, case.attended(call))[0, :, lost.slot].any()
         assert float(shares(call)[0, :, lost.slot].min()) > 0.3
         dense = exact(call)
         error = (outcome.partial.out.double() - dense.out).abs()
@@ -378,8 +379,8 @@ def test_what_the_report_calls_unread_is_unread(method: AttentionMethod) -> None
 
         def hide(call: LayerCall, plain: Pass = plain) -> None:
             nonlocal hidden
-            reads = plain.outcomes[call.layer].reads
-            for what, selections in (("k", reads.keys), ("v", reads.values)):
+            meter = plain.calls[call.layer].meter
+            for what, selections in (("k", meter.keys), ("v", meter.values)):
                 for seq, filled in enumerate(call.kv.filled.tolist()):
                     for head, read in enumerate(union(call, selections, seq)):
                         slots = (~read[:filled]).nonzero()[:, 0]
@@ -398,7 +399,7 @@ def test_what_the_report_calls_read_is_read(method: AttentionMethod) -> None:
     for cache, who, turns in scenes(method):
         plain = again(cache, who, turns)
         for layer, (call, outcome) in enumerate(zip(plain.calls, plain.outcomes, strict=True)):
-            for what, selections in (("k", outcome.reads.keys), ("v", outcome.reads.values)):
+            for what, selections in (("k", call.meter.keys), ("v", call.meter.values)):
                 row = dice.randrange(call.rows.pos.shape[0])
                 seq, head = int(call.rows.seq[row]), dice.randrange(call.kv.heads)
                 group = slice(2 * head, 2 * head + 2)
@@ -415,19 +416,36 @@ def test_what_the_report_calls_read_is_read(method: AttentionMethod) -> None:
                 assert not torch.equal(seen.out[row, group], outcome.partial.out[row, group])
 
 
-def bytes_of_lists(call: LayerCall, outcome: Outcome) -> int:
-    """Each pass by lists reads, for each row and KV head, as many entries as it reads slots (or blocks).
+def bytes_read(calls: Sequence[LayerCall], vector: int) -> list[int]:
+    """Bytes of keys, values and metadata that calls of one layer read, and those of dense attention: slot by slot.
 
-    One over keys and values at once reads them once.
+    A pass by lists reads, for each row and KV head, as many entries as it reads slots (or blocks), whether it reads
+    keys, values or both. A count that a kernel made must be the one that the selection says.
     """
-    found, (keys, values, _) = 0, outcome.reads
-    for lists in (*keys, *(v for v in values if not any(v is k for k in keys))):
+    columns = [0, 0, 0, 0]
+    for noted in (noted for call in calls for noted in call.meter.noted):
+        rows, kv, read = noted.rows, noted.kv, noted.read
+        columns[2] += int(torch.as_tensor(read.other).sum())
+        if read.selection is None:
+            continue
+        streamed = read.selection.streamed(rows, kv)
+        if read.counted is not None:
+            assert torch.equal(read.counted.long(), streamed.sum(-1))
+        for column, size in enumerate((read.key_bytes, read.value_bytes, read.metadata_bytes)):
+            assert size in (0, vector) or column == 2
+            columns[column] += int(streamed.sum()) * size
+        lists = read.selection
         if isinstance(lists, (Lists, PackedLists)):
             assert lists.per == "kv" and lists.log_weight is None, "say here what its entries are"
-            stop = -(-call.kv.capacity // lists.block) * lists.block
-            blocks = lists.streamed(call.rows, call.kv, stop).unflatten(-1, (-1, lists.block)).any(-1)
-            found += int(blocks.sum()) * lists.index.element_size()
-    return found
+            stop = -(-kv.capacity // lists.block) * lists.block
+            blocks = lists.streamed(rows, kv, stop).unflatten(-1, (-1, lists.block)).any(-1)
+            columns[2] += int(blocks.sum()) * lists.index.element_size()
+    columns[3] = 2 * vector * int(Spans.dense().streamed(calls[0].rows, calls[0].kv).sum())
+    return columns
+
+
+def columns_of(layer: LayerReport) -> list[int]:
+    return [layer.key_bytes, layer.value_bytes, layer.metadata_bytes, layer.dense_bytes]
 
 
 @every_config
@@ -438,15 +456,11 @@ def test_bytes_are_those_of_the_slots_read(method: AttentionMethod) -> None:
         if who is not method:
             continue
         for call, outcome in zip(plain.calls, plain.outcomes, strict=True):
-            ledger.add("decode", call, who.name, "reference", outcome, Spans.dense())
-            stop = int(call.kv.filled.max())
-            for column, selections in enumerate((outcome.reads.keys, outcome.reads.values, [Spans.dense()] * 2)):
-                slots = sum(int(s.streamed(call.rows, call.kv, stop).sum()) for s in selections)
-                want[call.layer, column] += slots * DIM * 4
-            want[call.layer, 3] += bytes_of_lists(call, outcome) + int(torch.as_tensor(outcome.reads.metadata).sum())
+            ledger.add("decode", call, who.name, outcome, Spans.dense())
+            want[call.layer] += torch.tensor(bytes_read([call], DIM * 4))
+        ledger.commit()
     for layer in ledger.report().layers:
-        columns = [layer.key_bytes, layer.value_bytes, layer.dense_bytes, layer.metadata_bytes]
-        assert columns == want[layer.layer].tolist()
+        assert columns_of(layer) == want[layer.layer].tolist()
         assert layer.steps == (8 if "prefill" in method.phases else 4)
         assert layer.fraction > 0
         if method.name.startswith("oracle_"):
@@ -457,40 +471,40 @@ def test_bytes_are_those_of_the_slots_read(method: AttentionMethod) -> None:
 def test_a_session_reports_what_its_layers_read(
     method: AttentionMethod, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    counted: dict[tuple[str, int], list[int]] = {}
-    followed, following = set[int](), type(method).follow
+    """What the method reads to observe a prompt included."""
+    counted: dict[tuple[str, int], torch.Tensor] = {}
+    observed, observing = set[int](), type(method).observe_prompt
 
-    def add(call: LayerCall, *passes: Sequence[Selection]) -> list[int]:
-        columns = counted.setdefault((call.phase, call.layer), [0, 0, 0, 0])
-        for column, selections in enumerate(passes):
-            columns[column] += sum(int(s.streamed(call.rows, call.kv).sum()) for s in selections) * 16 * 4
-        return columns
+    def add(calls: Sequence[LayerCall]) -> None:
+        place, found = (calls[0].phase, calls[0].layer), torch.tensor(bytes_read(calls, 16 * 4))
+        counted[place] = counted.get(place, torch.zeros(4, dtype=torch.int64)) + found
 
-    def observe(phase: str, call: LayerCall, outcome: Outcome) -> None:
-        columns = add(call, outcome.reads.keys, outcome.reads.values, [Spans.dense()] * 2)
-        columns[3] += bytes_of_lists(call, outcome) + int(torch.as_tensor(outcome.reads.metadata).sum())
+    def on_layer(phase: str, call: LayerCall, outcome: Outcome) -> None:
+        add([call])
 
-    def follow(self: AttentionMethod, call: LayerCall, state: Any) -> tuple[Selection, ...]:
-        passes = following(self, call, state)
-        add(call, passes, passes)
-        followed.update({call.layer} if passes else ())
-        return passes
+    def observe_prompt(self: AttentionMethod, call: LayerCall, state: Any) -> None:
+        known = len(call.meter.noted)
+        observing(self, call, state)
+        if not known and call.meter.noted and call.phase == "prefill":  # in `run` it counts with the rest
+            more = torch.tensor(bytes_read([call], 16 * 4))
+            more[3] = 0
+            counted[call.phase, call.layer] = counted.get((call.phase, call.layer), 0) + more
+            observed.add(call.layer)
 
-    monkeypatch.setattr(type(method), "follow", follow)
+    monkeypatch.setattr(type(method), "observe_prompt", observe_prompt)
 
     with attached(model, method) as session:
-        session.observe = observe
+        session.on_layer = on_layer
         model.generate(random_tokens(2, 30), max_new_tokens=5, do_sample=False)
     report = session.report()
     assert len(report.layers) == 2 * LAYERS
     for layer in report.layers:
-        read = [layer.key_bytes, layer.value_bytes, layer.dense_bytes, layer.metadata_bytes]
-        assert read == counted[layer.phase, layer.layer]
+        assert columns_of(layer) == counted[layer.phase, layer.layer].tolist()
         assert layer.rows == (60 if layer.phase == "prefill" else 8)
         who = in_phase(method, layer.phase).name
-        beside = f"+{method.name}" if layer.phase == "prefill" and layer.layer in followed else ""
+        beside = f"+{method.name}" if layer.phase == "prefill" and layer.layer in observed else ""
         assert layer.method == who + beside
-    assert bool(followed) == isinstance(method, longreach.MAC)
+    assert bool(observed) == isinstance(method, longreach.MAC)
 
 
 # 8. ranks

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from longreach.cache import CacheConfig
-from longreach.methods.base import LayerCall, ModelShape
+from longreach.errors import Unsupported
+from longreach.methods.call import LayerCall, ModelShape
 from longreach.methods.less_is_more import LessIsMore
 from longreach.testing.tolerance import assert_close
 from tests.methods.one_layer import CACHES, Layers, assert_halves_agree, chosen_by, exact, logits_of
@@ -37,13 +38,13 @@ def wanted(method: LessIsMore, call: LayerCall, row: int) -> list[int]:
 def check(method: LessIsMore, layers: Layers, slots: list[int]) -> None:
     """The first layer chooses, the others attend to that."""
     found = layers.decode(slots)
-    assert found[0][1].dense_because == "chooses for the layers after it"
+    assert found[0][1].dense_reason == "chooses for the layers after it"
     for row in range(len(slots)):
         want = wanted(method, found[0][0], row)
         for call, outcome in found[1:]:
-            assert all(chosen_by(outcome, row, head) == want for head in range(call.kv.heads))
+            assert all(chosen_by(call, row, head) == want for head in range(call.kv.heads))
     for call, outcome in found:
-        assert_close(outcome.partial, exact(call, outcome))
+        assert_close(outcome.partial, exact(call))
 
 
 @pytest.mark.parametrize("group", [1, 3, 4])
@@ -78,7 +79,7 @@ def test_by_hand() -> None:
     layers = Layers(LessIsMore(k=5, sinks=0, layers=(0,)), heads=1, dim=8, layers=2)
     layers.read([0], [20], k=keys)
     found = layers.decode([0], q=q, k=torch.zeros(1, 1, 8))
-    assert chosen_by(found[1][1], 0, 0) == [3, 7, 9, 19, 20]
+    assert chosen_by(found[1][0], 0, 0) == [3, 7, 9, 19, 20]
 
 
 def test_sinks_stay_when_a_small_budget_had_no_room_for_them() -> None:
@@ -86,7 +87,7 @@ def test_sinks_stay_when_a_small_budget_had_no_room_for_them() -> None:
     method = LessIsMore(k=0.2, sinks=4, layers=(0,))
     layers = Layers(method, layers=2, slots=2)
     layers.read([0, 1], [5, 60])
-    lists = [[chosen_by(layers.decode([0, 1])[1][1], row, 0) for row in (0, 1)] for _ in range(3)]
+    lists = [[chosen_by(layers.decode([0, 1])[1][0], row, 0) for row in (0, 1)] for _ in range(3)]
     assert [len(short) for short, _ in lists] == [2, 2, 2]
     assert all({0, 1, 2, 3} < set(long) for _, long in lists)
 
@@ -94,8 +95,8 @@ def test_sinks_stay_when_a_small_budget_had_no_room_for_them() -> None:
 def test_rows_of_a_batch_do_not_share_a_choice() -> None:
     layers = Layers(LessIsMore(k=6, sinks=0, layers=(0,)), layers=2, slots=2)
     layers.read([0, 1], [40, 40])
-    _, (_, outcome) = layers.decode([0, 1])
-    assert chosen_by(outcome, 0, 0) != chosen_by(outcome, 1, 0)
+    _, (call, _) = layers.decode([0, 1])
+    assert chosen_by(call, 0, 0) != chosen_by(call, 1, 0)
 
 
 def test_heads_of_all_ranks_choose_together() -> None:
@@ -120,3 +121,11 @@ def test_cut_and_grown_again(config: CacheConfig) -> None:
 )
 def test_layers_of_other_depths(count: int, layers: tuple[int, ...]) -> None:
     assert LessIsMore().choosing_layers(ModelShape(count, 4, 2, 16)) == layers
+
+
+def test_after_eviction_it_is_refused() -> None:
+    layers = Layers(LessIsMore(k=5, layers=(0,)), layers=2)
+    layers.read([0], [20])
+    layers.keep(1, 0, 7)
+    with pytest.raises(Unsupported, match=r"less_is_more: after eviction .* or do not evict"):
+        layers.decode([0])

@@ -11,11 +11,12 @@ import torch
 
 from longreach.cache import CacheConfig
 from longreach.errors import InvalidInput, Unsupported
-from longreach.methods.base import LayerCall, ModelShape, Outcome
+from longreach.methods.base import Outcome
+from longreach.methods.call import LayerCall, ModelShape
 from longreach.methods.omnikv import OmniKV
-from longreach.ops import Lists, Rows
-from longreach.testing.inputs import random_kv
+from longreach.ops import Lists
 from longreach.testing.tolerance import assert_close
+from tests.methods.metered import metadata_of
 from tests.methods.one_layer import CACHES, Layers, assert_halves_agree, chosen_by, exact, highest, probabilities_of
 
 every_cache = pytest.mark.parametrize("config", CACHES.values(), ids=CACHES)
@@ -35,14 +36,14 @@ def wanted(method: OmniKV, call: LayerCall, row: int) -> list[int]:
 def check(method: OmniKV, found: list[tuple[LayerCall, Outcome]], filters: tuple[int, ...]) -> None:
     for layer, (call, outcome) in enumerate(found):
         before = [n for n in filters if n < layer]
-        assert_close(outcome.partial, exact(call, outcome))
+        assert_close(outcome.partial, exact(call))
         if layer in filters or not before:
-            assert outcome.dense_because
+            assert outcome.dense_reason
             continue
-        assert outcome.dense_because is None
+        assert outcome.dense_reason is None
         for row in range(call.rows.pos.shape[0]):
             want = wanted(method, found[before[-1]][0], row)
-            assert all(chosen_by(outcome, row, head) == want for head in range(call.kv.heads))
+            assert all(chosen_by(call, row, head) == want for head in range(call.kv.heads))
 
 
 @pytest.mark.parametrize("group", [1, 3, 4])
@@ -68,7 +69,7 @@ def test_other_logits(terms: dict[str, Any]) -> None:
     check(method, found, (0,))
     plain = Layers(method, layers=2)
     plain.read([0], [40])
-    assert chosen_by(plain.decode([0])[1][1], 0, 0) != chosen_by(found[1][1], 0, 0) or "softcap" in terms
+    assert chosen_by(plain.decode([0])[1][0], 0, 0) != chosen_by(found[1][0], 0, 0) or "softcap" in terms
 
 
 def test_one_head_is_enough() -> None:
@@ -79,14 +80,14 @@ def test_one_head_is_enough() -> None:
     layers = Layers(OmniKV(k=2, layers=(0,)), group=4, dim=8, layers=2)
     layers.read([0], [40], k=keys)
     found = layers.decode([0], q=q)
-    assert chosen_by(found[1][1], 0, 0) == [7, 40]
+    assert chosen_by(found[1][0], 0, 0) == [7, 40]
 
 
 def test_ties_go_to_the_older_key_and_the_newest_is_always_there() -> None:
     layers = Layers(OmniKV(k=4, layers=(0,)), layers=2)
     layers.read([0], [30])
     found = layers.decode([0], q=torch.zeros(1, 4, 16))
-    assert chosen_by(found[1][1], 0, 1) == [0, 1, 2, 30]
+    assert chosen_by(found[1][0], 0, 1) == [0, 1, 2, 30]
 
 
 def test_heads_of_all_ranks_choose_together() -> None:
@@ -119,24 +120,39 @@ def test_what_it_reads() -> None:
     layers = Layers(OmniKV(k=5, layers=(1,)), layers=3)
     layers.read([0], [40])
     first, choosing, after = layers.decode([0])
-    for call, outcome in (first, choosing):
-        ((keys,), (values,), metadata) = outcome.reads
-        assert keys is values and metadata == 0 and keys.reads(call.rows, call.kv).tolist() == [[41, 41]]
-    (lists,) = after[1].reads.keys
-    assert after[1].reads.values == (lists,) and lists.reads(after[0].rows, after[0].kv).tolist() == [[5, 5]]
+    for call, _ in (first, choosing):
+        (keys,), (values,) = call.meter.keys, call.meter.values
+        assert keys is values and metadata_of(call) == ([0], 0) and keys.reads(call.rows, call.kv).tolist() == [[41, 41]]
+    (lists,) = after[0].meter.keys
+    assert after[0].meter.values == (lists,) and lists.reads(after[0].rows, after[0].kv).tolist() == [[5, 5]]
     assert isinstance(lists, Lists) and lists.index.shape[1] == 1
-    assert [o.dense_because for _, o in (first, choosing, after)] == [
+    assert [o.dense_reason for _, o in (first, choosing, after)] == [
         "no layer before it has chosen", "chooses for the layers after it", None
     ]  # fmt: skip
 
 
 def test_after_eviction_it_is_refused() -> None:
-    kv = random_kv([20], heads=2, dim=16, evicted=True)
-    rows = Rows(torch.randn(1, 4, 16), torch.tensor([0]), torch.tensor([25]))
-    call = LayerCall(0, rows, kv, torch.tensor([0]), 0.25, model=ModelShape(2, 4, 2, 16))
+    """In the layer itself, whether it chooses or not; layers that keep everything go on."""
+    method = OmniKV(k=5, layers=(0,))
+    layers = Layers(method, layers=2)
+    layers.read([0, 1], [20, 9])
+    layers.decode([0, 1])
+    layers.keep(1, 0, 7)
+    with pytest.raises(Unsupported, match=r"omnikv: after eviction .* or do not evict"):
+        layers.decode([0])
+    layers.keep(0, 0, 7)
     with pytest.raises(Unsupported, match="omnikv: after eviction"):
-        OmniKV(layers=(0,)).run(call, None)
-    with pytest.raises(InvalidInput, match="omnikv: which layers choose depends on the model"):
+        layers.decode([0])
+    layers.cache.reset([0, 1])
+    layers.read([0], [20])
+    check(method, layers.decode([0]), (0,))
+
+
+def test_the_model_must_be_told() -> None:
+    layers = Layers(OmniKV(layers=(0,)))
+    layers.read([0], [20])
+    ((call, _),) = layers.decode([0])
+    with pytest.raises(InvalidInput, match=r"LayerCall\.model is required: the layers that choose for omnikv depend"):
         OmniKV().run(replace(call, model=None), None)
 
 

@@ -12,17 +12,16 @@ from torch import Tensor
 
 from longreach.cache import CacheConfig
 from longreach.errors import InvalidInput, Unsupported
-from longreach.methods.base import LayerCall, ModelShape, Outcome
+from longreach.methods.call import LayerCall, ModelShape
 from longreach.methods.oracle_top_k import OracleTopK
-from longreach.ops import HeadShard, Lists, Rows
-from longreach.testing.inputs import random_kv
+from longreach.ops import HeadShard, Lists
 from longreach.testing.tolerance import assert_close
+from tests.methods import one_layer
 from tests.methods.drive import (
     CACHES,
     DIM,
     HEADS,
     KV_HEADS,
-    SCALE,
     Text,
     Turn,
     exact,
@@ -32,11 +31,12 @@ from tests.methods.drive import (
     shares,
     text,
 )
+from tests.methods.one_layer import Layers
 
 
-def chosen(outcome: Outcome, row: int, head: int) -> list[int]:
+def chosen(call: LayerCall, row: int, head: int) -> list[int]:
     """Slots of the list a row uses, in ascending order."""
-    lists = outcome.reads.values[-1]
+    lists = call.meter.values[-1]
     assert isinstance(lists, Lists)
     head = min(head, lists.index.shape[1] - 1)
     return lists.index[row, head, : int(lists.count[row, head])].tolist()
@@ -67,18 +67,17 @@ def test_the_best_keys_are_chosen(k: int | float, heads: Any, config: CacheConfi
         for row, pos in enumerate(call.rows.pos.tolist()):
             for head in range(KV_HEADS):
                 want = best(pooled[row, head, : pos + 1], keys_of(k, pos + 1))
-                assert chosen(outcome, row, head) == want
-        assert_close(outcome.partial, exact(call, outcome.reads.values[-1]))
+                assert chosen(call, row, head) == want
+        assert_close(outcome.partial, exact(call, call.meter.values[-1]))
 
 
 def test_a_sink_changes_what_is_best() -> None:
     """It takes more from one head of the group than from the other, and so the pool is another."""
-    whole = text(40, seed=3)
-    call = read_text(OracleTopK(k=4), whole)[-1].calls[0]
-    with_sink = replace(call, sink_logit=torch.tensor([30.0, -30.0, -30.0, 30.0]))
-    plain, sunk = OracleTopK(k=4).run(call, None), OracleTopK(k=4).run(with_sink, None)
+    plain = read_text(OracleTopK(k=4), text(40, seed=3))[-1].calls[0]
+    sunk = replace(plain.observer(), sink_logit=torch.tensor([30.0, -30.0, -30.0, 30.0]))
+    OracleTopK(k=4).run(sunk, None)
     assert [chosen(sunk, 0, g) for g in (0, 1)] != [chosen(plain, 0, g) for g in (0, 1)]
-    alone = shares(call)[0]
+    alone = shares(plain)[0]
     assert [chosen(sunk, 0, g) for g in (0, 1)] == [best(alone[1], 4), best(alone[2], 4)]
 
 
@@ -86,15 +85,15 @@ def test_a_sink_changes_what_is_best() -> None:
 def test_ties_go_to_the_older_key(config: CacheConfig) -> None:
     flat = text(30)
     flat = Text(torch.zeros_like(flat.q), flat.k, flat.v)  # all logits are 0
-    for outcome in read_text(OracleTopK(k=7), flat, cache=new_cache(config))[-1].outcomes:
-        assert [chosen(outcome, 0, head) for head in range(KV_HEADS)] == [list(range(7))] * KV_HEADS
+    for call in read_text(OracleTopK(k=7), flat, cache=new_cache(config))[-1].calls:
+        assert [chosen(call, 0, head) for head in range(KV_HEADS)] == [list(range(7))] * KV_HEADS
 
 
 def test_one_set_for_all_heads() -> None:
-    outcome = read_text(OracleTopK(k=5, heads="all"), text(40))[-1].outcomes[0]
-    lists = outcome.reads.values[-1]
+    call = read_text(OracleTopK(k=5, heads="all"), text(40))[-1].calls[0]
+    lists = call.meter.values[-1]
     assert isinstance(lists, Lists) and lists.index.shape[1] == 1
-    apart = read_text(OracleTopK(k=5), text(40))[-1].outcomes[0]
+    apart = read_text(OracleTopK(k=5), text(40))[-1].calls[0]
     assert chosen(apart, 0, 0) != chosen(apart, 0, 1)
 
 
@@ -104,13 +103,15 @@ def test_one_set_for_all_ranks() -> None:
     wanted = torch.zeros(1, 1, call.kv.capacity)
     wanted[..., 3] = 100.0
     shard = HeadShard(0, KV_HEADS, 2 * KV_HEADS, lambda x: x + wanted)
-    assert chosen(OracleTopK(k=1, heads="all").run(replace(call, shard=shard), None), 0, 0) == [3]
-    assert chosen(OracleTopK(k=1).run(replace(call, shard=shard), None), 0, 0) != [3]
+    together, apart = (replace(call.observer(), shard=shard) for _ in range(2))
+    OracleTopK(k=1, heads="all").run(together, None)
+    OracleTopK(k=1).run(apart, None)
+    assert chosen(together, 0, 0) == [3] != chosen(apart, 0, 0)
 
 
 def test_dense_layers_say_so() -> None:
     for turn in read_text(OracleTopK(k=2, dense_layers=(0, 2)), text(20)):
-        reasons = [o.dense_because for o in turn.outcomes]
+        reasons = [o.dense_reason for o in turn.outcomes]
         assert reasons == (
             ["in dense_layers", None, "in dense_layers"] if len(turn.calls[0].rows.pos) == 1 else [None] * 3
         )
@@ -133,20 +134,31 @@ def test_what_it_reads() -> None:
         return [int(s.reads(call.rows, call.kv)[0, 0]) for s in selections]
 
     for layer, values in enumerate(([5], [5], [40, 5])):
-        call, reads = last.calls[layer], last.outcomes[layer].reads
+        call, reads = last.calls[layer], last.calls[layer].meter
         assert counts(call, reads.keys) == [40, 40, 5] and counts(call, reads.values) == values
 
 
-def test_after_eviction_slots_are_not_positions() -> None:
-    kv = random_kv([20], heads=KV_HEADS, dim=DIM, evicted=True)
-    rows = Rows(torch.randn(1, HEADS, DIM), torch.tensor([0]), torch.tensor([25]))
-    call = LayerCall(0, rows, kv, torch.tensor([0]), SCALE)
-    outcome = OracleTopK(k=0.5).run(call, None)
-    assert kv.slot_pos is not None
-    for head in range(KV_HEADS):
-        seen = (kv.slot_pos[0, head, :20] <= 25).nonzero()[:, 0]
-        found = chosen(outcome, 0, head)
-        assert set(found) <= set(seen.tolist()) and len(found) == math.ceil(len(seen) / 2) < 10
-    assert_close(outcome.partial, exact(call, outcome.reads.values[-1]))
-    with pytest.raises(Unsupported, match="heads='all'"):
-        OracleTopK(heads="all").run(call, None)
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+@pytest.mark.parametrize("config", CACHES.values(), ids=CACHES)
+@pytest.mark.parametrize("k", [4, 0.5])
+def test_after_eviction_the_best_of_the_kept_keys_are_chosen(k: int | float, config: CacheConfig, impl: str) -> None:
+    """Other keys in each head; a fraction is of those that are left. One set for all heads would name other keys."""
+    if impl == "triton":
+        pytest.importorskip("triton")
+    layers = Layers(OracleTopK(k=k), config=config)
+    layers.read([2, 0], [40, 20])
+    layers.keep(0, 2, 13)
+    layers.keep(0, 0, 6)
+    layers.read([1], [8])
+    for step in range(4):
+        ((call, _),) = layers.decode([0, 1, 2])
+        call = replace(call.observer(), impl=impl)
+        outcome = OracleTopK(k=k).run(call, None)
+        assert call.evicted and call.rows.pos.tolist() == [6 + step, 8 + step, 13 + step]
+        for row, pos in enumerate(call.rows.pos.tolist()):
+            pooled = one_layer.probabilities_of(call, row).unflatten(0, (2, -1)).sum(1)
+            for head in range(2):
+                assert chosen(call, row, head) == best(pooled[head], keys_of(k, pos + 1))
+        assert_close(outcome.partial, one_layer.exact(call))
+    with pytest.raises(Unsupported, match="oracle_top_k with heads='all': after eviction"):
+        OracleTopK(k=k, heads="all").run(call, None)

@@ -8,16 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from longreach.cache import CacheConfig, PerSlot
-from longreach.errors import InvalidInput, Unsupported
+from longreach.cache import CacheConfig
+from longreach.errors import InvalidInput
 from longreach.methods import quest
-from longreach.methods.base import LayerCall, ModelShape, Outcome
-from longreach.methods.quest import Quest, bounds, touched
+from longreach.methods.base import Outcome
+from longreach.methods.call import LayerCall, ModelShape
+from longreach.methods.quest import BlockBounds, Quest, bounds, touched
 from longreach.ops import Rows, Spans
 from longreach.ops.types import Run
 from longreach.testing.inputs import random_kv
 from longreach.testing.oracle import exact_attend
 from longreach.testing.tolerance import assert_close
+from tests.methods.metered import metadata_of
 from tests.methods.one_layer import CACHES, Layers, chosen_by, exact, highest, keys_of
 
 FEW = Quest(k=9, page=4, dense_layers=())
@@ -43,8 +45,8 @@ def wanted(method: Quest, call: LayerCall, row: int, head: int) -> list[int]:
 def check(method: Quest, call: LayerCall, outcome: Outcome) -> None:
     for row in range(call.rows.pos.shape[0]):
         for head in range(call.kv.heads):
-            assert chosen_by(outcome, row, head) == wanted(method, call, row, head)
-    assert_close(outcome.partial, exact(call, outcome))
+            assert chosen_by(call, row, head) == wanted(method, call, row, head)
+    assert_close(outcome.partial, exact(call))
 
 
 @pytest.mark.parametrize("group", [1, 3, 4])
@@ -79,9 +81,9 @@ def test_the_bound_is_one(seed: int, scale: float) -> None:
     ((call, _),) = layers.decode([0, 1])
     q = torch.randn(call.rows.q.shape, generator=draw) * scale
     call = LayerCall(0, Rows(q, call.rows.seq, call.rows.pos), call.kv, call.slots, call.scale)
-    state = layers.cache.state[FEW, 0]
-    assert isinstance(state, PerSlot)
-    found = FEW._bounds(call, state)
+    state = layers.state()
+    assert isinstance(state, BlockBounds)
+    found = state.upper_bounds(call)
     tight = 0
     for row in range(2):
         keys = keys_of(call, row)
@@ -98,10 +100,10 @@ def test_blocks_whose_keys_are_all_the_same_are_bounded_exactly() -> None:
     k = layers.random(10, 2, 16)
     layers.read([0], [40], k=k.repeat_interleave(4, 0))
     ((call, _),) = layers.decode([0])
-    state = layers.cache.state[FEW, 0]
-    assert isinstance(state, PerSlot)
+    state = layers.state()
+    assert isinstance(state, BlockBounds)
     sums = torch.einsum("ngd,gd->gn", k, call.rows.q[0].unflatten(0, (2, 3)).sum(1))
-    torch.testing.assert_close(FEW._bounds(call, state)[0, :, :10], sums)
+    torch.testing.assert_close(state.upper_bounds(call)[0, :, :10], sums)
 
 
 def test_every_query_head_of_a_group_has_its_say() -> None:
@@ -111,8 +113,8 @@ def test_every_query_head_of_a_group_has_its_say() -> None:
     keys[2, 0, 0], keys[21, 0, 1] = 3.0, -3.0
     layers = Layers(Quest(k=12, page=4, dense_layers=()), heads=1, dim=8)
     layers.read([0], [40], k=keys)
-    ((_, outcome),) = layers.decode([0], q=q, k=torch.zeros(1, 1, 8))
-    assert chosen_by(outcome, 0, 0) == [0, 5, 10]
+    ((call, _),) = layers.decode([0], q=q, k=torch.zeros(1, 1, 8))
+    assert chosen_by(call, 0, 0) == [0, 5, 10]
 
 
 @every_cache
@@ -142,10 +144,10 @@ def test_blocks_that_rows_touch() -> None:
     seq = torch.tensor([1] * 11 + [0] * 2)
     runs = (Run(11, 1, 3), Run(0, 2, 9), Run(2, 0, 0))
     rows = Rows(torch.randn(13, 2, 8), seq, pos, runs)
-    assert [x.tolist() for x in touched(rows, 4)] == [[1, 1, 1, 1, 0], [0, 1, 2, 3, 0]]
+    assert [x.tolist() for x in touched(rows, 4)] == [[1, 1, 1, 1, 0], [0, 4, 8, 12, 0]]
     unknown = Rows(rows.q, seq, pos, (Run(11, 1), Run(2, 0)))
     for told in (unknown, Rows(rows.q, seq, pos)):
-        assert [x.tolist() for x in touched(told, 4)] == [seq.tolist(), (pos // 4).tolist()]
+        assert [x.tolist() for x in touched(told, 4)] == [seq.tolist(), pos.tolist()]
 
 
 @pytest.mark.parametrize("counts", [[1] * 30, [7, 16, 7], [29, 1]])
@@ -155,8 +157,8 @@ def test_bounds_are_the_same_however_the_prompt_is_read(counts: list[int]) -> No
         layers, parts = Layers(FEW), k.split(chunks)
         for chunk, part in zip(chunks, parts, strict=True):
             layers.read([1], [chunk], k=part)
-        states.append(layers.cache.state[FEW, 0])
-    for name in ("least", "largest"):
+        states.append(layers.state())
+    for name in ("low", "high"):
         assert torch.equal(states[0][name][1, :, :8], states[1][name][1, :, :8])  # type: ignore[index]
 
 
@@ -171,7 +173,7 @@ def test_a_block_longer_than_the_cache_is_all_of_it(config: CacheConfig, monkeyp
     for _ in range(3):
         ((call, outcome),) = layers.decode([1, 0])
         check(method, call, outcome)
-        assert chosen_by(outcome, 0, 0) == [0]
+        assert chosen_by(call, 0, 0) == [0]
         assert_close(outcome.partial, exact_attend(call.rows, call.kv, Spans.dense(), scale=call.scale))
     assert gathered and max(gathered) <= call.kv.capacity < 1000
 
@@ -180,27 +182,43 @@ def test_what_it_reads() -> None:
     """Bounds of every block but the newest, the newest's keys to bound it, the blocks chosen and their list."""
     layers = Layers(FEW, heads=2, dim=16)
     layers.read([0, 1], [40, 6])
-    ((call, outcome),) = layers.decode([0, 1])
-    assert outcome.reads.metadata.tolist() == [10 * 2 * 2 * 16 * 4, 1 * 2 * 2 * 16 * 4]
-    bounded, chosen = outcome.reads.keys
+    ((call, _),) = layers.decode([0, 1])
+    assert metadata_of(call) == ([10 * 2 * 2 * 16 * 4, 1 * 2 * 2 * 16 * 4], 0)
+    bounded, chosen = call.meter.keys
     assert bounded.reads(call.rows, call.kv).tolist() == [[1, 1], [3, 3]]
     assert chosen.reads(call.rows, call.kv).tolist() == [[9, 9], [7, 7]], "three blocks; there are two of the short one"
-    assert outcome.reads.values == (chosen,)
+    assert call.meter.values == (chosen,)
 
 
 def test_dense_layers_keep_nothing() -> None:
     layers = Layers(Quest(dense_layers=(0, 2)), layers=4)
     layers.read([0], [70])
     outcomes = [outcome for _, outcome in layers.decode([0])]
-    assert [o.dense_because for o in outcomes] == ["in dense_layers", None, "in dense_layers", None]
-    assert {layer for _, layer in layers.cache.state} == {1, 3}
+    assert [o.dense_reason for o in outcomes] == ["in dense_layers", None, "in dense_layers", None]
+    assert [len(layers.states.states(layer=n)) for n in range(4)] == [0, 1, 0, 1]
 
 
-def test_after_eviction_it_is_refused() -> None:
-    kv = random_kv([20], heads=2, dim=16, evicted=True)
-    call = LayerCall(2, Rows(torch.randn(1, 4, 16), torch.tensor([0]), torch.tensor([25])), kv, torch.tensor([0]), 0.25)
-    with pytest.raises(Unsupported, match="quest: after eviction"):
-        Quest().run(call, Quest().new_state(call, 1))
+@every_cache
+def test_after_eviction_blocks_are_of_the_kept_keys(config: CacheConfig) -> None:
+    """Other keys in each head, of two layers one; sequences go on, are cut to what came after, and begin anew."""
+    layers = Layers(FEW, layers=2, config=config)
+    layers.read([0, 2, 1], [41, 30, 19])
+    layers.decode([0, 1, 2])
+    for slot, count in ((0, 18), (2, 7)):
+        layers.keep(0, slot, count)
+    for _ in range(6):
+        found = layers.decode([1, 2, 0])
+        for call, outcome in found:
+            check(FEW, call, outcome)
+        assert found[0][0].evicted and not found[1][0].evicted
+    assert [call.rows.pos.tolist() for call, _ in found] == [[25, 12, 23], [25, 36, 47]]
+    layers.keep(0, 0, 9)
+    layers.cache.truncate([2], [33])
+    layers.cache.reset([1])
+    layers.read([1, 2], [10, 5])
+    for _ in range(3):
+        for call, outcome in layers.decode([0, 1, 2]):
+            check(FEW, call, outcome)
 
 
 def test_dense_layers_must_be_the_models() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from longreach.errors import InvalidInput, UnknownName
-from longreach.methods.base import ModelShape
+from longreach.methods.call import ModelShape
 from longreach.plans import PlannedModel
 from tests.plans.factory import MADE, MODEL, plan
 

@@ -135,12 +135,14 @@ class LayerCall:
         kv: KVView | None = None,
         rows: Rows | None = None,
         counted: Tensor | None = None,
+        metadata: bool = False,
         **given: Any,
     ) -> Any:
         """An op of longreach.ops, with this layer's rows, view and logit terms as far as it takes them.
 
         args, given: its other arguments. kv, rows: others than the layer's. counted: int [R, G], the slots that its
-        selection makes each KV head stream, where a kernel has counted them before.
+        selection makes each KV head stream, where a kernel has counted them before. metadata: `kv` holds neither keys
+        nor values but numbers that the method keeps beside them, and counts as such.
         Raises UnknownName for an unknown op, InvalidInput for a view on another device, and what the op raises.
         """
         op, kv = op_named(name), self._view(kv)
@@ -152,6 +154,9 @@ class LayerCall:
         result = op.run(*places, *args, **{**terms, **given}, impl=impl)
         self.meter.kernels_used.add(impl)
         for read in op.reads(rows, kv, result, *args, **given):
+            if metadata:
+                total = read.key_bytes + read.value_bytes + read.metadata_bytes
+                read = read._replace(key_bytes=0, value_bytes=0, metadata_bytes=total)
             self._note(kv, read if counted is None else read._replace(counted=counted))
         return result
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from longreach.methods.base import budget, check_budget, is_count
 from longreach.methods.call import LayerCall
-from longreach.methods.choosing import CrossLayerTopK, best_keys, gather_over_ranks
+from longreach.methods.choosing import CrossLayerTopK, best_keys, gather_over_ranks, max_keys
 from longreach.ops import HeadShard, Lists, Partial
 from longreach.ops.types import Logits, require
 
@@ -47,27 +47,16 @@ class LessIsMore(CrossLayerTopK):
         require(is_count(self.sinks), f"sinks: expected a count, got {self.sinks!r}")
 
     def select_keys(self, call: LayerCall, whole: Partial, logits: Logits) -> Lists:
-        context = call.context[:, None]  # [R, 1]
-        count = budget(self.k, context)
-        recent = count - torch.floor(count * (1.0 - self.recent) + 1e-9).long()
-        slot = torch.arange(call.kv.capacity, device=context.device)
-        late, first = slot >= context - recent, slot < self.sinks
-        x = logits.natural(call.kv.capacity).transpose(2, 3).flatten(1, 2)  # [R, H, N]
-        x = x.masked_fill((late | first)[:, None], -torch.inf)
-        turn = gather_over_ranks(call, turns(x, call.shard or HeadShard.whole(call.kv.heads), call.kv.heads)).amin(1)
-        # recent keys first of all, then the first ones, in which late ones have no part
-        scores = (-turn.float()).masked_fill(first, 1.0).masked_fill(late, 2.0)
+        shard, group = call.shard or HeadShard.whole(call.kv.heads), call.rows.q.shape[1] // call.kv.heads
+        count, recent = call.once((self, "share"), lambda: self._share(call))
+        most = max_keys(self.k, call.kv.capacity)
+        ballot = call.op("spread_logits", logits, count, recent, first=self.sinks, most=most)
+        index, used = call.op("top_k", ballot.logits, ballot.depth, call.context, capacity=most)
+        first, heads = shard.first * group, shard.total * group
+        scores = gather_over_ranks(call, call.op("rank_round_robin", ballot, index, used, first_head=first, heads=heads)).amax(1)
         return best_keys(call, scores[:, None], self.k)
 
-
-def turns(x: Tensor, shard: HeadShard, kv_heads: int) -> Tensor:
-    """When each key has its turn where heads name keys by turns, each its best one next: int64 [R, N].
-
-    x: logits [R, H, N]; turn = rank in a head times all heads, plus the head's number over all ranks, and the least of
-    that over the heads. What ties go to: the older key.
-    """
-    heads, group = x.shape[1], x.shape[1] // kv_heads
-    order = x.sort(dim=-1, descending=True, stable=True).indices
-    rank = torch.empty_like(order).scatter_(2, order, torch.arange(x.shape[2], device=x.device).expand_as(order))
-    head = torch.arange(heads, device=x.device) + shard.first * group
-    return (rank * (shard.total * group) + head[:, None]).amin(1)
+    def _share(self, call: LayerCall) -> tuple[Tensor, Tensor]:
+        """The budget of each row and how many of it the most recent keys have, int64 [R] each."""
+        count = budget(self.k, call.context)
+        return count, count - torch.floor(count * (1.0 - self.recent) + 1e-9).long()

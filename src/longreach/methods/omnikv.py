@@ -40,7 +40,5 @@ class OmniKV(CrossLayerTopK):
         check_budget("k", self.k)
 
     def select_keys(self, call: LayerCall, whole: Partial, logits: Logits) -> Lists:
-        x = logits.natural(call.kv.capacity)  # [R, G, N, group], past a row's context anything
-        lse = whole.lse.unflatten(1, (call.kv.heads, 1, -1))
-        largest = gather_over_ranks(call, (x - lse).amax((1, 3))).amax(1, keepdim=True)  # log-probabilities [R, 1, N]
-        return best_keys(call, largest, self.k, last=1)
+        largest = call.op("largest_log_prob", whole.lse, logits)  # [R, N]
+        return best_keys(call, gather_over_ranks(call, largest).amax(1, keepdim=True), self.k, last=1)

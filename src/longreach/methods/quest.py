@@ -12,10 +12,9 @@ from longreach.methods.base import AttentionMethod, Outcome, attend_densely, bud
 from longreach.methods.call import LayerCall, ModelShape
 from longreach.methods.choosing import check_layers, check_layers_of, max_keys
 from longreach.ops import KVView, Lists, Rows, Span, Spans, at, near
+from longreach.ops.block_bounds import bound_blocks
 from longreach.ops.doors import Read
-from longreach.ops.types import accumulator, require
-
-AT_ONCE = 1 << 24  # numbers of keys that are gathered at a time where blocks of a prompt are bounded
+from longreach.ops.types import require
 
 
 @dataclass(frozen=True)
@@ -60,17 +59,17 @@ class Quest(AttentionMethod):
     def run(self, call: LayerCall, state: SequenceState | None) -> Outcome:
         if not isinstance(state, BlockBounds):
             return attend_densely(call, "in dense_layers")
-        self.observe_prompt(call, state)
+        state.ensure_capacity(call.kv)
         page = self._block(call)
         blocks, newest, bounded = call.once(self, lambda: self._blocks(call))
         call.count_read(Read.of(call.kv, bounded, values=False))
         call.read_bytes(call.once((self, "bytes"), lambda: newest * state.bytes_of_block))
-        bound = state.upper_bounds(call)
+        bound = call.op("bound_and_score", state["low"], state["high"], self.page)
         count = call.once((self, "count"), lambda: blocks[:, None].repeat(1, bound.shape[1]))
         length = call.once((self, "length"), lambda: newest + 1)
         capacity = -(-max_keys(self.k, call.kv.capacity) // page)
         index, used = call.op("top_k", bound, count, length, last=1, capacity=capacity)
-        return Outcome(call.attend(Lists(index, used, block=page)))
+        return Outcome(call.attend(Lists(index, used, block=page, in_sight=True)))
 
     def workspace_bytes(self, model: ModelShape, rows: int, capacity: int, dtype: torch.dtype) -> int:
         blocks, listed = -(-capacity // self.page), -(-max_keys(self.k, capacity) // self.page)
@@ -102,41 +101,11 @@ class BlockBounds(PerTokenState):
 
     def note(self, kv: KVView, seq: Tensor, slot: Tensor) -> None:
         """Bound the blocks that hold these slots, int [n] each, by all their keys in the cache."""
-        size = min(self.per, kv.capacity)
-        block = slot.long() // self.per
-        piece = max(1, AT_ONCE // (size * kv.heads * kv.k.shape[3]))
         with torch.inference_mode(False), torch.no_grad():
-            for some, those in zip(seq.long().split(piece), block.split(piece), strict=True):
-                page, unit = self.locate(kv, some, those)
-                for side, bound in zip(SIDES, bounds(kv, some, those, size), strict=True):
-                    self[side][page, :, unit] = bound
-
-    def upper_bounds(self, call: LayerCall) -> Tensor:
-        """fp32 [R, G, blocks]: at most this is the sum of a group's q.k with any key of a block.
-
-        The newest block's entry and those after it may hold anything.
-        """
-        q = call.rows.q.to(accumulator(call.rows.q.dtype)).unflatten(1, (call.kv.heads, -1))  # [R, G, group, D]
-        blocks = torch.arange(-(-call.kv.capacity // self.per), device=q.device)
-        seq = call.rows.seq.long()[:, None].expand(-1, len(blocks))
-        page, unit = self.locate(call.kv, seq, blocks.expand_as(seq))
-        page = page.clamp(0, call.kv.k.shape[0] - 1)  # spare entries of a block table may hold anything
-        low, high = (self[side][page, :, unit].transpose(1, 2).to(q.dtype) for side in SIDES)  # [R, G, blocks, D]
-        # max(q a, q b) for a <= b is q b where q > 0, else q a: two products, of the group's sums of either sign
-        up, down = q.clamp(min=0).sum(2), q.clamp(max=0).sum(2)
-        return (high @ up[..., None] + low @ down[..., None])[..., 0].float()
+            bound_blocks(kv, self["low"], self["high"], seq, slot // self.per, self.per)
 
 
 SIDES = ("low", "high")
-
-
-def bounds(kv: KVView, seq: Tensor, block: Tensor, page: int) -> tuple[Tensor, Tensor]:
-    """Least and largest value of each channel in the filled slots of blocks: two of [n, G, D]; seq, block: int [n]."""
-    slot = block[:, None] * page + torch.arange(page, device=block.device)
-    empty = (slot >= kv.filled[seq][:, None])[..., None, None]
-    where, offset = kv.locate(seq[:, None], slot.clamp(max=kv.capacity - 1))
-    k = kv.k[where.clamp(0, kv.k.shape[0] - 1), :, offset]  # [n, page, G, D]; a table's spare entries may be anything
-    return k.masked_fill(empty, torch.inf).amin(1), k.masked_fill(empty, -torch.inf).amax(1)
 
 
 def touched(rows: Rows, page: int) -> tuple[Tensor, Tensor]:

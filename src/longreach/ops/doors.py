@@ -20,9 +20,15 @@ OPS = {
     "attend_amend": "longreach.ops.attend:AMEND",
     "attend_from_logits": "longreach.ops.attend:FROM_LOGITS",
     "attend_with_logits": "longreach.ops.attend:WITH_LOGITS",
+    "bound_and_score": "longreach.ops.block_bounds:BOUND_AND_SCORE",
+    "largest_log_prob": "longreach.ops.across_heads:LARGEST_LOG_PROB",
     "match": "longreach.ops.nearest:MATCH",
     "pooled_scores": "longreach.ops.pooled_scores:POOLED_SCORES",
+    "project": "longreach.ops.project:PROJECT",
+    "rank_round_robin": "longreach.ops.across_heads:RANK_ROUND_ROBIN",
+    "score_and_pool": "longreach.ops.attend:SCORE_AND_POOL",
     "score_keys": "longreach.ops.attend:SCORE_KEYS",
+    "spread_logits": "longreach.ops.across_heads:SPREAD_LOGITS",
     "top_k": "longreach.ops.top_k:TOP_K",
 }
 

@@ -213,7 +213,8 @@ class Lists(Selection):
     list_of: int [R], the list each row uses (tiles share one); None means row r uses list r.
     head_of: int [G] (per="kv") or [H], the entry of the head axis that each head uses: lists made in one layer serve
         another through its head map, many to one, and are not copied. None: head h uses entry h, or the only one.
-    in_sight: every entry in use is a key that each row of its list can see; it must be true. What is read is then
+    in_sight: each row of a list can see every key that its entries in use name, but for the end of the row's newest
+        block, which must be among them if blocks have more than one key. It must be true. The keys read are then
         counted without a look at the entries, of which there may be many.
     """
 
@@ -301,8 +302,11 @@ class Lists(Selection):
 
     def reads(self, rows: Rows, kv: KVView) -> Tensor:
         if self.in_sight:
-            keys = torch.where(self._per_row(self.overflowed), slots_seen(rows, kv)[:, None], self._per_row(self.count))
-            return keys.long().expand(-1, kv.heads)
+            keys = self._per_row(self.count).long() * self.block
+            if self.block > 1:  # the row cuts the newest block, which is among those in use
+                keys = (keys - (self.block - 1 - rows.pos.long() % self.block)[:, None]).clamp(min=0)
+            keys = torch.where(self._per_row(self.overflowed), slots_seen(rows, kv)[:, None], keys)
+            return keys.expand(-1, kv.heads)
         if kv.slot_pos is not None:
             mask = self._painted(kv.capacity)[0] & visible(rows, kv, kv.capacity, self.per)
             return self._union(mask, rows, kv).sum(-1)

@@ -19,6 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from longreach import CacheConfig, Dense, StreamingLLM, attach
 from longreach.adapters.transformers import Session
+from longreach.cache import StatelessOnTruncate
 from longreach.errors import ConcurrentUse, InvalidInput, OutOfMemory, Unsupported
 from longreach.testing.tiny import FAMILIES, tiny_model
 from tests.adapters.transformers.reference import generate, model_of, padded_batch, prompt
@@ -222,16 +223,16 @@ def test_an_answer_that_no_memory_can_hold_is_refused_at_once_and_a_shorter_one_
 
 
 def test_what_methods_noted_of_a_failed_pass_is_taken_back() -> None:
-    class Notes:
+    class Notes(StatelessOnTruncate):
         def __init__(self) -> None:
-            self.seen, self.kept, self.firm = 0, None, False
+            self.seen, self.cut, self.firm = 0, None, False
 
         def check_truncate(self, slots: torch.Tensor, lengths: torch.Tensor) -> None:
             if self.firm:
                 raise Unsupported("these notes cannot be shortened")
 
         def truncate(self, slots: torch.Tensor, lengths: torch.Tensor) -> None:
-            self.kept = lengths.tolist()
+            self.cut = lengths.tolist()
 
         def reset(self, slots: torch.Tensor) -> None:
             self.seen = 0
@@ -248,14 +249,14 @@ def test_what_methods_noted_of_a_failed_pass_is_taken_back() -> None:
     with attach(model, prefill=Noting()) as session, torch.no_grad():
         cache = session.new_cache()
         model(prompt(8), past_key_values=cache)
-        first, second = cache.kv.state.values()
+        first, second = cache.states.states()
         with _Fails(model.model.layers[0].mlp, ValueError()), pytest.raises(ValueError):
             model(prompt(5), past_key_values=cache)
-        assert (first.seen, second.seen) == (13, 8) and first.kept == second.kept == [8]
+        assert (first.seen, second.seen) == (13, 8) and first.cut == second.cut == [8]
         first.firm = True
         with _Fails(model.model.layers[0].mlp, ValueError()), pytest.raises(ValueError):
             model(prompt(5), past_key_values=cache)
-        with pytest.raises(InvalidInput, match=r"could not be taken back.*cannot be shortened.*new_cache"):
+        with pytest.raises(InvalidInput, match=r"could not be rolled back.*cannot be shortened.*new_cache"):
             model(prompt(5), past_key_values=cache)
 
 
@@ -326,7 +327,7 @@ def test_a_pass_within_a_pass_is_refused_and_the_outer_one_goes_on() -> None:
 
     want = model(prompt()).logits
     with attach(model) as session:
-        session.observe = observe
+        session.on_layer = observe
         got = model(prompt()).logits
     assert torch.allclose(got, want, rtol=0, atol=1e-4) and len(caught) == 4
     assert "two forward passes" in caught[0] and "closed from within" in caught[1]
@@ -359,7 +360,7 @@ def test_sessions_of_two_models_do_not_meet() -> None:
     want, other_want = model(prompt()).logits, other(prompt(7)).logits
     answers = []
     with attach(model) as session, attach(other, decode=StreamingLLM(1, 1)):
-        session.observe = lambda *args: answers.append(other(prompt(7)).logits)
+        session.on_layer = lambda *args: answers.append(other(prompt(7)).logits)
         got = model(prompt()).logits
     assert torch.allclose(got, want, rtol=0, atol=1e-4)
     assert len(answers) == 2 and all(torch.allclose(a, other_want, rtol=0, atol=1e-4) for a in answers)

@@ -14,7 +14,7 @@ from transformers.models.llama import modeling_llama
 import longreach
 from longreach import StreamingLLM, attach
 from longreach.errors import CalledOutside, Unsupported
-from longreach.methods.base import LayerCall
+from longreach.methods.call import LayerCall
 from longreach.ops import HeadShard, Spans
 from longreach.testing.tiny import WINDOW, tiny_model
 from tests.adapters.transformers.reference import generate, model_of, prompt
@@ -23,7 +23,7 @@ from tests.adapters.transformers.reference import generate, model_of, prompt
 def _calls(family: str, **attached: Any) -> list[tuple[str, LayerCall]]:
     seen: list[tuple[str, LayerCall]] = []
     with attach(model_of(family), **attached) as session:
-        session.observe = lambda phase, call, outcome: seen.append((phase, call))
+        session.on_layer = lambda phase, call, outcome: seen.append((phase, call))
         generate(model_of(family), prompt(), steps=3)
     return seen
 
@@ -46,11 +46,11 @@ def test_tokens_to_come_arrive() -> None:
     """As far as the prompt's end is known; generate of transformers does not say it."""
     model, seen = model_of("llama"), []
     with attach(model) as session:
-        session.observe = lambda phase, call, outcome: seen.append((phase, call.ahead))
+        session.on_layer = lambda phase, call, outcome: seen.append((phase, call.prompt_tokens_left))
         longreach.generate(session, prompt(length=20), max_new_tokens=3, prefill_chunk_size=8)
     layers = model.config.num_hidden_layers
     assert seen[::layers] == [("prefill", 12), ("prefill", 4), ("prefill", 0), ("decode", 0), ("decode", 0)]
-    assert {call.ahead for _, call in _calls("llama")} == {0}
+    assert {call.prompt_tokens_left for _, call in _calls("llama")} == {0}
 
 
 def test_sinks_arrive() -> None:
@@ -83,12 +83,12 @@ def test_sliding_layers_stay_dense_within_their_window_and_say_so(family: str) -
         if types[row.layer] == "sliding_attention":
             keys = sum(min(p + 1, WINDOW) for p in positions)
             assert row.key_bytes == row.value_bytes == keys * vector and row.fraction == 1.0
-            assert (row.method, row.dense_because) == ("dense", ("sliding window of 16",))
+            assert (row.method, row.dense_reasons) == ("dense", ("sliding window of 16",))
         else:
             keys = sum(min(p + 1, 3) for p in positions)
             assert row.key_bytes == keys * vector
             assert row.dense_bytes == 2 * sum(p + 1 for p in positions) * vector
-            assert (row.method, row.dense_because) == ("streaming_llm", ())
+            assert (row.method, row.dense_reasons) == ("streaming_llm", ())
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from longreach import Dense, OracleTopK, StreamingLLM, attach
 from longreach.adapters.transformers.checks import config_hash
 from longreach.errors import ConcurrentUse, InvalidInput, UnknownName, Unsupported
-from longreach.methods.base import ModelShape
+from longreach.methods.call import ModelShape
 from longreach.testing.tiny import from_config, save_tiny, tiny_model
 from tests.adapters.transformers.reference import generate, model_of, prompt
 
@@ -214,7 +214,7 @@ def test_options_that_do_not_fit_are_refused_and_nothing_changes() -> None:
         assert session.report().layers, "a switch that is refused counts on"
         session.switch("oracle_top_k", dense_layers=[0, 1])
         generate(model, prompt(), steps=2)
-        assert session.report().layers[-1].dense_because == ("in dense_layers",)
+        assert session.report().layers[-1].dense_reasons == ("in dense_layers",)
 
 
 def test_a_second_attach_is_refused() -> None:

@@ -98,7 +98,7 @@ def test_window_that_only_the_mask_knows(kind: str) -> None:
     want = generate(model, prompt(), steps=24)
     with attach(model) as session:
         got = generate(model, prompt(), steps=24)
-        assert any(r.dense_because == ("sliding window of 16",) for r in session.report().layers)
+        assert any(r.dense_reasons == ("sliding window of 16",) for r in session.report().layers)
     assert torch.equal(got.tokens, want.tokens)
     model.config.sliding_window = 1000  # eager itself, for proof that the window shows
     wide = generate(model, prompt(), steps=24)

@@ -98,4 +98,4 @@ def test_low_precision_is_no_other_formula(family: str, dtype: torch.dtype) -> N
     model.set_experts_implementation("eager")
     with attach(model) as session:
         model(prompt())
-        assert session.memo.checked == {0, 1}
+        assert session.facts.checked == {0, 1}

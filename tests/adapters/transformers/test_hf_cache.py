@@ -47,7 +47,7 @@ def test_generate_keeps_its_memory() -> None:
     model, seen = model_of("llama"), []
     with attach(model, cache=CacheConfig(capacity=64)) as session:
         cache = session.new_cache()
-        session.observe = lambda phase, call, outcome: seen.append((call.layer, call.kv.k.data_ptr()))
+        session.on_layer = lambda phase, call, outcome: seen.append((call.layer, call.kv.k.data_ptr()))
         model.generate(prompt(), past_key_values=cache, max_new_tokens=24, do_sample=False)
     assert len(seen) == 48 and len(set(seen)) == 2
 
@@ -69,12 +69,12 @@ def test_generate_makes_room_for_prompt_and_answer_at_once(how: str, given: bool
     inputs = {"inputs_embeds": model.model.embed_tokens(tokens)} if how == "embeddings" else {"inputs": tokens}
     with attach(model) as session:
         cache = session.new_cache() if given else None
-        session.observe = lambda phase, call, outcome: seen.add((call.layer, call.kv.k.data_ptr(), call.kv.capacity))
+        session.on_layer = lambda phase, call, outcome: seen.add((call.layer, call.kv.k.data_ptr(), call.kv.capacity))
         with torch.no_grad():
             model.generate(**inputs, **ROOM[how], past_key_values=cache, do_sample=False)
     assert len(seen) == 2 and {capacity for _, _, capacity in seen} == {359}
     if cache is not None:
-        assert cache.kv.resized <= 1 and cache.columns == 359  # once before there was any memory
+        assert cache.kv.generation <= 1 and cache.columns == 359  # once before there was any memory
 
 
 def test_nothing_is_copied_where_the_limit_is_generates_own() -> None:
@@ -82,7 +82,7 @@ def test_nothing_is_copied_where_the_limit_is_generates_own() -> None:
     with attach(model) as session:
         cache = session.new_cache()
         model.generate(prompt(250), past_key_values=cache, do_sample=False)  # 20 tokens
-        assert cache.columns == cache.kv.pages.size == 269
+        assert cache.columns == cache.kv.layouts[0].pages.size == 269
 
 
 def test_a_paged_batch_gets_its_pages_at_once() -> None:
@@ -90,9 +90,9 @@ def test_a_paged_batch_gets_its_pages_at_once() -> None:
     with attach(model, cache=CacheConfig("paged", page=16)) as session:
         cache = session.new_cache(2)
         seen = set()
-        session.observe = lambda phase, call, outcome: seen.add((call.layer, call.kv.k.data_ptr()))
+        session.on_layer = lambda phase, call, outcome: seen.add((call.layer, call.kv.k.data_ptr()))
         model.generate(tokens, attention_mask=mask, past_key_values=cache, max_new_tokens=280, do_sample=False)
-        assert len(seen) == 2 and cache.kv.pages.total == 37 + 20  # pages of 579 and of 309 tokens
+        assert len(seen) == 2 and cache.kv.layouts[0].pages.total == 37 + 20  # pages of 579 and of 309 tokens
         assert cache.kv.lengths == [579, 309]
 
 
@@ -102,10 +102,10 @@ def test_an_answer_that_goes_on_in_the_same_cache_makes_it_grow() -> None:
     with attach(model) as session:
         cache = session.new_cache()
         first = model.generate(prompt(), past_key_values=cache, max_new_tokens=230, do_sample=False)
-        assert (cache.kv.pages.size, cache.kv.resized) == (269, 1)
+        assert (cache.kv.layouts[0].pages.size, cache.kv.generation) == (269, 1)
         whole = torch.ones_like(first)
         got = model.generate(first, attention_mask=whole, past_key_values=cache, max_new_tokens=70, do_sample=False)
-        assert (cache.kv.pages.size, cache.kv.resized) == (2 * 269, 2)
+        assert (cache.kv.layouts[0].pages.size, cache.kv.generation) == (2 * 269, 2)
     assert torch.equal(got, want)
 
 
@@ -116,7 +116,7 @@ def test_a_size_the_user_fixed_stays() -> None:
         with attach(model, cache=config) as session:
             cache = session.new_cache()
             model.generate(prompt(), past_key_values=cache, max_new_tokens=500, eos_token_id=anything)
-            assert cache.columns == 40 and cache.kv.resized == 0
+            assert cache.columns == 40 and cache.kv.generation == 0
 
 
 def test_a_full_cache_is_an_error_before_anything_is_written() -> None:

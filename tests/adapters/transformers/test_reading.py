@@ -73,11 +73,12 @@ def test_memory_is_allocated_once_where_it_is_said_what_comes(model: Any) -> Non
     document = random_tokens(1, 290)[0].tolist()
     with attach(model) as session:
         reader = Reader(session, chunk=64)
+        kv = reader.cache.kv
         reader.read(document, then=9 + 40)
         assert len(answered(reader, most=40).tokens) == len(answered(reader, most=12).tokens) + 28 == 40
-        assert (reader.cache.kv.resized, reader.cache.kv.pages.size) == (1, 339)  # once before there was any
+        assert (kv.generation, kv.layouts[0].pages.size) == (1, 339)  # once before there was any
         answered(reader, most=300)  # more than was said: all of it at once
-        assert (reader.cache.kv.resized, reader.cache.kv.pages.size) == (2, 2 * 339)
+        assert (kv.generation, kv.layouts[0].pages.size) == (2, 2 * 339)
 
 
 def test_an_answer_ends_before_a_stop_token_or_at_its_longest(model: Any) -> None:
@@ -115,10 +116,10 @@ def test_what_is_done_aside_is_forgotten_also_after_an_error(model: Any) -> None
         reader = Reader(session)
         logits = reader.read(DOCUMENT)
         before = answered(reader).tokens
-        with pytest.raises(ZeroDivisionError), reader.aside():
+        with pytest.raises(ZeroDivisionError), reader.rollback():
             list(reader.decode(logits, 3, Answer()))
             raise ZeroDivisionError
-        with pytest.raises(ZeroDivisionError), reader.aside():
+        with pytest.raises(ZeroDivisionError), reader.rollback():
             for _ in reader.decode(logits, 3, Answer()):
                 raise ZeroDivisionError
         half = reader.ask(QUESTION, 8, (), Answer())

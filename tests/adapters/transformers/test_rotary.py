@@ -13,7 +13,8 @@ from transformers import AutoConfig, PreTrainedModel
 from longreach import Dense, attach
 from longreach.adapters.transformers import rotary
 from longreach.errors import Unsupported
-from longreach.methods.base import LayerCall, Outcome
+from longreach.methods.base import Outcome
+from longreach.methods.call import LayerCall
 from longreach.testing.tiny import FAMILIES, from_config, tiny_model
 from tests.adapters.transformers.reference import generate, model_of, padded_batch, prompt
 
@@ -28,10 +29,10 @@ class Asking(Dense):
 
     def run(self, call: LayerCall, state: Any) -> Outcome:
         queries, _ = call.pre_rope()
-        turn = call.turn()
-        assert torch.equal(turn.undo(call.rows.q), queries)
+        rotary = call.rotary()
+        assert torch.equal(rotary.undo(call.rows.q), queries)
         some = torch.arange(0, len(queries), 2)
-        assert torch.equal(call.take(some).turn().undo(call.rows.q[some]), queries[some])
+        assert torch.equal(call.take(some).rotary().undo(call.rows.q[some]), queries[some])
         return super().run(call, state)
 
 
@@ -78,7 +79,7 @@ def test_before_rotation_is_what_the_projections_gave(family: str) -> None:
 
     try:
         with attach(model, prefill=Asking(), decode=Asking()) as session:
-            session.observe = compare
+            session.on_layer = compare
             generate(model, tokens, mask, steps=4)
     finally:
         for hook in hooks:
@@ -99,7 +100,7 @@ def test_before_rotation_in_bf16(family: str) -> None:
             assert (got.float() - want.float()).norm() <= 2**-6 * want.float().norm()
 
     with attach(model, prefill=Asking()) as session:
-        session.observe = compare
+        session.on_layer = compare
         model(prompt())
         assert len(session.report().layers) == 2
     for hook in hooks:
@@ -119,7 +120,7 @@ def test_layouts_are_found(kind: str, layout: str, stored: str) -> None:
     model = from_config(config)
     with attach(model, prefill=Asking()) as session:
         model(prompt())
-        assert session.memo.rotations == {0: rotary.Rotation(layout, stored)}
+        assert session.facts.rotations == {0: rotary.Rotation(layout, stored)}
 
 
 def test_the_first_token_alone_is_enough_to_find_the_layout() -> None:
@@ -127,7 +128,7 @@ def test_the_first_token_alone_is_enough_to_find_the_layout() -> None:
     model = model_of("glm4")
     with attach(model, prefill=Asking(), decode=Asking()) as session:
         model(prompt(1))
-        assert session.memo.rotations[1] == rotary.Rotation("interleaved", "halves")
+        assert session.facts.rotations[1] == rotary.Rotation("interleaved", "halves")
 
 
 def test_asking_leaves_the_answer_alone() -> None:

@@ -43,7 +43,7 @@ def answers(rank: int, world: int, folders: dict[str, str]) -> dict[str, Any]:
                 shards.add((call.shard.first, call.shard.count, call.shard.total, heads, float(summed.sum())))
 
             with attach(model, decode=method) as session:
-                session.observe = observe
+                session.on_layer = observe
                 out = generate(model, *padded_batch(), steps=STEPS)
                 found[f"{family} {name}"] = (out.tokens, out.logits, shards)
     return found

@@ -9,7 +9,8 @@ import torch
 
 from longreach.evals.attention.prompts import Prompt
 from longreach.evals.attention.watch import Watch
-from longreach.methods.base import LayerCall, ModelShape, Outcome, Reads
+from longreach.methods.base import Outcome
+from longreach.methods.call import LayerCall, ModelShape
 from longreach.ops import KVView, Partial, Rows, Spans
 
 TOKENS, ANSWER = (9, 5, 6, 1, 2, 3, 9, 9, 4, 4), (5, 6, 7)  # the needle lies at 1 to 3; 7 is not in it

@@ -9,7 +9,8 @@ import torch
 
 from longreach.errors import Unsupported
 from longreach.evals.attention.weights import blocks, weights, window_of
-from longreach.methods.base import LayerCall, Outcome, Reads
+from longreach.methods.base import Outcome
+from longreach.methods.call import LayerCall
 from longreach.ops import KVView, Lists, Partial, Rows, Selection, Spans
 
 KEYS, PAGE, HEADS, GROUPS, DIM = 37, 8, 6, 2, 8

@@ -28,7 +28,7 @@ def keys_of(model: Any, prompt: Prompt) -> torch.Tensor:
     """[L, N, G, D]: the keys that a pass of the whole prompt puts into its cache."""
     found = []
     with torch.no_grad(), attach(model) as session:
-        session.observe = lambda phase, call, outcome: found.append(call.kv.k[0, :, : len(prompt.tokens)].clone())
+        session.on_layer = lambda phase, call, outcome: found.append(call.kv.k[0, :, : len(prompt.tokens)].clone())
         model(torch.tensor([prompt.tokens]), past_key_values=session.new_cache())
     return torch.stack(found).transpose(1, 2)
 

@@ -13,7 +13,8 @@ from longreach.adapters.transformers import shape_of
 from longreach.evals.calibration.gather import DenseBeforeRotation, gather, unpacked
 from longreach.evals.calibration.mac import MACGather, calibrated, windows_of
 from longreach.evals.calibration.prompts import Prompt
-from longreach.methods.base import LayerCall, Outcome
+from longreach.methods.base import Outcome
+from longreach.methods.call import LayerCall
 from longreach.methods.mac.calibrate import BANDS, counts, nearest, unrelated
 from longreach.testing.tiny import random_tokens, tiny_model
 
@@ -46,7 +47,7 @@ def seen(model: Any, prompt: Prompt) -> list[tuple[Tensor, Tensor, Tensor]]:
         found.append((q.clone(), k.clone(), weight))
 
     with torch.no_grad(), attach(model, prefill=DenseBeforeRotation()) as session:
-        session.observe = observe
+        session.on_layer = observe
         model(torch.tensor([prompt.tokens]), past_key_values=session.new_cache())
     return found
 

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from longreach import attach
 from longreach.evals.calibration.gather import DenseBeforeRotation
-from longreach.methods.base import LayerCall, Outcome
+from longreach.methods.base import Outcome
+from longreach.methods.call import LayerCall
 
 
 class Layer:
@@ -50,6 +51,6 @@ def layers(model: Any, tokens: tuple[int, ...]) -> list[Layer]:
         found.append(Layer(call, len(tokens)))
 
     with attach(model, prefill=DenseBeforeRotation()) as session:
-        session.observe = observe
+        session.on_layer = observe
         model(torch.tensor([tokens]), past_key_values=session.new_cache())
     return found

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from longreach.methods.base import ModelShape
+from longreach.methods.call import ModelShape
 from longreach.plans import PlannedModel
 from tests.methods.drive import KV_HEADS, LAYERS, MODEL
 from tests.plans.factory import plan

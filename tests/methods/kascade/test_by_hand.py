@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from longreach.methods.kascade.part import Part
 from torch import Tensor
 
-from longreach.methods.base import LayerCall, Outcome, Phase
+from longreach.methods.base import Outcome
+from longreach.methods.call import LayerCall, Phase
 from longreach.methods.kascade import Kascade
+from longreach.methods.kascade.role import LayerRole
+from longreach.methods.kascade.state import KascadeState
 from longreach.ops import HeadShard, KVView, Rows
 
-ANCHOR = Part(anchor=0, dense=None, serves=True, head_of=None, tile=2)
+ANCHOR = KascadeState(LayerRole(anchor=0, dense=None, serves=True, head_map=None, tile=2))
 
 
 def call(rows: dict[int, list[list[float]]], filled: int, kv_heads: int, phase: Phase, **more: Any) -> LayerCall:
@@ -44,7 +46,7 @@ def test_decoding() -> None:
     """
     now = call({4: [[4, 1, 1, 1, 1], [1, 1, 4, 1, 1]]}, 5, 1, "decode")
     outcome = Kascade(k=3).run(now, ANCHOR)
-    lists = now.passed[Kascade(k=3)].lists
+    lists = now.shared[Kascade(k=3)].lists
     assert lists.index[0, 0, :3].tolist() == [0, 2, 4] and lists.count.tolist() == [[3]]
     torch.testing.assert_close(weights(outcome), torch.tensor([over(4, 0, 1, 0, 1), over(1, 0, 4, 0, 1)]))
     torch.testing.assert_close(outcome.partial.lse, torch.tensor([[6.0, 6.0]]).log())
@@ -54,20 +56,20 @@ def test_what_is_pooled_are_probabilities_not_logits() -> None:
     """Head 1's logits are larger by log 1000 all over, which changes nothing."""
     now = call({4: [[4, 1, 1, 1, 1], [1000, 2000, 1000, 1000, 1000]]}, 5, 1, "decode")
     Kascade(k=2).run(now, ANCHOR)
-    assert now.passed[Kascade(k=2)].lists.index[0, 0].tolist() == [0, 4]  # 4/8 + 1/6 against 1/8 + 2/6
+    assert now.shared[Kascade(k=2)].lists.index[0, 0].tolist() == [0, 4]  # 4/8 + 1/6 against 1/8 + 2/6
 
 
 def test_a_sink_takes_from_its_head_before_heads_are_pooled() -> None:
     now = call({4: [[4, 1, 1, 1, 1], [1, 1, 3, 1, 1]]}, 5, 1, "decode", sink_logit=torch.tensor([56.0, 1e-9]).log())
     outcome = Kascade(k=2).run(now, ANCHOR)
-    assert now.passed[Kascade(k=2)].lists.index[0, 0].tolist() == [2, 4]  # 4/64 + 1/7 against 1/64 + 3/7
+    assert now.shared[Kascade(k=2)].lists.index[0, 0].tolist() == [2, 4]  # 4/64 + 1/7 against 1/64 + 3/7
     torch.testing.assert_close(weights(outcome)[0, :5], torch.tensor([0, 0, 1, 0, 1.0]) / 58)
 
 
 def test_ties_go_to_the_lower_key() -> None:
     now = call({6: [[1] * 7]}, 7, 1, "decode")
     Kascade(k=4).run(now, ANCHOR)
-    assert now.passed[Kascade(k=4)].lists.index[0, 0].tolist() == [0, 1, 2, 6]
+    assert now.shared[Kascade(k=4)].lists.index[0, 0].tolist() == [0, 1, 2, 6]
 
 
 @pytest.mark.parametrize(
@@ -90,7 +92,7 @@ def test_what_is_forced_lies_within_k(options: dict[str, Any], chosen: list[int]
     now = call({6: [[2, 1, 9, 8, 3, 1, 1]]}, 7, 1, "decode")
     method = Kascade(**options)
     outcome = method.run(now, ANCHOR)
-    lists = now.passed[method].lists
+    lists = now.shared[method].lists
     assert lists.index[0, 0, : int(lists.count)].tolist() == chosen
     assert weights(outcome)[0].nonzero()[:, 0].tolist() == chosen
 
@@ -101,12 +103,12 @@ def test_one_set_for_all_heads_and_ranks() -> None:
     apart, together = Kascade(k=2), Kascade(k=2, heads="all")
     apart.run(now, ANCHOR)
     outcome = together.run(now, ANCHOR)
-    assert now.passed[apart].lists.index[0].tolist() == [[1, 3], [2, 3]]
-    assert now.passed[together].lists.index[0].tolist() == [[2, 3]]
+    assert now.shared[apart].lists.index[0].tolist() == [[1, 3], [2, 3]]
+    assert now.shared[together].lists.index[0].tolist() == [[2, 3]]
     torch.testing.assert_close(weights(outcome), torch.tensor([over(0, 0, 1, 1), over(0, 0, 4, 1)]))
     shard = HeadShard(0, 2, 4, lambda x: x + torch.tensor([2.0, 0, 0, 0, 0, 0, 0, 0]))
     together.run(replace(now, shard=shard), ANCHOR)
-    assert now.passed[together].lists.index[0].tolist() == [[0, 3]]
+    assert now.shared[together].lists.index[0].tolist() == [[0, 3]]
 
 
 def test_a_tile() -> None:
@@ -116,7 +118,7 @@ def test_a_tile() -> None:
     rows = {0: [[1]], 1: [[1, 3]], 2: [[2, 1, 1]], 3: [[1, 5, 1, 1]], 4: [[1, 1, 9, 1, 4]]}
     now = call(rows, 5, 1, "prefill")
     outcome = Kascade(k=1).run(now, ANCHOR)
-    lists = now.passed[Kascade(k=1)].lists
+    lists = now.shared[Kascade(k=1)].lists
     assert lists.offsets.tolist() == [0, 0, 1, 2] and lists.index.tolist() == [1, 2]
     assert lists.list_of.tolist() == [0, 0, 1, 1, 2]
     want = [over(1), over(1, 3), over(0, 1, 1), over(0, 5, 1, 1), over(0, 0, 9, 0, 4)]
@@ -141,7 +143,7 @@ def test_what_is_forced_in_a_tile(options: dict[str, Any], chosen: list[int]) ->
     now = call({4: [[3, 9, 5, 1, 2]]}, 5, 1, "prefill")
     method = Kascade(**options)
     outcome = method.run(now, ANCHOR)
-    assert now.passed[method].lists.index.tolist() == chosen
+    assert now.shared[method].lists.index.tolist() == chosen
     assert weights(outcome)[0].nonzero()[:, 0].tolist() == [*chosen, 4]
 
 

@@ -7,20 +7,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from longreach.methods.kascade.copies import KeyCopy
-from longreach.methods.kascade.part import Part
 
 import longreach
 from longreach.cache import CacheConfig
 from longreach.errors import InvalidInput
-from longreach.methods.base import state_of
 from longreach.methods.kascade import Kascade
-from longreach.ops import KVView, Lists, Rows
+from longreach.methods.kascade.quantised_keys import QuantisedKeys
+from longreach.methods.kascade.state import KascadeState
+from longreach.ops import KVView, Lists
 from longreach.testing.tiny import random_tokens
 from longreach.testing.tolerance import assert_close
 from tests.methods.drive import CACHES, DIM, KV_HEADS, Text, Turn, exact, new_cache, outputs, read_text, run, text
 from tests.methods.kascade.planned import planned
 from tests.methods.kascade.test_on_models import model_and_plan
+from tests.methods.metered import metadata_of
 
 caches = pytest.mark.parametrize("config", [*CACHES.values(), CacheConfig("paged", page=3, capacity=60)], ids=str)
 
@@ -51,47 +51,45 @@ def test_what_is_chosen_is_attended_to_as_it_is(tmp_path: Path) -> None:
     """By other keys than exact scoring's where the copy errs, but over their true logits."""
     plan, whole = planned(tmp_path, (0, 1)), text(400, seed=3)
     exactly, roughly = (read_text(Kascade(plan, k=150, scoring=s), whole)[-1] for s in ("exact", "int8"))
-    lists = [turn.outcomes[1].reads.values[0] for turn in (exactly, roughly)]
+    lists = [turn.calls[1].meter.values[0] for turn in (exactly, roughly)]
     sets = [[set(x.index[0, g].tolist()) for g in range(KV_HEADS)] for x in lists if isinstance(x, Lists)]
     for a, b in zip(*sets, strict=True):
         assert len(a & b) >= 145 and len(b) == 150
     assert sets[0] != sets[1], "a text where 8 bits choose alike tells nothing"
     for layer in (1, 2):
         call, outcome = roughly.calls[layer], roughly.outcomes[layer]
-        assert_close(outcome.partial, exact(call, outcome.reads.values[0]))
+        assert_close(outcome.partial, exact(call, call.meter.values[0]))
 
 
 def test_what_it_reads(tmp_path: Path) -> None:
-    call, reads = (
-        (last := read_text(Kascade(planned(tmp_path, (0, 1)), k=5, scoring="int8"), text(40))[-1]).calls[1],
-        last.outcomes[1].reads,
-    )
-    assert [s.reads(call.rows, call.kv)[0].tolist() for s in (*reads.keys, *reads.values)] == [[5, 5], [5, 5]]
-    assert reads.metadata.tolist() == [40 * KV_HEADS * (DIM + 4)]  # type: ignore[union-attr]
+    last = read_text(Kascade(planned(tmp_path, (0, 1)), k=5, scoring="int8"), text(40))[-1]
+    call, meter = last.calls[1], last.calls[1].meter
+    assert [s.reads(call.rows, call.kv)[0].tolist() for s in (*meter.keys, *meter.values)] == [[5, 5], [5, 5]]
+    assert metadata_of(call) == ([40 * KV_HEADS * (DIM + 4)], 0)
     for layer in (0, 2):
-        assert last.outcomes[layer].reads.metadata == 0
+        assert metadata_of(last.calls[layer]) == ([0], 0)
 
 
 def test_only_anchors_that_score_keep_a_copy(tmp_path: Path) -> None:
     call = read_text(Kascade(planned(tmp_path), k=5), text(9))[-1].calls[0]
     for dense_layers, kept in (((), [1]), ((1,), [])):
         method = Kascade(planned(tmp_path, (0, 1)), dense_layers=dense_layers, scoring="int8")
-        parts = [method.new_state(replace(call, layer=layer), 1) for layer in range(3)]
-        assert [n for n, part in enumerate(parts) if part.copy is not None] == kept
-    assert Kascade(scoring="int8").follows and not Kascade().follows
+        states = [method.new_state(replace(call, layer=layer), 1) for layer in range(3)]
+        assert [n for n, state in enumerate(states) if state.copy is not None] == kept
+    assert Kascade(scoring="int8").observes_prompt and not Kascade().observes_prompt
 
 
 def test_the_copy_moves_with_the_cache(tmp_path: Path) -> None:
     """What was captured in a graph before then reads the old one, and is told so."""
     method, whole, cache = Kascade(planned(tmp_path), k=5, scoring="int8"), in_8_bits(300), new_cache()
     run(cache, method, [Turn(whole, 0, 200)])
-    call = run(cache, method, [Turn(whole, 0, 1)]).calls[1]
-    part = state_of(method, cache, call)
-    assert isinstance(part, Part) and part.copy is not None and part.moved == 0
-    before, old = cache.resized, part.copy.k
+    run(cache, method, [Turn(whole, 0, 1)])
+    (state,) = cache.state.states((method,), 1)  # type: ignore[attr-defined]
+    assert isinstance(state, KascadeState) and state.copy is not None and state.generation == 0
+    before, old = cache.generation, state.copy["keys"]
     run(cache, method, [Turn(whole, 0, 99)])
-    assert part.moved == 1 and cache.resized == before + 2 and part.copy.k is not old
-    keys = part.copy.k[0, :, :300].float() * part.copy.scale[0, :, :300, None]
+    assert state.generation == 1 and cache.generation == before + 2 and state.copy["keys"] is not old
+    keys = state.copy["keys"][0, :, :300].float() * state.copy["scale"][0, :, :300, None]
     torch.testing.assert_close(keys, whole.k[1].transpose(0, 1), rtol=0, atol=1e-6)
 
 
@@ -100,10 +98,12 @@ def test_a_cache_that_begins_anew_may_be_smaller() -> None:
         k = torch.randn(1, KV_HEADS, size, DIM)
         return KVView(k, k.clone(), torch.tensor([3]))
 
-    rows = Rows(torch.randn(3, 4, DIM), torch.zeros(3, dtype=torch.int64), torch.arange(3))
-    copy, small = KeyCopy(view(20)), view(4)
-    copy.note(longreach.methods.base.LayerCall(0, rows, small, torch.tensor([0]), 1.0))
-    assert copy.k.shape == small.k.shape and copy.moved == 1
+    copy, small = QuantisedKeys(view(20)), view(4)
+    copy.ensure_capacity(small)
+    copy.note(small, torch.zeros(3, dtype=torch.int64), torch.arange(3))
+    assert copy["keys"].shape == small.k.shape and copy.generation == 1
+    keys = copy["keys"][:, :, :3].float() * copy["scale"][:, :, :3, None]
+    torch.testing.assert_close(keys, small.k[:, :, :3], rtol=0, atol=float(small.k.abs().max()) / 127)
 
 
 def test_a_prompt_that_it_did_not_see_is_refused(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_a_prompt_that_it_did_not_see_is_refused(tmp_path: Path) -> None:
         cache = session.new_cache(2)
         model(tokens, past_key_values=cache)
         session.switch(method)
-        with pytest.raises(InvalidInput, match="kascade decodes with what it notes of tokens as they are read"):
+        with pytest.raises(InvalidInput, match=r"kascade decodes with state that it makes of the prompt, .* 40 tokens of which it observed the first 0"):
             model(tokens[:, :1], past_key_values=cache)
 
 

@@ -8,19 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from longreach.methods.kascade.part import part_of
-from longreach.methods.ledger import Ledger
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from longreach.cache import CacheConfig
 from longreach.errors import InvalidInput, Unsupported
-from longreach.methods.base import LayerCall
+from longreach.methods import call as call_module
+from longreach.methods.call import LayerCall
 from longreach.methods.kascade import Kascade
 from longreach.methods.kascade.method import Choice
 from longreach.methods.kascade.plan import KascadePlan
+from longreach.methods.kascade.role import role_of
 from longreach.ops import HeadShard, KVView, Lists, Logits, Partial, Rows, Spans
+from longreach.ops.doors import Op, op_named
 from longreach.plans import load
-from longreach.testing.inputs import random_kv
+from longreach.runtime import Ledger
 from longreach.testing.tolerance import assert_close
 from tests.methods import test_contract as contract
 from tests.methods.drive import (
@@ -39,6 +40,7 @@ from tests.methods.drive import (
     text,
 )
 from tests.methods.kascade.planned import planned
+from tests.methods.metered import metadata_of
 
 MAPS = [{1: (1, 0)}, {1: (1, 0), 2: (1, 1)}, {2: (0, 0)}]
 
@@ -75,12 +77,12 @@ def test_what_just_fits_is_taken() -> None:
     ],
 )
 def test_how_many_keys(options: dict[str, Any], counts: dict[int, int]) -> None:
-    method, lengths = Kascade(**options), torch.tensor(list(counts))
-    assert method.keys(lengths, lengths).tolist() == list(counts.values())
+    budget, lengths = Kascade(**options).budget, torch.tensor(list(counts))
+    assert budget.keys(lengths, lengths).tolist() == list(counts.values())
     for length in counts:
         all_shorter = torch.arange(1, min(length, 2000) + 1)
-        most = max(int(method.keys(all_shorter, all_shorter).max()), counts[length])
-        assert method.most(length) == most
+        most = max(int(budget.keys(all_shorter, all_shorter).max()), counts[length])
+        assert budget.max_keys(length) == most
 
 
 # plans
@@ -108,7 +110,7 @@ def test_dense_layers_must_be_the_models(tmp_path: Path) -> None:
 
 def test_the_model_must_be_told(tmp_path: Path) -> None:
     call = replace(read_text(Kascade(planned(tmp_path)), text(9))[-1].calls[0], model=None)
-    with pytest.raises(InvalidInput, match="expected to be told of the model"):
+    with pytest.raises(InvalidInput, match=r"LayerCall\.model is required: Kascade looks up its plan by model"):
         Kascade(planned(tmp_path)).run(call, None)
 
 
@@ -120,12 +122,12 @@ def test_a_layer_whose_anchor_did_not_choose_names_both(phase: Any, tmp_path: Pa
     """Its anchor attends to a window in this model, or another method took its place."""
     method = Kascade(planned(tmp_path, anchors=(0, 1)), least=2)
     calls = read_text(method, text(20))[0 if phase == "prefill" else -1].calls
-    with pytest.raises(InvalidInput, match="layer 2 reuses what layer 1 chooses, and that did not choose in this pass"):
-        method.run(replace(calls[2], passed={}), None)
-    passed: dict[Any, Any] = {}
-    method.run(replace(calls[0], passed=passed), None)
-    with pytest.raises(InvalidInput, match="layer 2 reuses what layer 1 chooses"):
-        method.run(replace(calls[2], passed=passed), None)
+    with pytest.raises(InvalidInput, match="layer 2 reuses the keys that layer 1 chooses, and that layer chose none in this pass"):
+        method.run(replace(calls[2], shared={}), None)
+    shared: dict[Any, Any] = {}
+    method.run(replace(calls[0], shared=shared), None)
+    with pytest.raises(InvalidInput, match="layer 2 reuses the keys that layer 1 chooses"):
+        method.run(replace(calls[2], shared=shared), None)
 
 
 def test_a_layer_that_takes_no_part_is_refused(tmp_path: Path) -> None:
@@ -139,12 +141,12 @@ def test_dense_layers_say_so_and_choose_all_the_same(tmp_path: Path) -> None:
     plan = planned(tmp_path, anchors=(0, 1), head_map={2: (1, 0)})
     plain, method = Kascade(plan, k=3), Kascade(plan, k=3, dense_layers=(1,))
     for want, found in zip(read_text(plain, text(30)), read_text(method, text(30)), strict=True):
-        assert [o.dense_because for o in want.outcomes] == ["first anchor", None, None]
-        assert [o.dense_because for o in found.outcomes] == ["first anchor", "in dense_layers", None]
+        assert [o.dense_reason for o in want.outcomes] == ["first anchor", None, None]
+        assert [o.dense_reason for o in found.outcomes] == ["first anchor", "in dense_layers", None]
         assert_close(found.outcomes[1].partial, exact(found.calls[1]))
         assert torch.equal(found.outcomes[2].partial.out, want.outcomes[2].partial.out)
     reuse = read_text(Kascade(plan, k=3, dense_layers=(2,)), text(30))[-1]
-    assert reuse.outcomes[2].dense_because == "in dense_layers"
+    assert reuse.outcomes[2].dense_reason == "in dense_layers"
     assert_close(reuse.outcomes[2].partial, exact(reuse.calls[2]))
 
 
@@ -169,20 +171,20 @@ def test_a_map_within_each_rank_is_taken_and_one_across_is_refused(tmp_path: Pat
         shape = replace(MODEL, query_heads=8, kv_heads=4)
         return KascadePlan.of(load(planned(tmp_path, (0,), {2: row}, model=shape), "kascade"))
 
-    def part(plan: KascadePlan, shard: HeadShard, layer: int = 2, mapped: bool = True) -> Any:
-        return part_of(plan, layer, mapped=mapped, dense_layers=(), shard=shard, device=torch.device("cpu"))
+    def role(plan: KascadePlan, shard: HeadShard, layer: int = 2, mapped: bool = True) -> Any:
+        return role_of(plan, layer, mapped=mapped, dense_layers=(), shard=shard, device=torch.device("cpu"))
 
     inside, across = plan(1, 1, 3, 2), plan(0, 2, 2, 3)
-    assert part(inside, HeadShard(0, 4, 4)).head_of.tolist() == [1, 1, 3, 2]
-    assert part(inside, HeadShard(0, 2, 4)).head_of.tolist() == [1, 1]
-    assert part(inside, HeadShard(2, 2, 4)).head_of.tolist() == [1, 0]
-    assert part(inside, HeadShard(0, 2, 4), layer=1).head_of is None
+    assert role(inside, HeadShard(0, 4, 4)).head_map.tolist() == [1, 1, 3, 2]
+    assert role(inside, HeadShard(0, 2, 4)).head_map.tolist() == [1, 1]
+    assert role(inside, HeadShard(2, 2, 4)).head_map.tolist() == [1, 0]
+    assert role(inside, HeadShard(0, 2, 4), layer=1).head_map is None
     for shard in (HeadShard(0, 2, 4), HeadShard(2, 2, 4)):
         for layer in range(3):  # every rank in every layer, so that none waits for another
             with pytest.raises(Unsupported, match=r"head 1 of layer 2 would need .* head 2 of layer 0 .*heads='all'"):
-                part(across, shard, layer)
-        assert part(across, shard, mapped=False).head_of is None
-    assert part(across, HeadShard(0, 4, 4)).head_of.tolist() == [0, 2, 2, 3]
+                role(across, shard, layer)
+        assert role(across, shard, mapped=False).head_map is None
+    assert role(across, HeadShard(0, 4, 4)).head_map.tolist() == [0, 2, 2, 3]
 
 
 # lengths
@@ -195,7 +197,7 @@ def test_each_row_of_a_batch_is_dense_below_its_length(tmp_path: Path) -> None:
     run(cache, method, [Turn(texts[0], 0, 18), Turn(texts[1], 1, 19)])
     last = run(cache, method, [Turn(texts[0], 0), Turn(texts[1], 1)])
     for call, outcome in zip(last.calls[1:], last.outcomes[1:], strict=True):
-        lists = outcome.reads.values[-1]
+        lists = call.meter.values[-1]
         assert isinstance(lists, Lists) and lists.count.tolist() == [[19, 19], [4, 4]]
         assert not lists.overflowed.any()
         dense = exact(call)
@@ -209,7 +211,7 @@ def test_k_larger_than_the_length_is_everything(config: CacheConfig, tmp_path: P
     for turn in read_text(Kascade(planned(tmp_path), k=1000), text(25), cache=new_cache(config)):
         for call, outcome in zip(turn.calls, turn.outcomes, strict=True):
             assert_close(outcome.partial, exact(call))
-            for selection in outcome.reads.values:
+            for selection in call.meter.values:
                 if isinstance(selection, Lists):
                     assert selection.index.shape[2] <= call.kv.capacity
 
@@ -219,7 +221,7 @@ def test_lists_have_room_for_all_that_the_cache_can_come_to_hold(tmp_path: Path)
     method, whole = Kascade(planned(tmp_path), k=0.25, least=2), text(60)
     counts, sizes = [], set()
     for turn in read_text(method, whole, steps=40, cache=new_cache(CacheConfig(capacity=64))):
-        lists = turn.outcomes[2].reads.values[0]
+        lists = turn.calls[2].meter.values[0]
         if turn.calls[0].phase == "decode":
             assert isinstance(lists, Lists)
             sizes.add(lists.index.shape)
@@ -241,21 +243,26 @@ def test_decoding_needs_no_value_from_the_device(options: Any, tmp_path: Path, m
     """Fake tensors have none: whatever waits for the device would raise. The ops are held to it by their own tests."""
     batch, capacity = 3, 40
 
-    def kept(call: LayerCall, *keys: Any) -> tuple[torch.Tensor, Logits]:
-        return torch.empty(batch, HEADS), Logits(torch.empty(batch, KV_HEADS, capacity, HEADS // KV_HEADS))
+    kept = torch.empty(batch, HEADS), Logits(torch.empty(batch, KV_HEADS, capacity, HEADS // KV_HEADS))
 
-    def attended(call: LayerCall, *given: Any, **more: Any) -> Partial:
+    def of(name: str, **replaced: Any) -> Op:
+        return replace(op_named(name), **replaced)
+
+    def attended(*given: Any, **more: Any) -> Partial:
         return Partial.empty(batch, HEADS, DIM)
 
-    def listed(call: LayerCall, x: torch.Tensor, count: torch.Tensor, *given: Any, capacity: int, **more: Any) -> Any:
+    def listed(x: torch.Tensor, count: torch.Tensor, *given: Any, capacity: int, **more: Any) -> Any:
         return torch.empty(*x.shape[:2], capacity, dtype=torch.int32), count.int()
 
-    monkeypatch.setattr(LayerCall, "score_keys", kept)
-    monkeypatch.setattr(LayerCall, "attend_keeping", lambda call: (attended(call), kept(call)[1]))
-    monkeypatch.setattr(LayerCall, "pooled_scores", lambda call, *a, **b: torch.empty(batch, KV_HEADS, capacity))
-    monkeypatch.setattr(LayerCall, "top_k", listed)
-    monkeypatch.setattr(LayerCall, "attend", attended)
-    monkeypatch.setattr(LayerCall, "attend_values", attended)
+    ops = {
+        "score_keys": of("score_keys", run=lambda *a, **b: kept),
+        "attend_with_logits": of("attend_with_logits", run=lambda *a, **b: (attended(), kept[1])),
+        "pooled_scores": of("pooled_scores", run=lambda *a, **b: torch.empty(batch, KV_HEADS, capacity)),
+        "top_k": of("top_k", run=listed),
+        "attend_from_logits": of("attend_from_logits", run=attended),
+    }
+    monkeypatch.setattr(call_module, "op_named", ops.__getitem__)
+    monkeypatch.setattr(call_module, "attend", attended)
     method, ledger = Kascade(planned(tmp_path, (0, 2), {1: (1, 1)}), **options), Ledger()
     with FakeTensorMode():
         memory, ints = torch.empty(batch, KV_HEADS, capacity, DIM), torch.ones(batch, dtype=torch.int64)
@@ -264,12 +271,19 @@ def test_decoding_needs_no_value_from_the_device(options: Any, tmp_path: Path, m
         calls = [replace(first, layer=layer) for layer in range(3)]
         states = [method.new_state(call, batch) for call in calls]
         for call, state in zip(calls, states, strict=True):
-            ledger.add("decode", call, "kascade", "triton", method.run(call, state), Spans.dense())
-        ledger.flush()
+            ledger.add("decode", call, "kascade", method.run(call, state), Spans.dense())
+        ledger.commit()
     assert ledger.tallies["decode", 2, None].steps == 1
 
 
 # reads
+
+DENSE: Any = ((Spans.dense(),), (Spans.dense(),), ([0], 0))
+
+
+def reads_of(call: LayerCall) -> Any:
+    """Selections of keys, of values, and metadata."""
+    return call.meter.keys, call.meter.values, metadata_of(call)
 
 
 def test_what_it_reads(tmp_path: Path) -> None:
@@ -280,10 +294,10 @@ def test_what_it_reads(tmp_path: Path) -> None:
         return [s.reads(call.rows, call.kv)[0].tolist() for s in selections]
 
     for layer, (keys, values) in enumerate((([40], [40]), ([5], [5]), ([40], [5]))):
-        call, reads = last.calls[layer], last.outcomes[layer].reads
+        call, reads = last.calls[layer], last.calls[layer].meter
         assert counts(call, reads.keys) == [[n] * KV_HEADS for n in keys]
         assert counts(call, reads.values) == [[n] * KV_HEADS for n in values]
-    assert last.outcomes[0].reads == ((Spans.dense(),), (Spans.dense(),), 0)
+    assert reads_of(last.calls[0]) == DENSE
 
 
 def test_what_tiles_read(tmp_path: Path) -> None:
@@ -291,13 +305,13 @@ def test_what_tiles_read(tmp_path: Path) -> None:
     first = read_text(Kascade(planned(tmp_path, (0, 2)), k=3), text(15))[0]
 
     def counts(layer: int) -> list[list[list[int]]]:
-        call, reads = first.calls[layer], first.outcomes[layer].reads
+        call, reads = first.calls[layer], first.calls[layer].meter
         return [[s.reads(call.rows, call.kv)[10:, 0].tolist() for s in some] for some in (reads.keys, reads.values)]
 
     assert counts(0) == [[[11, 12], [11, 12]], [[11, 12]]]
     assert counts(1) == [[[3, 3], [3, 4]], [[3, 3], [3, 4]]]
     assert counts(2) == [[[11, 12], [3, 3], [3, 4]], [[3, 3], [3, 4]]]
-    call, reads = first.calls[2], first.outcomes[2].reads
+    call, reads = first.calls[2], first.calls[2].meter
     assert reads.keys[0].reads(call.rows, call.kv)[:5, 0].tolist() == [0, 0, 0, 0, 5]  # the first tile chooses nothing
 
 
@@ -306,14 +320,22 @@ def test_a_dense_layer_whose_choice_nobody_takes_makes_none(tmp_path: Path) -> N
     for anchors, dense in (((0, 1), ()), ((0, 2), (1,)), ((0, 1), (1, 2))):
         for turn in read_text(Kascade(planned(tmp_path, anchors), k=3, dense_layers=dense), text(20)):
             for layer in (0, *dense):
-                assert turn.outcomes[layer].reads == ((Spans.dense(),), (Spans.dense(),), 0)
-            choices = [c for c in turn.calls[0].passed.values() if isinstance(c, Choice)]
+                assert reads_of(turn.calls[layer]) == (*DENSE[:2], ([0] * len(turn.calls[layer].rows.pos), 0))
+            choices = [c for c in turn.calls[0].shared.values() if isinstance(c, Choice)]
             assert [c.anchor for c in choices] == [layer for layer in anchors[1:] if layer not in dense]
 
 
 def test_after_eviction_it_is_refused(tmp_path: Path) -> None:
-    kv = random_kv([20], heads=KV_HEADS, dim=DIM, evicted=True)
-    rows = Rows(torch.randn(1, HEADS, DIM), torch.tensor([0]), torch.tensor([25]))
-    call = LayerCall(0, rows, kv, torch.tensor([0]), SCALE, model=MODEL)
-    with pytest.raises(Unsupported, match="kascade: after eviction"):
-        Kascade(planned(tmp_path)).run(call, None)
+    """In the layer that keys were dropped from, an anchor or not; an 8-bit copy there is of the kept keys."""
+    method, whole, cache = Kascade(planned(tmp_path), k=5, scoring="int8"), text(40), new_cache()
+    read_text(method, whole, chunks=[30], steps=2, cache=cache)
+    kept = torch.stack([torch.arange(0, 30, 2), torch.arange(1, 31, 2)])
+    for layer in (2, 1):
+        cache.keep(layer, [0], [kept])
+        with pytest.raises(Unsupported, match=r"kascade: after eviction .* or do not evict"):
+            run(cache, method, [Turn(whole, 0)])
+        cache.truncate([0], [32])  # the pass that failed is over
+    (state,) = cache.state.states((method,), 1)  # type: ignore[attr-defined]
+    keys = state.copy["keys"][0, :, :15].float() * state.copy["scale"][0, :, :15, None]
+    want = torch.stack([whole.k[1, kept[g], g] for g in range(KV_HEADS)])
+    torch.testing.assert_close(keys, want, rtol=0, atol=float(want.abs().max()) / 127)

@@ -110,7 +110,7 @@ def test_plans_that_do_not_fit_are_refused_before_anything_is_attached(tmp_path:
 def test_an_anchor_behind_a_window_is_named(tmp_path: Path) -> None:
     """gemma2's layer 0 attends to a window, and this plan has layer 1 reuse what it chooses."""
     model, plan = model_and_plan("gemma2", tmp_path, anchors=(0,), layers=(0, 1, 2, 3))
-    wrong = pytest.raises(InvalidInput, match="layer 1 reuses what layer 0 chooses")
+    wrong = pytest.raises(InvalidInput, match="layer 1 reuses the keys that layer 0 chooses")
     with longreach.attach(model, decode=Kascade(plan)), wrong:
         model.generate(random_tokens(1, 20), max_new_tokens=3, do_sample=False)
 
@@ -135,5 +135,5 @@ def test_the_report_tells_layers_apart(tmp_path: Path) -> None:
     assert [layer.key_bytes // vector for layer in decode] == [41, 4, 41, 4]
     assert [layer.value_bytes // vector for layer in decode] == [41, 4, 4, 4]
     assert [layer.metadata_bytes for layer in decode] == [0, 32, 32, 32]  # lists: 2 heads, 4 entries, int32
-    assert [layer.dense_because for layer in decode] == [("first anchor",), (), (), ()]
+    assert [layer.dense_reasons for layer in decode] == [("first anchor",), (), (), ()]
     assert {layer.overflowed_lists for layer in decode} == {0}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from longreach.cache import CacheConfig
-from longreach.methods.base import LayerCall
+from longreach.methods.call import LayerCall
 from longreach.methods.kascade import Kascade
 from longreach.methods.kascade import prefill as reading
 from longreach.ops import Lists
@@ -34,7 +34,7 @@ def assert_same(
             for layer in range(LAYERS):
                 if alone.dense(layer):
                     continue
-                read_here = slots_read(turn.calls[layer], turn.outcomes[layer].reads.values)[n]
+                read_here = slots_read(turn.calls[layer], turn.calls[layer].meter.values)[n]
                 for g in range(KV_HEADS):
                     assert read_here[g].nonzero()[:, 0].tolist() == alone.chosen[layer][row][g]
             row += 1
@@ -82,8 +82,8 @@ def test_chunks_that_end_where_tiles_do_change_nothing(chunks: list[int], tmp_pa
     found = read_text(method, whole, chunks=chunks, steps=STEPS)
     torch.testing.assert_close(outputs(found), outputs(want), rtol=0, atol=2e-5)
     for layer in (1, 2):
-        parts = [slots_read(t.calls[layer], t.outcomes[layer].reads.values) for t in found[: len(chunks)]]
-        at_once = slots_read(want[0].calls[layer], want[0].outcomes[layer].reads.values)
+        parts = [slots_read(t.calls[layer], t.calls[layer].meter.values) for t in found[: len(chunks)]]
+        at_once = slots_read(want[0].calls[layer], want[0].calls[layer].meter.values)
         end = 0
         for part in parts:
             rows, _, stop = part.shape
@@ -96,16 +96,16 @@ def test_what_is_scored_at_a_time_is_bounded_and_changes_nothing(
     at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From rows one by one, over tiles one by one, to several of a sequence. 40 slots: 160 logits a row."""
-    plain, scored = LayerCall.score_keys, []
+    plain, scored = LayerCall.op, list[int]()
 
-    def watched(call: LayerCall) -> Any:
-        lse, logits = plain(call)
-        if call.phase == "prefill":
-            scored.append(logits.x.numel())
-        return lse, logits
+    def watched(call: LayerCall, name: str, *given: Any, **more: Any) -> Any:
+        result = plain(call, name, *given, **more)
+        if name == "score_keys" and call.phase == "prefill":
+            scored.append(result[1].x.numel())
+        return result
 
     monkeypatch.setattr(reading, "AT_ONCE", at_once)
-    monkeypatch.setattr(LayerCall, "score_keys", watched)
+    monkeypatch.setattr(LayerCall, "op", watched)
     method = Kascade(planned(tmp_path, (0, 2), {1: (1, 0)}), k=0.2, least=2)
     assert_same(method, Alone((0, 2), {1: (1, 0)}, k=0.2, least=2), config=CacheConfig(capacity=40))
     assert max(scored) <= max(at_once, 160) and sum(scored) == 2 * 160 * (LENGTH - STEPS - 4)  # the first tile: none
@@ -114,7 +114,7 @@ def test_what_is_scored_at_a_time_is_bounded_and_changes_nothing(
 def test_lists_are_index_sorted_and_not_copied_for_reuse(tmp_path: Path) -> None:
     method = Kascade(planned(tmp_path, anchors=(0,), head_map=CROSSED), k=0.3, least=2)
     last = read_text(method, text(LENGTH))[-1]
-    lists = [o.reads.values[-1] for o in last.outcomes[1:]]
+    lists = [call.meter.values[-1] for call in last.calls[1:]]
     for made in lists:
         assert isinstance(made, Lists) and made.index.dtype == torch.int32
         assert made.index.data_ptr() == lists[0].index.data_ptr()

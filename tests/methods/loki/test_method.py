@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from longreach.cache import CacheConfig
-from longreach.errors import InvalidInput, Unsupported
-from longreach.methods.base import LayerCall, ModelShape, Outcome
+from longreach.errors import InvalidInput
+from longreach.methods.base import Outcome
+from longreach.methods.call import LayerCall, ModelShape
 from longreach.methods.loki import Loki
 from longreach.methods.loki.method import Coordinates
 from longreach.methods.loki.plan import LokiPlan
@@ -21,6 +22,7 @@ from longreach.ops import HeadShard, Rows
 from longreach.plans import Plan, PlannedModel
 from longreach.testing.inputs import random_kv
 from longreach.testing.tolerance import assert_close
+from tests.methods.metered import metadata_of
 from tests.methods.one_layer import CACHES, Layers, chosen_by, exact, highest, keys_of
 from tests.methods.planned import MADE
 
@@ -55,8 +57,8 @@ def wanted(method: Loki, basis: Tensor, call: LayerCall, row: int, head: int) ->
 def check(method: Loki, basis: Tensor, call: LayerCall, outcome: Outcome) -> None:
     for row in range(call.rows.pos.shape[0]):
         for head in range(call.kv.heads):
-            assert chosen_by(outcome, row, head) == wanted(method, basis[call.layer], call, row, head)
-    assert_close(outcome.partial, exact(call, outcome))
+            assert chosen_by(call, row, head) == wanted(method, basis[call.layer], call, row, head)
+    assert_close(outcome.partial, exact(call))
 
 
 @pytest.mark.parametrize("group", [1, 3, 4])
@@ -86,18 +88,18 @@ def test_other_logits(terms: dict[str, Any], tmp_path: Path) -> None:
     layers.read([0], [40])
     ((call, outcome),) = layers.decode([0])
     check(method, basis, call, outcome)
-    plain = replace(call, softcap=None, sink_logit=None)
-    state = layers.cache.state[method, 0]
-    assert chosen_by(method.run(plain, state), 0, 0) != chosen_by(outcome, 0, 0)
+    plain = replace(call.observer(), softcap=None, sink_logit=None)
+    method.run(plain, layers.state())
+    assert chosen_by(plain, 0, 0) != chosen_by(call, 0, 0)
 
 
 def test_with_all_directions_the_choice_is_that_of_exact_scores(tmp_path: Path) -> None:
     plan, _ = random_plan(tmp_path)
     layers = Layers(Loki(9, 1.0, plan))
     layers.read([0], [60])
-    ((call, outcome),) = layers.decode([0])
-    p = call.pooled_scores()[0]
-    assert [chosen_by(outcome, 0, g) for g in (0, 1)] == [[*highest(p[g, :60], 8), 60] for g in (0, 1)]
+    ((call, _),) = layers.decode([0])
+    p = call.observer().op("pooled_scores")[0]
+    assert [chosen_by(call, 0, g) for g in (0, 1)] == [[*highest(p[g, :60], 8), 60] for g in (0, 1)]
 
 
 def test_every_layer_has_its_own_directions(tmp_path: Path) -> None:
@@ -107,7 +109,7 @@ def test_every_layer_has_its_own_directions(tmp_path: Path) -> None:
     layers.read([0], [40])
     for call, outcome in layers.decode([0]):
         if call.layer == 1:
-            assert outcome.dense_because == "in dense_layers" and (method, 1) not in layers.cache.state
+            assert outcome.dense_reason == "in dense_layers" and not layers.states.states(layer=1)
         else:
             check(method, basis, call, outcome)
 
@@ -118,10 +120,10 @@ def test_coordinates_are_kept_in_the_caches_dtype(dtype: torch.dtype, tmp_path: 
     layers = Layers(Loki(9, 4, plan), dtype=dtype)
     layers.read([0], [60])
     ((call, outcome),) = layers.decode([0])
-    assert_close(outcome.partial, exact(call, outcome))
-    state = layers.cache.state[layers.method, 0]
+    assert_close(outcome.partial, exact(call))
+    state = layers.state()
     assert isinstance(state, Coordinates) and state["keys"].dtype == state.basis.dtype == dtype
-    assert state["keys"].shape[3] == 4 and state.bytes_of_key == 2 * 4 * dtype.itemsize
+    assert state["keys"].shape[3] == 4 and state.bytes_of_key == 4 * dtype.itemsize, "in one head"
 
 
 @every_cache
@@ -144,12 +146,12 @@ def test_what_it_reads(tmp_path: Path) -> None:
     plan, _ = random_plan(tmp_path)
     layers = Layers(Loki(5, 4, plan))
     layers.read([0, 1], [40, 6])
-    ((call, outcome),) = layers.decode([1, 0])
+    ((call, _),) = layers.decode([1, 0])
     directions = 2 * 16 * 4 * 4
-    assert outcome.reads.metadata.tolist() == [7 * 2 * 4 * 4 + directions, 41 * 2 * 4 * 4]
-    newest, chosen = outcome.reads.keys
+    assert metadata_of(call) == ([7 * 2 * 4 * 4, 41 * 2 * 4 * 4], directions)
+    newest, chosen = call.meter.keys
     assert newest.reads(call.rows, call.kv).tolist() == [[1, 1], [1, 1]]
-    assert chosen.reads(call.rows, call.kv).tolist() == [[5, 5], [5, 5]] and outcome.reads.values == (chosen,)
+    assert chosen.reads(call.rows, call.kv).tolist() == [[5, 5], [5, 5]] and call.meter.values == (chosen,)
 
 
 def test_a_rank_takes_the_directions_of_its_heads(tmp_path: Path) -> None:
@@ -163,13 +165,34 @@ def test_a_rank_takes_the_directions_of_its_heads(tmp_path: Path) -> None:
     assert state is not None and torch.equal(state.basis, basis[0, 2:, :, :5])
 
 
-def test_what_it_cannot_do_is_refused(tmp_path: Path) -> None:
+def test_without_a_model_no_plan_is_found(tmp_path: Path) -> None:
     plan, _ = random_plan(tmp_path)
-    kv = random_kv([20], heads=2, dim=16, evicted=True)
-    rows = Rows(torch.randn(1, 4, 16), torch.tensor([0]), torch.tensor([25]))
-    call = LayerCall(0, rows, kv, torch.tensor([0]), 0.25, model=ModelShape(1, 4, 2, 16, "that of the tests"))
-    method = Loki(3, 4, plan)
-    with pytest.raises(Unsupported, match="loki: after eviction"):
-        method.run(call, method.new_state(call, 1))
-    with pytest.raises(InvalidInput, match="loki: which plan fits depends on the model"):
-        method.new_state(replace(call, model=None), 1)
+    layers = Layers(Loki(3, 4, plan))
+    (call,) = layers.read([0], [20])
+    with pytest.raises(InvalidInput, match=r"LayerCall\.model is required: Loki looks up its plan by model"):
+        layers.method.new_state(replace(call, model=None), 1)
+
+
+@every_cache
+def test_after_eviction_coordinates_are_of_the_kept_keys(config: CacheConfig, tmp_path: Path) -> None:
+    """Other keys in each head, of two layers one; sequences go on, are cut to what came after, and begin anew."""
+    plan, basis = random_plan(tmp_path, layers=2)
+    method = Loki(0.4, 5, plan)
+    layers = Layers(method, layers=2, config=config)
+    layers.read([0, 2, 1], [41, 30, 19])
+    layers.decode([0, 1, 2])
+    for slot, count in ((0, 18), (2, 7)):
+        layers.keep(0, slot, count)
+    for _ in range(6):
+        found = layers.decode([1, 2, 0])
+        for call, outcome in found:
+            check(method, basis, call, outcome)
+        assert found[0][0].evicted and not found[1][0].evicted
+    assert [call.rows.pos.tolist() for call, _ in found] == [[25, 12, 23], [25, 36, 47]]
+    layers.keep(0, 0, 9)
+    layers.cache.truncate([2], [33])
+    layers.cache.reset([1])
+    layers.read([1, 2], [10, 5])
+    for _ in range(3):
+        for call, outcome in layers.decode([0, 1, 2]):
+            check(method, basis, call, outcome)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from longreach.errors import InvalidInput
-from longreach.methods.base import ModelShape
+from longreach.methods.call import ModelShape
 from longreach.methods.loki import Loki
 from longreach.methods.loki.plan import LokiPlan
 from longreach.plans import load

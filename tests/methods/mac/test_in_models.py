@@ -14,7 +14,8 @@ from longreach import MAC, attach
 from longreach.adapters.transformers import Answer, BatchReader, Reader
 from longreach.cache.ring import SPARE, RowRing
 from longreach.errors import InvalidInput
-from longreach.methods.base import LayerCall, Outcome
+from longreach.methods.base import Outcome
+from longreach.methods.call import LayerCall
 from longreach.methods.mac.notes import AT
 from longreach.testing.tiny import FAMILIES, random_tokens, tiny_model
 from tests.methods.drive import LAYERS
@@ -53,7 +54,7 @@ def test_what_is_matched_is_the_query_before_rotation(family: str) -> None:
             seen.append(outcome.notes.tensors[0][0])
 
     with attach(model, decode=replace(SMALL, tau=0.999)) as session:
-        session.observe = observe
+        session.on_layer = observe
         read = model.generate(tokens, max_new_tokens=9, do_sample=False)[0].tolist()
     if not seen:  # it attends to a window there
         return
@@ -70,7 +71,7 @@ def test_what_is_read_to_fill_a_ring_is_in_the_report(model: Any, chunk: int) ->
     wide = replace(SMALL, window=20, band=7, sinks=3)
     tokens = random_tokens(1, 50)[0].tolist()
     with attach(model) as session:
-        session.follow(SMALL, wide, longreach.Quest(page=4))
+        session.prepare(SMALL, wide, longreach.Quest(page=4))
         Reader(session, chunk).read(tokens, then=1)
         plain = session.report().layers
         assert [layer.method for layer in plain] == ["dense"] * LAYERS and all(x.fraction == 1 for x in plain)
@@ -81,7 +82,7 @@ def test_what_is_read_to_fill_a_ring_is_in_the_report(model: Any, chunk: int) ->
                 assert layer.method == "dense+mac" and layer.rows == 50 and layer.steps == without.steps
                 assert layer.key_bytes == layer.value_bytes == without.key_bytes + more * vector
         late = replace(wide, band=8)
-        session.follow(late)
+        session.prepare(late)
         for stranger in (late, "mac"):
             with pytest.raises(InvalidInput, match=r"did not take note of all that was read.*session\.follow"):
                 session.report(stranger)
@@ -159,12 +160,12 @@ def test_an_aside_that_is_cut_within_keeps_what_is_left(model: Any) -> None:
         reader = Reader(session)
         reader.read(random_tokens(1, 40)[0].tolist())
         states = [state for state in reader.cache.kv.state.values() if isinstance(state, RowRing)]
-        with pytest.raises(ValueError, match="mine"), reader.aside():
+        with pytest.raises(ValueError, match="mine"), reader.rollback():
             reader.cache.drop_columns(5)
             raise ValueError("mine")
         assert reader.cache.columns == 35 and all(int(state.ring.stamp.max()) == 34 for state in states)
         copies = [state.ring.stamp.data_ptr() for state in states]
-        with reader.aside(longreach.Quest()), reader.aside(SMALL):
+        with reader.rollback(longreach.Quest()), reader.rollback(SMALL):
             reader.read(random_tokens(1, 9, seed=2)[0].tolist())
         assert [state.ring.stamp.data_ptr() for state in states] == copies
         assert all(int((state.ring.stamp >= 0).sum()) == 19 for state in states)  # 24 rows of 40 tokens, less 5
@@ -236,7 +237,7 @@ def test_calibration_means_the_same_under_another_scale_of_queries(model: Any) -
                 found.append(outcome.notes.tensors[0])
 
         with attach(of, decode=method) as session:
-            session.observe = observe
+            session.on_layer = observe
             weigh(session, energy)
             of.generate(tokens, max_new_tokens=8, do_sample=False)
         return torch.stack(found).tolist()

@@ -11,7 +11,7 @@ import torch
 
 from longreach.cache import CacheConfig, KVCache
 from longreach.errors import CapacityError, Unsupported
-from longreach.methods.base import LayerCall
+from longreach.methods.call import LayerCall
 from longreach.methods.mac import MAC
 from longreach.methods.mac.state import LayerState
 from longreach.ops import KVView
@@ -224,9 +224,9 @@ def test_several_new_tokens_at_once_are_attended_to_exactly() -> None:
     read_text(BASE, whole, chunks=[20], steps=3, cache=cache)
     turn = run(cache, BASE, [Turn(whole, 0, 5)])
     for call, outcome in zip(turn.calls, turn.outcomes, strict=True):
-        assert outcome.dense_because == "several new tokens at once"
+        assert outcome.dense_reason == "several new tokens at once"
         assert_close(outcome.partial, exact(call))
-        read = [sum(s.reads(call.rows, call.kv)[:, 0].tolist()[n] for s in outcome.reads.keys) for n in range(5)]
+        read = [sum(s.reads(call.rows, call.kv)[:, 0].tolist()[n] for s in call.meter.keys) for n in range(5)]
         assert read == [pos + 1 + max(0, pos + 1 - BASE.band) for pos in range(23, 28)]
     spelled = SpelledOut(BASE)
     spelled.read(0, whole, 0, 20)
@@ -256,7 +256,7 @@ def test_a_forced_gap_is_taken() -> None:
     for pos in range(31, 45):
         turn: Pass = run(cache, replace(BASE, tau=0.9), [Turn(whole, 0)])
         for outcome in turn.outcomes:
-            (selection,) = outcome.reads.keys
+            (selection,) = call.meter.keys
             start: Any = selection.spans[0].start.value  # type: ignore[attr-defined]
             assert start.tolist() == [[pos - 7 + 1 - 3] * drive.HEADS]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from longreach.methods.ledger import Ledger
+from longreach.runtime import Ledger
 
 from longreach.methods.mac import MAC
 from longreach.methods.mac.notes import AT, columns, summary

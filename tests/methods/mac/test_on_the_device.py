@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from longreach.methods.ledger import Ledger
+from longreach.runtime import Ledger
 
-from longreach.methods.base import LayerCall, Outcome
+from longreach.methods.base import Outcome
+from longreach.methods.call import LayerCall
 from longreach.methods.mac import MAC
 from longreach.ops import KVView, Rows, Run, Spans, Turn
 
@@ -52,7 +53,7 @@ def call() -> LayerCall:
     kv = KVView(*(meta(BATCH, KV_HEADS, LENGTH, DIM) for _ in range(2)), each, meta(BATCH, 1, dtype=torch.int64))
     rows = Rows(meta(BATCH, HEADS, DIM), each, each, tuple(Run(1, b) for b in range(BATCH)))
     turn = Turn(meta(BATCH, DIM // 2), meta(BATCH, DIM // 2))
-    return LayerCall(0, rows, kv, each, 0.125, impl="triton", turn=lambda: turn)
+    return LayerCall(0, rows, kv, each, 0.125, impl="triton", rotary=lambda: turn)
 
 
 @pytest.mark.parametrize(

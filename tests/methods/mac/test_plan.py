@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from longreach.errors import InvalidInput
-from longreach.methods.base import LayerCall
+from longreach.methods.call import LayerCall
 from longreach.methods.mac import MAC
 from longreach.methods.mac.plan import MACPlan
 from longreach.methods.mac.state import LayerState
@@ -116,7 +116,7 @@ def test_a_layer_that_no_band_is_wide_enough_for_attends_densely(tmp_path: Path)
     for layer in range(LAYERS):
         outcomes = [turn.outcomes[layer] for turn in turns]
         if layer == 1:
-            assert {o.dense_because for o in outcomes} == {"the plan has no band wide enough"}
+            assert {o.dense_reason for o in outcomes} == {"the plan has no band wide enough"}
             assert all(o.notes is None and o.reads.metadata == 0 for o in outcomes)
         else:
             assert any(bool(o.notes.tensors[0][0, :, 2].any()) for o in outcomes if o.notes)

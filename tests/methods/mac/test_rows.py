@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from longreach.methods.base import LayerCall
+from longreach.methods.call import LayerCall
 from longreach.methods.mac.rows import last_rows
 from longreach.ops import KVView, Rows, Run, Span, Turn, at, near
 
@@ -24,7 +24,7 @@ def call(counts: list[int], before: list[int], ahead: int = 0, known: bool = Tru
     runs = tuple(Run(n, b, first) for b, (n, first) in enumerate(zip(counts, before, strict=True))) if known else None
     turn = Turn(pos[:, None].float(), pos[:, None].float())
     return LayerCall(0, Rows(torch.zeros(len(pos), 1, 8), seq, pos, runs), kv, torch.arange(len(counts)), 1.0,
-                     turn=lambda: turn, ahead=ahead)  # fmt: skip
+                     rotary=lambda: turn, prompt_tokens_left=ahead)  # fmt: skip
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -58,15 +58,15 @@ def test_the_last_rows_are_kept(
 
 @pytest.mark.parametrize("known", [True, False])
 def test_rows_that_later_ones_push_out_are_not(known: bool) -> None:
-    assert last_rows(call([10], [0], ahead=6, known=known), SIZE) is None
-    assert last_rows(call([10], [0], ahead=1000, known=known), SIZE) is None
+    assert last_rows(call([10], [0], prompt_tokens_left=6, known=known), SIZE) is None
+    assert last_rows(call([10], [0], prompt_tokens_left=1000, known=known), SIZE) is None
     assert last_rows(call([0], [5], known=known), SIZE) is None
 
 
 def test_they_are_found_once_a_pass() -> None:
     given = call([10], [0])
     some = last_rows(given, SIZE)
-    (found,) = given.passed.values()
-    given.passed[next(iter(given.passed))] = (found[0][:2], (Run(2, 0, 4),))
+    (found,) = given.shared.values()
+    given.shared[next(iter(given.shared))] = (found[0][:2], (Run(2, 0, 4),))
     other = last_rows(replace(given, layer=1), SIZE)
     assert some is not None and other is not None and other.call.rows.pos.tolist() == [4, 5]

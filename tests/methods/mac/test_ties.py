@@ -15,7 +15,8 @@ from longreach.adapters.transformers import shape_of
 from longreach.evals.calibration.gather import gather
 from longreach.evals.calibration.mac import MACGather, calibrated
 from longreach.evals.calibration.prompts import Prompt
-from longreach.methods.base import LayerCall, Outcome
+from longreach.methods.base import Outcome
+from longreach.methods.call import LayerCall
 from longreach.methods.mac.calibrate import OF_EQUALS
 from longreach.methods.mac.notes import AT
 from longreach.methods.mac.plan import SCALES, Scale
@@ -46,7 +47,7 @@ def gaps(model: Any, tokens: Tensor, mask: Tensor | None = None, method: MAC = M
             found.append(outcome.notes.tensors[0][..., AT["gap"]].clone())
 
     with attach(model, decode=method) as session:
-        session.observe = observe
+        session.on_layer = observe
         cache, length = session.new_cache(len(tokens)), tokens.shape[1] - STEPS
         model(tokens[:, :length], attention_mask=mask[:, :length], past_key_values=cache)
         for n in range(length, tokens.shape[1]):

@@ -51,3 +51,9 @@ def test_the_oracle_itself() -> None:
     assert brute(scores, 5, 2, 2) == [0, 1, 2, 6, 7]
     assert brute(scores, 1, 2, 2) == [7]
     assert brute(scores, 99, 2, 2) == list(range(8))
+
+
+def test_no_list() -> None:
+    none = torch.zeros(0, dtype=torch.int64)
+    index, used = top_k(torch.zeros(0, 2, 5), none.view(0, 1).expand(0, 2), none, capacity=3, impl="reference")
+    assert index.shape == (0, 2, 3) and used.shape == (0, 2)

@@ -13,12 +13,10 @@ from longreach.methods.base import AttentionMethod, Outcome, attend_densely, che
 from longreach.methods.call import LayerCall, ModelShape
 from longreach.methods.choosing import best_keys, check_layers, check_layers_of, max_keys
 from longreach.methods.loki.plan import KIND, LokiPlan
-from longreach.ops import KVView, Span, Spans, near
-from longreach.ops.doors import EVERYTHING, Read
-from longreach.ops.types import accumulator, require
+from longreach.ops import KVView, Rows
+from longreach.ops.project import pad_basis, project_keys
+from longreach.ops.types import require
 from longreach.plans import find
-
-NEWEST = Spans((Span(near(0), near(1)),))
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,7 @@ class Loki(AttentionMethod):
         k = call.kv.k
         basis = LokiPlan.of(find(KIND, self.plan, call.model)).basis[call.layer]
         basis = basis if call.shard is None else call.shard.slice(basis)
-        return Coordinates(call.kv, basis[..., : self._directions(k.shape[3])].to(k.device, k.dtype))
+        return Coordinates(call.kv, pad_basis(basis[..., : self._directions(k.shape[3])].to(k.device, k.dtype)))
 
     def observe_prompt(self, call: LayerCall, state: SequenceState | None) -> None:
         if isinstance(state, Coordinates):
@@ -80,26 +78,15 @@ class Loki(AttentionMethod):
     def run(self, call: LayerCall, state: SequenceState | None) -> Outcome:
         if not isinstance(state, Coordinates):
             return attend_densely(call, "in dense_layers")
-        self.observe_prompt(call, state)
-        call.count_read(Read.of(call.kv, NEWEST, values=False))
-        call.count_read(Read(EVERYTHING, metadata_bytes=state.bytes_of_key))
-        call.read_bytes(state.basis.numel() * state.basis.element_size())
-        chosen = best_keys(call, self._scores(call, state), self.k, last=1)
-        return Outcome(call.attend(chosen))
+        state.ensure_capacity(call.kv)
+        q = call.op("project", state.basis, state["keys"])
+        here = Rows(q, call.rows.seq, call.rows.pos, call.rows.runs)
+        scores = call.op("score_and_pool", kv=state.view(call.kv), rows=here, metadata=True)
+        return Outcome(call.attend(best_keys(call, scores, self.k, last=1)))
 
     def workspace_bytes(self, model: ModelShape, rows: int, capacity: int, dtype: torch.dtype) -> int:
         chosen = 4 * rows * model.kv_heads * (capacity + max_keys(self.k, capacity) + 1)
         return logits_bytes(model, rows, capacity, dtype) + chosen
-
-    def _scores(self, call: LayerCall, state: Coordinates) -> Tensor:
-        """Probabilities by the coordinates alone, summed over a group: [R, G, N]; past the context anything."""
-        x = state.logits(call)  # [R, G, group, N]
-        x = x if call.softcap is None else call.softcap * torch.tanh(x / call.softcap)
-        unseen = torch.arange(x.shape[3], device=x.device) > call.rows.pos[:, None, None, None]
-        lse = x.masked_fill(unseen, -torch.inf).logsumexp(-1)
-        if call.sink_logit is not None:
-            lse = torch.logaddexp(lse, call.sink_logit.to(lse.dtype).view(1, x.shape[1], -1))
-        return (x - lse[..., None]).exp().sum(2)
 
     def _directions(self, dim: int) -> int:
         count = self.rank if isinstance(self.rank, int) else max(1, round(self.rank * dim))
@@ -108,30 +95,17 @@ class Loki(AttentionMethod):
 
 
 class Coordinates(PerTokenState):
-    """The keys of one layer in its first directions: ["keys"] is [P, G, page, rank]. basis: [G, D, rank]."""
+    """The keys of one layer in its first directions: ["keys"] is [P, G, page, width]. basis: [G, D, width]."""
 
     def __init__(self, kv: KVView, basis: Tensor):
         super().__init__(kv, keys=(basis.shape[2], basis.dtype))
         self.basis = basis
 
-    @property
-    def bytes_of_key(self) -> int:
-        """Bytes of one token's coordinates in one head."""
-        return self["keys"].shape[3] * self["keys"].element_size()
+    def view(self, kv: KVView) -> KVView:
+        """The coordinates, to be scored in the place of the layer's keys."""
+        return KVView(self["keys"], self["keys"], kv.filled, kv.block_table)
 
     def note(self, kv: KVView, seq: Tensor, slot: Tensor) -> None:
-        page, offset = kv.locate(seq.long(), slot.long())
-        dtype = accumulator(self.basis.dtype)
+        none = kv.k.new_zeros(()).expand(seq.shape[0], kv.heads, kv.k.shape[3])  # no queries are projected
         with torch.inference_mode(False), torch.no_grad():
-            found = torch.einsum("rgd,gde->rge", kv.k[page, :, offset].to(dtype), self.basis.to(dtype))
-            self["keys"][page, :, offset] = found.to(self.basis.dtype)
-
-    def logits(self, call: LayerCall) -> Tensor:
-        """Of the rows with every key that a sequence can hold, by the coordinates alone: [R, G, group, N]."""
-        dtype = accumulator(self.basis.dtype)
-        slot = torch.arange(call.kv.capacity, device=self.basis.device)[None]
-        page, offset = call.kv.locate(call.rows.seq.long()[:, None], slot.expand(len(call.rows.seq), -1))
-        page = page.clamp(0, call.kv.k.shape[0] - 1)  # spare entries of a block table may hold anything
-        keys = self["keys"][page, :, offset].transpose(1, 2).to(dtype)  # [R, G, N, rank]
-        q = call.rows.q.to(dtype).unflatten(1, (call.kv.heads, -1))
-        return torch.einsum("rghd,gde->rghe", q, self.basis.to(dtype)) @ keys.mT * call.scale
+            project_keys(Rows(none, seq, slot), kv, self.basis, self["keys"])

@@ -176,10 +176,12 @@ class MAC(AttentionMethod):
         with torch.no_grad():
             found = call.op("match", state.ring, rule, weight=state.weight)
             spans = Spans((Span(at(found.start), near(1)),), "query")
+            keys = found.reads[..., 0]
+            if rule.sinks:  # the match counts the sinks too, which are read by a pass of their own
+                keys = keys - call.once(("sinks", rule.sinks), lambda: call.context.clamp(max=rule.sinks)[:, None])
             main, before = call.op(
-                "attend_amend", spans, near(1 - rule.band), state.entries, found.take, found.put,
-                counted=found.reads[..., 0],
-            )  # fmt: skip
+                "attend_amend", spans, near(1 - rule.band), state.entries, found.take, found.put, counted=keys
+            )
             whole, apart = main, list[Tensor]()
             if rule.sinks:
                 kept = call.attend(Spans((Span(at(0), at(rule.sinks)),)), sink=False)

@@ -11,10 +11,12 @@ from longreach.ops.attend.keeping import (
     score_keys,
 )
 from longreach.ops.attend.quantise import copy_keys, quantise_keys
+from longreach.ops.attend.score_and_pool import SCORE_AND_POOL, score_and_pool
 
 __all__ = [
     "AMEND",
     "FROM_LOGITS",
+    "SCORE_AND_POOL",
     "SCORE_KEYS",
     "WITH_LOGITS",
     "Entries",
@@ -28,5 +30,6 @@ __all__ = [
     "implementations",
     "quantise_keys",
     "resolve",
+    "score_and_pool",
     "score_keys",
 ]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 def top_k(x: Tensor, count: Tensor, length: Tensor, *, first: int, last: int, capacity: int) -> tuple[Tensor, Tensor]:
     lists, heads, columns = x.shape
-    length = length.reshape(lists, -1).expand(lists, heads).clamp(0, columns).long()
+    length = (length if length.dim() == 2 else length[:, None]).expand(lists, heads).clamp(0, columns).long()
     used = torch.minimum(count.long().clamp(min=0), length)
     column = torch.arange(columns, device=x.device).expand(x.shape)
     # classes: the last columns, from the end; the first ones; numbers; NaN; past the length

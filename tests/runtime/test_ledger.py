@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from longreach.methods.ledger import Ledger, Report, list_bytes
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from longreach.methods.base import LayerCall, Notes, Outcome, Reads
+from longreach.methods.base import Notes, Outcome
+from longreach.methods.call import LayerCall
 from longreach.ops import KVView, Lists, PackedLists, Partial, Rows, Selection, Spans, at, near
+from longreach.ops.doors import Read
 from longreach.ops.selection import Span
+from longreach.runtime import Ledger, Report
+from longreach.runtime.counting import entries_used
 from longreach.testing.inputs import random_kv
 
 VECTOR = 16 * 2  # bytes of a key: 16 channels of bf16
 DENSE = Spans.dense()
+EMPTY = Partial.empty(2, 4, 16)
 
 
 def call(layer: int = 0, lengths: tuple[int, ...] = (10, 4)) -> LayerCall:
@@ -29,16 +33,41 @@ def call(layer: int = 0, lengths: tuple[int, ...] = (10, 4)) -> LayerCall:
     return LayerCall(layer, rows, kv, batch, 0.25)
 
 
-def outcome(
-    keys: tuple[Selection, ...] = (), values: tuple[Selection, ...] = (), metadata: Any = 0, why: str | None = None
-) -> Outcome:
-    return Outcome(Partial.empty(2, 4, 16), Reads(keys, values, metadata), why)
+class Step(NamedTuple):
+    """What a layer of a pass read: passes over keys, over values (both in one, if the same), bytes of metadata."""
+
+    keys: tuple[Selection, ...] = ()
+    values: tuple[Selection, ...] = ()
+    metadata: Any = 0
+    why: str | None = None
+    counted: torch.Tensor | None = None
+    notes: Notes | None = None
 
 
-def reported(*outcomes: Outcome) -> Any:
+def add(ledger: Ledger, now: LayerCall, step: Step, *, phase: Any = "decode", dense: Selection = DENSE,
+        name: str = "some", impl: str = "reference") -> None:  # fmt: skip
+    """Count a layer of a pass that is under way."""
+    now = now.observer()
+    values = list(step.values)
+    for selection in step.keys:
+        both = any(selection is v for v in values)
+        if both:
+            values = [v for v in values if v is not selection]
+        now.count_read(Read.of(now.kv, selection, values=both, counted=step.counted))
+    for selection in values:
+        now.count_read(Read.of(now.kv, selection, keys=False))
+    if not isinstance(step.metadata, int) or step.metadata:
+        now.read_bytes(step.metadata)
+    now.meter.kernels_used.add(impl)
+    ledger.add(phase, now, name, Outcome(EMPTY, step.why, step.notes), dense)
+
+
+def reported(*steps: Step) -> Any:
+    """The report of one layer in several passes."""
     ledger = Ledger()
-    for made in outcomes:
-        ledger.add("decode", call(), "some", "reference", made, DENSE)
+    for made in steps:
+        add(ledger, call(), made)
+        ledger.commit()
     (layer,) = ledger.report().layers
     return layer
 
@@ -46,59 +75,59 @@ def reported(*outcomes: Outcome) -> Any:
 def test_each_pass_over_a_key_or_value_counts() -> None:
     """14 keys are seen, in each of 2 KV heads."""
     window = Spans.window(3)
-    layer = reported(outcome((DENSE,), (DENSE,)))
+    layer = reported(Step((DENSE,), (DENSE,)))
     assert layer.key_bytes == layer.value_bytes == 14 * 2 * VECTOR and layer.dense_bytes == 28 * 2 * VECTOR
     assert layer.fraction == 1.0 and layer.bytes_read == layer.dense_bytes
-    layer = reported(outcome((DENSE, DENSE, window), (window,)))
+    layer = reported(Step((DENSE, DENSE, window), (window,)))
     assert layer.key_bytes == (14 + 14 + 6) * 2 * VECTOR and layer.value_bytes == 6 * 2 * VECTOR
     assert layer.fraction == 40 / 28
-    assert reported(outcome()).bytes_read == 0
+    assert reported(Step()).bytes_read == 0
 
 
 def test_a_group_of_query_heads_streams_its_keys_once() -> None:
     starts = torch.tensor([[2, 8, 5, 5], [0, 4, 9, 9]])  # per query head; heads 0, 1 and 2, 3 share a KV head
     spans = Spans((Span(at(starts), near(1)),), per="query")
-    layer = reported(outcome((spans,), (spans,)))
+    layer = reported(Step((spans,), (spans,)))
     assert layer.key_bytes == (8 + 5 + 4 + 0) * VECTOR
 
 
 def test_metadata_may_differ_from_row_to_row() -> None:
-    assert reported(outcome(metadata=100)).metadata_bytes == 100
-    assert reported(outcome(metadata=torch.tensor([30, 12]))).metadata_bytes == 42
-    with pytest.raises(RuntimeError):
-        reported(outcome(metadata=torch.tensor([0.5, 0.25])))
+    assert reported(Step(metadata=100)).metadata_bytes == 100
+    assert reported(Step(metadata=torch.tensor([30, 12]))).metadata_bytes == 42
+    with pytest.raises(TypeError, match="expected int"):
+        reported(Step(metadata=torch.tensor([0.5, 0.25])))
 
 
 def test_a_list_is_read_once_by_each_pass_over_keys() -> None:
     """Entries in use, for each row and KV head, beside 32 bytes a key; what stands behind them is not read."""
     count = torch.tensor([[3, 1], [2, 0]])
     lists = Lists(torch.arange(3, dtype=torch.int32).expand(2, 2, 3), count)
-    assert reported(outcome((lists,), (lists,))).metadata_bytes == 6 * 4
-    assert reported(outcome((DENSE, lists, lists), (lists,), 5)).metadata_bytes == 2 * 6 * 4 + 5
-    assert reported(outcome((), (lists,))).metadata_bytes == 6 * 4
+    assert reported(Step((lists,), (lists,))).metadata_bytes == 6 * 4
+    assert reported(Step((DENSE, lists, lists), (lists,), 5)).metadata_bytes == 2 * 6 * 4 + 5
+    assert reported(Step((), (lists,))).metadata_bytes == 6 * 4
     weighed = replace(lists, index=lists.index.long(), log_weight=torch.zeros(2, 2, 3, dtype=torch.bfloat16))
-    assert reported(outcome((weighed,), (weighed,))).metadata_bytes == 6 * (8 + 2)
+    assert reported(Step((weighed,), (weighed,))).metadata_bytes == 6 * (8 + 2)
     for_all = Lists(lists.index[:, :1], count[:, :1])
-    assert reported(outcome((for_all,), (for_all,))).metadata_bytes == 2 * 5 * 4
+    assert reported(Step((for_all,), (for_all,))).metadata_bytes == 2 * 5 * 4
     shared = replace(lists, list_of=torch.tensor([0, 0]))
-    assert reported(outcome((shared,), (shared,))).metadata_bytes == 2 * 4 * 4
+    assert reported(Step((shared,), (shared,))).metadata_bytes == 2 * 4 * 4
     mapped = replace(lists, head_of=torch.tensor([0, 0]))  # both heads read the first list: 3 entries, then 2
-    assert reported(outcome((mapped,), (mapped,))).metadata_bytes == 2 * (3 + 2) * 4
+    assert reported(Step((mapped,), (mapped,))).metadata_bytes == 2 * (3 + 2) * 4
     one_for_all = replace(for_all, head_of=torch.tensor([0, 0]))
-    assert reported(outcome((one_for_all,), (one_for_all,))).metadata_bytes == 2 * 5 * 4
+    assert reported(Step((one_for_all,), (one_for_all,))).metadata_bytes == 2 * 5 * 4
     over = replace(lists, count=torch.tensor([[4, 1], [2, 0]]))
-    assert reported(outcome((over,), (over,))).metadata_bytes == 3 * 4
+    assert reported(Step((over,), (over,))).metadata_bytes == 3 * 4
     blocks = replace(lists, block=2)
-    assert reported(outcome((blocks,), (blocks,))).metadata_bytes == 6 * 4
+    assert reported(Step((blocks,), (blocks,))).metadata_bytes == 6 * 4
     packed = PackedLists(torch.tensor([0, 1, 2, 0, 0, 1]), torch.tensor([0, 3, 4, 6, 6]), heads=2)
-    assert reported(outcome((packed,), (packed,))).metadata_bytes == 6 * 8
+    assert reported(Step((packed,), (packed,))).metadata_bytes == 6 * 8
 
 
 def test_entries_that_do_not_count_are_not_read() -> None:
     """Poisoned with slots there are not, the result stays as it is; one in use changes it."""
     now, index = call(), torch.tensor([[[5, 1, 2]], [[3, 0, 1]]])
     lists = Lists(index, torch.tensor([[2], [1]]))
-    assert int(list_bytes(lists, now.rows, now.kv).sum()) == 3 * 2 * 8
+    assert int(entries_used(lists, now.kv).sum()) == 3 * 2
     spare = torch.tensor([[[5, 1, 999]], [[3, -7, 999]]])
     assert torch.equal(now.attend(replace(lists, index=spare)).out, now.attend(lists).out)
     other = index.clone()
@@ -108,7 +137,7 @@ def test_entries_that_do_not_count_are_not_read() -> None:
 
 def test_lists_that_overflow_are_counted_once_and_read_densely() -> None:
     lists = Lists(torch.tensor([[[1, 0]], [[2, 1]]]), torch.tensor([[3], [2]]))
-    layer = reported(outcome((lists,), (lists,)))
+    layer = reported(Step((lists,), (lists,)))
     assert layer.overflowed_lists == 1 and layer.key_bytes == (10 + 2) * 2 * VECTOR
     assert "1 lists overflowed and read densely" in str(Report((layer,)))
 
@@ -126,7 +155,7 @@ def test_lists_in_sight_count_as_others_do() -> None:
             for layer, head_of in enumerate(maps):
                 used = replace(lists, head_of=head_of, in_sight=sighted)
                 reads = [((used,), (used,)), ((DENSE,), (used,)), ((used, DENSE), (DENSE, used)), ((used, used), ())]
-                ledger.add("decode", replace(now, layer=layer), "some", "", outcome(*reads[layer]), DENSE)
+                add(ledger, replace(now, layer=layer), Step(*reads[layer]))
             found.append(ledger.report())
         assert found[0] == found[1]
 
@@ -137,50 +166,79 @@ def test_packed_lists_in_sight_count_as_others_do() -> None:
     for more in ({}, {"head_of": torch.tensor([1, 0])}):
         lists = replace(packed, **more)  # type: ignore[arg-type]
         sighted = replace(lists, in_sight=True)
-        assert reported(outcome((sighted,), (sighted,), 3)) == reported(outcome((lists,), (lists,), 3))
+        assert reported(Step((sighted,), (sighted,), 3)) == reported(Step((lists,), (lists,), 3))
 
 
-def test_a_layer_that_reuses_lists_in_sight_costs_few_ops() -> None:
-    """They are launched in each step, for each layer."""
+@pytest.mark.parametrize("kind", ["lists", "spans", "counted", "blocks"])
+def test_a_pass_is_counted_by_few_ops_however_many_layers_it_has(kind: str) -> None:
+    """They are launched in each step."""
 
     class Counted(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            ops.append(str(func))
+            if not any(view in str(func) for view in ("view", "select", "expand", "slice", "detach", "unflatten")):
+                ops.append(str(func))
             return func(*args, **(kwargs or {}))
 
-    ops: list[str] = []
-    now, ledger = call(), Ledger()
+    now, ops, launched = call(), list[str](), list[int]()
     lists = Lists(torch.zeros(2, 2, 1, dtype=torch.int32), torch.ones(2, 2, dtype=torch.int64), in_sight=True)
-    launched = []
-    for layer, head_of in enumerate([None, None, torch.tensor([1, 0]), torch.tensor([0, 0])]):
-        used = replace(lists, head_of=head_of)
-        made, mine = outcome((used,), (used,)), replace(now, layer=layer)
-        with Counted():
-            ledger.add("decode", mine, "some", "", made, DENSE)
-        launched.append(len([op for op in ops if "view" not in op and "select" not in op]))
-        ops.clear()
-    assert launched[1] == 0 and max(launched[2:]) <= 10 < launched[0] / 2
+    spans = Spans((Span(at(torch.tensor([[1], [0]])), near(1)),))
+    for layers in (3, 30):
+        ledger = Ledger()
+        for _ in range(2):  # the second pass finds its sums and coefficients
+            ops.clear()
+            made = [
+                {
+                    "lists": Step((replace(lists, head_of=torch.tensor([n % 2, 0])),) * 2, (DENSE,)),
+                    "spans": Step((spans,), (spans,), 5),
+                    "counted": Step((spans,), (spans,), torch.tensor([4, n]), counted=torch.full((2, 2), n)),
+                    "blocks": Step((replace(lists, count=lists.count + n, block=4),), (), 9),
+                }[kind]
+                for n in range(layers)
+            ]
+            with Counted():
+                for n, step in enumerate(made):
+                    add(ledger, replace(now, layer=n), step)
+                ledger.commit()
+        launched.append(len(ops))
+    assert launched[0] == launched[1] <= 40, ops
+
+
+@pytest.mark.parametrize("block", [1, 3, 4])
+def test_visible_blocks_count_as_others_do(block: int) -> None:
+    """The newest block, which the row cuts, is among them."""
+    now = call(lengths=(30, 6))
+    newest = now.rows.pos // block
+    index = torch.stack([torch.stack([torch.zeros_like(newest), newest], -1)] * 2, 1).int()
+    lists = Lists(index, torch.tensor([[2, 2], [2, 2]]), block=block)
+    reports = []
+    for sighted in (True, False):
+        ledger = Ledger()
+        used = replace(lists, in_sight=sighted)
+        add(ledger, now, Step((used,), (used,)))
+        reports.append(ledger.report())
+        assert torch.equal(used.reads(now.rows, now.kv), lists.reads(now.rows, now.kv))
+    assert reports[0] == reports[1]
 
 
 def test_steps_add_up() -> None:
     ledger = Ledger()
     for _ in range(3):
-        ledger.add("decode", call(1), "some", "reference", outcome((DENSE,), (DENSE,), 7, "short"), DENSE)
-    ledger.add("decode", call(0), "some", "reference", outcome(), DENSE)
-    ledger.add("prefill", call(1), "other", "triton", outcome((DENSE,), ()), DENSE)
-    ledger.add("decode", call(1), "some", "reference", outcome((DENSE,), (DENSE,), 7, "early"), DENSE)
+        add(ledger, call(1), Step((DENSE,), (DENSE,), 7, "short"))
+    add(ledger, call(0), Step())
+    add(ledger, call(1), Step((DENSE,), ()), phase="prefill", name="other", impl="triton")
+    add(ledger, call(1), Step((DENSE,), (DENSE,), 7, "early"))
     layers = ledger.report().layers
     assert [(r.phase, r.layer) for r in layers] == [("prefill", 1), ("decode", 0), ("decode", 1)]
     last = layers[2]
     assert (last.steps, last.rows, last.metadata_bytes) == (4, 8, 28)
-    assert last.key_bytes == 4 * 14 * 2 * VECTOR and last.dense_because == ("early", "short")
+    assert last.key_bytes == 4 * 14 * 2 * VECTOR and last.dense_reasons == ("early", "short")
     assert (layers[0].method, layers[0].impl) == ("other", "triton")
 
 
 def test_what_exact_attention_reads_is_the_measure() -> None:
     """In a sliding-window layer that is the window."""
     ledger, window = Ledger(), Spans.window(4)
-    ledger.add("decode", call(), "dense", "reference", outcome((window,), (window,), 0, "sliding window of 4"), window)
+    add(ledger, call(), Step((window,), (window,), 0, "sliding window of 4"), dense=window, name="dense")
     (layer,) = ledger.report().layers
     assert layer.fraction == 1.0 and layer.dense_bytes == 8 * 2 * 2 * VECTOR
 
@@ -189,8 +247,8 @@ def test_a_report_can_be_printed_and_written() -> None:
     ledger = Ledger()
     for layer in (0, 1):
         window = Spans.window(1 + layer)
-        ledger.add("decode", call(layer), "streaming_llm", "reference", outcome((window,), (window,), 56), DENSE)
-    ledger.add("prefill", call(), "dense", "reference", outcome((DENSE,), (DENSE,), why="too short"), DENSE)
+        add(ledger, call(layer), Step((window,), (window,), 56), name="streaming_llm")
+    add(ledger, call(), Step((DENSE,), (DENSE,), why="too short"), phase="prefill", name="dense")
     report = ledger.report()
     assert str(report).splitlines() == [
         "phase    layer  method        impl            rows        K        V     meta  of dense  note",
@@ -205,7 +263,7 @@ def test_a_report_can_be_printed_and_written() -> None:
     first = written["layers"][1]
     assert first["key_bytes"] == 4 * VECTOR and first["metadata_bytes"] == 56
     assert first["fraction"] == first["bytes_read"] / first["dense_bytes"] == (8 * VECTOR + 56) / (56 * VECTOR)
-    assert written["layers"][0]["dense_because"] == ["too short"]
+    assert written["layers"][0]["dense_reason"] == ["too short"]
 
 
 def test_nothing_to_report() -> None:
@@ -213,7 +271,7 @@ def test_nothing_to_report() -> None:
     assert empty.layers == () and empty.fraction() is None
     assert empty.to_json() == {"prefill": None, "decode": None, "layers": []}
     ledger = Ledger()
-    ledger.add("decode", call(lengths=()), "dense", "reference", outcome((DENSE,), (DENSE,)), DENSE)
+    add(ledger, call(lengths=()), Step((DENSE,), (DENSE,)), name="dense")
     report = ledger.report()
     assert report.layers[0].fraction == 0.0 and report.fraction("decode") is None
     assert "dense" in str(report)
@@ -222,9 +280,9 @@ def test_nothing_to_report() -> None:
 def test_sums_made_in_inference_mode_go_on_outside() -> None:
     ledger = Ledger()
     with torch.inference_mode():
-        ledger.add("decode", call(), "some", "reference", outcome((DENSE,), (DENSE,)), DENSE)
+        add(ledger, call(), Step((DENSE,), (DENSE,)))
     with torch.no_grad():
-        ledger.add("decode", call(), "some", "reference", outcome((DENSE,), (DENSE,)), DENSE)
+        add(ledger, call(), Step((DENSE,), (DENSE,)))
     assert ledger.report().layers[0].steps == 2
 
 
@@ -242,10 +300,10 @@ def test_adding_needs_no_value_from_the_device(per: Any, metadata: Any) -> None:
         spans = Spans((Span(at(0), at(4)), Span(near(bound), near(1))), per)
         lists = Lists(torch.ones(batch, heads, 5, dtype=torch.int64), bound, per=per)
         ledger = Ledger()
-        made = outcome((DENSE, spans), (lists,), ints if metadata is None else metadata)
+        made = Step((DENSE, spans), (lists,), ints if metadata is None else metadata)
         for _ in range(2):
-            ledger.add("decode", now, "some", "triton", made, DENSE)
-            ledger.flush()
+            add(ledger, now, made, impl="triton")
+            ledger.commit()
     assert ledger.tallies["decode", 0, None].steps == 2
 
 
@@ -255,13 +313,13 @@ def test_streams_that_a_kernel_counted_are_taken_as_they_are() -> None:
     spans = Spans((Span(at(starts), near(1)),), per="query")
     given = call()
     keys, metadata = spans.reads(given.rows, given.kv).int(), torch.tensor([[3, 4], [5, 6]])
-    plain = outcome((spans,), (spans,), metadata)._replace(streams=torch.stack([keys, metadata.int()], -1))
+    plain = Step((spans,), (spans,), metadata)._replace(counted=keys)
     ledger, slow = Ledger(), Ledger()
     for _ in range(3):
-        for where, made in ((ledger, plain), (slow, plain._replace(streams=None))):
-            for layer, this in enumerate((made, outcome((DENSE,), (DENSE,)), made)):
-                where.add("decode", call(layer), "some", "reference", this, DENSE)
-            where.flush()
+        for where, made in ((ledger, plain), (slow, plain._replace(counted=None))):
+            for layer, this in enumerate((made, Step((DENSE,), (DENSE,)), made)):
+                add(where, call(layer), this)
+            where.commit()
     for got, want in zip(ledger.report().layers, slow.report().layers, strict=True):
         assert got == want and got.dense_bytes == 3 * 28 * 2 * VECTOR
     assert got.metadata_bytes == 54 and got.key_bytes == 3 * int(keys.sum()) * VECTOR
@@ -285,9 +343,9 @@ def test_what_a_method_notes_is_added_up_and_summarised() -> None:
         for layer in range(2):
             x = torch.full((2, 4), float(step + 10 * layer))
             x[1] += torch.arange(4)
-            ledger.add("decode", call(layer), "some", "reference", outcome((DENSE,))._replace(notes=notes_of(x)), DENSE)
-        ledger.add("decode", call(2), "other", "reference", outcome((DENSE,)), DENSE)
-        ledger.flush()
+            add(ledger, call(layer), Step((DENSE,))._replace(notes=notes_of(x)))
+        add(ledger, call(2), Step((DENSE,)), name="other")
+        ledger.commit()
     first, second, without = (layer.notes for layer in ledger.report().layers)
     assert without is None and first is not None and second is not None
     assert first["sums"] == [[2.0 + 2 * h, 4.0 + 4 * h] for h in range(4)] and first["rows"] == 4
@@ -299,7 +357,7 @@ def test_what_a_method_notes_is_added_up_and_summarised() -> None:
     json.dumps(rows)
     ledger.reset()
     assert ledger.report().layers == ()
-    ledger.add("decode", call(), "some", "reference", outcome((DENSE,))._replace(notes=notes_of(x)), DENSE)
+    add(ledger, call(), Step((DENSE,))._replace(notes=notes_of(x)))
     (layer,) = ledger.report().layers
     assert layer.notes is not None and layer.notes["sums"][0] == [22.0, 44.0]
 
@@ -324,24 +382,23 @@ def test_only_rows_that_are_live_count() -> None:
         own, entries = spans(bounds[rows]), torch.tensor([[3, 4], [5, 6]])[rows]
         here = [lists, seen] if rows.stop is None else [one(lists), one(seen)]
         read = own.reads(*((both.rows, both.kv) if rows.stop is None else (kept.rows, kept.kv)))
-        streams = torch.stack([read, entries], -1).int()
         return [
-            outcome((DENSE,), (own,), torch.tensor([30, 12])[rows]),
-            outcome((here[0],), (here[0],), 40 if rows.stop is None else 20),
-            outcome((here[1],), (here[1],)),
-            outcome((own,), (own,), entries)._replace(streams=streams),
-            outcome((DENSE,), (DENSE,))._replace(notes=notes_of(x[rows])),
+            Step((DENSE,), (own,), torch.tensor([30, 12])[rows]),
+            Step((here[0],), (here[0],), 40 if rows.stop is None else 20),
+            Step((here[1],), (here[1],)),
+            Step((own,), (own,), entries)._replace(counted=read.int()),
+            Step((DENSE,), (DENSE,))._replace(notes=notes_of(x[rows])),
         ]
 
     ledger, alone = Ledger(), Ledger()
     for _ in range(2):
-        ledger.leave_out(~live)
+        ledger.mask_rows(~live)
         for layer, (mine, theirs) in enumerate(zip(made(slice(None)), made(slice(1)), strict=True)):
-            ledger.add("decode", replace(both, layer=layer), "some", "", mine, DENSE)
-            alone.add("decode", replace(kept, layer=layer), "some", "", theirs, DENSE)
-        ledger.flush()
-        alone.flush()
+            add(ledger, replace(both, layer=layer), mine)
+            add(alone, replace(kept, layer=layer), theirs)
+        ledger.commit()
+        alone.commit()
     assert ledger.report() == alone.report()
     assert [layer.rows for layer in ledger.report().layers] == [2] * 5
-    ledger.add("decode", both, "some", "", outcome((DENSE,), (DENSE,)), DENSE)  # the next pass counts all its rows
+    add(ledger, both, Step((DENSE,), (DENSE,)), impl="")  # the next pass counts all its rows
     assert ledger.report().layers[0].rows == 4

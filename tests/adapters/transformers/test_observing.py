@@ -1,4 +1,4 @@
-"""Decode methods that keep state of all tokens see every one of them, or are refused."""
+"""Decode methods that keep state of all tokens observe every one of them, or are refused."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from torch import Tensor
 import longreach
 from longreach import attach
 from longreach.adapters.transformers import Answer, Reader
+from longreach.cache import StatelessOnTruncate
 from longreach.errors import InvalidInput
-from longreach.methods.base import AttentionMethod, LayerCall, Outcome, attend_densely
-from longreach.ops import Selection
+from longreach.methods.base import AttentionMethod, Outcome, attend_densely
+from longreach.methods.call import LayerCall
 from longreach.testing.tiny import random_tokens, tiny_model
 
 DOCUMENT = random_tokens(1, 20)[0].tolist()
 QUESTION = random_tokens(1, 5, seed=1)[0].tolist()
 
 
-class Noted:
+class Noted(StatelessOnTruncate):
     """Positions noted, by slot."""
 
     def __init__(self, slots: int):
@@ -34,9 +35,6 @@ class Noted:
     def reset(self, slots: Tensor) -> None:
         for slot in slots.tolist():
             self.seen[slot] = []
-
-    def check_truncate(self, slots: Tensor, lengths: Tensor) -> None:
-        pass
 
     def truncate(self, slots: Tensor, lengths: Tensor) -> None:
         for slot, length in zip(slots.tolist(), lengths.tolist(), strict=True):
@@ -51,14 +49,14 @@ class Watchful(AttentionMethod):
 
     name = "watchful"
     phases = ("decode",)
-    follows = True
+    keeps = "sequences"
+    observes_prompt = True
 
     def new_state(self, call: LayerCall, slots: int) -> Noted:
         return Noted(slots)
 
-    def follow(self, call: LayerCall, state: Any) -> tuple[Selection, ...]:
+    def observe_prompt(self, call: LayerCall, state: Any) -> None:
         state.note(call)
-        return ()
 
     def run(self, call: LayerCall, state: Any) -> Outcome:
         state.note(call)
@@ -77,7 +75,7 @@ def ask(reader: Reader) -> list[int]:
 
 
 @pytest.mark.parametrize("options", [{}, {"prefill_chunk_size": 7}])
-def test_prompts_are_followed_in_generate(model: Any, options: dict[str, Any]) -> None:
+def test_prompts_are_observed_in_generate(model: Any, options: dict[str, Any]) -> None:
     tokens = random_tokens(2, 17)
     mask = torch.ones_like(tokens)
     mask[0, :4] = 0
@@ -90,9 +88,9 @@ def test_prompts_are_followed_in_generate(model: Any, options: dict[str, Any]) -
         assert torch.equal(again.sequences, plain)
 
 
-def test_methods_to_come_follow_too(model: Any) -> None:
+def test_methods_to_come_observe_too(model: Any) -> None:
     with attach(model) as session:
-        session.follow(Watchful(1), Watchful(2))
+        session.prepare(Watchful(1), Watchful(2))
         reader = Reader(session, 6)
         reader.read(DOCUMENT)
         want = ask(reader)
@@ -107,16 +105,17 @@ def test_a_method_that_missed_tokens_is_refused(model: Any) -> None:
         reader.read(DOCUMENT)
         session.switch(Watchful())
         with pytest.raises(
-            InvalidInput, match=r"watchful decodes .* holds 25 of which it knows the first 0 only; .*session\.follow"
+            InvalidInput,
+            match=r"watchful decodes .* holds 25 tokens of which it observed the first 0 only; .*session\.prepare",
         ):
             ask(reader)
         reader.cache.empty()
-        reader.read(DOCUMENT)  # the session follows with it now
+        reader.read(DOCUMENT)  # the session observes with it now
         assert len(ask(reader)) == 6
 
 
 @torch.no_grad()
-def test_what_another_method_decoded_was_not_noted(model: Any) -> None:
+def test_what_another_method_decoded_was_not_observed(model: Any) -> None:
     tokens = torch.tensor([DOCUMENT])
     with attach(model, decode=Watchful()) as session:
         cache = session.new_cache()
@@ -125,11 +124,11 @@ def test_what_another_method_decoded_was_not_noted(model: Any) -> None:
         session.switch("dense")
         model(tokens[:, 1:2], past_key_values=cache)
         session.switch(Watchful())
-        with pytest.raises(InvalidInput, match="holds 22 of which it knows the first 21 only"):
+        with pytest.raises(InvalidInput, match="holds 22 tokens of which it observed the first 21 only"):
             model(tokens[:, 2:3], past_key_values=cache)
         cache.crop(-1)
         model(tokens[:, 1:2], past_key_values=cache)  # forgotten and decoded anew
         cache.crop(-5)
-        session.follow()
+        session.prepare()
         model(tokens[:, :4], past_key_values=cache)
         model(tokens[:, 1:2], past_key_values=cache)
