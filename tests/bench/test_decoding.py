@@ -9,7 +9,6 @@ from types import FrameType
 
 import pytest
 import torch
-from longreach.methods.kascade.part import Part
 
 import longreach
 from longreach.adapters.transformers import synthetic
@@ -18,8 +17,9 @@ from longreach.bench.case import Case
 from longreach.bench.cases import CASES, tiny
 from longreach.bench.check import WrongResult
 from longreach.bench.decoding import Clock, Decoding
-from longreach.cache import StaticSteps
+from longreach.cache import DecodeBuffers
 from longreach.errors import InvalidInput
+from longreach.methods.kascade.state import KascadeState
 from longreach.ops import quantise_keys
 from longreach.records.kernels import SOURCES
 
@@ -52,13 +52,13 @@ def test_a_loop_that_reads_another_token_is_seen(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_step_that_is_wrong_later_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    advance = StaticSteps.advance
+    advance = DecodeBuffers.advance
 
-    def stays(self: StaticSteps) -> None:
+    def stays(self: DecodeBuffers) -> None:
         if self.cache.lengths[0] < 260:  # beyond, tokens overwrite each other
             advance(self)
 
-    monkeypatch.setattr(StaticSteps, "advance", stays)
+    monkeypatch.setattr(DecodeBuffers, "advance", stays)
     with pytest.raises(WrongResult, match="logits differ"):
         bench("transformers_static").run(CASE)
 
@@ -84,12 +84,13 @@ def test_a_method_has_noted_the_keys_that_no_prompt_brought(monkeypatch: pytest.
 
     def look(self: Decoding, decoder: Decoder, capture: bool) -> list[float]:
         kv = decoder.cache.kv
-        for (_, layer), part in kv.state.items():
-            if isinstance(part, Part) and part.copy is not None:
-                k = kv.memory[layer][0][:, :, :256]  # type: ignore[index]
-                codes, scale = quantise_keys(k)
-                assert torch.equal(part.copy.k[:, :, :256], codes) and torch.equal(part.copy.scale[:, :, :256], scale)
-                seen.append(layer)
+        for layer, (k, _) in enumerate(kv.memory):  # type: ignore[misc]
+            for state in decoder.cache.states.states(layer=layer):
+                if isinstance(state, KascadeState) and state.copy is not None:
+                    codes, scale = quantise_keys(k[:, :, :256])
+                    assert torch.equal(state.copy["keys"][:, :, :256], codes)
+                    assert torch.equal(state.copy["scale"][:, :, :256], scale)
+                    seen.append(layer)
         return replays(self, decoder, capture)
 
     monkeypatch.setattr(Decoding, "_replays", look)

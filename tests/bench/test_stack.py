@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from longreach.methods.kascade.copies import KeyCopy
-from longreach.methods.kascade.part import Part
 
 from longreach.bench.case import Case, Memory, Stack
 from longreach.bench.cases import CASES, tiny
@@ -18,6 +16,8 @@ from longreach.bench.inputs import Inputs
 from longreach.bench.run import run_case
 from longreach.bench.stack import Layers, planned
 from longreach.bench.words import goal, outcome
+from longreach.methods.kascade.quantised_keys import QuantisedKeys
+from longreach.methods.kascade.state import KascadeState
 from longreach.ops import Lists, Partial, ScoringKeys, Spans, quantise_keys
 
 CPU = torch.device("cpu")
@@ -60,7 +60,7 @@ def small(*options: tuple[str, Any], name: str = "kascade-128k-b32") -> Case:
 
 def test_8_bit_keys_are_those_of_each_copy_of_the_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Noted in pieces that end within a sequence, before anything is chosen by them; anchors alone have copies."""
-    monkeypatch.setattr("longreach.bench.followed.AT_ONCE", 100 * 2 * 16)
+    monkeypatch.setattr("longreach.cache.token_state.AT_ONCE", 100 * 2 * 16)
     case = small(name="kascade-int8-128k-b32")
     inputs = Inputs(case, CPU, 0)
     with planned(case, 0) as (method, model, _):
@@ -68,12 +68,12 @@ def test_8_bit_keys_are_those_of_each_copy_of_the_inputs(monkeypatch: pytest.Mon
         for copy in range(inputs.copies):
             k, _ = inputs.kv(copy, Memory())
             codes, scale = quantise_keys(k)
-            part = layers.state(2, copy)
-            assert isinstance(part, Part) and part.copy is not None
-            assert torch.equal(part.copy.k, codes) and torch.equal(part.copy.scale, scale)
-            assert layers.state(2, copy) is part is not layers.state(2, copy + 1)
+            state = layers.state(2, copy)
+            assert isinstance(state, KascadeState) and state.copy is not None
+            assert torch.equal(state.copy["keys"], codes) and torch.equal(state.copy["scale"], scale)
+            assert layers.state(2, copy) is state is not layers.state(2, copy + 1)
         others = [layers.state(layer, 0) for layer in (0, 1, 3)]
-    assert all(isinstance(part, Part) and part.copy is None for part in others)
+    assert all(isinstance(state, KascadeState) and state.copy is None for state in others)
 
 
 def test_choosing_by_8_bit_keys_is_judged_by_the_mass_of_what_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,9 +87,9 @@ def test_choosing_by_8_bit_keys_is_judged_by_the_mass_of_what_is_chosen(monkeypa
     speed, mass = result["targets"]
     assert speed["got"] is None and mass["got"] == result["mass_of_chosen"] > 0.995 and mass["reached"]
     assert goal(mass) == "kascade: mass of chosen keys >= 0.995" and outcome(mass).startswith(f"{mass['got']:.4f}, re")
-    monkeypatch.setattr("longreach.bench.stack.follow_all", lambda *_: None)
-    monkeypatch.setattr(KeyCopy, "note", lambda self, call: self.k.zero_())  # codes that say nothing
-    monkeypatch.setattr(KeyCopy, "keys", property(lambda self: ScoringKeys(self.k, torch.ones_like(self.scale))))
+    monkeypatch.setattr(QuantisedKeys, "note", lambda self, *_: self["keys"].zero_())  # codes that say nothing
+    same = property(lambda self: ScoringKeys(self["keys"], torch.ones_like(self["scale"])))
+    monkeypatch.setattr(QuantisedKeys, "scoring", same)
     with pytest.raises(WrongResult, match="chosen keys hold 0"):
         run_case(case, CPU, without=without, replays=2)
 
@@ -106,7 +106,7 @@ def test_keys_that_are_always_chosen_are_in_the_exact_choice_too() -> None:
     inputs = Inputs(case, CPU, 0)
     with planned(case, 0) as (method, model, _):
         made = Layers(inputs, Memory(), method, model, "reference").all()
-    lists = made[3].reads.keys[0]
+    lists = made[3][0].meter.keys[0]
     assert check_chosen(inputs, Memory(), 0, lists, sinks=40, recent=60) > 0.999
     with pytest.raises(WrongResult, match="chosen keys hold 0"):
         check_chosen(inputs, Memory(), 0, lists)
@@ -152,7 +152,7 @@ def test_wrong_outputs_and_choices_are_found(outcomes: Any) -> None:
         check_layer("it", inputs, Memory(), 1, right._replace(partial=off))
     with pytest.raises(WrongResult, match="relative error"):
         check_layer("it", inputs, Memory(), 0, right)  # of another copy's keys
-    lists = made[3].reads.keys[0]
+    lists = made[3][0].meter.keys[0]
     assert check_chosen(inputs, Memory(), 0, lists) > 0.999
     with pytest.raises(WrongResult, match="hold 0"):
         check_chosen(inputs, Memory(), 1, lists)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from longreach.runtime import LayerReport, Report
 
 from longreach import attach
 from longreach.evals.reads import Reads
 from longreach.methods.call import Phase
+from longreach.runtime import LayerReport, Report
 from longreach.testing.tiny import random_tokens, tiny_model
 
 

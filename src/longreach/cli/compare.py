@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "DECODE [option=value ...] [prefill.option=value ...]', may be given often")  # fmt: skip
     parser.add_argument("--layers", action="store_true", help="measure each layer's and head's error on the same "
                         "hidden states too, in decode steps and, where prefill is not dense, on rows of the prompt; "
-                        "times include it, and on a GPU steps are not captured then")  # fmt: skip
+                        "times include it, and on a GPU steps are captured piecewise then")  # fmt: skip
     parser.add_argument(
         "--output",
         type=Path,

@@ -65,8 +65,8 @@ class Compare:
 
     methods: None for all, but those that do not fit the model without options: `left_out` says which and why.
     options: per method name. specs: instead of both, methods as `evals.methods` reads them, dense first.
-    layers: measure errors layer by layer too, in steps that are not captured. graph: as in `generate`. past_end: go on
-    for all steps where dense attention's answer ends sooner.
+    layers: measure errors layer by layer too, in steps captured piecewise at most. graph: as in `generate`. past_end:
+    go on for all steps where dense attention's answer ends sooner.
     not_applied: settings of the model's generation config that its greedy answer is made without.
     Raises InvalidInput for a prompt too long or no steps, UnknownName for a method or option that does not exist.
     """

@@ -53,7 +53,9 @@ class LessIsMore(CrossLayerTopK):
         ballot = call.op("spread_logits", logits, count, recent, first=self.sinks, most=most)
         index, used = call.op("top_k", ballot.logits, ballot.depth, call.context, capacity=most)
         first, heads = shard.first * group, shard.total * group
-        scores = gather_over_ranks(call, call.op("rank_round_robin", ballot, index, used, first_head=first, heads=heads)).amax(1)
+        scores = gather_over_ranks(
+            call, call.op("rank_round_robin", ballot, index, used, first_head=first, heads=heads)
+        ).amax(1)
         return best_keys(call, scores[:, None], self.k)
 
     def _share(self, call: LayerCall) -> tuple[Tensor, Tensor]:

@@ -202,7 +202,7 @@ def test_a_step_that_cannot_be_captured_says_why_and_leaves_no_trace(decode: Any
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     monkeypatch.setattr(torch.cuda, "graph", graph)
     monkeypatch.setattr(sys.modules[Session.__module__], "stream_captures", lambda: capturing)
-    monkeypatch.setattr(running, "why_uncaptured", lambda *a: None)
+    monkeypatch.setattr(running, "capture_for", lambda *a: ("full", None))
     with attach(model, decode=decode) as session:
         want = generate(session, ids, max_new_tokens=2).tokens
         with pytest.raises(Unsupported, match="cannot be captured in a CUDA graph: this layer looks at the host"):
@@ -295,8 +295,8 @@ def test_methods_are_captured_or_say_why_not(name: str, plans_of_tests: Path) ->
     with planned(plans_of_tests), attach(model, decode=CASES[name].default) as session:
         plain = generate(session, ids, max_new_tokens=12, graph=False)
         got = generate(session, ids, max_new_tokens=12)
-        assert got.captured == (place == "cuda" and session.decode.capture == "full")
-        assert got.captured or got.why_not
+        assert got.captured == (session.decode.capture if place == "cuda" else None)
+        assert (got.why_not is None) == (got.captured == "full")
     assert torch.equal(got.sequences, plain.sequences)
 
 
@@ -316,7 +316,7 @@ def test_budgets_grow_with_the_context_in_one_captured_step(
         with planned(plans_of_tests), attach(model, decode=method) as session:
             made.append(generate(session, ids, max_new_tokens=24, graph=graph))
             reads.append(session.report().fraction("decode"))
-    assert [x.captured for x in made] == [False, place == "cuda"]
+    assert [x.captured for x in made] == [None, "full" if place == "cuda" else None]
     assert torch.equal(made[0].sequences, made[1].sequences) and reads[0] == reads[1]
 
 
@@ -331,7 +331,7 @@ def test_low_precision_parts_from_transformers_only_at_ties(cache: CacheConfig, 
     theirs = model.generate(ids, max_new_tokens=24, do_sample=False, pad_token_id=PAD_ID)
     with attach(model, cache=cache) as session:
         got = generate(session, ids, max_new_tokens=24, pad_token_id=PAD_ID)
-        assert got.captured == (place == "cuda")
+        assert got.captured == ("full" if place == "cuda" else None)
     if dtype == torch.float32:
         assert torch.equal(got.sequences, theirs)
     assert_tied(model, got.sequences, theirs)

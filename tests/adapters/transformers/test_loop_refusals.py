@@ -82,7 +82,7 @@ def test_masks_of_other_values_than_0_and_1(value: float) -> None:
         ({"eos_token_id": 2.0}, "eos_token_id: expected a token"),
         ({"eos_token_id": torch.tensor(5)}, "eos_token_id: expected a token"),
         ({"do_sample": True, "temperature": float("inf")}, "temperature: expected a finite number > 0, got inf"),
-        ({"graph": "no"}, "graph: expected True, False or None, got 'no'"),
+        ({"graph": "no"}, "graph: expected True, False, None or 'piecewise', got 'no'"),
         ({"do_sample": "no"}, "do_sample: expected True or False, got 'no'"),
     ],
     ids=str,

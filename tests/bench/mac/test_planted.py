@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from longreach.bench.check import WrongResult, require_right
 from longreach.bench.inputs import Inputs
 from longreach.bench.mac.check import check_step
 from longreach.bench.mac.planted import Planted
+from longreach.methods.call import LayerCall
 
 CPU = torch.device("cpu")
 BASE = Hits("it", gap=20, band=16)
@@ -38,8 +41,9 @@ def test_heads_do_as_they_were_told(hits: Hits, reused: int, resting: int) -> No
     one = planted(hits)
     assert check_step(one, 0) < 1e-5
     assert int(one.reuse[0].sum()) == reused and int(one.rests[0].sum()) == resting
-    streams = one.run(0).streams
-    assert streams is not None and torch.equal(streams[..., 0] == one.gap + one.band, one.reuse[0])
+    call, _ = one.run(0)
+    (counted,) = (noted.read.counted for noted in call.meter.noted if noted.read.counted is not None)
+    assert torch.equal(counted == one.gap + one.band, one.reuse[0])
     told = one.described()
     assert told["kv_heads_that_reuse"] == reused / 4 and told["kv_heads_that_rest"] == resting / 4
 
@@ -52,7 +56,7 @@ def test_a_group_whose_heads_do_not_all_hit_reads_everything() -> None:
 
 def test_parts_do_what_the_step_does() -> None:
     one = planted(BASE)
-    whole = one.step(0)().partial
+    whole = one.step(0)()[1].partial
     attended, _ = one.attention(0)()
     torch.testing.assert_close(attended.out, whole.out)
     assert len(one.timed()) == one.inputs.copies
@@ -76,18 +80,27 @@ def test_a_row_that_is_not_found_is_seen() -> None:
         check_step(one, 0)
 
 
+def change_match(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], Any]) -> None:
+    """Let `change` edit the results of the op `match`."""
+    op = LayerCall.op
+
+    def changed(self: LayerCall, name: str, *args: Any, **given: Any) -> Any:
+        result = op(self, name, *args, **given)
+        return change(result) if name == "match" else result
+
+    monkeypatch.setattr(LayerCall, "op", changed)
+
+
 @pytest.mark.parametrize("hits", [BASE, replace(BASE, misses="each")])
 def test_another_entry_is_seen(hits: Hits, monkeypatch: pytest.MonkeyPatch) -> None:
     one = planted(hits)
-    match = type(one.calls[0]).match
-    monkeypatch.setattr(type(one.calls[0]), "match", lambda *a: (f := match(*a))._replace(take=f.take.roll(1, 1)))
+    change_match(monkeypatch, lambda found: found._replace(take=found.take.roll(1, 1)))
     with pytest.raises(WrongResult, match="relative error"):
         check_step(one, 0)
 
 
 def test_a_new_entry_in_another_place_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     one = planted(BASE)
-    match = type(one.calls[0]).match
-    monkeypatch.setattr(type(one.calls[0]), "match", lambda *a: (f := match(*a))._replace(put=f.put - 1))
+    change_match(monkeypatch, lambda found: found._replace(put=found.put - 1))
     with pytest.raises(WrongResult, match="relative error"):
         check_step(one, 0)

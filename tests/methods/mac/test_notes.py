@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from longreach.runtime import Ledger
 
 from longreach.methods.mac import MAC
 from longreach.methods.mac.notes import AT, columns, summary
 from longreach.ops import Spans
 from longreach.ops.nearest import NOTES
+from longreach.runtime import Ledger
 from tests.methods.drive import HEADS, KV_HEADS, LAYERS, Turn, exact, in_phase, new_cache, run, shares, text
 from tests.methods.mac.spelled_out import SpelledOut
 

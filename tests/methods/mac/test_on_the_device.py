@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from longreach.runtime import Ledger
 
 from longreach.methods.base import Outcome
 from longreach.methods.call import LayerCall
 from longreach.methods.mac import MAC
 from longreach.ops import KVView, Rows, Run, Spans, Turn
+from longreach.runtime import Ledger
 
 BATCH, HEADS, KV_HEADS, DIM, LENGTH = 3, 8, 2, 64, 4096
 

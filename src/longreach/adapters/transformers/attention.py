@@ -48,8 +48,13 @@ def longreach_attention(
     if layer not in step.facts.checked:
         check_formula(module, query, key, kwargs)
         step.facts.checked.add(layer)
-    outcome = attend_layer(step.layers, _layer_call(step, layer, module, query, key, value, kwargs), window=window)
-    return step.rectangle(outcome.partial.out.to(query.dtype)), None
+    call = _layer_call(step, layer, module, query, key, value, kwargs)
+
+    def attend() -> Tensor:  # in a step that is captured in pieces the host runs it again at each replay
+        return step.rectangle(attend_layer(step.layers, call.observer(), window=window).partial.out)
+
+    out = attend().to(query.dtype) if step.cut is None else step.cut(attend, query.dtype)
+    return out, None
 
 
 def _refuse_unknown(kwargs: dict[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -56,7 +56,8 @@ class Step:
     tokens that are not padding, None if all are. append: where they go. cache: the cache they go to, None for a pass
     without one. rotary: (cos, sin) of each layer, for methods that need queries before rotation. written: key and
     value that a layer has put into the cache, until it attends. static: one of a run of steps over fixed buffers, which
-    the decode loop commits and counts.
+    the decode loop commits and counts. cut: set while the decode loop records the step in pieces: it runs attention
+    between two graphs, now and at each replay, and returns its result in a fixed buffer of the given dtype.
     """
 
     layers: Pass
@@ -68,6 +69,7 @@ class Step:
     rotary: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     written: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     static: bool = False
+    cut: Callable[[Callable[[], Tensor], torch.dtype], Tensor] | None = None
 
     @property
     def columns(self) -> int:

@@ -1,4 +1,4 @@
-"""generate by longreach's own loop: the decode step is captured in one CUDA graph where the device can."""
+"""generate by longreach's own loop: the decode step is captured in CUDA graphs where the device can."""
 
 from longreach.adapters.transformers.loop.api import Generated, generate
 

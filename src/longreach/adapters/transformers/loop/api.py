@@ -16,9 +16,9 @@ from longreach.adapters.transformers.attach import MARK, Session, attach
 from longreach.adapters.transformers.generate import PADDED_END
 from longreach.adapters.transformers.hf_cache import LongreachCache
 from longreach.adapters.transformers.loop.choosing import Sampler, ends_of, greedy
-from longreach.adapters.transformers.loop.decoder import vocabulary_of
+from longreach.adapters.transformers.loop.decoder import Capture, vocabulary_of
 from longreach.adapters.transformers.loop.prefill import prefill
-from longreach.adapters.transformers.loop.run import Run, count_of, now
+from longreach.adapters.transformers.loop.run import GraphOption, Run, count_of, now
 from longreach.adapters.transformers.loop.settings import refuse_settings
 from longreach.adapters.transformers.memory import memory_errors
 from longreach.errors import InvalidInput, UnknownName
@@ -32,15 +32,16 @@ class Generated:
     """What `generate` made, and how.
 
     sequences: int64 [B, T + new] on the model's device, prompts and answers; what follows an end is padding.
-    prompt: T. captured: whether the decode step ran as one CUDA graph; why_not: why it did not; fuse: which of its
-    parts were compiled, one of `loop.fuse.FUSIONS`.
+    prompt: T. captured: how the decode step was captured: "full", as one CUDA graph; "piecewise", as one for each
+    stretch between two attentions; None, not at all. why_not: why it was not one graph. fuse: which of its parts were
+    compiled, one of `loop.fuse.FUSIONS`.
     prefill_seconds; setup_seconds: the first steps, run uncaptured, with compiling and capturing, 0 where the step of
     an earlier call was used; decode_seconds: the other `steps` steps of the model. Wall-clock, waiting for the device.
     """
 
     sequences: Tensor
     prompt: int
-    captured: bool
+    captured: Capture | None
     why_not: str | None
     fuse: str
     prefill_seconds: float
@@ -76,7 +77,7 @@ def generate(
     prefill_chunk_size: int | None = None,
     past_key_values: LongreachCache | None = None,
     streamer: Any = None,
-    graph: bool | None = None,
+    graph: GraphOption = None,
     fuse: str = "auto",
     **attaching: Any,
 ) -> Generated:
@@ -84,7 +85,8 @@ def generate(
 
     The same tokens as `model.generate` with the same options, by a loop of longreach's own: KV memory for prompt and
     answer is reserved first, and on a GPU the decode step (the whole model, and the choice of a greedy token) is one
-    CUDA graph over fixed buffers, captured at a session's first call of a shape and used again by later ones.
+    CUDA graph over fixed buffers, or several (see graph), captured at a session's first call of a shape and used again
+    by later ones.
     Tokens are read back a few steps late so that the GPU never waits; the steps it ran past an end are forgotten, but
     they were read for and the report counts them.
 
@@ -97,11 +99,14 @@ def generate(
     past_key_values: a cache of session.new_cache() that holds the beginning of input_ids; it is gone on with.
         None: a cache that the session keeps and uses again, for each batch size one.
     streamer: as in transformers: put(prompt), put(tokens [B]) for every step, end().
-    graph: True or False to ask for capture or against it; None: where device and method allow it.
+    graph: None: the step is captured where the device allows it, in one CUDA graph where the method allows that and no
+        session.on_layer is set, else piecewise. True: the same, or Unsupported. False: not captured. "piecewise":
+        captured piecewise, for any method: a graph for each stretch between two attentions, the attentions themselves
+        launched by the host. Tensors that session.on_layer gets from a captured step are overwritten by the next one.
     fuse: which parts are compiled for the captured step, one of `loop.fuse.FUSIONS`; "auto": what is fastest.
 
     Raises InvalidInput, CapacityError, OutOfMemory, ConcurrentUse (another generate is running on the session),
-    UnknownName (an option, method or fusion), Unsupported (graph=True, or fuse="compile", where it cannot be; a model
+    UnknownName (an option, method or fusion), Unsupported (graph, or fuse="compile", where it cannot be; a model
     whose step cannot be captured; a setting of the model's generation config that would choose other tokens, such as a
     repetition penalty). Whatever is raised, Ctrl-C included, leaves session and cache as before the call.
     """
@@ -121,9 +126,10 @@ def generate(
     model = session.model
     if session._decoder.__dict__.get(MARK) is not session:
         raise InvalidInput("the session is closed; attach to the model again, or call generate within the with block")
-    for name, value, known in (("do_sample", do_sample, "True or False"), ("graph", graph, "True, False or None")):
-        if not isinstance(value, bool) and (name, value) != ("graph", None):
-            raise InvalidInput(f"{name}: expected {known}, got {value!r}")
+    if not isinstance(do_sample, bool):
+        raise InvalidInput(f"do_sample: expected True or False, got {do_sample!r}")
+    if not isinstance(graph, bool) and graph not in (None, "piecewise"):
+        raise InvalidInput(f"graph: expected True, False, None or 'piecewise', got {graph!r}")
     refuse_settings(model, sampled=do_sample)
     ids, mask = _prompt(session, input_ids, attention_mask, past_key_values)
     count_of("max_new_tokens", max_new_tokens)

@@ -1,4 +1,4 @@
-"""The decode step of one batch over buffers that stay in place: run as it is, or captured in one CUDA graph."""
+"""The decode step of one batch over buffers that stay in place: run as it is, or captured in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import time
 import traceback
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -14,6 +14,8 @@ from torch import Tensor
 from longreach.adapters.transformers.hf_cache import LongreachCache
 from longreach.adapters.transformers.loop.choosing import Ends, greedy
 from longreach.adapters.transformers.loop.fuse import experts_on_device, fused
+from longreach.adapters.transformers.loop.pieces import Pieces, cuda_graphs
+from longreach.adapters.transformers.memory import memory_errors
 from longreach.adapters.transformers.step import Step
 from longreach.cache import DecodeBuffers
 from longreach.errors import LongreachError, Unsupported
@@ -22,6 +24,7 @@ from longreach.runtime.ledger import HostCount
 if TYPE_CHECKING:
     from longreach.adapters.transformers.attach import Session
 
+Capture = Literal["full", "piecewise"]
 WARM = 2  # steps run as they are before one is captured: what is compiled or made at first use must be there by then
 
 
@@ -31,10 +34,16 @@ class Decoder:
     `start` begins a run after a prompt, `step` runs the model on the tokens chosen last and (greedily) chooses the
     next, `take` takes tokens chosen outside. All of it works on fixed buffers and reads no length from the host, so
     that the captured step is the step.
+
+    capture: how `step` is captured where that is asked for: "full", one CUDA graph; "piecewise", a graph for each
+    stretch between two attentions, with attention itself launched by the host at every step; None: it is not.
     """
 
-    def __init__(self, session: Session, cache: LongreachCache, width: int, *, sampled: bool, fuse: str):
-        self.session, self.cache, self.sampled, self.fuse = session, cache, sampled, fuse
+    def __init__(
+        self, session: Session, cache: LongreachCache, width: int, *, sampled: bool, fuse: str,
+        capture: Capture | None,
+    ):  # fmt: skip
+        self.session, self.cache, self.sampled, self.fuse, self.capture = session, cache, sampled, fuse, capture
         self.method, device = session.decode, session.model.device
         self.steps = DecodeBuffers(cache.kv, range(cache.batch), width)
         vocabulary = vocabulary_of(session.model)
@@ -44,11 +53,12 @@ class Decoder:
             self.pad = torch.zeros((), dtype=torch.int64, device=device)
             self.ends = torch.zeros(vocabulary, dtype=torch.bool, device=device)
         self.logits: Tensor | None = None
-        self.graph: torch.cuda.CUDAGraph | None = None
+        self.graph: torch.cuda.CUDAGraph | Pieces | None = None
         self.counted: tuple[HostCount, ...] = ()
         self.warm = 0
         self.capture_seconds = 0.0
         self.weights = weights_of(session.model)
+        self._recorded: Step | None = None  # the step whose layers the pieces' host work belongs to
 
     @property
     def usable(self) -> bool:
@@ -77,26 +87,33 @@ class Decoder:
         self.done.logical_or_(self.ends[self.token])
 
     def step(self, *, capture: bool) -> None:
-        """One pass of the model; `logits` [B, V] then say what may come next, and (greedy) `token` what comes."""
-        if self.graph is None and capture and self.warm >= WARM:
-            self._capture()
-        if self.graph is not None and capture:
-            self.graph.replay()
-        else:
+        """One pass of the model; `logits` [B, V] then say what may come next, and (greedily) `token` what comes.
+
+        Raises Unsupported for a step that cannot be captured. After any error the step was not made.
+        """
+        assert self.capture is not None or not capture
+        if not capture or (self.graph is None and self.warm < WARM):
             with self._made_ready(capture):
-                self._pass()
+                self._pass(self._step())
             self.warm += 1
+        elif self.graph is None and self.capture == "piecewise":
+            self._record()
+        else:
+            if self.graph is None:
+                self._capture()
+            self._replay()
         self.session.ledger.commit_on_host(self.counted)
         self.steps.count()
         self.cache.grow(1)
 
-    def _pass(self) -> None:
-        """What is captured."""
+    def _pass(self, step: Step, pieces: Pieces | None = None) -> None:
+        """Run the step. pieces: records it while it runs; None: all of it may be captured."""
         session, cache = self.session, self.cache
         cache.as_if = self.steps.capacity - 1  # masks found for a full cache hold for any length
-        session.static_step = self._step()
+        session.static_step = step
         try:
-            session.ledger.mask_rows(self.done)  # of who has ended a row goes through the model, and nobody needs it
+            if pieces is None:
+                self._begin(step)
             out = session.model(
                 input_ids=self.token[:, None],
                 position_ids=self.steps.append.pos[:, None],
@@ -109,11 +126,24 @@ class Decoder:
             raise
         finally:
             session.static_step = cache.as_if = None
-        self.counted = session.ledger.commit_on_device()
+        if pieces is None:
+            self._settle()
+        else:
+            pieces.host(self._settle)
         self.steps.advance()
         self.logits = out.logits[:, -1]
         if not self.sampled:
             self.take(greedy(self.logits))
+
+    def _begin(self, step: Step) -> None:
+        """Before the layers, at every step that the host takes part in."""
+        step.layers.shared.clear()
+        step.layers.on_layer = self.session.on_layer
+        self.session.ledger.mask_rows(self.done)  # a sequence that has ended still goes through the model, uncounted
+
+    def _settle(self) -> None:
+        """After the layers: their counts go to the ledger, with `done` as it was when they ran."""
+        self.counted = self.session.ledger.commit_on_device()
 
     def _step(self) -> Step:
         layers = self.session.new_pass(self.cache, decoding=True)
@@ -121,24 +151,64 @@ class Decoder:
         return Step(layers, self.session.facts, shape, None, self.steps.append, self.cache, static=True)
 
     def _capture(self) -> None:
+        """Record the step in one graph; nothing runs."""
         started = time.perf_counter()
         graph = torch.cuda.CUDAGraph()
         try:
             with self._made_ready(True), torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                self._pass()
+                self._pass(self._step())
         except BaseException as error:
             self.cache.abandon(self._step())  # the pass could not: nothing reaches the device while a stream captures
-            if isinstance(error, LongreachError) or not isinstance(error, RuntimeError):
-                raise
             cause: BaseException = error
             while cause.__context__ is not None:  # ending the capture fails too, and says less
                 cause = cause.__context__
+            self._refuse(error, cause)
+            raise
+        self.graph = graph
+        self.capture_seconds = time.perf_counter() - started
+
+    def _record(self) -> None:
+        """Record the step in pieces, and run it."""
+        started = time.perf_counter()
+        pieces, step = Pieces(cuda_graphs(self.token.device)), self._step()
+        step.cut = pieces.cut
+        self._begin(step)
+        try:
+            with self._made_ready(True), pieces.recording():
+                self._pass(step, pieces)
+        except BaseException as error:
+            self._undo()
+            if pieces.failed_in_graph:  # else the host work failed, as it would have in an uncaptured step
+                self._refuse(error, error)
+            raise
+        self.graph, self._recorded = pieces, step
+        self.capture_seconds = time.perf_counter() - started
+
+    def _replay(self) -> None:
+        assert self.graph is not None
+        if self._recorded is None:
+            self.graph.replay()
+            return
+        with self.session._exclusive(), memory_errors():
+            try:
+                self._begin(self._recorded)
+                self.graph.replay()
+            except BaseException:
+                self._undo()
+                raise
+
+    def _undo(self) -> None:
+        """The step failed on its way: nothing of it counts."""
+        self.session.ledger.abandon()
+        self.cache.abandon(self._step())
+
+    def _refuse(self, error: BaseException, cause: BaseException) -> None:
+        """Raise Unsupported where `error` says that the step cannot be captured; it was caused by `cause`."""
+        if isinstance(error, RuntimeError) and not isinstance(error, LongreachError):
             raise Unsupported(
                 f"the decode step of {type(self.session.model).__name__} with {self.method.name} cannot be captured in "
                 f"a CUDA graph: {_first_line(cause)} ({_where(cause)}); use graph=False"
             ) from error
-        self.graph = graph
-        self.capture_seconds = time.perf_counter() - started
 
     @contextlib.contextmanager
     def _made_ready(self, capture: bool) -> Iterator[None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -13,13 +13,14 @@ from transformers import PreTrainedModel
 from longreach.adapters.transformers.hf_cache import LongreachCache
 from longreach.adapters.transformers.loop import fuse as fusing
 from longreach.adapters.transformers.loop.choosing import Ends, greedy
-from longreach.adapters.transformers.loop.decoder import WARM, Decoder
+from longreach.adapters.transformers.loop.decoder import WARM, Capture, Decoder
 from longreach.adapters.transformers.loop.reading_back import read_back
 from longreach.errors import InvalidInput, Unsupported
 
 if TYPE_CHECKING:
     from longreach.adapters.transformers.attach import Session
 
+GraphOption = bool | Literal["piecewise"] | None  # as in `generate`
 Choose = Callable[[Tensor], Tensor]  # the next tokens int64 [B] from logits [B, V]
 
 
@@ -27,13 +28,14 @@ class Run:
     """One answer for each sequence of a batch, of up to `new` tokens.
 
     choose: what makes tokens of logits; called on the host for every step, but `greedy` is part of the step.
-    graph: whether the step is captured in a CUDA graph, None: where device and method allow it. fuse: see `loop.fuse`.
+    graph: whether the step is captured, as in `generate`. fuse: see `loop.fuse`.
     exactly: what ran past an end must be forgotten again, which state may refuse: none runs ahead where there is any.
 
-    Afterwards captured and why_not say how the steps ran; setup_seconds, what the first ones took that were run
-    uncaptured, with compiling and capturing (0 where an earlier run did that); decode_seconds the other `steps` steps:
-    from the choice of the first token to the last, with the time the tokens' reader took for them.
-    Raises UnknownName (fuse) and Unsupported (graph=True, or fuse for a captured step, where there can be none).
+    Afterwards captured says how the steps ran ("full": one CUDA graph; "piecewise": one for each stretch between two
+    attentions; None: uncaptured), why_not why they were not one graph; setup_seconds, what the first ones took that
+    were run uncaptured, with compiling and capturing (0 where an earlier run did that); decode_seconds the other
+    `steps` steps: from the choice of the first token to the last, with the time the tokens' reader took for them.
+    Raises UnknownName (fuse) and Unsupported (capture, or fuse for a captured step, where there can be none).
     """
 
     def __init__(
@@ -43,29 +45,31 @@ class Run:
         ends: Ends,
         choose: Choose = greedy,
         *,
-        graph: bool | None = None,
+        graph: GraphOption = None,
         fuse: str = "auto",
         exactly: bool = False,
     ):
         self.session, self.new, self.ends, self.choose = session, new, ends, choose
-        self._not_asked = why_uncaptured(session, graph)
-        self.fuse = fusing.resolve(fuse, captured=self._not_asked is None)
-        if self.fuse != "none" and self._not_asked:
-            raise Unsupported(f"fuse={fuse!r} is for a captured step, and none is: {self._not_asked}; leave fuse out")
+        self._capture, self._why_not = capture_for(session, graph)
+        self.fuse = fusing.resolve(fuse, captured=self._capture is not None)
+        if self.fuse != "none" and self._capture is None:
+            raise Unsupported(f"fuse={fuse!r} is for a captured step, and none is: {self._why_not}; leave fuse out")
         self._exactly = exactly
         self._decoder: Decoder | None = None
         self._replayed = self._setup_steps = self._steps = 0
         self.setup_seconds = self.decode_seconds = 0.0
 
     @property
-    def captured(self) -> bool:
-        """Whether steps ran as one CUDA graph."""
-        return self._replayed > 0
+    def captured(self) -> Capture | None:
+        """How the steps past the first ones were captured."""
+        return self._capture if self._replayed else None
 
     @property
     def why_not(self) -> str | None:
-        """Why they did not."""
-        return self._not_asked or (None if self.captured else f"the answer was over within {WARM} steps")
+        """Why they were not one CUDA graph; None where they were."""
+        if self._capture is not None and not self._replayed:
+            return f"the answer was over within {WARM} steps"
+        return self._why_not
 
     @property
     def steps(self) -> int:
@@ -85,7 +89,7 @@ class Run:
         Raises CapacityError, OutOfMemory, Unsupported (a step that cannot be captured).
         """
         decoder = self._decoder = decoder_for(
-            self.session, cache, self.new, sampled=self.choose is not greedy, fuse=self.fuse
+            self.session, cache, self.new, sampled=self.choose is not greedy, fuse=self.fuse, capture=self._capture
         )
         count, done = 0, torch.zeros(cache.batch, dtype=torch.bool)
         ends = torch.tensor(self.ends.eos, dtype=torch.int64)
@@ -111,12 +115,12 @@ class Run:
     @property
     def _setting_up(self) -> bool:
         """Whether the next step still is run uncaptured, or captured: that takes long, so all before it is read."""
-        return self._not_asked is None and (self._decoder is None or self._decoder.graph is None)
+        return self._capture is not None and (self._decoder is None or self._decoder.graph is None)
 
     def _step(self, decoder: Decoder) -> None:
         setup = self._setting_up
         started = now(self.session.model) if setup else 0.0
-        decoder.step(capture=self._not_asked is None)
+        decoder.step(capture=self._capture is not None)
         if self.choose is not greedy:
             assert decoder.logits is not None
             decoder.take(self.choose(decoder.logits))
@@ -127,26 +131,35 @@ class Run:
             self._setup_steps += 1
 
 
-def why_uncaptured(session: Session, graph: bool | None) -> str | None:
-    """Why the decode step is not captured; None where it is. Raises Unsupported where capture was asked for."""
+def capture_for(session: Session, graph: GraphOption) -> tuple[Capture | None, str | None]:
+    """How the decode step is captured, and why not in one graph; None where it is.
+
+    Raises Unsupported where capture was asked for and the device has no CUDA graphs.
+    """
     if graph is False:
-        return "graph=False"
-    why = None
-    if session.model.device.type != "cuda":
-        why = f"the model is on the {session.model.device.type}, which has no CUDA graphs"
-    elif session.decode.capture != "full":
-        why = f"{session.decode.name} works on the host between layers (capture = {session.decode.capture!r})"
-    elif session.on_layer is not None:
-        why = "session.on_layer is set, which wants to see every step"
-    if graph and why:
-        raise Unsupported(f"graph=True: {why}; leave graph out")
-    return why
+        return None, "graph=False"
+    device = session.model.device.type
+    if device != "cuda":
+        why = f"the model is on the {device}, which has no CUDA graphs"
+        if graph:
+            raise Unsupported(f"graph={graph!r}: {why}; leave graph out")
+        return None, why
+    if graph == "piecewise":
+        return "piecewise", "graph='piecewise'"
+    if session.decode.capture != "full":
+        name, declared = session.decode.name, session.decode.capture
+        return "piecewise", f"{name} works on the host between layers (capture = {declared!r})"
+    if session.on_layer is not None:
+        return "piecewise", "session.on_layer is set, and runs on the host in every layer"
+    return "full", None
 
 
-def decoder_for(session: Session, cache: LongreachCache, room: int, *, sampled: bool, fuse: str) -> Decoder:
+def decoder_for(
+    session: Session, cache: LongreachCache, room: int, *, sampled: bool, fuse: str, capture: Capture | None
+) -> Decoder:
     """The step for this cache and method, for `room` tokens more: that of an earlier run where its buffers fit."""
     config, need = cache.kv.config, max(cache.kv.lengths) + room
-    name = (session.decode, sampled, fuse)
+    name = (session.decode, sampled, fuse, capture)
     found: Decoder | None = cache.decoders.get(name)
     if found is not None and found.usable and found.steps.capacity >= need:
         return found
@@ -155,7 +168,7 @@ def decoder_for(session: Session, cache: LongreachCache, room: int, *, sampled: 
     if config.kind == "paged":
         width = -(-(config.capacity or need) // config.page)
         width = width if config.capacity else 1 << (width - 1).bit_length()
-    made = cache.decoders[name] = Decoder(session, cache, width, sampled=sampled, fuse=fuse)
+    made = cache.decoders[name] = Decoder(session, cache, width, sampled=sampled, fuse=fuse, capture=capture)
     return made
 
 
