@@ -19,6 +19,7 @@ from longreach.bench.words import goal, outcome
 from longreach.methods.kascade.quantised_keys import QuantisedKeys
 from longreach.methods.kascade.state import KascadeState
 from longreach.ops import Lists, Partial, ScoringKeys, Spans, quantise_keys
+from longreach.ops.doors import Read
 
 CPU = torch.device("cpu")
 SMALL = tiny(CASES["kascade-128k-b32"])
@@ -122,7 +123,7 @@ def test_passes_that_are_not_the_anchors_are_found(monkeypatch: pytest.MonkeyPat
         layers = Layers(inputs, Memory(), method, model, "reference")
         assert list(layers.passes(2, 0)) == ["score", "pool", "top_k", "attend"]
         other = layers.run(2, 1, {})
-        monkeypatch.setattr(layers, "run", lambda layer, copy, passed: other)
+        monkeypatch.setattr(layers, "run", lambda layer, copy, shared: other)
         with pytest.raises(WrongResult, match="passes differ from the anchor by"):
             layers.passes(2, 0)
 
@@ -137,7 +138,7 @@ def outcomes() -> Any:
 def test_lists_come_from_the_run_and_go_through_the_head_map(outcomes: Any) -> None:
     inputs, plan, made = outcomes
     assert inputs.copies == 2
-    first, reuse, anchor, last = (o.reads.values[0] for o in made)
+    first, reuse, anchor, last = (call.meter.values[0] for call, _ in made)
     assert isinstance(first, Spans) and all(isinstance(s, Lists) for s in (reuse, anchor, last))
     assert reuse.index.data_ptr() != anchor.index.data_ptr() == last.index.data_ptr()
     assert reuse.head_of is None or reuse.head_of.tolist() == list(plan.head_map[1])
@@ -145,13 +146,13 @@ def test_lists_come_from_the_run_and_go_through_the_head_map(outcomes: Any) -> N
 
 def test_wrong_outputs_and_choices_are_found(outcomes: Any) -> None:
     inputs, _, made = outcomes
-    right = made[1]
-    assert check_layer("it", inputs, Memory(), 1, right) < 1e-5
+    call, right = made[1]
+    assert check_layer("it", inputs, Memory(), 1, call, right) < 1e-5
     off = Partial(right.partial.out * 1.01, right.partial.lse)
     with pytest.raises(WrongResult, match=r"it: relative error 1\.0"):
-        check_layer("it", inputs, Memory(), 1, right._replace(partial=off))
+        check_layer("it", inputs, Memory(), 1, call, right._replace(partial=off))
     with pytest.raises(WrongResult, match="relative error"):
-        check_layer("it", inputs, Memory(), 0, right)  # of another copy's keys
+        check_layer("it", inputs, Memory(), 0, call, right)  # of another copy's keys
     lists = made[3][0].meter.keys[0]
     assert check_chosen(inputs, Memory(), 0, lists) > 0.999
     with pytest.raises(WrongResult, match="hold 0"):
@@ -159,6 +160,7 @@ def test_wrong_outputs_and_choices_are_found(outcomes: Any) -> None:
     without = replace(lists, count=lists.count - 1)
     with pytest.raises(WrongResult, match="newest"):
         check_chosen(inputs, Memory(), 0, without)
-    flipped = replace(right.reads.values[0], index=right.reads.values[0].index.flip(-1))
+    attended, other = call.meter.values[0], call.observer()
+    other.count_read(Read.of(call.kv, replace(attended, index=attended.index.flip(-1))))
     with pytest.raises(WrongResult, match="do not ascend"):
-        check_layer("it", inputs, Memory(), 1, right._replace(reads=right.reads._replace(values=(flipped,))))
+        check_layer("it", inputs, Memory(), 1, other, right)

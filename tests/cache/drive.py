@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import torch
@@ -33,6 +34,18 @@ def fill(cache: KVCache, slots: Sequence[int], counts: Sequence[int]) -> dict[in
     layers = write(cache, step)
     cache.commit(step)
     return split(step, layers)
+
+
+def random_kept(used: int, kept: int, heads: int = HEADS) -> Tensor:
+    """int64 [heads, kept]: other slots in each head, ascending."""
+    return torch.stack([torch.randperm(used)[:kept].sort().values for _ in range(heads)])
+
+
+def taken(tokens: Tokens, index: Tensor) -> Tokens:
+    """The tokens [n, G, D] that each head keeps, index: [G, n]."""
+    heads = torch.arange(index.shape[0])
+    k, v = (x[index.T, heads] for x in tokens)
+    return k, v
 
 
 def split(step: Append, layers: list[Tokens]) -> dict[int, list[Tokens]]:
@@ -71,8 +84,7 @@ class Snapshot:
     """All that a failed call must leave alone."""
 
     def __init__(self, cache: KVCache):
-        pages = cache.pages
-        self.books = (list(cache.lengths), [list(h) for h in pages.held], list(pages.free), pages.size, pages.total)
+        self.books = (list(cache.lengths), copy.deepcopy(cache.layouts.of_layer))
         self.memory = [pair and tuple((x, x.clone()) for x in pair) for pair in cache.memory]
 
     def unchanged(self, cache: KVCache) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
 
-from longreach.cache import Append, CacheConfig, KVCache
-from longreach.errors import CapacityError, InvalidInput
-from tests.cache.drive import Snapshot, Tokens, held, joined, same, split, write
+from longreach.cache import Append, CacheConfig, KVCache, StatelessOnTruncate
+from longreach.errors import CapacityError, InvalidInput, Unsupported
+from longreach.ops import KVView
+from tests.cache.drive import DIM, HEADS, Snapshot, Tokens, held, joined, random_kept, same, split, taken, write
 from tests.poison import nan_memory
 
 SLOTS, LAYERS = 3, 2
@@ -25,20 +26,24 @@ configs = st.sampled_from(
         CacheConfig("paged", page=3, pages=7),
         CacheConfig("paged", page=1, pages=11, capacity=9),
         CacheConfig("paged", page=100),
+        CacheConfig("paged", page=4),
+        CacheConfig(),
     ]
 )
 some_slots = st.lists(st.sampled_from(range(SLOTS)), unique=True, min_size=1)
 lengths = st.integers(0, 9)
+ends = st.sampled_from(["commit", "commit", "leave open", "abort"])
 
 
-class Counter:
-    """A state that follows the cache as a method's would: it notes tokens while a pass runs."""
+class Counter(StatelessOnTruncate):
+    """A state that follows the cache as a method's would: it notes tokens while a pass runs, and reads kept keys."""
 
     def __init__(self) -> None:
         self.tokens = [0] * SLOTS
+        self.kept_keys: dict[int, list[Tensor]] = {}
 
     def note(self, step: Append) -> None:
-        for slot, n in zip(step.host_slots, step.counts, strict=True):
+        for slot, n in zip(step.host_slots, step.added, strict=True):
             self.tokens[slot] += n
 
     def reset(self, slots: Tensor) -> None:
@@ -52,116 +57,226 @@ class Counter:
         for slot, n in zip(slots.tolist(), lengths.tolist(), strict=True):
             self.tokens[slot] = n
 
+    def kept(self, layer: int, view: KVView) -> None:
+        def keys(slot: int) -> Tensor:
+            where = torch.arange(int(view.filled[slot]))
+            page, offset = view.locate(torch.full_like(where, slot), where)
+            return view.k[page, :, offset]
+
+        self.kept_keys[layer] = [keys(slot) for slot in range(view.sequences)]
+
 
 @dataclass
 class Pass:
+    """step; slot -> what it wrote there; slot -> positions of its rows, where some overwrite."""
+
     step: Append
     tokens: dict[int, list[Tokens]]
+    positions: dict[int, list[int]] = field(default_factory=dict)
+
+    def first(self, slot: int, length: int) -> int:
+        """What a sequence is cut to if the pass fails."""
+        return min([length, *self.positions.get(slot, [])])
 
 
 class AnySequenceOfCalls(RuleBasedStateMachine):
     @initialize(config=configs)
     def start(self, config: CacheConfig) -> None:
         torch.manual_seed(0)
+        self.state = Counter()
         with nan_memory():
-            self.cache = KVCache(LAYERS, SLOTS, config)
+            self.cache = KVCache(LAYERS, SLOTS, config, state=self.state)
             write(self.cache, self.cache.begin([0], [0]))  # memory is there from now on
-        self.state = self.cache.state["counter"] = Counter()
-        self.sequences: list[list[Tokens] | None] = [None] * SLOTS
+        none = torch.empty(0, HEADS, DIM)
+        self.empty: list[Tokens] = [(none, none)] * LAYERS
+        self.sequences: list[list[Tokens]] = [self.empty] * SLOTS  # layers of other lengths after eviction
+        self.lengths = [0] * SLOTS
+        self.evicted_at = [[0] * SLOTS for _ in range(LAYERS)]
         self.open: dict[int, Pass] = {}  # slot -> the pass that is under way on it
         self.passes: list[Pass] = []
 
-    def length(self, slot: int) -> int:
-        sequence = self.sequences[slot]
-        return 0 if sequence is None else sequence[0][0].shape[0]
-
-    def pages(self, slot: int) -> int:
+    def pages(self, layer: int, slot: int) -> int:
         """Pages the slot must hold: for its tokens and those of a pass under way."""
-        n = self.length(slot)
+        n = len(self.sequences[slot][layer][0])
         if slot in self.open:
             step = self.open[slot].step
-            n += step.counts[step.host_slots.index(slot)]
+            n += step.added[step.host_slots.index(slot)]
         return math.ceil(n / self.cache.config.page)
 
-    def fits(self, slots: list[int], counts: list[int]) -> bool:
+    def fits(self, slots: list[int], added: list[int]) -> bool:
         config = self.cache.config
-        after = {s: self.length(s) + n for s, n in zip(slots, counts, strict=True)}
-        if config.capacity is not None and max(after.values()) > config.capacity:
-            return False
-        others = sum(self.pages(s) for s in range(SLOTS) if s not in after)
-        return config.pages is None or others + sum(math.ceil(n / config.page) for n in after.values()) <= config.pages
+        for layer in range(LAYERS):
+            after = {s: len(self.sequences[s][layer][0]) + n for s, n in zip(slots, added, strict=True)}
+            if config.capacity is not None and max(after.values()) > config.capacity:
+                return False
+            others = sum(self.pages(layer, s) for s in range(SLOTS) if s not in after)
+            pages = others + sum(math.ceil(n / config.page) for n in after.values())
+            if config.pages is not None and pages > config.pages:
+                return False
+        return True
 
-    @rule(slots=some_slots, data=st.data())
-    def begin(self, slots: list[int], data: st.DataObject) -> None:
-        counts = [data.draw(lengths) for _ in slots]
+    def cut(self, slot: int, length: int) -> None:
+        """What is left of a sequence, and no pass on it any more."""
+        gone = self.lengths[slot] - length
+        self.sequences[slot] = [
+            (k[: max(0, len(k) - gone)], v[: max(0, len(v) - gone)]) for k, v in self.sequences[slot]
+        ]
+        self.lengths[slot] = length
+        self.open.pop(slot, None)
+        if length == 0:
+            self.sequences[slot] = self.empty
+            for each in self.evicted_at:
+                each[slot] = 0
+
+    def drop(self, slots: list[int]) -> None:
+        """Passes under way on the slots have failed."""
         for slot in slots:
-            self.open.pop(slot, None)
+            if slot in self.open:
+                self.cut(slot, self.open[slot].first(slot, self.lengths[slot]))
+
+    @rule(slots=some_slots, data=st.data(), end=ends)
+    def begin(self, slots: list[int], data: st.DataObject, end: str) -> None:
+        counts = [data.draw(lengths) for _ in slots]
+        self.drop(slots)
         if not self.fits(slots, counts):
             with pytest.raises(CapacityError):
                 self.cache.begin(slots, counts)
             return
         with nan_memory():
             step = self.cache.begin(slots, counts)
-        self.state.note(step)
-        done = Pass(step, split(step, write(self.cache, step)))
+        self.opened(Pass(step, split(step, write(self.cache, step))), end)
+
+    @rule(slots=some_slots, data=st.data(), end=ends)
+    def place(self, slots: list[int], data: st.DataObject, end: str) -> None:
+        """Rows over what is there, and the next ones."""
+        self.drop(slots)
+        for slot in slots:  # as the cache does once it is called; here before positions are drawn
+            self.cache.truncate([slot], [self.lengths[slot]])
+        positions = {}
+        for slot in slots:
+            whole = not any(each[slot] for each in self.evicted_at)
+            used = st.lists(st.integers(0, self.lengths[slot] - 1), unique=True) if self.lengths[slot] else st.just([])
+            old = sorted(data.draw(used)) if whole else []
+            positions[slot] = [*old, *range(self.lengths[slot], self.lengths[slot] + data.draw(lengths))]
+        added = [sum(p >= self.lengths[slot] for p in positions[slot]) for slot in slots]
+        if not self.fits(slots, added):
+            with pytest.raises(CapacityError):
+                self.cache.place(slots, list(positions.values()), overwrite=True)
+            return
+        with nan_memory():
+            step = self.cache.place(slots, list(positions.values()), overwrite=True)
+        assert list(step.added) == added and step.pos.tolist() == [p for each in positions.values() for p in each]
+        self.opened(Pass(step, split(step, write(self.cache, step)), positions), end)
+
+    def opened(self, done: Pass, end: str) -> None:
+        self.state.note(done.step)
         self.passes.append(done)
-        self.open.update(dict.fromkeys(slots, done))
+        self.open.update(dict.fromkeys(done.step.host_slots, done))
+        if end != "leave open":
+            self.ended(done, end == "commit")
 
     @precondition(lambda self: self.passes)
     @rule(data=st.data(), commit=st.booleans())
     def end(self, data: st.DataObject, commit: bool) -> None:
-        ended = data.draw(st.sampled_from(self.passes))
+        self.ended(data.draw(st.sampled_from(self.passes)), commit)
+
+    def ended(self, ended: Pass, commit: bool) -> None:
         slots = ended.step.host_slots
         mine = [s for s in slots if self.open.get(s) is ended]
         if not commit:
             self.cache.abort(ended.step)
+            self.drop(mine)
         elif mine == list(slots):
             self.cache.commit(ended.step)
             for slot in slots:
-                old = self.sequences[slot]
-                self.sequences[slot] = joined(old, ended.tokens[slot]) if old else ended.tokens[slot]
+                self.written(slot, ended)
         else:
             before = Snapshot(self.cache)
             with pytest.raises(InvalidInput):
                 self.cache.commit(ended.step)
             assert before.unchanged(self.cache)
-            return
-        for slot in mine:
-            del self.open[slot]
+
+    def written(self, slot: int, done: Pass) -> None:
+        old, new = self.sequences[slot], done.tokens[slot]
+        over = [p for p in done.positions.get(slot, []) if p < self.lengths[slot]]
+        changed = [tuple(x.index_put((torch.tensor(over, dtype=torch.int64),), y[: len(over)])
+                         for x, y in zip(a, b, strict=True)) for a, b in zip(old, new, strict=True)]  # fmt: skip
+        self.sequences[slot] = joined(changed, [(k[len(over) :], v[len(over) :]) for k, v in new])  # type: ignore[arg-type]
+        self.lengths[slot] += len(new[0][0]) - len(over)
+        del self.open[slot]
+
+    @precondition(lambda self: any(self.lengths))
+    @rule(layers=st.lists(st.sampled_from(range(LAYERS)), unique=True, min_size=1), data=st.data(), wait=st.booleans())
+    def keep(self, layers: list[int], data: st.DataObject, wait: bool) -> None:
+        filled = [s for s in range(SLOTS) if self.lengths[s]]
+        slots = data.draw(st.lists(st.sampled_from(filled), unique=True, min_size=1))
+        for done in self.passes if wait else []:
+            self.ended(done, commit=False)
+        slots = [s for s in slots if self.lengths[s]]
+        counts = {s: data.draw(st.integers(1, 9)) for s in slots}
+        for layer in layers:
+            used = {s: len(self.sequences[s][layer][0]) for s in slots}
+            index = {s: random_kept(used[s], min(counts[s], used[s])) for s in slots}
+            if self.open:
+                before = Snapshot(self.cache)
+                with pytest.raises(InvalidInput):
+                    self.cache.keep(layer, list(index), list(index.values()))
+                assert before.unchanged(self.cache)
+                return
+            self.state.kept_keys.clear()
+            with nan_memory():
+                self.cache.keep(layer, list(index), list(index.values()))
+            for slot, i in index.items():
+                if i.shape[1] < used[slot]:
+                    self.sequences[slot][layer] = taken(self.sequences[slot][layer], i)
+                    self.evicted_at[layer][slot] = self.lengths[slot]
+            for mine in self.state.kept_keys.values():
+                assert all(torch.equal(mine[s], self.sequences[s][layer][0]) for s in range(SLOTS))
 
     @rule(slots=some_slots, data=st.data())
     def truncate(self, slots: list[int], data: st.DataObject) -> None:
-        ends = [data.draw(st.integers(0, self.length(s))) for s in slots]
-        self.cache.truncate(slots, ends)
-        for slot, n in zip(slots, ends, strict=True):
-            self.open.pop(slot, None)
-            sequence = self.sequences[slot]
-            self.sequences[slot] = sequence and [(k[:n], v[:n]) for k, v in sequence]
+        intact = {s: self.open[s].first(s, self.lengths[s]) if s in self.open else self.lengths[s] for s in slots}
+        ends = {s: intact[s] - data.draw(st.integers(0, intact[s])) for s in slots}
+        if any(0 < n < each[s] for s, n in ends.items() for each in self.evicted_at):
+            before = Snapshot(self.cache)
+            with pytest.raises(Unsupported):
+                self.cache.truncate(slots, list(ends.values()))
+            assert before.unchanged(self.cache)
+            return
+        self.cache.truncate(slots, list(ends.values()))
+        for slot, n in ends.items():
+            self.cut(slot, n)
 
+    @precondition(lambda self: any(self.lengths) or self.open)
     @rule(slots=some_slots)
     def reset(self, slots: list[int]) -> None:
         self.cache.reset(slots)
         for slot in slots:
-            self.open.pop(slot, None)
-            self.sequences[slot] = None
+            self.cut(slot, 0)
 
     @invariant()
     def tokens_are_where_they_were_put(self) -> None:
+        if not all(self.cache.memory):  # all was emptied after eviction
+            assert not any(self.lengths) and not any(self.cache.memory)
+            return
         for slot in range(SLOTS):
-            assert self.cache.lengths[slot] == self.length(slot)
+            assert self.cache.lengths[slot] == self.lengths[slot]
             if slot not in self.open:
-                assert self.state.tokens[slot] == self.length(slot)
-                found, sequence = held(self.cache, slot), self.sequences[slot]
-                assert found[0][0].shape[0] == self.length(slot)
-                assert sequence is None or same(found, sequence)
+                assert self.state.tokens[slot] == self.lengths[slot]
+                assert same(held(self.cache, slot), self.sequences[slot])
 
     @invariant()
     def no_page_is_lost_or_shared(self) -> None:
-        pages = self.cache.pages
-        in_use = [page for slot in pages.held for page in slot]
-        assert sorted(in_use + pages.free) == list(range(pages.total))
-        if not pages.contiguous:
-            assert [len(slot) for slot in pages.held] == [self.pages(slot) for slot in range(SLOTS)]
+        for layer, pair in enumerate(self.cache.memory):
+            layout = self.cache.layouts[layer]
+            pages = layout.pages
+            in_use = [page for slot in pages.held for page in slot]
+            assert sorted(in_use + pages.free) == list(range(pages.total))
+            assert pair is None or pair[0].shape[::2] == pair[1].shape[::2] == (pages.total, pages.size)
+            assert layout.evicted_at == self.evicted_at[layer]
+            assert self.cache.slots_in_use(layer) == [len(self.sequences[s][layer][0]) for s in range(SLOTS)]
+            if not pages.contiguous:
+                assert [len(slot) for slot in pages.held] == [self.pages(layer, slot) for slot in range(SLOTS)]
 
 
 TestAnySequenceOfCalls = AnySequenceOfCalls.TestCase

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -10,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from longreach.cache import CacheConfig, KVCache
+from longreach.cache import CacheConfig, KVCache, StatelessOnTruncate
 from longreach.errors import CapacityError, InvalidInput, Unsupported
 from longreach.ops import Rows, Spans, attend
 from tests.cache.drive import DIM, HEADS, Snapshot, fill, held, joined, random_tokens, same, write
@@ -43,7 +45,9 @@ def test_a_pass_sees_all_up_to_its_own_tokens(config: CacheConfig) -> None:
     fill(cache, [3, 1], [9, 2])
     step = cache.begin([1, 3, 0], [2, 0, 1])
     assert step.slots.tolist() == [1, 3, 0] and step.seq.tolist() == [0, 0, 2]
-    assert step.pos.tolist() == [2, 3, 0] and step.filled.tolist() == [4, 9, 1]
+    place = step.at(0)
+    assert step.pos.tolist() == place.slot.tolist() == [2, 3, 0] and place.seq_lens.tolist() == [4, 9, 1]
+    assert place.starts == step.starts == (2, 9, 0)
     write(cache, step)
     view = cache.view(0, step)
     assert view.sequences == 3 and view.capacity >= 9 and view.slot_pos is None
@@ -66,7 +70,7 @@ def test_rows_of_a_batch_may_come_in_any_order(config: CacheConfig) -> None:
         cache.reset([0, 1, 2, 3, 4])
         step = cache.begin([slots[s] for s in order], [parts[s].stop - parts[s].start for s in order])
         cache.append(0, step, torch.cat([k[parts[s]] for s in order]), torch.cat([v[parts[s]] for s in order]))
-        rows = Rows(q[order], torch.arange(3), step.filled - 1)
+        rows = Rows(q[order], torch.arange(3), step.at(0).seq_lens - 1)
         out = attend(rows, cache.view(0, step), Spans.dense(), scale=0.3).out
         return out[torch.tensor(order).argsort()]
 
@@ -84,10 +88,11 @@ def test_append_writes_to_its_own_places_only(config: CacheConfig) -> None:
     assert cache.memory[0] is not None
     before = [x.clone() for x in cache.memory[0]]
     ((k, v),) = write(cache, step)
+    place = step.at(0)
     for x, old, new in zip(cache.memory[0], before, (k, v), strict=True):
-        old[step.page, :, step.offset] = new
+        old[place.page, :, place.offset] = new
         torch.testing.assert_close(x, old, rtol=0, atol=0, equal_nan=True)
-    assert len(set(zip(step.page.tolist(), step.offset.tolist(), strict=True))) == 3
+    assert len(set(zip(place.page.tolist(), place.offset.tolist(), strict=True))) == 3
 
 
 # growth
@@ -96,11 +101,13 @@ def test_append_writes_to_its_own_places_only(config: CacheConfig) -> None:
 def test_contiguous_memory_starts_at_256_and_doubles() -> None:
     cache = KVCache(2, 2)
     want = fill(cache, [0, 1], [256, 10])
-    assert cache.pages.size == 256
+    assert cache.layouts[0].pages.size == 256
     for total, size in ((257, 512), (512, 512), (513, 1024), (3000, 4096)):
         more = fill(cache, [0], [total - cache.lengths[0]])
         want[0] = joined(want[0], more[0])
-        assert cache.pages.size == size and all(x.shape[2] == size for pair in cache.memory for x in pair or ())
+        assert cache.layouts[0].pages.size == size and all(
+            x.shape[2] == size for pair in cache.memory for x in pair or ()
+        )
     assert same(held(cache, 0), want[0]) and same(held(cache, 1), want[1])
 
 
@@ -112,11 +119,11 @@ def test_reserved_room_is_exact_at_first_and_taken_without_growing(config: Cache
     want = fill(cache, [0, 1], [3, 650])
     size = 2 * 700 if config.kind == "contiguous" else 71 * 10
     assert cache.nbytes == 2 * 2 * size * HEADS * DIM * 4
-    place, moved = [pair[0].data_ptr() for pair in cache.memory if pair], cache.resized
+    place, moved = [pair[0].data_ptr() for pair in cache.memory if pair], cache.generation
     want[1] = joined(want[1], fill(cache, [1], [50])[1])
     assert [pair[0].data_ptr() for pair in cache.memory if pair] == place
     cache.reserve([1], [1])  # past it, memory doubles as ever
-    assert cache.resized == moved + 1 and cache.pages.size * cache.pages.total == 2 * size
+    assert cache.generation == moved + 1 and cache.layouts[0].pages.size * cache.layouts[0].pages.total == 2 * size
     assert same(held(cache, 0), want[0]) and same(held(cache, 1), want[1])
 
 
@@ -140,9 +147,9 @@ def test_memory_that_could_not_be_allocated_whole_is_given_back(config: CacheCon
 def test_the_pool_doubles() -> None:
     cache = KVCache(2, 2, CacheConfig("paged", page=128))
     want = fill(cache, [0, 1], [256, 129])
-    assert cache.pages.total == 4
+    assert cache.layouts[0].pages.total == 4
     want[1] = joined(want[1], fill(cache, [1], [200])[1])
-    assert cache.pages.total == 8 and all(x.shape[0] == 8 for pair in cache.memory for x in pair or ())
+    assert cache.layouts[0].pages.total == 8 and all(x.shape[0] == 8 for pair in cache.memory for x in pair or ())
     assert same(held(cache, 0), want[0]) and same(held(cache, 1), want[1])
 
 
@@ -192,21 +199,56 @@ def test_too_much_is_refused_before_anything_is_written(
 
 
 @pytest.mark.parametrize("config", [CacheConfig(), CacheConfig("paged", page=16)], ids=["contiguous", "paged"])
-@pytest.mark.parametrize("fails_at", [1, 4])
-def test_growth_that_runs_out_of_memory_changes_nothing(
+@pytest.mark.parametrize("fails_at", [1, 2, 3, 4, 6])
+def test_growth_that_runs_out_of_memory_loses_nothing(
     config: CacheConfig, fails_at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache = KVCache(2, 2, config)
+    """Layers before the failing one may be larger than they need be; all read the same, and growth can be retried."""
+    cache = KVCache(3, 2, config)
     want = fill(cache, [0, 1], [200, 3])
-    before = Snapshot(cache)
+    before, generation = copy.deepcopy((cache.lengths, cache.layouts.of_layer)), cache.generation
+    small = [pair[0].shape for pair in cache.memory if pair]
     with monkeypatch.context() as patched:
         patched.setattr(torch.Tensor, "new_empty", failing(fails_at))
         with pytest.raises(torch.OutOfMemoryError):
             cache.begin([1, 0], [700, 1])
-    assert before.unchanged(cache)
-    assert same(held(cache, 0), want[0])
-    want[1] = joined(want[1], fill(cache, [1], [700])[1])
+    assert before == (cache.lengths, cache.layouts.of_layer) and cache.generation > generation
+    grown = [pair[0].shape != shape for pair, shape in zip(cache.memory, small, strict=True) if pair]
+    assert grown == [layer < (fails_at - 1) // 2 for layer in range(3)]
+    views = [cache.view(layer, cache.begin([0], [0])) for layer in range(3)]
+    assert {view.k.shape for view in views} == {small[0]}, "all layers still look alike"
     assert all(same(held(cache, slot), want[slot]) for slot in (0, 1))
+    more = fill(cache, [0], [1])  # fits without growth
+    want[0] = joined(want[0], more[0])
+    more = fill(cache, [1], [700])
+    want[1] = joined(want[1], more[1])
+    assert len({pair[0].shape for pair in cache.memory if pair}) == 1
+    assert all(same(held(cache, slot), want[slot]) for slot in (0, 1))
+
+
+@pytest.mark.parametrize("config", [CacheConfig(), CacheConfig("paged", page=16)], ids=["contiguous", "paged"])
+def test_growth_holds_one_layer_twice_and_no_more(config: CacheConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = KVCache(4, 1, config)
+    want = fill(cache, [0], [250])
+    allocate, alive, peak = torch.Tensor.new_empty, dict[int, int](), [0]
+    for pair in cache.memory:
+        for x in pair or ():
+            alive[id(x)] = x.nbytes
+            weakref.finalize(x, alive.pop, id(x))
+    old = sum(alive.values())
+
+    def new_empty(*args: Any) -> Tensor:
+        x = allocate(*args)
+        alive[id(x)] = x.nbytes
+        weakref.finalize(x, alive.pop, id(x))
+        peak[0] = max(peak[0], sum(alive.values()))
+        return x
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, "new_empty", new_empty)
+        want[0] = joined(want[0], fill(cache, [0], [10])[0])
+    assert cache.nbytes == 2 * old and peak[0] <= cache.nbytes + old / 4, "one old layer beside the new ones"
+    assert same(held(cache, 0), want[0])
 
 
 def test_a_first_allocation_that_fails_leaves_no_half_layer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,12 +319,12 @@ def test_pages_given_back_are_enough_for_others() -> None:
 def test_a_failed_pass_never_was(config: CacheConfig, end: str) -> None:
     cache = KVCache(2, 2, config)
     want = fill(cache, [0, 1], [9, 20])
-    used = [len(pages) for pages in cache.pages.held]
+    used = [len(pages) for pages in cache.layouts[0].pages.held]
     step = cache.begin([1, 0], [30, 1])
     cache.append(0, step, *random_tokens(31))
     if end == "abort":
         cache.abort(step)
-        assert cache.lengths == [9, 20] and [len(pages) for pages in cache.pages.held] == used
+        assert cache.lengths == [9, 20] and [len(pages) for pages in cache.layouts[0].pages.held] == used
     more = fill(cache, [0, 1], [2, 2])
     assert cache.lengths == [11, 22]
     assert all(same(held(cache, slot), joined(want[slot], more[slot])) for slot in (0, 1))
@@ -340,73 +382,80 @@ def test_passes_over_different_slots_may_overlap() -> None:
 # state
 
 
-class Noted:
+class Noted(StatelessOnTruncate):
     """A state that notes what it is told. `floor`: it cannot be cut to fewer tokens."""
 
-    def __init__(self, log: list[tuple[Any, ...]], name: str, floor: int = 0):
-        self.log, self.name, self.floor = log, name, floor
+    def __init__(self, floor: int = 0):
+        self.log, self.floor = list[tuple[Any, ...]](), floor
 
     def reset(self, slots: Tensor) -> None:
         assert slots.dtype == torch.int64
-        self.log.append((self.name, "reset", slots.tolist()))
+        self.log.append(("reset", slots.tolist()))
 
     def check_truncate(self, slots: Tensor, lengths: Tensor) -> None:
         if bool((lengths < self.floor).any()):
-            raise Unsupported(f"{self.name} cannot be cut below {self.floor} tokens")
+            raise Unsupported(f"this cannot be cut below {self.floor} tokens")
 
     def truncate(self, slots: Tensor, lengths: Tensor) -> None:
         assert slots.dtype == lengths.dtype == torch.int64
-        self.log.append((self.name, "truncate", slots.tolist(), lengths.tolist()))
+        self.log.append(("truncate", slots.tolist(), lengths.tolist()))
 
 
-def test_state_is_told_by_slot() -> None:
-    cache = KVCache(1, 4)
-    log: list[tuple[Any, ...]] = []
-    cache.state.update(a=Noted(log, "a"), b=Noted(log, "b"))
+def test_state_is_addressed_by_slot() -> None:
+    state = Noted()
+    cache, log = KVCache(1, 4, state=state), state.log
     fill(cache, [3, 1], [9, 4])
     cache.truncate([1, 3], [4, 5])  # slot 1 keeps all it has
-    assert log == [("a", "truncate", [3], [5]), ("b", "truncate", [3], [5])]
+    assert log == [("truncate", [3], [5])]
     log.clear()
     cache.reset([3])
-    assert log == [("a", "reset", [3]), ("b", "reset", [3])]
+    assert log == [("reset", [3])]
     log.clear()
     step = cache.begin([1, 0], [2, 2])
     cache.abort(step)
     cache.abort(step)
-    assert log == [("a", "truncate", [1, 0], [4, 0]), ("b", "truncate", [1, 0], [4, 0])]
+    assert log == [("truncate", [1, 0], [4, 0])]
     log.clear()
     cache.begin([1], [2])
     cache.begin([1], [2])  # the first of these was never committed
-    assert [entry[1:] for entry in log] == [("truncate", [1], [4])] * 2
+    assert log == [("truncate", [1], [4])]
     log.clear()
     cache.truncate([1], [4])  # no token less, but a pass is under way
-    assert [entry[1:] for entry in log] == [("truncate", [1], [4])] * 2
+    assert log == [("truncate", [1], [4])]
     log.clear()
     cache.truncate([1], [4])
     assert log == []
 
 
-def test_a_state_that_refuses_is_heard_before_any_is_cut() -> None:
-    cache = KVCache(1, 2, CacheConfig("paged", page=2))
-    log: list[tuple[Any, ...]] = []
-    cache.state.update(a=Noted(log, "a"), b=Noted(log, "b", floor=3))
+def test_a_cut_that_state_refuses_changes_nothing() -> None:
+    state = Noted(floor=3)
+    cache = KVCache(1, 2, CacheConfig("paged", page=2), state=state)
     want = fill(cache, [0, 1], [9, 4])
     before = Snapshot(cache)
-    with pytest.raises(Unsupported, match="b cannot be cut below 3 tokens"):
+    with pytest.raises(Unsupported, match="this cannot be cut below 3 tokens"):
         cache.truncate([1, 0], [3, 2])
-    assert log == [] and before.unchanged(cache)
+    assert state.log == [] and before.unchanged(cache)
     assert same(held(cache, 0), want[0])
 
 
 def test_a_pass_that_state_cannot_forget_is_reported_but_counts_for_nothing() -> None:
-    cache = KVCache(1, 1, CacheConfig("paged", page=2))
+    state = Noted()
+    cache = KVCache(1, 1, CacheConfig("paged", page=2), state=state)
     want = fill(cache, [0], [3])
-    cache.state["a"] = Noted([], "a", floor=5)
+    state.floor = 5
     step = cache.begin([0], [4])
     with pytest.raises(Unsupported):
         cache.abort(step)
-    cache.state.clear()
+    state.floor = 0
     assert cache.lengths == [3] and same(held(cache, 0), want[0])
+
+
+def test_generation_counts_moves_of_state_too() -> None:
+    class Moved(StatelessOnTruncate):
+        generation = 5
+
+    assert KVCache(1, 1, state=Moved()).generation == 5 and KVCache(1, 1).generation == 0
+    assert StatelessOnTruncate().snapshot()() is None
 
 
 # modes, dtypes, bad input
@@ -511,7 +560,7 @@ def test_tokens_that_do_not_fit_are_refused(message: str, k: Any, v: Any) -> Non
         (lambda c: c.reset([-1]), r"slots in \[0, 2\)"),
         (lambda c: c.view(1, c.begin([0], [0])), r"layer: expected in \[0, 1\), got 1"),
         (lambda c: c.append(-1, c.begin([0], [2]), good(), good()), r"layer: expected in \[0, 1\), got -1"),
-        (lambda c: KVCache(1, 1).view(0, KVCache(1, 1).begin([0], [0])), "holds no keys yet; append before view"),
+        (lambda c: KVCache(1, 1).view(0, KVCache(1, 1).begin([0], [0])), "holds no keys yet; append first"),
         (lambda c: KVCache(0, 1), "at least one layer and slot"),
         (lambda c: KVCache(1, 0), "at least one layer and slot"),
     ],
@@ -548,6 +597,6 @@ def test_runs_say_of_each_row_what_the_device_knows(config: CacheConfig) -> None
     cache = KVCache(1, 3, config)
     for counts in ((5, 0, 9), (1, 4, 2)):
         step = cache.begin([2, 0, 1], counts)
-        told = [(b, first + n) for rows, b, first in step.runs for n in range(rows)]
+        told = [(b, first + n) for rows, b, first in step.at(0).runs for n in range(rows)]
         assert told == list(zip(step.seq.tolist(), step.pos.tolist(), strict=True))
         cache.commit(step)

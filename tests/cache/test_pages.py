@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 
 from longreach.cache.pages import Pages
@@ -73,3 +75,38 @@ def test_contiguous_memory_stretches() -> None:
 def test_nothing_asked_for() -> None:
     for contiguous in (True, False):
         assert Pages(2, 4, 2, contiguous).sizes_for({}) == (4, 2)
+
+
+def test_shrunk_pages_are_as_many_as_are_needed() -> None:
+    pages = Pages(slots=3, size=4, total=16, contiguous=False)
+    take(pages, s0=9, s2=4)
+    take(pages, s1=5, s0=16)
+    before = deepcopy(pages)
+    small = pages.shrunk([2, 5, 4])
+    assert pages == before and small.held == [[0], [1, 2], [3]] and (small.total, small.free) == (4, [])
+    take(small, s0=5)
+    assert small.total == 8 and len(small.held[0]) == 2
+    assert pages.shrunk([0, 0, 0]).held == [[], [], []] and pages.shrunk([0, 0, 0]).free == [0]
+    full = pages.shrunk([16, 5, 4]).shrunk([15, 5, 4])
+    assert full.total == 7 and full.free == [], "nothing is free, nothing is renumbered"
+
+
+def test_a_shrunk_pool_of_a_given_size_keeps_its_pages() -> None:
+    pages = Pages(slots=2, size=4, total=8, contiguous=False, most=8)
+    take(pages, s0=9, s1=8)
+    small = pages.shrunk([1, 8])
+    assert small.total == 8 and small.held == [pages.held[0][:1], pages.held[1]] and len(small.free) == 5
+    assert sorted([*small.free, *small.held[0], *small.held[1]]) == list(range(8))
+
+
+def test_shrunk_contiguous_memory_is_as_long_as_the_longest_sequence() -> None:
+    pages = Pages(slots=2, size=40, total=2, contiguous=True, limit=40)
+    assert (pages.shrunk([3, 7]).size, pages.shrunk([0, 0]).size) == (7, 1)
+    assert pages.shrunk([3, 7]).sizes_for({0: 30}) == (40, 2), "doubled, but for the limit"
+
+
+def test_a_pool_of_limited_sequences_never_gets_more_pages_than_they_can_fill() -> None:
+    pages = Pages(slots=2, size=4, total=6, contiguous=False, limit=12)
+    take(pages, s0=12, s1=5)
+    small = pages.shrunk([1, 5])
+    assert small.total == 3 and small.sizes_for({0: 12, 1: 8}) == (4, 6) and small.sizes_for({0: 12, 1: 12}) == (4, 6)

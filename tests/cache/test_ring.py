@@ -7,10 +7,11 @@ import copy
 import pytest
 import torch
 
-from longreach.cache import RowRing
+from longreach.cache import KVCache, RowRing
 from longreach.cache.ring import SPARE
-from longreach.errors import InvalidInput
+from longreach.errors import InvalidInput, Unsupported
 from longreach.ops import Partial
+from tests.cache.drive import Snapshot, fill, random_kept
 
 
 def ring(dtype: torch.dtype = torch.float32) -> RowRing:
@@ -68,6 +69,31 @@ def test_memory_stays_where_it_is_and_a_copy_is_another() -> None:
     held.reset(torch.tensor([1]))
     assert places == [x.data_ptr() for x in (held.ring.query, held.ring.stamp, *held.entries)]
     assert stamps(other, 0) == []
+
+
+def test_a_snapshot_is_put_back_into_the_same_memory() -> None:
+    held = ring()
+    note(held, 0, [1, 2, 3])
+    whole = [x.clone() for x in (held.ring.query, held.ring.stamp, *held.entries)]
+    with torch.inference_mode():
+        restore = held.snapshot()
+    note(held, 0, [4, 1 + held.ring.size, 5 + held.ring.size])
+    held.truncate(torch.tensor([0]), torch.tensor([4]))
+    assert stamps(held, 0) == [2, 3]
+    restore()
+    assert stamps(held, 0) == [1, 2, 3] and held.generation == 0
+    for x, y in zip((held.ring.query, held.ring.stamp, *held.entries), whole, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
+
+
+def test_keys_under_its_results_cannot_be_evicted() -> None:
+    state = ring()
+    cache = KVCache(1, 3, state=state)
+    fill(cache, [0], [9])
+    before = Snapshot(cache)
+    with pytest.raises(Unsupported, match="layer 0 keeps results of attention over earlier keys"):
+        cache.keep(0, [0], [random_kept(9, 3)])
+    assert before.unchanged(cache)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What the meter of a call says of metadata, row by row."""
+"""What the meter of a call says, row by row."""
 
 from __future__ import annotations
 
@@ -17,15 +17,28 @@ class Metadata(NamedTuple):
     together: int
 
 
+def passes_of(call: LayerCall, column: str) -> list[list[list[int]]]:
+    """[R][G] of each pass over what `column` ("key_bytes", ...) counts: slots read, none for rows without a part in it.
+
+    Where a kernel has counted slots, it counted what the selection says.
+    """
+    found = []
+    for rows, kv, part, read in call.meter.noted:
+        if read.selection is not None and getattr(read, column):
+            slots = read.selection.reads(rows, kv)
+            assert read.counted is None or torch.equal(read.counted.long(), slots)
+            whole = torch.zeros(call.rows.pos.shape[0], kv.heads, dtype=torch.int64)
+            found.append(whole.index_add_(0, torch.arange(len(whole)) if part is None else part, slots).tolist())
+    return found
+
+
 def metadata_of(call: LayerCall) -> Metadata:
-    """The metadata that a call has read. Where a kernel has counted slots, it counted what the selection says."""
+    """The metadata that a call has read."""
     found, together = torch.zeros(call.rows.pos.shape[0], dtype=torch.int64), 0
     for rows, kv, part, read in call.meter.noted:
         mine = torch.zeros(rows.pos.shape[0], dtype=torch.int64)
         if read.selection is not None:
-            slots = read.selection.reads(rows, kv)
-            assert read.counted is None or torch.equal(read.counted.long(), slots)
-            mine += read.metadata_bytes * slots.sum(1)
+            mine += read.metadata_bytes * read.selection.reads(rows, kv).sum(1)
         if isinstance(read.other, Tensor):
             mine += read.other.long().flatten(1).sum(1) if read.other.dim() > 1 else read.other.long()
         else:

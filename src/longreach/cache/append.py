@@ -63,13 +63,3 @@ class Append:
         shared = {id(p): p.take(index) for p in self.placements}
         placements = tuple(shared[id(p)] for p in self.placements)
         return replace(self, seq=self.seq[index], pos=self.pos[index], placements=placements)
-
-
-def places(table: Tensor, seq: Tensor, slot: Tensor, page: int | None) -> tuple[Tensor, Tensor]:
-    """(page, offset) in memory, int64 [groups, R], of logical slots [groups, R] of the sequences seq [R].
-
-    table: [groups, B, pages], contiguous. page: slots in a page; None: a sequence has one page, of any size.
-    """
-    if page is None:
-        return table[:, seq, 0], slot
-    return table.flatten(1).gather(1, seq * table.shape[2] + slot // page), slot % page

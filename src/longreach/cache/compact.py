@@ -11,7 +11,7 @@ Pair = tuple[Tensor, Tensor]
 
 
 def compacted(memory: Pair, before: Layout, after: Layout, index: dict[int, Tensor]) -> Pair:
-    """K and V [P, G, page, D] as `after` lays them out; in place where memory has that size already.
+    """K and V [P, G, page, D] as `after` lays them out; in place where memory keeps its size, and pages their numbers.
 
     index: slot -> int64 [G, n], the slots to keep of it. Other sequences stay as they are.
     """

@@ -23,38 +23,39 @@ class DecodeBuffers:
 
     def __init__(self, cache: KVCache, slots: Sequence[int], width: int):
         """width: pages a sequence may come to hold, where nothing is evicted."""
-        batch, groups = len(slots), cache.groups()
+        batch, groups = len(slots), cache.layouts.groups()
 
         def zeros(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.int64, device=cache.device)
+            """int64, each row at a multiple of 16 bytes: kernels are compiled for that."""
+            whole = (*shape[:-1], shape[-1] + shape[-1] % 2)
+            return torch.zeros(whole, dtype=torch.int64, device=cache.device)[..., : shape[-1]]
 
-        self.cache, self.width, self.generation = cache, width, cache.generation
+        self.cache, self.width, self.generation, self._opened = cache, width, cache.generation, False
         with torch.inference_mode(False):
             self._moving = zeros(1 + 2 * len(groups), batch)  # positions, then slots and sequence lengths of each group
             pos, self._slot, seq_lens = self._moving.split([1, len(groups), len(groups)])
-            self._table = zeros(len(groups), batch, width)
+            shape = (len(groups), batch, width)
+            self._table = zeros(*shape) if len(groups) > 1 else zeros(batch * width).view(shape)
             self._page, self._offset = self._table[:, :, 0], self._slot
             if cache.page is not None:
                 self._page, self._offset = zeros(len(groups), batch), zeros(len(groups), batch)
             at = torch.tensor(list(slots), dtype=torch.int64, device=cache.device)
             seq = torch.arange(batch, device=cache.device)
-        placements = {}
+        runs, found = tuple(Run(1, b) for b in range(batch)), []
         for g, layout in enumerate(groups):
-            pages = width - min((layout.dropped[s] for s in slots), default=0) // (cache.page or layout.pages.size)
-            placements[id(layout)] = Placement(
-                self._slot[g], self._page[g], self._offset[g], seq_lens[g], self._table[g, :, : max(1, pages)],
-                runs=tuple(Run(1, b) for b in range(batch)),
-            )  # fmt: skip
-        each = tuple(placements[id(layout)] for layout in (cache.layouts if len(groups) > 1 else groups))
+            spare = 0 if cache.page is None else min((layout.dropped[s] for s in slots), default=0) // cache.page
+            table = self._table[g, :, : max(1, width - spare)]
+            place = (self._slot[g], self._page[g], self._offset[g], seq_lens[g], table)
+            found.append(Placement(*place, runs=runs))
         one = (1,) * batch
-        self.append = Append(at, seq, pos[0], each, one, one, tuple(slots))
+        self.append = Append(at, seq, pos[0], cache.layouts.spread(found), one, one, tuple(slots))
 
     @property
     def capacity(self) -> int:
         """Tokens that every sequence may come to hold here."""
         return min(
             self.width * layout.pages.size + layout.dropped[s]
-            for layout in self.cache.groups()
+            for layout in self.cache.layouts.groups()
             for s in self.append.host_slots
         )
 
@@ -70,11 +71,13 @@ class DecodeBuffers:
         """
         require(self.valid, "the cache's memory has moved since these buffers were made; make new ones")
         append = self.cache.begin_run(self.append, steps)
+        if not self._opened:  # nothing was captured before, so memory may have grown just now
+            self.generation, self._opened = self.cache.generation, True
         slots, lengths = append.host_slots, self.cache.lengths
-        used = [[lengths[s] - layout.dropped[s] for s in slots] for layout in self.cache.groups()]
+        used = [[lengths[s] - layout.dropped[s] for s in slots] for layout in self.cache.layouts.groups()]
         rows = [[lengths[s] for s in slots], *used, *([n + 1 for n in each] for each in used)]
         with torch.inference_mode(False):
-            self._table.copy_(self.cache.tables(slots, self.width))
+            self._table.copy_(self.cache.layouts.tables(slots, self.width))
             self._moving.copy_(torch.tensor(rows, dtype=torch.int64).view_as(self._moving))
             self._place()
         self.append = append

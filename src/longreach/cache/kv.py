@@ -20,12 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longreach.cache.append import Append, Placement, places
+from longreach.cache.append import Append
+from longreach.cache.checks import checked_kept, checked_positions
 from longreach.cache.compact import compacted
 from longreach.cache.config import CacheConfig
 from longreach.cache.layout import Layout
+from longreach.cache.layouts import Layouts
+from longreach.cache.placing import placements
 from longreach.cache.state import SequenceState, StatelessOnTruncate
-from longreach.errors import InvalidInput, Unsupported
+from longreach.errors import InvalidInput
 from longreach.ops.append import append
 from longreach.ops.types import FLOATS, INTS, KVView, Run, describe, require
 
@@ -34,7 +37,7 @@ class KVCache:
     """K and V of every layer for `slots` sequences, [P, G, page, D] each, allocated when a layer first appends.
 
     lengths: tokens of each sequence, which is the position of the next one. state: what else follows the sequences.
-    layouts: of each layer, which slots and pages it uses; one object for all layers that are alike.
+    layouts: of each layer, which slots and pages it uses.
     """
 
     def __init__(
@@ -50,7 +53,7 @@ class KVCache:
         self.device = torch.empty(0, device=device).device  # with its index: "cuda" is not "cuda:0"
         self.state: SequenceState = StatelessOnTruncate() if state is None else state
         self.lengths = [0] * slots
-        self.layouts = [Layout.fresh(self.config.plan(slots))] * layers
+        self.layouts = Layouts(layers, self.config.plan(slots))
         self.memory: list[tuple[Tensor, Tensor] | None] = [None] * layers
         self._moves = 0
         self._evicted = False  # whether some layer's memory was shrunk
@@ -64,9 +67,7 @@ class KVCache:
         A pass that was begun on one of the slots and never committed counts as failed: see `abort`.
         """
         before = self._begin("begin", slots, counts)
-        seq, first = self._rows(counts)
-        pos = torch.arange(sum(counts), device=self.device) + (self._ints(before) - first)[seq]
-        return self._append(slots, seq, pos, before, counts, counts, before)
+        return self._append(slots, None, before, counts, counts, before)
 
     def place(
         self, slots: Sequence[int], positions: Sequence[Sequence[int] | Tensor], *, overwrite: bool = False
@@ -79,20 +80,20 @@ class KVCache:
         it was to overwrite. Raises CapacityError, InvalidInput; Unsupported to overwrite where keys were evicted.
         """
         self._check("place", slots, [0 for _ in positions])
-        rows = [self._positions(s, p, overwrite) for s, p in zip(slots, positions, strict=True)]
+        each = list(zip(slots, positions, strict=True))
+        rows = [checked_positions(s, self._intact(s), p, overwrite) for s, p in each]
+        over = {s: int(p[0]) for s, p in zip(slots, rows, strict=True) if p.numel() and p[0] < self._intact(s)}
+        for slot, first in over.items():
+            self.layouts.check_overwrite(slot, first)
         counts = [p.numel() for p in rows]
         added = [int((p >= self._intact(s)).sum()) for s, p in zip(slots, rows, strict=True)]
         before = self._begin("place", slots, added)
-        for slot, p, length in zip(slots, rows, before, strict=True):
-            if p.numel() and int(p[0]) < length:
-                self._overwritten[slot] = int(p[0])
+        self._overwritten |= over
         firsts = [int(p[0]) if p.numel() else n for p, n in zip(rows, before, strict=True)]
-        consecutive = all(
-            not p.numel() or int(p[-1]) - first + 1 == p.numel() for p, first in zip(rows, firsts, strict=True)
-        )
-        seq, _ = self._rows(counts)
-        pos = torch.cat(rows).to(self.device) if rows else seq
-        return self._append(slots, seq, pos, before, counts, added, firsts if consecutive else None)
+        lasts = [int(p[-1]) if p.numel() else n - 1 for p, n in zip(rows, before, strict=True)]
+        gapless = all(last - first == n - 1 for first, last, n in zip(firsts, lasts, counts, strict=True))
+        pos = torch.cat([torch.empty(0, dtype=torch.int64), *rows]).to(self.device)
+        return self._append(slots, pos, before, counts, added, firsts if gapless else None)
 
     def reserve(self, slots: Sequence[int], counts: Sequence[int]) -> None:
         """Make room for counts[b] more tokens in slots[b] now, so that passes to come need none. Raises as `begin`.
@@ -119,7 +120,7 @@ class KVCache:
     def append(self, layer: int, step: Append, k: Tensor, v: Tensor, rows: Tensor | None = None) -> None:
         """Write the tokens of one layer. k, v: [R, G, D] in the order of step.seq and step.pos.
 
-        rows: int64 [r], the rows of the pass that k and v [r, G, D] belong to, where not all run in this layer. Rows
+        rows: int [r], the rows of the pass that k and v [r, G, D] belong to, where not all run in this layer. Rows
         at new positions must be among them: the layer would hold no key for them.
         """
         self._check_layer(layer)
@@ -183,8 +184,7 @@ class KVCache:
         for slot, n in zip(slots, lengths, strict=True):
             held = self._intact(slot)
             require(n <= held, f"truncate: slot {slot} holds {held} tokens, cannot keep {n}")
-            for layout in self.groups():
-                layout.check_cut(slot, n)
+            self.layouts.check_cut(slot, n)
         ends = dict(zip(slots, lengths, strict=True))
         self._truncate_state({s: n for s, n in ends.items() if n < self.lengths[s] or self._under_way[s]})
         self._cut(ends)
@@ -211,7 +211,8 @@ class KVCache:
         busy = [s for s, number in enumerate(self._under_way) if number]
         require(not busy, f"keep: a pass is under way in slots {busy}; commit or abort it first")
         memory = self._held(layer)
-        kept = self._kept(layer, dict(zip(slots, index, strict=True)))
+        asked = dict(zip(slots, index, strict=True))
+        kept = checked_kept(asked, self.slots_in_use(layer), memory[0].shape[1], self.device)
         self.state.check_keep(layer)
         if not kept:
             return
@@ -219,7 +220,8 @@ class KVCache:
         after = before.evicted(self.lengths, {s: i.shape[1] for s, i in kept.items()})
         with torch.inference_mode(False), torch.no_grad():
             self.memory[layer] = compacted(memory, before, after, kept)
-        self.layouts[layer] = next((layout for layout in self.groups() if layout == after), after)
+        del memory  # before state is rebuilt, which may take memory of its own
+        self.layouts[layer] = after
         self._moves, self._evicted = self._moves + 1, True
         self.state.kept(layer, self._view_of_all(layer))
 
@@ -247,28 +249,13 @@ class KVCache:
         """Tokens in a page; None where one page holds a sequence, whatever its length."""
         return self.config.page if self.config.kind == "paged" else None
 
-    def groups(self) -> list[Layout]:
-        """The distinct layouts, in the order of the first layer of each."""
-        return list({id(layout): layout for layout in self.layouts}.values())
-
-    def tables(self, slots: Sequence[int], width: int | None = None) -> Tensor:
-        """int64 [groups, B, width] on the device: the pages of each sequence, for each of `groups`.
-
-        width: at least the most pages that one holds. Entries past a sequence's own are never read.
-        """
-        held = [[layout.pages.held[s] for s in slots] for layout in self.groups()]
-        most = max((len(pages) for rows in held for pages in rows), default=0) or 1
-        require(width is None or width >= most, f"table: {most} pages do not fit into {width} columns")
-        rows = [[pages + [0] * ((width or most) - len(pages)) for pages in each] for each in held]
-        return self._ints(rows).view(len(held), len(slots), width or most)
-
     def _begin(self, what: str, slots: Sequence[int], counts: Sequence[int], exact: bool = False) -> list[int]:
         """Make room and open a pass on the slots; their lengths before it."""
         self._check(what, slots, counts)
         self._drop([s for s in slots if self._under_way[s]])
         before = [self.lengths[s] for s in slots]
         after = {s: n + c for s, n, c in zip(slots, before, counts, strict=True)}
-        sizes = [(layout, *layout.sizes_for(after, exact)) for layout in self.groups()]  # all, before any is changed
+        sizes = self.layouts.sizes_for(after, exact)
         if any((size, total) != (layout.pages.size, layout.pages.total) for layout, size, total in sizes):
             self._moves += 1
         for each in sizes:
@@ -281,93 +268,21 @@ class KVCache:
         return before
 
     def _append(
-        self, slots: Sequence[int], seq: Tensor, pos: Tensor, before: Sequence[int], counts: Sequence[int],
+        self, slots: Sequence[int], pos: Tensor | None, before: Sequence[int], counts: Sequence[int],
         added: Sequence[int], firsts: Sequence[int] | None,
     ) -> Append:  # fmt: skip
-        """The pass over rows at `pos` [R]. firsts: each sequence's first position where its rows are consecutive."""
-        groups, table = self.groups(), self.tables(slots)
-        dropped = [[layout.dropped[s] for s in slots] for layout in groups]
-        slot = pos.expand(len(groups), -1)
-        if any(map(any, dropped)):
-            slot = slot - self._ints(dropped)[:, seq]
-        after = [n + c for n, c in zip(before, added, strict=True)]
-        seq_lens = self._ints([[n - d for n, d in zip(after, each, strict=True)] for each in dropped])
-        page, offset = places(table, seq, slot, self.page)
-        placements = {}
-        for g, layout in enumerate(groups):
-            starts = tuple(n - d for n, d in zip(before, dropped[g], strict=True))
-            runs = None
-            if firsts is not None:
-                known = zip(counts, firsts, dropped[g], strict=True)
-                runs = tuple(Run(n, b, first - gone) for b, (n, first, gone) in enumerate(known))
-            width = max((len(layout.pages.held[s]) for s in slots), default=0) or 1
-            placements[id(layout)] = Placement(
-                slot[g], page[g], offset[g], seq_lens[g], table[g, :, :width], starts, runs
-            )
-        each = tuple(placements[id(layout)] for layout in (self.layouts if len(groups) > 1 else groups))
-        host = (tuple(counts), tuple(added), tuple(slots), tuple(before))
-        return Append(self._ints(slots), seq, pos, each, *host, self._begun)
-
-    def _rows(self, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """(sequence of each row [R], first row of each sequence [B])."""
+        """The pass over rows at `pos` [R], or from firsts[b] on: each sequence's first position where known."""
         each = self._ints(counts)
         seq = torch.repeat_interleave(torch.arange(len(counts), device=self.device), each, output_size=sum(counts))
-        return seq, torch.cumsum(each, 0) - each
-
-    def _positions(self, slot: int, positions: Sequence[int] | Tensor, overwrite: bool) -> Tensor:
-        """`positions` as int64 on the host, checked against what the slot holds."""
-        p = torch.as_tensor(positions)
-        p = p.long() if not p.numel() else p
-        ok = p.dim() == 1 and p.dtype in INTS and p.device.type == "cpu"
-        require(ok, f"place: expected a list or int tensor [n] of positions on the host, got {describe(p)}")
-        if not p.numel():
-            return p
-        p, held = p.long(), self._intact(slot)
-        low, high = int(p[0]), int(p[-1])
-        require(low >= 0, f"place: slot {slot}: expected positions >= 0, got {low}")
-        back = (p.diff() <= 0).nonzero()
-        if back.numel():
-            i = int(back[0])
-            raise InvalidInput(
-                f"place: slot {slot}: position {int(p[i + 1])} after {int(p[i])} goes back; sort positions, each once"
-            )
-        require(
-            overwrite or low >= held,
-            f"place: slot {slot} holds {held} tokens, so position {low} is in use; pass overwrite=True to replace it",
-        )
-        new = p[p >= held]
-        skips = new.numel() and high != held + new.numel() - 1
-        require(not skips, f"place: slot {slot} holds {held} tokens; positions {new[:8].tolist()} ... skip some after")
-        if low < held:
-            evicted = [i for i, layout in enumerate(self.layouts) if layout.evicted_at[slot]]
-            if evicted:
-                raise Unsupported(
-                    f"place: slot {slot}: keys were evicted from layers {evicted}, so position {low} cannot be "
-                    f"overwritten; overwrite before evicting"
-                )
-        return p
-
-    def _kept(self, layer: int, index: dict[int, Tensor]) -> dict[int, Tensor]:
-        """What `keep` was given, checked, without the sequences that keep everything."""
-        heads, used = self._held(layer)[0].shape[1], self.slots_in_use(layer)
-        for slot, i in index.items():
-            ok = isinstance(i, Tensor) and i.dim() == 2 and i.shape[0] == heads
-            ok = ok and i.dtype == torch.int64 and i.device == self.device
-            require(ok, f"keep: slot {slot}: expected int64 [G={heads}, n] on {self.device}, got {describe(i)}")
-            require(i.shape[1] > 0, f"keep: slot {slot}: expected at least one slot to keep; use reset to empty it")
-        if not index:
-            return {}
-        found = [
-            torch.stack([i.amin(), i.amax() + 1, (i.diff() == 0).any(), (i.diff() < 0).any()]) for i in index.values()
-        ]
-        for (slot, n), (low, high, twice, back) in zip(
-            ((s, used[s]) for s in index), torch.stack(found).tolist(), strict=True
-        ):
-            inside = f"keep: slot {slot}: layer {layer} uses slots [0, {n}) of it, got some in [{low}, {high})"
-            require(low >= 0 and high <= n, inside)
-            require(not twice, f"keep: slot {slot}: expected each slot once in a head, got one twice")
-            require(not back, f"keep: slot {slot}: expected slots in ascending order in each head")
-        return {s: i for s, i in index.items() if i.shape[1] < used[s]}
+        if pos is None:
+            shift = self._ints(firsts) - torch.cumsum(each, 0) + each
+            pos = torch.arange(sum(counts), device=self.device) + shift[seq]
+        runs = None
+        if firsts is not None:
+            runs = [Run(n, b, first) for b, (n, first) in enumerate(zip(counts, firsts, strict=True))]
+        found = placements(self.layouts, self.page, slots, seq, pos, before, added, runs)
+        host = (tuple(counts), tuple(added), tuple(slots), tuple(before))
+        return Append(self._ints(slots), seq, pos, found, *host, self._begun)
 
     def _held(self, layer: int) -> tuple[Tensor, Tensor]:
         """K and V of a layer, [P, G, page, D], of the size that its layout says."""
@@ -381,9 +296,10 @@ class KVCache:
         return k, v
 
     def _view_of_all(self, layer: int) -> KVView:
-        table = self.tables(range(len(self.lengths)))
-        group = [id(layout) for layout in self.groups()].index(id(self.layouts[layer]))
-        return KVView(*self._held(layer), self._ints(self.slots_in_use(layer)), table[group])
+        slots = range(len(self.lengths))
+        tables = self.layouts.spread(list(self.layouts.tables(slots)))
+        table = tables[layer if len(tables) > 1 else 0][:, : self.layouts[layer].width(slots)].to(self.device)
+        return KVView(*self._held(layer), self._ints(self.slots_in_use(layer)), table)
 
     def _intact(self, slot: int) -> int:
         """Tokens of a sequence that no pass under way overwrites."""
@@ -415,8 +331,7 @@ class KVCache:
             self.lengths[slot] = n
             self._under_way[slot] = 0
             self._overwritten.pop(slot, None)
-            for layout in self.groups():
-                layout.cut(slot, n)
+            self.layouts.cut(slot, n)
 
     def _truncate_state(self, ends: dict[int, int]) -> None:
         if ends:
@@ -428,7 +343,7 @@ class KVCache:
         """Give all memory back and make layers alike again, where no slot holds anything."""
         if not any(self.lengths) and not any(self._under_way):
             self.memory = [None] * len(self.memory)
-            self.layouts = [Layout.fresh(self.config.plan(len(self.lengths)))] * len(self.memory)
+            self.layouts = Layouts(len(self.memory), self.config.plan(len(self.lengths)))
             self._moves, self._evicted = self._moves + 1, False
 
     def _ints(self, values: Any) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from longreach.cache.pages import Pages
@@ -27,6 +28,10 @@ class Layout:
     def in_use(self, lengths: dict[int, int]) -> dict[int, int]:
         """Slots that sequences of `lengths` tokens use: slot -> count."""
         return {s: n - self.dropped[s] for s, n in lengths.items()}
+
+    def width(self, slots: Iterable[int]) -> int:
+        """Columns of a block table of these sequences: the most pages that one holds, at least 1."""
+        return max((len(self.pages.held[s]) for s in slots), default=0) or 1
 
     def sizes_for(self, lengths: dict[int, int], exact: bool = False) -> tuple[int, int]:
         """Pages.sizes_for, from lengths in tokens."""

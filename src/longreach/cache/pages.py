@@ -76,14 +76,14 @@ class Pages:
     def shrunk(self, lengths: list[int]) -> Pages:
         """The same sequences, cut to `lengths`, in no more memory than they need. A pool of `most` pages keeps them.
 
-        Pages of a sequence keep their order; those of a smaller pool are renumbered.
+        Pages of a sequence keep their order; those of a pool that gets smaller are renumbered.
         """
         if self.contiguous:
             return Pages(self.slots, max(1, *lengths), self.total, True, self.limit)
         new = deepcopy(self)
         for slot, length in enumerate(lengths):
             new.release(slot, length)
-        if new.most is None:
+        if new.most is None and new.free:  # then the pool gets smaller: memory of the same size keeps its numbers
             numbers = count()
             new.held = [list(islice(numbers, len(pages))) for pages in new.held]
             used = next(numbers)

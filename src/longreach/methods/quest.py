@@ -68,7 +68,7 @@ class Quest(AttentionMethod):
         count = call.once((self, "count"), lambda: blocks[:, None].repeat(1, bound.shape[1]))
         length = call.once((self, "length"), lambda: newest + 1)
         capacity = -(-max_keys(self.k, call.kv.capacity) // page)
-        index, used = call.op("top_k", bound, count, length, last=1, capacity=capacity)
+        index, used = call.op("top_k", bound.float(), count, length, last=1, capacity=capacity)
         return Outcome(call.attend(Lists(index, used, block=page, in_sight=True)))
 
     def workspace_bytes(self, model: ModelShape, rows: int, capacity: int, dtype: torch.dtype) -> int:

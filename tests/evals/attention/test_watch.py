@@ -12,6 +12,7 @@ from longreach.evals.attention.watch import Watch
 from longreach.methods.base import Outcome
 from longreach.methods.call import LayerCall, ModelShape
 from longreach.ops import KVView, Partial, Rows, Spans
+from longreach.ops.doors import Read
 
 TOKENS, ANSWER = (9, 5, 6, 1, 2, 3, 9, 9, 4, 4), (5, 6, 7)  # the needle lies at 1 to 3; 7 is not in it
 DIM = 16
@@ -31,7 +32,8 @@ def passed(watch: Watch, looked_at: list[dict[int, int]], chunk: int, end: int) 
         rows = Rows(q * 8, torch.zeros_like(pos), pos)
         call = LayerCall(0, rows, KVView(keys, keys, torch.tensor([int(pos[-1]) + 1])), torch.tensor([0]), 1.0,
                          pre_rope=lambda q=q: (q, q))  # fmt: skip
-        watch("prefill", call, Outcome(Partial.empty(1, 1, 8), Reads((Spans.dense(),), (Spans.dense(),))))
+        call.count_read(Read.of(call.kv, Spans.dense()))
+        watch("prefill", call, Outcome(Partial.empty(1, 1, 8)))
 
 
 def watching() -> Watch:

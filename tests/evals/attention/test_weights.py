@@ -9,9 +9,9 @@ import torch
 
 from longreach.errors import Unsupported
 from longreach.evals.attention.weights import blocks, weights, window_of
-from longreach.methods.base import Outcome
 from longreach.methods.call import LayerCall
-from longreach.ops import KVView, Lists, Partial, Rows, Selection, Spans
+from longreach.ops import KVView, Lists, Rows, Selection, Spans
+from longreach.ops.doors import Read
 
 KEYS, PAGE, HEADS, GROUPS, DIM = 37, 8, 6, 2, 8
 SCALE, CAP = 0.5, 3.0
@@ -29,8 +29,11 @@ def call(softcap: float | None, sinks: bool, dtype: torch.dtype = torch.float32)
     return LayerCall(0, rows, kv, torch.tensor([0]), SCALE, softcap=softcap, sink_logit=sink)
 
 
-def outcome(selection: Selection) -> Outcome:
-    return Outcome(Partial.empty(1, 1, 8), Reads((selection,), (selection,)))
+def reading(call: LayerCall, selection: Selection) -> LayerCall:
+    """The call, once it has read the keys and values of a selection, and nothing else."""
+    fresh = call.observer()
+    fresh.count_read(Read.of(call.kv, selection))
+    return fresh
 
 
 @pytest.mark.parametrize("window", [None, 1, 9])
@@ -38,13 +41,12 @@ def outcome(selection: Selection) -> Outcome:
 @pytest.mark.parametrize("softcap", [None, CAP])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_are_the_softmax(softcap: float | None, sinks: bool, window: int | None, dtype: torch.dtype) -> None:
-    made = call(softcap, sinks, dtype)
-    seen = outcome(Spans.dense() if window is None else Spans.window(window))
-    assert window_of(seen) == window
+    made = reading(call(softcap, sinks, dtype), Spans.dense() if window is None else Spans.window(window))
+    assert window_of(made) == window
     index, table = torch.tensor([0, 3, 10]), made.kv.block_table
     assert table is not None
     for head in range(GROUPS):
-        found = weights(made, seen, index, head, KEYS)
+        found = weights(made, index, head, KEYS)
         assert found.share.shape == (3, 3, KEYS) and found.share.dtype == torch.float32
         for r, row in enumerate(index.tolist()):
             pos = int(made.rows.pos[row])
@@ -73,4 +75,4 @@ def test_blocks_hold_every_row_once_and_no_more_than_fits() -> None:
 def test_a_selection_that_is_no_window_is_refused() -> None:
     lists = Lists(torch.zeros(1, 1, 2, dtype=torch.int64), torch.ones(1, 1, dtype=torch.int64))
     with pytest.raises(Unsupported, match="Lists"):
-        window_of(outcome(lists))
+        window_of(reading(call(None, False), lists))

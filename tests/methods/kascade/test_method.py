@@ -40,7 +40,7 @@ from tests.methods.drive import (
     text,
 )
 from tests.methods.kascade.planned import planned
-from tests.methods.metered import metadata_of
+from tests.methods.metered import metadata_of, passes_of
 
 MAPS = [{1: (1, 0)}, {1: (1, 0), 2: (1, 1)}, {2: (0, 0)}]
 
@@ -305,14 +305,15 @@ def test_what_tiles_read(tmp_path: Path) -> None:
     first = read_text(Kascade(planned(tmp_path, (0, 2)), k=3), text(15))[0]
 
     def counts(layer: int) -> list[list[list[int]]]:
-        call, reads = first.calls[layer], first.calls[layer].meter
-        return [[s.reads(call.rows, call.kv)[10:, 0].tolist() for s in some] for some in (reads.keys, reads.values)]
+        """Of keys and of values: what each pass reads of one head for rows 10 and 11, and those after them."""
+        call, columns = first.calls[layer], ("key_bytes", "value_bytes")
+        return [[[heads[0] for heads in rows[10:]] for rows in passes_of(call, column)] for column in columns]
 
     assert counts(0) == [[[11, 12], [11, 12]], [[11, 12]]]
     assert counts(1) == [[[3, 3], [3, 4]], [[3, 3], [3, 4]]]
     assert counts(2) == [[[11, 12], [3, 3], [3, 4]], [[3, 3], [3, 4]]]
-    call, reads = first.calls[2], first.calls[2].meter
-    assert reads.keys[0].reads(call.rows, call.kv)[:5, 0].tolist() == [0, 0, 0, 0, 5]  # the first tile chooses nothing
+    scored = passes_of(first.calls[2], "key_bytes")[0]
+    assert scored[:5] == [[0, 0], [0, 0], [0, 0], [0, 0], [5, 5]], "the first tile chooses nothing"
 
 
 def test_a_dense_layer_whose_choice_nobody_takes_makes_none(tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ def test_coordinates_are_kept_in_the_caches_dtype(dtype: torch.dtype, tmp_path: 
     assert_close(outcome.partial, exact(call))
     state = layers.state()
     assert isinstance(state, Coordinates) and state["keys"].dtype == state.basis.dtype == dtype
-    assert state["keys"].shape[3] == 4 and state.bytes_of_key == 4 * dtype.itemsize, "in one head"
+    assert state["keys"].shape[3] == 8 and not state.basis[..., 4:].any(), "4 of them, and zeros up to 8"
 
 
 @every_cache
@@ -142,13 +142,16 @@ def test_cut_and_grown_again(config: CacheConfig, tmp_path: Path) -> None:
 
 
 def test_what_it_reads(tmp_path: Path) -> None:
-    """Coordinates of the whole context, the directions once, the newest key, and the keys and values chosen."""
+    """Coordinates of the whole context, the directions once, the newest key, and the keys and values chosen.
+
+    Four coordinates are read as eight, of which four are zeros.
+    """
     plan, _ = random_plan(tmp_path)
     layers = Layers(Loki(5, 4, plan))
     layers.read([0, 1], [40, 6])
     ((call, _),) = layers.decode([1, 0])
-    directions = 2 * 16 * 4 * 4
-    assert metadata_of(call) == ([7 * 2 * 4 * 4, 41 * 2 * 4 * 4], directions)
+    directions = 2 * 16 * 8 * 4
+    assert metadata_of(call) == ([7 * 2 * 8 * 4, 41 * 2 * 8 * 4], directions)
     newest, chosen = call.meter.keys
     assert newest.reads(call.rows, call.kv).tolist() == [[1, 1], [1, 1]]
     assert chosen.reads(call.rows, call.kv).tolist() == [[5, 5], [5, 5]] and call.meter.values == (chosen,)
@@ -162,7 +165,8 @@ def test_a_rank_takes_the_directions_of_its_heads(tmp_path: Path) -> None:
         torch.tensor([0]), 0.25, shard=HeadShard(2, 2, 4), model=model,
     )  # fmt: skip
     state = Loki(3, 5, plan).new_state(call, 1)
-    assert state is not None and torch.equal(state.basis, basis[0, 2:, :, :5])
+    assert state is not None and torch.equal(state.basis[..., :5], basis[0, 2:, :, :5])
+    assert state.basis.shape[2] == 8 and not state.basis[..., 5:].any()
 
 
 def test_without_a_model_no_plan_is_found(tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ def test_how_much_is_attended_to_for_the_ring(model: Any, monkeypatch: pytest.Mo
 
 def rows_held(cache: Any) -> list[Tensor]:
     """Positions in each layer's ring, and the queries and entries there."""
-    held = [state for state in cache.kv.state.values() if isinstance(state, RowRing)]
+    held = [state for state in cache.kv.state.states() if isinstance(state, RowRing)]
     assert len(held) == LAYERS
     return [x.nan_to_num().clone() for s in held for x in (s.ring.stamp, s.ring.query, s.entries.lse)]
 
@@ -159,7 +159,7 @@ def test_an_aside_that_is_cut_within_keeps_what_is_left(model: Any) -> None:
     with attach(model, decode=SMALL) as session:
         reader = Reader(session)
         reader.read(random_tokens(1, 40)[0].tolist())
-        states = [state for state in reader.cache.kv.state.values() if isinstance(state, RowRing)]
+        states = [state for state in reader.cache.kv.state.states() if isinstance(state, RowRing)]
         with pytest.raises(ValueError, match="mine"), reader.rollback():
             reader.cache.drop_columns(5)
             raise ValueError("mine")

@@ -12,13 +12,16 @@ import torch
 from longreach.cache import CacheConfig, KVCache
 from longreach.errors import CapacityError, Unsupported
 from longreach.methods.call import LayerCall
+from longreach.methods.dense import Dense
 from longreach.methods.mac import MAC
 from longreach.methods.mac.state import LayerState
 from longreach.ops import KVView
+from longreach.runtime import StateStore
 from longreach.testing.tolerance import assert_close
 from tests.methods import drive
 from tests.methods.drive import CACHES, LAYERS, Pass, Text, Turn, exact, in_phase, new_cache, read_text, run, text
 from tests.methods.mac.spelled_out import SpelledOut
+from tests.methods.metered import passes_of
 
 BASE = MAC(window=12, band=3, tau=0.0, minimum=0, depth=None, guard=None)
 CONFIGS = {
@@ -38,7 +41,8 @@ def close(got: torch.Tensor, want: torch.Tensor, error: float = 1e-9) -> None:
 
 
 def states(cache: KVCache) -> list[LayerState]:
-    found = [s for s in cache.state.values() if isinstance(s, LayerState)]
+    assert isinstance(cache.state, StateStore)
+    found = [s for s in cache.state.states() if isinstance(s, LayerState)]
     assert len(found) == LAYERS
     return found
 
@@ -226,7 +230,7 @@ def test_several_new_tokens_at_once_are_attended_to_exactly() -> None:
     for call, outcome in zip(turn.calls, turn.outcomes, strict=True):
         assert outcome.dense_reason == "several new tokens at once"
         assert_close(outcome.partial, exact(call))
-        read = [sum(s.reads(call.rows, call.kv)[:, 0].tolist()[n] for s in call.meter.keys) for n in range(5)]
+        read = [sum(rows[n][0] for rows in passes_of(call, "key_bytes")) for n in range(5)]
         assert read == [pos + 1 + max(0, pos + 1 - BASE.band) for pos in range(23, 28)]
     spelled = SpelledOut(BASE)
     spelled.read(0, whole, 0, 20)
@@ -236,15 +240,32 @@ def test_several_new_tokens_at_once_are_attended_to_exactly() -> None:
     close(run(cache, BASE, [Turn(whole, 0)]).outs(0)[:, 0], spelled.decode(0, whole, 28), 1e-5)
 
 
+def test_keys_that_entries_stand_for_are_not_evicted() -> None:
+    """Once a layer has a ring, nothing of it is evicted: the refusal changes nothing, and decoding goes on."""
+    spelled, cache, whole = SpelledOut(BASE), new_cache(), text(40, seed=8)
+    run(cache, in_phase(BASE, "prefill"), [Turn(whole, 0, 20)])
+    spelled.read(0, whole, 0, 20)
+    close(run(cache, BASE, [Turn(whole, 0)]).outs(0)[:, 0], spelled.decode(0, whole, 20), 1e-5)
+    some = torch.arange(9).expand(drive.KV_HEADS, -1)
+    for layer in range(LAYERS):
+        with pytest.raises(Unsupported, match=rf"layer {layer} keeps results of attention .* layers without a ring"):
+            cache.keep(layer, [0], [some])
+        assert not cache.evicted(layer) and cache.slots_in_use(layer) == [21]
+    for pos in range(21, 25):
+        close(run(cache, BASE, [Turn(whole, 0)]).outs(0)[:, 0], spelled.decode(0, whole, pos), 1e-5)
+    assert spelled.reused > 0
+
+
 def test_after_eviction_it_refuses() -> None:
-    turn = read_text(BASE, text(20))[-1]
-    call = turn.calls[0]
-    positions = torch.zeros(call.kv.k.shape[:3], dtype=torch.int64)
-    evicted = replace(call, kv=replace(call.kv, slot_pos=positions))
-    assert isinstance(evicted.kv, KVView)
-    for act in (BASE.run, BASE.follow):
-        with pytest.raises(Unsupported, match="after eviction"):
-            act(evicted, BASE.new_state(call, 1))
+    """A prompt that was read densely, keys of which were dropped; the layers that kept theirs go on."""
+    cache, whole = new_cache(), text(40, seed=8)
+    run(cache, Dense(), [Turn(whole, 0, 20)])
+    cache.keep(1, [0], [torch.arange(9).expand(drive.KV_HEADS, -1)])
+    for method in (BASE, in_phase(BASE, "prefill")):
+        with pytest.raises(Unsupported, match=r"mac: its entries hold attention over keys that were dropped"):
+            run(cache, method, [Turn(whole, 0)])
+        cache.truncate([0], [20])
+    assert run(cache, Dense(), [Turn(whole, 0)]).calls[1].evicted
 
 
 def test_a_forced_gap_is_taken() -> None:
@@ -255,7 +276,7 @@ def test_a_forced_gap_is_taken() -> None:
         state.force(7)
     for pos in range(31, 45):
         turn: Pass = run(cache, replace(BASE, tau=0.9), [Turn(whole, 0)])
-        for outcome in turn.outcomes:
+        for call in turn.calls:
             (selection,) = call.meter.keys
             start: Any = selection.spans[0].start.value  # type: ignore[attr-defined]
             assert start.tolist() == [[pos - 7 + 1 - 3] * drive.HEADS]

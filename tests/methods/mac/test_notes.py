@@ -15,8 +15,10 @@ from longreach.methods.mac.notes import AT, columns, summary
 from longreach.ops import Spans
 from longreach.ops.nearest import NOTES
 from longreach.runtime import Ledger
+from longreach.runtime import Ledger
 from tests.methods.drive import HEADS, KV_HEADS, LAYERS, Turn, exact, in_phase, new_cache, run, shares, text
 from tests.methods.mac.spelled_out import SpelledOut
+from tests.methods.metered import passes_of
 
 DENSE = Spans.dense()
 METHOD = MAC(window=12, band=3, tau=0.1, minimum=0, depth=4, guard=None, sinks=2, check_every=3)
@@ -29,8 +31,8 @@ def reported(method: MAC, steps: int = 30, first: int = 25) -> tuple[list[dict[s
     for _ in range(steps):
         turn = run(cache, method, [Turn(whole, 0)])
         for call, outcome in zip(turn.calls, turn.outcomes, strict=True):
-            ledger.add("decode", call, method.name, "reference", outcome, DENSE)
-        ledger.flush()
+            ledger.add("decode", call, method.name, outcome, DENSE)
+        ledger.commit()
         passes.append(turn)
     found = [layer.notes for layer in ledger.report().layers]
     assert all(found)
@@ -141,8 +143,10 @@ def test_a_guard_that_keeps_rows_from_searching_is_told() -> None:
             said["resting"] == [pytest.approx(20 / 40)] * HEADS and said["searched"] == [pytest.approx(20 / 40)] * HEADS
         )
         assert "rested 50.0%" in said["note"]
-    streams = [turn.outcomes[0].streams[..., 0].tolist() for turn in passes]
-    assert streams == [[[26 + n] * KV_HEADS] for n in range(40)]
+    streams = [passes_of(turn.calls[0], "key_bytes") for turn in passes]
+    assert streams == [[[[26 + n] * KV_HEADS]] for n in range(40)]
+    counted = [turn.calls[0].meter.noted[-1].read.counted for turn in passes]
+    assert [None if x is None else x.tolist() for x in counted] == [[[26 + n] * KV_HEADS] for n in range(40)]
 
 
 def test_bytes_of_a_ring() -> None:

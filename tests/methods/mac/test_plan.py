@@ -16,7 +16,9 @@ from longreach.methods.mac.plan import MACPlan
 from longreach.methods.mac.state import LayerState
 from longreach.ops import HeadShard
 from longreach.plans import Plan, load
+from longreach.runtime import StateStore
 from tests.methods.drive import DIM, KV_HEADS, LAYERS, MODEL, SCALE, Turn, in_phase, new_cache, read_text, run, text
+from tests.methods.metered import metadata_of
 from tests.methods.planned import mac_plan
 from tests.plans.factory import plan
 
@@ -89,7 +91,8 @@ def test_another_kind_of_plan_is_refused() -> None:
 def layers(method: MAC) -> list[LayerState]:
     cache = new_cache()
     read_text(method, text(12), cache=cache, steps=1)
-    return [s for s in cache.state.values() if isinstance(s, LayerState)]
+    assert isinstance(cache.state, StateStore)
+    return [s for s in cache.state.states() if isinstance(s, LayerState)]
 
 
 def test_each_layer_has_the_plans_numbers() -> None:
@@ -117,7 +120,8 @@ def test_a_layer_that_no_band_is_wide_enough_for_attends_densely(tmp_path: Path)
         outcomes = [turn.outcomes[layer] for turn in turns]
         if layer == 1:
             assert {o.dense_reason for o in outcomes} == {"the plan has no band wide enough"}
-            assert all(o.notes is None and o.reads.metadata == 0 for o in outcomes)
+            assert all(o.notes is None for o in outcomes)
+            assert all(metadata_of(turn.calls[layer]) == ([0], 0) for turn in turns)
         else:
             assert any(bool(o.notes.tensors[0][0, :, 2].any()) for o in outcomes if o.notes)
     assert len(layers(method)) == LAYERS - 1
@@ -160,6 +164,6 @@ def _of_two(call: LayerCall) -> LayerCall:
 
 def test_without_a_model_no_plan_is_found() -> None:
     call = run(new_cache(), in_phase(MAC(), "prefill"), [Turn(text(10), 0, 5)]).calls[0]
-    with pytest.raises(InvalidInput, match="mac: which plan fits depends on the model"):
+    with pytest.raises(InvalidInput, match=r"LayerCall\.model is required: MAC looks up its plan by model"):
         MAC(tau=None).new_state(replace(call, model=None), 1)
     MAC().new_state(replace(call, model=None), 1)

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from longreach.methods.call import LayerCall
+from longreach.methods.mac import rows
 from longreach.methods.mac.rows import last_rows
-from longreach.ops import KVView, Rows, Run, Span, Turn, at, near
+from longreach.ops import KVView, Rows, Run, Span, Spans, Turn, at, near
+from tests.methods.metered import passes_of
 
 SIZE = 6
 
@@ -43,30 +45,36 @@ def test_the_last_rows_are_kept(
     known: bool, counts: list[int], before: list[int], ahead: int, kept: list[list[int]]
 ) -> None:
     given = call(counts, before, ahead, known)
-    kept_rows = last_rows(given, SIZE)
-    assert kept_rows is not None
-    some = kept_rows.call
+    some = last_rows(given, SIZE)
+    assert some is not None
     found = [some.rows.pos[some.rows.seq == b].tolist() for b in range(len(counts))]
     assert found == kept
-    assert some.turn is not None and torch.equal(some.turn().cos[:, 0], some.rows.pos.float())
+    assert some.rotary is not None and torch.equal(some.rotary().cos[:, 0], some.rows.pos.float())
     if known:
         assert some.rows.runs == tuple(Run(len(k), b, k[0]) for b, k in enumerate(kept))
-    read = kept_rows.among(given.rows, Span(at(2), near(-3))).reads(given.rows, given.kv)[:, 0].tolist()
-    rows = zip(given.rows.seq.tolist(), given.rows.pos.tolist(), strict=True)
-    assert read == [max(0, pos - 5) if pos in kept[b] else 0 for b, pos in rows]
+    some.attend(Spans((Span(at(2), near(-3)),)))
+    own = zip(given.rows.seq.tolist(), given.rows.pos.tolist(), strict=True)
+    want = [[max(0, pos - 5) if pos in kept[b] else 0] for b, pos in own]
+    assert passes_of(given, "key_bytes") == [want], "the whole call's meter knows which rows they were"
 
 
 @pytest.mark.parametrize("known", [True, False])
 def test_rows_that_later_ones_push_out_are_not(known: bool) -> None:
-    assert last_rows(call([10], [0], prompt_tokens_left=6, known=known), SIZE) is None
-    assert last_rows(call([10], [0], prompt_tokens_left=1000, known=known), SIZE) is None
+    assert last_rows(call([10], [0], ahead=6, known=known), SIZE) is None
+    assert last_rows(call([10], [0], ahead=1000, known=known), SIZE) is None
     assert last_rows(call([0], [5], known=known), SIZE) is None
 
 
-def test_they_are_found_once_a_pass() -> None:
-    given = call([10], [0])
-    some = last_rows(given, SIZE)
-    (found,) = given.shared.values()
-    given.shared[next(iter(given.shared))] = (found[0][:2], (Run(2, 0, 4),))
-    other = last_rows(replace(given, layer=1), SIZE)
-    assert some is not None and other is not None and other.call.rows.pos.tolist() == [4, 5]
+def test_they_are_found_once_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[int] = []
+    find, given = rows._index, call([10], [0])
+    monkeypatch.setattr(rows, "_index", lambda *given: found.append(given[2]) or find(*given))
+    for layer in range(3):
+        some = last_rows(replace(given, layer=layer), SIZE)
+        assert some is not None and some.rows.pos.tolist() == [4, 5, 6, 7, 8, 9]
+    assert found == [SIZE]
+    other = last_rows(replace(given, layer=3), SIZE - 2)
+    assert other is not None and other.rows.pos.tolist() == [6, 7, 8, 9] and found == [SIZE, SIZE - 2]
+    moved = Rows(given.rows.q, given.rows.seq, given.rows.pos.clone(), given.rows.runs)
+    last_rows(replace(given, rows=moved), SIZE)  # a layer with slots of its own
+    assert found == [SIZE, SIZE - 2, SIZE]

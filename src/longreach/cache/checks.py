@@ -1,0 +1,56 @@
+"""What callers of a KV cache pass in, checked before anything changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from longreach.errors import InvalidInput
+from longreach.ops.types import INTS, describe, require
+
+
+def checked_positions(slot: int, held: int, positions: Sequence[int] | Tensor, overwrite: bool) -> Tensor:
+    """int64 [n] on the host: positions of rows to place in a sequence of `held` tokens. Raises InvalidInput."""
+    p = torch.as_tensor(positions)
+    ok = p.dim() == 1 and (p.dtype in INTS or not p.numel()) and p.device.type == "cpu"
+    require(ok, f"place: expected a list or int tensor [n] of positions on the host, got {describe(p)}")
+    p = p.long()
+    if not p.numel():
+        return p
+    low, back = int(p[0]), (p.diff() <= 0).nonzero()
+    require(low >= 0, f"place: slot {slot}: expected positions >= 0, got {low}")
+    if back.numel():
+        one, two = p[int(back[0]) :][:2].tolist()
+        raise InvalidInput(f"place: slot {slot}: position {two} after {one} goes back; give each once, in order")
+    in_use = f"place: slot {slot} holds {held} tokens, so position {low} is in use; pass overwrite=True to replace it"
+    require(overwrite or low >= held, in_use)
+    skipped = (p[p >= held] != torch.arange(held, held + int((p >= held).sum()))).nonzero()
+    if skipped.numel():
+        expected = held + int(skipped[0])
+        found = int(p[p >= held][int(skipped[0])])
+        raise InvalidInput(f"place: slot {slot}: position {found} skips some; expected {expected}, the next one")
+    return p
+
+
+def checked_kept(index: dict[int, Tensor], used: Sequence[int], heads: int, device: torch.device) -> dict[int, Tensor]:
+    """The slots to keep of each sequence, without the sequences that keep all. Raises InvalidInput. One device sync.
+
+    index: slot -> int64 [heads, n]; used: slots in use of every sequence.
+    """
+    for slot, i in index.items():
+        ok = isinstance(i, Tensor) and i.dim() == 2 and i.shape[0] == heads
+        ok = ok and i.dtype == torch.int64 and i.device == device
+        require(ok, f"keep: slot {slot}: expected int64 [G={heads}, n] on {device}, got {describe(i)}")
+        require(i.shape[1] > 0, f"keep: slot {slot}: expected at least one slot to keep; to empty it call reset")
+    found = [torch.stack([i.amin(), i.amax(), (i.diff() == 0).any(), (i.diff() < 0).any()]) for i in index.values()]
+    facts = torch.stack(found).tolist() if found else []
+    for slot, (low, high, twice, back) in zip(index, facts, strict=True):
+        filled = low >= 0 and high < used[slot]
+        require(
+            filled, f"keep: slot {slot}: expected slots in [0, {used[slot]}), which are filled, got {low} to {high}"
+        )
+        require(not twice, f"keep: slot {slot}: expected each slot at most once in a head, got one twice")
+        require(not back, f"keep: slot {slot}: expected slots in ascending order in each head")
+    return {slot: i for slot, i in index.items() if i.shape[1] < used[slot]}
