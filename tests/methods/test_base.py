@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from longreach.errors import InvalidInput, UnknownName
+from longreach.cache import KVCache, StatelessOnTruncate
+from longreach.errors import InvalidInput, SelectionError, UnknownName, Unsupported
 from longreach.methods.base import AttentionMethod, Outcome, attend_densely, budget, check_budget
 from longreach.methods.call import LayerCall
 from longreach.methods.oracle_top_k import OracleTopK
-from longreach.ops import HeadShard, Partial, Spans, merge
+from longreach.ops import HeadShard, KVView, Lists, Partial, Span, Spans, at, merge, near
+from longreach.runtime import StateStore
 from tests.methods.drive import LOGITS, Turn, new_cache, read_text, run, text
 
 
@@ -57,46 +59,109 @@ def test_budgets_that_are_refused(amount: Any) -> None:
 
 
 def test_pooled_scores_by_kernels_are_the_references() -> None:
+    """Pooled scores by Triton from kept logits, and by the reference from keys: the same."""
     now = call()
     past = torch.arange(now.kv.capacity) > now.rows.pos[:, None, None]
-    for lse in (None, now.attend(Spans.dense()).lse + 0.5):
-        want = replace(now, impl="reference").pooled_scores(lse)
-        got = replace(now, impl="triton", ran=(ran := set[str]())).pooled_scores(lse)
-        torch.testing.assert_close(got.masked_fill(past, 0.0), want.masked_fill(past, 0.0))
-        assert ran == {"triton"}
+    dense = now.attend(Spans.dense()).lse
+    for lse in (dense, dense + 0.5):
+        want = replace(now.observer(), impl="reference").op("pooled_scores", lse=lse)
+        got = replace(now.observer(), impl="triton")
+        logits = got.op("score_keys")[1]
+        found = got.op("pooled_scores", lse=lse, logits=logits)
+        torch.testing.assert_close(found.masked_fill(past, 0.0), want.masked_fill(past, 0.0))
+        assert got.meter.kernels_used == {"triton"}
 
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])
 def test_passes_that_keep_logits(impl: str) -> None:
-    """The same results as passes that read keys, the sink taken once, and the report told who computed."""
-    now, some = replace(call(), impl=impl, ran=(ran := set[str]())), Spans.window(4)
-    want = replace(now, impl="reference", ran=set())
-    dense, logits = now.attend_keeping()
-    lse, alone = now.score_keys()
-    assert ran == {impl}
+    """The same results as passes that read keys, the sink taken once; the meter has who computed and what was read."""
+    now, some = replace(call().observer(), impl=impl), Spans.window(4)
+    want = replace(now.observer(), impl="reference")
+    dense, logits = now.op("attend_with_logits")
+    lse, alone = now.op("score_keys")
+    assert now.meter.kernels_used == {impl}
+    assert now.meter.keys == (Spans.dense(),) * 2 and now.meter.values == (Spans.dense(),)
     torch.testing.assert_close(dense.out, want.attend(Spans.dense()).out)
     for x in (dense.lse, lse):
         torch.testing.assert_close(x, want.attend(Spans.dense()).lse)
     for kept in (logits, alone):
-        for sink in (True, False):
-            got, plain = now.attend_values(some, kept, sink=sink), want.attend(some, sink=sink)
-            torch.testing.assert_close(got.out, plain.out)
-            torch.testing.assert_close(got.lse, plain.lse)
-        pooled, ends = now.pooled_scores(lse, logits=kept), now.rows.pos + 1
-        torch.testing.assert_close(pooled[0, :, : ends[0]], want.pooled_scores(lse)[0, :, : ends[0]])
-    assert ran == {impl}
+        got, plain = now.op("attend_from_logits", some, kept), want.attend(some)
+        torch.testing.assert_close(got.out, plain.out)
+        torch.testing.assert_close(got.lse, plain.lse)
+        pooled, ends = now.op("pooled_scores", lse=lse, logits=kept), now.rows.pos + 1
+        known = want.op("pooled_scores", lse=lse)
+        torch.testing.assert_close(pooled[0, :, : ends[0]], known[0, :, : ends[0]])
+    assert now.meter.kernels_used == {impl}
+    assert now.meter.keys == (Spans.dense(),) * 2, "kept logits spare the keys"
+    assert now.meter.values == (Spans.dense(), some, some)
 
 
 def test_an_implementation_that_only_attend_has_leaves_the_other_ops_to_auto() -> None:
-    now = replace(call(), impl="sdpa_flash", ran=(ran := set[str]()))
-    now.score_keys()
-    assert ran == {"reference"}
+    now = replace(call().observer(), impl="sdpa_flash")
+    now.op("score_keys")
+    assert now.meter.kernels_used == {"reference"} and now.computes("top_k", "reference")
+
+
+def test_an_unknown_op_lists_the_known_ones() -> None:
+    with pytest.raises(UnknownName, match=r"unknown op 'guess'; known: .*score_keys"):
+        call().op("guess")
+
+
+def test_a_view_on_another_device_is_refused() -> None:
+    now = call()
+    far = KVView(*(x.to("meta") for x in (now.kv.k, now.kv.v, now.kv.filled)))
+    with pytest.raises(InvalidInput, match=r"kv: expected a view on cpu like the rows, got .* on meta"):
+        now.attend(Spans.dense(), kv=far)
+    with pytest.raises(InvalidInput, match="kv: expected a view on cpu"):
+        now.op("score_keys", kv=far)
+
+
+def test_a_selection_of_another_cache_is_refused() -> None:
+    """Its lists are of other rows, or name slots that this view has not."""
+    now = call()
+    rows, heads = now.rows.pos.shape[0] + 1, now.kv.heads
+    other = Lists(torch.zeros(rows, heads, 1, dtype=torch.int64), torch.ones(rows, heads, dtype=torch.int64))
+    now = now.observer()
+    with pytest.raises(InvalidInput, match="lists: expected one per row"):
+        now.attend(other)
+    beyond = Lists(torch.full((1, heads, 1), 99), torch.ones(1, heads, dtype=torch.int64))
+    with pytest.raises(SelectionError, match="list entry 99 lies outside"):
+        now.attend(beyond)
+    assert now.meter.noted == [], "what failed was not read"
+
+
+def test_another_view_is_read_and_counted() -> None:
+    """Halves of the keys in two views merge to the whole, and each counts."""
+    now = call().observer()
+    n = int(now.kv.filled[0])
+    first, rest = KVView(now.kv.k, now.kv.v, now.kv.filled.clamp(max=3)), now.kv
+    both = merge(now.attend(Spans.dense(), kv=first, sink=False), now.attend(Spans((Span(at(3), near(1)),)), kv=rest))
+    torch.testing.assert_close(both.out, call().attend(Spans.dense()).out)
+    counted = [int(m.read.selection.reads(m.rows, m.kv)[0, 0]) for m in now.meter.noted if m.read.selection]
+    assert counted == [3, n - 3]
+
+
+def test_a_view_with_positions_of_its_own_is_refused() -> None:
+    now = call()
+    view = replace(now.kv, slot_pos=torch.zeros(now.kv.k.shape[:3], dtype=torch.int64))
+    with pytest.raises(Unsupported, match="read in the order of its slots"):
+        replace(now, kv=view)
+
+
+def test_values_made_once_a_pass() -> None:
+    now, made = replace(call(), shared={}), []
+    for layer in range(3):
+        assert replace(now, layer=layer).once("it", lambda: made.append(1) or 7) == 7
+    other = replace(now.rows, pos=now.rows.pos.clone())
+    assert replace(now, rows=other).once("it", lambda: made.append(1) or 8) == 8, "rows in other slots"
+    assert len(made) == 2
 
 
 def test_rows_of_a_call() -> None:
     whole = read_text(OracleTopK(), text(9, seed=1))[0].calls[2]
     some = whole.take(torch.tensor([4, 1]))
-    assert some.rows.pos.tolist() == [4, 1] and some.kv is whole.kv and some.ran is whole.ran
+    assert some.rows.pos.tolist() == [4, 1] and some.kv is whole.kv and some.meter is whole.meter
+    assert some.index is not None and whole.take(torch.tensor([4, 1])).take(torch.tensor([1])).index.tolist() == [1]  # type: ignore[union-attr]
     torch.testing.assert_close(some.attend(Spans.dense()).out, whole.attend(Spans.dense()).out[[4, 1]])
 
 
@@ -127,8 +192,9 @@ def test_sums_over_ranks() -> None:
 
 
 def test_dense_attention_says_why() -> None:
-    outcome = attend_densely(call(), "too short")
-    assert outcome.dense_reason == "too short" and call.meter.keys == call.meter.values == (Spans.dense(),)
+    now = call().observer()
+    outcome = attend_densely(now, "too short")
+    assert outcome.dense_reason == "too short" and now.meter.keys == now.meter.values == (Spans.dense(),)
     assert attend_densely(call()).dense_reason is None
 
 
@@ -149,7 +215,7 @@ class Remembers(AttentionMethod):
         return Counts(slots)
 
 
-class Counts:
+class Counts(StatelessOnTruncate):
     def __init__(self, slots: int):
         self.tokens = torch.zeros(slots, dtype=torch.int64)
 
@@ -169,22 +235,27 @@ def test_state_belongs_to_the_cache_and_is_found_by_slot() -> None:
     run(cache, Remembers(), [Turn(one, 3, 5), Turn(two, 1, 2)])
     run(cache, Remembers(), [Turn(two, 1, 4), Turn(one, 3, 1)])
     run(other, Remembers(), [Turn(one, 0, 2)])
-    assert len(cache.state) == len(LOGITS)
-    assert all(state.tokens.tolist() == [0, 6, 0, 6] for state in cache.state.values())  # type: ignore[attr-defined]
-    assert all(state.tokens.tolist() == [2, 0, 0, 0] for state in other.state.values())  # type: ignore[attr-defined]
+    assert len(counts(cache)) == len(LOGITS)
+    assert all(tokens == [0, 6, 0, 6] for tokens in counts(cache))
+    assert all(tokens == [2, 0, 0, 0] for tokens in counts(other))
     cache.reset([1])
     cache.truncate([3], [4])
-    assert all(state.tokens.tolist() == [0, 0, 0, 4] for state in cache.state.values())  # type: ignore[attr-defined]
+    assert all(tokens == [0, 0, 0, 4] for tokens in counts(cache))
+
+
+def counts(cache: KVCache) -> list[list[int]]:
+    assert isinstance(cache.state, StateStore)
+    return [state.tokens.tolist() for state in cache.state.states()]  # type: ignore[attr-defined]
 
 
 def test_state_is_made_once_for_each_layer_and_configuration() -> None:
-    cache, mine = new_cache(slots=2), call()
-    state = state_of(Remembers(), cache, mine)
-    assert state is state_of(Remembers(), cache, mine) and state is not None
-    assert state is not state_of(Remembers(), cache, replace(mine, layer=0))
-    assert state is not state_of(Remembers(size=2), cache, mine)
-    before = dict(cache.state)
-    assert state_of(OracleTopK(), cache, mine) is None and cache.state == before
+    store, mine = StateStore(2), call()
+    state = store.get(Remembers(), mine)
+    assert state is store.get(Remembers(), mine) and state is not None
+    assert state is not store.get(Remembers(), replace(mine, layer=0))
+    assert state is not store.get(Remembers(size=2), mine)
+    assert store.get(OracleTopK(), mine) is None and len(store.states()) == 3
+    assert len(store.states([Remembers()])) == 2 and len(store.states(layer=0)) == 1
 
 
 def test_state_made_in_inference_mode_serves_outside() -> None:
@@ -192,7 +263,7 @@ def test_state_made_in_inference_mode_serves_outside() -> None:
     with torch.inference_mode():
         run(cache, Remembers(), [Turn(text(9), 0, 5)])
     run(cache, Remembers(), [Turn(text(9), 0, 1)])
-    assert {int(state.tokens[0]) for state in cache.state.values()} == {6}  # type: ignore[attr-defined]
+    assert [tokens[0] for tokens in counts(cache)] == [6] * len(LOGITS)
 
 
 def test_options() -> None:

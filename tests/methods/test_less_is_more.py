@@ -41,7 +41,7 @@ def check(method: LessIsMore, layers: Layers, slots: list[int]) -> None:
     assert found[0][1].dense_reason == "chooses for the layers after it"
     for row in range(len(slots)):
         want = wanted(method, found[0][0], row)
-        for call, outcome in found[1:]:
+        for call, _ in found[1:]:
             assert all(chosen_by(call, row, head) == want for head in range(call.kv.heads))
     for call, outcome in found:
         assert_close(outcome.partial, exact(call))

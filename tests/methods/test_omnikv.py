@@ -122,7 +122,8 @@ def test_what_it_reads() -> None:
     first, choosing, after = layers.decode([0])
     for call, _ in (first, choosing):
         (keys,), (values,) = call.meter.keys, call.meter.values
-        assert keys is values and metadata_of(call) == ([0], 0) and keys.reads(call.rows, call.kv).tolist() == [[41, 41]]
+        assert keys is values and metadata_of(call) == ([0], 0)
+        assert keys.reads(call.rows, call.kv).tolist() == [[41, 41]]
     (lists,) = after[0].meter.keys
     assert after[0].meter.values == (lists,) and lists.reads(after[0].rows, after[0].kv).tolist() == [[5, 5]]
     assert isinstance(lists, Lists) and lists.index.shape[1] == 1

@@ -263,7 +263,7 @@ def test_a_report_can_be_printed_and_written() -> None:
     first = written["layers"][1]
     assert first["key_bytes"] == 4 * VECTOR and first["metadata_bytes"] == 56
     assert first["fraction"] == first["bytes_read"] / first["dense_bytes"] == (8 * VECTOR + 56) / (56 * VECTOR)
-    assert written["layers"][0]["dense_reason"] == ["too short"]
+    assert written["layers"][0]["dense_reasons"] == ["too short"]
 
 
 def test_nothing_to_report() -> None:

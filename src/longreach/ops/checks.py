@@ -13,18 +13,23 @@ from longreach.ops.types import KVView, Logits, Rows, ScoringKeys, describe, req
 
 def check_memory(rows: Rows, kv: KVView) -> None:
     """Raise InvalidInput where rows and view do not fit together, or (on the CPU) name memory that is not there."""
-    require(isinstance(rows, Rows), f"rows: expected Rows, got {describe(rows)}")
-    require(isinstance(kv, KVView), f"kv: expected a KVView, got {describe(kv)}")
+    require(isinstance(rows, Rows), lambda: f"rows: expected Rows, got {describe(rows)}")
+    require(isinstance(kv, KVView), lambda: f"kv: expected a KVView, got {describe(kv)}")
     kv.group(rows)
     if kv.k.device.type != "cpu":
         return  # values lie on the device: reading them would cost a sync
     if rows.seq.numel():
         low, high = int(rows.seq.min()), int(rows.seq.max())
-        require(low >= 0 and high < kv.sequences, f"seq: expected in [0, B={kv.sequences}), got {low} to {high}")
+        require(
+            low >= 0 and high < kv.sequences, lambda: f"seq: expected in [0, B={kv.sequences}), got {low} to {high}"
+        )
     if kv.sequences:
         low, high = int(kv.filled.min()), int(kv.filled.max())
         fits = low >= 0 and high <= kv.capacity
-        require(fits, f"filled: expected in [0, {kv.capacity}], the slots a sequence can address, got {low} to {high}")
+        require(
+            fits,
+            lambda: f"filled: expected in [0, {kv.capacity}], the slots a sequence can address, got {low} to {high}",
+        )
     if kv.block_table is not None:
         pages = kv.k.shape[0]
         need = -(-kv.filled // kv.page)
@@ -39,31 +44,38 @@ def check_memory(rows: Rows, kv: KVView) -> None:
 
 def check_logits(scale: float, softcap: float | None, rows: Rows, sink_logit: Tensor | None = None) -> None:
     """Raise InvalidInput where what shapes the logits is not usable with `rows`."""
-    require(isinstance(scale, (int, float)) and math.isfinite(scale), f"scale: expected a finite number, got {scale!r}")
+    require(
+        isinstance(scale, (int, float)) and math.isfinite(scale),
+        lambda: f"scale: expected a finite number, got {scale!r}",
+    )
     ok = softcap is None or (isinstance(softcap, (int, float)) and 0 < softcap < math.inf)
-    require(ok, f"softcap: expected None or a finite number > 0, got {softcap!r}")
+    require(ok, lambda: f"softcap: expected None or a finite number > 0, got {softcap!r}")
     if sink_logit is not None:
         heads = rows.q.shape[1]
         ok = isinstance(sink_logit, Tensor) and sink_logit.shape == (heads,) and sink_logit.is_floating_point()
         ok = ok and sink_logit.device == rows.q.device
-        require(ok, f"sink_logit: expected float [H={heads}] on {rows.q.device}, got {describe(sink_logit)}")
+        require(ok, lambda: f"sink_logit: expected float [H={heads}] on {rows.q.device}, got {describe(sink_logit)}")
 
 
 def check_kept(kept: Logits, rows: Rows, kv: KVView) -> None:
     """Raise InvalidInput where kept logits are not those of `rows` over `kv`."""
-    require(isinstance(kept, Logits), f"logits: expected Logits, got {describe(kept)}")
+    require(isinstance(kept, Logits), lambda: f"logits: expected Logits, got {describe(kept)}")
     shape = (rows.q.shape[0], kv.heads, kv.capacity, kv.group(rows))
     fits = kept.x.shape == shape and kept.x.device == rows.q.device
     require(
         fits,
-        f"logits: expected those of these rows over this view, [R, G, N, group] = {list(shape)} on {rows.q.device}, "
-        f"got {describe(kept.x)}",
+        lambda: (
+            f"logits: expected those of these rows over this view, [R, G, N, group] = {list(shape)} on "
+            f"{rows.q.device}, got {describe(kept.x)}"
+        ),
     )
 
 
 def check_scoring(keys: ScoringKeys, kv: KVView) -> None:
     """Raise InvalidInput where scoring keys are not laid out like the pages of `kv`."""
-    require(isinstance(keys, ScoringKeys), f"keys: expected ScoringKeys, got {describe(keys)}")
+    require(isinstance(keys, ScoringKeys), lambda: f"keys: expected ScoringKeys, got {describe(keys)}")
     fits = keys.k.shape == kv.k.shape and keys.k.device == kv.k.device
     shape = list(kv.k.shape)
-    require(fits, f"keys: expected the view's [P, G, page, D] = {shape} on {kv.k.device}, got {describe(keys.k)}")
+    require(
+        fits, lambda: f"keys: expected the view's [P, G, page, D] = {shape} on {kv.k.device}, got {describe(keys.k)}"
+    )

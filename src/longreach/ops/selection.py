@@ -91,7 +91,7 @@ class Selection(ABC):
 
 def check_bound(what: str, bound: Bound, per: Per, rows: Rows, kv: KVView) -> None:
     """Raise InvalidInput or SelectionError where a bound does not fit rows and view."""
-    require(isinstance(bound, Bound), f"{what}: expected bounds made by at() or near(), got {describe(bound)}")
+    require(isinstance(bound, Bound), lambda: f"{what}: expected bounds made by at() or near(), got {describe(bound)}")
     value = bound.value
     if isinstance(value, int):
         if not bound.relative and value < 0:
@@ -99,7 +99,7 @@ def check_bound(what: str, bound: Bound, per: Per, rows: Rows, kv: KVView) -> No
         return
     ok = isinstance(value, Tensor) and value.dtype in INTS and value.dim() == 2
     ok = ok and value.shape[0] == rows.pos.shape[0] and value.device == rows.pos.device
-    require(ok, f"{what}: expected an int or int [R={rows.pos.shape[0]}, heads], got {describe(value)}")
+    require(ok, lambda: f"{what}: expected an int or int [R={rows.pos.shape[0]}, heads], got {describe(value)}")
     check_heads(value.shape[1], per, rows, kv, what)
     if not bound.relative and value.device.type == "cpu" and bool((value < 0).any()):
         raise SelectionError(f"{what}: absolute bounds must be >= 0, got {int(value.min())}")
@@ -108,8 +108,8 @@ def check_bound(what: str, bound: Bound, per: Per, rows: Rows, kv: KVView) -> No
 def check_heads(size: int, per: Per, rows: Rows, kv: KVView, what: str) -> None:
     """Raise InvalidInput unless a head axis of `size` entries fits."""
     heads = kv.heads if per == "kv" else rows.q.shape[1]
-    require(per in ("kv", "query"), f"per: expected 'kv' or 'query', got {per!r}")
-    require(size in (1, heads), f"{what}: expected 1 or {heads} {per} heads, got {size}")
+    require(per in ("kv", "query"), lambda: f"per: expected 'kv' or 'query', got {per!r}")
+    require(size in (1, heads), lambda: f"{what}: expected 1 or {heads} {per} heads, got {size}")
 
 
 def slot_positions(rows: Rows, kv: KVView, stop: int, per: Per) -> Tensor:
@@ -235,21 +235,21 @@ class Lists(Selection):
     def check(self, rows: Rows, kv: KVView) -> None:
         index, count, weight = self.index, self.count, self.log_weight
         ok = isinstance(index, Tensor) and index.dtype in INTS and index.dim() == 3
-        require(ok, f"index: expected int [L, heads, C], got {describe(index)}")
+        require(ok, lambda: f"index: expected int [L, heads, C], got {describe(index)}")
         _check_head_axis("index", index.shape[1], self.head_of, self.per, rows, kv)
         ok = isinstance(count, Tensor) and count.dtype in INTS and count.shape == index.shape[:2]
-        require(ok, f"count: expected int {list(index.shape[:2])}, got {describe(count)}")
+        require(ok, lambda: f"count: expected int {list(index.shape[:2])}, got {describe(count)}")
         if weight is not None:
             ok = isinstance(weight, Tensor) and weight.is_floating_point() and weight.shape == index.shape
-            require(ok, f"log_weight: expected float {list(index.shape)}, got {describe(weight)}")
+            require(ok, lambda: f"log_weight: expected float {list(index.shape)}, got {describe(weight)}")
         _check_block(self.block)
         _check_in_sight(self, kv)
         _check_list_of(self.list_of, index.shape[0], rows)
         for name, x in (("index", index), ("count", count), ("log_weight", weight)):
             on = x is None or x.device == rows.pos.device
-            require(on, f"{name}: expected on {rows.pos.device} like the rows, got {describe(x)}")
+            require(on, lambda: f"{name}: expected on {rows.pos.device} like the rows, got {describe(x)}")
         if count.device.type == "cpu" and count.numel():
-            require(int(count.min()) >= 0, f"count: expected >= 0, got {int(count.min())}")
+            require(int(count.min()) >= 0, lambda: f"count: expected >= 0, got {int(count.min())}")
 
     def take(self, index: Tensor) -> Lists:
         return replace(self, list_of=index if self.list_of is None else self.list_of[index])
@@ -353,17 +353,18 @@ class PackedLists(Selection):
         for name in ("index", "offsets"):
             x = getattr(self, name)
             ok = isinstance(x, Tensor) and x.dtype in INTS and x.dim() == 1 and x.device == rows.pos.device
-            require(ok, f"{name}: expected int, one dimension, on {rows.pos.device}, got {describe(x)}")
+            require(ok, lambda: f"{name}: expected int, one dimension, on {rows.pos.device}, got {describe(x)}")
         _check_head_axis("heads", self.heads, self.head_of, self.per, rows, kv)
         lists, rest = divmod(self.offsets.shape[0] - 1, self.heads)
         require(
-            rest == 0 and lists >= 0, f"offsets: expected L * {self.heads} + 1 entries, got {describe(self.offsets)}"
+            rest == 0 and lists >= 0,
+            lambda: f"offsets: expected L * {self.heads} + 1 entries, got {describe(self.offsets)}",
         )
         if self.log_weight is not None:
             ok = isinstance(self.log_weight, Tensor) and self.log_weight.is_floating_point()
             ok = ok and self.log_weight.shape == self.index.shape
             ok = ok and self.log_weight.device == self.index.device
-            require(ok, f"log_weight: expected float {list(self.index.shape)}, got {describe(self.log_weight)}")
+            require(ok, lambda: f"log_weight: expected float {list(self.index.shape)}, got {describe(self.log_weight)}")
         _check_block(self.block)
         _check_in_sight(self, kv)
         _check_list_of(self.list_of, lists, rows)
@@ -411,19 +412,19 @@ def _check_head_axis(what: str, size: int, head_of: Tensor | None, per: Per, row
     if head_of is None:
         check_heads(size, per, rows, kv, what)
         return
-    require(per in ("kv", "query"), f"per: expected 'kv' or 'query', got {per!r}")
-    require(size >= 1, f"{what}: expected lists of one head or more, got {size}")
+    require(per in ("kv", "query"), lambda: f"per: expected 'kv' or 'query', got {per!r}")
+    require(size >= 1, lambda: f"{what}: expected lists of one head or more, got {size}")
     heads = kv.heads if per == "kv" else rows.q.shape[1]
     ok = isinstance(head_of, Tensor) and head_of.dtype in INTS
     ok = ok and head_of.shape == (heads,) and head_of.device == rows.pos.device
-    require(ok, f"head_of: expected int [{heads} {per} heads] on {rows.pos.device}, got {describe(head_of)}")
+    require(ok, lambda: f"head_of: expected int [{heads} {per} heads] on {rows.pos.device}, got {describe(head_of)}")
     if head_of.device.type == "cpu":
         low, high = int(head_of.min()), int(head_of.max())
-        require(low >= 0 and high < size, f"head_of: expected values in [0, {size}), got {low} to {high}")
+        require(low >= 0 and high < size, lambda: f"head_of: expected values in [0, {size}), got {low} to {high}")
 
 
 def _check_block(block: int) -> None:
-    require(isinstance(block, int) and block >= 1, f"block: expected a count of keys >= 1, got {block!r}")
+    require(isinstance(block, int) and block >= 1, lambda: f"block: expected a count of keys >= 1, got {block!r}")
 
 
 def _check_in_sight(lists: Lists | PackedLists, kv: KVView) -> None:
@@ -434,11 +435,14 @@ def _check_in_sight(lists: Lists | PackedLists, kv: KVView) -> None:
 def _check_list_of(list_of: Tensor | None, lists: int, rows: Rows) -> None:
     count = rows.pos.shape[0]
     if list_of is None:
-        require(lists == count, f"lists: expected one per row ({count}) or list_of, got {lists}")
+        require(lists == count, lambda: f"lists: expected one per row ({count}) or list_of, got {lists}")
         return
     ok = isinstance(list_of, Tensor) and list_of.dtype in INTS
     ok = ok and list_of.shape == (count,) and list_of.device == rows.pos.device
-    require(ok, f"list_of: expected int [R={count}] on {rows.pos.device}, got {describe(list_of)}")
+    require(ok, lambda: f"list_of: expected int [R={count}] on {rows.pos.device}, got {describe(list_of)}")
     if list_of.device.type == "cpu" and count:
         inside = int(list_of.min()) >= 0 and int(list_of.max()) < lists
-        require(inside, f"list_of: expected values in [0, {lists}), got {int(list_of.min())} to {int(list_of.max())}")
+        require(
+            inside,
+            lambda: f"list_of: expected values in [0, {lists}), got {int(list_of.min())} to {int(list_of.max())}",
+        )

@@ -19,10 +19,13 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INTS = (torch.int32, torch.int64)
 
 
-def require(condition: bool, message: str) -> None:
-    """Raise InvalidInput with `message` unless `condition` holds."""
+def require(condition: bool, message: str | Callable[[], str]) -> None:
+    """Raise InvalidInput with `message` unless `condition` holds.
+
+    message: text, or a function that makes it, for checks of every layer and step: most of their time goes into texts.
+    """
     if not condition:
-        raise InvalidInput(message)
+        raise InvalidInput(message if isinstance(message, str) else message())
 
 
 def describe(x: object) -> str:
@@ -64,17 +67,19 @@ class Rows:
     runs: tuple[Run, ...] | None = None
 
     def __post_init__(self) -> None:
-        require(isinstance(self.q, Tensor) and self.q.dim() == 3, f"q: expected [R, H, D], got {describe(self.q)}")
-        require(self.q.dtype in FLOATS, f"q: expected bf16, fp16, fp32 or fp64, got {describe(self.q)}")
+        require(
+            isinstance(self.q, Tensor) and self.q.dim() == 3, lambda: f"q: expected [R, H, D], got {describe(self.q)}"
+        )
+        require(self.q.dtype in FLOATS, lambda: f"q: expected bf16, fp16, fp32 or fp64, got {describe(self.q)}")
         rows, _, dim = self.q.shape
-        require(dim % 8 == 0 and 8 <= dim <= 256, f"q: head dim must be a multiple of 8 up to 256, got {dim}")
+        require(dim % 8 == 0 and 8 <= dim <= 256, lambda: f"q: head dim must be a multiple of 8 up to 256, got {dim}")
         for name, x in (("seq", self.seq), ("pos", self.pos)):
             ok = isinstance(x, Tensor) and x.dtype in INTS and x.shape == (rows,)
-            require(ok, f"{name}: expected int32 or int64 [R={rows}], got {describe(x)}")
-            require(x.device == self.q.device, f"{name}: expected on {self.q.device} like q, got {describe(x)}")
+            require(ok, lambda: f"{name}: expected int32 or int64 [R={rows}], got {describe(x)}")
+            require(x.device == self.q.device, lambda: f"{name}: expected on {self.q.device} like q, got {describe(x)}")
         if self.runs is not None:
             total = sum(run.rows for run in self.runs)
-            require(total == rows, f"runs: expected rows that sum to R={rows}, got {total}")
+            require(total == rows, lambda: f"runs: expected rows that sum to R={rows}, got {total}")
 
     def take(self, index: Tensor) -> Rows:
         """The rows at `index` [r]."""
@@ -103,30 +108,30 @@ class KVView:
 
     def __post_init__(self) -> None:
         k, v, filled = self.k, self.v, self.filled
-        require(isinstance(k, Tensor) and k.dim() == 4, f"k: expected [P, G, page, D], got {describe(k)}")
-        require(k.dtype in FLOATS, f"k: expected bf16, fp16, fp32 or fp64, got {describe(k)}")
-        require(min(k.shape[1:]) >= 1, f"k: expected at least one KV head, slot and channel, got {describe(k)}")
+        require(isinstance(k, Tensor) and k.dim() == 4, lambda: f"k: expected [P, G, page, D], got {describe(k)}")
+        require(k.dtype in FLOATS, lambda: f"k: expected bf16, fp16, fp32 or fp64, got {describe(k)}")
+        require(min(k.shape[1:]) >= 1, lambda: f"k: expected at least one KV head, slot and channel, got {describe(k)}")
         same = isinstance(v, Tensor) and v.shape == k.shape and v.dtype == k.dtype and v.device == k.device
-        require(same, f"v: expected {describe(k)} like k, got {describe(v)}")
+        require(same, lambda: f"v: expected {describe(k)} like k, got {describe(v)}")
         require(k.stride(-1) == 1 and v.stride(-1) == 1, "k, v: the last dimension must be contiguous")
         ok = isinstance(filled, Tensor) and filled.dtype in INTS and filled.dim() == 1
-        require(ok, f"filled: expected int32 or int64 [B], got {describe(filled)}")
+        require(ok, lambda: f"filled: expected int32 or int64 [B], got {describe(filled)}")
         table = self.block_table
         if table is None:
             same = filled.shape[0] == k.shape[0]
-            require(same, f"filled: without a block table expected [P={k.shape[0]}], got {describe(filled)}")
+            require(same, lambda: f"filled: without a block table expected [P={k.shape[0]}], got {describe(filled)}")
         else:
             ok = isinstance(table, Tensor) and table.dtype in INTS and table.dim() == 2
             ok = ok and table.shape[0] == filled.shape[0]
-            require(ok, f"block_table: expected int [B={filled.shape[0]}, pages], got {describe(table)}")
+            require(ok, lambda: f"block_table: expected int [B={filled.shape[0]}, pages], got {describe(table)}")
         if self.slot_pos is not None:
             ok = isinstance(self.slot_pos, Tensor) and self.slot_pos.dtype in INTS
             ok = ok and self.slot_pos.shape == k.shape[:3]
-            require(ok, f"slot_pos: expected int {list(k.shape[:3])}, got {describe(self.slot_pos)}")
+            require(ok, lambda: f"slot_pos: expected int {list(k.shape[:3])}, got {describe(self.slot_pos)}")
         for name in ("v", "filled", "block_table", "slot_pos"):
             x = getattr(self, name)
             on = x is None or x.device == k.device
-            require(on, f"{name}: expected on {k.device} like k, got {describe(x)}")
+            require(on, lambda: f"{name}: expected on {k.device} like k, got {describe(x)}")
         if self.k_scale is not None or self.v_scale is not None:
             raise Unsupported("k_scale, v_scale: quantised KV is not implemented yet; pass unscaled K and V")
 
@@ -156,11 +161,11 @@ class KVView:
     def group(self, rows: Rows) -> int:
         """Query heads per KV head; raises InvalidInput where rows and view do not fit together."""
         heads, dim = rows.q.shape[1:]
-        require(dim == self.k.shape[3], f"head dim: q has {dim}, k has {self.k.shape[3]}")
-        require(rows.q.dtype == self.k.dtype, f"dtype: q is {describe(rows.q)}, k is {describe(self.k)}")
-        require(rows.q.device == self.k.device, f"device: q is on {rows.q.device}, k on {self.k.device}")
+        require(dim == self.k.shape[3], lambda: f"head dim: q has {dim}, k has {self.k.shape[3]}")
+        require(rows.q.dtype == self.k.dtype, lambda: f"dtype: q is {describe(rows.q)}, k is {describe(self.k)}")
+        require(rows.q.device == self.k.device, lambda: f"device: q is on {rows.q.device}, k on {self.k.device}")
         fits = heads % self.heads == 0 and 1 <= heads // self.heads <= 16
-        require(fits, f"heads: {heads} query heads must be 1 to 16 times the {self.heads} KV heads")
+        require(fits, lambda: f"heads: {heads} query heads must be 1 to 16 times the {self.heads} KV heads")
         return heads // self.heads
 
 
@@ -178,10 +183,10 @@ class ScoringKeys:
     def __post_init__(self) -> None:
         k, scale = self.k, self.scale
         ok = isinstance(k, Tensor) and k.dim() == 4 and k.dtype == torch.int8
-        require(ok, f"k: expected int8 [P, G, page, D], got {describe(k)}")
+        require(ok, lambda: f"k: expected int8 [P, G, page, D], got {describe(k)}")
         ok = isinstance(scale, Tensor) and scale.dtype == torch.float32 and scale.shape == k.shape[:3]
         ok = ok and scale.device == k.device
-        require(ok, f"scale: expected float32 {list(k.shape[:3])} on {k.device}, got {describe(scale)}")
+        require(ok, lambda: f"scale: expected float32 {list(k.shape[:3])} on {k.device}, got {describe(scale)}")
         require(k.stride(-1) == 1 and scale.stride(-1) == 1, "k, scale: the last dimension must be contiguous")
 
 
@@ -198,12 +203,12 @@ class Partial:
 
     def __post_init__(self) -> None:
         out, lse = self.out, self.lse
-        require(isinstance(out, Tensor) and out.dim() == 3, f"out: expected [R, H, D], got {describe(out)}")
+        require(isinstance(out, Tensor) and out.dim() == 3, lambda: f"out: expected [R, H, D], got {describe(out)}")
         wide = (torch.float32, torch.float64)
-        require(out.dtype in wide, f"out: expected fp32 (or fp64), got {describe(out)}")
+        require(out.dtype in wide, lambda: f"out: expected fp32 (or fp64), got {describe(out)}")
         ok = isinstance(lse, Tensor) and lse.shape == out.shape[:2]
         ok = ok and lse.dtype == out.dtype and lse.device == out.device
-        require(ok, f"lse: expected {list(out.shape[:2])} with dtype and device of out, got {describe(lse)}")
+        require(ok, lambda: f"lse: expected {list(out.shape[:2])} with dtype and device of out, got {describe(lse)}")
 
     @classmethod
     def empty(
@@ -239,16 +244,16 @@ class Logits:
 
     def __post_init__(self) -> None:
         x, top = self.x, self.top
-        require(isinstance(x, Tensor) and x.dim() == 4, f"x: expected [R, G, N, group], got {describe(x)}")
+        require(isinstance(x, Tensor) and x.dim() == 4, lambda: f"x: expected [R, G, N, group], got {describe(x)}")
         if top is None:
-            require(x.dtype in (torch.float32, torch.float64), f"x: expected fp32 or fp64, got {describe(x)}")
+            require(x.dtype in (torch.float32, torch.float64), lambda: f"x: expected fp32 or fp64, got {describe(x)}")
             return
-        require(x.dtype == torch.float16, f"x: expected fp16 beside top, got {describe(x)}")
+        require(x.dtype == torch.float16, lambda: f"x: expected fp16 beside top, got {describe(x)}")
         count = isinstance(self.block, int) and self.block >= 1
-        require(count, f"block: expected a count of slots >= 1, got {self.block!r}")
+        require(count, lambda: f"block: expected a count of slots >= 1, got {self.block!r}")
         shape = (*x.shape[:2], -(-x.shape[2] // self.block), x.shape[3])
         ok = isinstance(top, Tensor) and top.dtype == torch.float32 and top.shape == shape and top.device == x.device
-        require(ok, f"top: expected fp32 {list(shape)} on {x.device}, got {describe(top)}")
+        require(ok, lambda: f"top: expected fp32 {list(shape)} on {x.device}, got {describe(top)}")
 
     def take(self, index: Tensor) -> Logits:
         """Those of the rows at `index` [r]."""
@@ -281,7 +286,7 @@ class HeadShard:
 
     def __post_init__(self) -> None:
         ok = self.first >= 0 and self.count >= 1 and self.first + self.count <= self.total
-        require(ok, f"HeadShard: [{self.first}, {self.first + self.count}) does not lie in [0, {self.total})")
+        require(ok, lambda: f"HeadShard: [{self.first}, {self.first + self.count}) does not lie in [0, {self.total})")
 
     @classmethod
     def whole(cls, heads: int) -> HeadShard:
@@ -290,5 +295,7 @@ class HeadShard:
 
     def slice(self, x: Tensor, dim: int = 0) -> Tensor:
         """This rank's part of a tensor that holds one entry per global KV head along `dim`."""
-        require(x.shape[dim] == self.total, f"expected {self.total} global heads along dim {dim}, got {describe(x)}")
+        require(
+            x.shape[dim] == self.total, lambda: f"expected {self.total} global heads along dim {dim}, got {describe(x)}"
+        )
         return x.narrow(dim, self.first, self.count)

@@ -37,18 +37,8 @@ class _Place(NamedTuple):
     lengths: Tensor
     table: Tensor | None
     heads: int
-    group: int
     part: Tensor | None  # which rows of the pass these are, None for all
-
-    @classmethod
-    def of(cls, rows: Rows, kv: KVView, part: Tensor | None) -> _Place:
-        group = rows.q.shape[1] // kv.heads
-        return cls(rows.seq, rows.pos, kv.filled, kv.block_table, kv.heads, group, part)
-
-    @property
-    def name(self) -> Hashable:
-        """Equal for equal places, as long as the tensors live."""
-        return tuple(id(x) if isinstance(x, Tensor) else x for x in self)
+    name: Hashable  # equal for equal places, as long as the tensors live
 
     @property
     def seen(self) -> Tensor:
@@ -80,6 +70,8 @@ class Counting:
         self._made: dict[Hashable, Tensor] = {}  # counts: int64 []
         self._visible: dict[Hashable, _Visible] = {}
         self._maps: dict[Hashable, dict[int, Tensor | None]] = {}  # lists -> the head maps they are used through, by id
+        self._places: dict[Hashable, _Place] = {}
+        self._spans: dict[Hashable, list[Term]] = {}  # terms of spans, by place, selection and bytes a slot
         self._given: dict[Hashable, tuple[Tensor, Tensor | None]] = {}  # int [R, ...], and which rows these are
         self._alive: list[Any] = []  # objects that names hold the ids of
 
@@ -133,10 +125,13 @@ class Counting:
         """The slots that all rows stream in all KV heads, and what lists add: their entries, and overflows."""
         if isinstance(selection, (Lists, PackedLists)):
             return self._listed(rows, kv, where, selection, factors)
-        name = ("slots", where.name, self._spans_name(selection))
-        if name not in self._made:
-            self._made[name] = self._total(selection.reads(rows, kv), where)
-        return [Term(column, name, factor) for column, factor in factors.items()]
+        known = (where.name, id(selection), *factors.items())
+        if known not in self._spans:
+            name = ("slots", where.name, self._spans_name(selection))
+            if name not in self._made:
+                self._made[name] = self._total(selection.reads(rows, kv), where)
+            self._spans[known] = [Term(column, name, factor) for column, factor in factors.items()]
+        return self._spans[known]
 
     def _listed(self, rows: Rows, kv: KVView, where: _Place, lists: ListsInUse, factors: dict[int, int]) -> list[Term]:
         if lists.in_sight:
@@ -252,15 +247,17 @@ class Counting:
         return name
 
     def _place(self, rows: Rows, kv: KVView, part: Tensor | None) -> _Place:
-        where = _Place.of(rows, kv, part)
-        self._alive.append(where)
-        return where
+        parts = (id(rows.seq), id(rows.pos), id(kv.filled), id(kv.block_table), id(part))
+        name = (*parts, kv.k.shape[1], rows.q.shape[1])
+        if name not in self._places:
+            self._places[name] = _Place(rows.seq, rows.pos, kv.filled, kv.block_table, kv.heads, part, name)
+        return self._places[name]
 
     def _spans_name(self, selection: Selection) -> Hashable:
+        self._alive.append(selection)
         bounds = [bound.value for span in selection.spans for bound in span] if isinstance(selection, Spans) else [None]
         if isinstance(selection, Spans) and all(isinstance(value, int) for value in bounds):
             return (selection.spans, selection.per)
-        self._alive.append(selection)
         return id(selection)
 
     def _total(self, per_row: Tensor, where: _Place) -> Tensor:

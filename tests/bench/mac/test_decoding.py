@@ -43,6 +43,21 @@ def test_another_row_than_the_forced_one_is_seen(monkeypatch: pytest.MonkeyPatch
         bench().run(CASE)
 
 
+def test_rings_hold_every_row_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newest too: it is the one that is gone on from `back` steps later."""
+    force, stamps = LayerState.force, list[torch.Tensor]()
+
+    def look(self: LayerState, gap: int) -> None:
+        stamps.append(self.ring.stamp.clone())
+        force(self, gap)
+
+    monkeypatch.setattr(LayerState, "force", look)
+    bench().run(CASE)
+    tokens, size = CASE.shape.context, stamps[0].shape[1]
+    want = torch.arange(tokens - size, tokens, dtype=stamps[0].dtype).expand(CASE.shape.batch, -1)
+    assert len(stamps) == 2 and all(torch.equal(found.sort(1).values, want) for found in stamps)
+
+
 def test_steps_that_find_nothing_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LayerState, "force", lambda self, gap: None)
     with pytest.raises(WrongResult, match="logits differ"):

@@ -118,7 +118,7 @@ def test_a_prompt_that_it_did_not_see_is_refused(tmp_path: Path) -> None:
         cache = session.new_cache(2)
         model(tokens, past_key_values=cache)
         session.switch(method)
-        with pytest.raises(InvalidInput, match=r"kascade decodes with state that it makes of the prompt, .* 40 tokens of which it observed the first 0"):
+        with pytest.raises(InvalidInput, match=r"kascade decodes with state .* of which it observed the first 0"):
             model(tokens[:, :1], past_key_values=cache)
 
 

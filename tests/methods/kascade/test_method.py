@@ -122,7 +122,8 @@ def test_a_layer_whose_anchor_did_not_choose_names_both(phase: Any, tmp_path: Pa
     """Its anchor attends to a window in this model, or another method took its place."""
     method = Kascade(planned(tmp_path, anchors=(0, 1)), least=2)
     calls = read_text(method, text(20))[0 if phase == "prefill" else -1].calls
-    with pytest.raises(InvalidInput, match="layer 2 reuses the keys that layer 1 chooses, and that layer chose none in this pass"):
+    none = "layer 2 reuses the keys that layer 1 chooses, and that layer chose none in this pass"
+    with pytest.raises(InvalidInput, match=none):
         method.run(replace(calls[2], shared={}), None)
     shared: dict[Any, Any] = {}
     method.run(replace(calls[0], shared=shared), None)

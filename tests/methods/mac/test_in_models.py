@@ -84,7 +84,7 @@ def test_what_is_read_to_fill_a_ring_is_in_the_report(model: Any, chunk: int) ->
         late = replace(wide, band=8)
         session.prepare(late)
         for stranger in (late, "mac"):
-            with pytest.raises(InvalidInput, match=r"did not take note of all that was read.*session\.follow"):
+            with pytest.raises(InvalidInput, match=r"did not observe all prompts that were read.*session\.prepare"):
                 session.report(stranger)
         assert session.report("dense").layers == plain
         session.switch(wide)

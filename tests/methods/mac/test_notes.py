@@ -15,7 +15,6 @@ from longreach.methods.mac.notes import AT, columns, summary
 from longreach.ops import Spans
 from longreach.ops.nearest import NOTES
 from longreach.runtime import Ledger
-from longreach.runtime import Ledger
 from tests.methods.drive import HEADS, KV_HEADS, LAYERS, Turn, exact, in_phase, new_cache, run, shares, text
 from tests.methods.mac.spelled_out import SpelledOut
 from tests.methods.metered import passes_of

@@ -14,7 +14,6 @@ from longreach.methods.call import LayerCall
 from longreach.methods.mac import MAC
 from longreach.ops import KVView, Rows, Run, Spans, Turn
 from longreach.runtime import Ledger
-from longreach.runtime import Ledger
 
 BATCH, HEADS, KV_HEADS, DIM, LENGTH = 3, 8, 2, 64, 4096
 

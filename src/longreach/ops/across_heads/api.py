@@ -58,7 +58,7 @@ def largest_log_prob(rows: Rows, kv: KVView, lse: Tensor, logits: Logits, *, imp
     _check(rows, kv, logits)
     heads = rows.q.shape[:2]
     ok = isinstance(lse, Tensor) and lse.shape == heads and lse.is_floating_point() and lse.device == rows.q.device
-    require(ok, f"lse: expected float {list(heads)} on {rows.q.device}, got {describe(lse)}")
+    require(ok, lambda: f"lse: expected float {list(heads)} on {rows.q.device}, got {describe(lse)}")
     found: Tensor = LARGEST.get(impl, rows.q.device)(rows, kv, lse, logits)
     return found
 
@@ -75,10 +75,10 @@ def spread_logits(
     _check(rows, kv, logits)
     for name, x in (("count", count), ("recent", recent)):
         ok = isinstance(x, Tensor) and x.dtype in INTS and x.shape == rows.pos.shape and x.device == rows.q.device
-        require(ok, f"{name}: expected int [R={rows.pos.shape[0]}] on {rows.q.device}, got {describe(x)}")
+        require(ok, lambda: f"{name}: expected int [R={rows.pos.shape[0]}] on {rows.q.device}, got {describe(x)}")
     for name, number, least in (("first", first, 0), ("most", most, 1)):
         ok = isinstance(number, int) and not isinstance(number, bool) and number >= least
-        require(ok, f"{name}: expected a count >= {least}, got {number!r}")
+        require(ok, lambda: f"{name}: expected a count >= {least}, got {number!r}")
     ballot: Ballot = SPREADING.get(impl, rows.q.device)(rows, kv, logits, count, recent, first=first, most=most)
     return ballot
 
@@ -93,19 +93,22 @@ def rank_round_robin(
     `heads`; None: all heads are here. The largest of the ranks' scores is the score of all heads.
     Writes to ballot.scores, and returns it.
     """
-    require(isinstance(ballot, Ballot), f"ballot: expected a Ballot, got {describe(ballot)}")
+    require(isinstance(ballot, Ballot), lambda: f"ballot: expected a Ballot, got {describe(ballot)}")
     shape, device = ballot.depth.shape, ballot.logits.device
     ok = isinstance(index, Tensor) and index.dtype == torch.int32 and index.dim() == 3 and index.shape[:2] == shape
     wanted = f"int32 [R={shape[0]}, H={shape[1]}, C] on {device}"
-    require(ok and index.device == device, f"index: expected {wanted}, got {describe(index)}")
+    require(ok and index.device == device, lambda: f"index: expected {wanted}, got {describe(index)}")
     ok = isinstance(used, Tensor) and used.dtype == torch.int32 and used.shape == shape and used.device == device
-    require(ok, f"used: expected int32 {list(shape)} on {device}, got {describe(used)}")
+    require(ok, lambda: f"used: expected int32 {list(shape)} on {device}, got {describe(used)}")
     total = shape[1] if heads is None else heads
     fits = isinstance(first_head, int) and isinstance(total, int) and 0 <= first_head <= total - shape[1]
     message = f"first_head, heads: expected this rank's {shape[1]} heads in [0, heads), got {first_head} and {total}"
     require(fits, message)
     turns = index.shape[2] * total
-    require(turns <= MAX_TURN, f"index: expected lists of at most {MAX_TURN // total} keys for {total} heads, got more")
+    require(
+        turns <= MAX_TURN,
+        lambda: f"index: expected lists of at most {MAX_TURN // total} keys for {total} heads, got more",
+    )
     scores: Tensor = RANKING.get(impl, device)(ballot, index, used, first_head=first_head, heads=total)
     return scores
 

@@ -21,15 +21,16 @@ def append(
     Raises InvalidInput for shapes, dtypes and devices that do not fit, UnknownName for an unknown impl.
     """
     require(
-        keys.dim() == 4 and values.shape == keys.shape, f"values: expected {describe(keys)}, got {describe(values)}"
+        keys.dim() == 4 and values.shape == keys.shape,
+        lambda: f"values: expected {describe(keys)}, got {describe(values)}",
     )
     rows = page.shape[0] if page.dim() == 1 else -1
     shape = (rows, keys.shape[1], keys.shape[3])
     for name, x in (("k", k), ("v", v)):
         fits = x.shape == shape and x.dtype == keys.dtype and x.device == keys.device
-        require(fits, f"{name}: expected {keys.dtype} {list(shape)} on {keys.device}, got {describe(x)}")
+        require(fits, lambda: f"{name}: expected {keys.dtype} {list(shape)} on {keys.device}, got {describe(x)}")
     for name, x in (("page", page), ("offset", offset)):
         fits = x.shape == (rows,) and x.dtype in INTS and x.device == keys.device
-        require(fits, f"{name}: expected int [R] on {keys.device}, got {describe(x)}")
+        require(fits, lambda: f"{name}: expected int [R] on {keys.device}, got {describe(x)}")
     require(keys.stride(3) == values.stride(3) == 1, "keys, values: expected a contiguous last dimension")
     implementations.get(impl, keys.device)(keys, values, k, v, page, offset)

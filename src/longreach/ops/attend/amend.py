@@ -55,7 +55,7 @@ def attend_amend(
     Returns (the result, lse of the new entry [R, H]); the rest is as in `attend` and `attend_split`.
     """
     check_memory(rows, kv)
-    require(isinstance(selection, Selection), f"selection: expected a Selection, got {describe(selection)}")
+    require(isinstance(selection, Selection), lambda: f"selection: expected a Selection, got {describe(selection)}")
     selection.check(rows, kv)
     check_bound("split", split, selection.per, rows, kv)
     check_logits(scale, softcap, rows, sink_logit)
@@ -66,13 +66,15 @@ def attend_amend(
         ("lse", entries.lse, entries.lse.shape[:1]),
     ):
         ok = isinstance(x, Tensor) and x.shape == shape and x.dtype == dtype and x.device == device
-        require(ok and x.is_contiguous(), f"entries.{name}: expected {dtype} {list(shape)}, got {describe(x)}")
+        require(ok and x.is_contiguous(), lambda: f"entries.{name}: expected {dtype} {list(shape)}, got {describe(x)}")
     for name, x in (("take", take), ("put", put)):
         ok = isinstance(x, Tensor) and x.dtype == torch.int32 and x.shape == (count, heads) and x.device == device
-        require(ok and x.is_contiguous(), f"{name}: expected int32 {[count, heads]} on {device}, got {describe(x)}")
+        require(
+            ok and x.is_contiguous(), lambda: f"{name}: expected int32 {[count, heads]} on {device}, got {describe(x)}"
+        )
         if device.type == "cpu" and x.numel():
             low, high, most = int(x.min()), int(x.max()), entries.lse.numel()
-            require(low >= -1 and high < most, f"{name}: expected in [-1, {most}), got {low} to {high}")
+            require(low >= -1 and high < most, lambda: f"{name}: expected in [-1, {most}), got {low} to {high}")
     compute = amending.get(impl, device)
     return compute(
         rows, kv, selection, split, entries, take, put, scale=scale, softcap=softcap, sink_logit=sink_logit

@@ -71,7 +71,7 @@ def attend(
     or named twice (where reading them costs no device sync), UnknownName for an unknown impl.
     """
     check_memory(rows, kv)
-    require(isinstance(selection, Selection), f"selection: expected a Selection, got {describe(selection)}")
+    require(isinstance(selection, Selection), lambda: f"selection: expected a Selection, got {describe(selection)}")
     selection.check(rows, kv)
     check_logits(scale, softcap, rows, sink_logit)
     name = resolve(impl, rows, kv, selection, softcap=softcap, sink_logit=sink_logit)
@@ -96,7 +96,7 @@ def attend_split(
     There is no sink logit: it belongs to the whole, so merge it there. Everything else is as in `attend`.
     """
     check_memory(rows, kv)
-    require(isinstance(selection, Selection), f"selection: expected a Selection, got {describe(selection)}")
+    require(isinstance(selection, Selection), lambda: f"selection: expected a Selection, got {describe(selection)}")
     selection.check(rows, kv)
     check_bound("split", split, selection.per, rows, kv)
     check_logits(scale, softcap, rows)

@@ -86,7 +86,7 @@ def attend_values(
     Log-weights and the sink count as in `attend`, and so do result and errors.
     """
     check_memory(rows, kv)
-    require(isinstance(selection, Selection), f"selection: expected a Selection, got {describe(selection)}")
+    require(isinstance(selection, Selection), lambda: f"selection: expected a Selection, got {describe(selection)}")
     selection.check(rows, kv)
     check_kept(logits, rows, kv)
     check_logits(1.0, None, rows, sink_logit)

@@ -16,7 +16,7 @@ def quantise_keys(k: Tensor) -> tuple[Tensor, Tensor]:
     by at most |softmax scale| sum |q| max |k| / 254. Keys of all zeros have scale 0. No device sync.
     """
     ok = isinstance(k, Tensor) and k.dtype in FLOATS and k.dim() >= 1
-    require(ok, f"k: expected bf16, fp16, fp32 or fp64 [..., D], got {describe(k)}")
+    require(ok, lambda: f"k: expected bf16, fp16, fp32 or fp64 [..., D], got {describe(k)}")
     x = k.float()
     scale = x.abs().amax(-1) / 127
     codes = torch.round(x / scale.masked_fill(scale == 0, 1.0)[..., None]).clamp(-127, 127)
@@ -39,14 +39,14 @@ def copy_keys(seq: Tensor, slot: Tensor, kv: KVView, keys: ScoringKeys, *, impl:
     each key; keys: shaped like kv.k. No device sync, one kernel on a GPU. Raises InvalidInput for arguments that do not
     fit, UnknownName for an unknown impl.
     """
-    require(isinstance(kv, KVView), f"kv: expected a KVView, got {describe(kv)}")
+    require(isinstance(kv, KVView), lambda: f"kv: expected a KVView, got {describe(kv)}")
     for name, x in (("seq", seq), ("slot", slot)):
         ok = isinstance(x, Tensor) and x.dtype in INTS and x.dim() == 1 and x.device == kv.k.device
-        require(ok, f"{name}: expected int [n] on {kv.k.device}, got {describe(x)}")
-    require(seq.shape == slot.shape, f"slot: expected {list(seq.shape)} like seq, got {describe(slot)}")
+        require(ok, lambda: f"{name}: expected int [n] on {kv.k.device}, got {describe(x)}")
+    require(seq.shape == slot.shape, lambda: f"slot: expected {list(seq.shape)} like seq, got {describe(slot)}")
     ok = isinstance(keys, ScoringKeys) and keys.k.shape == kv.k.shape and keys.k.device == kv.k.device
     found = describe(getattr(keys, "k", keys))
-    require(ok, f"keys: expected an 8-bit copy laid out like {describe(kv.k)}, got {found}")
+    require(ok, lambda: f"keys: expected an 8-bit copy laid out like {describe(kv.k)}, got {found}")
     _copy.get(impl, kv.k.device)(seq, slot, kv, keys)
 
 

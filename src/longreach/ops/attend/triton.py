@@ -6,14 +6,20 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from longreach.errors import Unsupported
 from longreach.ops.attend import triton_kernels as kernels
 from longreach.ops.attend import triton_merging as merging
 from longreach.ops.attend.tiles import tiles_of
-from longreach.ops.attend.triton_tuning import INTERPRETED, Tuning, keeping_tuning, merge_tuning, tuning
+from longreach.ops.attend.triton_tuning import (
+    INTERPRETED,
+    Tuning,
+    keeping_tuning,
+    merge_tuning,
+    next_power_of_2,
+    tuning,
+)
 from longreach.ops.selection import Bound, Lists, PackedLists, Selection, Span, Spans, at
 from longreach.ops.types import KVView, Logits, Partial, Rows, ScoringKeys
 
@@ -129,10 +135,10 @@ def launch_into(
     items = tiles.count * axis * parts
     own = per_item if choice.own else 1
     fewest = 4 if keys is not None else 16 if rows.q.dtype == torch.float32 else 8
-    m = max(fewest, triton.next_power_of_2(tiles.size * per_item))
-    i2, x = triton.next_power_of_2(items), triton.next_power_of_2(tiles.size * own)
+    m = max(fewest, next_power_of_2(tiles.size * per_item))
+    i2, x = next_power_of_2(items), next_power_of_2(tiles.size * own)
     dealt = items <= 1024 and i2 * x <= MOST_DEALT
-    wide = max(16 if keys is None else 32, triton.next_power_of_2(dim))
+    wide = max(16 if keys is None else 32, next_power_of_2(dim))
     k = kv.k if keys is None else keys.k
     lists = choice.listing is not None
     paged = kv.block_table is not None and kv.block_table.shape[1] > 1
@@ -206,7 +212,7 @@ def launch_into(
         UNIT=t.unit, CHAINED=chained, num_warps=t.warps, **launch, **limits,
     )  # fmt: skip
     results = items // (parts if finish else 1) * mr
-    chunk = min(64, triton.next_power_of_2(programs * parts // items + 2))  # one side of a split may hold nearly all
+    chunk = min(64, next_power_of_2(programs * parts // items + 2))  # one side of a split may hold nearly all
     channels, warps, early = merge_tuning(wide, results, chunk, values)
     how = {"layout": layout, "form": form, "D": dim, "BD": channels, "C": chunk, "EARLY": early, "CHAINED": chained,
            "num_warps": warps, **launch}  # fmt: skip

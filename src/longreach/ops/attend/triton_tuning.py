@@ -12,6 +12,11 @@ from longreach.ops.attend.triton_streams import INTERPRETED as _INTERPRETED
 INTERPRETED: bool = _INTERPRETED.value
 
 
+def next_power_of_2(n: int) -> int:
+    """The least power of two of at least n >= 1. Triton's own takes several microseconds on the host."""
+    return 1 << (n - 1).bit_length()
+
+
 @dataclass(frozen=True)
 class Tuning:
     """block: keys of a block; stages: blocks under way at a time; per_sm: programs a multiprocessor is dealt.

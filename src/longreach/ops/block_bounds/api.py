@@ -52,11 +52,13 @@ def bound_blocks(
     _check_bounds(kv, low, high, per)
     for name, x in (("seq", seq), ("block", block)):
         ok = isinstance(x, Tensor) and x.dtype in INTS and x.dim() == 1 and x.device == kv.k.device
-        require(ok, f"{name}: expected int [n] on {kv.k.device}, got {describe(x)}")
-    require(seq.shape == block.shape, f"block: expected {list(seq.shape)} like seq, got {describe(block)}")
+        require(ok, lambda: f"{name}: expected int [n] on {kv.k.device}, got {describe(x)}")
+    require(seq.shape == block.shape, lambda: f"block: expected {list(seq.shape)} like seq, got {describe(block)}")
     if seq.device.type == "cpu" and seq.numel():
         first, last = int(seq.min()), int(seq.max())
-        require(first >= 0 and last < kv.sequences, f"seq: expected in [0, B={kv.sequences}), got {first} to {last}")
+        require(
+            first >= 0 and last < kv.sequences, lambda: f"seq: expected in [0, B={kv.sequences}), got {first} to {last}"
+        )
     BOUNDING.get(impl, kv.k.device)(kv, low, high, seq, block, per, in_slots=False)
 
 
@@ -106,17 +108,17 @@ BOUND_AND_SCORE = Op(bound_and_score, SCORING)  # callers count its reads, which
 
 
 def _check_bounds(kv: KVView, low: Tensor, high: Tensor, per: int) -> None:
-    require(isinstance(kv, KVView), f"kv: expected a KVView, got {describe(kv)}")
+    require(isinstance(kv, KVView), lambda: f"kv: expected a KVView, got {describe(kv)}")
     count = isinstance(per, int) and not isinstance(per, bool) and per >= 1
-    require(count, f"per: expected a count of slots >= 1, got {per!r}")
+    require(count, lambda: f"per: expected a count of slots >= 1, got {per!r}")
     pages, heads, page, dim = kv.k.shape
     units = units_per_page(page, per)
     for name, x in (("low", low), ("high", high)):
         ok = isinstance(x, Tensor) and x.dim() == 4 and x.dtype == kv.k.dtype and x.device == kv.k.device
         ok = ok and (*x.shape[:2], x.shape[3]) == (pages, heads, dim) and x.shape[2] >= units
         wanted = f"{kv.k.dtype} [P={pages}, G={heads}, units >= {units}, D={dim}] on {kv.k.device}"
-        require(ok, f"{name}: expected {wanted}, got {describe(x)}")
-        require(x.stride(3) == 1, f"{name}: expected a contiguous last dimension, got strides {x.stride()}")
+        require(ok, lambda: f"{name}: expected {wanted}, got {describe(x)}")
+        require(x.stride(3) == 1, lambda: f"{name}: expected a contiguous last dimension, got strides {x.stride()}")
 
 
 def _check_rows(rows: Rows, kv: KVView, low: Tensor, high: Tensor, per: int, slot: Tensor | None) -> Tensor:
@@ -128,5 +130,5 @@ def _check_rows(rows: Rows, kv: KVView, low: Tensor, high: Tensor, per: int, slo
         return rows.pos
     ok = isinstance(slot, Tensor) and slot.dtype in INTS and slot.shape == rows.pos.shape
     ok = ok and slot.device == kv.k.device
-    require(ok, f"slot: expected int [R={rows.pos.shape[0]}] on {kv.k.device}, got {describe(slot)}")
+    require(ok, lambda: f"slot: expected int [R={rows.pos.shape[0]}] on {kv.k.device}, got {describe(slot)}")
     return slot

@@ -48,10 +48,10 @@ def nearest(
     ok = isinstance(query, Tensor) and query.dim() == 3 and query.dtype == ring.query.dtype
     ok = ok and query.shape[1:] == ring.query.shape[1::2] and query.device == ring.query.device
     expected = f"[R, {ring.heads}, {ring.query.shape[3]}]"
-    require(ok, f"query: expected {expected} like the ring's {describe(ring.query)}, got {describe(query)}")
+    require(ok, lambda: f"query: expected {expected} like the ring's {describe(ring.query)}, got {describe(query)}")
     for name, x in (("slot", slot), ("pos", pos)):
         ok = isinstance(x, Tensor) and x.dtype in INTS and x.shape == query.shape[:1] and x.device == query.device
-        require(ok, f"{name}: expected int [R={query.shape[0]}] on {query.device}, got {describe(x)}")
+        require(ok, lambda: f"{name}: expected int [R={query.shape[0]}] on {query.device}, got {describe(x)}")
     _check_slots("slot", slot, ring)
     compute = _nearest.get(impl, query.device)
     return compute(query, slot, pos, ring, window=window, oldest=oldest, near=near, far=far, deepest=deepest)
@@ -78,40 +78,42 @@ def match(
     None, what queries are multiplied by for the match; slots: int [B], the ring's sequence of each of the rows'.
     Raises InvalidInput for what does not fit, UnknownName for an unknown impl.
     """
-    require(isinstance(rows, Rows), f"rows: expected Rows, got {describe(rows)}")
-    require(isinstance(rule, Rule), f"rule: expected a Rule, got {describe(rule)}")
+    require(isinstance(rows, Rows), lambda: f"rows: expected Rows, got {describe(rows)}")
+    require(isinstance(rule, Rule), lambda: f"rule: expected a Rule, got {describe(rule)}")
     _check_ring(ring, rule.window)
-    require(rule.window < ring.size, f"window: expected less than the ring's {ring.size} rows, got {rule.window}")
+    require(
+        rule.window < ring.size, lambda: f"window: expected less than the ring's {ring.size} rows, got {rule.window}"
+    )
     count, heads, dim = rows.q.shape
     fits = (heads, dim) == (ring.heads, ring.query.shape[3]) and rows.q.dtype == ring.query.dtype
     fits = fits and rows.q.device == ring.query.device
-    require(fits, f"rows: expected queries like the ring's {describe(ring.query)}, got {describe(rows.q)}")
+    require(fits, lambda: f"rows: expected queries like the ring's {describe(ring.query)}, got {describe(rows.q)}")
     ok = isinstance(slots, Tensor) and slots.dtype in INTS and slots.dim() == 1 and slots.device == rows.q.device
-    require(ok, f"slots: expected int [B] on {rows.q.device}, got {describe(slots)}")
+    require(ok, lambda: f"slots: expected int [B] on {rows.q.device}, got {describe(slots)}")
     _check_slots("slots", slots, ring)
     if turn is not None:
         for name, x in (("cos", turn.cos), ("sin", turn.sin)):
             ok = x.shape == (count, turn.cos.shape[-1]) and x.device == rows.q.device
-            require(ok, f"turn.{name}: expected [R={count}, pairs] on {rows.q.device}, got {describe(x)}")
+            require(ok, lambda: f"turn.{name}: expected [R={count}, pairs] on {rows.q.device}, got {describe(x)}")
     if weight is not None:
         ok = isinstance(weight, Tensor) and weight.shape == (heads, dim) and weight.is_floating_point()
         ok = ok and weight.device == rows.q.device
-        require(ok, f"weight: expected float [H={heads}, D={dim}] on {rows.q.device}, got {describe(weight)}")
+        require(ok, lambda: f"weight: expected float [H={heads}, D={dim}] on {rows.q.device}, got {describe(weight)}")
     if rows.seq.device.type == "cpu":
         require(rows.seq.unique().numel() == count, "rows: expected one of each sequence at most, got several of one")
     return implementations.get(impl, rows.q.device)(rows, slots, ring, rule, turn, weight)
 
 
 def _check_ring(ring: Ring, window: int) -> None:
-    require(isinstance(ring, Ring), f"ring: expected a Ring, got {describe(ring)}")
+    require(isinstance(ring, Ring), lambda: f"ring: expected a Ring, got {describe(ring)}")
     ok = isinstance(window, int) and 1 <= window <= ring.size
-    require(ok, f"window: expected 1 to {ring.size}, the rows that the ring holds, got {window!r}")
+    require(ok, lambda: f"window: expected 1 to {ring.size}, the rows that the ring holds, got {window!r}")
 
 
 def _check_slots(name: str, slots: Tensor, ring: Ring) -> None:
     if slots.device.type == "cpu" and slots.numel():
         low, high, most = int(slots.min()), int(slots.max()), ring.query.shape[0]
-        require(low >= 0 and high < most, f"{name}: expected in [0, {most}), got {low} to {high}")
+        require(low >= 0 and high < most, lambda: f"{name}: expected in [0, {most}), got {low} to {high}")
 
 
 def _reads(rows: Rows, kv: object, found: Matched, *args: object, **given: object) -> tuple[Read, ...]:

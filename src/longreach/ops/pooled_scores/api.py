@@ -60,16 +60,18 @@ def pooled_scores(
     count, heads = rows.q.shape[:2]
     require((tile is None) == (tiles is None), "tile and tiles: give both or neither")
     if tile is not None and tiles is not None:
-        require(isinstance(tiles, int) and tiles >= 0, f"tiles: expected a count >= 0, got {tiles!r}")
+        require(isinstance(tiles, int) and tiles >= 0, lambda: f"tiles: expected a count >= 0, got {tiles!r}")
         ok = isinstance(tile, Tensor) and tile.dtype in INTS and tile.shape == (count,) and tile.device == rows.q.device
-        require(ok, f"tile: expected int [R={count}] on {rows.q.device}, got {describe(tile)}")
+        require(ok, lambda: f"tile: expected int [R={count}] on {rows.q.device}, got {describe(tile)}")
         if tile.device.type == "cpu" and count:
             inside = int(tile.min()) >= 0 and int(tile.max()) < tiles
-            require(inside, f"tile: expected values in [0, {tiles}), got {int(tile.min())} to {int(tile.max())}")
+            require(
+                inside, lambda: f"tile: expected values in [0, {tiles}), got {int(tile.min())} to {int(tile.max())}"
+            )
     if lse is not None:
         ok = isinstance(lse, Tensor) and lse.shape == (count, heads) and lse.is_floating_point()
         ok = ok and lse.device == rows.q.device
-        require(ok, f"lse: expected float [{count}, {heads}] on {rows.q.device}, got {describe(lse)}")
+        require(ok, lambda: f"lse: expected float [{count}, {heads}] on {rows.q.device}, got {describe(lse)}")
     if logits is not None:
         check_kept(logits, rows, kv)
         require(lse is not None, "lse: kept logits are summed against the lse that came with them; give both")

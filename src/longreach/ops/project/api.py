@@ -37,7 +37,7 @@ def pad_basis(basis: Tensor) -> Tensor:
     Coordinates in zero columns are zero on both sides, so they change no score; they are stored and read.
     """
     ok = isinstance(basis, Tensor) and basis.dim() == 3 and basis.dtype in FLOATS and basis.shape[2] >= 1
-    require(ok, f"basis: expected float [G, D, rank >= 1], got {describe(basis)}")
+    require(ok, lambda: f"basis: expected float [G, D, rank >= 1], got {describe(basis)}")
     return pad(basis, (0, -basis.shape[2] % 8)).contiguous()
 
 
@@ -78,10 +78,10 @@ def _check(rows: Rows, kv: KVView, basis: Tensor, out: Tensor, slot: Tensor | No
     ok = isinstance(basis, Tensor) and basis.dim() == 3 and basis.shape[:2] == (heads, dim) and basis.shape[2] >= 1
     ok = ok and basis.dtype == kv.k.dtype and basis.device == kv.k.device
     wanted = f"{kv.k.dtype} [G={heads}, D={dim}, width >= 1] on {kv.k.device}"
-    require(ok, f"basis: expected {wanted}, got {describe(basis)}")
+    require(ok, lambda: f"basis: expected {wanted}, got {describe(basis)}")
     shape = (pages, heads, page, basis.shape[2])
     ok = isinstance(out, Tensor) and out.shape == shape and out.dtype == kv.k.dtype and out.device == kv.k.device
-    require(ok, f"out: expected {kv.k.dtype} {list(shape)} on {kv.k.device}, got {describe(out)}")
+    require(ok, lambda: f"out: expected {kv.k.dtype} {list(shape)} on {kv.k.device}, got {describe(out)}")
     contiguous = basis.stride(2) == 1 and out.stride(3) == 1
     require(contiguous, "basis, out: expected a contiguous last dimension; call .contiguous()")
     if slot is None:
@@ -89,5 +89,5 @@ def _check(rows: Rows, kv: KVView, basis: Tensor, out: Tensor, slot: Tensor | No
         return rows.pos
     ok = isinstance(slot, Tensor) and slot.dtype in INTS and slot.shape == rows.pos.shape
     ok = ok and slot.device == kv.k.device
-    require(ok, f"slot: expected int [R={rows.pos.shape[0]}] on {kv.k.device}, got {describe(slot)}")
+    require(ok, lambda: f"slot: expected int [R={rows.pos.shape[0]}] on {kv.k.device}, got {describe(slot)}")
     return slot

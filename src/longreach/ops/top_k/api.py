@@ -47,25 +47,27 @@ def top_k(
     Raises InvalidInput for shapes, dtypes and devices that do not fit, UnknownName for an unknown impl.
     """
     ok = isinstance(x, Tensor) and x.dim() == 3 and x.dtype in SCORES
-    require(ok, f"x: expected fp32, fp16 or bf16 [L, heads, N], got {describe(x)}")
+    require(ok, lambda: f"x: expected fp32, fp16 or bf16 [L, heads, N], got {describe(x)}")
     lists, heads, columns = x.shape
-    require(columns < MOST_COLUMNS, f"x: expected fewer than {MOST_COLUMNS} columns, got {columns}")
+    require(columns < MOST_COLUMNS, lambda: f"x: expected fewer than {MOST_COLUMNS} columns, got {columns}")
     require(
         x.stride(2) == 1 or columns <= 1,
-        f"x: expected a contiguous last dimension, got strides {x.stride()}; call .contiguous()",
+        lambda: f"x: expected a contiguous last dimension, got strides {x.stride()}; call .contiguous()",
     )
     ok = isinstance(count, Tensor) and count.dtype in INTS and count.shape == (lists, heads)
-    require(ok, f"count: expected int32 or int64 [L={lists}, heads={heads}], got {describe(count)}")
+    require(ok, lambda: f"count: expected int32 or int64 [L={lists}, heads={heads}], got {describe(count)}")
     ok = isinstance(length, Tensor) and length.dtype in INTS and length.shape in ((lists,), (lists, heads))
-    require(ok, f"length: expected int32 or int64 [L={lists}] or [{lists}, heads={heads}], got {describe(length)}")
+    require(
+        ok, lambda: f"length: expected int32 or int64 [L={lists}] or [{lists}, heads={heads}], got {describe(length)}"
+    )
     for name, tensor in (("count", count), ("length", length)):
-        require(tensor.device == x.device, f"{name}: expected on {x.device} like x, got {describe(tensor)}")
+        require(tensor.device == x.device, lambda: f"{name}: expected on {x.device} like x, got {describe(tensor)}")
     for name, number, least in (("first", first, 0), ("last", last, 0), ("capacity", capacity, 1)):
         ok = isinstance(number, int) and least <= number < MOST_COLUMNS
-        require(ok, f"{name}: expected an int in [{least}, {MOST_COLUMNS}), got {number!r}")
+        require(ok, lambda: f"{name}: expected an int in [{least}, {MOST_COLUMNS}), got {number!r}")
     if length.device.type == "cpu" and length.numel():  # elsewhere reading values would cost a sync
         low, high = int(length.min()), int(length.max())
-        require(low >= 0 and high <= columns, f"length: expected in [0, N={columns}], got {low} to {high}")
+        require(low >= 0 and high <= columns, lambda: f"length: expected in [0, N={columns}], got {low} to {high}")
     compute = implementations.get(impl, x.device)
     return compute(x, count, length, first=first, last=last, capacity=capacity)
 

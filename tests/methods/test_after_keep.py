@@ -1,0 +1,167 @@
+"""Decoding after keys were evicted, other ones in each KV head: exact over what is left, or refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from longreach import MAC, Kascade, LessIsMore, Loki, OmniKV, OracleTopK, Quest, StreamingLLM
+from longreach.cache import KVCache
+from longreach.errors import Unsupported
+from longreach.methods.base import AttentionMethod
+from longreach.methods.dense import Dense
+from longreach.ops.selection import Selection
+from tests.methods.drive import (
+    CACHES,
+    HEADS,
+    KV_HEADS,
+    LAYERS,
+    LOGITS,
+    SCALE,
+    Pass,
+    Text,
+    Turn,
+    in_phase,
+    new_cache,
+    run,
+    text,
+)
+
+WORKING = [
+    Dense(),
+    StreamingLLM(sinks=3, window=0.3),
+    StreamingLLM(sinks=0, window=5),
+    Quest(k=0.4, page=4, dense_layers=()),
+    Quest(k=6, page=3, dense_layers=(1,)),
+    Loki(k=0.4, rank=6),
+    Loki(k=5),
+    OracleTopK(k=0.3),
+]
+REFUSING = [Kascade(k=5, least=5), Kascade(k=5, least=5, scoring="int8"), OmniKV(k=5, layers=(0,)),
+            LessIsMore(k=5, layers=(0,)), OracleTopK(k=5, heads="all")]  # fmt: skip
+each_cache = pytest.mark.parametrize("config", CACHES.values(), ids=CACHES)
+impls = ["reference", "triton"]
+
+
+class Kept:
+    """What a plain list of tokens holds: layer -> sequence -> KV head -> positions, in the order of slots."""
+
+    def __init__(self, lengths: dict[int, int]):
+        self.at = [{s: [list(range(n)) for _ in range(KV_HEADS)] for s, n in lengths.items()} for _ in range(LAYERS)]
+
+    def keep(self, cache: KVCache, dice: torch.Generator, slots: Sequence[int], share: float) -> None:
+        """Evict random keys of every layer, as many in each head, other ones in each."""
+        for layer in range(LAYERS):
+            index = []
+            for slot in slots:
+                held = len(self.at[layer][slot][0])
+                count = max(1, int(held * share) - layer)
+                chosen = [torch.randperm(held, generator=dice)[:count].sort().values for _ in range(KV_HEADS)]
+                self.at[layer][slot] = [[self.at[layer][slot][g][int(i)] for i in chosen[g]] for g in range(KV_HEADS)]
+                index.append(torch.stack(chosen))
+            cache.keep(layer, slots, index)
+
+    def add(self, slot: int, pos: int) -> None:
+        for layer in self.at:
+            for head in layer[slot]:
+                head.append(pos)
+
+    def cut(self, slot: int, length: int) -> None:
+        for layer in self.at:
+            layer[slot] = [[p for p in head if p < length] for head in layer[slot]]
+
+
+def expected(kept: Kept, layer: int, slot: int, whole: Text, pos: int, chosen: Tensor) -> Tensor:
+    """fp64 [H, D] of the row at `pos`, by the plain definition. chosen: bool [G, slots], what it attends to."""
+    terms, out, group = LOGITS[layer], [], HEADS // KV_HEADS
+    for h in range(HEADS):
+        at = [p for n, p in enumerate(kept.at[layer][slot][h // group]) if bool(chosen[h // group, n])]
+        k, v = (x[layer, at, h // group].double() for x in (whole.k, whole.v))
+        x = (k @ whole.q[layer, pos, h].double()) * SCALE
+        if "softcap" in terms:
+            x = terms["softcap"] * torch.tanh(x / terms["softcap"])
+        if "sink_logit" in terms:
+            x = torch.cat([x, terms["sink_logit"][h : h + 1].double()])
+            v = torch.cat([v, torch.zeros_like(v[:1])])
+        out.append(x.softmax(0) @ v)
+    return torch.stack(out)
+
+
+def attended(turn: Pass, layer: int, row: int, slots: int) -> Tensor:
+    """bool [G, slots]: what the last pass over values names for a row."""
+    call = turn.calls[layer]
+    selection: Selection = call.meter.values[-1]
+    return selection.streamed(call.rows, call.kv, slots)[row]
+
+
+def check(kept: Kept, turn: Pass, slots: Sequence[int], texts: dict[int, Text], lengths: dict[int, int]) -> None:
+    for layer in range(LAYERS):
+        for row, slot in enumerate(slots):
+            held = len(kept.at[layer][slot][0])
+            assert int(turn.calls[layer].kv.filled[row]) == held and int(turn.calls[layer].rows.pos[row]) == held - 1
+            chosen = attended(turn, layer, row, held)
+            want = expected(kept, layer, slot, texts[slot], lengths[slot] - 1, chosen)
+            got = turn.outcomes[layer].partial.out[row].double()
+            torch.testing.assert_close(got, want, rtol=0, atol=2e-5 * float(texts[slot].v.abs().max()))
+            if turn.outcomes[layer].dense_reason or isinstance(turn, Dense):
+                assert bool(chosen.all())
+
+
+@pytest.mark.parametrize("impl", impls)
+@pytest.mark.parametrize("method", WORKING, ids=repr)
+@each_cache
+def test_decoding_after_keep(method: AttentionMethod, config: Any, impl: str) -> None:
+    """Ragged; kept twice, decoded, cut back and decoded again, a neighbour evicted from at another time."""
+    dice = torch.Generator().manual_seed(3)
+    texts, slots = {2: text(44, seed=1), 0: text(31, seed=2)}, [2, 0]
+    cache, prefill = new_cache(config, slots=3), in_phase(method, "prefill")
+    run(cache, prefill, [Turn(texts[2], 2, 33), Turn(texts[0], 0, 21)], impl=impl)
+    lengths = {2: 33, 0: 21}
+    kept = Kept(lengths)
+    kept.keep(cache, dice, [2], 0.6)
+
+    def decode(order: Sequence[int]) -> None:
+        turn = run(cache, method, [Turn(texts[s], s) for s in order], impl=impl, phase="decode")
+        for slot in order:
+            kept.add(slot, lengths[slot])
+            lengths[slot] += 1
+        check(kept, turn, order, texts, lengths)
+
+    decode(slots)
+    decode([0, 2])
+    kept.keep(cache, dice, [0, 2], 0.5)
+    for order in ([0, 2], [2], [2, 0]):
+        decode(order)
+    cache.truncate([2], [lengths[2] - 2])
+    lengths[2] -= 2
+    kept.cut(2, lengths[2])
+    decode([2, 0])
+    decode([2])
+
+
+@pytest.mark.parametrize("method", REFUSING, ids=repr)
+def test_methods_that_refuse_say_why(method: AttentionMethod) -> None:
+    whole = text(30, seed=1)
+    cache = new_cache()
+    run(cache, in_phase(method, "prefill"), [Turn(whole, 0, 25)])
+    Kept({0: 25}).keep(cache, torch.Generator().manual_seed(0), [0], 0.5)
+    with pytest.raises(Unsupported, match=rf"{method.name}.*: after eviction a slot holds other keys in each head"):
+        run(cache, method, [Turn(whole, 0)], phase="decode")
+    cache.reset([0])  # an empty slot begins anew
+    run(cache, in_phase(method, "prefill"), [Turn(whole, 0, 25)])
+    run(cache, method, [Turn(whole, 0)], phase="decode")
+
+
+def test_a_ring_refuses_before_anything_is_evicted() -> None:
+    method, whole = MAC(window=16, band=4, minimum=0), text(30, seed=1)
+    cache = new_cache()
+    run(cache, in_phase(method, "prefill"), [Turn(whole, 0, 25)])
+    held = cache.nbytes
+    with pytest.raises(Unsupported):
+        cache.keep(0, [0], [torch.arange(4).expand(KV_HEADS, -1).contiguous()])
+    assert cache.nbytes == held and cache.slots_in_use(0) == [25]
+    run(cache, method, [Turn(whole, 0)], phase="decode")

@@ -1,0 +1,81 @@
+"""An engine with memory of its own drives methods through the runtime, and gets what the library's own cache gives."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import longreach
+from longreach import MAC, Kascade, Quest, StreamingLLM
+from longreach.methods.base import AttentionMethod
+from longreach.methods.dense import Dense
+from tests.methods.drive import outputs as alone_outputs
+from tests.methods.drive import read_text, text
+from tests.runtime.toy_engine import Request, ToyEngine, outputs, prefill_for
+
+METHODS = [
+    Dense(),
+    StreamingLLM(sinks=2, window=9),
+    Quest(k=12, page=4, dense_layers=()),
+    Kascade(k=7, least=4),
+    Kascade(k=5, least=5, scoring="int8"),
+    MAC(window=20, band=4, tau=0.1, minimum=0),
+]
+STEPS = 6
+
+
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_an_engine_gets_the_results_of_the_cache(method: AttentionMethod) -> None:
+    """Prompts come in chunks beside decode tokens of others; slots and pages are used again by later requests."""
+    tile = 4  # tokens of a tile of the plan for these tests: chunks end at their ends
+    prompts = (24, 8, 16, 12)
+    requests = [Request(text(n + STEPS, seed=n), n, slot) for n, slot in zip(prompts, (3, 0, 2, 0), strict=True)]
+    engine = ToyEngine(prefill_for(method), method, slots=4, pages=12)
+    first, short, third, later = requests
+    engine.step([(short, 8), (first, 2 * tile)])
+    engine.step([(first, 2 * tile), (short, 1), (third, tile)])
+    engine.step([(third, 3 * tile), (short, 1), (first, 2 * tile)])
+    for _ in range(4):
+        engine.step([(short, 1), (first, 1), (third, 1)])
+    engine.release(short)  # its slot and pages go to another request
+    engine.step([(later, 2 * tile), (third, 1), (first, 1)])
+    engine.step([(first, 1), (later, tile), (third, 1)])
+    for _ in range(STEPS):
+        engine.step([(later, 1)])
+    for request in requests:
+        chunks = [sizes for sizes in (part.shape[1] for part in request.out) if sizes > 1]
+        want = alone_outputs(read_text(method, request.text, chunks=chunks, steps=STEPS))
+        torch.testing.assert_close(outputs(request), want, rtol=0, atol=2e-5)
+    report = engine.ledger.report(method)
+    assert {layer.phase for layer in report.layers} == {"prefill", "decode"}
+    assert report.fraction("decode") is not None
+    for request in (first, third, later):
+        engine.states.check_observed(method, [request.slot], [request.read])
+
+
+def test_state_by_page_follows_pages_that_are_shared() -> None:
+    """A second request takes over the pages of a first one's beginning, which was read once: its bounds lie there."""
+    method = Quest(k=8, page=4, dense_layers=())
+    whole = text(40, seed=1)
+    first = Request(whole, 34, 1)
+    engine = ToyEngine(Dense(), method, slots=3, pages=20)
+    engine.step([(first, 34)])
+    second = Request(whole, 34, 2, pages=first.pages[:4], read=32)  # 4 whole pages of 8 tokens, none read again
+    engine.step([(second, 2)])
+    for _ in range(6):
+        engine.step([(first, 1), (second, 1)])
+    torch.testing.assert_close(outputs(second), outputs(first)[:, 32:], rtol=0, atol=2e-5)
+
+
+def test_the_runtime_needs_no_transformers() -> None:
+    code = (
+        "import sys; sys.modules['transformers'] = None\n"
+        "from longreach.runtime import Pass, Segment, StateStore, Ledger, attend_layer, drive\n"
+        "from longreach.methods.registry import METHODS, method_class\n"
+        "[method_class(name) for name in METHODS]\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=str(longreach.__path__[0]))
+    assert done.returncode == 0, done.stderr
