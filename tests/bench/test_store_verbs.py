@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from longreach.bench.store_verbs import main
-from longreach.records.kernels import kernel_hash
+from longreach.records.sources import source_hash
 from longreach.records.stale import stale
 
 
@@ -19,7 +19,7 @@ def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert [record[k] for k in ("computed", "stored_again", "listed", "whole", "broken")] == [3, 3, 3, 3, 0]
     assert record["bytes"] == sum(f.stat().st_size for f in (tmp_path / "s").glob("*.safetensors"))
     assert 3 <= record["tokens"] <= 72 and record["commit"] and record["device"]["type"] in ("cpu", "cuda")
-    assert record["kernels"] == {name: kernel_hash(name) for name in ("precompute", "chunk_store")}
+    assert record["sources"] == {name: source_hash(name) for name in ("precompute", "chunk_store")}
     assert set(record["seconds"]) >= {"fingerprint", "split", "add", "add again", "list", "verify"}
     assert set(record["load_average_after"]) == set(record["seconds"])
     assert set(record["seconds_a_chunk"]) == {"add", "add again", "compute", "prefill of the model by itself"}

@@ -7,6 +7,7 @@ import torch
 
 from longreach.bench.timing import Timing, copies_needed, measure
 from longreach.errors import InvalidInput
+from longreach.records.launches import Launched
 
 CPU = torch.device("cpu")
 
@@ -15,6 +16,15 @@ def test_quartiles_of_a_known_sample() -> None:
     timing = Timing.of([5.0, 1.0, 3.0, 2.0, 4.0], calls=7, how="test")
     assert (timing.first_quartile, timing.median, timing.third_quartile) == (2.0, 3.0, 4.0)
     assert (timing.calls, timing.replays) == (7, 5)
+
+
+def test_every_replay_is_recorded_in_its_order() -> None:
+    timing = Timing.of([5e-6, 1e-6, 3e-6, 2e-6], calls=7, how="test", launched=Launched((), {"a": 2}))
+    recorded = timing.recorded(parts=2)
+    assert recorded["microseconds"]["replays"] == [2.5, 0.5, 1.5, 1.0]
+    assert recorded["microseconds"]["median"] == pytest.approx(1.25) and recorded["calls_per_replay"] == 7
+    assert recorded["launched"] == {"kernels": 2, "triton": [], "device": {"a": 2}}
+    assert Timing.of([1.0, 2.0], calls=1, how="test").recorded()["launched"] is None
 
 
 def test_every_copy_is_called_in_turn() -> None:

@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from longreach.bench.case import Case
+from longreach.bench.cases import SPOTS
 from longreach.bench.mac.cases import RATES
 from longreach.bench.record import read
 from longreach.errors import OutOfMemory
+from longreach.records import write
 
 
 def test_list_names_cases_and_what_they_must_reach(longreach: Callable) -> None:
@@ -30,7 +32,8 @@ def test_run_writes_a_record_case_by_case(longreach: Callable, tmp_path: Path) -
     record = read(tmp_path / "span-decode.json")
     assert list(record["cases"]) == ["span-1280-sinks-b1", "span-1280-plain-b1"]
     case = record["cases"]["span-1280-plain-b1"]
-    assert {"commit", "dirty", "versions", "device", "kernels", "shape", "timing", "seed"} <= set(case)
+    assert {"commit", "dirty", "versions", "device", "shape", "timing", "seed"} <= set(case)
+    assert all(len(e["microseconds"]["replays"]) == 7 and "triton" in e["launched"] for e in case["entries"])
     assert [e["name"] for e in case["entries"]] == ["contiguous", "page 16", "page 64", "page 256"]
     assert "functional" in case["timing"]["how"] and case["targets"] == []
 
@@ -52,7 +55,7 @@ def test_a_step_of_mac_says_that_hits_are_forced(longreach: Callable, tmp_path: 
     code, out, err = longreach("bench", "run", "mac-rates-32k-b1", "--tiny", "--quick", "--out", tmp_path)
     assert (code, err) == (0, "") and "hits are forced" in out and "rate 0, guard" in out and "no guard, than" in out
     case = read(tmp_path / "mac-rates.json")["cases"]["mac-rates-32k-b1"]
-    assert set(case["kernels"]) == {"attend", "matching", "mac"} and len(case["entries"]) == 2 * len(RATES) + 2
+    assert len(case["entries"]) == 2 * len(RATES) + 2
 
 
 def test_a_case_that_does_not_fit_stops_no_other(
@@ -120,6 +123,9 @@ def test_another_implementation_has_another_name(longreach: Callable, tmp_path: 
         (("run", "--tiny"), "--out"),
         (("run", "--tiny", "--out", "x", "--without", "fa2"), "flashinfer"),
         (("check", "dense-decode"), "no names"),
+        (("check", "--spot", "dense"), "dense-decode"),
+        (("check", "--spot", "--tiny"), "--out"),
+        (("run", "--spot", "--tiny", "--out", "x"), "--spot belongs to bench check"),
     ],
 )
 def test_bad_input_is_one_line_with_the_remedy(longreach: Callable, arguments: tuple[str, ...], message: str) -> None:
@@ -142,3 +148,66 @@ def test_check_fails_for_a_stale_record(longreach: Callable, tmp_path: Path, mon
     assert longreach(*run).code == 0
     code, out, _ = longreach("bench", "check", "--out", tmp_path)
     assert code == 1 and "rows-8-128k-b1" in out and "dirty" in out
+
+
+def spot(longreach: Callable, folder: Path, *names: str) -> tuple[int, str]:
+    code, out, err = longreach("bench", "check", "--spot", *names, "--tiny", "--quick", "--out", folder)
+    assert err == ""
+    return code, out
+
+
+def test_a_spot_check_confirms_a_group_and_carries_old_cases_over(
+    longreach: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LONGREACH_COMMIT", "abc")
+    names = SPOTS["span-decode"][0], "span-1280-plain-b1"
+    assert longreach("bench", "run", *names, "--tiny", "--quick", "--out", tmp_path).code == 0
+    path = tmp_path / "span-decode.json"
+    record = read(path)
+    for case in record["cases"].values():  # as records were before they held launches
+        case["kernels"] = {"attend": "0"}
+        for entry in case["entries"]:
+            del entry["launched"]
+    write(path, record)
+    code, out, _ = longreach("bench", "check", "--out", tmp_path)
+    assert code == 1 and out.count("--spot span-decode") == 2
+
+    monkeypatch.setattr("longreach.bench.spot.WITHIN", 0.0)
+    code, out = spot(longreach, tmp_path)
+    assert code == 1 and "span-decode: not confirmed; measure it again" in out and "not within" in out
+    assert read(path) == record
+
+    monkeypatch.setattr("longreach.bench.spot.WITHIN", 1e9)
+    monkeypatch.setenv("LONGREACH_COMMIT", "def")
+    code, out = spot(longreach, tmp_path, "span-decode")
+    assert code == 0 and "span-decode: confirmed" in out
+    written = read(path)
+    assert written["confirmed"]["commit"] == "def" and list(written["confirmed"]["cases"]) == [names[0]]
+    assert all(c["commit"] == "abc" and c["carried_over"] and "kernels" not in c for c in written["cases"].values())
+    assert all("launched" in entry for entry in written["cases"][names[0]]["entries"])
+    assert longreach("bench", "check", "--out", tmp_path).code == 0
+    assert spot(longreach, tmp_path)[0] == 0  # now with launches to compare
+
+
+def test_a_spot_check_names_what_it_cannot_measure_and_goes_on(
+    longreach: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("longreach.bench.spot.WITHIN", 1e9)
+    spots = SPOTS["span-decode"][0], SPOTS["list-decode"][0]
+    assert longreach("bench", "run", *spots, "--tiny", "--quick", "--out", tmp_path).code == 0
+    record = read(tmp_path / "span-decode.json")
+    record["cases"] = {"span-1280-plain-b1": record["cases"][spots[0]]}
+    write(tmp_path / "span-decode.json", record)
+    code, out = spot(longreach, tmp_path)
+    assert code == 1 and f"holds no measurement of {spots[0]}" in out
+    assert "span-decode: not confirmed" in out and "list-decode: confirmed" in out
+
+
+def test_methods_steps_and_what_users_get_are_written_as_they_are_measured(longreach: Callable, tmp_path: Path) -> None:
+    options = ("--tiny", "--quick", "--out", tmp_path)
+    code, out, err = longreach("bench", "run", "user-8k-b1", *options)
+    assert (code, err) == (0, "") and "first token" in out
+    assert [e["name"] for e in read(tmp_path / "user.json")["cases"]["user-8k-b1"]["entries"]] == [
+        "transformers generate", "attach + model.generate", "longreach.generate",
+    ]  # fmt: skip
+    assert "time over dense <= 0.75" in longreach("bench", "list", "steps").out

@@ -16,7 +16,7 @@ def test_the_record_says_what_was_stored_and_what_became_of_targets(longreach: C
     cases = read(tmp_path / "chunk-store.json")["cases"]
     assert list(cases) == ["put", "get-warm", "get-cold", "verify-and-list"]
     for case in cases.values():
-        assert {"commit", "dirty", "versions", "device", "kernels", "load", "filesystem"} <= set(case)
+        assert {"commit", "dirty", "versions", "device", "sources", "load", "filesystem"} <= set(case)
         assert case["load"]["bytes"] == 2 * 2 * 8 * 4 * 128 * 2 and "safetensors" in case["versions"]
         assert all("dirty tree" in fault or "commit" in fault for fault in faults(case))
     for name in ("put", "get-warm"):

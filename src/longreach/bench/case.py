@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 TOP_K = "top-k"
-MOST = ("microseconds", "time over", "% of KV")  # quantities that must not exceed their bound
+STEPS, USER = "steps", "user"  # a model's step by method; what users get: time to the first token, memory
+MOST = ("microseconds", "time over", "% of KV", "peak memory over")  # quantities that must not exceed their bound
 
 
 @dataclass(frozen=True)
@@ -58,12 +60,13 @@ class Target:
     "speed over baseline" is over the faster of FlashInfer and FlashAttention-3, "speed over fastest" over the fastest
     of them and torch's kernels, "speed over" over one of ours, or over the best of one of theirs. "% of KV": what a
     method keeps for a sequence, of the sequence's keys and values. "mass of chosen keys": what they weigh, over the
-    keys that exact scores choose.
+    keys that exact scores choose. "peak memory over": over that of the entry `over`, in the phase
+    (prefill or decoding) where the ratio is larger.
     """
 
     quantity: Literal[
         "speed over baseline", "speed over fastest", "microseconds", "TB/s", "speed over", "time over",
-        "share of limit", "% of KV", "mass of chosen keys",
+        "share of limit", "% of KV", "mass of chosen keys", "peak memory over",
     ]  # fmt: skip
     bound: float
     of: str = "contiguous"
@@ -162,7 +165,8 @@ class Case:
 
     also_rows: measured beside shape.rows in the same run. impls: attend's implementations that are measured.
     replays: at most so many, where a call takes long. fill: as many sequences as fit into memory, whatever the shape
-    says (a model's case).
+    says (a model's case). methods: decode methods that a model's case compares, by name. rivals: baseline -> the only
+    settings to try; None: all of them.
     """
 
     name: str
@@ -179,24 +183,13 @@ class Case:
     impls: tuple[str, ...] = ("triton",)
     replays: int | None = None
     fill: bool = False
+    methods: tuple[str, ...] = ()
+    rivals: Mapping[str, Sequence[Mapping[str, Any]]] | None = None
 
     @property
     def prefill(self) -> bool:
         """Whether its rows are a prompt's, whose positions the host knows."""
         return self.group == "prefill"
-
-    @property
-    def measured(self) -> tuple[str, ...]:
-        """What of the library it measures, as `records.kernels.SOURCES` names it."""
-        if self.reuse:
-            return ("attend", "matching", "mac", *(("decode_step",) if self.model else ()))
-        if self.stack and self.model:
-            return ("attend", "choosing", self.stack.method, "decode_step")
-        if self.stack:
-            return ("attend", "choosing", self.stack.method)
-        if self.group == TOP_K:
-            return ("choosing",)
-        return ("attend", "decode_step") if self.model else ("attend", "attend_sdpa") if self.prefill else ("attend",)
 
     def by(self, impl: str) -> Case:
         """The case measured by another implementation than it says, under a name of its own and without targets."""

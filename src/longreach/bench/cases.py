@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from longreach.bench.case import TOP_K, Case, Memory, Model, Reads, Shape, Stack, Target
+from longreach.bench.case import STEPS, TOP_K, USER, Case, Hits, Memory, Model, Reads, Reuse, Shape, Stack, Target
 from longreach.bench.mac import cases as mac
 from longreach.errors import UnknownName
 
@@ -73,6 +73,35 @@ def _model(context: int, least: float) -> Case:
 def _sparse_model(batch: int) -> Case:
     name = f"8b-kascade-128k-b{batch}"
     return Case(name, "decode-8b-sparse", Shape(batch, 128 * K), stack=Stack(), model=Model())
+
+
+METHODS = ("dense", "streaming_llm", "less_is_more", "omnikv", "quest", "loki", "kascade", "mac")
+EARLY = ("streaming_llm", "less_is_more")  # not slower than dense attention at 8K either
+AT_128K = {"streaming_llm": 0.75, "quest": 0.85, "loki": 0.95}
+
+
+def _steps(batch: int, context: int) -> Case:
+    """Every method's captured step over dense attention's."""
+    judged = METHODS[1:] if context >= 32 * K else EARLY
+    most = AT_128K if context == 128 * K else {}
+    targets = tuple(Target("time over", most.get(name, 1.0), name, "dense") for name in judged)
+    return Case(
+        f"steps-{_label(context)}-b{batch}", STEPS, Shape(batch, context), stack=Stack(),
+        reuse=Reuse((Hits("gap 350"),)), model=Model(), methods=METHODS, targets=targets,
+    )  # fmt: skip
+
+
+def _user(batch: int, context: int, methods: tuple[str, ...] = ("dense",)) -> Case:
+    """What users get: time to the first token, time a token, peak memory."""
+    name = f"user-{_label(context)}-b{batch}{'' if methods == ('dense',) else '-methods'}"
+    targets = () if methods != ("dense",) else tuple(
+        Target("peak memory over", 1.03, ours, "transformers generate")
+        for ours in ("longreach.generate", "attach + model.generate")
+    )  # fmt: skip
+    return Case(
+        name, USER, Shape(batch, context), stack=Stack(), reuse=Reuse((Hits("gap 350"),)), model=Model(),
+        methods=methods, targets=targets,
+    )  # fmt: skip
 
 
 def _top_k(batch: int, most: float) -> Case:
@@ -154,9 +183,33 @@ CASES: dict[str, Case] = {
         _model(128 * K, 0.78),
         *(_sparse_model(batch) for batch in (1, 4)),
         *mac.cases(),
+        *(_steps(batch, context * K) for context in (8, 32, 128) for batch in (1, 4)),
+        *(_user(batch, context * K) for context in (8, 32, 128) for batch in (1, 4)),
+        _user(1, 32 * K, METHODS),
     )
 }
 GROUPS = tuple(dict.fromkeys(case.group for case in CASES.values()))
+# group -> the cases by which it is confirmed: small ones that together launch the kernels of all its cases
+SPOTS: dict[str, tuple[str, ...]] = {
+    "dense-decode": ("dense-32k-b1",),
+    "span-decode": ("span-1280-sinks-b1",),
+    "list-decode": ("list-10pct-128k-b1",),
+    "rows-decode": ("rows-8-128k-b1",),
+    "prefill": ("prefill-8k",),
+    "top-k": ("top-k-128k-8",),
+    "kascade-decode": ("kascade-128k-b1", "kascade-int8-128k-b1"),
+    "kascade-table": ("kascade-8k-10pct-b64",),
+    "decode-8b": ("8b-8k-b1",),
+    "decode-8b-sparse": ("8b-kascade-128k-b1",),
+    "mac-hit": ("mac-hit-128k-b1",),
+    "mac-share": ("mac-share-32k-b32",),
+    "mac-table": ("mac-table-32k-b1",),
+    "mac-rates": ("mac-rates-32k-b1",),
+    "mac-miss": ("mac-miss-128k-b1",),
+    "decode-8b-mac": ("8b-mac-128k-b1",),
+    STEPS: ("steps-8k-b1",),
+    USER: ("user-8k-b1",),
+}
 
 
 def choose(names: list[str]) -> list[Case]:

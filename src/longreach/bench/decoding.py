@@ -6,10 +6,9 @@ and values at BANDWIDTH. Keys and values are drawn, not read from a prompt; both
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -18,25 +17,56 @@ from torch import Tensor
 
 from longreach.bench.case import Case
 from longreach.bench.check import WrongResult
+from longreach.bench.check_method import LayerErrors, MethodVerdict, judge_method
+from longreach.bench.clock import Clock
 from longreach.bench.filled import note_filled
 from longreach.bench.inputs import bytes_needed, check_shape
+from longreach.bench.launches import complete, observed, profiled
 from longreach.bench.mac import decoding as mac
 from longreach.bench.mac.phases import phases
+from longreach.bench.memory import allocated_bytes, peak_bytes, release, reset_peak
 from longreach.bench.stack import planned
 from longreach.bench.steps import Steps, Verdict, passes, relative, require_right, run_steps
 from longreach.bench.targets import judge
 from longreach.bench.timing import Timing
 from longreach.errors import InvalidInput
 from longreach.methods.base import AttentionMethod
+from longreach.records.launches import Launched
 
 Say = Callable[[str], None]
 BANDWIDTH = 4.26e12  # bytes a second: what reads of an H200's memory reach
-STEPS, QUICK = 64, 16  # decode steps that are timed
+REPLAYS, QUICK = 64, 16  # decode steps that are timed
 WARM = 16  # tokens before them: compiling and capturing lie there
+PROFILED = 2  # tokens after them whose kernels are counted, where there is no step to replay
 COMPARED = 1 << 18  # tokens of the sequences whose exact pass is made: its keys and values in fp32 take memory
 BASELINE = "transformers_static"
 BASELINE_SECONDS = 150.0  # of all cases of a run together; where the next may not fit, the record says so
 TOKENS_TEST = "tests/adapters/transformers/test_loop.py"  # fp32 tokens equal transformers', for every family
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """A method's step over a filled cache, timed. entries: the captured step and the loop that users call, as `_entry`
+    takes them but for their errors; done: what the timed step then did; setup: seconds; eager: logits [B, V] of one
+    step run as it is, over the same tokens as the first of `done`, and layers: attention's errors in it.
+    """
+
+    entries: list[dict[str, Any]]
+    done: Steps
+    setup: dict[str, float]
+    eager: Tensor | None = None
+    layers: LayerErrors | None = None
+
+    @property
+    def timing(self) -> Timing:
+        """That of the captured step."""
+        timing = self.entries[0]["timing"]
+        assert isinstance(timing, Timing)
+        return timing
+
+    def named(self, prefix: str, **more: Any) -> list[dict[str, Any]]:
+        """The entries with a prefix before their names, and further fields."""
+        return [{**entry, "name": f"{prefix}{entry['name']}", **more} for entry in self.entries]
 
 
 class Decoding:
@@ -44,44 +74,61 @@ class Decoding:
 
     def __init__(self, device: torch.device, *, without: Iterable[str], quick: bool, seed: int, say: Say):
         self.device, self.without, self.seed, self.say = device, set(without), seed, say
-        self.steps = QUICK if quick else STEPS
+        self.steps = QUICK if quick else REPLAYS
         self.spent, self.last = 0.0, 0.0
         self._model: tuple[Any, Any, float] | None = None
 
     def run(self, case: Case) -> dict[str, Any]:
         """Measure a case; the result as a record's part. Raises WrongResult where the step errs beyond rounding."""
-        from longreach.adapters.transformers.synthetic import weight_bytes
-
-        if case.shape.rows != 1:
-            raise InvalidInput(f"{case.name}: a model decodes one row a step, got --rows {case.shape.rows}")
-        check_shape(case)
-        if case.model and case.model.hidden % case.shape.heads:
-            wanted = f"expected a divisor of the hidden size {case.model.hidden}"
-            raise InvalidInput(f"{case.name}: heads: {wanted}, got {case.shape.heads}")
         model, model_seconds = self.model(case)
         if case.fill:
-            self._free()
+            release(self.device)
             batch = mac.as_many_as_fit(case, self.device)
             case = replace(case, shape=replace(case.shape, batch=batch))
         self.say(f"{case.name}: {case.shape.batch} x {case.shape.context} keys in every layer")
-        draw = torch.Generator(self.device).manual_seed(self.seed)
-        size = case.shape.batch, case.shape.context + 2
-        ids = torch.randint(model.config.vocab_size, size, generator=draw, device=self.device)
-        weights = weight_bytes(model)
-        kv = case.model.layers * bytes_needed(case) if case.model else 0
-        needed = weights + kv
-        ours, done, setup = self._ours(case, model, ids)
-        exact, verdict = self._verdict(case, model, ids, done)
-        ours = [{**measured, "error": verdict.error} for measured in ours]
-        found: dict[str, Any] = {}
+        ids = self.tokens(case, model, case.shape.context + 2)
+        weights, kv = self.bytes(case, model)
+        ours = self.step(case, model, ids)
+        exact, verdict = self.judge_steps(case, model, ids, ours.done)
+        entries = ours.named("", error=verdict.error, error_bound=verdict.error_bound)
+        setup, found = ours.setup, dict[str, Any]()
         if case.stack:
-            more, sparse = self._method(case, model, ids, exact)
-            ours, setup = ours + more, setup | sparse
+            more, sparse, found = self._method(case, model, ids, exact, verdict)
+            entries, setup = entries + more, setup | sparse
         if case.reuse:
-            more, sparse, found = self._forced(case, model, ids, ours[0]["timing"])
-            ours, setup = ours + more, setup | sparse
+            more, sparse, found = self._forced(case, model, ids, ours.timing)
+            entries, setup = entries + more, setup | sparse
         rivals, baselines = self._baseline(case, model, ids, exact[:, 0], verdict.error_bound)
-        entries = [_entry(weights, kv, **measured) for measured in (*ours, *rivals)]
+        written = [entry_of(weights, kv, **measured) for measured in (*entries, *rivals)]
+        return {
+            **self.described(case, weights, kv),
+            "error_bound": verdict.error_bound,
+            "check": verdict.recorded(),
+            "tokens_tested_by": TOKENS_TEST,
+            **found,
+            "setup_seconds": {"model": model_seconds, **setup},
+            "timing": {"how": ours.timing.how, "replays": self.steps, "warm_up": WARM},
+            "baselines": baselines,
+            "entries": written,
+            "targets": judge(case, written),
+        }
+
+    def tokens(self, case: Case, model: Any, columns: int) -> Tensor:
+        """Random tokens [B, columns], the same for the same seed."""
+        draw = torch.Generator(self.device).manual_seed(self.seed)
+        size = case.shape.batch, columns
+        return torch.randint(model.config.vocab_size, size, generator=draw, device=self.device)
+
+    def bytes(self, case: Case, model: Any) -> tuple[int, int]:
+        """Bytes of the weights, and of the keys and values, that dense attention's step reads."""
+        from longreach.adapters.transformers.synthetic import weight_bytes
+
+        assert case.model is not None
+        return weight_bytes(model), case.model.layers * bytes_needed(case)
+
+    def described(self, case: Case, weights: int, kv: int) -> dict[str, Any]:
+        """What a record says of any case of a model."""
+        needed = weights + kv
         return {
             "shape": asdict(case.shape),
             "model": asdict(case.model) if case.model else None,
@@ -89,33 +136,33 @@ class Decoding:
             "bytes": {"weights": weights, "kv": kv},
             "limit": {"bytes_per_second": BANDWIDTH, "microseconds": needed / BANDWIDTH * 1e6},
             "seed": self.seed,
-            "error_bound": verdict.error_bound,
-            "check": verdict.recorded(),
-            "tokens_tested_by": TOKENS_TEST,
-            **found,
-            "setup_seconds": {"model": model_seconds, **setup},
-            "timing": {"how": ours[0]["timing"].how, "replays": self.steps, "warm_up": WARM},
-            "baselines": baselines,
-            "entries": entries,
-            "targets": judge(case, entries),
         }
 
     def model(self, case: Case) -> tuple[Any, float]:
-        """The case's model and the seconds it took to make; that of the case before where it is the same."""
+        """The case's model and the seconds it took to make; that of the case before where it is the same.
+
+        Raises InvalidInput for a shape that is no model's.
+        """
         from longreach.adapters.transformers.synthetic import random_llama
 
         shape = case.shape
         assert case.model is not None
+        if shape.rows != 1:
+            raise InvalidInput(f"{case.name}: a model decodes one row a step, got --rows {shape.rows}")
+        check_shape(case)
+        if case.model.hidden % shape.heads:
+            wanted = f"expected a divisor of the hidden size {case.model.hidden}"
+            raise InvalidInput(f"{case.name}: heads: {wanted}, got {shape.heads}")
         sizes = {**asdict(case.model), "heads": shape.heads, "kv_heads": shape.kv_heads, "dim": shape.dim}
         key = (sizes, shape.dtype)
         if self._model is None or self._model[0] != key:
             self._model = None
-            started = self._now()
+            started = self.now()
             made = random_llama(**sizes, dtype=getattr(torch, shape.dtype), device=self.device, seed=self.seed)
-            self._model = key, made, self._now() - started
+            self._model = key, made, self.now() - started
         return self._model[1:]
 
-    def _verdict(
+    def judge_steps(
         self, case: Case, model: Any, ids: Tensor, done: Steps, window: int | None = None
     ) -> tuple[Tensor, Verdict]:
         """The exact logits of the first sequences, and what the steps are worth. window: as `passes` has it."""
@@ -123,8 +170,14 @@ class Decoding:
         count = max(1, min(batch, COMPARED // (tokens if window is None else window)))
         some = Steps(done.read[:count], done.chosen[:count], done.logits[:count])
         plain, exact = passes(model, tokens, some.read, self.seed, batch=batch, window=window)
-        self._free()
+        release(self.device)
         return exact, require_right(case.name, some, ids[:count, tokens], plain, exact)
+
+    def judge_method(self, name: str, case: Case, stepped: Stepped, dense: Verdict) -> MethodVerdict:
+        """What a method's steps are worth, by its layers. dense: the verdict on dense attention's step."""
+        assert case.model is not None and stepped.layers is not None and stepped.eager is not None
+        captured = stepped.done.logits[:, 0]
+        return judge_method(name, stepped.layers, stepped.eager, captured, dense.error_bound, case.model.layers)
 
     def _forced(
         self, case: Case, model: Any, ids: Tensor, dense: Timing
@@ -132,10 +185,10 @@ class Decoding:
         """MAC with forced hits in the same loop, what setting it up took, and what the record says of it besides."""
         assert case.reuse is not None
         method = mac.forced(case)
-        ours, done, setup = self._ours(case, model, ids, method)
-        _, verdict = self._verdict(case, model, ids, done, mac.window(case))
-        named = [{**measured, "name": f"mac: {measured['name']}", "error": verdict.error} for measured in ours]
-        steps = {"mac": ours[0]["timing"].median * 1e6, "dense": dense.median * 1e6}
+        ours = self.step(case, model, ids, method)
+        _, verdict = self.judge_steps(case, model, ids, ours.done, mac.window(case))
+        named = ours.named("mac: ", error=verdict.error, error_bound=verdict.error_bound)
+        steps = {"mac": ours.timing.median * 1e6, "dense": dense.median * 1e6}
         found = {
             "forced": mac.FORCED,
             "reuse": asdict(case.reuse),
@@ -143,29 +196,35 @@ class Decoding:
             "check_forced": verdict.recorded(),
             "phases": phases(case, self.device, steps, replays=self.steps // 4, seed=self.seed),
         }
-        self._free()
-        return named, {f"mac: {what}": seconds for what, seconds in setup.items()}, found
+        release(self.device)
+        return named, {f"mac: {what}": seconds for what, seconds in ours.setup.items()}, found
 
     def _method(
-        self, case: Case, model: Any, ids: Tensor, exact: Tensor
-    ) -> tuple[list[dict[str, Any]], dict[str, float]]:
-        """The case's decode method in the same loop. Its error is what the method leaves out, and no fault of the step:
-        that its layers are right is what the method's own case checks."""
+        self, case: Case, model: Any, ids: Tensor, exact: Tensor, dense: Verdict
+    ) -> tuple[list[dict[str, Any]], dict[str, float], dict[str, Any]]:
+        """The case's decode method in the same loop: entries, seconds of setting up, and how it was checked.
+
+        left_out: the relative error of its logits against dense attention's exact ones, which is no fault of the step.
+        """
         from longreach.adapters.transformers import shape_of
 
         assert case.stack is not None
         name = case.stack.method
         with planned(case, self.seed, shape_of(model)) as (method, _, _):
-            ours, done, setup = self._ours(case, model, ids, method)
-        error = relative(done.logits[: len(exact), :1], exact[:, :1])
-        named = [{**measured, "name": f"{name}: {measured['name']}", "error": error} for measured in ours]
-        return named, {f"{name}: {what}": seconds for what, seconds in setup.items()}
+            ours = self.step(case, model, ids, method, check_layers=True)
+        verdict = self.judge_method(f"{case.name}: {name}", case, ours, dense)
+        left_out = relative(ours.done.logits[: len(exact), :1], exact[:, :1])
+        named = ours.named(f"{name}: ", error=verdict.error, error_bound=verdict.error_bound, left_out=left_out)
+        return named, {f"{name}: {what}": s for what, s in ours.setup.items()}, {"check_method": verdict.recorded()}
 
     @torch.no_grad()
-    def _ours(
-        self, case: Case, model: Any, ids: Tensor, decode: AttentionMethod | None = None
-    ) -> tuple[list[dict[str, Any]], Steps, dict[str, float]]:
-        """What was timed of ours, what the timed step then did, seconds of setting up. decode: None for dense."""
+    def step(
+        self, case: Case, model: Any, ids: Tensor, decode: AttentionMethod | None = None, *, check_layers: bool = False
+    ) -> Stepped:
+        """Time a method's step after ids [B, context + 1 or more], of which all but one are drawn keys.
+
+        decode: None for dense. check_layers: compare each layer's attention with fp64 in one step more.
+        """
         from longreach.adapters.transformers import attach, shape_of
         from longreach.adapters.transformers.loop import generate
         from longreach.adapters.transformers.synthetic import fill
@@ -177,20 +236,25 @@ class Decoding:
         room_for_all = CacheConfig(capacity=tokens + room)
         with attach(model, decode=decode, cache=room_for_all, impl=case.impls[0]) as session:
             cache = session.new_cache(batch)
-            started = self._now()
+            started = self.now()
             fill(cache, model, tokens, self.seed)
             if decode is not None:
                 note_filled(cache, decode, shape_of(model))
-            filled = self._now()
-            clock = Clock()
-            got = generate(session, ids[:, : tokens + 1], max_new_tokens=room, eos_token_id=(), past_key_values=cache,
-                           streamer=clock)  # fmt: skip
+            filled = self.now()
+            clock, before = Clock(self.device), allocated_bytes(self.device)
+            reset_peak(self.device)
+            with observed() as seen:
+                got = generate(session, ids[:, : tokens + 1], max_new_tokens=room, eos_token_id=(),
+                               past_key_values=cache, streamer=clock)  # fmt: skip
+            memory = {"before": before, "decode_peak": peak_bytes(self.device)}
             (decoder,) = cache.decoders.values()
             if got.captured != ("full" if capture else None):
                 raise WrongResult(f"{case.name}: the step was not one CUDA graph ({got.why_not}); its time does not "
                                   f"count")  # fmt: skip
             cache.drop_columns(cache.columns - tokens)
             replays = self._replays(decoder, capture)
+            cache.drop_columns(cache.columns - tokens)
+            launched = self.launched_by(decoder, None if not capture else seen.captured)
             cache.drop_columns(cache.columns - tokens)
             done = run_steps(decoder, ids[:, tokens], capture=capture)
             settings = {"fuse": decoder.fuse, "impl": case.impls[0], "captured": got.captured is not None}
@@ -202,14 +266,38 @@ class Decoding:
             if decode is not None:
                 settings["keys_and_values_read"] = session.report().fraction("decode")  # of dense attention's
             whole = {**settings, "mean_microseconds": 1e6 * (got.seconds_per_token or 0.0)}
+            eager, layers = None, LayerErrors() if check_layers else None
+            if layers is not None:
+                cache.drop_columns(cache.columns - tokens)
+                eager = self._observed_step(session, decoder, ids[:, tokens], layers)
         del cache, decoder
-        self._free()
+        release(self.device)
         how = "CUDA graph replays in a row" if capture else "host clock, functional run only"
-        return [
-            {"name": "captured step", "who": "longreach", "settings": settings, "timing": Timing.of(replays, 1, how)},
-            {"name": "generate", "who": "longreach", "settings": whole,
-             "timing": Timing.of(clock.steps(self.steps), 1, "host clock, token by token")},
-        ], done, setup  # fmt: skip
+        by_token = "host clock, token by token"
+        entries: list[dict[str, Any]] = [
+            {"name": "captured step", "settings": settings, "timing": Timing.of(replays, 1, how, launched)},
+            {"name": "generate", "settings": whole,
+             "timing": Timing.of(clock.steps(self.steps), 1, by_token, launched)},
+        ]  # fmt: skip
+        return Stepped([{**e, "who": "longreach", "memory": memory} for e in entries], done, setup, eager, layers)
+
+    def launched_by(self, decoder: Any, triton: Any) -> Launched:
+        """What one step of a decoder launches. triton: what its graph does; None: the step is run as it is."""
+        with decoder.run(_no_end(), 1), observed() as seen:
+            kernels = profiled(lambda: decoder.step(capture=triton is not None), self.device)
+        triton = seen.all if triton is None else triton
+        return Launched(triton, complete(kernels, triton))
+
+    def _observed_step(self, session: Any, decoder: Any, first: Tensor, layers: LayerErrors) -> Tensor:
+        """Logits [B, V] of one step from the tokens first [B], run as it is, with a hook in every layer."""
+        session.on_layer = layers
+        try:
+            with decoder.run(_no_end(), 1):
+                decoder.take(first)
+                decoder.step(capture=False)
+                return decoder.logits.clone()  # type: ignore[no-any-return]
+        finally:
+            session.on_layer = None
 
     def _replays(self, decoder: Any, capture: bool) -> list[float]:
         """Seconds of each of `steps` steps queued one behind the other."""
@@ -247,7 +335,7 @@ class Decoding:
             )
         if why is not None:
             return [], {**told, "left_out": [BASELINE], "why": {BASELINE: why}}
-        started = self._now()
+        started = self.now()
         told["versions"] = baseline(BASELINE).load()
         try:
             found = [self._transformers(case, model, ids, exact, most)]
@@ -257,8 +345,8 @@ class Decoding:
             found, told["left_out"], told["why"] = [], [BASELINE], {BASELINE: reason}
         finally:
             torch.compiler.reset()  # what was compiled for this length holds the memory of its graphs
-            self._free()
-        self.last = self._now() - started
+            release(self.device)
+        self.last = self.now() - started
         self.spent += self.last
         return found, {**told, "seconds": self.last}
 
@@ -267,14 +355,14 @@ class Decoding:
         from longreach.adapters.transformers.synthetic import filled_static_cache
 
         torch.compiler.reset()  # a second length would be compiled for any length, and be slower
-        tokens, new = case.shape.context, self.steps + WARM + 1
+        tokens, new = case.shape.context, self.steps + WARM + 1 + PROFILED
         cache = filled_static_cache(model, case.shape.batch, tokens, room=128, seed=self.seed)
         theirs = model(input_ids=ids[:, tokens : tokens + 1], past_key_values=cache).logits[:, -1]
         error = relative(theirs, exact)
         if not error <= most:
             raise WrongResult(f"{case.name}: transformers' logits differ by {error:.2e}, more than {most:.1e}")
-        clock = Clock()
-        started = self._now()
+        clock = Clock(self.device, (new - PROFILED, PROFILED))
+        started = self.now()
         model.generate(
             ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=new, do_sample=False,
             streamer=clock,
@@ -287,39 +375,15 @@ class Decoding:
             "compiled_by_itself": compiled,
             "first_tokens_seconds": setup,
         }
-        timing = Timing.of(clock.steps(self.steps), 1, "host clock, token by token")
+        timing = Timing.of(clock.steps(self.steps), 1, "host clock, token by token", clock.launched)
         name = "transformers generate, static cache"
-        return {"name": name, "who": BASELINE, "settings": settings, "error": error, "timing": timing}
+        return {"name": name, "who": BASELINE, "settings": settings, "error": error, "error_bound": most,
+                "timing": timing}  # fmt: skip
 
-    def _now(self) -> float:
+    def now(self) -> float:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
-
-    def _free(self) -> None:
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-
-
-class Clock:
-    """A streamer that notes when prompt and tokens come."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def put(self, value: Tensor) -> None:
-        self.times.append(time.perf_counter())
-
-    def end(self) -> None:
-        return None
-
-    def steps(self, count: int) -> list[float]:
-        """Seconds between each of the last `count` tokens and the one before."""
-        last = self.times[-count - 1 :]
-        if len(last) != count + 1:
-            raise InvalidInput(f"expected {count} tokens and one before them, {len(self.times)} came")
-        return [b - a for a, b in pairwise(last)]
 
 
 def _no_end() -> Any:
@@ -328,19 +392,21 @@ def _no_end() -> Any:
     return Ends((), 0)
 
 
-def _entry(
-    weights: int, kv: int, *, name: str, who: str, settings: dict[str, Any], timing: Timing, error: float
-) -> dict[str, Any]:
-    """weights, kv: bytes that dense attention's step reads; a method's rate is of those that it reads itself."""
+def entry_of(
+    weights: int, kv: int, *, name: str, who: str, settings: dict[str, Any], timing: Timing, error: float,
+    error_bound: float, **more: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """A record's entry. weights, kv: bytes that dense attention's step reads; a method's rate is of what it reads."""
     share = settings.get("keys_and_values_read")
     entry = {
         "name": name,
         "who": who,
         "settings": settings,
-        "microseconds": timing.microseconds(),
+        **timing.recorded(),
         "how": timing.how,
         "tb_per_s": (weights + (1 if share is None else share) * kv) / timing.median / 1e12,
-        "calls_per_replay": timing.calls,
         "error": error,
+        "error_bound": error_bound,
+        **more,
     }
     return entry if share is not None else {**entry, "share_of_limit": (weights + kv) / BANDWIDTH / timing.median}

@@ -13,13 +13,16 @@ import torch
 
 from longreach.errors import InvalidInput
 from longreach.records import environment, write
-from longreach.records.kernels import kernel_hash
+from longreach.records.sources import source_hash
 
 FORMAT = 1
 
 
-def conditions(device: torch.device, measured: Iterable[str]) -> dict[str, Any]:
-    """What a case was measured with: commit, versions, device and its clocks, hashes of the sources measured."""
+def conditions(device: torch.device, sources: Iterable[str] = ()) -> dict[str, Any]:
+    """What a case was measured with: commit, versions, device and its clocks.
+
+    sources: host code that is itself what is measured, of `records.sources.SOURCES`: its hashes are added.
+    """
     found = environment(device)
     versions = found["versions"]
     try:
@@ -29,7 +32,8 @@ def conditions(device: torch.device, measured: Iterable[str]) -> dict[str, Any]:
     versions["cuda"] = torch.version.cuda
     if device.type == "cuda":
         found["device"] |= _gpu()
-    return {**found, "kernels": {name: kernel_hash(name) for name in measured}}
+    hashes = {name: source_hash(name) for name in sources}
+    return {**found, **({"sources": hashes} if hashes else {})}
 
 
 def _gpu() -> dict[str, str]:

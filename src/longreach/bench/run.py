@@ -100,9 +100,8 @@ def _entry(competitor: Competitor, timing: Timing, needed: int, flops: int | Non
         "name": competitor.name,
         "who": competitor.who,
         "settings": {"memory": competitor.memory.label, "rows": competitor.rows, **competitor.settings},
-        "microseconds": timing.microseconds(),
+        **timing.recorded(),
         "tb_per_s": needed / timing.median / 1e12,
         **({"tflop_per_s": flops / timing.median / 1e12} if flops else {}),
-        "calls_per_replay": timing.calls,
         "error": error,
     }

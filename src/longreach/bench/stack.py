@@ -224,9 +224,8 @@ def _ours(name: str, timing: Timing, layers: int, read: Iterable[int], error: fl
         "name": name,
         "who": "longreach",
         "settings": {"impl": impl, "layers": layers, "bytes_read_a_layer": bytes_a_layer},
-        "microseconds": timing.microseconds(layers),
+        **timing.recorded(layers),
         "tb_per_s": bytes_a_layer * layers / timing.median / 1e12,
-        "calls_per_replay": timing.calls,
         "error": error,
     }  # fmt: skip
 
@@ -236,8 +235,7 @@ def _theirs(competitor: Competitor, timing: Timing, needed: int, error: float) -
         "name": competitor.name,
         "who": competitor.who,
         "settings": {"memory": competitor.memory.label, **competitor.settings},
-        "microseconds": timing.microseconds(),
+        **timing.recorded(),
         "tb_per_s": needed / timing.median / 1e12,
-        "calls_per_replay": timing.calls,
         "error": error,
     }

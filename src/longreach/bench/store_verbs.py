@@ -28,7 +28,7 @@ from longreach.adapters.transformers import (
     obtain,
 )
 from longreach.records import check_writable, environment, write
-from longreach.records.kernels import kernel_hash
+from longreach.records.sources import source_hash
 from longreach.records.weights import weights_sha256
 from longreach.store import ChunkStore
 from longreach.tasks.haystack import paragraphs
@@ -122,8 +122,8 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     check_writable(args.output)
     record = measure(args.folder, args.chunks, args.chunk_tokens, lambda line: print(line, flush=True))
-    kernels = {name: kernel_hash(name) for name in ("precompute", "chunk_store")}
-    write(args.output, {**record, **environment(device_of("auto")), "kernels": kernels})
+    sources = {name: source_hash(name) for name in ("precompute", "chunk_store")}
+    write(args.output, {**record, **environment(device_of("auto")), "sources": sources})
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,6 +38,9 @@ def best(name: str, inputs: Inputs, say: Callable[[str], None]) -> tuple[list[Co
     tried: list[Tried] = []
     right: list[tuple[float, Competitor]] = []
     offered = candidates(name, inputs)
+    if inputs.case.rivals is not None:
+        wanted = inputs.case.rivals.get(name, ())
+        offered = [(settings, build) for settings, build in offered if json.loads(json.dumps(settings)) in wanted]
     if offered:
         say(f"  {name}: trying {len(offered)} settings")
     for settings, build in offered:
@@ -46,7 +50,8 @@ def best(name: str, inputs: Inputs, say: Callable[[str], None]) -> tuple[list[Co
                 out = competitor.output(competitor.calls[0]())
             require_right(competitor.name, inputs, competitor.memory, competitor.rows, out)
             replays = 2 if inputs.case.prefill else 5
-            took = measure({"it": competitor.calls}, inputs.device, replays=replays, warm_up=1)["it"].median * 1e6
+            timing = measure({"it": competitor.calls}, inputs.device, replays=replays, warm_up=1, launches=False)["it"]
+            took = timing.median * 1e6
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, ValueError, NotImplementedError, WrongResult) as error:
@@ -76,7 +81,8 @@ class Sweeps:
 
     def fastest(self, name: str, inputs: Inputs, say: Callable[[str], None]) -> tuple[list[Competitor], list[Tried]]:
         """As `best`, but the fastest competitor alone."""
-        place = name, inputs.shape, inputs.case.reads, inputs.case.prefill, inputs.device
+        only = json.dumps(inputs.case.rivals)
+        place = name, inputs.shape, inputs.case.reads, inputs.case.prefill, inputs.device, only
         if place not in self._known:
             found, tried = best(name, inputs, say)
             self._known[place] = [c.settings for c in found[:1]], tried

@@ -22,6 +22,8 @@ def judge(case: Case, entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _judged(target: Target, entries: list[dict[str, Any]]) -> dict[str, Any]:
     ours = {e["name"]: e for e in entries if e["who"] == "longreach"}
+    if target.quantity == "peak memory over":
+        return _result(target, *_peak_over(target, {e["name"]: e for e in entries}))
     mine = ours[target.of]
     time, than, got = mine["microseconds"]["median"], None, None
     if target.quantity == "speed over fastest":
@@ -52,6 +54,19 @@ def _judged(target: Target, entries: list[dict[str, Any]]) -> dict[str, Any]:
         got = mine["share_of_limit"]
     else:
         raise InvalidInput(f"target: {target.quantity} is not measured by this case")
+    return _result(target, got, than)
+
+
+def _peak_over(target: Target, entries: dict[str, dict[str, Any]]) -> tuple[float | None, str | None]:
+    """Peak memory over that of another entry, of the phase where that is more; None where one was not measured."""
+    both = [entries.get(name or "", {}).get("memory", {}) for name in (target.of, target.over)]
+    mine, other = ([memory.get("prefill_peak"), memory.get("decode_peak")] for memory in both)
+    if None in (*mine, *other):
+        return None, None
+    return max(a / b for a, b in zip(mine, other, strict=True)), target.over
+
+
+def _result(target: Target, got: float | None, than: str | None) -> dict[str, Any]:
     if got is None:
         return {**asdict(target), "got": None, "than": None, "reached": None, "missed_by": None}
     short = (target.bound - got if target.least else got - target.bound) / target.bound

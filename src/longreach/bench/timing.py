@@ -11,11 +11,14 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
+from longreach.bench.launches import launched, observed
 from longreach.errors import InvalidInput
+from longreach.records.launches import Launched
 
 Call = Callable[[], object]
 L2_MULTIPLE = 3  # copies exceed the L2 this many times
@@ -25,27 +28,57 @@ MOST_CALLS = 512  # of one graph
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds a call over all replays, and how they were taken."""
+    """Seconds a call in each replay, how they were taken, and what one call launches (None: not observed)."""
 
-    median: float
-    first_quartile: float
-    third_quartile: float
+    seconds: tuple[float, ...]
     calls: int
-    replays: int
     how: str
+    launched: Launched | None = field(default=None, compare=False)
 
     @classmethod
-    def of(cls, seconds: Sequence[float], calls: int, how: str) -> Timing:
+    def of(cls, seconds: Sequence[float], calls: int, how: str, launched: Launched | None = None) -> Timing:
         """seconds: of one call, a replay each; at least two."""
-        low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive")
-        return cls(middle, low, high, calls, len(seconds), how)
+        return cls(tuple(seconds), calls, how, launched)
 
-    def microseconds(self, parts: int = 1) -> dict[str, float]:
-        """Of one of the equal `parts` of a call, as records have them."""
+    @property
+    def replays(self) -> int:
+        return len(self.seconds)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        """The first and the third."""
+        low, _, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
+        return low, high
+
+    @property
+    def first_quartile(self) -> float:
+        return self.quartiles[0]
+
+    @property
+    def third_quartile(self) -> float:
+        return self.quartiles[1]
+
+    def microseconds(self, parts: int = 1) -> dict[str, Any]:
+        """Of one of the equal `parts` of a call, as records have them: median, quartiles and every replay in order."""
+        replays = [1e6 * seconds / parts for seconds in self.seconds]
+        low, high = self.quartiles
         return {
             "median": self.median * 1e6 / parts,
-            "first_quartile": self.first_quartile * 1e6 / parts,
-            "third_quartile": self.third_quartile * 1e6 / parts,
+            "first_quartile": low * 1e6 / parts,
+            "third_quartile": high * 1e6 / parts,
+            "replays": [round(us, 3) for us in replays],
+        }
+
+    def recorded(self, parts: int = 1) -> dict[str, Any]:
+        """The fields of a record's entry that a timing gives. parts: as `microseconds` has it."""
+        return {
+            "microseconds": self.microseconds(parts),
+            "calls_per_replay": self.calls,
+            "launched": None if self.launched is None else self.launched.to_json(),
         }
 
 
@@ -61,11 +94,17 @@ def copies_needed(bytes_a_call: int, device: torch.device) -> int:
 
 @torch.no_grad()
 def measure(
-    competitors: Mapping[str, Sequence[Call]], device: torch.device, *, replays: int = 21, warm_up: int = 3
+    competitors: Mapping[str, Sequence[Call]],
+    device: torch.device,
+    *,
+    replays: int = 21,
+    warm_up: int = 3,
+    launches: bool = True,
 ) -> dict[str, Timing]:
     """Time competitors in turns: in each round every one of them once, another one first each time.
 
-    replays: rounds that count, at least 2; warm_up: rounds before them.
+    replays: rounds that count, at least 2; warm_up: rounds before them. launches: whether to observe what the first
+    call of each launches, which takes a profile on a GPU.
     """
     if replays < 2 or not all(competitors.values()):
         raise InvalidInput(f"timing: expected at least 2 replays and a call of each competitor, got {replays} replays")
@@ -85,16 +124,23 @@ def measure(
         if number >= warm_up:
             for name, (start, stop) in started:
                 seconds[name].append(start.elapsed_time(stop) * 1e-3 / graphs[name].calls)
-    return {name: Timing.of(seconds[name], graphs[name].calls, "CUDA graph replay, cold L2") for name in names}
+    how = "CUDA graph replay, cold L2"
+    seen = {name: launched(competitors[name][0], device) if launches else None for name in names}  # a profile: last
+    return {name: Timing.of(seconds[name], graphs[name].calls, how, seen[name]) for name in names}
 
 
 def _by_clock(calls: Sequence[Call], replays: int, warm_up: int) -> Timing:
     seconds = []
-    for number in range(warm_up + replays):
-        start = time.perf_counter()
-        calls[number % len(calls)]()
-        seconds.append(time.perf_counter() - start)
-    return Timing.of(seconds[warm_up:], 1, "host clock, functional run only")
+    with observed() as seen:
+        seconds.append(_seconds(calls[0]))
+    seconds += [_seconds(calls[number % len(calls)]) for number in range(1, warm_up + replays)]
+    return Timing.of(seconds[warm_up:], 1, "host clock, functional run only", Launched(seen.all))
+
+
+def _seconds(call: Call) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
 
 
 class _Graph:

@@ -76,8 +76,7 @@ def _entry(name: str, impl: str, who: str, timing: Timing, needed: int) -> dict[
         "name": name,
         "who": who,
         "settings": {"impl": impl},
-        "microseconds": timing.microseconds(),
+        **timing.recorded(),
         "tb_per_s": needed / timing.median / 1e12,
-        "calls_per_replay": timing.calls,
         "error": 0.0,
     }

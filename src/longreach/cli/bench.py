@@ -9,9 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from longreach.cli.common import add_json, positive, seed
 from longreach.cli.show import Column, Table, console, emit, progress
-from longreach.errors import InvalidInput, OutOfMemory, UnknownName
+from longreach.errors import InvalidInput, LongreachError, OutOfMemory, UnknownName
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
     from longreach.bench.case import Case
 
 NAME = "bench"
@@ -23,6 +27,7 @@ EXAMPLES = (
     "longreach bench run chunk-store --out runs/bench    (needs no GPU, but 20 GB of disk, in --out)",
     "longreach bench run --tiny --out runs/bench     (any CPU: exercises the code, measures nothing)",
     "longreach bench check    (records whose kernels have changed since, or that came from a dirty tree)",
+    "longreach bench check --spot dense-decode    (on a GPU: measure a small case again, and confirm its group)",
     "longreach bench readme   (write README's numbers from the records)",
 )
 ACTIONS = ("list", "run", "check", "readme")
@@ -39,9 +44,12 @@ COLUMNS = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=ACTIONS, help="what to do")
-    parser.add_argument("names", nargs="*", metavar="NAME", help="of cases or groups (run, list; default all)")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="of cases or groups (run, list), of groups "
+                        "(check --spot); default all")  # fmt: skip
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help=f"records (default {RESULTS})")
     parser.add_argument("--without", action="append", default=[], metavar="BASELINE", help="leave a baseline out")
+    parser.add_argument("--spot", action="store_true", help="check: measure one small case of each group again, on a "
+                        "GPU, and confirm the group's record where speed and launches are the same")  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="fewer replays")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, on the CPU too; measures nothing")
     parser.add_argument("--impl", help="attend's implementation other than the case's (triton; with "
@@ -58,7 +66,9 @@ def run(args: argparse.Namespace) -> int:
     if args.action == "run" and args.names == ["chunk-store"]:
         return _chunk_store(args)
     action = {"list": _list, "run": _run, "check": _check, "readme": _readme}[args.action]
-    if args.names and args.action in ("check", "readme"):
+    if args.spot and args.action != "check":
+        raise InvalidInput(f"--spot belongs to bench check, not to bench {args.action}; leave it out")
+    if args.names and not args.spot and args.action in ("check", "readme"):
         raise InvalidInput(f"bench {args.action} takes no names; it looks at all records in --out")
     return action(args)
 
@@ -82,27 +92,17 @@ def _list(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    import torch
-
-    from longreach.bench.baselines import NAMES, ON_CPU, baseline
+    from longreach.bench.baselines import baseline
     from longreach.bench.cases import choose, tiny
-    from longreach.bench.decoding import Decoding
     from longreach.bench.record import add, conditions
-    from longreach.bench.run import QUICK, REPLAYS, run_case
-    from longreach.bench.sweep import Sweeps
+    from longreach.bench.runner import Runner
     from longreach.ops.attend.api import implementations
     from longreach.records import check_writable
 
     if args.impl and args.impl not in implementations.names():
         raise UnknownName("impl of attend", args.impl, implementations.names())
     chosen = choose(args.names)
-    gpu = torch.cuda.is_available() and not args.tiny
-    if not gpu and not args.tiny:
-        raise InvalidInput("bench run needs a CUDA device; --tiny exercises it on the CPU, where times mean nothing")
-    if args.tiny and args.out == RESULTS:
-        raise InvalidInput(f"--tiny measures nothing and belongs in no record of {RESULTS}; give --out another folder")
-    device = torch.device("cuda" if gpu else "cpu")
-    without = list(args.without) + ([] if gpu else [name for name in NAMES if name not in ON_CPU])
+    device, without = _where(args)
     cases = [tiny(case) if args.tiny else case for case in chosen]
     cases = [case.but(**{name: getattr(args, name) for name in (*SHAPE, "dtype")}) for case in cases]
     cases = [case.by(args.impl) if args.impl else case for case in cases]
@@ -110,33 +110,51 @@ def _run(args: argparse.Namespace) -> int:
         baseline(name).load() if name not in without else baseline(name)
     for group in {case.group for case in cases}:
         check_writable(args.out / f"{group}.json")
-    out, results = console(), {}
-    say = (lambda line: None) if args.json else (lambda line: print(line, flush=True))
-    sweeps, too_large = Sweeps(), 0
-    models = Decoding(device, without=without, quick=args.quick, seed=args.seed, say=say)
+    out, results, too_large = console(), {}, 0
+    runner = Runner(device, without=without, quick=args.quick, say=_say(args))
     with progress("measuring", len(cases)) as advance:
         for case in cases:
+            stated, path = conditions(device), args.out / f"{case.group}.json"
+
+            def save(measured: dict[str, Any], case: Case = case, stated: Any = stated, path: Path = path) -> None:
+                results[case.name] = {**stated, **measured}
+                add(path, case.group, case.name, results[case.name])
+
             try:
-                if case.model is not None:
-                    measured = models.run(case)
-                else:
-                    measured = run_case(case, device, without=without, say=say, seed=args.seed, sweeps=sweeps,
-                                        replays=QUICK if args.quick else REPLAYS)  # fmt: skip
+                save(runner.run(case, args.seed, save))
             except OutOfMemory as error:  # the others may fit
                 print(f"left out: {error}", file=sys.stderr, flush=True)
                 too_large += 1
                 advance(1)
                 continue
-            results[case.name] = {**conditions(device, case.measured), **measured}
-            add(args.out / f"{case.group}.json", case.group, case.name, results[case.name])
-            if gpu:
-                torch.cuda.empty_cache()
             if not args.json:
                 show(out, case, results[case.name])
             advance(1)
     if args.json:
         emit(results)
     return 3 if too_large else 0
+
+
+def _where(args: argparse.Namespace) -> tuple[torch.device, list[str]]:
+    """The device to measure on, and the baselines that are left out there. Raises InvalidInput."""
+    import torch
+
+    from longreach.bench.baselines import NAMES, ON_CPU
+
+    gpu = torch.cuda.is_available() and not args.tiny
+    if not gpu and not args.tiny:
+        what = "check --spot" if args.spot else "run"
+        raise InvalidInput(
+            f"bench {what} needs a CUDA device; --tiny exercises it on the CPU, where times mean nothing"
+        )
+    if args.tiny and args.out == RESULTS:
+        raise InvalidInput(f"--tiny measures nothing and belongs in no record of {RESULTS}; give --out another folder")
+    missing = [] if gpu else [name for name in NAMES if name not in ON_CPU]
+    return torch.device("cuda" if gpu else "cpu"), [*args.without, *missing]
+
+
+def _say(args: argparse.Namespace) -> Callable[[str], None]:
+    return (lambda line: None) if args.json else (lambda line: print(line, flush=True))
 
 
 def _chunk_store(args: argparse.Namespace) -> int:
@@ -198,6 +216,8 @@ def show(out: Any, case: Case, result: dict[str, Any]) -> None:
 
 
 def _check(args: argparse.Namespace) -> int:
+    if args.spot:
+        return _spot(args)
     from longreach.records.stale import stale
 
     found = stale(args.out)
@@ -209,6 +229,52 @@ def _check(args: argparse.Namespace) -> int:
         if not found:
             print(f"{args.out}: all of clean trees, speeds of these kernels, answers of the weights that are shipped")
     return 1 if found else 0
+
+
+def _spot(args: argparse.Namespace) -> int:
+    """Measure the spot cases of groups again, one group after another; a group that is confirmed says so at once."""
+    from longreach.bench.cases import CASES, SPOTS, tiny
+    from longreach.bench.record import conditions, read
+    from longreach.bench.runner import Runner
+    from longreach.bench.spot import compare, confirmed, repeated
+    from longreach.records import write
+
+    for name in args.names:
+        if name not in SPOTS:
+            raise UnknownName("group", name, SPOTS)
+    device, without = _where(args)
+    groups = [g for g in SPOTS if (g in args.names if args.names else (args.out / f"{g}.json").is_file())]
+    if not groups:
+        raise InvalidInput(f"{args.out} holds no bench record; name the folder that does with --out")
+    say, failed, told = _say(args), 0, dict[str, Any]()
+    runner = Runner(device, without=without, quick=args.quick, say=say)
+    for group in groups:
+        path = args.out / f"{group}.json"
+        record, spots, now = read(path), [], {}
+        for name in SPOTS[group]:
+            if name not in record["cases"]:
+                say(f"{group}: holds no measurement of {name}; measure it (longreach bench run {name})")
+                continue
+            then = record["cases"][name]
+            case = repeated(tiny(CASES[name]) if args.tiny else CASES[name], then)
+            try:
+                now[name] = runner.run(case, then.get("seed", args.seed))
+            except (LongreachError, RuntimeError) as error:  # the other groups may be right
+                say(f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+                continue
+            spots.append(compare(name, then, now[name]))
+            for line in spots[-1].lines():
+                say(line)
+        good = len(spots) == len(SPOTS[group]) and all(spot.confirmed for spot in spots)
+        if good:
+            stated = conditions(device)
+            write(path, confirmed(record, spots, now, stated))
+        say(f"{group}: {'confirmed' if good else f'not confirmed; measure it again (longreach bench run {group})'}")
+        failed += not good
+        told[group] = {"confirmed": good, "lines": [line for spot in spots for line in spot.lines()]}
+    if args.json:
+        emit(told)
+    return 1 if failed else 0
 
 
 def _readme(args: argparse.Namespace) -> int:

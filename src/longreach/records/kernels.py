@@ -1,137 +1,218 @@
-"""A hash of the sources that were measured, so that a record is known to be out of date.
+"""sha256 of each Triton kernel's syntax tree, read from the sources: neither Triton nor a GPU is needed.
 
-Comments, docstrings, blank lines and how lines are broken do not count: names, numbers and order do.
+A hash covers the function, the functions it calls and the module constants it uses, wherever they are defined in the
+package. Names of kernels, of what they call and of files do not enter it, so a kernel that moves keeps its hash.
+Comments, docstrings and layout do not count; local names, annotations, decorators and constants do.
 """
 
 from __future__ import annotations
 
 import ast
+import builtins
 import hashlib
-import io
-import tokenize
+import json
+from collections.abc import Iterator
+from functools import cache, cached_property
 from pathlib import Path
+from typing import Any
 
-from longreach.errors import UnknownName
+from longreach.errors import LongreachError
 
 PACKAGE = Path(__file__).parents[1]
-SOURCES: dict[str, tuple[str, tuple[str, ...]]] = {  # what was measured -> folder of the package, files in it
-    "attend": (
-        "ops",
-        (
-            "attend/api.py",
-            "attend/keeping.py",
-            "attend/tiles.py",
-            "attend/triton*.py",
-            "checks.py",
-            "impl.py",
-            "selection.py",
-            "types.py",
-        ),
-    ),
-    "attend_sdpa": ("ops", ("attend/sdpa.py",)),
-    "choosing": ("ops", ("pooled_scores/*.py", "top_k/*.py")),
-    "kascade": ("methods", ("base.py", "choosing.py", "kascade/*.py")),
-    "matching": ("ops", ("append/*.py", "attend/amend.py", "nearest/*.py", "rope.py")),
-    "mac": (
-        ".",
-        (
-            "cache/ring.py",
-            "methods/base.py",
-            "methods/mac/method.py",
-            "methods/mac/notes.py",
-            "methods/mac/plan.py",
-            "methods/mac/rows.py",
-            "methods/mac/state.py",
-        ),
-    ),
-    "chunk_store": ("store", ("*.py",)),
-    "decode_step": (  # a model's, but for attend
-        ".",
-        (
-            "adapters/transformers/attach.py",
-            "adapters/transformers/attention.py",
-            "adapters/transformers/checks.py",
-            "adapters/transformers/generate.py",
-            "adapters/transformers/hf_cache.py",
-            "adapters/transformers/loop/choosing.py",
-            "adapters/transformers/loop/decoder.py",
-            "adapters/transformers/loop/fuse.py",
-            "adapters/transformers/loop/reading_back.py",
-            "adapters/transformers/loop/run.py",
-            "adapters/transformers/mask.py",
-            "adapters/transformers/memory.py",
-            "adapters/transformers/rotary.py",
-            "adapters/transformers/shard.py",
-            "adapters/transformers/step.py",
-            "cache/*.py",
-            "methods/base.py",
-            "methods/dense.py",
-            "methods/ledger.py",
-            "ops/append/*.py",
-        ),
-    ),
-    "precompute": (
-        "adapters/transformers",
-        ("chunking.py", "fingerprint.py", "obtain.py", "precompute.py", "rotary.py"),
-    ),
-}
-_SKIP = (tokenize.COMMENT, tokenize.NL, tokenize.ENDMARKER, tokenize.ENCODING)
-_MARKS = {tokenize.NEWLINE: ";", tokenize.INDENT: "{", tokenize.DEDENT: "}"}
-_STARTS = {getattr(tokenize, "FSTRING_START", -1)}
-_STOPS = {getattr(tokenize, "FSTRING_END", -1)}
+FILES = "ops/**/triton*.py"  # the only files that may import Triton
+_SKIPPED = {"ctx", "kind", "type_comment", "type_params", "returns"}  # change nothing, or differ between Pythons
+Form = list[Any] | str
 
 
-def kernel_hash(operator: str, root: Path | None = None) -> str:
-    """sha256 over the normalised files of what was measured, one of SOURCES. root: another place of the package."""
-    if operator not in SOURCES:
-        raise UnknownName("operator", operator, SOURCES)
-    folder, patterns = SOURCES[operator]
-    base = (PACKAGE if root is None else root) / folder
-    digest = hashlib.sha256()
-    for pattern in patterns:
-        for path in sorted(base.glob(pattern)):
-            digest.update(f"{path.relative_to(base).as_posix()}\n{normalised(path.read_text())}\n".encode())
-    return digest.hexdigest()
+class UnreadableKernel(LongreachError):
+    """A kernel uses a name whose definition the sources do not show."""
 
 
-def normalised(source: str) -> str:
-    """What of a Python source can change what it does, whatever Python reads it."""
-    lines = source.splitlines(keepends=True)
-    docs = _docstrings(source)
-    words: list[str] = []
-    begun: list[tuple[int, int]] = []  # f-strings: newer Pythons cut them into tokens, so they are taken from the text
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type in _STARTS:
-            begun.append(token.start)
-        elif token.type in _STOPS:
-            start = begun.pop()
-            if not begun:
-                words.append(_between(lines, start, token.end))
-        elif not begun and token.type not in _SKIP and token.start not in docs:
-            if token.string in (")", "]", "}") and words and words[-1] == ",":
-                words.pop()  # how a formatter ends what it breaks over lines
-            mark = _MARKS.get(token.type, token.string)
-            if not (mark == ";" and (not words or words[-1] in (";", "{", "}"))):
-                words.append(mark)
-    return "\x1f".join(words)
-
-
-def _between(lines: list[str], start: tuple[int, int], end: tuple[int, int]) -> str:
-    (first, left), (last, right) = start, end
-    if first == last:
-        return lines[first - 1][left:right]
-    return lines[first - 1][left:] + "".join(lines[first : last - 1]) + lines[last - 1][:right]
-
-
-def _docstrings(source: str) -> set[tuple[int, int]]:
-    """Where docstrings start: (line, column in characters)."""
-    lines = source.splitlines(keepends=True)
-    found = set()
-    for node in ast.walk(ast.parse(source)):
-        if not isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) or not node.body:
-            continue
-        first = node.body[0]
-        if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
-            column = len(lines[first.lineno - 1].encode()[: first.col_offset].decode())
-            found.add((first.lineno, column))
+@cache
+def kernels(root: Path = PACKAGE) -> dict[tuple[str, str], str]:
+    """(file below the package, function name) -> sha256, for every function decorated with `triton.jit`."""
+    tree = _Tree(root)
+    found = {}
+    for path in sorted(root.glob(FILES)):
+        file = path.relative_to(root).as_posix()
+        module = tree.module(path)
+        for node in module.tree.body:
+            if isinstance(node, ast.FunctionDef) and any(_is_jit(d, module) for d in node.decorator_list):
+                found[file, node.name] = module.hash_of(node.name)
     return found
+
+
+def _is_jit(decorator: ast.expr, module: _Module) -> bool:
+    target = decorator.func if isinstance(decorator, ast.Call) else decorator
+    if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name):
+        return f"{module.imported(target.value.id)}.{target.attr}" == "triton.jit"
+    return isinstance(target, ast.Name) and module.imported(target.id) == "triton.jit"
+
+
+class _Tree:
+    """The modules of a package, parsed once each."""
+
+    def __init__(self, root: Path):
+        self.root = root
+        self._modules: dict[Path, _Module] = {}
+
+    def module(self, path: Path) -> _Module:
+        if path not in self._modules:
+            self._modules[path] = _Module(self, path)
+        return self._modules[path]
+
+    def find(self, dotted: str) -> _Module | None:
+        """The module "longreach.a.b", None where the package has no such file."""
+        first, *rest = dotted.split(".")
+        if first != PACKAGE.name:
+            return None
+        place = self.root.joinpath(*rest)
+        for path in (place.with_suffix(".py"), place / "__init__.py"):
+            if path.is_file():
+                return self.module(path)
+        return None
+
+
+class _Module:
+    """One file: what its top-level names stand for."""
+
+    def __init__(self, tree: _Tree, path: Path):
+        self._package, self.path = tree, path
+        self.tree = ast.parse(path.read_text(encoding="utf-8"))
+        self._hashes: dict[str, str | None] = {}
+
+    @cached_property
+    def _bound(self) -> dict[str, list[ast.stmt]]:
+        """Top-level name -> the statements that bind it."""
+        found: dict[str, list[ast.stmt]] = {}
+        for statement in _statements(self.tree.body):
+            for name in _binds(statement):
+                found.setdefault(name, []).append(statement)
+        return found
+
+    def imported(self, name: str) -> str | None:
+        """The dotted name that an import binds `name` to, None where none does."""
+        for statement in self._bound.get(name, ()):
+            for alias in getattr(statement, "names", ()):
+                if isinstance(statement, ast.Import) and _alias(alias) == name:
+                    return alias.name if alias.asname else name
+                if isinstance(statement, ast.ImportFrom) and _alias(alias) == name:
+                    return f"{'.' * statement.level}{statement.module or ''}.{alias.name}"
+        return None
+
+    def alias(self, name: str) -> _Module | None:
+        """The module of the package that `name` stands for, if it stands for one."""
+        dotted = self.imported(name)
+        return None if dotted is None else self._package.find(dotted)
+
+    def reference(self, name: str) -> Form:
+        """What a global name stands for: a hash for what the package defines, else the name it was imported by."""
+        dotted = self.imported(name)
+        if dotted is not None:
+            if self._package.find(dotted) is not None:
+                raise UnreadableKernel(f"{self.path}: a kernel uses the module {dotted}; name the attribute it uses")
+            place, _, attribute = dotted.rpartition(".")
+            owner = self._package.find(place)
+            return ["import", dotted] if owner is None else owner.reference(attribute)
+        if name in self._bound:
+            return ["of", self.hash_of(name)]
+        if hasattr(builtins, name):
+            return ["builtin", name]
+        raise UnreadableKernel(f"{self.path}: {name}, which a kernel uses, is defined nowhere in this file")
+
+    def hash_of(self, name: str) -> str:
+        """sha256 of what a top-level name is bound to."""
+        if name not in self._hashes:
+            self._hashes[name] = None
+            forms = [_definition(statement, name, self) for statement in self._bound[name]]
+            self._hashes[name] = hashlib.sha256(json.dumps(forms).encode()).hexdigest()
+        known = self._hashes[name]
+        if known is None:
+            raise UnreadableKernel(f"{self.path}: {name} is defined by itself; kernels cannot be recursive")
+        return known
+
+
+def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Those that run when a module is imported, conditional ones too."""
+    for statement in body:
+        yield statement
+        for field in ("body", "orelse", "finalbody"):
+            if not isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
+                yield from _statements(getattr(statement, field, []))
+
+
+def _binds(statement: ast.stmt) -> Iterator[str]:
+    if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
+        yield statement.name
+    elif isinstance(statement, (ast.Import, ast.ImportFrom)):
+        yield from map(_alias, statement.names)
+    elif isinstance(statement, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
+        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+        yield from (n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name))
+
+
+def _alias(alias: ast.alias) -> str:
+    return alias.asname or alias.name.partition(".")[0]
+
+
+def _definition(statement: ast.stmt, name: str, module: _Module) -> Form:
+    """A statement without the name it binds; of `a, b = 1, 2` the part that `name` gets."""
+    if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
+        return _form(statement, module, _local_names(statement))
+    value = getattr(statement, "value", None)
+    place = 0
+    for target in statement.targets if isinstance(statement, ast.Assign) else ():
+        if isinstance(target, ast.Tuple):
+            place = next(i for i, t in enumerate(target.elts) if name in {getattr(n, "id", "") for n in ast.walk(t)})
+            if isinstance(value, ast.Tuple) and len(value.elts) == len(target.elts):
+                place, value = 0, value.elts[place]
+    return [type(statement).__name__, place, "" if value is None else _form(value, module, _local_names(value))]
+
+
+def _local_names(node: ast.AST) -> frozenset[str]:
+    """Names that are bound within a node: parameters, targets of assignments and loops."""
+    found = {n.arg for n in ast.walk(node) if isinstance(n, ast.arg)}
+    return frozenset(found | {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)})
+
+
+def _form(node: Any, module: _Module, local: frozenset[str]) -> Form:
+    """A syntax tree as lists and strings, the same ones on every supported Python."""
+    if isinstance(node, list):
+        return [_form(item, module, local) for item in node]
+    if isinstance(node, ast.Name) and node.id not in local:
+        return module.reference(node.id)
+    if isinstance(node, ast.Attribute):
+        owner = _module_of(node.value, module, local)
+        if owner is not None:
+            return owner.reference(node.attr)
+    if isinstance(node, ast.Constant):
+        return ["Constant", type(node.value).__name__, repr(node.value)]
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    fields = []
+    for field, value in ast.iter_fields(node):
+        defines = isinstance(node, (ast.FunctionDef, ast.ClassDef))
+        if field in _SKIPPED or value is None or value == [] or (defines and field == "name"):
+            continue
+        if field == "body" and defines:
+            value = value[1:] if _is_docstring(value[0]) else value
+        fields.append([field, _form(value, module, local)])
+    return [type(node).__name__, *fields]
+
+
+def _module_of(node: ast.expr, module: _Module, local: frozenset[str]) -> _Module | None:
+    """The module of the package that an expression such as `streams` or `merging.streams` stands for."""
+    if isinstance(node, ast.Name):
+        return None if node.id in local else module.alias(node.id)
+    if isinstance(node, ast.Attribute):
+        owner = _module_of(node.value, module, local)
+        return None if owner is None else owner.alias(node.attr)
+    return None
+
+
+def _is_docstring(statement: ast.stmt) -> bool:
+    return (
+        isinstance(statement, ast.Expr)
+        and isinstance(statement.value, ast.Constant)
+        and isinstance(statement.value.value, str)
+    )

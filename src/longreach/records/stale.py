@@ -1,4 +1,4 @@
-"""Records that no longer hold: from a dirty tree, of sources that have changed since, of other weights."""
+"""Records that no longer hold: from a dirty tree, of kernels or sources that have changed since, of other weights."""
 
 from __future__ import annotations
 
@@ -8,9 +8,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from longreach.errors import InvalidInput
-from longreach.records.kernels import PACKAGE, SOURCES, kernel_hash
+from longreach.records.kernels import PACKAGE
+from longreach.records.launches import Launch, Launched, outdated
 from longreach.records.record import files, read
+from longreach.records.sources import SOURCES, source_hash
 from longreach.records.weights import weights_sha256
+
+AGAIN = "measure it again"
+NO_LAUNCHES = (
+    "was measured before records held what was launched; confirm its group on a GPU (longreach bench check --spot "
+    "{group}) or measure it again"
+)
 
 
 class Fault(NamedTuple):
@@ -29,17 +37,54 @@ def stale(directory: Path) -> list[Fault]:
 
 
 def faults(measured: dict[str, Any]) -> Iterator[str]:
-    """What is wrong with one measurement."""
-    commit, hashes = measured.get("commit"), measured.get("kernels", {})
+    """What is wrong with where a measurement comes from: its commit, its tree, the host code that it measures."""
+    commit, hashes = measured.get("commit"), measured.get("sources", {})
     if not isinstance(commit, str) or not commit:
-        yield "names no commit; measure it again from a checkout, or with LONGREACH_COMMIT set"
+        yield f"names no commit; {AGAIN} from a checkout, or with LONGREACH_COMMIT set"
     elif measured.get("dirty"):
-        yield f"came from a dirty tree at {commit[:12]}; commit, then measure it again"
-    for operator, measured_hash in hashes.items() if isinstance(hashes, dict) else ((str(hashes), None),):
-        if operator not in SOURCES:
-            yield f"measured {operator}, which this version does not know; measure it again"
-        elif measured_hash != kernel_hash(operator):
-            yield f"the sources of {operator} have changed since; measure it again"
+        yield f"came from a dirty tree at {commit[:12]}; commit, then {AGAIN}"
+    for name, measured_hash in hashes.items() if isinstance(hashes, dict) else ((str(hashes), None),):
+        if name not in SOURCES:
+            yield f"measured {name}, which this version does not know; {AGAIN}"
+        elif measured_hash != source_hash(name):
+            yield f"the sources of {name} have changed since; {AGAIN}"
+
+
+def launches_of(case: dict[str, Any]) -> list[Launch] | None:
+    """All Triton launches of our entries of a case; None where an entry lacks them.
+
+    Raises KeyError or TypeError where they are not as records hold them.
+    """
+    mine = [entry for entry in case.get("entries", ()) if entry.get("who") == "longreach"]
+    if not mine or any(entry.get("launched") is None for entry in mine):
+        return None
+    return [launch for entry in mine for launch in Launched.from_json(entry["launched"]).triton]
+
+
+def faults_of_case(record: dict[str, Any], case: dict[str, Any]) -> Iterator[str]:
+    """What is wrong with a case of a bench record.
+
+    A case that was carried over from before records held launches counts by those of its group's spot cases.
+    """
+    yield from faults(case)
+    if "sources" in case:
+        return
+    try:
+        launches = launches_of(case)
+        if "carried_over" in case:
+            confirmed = record["confirmed"]
+            if confirmed["dirty"]:
+                yield f"was confirmed from a dirty tree at {confirmed['commit'][:12]}; commit, then confirm it again"
+            if launches is None:
+                spots = [launches_of(record["cases"][name]) for name in confirmed["cases"]]
+                launches = None if None in spots else [launch for spot in spots for launch in spot or ()]
+    except (KeyError, TypeError, AttributeError) as error:
+        yield f"holds launches that cannot be read ({type(error).__name__}: {error}); {AGAIN}"
+        return
+    if launches is None:
+        yield NO_LAUNCHES.format(group=record.get("group"))
+    else:
+        yield from (f"{why}; {AGAIN}" for why in outdated(launches))
 
 
 def _faults_of_answers(record: dict[str, Any]) -> Iterator[str]:
@@ -48,7 +93,7 @@ def _faults_of_answers(record: dict[str, Any]) -> Iterator[str]:
     name = str(model.get("name")) if isinstance(model, dict) else ""
     ours = name and (PACKAGE / "models" / name / "config.json").is_file()
     if ours and record["model"].get("sha256") != _shipped(name):
-        yield f"is of other weights than those of {name} that are shipped; measure it again"
+        yield f"is of other weights than those of {name} that are shipped; {AGAIN}"
 
 
 @cache
@@ -71,7 +116,7 @@ def _faults_of_file(path: Path) -> Iterator[tuple[str, str]]:
         yield "", "is no bench record: expected its cases by name; delete it or restore it"
     else:
         for name, case in cases.items():
-            if isinstance(case, dict) and "commit" in case and case.get("kernels"):
-                yield from ((name, why) for why in faults(case))
+            if isinstance(case, dict) and "commit" in case and ("entries" in case or case.get("sources")):
+                yield from ((name, why) for why in faults_of_case(record, case))
             else:
-                yield name, "is no measurement: expected a commit and the hashes of what was measured; measure it again"
+                yield name, f"is no measurement: expected a commit and entries with their launches; {AGAIN}"

@@ -149,11 +149,10 @@ def _mine(planted: Planted, timing: Timing, error: float, impl: str) -> dict[str
         "name": planted.hits.name,
         "who": "longreach",
         "settings": {"impl": impl, "part": planted.hits.part, "forced": planted.described()},
-        "microseconds": timing.microseconds(),
+        **timing.recorded(),
         "tb_per_s": read / timing.median / 1e12,
         "bytes_read": read,
         "ring_percent_of_kv": 100 * state.bytes_per_sequence / (shape.context * shape.kv_heads * vector),
-        "calls_per_replay": timing.calls,
         "error": error,
     }
 
@@ -166,9 +165,8 @@ def _dense(planted: Planted, timing: Timing, impl: str) -> dict[str, Any]:
         "name": DENSE,
         "who": "longreach",
         "settings": {"impl": impl, "part": "step"},
-        "microseconds": timing.microseconds(),
+        **timing.recorded(),
         "tb_per_s": bytes_needed(inputs.case) / timing.median / 1e12,
-        "calls_per_replay": timing.calls,
         "error": require_right(DENSE, inputs, inputs.case.memories[0], 1, out),
     }
 
@@ -179,8 +177,7 @@ def _theirs(competitor: Competitor, timing: Timing, inputs: Inputs) -> dict[str,
         "name": competitor.name,
         "who": competitor.who,
         "settings": {"memory": competitor.memory.label, **competitor.settings},
-        "microseconds": timing.microseconds(),
+        **timing.recorded(),
         "tb_per_s": bytes_needed(inputs.case) / timing.median / 1e12,
-        "calls_per_replay": timing.calls,
         "error": require_right(competitor.name, inputs, competitor.memory, competitor.rows, out),
     }

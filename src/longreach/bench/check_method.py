@@ -1,0 +1,115 @@
+"""Whether a method's step is right: attention of every layer against fp64 over the keys that the method chose.
+
+What a method leaves out is its own affair and no fault of a step. So one step is run as it is, uncaptured, and each
+layer's output is compared with the textbook formula over exactly those keys; then the captured step's logits are
+compared with that step's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longreach.bench.check import WrongResult, bound
+from longreach.methods.base import Outcome
+from longreach.methods.call import LayerCall
+from longreach.ops import Selection
+from longreach.ops.types import require
+
+
+@dataclass(frozen=True)
+class MethodVerdict:
+    """layers: how many were compared. error: the largest relative error (norms) of a head's output, at most
+    error_bound. of_captured: relative difference of the captured step's logits from the uncaptured step's, at most
+    of_captured_bound.
+    """
+
+    layers: int
+    error: float
+    error_bound: float
+    of_captured: float
+    of_captured_bound: float
+
+    def recorded(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class LayerErrors:
+    """A layer hook of a session (`Session.on_layer`) that compares attention with fp64. worst: layer -> its error."""
+
+    def __init__(self) -> None:
+        self.worst: dict[int, float] = {}
+        self.bound = 0.0
+
+    def __call__(self, phase: str, call: LayerCall, outcome: Outcome) -> None:
+        self.bound = max(self.bound, bound(call.rows.q.dtype))
+        self.worst[call.layer] = layer_error(call, outcome.partial.out, attended(call))
+
+
+def attended(call: LayerCall) -> tuple[Selection, ...]:
+    """The keys whose values entered a layer's output: their union."""
+    return call.meter.values
+
+
+@torch.no_grad()
+def layer_error(call: LayerCall, out: Tensor, selections: tuple[Selection, ...]) -> float:
+    """The largest relative error (norms) of the sampled rows' query heads; NaN where any output is not finite.
+
+    out: [R, H, D], one row a sequence. Compared are the first and the last row, each with its first and last KV heads.
+    """
+    kv, group = call.kv, call.kv.group(call.rows)
+    require(call.softcap is None and call.sink_logit is None, "the check knows neither soft caps nor sinks; add them")
+    if not bool(torch.isfinite(out).all()):
+        return float("nan")
+    worst = 0.0
+    for row in sorted({0, len(out) - 1}):
+        index = torch.tensor([row], device=out.device)
+        rows = call.rows.take(index)
+        stop = int(rows.pos[0]) + 1
+        slots = torch.arange(stop, device=out.device)
+        seen = torch.stack([_mask(selection.take(index), call, rows, stop) for selection in selections]).any(0)
+        page, offset = kv.locate(rows.seq.long().expand_as(slots), slots)
+        for head in sorted({0, kv.heads - 1}):
+            mine = slice(head * group, (head + 1) * group)
+            logits = rows.q[0, mine].double() @ kv.k[page, head, offset].double().T * call.scale
+            want = logits.masked_fill(~seen[mine], -torch.inf).softmax(-1) @ kv.v[page, head, offset].double()
+            off = (out[row, mine].double() - want).norm(dim=-1) / want.norm(dim=-1)
+            worst = max(worst, float(off.max()))
+    return worst
+
+
+def _mask(selection: Selection, call: LayerCall, rows: Any, stop: int) -> Tensor:
+    """bool [H, stop]: the slots that a row's query heads attend to."""
+    heads = call.rows.q.shape[1]
+    require(getattr(selection, "log_weight", None) is None, "the check knows no log-weights; add them")
+    mask = selection.mask(rows, call.kv, stop)[0]
+    return mask.expand(heads, -1) if mask.shape[0] == 1 else mask.repeat_interleave(heads // mask.shape[0], 0)
+
+
+def judge_method(
+    name: str, layers: LayerErrors, eager: Tensor, captured: Tensor, most: float, expected: int
+) -> MethodVerdict:
+    """Raises WrongResult where a layer was not compared, or rounding does not explain a difference.
+
+    eager, captured: logits [B, V] of the same step. most: the error bound of a step of this model (relative, norms):
+    each of the two may err so much.
+    """
+    error = max(layers.worst.values(), default=float("nan"))
+    off = float(((captured.double() - eager.double()).norm(dim=-1) / eager.double().norm(dim=-1)).max())
+    wrong = None
+    if len(layers.worst) != expected:
+        wrong = f"attention of {len(layers.worst)} of {expected} layers was compared"
+    elif not all(one <= layers.bound for one in layers.worst.values()):
+        layer = max(layers.worst, key=lambda n: (layers.worst[n] != layers.worst[n], layers.worst[n]))
+        wrong = (
+            f"attention of layer {layer} is off by {layers.worst[layer]:.2e} over the keys it chose, more than "
+            f"{layers.bound:.1e}"
+        )
+    elif not off <= 2 * most:
+        wrong = f"the captured step's logits differ from the uncaptured step's by {off:.2e}, more than {2 * most:.1e}"
+    if wrong:
+        raise WrongResult(f"{name}: {wrong}; its time does not count")
+    return MethodVerdict(len(layers.worst), error, layers.bound, off, 2 * most)

@@ -1,0 +1,266 @@
+"""Run a case of the group "user": time to the first token, time a token and peak memory, beside transformers' own.
+
+A random prompt is really read. Three ways: transformers' generate (its own cache, sdpa), the same call on an attached
+model, and longreach.generate; the last one for every method of the case. Memory is what torch has allocated at most:
+"prefill_peak" until the first token is there, "decode_peak" from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from longreach.bench.case import Case
+from longreach.bench.check import WrongResult
+from longreach.bench.clock import Clock
+from longreach.bench.decoding import Decoding, entry_of
+from longreach.bench.launches import observed
+from longreach.bench.memory import allocated_bytes, peak_bytes, release, reset_peak
+from longreach.bench.methods import method_for
+from longreach.bench.steps import WIDER, computing_in, relative
+from longreach.bench.targets import judge
+from longreach.bench.timing import Timing
+from longreach.errors import OutOfMemory
+from longreach.methods.base import AttentionMethod
+from longreach.records.launches import Launched
+
+NEW, TIMED = 24, 16  # tokens of an answer; of these, the last ones are timed
+PROFILED = 2  # tokens more, whose kernels are counted
+KEPT = 4  # first tokens that are checked
+WARM_UP = 256  # tokens of a prompt that is read before anything is timed
+ROUNDING = 512, 16  # tokens of the prompt by which rounding is measured, and how many of their logits
+THEIRS, ATTACHED, OURS = "transformers generate", "attach + model.generate", "longreach.generate"
+CHECKED = (
+    "against transformers' own answer while the tokens agree: attach + model.generate by its logits (relative, norms), "
+    "longreach.generate by how far its tokens are behind the best of transformers' logits"
+)
+
+
+def run_user(bench: Decoding, case: Case, save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Measure a case; the result as a record's part, also given to `save` after each way.
+
+    Raises WrongResult where tokens are chosen that rounding does not explain. A way that does not fit into memory is
+    named under left_out; if it is transformers', its answer to the first prompt alone is the reference.
+    """
+    from longreach.adapters.transformers import shape_of
+
+    model, _ = bench.model(case)
+    ids = bench.tokens(case, model, case.shape.context)
+    weights, kv = bench.bytes(case, model)
+    bench.say(f"{case.name}: prompts of {case.shape.batch} x {case.shape.context} tokens")
+    most = rounding(model, ids)
+    entries, left_out = list[dict[str, Any]](), dict[str, str]()
+
+    def result() -> dict[str, Any]:
+        return {
+            **bench.described(case, weights, kv),
+            "check": {"how": CHECKED, "logits_bound": most.logits, "behind_bound": most.behind},
+            "left_out": dict(left_out),
+            "timing": {"how": "host clock, token by token", "replays": TIMED, "warm_up": NEW - TIMED},
+            "baselines": {"versions": {}, "left_out": [], "tried": {}},
+            "entries": list(entries),
+            "targets": judge(case, entries),
+        }
+
+    def keep(measured: dict[str, Any] | None) -> None:
+        if measured is not None:
+            entries.append(entry_of(weights, kv, **measured))
+            bench.say(f"  {describe(entries[-1])}")
+            save(result())
+
+    answer = Answer()
+    found = _tried(bench, THEIRS, left_out, partial(_transformers, bench, model, ids, answer))
+    if found is None:  # one prompt fits
+        _transformers(bench, model, ids[:1], answer)
+    keep(found and {**found, "error": 0.0, "error_bound": most.logits})
+    keep(_tried(bench, ATTACHED, left_out, partial(_attached, bench, case, model, ids, answer, most)))
+    for name in case.methods:
+        label = OURS if name == "dense" else f"{OURS}, {name}"
+        with method_for(name, case, shape_of(model), bench.seed) as method:
+            measure = partial(_longreach, bench, case, model, ids, method, answer, most)
+            found = _tried(bench, label, left_out, measure)
+        keep(found and {**found, "name": label})
+    return result()
+
+
+class Answer:
+    """A logits processor that keeps what a generate chose its first KEPT tokens from: logits [B, V] on the host."""
+
+    def __init__(self) -> None:
+        self.logits: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if len(self.logits) < KEPT:  # the copy would slow the tokens that are timed
+            self.logits.append(scores.cpu())
+        return scores
+
+    def behind(self, tokens: Tensor, steps: int) -> float:
+        """How far tokens [B, new] are behind the best of these logits at most, each row until it first differs.
+
+        steps: at most so many tokens. Rows that the reference does not have are passed over.
+        """
+        worst = 0.0
+        for row in range(len(self.logits[0])):
+            for step in range(min(steps, len(self.logits), tokens.shape[1])):
+                logits, token = self.logits[step][row], int(tokens[row, step])
+                worst = max(worst, float(logits.max() - logits[token]))
+                if token != int(logits.argmax()):
+                    break
+        return worst
+
+    def off(self, other: Answer) -> float:
+        """The largest relative difference (norms) of another answer's logits, each row until the tokens differ."""
+        worst = 0.0
+        for row in range(len(self.logits[0])):
+            for mine, theirs in zip(self.logits, other.logits, strict=False):
+                worst = max(worst, relative(theirs[row], mine[row]))
+                if int(mine[row].argmax()) != int(theirs[row].argmax()):
+                    break
+        return worst
+
+
+class Rounding(NamedTuple):
+    """What rounding explains between two passes. logits: relative difference (norms); behind: how far the token that
+    one chooses may be behind the best in the other's logits.
+    """
+
+    logits: float
+    behind: float
+
+
+@torch.no_grad()
+def rounding(model: Any, ids: Tensor) -> Rounding:
+    """Measured on the first tokens of the prompt: the model's own pass against one in a wider dtype.
+
+    Each of two passes may err twice as much as that; a token is behind by the errors of two logits in each of them.
+    """
+    tokens, kept = ROUNDING
+    given = {"input_ids": ids[:1, :tokens], "use_cache": False, "logits_to_keep": kept}
+    plain = model(**given).logits
+    with computing_in(model, WIDER[model.dtype]):
+        exact = model(**given).logits
+    return Rounding(4 * relative(plain, exact), 8 * float((plain.double() - exact.double()).abs().max()))
+
+
+def describe(entry: dict[str, Any]) -> str:
+    """An entry in a line."""
+    memory = {name: "-" if size is None else f"{size / 2**30:.2f} GiB" for name, size in entry["memory"].items()}
+    return (
+        f"{entry['name']}: first token {entry['ttft_seconds']:.3f} s, {entry['microseconds']['median'] / 1e3:.2f} ms a "
+        f"token, peak {memory['prefill_peak']} of prefill, {memory['decode_peak']} of decoding, "
+        f"{entry['launched']['kernels']} kernels a token"
+    )
+
+
+def _tried(
+    bench: Decoding, name: str, left_out: dict[str, str], measure: Callable[[], dict[str, Any]]
+) -> dict[str, Any] | None:
+    """A way's measurement; None, and named in left_out, where it does not fit into memory."""
+    try:
+        return measure()
+    except (OutOfMemory, torch.OutOfMemoryError) as error:
+        left_out[name] = f"out of memory: {' '.join(str(error).split())[:200]}"
+        bench.say(f"  {name}: {left_out[name]}")
+        return None
+    finally:
+        release(bench.device)
+
+
+@torch.no_grad()
+def _transformers(bench: Decoding, model: Any, ids: Tensor, answer: Answer) -> dict[str, Any]:
+    short = ids[:, :WARM_UP]
+    model.generate(short, attention_mask=torch.ones_like(short), max_new_tokens=4, do_sample=False)
+    answer.logits.clear()
+    clock, taken = _timed(bench, lambda clock: model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW + PROFILED, do_sample=False, streamer=clock,
+        logits_processor=[answer],
+    ), (NEW, PROFILED))  # fmt: skip
+    settings = {"attention": model.config._attn_implementation, "cache": "its own"}
+    return _measured(THEIRS, "transformers", clock, taken, settings, clock.launched)
+
+
+@torch.no_grad()
+def _attached(bench: Decoding, case: Case, model: Any, ids: Tensor, answer: Answer, most: Rounding) -> dict[str, Any]:
+    """The same call with longreach attached; its error is that of its logits."""
+    from longreach.adapters.transformers import attach
+
+    mine, found = Answer(), list[Tensor]()
+
+    def run(prompt: Tensor, new: int, **given: Any) -> None:
+        mask = torch.ones_like(prompt)
+        found.append(model.generate(prompt, attention_mask=mask, max_new_tokens=new, do_sample=False, **given))
+
+    with attach(model, impl=case.impls[0]):
+        run(ids[:, :WARM_UP], 4)
+        clock, taken = _timed(
+            bench, lambda clock: run(ids, NEW + PROFILED, streamer=clock, logits_processor=[mine]), (NEW, PROFILED)
+        )
+    require_tokens(case.name, answer, found[-1][:, ids.shape[1] :], KEPT, most)
+    off = answer.off(mine)
+    if not off <= most.logits:
+        what = f"logits differ from transformers' by {off:.2e}, more than {most.logits:.2e}"
+        raise WrongResult(f"{case.name}: {what}; its time does not count")
+    measured = _measured(ATTACHED, "longreach", clock, taken, {"impl": case.impls[0]}, clock.launched)
+    return {**measured, "error": off, "error_bound": most.logits}
+
+
+@torch.no_grad()
+def _longreach(
+    bench: Decoding, case: Case, model: Any, ids: Tensor, method: AttentionMethod | None, answer: Answer, most: Rounding
+) -> dict[str, Any]:
+    """longreach.generate. method: None for dense; of others only the first token, made by the prompt, is checked."""
+    from longreach.adapters.transformers import attach
+    from longreach.adapters.transformers.loop import generate
+
+    found = list[Tensor]()
+    with attach(model, decode=method, impl=case.impls[0]) as session:
+
+        def run(prompt: Tensor, clock: Clock | None) -> None:
+            made = generate(session, prompt, max_new_tokens=NEW, eos_token_id=(), streamer=clock)
+            found.append(made.tokens)
+
+        run(ids[:, :WARM_UP], None)
+        session.static_caches.clear()
+        with observed() as seen:
+            clock, taken = _timed(bench, lambda clock: run(ids, clock), None)
+        (decoder,) = session.static_caches[len(ids)].decoders.values()
+        launched = bench.launched_by(decoder, None if decoder.graph is None else seen.captured)
+    behind = require_tokens(case.name, answer, found[-1], KEPT if method is None else 1, most)
+    measured = _measured(OURS, "longreach", clock, taken, {"impl": case.impls[0]}, launched)
+    return {**measured, "error": behind, "error_bound": most.behind}
+
+
+def require_tokens(name: str, answer: Answer, tokens: Tensor, steps: int, most: Rounding) -> float:
+    """How far tokens [B, new] are behind; raises WrongResult where that is more than rounding explains."""
+    behind = answer.behind(tokens.cpu(), steps)
+    if not behind <= most.behind:
+        what = f"a token was chosen whose logit is {behind:.3g} behind, more than {most.behind:.3g}"
+        raise WrongResult(f"{name}: {what}; its time does not count")
+    return behind
+
+
+def _timed(
+    bench: Decoding, call: Callable[[Clock], object], profiled: tuple[int, int] | None
+) -> tuple[Clock, dict[str, Any]]:
+    """Run a generate with a clock; seconds and bytes of it. profiled: as `Clock` has it."""
+    release(bench.device)
+    clock, before = Clock(bench.device, profiled), allocated_bytes(bench.device)
+    reset_peak(bench.device)
+    started = bench.now()
+    try:
+        call(clock)
+    finally:
+        clock.close()
+    memory = {"before": before, "prefill_peak": clock.prefill_peak, "decode_peak": peak_bytes(bench.device)}
+    return clock, {"ttft_seconds": clock.times[1] - started, "memory": memory}
+
+
+def _measured(
+    name: str, who: str, clock: Clock, taken: dict[str, Any], settings: dict[str, Any], launched: Launched
+) -> dict[str, Any]:
+    timing = Timing.of(clock.steps(TIMED), 1, "host clock, token by token", launched)
+    return {"name": name, "who": who, "settings": settings, "timing": timing, **taken}
