@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from longreach.bench import check, passes, steps
+from longreach.bench import anchor_breakdown, check, check_step
 from longreach.bench.case import Case, Memory, Shape
 from longreach.bench.cases import CASES, tiny
 from longreach.bench.check import WrongResult
-from longreach.bench.chosen import check_layer
+from longreach.bench.check_selection import check_layer
+from longreach.bench.check_step import Steps, require_right
 from longreach.bench.inputs import Inputs
 from longreach.bench.run import run_case
-from longreach.bench.steps import Steps, require_right
 from longreach.methods.base import Outcome
 from longreach.methods.call import LayerCall
 from longreach.ops import Partial, Spans, attend
@@ -58,7 +58,7 @@ def test_the_bound_of_a_step_is_twice_the_models_own_error() -> None:
         read = torch.cat([torch.tensor([[7]]), chosen[:, :-1]], 1)
         return require_right("it", Steps(read, chosen, logits), torch.tensor([7]), plain, exact).error_bound
 
-    own = steps.relative(plain, exact)
+    own = check_step.relative(plain, exact)
     assert judged(1.9) == pytest.approx(2 * own, rel=1e-6)
     with pytest.raises(WrongResult, match="logits differ"):
         judged(2.1)
@@ -68,7 +68,7 @@ def test_an_anchors_passes_must_add_up_to_a_rounding(monkeypatch: pytest.MonkeyP
     """What the passes give is compared with the anchor itself: off by 3e-4 in fp32 they are others."""
     case = replace(tiny(CASES["kascade-128k-b1"]), baselines=())
     run_case(case, CPU, replays=2)
-    anchor_passes = passes.anchor_passes
+    anchor_passes = anchor_breakdown.anchor_passes
 
     def off(method: object, call: object, part: object, whole: Outcome) -> object:
         scaled = replace(whole.partial, out=whole.partial.out * (1 + 3e-4))

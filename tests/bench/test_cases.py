@@ -6,7 +6,7 @@ import pytest
 
 from longreach.bench.case import Case
 from longreach.bench.cases import CASES
-from longreach.ops.attend.api import implementations
+from longreach.ops.attend.api import IMPLEMENTATIONS
 
 PREFILL = [case for case in CASES.values() if case.prefill]
 
@@ -15,7 +15,7 @@ PREFILL = [case for case in CASES.values() if case.prefill]
 def test_prefill_is_measured_by_every_implementation_that_can(case: Case) -> None:
     whole = case.shape.rows == case.shape.context
     left_out = {"reference"} | (set() if whole else {"sdpa_cudnn"})
-    assert set(case.impls) == set(implementations.names()) - left_out
+    assert set(case.impls) == set(IMPLEMENTATIONS.names()) - left_out
 
 
 def test_by_another_implementation_a_case_has_another_name_and_no_targets() -> None:

@@ -29,7 +29,7 @@ def test_a_right_output_passes(made: Inputs) -> None:
 @pytest.mark.parametrize("sequence", [0, 1])
 def test_a_missing_key_is_seen(made: Inputs, sequence: int) -> None:
     out = output(made)
-    made.filled[sequence] -= 1
+    made.seq_lens[sequence] -= 1
     wrong = output(made)
     assert not torch.equal(out, wrong)
     with pytest.raises(WrongResult, match="does not count"):

@@ -11,7 +11,7 @@ from longreach.bench.check import WrongResult, bound
 from longreach.bench.check_method import LayerErrors, judge_method, layer_error
 from longreach.methods.base import Outcome
 from longreach.methods.call import LayerCall
-from longreach.ops import KVView, Lists, Partial, Rows, Selection, Span, Spans, at, near
+from longreach.ops import KVView, Lists, Partial, Rows, Selection, Span, Spans, absolute, relative
 from longreach.ops.doors import Read
 
 BATCH, KEYS, GROUP, HEADS, DIM = 3, 40, 2, 2, 16
@@ -36,8 +36,8 @@ def lists() -> Lists:
     return Lists(index.int(), torch.full((BATCH, HEADS), 5, dtype=torch.int32))
 
 
-WINDOW = Spans((Span(at(0), at(2)), Span(near(-3), near(1))))
-BY_ROW = Spans((Span(near(1 - torch.tensor([[4], [9], [6]])), near(1)),))
+WINDOW = Spans((Span(absolute(0), absolute(2)), Span(relative(-3), relative(1))))
+BY_ROW = Spans((Span(relative(1 - torch.tensor([[4], [9], [6]])), relative(1)),))
 
 
 @pytest.mark.parametrize("page", [None, 8])
@@ -54,7 +54,7 @@ def test_attention_over_what_was_chosen_is_right(selection: Selection, page: int
 
 def test_a_union_of_selections_counts_each_key_once() -> None:
     call = made()
-    both = (Spans((Span(at(0), at(10)),)), Spans((Span(at(8), near(1)),)))
+    both = (Spans((Span(absolute(0), absolute(10)),)), Spans((Span(absolute(8), relative(1)),)))
     assert layer_error(call, call.attend(Spans.dense()).out, both) < 1e-6
 
 

@@ -11,11 +11,11 @@ import torch
 from longreach.bench.case import Case, Memory, Stack
 from longreach.bench.cases import CASES, tiny
 from longreach.bench.check import WrongResult
-from longreach.bench.chosen import check_chosen, check_layer
+from longreach.bench.check_selection import check_layer, check_selection
+from longreach.bench.format import goal, outcome
 from longreach.bench.inputs import Inputs
 from longreach.bench.run import run_case
 from longreach.bench.stack import Layers, planned
-from longreach.bench.words import goal, outcome
 from longreach.methods.kascade.quantised_keys import QuantisedKeys
 from longreach.methods.kascade.state import KascadeState
 from longreach.ops import Lists, Partial, ScoringKeys, Spans, quantise_keys
@@ -108,11 +108,11 @@ def test_keys_that_are_always_chosen_are_in_the_exact_choice_too() -> None:
     with planned(case, 0) as (method, model, _):
         made = Layers(inputs, Memory(), method, model, "reference").all()
     lists = made[3][0].meter.keys[0]
-    assert check_chosen(inputs, Memory(), 0, lists, sinks=40, recent=60) > 0.999
+    assert check_selection(inputs, Memory(), 0, lists, sinks=40, recent=60) > 0.999
     with pytest.raises(WrongResult, match="chosen keys hold 0"):
-        check_chosen(inputs, Memory(), 0, lists)
+        check_selection(inputs, Memory(), 0, lists)
     with pytest.raises(WrongResult, match="one of the first 41 and last 60 keys"):
-        check_chosen(inputs, Memory(), 0, lists, sinks=41, recent=60)
+        check_selection(inputs, Memory(), 0, lists, sinks=41, recent=60)
     whole = run_case(case, CPU, without=["flashinfer", "flash_attention_3", "torch_sdpa"], replays=2)
     assert whole["mass_of_chosen"] > 0.999
 
@@ -141,7 +141,7 @@ def test_lists_come_from_the_run_and_go_through_the_head_map(outcomes: Any) -> N
     first, reuse, anchor, last = (call.meter.values[0] for call, _ in made)
     assert isinstance(first, Spans) and all(isinstance(s, Lists) for s in (reuse, anchor, last))
     assert reuse.index.data_ptr() != anchor.index.data_ptr() == last.index.data_ptr()
-    assert reuse.head_of is None or reuse.head_of.tolist() == list(plan.head_map[1])
+    assert reuse.head_map is None or reuse.head_map.tolist() == list(plan.head_map[1])
 
 
 def test_wrong_outputs_and_choices_are_found(outcomes: Any) -> None:
@@ -154,12 +154,12 @@ def test_wrong_outputs_and_choices_are_found(outcomes: Any) -> None:
     with pytest.raises(WrongResult, match="relative error"):
         check_layer("it", inputs, Memory(), 0, call, right)  # of another copy's keys
     lists = made[3][0].meter.keys[0]
-    assert check_chosen(inputs, Memory(), 0, lists) > 0.999
+    assert check_selection(inputs, Memory(), 0, lists) > 0.999
     with pytest.raises(WrongResult, match="hold 0"):
-        check_chosen(inputs, Memory(), 1, lists)
+        check_selection(inputs, Memory(), 1, lists)
     without = replace(lists, count=lists.count - 1)
     with pytest.raises(WrongResult, match="newest"):
-        check_chosen(inputs, Memory(), 0, without)
+        check_selection(inputs, Memory(), 0, without)
     attended, other = call.meter.values[0], call.observer()
     other.count_read(Read.of(call.kv, replace(attended, index=attended.index.flip(-1))))
     with pytest.raises(WrongResult, match="do not ascend"):

@@ -66,7 +66,7 @@ def held(cache: KVCache, slot: int) -> list[Tokens]:
     found = []
     for layer in range(len(cache.memory)):
         view = cache.view(layer, step)
-        places = torch.arange(int(view.filled[0]))
+        places = torch.arange(int(view.seq_lens[0]))
         page, offset = view.locate(torch.zeros_like(places), places)
         found.append((view.k[page, :, offset], view.v[page, :, offset]))
     cache.abort(step)

@@ -59,7 +59,7 @@ class Counter(StatelessOnTruncate):
 
     def kept(self, layer: int, view: KVView) -> None:
         def keys(slot: int) -> Tensor:
-            where = torch.arange(int(view.filled[slot]))
+            where = torch.arange(int(view.seq_lens[slot]))
             page, offset = view.locate(torch.full_like(where, slot), where)
             return view.k[page, :, offset]
 

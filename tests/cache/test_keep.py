@@ -77,7 +77,7 @@ def test_a_pass_has_positions_and_slots(config: CacheConfig) -> None:
     assert other.slot.tolist() == step.pos.tolist() and other.seq_lens.tolist() == [22, 33]
     assert [(r.rows, r.seq, r.first) for r in one.runs or ()] == [(2, 0, 5), (3, 1, 30)]
     view = cache.view(0, step)
-    assert view.slot_pos is None and view.filled is one.seq_lens and view.block_table is one.table
+    assert view.slot_pos is None and view.seq_lens is one.seq_lens and view.block_table is one.table
     page, offset = view.locate(step.seq, one.slot)
     assert torch.equal(page, one.page) and torch.equal(offset, one.offset)
     for place in (one, other):
@@ -293,10 +293,10 @@ def test_state_follows_with_a_view_of_all_sequences(config: CacheConfig) -> None
     want = fill(cache, [2, 0], [20, 30])
     evict(cache, want, 1, {0: 6})
     ((layer, view),) = state.views
-    assert layer == 1 and view.filled.tolist() == [6, 0, 20]
+    assert layer == 1 and view.seq_lens.tolist() == [6, 0, 20]
     assert view.capacity == cache.layouts[1].pages.size * cache.layouts[1].width(range(3))
     for slot in (0, 2):
-        where = torch.arange(int(view.filled[slot]))
+        where = torch.arange(int(view.seq_lens[slot]))
         page, offset = view.locate(torch.full_like(where, slot), where)
         assert same([(view.k[page, :, offset], view.v[page, :, offset])], [want[slot][1]])
 

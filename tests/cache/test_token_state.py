@@ -33,7 +33,7 @@ class Sums(PerTokenState):
 
     def note(self, kv: KVView, seq: Tensor, slot: Tensor) -> None:
         for s, unit in {(s, n // self.per) for s, n in zip(seq.tolist(), slot.tolist(), strict=True)}:
-            where = torch.arange(unit * self.per, min((unit + 1) * self.per, int(kv.filled[s])))
+            where = torch.arange(unit * self.per, min((unit + 1) * self.per, int(kv.seq_lens[s])))
             page, offset = kv.locate(torch.full_like(where, s), where)
             at, place = self.locate(kv, torch.tensor([s]), torch.tensor([unit]))
             self["sums"][at[0], :, place[0]] = kv.k[page, :, offset].double().sum(0)
@@ -45,7 +45,7 @@ class Sums(PerTokenState):
         other["sums"].fill_(torch.nan)
         other.kept(0, kv)
         used = ~other["sums"].isnan().any(-1)
-        units = sum(-(-n // self.per) for n in kv.filled.tolist())
+        units = sum(-(-n // self.per) for n in kv.seq_lens.tolist())
         assert int(used.sum()) == units * kv.heads, "no two units share a place"
         same = torch.equal(self["sums"][used], other["sums"][used])
         return same and torch.equal(self["counts"][used], other["counts"][used])

@@ -162,20 +162,20 @@ CASES = {
     ),
     "kascade": Case(
         everything=Kascade(k=1.0),
-        default=Kascade(least=8),
+        default=Kascade(min_keys=8),
         heavy=(2, MIDDLE, CONTEXT - 3),
         lost=Lost(Kascade(k=2), {20: HEAVY, 40: HEAVY + 0.7}, 20),
         attended=last_values_read,
         variants=(
-            Kascade(k=0.2, least=4, heads="all", dense_below=20),
+            Kascade(k=0.2, min_keys=4, heads="all", dense_below=20),
             Kascade(k=7, sinks=2, recent=3, dense_layers=(2,)),
-            Kascade(k=0.1, least=5, scoring="int8"),
+            Kascade(k=0.1, min_keys=5, scoring="int8"),
         ),
         refused=(
             {"heads": "some"},
             {"scoring": "int4"},
             *({"plan": x} for x in ("", 3, True)),
-            *({"least": x} for x in (0, -1, 0.5, True, None)),
+            *({"min_keys": x} for x in (0, -1, 0.5, True, None)),
             *({"sinks": x} for x in (-1, 0.5, True, None)),
             *({"recent": x} for x in (0, -1, 0.5, True, None, 129)),
             *({"dense_below": x} for x in (-1, 0.5, True, None)),
@@ -185,20 +185,24 @@ CASES = {
     ),
     # its default attends densely in contexts as short as these, so "default" is a small one
     "mac": Reuse(
-        everything=MAC(window=16, band=4, tau=0.999, minimum=0, guard=None),
-        default=MAC(window=24, band=8, tau=0.0, minimum=0),
+        everything=MAC(window=16, band=4, tau=0.999, min_context=0, rest_rows=None),
+        default=MAC(window=24, band=8, tau=0.0, min_context=0),
         heavy=(CONTEXT - 5, CONTEXT - 2),
-        lost=Lost(MAC(window=40, band=4, tau=0.0, minimum=0), {5: 4.5}, 5),
+        lost=Lost(MAC(window=40, band=4, tau=0.0, min_context=0), {5: 4.5}, 5),
         variants=(
-            MAC(window=9, band=3, tau=0.1, sinks=2, minimum=0, depth=2, check_every=4),
-            MAC(window=None, band=None, tau=None, scale="calibrated", minimum=0, guard=2, gap=11),
+            MAC(window=9, band=3, tau=0.1, sinks=2, min_context=0, max_reuse_depth=2, probe_every=4),
+            MAC(window=None, band=None, tau=None, scale="calibrated", min_context=0, rest_rows=2, max_gap=11),
         ),
         refused=(
             *({"tau": x} for x in (1.0, -0.1, 1.5, True, "0.45", float("nan"))),
-            *({name: x} for name in ("window", "band", "gap", "depth", "guard") for x in (0, -1, 2.5, True, 1 << 24)),
+            *(
+                {name: x}
+                for name in ("window", "band", "max_gap", "max_reuse_depth", "rest_rows")
+                for x in (0, -1, 2.5, True, 1 << 24)
+            ),
             *({"sinks": x} for x in (-1, 0.5, True)),
-            *({"minimum": x} for x in (-1, 0.5, True)),
-            *({"check_every": x} for x in (-1, 0.5, None)),
+            *({"min_context": x} for x in (-1, 0.5, True)),
+            *({"probe_every": x} for x in (-1, 0.5, None)),
             *({"scale": x} for x in ("cosine", None, 2)),
             *({"plan": x} for x in ("", 3, True, "plan.json")),
         ),

@@ -18,7 +18,7 @@ from longreach.methods.base import AttentionMethod, Outcome
 from longreach.methods.call import LayerCall, ModelShape, Phase
 from longreach.methods.dense import Dense
 from longreach.ops import HeadShard, Rows, Selection, Spans, angles, unrotate
-from longreach.ops.rope import Turn as Rotated
+from longreach.ops.rope import RotaryAngles as Rotated
 from longreach.runtime import Segment, StateStore
 from longreach.testing.oracle import Exact, exact_attend
 from longreach.testing.tolerance import bounds, unit_roundoff
@@ -202,7 +202,7 @@ def tolerance(want: Exact) -> Tensor:
 def shares(call: LayerCall) -> Tensor:
     """The probability exact attention gives each slot, in fp64: [R, H, N], N = the longest sequence."""
     rows, kv = call.rows, call.kv
-    found = torch.zeros(*rows.q.shape[:2], int(kv.filled.max()), dtype=torch.float64)
+    found = torch.zeros(*rows.q.shape[:2], int(kv.seq_lens.max()), dtype=torch.float64)
     for r, (seq, pos) in enumerate(zip(rows.seq, rows.pos.tolist(), strict=True)):
         slots = torch.arange(pos + 1)
         page, offset = kv.locate(seq, slots)
@@ -216,7 +216,7 @@ def shares(call: LayerCall) -> Tensor:
 
 def slots_read(call: LayerCall, selections: Sequence[Selection]) -> Tensor:
     """bool [R, G, N]: slots that some of the selections read for a row."""
-    stop = int(call.kv.filled.max())
+    stop = int(call.kv.seq_lens.max())
     found = torch.zeros(call.rows.pos.shape[0], KV_HEADS, stop, dtype=torch.bool)
     for selection in selections:
         found = found | selection.streamed(call.rows, call.kv, stop)
@@ -226,7 +226,7 @@ def slots_read(call: LayerCall, selections: Sequence[Selection]) -> Tensor:
 def largest_value(call: LayerCall) -> float:
     """max |v| over the slots in use."""
     values = []
-    for seq, filled in enumerate(call.kv.filled.tolist()):
+    for seq, filled in enumerate(call.kv.seq_lens.tolist()):
         slots = torch.arange(filled)
         page, offset = call.kv.locate(torch.full_like(slots, seq), slots)
         values.append(call.kv.v[page, :, offset].abs().amax())

@@ -25,7 +25,7 @@ def passes_of(call: LayerCall, column: str) -> list[list[list[int]]]:
     found = []
     for rows, kv, part, read in call.meter.noted:
         if read.selection is not None and getattr(read, column):
-            slots = read.selection.reads(rows, kv)
+            slots = read.selection.keys_read(rows, kv)
             assert read.counted is None or torch.equal(read.counted.long(), slots)
             whole = torch.zeros(call.rows.pos.shape[0], kv.heads, dtype=torch.int64)
             found.append(whole.index_add_(0, torch.arange(len(whole)) if part is None else part, slots).tolist())
@@ -38,7 +38,7 @@ def metadata_of(call: LayerCall) -> Metadata:
     for rows, kv, part, read in call.meter.noted:
         mine = torch.zeros(rows.pos.shape[0], dtype=torch.int64)
         if read.selection is not None:
-            mine += read.metadata_bytes * read.selection.reads(rows, kv).sum(1)
+            mine += read.metadata_bytes * read.selection.keys_read(rows, kv).sum(1)
         if isinstance(read.other, Tensor):
             mine += read.other.long().flatten(1).sum(1) if read.other.dim() > 1 else read.other.long()
         else:

@@ -41,7 +41,7 @@ WORKING = [
     Loki(k=5),
     OracleTopK(k=0.3),
 ]
-REFUSING = [Kascade(k=5, least=5), Kascade(k=5, least=5, scoring="int8"), OmniKV(k=5, layers=(0,)),
+REFUSING = [Kascade(k=5, min_keys=5), Kascade(k=5, min_keys=5, scoring="int8"), OmniKV(k=5, layers=(0,)),
             LessIsMore(k=5, layers=(0,)), OracleTopK(k=5, heads="all")]  # fmt: skip
 each_cache = pytest.mark.parametrize("config", CACHES.values(), ids=CACHES)
 impls = ["reference", "triton"]
@@ -102,7 +102,7 @@ def check(kept: Kept, turn: Pass, slots: Sequence[int], texts: dict[int, Text], 
     for layer in range(LAYERS):
         for row, slot in enumerate(slots):
             held = len(kept.at[layer][slot][0])
-            assert int(turn.calls[layer].kv.filled[row]) == held and int(turn.calls[layer].rows.pos[row]) == held - 1
+            assert int(turn.calls[layer].kv.seq_lens[row]) == held and int(turn.calls[layer].rows.pos[row]) == held - 1
             chosen = attended(turn, layer, row, held)
             want = expected(kept, layer, slot, texts[slot], lengths[slot] - 1, chosen)
             got = turn.outcomes[layer].partial.out[row].double()
@@ -157,7 +157,7 @@ def test_methods_that_refuse_say_why(method: AttentionMethod) -> None:
 
 
 def test_a_ring_refuses_before_anything_is_evicted() -> None:
-    method, whole = MAC(window=16, band=4, minimum=0), text(30, seed=1)
+    method, whole = MAC(window=16, band=4, min_context=0), text(30, seed=1)
     cache = new_cache()
     run(cache, in_phase(method, "prefill"), [Turn(whole, 0, 25)])
     held = cache.nbytes

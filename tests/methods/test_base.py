@@ -14,7 +14,7 @@ from longreach.errors import InvalidInput, SelectionError, UnknownName, Unsuppor
 from longreach.methods.base import AttentionMethod, Outcome, attend_densely, budget, check_budget
 from longreach.methods.call import LayerCall
 from longreach.methods.oracle_top_k import OracleTopK
-from longreach.ops import HeadShard, KVView, Lists, Partial, Span, Spans, at, merge, near
+from longreach.ops import HeadShard, KVView, Lists, Partial, Span, Spans, absolute, merge, relative
 from longreach.runtime import StateStore
 from tests.methods.drive import LOGITS, Turn, new_cache, read_text, run, text
 
@@ -109,7 +109,7 @@ def test_an_unknown_op_lists_the_known_ones() -> None:
 
 def test_a_view_on_another_device_is_refused() -> None:
     now = call()
-    far = KVView(*(x.to("meta") for x in (now.kv.k, now.kv.v, now.kv.filled)))
+    far = KVView(*(x.to("meta") for x in (now.kv.k, now.kv.v, now.kv.seq_lens)))
     with pytest.raises(InvalidInput, match=r"kv: expected a view on cpu like the rows, got .* on meta"):
         now.attend(Spans.dense(), kv=far)
     with pytest.raises(InvalidInput, match="kv: expected a view on cpu"):
@@ -133,11 +133,13 @@ def test_a_selection_of_another_cache_is_refused() -> None:
 def test_another_view_is_read_and_counted() -> None:
     """Halves of the keys in two views merge to the whole, and each counts."""
     now = call().observer()
-    n = int(now.kv.filled[0])
-    first, rest = KVView(now.kv.k, now.kv.v, now.kv.filled.clamp(max=3)), now.kv
-    both = merge(now.attend(Spans.dense(), kv=first, sink=False), now.attend(Spans((Span(at(3), near(1)),)), kv=rest))
+    n = int(now.kv.seq_lens[0])
+    first, rest = KVView(now.kv.k, now.kv.v, now.kv.seq_lens.clamp(max=3)), now.kv
+    both = merge(
+        now.attend(Spans.dense(), kv=first, sink=False), now.attend(Spans((Span(absolute(3), relative(1)),)), kv=rest)
+    )
     torch.testing.assert_close(both.out, call().attend(Spans.dense()).out)
-    counted = [int(m.read.selection.reads(m.rows, m.kv)[0, 0]) for m in now.meter.noted if m.read.selection]
+    counted = [int(m.read.selection.keys_read(m.rows, m.kv)[0, 0]) for m in now.meter.noted if m.read.selection]
     assert counted == [3, n - 3]
 
 

@@ -23,7 +23,7 @@ def test_the_best_keys_of_each_row(last: int) -> None:
     scores = torch.randn(2, 3, call.kv.capacity)
     scores[0, :, 10:], scores[1, :, 45:] = torch.nan, torch.nan
     found = best_keys(call, scores, 0.2, last=last)
-    assert found.index.shape == (2, 3, max_keys(0.2, call.kv.capacity)) and found.in_sight
+    assert found.index.shape == (2, 3, max_keys(0.2, call.kv.capacity)) and found.all_visible
     for row, (context, count) in enumerate(((10, 2), (45, 9))):
         for head in range(3):
             assert int(found.count[row, head]) == count

@@ -27,8 +27,8 @@ from longreach.methods.dense import Dense
 from longreach.methods.oracle_top_k import OracleTopK
 from longreach.methods.registry import METHODS, from_json, method_class
 from longreach.ops import KVView, Lists, PackedLists, Partial, Rows, Selection, Spans
-from longreach.ops.attend import attend, implementations
-from longreach.ops.pooled_scores import implementations as scoring
+from longreach.ops.attend import IMPLEMENTATIONS, attend
+from longreach.ops.pooled_scores import IMPLEMENTATIONS as scoring
 from longreach.runtime import LayerReport, Ledger
 from longreach.testing.tiny import PAD_ID, random_tokens, save_tiny, tiny_model
 from longreach.testing.tolerance import assert_close
@@ -232,7 +232,7 @@ def assert_agrees(method: AttentionMethod, impl: str) -> None:
 
 @every_config
 def test_implementations_agree(method: AttentionMethod) -> None:
-    others = {name: cannot_run(name) for name in implementations.names() if name != "reference"}
+    others = {name: cannot_run(name) for name in IMPLEMENTATIONS.names() if name != "reference"}
     for other, why in others.items():
         if why is None:
             assert_agrees(method, other)
@@ -254,11 +254,11 @@ def cannot_run(impl: str) -> str | None:
 
 @pytest.mark.parametrize("method", [Dense(), OracleTopK()], ids=repr)
 def test_a_sloppy_implementation_is_found(method: AttentionMethod, monkeypatch: pytest.MonkeyPatch) -> None:
-    for op in (implementations, scoring):
+    for op in (IMPLEMENTATIONS, scoring):
         monkeypatch.setitem(op.paths, "same", op.paths["reference"])
         monkeypatch.setitem(op.paths, "sloppy", op.paths["reference"])
     assert_agrees(method, "same")
-    monkeypatch.setitem(implementations.paths, "sloppy", f"{__name__}:half_scaled")
+    monkeypatch.setitem(IMPLEMENTATIONS.paths, "sloppy", f"{__name__}:half_scaled")
     with pytest.raises(AssertionError, match="sloppy errs by"):
         assert_agrees(method, "sloppy")
 
@@ -381,7 +381,7 @@ def test_what_the_report_calls_unread_is_unread(method: AttentionMethod) -> None
             nonlocal hidden
             meter = plain.calls[call.layer].meter
             for what, selections in (("k", meter.keys), ("v", meter.values)):
-                for seq, filled in enumerate(call.kv.filled.tolist()):
+                for seq, filled in enumerate(call.kv.seq_lens.tolist()):
                     for head, read in enumerate(union(call, selections, seq)):
                         slots = (~read[:filled]).nonzero()[:, 0]
                         poison(call, seq, head, slots, what)
@@ -403,7 +403,7 @@ def test_what_the_report_calls_read_is_read(method: AttentionMethod) -> None:
                 row = dice.randrange(call.rows.pos.shape[0])
                 seq, head = int(call.rows.seq[row]), dice.randrange(call.kv.heads)
                 group = slice(2 * head, 2 * head + 2)
-                weight = shares(call)[row, group].sum(0)[: int(call.kv.filled[seq])]
+                weight = shares(call)[row, group].sum(0)[: int(call.kv.seq_lens[seq])]
                 read = slots_read(call, selections)[row, head, : weight.shape[0]]
                 slot = int((weight * read).argmax())
                 assert float(weight[slot]) > 1e-3

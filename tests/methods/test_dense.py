@@ -16,7 +16,7 @@ def test_every_row_reads_all_it_can_see_once() -> None:
     for turn in read_text(Dense(), text(12), chunks=[4, 5]):
         for call, outcome in zip(turn.calls, turn.outcomes, strict=True):
             (keys,), (values,) = call.meter.keys, call.meter.values
-            seen = torch.arange(int(call.kv.filled[0])) <= call.rows.pos[:, None]
+            seen = torch.arange(int(call.kv.seq_lens[0])) <= call.rows.pos[:, None]
             assert torch.equal(slots_read(call, [keys]), seen[:, None].expand(-1, 2, -1)) and keys is values
             assert metadata_of(call) == ([0] * len(call.rows.pos), 0) and outcome.dense_reason is None
 

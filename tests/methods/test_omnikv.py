@@ -123,9 +123,9 @@ def test_what_it_reads() -> None:
     for call, _ in (first, choosing):
         (keys,), (values,) = call.meter.keys, call.meter.values
         assert keys is values and metadata_of(call) == ([0], 0)
-        assert keys.reads(call.rows, call.kv).tolist() == [[41, 41]]
+        assert keys.keys_read(call.rows, call.kv).tolist() == [[41, 41]]
     (lists,) = after[0].meter.keys
-    assert after[0].meter.values == (lists,) and lists.reads(after[0].rows, after[0].kv).tolist() == [[5, 5]]
+    assert after[0].meter.values == (lists,) and lists.keys_read(after[0].rows, after[0].kv).tolist() == [[5, 5]]
     assert isinstance(lists, Lists) and lists.index.shape[1] == 1
     assert [o.dense_reason for _, o in (first, choosing, after)] == [
         "no layer before it has chosen", "chooses for the layers after it", None

@@ -17,7 +17,7 @@ from longreach.methods.call import LayerCall, ModelShape
 from longreach.methods.quest import BlockBounds, Quest, touched
 from longreach.ops import Rows, Spans
 from longreach.ops.block_bounds import score_blocks
-from longreach.ops.types import Run
+from longreach.ops.types import RowRange
 from longreach.testing.inputs import random_kv
 from longreach.testing.oracle import exact_attend
 from longreach.testing.tolerance import assert_close
@@ -152,10 +152,10 @@ def test_bounds_read_no_slot_that_is_not_filled() -> None:
 def test_blocks_that_rows_touch() -> None:
     pos = torch.cat([torch.arange(3, 14), torch.arange(2)])
     seq = torch.tensor([1] * 11 + [0] * 2)
-    runs = (Run(11, 1, 3), Run(0, 2, 9), Run(2, 0, 0))
+    runs = (RowRange(11, 1, 3), RowRange(0, 2, 9), RowRange(2, 0, 0))
     rows = Rows(torch.randn(13, 2, 8), seq, pos, runs)
     assert [x.tolist() for x in touched(rows, 4)] == [[1, 1, 1, 1, 0], [0, 4, 8, 12, 0]]
-    unknown = Rows(rows.q, seq, pos, (Run(11, 1), Run(2, 0)))
+    unknown = Rows(rows.q, seq, pos, (RowRange(11, 1), RowRange(2, 0)))
     for told in (unknown, Rows(rows.q, seq, pos)):
         assert [x.tolist() for x in touched(told, 4)] == [seq.tolist(), pos.tolist()]
 
@@ -210,8 +210,10 @@ def test_what_it_reads() -> None:
     ((call, _),) = layers.decode([0, 1])
     assert metadata_of(call) == ([10 * 2 * 2 * 16 * 4, 1 * 2 * 2 * 16 * 4], 0)
     bounded, chosen = call.meter.keys
-    assert bounded.reads(call.rows, call.kv).tolist() == [[1, 1], [3, 3]]
-    assert chosen.reads(call.rows, call.kv).tolist() == [[9, 9], [7, 7]], "three blocks; there are two of the short one"
+    assert bounded.keys_read(call.rows, call.kv).tolist() == [[1, 1], [3, 3]]
+    assert chosen.keys_read(call.rows, call.kv).tolist() == [[9, 9], [7, 7]], (
+        "three blocks; there are two of the short one"
+    )
     assert call.meter.values == (chosen,)
 
 

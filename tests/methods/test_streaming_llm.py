@@ -49,7 +49,7 @@ def test_every_row_reads_its_sinks_and_its_window(method: StreamingLLM) -> None:
                 want = kept(method, pos)
                 for head in range(call.kv.heads):
                     assert set(read[row, head].nonzero()[:, 0].tolist()) == want
-                assert selection.reads(call.rows, call.kv)[row].tolist() == [len(want)] * call.kv.heads
+                assert selection.keys_read(call.rows, call.kv)[row].tolist() == [len(want)] * call.kv.heads
             assert_close(outcome.partial, exact(call, selection))
 
 
@@ -57,7 +57,7 @@ def test_a_fraction_grows_with_the_context_and_a_count_does_not() -> None:
     sizes = {}
     for window in (0.25, 5):
         last = read_text(StreamingLLM(sinks=0, window=window), text(41), steps=40)[1:]
-        sizes[window] = [int(t.calls[0].meter.keys[0].reads(t.calls[0].rows, t.calls[0].kv)[0, 0]) for t in last]
+        sizes[window] = [int(t.calls[0].meter.keys[0].keys_read(t.calls[0].rows, t.calls[0].kv)[0, 0]) for t in last]
     assert sizes[0.25] == [math.ceil(n / 4) for n in range(2, 42)]
     assert sizes[5] == [min(n, 5) for n in range(2, 42)]
 

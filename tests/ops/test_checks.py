@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from longreach.errors import InvalidInput, UnknownName
-from longreach.ops import KVView, Rows, Spans, attend, attend_keeping, pooled_scores, score_keys
+from longreach.ops import KVView, Rows, Spans, attend, attend_with_logits, pooled_scores, score_keys
 from longreach.testing.inputs import random_kv, random_rows
 
 META = torch.device("meta")
@@ -26,7 +26,7 @@ def scored(rows: Rows, kv: KVView, **more: Any) -> Any:
 
 
 def keeping(rows: Rows, kv: KVView, **more: Any) -> Any:
-    return attend_keeping(rows, kv, **{"scale": 1.0, **more})
+    return attend_with_logits(rows, kv, **{"scale": 1.0, **more})
 
 
 def scoring(rows: Rows, kv: KVView, **more: Any) -> Any:
@@ -77,8 +77,8 @@ def test_rows_on_another_device(op: Op, rows: Rows, kv: KVView) -> None:
 @both
 @pytest.mark.parametrize(("filled", "message"), [([7, 17], "got 7 to 17"), ([-1, 10], "got -1 to 10")])
 def test_more_is_filled_than_there_is(op: Op, rows: Rows, kv: KVView, filled: list[int], message: str) -> None:
-    with pytest.raises(InvalidInput, match=r"filled: expected in \[0, 16\], the slots .*" + message):
-        op(rows, replace(kv, filled=torch.tensor(filled)))
+    with pytest.raises(InvalidInput, match=r"seq_lens: expected in \[0, 16\], the slots .*" + message):
+        op(rows, replace(kv, seq_lens=torch.tensor(filled)))
 
 
 @both
@@ -89,7 +89,7 @@ def test_the_table_names_a_page_that_is_not_there(op: Op, rows: Rows, kv: KVView
     table[1, 2] = page
     with pytest.raises(InvalidInput, match=rf"block_table: expected pages in \[0, P=8\), got {page} for page 2 of seq"):
         op(rows, replace(kv, block_table=table))
-    op(rows, replace(kv, block_table=table, filled=torch.tensor([7, 8])))  # not in use, not looked at
+    op(rows, replace(kv, block_table=table, seq_lens=torch.tensor([7, 8])))  # not in use, not looked at
 
 
 @both
@@ -115,6 +115,6 @@ def test_logits_that_make_no_sense(op: Op, rows: Rows, kv: KVView, logits: dict[
 def test_unknown_implementations(op: Op, rows: Rows, kv: KVView) -> None:
     with pytest.raises(
         UnknownName,
-        match=r"unknown impl of (attend|pooled_scores|attend_keeping|score_keys) 'cuda'; known: auto, reference",
+        match=r"unknown impl of (attend|pooled_scores|attend_with_logits|score_keys) 'cuda'; known: auto, reference",
     ):
         op(rows, kv, impl="cuda")

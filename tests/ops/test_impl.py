@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from longreach.errors import UnknownName
-from longreach.ops.attend import implementations
+from longreach.ops.attend import IMPLEMENTATIONS
 from longreach.ops.impl import Implementations, _warn_slow
-from longreach.ops.pooled_scores import implementations as pooled
+from longreach.ops.pooled_scores import IMPLEMENTATIONS as pooled
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -23,7 +23,7 @@ def _forget_warnings() -> Iterator[None]:
     _warn_slow.cache_clear()
 
 
-@pytest.mark.parametrize("op", [implementations, pooled])
+@pytest.mark.parametrize("op", [IMPLEMENTATIONS, pooled])
 def test_the_reference_is_always_there(op: Implementations) -> None:
     assert "reference" in op.names()
     assert op.resolve("reference", CPU) == "reference"
@@ -31,7 +31,7 @@ def test_the_reference_is_always_there(op: Implementations) -> None:
     assert callable(op.get("auto", CPU))
 
 
-@pytest.mark.parametrize("op", [implementations, pooled])
+@pytest.mark.parametrize("op", [IMPLEMENTATIONS, pooled])
 def test_an_unknown_name_lists_the_known_ones(op: Implementations) -> None:
     with pytest.raises(UnknownName, match=f"unknown impl of {op.op} 'fast'; known: auto, reference"):
         op.resolve("fast", CPU)
@@ -39,11 +39,11 @@ def test_an_unknown_name_lists_the_known_ones(op: Implementations) -> None:
 
 def test_the_reference_off_the_cpu_warns_once() -> None:
     with pytest.warns(UserWarning, match="attend runs its reference implementation on cuda: exact, but slow"):
-        assert implementations.resolve("reference", CUDA) == "reference"
+        assert IMPLEMENTATIONS.resolve("reference", CUDA) == "reference"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        implementations.resolve("reference", CUDA)
-        implementations.resolve("reference", CPU)
+        IMPLEMENTATIONS.resolve("reference", CUDA)
+        IMPLEMENTATIONS.resolve("reference", CPU)
     with pytest.warns(UserWarning, match="pooled_scores"):
         pooled.resolve("reference", CUDA)
 

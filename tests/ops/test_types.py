@@ -64,10 +64,10 @@ VIEWS = [
     ({"v": K.to(META)}, "v: expected .*cpu like k, got .*meta"),
     ({"v": None}, "v: .* got NoneType"),
     ({"k": K.transpose(2, 3).contiguous().transpose(2, 3)}, "last dimension must be contiguous"),
-    ({"filled": FILLED.float()}, "filled: expected int32 or int64 \\[B\\], got float32"),
-    ({"filled": FILLED[:, None]}, "filled: .* got int64\\[2, 1\\]"),
-    ({"filled": FILLED[:1]}, "filled: without a block table expected \\[P=2\\], got int64\\[1\\]"),
-    ({"filled": FILLED.to(META)}, "filled: expected on cpu like k, got .*meta"),
+    ({"seq_lens": FILLED.float()}, "seq_lens: expected int32 or int64 \\[B\\], got float32"),
+    ({"seq_lens": FILLED[:, None]}, "seq_lens: .* got int64\\[2, 1\\]"),
+    ({"seq_lens": FILLED[:1]}, "seq_lens: without a block table expected \\[P=2\\], got int64\\[1\\]"),
+    ({"seq_lens": FILLED.to(META)}, "seq_lens: expected on cpu like k, got .*meta"),
     ({"block_table": TABLE[:1]}, "block_table: expected int \\[B=2, pages\\], got int64\\[1, 2\\]"),
     ({"block_table": TABLE.float()}, "block_table: .* got float32"),
     ({"block_table": [[0], [1]]}, "block_table: .* got list"),
@@ -82,7 +82,7 @@ VIEWS = [
 @pytest.mark.parametrize(("wrong", "message"), VIEWS)
 def test_views_refuse(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInput, match=message):
-        KVView(**{"k": K, "v": K, "filled": FILLED, **wrong})
+        KVView(**{"k": K, "v": K, "seq_lens": FILLED, **wrong})
 
 
 @pytest.mark.parametrize("name", ["k_scale", "v_scale"])

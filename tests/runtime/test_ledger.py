@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from longreach.methods.base import Notes, Outcome
 from longreach.methods.call import LayerCall
-from longreach.ops import KVView, Lists, PackedLists, Partial, Rows, Selection, Spans, at, near
+from longreach.ops import KVView, Lists, PackedLists, Partial, Rows, Selection, Spans, absolute, relative
 from longreach.ops.doors import Read
 from longreach.ops.selection import Span
 from longreach.runtime import Ledger, Report
@@ -29,7 +29,7 @@ def call(layer: int = 0, lengths: tuple[int, ...] = (10, 4)) -> LayerCall:
     """One new token for sequences of these lengths; 2 KV heads of 2 query heads."""
     kv = random_kv(lengths, heads=2, dim=16, dtype=torch.bfloat16)
     batch = torch.arange(len(lengths))
-    rows = Rows(torch.randn(len(lengths), 4, 16).bfloat16(), batch, kv.filled - 1)
+    rows = Rows(torch.randn(len(lengths), 4, 16).bfloat16(), batch, kv.seq_lens - 1)
     return LayerCall(layer, rows, kv, batch, 0.25)
 
 
@@ -86,7 +86,7 @@ def test_each_pass_over_a_key_or_value_counts() -> None:
 
 def test_a_group_of_query_heads_streams_its_keys_once() -> None:
     starts = torch.tensor([[2, 8, 5, 5], [0, 4, 9, 9]])  # per query head; heads 0, 1 and 2, 3 share a KV head
-    spans = Spans((Span(at(starts), near(1)),), per="query")
+    spans = Spans((Span(absolute(starts), relative(1)),), per="query")
     layer = reported(Step((spans,), (spans,)))
     assert layer.key_bytes == (8 + 5 + 4 + 0) * VECTOR
 
@@ -109,11 +109,11 @@ def test_a_list_is_read_once_by_each_pass_over_keys() -> None:
     assert reported(Step((weighed,), (weighed,))).metadata_bytes == 6 * (8 + 2)
     for_all = Lists(lists.index[:, :1], count[:, :1])
     assert reported(Step((for_all,), (for_all,))).metadata_bytes == 2 * 5 * 4
-    shared = replace(lists, list_of=torch.tensor([0, 0]))
+    shared = replace(lists, row_to_list=torch.tensor([0, 0]))
     assert reported(Step((shared,), (shared,))).metadata_bytes == 2 * 4 * 4
-    mapped = replace(lists, head_of=torch.tensor([0, 0]))  # both heads read the first list: 3 entries, then 2
+    mapped = replace(lists, head_map=torch.tensor([0, 0]))  # both heads read the first list: 3 entries, then 2
     assert reported(Step((mapped,), (mapped,))).metadata_bytes == 2 * (3 + 2) * 4
-    one_for_all = replace(for_all, head_of=torch.tensor([0, 0]))
+    one_for_all = replace(for_all, head_map=torch.tensor([0, 0]))
     assert reported(Step((one_for_all,), (one_for_all,))).metadata_bytes == 2 * 5 * 4
     over = replace(lists, count=torch.tensor([[4, 1], [2, 0]]))
     assert reported(Step((over,), (over,))).metadata_bytes == 3 * 4
@@ -147,13 +147,13 @@ def test_lists_in_sight_count_as_others_do() -> None:
     now = call()
     index = torch.tensor([[[3, 1, 2], [0, 1, 2]], [[3, 0, 1], [0, 1, 2]]], dtype=torch.int32)
     for count, of in (([[3, 1], [2, 0]], None), ([[4, 1], [2, 9]], None), ([[1, 2], [0, 1]], torch.tensor([1, 0]))):
-        lists = Lists(index, torch.tensor(count), list_of=of)
+        lists = Lists(index, torch.tensor(count), row_to_list=of)
         maps = [None, torch.tensor([1, 0]), torch.tensor([1, 1]), None]
         found = []
         for sighted in (True, False):
             ledger = Ledger()
             for layer, head_of in enumerate(maps):
-                used = replace(lists, head_of=head_of, in_sight=sighted)
+                used = replace(lists, head_map=head_of, all_visible=sighted)
                 reads = [((used,), (used,)), ((DENSE,), (used,)), ((used, DENSE), (DENSE, used)), ((used, used), ())]
                 add(ledger, replace(now, layer=layer), Step(*reads[layer]))
             found.append(ledger.report())
@@ -162,10 +162,10 @@ def test_lists_in_sight_count_as_others_do() -> None:
 
 def test_packed_lists_in_sight_count_as_others_do() -> None:
     tiles = torch.tensor([1, 0])
-    packed = PackedLists(torch.tensor([0, 1, 2, 0, 0, 1]), torch.tensor([0, 3, 4, 6, 6]), heads=2, list_of=tiles)
-    for more in ({}, {"head_of": torch.tensor([1, 0])}):
+    packed = PackedLists(torch.tensor([0, 1, 2, 0, 0, 1]), torch.tensor([0, 3, 4, 6, 6]), heads=2, row_to_list=tiles)
+    for more in ({}, {"head_map": torch.tensor([1, 0])}):
         lists = replace(packed, **more)  # type: ignore[arg-type]
-        sighted = replace(lists, in_sight=True)
+        sighted = replace(lists, all_visible=True)
         assert reported(Step((sighted,), (sighted,), 3)) == reported(Step((lists,), (lists,), 3))
 
 
@@ -180,15 +180,15 @@ def test_a_pass_is_counted_by_few_ops_however_many_layers_it_has(kind: str) -> N
             return func(*args, **(kwargs or {}))
 
     now, ops, launched = call(), list[str](), list[int]()
-    lists = Lists(torch.zeros(2, 2, 1, dtype=torch.int32), torch.ones(2, 2, dtype=torch.int64), in_sight=True)
-    spans = Spans((Span(at(torch.tensor([[1], [0]])), near(1)),))
+    lists = Lists(torch.zeros(2, 2, 1, dtype=torch.int32), torch.ones(2, 2, dtype=torch.int64), all_visible=True)
+    spans = Spans((Span(absolute(torch.tensor([[1], [0]])), relative(1)),))
     for layers in (3, 30):
         ledger = Ledger()
         for _ in range(2):  # the second pass finds its sums and coefficients
             ops.clear()
             made = [
                 {
-                    "lists": Step((replace(lists, head_of=torch.tensor([n % 2, 0])),) * 2, (DENSE,)),
+                    "lists": Step((replace(lists, head_map=torch.tensor([n % 2, 0])),) * 2, (DENSE,)),
                     "spans": Step((spans,), (spans,), 5),
                     "counted": Step((spans,), (spans,), torch.tensor([4, n]), counted=torch.full((2, 2), n)),
                     "blocks": Step((replace(lists, count=lists.count + n, block=4),), (), 9),
@@ -213,10 +213,10 @@ def test_visible_blocks_count_as_others_do(block: int) -> None:
     reports = []
     for sighted in (True, False):
         ledger = Ledger()
-        used = replace(lists, in_sight=sighted)
+        used = replace(lists, all_visible=sighted)
         add(ledger, now, Step((used,), (used,)))
         reports.append(ledger.report())
-        assert torch.equal(used.reads(now.rows, now.kv), lists.reads(now.rows, now.kv))
+        assert torch.equal(used.keys_read(now.rows, now.kv), lists.keys_read(now.rows, now.kv))
     assert reports[0] == reports[1]
 
 
@@ -297,7 +297,7 @@ def test_adding_needs_no_value_from_the_device(per: Any, metadata: Any) -> None:
         rows = Rows(torch.empty(3, 4, 16), ints, ints)
         now = LayerCall(0, rows, KVView(k, k, ints), ints, 0.25)
         bound = torch.ones(batch, heads, dtype=torch.int64)
-        spans = Spans((Span(at(0), at(4)), Span(near(bound), near(1))), per)
+        spans = Spans((Span(absolute(0), absolute(4)), Span(relative(bound), relative(1))), per)
         lists = Lists(torch.ones(batch, heads, 5, dtype=torch.int64), bound, per=per)
         ledger = Ledger()
         made = Step((DENSE, spans), (lists,), ints if metadata is None else metadata)
@@ -310,9 +310,9 @@ def test_adding_needs_no_value_from_the_device(per: Any, metadata: Any) -> None:
 def test_streams_that_a_kernel_counted_are_taken_as_they_are() -> None:
     """Layers that count alike and others in one pass: each gets its own columns."""
     starts = torch.tensor([[2, 8, 5, 5], [0, 4, 3, 3]])
-    spans = Spans((Span(at(starts), near(1)),), per="query")
+    spans = Spans((Span(absolute(starts), relative(1)),), per="query")
     given = call()
-    keys, metadata = spans.reads(given.rows, given.kv).int(), torch.tensor([[3, 4], [5, 6]])
+    keys, metadata = spans.keys_read(given.rows, given.kv).int(), torch.tensor([[3, 4], [5, 6]])
     plain = Step((spans,), (spans,), metadata)._replace(counted=keys)
     ledger, slow = Ledger(), Ledger()
     for _ in range(3):
@@ -368,7 +368,7 @@ def test_only_rows_that_are_live_count() -> None:
     both, kept = call(lengths=(10, 4)), call(lengths=(10,))
     index = torch.tensor([[[3, 1, 2], [0, 1, 2]], [[3, 0, 1], [0, 1, 2]]], dtype=torch.int32)
     lists = Lists(index, torch.tensor([[3, 1], [2, 0]]))
-    seen = replace(lists, in_sight=True, head_of=torch.tensor([1, 0]))
+    seen = replace(lists, all_visible=True, head_map=torch.tensor([1, 0]))
     bounds = torch.tensor([[2, 8, 5, 5], [0, 4, 3, 3]])
     x = torch.arange(8.0).view(2, 4)
 
@@ -376,12 +376,12 @@ def test_only_rows_that_are_live_count() -> None:
         return replace(given, index=given.index[:1], count=given.count[:1])
 
     def spans(some: torch.Tensor) -> Spans:
-        return Spans((Span(at(some), near(1)),), per="query")
+        return Spans((Span(absolute(some), relative(1)),), per="query")
 
     def made(rows: slice) -> list[Outcome]:
         own, entries = spans(bounds[rows]), torch.tensor([[3, 4], [5, 6]])[rows]
         here = [lists, seen] if rows.stop is None else [one(lists), one(seen)]
-        read = own.reads(*((both.rows, both.kv) if rows.stop is None else (kept.rows, kept.kv)))
+        read = own.keys_read(*((both.rows, both.kv) if rows.stop is None else (kept.rows, kept.kv)))
         return [
             Step((DENSE,), (own,), torch.tensor([30, 12])[rows]),
             Step((here[0],), (here[0],), 40 if rows.stop is None else 20),

@@ -20,9 +20,9 @@ METHODS = [
     Dense(),
     StreamingLLM(sinks=2, window=9),
     Quest(k=12, page=4, dense_layers=()),
-    Kascade(k=7, least=4),
-    Kascade(k=5, least=5, scoring="int8"),
-    MAC(window=20, band=4, tau=0.1, minimum=0),
+    Kascade(k=7, min_keys=4),
+    Kascade(k=5, min_keys=5, scoring="int8"),
+    MAC(window=20, band=4, tau=0.1, min_context=0),
 ]
 STEPS = 6
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from longreach.methods.base import AttentionMethod
 from longreach.methods.dense import Dense
-from longreach.ops import HeadShard, KVView, Rows, Run, angles
-from longreach.ops.rope import Turn
+from longreach.ops import HeadShard, KVView, RowRange, Rows, angles
+from longreach.ops.rope import RotaryAngles
 from longreach.runtime import Ledger, Pass, Segment, StateStore, attend_layer
 from tests.methods.drive import FREQUENCIES, KV_HEADS, LAYERS, LOGITS, MODEL, SCALE, Text
 
@@ -70,7 +70,7 @@ class ToyEngine:
             index = (deciding[seq] == phase).nonzero()[:, 0]
             if len(index):
                 mine = [(b, r, n) for b, (r, n) in enumerate(work) if bool(deciding[b]) == phase]
-                runs = tuple(Run(n, b, r.read) for b, r, n in mine)
+                runs = tuple(RowRange(n, b, r.read) for b, r, n in mine)
                 observers = (self.decode,) if self.decode.observes_prompt and not phase else ()
                 method = self.decode if phase else self.prefill
                 segments.append(Segment("decode" if phase else "prefill", method, observers, index, runs))
@@ -100,7 +100,7 @@ class ToyEngine:
         cos, sin = angles(pos, FREQUENCIES)
         call = p.call(
             layer, Rows(q, seq, pos), KVView(keys, values, filled, table), slots, SCALE,
-            shard=HeadShard.whole(KV_HEADS), rotary=lambda: Turn(cos, sin), **LOGITS[layer],
+            shard=HeadShard.whole(KV_HEADS), rotary=lambda: RotaryAngles(cos, sin), **LOGITS[layer],
         )  # fmt: skip
         return attend_layer(p, call).partial.out
 

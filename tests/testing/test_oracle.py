@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from longreach.ops import Lists, Span, Spans, at
+from longreach.ops import Lists, Span, Spans, absolute
 from longreach.testing.inputs import random_kv, random_rows
 from longreach.testing.oracle import exact_attend, exact_pooled_scores, seen_keys
 
@@ -45,7 +45,7 @@ def test_a_page_is_where_the_table_says() -> None:
 def test_keys_by_hand() -> None:
     kv = random_kv([8], heads=2, dim=8)
     rows = replace(random_rows(kv, 1), pos=torch.tensor([5]))
-    spans = Spans((Span(at(torch.tensor([[1, 4]])), at(9)),))
+    spans = Spans((Span(absolute(torch.tensor([[1, 4]])), absolute(9)),))
     assert [sorted(keys) for keys in seen_keys(rows, kv, spans)[0]] == [[1, 2, 3, 4, 5]] * 2 + [[4, 5]] * 2
     lists = Lists(torch.tensor([[[2, 0]]]), torch.tensor([[2]]), torch.tensor([[[0.5, -1.0]]]), block=3)
     assert seen_keys(rows, kv, lists)[0] == [{0: -1.0, 1: -1.0, 2: -1.0}] * 4

@@ -18,6 +18,7 @@ from torch import Tensor
 from longreach.bench.case import Case
 from longreach.bench.check import WrongResult
 from longreach.bench.check_method import LayerErrors, MethodVerdict, judge_method
+from longreach.bench.check_step import Steps, Verdict, passes, relative, require_right, run_steps
 from longreach.bench.clock import Clock
 from longreach.bench.filled import note_filled
 from longreach.bench.inputs import bytes_needed, check_shape
@@ -26,7 +27,6 @@ from longreach.bench.mac import decoding as mac
 from longreach.bench.mac.phases import phases
 from longreach.bench.memory import allocated_bytes, peak_bytes, release, reset_peak
 from longreach.bench.stack import planned
-from longreach.bench.steps import Steps, Verdict, passes, relative, require_right, run_steps
 from longreach.bench.targets import judge
 from longreach.bench.timing import Timing
 from longreach.errors import InvalidInput
@@ -249,7 +249,7 @@ class Decoding:
             memory = {"before": before, "decode_peak": peak_bytes(self.device)}
             (decoder,) = cache.decoders.values()
             if got.captured != ("full" if capture else None):
-                raise WrongResult(f"{case.name}: the step was not one CUDA graph ({got.why_not}); its time does not "
+                raise WrongResult(f"{case.name}: the step was not one CUDA graph ({got.not_captured_reason}); its time does not "
                                   f"count")  # fmt: skip
             cache.drop_columns(cache.columns - tokens)
             replays = self._replays(decoder, capture)
@@ -257,7 +257,7 @@ class Decoding:
             launched = self.launched_by(decoder, None if not capture else seen.captured)
             cache.drop_columns(cache.columns - tokens)
             done = run_steps(decoder, ids[:, tokens], capture=capture)
-            settings = {"fuse": decoder.fuse, "impl": case.impls[0], "captured": got.captured is not None}
+            settings = {"fuse": decoder.compile, "impl": case.impls[0], "captured": got.captured is not None}
             setup = {
                 "fill": filled - started,
                 "compile_and_capture": got.setup_seconds,
@@ -387,7 +387,7 @@ class Decoding:
 
 
 def _no_end() -> Any:
-    from longreach.adapters.transformers.loop.choosing import Ends
+    from longreach.adapters.transformers.loop.sampling import Ends
 
     return Ends((), 0)
 

@@ -22,7 +22,7 @@ def note_filled(cache: LongreachCache, method: AttentionMethod, model: ModelShap
     of_keys = method.observes_prompt and method.keeps == "tokens"
     for layer in range(model.layers if of_keys else 0):
         view = cache.kv.view(layer, step)
-        none = view.filled.new_zeros(1)
+        none = view.seq_lens.new_zeros(1)
         rows = Rows(view.k.new_zeros((1, model.query_heads, model.head_dim)), none, none)
         call = LayerCall(layer, rows, view, step.slots, model.head_dim**-0.5, model=model)
         state = cache.states.get(method, call)

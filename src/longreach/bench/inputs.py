@@ -10,8 +10,8 @@ from torch import Tensor
 from longreach.bench.case import Case, Memory
 from longreach.bench.timing import copies_needed
 from longreach.errors import InvalidInput
-from longreach.ops import KVView, Lists, Rows, Selection, Span, Spans, at
-from longreach.ops.types import Run
+from longreach.ops import KVView, Lists, Rows, Selection, Span, Spans, absolute
+from longreach.ops.types import RowRange
 
 CHUNK = 1 << 28  # elements drawn at a time
 WIDTHS = {"bfloat16": 2, "float16": 2, "float32": 4}  # bytes
@@ -38,7 +38,7 @@ class Inputs:
         self._kv = [tuple(self._normal(numbers) for _ in "kv") for _ in range(self.copies)]
         self._q = [self._normal(shape.batch * shape.rows * shape.heads * shape.dim) for _ in range(self.copies)]
         self._tables: dict[int, Tensor] = {}
-        self.filled = torch.full((shape.batch,), shape.context, dtype=torch.int32, device=device)
+        self.seq_lens = torch.full((shape.batch,), shape.context, dtype=torch.int32, device=device)
 
     def _normal(self, numbers: int) -> Tensor:
         x = torch.empty(numbers, dtype=self.dtype, device=self.device)
@@ -71,8 +71,8 @@ class Inputs:
         k, v = self.kv(copy, memory)
         if memory.page is None:
             table = torch.arange(self.shape.batch, dtype=torch.int32, device=self.device)[:, None]
-            return KVView(k, v, self.filled, table)
-        return KVView(k, v, self.filled, self.table(memory.page))
+            return KVView(k, v, self.seq_lens, table)
+        return KVView(k, v, self.seq_lens, self.table(memory.page))
 
     def q(self, copy: int, rows: int) -> Tensor:
         """[B * rows, H, D]; fewer rows than the shape's are the last ones of each sequence."""
@@ -89,7 +89,7 @@ class Inputs:
         seq = torch.arange(batch, dtype=torch.int32, device=self.device).repeat_interleave(rows)
         pos = torch.arange(context - rows, context, dtype=torch.int32, device=self.device).repeat(batch)
         first = context - rows if self.case.prefill else None
-        return Rows(self.q(copy, rows), seq, pos, tuple(Run(rows, b, first) for b in range(batch)))
+        return Rows(self.q(copy, rows), seq, pos, tuple(RowRange(rows, b, first) for b in range(batch)))
 
     @cached_property
     def lists(self) -> list[Tensor]:
@@ -111,11 +111,11 @@ class Inputs:
             return Spans.dense()
         if reads.kind == "window":
             recent = Spans.window(reads.window).spans
-            return Spans((Span(at(0), at(reads.sinks)), *recent)) if reads.sinks else Spans(recent)
+            return Spans((Span(absolute(0), absolute(reads.sinks)), *recent)) if reads.sinks else Spans(recent)
         index = self.lists[copy]
         count = torch.full(index.shape[:2], index.shape[2], dtype=torch.int32, device=self.device)
         of = None if rows == 1 else self.rows(copy, rows).seq
-        return Lists(index, count, list_of=of)
+        return Lists(index, count, row_to_list=of)
 
     def seen(self, copy: int, seq: int, head: int, position: int) -> Tensor:
         """int64 [n]: slots that a row attends to, worked out without longreach's operators."""

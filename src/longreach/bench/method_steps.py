@@ -14,10 +14,10 @@ import torch
 
 from longreach.bench.case import Case
 from longreach.bench.check import WrongResult
+from longreach.bench.check_step import relative
 from longreach.bench.decoding import WARM, Decoding, entry_of
 from longreach.bench.mac import decoding as mac
 from longreach.bench.methods import FORCED, method_for
-from longreach.bench.steps import relative
 from longreach.bench.targets import judge
 from longreach.errors import InvalidInput, OutOfMemory
 

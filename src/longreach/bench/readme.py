@@ -8,8 +8,8 @@ from typing import Any
 
 from longreach.bench.case import STEPS, USER
 from longreach.bench.cases import CASES, GROUPS
+from longreach.bench.format import goal, outcome, rate
 from longreach.bench.record import read
-from longreach.bench.words import goal, outcome, rate
 from longreach.errors import InvalidInput
 from longreach.records.quality import quality, summary
 from longreach.records.record import files

@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 
+from longreach.bench.anchor_breakdown import Timed, anchor_passes
 from longreach.bench.baselines import baseline
 from longreach.bench.case import Case, Memory
 from longreach.bench.check import require_right
-from longreach.bench.chosen import LEAST_MASS, check_chosen, check_layer
+from longreach.bench.check_selection import LEAST_MASS, check_layer, check_selection
 from longreach.bench.competitor import Competitor
 from longreach.bench.inputs import Inputs, bytes_needed
-from longreach.bench.passes import Timed, anchor_passes
 from longreach.bench.sweep import best
 from longreach.bench.targets import judge
 from longreach.bench.timing import Call, Timing, measure
@@ -195,7 +195,7 @@ def _checked(layers: Layers, plan: KascadePlan, memory: Memory) -> dict[str, Any
     """Of each kind of layer: the error of its output over the keys it attended to, and what its choice is worth."""
     done, worst, mass, method = layers.all(), 0.0, 1.0, layers.method
     assert isinstance(method, Kascade)
-    mass_of = partial(check_chosen, least=LEAST_MASS[method.scoring], sinks=method.sinks, recent=method.recent)
+    mass_of = partial(check_selection, least=LEAST_MASS[method.scoring], sinks=method.sinks, recent=method.recent)
     for kind, (layer, _) in _kinds(plan).items():
         worst = max(worst, check_layer(kind, layers.inputs, memory, layer % layers.inputs.copies, *done[layer]))
     for anchor in plan.anchors:

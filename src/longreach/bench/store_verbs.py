@@ -23,9 +23,9 @@ from longreach.adapters.transformers import (
     attach,
     device_of,
     fingerprint,
+    get_or_compute,
     load,
     model_path,
-    obtain,
 )
 from longreach.records import check_writable, environment, write
 from longreach.records.sources import source_hash
@@ -69,12 +69,12 @@ def measure(folder: Path, chunks: int, most: int, say: Callable[[str], None], mo
         work = Precompute(session, known=known)
         work.compute(pieces[0])
         with timed("add"):
-            states, each["add"] = _each(lambda tokens: obtain(work, store, tokens).state, pieces)
+            states, each["add"] = _each(lambda tokens: get_or_compute(work, store, tokens).state, pieces)
         entries = store.entries()
     with ChunkStore(folder) as store, attach(loaded) as session:
         work = Precompute(session, known=known)
         with timed("add again"):
-            again, each["add again"] = _each(lambda tokens: obtain(work, store, tokens).state, pieces)
+            again, each["add again"] = _each(lambda tokens: get_or_compute(work, store, tokens).state, pieces)
         _, each["compute"] = _each(work.compute, pieces[:SAMPLE])
     _, each["prefill of the model by itself"] = _each(prefill, pieces[:SAMPLE])
     with ChunkStore(folder) as store, timed("list"):

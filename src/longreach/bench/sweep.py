@@ -22,7 +22,7 @@ class BaselineFailed(LongreachError):
 
 
 @dataclass(frozen=True)
-class Tried:
+class Candidate:
     """A candidate: its settings and its time in us, or why it does not count."""
 
     settings: dict[str, Any]
@@ -30,12 +30,12 @@ class Tried:
     refused: str | None = None
 
 
-def best(name: str, inputs: Inputs, say: Callable[[str], None]) -> tuple[list[Competitor], list[Tried]]:
+def best(name: str, inputs: Inputs, say: Callable[[str], None]) -> tuple[list[Competitor], list[Candidate]]:
     """The fastest competitor of a baseline for each of its page sizes (in prefill: kernels), and all that was tried.
 
     Empty where the baseline has nothing to offer for the case. Raises BaselineFailed where all candidates fail.
     """
-    tried: list[Tried] = []
+    tried: list[Candidate] = []
     right: list[tuple[float, Competitor]] = []
     offered = candidates(name, inputs)
     if inputs.case.rivals is not None:
@@ -55,9 +55,9 @@ def best(name: str, inputs: Inputs, say: Callable[[str], None]) -> tuple[list[Co
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, ValueError, NotImplementedError, WrongResult) as error:
-            tried.append(Tried(settings, None, " ".join(str(error).split())[:300]))
+            tried.append(Candidate(settings, None, " ".join(str(error).split())[:300]))
             continue
-        tried.append(Tried(settings, took))
+        tried.append(Candidate(settings, took))
         right.append((took, competitor))
     if offered and not right:
         reasons = "; ".join(sorted({t.refused or "" for t in tried}))
@@ -77,9 +77,11 @@ class Sweeps:
     """The sweeps of a run: settings are tried once for each shape, and its later cases compete with what they found."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, tuple[list[dict[str, Any]], list[Tried]]] = {}
+        self._known: dict[Any, tuple[list[dict[str, Any]], list[Candidate]]] = {}
 
-    def fastest(self, name: str, inputs: Inputs, say: Callable[[str], None]) -> tuple[list[Competitor], list[Tried]]:
+    def fastest(
+        self, name: str, inputs: Inputs, say: Callable[[str], None]
+    ) -> tuple[list[Competitor], list[Candidate]]:
         """As `best`, but the fastest competitor alone."""
         only = json.dumps(inputs.case.rivals)
         place = name, inputs.shape, inputs.case.reads, inputs.case.prefill, inputs.device, only

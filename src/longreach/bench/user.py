@@ -16,12 +16,12 @@ from torch import Tensor
 
 from longreach.bench.case import Case
 from longreach.bench.check import WrongResult
+from longreach.bench.check_step import WIDER, computing_in, relative
 from longreach.bench.clock import Clock
 from longreach.bench.decoding import Decoding, entry_of
 from longreach.bench.launches import observed
 from longreach.bench.memory import allocated_bytes, peak_bytes, release, reset_peak
 from longreach.bench.methods import method_for
-from longreach.bench.steps import WIDER, computing_in, relative
 from longreach.bench.targets import judge
 from longreach.bench.timing import Timing
 from longreach.errors import OutOfMemory

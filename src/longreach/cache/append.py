@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from longreach.ops.types import Run
+from longreach.ops.types import RowRange
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,7 +26,7 @@ class Placement:
     seq_lens: Tensor
     table: Tensor
     starts: tuple[int, ...] | None = None
-    runs: tuple[Run, ...] | None = None
+    runs: tuple[RowRange, ...] | None = None
 
     def take(self, index: Tensor) -> Placement:
         """The placement of the rows at `index` [r]."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from longreach.cache.append import Append, Placement
 from longreach.cache.kv import KVCache
-from longreach.ops.types import Run, require
+from longreach.ops.types import RowRange, require
 
 
 class DecodeBuffers:
@@ -41,7 +41,7 @@ class DecodeBuffers:
                 self._page, self._offset = zeros(len(groups), batch), zeros(len(groups), batch)
             at = torch.tensor(list(slots), dtype=torch.int64, device=cache.device)
             seq = torch.arange(batch, device=cache.device)
-        runs, found = tuple(Run(1, b) for b in range(batch)), []
+        runs, found = tuple(RowRange(1, b) for b in range(batch)), []
         for g, layout in enumerate(groups):
             spare = 0 if cache.page is None else min((layout.dropped[s] for s in slots), default=0) // cache.page
             table = self._table[g, :, : max(1, width - spare)]

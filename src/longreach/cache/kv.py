@@ -30,7 +30,7 @@ from longreach.cache.placing import placements
 from longreach.cache.state import SequenceState, StatelessOnTruncate
 from longreach.errors import InvalidInput
 from longreach.ops.append import append
-from longreach.ops.types import FLOATS, INTS, KVView, Run, describe, require
+from longreach.ops.types import FLOATS, INTS, KVView, RowRange, describe, require
 
 
 class KVCache:
@@ -279,7 +279,7 @@ class KVCache:
             pos = torch.arange(sum(counts), device=self.device) + shift[seq]
         runs = None
         if firsts is not None:
-            runs = [Run(n, b, first) for b, (n, first) in enumerate(zip(counts, firsts, strict=True))]
+            runs = [RowRange(n, b, first) for b, (n, first) in enumerate(zip(counts, firsts, strict=True))]
         found = placements(self.layouts, self.page, slots, seq, pos, before, added, runs)
         host = (tuple(counts), tuple(added), tuple(slots), tuple(before))
         return Append(self._ints(slots), seq, pos, found, *host, self._begun)

@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from longreach.cache.append import Placement
 from longreach.cache.layouts import Layouts
-from longreach.ops.types import Run
+from longreach.ops.types import RowRange
 
 
 def placements(
@@ -21,7 +21,7 @@ def placements(
     pos: Tensor,
     before: Sequence[int],
     added: Sequence[int],
-    runs: Sequence[Run] | None,
+    runs: Sequence[RowRange] | None,
 ) -> tuple[Placement, ...]:
     """Of rows at positions pos [R] of the sequences seq [R] of `slots`: one for all layers, or one for each.
 

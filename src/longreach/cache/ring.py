@@ -9,7 +9,7 @@ from torch import Tensor
 
 from longreach.errors import Unsupported
 from longreach.ops.attend import Entries
-from longreach.ops.nearest import Ring
+from longreach.ops.match import Ring
 from longreach.ops.types import KVView, Partial, accumulator, require
 
 SPARE = 8  # rows past the window, so that so many tokens can be taken back without a trace

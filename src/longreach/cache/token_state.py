@@ -80,7 +80,7 @@ class PerTokenState(StatelessOnTruncate, ABC):
     def kept(self, layer: int, view: KVView) -> None:
         """All units anew, from the keys that are left."""
         self.ensure_capacity(view)
-        units = (view.filled.long() + self.per - 1) // self.per
+        units = (view.seq_lens.long() + self.per - 1) // self.per
         seq = torch.repeat_interleave(torch.arange(view.sequences, device=units.device), units)
         first = torch.cumsum(units, 0) - units
         unit = torch.arange(seq.shape[0], device=units.device) - first[seq]

@@ -49,13 +49,13 @@ def run(args: argparse.Namespace) -> int:
     with waiting("loading the model"):
         model, tokenizer = load_model(args)
     with waiting("making prompts"):
-        from longreach.evals.about import model_about
         from longreach.evals.attention import Attention
+        from longreach.evals.model_info import model_info
         from longreach.records import environment
 
         task = Attention(model, tokenizer, length=args.length, samples=args.samples, rows=args.rows, seed=args.seed)
         where = environment(model.device)
-        about = model_about(model, args.model)
+        about = model_info(model, args.model)
     found = task.run(args.prefill_chunk_size, progress)
     config = {"length": args.length, "samples": args.samples, "rows": args.rows, "seed": args.seed,
               "prefill_chunk_size": args.prefill_chunk_size}  # fmt: skip

@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _list(args: argparse.Namespace) -> int:
     from longreach.bench.cases import choose
-    from longreach.bench.words import goal
+    from longreach.bench.format import goal
 
     cases = choose(args.names)
     if args.json:
@@ -96,11 +96,11 @@ def _run(args: argparse.Namespace) -> int:
     from longreach.bench.cases import choose, tiny
     from longreach.bench.record import add, conditions
     from longreach.bench.runner import Runner
-    from longreach.ops.attend.api import implementations
+    from longreach.ops.attend.api import IMPLEMENTATIONS
     from longreach.records import check_writable
 
-    if args.impl and args.impl not in implementations.names():
-        raise UnknownName("impl of attend", args.impl, implementations.names())
+    if args.impl and args.impl not in IMPLEMENTATIONS.names():
+        raise UnknownName("impl of attend", args.impl, IMPLEMENTATIONS.names())
     chosen = choose(args.names)
     device, without = _where(args)
     cases = [tiny(case) if args.tiny else case for case in chosen]
@@ -160,7 +160,7 @@ def _say(args: argparse.Namespace) -> Callable[[str], None]:
 def _chunk_store(args: argparse.Namespace) -> int:
     """The store's own measurement: of a disk, not of a GPU."""
     from longreach.bench.chunk_store import GROUP, PASSES, TINY, Load, run
-    from longreach.bench.words import goal, outcome
+    from longreach.bench.format import goal, outcome
     from longreach.records import check_writable
 
     given = [name for name in (*SHAPE, "dtype", "impl", "quick", "without") if getattr(args, name)]
@@ -192,7 +192,7 @@ def _chunk_store(args: argparse.Namespace) -> int:
 
 def show(out: Any, case: Case, result: dict[str, Any]) -> None:
     """A case's table and what became of its targets."""
-    from longreach.bench.words import goal, outcome, rate, remarks
+    from longreach.bench.format import goal, outcome, rate, remarks
 
     table = Table(out, COLUMNS)
     table.header()

@@ -163,7 +163,7 @@ def _record(
 ) -> None:
     if args.output is None:
         return
-    from longreach.evals.about import model_about
+    from longreach.evals.model_info import model_info
     from longreach.records import write
 
     config = {"prompt_tokens": len(task.prompt), "steps": args.steps, "layers": args.layers,
@@ -182,7 +182,7 @@ def _record(
         for c in found
     }  # fmt: skip
     methods = {c.label: {"prefill": c.prefill, "decode": c.decode} for c in found}
-    write(args.output, {"kind": "fidelity", "format": 1, "model": model_about(model, args.model), "config": config,
+    write(args.output, {"kind": "fidelity", "format": 1, "model": model_info(model, args.model), "config": config,
                         **where, "methods": methods, "results": results})  # fmt: skip
 
 

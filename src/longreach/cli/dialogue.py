@@ -55,13 +55,13 @@ def run(args: argparse.Namespace) -> int:
         check_writable(args.output)
     with waiting("loading the model"):
         model, tokenizer = load_model(args)
-        from longreach.evals.about import model_about
         from longreach.evals.dialogue import Dialogue
+        from longreach.evals.model_info import model_info
         from longreach.records import environment
 
         task = Dialogue(model, tokenizer, specs, length=args.length, questions=args.questions, samples=args.samples,
                         seed=args.seed, own=args.own_answers, graph=args.graph)  # fmt: skip
-        where, about = environment(model.device), model_about(model, args.model)
+        where, about = environment(model.device), model_info(model, args.model)
     said = {
         "model": about,
         "config": {name: getattr(args, name) for name in ("length", "questions", "samples", "seed", "own_answers",
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
 def summary(parts: list[dict[str, Any]]) -> dict[str, Any]:
     """A method over all dialogues: score, the share of right answers, with its interval, and in each quarter of a
     dialogue; means of the rest; `samples` as they were measured."""
-    from longreach.evals.reads import shares
+    from longreach.evals.read_shares import shares
     from longreach.records import wilson
 
     right = [x for part in parts for x in part["right"]]

@@ -89,16 +89,16 @@ def run(args: argparse.Namespace) -> int:
         if specs is None:
             decodes, left_out = _decode_methods(model)
             specs = parse_specs(decodes)
-        from longreach.evals.about import model_about
         from longreach.evals.batching import fitting_batch
         from longreach.evals.evaluate import Evaluation, Settings
+        from longreach.evals.model_info import model_info
         from longreach.records import environment
 
         batch = args.batch or fitting_batch(model, max(args.length), args.prefill_chunk_size)
         settings = Settings(args.length, args.samples, args.limit, args.seed, args.draws, args.temperature, batch,
                             args.prefill_chunk_size, args.graph)  # fmt: skip
         evaluation = Evaluation(model, tokenizer, tasks, specs, settings, args.workers)
-        about = {"model": model_about(model, args.model), "config": evaluation.config(), **environment(model.device)}
+        about = {"model": model_info(model, args.model), "config": evaluation.config(), **environment(model.device)}
     tell_unapplied(evaluation.not_applied)
     record = measured(evaluation, about, args.output, args.equal_bytes)
     tell_left_out({**left_out, **record.get("equal_bytes", {}).get("unreachable", {})})

@@ -58,15 +58,15 @@ def run(args: argparse.Namespace) -> int:
         check_writable(args.output)
     with waiting("loading the model"):
         model, tokenizer = load_model(args)
-        from longreach.evals.about import model_about
         from longreach.evals.generation import Generation
+        from longreach.evals.model_info import model_info
         from longreach.evals.perplexity import read_text
         from longreach.records import environment
 
         texts = [read_text(path, tokenizer) for path in args.text]
         task = Generation(model, tokenizer, texts, specs, length=args.length, steps=args.steps,
                           temperature=args.temperature, limit=args.limit, seed=args.seed, graph=args.graph)  # fmt: skip
-        where, about = environment(model.device), model_about(model, args.model)
+        where, about = environment(model.device), model_info(model, args.model)
     options = ("length", "steps", "temperature", "limit", "seed", "prefill_chunk_size")
     said = {
         "model": about,

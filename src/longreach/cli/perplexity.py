@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
         check_writable(args.output)
     with waiting("loading the model"):
         model, tokenizer = load_model(args)
-        from longreach.evals.about import model_about
+        from longreach.evals.model_info import model_info
         from longreach.evals.perplexity import Perplexity, read_text
         from longreach.records import environment
 
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         task = Perplexity(model, tokenizer, texts, specs, length=args.length, decode_tokens=args.decode_tokens,
                           limit=args.limit, graph=args.graph)  # fmt: skip
         where = environment(model.device)
-        about = model_about(model, args.model)
+        about = model_info(model, args.model)
     said = {
         "model": about,
         "config": {"length": args.length, "decode_tokens": args.decode_tokens, "windows": len(task.windows),

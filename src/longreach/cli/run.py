@@ -22,7 +22,7 @@ from longreach.cli.common import (
 from longreach.cli.show import duration, emit, percent, progress, waiting
 
 if TYPE_CHECKING:
-    from longreach.evals.run import Answered
+    from longreach.evals.run import QuestionAnswer
 
 NAME = "run"
 HELP = "ask questions about a document; its KV is computed once"
@@ -89,14 +89,16 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _note(answer: Answered) -> None:
+def _note(answer: QuestionAnswer) -> None:
     if not answer.tokens:
         print("(no answer: the model stopped at once)", file=sys.stderr)
     elif not answer.stopped:
         print(f"(cut after {answer.tokens} tokens; --max-new-tokens allows more)", file=sys.stderr)
 
 
-def _summarise(answers: list[Answered], tokens: int, seconds: float, report: Any, methods: tuple[str, str]) -> None:
+def _summarise(
+    answers: list[QuestionAnswer], tokens: int, seconds: float, report: Any, methods: tuple[str, str]
+) -> None:
     """One line on stderr: what was read over what dense attention reads, and the times."""
     from rich.console import Console
 

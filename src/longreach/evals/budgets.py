@@ -59,7 +59,7 @@ class DryRun:
         shares = []
         for call, outcome in self._steps(method, Ledger()):
             if not outcome.dense_reason and call.layer not in self.windows:
-                keys = sum(s.reads(call.rows, call.kv).double() for s in call.meter.values[-1:])
+                keys = sum(s.keys_read(call.rows, call.kv).double() for s in call.meter.values[-1:])
                 shares.append(float((keys / (call.rows.pos[:, None] + 1)).mean()))
         if not shares:
             raise InvalidInput(f"{method.name} attends densely in every layer: it has no number of keys to be equalled")

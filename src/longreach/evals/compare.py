@@ -28,7 +28,7 @@ from longreach.evals.layers import LayerErrors, sample
 from longreach.evals.methods import DENSE, Spec, by_prefill
 from longreach.evals.plans import plans
 from longreach.evals.progress import Progress, unseen
-from longreach.evals.reads import Reads
+from longreach.evals.read_shares import ReadShares
 from longreach.methods.registry import choose, unfit
 
 
@@ -52,8 +52,8 @@ class Comparison:
     kl_steps: tuple[float, ...]
     first_divergence: int | None
     steps: int
-    prefill_reads: Reads | None
-    decode_reads: Reads | None
+    prefill_reads: ReadShares | None
+    decode_reads: ReadShares | None
     read_seconds: float
     seconds_per_token: float | None
     layer_error: dict[str, Any] | None = None
@@ -117,7 +117,7 @@ class Compare:
                 session.on_layer = read_errors
                 with progress(f"reading, {prefill.name}", len(self.prompt)) as advance:
                     first = reader.read(self.prompt, advance)
-                reads = [Reads.of(session.report(spec.decode), "prefill") for spec in specs]
+                reads = [ReadShares.of(session.report(spec.decode), "prefill") for spec in specs]
                 for spec, prefill_reads in zip(specs, reads, strict=True):
                     session.switch(spec.decode)
                     errors = LayerErrors(shape_of(self.model), self.model.device, "decode") if self.layers else None
@@ -162,7 +162,7 @@ class Compare:
         self,
         spec: Spec,
         session: Session,
-        prefill_reads: Reads | None,
+        prefill_reads: ReadShares | None,
         rows: list[Tensor],
         read_seconds: float,
         seconds: float | None,
@@ -182,7 +182,7 @@ class Compare:
             differs[0] if differs else None,
             steps,
             prefill_reads,
-            Reads.of(session.report(), "decode"),
+            ReadShares.of(session.report(), "decode"),
             read_seconds,
             seconds,
             errors.to_json() if errors else None,

@@ -20,7 +20,7 @@ from longreach.adapters.transformers import (
 from longreach.cache import CacheConfig
 from longreach.evals.plans import plans
 from longreach.evals.progress import Progress, unseen
-from longreach.evals.reads import Reads
+from longreach.evals.read_shares import ReadShares
 from longreach.methods.registry import choose, unfit
 from longreach.tasks import haystack
 from longreach.tasks.needle import INTRO_ALL, Needle, needle
@@ -30,7 +30,7 @@ ANSWER_TOKENS = 12
 
 
 @dataclass(frozen=True)
-class Said:
+class AnswerRow:
     """The answer to one question."""
 
     depth: float
@@ -51,9 +51,9 @@ class Row:
 
     prefill: str
     decode: str
-    answers: tuple[Said, ...]
-    prefill_reads: Reads | None
-    decode_reads: Reads | None
+    answers: tuple[AnswerRow, ...]
+    prefill_reads: ReadShares | None
+    decode_reads: ReadShares | None
     read_seconds: float
     first_token_seconds: float
     seconds_per_token: float | None
@@ -94,7 +94,7 @@ class Demo:
                 reader = Reader(session)
                 with progress(f"reading, {prefill}", len(self.document)) as advance:
                     reader.read(self.document, advance)
-                reads = [Reads.of(session.report(method), "prefill") for method in methods]
+                reads = [ReadShares.of(session.report(method), "prefill") for method in methods]
                 for decode, method, prefill_reads in zip(decodes, methods, reads, strict=True):
                     session.switch(method)
                     answers = [Answer() for _ in self.questions]
@@ -109,15 +109,15 @@ class Demo:
                         decode,
                         tuple(self._said(d, f, a) for (d, f), a in zip(self.placed, answers, strict=True)),
                         prefill_reads,
-                        Reads.of(session.report(), "decode"),
+                        ReadShares.of(session.report(), "decode"),
                         reader.read_seconds,
                         reader.read_seconds + sum(asked) / len(asked),
                         sum(a.decode_seconds for a in answers) / steps if steps else None,
                     )
 
-    def _said(self, depth: float, fact: Needle, answer: Answer) -> Said:
+    def _said(self, depth: float, fact: Needle, answer: Answer) -> AnswerRow:
         text = self.tokenizer.decode(answer.tokens, skip_special_tokens=True).strip()
-        return Said(depth, fact.key, fact.value, text, fact.value in text, answer.first_token_seconds)
+        return AnswerRow(depth, fact.key, fact.value, text, fact.value in text, answer.first_token_seconds)
 
 
 def _different(random: Random, count: int) -> list[Needle]:

@@ -24,11 +24,11 @@ from longreach.adapters.transformers import (
 )
 from longreach.cache import CacheConfig
 from longreach.errors import InvalidInput
+from longreach.evals.mac_study.drift import Likeliest
 from longreach.evals.methods import Spec, by_prefill
 from longreach.evals.progress import Progress, counted, unseen
 from longreach.evals.prompting import Counter
-from longreach.evals.reads import phase_bytes
-from longreach.evals.reuse.drift import Likeliest
+from longreach.evals.read_shares import phase_bytes
 from longreach.tasks import haystack
 from longreach.tasks.needle import ASKED, BEGUN, INTRO_ALL, NEEDLE
 from longreach.tasks.ruler.niah import distinct
@@ -66,7 +66,7 @@ def script(tokenizer: Any, length: int, questions: int, random: Random, count: C
 
 
 @dataclass
-class Heard:
+class TokenScores:
     """What a method expected of each token of the script [n]: its nll, whether it was the likeliest; beside dense
     attention: the divergence of its distribution, whether the likeliest token is the same.
 
@@ -183,10 +183,10 @@ class _Reference(NamedTuple):
 
 def _fed(
     reader: Reader, first: Tensor, one: Script, reference: _Reference, advance: Advance, *, own: bool
-) -> tuple[Heard, float | None]:
+) -> tuple[TokenScores, float | None]:
     """Decode a script. reference: made by the first call."""
     fed = one.fed
-    heard, leading, answer = Heard([], [], [], []), not reference.found, Answer()
+    heard, leading, answer = TokenScores([], [], [], []), not reference.found, Answer()
     tokens = torch.tensor(fed, device=first.device)
     mine = {at for a, b in one.answers for at in range(a, b)} if own else set()
     same = torch.ones((), dtype=torch.bool, device=first.device)  # as dense attention has been fed

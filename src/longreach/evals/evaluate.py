@@ -20,12 +20,12 @@ from longreach.adapters.transformers import (
 )
 from longreach.cache import CacheConfig
 from longreach.errors import InvalidInput
-from longreach.evals.ahead import Workers
 from longreach.evals.failures import failure
 from longreach.evals.methods import Spec, by_prefill
 from longreach.evals.progress import Progress, counted, unseen
-from longreach.evals.prompting import Asked, Maker, at_lengths, samples_of
-from longreach.evals.reads import phase_bytes, ran
+from longreach.evals.prompt_workers import Workers
+from longreach.evals.prompting import Maker, PromptSample, at_lengths, samples_of
+from longreach.evals.read_shares import kernels_used, phase_bytes
 from longreach.tasks.base import Task
 
 Keep = Callable[[str, Any], None]
@@ -92,7 +92,7 @@ class Evaluation:
         self.tasks = at_lengths(tasks, settings.lengths)
         self.stop = stop_tokens(model, tokenizer)
         self.not_applied = unapplied(model, sampled=settings.temperature > 0)
-        self.asked: dict[str, Sequence[Asked]] = {}
+        self.asked: dict[str, Sequence[PromptSample]] = {}
         self.workers = workers
         self._making: Workers | None = None
 
@@ -107,14 +107,14 @@ class Evaluation:
         maker = Maker(self.tasks, self.tokenizer, self.settings.seed)
         if self.workers:
             self._making = Workers(maker, totals, self.workers)
-            self.asked = dict(self._making.asked)
+            self.asked = dict(self._making.samples)
             with progress("making the first prompts", len(totals)) as advance:
                 for asked in self.asked.values():
                     advance(len(asked[:1]))
             return
         with progress("making prompts", sum(totals.values())) as advance:
             for name, total in totals.items():
-                made = list[Asked]()
+                made = list[PromptSample]()
                 for number in range(total):
                     made.append(maker.make(name, number, total))
                     advance(1)
@@ -159,7 +159,7 @@ class Evaluation:
                 yield f"{group}|{name}|{first}", name, first
 
     def _part(
-        self, session: Session, reader: BatchReader, specs: list[Spec], task: Task, asked: Sequence[Asked]
+        self, session: Session, reader: BatchReader, specs: list[Spec], task: Task, asked: Sequence[PromptSample]
     ) -> list[dict[str, Any]]:
         """Answers of all methods to a batch; where it fails, prompt by prompt: only what crashes is a failure."""
         try:
@@ -180,24 +180,30 @@ class Evaluation:
                 if len(asked) > 1:
                     return self._one_by_one(session, reader, specs, task, asked)
                 answered = self._failed(spec, asked[0], what)
-            read, how = phase_bytes(report, "prefill"), ran(report, "prefill")
+            read, how = phase_bytes(report, "prefill"), kernels_used(report, "prefill")
             found.append({**answered, "prefill_bytes": read, "prefill_ran": how})
         return found
 
     def _one_by_one(
-        self, session: Session, reader: BatchReader, specs: list[Spec], task: Task, asked: Sequence[Asked]
+        self, session: Session, reader: BatchReader, specs: list[Spec], task: Task, asked: Sequence[PromptSample]
     ) -> list[dict[str, Any]]:
         found = [answers for one in asked for answers in self._part(session, reader, specs, task, [one])]
         return [{**answers, "alone": True} for answers in found]
 
-    def _failed(self, spec: Spec, one: Asked, what: str) -> dict[str, Any]:
+    def _failed(self, spec: Spec, one: PromptSample, what: str) -> dict[str, Any]:
         answer = {"number": one.number, "text": "", "score": 0.0, "tokens": 0, "stopped": False, "ids": [],
                   "error": what}  # fmt: skip
         answers = [{**answer, "draw": draw} for draw in range(self.settings.draws)]
         return {"label": spec.label, "answers": answers, "prefill_bytes": None, "decode_bytes": None, "seconds": None}
 
     def _answers(
-        self, session: Session, reader: BatchReader, spec: Spec, task: Task, asked: Sequence[Asked], logits: Tensor
+        self,
+        session: Session,
+        reader: BatchReader,
+        spec: Spec,
+        task: Task,
+        asked: Sequence[PromptSample],
+        logits: Tensor,
     ) -> dict[str, Any]:
         session.switch(spec.decode)
         answers, took, steps, setup, why = list[dict[str, Any]](), 0.0, 0, 0.0, None
@@ -218,7 +224,7 @@ class Evaluation:
             "label": spec.label,
             "answers": answers,
             "decode_bytes": phase_bytes(session.report(), "decode"),
-            "decode_ran": ran(session.report(), "decode"),
+            "decode_ran": kernels_used(session.report(), "decode"),
             "not_captured": why,
             "seconds": {"read": reader.read_seconds, "decode": took, "steps": steps, "setup": setup},
         }

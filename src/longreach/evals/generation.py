@@ -18,7 +18,7 @@ from longreach.evals.dialogue import noted
 from longreach.evals.methods import Spec, by_prefill
 from longreach.evals.perplexity import Curve, Text, windows_of
 from longreach.evals.progress import Progress, counted, unseen
-from longreach.evals.reads import phase_bytes, shares
+from longreach.evals.read_shares import phase_bytes, shares
 from longreach.methods.base import AttentionMethod
 from longreach.methods.dense import Dense
 from longreach.records import bootstrap

@@ -19,7 +19,7 @@ from longreach.errors import InvalidInput, MeasurementFailed
 from longreach.evals.failures import failure
 from longreach.evals.methods import Spec, by_prefill
 from longreach.evals.progress import Progress, counted, unseen
-from longreach.evals.reads import phase_bytes, shares
+from longreach.evals.read_shares import phase_bytes, shares
 from longreach.methods.base import AttentionMethod
 from longreach.records import bootstrap
 

@@ -19,7 +19,7 @@ SHORT, MOST_KNOWN = 4096, 20_000  # characters of a text whose tokens are rememb
 
 
 @dataclass(frozen=True)
-class Asked:
+class PromptSample:
     """One prompt, made once."""
 
     number: int
@@ -110,11 +110,11 @@ class Maker:
         self.tasks = dict(tasks)
         self._tokenizer, self._count, self._seed = tokenizer, Counter(tokenizer), seed
 
-    def make(self, name: str, number: int, total: int) -> Asked:
+    def make(self, name: str, number: int, total: int) -> PromptSample:
         """Prompt `number` of `total` of a task. Raises as `fitted`."""
         one = self.tasks[name]
         sample, prompt = fitted(one.task, self._tokenizer, one.length, self._seed, number, total, count=self._count)
-        return Asked(number, sample, tuple(prompt))
+        return PromptSample(number, sample, tuple(prompt))
 
 
 def fitted(

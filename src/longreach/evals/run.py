@@ -23,7 +23,7 @@ from longreach.evals.text import pieces
 
 
 @dataclass(frozen=True)
-class Answered:
+class QuestionAnswer:
     """One question and what came of it. first_token_seconds counts from the question; the document was read before.
 
     stopped: the model ended its answer, max_new_tokens did not. setup_seconds: compiling and capturing the decode step.
@@ -52,7 +52,7 @@ class Questions:
         longest = len(self.document) + max(map(len, self.rests))
         check_length(model, longest, max_new_tokens)
         self.cache = CacheConfig(capacity=longest + max_new_tokens)
-        self.answered: list[Answered] = []
+        self.answered: list[QuestionAnswer] = []
 
     def read(
         self, session: Session, chunk: int = CHUNK, progress: Progress = unseen, *, graph: bool | None = None
@@ -72,7 +72,7 @@ class Questions:
                 text += piece
                 yield piece
         self.answered.append(
-            Answered(
+            QuestionAnswer(
                 self.questions[number],
                 text.rstrip(),
                 len(self.document) + len(rest),

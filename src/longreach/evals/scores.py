@@ -9,7 +9,7 @@ from typing import Any
 
 from longreach.evals.evaluate import Evaluation
 from longreach.evals.methods import DENSE
-from longreach.evals.reads import Reads
+from longreach.evals.read_shares import ReadShares
 from longreach.records import wilson
 from longreach.tasks.base import Grouped
 
@@ -115,7 +115,7 @@ def diverges_at(ids: Sequence[int], other: Sequence[int]) -> int | None:
 
 def _reads(read: Sequence[list[int] | None]) -> dict[str, float] | None:
     there = [r for r in read if r]
-    total = Reads.over([sum(column) for column in zip(*there, strict=True)])
+    total = ReadShares.over([sum(column) for column in zip(*there, strict=True)])
     return None if total is None else asdict(total)
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from torch import Tensor
 
 from longreach.errors import Unsupported
-from longreach.ops import HeadShard, KVView, Partial, Rows, Selection, Turn
+from longreach.ops import HeadShard, KVView, Partial, RotaryAngles, Rows, Selection
 from longreach.ops.attend import attend, resolve
 from longreach.ops.doors import Op, Read, op_named
 from longreach.ops.types import describe, require
@@ -90,7 +90,7 @@ class LayerCall:
     shard: HeadShard | None = None
     impl: str = "auto"
     pre_rope: Callable[[], tuple[Tensor, Tensor]] | None = field(default=None, repr=False)
-    rotary: Callable[[], Turn] | None = field(default=None, repr=False)
+    rotary: Callable[[], RotaryAngles] | None = field(default=None, repr=False)
     phase: Phase = "decode"
     prompt_tokens_left: int = 0
     evicted: bool = False
@@ -183,9 +183,9 @@ class LayerCall:
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
         """`make()`, computed once for all layers of the pass whose rows lie in the same slots."""
-        place = ("once", key, id(self.rows.pos), id(self.kv.filled))
+        place = ("once", key, id(self.rows.pos), id(self.kv.seq_lens))
         if place not in self.shared:
-            self.shared[place] = (make(), self.rows.pos, self.kv.filled)  # an id is unique while its object lives
+            self.shared[place] = (make(), self.rows.pos, self.kv.seq_lens)  # an id is unique while its object lives
         return self.shared[place][0]
 
     @property

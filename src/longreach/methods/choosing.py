@@ -49,7 +49,7 @@ def best_keys(call: LayerCall, scores: Tensor, k: int | float, *, last: int = 0)
     count = call.once(("budget", k, heads), lambda: budget(k, call.context)[:, None].repeat(1, heads))
     capacity = max_keys(k, call.kv.capacity)
     index, used = call.op("top_k", scores.float(), count, call.context, last=last, capacity=capacity)
-    return Lists(index, used, in_sight=True)
+    return Lists(index, used, all_visible=True)
 
 
 def placed(layers: tuple[int, ...], of: int, count: int) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from longreach.cache import PerTokenState, SequenceState
 from longreach.methods.base import AttentionMethod, Outcome, attend_densely, budget, check_budget, is_count
 from longreach.methods.call import LayerCall, ModelShape
 from longreach.methods.choosing import check_layers, check_layers_of, max_keys
-from longreach.ops import KVView, Lists, Rows, Span, Spans, at, near
+from longreach.ops import KVView, Lists, Rows, Span, Spans, absolute, relative
 from longreach.ops.block_bounds import bound_blocks
 from longreach.ops.doors import Read
 from longreach.ops.types import require
@@ -69,7 +69,7 @@ class Quest(AttentionMethod):
         length = call.once((self, "length"), lambda: newest + 1)
         capacity = -(-max_keys(self.k, call.kv.capacity) // page)
         index, used = call.op("top_k", bound.float(), count, length, last=1, capacity=capacity)
-        return Outcome(call.attend(Lists(index, used, block=page, in_sight=True)))
+        return Outcome(call.attend(Lists(index, used, block=page, all_visible=True)))
 
     def workspace_bytes(self, model: ModelShape, rows: int, capacity: int, dtype: torch.dtype) -> int:
         blocks, listed = -(-capacity // self.page), -(-max_keys(self.k, capacity) // self.page)
@@ -79,7 +79,7 @@ class Quest(AttentionMethod):
         """Of each row: blocks to choose, the newest block, and the span of keys by which that is bounded anew."""
         page = self._block(call)
         newest = call.rows.pos.long() // page
-        bounded = Spans((Span(at((newest * page)[:, None]), near(1)),))
+        bounded = Spans((Span(absolute((newest * page)[:, None]), relative(1)),))
         return -(-budget(self.k, call.context) // page), newest, bounded
 
     def _block(self, call: LayerCall) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from longreach.cache import SequenceState
 from longreach.methods.base import AttentionMethod, Outcome, budget, check_budget, is_count
 from longreach.methods.call import LayerCall
-from longreach.ops import Span, Spans, at, near
+from longreach.ops import Span, Spans, absolute, relative
 from longreach.ops.types import require
 
 
@@ -35,4 +35,4 @@ class StreamingLLM(AttentionMethod):
 
     def _kept(self, call: LayerCall) -> Spans:
         width = budget(self.window, call.context)[:, None]
-        return Spans((Span(at(0), at(self.sinks)), Span(near(1 - width), near(1))))
+        return Spans((Span(absolute(0), absolute(self.sinks)), Span(relative(1 - width), relative(1))))

@@ -2,19 +2,19 @@
 
 from longreach.ops.attend import (
     attend,
-    attend_keeping,
+    attend_from_logits,
     attend_split,
-    attend_values,
+    attend_with_logits,
     copy_keys,
     quantise_keys,
     score_keys,
 )
 from longreach.ops.partial import merge, remove, shift
 from longreach.ops.pooled_scores import pooled_scores
-from longreach.ops.rope import Turn, angles, reposition, rotate, unrotate
-from longreach.ops.selection import Bound, Lists, PackedLists, Selection, Span, Spans, at, near
+from longreach.ops.rope import RotaryAngles, angles, reposition, rotate, unrotate
+from longreach.ops.selection import Bound, Lists, PackedLists, Selection, Span, Spans, absolute, relative
 from longreach.ops.top_k import top_k
-from longreach.ops.types import HeadShard, KVView, Logits, Partial, Rows, Run, ScoringKeys
+from longreach.ops.types import HeadShard, KVView, Logits, Partial, RowRange, Rows, ScoringKeys
 
 __all__ = [
     "Bound",
@@ -24,24 +24,24 @@ __all__ = [
     "Logits",
     "PackedLists",
     "Partial",
+    "RotaryAngles",
+    "RowRange",
     "Rows",
-    "Run",
     "ScoringKeys",
     "Selection",
     "Span",
     "Spans",
-    "Turn",
+    "absolute",
     "angles",
-    "at",
     "attend",
-    "attend_keeping",
+    "attend_from_logits",
     "attend_split",
-    "attend_values",
+    "attend_with_logits",
     "copy_keys",
     "merge",
-    "near",
     "pooled_scores",
     "quantise_keys",
+    "relative",
     "remove",
     "reposition",
     "rotate",

@@ -24,15 +24,15 @@ def check_memory(rows: Rows, kv: KVView) -> None:
             low >= 0 and high < kv.sequences, lambda: f"seq: expected in [0, B={kv.sequences}), got {low} to {high}"
         )
     if kv.sequences:
-        low, high = int(kv.filled.min()), int(kv.filled.max())
+        low, high = int(kv.seq_lens.min()), int(kv.seq_lens.max())
         fits = low >= 0 and high <= kv.capacity
         require(
             fits,
-            lambda: f"filled: expected in [0, {kv.capacity}], the slots a sequence can address, got {low} to {high}",
+            lambda: f"seq_lens: expected in [0, {kv.capacity}], the slots a sequence can address, got {low} to {high}",
         )
     if kv.block_table is not None:
         pages = kv.k.shape[0]
-        need = -(-kv.filled // kv.page)
+        need = -(-kv.seq_lens // kv.page)
         used = torch.arange(kv.block_table.shape[1]) < need[:, None]
         bad = used & ((kv.block_table < 0) | (kv.block_table >= pages))
         if bool(bad.any()):

@@ -22,7 +22,7 @@ OPS = {
     "attend_with_logits": "longreach.ops.attend:WITH_LOGITS",
     "bound_and_score": "longreach.ops.block_bounds:BOUND_AND_SCORE",
     "largest_log_prob": "longreach.ops.across_heads:LARGEST_LOG_PROB",
-    "match": "longreach.ops.nearest:MATCH",
+    "match": "longreach.ops.match:MATCH",
     "pooled_scores": "longreach.ops.pooled_scores:POOLED_SCORES",
     "project": "longreach.ops.project:PROJECT",
     "rank_round_robin": "longreach.ops.across_heads:RANK_ROUND_ROBIN",

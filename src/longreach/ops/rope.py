@@ -17,7 +17,7 @@ Layout = Literal["half", "interleaved"]
 LAYOUTS = get_args(Layout)
 
 
-class Turn(NamedTuple):
+class RotaryAngles(NamedTuple):
     """How each row was rotated. cos, sin: float [R, rotary/2], any strides; cos^2 + sin^2 may differ from 1 (YaRN)."""
 
     cos: Tensor
@@ -28,9 +28,9 @@ class Turn(NamedTuple):
         """x [R, heads, D] as it was before."""
         return unrotate(x, self.cos[:, None], self.sin[:, None], layout=self.layout)
 
-    def take(self, index: Tensor) -> Turn:
+    def take(self, index: Tensor) -> RotaryAngles:
         """That of the rows at `index` [r]."""
-        return Turn(self.cos[index], self.sin[index], self.layout)
+        return RotaryAngles(self.cos[index], self.sin[index], self.layout)
 
 
 def angles(pos: Tensor, inv_freq: Tensor, *, scaling: float = 1.0) -> tuple[Tensor, Tensor]:

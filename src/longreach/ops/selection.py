@@ -30,12 +30,12 @@ class Bound(NamedTuple):
         return self if isinstance(self.value, int) else Bound(self.value[index], self.relative)
 
 
-def at(slot: int | Tensor) -> Bound:
+def absolute(slot: int | Tensor) -> Bound:
     """The bound at an absolute slot."""
     return Bound(slot, False)
 
 
-def near(offset: int | Tensor) -> Bound:
+def relative(offset: int | Tensor) -> Bound:
     """The bound at the row's own position plus `offset`; near(1) is just after the row itself."""
     return Bound(offset, True)
 
@@ -64,10 +64,10 @@ class Selection(ABC):
         """
 
     @abstractmethod
-    def reads(self, rows: Rows, kv: KVView) -> Tensor:
+    def keys_read(self, rows: Rows, kv: KVView) -> Tensor:
         """Keys streamed per row and KV head, the union over its query heads: int64 [R, G].
 
-        Takes the selection as valid; no device sync, but for PackedLists' longest length (none where `in_sight`).
+        Takes the selection as valid; no device sync, but for PackedLists' longest length (none where `all_visible`).
         """
 
     @abstractmethod
@@ -118,7 +118,7 @@ def slot_positions(rows: Rows, kv: KVView, stop: int, per: Per) -> Tensor:
     if kv.slot_pos is None:
         return slots[None, None]
     page, offset = kv.locate(rows.seq[:, None], slots[None].expand(rows.seq.shape[0], -1))
-    page = page.clamp(0, kv.k.shape[0] - 1)  # a table's entries past `filled` may be anything
+    page = page.clamp(0, kv.k.shape[0] - 1)  # a table's entries past `seq_lens` may be anything
     position = kv.slot_pos[page, :, offset].transpose(1, 2).long()
     return position if per == "kv" else position.repeat_interleave(kv.group(rows), 1)
 
@@ -133,7 +133,7 @@ def beyond(bound: Bound, rows: Rows, kv: KVView, stop: int, per: Per) -> Tensor:
 
 def visible(rows: Rows, kv: KVView, stop: int, per: Per) -> Tensor:
     """bool, broadcasts to [R, heads, stop]: filled slots whose position does not exceed the row's."""
-    filled = torch.arange(stop, device=rows.pos.device) < kv.filled[rows.seq.long()][:, None]
+    filled = torch.arange(stop, device=rows.pos.device) < kv.seq_lens[rows.seq.long()][:, None]
     return filled[:, None] & (slot_positions(rows, kv, stop, per) <= rows.pos[:, None, None])
 
 
@@ -147,18 +147,18 @@ class Spans(Selection):
     @classmethod
     def dense(cls) -> Spans:
         """Everything a row can see: [0, pos + 1)."""
-        return cls((Span(at(0), near(1)),))
+        return cls((Span(absolute(0), relative(1)),))
 
     @property
     def is_dense(self) -> bool:
         """Whether this is what `dense` makes."""
         fixed = all(isinstance(bound.value, int) for span in self.spans for bound in span)
-        return fixed and self.spans == (Span(at(0), near(1)),)
+        return fixed and self.spans == (Span(absolute(0), relative(1)),)
 
     @classmethod
     def window(cls, size: int) -> Spans:
         """The last `size` positions, the row's own included."""
-        return cls((Span(near(1 - size), near(1)),))
+        return cls((Span(relative(1 - size), relative(1)),))
 
     def take(self, index: Tensor) -> Spans:
         return Spans(tuple(Span(s.start.take(index), s.stop.take(index)) for s in self.spans), self.per)
@@ -176,7 +176,7 @@ class Spans(Selection):
             mask = mask | (passed(span.start) & ~passed(span.stop))
         return mask, None
 
-    def reads(self, rows: Rows, kv: KVView) -> Tensor:
+    def keys_read(self, rows: Rows, kv: KVView) -> Tensor:
         if kv.slot_pos is not None:
             return self.streamed(rows, kv).sum(-1)
         pos = rows.pos.long()[:, None]
@@ -210,10 +210,10 @@ class Lists(Selection):
     overflow: the row then reads its dense span whatever the entries say, and `overflowed` shows it, so nothing
     is cut silently. Entries past the count may be anything.
     log_weight: float [L, heads, C] or None, added to the logit of every key of the entry.
-    list_of: int [R], the list each row uses (tiles share one); None means row r uses list r.
-    head_of: int [G] (per="kv") or [H], the entry of the head axis that each head uses: lists made in one layer serve
+    row_to_list: int [R], the list each row uses (tiles share one); None means row r uses list r.
+    head_map: int [G] (per="kv") or [H], the entry of the head axis that each head uses: lists made in one layer serve
         another through its head map, many to one, and are not copied. None: head h uses entry h, or the only one.
-    in_sight: each row of a list can see every key that its entries in use name, but for the end of the row's newest
+    all_visible: each row of a list can see every key that its entries in use name, but for the end of the row's newest
         block, which must be among them if blocks have more than one key. It must be true. The keys read are then
         counted without a look at the entries, of which there may be many.
     """
@@ -223,9 +223,9 @@ class Lists(Selection):
     log_weight: Tensor | None = None
     per: Per = "kv"
     block: int = 1
-    list_of: Tensor | None = None
-    head_of: Tensor | None = None
-    in_sight: bool = False
+    row_to_list: Tensor | None = None
+    head_map: Tensor | None = None
+    all_visible: bool = False
 
     @property
     def overflowed(self) -> Tensor:
@@ -236,15 +236,15 @@ class Lists(Selection):
         index, count, weight = self.index, self.count, self.log_weight
         ok = isinstance(index, Tensor) and index.dtype in INTS and index.dim() == 3
         require(ok, lambda: f"index: expected int [L, heads, C], got {describe(index)}")
-        _check_head_axis("index", index.shape[1], self.head_of, self.per, rows, kv)
+        _check_head_axis("index", index.shape[1], self.head_map, self.per, rows, kv)
         ok = isinstance(count, Tensor) and count.dtype in INTS and count.shape == index.shape[:2]
         require(ok, lambda: f"count: expected int {list(index.shape[:2])}, got {describe(count)}")
         if weight is not None:
             ok = isinstance(weight, Tensor) and weight.is_floating_point() and weight.shape == index.shape
             require(ok, lambda: f"log_weight: expected float {list(index.shape)}, got {describe(weight)}")
         _check_block(self.block)
-        _check_in_sight(self, kv)
-        _check_list_of(self.list_of, index.shape[0], rows)
+        _check_all_visible(self, kv)
+        _check_list_of(self.row_to_list, index.shape[0], rows)
         for name, x in (("index", index), ("count", count), ("log_weight", weight)):
             on = x is None or x.device == rows.pos.device
             require(on, lambda: f"{name}: expected on {rows.pos.device} like the rows, got {describe(x)}")
@@ -252,11 +252,11 @@ class Lists(Selection):
             require(int(count.min()) >= 0, lambda: f"count: expected >= 0, got {int(count.min())}")
 
     def take(self, index: Tensor) -> Lists:
-        return replace(self, list_of=index if self.list_of is None else self.list_of[index])
+        return replace(self, row_to_list=index if self.row_to_list is None else self.row_to_list[index])
 
     def _per_row(self, x: Tensor) -> Tensor:
-        x = x if self.list_of is None else x[self.list_of.long()]
-        return x if self.head_of is None else x[:, self.head_of.long()]
+        x = x if self.row_to_list is None else x[self.row_to_list.long()]
+        return x if self.head_map is None else x[:, self.head_map.long()]
 
     def _entries(self) -> tuple[Tensor, Tensor, Tensor]:
         """Of each row: its entries and which of them are in use [R, heads, C], and whether it overflowed [R, heads]."""
@@ -267,7 +267,7 @@ class Lists(Selection):
 
     def chosen(self, rows: Rows, kv: KVView, stop: int) -> tuple[Tensor, Tensor | None]:
         index, used, _ = self._entries()
-        blocks = -(-kv.filled[rows.seq.long()].long() // self.block)
+        blocks = -(-kv.seq_lens[rows.seq.long()].long() // self.block)
         bad = used & ((index < 0) | (index >= blocks[:, None, None]))
         if bool(bad.any()):
             row = int(bad.nonzero()[0, 0])
@@ -300,8 +300,8 @@ class Lists(Selection):
         mask = paint(torch.ones_like(place, dtype=torch.bool)) | over[..., None]
         return mask, None if self.log_weight is None else paint(self._per_row(self.log_weight))
 
-    def reads(self, rows: Rows, kv: KVView) -> Tensor:
-        if self.in_sight:
+    def keys_read(self, rows: Rows, kv: KVView) -> Tensor:
+        if self.all_visible:
             keys = self._per_row(self.count).long() * self.block
             if self.block > 1:  # the row cuts the newest block, which is among those in use
                 keys = (keys - (self.block - 1 - rows.pos.long() % self.block)[:, None]).clamp(min=0)
@@ -310,9 +310,9 @@ class Lists(Selection):
         if kv.slot_pos is not None:
             mask = self._painted(kv.capacity)[0] & visible(rows, kv, kv.capacity, self.per)
             return self._union(mask, rows, kv).sum(-1)
-        if self.head_of is not None and self.per == "kv":  # count each list once, however many heads it serves
-            keys = replace(self, head_of=None)._counted(rows, kv)
-            return keys[:, self.head_of.long()]
+        if self.head_map is not None and self.per == "kv":  # count each list once, however many heads it serves
+            keys = replace(self, head_map=None)._counted(rows, kv)
+            return keys[:, self.head_map.long()]
         return self._counted(rows, kv).expand(-1, kv.heads)
 
     def _counted(self, rows: Rows, kv: KVView) -> Tensor:
@@ -335,8 +335,8 @@ class PackedLists(Selection):
     """Lists of varying length behind one another: prefill tiles, where a common capacity would waste memory.
 
     index: int [E]; offsets: int [L * heads + 1], list l of head h is index[offsets[l*heads+h] : offsets[l*heads+h+1]].
-    heads: entries of the head axis; log_weight: float [E] or None; list_of: int [R] or None (row r uses list r);
-    head_of, in_sight: as in Lists.
+    heads: entries of the head axis; log_weight: float [E] or None; row_to_list: int [R] or None (row r uses list r);
+    head_map, all_visible: as in Lists.
     """
 
     index: Tensor
@@ -345,16 +345,16 @@ class PackedLists(Selection):
     log_weight: Tensor | None = None
     per: Per = "kv"
     block: int = 1
-    list_of: Tensor | None = None
-    head_of: Tensor | None = None
-    in_sight: bool = False
+    row_to_list: Tensor | None = None
+    head_map: Tensor | None = None
+    all_visible: bool = False
 
     def check(self, rows: Rows, kv: KVView) -> None:
         for name in ("index", "offsets"):
             x = getattr(self, name)
             ok = isinstance(x, Tensor) and x.dtype in INTS and x.dim() == 1 and x.device == rows.pos.device
             require(ok, lambda: f"{name}: expected int, one dimension, on {rows.pos.device}, got {describe(x)}")
-        _check_head_axis("heads", self.heads, self.head_of, self.per, rows, kv)
+        _check_head_axis("heads", self.heads, self.head_map, self.per, rows, kv)
         lists, rest = divmod(self.offsets.shape[0] - 1, self.heads)
         require(
             rest == 0 and lists >= 0,
@@ -366,8 +366,8 @@ class PackedLists(Selection):
             ok = ok and self.log_weight.device == self.index.device
             require(ok, lambda: f"log_weight: expected float {list(self.index.shape)}, got {describe(self.log_weight)}")
         _check_block(self.block)
-        _check_in_sight(self, kv)
-        _check_list_of(self.list_of, lists, rows)
+        _check_all_visible(self, kv)
+        _check_list_of(self.row_to_list, lists, rows)
 
     def take(self, index: Tensor) -> Lists:
         return self.padded().take(index)
@@ -389,60 +389,62 @@ class PackedLists(Selection):
         weight = None if self.log_weight is None else spread(self.log_weight)
         count = length.unflatten(0, (-1, self.heads))
         index = spread(self.index)
-        return Lists(index, count, weight, self.per, self.block, self.list_of, self.head_of, self.in_sight)
+        return Lists(index, count, weight, self.per, self.block, self.row_to_list, self.head_map, self.all_visible)
 
     def chosen(self, rows: Rows, kv: KVView, stop: int) -> tuple[Tensor, Tensor | None]:
         return self.padded().chosen(rows, kv, stop)
 
-    def reads(self, rows: Rows, kv: KVView) -> Tensor:
-        if not self.in_sight:
-            return self.padded().reads(rows, kv)
+    def keys_read(self, rows: Rows, kv: KVView) -> Tensor:
+        if not self.all_visible:
+            return self.padded().keys_read(rows, kv)
         keys = self.offsets.long().diff().unflatten(0, (-1, self.heads))
-        keys = keys if self.head_of is None else keys[:, self.head_of.long()]
-        keys = keys if self.list_of is None else keys[self.list_of.long()]
+        keys = keys if self.head_map is None else keys[:, self.head_map.long()]
+        keys = keys if self.row_to_list is None else keys[self.row_to_list.long()]
         return keys.expand(-1, kv.heads)
 
 
 def slots_seen(rows: Rows, kv: KVView) -> Tensor:
     """int64 [R]: slots each row can see, where slots are positions."""
-    return torch.minimum(rows.pos.long() + 1, kv.filled[rows.seq.long()].long()).clamp(min=0)
+    return torch.minimum(rows.pos.long() + 1, kv.seq_lens[rows.seq.long()].long()).clamp(min=0)
 
 
-def _check_head_axis(what: str, size: int, head_of: Tensor | None, per: Per, rows: Rows, kv: KVView) -> None:
-    if head_of is None:
+def _check_head_axis(what: str, size: int, head_map: Tensor | None, per: Per, rows: Rows, kv: KVView) -> None:
+    if head_map is None:
         check_heads(size, per, rows, kv, what)
         return
     require(per in ("kv", "query"), lambda: f"per: expected 'kv' or 'query', got {per!r}")
     require(size >= 1, lambda: f"{what}: expected lists of one head or more, got {size}")
     heads = kv.heads if per == "kv" else rows.q.shape[1]
-    ok = isinstance(head_of, Tensor) and head_of.dtype in INTS
-    ok = ok and head_of.shape == (heads,) and head_of.device == rows.pos.device
-    require(ok, lambda: f"head_of: expected int [{heads} {per} heads] on {rows.pos.device}, got {describe(head_of)}")
-    if head_of.device.type == "cpu":
-        low, high = int(head_of.min()), int(head_of.max())
-        require(low >= 0 and high < size, lambda: f"head_of: expected values in [0, {size}), got {low} to {high}")
+    ok = isinstance(head_map, Tensor) and head_map.dtype in INTS
+    ok = ok and head_map.shape == (heads,) and head_map.device == rows.pos.device
+    require(ok, lambda: f"head_map: expected int [{heads} {per} heads] on {rows.pos.device}, got {describe(head_map)}")
+    if head_map.device.type == "cpu":
+        low, high = int(head_map.min()), int(head_map.max())
+        require(low >= 0 and high < size, lambda: f"head_map: expected values in [0, {size}), got {low} to {high}")
 
 
 def _check_block(block: int) -> None:
     require(isinstance(block, int) and block >= 1, lambda: f"block: expected a count of keys >= 1, got {block!r}")
 
 
-def _check_in_sight(lists: Lists | PackedLists, kv: KVView) -> None:
-    fits = not lists.in_sight or (lists.per == "kv" and kv.slot_pos is None)
-    require(fits, "in_sight: expected lists per KV head, of slots that are positions; leave it out for others")
+def _check_all_visible(lists: Lists | PackedLists, kv: KVView) -> None:
+    fits = not lists.all_visible or (lists.per == "kv" and kv.slot_pos is None)
+    require(fits, "all_visible: expected lists per KV head, of slots that are positions; leave it out for others")
 
 
-def _check_list_of(list_of: Tensor | None, lists: int, rows: Rows) -> None:
+def _check_list_of(row_to_list: Tensor | None, lists: int, rows: Rows) -> None:
     count = rows.pos.shape[0]
-    if list_of is None:
-        require(lists == count, lambda: f"lists: expected one per row ({count}) or list_of, got {lists}")
+    if row_to_list is None:
+        require(lists == count, lambda: f"lists: expected one per row ({count}) or row_to_list, got {lists}")
         return
-    ok = isinstance(list_of, Tensor) and list_of.dtype in INTS
-    ok = ok and list_of.shape == (count,) and list_of.device == rows.pos.device
-    require(ok, lambda: f"list_of: expected int [R={count}] on {rows.pos.device}, got {describe(list_of)}")
-    if list_of.device.type == "cpu" and count:
-        inside = int(list_of.min()) >= 0 and int(list_of.max()) < lists
+    ok = isinstance(row_to_list, Tensor) and row_to_list.dtype in INTS
+    ok = ok and row_to_list.shape == (count,) and row_to_list.device == rows.pos.device
+    require(ok, lambda: f"row_to_list: expected int [R={count}] on {rows.pos.device}, got {describe(row_to_list)}")
+    if row_to_list.device.type == "cpu" and count:
+        inside = int(row_to_list.min()) >= 0 and int(row_to_list.max()) < lists
         require(
             inside,
-            lambda: f"list_of: expected values in [0, {lists}), got {int(list_of.min())} to {int(list_of.max())}",
+            lambda: (
+                f"row_to_list: expected values in [0, {lists}), got {int(row_to_list.min())} to {int(row_to_list.max())}"
+            ),
         )

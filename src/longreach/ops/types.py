@@ -40,7 +40,7 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-class Run(NamedTuple):
+class RowRange(NamedTuple):
     """What the host knows of consecutive rows: `rows` of sequence `seq`, at positions first, first + 1, ...
 
     first is given only where slots [0, first + rows) of the sequence are filled; None: only the device knows.
@@ -64,7 +64,7 @@ class Rows:
     q: Tensor
     seq: Tensor
     pos: Tensor
-    runs: tuple[Run, ...] | None = None
+    runs: tuple[RowRange, ...] | None = None
 
     def __post_init__(self) -> None:
         require(
@@ -91,7 +91,7 @@ class KVView:
     """Where keys and values are. One layout serves contiguous and paged memory.
 
     k, v: [P, G, page, D], strided views whose last dimension is contiguous.
-    filled: [B] int, slots in use per sequence; slots at and above it are never read.
+    seq_lens: [B] int, slots in use per sequence; slots at and above it are never read.
     block_table: [B, pages] int, slot n of sequence b lies at [block_table[b, n // page], :, n % page];
         None means sequence b is page b (contiguous: one page holds the whole sequence).
     slot_pos: [P, G, page] int, each slot's position where it differs from its index (after eviction).
@@ -100,14 +100,14 @@ class KVView:
 
     k: Tensor
     v: Tensor
-    filled: Tensor
+    seq_lens: Tensor
     block_table: Tensor | None = None
     slot_pos: Tensor | None = None
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
 
     def __post_init__(self) -> None:
-        k, v, filled = self.k, self.v, self.filled
+        k, v, filled = self.k, self.v, self.seq_lens
         require(isinstance(k, Tensor) and k.dim() == 4, lambda: f"k: expected [P, G, page, D], got {describe(k)}")
         require(k.dtype in FLOATS, lambda: f"k: expected bf16, fp16, fp32 or fp64, got {describe(k)}")
         require(min(k.shape[1:]) >= 1, lambda: f"k: expected at least one KV head, slot and channel, got {describe(k)}")
@@ -115,11 +115,11 @@ class KVView:
         require(same, lambda: f"v: expected {describe(k)} like k, got {describe(v)}")
         require(k.stride(-1) == 1 and v.stride(-1) == 1, "k, v: the last dimension must be contiguous")
         ok = isinstance(filled, Tensor) and filled.dtype in INTS and filled.dim() == 1
-        require(ok, lambda: f"filled: expected int32 or int64 [B], got {describe(filled)}")
+        require(ok, lambda: f"seq_lens: expected int32 or int64 [B], got {describe(filled)}")
         table = self.block_table
         if table is None:
             same = filled.shape[0] == k.shape[0]
-            require(same, lambda: f"filled: without a block table expected [P={k.shape[0]}], got {describe(filled)}")
+            require(same, lambda: f"seq_lens: without a block table expected [P={k.shape[0]}], got {describe(filled)}")
         else:
             ok = isinstance(table, Tensor) and table.dtype in INTS and table.dim() == 2
             ok = ok and table.shape[0] == filled.shape[0]
@@ -128,7 +128,7 @@ class KVView:
             ok = isinstance(self.slot_pos, Tensor) and self.slot_pos.dtype in INTS
             ok = ok and self.slot_pos.shape == k.shape[:3]
             require(ok, lambda: f"slot_pos: expected int {list(k.shape[:3])}, got {describe(self.slot_pos)}")
-        for name in ("v", "filled", "block_table", "slot_pos"):
+        for name in ("v", "seq_lens", "block_table", "slot_pos"):
             x = getattr(self, name)
             on = x is None or x.device == k.device
             require(on, lambda: f"{name}: expected on {k.device} like k, got {describe(x)}")
@@ -137,7 +137,7 @@ class KVView:
 
     @property
     def sequences(self) -> int:
-        return self.filled.shape[0]
+        return self.seq_lens.shape[0]
 
     @property
     def heads(self) -> int:
@@ -228,11 +228,11 @@ class Partial:
 class Logits:
     """The logits of all keys a row reaches, left by one pass over the keys for later passes of the same call.
 
-    Made by attend_keeping and score_keys, taken by attend_values and pooled_scores; methods hand it on and look at
-    nothing in it. A softcap is in them; sinks and log-weights are not.
+    Made by attend_with_logits and score_keys, taken by attend_from_logits and pooled_scores; methods hand it on and
+    look at nothing in it. A softcap is in them; sinks and log-weights are not.
 
     x: [R, G, N, group], the query heads of a KV head side by side, N slots a sequence can address. Slots that a row
-        does not reach hold anything: those at min(filled, pos + 1) and above, after eviction at filled and above.
+        does not reach hold anything: those at min(seq_lens, pos + 1) and above, after eviction at seq_lens and above.
     top: None: x are the logits, fp32 (or fp64). Else fp32 [R, G, ceil(N / block), group], the largest logit of each
         `block` slots over ln 2, and x is fp16: logit = ln 2 (top + x). Half the bytes of fp32, and a weight's relative
         error is at most 2^-11 (largest logit - logit): large only where the weight itself is small.
@@ -267,7 +267,7 @@ class Logits:
         return (x.float() + self.top.repeat_interleave(self.block, 2)[:, :, :stop]) * math.log(2)
 
 
-def _alone(x: Tensor) -> Tensor:
+def _identity(x: Tensor) -> Tensor:
     return x
 
 
@@ -282,7 +282,7 @@ class HeadShard:
     first: int
     count: int
     total: int
-    sum: Callable[[Tensor], Tensor] = _alone
+    sum: Callable[[Tensor], Tensor] = _identity
 
     def __post_init__(self) -> None:
         ok = self.first >= 0 and self.count >= 1 and self.first + self.count <= self.total

@@ -129,16 +129,16 @@ class Counting:
         if known not in self._spans:
             name = ("slots", where.name, self._spans_name(selection))
             if name not in self._made:
-                self._made[name] = self._total(selection.reads(rows, kv), where)
+                self._made[name] = self._total(selection.keys_read(rows, kv), where)
             self._spans[known] = [Term(column, name, factor) for column, factor in factors.items()]
         return self._spans[known]
 
     def _listed(self, rows: Rows, kv: KVView, where: _Place, lists: ListsInUse, factors: dict[int, int]) -> list[Term]:
-        if lists.in_sight:
+        if lists.all_visible:
             slots, used, over = self._see(lists, where)
         else:  # these may name slots that a row cannot see: each entry is looked at now
             slots, used, over = ((kind, len(self._made)) for kind in ("listed", "entries", "over"))
-            self._made[slots] = self._total(lists.reads(rows, kv), where)
+            self._made[slots] = self._total(lists.keys_read(rows, kv), where)
             self._made[used] = self._total(entries_used(lists, kv), where)
             self._made[over] = self._overflows(lists, where)
         entry = lists.index.element_size() + (0 if lists.log_weight is None else lists.log_weight.element_size())
@@ -149,17 +149,17 @@ class Counting:
         if isinstance(lists, PackedLists):
             return torch.zeros((), dtype=torch.int64, device=lists.offsets.device)
         over = lists.overflowed.long()
-        return self._total(over, where) if lists.list_of is None else over.sum()
+        return self._total(over, where) if lists.row_to_list is None else over.sum()
 
     def _see(self, lists: ListsInUse, where: _Place) -> tuple[Hashable, Hashable, Hashable]:
         """Names of the slots, the entries and the overflows of visible lists, which are counted at the pass's end."""
         count, capacity = _counts(lists)
         told_by = lists.offsets if isinstance(lists, PackedLists) else lists.count
-        name = ("lists", where.name, capacity, lists.block, id(told_by), id(lists.list_of))
-        self._visible.setdefault(name, _Visible(count, capacity, lists.block, lists.list_of, where))
-        self._maps.setdefault(name, {})[id(lists.head_of)] = lists.head_of
-        self._alive.append((told_by, lists.list_of, lists.head_of))
-        return ("listed", name, id(lists.head_of)), ("entries", name, id(lists.head_of)), ("over", name)
+        name = ("lists", where.name, capacity, lists.block, id(told_by), id(lists.row_to_list))
+        self._visible.setdefault(name, _Visible(count, capacity, lists.block, lists.row_to_list, where))
+        self._maps.setdefault(name, {})[id(lists.head_map)] = lists.head_map
+        self._alive.append((told_by, lists.row_to_list, lists.head_map))
+        return ("listed", name, id(lists.head_map)), ("entries", name, id(lists.head_map)), ("over", name)
 
     def _count_visible(self) -> None:
         """The counts of visible lists, those of one shape together."""
@@ -247,10 +247,10 @@ class Counting:
         return name
 
     def _place(self, rows: Rows, kv: KVView, part: Tensor | None) -> _Place:
-        parts = (id(rows.seq), id(rows.pos), id(kv.filled), id(kv.block_table), id(part))
+        parts = (id(rows.seq), id(rows.pos), id(kv.seq_lens), id(kv.block_table), id(part))
         name = (*parts, kv.k.shape[1], rows.q.shape[1])
         if name not in self._places:
-            self._places[name] = _Place(rows.seq, rows.pos, kv.filled, kv.block_table, kv.heads, part, name)
+            self._places[name] = _Place(rows.seq, rows.pos, kv.seq_lens, kv.block_table, kv.heads, part, name)
         return self._places[name]
 
     def _spans_name(self, selection: Selection) -> Hashable:
@@ -277,10 +277,10 @@ def entries_used(lists: ListsInUse, kv: KVView) -> Tensor:
     """int64 [R, G]: entries of lists that one pass reads for each row and KV head."""
     count, capacity = _counts(lists)
     used = count.long() if capacity is None else count.long().masked_fill(count > capacity, 0)
-    used = used if lists.list_of is None else used[lists.list_of.long()]
+    used = used if lists.row_to_list is None else used[lists.row_to_list.long()]
     if used.shape[1] == 1:
         return used.expand(-1, kv.heads)  # every KV head reads the list that serves them all
-    return used if lists.head_of is None else used[:, lists.head_of.long()]
+    return used if lists.head_map is None else used[:, lists.head_map.long()]
 
 
 def _counts(lists: ListsInUse) -> tuple[Tensor, int | None]:

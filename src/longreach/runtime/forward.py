@@ -15,7 +15,7 @@ from longreach.methods.base import AttentionMethod, Outcome
 from longreach.methods.call import LayerCall, ModelShape, Phase
 from longreach.ops import KVView, Partial, Rows, Spans
 from longreach.ops.doors import EVERYTHING
-from longreach.ops.types import Run
+from longreach.ops.types import RowRange
 from longreach.runtime.ledger import Ledger
 
 LayerHook = Callable[[Phase, LayerCall, Outcome], None]
@@ -39,7 +39,7 @@ class Segment:
     method: AttentionMethod
     observers: tuple[AttentionMethod, ...] = ()
     index: Tensor | None = None
-    runs: tuple[Run, ...] | None = None
+    runs: tuple[RowRange, ...] | None = None
 
 
 @dataclass

@@ -31,8 +31,8 @@ from torch import Tensor
 from longreach.errors import StoreError, StoreFull
 from longreach.store import layout, writing
 from longreach.store.locked import abandoned, held, let_go, require_locks
-from longreach.store.place import MARKER, none_here, others_here
-from longreach.store.results import Counts, Entry, LeftAlone
+from longreach.store.place import MARKER, absent_message, conflict_message
+from longreach.store.results import Counts, Entry, Ignored
 
 ENDING = ".safetensors"
 LOCK = MARKER
@@ -42,7 +42,7 @@ _BROKEN = re.compile(r"[0-9]{20}-[0-9a-f]{64}\.safetensors")
 
 
 @dataclass(frozen=True)
-class Found:
+class StoredFile:
     """A file's bytes, uint8 [size]; identity tells it from any other file of its name (None: it may be any)."""
 
     memory: Tensor
@@ -60,7 +60,7 @@ class LocalFolder:
         self.writing, self.aside, self.lock = path / "writing", path / "set-aside", path / LOCK
         if not self.lock.is_file():
             if not create:
-                raise none_here(path)
+                raise absent_message(path)
             self._make()
 
     def _make(self) -> None:
@@ -68,7 +68,7 @@ class LocalFolder:
         new = not self.path.exists()
         self.path.mkdir(parents=True, exist_ok=True)
         if strange := self._others():
-            raise others_here(self.path, strange[0])
+            raise conflict_message(self.path, strange[0])
         self.writing.mkdir(exist_ok=True)
         self.aside.mkdir(exist_ok=True)
         with held(self.lock, create=True):
@@ -96,7 +96,7 @@ class LocalFolder:
     def has(self, name: str) -> bool:
         return os.path.lexists(self.file(name))
 
-    def read(self, name: str) -> Found | None:
+    def read(self, name: str) -> StoredFile | None:
         """Map a file, which is a use of it; None where there is none. What the caller writes to the pages stays his."""
         with self._opened(name) as fd:
             if fd is None:
@@ -105,7 +105,7 @@ class LocalFolder:
             self._use(fd)
             return found
 
-    def look(self, name: str, whole: bool) -> Found | None:
+    def look(self, name: str, whole: bool) -> StoredFile | None:
         """Like read, but no use; where the file is another user's and the system keeps access times, it does count.
 
         whole: read all of it, so that a failing disk is an OSError. Else it is mapped, to be let go soon.
@@ -206,19 +206,19 @@ class LocalFolder:
         found = [(e.name, e.is_dir(follow_symlinks=False)) for e in os.scandir(self.path) if e.name != LOCK]
         return [name for name, folder in found if folder == is_chunk(name)]
 
-    def left_alone(self) -> list[LeftAlone]:
+    def left_alone(self) -> list[Ignored]:
         """Foreign folders, and what is in writing/ without a living writer that could be told."""
-        ours, found = (self.writing.name, self.aside.name), list[LeftAlone]()
+        ours, found = (self.writing.name, self.aside.name), list[Ignored]()
         for entry in os.scandir(self.path):
             if entry.is_dir(follow_symlinks=False) and not is_chunk(entry.name) and entry.name not in ours:
-                found.append(LeftAlone(entry.name, "a folder that is not the store's; it is not looked into"))
+                found.append(Ignored(entry.name, "a folder that is not the store's; it is not looked into"))
         if self.writing.is_symlink():
-            found.append(LeftAlone(self.writing.name, "a link; what it leads to is not the store's to remove"))
+            found.append(Ignored(self.writing.name, "a link; what it leads to is not the store's to remove"))
         with held(self.lock):
             for entry in self._begun():
                 if not writing.is_unfinished(entry.name):
                     why = "its name is not that of an unfinished chunk"
-                    found.append(LeftAlone(f"{self.writing.name}/{entry.name}", why))
+                    found.append(Ignored(f"{self.writing.name}/{entry.name}", why))
                     continue
                 try:
                     why = "unfinished, of a dead process; gc or the next put removes it where it may"
@@ -226,7 +226,7 @@ class LocalFolder:
                 except OSError as error:
                     why, dead = f"no unfinished chunk, as far as can be told: {error.strerror}", True
                 if dead:
-                    found.append(LeftAlone(f"{self.writing.name}/{entry.name}", why))
+                    found.append(Ignored(f"{self.writing.name}/{entry.name}", why))
         return sorted(found)
 
     def remove(self, name: str) -> bool:
@@ -248,7 +248,7 @@ class LocalFolder:
                 self._cap_set_aside([])
         return True
 
-    def clear(self, max_bytes: int | None, broken: bool, left: list[LeftAlone]) -> Generator[Entry, None, None]:
+    def clear(self, max_bytes: int | None, broken: bool, left: list[Ignored]) -> Generator[Entry, None, None]:
         """Remove leftovers, and the longest unused chunks down to a size; yields those chunks.
 
         broken: also all broken ones that were set aside. left: what may not be removed is added to it. Raises
@@ -285,7 +285,7 @@ class LocalFolder:
         disk = os.statvfs(self.writing)  # no room even after them? of no blocks: a filesystem that does not say
         if going and disk.f_blocks and size > disk.f_bavail * disk.f_frsize + sum(e.bytes for _, e in going):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        left = list[LeftAlone]()
+        left = list[Ignored]()
         for _ in self._evict(self.max_bytes - begun - size, left):
             pass
         if left and sum(e.bytes for _, e in self._all()) > self.max_bytes - begun - size:
@@ -304,7 +304,7 @@ class LocalFolder:
             count += 1
         return files[:count]
 
-    def _evict(self, limit: int, left: list[LeftAlone]) -> Iterator[Entry]:
+    def _evict(self, limit: int, left: list[Ignored]) -> Iterator[Entry]:
         """Remove what must give way to `limit`; yields chunks that were whole as far as anyone knows.
 
         What may not be removed is passed over and added to `left`, and the next ones go in its stead.
@@ -326,13 +326,13 @@ class LocalFolder:
                 self.counts.add("bytes_evicted", entry.bytes)
                 yield entry
 
-    def _unlinked(self, path: Path, left: list[LeftAlone]) -> bool:
+    def _unlinked(self, path: Path, left: list[Ignored]) -> bool:
         """Whether a file was removed; added to `left` where it may not be."""
         try:
             return _unlink(path)
         except PermissionError as error:
             why = f"may not be removed: {error.strerror}"
-            left.append(LeftAlone(path.relative_to(self.path).as_posix(), why))
+            left.append(Ignored(path.relative_to(self.path).as_posix(), why))
             return False
 
     def _broken(self) -> list[tuple[Path, Entry]]:
@@ -344,7 +344,7 @@ class LocalFolder:
                     found.append((Path(entry.path), Entry(entry.name, entry.stat().st_size, None)))
         return sorted(found)
 
-    def _remove(self, broken: Sequence[tuple[Path, Entry]], left: list[LeftAlone]) -> int:
+    def _remove(self, broken: Sequence[tuple[Path, Entry]], left: list[Ignored]) -> int:
         """How many there were to remove, and could be."""
         removed = [entry for path, entry in broken if self._unlinked(path, left)]
         for entry in removed:
@@ -367,7 +367,7 @@ class LocalFolder:
                 if abandoned(Path(entry.path)) and _unlink(Path(entry.path)):
                     self.counts.add("leftovers_removed")
 
-    def _cap_set_aside(self, left: list[LeftAlone]) -> None:
+    def _cap_set_aside(self, left: list[Ignored]) -> None:
         self.aside.mkdir(exist_ok=True)
         total, broken = 0, self._broken()
         for number, one in enumerate(reversed(broken)):
@@ -376,11 +376,11 @@ class LocalFolder:
                 self._remove([one], left)
 
 
-def _found(fd: int, memory_of: Callable[[int, int], Tensor]) -> Found:
+def _found(fd: int, memory_of: Callable[[int, int], Tensor]) -> StoredFile:
     status = os.fstat(fd)
     size = status.st_size if stat.S_ISREG(status.st_mode) else 0
     try:
-        return Found(memory_of(fd, size) if size else torch.empty(0, dtype=torch.uint8), _identity(status))
+        return StoredFile(memory_of(fd, size) if size else torch.empty(0, dtype=torch.uint8), _identity(status))
     except (StoreError, OSError):  # no memory for it: for a file of any length that is no chunk's
         first = os.pread(fd, layout.header_length(os.pread(fd, 8, 0), size), 0)
         layout.parse(first, size)

@@ -11,9 +11,9 @@ import torch
 
 from longreach.errors import LongreachError, StoreError, Unsupported
 from longreach.store import layout
-from longreach.store.local import ENDING, SET_ASIDE_BYTES, Found, is_broken, is_chunk, name_aside
-from longreach.store.place import MARKER, none_here, opened, others_here
-from longreach.store.results import Counts, Entry, LeftAlone
+from longreach.store.local import ENDING, SET_ASIDE_BYTES, StoredFile, is_broken, is_chunk, name_aside
+from longreach.store.place import MARKER, absent_message, conflict_message, opened
+from longreach.store.results import Counts, Entry, Ignored
 
 
 class Objects:
@@ -35,7 +35,7 @@ class Objects:
             if self.root and self._is_object(self.root):
                 raise StoreError(f"{location} is an object, and no place for others; name one below which nothing is")
             if not create:
-                raise none_here(location)
+                raise absent_message(location)
             self._require_no_others()
 
     @property
@@ -49,7 +49,7 @@ class Objects:
     def has(self, name: str) -> bool:
         return self._is_object(self._path(name))
 
-    def read(self, name: str) -> Found | None:
+    def read(self, name: str) -> StoredFile | None:
         """The whole object, in memory of its own; None where there is none."""
         with self._told():
             try:
@@ -57,9 +57,9 @@ class Objects:
             except FileNotFoundError:
                 return None
         memory = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-        return Found(memory, None)
+        return StoredFile(memory, None)
 
-    def look(self, name: str, whole: bool) -> Found | None:
+    def look(self, name: str, whole: bool) -> StoredFile | None:
         """Like read: nothing here keeps the time of a use."""
         return self.read(name)
 
@@ -85,7 +85,7 @@ class Objects:
         """Raise StoreError where the root holds what no store makes."""
         names = [*self._files(self.root), *self._files(self.root, "directory")]
         if strange := [n for n in names if not is_chunk(n) and n not in (MARKER, "set-aside")]:
-            raise others_here(self.location, strange[0])
+            raise conflict_message(self.location, strange[0])
 
     def sync(self) -> None:
         """What was put is kept by the service."""
@@ -97,10 +97,10 @@ class Objects:
     def strange(self) -> list[str]:
         return [name for name in self._files(self.root) if not is_chunk(name) and name != MARKER]
 
-    def left_alone(self) -> list[LeftAlone]:
+    def left_alone(self) -> list[Ignored]:
         """Foreign folders."""
         foreign = sorted(self._files(self.root, "directory").keys() - {"set-aside"})
-        return [LeftAlone(name, "a folder that is not the store's; it is not looked into") for name in foreign]
+        return [Ignored(name, "a folder that is not the store's; it is not looked into") for name in foreign]
 
     def remove(self, name: str) -> bool:
         with self._told():
@@ -139,14 +139,14 @@ class Objects:
             self._cap_set_aside(SET_ASIDE_BYTES, [])
         return True
 
-    def clear(self, max_bytes: int | None, broken: bool, left: list[LeftAlone]) -> Generator[Entry, None, None]:
+    def clear(self, max_bytes: int | None, broken: bool, left: list[Ignored]) -> Generator[Entry, None, None]:
         """Only what was set aside has a cap here. left: what may not be removed is added to it."""
         if max_bytes is not None:
             raise Unsupported(no_cap(self.location))
         self._cap_set_aside(-1 if broken else SET_ASIDE_BYTES, left)
         yield from ()
 
-    def _cap_set_aside(self, most: int, left: list[LeftAlone]) -> None:
+    def _cap_set_aside(self, most: int, left: list[Ignored]) -> None:
         """Broken chunks, the oldest first; the newest stays to be looked at unless none may (-1)."""
         total, broken = 0, sorted((f for f in self._files(self.aside).items() if is_broken(f[0])), reverse=True)
         for number, (name, size) in enumerate(broken):
@@ -157,7 +157,7 @@ class Objects:
                         self.fs.rm_file(f"{self.aside}/{name}")
                         self.counts.gone(size)
                 except PermissionError as error:
-                    left.append(LeftAlone(f"set-aside/{name}", f"may not be removed: {error.strerror or error}"))
+                    left.append(Ignored(f"set-aside/{name}", f"may not be removed: {error.strerror or error}"))
 
     def _is_object(self, path: str) -> bool:
         with self._told():

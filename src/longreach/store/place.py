@@ -98,12 +98,12 @@ def opened(location: str, storage_options: dict[str, Any] | None, **more: Any) -
     return fs, root
 
 
-def none_here(location: object) -> StoreError:
+def absent_message(location: object) -> StoreError:
     """Where a store was to be opened and none is to be made."""
     return StoreError(f"there is no chunk store at {location}; `longreach store add` makes one")
 
 
-def others_here(location: object, strange: str) -> StoreError:
+def conflict_message(location: object, strange: str) -> StoreError:
     """Where there is something else: other people's files are neither chunks nor to be set aside."""
     return StoreError(
         f"{location} is no chunk store, it holds {strange}; name an empty folder, or an empty place behind a URL"

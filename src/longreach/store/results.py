@@ -19,7 +19,7 @@ class Entry(NamedTuple):
     last_used: float | None
 
 
-class About(NamedTuple):
+class ChunkInfo(NamedTuple):
     """What a chunk's header says: its key, how many tokens it and its prefix have, how many layers."""
 
     key: ChunkKey
@@ -42,14 +42,14 @@ class SetAside(NamedTuple):
     became: str
 
 
-class Got(NamedTuple):
+class Lookup(NamedTuple):
     """What was found under a key: the chunk, None where there is none; and the broken file that stood in its place."""
 
     chunk: Chunk | None
     broken: SetAside | None
 
 
-class LeftAlone(NamedTuple):
+class Ignored(NamedTuple):
     """What is in a store's folder and is neither a chunk nor what the store would set aside or remove; and why."""
 
     file: str
@@ -63,7 +63,7 @@ class Verified:
     whole: int
     bytes: int
     broken: tuple[SetAside, ...]
-    left_alone: tuple[LeftAlone, ...]
+    left_alone: tuple[Ignored, ...]
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Collected:
     leftovers: int
     broken: int
     broken_bytes: int
-    left_alone: tuple[LeftAlone, ...]
+    left_alone: tuple[Ignored, ...]
 
 
 class Counts:

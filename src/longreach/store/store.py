@@ -15,11 +15,11 @@ from longreach.errors import InvalidInput, LongreachError, StoreError, StoreFull
 from longreach.store import layout
 from longreach.store.key import Chunk, ChunkKey
 from longreach.store.layout import Broken, Head
-from longreach.store.local import ENDING, Found, LocalFolder, is_chunk
+from longreach.store.local import ENDING, LocalFolder, StoredFile, is_chunk
 from longreach.store.locked import LockGone
 from longreach.store.objects import Objects, no_cap
 from longreach.store.place import folder_of, home, text_of
-from longreach.store.results import About, Collected, Counts, Entry, Got, LeftAlone, SetAside, Verified
+from longreach.store.results import ChunkInfo, Collected, Counts, Entry, Ignored, Lookup, SetAside, Verified
 from longreach.store.writing import no_room
 
 PROMISES = LocalFolder.promises
@@ -104,11 +104,11 @@ class ChunkStore:
         """The chunk, or None where there is none that is whole and right."""
         return self._get(key).chunk
 
-    def get_or_told(self, key: ChunkKey) -> Got:
+    def get_or_told(self, key: ChunkKey) -> Lookup:
         """Like get, with what stood in the chunk's place where that was broken."""
         return self._get(key)
 
-    def _get(self, key: ChunkKey) -> Got:
+    def _get(self, key: ChunkKey) -> Lookup:
         chunk = told = None
         with self._errors("read from"):
             found = None
@@ -122,7 +122,7 @@ class ChunkStore:
         else:
             self._counts.add("hits")
             self._counts.add("bytes_read", chunk.bytes)
-        return Got(chunk, told)
+        return Lookup(chunk, told)
 
     def put(self, chunk: Chunk) -> bool:
         """Store a chunk; it is on disk when this returns. False where it is there already, or came meanwhile.
@@ -145,7 +145,7 @@ class ChunkStore:
         with self._errors("list"):
             return self._files.entries()
 
-    def about(self, name: str) -> About | None:
+    def about(self, name: str) -> ChunkInfo | None:
         """What the header of an entry's file says; None where it is gone or no chunk (verify_all sets such aside).
 
         Raises StoreError where the file cannot be read.
@@ -158,7 +158,7 @@ class ChunkStore:
                 head = _head(found.memory)
             except Broken:
                 return None
-            return About(head.key, head.tokens, head.prefix, head.layers)
+            return ChunkInfo(head.key, head.tokens, head.prefix, head.layers)
 
     def verify_all(self, progress: Callable[[int], None] | None = None) -> Verified:
         """Read every chunk and compare all checksums; set aside what is broken, misnamed or foreign. Counts as no use.
@@ -207,7 +207,7 @@ class ChunkStore:
         progress: called with 1 after each chunk removed.
         """
         _require_bytes(max_bytes, 0)
-        before, chunks, size, kept = self.report(), 0, 0, list[LeftAlone]()
+        before, chunks, size, kept = self.report(), 0, 0, list[Ignored]()
         with self._errors("clear"), closing(self._files.clear(max_bytes, set_aside, kept)) as removed:
             for entry in removed:
                 chunks, size = chunks + 1, size + entry.bytes
@@ -249,7 +249,7 @@ class ChunkStore:
             return False
         return found is not None
 
-    def _checked(self, key: ChunkKey, found: Found, note: bool = True) -> Chunk:
+    def _checked(self, key: ChunkKey, found: StoredFile, note: bool = True) -> Chunk:
         head = _head(found.memory)
         layout.require(head, key)
         tensors = layout.tensors(head, found.memory)
@@ -261,7 +261,7 @@ class ChunkStore:
                 self._verified[key.name] = found.identity
         return layout.chunk_of(head, tensors, key)
 
-    def _looked_at(self, name: str) -> Found | None:
+    def _looked_at(self, name: str) -> StoredFile | None:
         try:
             return self._files.look(name, whole=True)
         except OSError as error:
@@ -269,7 +269,7 @@ class ChunkStore:
                 raise
             raise Broken("unreadable", "the disk fails to read it") from error
 
-    def _set_aside(self, file: str, found: Found | None, broken: Broken) -> SetAside:
+    def _set_aside(self, file: str, found: StoredFile | None, broken: Broken) -> SetAside:
         moved = False
         try:
             moved = self._files.set_aside(file, None if found is None else found.identity)

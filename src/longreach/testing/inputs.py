@@ -1,6 +1,6 @@
 """Random Rows and KVViews in every layout the ops promise to take; what is not filled is poison.
 
-Memory no sequence has filled holds NaN, block table entries past `filled` name no page, and positions of
+Memory no sequence has filled holds NaN, block table entries past `seq_lens` name no page, and positions of
 unfilled slots are 0, so that reading any of them shows.
 """
 
@@ -68,10 +68,10 @@ def random_kv(
 def random_rows(kv: KVView, count: int, *, group: int = 2, seed: int = 0) -> Rows:
     """`count` normal queries of random sequences at random positions, some past the last slot, in no order."""
     draw = torch.Generator().manual_seed(seed)
-    ints, device = kv.filled.dtype, kv.k.device
+    ints, device = kv.seq_lens.dtype, kv.k.device
     q = torch.randn(count, group * kv.heads, kv.k.shape[3], generator=draw, dtype=torch.float64).to(kv.k.dtype)
     seq = torch.randint(0, max(1, kv.sequences), (count,), generator=draw)
-    length = kv.filled.cpu().long()[seq] * (1 if kv.slot_pos is None else 2)
+    length = kv.seq_lens.cpu().long()[seq] * (1 if kv.slot_pos is None else 2)
     pos = (torch.rand(count, generator=draw) * (length + 2)).long()
     return Rows(q.to(device), seq.to(device, ints), pos.to(device, ints))
 

@@ -142,7 +142,7 @@ def _place(kv: KVView, seq: int, slot: int) -> tuple[int, int]:
 
 def _positions(kv: KVView, seq: int, head: int) -> list[int]:
     """Position of each filled slot."""
-    slots = range(int(kv.filled[seq]))
+    slots = range(int(kv.seq_lens[seq]))
     if kv.slot_pos is None:
         return list(slots)
     return [int(kv.slot_pos[page, head, offset]) for page, offset in (_place(kv, seq, n) for n in slots)]
@@ -150,7 +150,7 @@ def _positions(kv: KVView, seq: int, head: int) -> list[int]:
 
 def _stored(kv: KVView, seq: int) -> tuple[Tensor, Tensor]:
     """K and V of the filled slots, fp64 [N, G, D]."""
-    places = [_place(kv, seq, n) for n in range(int(kv.filled[seq]))]
+    places = [_place(kv, seq, n) for n in range(int(kv.seq_lens[seq]))]
     empty = torch.zeros(0, kv.heads, kv.k.shape[3], dtype=torch.float64)
     k, v = ([x[page, :, offset].double() for page, offset in places] for x in (kv.k, kv.v))
     return (torch.stack(k), torch.stack(v)) if places else (empty, empty)
@@ -181,8 +181,8 @@ def _rule(selection: Selection) -> Callable[[int, int, int, int], float | None]:
             used = range(offsets[n * axis + h], offsets[n * axis + h + 1])
             return {flat[e]: 0.0 if log_weight is None else log_weight[e] for e in used}
 
-    list_of = None if selection.list_of is None else selection.list_of.tolist()
-    head_of = None if selection.head_of is None else selection.head_of.tolist()
+    list_of = None if selection.row_to_list is None else selection.row_to_list.tolist()
+    head_of = None if selection.head_map is None else selection.head_map.tolist()
     known: dict[tuple[int, int], Keys | None] = {}
 
     def listed(row: int, head: int, slot: int, _: int) -> float | None:

@@ -39,7 +39,7 @@ def random_selection(kind: Kind, rows: Rows, kv: KVView, *, per: Per = "kv", see
 def random_spans(rows: Rows, kv: KVView, *, per: Per = "kv", one: bool = False, spans: int = 2, seed: int = 0) -> Spans:
     """Spans that may be empty, overlap and reach past what is filled; bounds int or tensor, absolute or relative."""
     dice = random.Random(seed)
-    top = int(kv.filled.max()) + 3 if kv.sequences else 3
+    top = int(kv.seq_lens.max()) + 3 if kv.sequences else 3
     shape = (rows.pos.shape[0], _heads(rows, kv, per, one))
 
     def bound(low: int, high: int) -> Bound:
@@ -76,7 +76,7 @@ def random_lists(
     overflow: share of the lists whose count exceeds the capacity; their entries are poison.
     """
     dice = random.Random(seed)
-    filled = kv.filled.tolist()
+    filled = kv.seq_lens.tolist()
     of = list(range(kv.sequences)) if shared else rows.seq.tolist()
     served = _heads(rows, kv, per, False)
     heads = mapped or _heads(rows, kv, per, one)
@@ -122,9 +122,9 @@ def packed(lists: Lists) -> PackedLists:
         None if lists.log_weight is None else join(lists.log_weight),
         lists.per,
         lists.block,
-        lists.list_of,
-        lists.head_of,
-        lists.in_sight,
+        lists.row_to_list,
+        lists.head_map,
+        lists.all_visible,
     )
 
 

@@ -13,9 +13,9 @@ import torch
 
 from longreach import MAC, CacheConfig, Kascade, OracleTopK, StreamingLLM, attach, generate
 from longreach.adapters.transformers import Session
-from longreach.adapters.transformers.loop import fuse as fusing
+from longreach.adapters.transformers.loop import compile as compiling
 from longreach.adapters.transformers.loop import run as running
-from longreach.adapters.transformers.loop.fuse import experts_on_device
+from longreach.adapters.transformers.loop.compile import experts_on_device
 from longreach.cache import KVCache
 from longreach.errors import Unsupported
 from longreach.methods.registry import names
@@ -49,7 +49,7 @@ def test_rows_of_answers_that_have_ended_count_no_more(method: str) -> None:
     """What a batch reads is what its answers read one by one, though the shorter one's rows go on through the model."""
     tokens, _ = padded_batch()
     tokens = tokens[:2, -40:].clamp(min=3)
-    own = {"decode": MAC(tau=0.3, window=8, band=4, minimum=0, guard=None) if method == "mac" else "dense"}
+    own = {"decode": MAC(tau=0.3, window=8, band=4, min_context=0, rest_rows=None) if method == "mac" else "dense"}
     with attach(model_of("llama"), **own) as session:
         free = generate(session, tokens, max_new_tokens=STEPS, eos_token_id=[]).tokens
         end = next(int(t) for t in free[0, 1:] if t not in free[1])  # ends the first answer alone
@@ -206,7 +206,7 @@ def test_a_step_that_cannot_be_captured_says_why_and_leaves_no_trace(decode: Any
     with attach(model, decode=decode) as session:
         want = generate(session, ids, max_new_tokens=2).tokens
         with pytest.raises(Unsupported, match="cannot be captured in a CUDA graph: this layer looks at the host"):
-            generate(session, ids, max_new_tokens=9, fuse="none")
+            generate(session, ids, max_new_tokens=9, compile="none")
         assert torch.equal(generate(session, ids, max_new_tokens=2).tokens, want)
 
 
@@ -267,10 +267,10 @@ def test_fused_parts_are_what_they_were_afterwards(monkeypatch: Any) -> None:
     model, ids = tiny_model("llama"), torch.arange(3, 23)[None]
     module = sys.modules[type(model).__module__]
     compiled: list[Any] = []
-    monkeypatch.setattr(fusing, "_compiled", lambda f: compiled.append(f) or f)
-    rotation, hooked = getattr(module, fusing.ROTARY), model.model.layers[0].mlp
+    monkeypatch.setattr(compiling, "_compiled", lambda f: compiled.append(f) or f)
+    rotation, hooked = getattr(module, compiling.ROTARY), model.model.layers[0].mlp
     hooked.register_forward_hook(lambda *a: None)
-    with pytest.raises(ZeroDivisionError), fusing.fused(model, "compile"):
+    with pytest.raises(ZeroDivisionError), compiling.compiled_parts(model, "compile"):
         changed = [name for name, m in model.named_modules() if "forward" in m.__dict__]
         assert torch.equal(model(ids).logits, model(ids).logits)
         raise ZeroDivisionError
@@ -278,7 +278,7 @@ def test_fused_parts_are_what_they_were_afterwards(monkeypatch: Any) -> None:
     assert (
         len(changed) == 2 * layers + 1 + layers - 1 and "model.layers.0.mlp" not in changed
     )  # norms, and MLPs but one
-    assert rotation in compiled and getattr(module, fusing.ROTARY) is rotation
+    assert rotation in compiled and getattr(module, compiling.ROTARY) is rotation
     assert not any("forward" in m.__dict__ for m in model.modules())
 
 
@@ -296,7 +296,7 @@ def test_methods_are_captured_or_say_why_not(name: str, plans_of_tests: Path) ->
         plain = generate(session, ids, max_new_tokens=12, graph=False)
         got = generate(session, ids, max_new_tokens=12)
         assert got.captured == (session.decode.capture if place == "cuda" else None)
-        assert (got.why_not is None) == (got.captured == "full")
+        assert (got.not_captured_reason is None) == (got.captured == "full")
     assert torch.equal(got.sequences, plain.sequences)
 
 
@@ -310,7 +310,7 @@ def test_budgets_grow_with_the_context_in_one_captured_step(
     """From 40 keys to 64: 12 to 20 of them are chosen, and where it says so from 46 on."""
     place = "cuda" if torch.cuda.is_available() else "cpu"
     model, ids = tiny().to(place), torch.arange(3, 43, device=place)[None]
-    method = Kascade(k=0.3, least=2, scoring=scoring, heads=heads, dense_below=dense_below)
+    method = Kascade(k=0.3, min_keys=2, scoring=scoring, heads=heads, dense_below=dense_below)
     made, reads = [], []
     for graph in (False, None):
         with planned(plans_of_tests), attach(model, decode=method) as session:

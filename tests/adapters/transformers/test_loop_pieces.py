@@ -154,9 +154,9 @@ def test_pieces_make_and_count_what_uncaptured_steps_do(
         made, reports = [], []
         for graph in (False, None):
             session.reset_report()
-            made.append(generate(session, tokens, mask, max_new_tokens=STEPS, graph=graph, fuse="none"))
+            made.append(generate(session, tokens, mask, max_new_tokens=STEPS, graph=graph, compile="none"))
             reports.append(session.report())
-    assert [x.captured for x in made] == [None, "piecewise"] and made[1].why_not == "as asked"
+    assert [x.captured for x in made] == [None, "piecewise"] and made[1].not_captured_reason == "as asked"
     assert torch.equal(made[0].sequences, made[1].sequences)
     assert reports[0] == reports[1]
     assert len(graphs) == layers + 2, "one before each attention, one after the last, one that advances the step"
@@ -167,7 +167,7 @@ def test_sliding_windows_sinks_and_experts(family: str, graphs: list[FakeGraph])
     tokens, mask = padded_batch()
     with attach(model_of(family), cache=CacheConfig("paged", page=8)) as session:
         plain = generate(session, tokens, mask, max_new_tokens=STEPS, graph=False)
-        got = generate(session, tokens, mask, max_new_tokens=STEPS, fuse="none")
+        got = generate(session, tokens, mask, max_new_tokens=STEPS, compile="none")
     assert got.captured == "piecewise" and torch.equal(got.sequences, plain.sequences)
 
 
@@ -178,13 +178,13 @@ def test_pieces_serve_later_calls_and_answers_that_end(graphs: list[FakeGraph]) 
         eos = int(want.tokens[0, 5])
         ended = generate(session, tokens, mask, max_new_tokens=STEPS, graph=False, eos_token_id=eos)
         session.reset_report()
-        first = generate(session, tokens, mask, max_new_tokens=STEPS, fuse="none", eos_token_id=eos)
+        first = generate(session, tokens, mask, max_new_tokens=STEPS, compile="none", eos_token_id=eos)
         report, recorded = session.report(), len(graphs)
-        again = generate(session, tokens, mask, max_new_tokens=STEPS, fuse="none")
+        again = generate(session, tokens, mask, max_new_tokens=STEPS, compile="none")
         session.reset_report()
         generate(session, tokens, mask, max_new_tokens=STEPS, graph=False, eos_token_id=eos)
         assert session.report() == report
-        unasked = generate(session, tokens, mask, max_new_tokens=STEPS, graph=False, fuse="none")
+        unasked = generate(session, tokens, mask, max_new_tokens=STEPS, graph=False, compile="none")
     assert torch.equal(first.sequences, ended.sequences) and torch.equal(again.sequences, want.sequences)
     assert again.setup_seconds == 0 and len(graphs) == recorded, "recorded once"
     assert unasked.captured is None
@@ -196,7 +196,7 @@ def test_sampled_steps_in_pieces(graphs: list[FakeGraph]) -> None:
     for graph in (False, None):
         torch.manual_seed(3)
         made.append(
-            generate(model_of("qwen3"), tokens, mask, max_new_tokens=STEPS, do_sample=True, graph=graph, fuse="none")
+            generate(model_of("qwen3"), tokens, mask, max_new_tokens=STEPS, do_sample=True, graph=graph, compile="none")
         )
     assert made[1].captured == "piecewise" and torch.equal(made[0].sequences, made[1].sequences)
 
@@ -214,14 +214,14 @@ def test_a_hook_sees_every_layer_of_every_step(graphs: list[FakeGraph]) -> None:
         found = []
         for graph in (False, None):
             session.on_layer = observe
-            got = generate(session, ids, max_new_tokens=9, graph=graph, fuse="none")
+            got = generate(session, ids, max_new_tokens=9, graph=graph, compile="none")
             found.append(list(seen))
             seen.clear()
         session.on_layer = None
-        generate(session, ids, max_new_tokens=9, fuse="none")
+        generate(session, ids, max_new_tokens=9, compile="none")
         assert not seen and got.captured == "piecewise"
         session.on_layer = observe
-        generate(session, ids, max_new_tokens=9, fuse="none")
+        generate(session, ids, max_new_tokens=9, compile="none")
         assert len(seen) == len(found[0])
     want = [("decode", layer, 20 + step) for step in range(8) for layer in range(layers)]
     assert [x[:3] for x in found[0]] == [x[:3] for x in found[1]] == want
@@ -262,7 +262,7 @@ def test_host_work_that_fails_leaves_session_and_cache_as_they_were(
         whole = decoding.WARM + (0 if step == "recorded" else 2)  # steps before the one that fails in layer 1
         Failing.calls, Failing.at = 0, layers * whole + 2
         with pytest.raises(type(error), match=str(error) or None) as raised:
-            generate(session, begun.sequences, max_new_tokens=9, fuse="none", past_key_values=cache)
+            generate(session, begun.sequences, max_new_tokens=9, compile="none", past_key_values=cache)
         assert type(raised.value) is type(error), "it is the method that failed, not its capture"
         assert cache.columns == ids.shape[1] + 2 == cache.kv.lengths[0]
         counted = [(r.steps, r.rows) for r in session.report().layers if r.phase == "decode"]
@@ -270,7 +270,7 @@ def test_host_work_that_fails_leaves_session_and_cache_as_they_were(
         if step == "recorded":
             assert {g.state for g in graphs} == {"reset"}
         Failing.at = -1
-        got = generate(session, begun.sequences, max_new_tokens=9, fuse="none", past_key_values=cache)
+        got = generate(session, begun.sequences, max_new_tokens=9, compile="none", past_key_values=cache)
     assert got.captured == "piecewise" and torch.equal(got.sequences, want.sequences)
 
 
@@ -293,17 +293,17 @@ def test_a_layer_that_reads_on_the_host_cannot_be_captured(
             with pytest.raises(
                 Unsupported, match=r"cannot be captured in a CUDA graph: operation not.*use graph=False"
             ):
-                generate(session, ids, max_new_tokens=9, fuse="none")
+                generate(session, ids, max_new_tokens=9, compile="none")
             assert {g.state for g in graphs} == {"reset"}
             uncaptured = generate(session, ids, max_new_tokens=9, graph=False)
-        got = generate(session, ids, max_new_tokens=9, fuse="none")
+        got = generate(session, ids, max_new_tokens=9, compile="none")
     assert torch.equal(uncaptured.sequences, want.sequences) and torch.equal(got.sequences, want.sequences)
 
 
 def test_a_hook_cannot_call_the_model(graphs: list[FakeGraph]) -> None:
     model, ids = tiny_model("llama"), torch.arange(3, 23)[None]
     with attach(model) as session:
-        generate(session, ids, max_new_tokens=9, fuse="none")
+        generate(session, ids, max_new_tokens=9, compile="none")
         steps: list[int] = []
 
         def observe(phase: str, call: LayerCall, outcome: Outcome) -> None:
@@ -313,7 +313,7 @@ def test_a_hook_cannot_call_the_model(graphs: list[FakeGraph]) -> None:
 
         session.on_layer = observe
         with pytest.raises(ConcurrentUse, match="two forward passes at once"):
-            generate(session, ids, max_new_tokens=9, fuse="none")
+            generate(session, ids, max_new_tokens=9, compile="none")
         assert steps == [0]
 
 
@@ -327,7 +327,7 @@ class TestOnAGpu:
     @pytest.mark.parametrize("batch", [1, 3])
     def test_same_tokens_and_counts_as_uncaptured_and_full(self, name: str, batch: int, plans_of_tests: Path) -> None:
         tokens, mask = (x[:batch].cuda() for x in padded_batch())
-        options: dict[str, Any] = {"max_new_tokens": STEPS, "eos_token_id": (), "fuse": "none"}
+        options: dict[str, Any] = {"max_new_tokens": STEPS, "eos_token_id": (), "compile": "none"}
         with planned(plans_of_tests), attach(tiny().cuda(), decode=CASES[name].default) as session:
             made, reports = [], []
             for graph in (False, "piecewise", None):
@@ -335,7 +335,7 @@ class TestOnAGpu:
                 made.append(generate(session, tokens, mask, graph=graph, **options))
                 reports.append(session.report().fraction("decode"))
             again = generate(session, tokens, mask, graph="piecewise", **options)
-            fused = generate(session, tokens, mask, graph="piecewise", **(options | {"fuse": "compile"}))
+            fused = generate(session, tokens, mask, graph="piecewise", **(options | {"compile": "compile"}))
             declared = session.decode.capture
         assert [x.captured for x in made] == [None, "piecewise", declared] and again.setup_seconds == 0
         assert all(torch.equal(x.sequences, made[0].sequences) for x in (*made[1:], again, fused))
@@ -371,7 +371,7 @@ class TestOnAGpu:
         with attach(model, decode=OracleTopK(0.3)) as session:
             plain = generate(session, ids, max_new_tokens=STEPS, graph=False)
             got = generate(session, ids, max_new_tokens=STEPS)
-        assert got.captured == "piecewise" and "oracle_top_k works on the host" in str(got.why_not)
+        assert got.captured == "piecewise" and "oracle_top_k works on the host" in str(got.not_captured_reason)
         assert torch.equal(got.sequences, plain.sequences)
 
         def observe(phase: str, call: LayerCall, outcome: Outcome) -> None:
@@ -405,8 +405,8 @@ class TestOnAGpu:
                 with monkeypatch.context() as patch:
                     patch.setattr(mlp, "forward", forward)
                     with pytest.raises(Unsupported, match="cannot be captured in a CUDA graph"):
-                        generate(session, ids, max_new_tokens=STEPS, graph="piecewise", fuse="none")
-                got = generate(session, ids, max_new_tokens=STEPS, graph="piecewise", fuse="none")
+                        generate(session, ids, max_new_tokens=STEPS, graph="piecewise", compile="none")
+                got = generate(session, ids, max_new_tokens=STEPS, graph="piecewise", compile="none")
                 assert torch.equal(got.sequences, want.sequences)
                 session.static_caches.clear()  # its recorded step too
             session.on_layer = observe

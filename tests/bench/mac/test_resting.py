@@ -10,7 +10,7 @@ import torch
 
 from longreach.bench.mac.resting import resting_share
 from longreach.ops import Rows
-from longreach.ops.nearest import NOTES, Ring, Rule, match
+from longreach.ops.match import NOTES, Ring, Rule, match
 
 GROUP, GAP, CONTEXT = 2, 2, 200
 RULE = Rule(window=4, band=1, limit=0.5, patience=3.0, rest=5, price=12.0)

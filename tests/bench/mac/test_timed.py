@@ -15,7 +15,7 @@ from longreach.bench.check import WrongResult
 from longreach.bench.inputs import Inputs, least_read
 from longreach.bench.mac import check
 from longreach.bench.mac.check import check_step
-from longreach.bench.mac.planted import Planted
+from longreach.bench.mac.forced_hits import ForcedHits
 from longreach.bench.mac.run import run_mac
 
 CPU = torch.device("cpu")
@@ -31,8 +31,8 @@ def small(*hits: Hits, name: str = "mac-hit-128k-b8") -> Case:
     return replace(case, reuse=replace(case.reuse, hits=hits))
 
 
-def planted(hits: Hits) -> Planted:
-    return Planted(Inputs(small(hits), CPU), hits, "reference", 0)
+def planted(hits: Hits) -> ForcedHits:
+    return ForcedHits(Inputs(small(hits), CPU), hits, "reference", 0)
 
 
 @pytest.mark.parametrize("dense", [False, True])

@@ -10,7 +10,7 @@ import pytest
 
 from longreach.adapters.transformers import load, shape_of
 from longreach.evals.calibration.kascade import KascadeGather
-from longreach.methods.kascade.calibrated import Calibrated
+from longreach.methods.kascade.calibration_result import CalibrationResult
 from longreach.methods.kascade.plan import KascadePlan
 from longreach.plans import find
 from longreach.plans import load as load_plan
@@ -41,7 +41,7 @@ def test_a_plan_is_made_that_the_model_takes(longreach: Any, model: Path, text: 
     assert result.code == 0, result.err
     assert [p.name for p in output.parent.iterdir()] == ["p.json"]  # no journal stays
     plan = find("kascade", str(output), shape_of(load(model)[0]))
-    view, found = KascadePlan.of(plan), Calibrated.of(plan)
+    view, found = KascadePlan.of(plan), CalibrationResult.of(plan)
     assert view.anchors[0] == 0 and len(view.anchors) == 2 and view.k == 16 and view.tile == 32
     assert view == found.plan(2, 16, 32)
     assert plan.model.name == "four" and plan.model.layers == 4
@@ -160,7 +160,7 @@ def test_heads_stay_on_their_rank(longreach: Any, model: Path, text: Path, tmp_p
     output = tmp_path / "p.json"
     assert longreach(*asked(model, text, output, "--ranks", 2)).code == 0
     plan = load_plan(output, "kascade")
-    assert KascadePlan.of(plan).head_map == ((0, 1),) * 4 and Calibrated.of(plan).ranks == 2
+    assert KascadePlan.of(plan).head_map == ((0, 1),) * 4 and CalibrationResult.of(plan).ranks == 2
     assert plan.made.settings["ranks"] == 2
 
 
@@ -169,6 +169,6 @@ def test_layers_may_count_alike(longreach: Any, model: Path, text: Path, tmp_pat
     result = longreach(*asked(model, text, output, "--unweighted"))
     assert result.code == 0 and "all alike" in " ".join(result.out.split())
     plan = load_plan(output, "kascade")
-    found = Calibrated.of(plan)
+    found = CalibrationResult.of(plan)
     assert not found.weighted and KascadePlan.of(plan) == found.plan(2, 16, 32)
     assert plan.made.settings["weighted"] is False

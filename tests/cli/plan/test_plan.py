@@ -14,7 +14,7 @@ import torch
 from longreach.adapters.transformers import load, shape_of
 from longreach.cli.plan.checks import VALUES
 from longreach.cli.plan.common import SHOWN, VIEWS
-from longreach.methods.kascade.calibrated import Calibrated
+from longreach.methods.kascade.calibration_result import CalibrationResult
 from longreach.methods.kascade.plan import KascadePlan
 from longreach.plans import KINDS, Plan, PlannedModel
 from longreach.plans import load as load_plan
@@ -38,7 +38,7 @@ def made(model: Path, seed: int = 0, **changes: Any) -> Plan:
     heads = torch.rand(LAYERS, 2, LAYERS, 2, generator=draw, dtype=torch.float64)
     for layer in range(LAYERS):
         heads[layer, :, layer] = torch.eye(2)
-    found = Calibrated(tuple(range(LAYERS)), heads, torch.rand(LAYERS, generator=draw).double())
+    found = CalibrationResult(tuple(range(LAYERS)), heads, torch.rand(LAYERS, generator=draw).double())
     planned = PlannedModel.of("six", shape_of(load(model)[0]))
     base = plan("kascade", model=planned, values=found.plan(2, 64, 128).values(), arrays=found.arrays())
     return replace(base, **changes)
@@ -203,7 +203,7 @@ def test_compare(longreach: Any, saved: Path, model: Path, tmp_path: Path) -> No
 
 def test_choose(longreach: Any, saved: Path, model: Path, tmp_path: Path) -> None:
     path = tmp_path / "q.json"
-    before = Calibrated.of(load_plan(saved, "kascade"))
+    before = CalibrationResult.of(load_plan(saved, "kascade"))
     for option, anchors in (
         (("--budget", 3), before.plan(3, 64, 128).anchors),
         (("--evenly", 3), (0, 2, 4)),
@@ -223,7 +223,7 @@ def test_choose(longreach: Any, saved: Path, model: Path, tmp_path: Path) -> Non
     assert longreach("plan", "choose", saved, "--budget", 2, "--ranks", 2, "--output", path).code == 0
     assert KascadePlan.of(load_plan(path, "kascade")).head_map == ((0, 1),) * LAYERS
     assert longreach("plan", "choose", path, "--budget", 3, "--output", path).code == 0
-    assert Calibrated.of(load_plan(path, "kascade")).ranks == 2
+    assert CalibrationResult.of(load_plan(path, "kascade")).ranks == 2
     assert longreach("plan", "choose", saved, "--budget", 2, "--weighted", "no", "--output", path).code == 0
     alike = replace(before, weighted=False)
     assert KascadePlan.of(load_plan(path, "kascade")) == alike.plan(2, 64, 128)

@@ -13,7 +13,7 @@ from longreach.evals.calibration.gather import Gather, gather
 from longreach.evals.calibration.kascade import KascadeGather
 from longreach.evals.calibration.prompts import Prompt
 from longreach.methods.kascade import calibrate
-from longreach.ops import by_sequence
+from longreach.ops import reference_chunks
 from longreach.testing.tiny import tiny_model
 from tests.evals.calibration.allocated import peak
 
@@ -60,7 +60,9 @@ def test_the_measure_counts_what_lives_at_once() -> None:
 
 
 def test_peak_memory_is_below_the_bound_as_texts_grow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(by_sequence, "SCORES_AT_ONCE", 1 << 13)  # else it is nearly all that there is in a small model
+    monkeypatch.setattr(
+        reference_chunks, "SCORES_AT_ONCE", 1 << 13
+    )  # else it is nearly all that there is in a small model
     model = tiny_model("llama", num_hidden_layers=3)
     shape = shape_of(model)
     used: dict[int, list[int]] = {1 << 24: [], 1 << 13: []}  # whole passes of tiles, and a few tiles at a time

@@ -25,7 +25,7 @@ class Alone:
     anchors: Sequence[int]
     maps: dict[int, Sequence[int]] = field(default_factory=dict)
     k: float = 0.1
-    least: int = 128
+    min_keys: int = 128
     all_heads: bool = False
     sinks: int = 0
     recent: int = 1
@@ -38,7 +38,7 @@ class Alone:
             return available
         if isinstance(self.k, int):
             return min(self.k, available)
-        return min(max(math.floor(self.k * available + 1e-9), self.least), available)
+        return min(max(math.floor(self.k * available + 1e-9), self.min_keys), available)
 
     def answer(self, text: Text, chunks: Sequence[int], steps: int) -> Tensor:
         """[L, N, H, D]: a prompt read in chunks, then steps of one token."""

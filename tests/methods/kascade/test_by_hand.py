@@ -81,8 +81,8 @@ def test_ties_go_to_the_lower_key() -> None:
         ({"k": 4, "sinks": 2, "recent": 2}, [0, 1, 5, 6]),
         ({"k": 5, "sinks": 2, "recent": 2}, [0, 1, 2, 5, 6]),
         ({"k": 100}, [0, 1, 2, 3, 4, 5, 6]),
-        ({"k": 0.5, "least": 1}, [2, 3, 6]),  # 3.5 of 7
-        ({"k": 0.01, "least": 2}, [2, 6]),
+        ({"k": 0.5, "min_keys": 1}, [2, 3, 6]),  # 3.5 of 7
+        ({"k": 0.01, "min_keys": 2}, [2, 6]),
         ({"k": 0.01}, [0, 1, 2, 3, 4, 5, 6]),  # at least 128
         ({"k": 1, "dense_below": 7}, [6]),
         ({"k": 1, "dense_below": 8}, [0, 1, 2, 3, 4, 5, 6]),
@@ -120,7 +120,7 @@ def test_a_tile() -> None:
     outcome = Kascade(k=1).run(now, ANCHOR)
     lists = now.shared[Kascade(k=1)].lists
     assert lists.offsets.tolist() == [0, 0, 1, 2] and lists.index.tolist() == [1, 2]
-    assert lists.list_of.tolist() == [0, 0, 1, 1, 2]
+    assert lists.row_to_list.tolist() == [0, 0, 1, 1, 2]
     want = [over(1), over(1, 3), over(0, 1, 1), over(0, 5, 1, 1), over(0, 0, 9, 0, 4)]
     torch.testing.assert_close(weights(outcome, slice(None))[:, 0], torch.tensor(want))  # type: ignore[arg-type]
 
@@ -133,8 +133,8 @@ def test_a_tile() -> None:
         ({"k": 2, "recent": 2}, [1, 3]),  # row 4 sees 3 and 4: its last two
         ({"k": 3, "recent": 2, "sinks": 1}, [0, 1, 3]),
         ({"k": 3, "recent": 3}, [1, 2, 3]),
-        ({"k": 0.5, "least": 1}, [1, 2]),  # of the 4 before the tile: its own token does not count
-        ({"k": 0.5, "least": 3}, [0, 1, 2]),
+        ({"k": 0.5, "min_keys": 1}, [1, 2]),  # of the 4 before the tile: its own token does not count
+        ({"k": 0.5, "min_keys": 3}, [0, 1, 2]),
         ({"k": 1, "dense_below": 5}, [1]),
         ({"k": 1, "dense_below": 6}, [0, 1, 2, 3]),
     ],

@@ -15,7 +15,7 @@ from longreach.errors import InvalidInput, Unsupported
 from longreach.methods import call as call_module
 from longreach.methods.call import LayerCall
 from longreach.methods.kascade import Kascade
-from longreach.methods.kascade.method import Choice
+from longreach.methods.kascade.method import AnchorSelection
 from longreach.methods.kascade.plan import KascadePlan
 from longreach.methods.kascade.role import role_of
 from longreach.ops import HeadShard, KVView, Lists, Logits, Partial, Rows, Spans
@@ -52,8 +52,8 @@ MAPS = [{1: (1, 0)}, {1: (1, 0), 2: (1, 1)}, {2: (0, 0)}]
     ("options", "message"),
     [
         ({"sinks": 128}, "sinks \\+ recent: expected at most 128, .* got 128 and 1"),
-        ({"sinks": 3, "recent": 4, "least": 6}, "at most 6, .* got 3 and 4"),
-        ({"k": 7, "sinks": 7, "least": 100}, "at most 7, .* got 7 and 1"),
+        ({"sinks": 3, "recent": 4, "min_keys": 6}, "at most 6, .* got 3 and 4"),
+        ({"k": 7, "sinks": 7, "min_keys": 100}, "at most 7, .* got 7 and 1"),
     ],
 )
 def test_what_is_forced_must_fit_into_the_fewest_keys(options: dict[str, Any], message: str) -> None:
@@ -69,8 +69,8 @@ def test_what_just_fits_is_taken() -> None:
     ("options", "counts"),
     [
         ({}, {1: 1, 127: 127, 128: 128, 1279: 128, 1280: 128, 1290: 129, 131072: 13107}),
-        ({"k": 0.29, "least": 1}, {1: 1, 3: 1, 10: 2, 100: 29}),  # 0.29 * 100 is 28.999999999999996
-        ({"k": 0.07, "least": 1}, {100: 7, 99: 6}),
+        ({"k": 0.29, "min_keys": 1}, {1: 1, 3: 1, 10: 2, 100: 29}),  # 0.29 * 100 is 28.999999999999996
+        ({"k": 0.07, "min_keys": 1}, {100: 7, 99: 6}),
         ({"k": 9}, {5: 5, 9: 9, 10_000: 9}),
         ({"k": 1.0}, {1: 1, 131072: 131072}),
         ({"k": 3, "dense_below": 50}, {2: 2, 49: 49, 50: 3, 51: 3}),
@@ -120,7 +120,7 @@ def test_the_model_must_be_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_a_layer_whose_anchor_did_not_choose_names_both(phase: Any, tmp_path: Path) -> None:
     """Its anchor attends to a window in this model, or another method took its place."""
-    method = Kascade(planned(tmp_path, anchors=(0, 1)), least=2)
+    method = Kascade(planned(tmp_path, anchors=(0, 1)), min_keys=2)
     calls = read_text(method, text(20))[0 if phase == "prefill" else -1].calls
     none = "layer 2 reuses the keys that layer 1 chooses, and that layer chose none in this pass"
     with pytest.raises(InvalidInput, match=none):
@@ -133,7 +133,7 @@ def test_a_layer_whose_anchor_did_not_choose_names_both(phase: Any, tmp_path: Pa
 
 def test_a_layer_that_takes_no_part_is_refused(tmp_path: Path) -> None:
     """It had a sliding window when the plan was made."""
-    method = Kascade(planned(tmp_path, anchors=(0,), layers=(0, 2)), least=2)
+    method = Kascade(planned(tmp_path, anchors=(0,), layers=(0, 2)), min_keys=2)
     with pytest.raises(InvalidInput, match="layer 1 attends to its whole context, and takes no part in the plan"):
         read_text(method, text(20))
 
@@ -219,7 +219,7 @@ def test_k_larger_than_the_length_is_everything(config: CacheConfig, tmp_path: P
 
 def test_lists_have_room_for_all_that_the_cache_can_come_to_hold(tmp_path: Path) -> None:
     """Their size depends on the capacity alone, so that a captured step holds as contexts grow; counts do not."""
-    method, whole = Kascade(planned(tmp_path), k=0.25, least=2), text(60)
+    method, whole = Kascade(planned(tmp_path), k=0.25, min_keys=2), text(60)
     counts, sizes = [], set()
     for turn in read_text(method, whole, steps=40, cache=new_cache(CacheConfig(capacity=64))):
         lists = turn.calls[2].meter.values[0]
@@ -231,7 +231,7 @@ def test_lists_have_room_for_all_that_the_cache_can_come_to_hold(tmp_path: Path)
 
 
 def test_several_new_tokens_of_a_sequence_choose_each_for_themselves(tmp_path: Path) -> None:
-    method, whole = Kascade(planned(tmp_path, head_map={2: (1, 0)}), k=0.2, least=2), text(40)
+    method, whole = Kascade(planned(tmp_path, head_map={2: (1, 0)}), k=0.2, min_keys=2), text(40)
     want = outputs(read_text(method, whole, chunks=[30], steps=4)[1:])
     cache = new_cache()
     run(cache, method, [Turn(whole, 0, 30)])
@@ -323,7 +323,7 @@ def test_a_dense_layer_whose_choice_nobody_takes_makes_none(tmp_path: Path) -> N
         for turn in read_text(Kascade(planned(tmp_path, anchors), k=3, dense_layers=dense), text(20)):
             for layer in (0, *dense):
                 assert reads_of(turn.calls[layer]) == (*DENSE[:2], ([0] * len(turn.calls[layer].rows.pos), 0))
-            choices = [c for c in turn.calls[0].shared.values() if isinstance(c, Choice)]
+            choices = [c for c in turn.calls[0].shared.values() if isinstance(c, AnchorSelection)]
             assert [c.anchor for c in choices] == [layer for layer in anchors[1:] if layer not in dense]
 
 

@@ -59,7 +59,7 @@ def test_at_a_small_budget_tokens_differ_and_are_the_same_in_every_loop_and_layo
     """transformers' generate and longreach's; contiguous and paged; padded in a batch, and alone."""
     model, plan = model_and_plan(family, tmp_path)
     tokens, mask = batch()
-    methods = dict.fromkeys(("prefill", "decode"), Kascade(plan, k=0.1, least=3))
+    methods = dict.fromkeys(("prefill", "decode"), Kascade(plan, k=0.1, min_keys=3))
     got = longreach.generate(model, tokens, mask, max_new_tokens=12, **methods)
     assert not torch.equal(got.tokens, longreach.generate(model, tokens, mask, max_new_tokens=12).tokens)
     for cache in (CacheConfig(), CacheConfig("paged", page=8), CacheConfig(capacity=200)):
@@ -75,7 +75,7 @@ def test_at_a_small_budget_tokens_differ_and_are_the_same_in_every_loop_and_layo
 def test_a_pass_without_a_cache_is_a_pass_with_one(family: str, tmp_path: Path) -> None:
     model, plan = model_and_plan(family, tmp_path)
     tokens, mask = batch()
-    with longreach.attach(model, prefill=Kascade(plan, k=0.1, least=3)) as session:
+    with longreach.attach(model, prefill=Kascade(plan, k=0.1, min_keys=3)) as session:
         cached = model(tokens, attention_mask=mask, past_key_values=session.new_cache(3)).logits
         plain = model(tokens, attention_mask=mask, use_cache=False).logits
     torch.testing.assert_close(plain[mask == 1], cached[mask == 1], rtol=0, atol=1e-3)
@@ -85,7 +85,7 @@ def test_a_pass_without_a_cache_is_a_pass_with_one(family: str, tmp_path: Path) 
 def test_chunks_of_a_prompt_that_end_at_tiles(tmp_path: Path) -> None:
     model, plan = model_and_plan("llama", tmp_path)
     tokens = random_tokens(2, 50)
-    with longreach.attach(model, prefill=Kascade(plan, k=0.2, least=3)) as session:
+    with longreach.attach(model, prefill=Kascade(plan, k=0.2, min_keys=3)) as session:
         whole = model(tokens, past_key_values=session.new_cache(2)).logits
         cache = session.new_cache(2)
         parts = [model(part, past_key_values=cache).logits for part in tokens.split(12, 1)]

@@ -42,18 +42,18 @@ def assert_same(
 
 
 OPTIONS: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({}, {"k": 0.2, "least": 1}),
-    ({"anchors": (0,), "head_map": CROSSED}, {"k": 0.25, "least": 3}),
+    ({}, {"k": 0.2, "min_keys": 1}),
+    ({"anchors": (0,), "head_map": CROSSED}, {"k": 0.25, "min_keys": 3}),
     ({"anchors": (0, 1), "head_map": {2: (1, 1)}}, {"k": 5}),
-    ({"anchors": (0, 2)}, {"k": 0.1, "least": 6, "sinks": 2, "recent": 4}),
+    ({"anchors": (0, 2)}, {"k": 0.1, "min_keys": 6, "sinks": 2, "recent": 4}),
     ({"anchors": (0,), "head_map": {2: (1, 0)}}, {"k": 4, "sinks": 3, "recent": 1}),
-    ({"anchors": (0, 1), "head_map": CROSSED | {1: (0, 1)}}, {"k": 0.2, "least": 2, "heads": "all"}),
-    ({"anchors": (0, 1)}, {"k": 0.15, "least": 2, "dense_below": 18}),
+    ({"anchors": (0, 1), "head_map": CROSSED | {1: (0, 1)}}, {"k": 0.2, "min_keys": 2, "heads": "all"}),
+    ({"anchors": (0, 1)}, {"k": 0.15, "min_keys": 2, "dense_below": 18}),
     ({"anchors": (0, 1), "head_map": {2: (0, 0)}}, {"k": 3, "dense_layers": (1,)}),
     ({"anchors": (0,)}, {"k": 3, "dense_layers": (2,)}),
-    ({"tile": 7}, {"k": 0.3, "least": 1}),  # 3 tokens: a group of 2 does not divide it
-    ({"tile": 1}, {"k": 0.3, "least": 1}),  # smaller than a group: 1 token
-    ({"tile": 128}, {"k": 0.3, "least": 1}),
+    ({"tile": 7}, {"k": 0.3, "min_keys": 1}),  # 3 tokens: a group of 2 does not divide it
+    ({"tile": 1}, {"k": 0.3, "min_keys": 1}),  # smaller than a group: 1 token
+    ({"tile": 128}, {"k": 0.3, "min_keys": 1}),
 ]
 
 
@@ -70,14 +70,14 @@ def test_it_is_what_the_paper_says(plan: dict[str, Any], options: dict[str, Any]
 
 @pytest.mark.parametrize("chunks", [[4, 28], [8, 8, 16], [3, 29], [1, 5, 2, 10, 14], [1] * 32], ids=str)
 def test_chunks_that_share_a_tile_choose_each_for_themselves(chunks: list[int], tmp_path: Path) -> None:
-    method = Kascade(planned(tmp_path, anchors=(0,), head_map=CROSSED), k=0.2, least=2)
-    alone = Alone((0,), CROSSED, k=0.2, least=2)
+    method = Kascade(planned(tmp_path, anchors=(0,), head_map=CROSSED), k=0.2, min_keys=2)
+    alone = Alone((0,), CROSSED, k=0.2, min_keys=2)
     assert_same(method, alone, chunks=chunks, config=CacheConfig("paged", page=3))
 
 
 @pytest.mark.parametrize("chunks", [[4, 28], [12, 20], [4] * 8])
 def test_chunks_that_end_where_tiles_do_change_nothing(chunks: list[int], tmp_path: Path) -> None:
-    method, whole = Kascade(planned(tmp_path, head_map={2: (1, 0)}), k=0.2, least=2, sinks=1), text(LENGTH, seed=4)
+    method, whole = Kascade(planned(tmp_path, head_map={2: (1, 0)}), k=0.2, min_keys=2, sinks=1), text(LENGTH, seed=4)
     want = read_text(method, whole, steps=STEPS)
     found = read_text(method, whole, chunks=chunks, steps=STEPS)
     torch.testing.assert_close(outputs(found), outputs(want), rtol=0, atol=2e-5)
@@ -106,13 +106,13 @@ def test_what_is_scored_at_a_time_is_bounded_and_changes_nothing(
 
     monkeypatch.setattr(reading, "AT_ONCE", at_once)
     monkeypatch.setattr(LayerCall, "op", watched)
-    method = Kascade(planned(tmp_path, (0, 2), {1: (1, 0)}), k=0.2, least=2)
-    assert_same(method, Alone((0, 2), {1: (1, 0)}, k=0.2, least=2), config=CacheConfig(capacity=40))
+    method = Kascade(planned(tmp_path, (0, 2), {1: (1, 0)}), k=0.2, min_keys=2)
+    assert_same(method, Alone((0, 2), {1: (1, 0)}, k=0.2, min_keys=2), config=CacheConfig(capacity=40))
     assert max(scored) <= max(at_once, 160) and sum(scored) == 2 * 160 * (LENGTH - STEPS - 4)  # the first tile: none
 
 
 def test_lists_are_index_sorted_and_not_copied_for_reuse(tmp_path: Path) -> None:
-    method = Kascade(planned(tmp_path, anchors=(0,), head_map=CROSSED), k=0.3, least=2)
+    method = Kascade(planned(tmp_path, anchors=(0,), head_map=CROSSED), k=0.3, min_keys=2)
     last = read_text(method, text(LENGTH))[-1]
     lists = [call.meter.values[-1] for call in last.calls[1:]]
     for made in lists:

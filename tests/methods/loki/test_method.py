@@ -153,8 +153,8 @@ def test_what_it_reads(tmp_path: Path) -> None:
     directions = 2 * 16 * 8 * 4
     assert metadata_of(call) == ([7 * 2 * 8 * 4, 41 * 2 * 8 * 4], directions)
     newest, chosen = call.meter.keys
-    assert newest.reads(call.rows, call.kv).tolist() == [[1, 1], [1, 1]]
-    assert chosen.reads(call.rows, call.kv).tolist() == [[5, 5], [5, 5]] and call.meter.values == (chosen,)
+    assert newest.keys_read(call.rows, call.kv).tolist() == [[1, 1], [1, 1]]
+    assert chosen.keys_read(call.rows, call.kv).tolist() == [[5, 5], [5, 5]] and call.meter.values == (chosen,)
 
 
 def test_a_rank_takes_the_directions_of_its_heads(tmp_path: Path) -> None:

@@ -13,27 +13,27 @@ import torch
 from torch import Tensor
 
 from longreach.methods.mac import MAC
-from longreach.ops.nearest import Rule
+from longreach.ops.match import Rule
 from tests.methods.drive import DIM, FREQUENCIES, HEADS, KV_HEADS, LAYERS, LOGITS, SCALE, Text
-from tests.ops.nearest.brute import Brute
+from tests.ops.match.brute import Brute
 
 SPARE = 8
 
 
 def rule_of(method: MAC, size: int) -> Rule:
     """What the options mean. size: bytes of a number."""
-    assert method.window and method.band and method.tau is not None and method.minimum is not None
+    assert method.window and method.band and method.tau is not None and method.min_context is not None
     return Rule(
-        window=min(method.window, method.gap or method.window),
+        window=min(method.window, method.max_gap or method.window),
         band=method.band,
         limit=2 * DIM * (1 - method.tau) ** 2,
         sinks=method.sinks or 0,
-        minimum=method.minimum,
-        deepest=method.depth,
-        patience=16.0 if method.guard else math.inf,
+        min_context=method.min_context,
+        deepest=method.max_reuse_depth,
+        patience=16.0 if method.rest_rows else math.inf,
         reuses=4.0,
-        rest=method.guard or 1,
-        price=2 * (DIM * size + 4 + (2 if method.depth else 0)) / (2 * DIM * size),
+        rest=method.rest_rows or 1,
+        price=2 * (DIM * size + 4 + (2 if method.max_reuse_depth else 0)) / (2 * DIM * size),
     )
 
 

@@ -26,7 +26,7 @@ from longreach.methods.mac.calibrate import (
     tau_of,
     unrelated,
 )
-from longreach.ops import Turn, angles, rotate
+from longreach.ops import RotaryAngles, angles, rotate
 
 
 @pytest.mark.parametrize("layout", ["half", "interleaved"])
@@ -37,7 +37,7 @@ def test_energy_is_what_differences_of_queries_meet(layout: Any, scaling: float)
     draw = torch.Generator().manual_seed(0)
     keys, pos = torch.randn(1, 1, 16, generator=draw).double(), torch.arange(20000)
     cos, sin = angles(pos, torch.tensor([1.0, 0.7, 0.31, 0.13]), scaling=scaling)
-    turn = Turn(cos, sin, layout)
+    turn = RotaryAngles(cos, sin, layout)
     turned = rotate(keys.expand(20000, 1, 16), cos[:, None], sin[:, None], layout=layout)
     apart = torch.randn(16, generator=draw).double()
     meets = rotate(apart.expand(1, 1, 16), *(scaling * x for x in (torch.ones(1, 4), torch.zeros(1, 4))), layout=layout)

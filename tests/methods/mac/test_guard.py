@@ -11,7 +11,7 @@ from torch import Tensor
 
 from longreach.methods.mac import MAC
 from longreach.ops import Rows
-from longreach.ops.nearest import NOTES, Ring, Rule, match
+from longreach.ops.match import NOTES, Ring, Rule, match
 
 CONTEXT, WINDOW, KV_HEADS = 1 << 17, 4, 64
 

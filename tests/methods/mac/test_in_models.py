@@ -16,11 +16,11 @@ from longreach.cache.ring import SPARE, RowRing
 from longreach.errors import InvalidInput
 from longreach.methods.base import Outcome
 from longreach.methods.call import LayerCall
-from longreach.methods.mac.notes import AT
+from longreach.methods.mac.diagnostics import AT
 from longreach.testing.tiny import FAMILIES, random_tokens, tiny_model
 from tests.methods.drive import LAYERS
 
-SMALL = MAC(window=16, band=4, tau=0.0, minimum=0)
+SMALL = MAC(window=16, band=4, tau=0.0, min_context=0)
 NEVER = replace(SMALL, band=1000)  # all is in the band, and read
 
 
@@ -200,7 +200,7 @@ def test_a_generate_that_fails_leaves_what_a_method_remembers(
 
 def test_reports_of_methods_that_note_different_things(model: Any) -> None:
     """Probed rows have columns of their own."""
-    tokens, probed = random_tokens(1, 40), replace(SMALL, check_every=2)
+    tokens, probed = random_tokens(1, 40), replace(SMALL, probe_every=2)
     with attach(model, decode=SMALL) as session:
         for method in (SMALL, probed, SMALL, probed):
             session.switch(method)
@@ -253,7 +253,7 @@ def test_calibration_means_the_same_under_another_scale_of_queries(model: Any) -
 
         patch.setattr(MAC, "new_state", new_state)
 
-    calibrated = MAC(window=16, band=4, tau=None, scale="calibrated", minimum=0)
+    calibrated = MAC(window=16, band=4, tau=None, scale="calibrated", min_context=0)
     with pytest.MonkeyPatch.context() as patch:
         one = reuse(model, calibrated, 1.0)
     with pytest.MonkeyPatch.context() as patch:

@@ -23,16 +23,16 @@ from tests.methods.drive import CACHES, LAYERS, Pass, Text, Turn, exact, in_phas
 from tests.methods.mac.spelled_out import SpelledOut
 from tests.methods.metered import passes_of
 
-BASE = MAC(window=12, band=3, tau=0.0, minimum=0, depth=None, guard=None)
+BASE = MAC(window=12, band=3, tau=0.0, min_context=0, max_reuse_depth=None, rest_rows=None)
 CONFIGS = {
     "plain": BASE,
     "sinks": replace(BASE, sinks=4),
-    "depth": replace(BASE, depth=2),
+    "depth": replace(BASE, max_reuse_depth=2),
     "tau": replace(BASE, tau=0.2),
-    "guard": replace(BASE, tau=0.25, guard=3),
-    "minimum": replace(BASE, minimum=45),
-    "gap": replace(BASE, window=30, gap=6),
-    "all": replace(BASE, sinks=1, depth=3, tau=0.1, guard=2, minimum=30, check_every=5),
+    "guard": replace(BASE, tau=0.25, rest_rows=3),
+    "minimum": replace(BASE, min_context=45),
+    "gap": replace(BASE, window=30, max_gap=6),
+    "all": replace(BASE, sinks=1, max_reuse_depth=3, tau=0.1, rest_rows=2, min_context=30, probe_every=5),
 }
 
 
@@ -79,7 +79,7 @@ def test_many_steps(name: str, config: CacheConfig) -> None:
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed here")
 def test_the_kernels_decide_and_compute_alike() -> None:
-    method = replace(CONFIGS["all"], minimum=0, guard=None)
+    method = replace(CONFIGS["all"], min_context=0, rest_rows=None)
     spelled, cache = SpelledOut(method), new_cache(slots=2)
     whole = text(34, seed=4)
     run(cache, in_phase(method, "prefill"), [Turn(whole, 1, 28)], impl="reference")
@@ -146,7 +146,7 @@ def test_the_same_query_again_is_exact_over_300_steps(monkeypatch: pytest.Monkey
     """Without rotation an entry of the same query is exactly what the row would get: after 300 reuses one from another,
     under keys that the last ones outweigh by e^40, results err as dense attention in fp32 may and no more."""
     monkeypatch.setattr(drive, "FREQUENCIES", torch.zeros(drive.DIM // 2))
-    method = replace(BASE, depth=None)
+    method = replace(BASE, max_reuse_depth=None)
     whole = same_query(320, 6.0 + 40.0 * torch.arange(320) / 320)
     turns = read_text(method, whole, steps=300)[-300:]
     for turn in (*turns[:5], *turns[9::10]):
@@ -197,8 +197,8 @@ def test_past_the_capacity_nothing_is_noted() -> None:
 @pytest.mark.parametrize(
     "method",
     [
-        replace(BASE, minimum=None),
-        replace(BASE, minimum=1000),
+        replace(BASE, min_context=None),
+        replace(BASE, min_context=1000),
         replace(BASE, band=1000),
         replace(BASE, sinks=1000),
         replace(BASE, tau=0.999),
@@ -207,7 +207,7 @@ def test_past_the_capacity_nothing_is_noted() -> None:
 )
 def test_where_nothing_is_reused_it_is_dense(method: MAC) -> None:
     """Contexts below the minimum, bands and sinks wider than the context, nothing near enough."""
-    length = 15 if method.minimum is None else 20
+    length = 15 if method.min_context is None else 20
     for turn in read_text(method, text(length, seed=7), steps=8)[-8:]:
         for call, outcome in zip(turn.calls, turn.outcomes, strict=True):
             assert_close(outcome.partial, exact(call))
@@ -217,10 +217,10 @@ def test_where_nothing_is_reused_it_is_dense(method: MAC) -> None:
 def test_what_a_search_pays() -> None:
     """Eq. 9 in keys: a window of 16 rows costs what its queries weigh in keys and values; the band comes on top."""
     cache = new_cache()
-    read_text(replace(BASE, window=16, band=5, minimum=None), text(10), cache=cache)
+    read_text(replace(BASE, window=16, band=5, min_context=None), text(10), cache=cache)
     rule = states(cache)[0].rule
     bytes_of_a_row, bytes_of_a_key = 2 * (drive.DIM * 4 + 4), 2 * drive.DIM * 4
-    assert rule.price == bytes_of_a_row / bytes_of_a_key and rule.minimum == 17 + 5
+    assert rule.price == bytes_of_a_row / bytes_of_a_key and rule.min_context == 17 + 5
 
 
 def test_several_new_tokens_at_once_are_attended_to_exactly() -> None:

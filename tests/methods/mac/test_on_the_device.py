@@ -12,7 +12,7 @@ import torch
 from longreach.methods.base import Outcome
 from longreach.methods.call import LayerCall
 from longreach.methods.mac import MAC
-from longreach.ops import KVView, Rows, Run, Spans, Turn
+from longreach.ops import KVView, RotaryAngles, RowRange, Rows, Spans
 from longreach.runtime import Ledger
 
 BATCH, HEADS, KV_HEADS, DIM, LENGTH = 3, 8, 2, 64, 4096
@@ -33,7 +33,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, ...]
     pytest.importorskip("triton")
     noted: list[tuple[str, tuple[int, ...]]] = []
     for module, names in (
-        ("nearest.triton_kernels", ("look", "settle")),
+        ("match.triton_kernels", ("search", "decide")),
         ("attend.triton_kernels", ("attend_pieces",)),
         ("attend.triton_merging", ("merge_pieces",)),
         ("attend.triton_amend_kernels", ("amend_pieces",)),
@@ -51,18 +51,21 @@ def call() -> LayerCall:
 
     each = meta(BATCH, dtype=torch.int64)
     kv = KVView(*(meta(BATCH, KV_HEADS, LENGTH, DIM) for _ in range(2)), each, meta(BATCH, 1, dtype=torch.int64))
-    rows = Rows(meta(BATCH, HEADS, DIM), each, each, tuple(Run(1, b) for b in range(BATCH)))
-    turn = Turn(meta(BATCH, DIM // 2), meta(BATCH, DIM // 2))
+    rows = Rows(meta(BATCH, HEADS, DIM), each, each, tuple(RowRange(1, b) for b in range(BATCH)))
+    turn = RotaryAngles(meta(BATCH, DIM // 2), meta(BATCH, DIM // 2))
     return LayerCall(0, rows, kv, each, 0.125, impl="triton", rotary=lambda: turn)
 
 
 @pytest.mark.parametrize(
     ("method", "kernels"),
     [
-        (MAC(), ["look", "attend_pieces", "amend_pieces"]),
-        (MAC(sinks=4), ["look", "attend_pieces", "amend_pieces", "attend_pieces", "merge_pieces"]),
-        (MAC(check_every=8), ["look", "attend_pieces", "amend_pieces", "attend_pieces", "merge_pieces"]),
-        (MAC(depth=None, guard=None, gap=100, minimum=0), ["look", "attend_pieces", "amend_pieces"]),
+        (MAC(), ["search", "attend_pieces", "amend_pieces"]),
+        (MAC(sinks=4), ["search", "attend_pieces", "amend_pieces", "attend_pieces", "merge_pieces"]),
+        (MAC(probe_every=8), ["search", "attend_pieces", "amend_pieces", "attend_pieces", "merge_pieces"]),
+        (
+            MAC(max_reuse_depth=None, rest_rows=None, max_gap=100, min_context=0),
+            ["search", "attend_pieces", "amend_pieces"],
+        ),
     ],
     ids=repr,
 )

@@ -106,7 +106,7 @@ def test_each_layer_has_the_plans_numbers() -> None:
         assert (state.rule.window, state.rule.band, state.rule.limit) == (7, 256, 0.25)
         weight = whole.energy[layer].double().sqrt() * SCALE
         torch.testing.assert_close(state.weight, weight.repeat_interleave(2, 0).float())
-    assert layers(MAC(window=None, gap=10, band=3))[0].rule.window == 10
+    assert layers(MAC(window=None, max_gap=10, band=3))[0].rule.window == 10
 
 
 def test_a_layer_that_no_band_is_wide_enough_for_attends_densely(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_a_layer_that_no_band_is_wide_enough_for_attends_densely(tmp_path: Path)
     base = mac_plan(MODEL)
     wide = replace(base, values={**base.values, "band": [4, None, 5]})
     wide.save(tmp_path / "wide.json")
-    method = MAC(band=None, window=24, tau=0.0, minimum=0, plan=str(tmp_path / "wide.json"))
+    method = MAC(band=None, window=24, tau=0.0, min_context=0, plan=str(tmp_path / "wide.json"))
     turns = read_text(method, text(60), steps=20)[-20:]
     for layer in range(LAYERS):
         outcomes = [turn.outcomes[layer] for turn in turns]

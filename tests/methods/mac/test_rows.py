@@ -10,7 +10,7 @@ import torch
 from longreach.methods.call import LayerCall
 from longreach.methods.mac import rows
 from longreach.methods.mac.rows import last_rows
-from longreach.ops import KVView, Rows, Run, Span, Spans, Turn, at, near
+from longreach.ops import KVView, RotaryAngles, RowRange, Rows, Span, Spans, absolute, relative
 from tests.methods.metered import passes_of
 
 SIZE = 6
@@ -23,8 +23,10 @@ def call(counts: list[int], before: list[int], ahead: int = 0, known: bool = Tru
     total = max(b + n for b, n in zip(before, counts, strict=True))
     filled = torch.tensor([b + n for b, n in zip(before, counts, strict=True)])
     kv = KVView(*torch.zeros(2, len(counts), 1, total, 8), filled)
-    runs = tuple(Run(n, b, first) for b, (n, first) in enumerate(zip(counts, before, strict=True))) if known else None
-    turn = Turn(pos[:, None].float(), pos[:, None].float())
+    runs = (
+        tuple(RowRange(n, b, first) for b, (n, first) in enumerate(zip(counts, before, strict=True))) if known else None
+    )
+    turn = RotaryAngles(pos[:, None].float(), pos[:, None].float())
     return LayerCall(0, Rows(torch.zeros(len(pos), 1, 8), seq, pos, runs), kv, torch.arange(len(counts)), 1.0,
                      rotary=lambda: turn, prompt_tokens_left=ahead)  # fmt: skip
 
@@ -51,8 +53,8 @@ def test_the_last_rows_are_kept(
     assert found == kept
     assert some.rotary is not None and torch.equal(some.rotary().cos[:, 0], some.rows.pos.float())
     if known:
-        assert some.rows.runs == tuple(Run(len(k), b, k[0]) for b, k in enumerate(kept))
-    some.attend(Spans((Span(at(2), near(-3)),)))
+        assert some.rows.runs == tuple(RowRange(len(k), b, k[0]) for b, k in enumerate(kept))
+    some.attend(Spans((Span(absolute(2), relative(-3)),)))
     own = zip(given.rows.seq.tolist(), given.rows.pos.tolist(), strict=True)
     want = [[max(0, pos - 5) if pos in kept[b] else 0] for b, pos in own]
     assert passes_of(given, "key_bytes") == [want], "the whole call's meter knows which rows they were"

@@ -18,14 +18,14 @@ from longreach.evals.calibration.prompts import Prompt
 from longreach.methods.base import Outcome
 from longreach.methods.call import LayerCall
 from longreach.methods.mac.calibrate import OF_EQUALS
-from longreach.methods.mac.notes import AT
+from longreach.methods.mac.diagnostics import AT
 from longreach.methods.mac.plan import SCALES, Scale
 from longreach.plans import Plan, PlannedModel
 from longreach.testing.tiny import random_tokens, tiny_model
 from tests.methods.planned import MADE
 
 WINDOW, BAND = 60, 4
-METHOD = MAC(window=WINDOW, band=BAND, tau=OF_EQUALS, minimum=0, guard=None)
+METHOD = MAC(window=WINDOW, band=BAND, tau=OF_EQUALS, min_context=0, rest_rows=None)
 KINDS, LENGTH, STEPS, HEADS = 9, 82, 12, 4  # each of so many tokens is some nine times in the text
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from longreach.errors import InvalidInput, UnknownName, Unsupported
-from longreach.ops import KVView, Logits, Rows, attend_keeping, top_k
+from longreach.ops import KVView, Logits, Rows, attend_with_logits, top_k
 from longreach.ops.across_heads import Ballot, largest_log_prob, rank_round_robin, spread_logits, triton
 from longreach.testing.inputs import random_kv, random_rows
 from tests.ops.attend.kernels import HALF, here, needs_gpu
@@ -28,8 +28,8 @@ def make_case(seed: int) -> tuple[Rows, KVView, Logits, Tensor]:
         dtype=dice.choice((HALF, torch.float32)), ints=dice.choice((torch.int32, torch.int64)), seed=seed,
     )  # fmt: skip
     rows = random_rows(kv, dice.choice((0, 1, 3)), group=dice.choice((1, 2, 3, 4, 7, 16)), seed=seed)
-    rows = replace(rows, pos=torch.minimum(rows.pos, kv.filled[rows.seq.long()].to(rows.pos.dtype)))
-    whole, logits = attend_keeping(rows, kv, scale=0.25, impl="reference")
+    rows = replace(rows, pos=torch.minimum(rows.pos, kv.seq_lens[rows.seq.long()].to(rows.pos.dtype)))
+    whole, logits = attend_with_logits(rows, kv, scale=0.25, impl="reference")
     if kv.k.dtype != torch.float32:  # as kernels leave half precision: fp16 beside the largest of 4 slots
         x = torch.nn.functional.pad(logits.x / torch.log(torch.tensor(2.0)), (0, 0, 0, -kv.capacity % 4))
         top = x.nan_to_num(-1e4, neginf=-1e4).unflatten(2, (-1, 4)).amax(3)
@@ -39,7 +39,8 @@ def make_case(seed: int) -> tuple[Rows, KVView, Logits, Tensor]:
 
 def reach_of(rows: Rows, kv: KVView) -> list[int]:
     return [
-        max(0, min(int(kv.filled[seq]), pos + 1)) for seq, pos in zip(rows.seq.tolist(), rows.pos.tolist(), strict=True)
+        max(0, min(int(kv.seq_lens[seq]), pos + 1))
+        for seq, pos in zip(rows.seq.tolist(), rows.pos.tolist(), strict=True)
     ]
 
 
@@ -90,7 +91,7 @@ def test_round_robin(impl: str, seed: int) -> None:
     counts = [min(reach, dice.choice((0, 1, 3, 9, 60))) for reach in reaches]
     recents = [min(count, dice.choice((0, 1, 4, 60))) for count in counts]
     first = dice.choice((0, 1, 4, 50))
-    count, recent = (torch.tensor(x, dtype=kv.filled.dtype) for x in (counts, recents))
+    count, recent = (torch.tensor(x, dtype=kv.seq_lens.dtype) for x in (counts, recents))
     scores = run(rows, kv, logits, count, recent, first, impl)
     x = logits.natural(kv.capacity).float().transpose(2, 3).flatten(1, 2)
     heads = x.shape[1]
@@ -112,8 +113,8 @@ def test_round_robin(impl: str, seed: int) -> None:
 @impls
 def test_ranks_together_choose_what_one_rank_would(impl: str) -> None:
     kv = random_kv([80, 33], heads=4, dim=16)
-    rows = Rows(torch.randn(2, 8, 16), torch.arange(2), kv.filled - 1)
-    _, logits = attend_keeping(rows, kv, scale=0.25, impl="reference")
+    rows = Rows(torch.randn(2, 8, 16), torch.arange(2), kv.seq_lens - 1)
+    _, logits = attend_with_logits(rows, kv, scale=0.25, impl="reference")
     count, recent = torch.tensor([20, 9]), torch.tensor([5, 2])
     want = run(rows, kv, logits, count, recent, 2, impl)
     found = []
@@ -123,7 +124,7 @@ def test_ranks_together_choose_what_one_rank_would(impl: str) -> None:
         q = replace(rows, q=rows.q[:, 4 * rank : 4 * rank + 4])
         held = Logits(logits.x[:, mine])
         ballot = spread_logits(here(q), here(part), here(held), here(count), here(recent), first=2, most=20, impl=impl)
-        index, used = top_k(ballot.logits, ballot.depth, here(kv.filled), capacity=20, impl=impl)
+        index, used = top_k(ballot.logits, ballot.depth, here(kv.seq_lens), capacity=20, impl=impl)
         found.append(rank_round_robin(ballot, index, used, first_head=4 * rank, heads=8, impl=impl).cpu())
     together = torch.maximum(*found)
     for r, reach in enumerate((80, 33)):
@@ -148,7 +149,7 @@ def fresh(ballot: Ballot) -> Ballot:
 def wrong_calls() -> list[tuple[Any, dict[str, Any], str]]:
     kv = random_kv([9, 3], heads=2, dim=8)
     rows = random_rows(kv, 3)
-    _, logits = attend_keeping(rows, kv, scale=1.0)
+    _, logits = attend_with_logits(rows, kv, scale=1.0)
     one = {"rows": rows, "kv": kv, "lse": torch.zeros(3, 4), "logits": logits}
     ints = torch.ones(3).long()
     two = {"rows": rows, "kv": kv, "logits": logits, "count": ints, "recent": ints, "first": 0, "most": 1}
@@ -203,7 +204,7 @@ def test_a_captured_graph_follows_lengths() -> None:
     count, recent = (here(torch.tensor(x)) for x in ([30, 10], [5, 3]))
 
     def step() -> Tensor:
-        _, logits = attend_keeping(rows, kv, scale=0.1)
+        _, logits = attend_with_logits(rows, kv, scale=0.1)
         ballot = spread_logits(rows, kv, logits, count, recent, first=2, most=40)
         index, used = top_k(ballot.logits, ballot.depth, rows.pos + 1, capacity=40)
         return rank_round_robin(ballot, index, used)
@@ -213,8 +214,8 @@ def test_a_captured_graph_follows_lengths() -> None:
     with torch.cuda.graph(graph):
         got = step()
     for filled, counts in (((200, 90), (40, 5)), ((120, 1), (7, 1))):
-        kv.filled.copy_(torch.tensor(filled))
-        rows.pos.copy_(kv.filled - 1)
+        kv.seq_lens.copy_(torch.tensor(filled))
+        rows.pos.copy_(kv.seq_lens - 1)
         count.copy_(torch.tensor(counts))
         recent.copy_(count // 4)
         graph.replay()

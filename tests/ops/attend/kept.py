@@ -12,7 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longreach.ops import KVView, Logits, Partial, Rows, Selection, Spans, attend_keeping, attend_values, score_keys
+from longreach.ops import (
+    KVView,
+    Logits,
+    Partial,
+    Rows,
+    Selection,
+    Spans,
+    attend_from_logits,
+    attend_with_logits,
+    score_keys,
+)
 from longreach.testing.oracle import Exact, exact_attend, exact_logits, seen_keys
 from longreach.testing.tolerance import bounds, logits_bound, unit_roundoff, within
 from tests.ops.attend.kernels import HARDWARE, here, here_all
@@ -34,7 +44,7 @@ def gaps(x: Tensor) -> Tensor:
 def check_kept(rows: Rows, kv: KVView, *, impl: str, values: bool, **logits: Any) -> Logits:
     """What is kept, and the dense result, after comparing both with the oracle's."""
     logits = {"scale": rows.q.shape[2] ** -0.5, **logits}
-    op = attend_keeping if values else score_keys
+    op = attend_with_logits if values else score_keys
     made, kept = op(here(rows), here(kv), **here_all(logits), impl=impl)
     want = exact_attend(rows, kv, Spans.dense(), **logits)
     half = rows.q.dtype in (torch.float16, torch.bfloat16)
@@ -68,11 +78,11 @@ def compare(got: Partial, want: Exact, bound: tuple[Tensor, Tensor]) -> None:
 
 
 def check_values(rows: Rows, kv: KVView, selection: Selection, *, impl: str, **logits: Any) -> Partial:
-    """attend_values' result over what score_keys kept, after comparing it with the oracle's attend."""
+    """attend_from_logits' result over what score_keys kept, after comparing it with the oracle's attend."""
     logits = {"scale": rows.q.shape[2] ** -0.5, **logits}
     sink = logits.pop("sink_logit", None)
     _, kept = score_keys(here(rows), here(kv), **logits, impl=impl)
-    got = attend_values(here(rows), here(kv), here(selection), kept, sink_logit=here(sink), impl=impl)
+    got = attend_from_logits(here(rows), here(kv), here(selection), kept, sink_logit=here(sink), impl=impl)
     want = exact_attend(rows, kv, selection, **logits, sink_logit=sink)
     half = rows.q.dtype in (torch.float16, torch.bfloat16)
     rounded = unit_roundoff(rows.q.dtype) if half and impl == "triton" else 0.0

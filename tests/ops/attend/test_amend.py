@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from longreach.errors import InvalidInput
-from longreach.ops import KVView, Lists, Partial, Rows, Span, Spans, at, near
+from longreach.ops import KVView, Lists, Partial, Rows, Span, Spans, absolute, relative
 from longreach.ops.attend import Entries, attend_amend, attend_split
 from longreach.ops.attend import triton as kernels
 from longreach.ops.attend.triton_tuning import Tuning
@@ -51,7 +51,7 @@ def total(first: Partial, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
 def expected(rows: Rows, kv: KVView, selection: Spans, split: Any, given: Entries, take: Tensor, sink: Tensor | None):
     """(entry, result), each (out, lse), from the reference's parts in fp64."""
     rows64 = Rows(rows.q.double(), rows.seq, rows.pos)
-    kv64 = KVView(kv.k.double(), kv.v.double(), kv.filled, kv.block_table, kv.slot_pos)
+    kv64 = KVView(kv.k.double(), kv.v.double(), kv.seq_lens, kv.block_table, kv.slot_pos)
     before, after = attend_split(rows64, kv64, selection, split, scale=SCALE, impl="reference")
     none = take < 0
     out = given.out[take.clamp(min=0).long()].masked_fill(none[..., None], 0.0)
@@ -74,9 +74,9 @@ def test_parts_and_entries_add_up(impl: str, dealt: bool, sink: bool, monkeypatc
     take, put = places(3, 4)
     sinks = torch.tensor([0.5, 3.0, -1.0, 1.0]) if sink else None
     for selection, split in (
-        (Spans((Span(at(starts), near(1)),), "query"), near(-6)),
-        (Spans.dense(), near(-20)),
-        (Spans((Span(at(0), at(4)), Span(near(-20), near(1)))), at(11)),
+        (Spans((Span(absolute(starts), relative(1)),), "query"), relative(-6)),
+        (Spans.dense(), relative(-20)),
+        (Spans((Span(absolute(0), absolute(4)), Span(relative(-20), relative(1)))), absolute(11)),
     ):
         given = entries()
         kept = Entries(*(here(x.clone()) for x in given))
@@ -106,7 +106,7 @@ def test_one_stream_far_longer_than_the_others(monkeypatch: pytest.MonkeyPatch) 
     kv = random_kv([1900], heads=6, dim=128)
     rows = Rows(torch.randn(1, 6, 128), torch.tensor([0]), torch.tensor([1899]))
     starts = torch.tensor([[1890, 1895, 0, 1880, 1899, 1860]]).int()
-    selection, split = Spans((Span(at(starts), near(1)),), "query"), near(-16)
+    selection, split = Spans((Span(absolute(starts), relative(1)),), "query"), relative(-16)
     given = entries(128)
     kept = Entries(*(here(x.clone()) for x in given))
     take, put = torch.tensor([[1, 2, -1, 3, 4, 5]]).int(), torch.tensor([[11, 12, 13, 14, 15, 16]]).int()
@@ -127,7 +127,7 @@ def test_nothing_at_all(impl: str) -> None:
     rows = Rows(torch.randn(1, 4, 16), torch.tensor([0]), torch.tensor([3]))
     none, kept = torch.full((1, 4), -1, dtype=torch.int32), Entries(here(torch.randn(4, 16)), here(torch.randn(4)))
     put = torch.arange(4, dtype=torch.int32).view(1, 4)
-    given = here(kv), here(Spans.dense()), near(-1), kept
+    given = here(kv), here(Spans.dense()), relative(-1), kept
     got, lse = attend_amend(here(rows), *given, here(none), here(put), scale=SCALE, impl=impl)
     assert not bool(got.out.any()) and bool((got.lse == -torch.inf).all() and (lse == -torch.inf).all())
     assert not bool(kept.out.any()) and bool((kept.lse == -torch.inf).all())
@@ -149,7 +149,15 @@ def test_an_entry_with_nan_stays_with_who_takes_it(impl: str) -> None:
     kept = Entries(*(here(x) for x in entries()))
     take = torch.tensor([[10, 11, 12, 13]], dtype=torch.int32)
     got, _ = attend_amend(
-        here(rows), here(kv), here(Spans.window(4)), near(-1), kept, here(take), here(take - 10), scale=SCALE, impl=impl
+        here(rows),
+        here(kv),
+        here(Spans.window(4)),
+        relative(-1),
+        kept,
+        here(take),
+        here(take - 10),
+        scale=SCALE,
+        impl=impl,
     )
     assert got.out.isnan().any(-1).tolist() == [[True, False, False, False]]
 
@@ -175,10 +183,11 @@ def test_a_chain_of_entries_loses_nothing(impl: str, dtype: torch.dtype) -> None
         rows = Rows(q, torch.tensor([0]), torch.tensor([pos]))
         mine = torch.tensor([[pos % 2 * 2, pos % 2 * 2 + 1]], dtype=torch.int32)
         first = pos == 20
-        start = at(torch.full((1, 2), 0 if first else pos - band).int())
+        start = absolute(torch.full((1, 2), 0 if first else pos - band).int())
         take = torch.full_like(mine, -1) if first else (mine + 2) % 4
         got, _ = attend_amend(
-            here(rows), here(kv), Spans((Span(here(start), near(1)),), "query"), near(1 - band), kept, here(take),
+            here(rows), here(kv), Spans((Span(here(start), relative(1)),), "query"), relative(1 - band), kept,
+            here(take),
             here(mine), scale=SCALE, impl=impl,
         )  # fmt: skip
         if pos > 20:
@@ -188,10 +197,10 @@ def test_a_chain_of_entries_loses_nothing(impl: str, dtype: torch.dtype) -> None
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"take": torch.zeros(2, 4)}, r"take: expected int32 \[2, 4\] on cpu, got float32"),
-        ({"take": torch.full((2, 4), 50).int()}, r"take: expected in \[-1, 50\), got 50 to 50"),
-        ({"put": torch.full((2, 4), -2).int()}, r"put: expected in \[-1, 50\), got -2 to -2"),
-        ({"put": torch.zeros(4, 2).int()}, r"put: expected int32 \[2, 4\]"),
+        ({"read_entry": torch.zeros(2, 4)}, r"read_entry: expected int32 \[2, 4\] on cpu, got float32"),
+        ({"read_entry": torch.full((2, 4), 50).int()}, r"read_entry: expected in \[-1, 50\), got 50 to 50"),
+        ({"write_entry": torch.full((2, 4), -2).int()}, r"write_entry: expected in \[-1, 50\), got -2 to -2"),
+        ({"write_entry": torch.zeros(4, 2).int()}, r"write_entry: expected int32 \[2, 4\]"),
         ({"entries": Entries(torch.zeros(50, 8), torch.zeros(50))}, r"entries.out: expected torch.float32 \[50, 16\]"),
         ({"entries": Entries(torch.zeros(50, 16).half(), torch.zeros(50))}, "entries.out: expected torch.float32"),
         ({"entries": Entries(torch.zeros(50, 16), torch.zeros(50).half())}, "entries.lse: expected torch.float32"),
@@ -204,8 +213,8 @@ def test_what_does_not_fit_is_refused(wrong: dict[str, Any], message: str) -> No
     kv = random_kv([9], heads=2, dim=16)
     none = torch.full((2, 4), -1, dtype=torch.int32)
     given: dict[str, Any] = {
-        "rows": random_rows(kv, 2), "kv": kv, "selection": Spans.dense(), "split": near(-1), "entries": entries(),
-        "take": none, "put": none, "scale": SCALE,
+        "rows": random_rows(kv, 2), "kv": kv, "selection": Spans.dense(), "split": relative(-1), "entries": entries(),
+        "read_entry": none, "write_entry": none, "scale": SCALE,
     } | wrong  # fmt: skip
     with pytest.raises(InvalidInput, match=message):
         attend_amend(**given)
@@ -218,7 +227,7 @@ def test_lists_are_split_too(impl: str) -> None:
     listed = Lists(torch.tensor([[[3, 30, 9, 38], [0, 1, 2, 39]]]), torch.tensor([[4, 3]]))
     kept, none = Entries(*(here(x) for x in entries())), torch.full((1, 4), -1, dtype=torch.int32)
     got, lse = attend_amend(
-        here(rows), here(kv), here(listed), at(10), kept, here(none), here(none), scale=SCALE, impl=impl
+        here(rows), here(kv), here(listed), absolute(10), kept, here(none), here(none), scale=SCALE, impl=impl
     )
     held_to(got, exact_attend(rows, kv, listed, scale=SCALE), torch.float32)
     first = exact_attend(rows, kv, Lists(torch.tensor([[[3, 9], [0, 1]]]), torch.tensor([[2, 2]])), scale=SCALE)

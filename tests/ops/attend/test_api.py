@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from longreach.errors import InvalidInput, SelectionError
-from longreach.ops import KVView, Lists, Rows, Span, Spans, at, attend
-from longreach.ops.attend import implementations
+from longreach.ops import KVView, Lists, Rows, Span, Spans, absolute, attend
+from longreach.ops.attend import IMPLEMENTATIONS
 from longreach.testing.inputs import random_kv, random_rows
 from longreach.testing.oracle import exact_attend
 from longreach.testing.tolerance import assert_close
@@ -30,7 +30,7 @@ def rows(kv: KVView) -> Rows:
 def test_auto_is_the_default_and_names_an_implementation(rows: Rows, kv: KVView) -> None:
     want = exact_attend(rows, kv, Spans.dense(), scale=0.5)
     assert_close(attend(rows, kv, Spans.dense(), scale=0.5), want)
-    for impl in ("auto", implementations.resolve("auto", torch.device("cpu"))):
+    for impl in ("auto", IMPLEMENTATIONS.resolve("auto", torch.device("cpu"))):
         assert_close(attend(rows, kv, Spans.dense(), scale=0.5, impl=impl), want)
 
 
@@ -55,7 +55,7 @@ def test_sinks_that_do_not_fit(rows: Rows, kv: KVView, sink: Any, message: str) 
 
 def test_selections_are_checked_before_anything_is_read(rows: Rows, kv: KVView) -> None:
     with pytest.raises(SelectionError, match="absolute bounds must be >= 0"):
-        attend(rows, kv, Spans((Span(at(-1), at(2)),)), scale=1.0)
+        attend(rows, kv, Spans((Span(absolute(-1), absolute(2)),)), scale=1.0)
     with pytest.raises(InvalidInput, match="lists: expected one per row"):
         attend(rows, kv, Lists(torch.zeros(4, 1, 1, dtype=torch.int64), torch.ones(4, 1).long()), scale=1.0)
 
@@ -69,7 +69,7 @@ def test_lists_out_of_range_or_twice(kv: KVView, entries: list[int]) -> None:
 
 
 def test_inputs_are_left_as_they_were(rows: Rows, kv: KVView) -> None:
-    before = [x.clone() for x in (rows.q, rows.seq, rows.pos, kv.k, kv.v, kv.filled)]
+    before = [x.clone() for x in (rows.q, rows.seq, rows.pos, kv.k, kv.v, kv.seq_lens)]
     attend(rows, kv, Spans.dense(), scale=1.0)
-    for x, y in zip(before, (rows.q, rows.seq, rows.pos, kv.k, kv.v, kv.filled), strict=True):
+    for x, y in zip(before, (rows.q, rows.seq, rows.pos, kv.k, kv.v, kv.seq_lens), strict=True):
         assert torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0))

@@ -85,7 +85,7 @@ with (
         lists = Lists(index, count, per="kv" if heads == 2 else "query")
         with compiling(triton_kernels, "attend_pieces") as made, compiling(triton_merging, "merge_pieces") as merged:
             if kind == "keep":
-                triton_keeping.attend_keeping(given, kv, **bare)
+                triton_keeping.attend_with_logits(given, kv, **bare)
             elif kind == "score":
                 triton_keeping.score_keys(given, kv, **bare)
             elif kind == "8 bits":
@@ -93,7 +93,7 @@ with (
                 triton_keeping.score_keys(given, kv, **bare, keys=keys)
             else:
                 chosen = Spans.dense() if kind == "dense values" else lists
-                triton_keeping.attend_values(given, kv, chosen, kept, sink_logit=None)
+                triton_keeping.attend_from_logits(given, kv, chosen, kept, sink_logit=None)
         case = f"{kind} {dtype} {page} {rows} {group}"
         found[case] = [[m.metadata.name, m.metadata.shared, "cubin" in m.asm] for m in made + merged]
 print(json.dumps(found))

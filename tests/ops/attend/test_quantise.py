@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from longreach.errors import InvalidInput, UnknownName
-from longreach.ops import KVView, Rows, Run, ScoringKeys, Spans, copy_keys, quantise_keys, score_keys
+from longreach.ops import KVView, RowRange, Rows, ScoringKeys, Spans, copy_keys, quantise_keys, score_keys
 from longreach.ops.attend import triton as kernels
 from longreach.ops.attend.triton_tuning import Tuning
 from longreach.testing.inputs import poison, random_kv, random_rows
@@ -163,7 +163,7 @@ def test_evicted_views_and_several_rows_a_sequence(impl: str) -> None:
     check(random_rows(kv, 5, group=2), kv, impl=impl)
     kv = random_kv([40, 33], heads=2, dim=32, dtype=HALF)
     seq, pos = torch.arange(2).repeat_interleave(6), torch.cat([34 + torch.arange(6), 27 + torch.arange(6)])
-    rows = Rows(torch.randn(12, 6, 32).to(HALF), seq, pos, (Run(6, 0), Run(6, 1)))
+    rows = Rows(torch.randn(12, 6, 32).to(HALF), seq, pos, (RowRange(6, 0), RowRange(6, 1)))
     check(rows, kv, impl=impl)
 
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from longreach.ops import KVView, Lists, Partial, Rows, Selection, Span, Spans, at, attend, merge, near
+from longreach.ops import KVView, Lists, Partial, Rows, Selection, Span, Spans, absolute, attend, merge, relative
 from longreach.testing.inputs import poison, random_kv, random_rows
 from longreach.testing.oracle import exact_attend, seen_keys
 from longreach.testing.selections import Kind, packed, random_lists, random_selection, random_spans, requiring_grad
@@ -103,7 +103,7 @@ def test_overflow_is_dense_and_takes_no_log_weight() -> None:
 def test_overlapping_spans_count_a_key_once() -> None:
     kv = random_kv([40], heads=2, dim=8)
     rows = random_rows(kv, 5)
-    twice = Spans((Span(at(0), near(1)), Span(near(-7), near(1)), Span(at(3), at(20))))
+    twice = Spans((Span(absolute(0), relative(1)), Span(relative(-7), relative(1)), Span(absolute(3), absolute(20))))
     assert torch.equal(check(rows, kv, twice).lse, check(rows, kv, Spans.dense()).lse)
 
 
@@ -177,7 +177,7 @@ def test_large_logits_do_not_overflow() -> None:
 
 NOTHING: list[Selection] = [
     Spans(()),
-    Spans((Span(at(3), at(3)), Span(near(1), near(9)))),
+    Spans((Span(absolute(3), absolute(3)), Span(relative(1), relative(9)))),
     Lists(torch.full((4, 1, 2), -1), torch.zeros(4, 1, dtype=torch.int64)),
     packed(Lists(torch.full((4, 1, 2), -1), torch.zeros(4, 1, dtype=torch.int64))),
 ]
@@ -211,7 +211,7 @@ def test_no_rows(lengths: list[int]) -> None:
 def test_order_of_rows_and_size_of_steps_do_not_matter(
     at_once: int, kind: Kind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("longreach.ops.by_sequence.SCORES_AT_ONCE", at_once)
+    monkeypatch.setattr("longreach.ops.reference_chunks.SCORES_AT_ONCE", at_once)
     kv = random_kv([19, 0, 30], heads=2, dim=8, page=4)
     rows = random_rows(kv, 12)
     selection = random_selection(kind, rows, kv, seed=3)
@@ -231,7 +231,7 @@ def test_what_no_row_selects_is_never_read(case: Case) -> None:
     read: set[tuple[int, int, int]] = set()
     for seq, row in zip(rows.seq.tolist(), seen_keys(rows, kv, selection), strict=True):
         read |= {(seq, h // group, slot) for h, keys in enumerate(row) for slot in keys}
-    for seq, length in enumerate(kv.filled.tolist()):
+    for seq, length in enumerate(kv.seq_lens.tolist()):
         for head in range(kv.heads):
             poison(kv, seq, head, (n for n in range(length) if (seq, head, n) not in read))
     after = attend(rows, kv, selection, **case.logits)
@@ -246,7 +246,7 @@ def test_a_query_head_does_not_read_for_another_kv_head() -> None:
     kv = random_kv([12], heads=2, dim=8)
     rows = replace(random_rows(kv, 2), pos=torch.tensor([11, 11]))
     starts = torch.tensor([[0, 0, 6, 6]] * 2)
-    halves = Spans((Span(at(starts), at(starts + 6)),), per="query")
+    halves = Spans((Span(absolute(starts), absolute(starts + 6)),), per="query")
     poison(kv, 0, 0, range(6, 12))
     poison(kv, 0, 1, range(6))
     check(rows, kv, halves)
@@ -255,7 +255,7 @@ def test_a_query_head_does_not_read_for_another_kv_head() -> None:
 def test_parts_merge_to_the_whole() -> None:
     kv = random_kv([31], heads=2, dim=16)
     rows = random_rows(kv, 5)
-    cut = [Spans((Span(at(a), at(b)),)) for a, b in ((0, 4), (4, 17), (17, 99))]
+    cut = [Spans((Span(absolute(a), absolute(b)),)) for a, b in ((0, 4), (4, 17), (17, 99))]
     whole = merge(*(check(rows, kv, part) for part in cut))
     assert_close(whole, exact_attend(rows, kv, Spans.dense(), scale=0.25))
 
@@ -313,7 +313,7 @@ def test_what_is_not_selected_gets_no_gradient() -> None:
     rows = replace(random_rows(kv, 2), pos=torch.tensor([8, 4]))
     poison(kv, 0, 0, (0, 1))
     k, v = leaf(kv.k), leaf(kv.v)
-    got = attend(rows, replace(kv, k=k, v=v), Spans((Span(at(2), at(6)),)), scale=1.0)
+    got = attend(rows, replace(kv, k=k, v=v), Spans((Span(absolute(2), absolute(6)),)), scale=1.0)
     for grad in torch.autograd.grad((got.out.sum(), got.lse.sum()), (k, v)):
         assert bool(grad[0, 0, 2:6].any(-1).all())
         assert not grad[0, 0, :2].any() and not grad[0, 0, 6:].any()

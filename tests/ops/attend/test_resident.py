@@ -33,8 +33,8 @@ with (
     for selection in (Spans.dense(), Spans((Span(near(-99), near(1)),)), lists):
         triton.launch(rows, kv, selection, **bare, split=None)
     _, kept = triton_keeping.score_keys(rows, kv, **bare)
-    triton_keeping.attend_keeping(rows, kv, **bare)
-    triton_keeping.attend_values(rows, kv, lists, kept, sink_logit=None)
+    triton_keeping.attend_with_logits(rows, kv, **bare)
+    triton_keeping.attend_from_logits(rows, kv, lists, kept, sink_logit=None)
 print(json.dumps([[t.per_sm, resident(m, t.warps)] for t, m in zip(dealt, made, strict=True)]))
 """
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from longreach.errors import InvalidInput, UnknownName, Unsupported
-from longreach.ops import KVView, Rows, Run, Spans
+from longreach.ops import KVView, RowRange, Rows, Spans
 from longreach.ops.attend import score_and_pool
 from longreach.ops.attend import triton as attending
 from longreach.ops.attend import triton_score_and_pool as kernel
@@ -40,7 +40,7 @@ def check(rows: Rows, kv: KVView, impl: str, *, scale: float = 0.3, **more: Any)
         exact = exact_logits(rows, kv, scale=scale, softcap=softcap)
         p = torch.exp(exact - sunk.lse.nan_to_num(neginf=0.0).unflatten(1, (kv.heads, -1))[:, :, None])
         bound = bound + 1.1 * HALF_STEP * (p * gaps(exact)).sum(-1)
-    limit = kv.filled[rows.seq] if kv.slot_pos is not None else torch.minimum(kv.filled[rows.seq], rows.pos + 1)
+    limit = kv.seq_lens[rows.seq] if kv.slot_pos is not None else torch.minimum(kv.seq_lens[rows.seq], rows.pos + 1)
     reached = (torch.arange(kv.capacity) < limit[:, None, None]).expand_as(want)
     assert got.shape == want.shape
     within("scores", got[reached], want[reached], bound[reached])
@@ -70,7 +70,7 @@ def test_several_rows_a_sequence(runs: tuple[int, ...], group: int) -> None:
     seq = torch.arange(3).repeat_interleave(torch.tensor(runs))
     pos = torch.cat([n - r + torch.arange(r) for n, r in zip((25, 17, 9), runs, strict=True)])
     q = torch.randn(sum(runs), 2 * group, 16).to(HALF)
-    rows = Rows(q, seq, pos, tuple(Run(r, b) for b, r in enumerate(runs)))
+    rows = Rows(q, seq, pos, tuple(RowRange(r, b) for b, r in enumerate(runs)))
     check(rows, kv, "triton", sink_logit=torch.randn(2 * group))
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from longreach.errors import Unsupported
-from longreach.ops import KVView, Rows, Run, Spans, attend
+from longreach.ops import KVView, RowRange, Rows, Spans, attend
 from longreach.ops.attend import resolve, sdpa
 from longreach.testing.inputs import random_kv, random_rows
 from tests.ops.attend.kernels import PLACE, here, needs_gpu
@@ -23,7 +23,7 @@ def test_a_cpu_is_refused(impl: str) -> None:
 
 def test_auto_on_a_cpu_is_the_reference() -> None:
     kv = random_kv([300], heads=1, dim=16)
-    rows = Rows(torch.randn(300, 2, 16), torch.zeros(300).long(), torch.arange(300), (Run(300, 0, 0),))
+    rows = Rows(torch.randn(300, 2, 16), torch.zeros(300).long(), torch.arange(300), (RowRange(300, 0, 0),))
     assert resolve("auto", rows, kv, Spans.dense()) == "reference"
 
 
@@ -42,7 +42,7 @@ def test_runs_find_their_keys(page: int | None, first: int) -> None:
     kv = random_kv([first + 30, first + 41], heads=2, dim=16, page=page)
     seq = torch.arange(2).repeat_interleave(torch.tensor([30, 41]))
     pos = torch.cat([first + torch.arange(n) for n in (30, 41)])
-    rows = Rows(torch.randn(71, 4, 16), seq, pos, (Run(30, 0, first), Run(41, 1, first)))
+    rows = Rows(torch.randn(71, 4, 16), seq, pos, (RowRange(30, 0, first), RowRange(41, 1, first)))
     want = attend(rows, kv, Spans.dense(), scale=0.25)
     got = sdpa._by_run(rows, kv, triangle)
     torch.testing.assert_close(got.out, want.out)
@@ -59,7 +59,7 @@ def test_agrees_with_fp64(impl: str, first: int, page: int | None, dtype: torch.
     kv = random_kv(lengths, heads=2, dim=64, page=page, dtype=dtype)
     seq = torch.arange(2).repeat_interleave(torch.tensor([300, 411]))
     pos = torch.cat([first + torch.arange(n) for n in (300, 411)])
-    rows = Rows(torch.randn(711, 8, 64).to(dtype), seq, pos, (Run(300, 0, first), Run(411, 1, first)))
+    rows = Rows(torch.randn(711, 8, 64).to(dtype), seq, pos, (RowRange(300, 0, first), RowRange(411, 1, first)))
     want = attend(
         replace(rows, q=rows.q.double()), replace(kv, k=kv.k.double(), v=kv.v.double()), Spans.dense(), scale=0.125
     )
@@ -74,11 +74,11 @@ def test_agrees_with_fp64(impl: str, first: int, page: int | None, dtype: torch.
 def test_what_they_cannot_do_is_refused() -> None:
     kv: KVView = here(random_kv([300], heads=1, dim=64, dtype=torch.bfloat16))
     q = torch.randn(300, 2, 64, device=PLACE, dtype=torch.bfloat16)
-    rows = Rows(q, torch.zeros(300, device=PLACE).long(), torch.arange(300, device=PLACE), (Run(300, 0, 0),))
+    rows = Rows(q, torch.zeros(300, device=PLACE).long(), torch.arange(300, device=PLACE), (RowRange(300, 0, 0),))
     for changed, selection, message in (
         (replace(rows, runs=None), Spans.dense(), "runs and their positions"),
         (rows, Spans.window(9), "must be Spans.dense"),
-        (replace(rows, runs=(Run(300, 0, 7),)), Spans.dense(), "whole prompts"),
+        (replace(rows, runs=(RowRange(300, 0, 7),)), Spans.dense(), "whole prompts"),
     ):
         with pytest.raises(Unsupported, match=message):
             attend(changed, kv, selection, scale=1.0, impl="sdpa_cudnn")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from longreach.ops import Lists, Rows, Run, Spans
+from longreach.ops import Lists, RowRange, Rows, Spans
 from longreach.ops.attend.tiles import Tiles, tiles_of
 from longreach.testing.inputs import random_kv, random_rows
 from longreach.testing.selections import packed
@@ -31,7 +31,7 @@ def test_spans(most: int, runs: tuple[int, ...] | None) -> None:
         rows = random_rows(kv, 23)
     else:
         seq = torch.arange(len(runs)).repeat_interleave(torch.tensor(runs))
-        rows = Rows(torch.randn(sum(runs), 2, 8), seq, seq, tuple(Run(n, b) for b, n in enumerate(runs)))
+        rows = Rows(torch.randn(sum(runs), 2, 8), seq, seq, tuple(RowRange(n, b) for b, n in enumerate(runs)))
     tiles = tiles_of(rows, kv, Spans.dense(), most=most)
     found = rows_in(tiles)
     assert len(found) == tiles.count and tiles.size <= most
@@ -45,7 +45,7 @@ def test_rows_that_share_a_list_come_together_however_many_heads_and_sequences_t
     seq, pos = torch.arange(3).repeat_interleave(64), torch.arange(64).repeat(3)
     rows = Rows(torch.randn(192, 8, 8), seq, pos)
     of = torch.arange(24).repeat_interleave(8)
-    lists = Lists(torch.zeros(24, 4, 2).long(), torch.ones(24, 4).long(), list_of=of)
+    lists = Lists(torch.zeros(24, 4, 2).long(), torch.ones(24, 4).long(), row_to_list=of)
     for selection in (lists, packed(lists)):
         tiles = tiles_of(rows, kv, selection, most=32)
         assert tiles.size == 8
@@ -57,7 +57,7 @@ def test_lists(most: int) -> None:
     kv = random_kv([20, 20], heads=1, dim=8)
     rows = random_rows(kv, 19)
     of = torch.randint(0, 3, (19,))
-    shared = Lists(torch.zeros(3, 1, 4).long(), torch.ones(3, 1).long(), list_of=of)
+    shared = Lists(torch.zeros(3, 1, 4).long(), torch.ones(3, 1).long(), row_to_list=of)
     found = rows_in(tiles_of(rows, kv, shared, most=most))
     assert sorted(r for tile in found for r in tile) == list(range(19))
     assert all(len(set(zip(rows.seq[tile].tolist(), of[tile].tolist(), strict=True))) <= 1 for tile in found)

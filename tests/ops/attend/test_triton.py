@@ -9,7 +9,20 @@ import pytest
 import torch
 
 from longreach.errors import Unsupported
-from longreach.ops import KVView, Lists, Partial, Rows, Run, Span, Spans, at, attend, attend_split, merge, near
+from longreach.ops import (
+    KVView,
+    Lists,
+    Partial,
+    RowRange,
+    Rows,
+    Span,
+    Spans,
+    absolute,
+    attend,
+    attend_split,
+    merge,
+    relative,
+)
 from longreach.ops.attend import resolve
 from longreach.ops.attend import triton as kernels
 from longreach.ops.attend.triton_tuning import Tuning
@@ -63,10 +76,10 @@ def test_runs_of_rows(runs: tuple[int, ...] | None, group: int) -> None:
     else:
         seq = torch.arange(3).repeat_interleave(torch.tensor(runs))
         pos = torch.cat([n - r + torch.arange(r) for n, r in zip((90, 40, 77), runs, strict=True)])
-        known = tuple(Run(r, b) for b, r in enumerate(runs) if r)
+        known = tuple(RowRange(r, b) for b, r in enumerate(runs) if r)
         rows = Rows(torch.randn(sum(runs), 2 * group, 16), seq, pos, known)
     check(rows, kv, Spans.dense())
-    check(rows, kv, Spans((Span(at(0), at(3)), Span(near(-9), near(1)))))
+    check(rows, kv, Spans((Span(absolute(0), absolute(3)), Span(relative(-9), relative(1)))))
     check(rows, kv, random_lists(rows, kv, shared=True, weighted=True))
     check(rows, kv, random_spans(rows, kv, per="query", spans=2))
 
@@ -89,7 +102,7 @@ def test_one_stream_far_longer_than_the_others(monkeypatch: pytest.MonkeyPatch) 
     """Its pieces are put together in more than one chunk of each size."""
     monkeypatch.setattr(Tuning, "programs", lambda self, device: 90)
     kv = random_kv([3, 2300, 0, 5, 1, 9, 2, 4], heads=1, dim=128)
-    rows = replace(random_rows(kv, 8, group=2), seq=torch.arange(8), pos=kv.filled.long() - 1)
+    rows = replace(random_rows(kv, 8, group=2), seq=torch.arange(8), pos=kv.seq_lens.long() - 1)
     for selection in (Spans.dense(), random_lists(rows, kv)):
         check(rows, kv, selection, sink_logit=torch.randn(2))
 
@@ -111,12 +124,12 @@ def test_split(kind: Kind, evicted: bool, impl: str) -> None:
     rows = random_rows(kv, 5)
     selection = random_selection(kind, rows, kv, seed=2)
     cuts = torch.randint(-20, 5, (5, 2))
-    for split in (at(11), near(-4), near(cuts), at(cuts.abs())):
+    for split in (absolute(11), relative(-4), relative(cuts), absolute(cuts.abs())):
         parts = attend_split(here(rows), here(kv), here(selection), here(split), scale=0.25, impl=impl)
         whole = merge(*parts)
         held_to(whole, exact_attend(rows, kv, selection, scale=0.25), torch.float32)
         if isinstance(selection, Spans):
-            first, second = (Span(at(0), split), Span(split, at(10**6)))
+            first, second = (Span(absolute(0), split), Span(split, absolute(10**6)))
             both = [intersect(selection, part) for part in (first, second)]
             for got, part in zip(parts, both, strict=True):
                 want = merged(rows, kv, part)
@@ -194,9 +207,11 @@ def test_auto_on_a_gpu(recwarn: Any) -> None:
     q = torch.randn(1200, 4, 64, device=PLACE, dtype=torch.bfloat16)
     seq = torch.arange(2, device=PLACE).repeat_interleave(600)
     pos = torch.arange(600, device=PLACE).repeat(2)
-    whole = Rows(q, seq, pos, (Run(600, 0, 0), Run(600, 1, 0)))
+    whole = Rows(q, seq, pos, (RowRange(600, 0, 0), RowRange(600, 1, 0)))
     assert resolve("auto", whole, kv, Spans.dense()) == "sdpa_cudnn"
-    assert resolve("auto", replace(whole, runs=(Run(600, 0, 0), Run(600, 1, 3))), kv, Spans.dense()) == "triton"
+    assert (
+        resolve("auto", replace(whole, runs=(RowRange(600, 0, 0), RowRange(600, 1, 3))), kv, Spans.dense()) == "triton"
+    )
     assert resolve("auto", replace(whole, runs=None), kv, Spans.dense()) == "triton"
     assert resolve("auto", whole, kv, Spans.window(100)) == "triton"
     assert resolve("auto", whole, kv, Spans.dense(), softcap=3.0) == "triton"
@@ -217,7 +232,7 @@ def test_memory_beyond_two_to_the_31_elements() -> None:
     rows, kv = Rows(q, zero, zero + length - 1), KVView(k, v, zero + length)
     share = torch.sigmoid((4 * q.double().square().sum(-1)) * 0.2 - torch.log(torch.tensor(length - 1.0)))
     index = torch.tensor([[[0, length - 1]]], device=PLACE)
-    for selection in (Spans.dense(), Span(near(-9), near(1))):
+    for selection in (Spans.dense(), Span(relative(-9), relative(1))):
         selection = selection if isinstance(selection, Spans) else Spans((selection,))
         got = attend(rows, kv, selection, scale=0.2, impl="triton")
         if selection.is_dense:
@@ -236,7 +251,11 @@ def test_long_contexts(dtype: torch.dtype) -> None:
     kv = random_kv(lengths, heads=2, dim=128, page=64, dtype=dtype)
     rows = replace(random_rows(kv, 3, group=4), seq=torch.arange(3), pos=torch.tensor(lengths) - 1)
     double = replace(kv, k=kv.k.double(), v=kv.v.double())
-    for selection in (Spans.dense(), Spans((Span(at(0), at(4)), Span(near(-2000), near(1)))), random_lists(rows, kv)):
+    for selection in (
+        Spans.dense(),
+        Spans((Span(absolute(0), absolute(4)), Span(relative(-2000), relative(1)))),
+        random_lists(rows, kv),
+    ):
         want = attend(replace(rows, q=rows.q.double()), double, selection, scale=0.088, impl="reference")
         got = attend(here(rows), here(kv), here(selection), scale=0.088, impl="triton")
         torchs = (want.out.to(dtype).double() - want.out).abs().max()
@@ -250,21 +269,23 @@ def strided(x: torch.Tensor) -> torch.Tensor:
     return torch.stack([x, x.flip(0)], -1)[..., 0]
 
 
-@pytest.mark.parametrize("what", ["seq", "pos", "filled", "block_table", "list_of", "head_of", "sink_logit", "q"])
+@pytest.mark.parametrize(
+    "what", ["seq", "pos", "seq_lens", "block_table", "row_to_list", "head_map", "sink_logit", "q"]
+)
 def test_strided_arguments(what: str) -> None:
     """Columns of an engine's tensors: what lies between their entries is not theirs."""
     kv = random_kv([20, 33, 7], heads=2, dim=32, page=4)
     rows = replace(random_rows(kv, 4), seq=torch.tensor([0, 1, 2, 1]), pos=torch.tensor([5, 32, 3, 20]))
     index, count = torch.tensor([[[0, 1, 2], [2, 5, 6]], [[3, 4, 5], [1, 3, 0]]]), torch.tensor([[3, 2], [2, 3]])
-    lists = Lists(index, count, list_of=torch.tensor([0, 1, 0, 1]), head_of=torch.tensor([1, 0]))
+    lists = Lists(index, count, row_to_list=torch.tensor([0, 1, 0, 1]), head_map=torch.tensor([1, 0]))
     sink = torch.tensor([1.0, 2.0, 3.0, 4.0])
     wants = [exact_attend(rows, kv, s, scale=0.2, sink_logit=sink) for s in (Spans.dense(), lists)]
     rows, kv, lists, sink = here(rows), here(kv), here(lists), here(sink)
     if what in ("seq", "pos", "q"):
         rows = replace(rows, **{what: strided(getattr(rows, what))})
-    elif what in ("filled", "block_table"):
+    elif what in ("seq_lens", "block_table"):
         kv = replace(kv, **{what: strided(getattr(kv, what))})
-    elif what in ("list_of", "head_of"):
+    elif what in ("row_to_list", "head_map"):
         lists = replace(lists, **{what: strided(getattr(lists, what))})
     else:
         sink = strided(sink)

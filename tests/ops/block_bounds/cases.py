@@ -34,12 +34,12 @@ def make_case(seed: int, *, half: torch.dtype = torch.float16) -> Case:
     rows = random_rows(kv, dice.choice((0, 1, 2, 5)), group=dice.choice((1, 2, 3, 4, 7, 16)), seed=seed)
     per = dice.choice((1, 2, 5, 16, 50, 1000))
     # a row's slot: one of its sequence's, some past the last one, some before the first
-    slot = (torch.rand(rows.pos.shape) * (kv.filled[rows.seq.long()] + 3)).long() - 1
+    slot = (torch.rand(rows.pos.shape) * (kv.seq_lens[rows.seq.long()] + 3)).long() - 1
     plain = kv.slot_pos is None and dice.random() < 0.5
     if plain:
         slot = rows.pos.long()
     low, high = empty_bounds(kv, per, wide=dice.random() < 0.5)
-    return Case(rows, kv, low, high, per, None if plain else slot.to(kv.filled.dtype))
+    return Case(rows, kv, low, high, per, None if plain else slot.to(kv.seq_lens.dtype))
 
 
 def empty_bounds(kv: KVView, per: int, *, wide: bool = False) -> tuple[Tensor, Tensor]:
@@ -67,7 +67,7 @@ def unit_of(kv: KVView, seq: int, block: int, per: int) -> tuple[int, int]:
 
 def exact_bounds(kv: KVView, seq: int, block: int, per: int) -> tuple[Tensor, Tensor] | None:
     """[G, D] each, or None for a block without a filled slot."""
-    slots = range(max(0, block * per), min(int(kv.filled[seq]), block * per + per))
+    slots = range(max(0, block * per), min(int(kv.seq_lens[seq]), block * per + per))
     if block < 0 or not slots:
         return None
     k = torch.stack([kv.k[page, :, offset] for page, offset in (place_of(kv, seq, n) for n in slots)])
@@ -79,7 +79,7 @@ def newest_of(case: Case) -> list[int]:
     slots = case.rows.pos if case.slot is None else case.slot
     found = []
     for seq, slot in zip(case.rows.seq.tolist(), slots.tolist(), strict=True):
-        last = min(slot, int(case.kv.filled[seq]) - 1)
+        last = min(slot, int(case.kv.seq_lens[seq]) - 1)
         found.append(last // case.per if last >= 0 else -1)
     return found
 
@@ -97,7 +97,7 @@ def bounded(case: Case, pairs: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
 
 def all_blocks(case: Case) -> list[tuple[int, int]]:
     kv = case.kv
-    return [(b, n) for b in range(kv.sequences) for n in range(-(-int(kv.filled[b]) // case.per))]
+    return [(b, n) for b in range(kv.sequences) for n in range(-(-int(kv.seq_lens[b]) // case.per))]
 
 
 def exact_scores(case: Case) -> tuple[Tensor, Tensor]:

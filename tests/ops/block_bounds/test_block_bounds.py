@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from longreach.errors import InvalidInput, UnknownName, Unsupported
-from longreach.ops import Rows, Run
+from longreach.ops import RowRange, Rows
 from longreach.ops.block_bounds import (
     bound_and_score,
     bound_blocks,
@@ -58,7 +58,7 @@ def check_scores(got: Tensor, case: Case) -> None:
 def test_any_case(impl: str, seed: int) -> None:
     case = make_case(seed, half=HALF)
     given = on_device(case)
-    seq, block = torch.tensor(all_blocks(case), dtype=case.kv.filled.dtype).view(-1, 2).unbind(1)
+    seq, block = torch.tensor(all_blocks(case), dtype=case.kv.seq_lens.dtype).view(-1, 2).unbind(1)
     bound_blocks(given.kv, given.low, given.high, here(seq), here(block), case.per, impl=impl)
     want = bounded(case, all_blocks(case))
     for got, exact in zip((given.low, given.high), want, strict=True):
@@ -79,7 +79,7 @@ def test_the_newest_block_alone(impl: str, seed: int, single: bool) -> None:
         first = {int(seq): r for r, seq in reversed(list(enumerate(case.rows.seq.tolist())))}
         index = torch.tensor(sorted(first.values()), dtype=torch.int64)
         rows = case.rows.take(index)
-        runs = tuple(Run(1, int(seq)) for seq in rows.seq)
+        runs = tuple(RowRange(1, int(seq)) for seq in rows.seq)
         case = replace(case, rows=replace(rows, runs=runs), slot=None if case.slot is None else case.slot[index])
     newest = [(int(seq), block) for seq, block in zip(case.rows.seq, newest_of(case), strict=True)]
     low, high = bounded(case, [pair for pair in all_blocks(case) if pair not in newest])
@@ -101,7 +101,7 @@ def test_rows_that_complete_blocks_for_one_another(impl: str) -> None:
     """Several rows a sequence: the later row scores the block that the earlier one has just completed."""
     kv = random_kv([33], heads=2, dim=16, page=8, dtype=HALF)
     low, high = empty_bounds(kv, 16)
-    rows = Rows(torch.randn(2, 4, 16).to(HALF), torch.zeros(2).long(), torch.tensor([31, 32]), (Run(2, 0, 31),))
+    rows = Rows(torch.randn(2, 4, 16).to(HALF), torch.zeros(2).long(), torch.tensor([31, 32]), (RowRange(2, 0, 31),))
     case = Case(rows, kv, low, high, 16, None)
     case = replace(case, **dict(zip(("low", "high"), bounded(case, [(0, 0)]), strict=True)))
     given = on_device(case)
@@ -114,7 +114,7 @@ def test_rows_that_complete_blocks_for_one_another(impl: str) -> None:
 def test_head_dims_and_pages(impl: str, dim: int, page: int | None, per: int) -> None:
     for dtype in (HALF, torch.float32):
         kv = random_kv([170, 0, 49], heads=2, dim=dim, page=page, dtype=dtype)
-        rows = replace(random_rows(kv, 3, group=4), seq=torch.arange(3), pos=kv.filled - 1)
+        rows = replace(random_rows(kv, 3, group=4), seq=torch.arange(3), pos=kv.seq_lens - 1)
         case = Case(rows, kv, *empty_bounds(kv, per), per, None)
         assert case.low.shape[2] == units_per_page(kv.page, per)
         case = replace(case, **dict(zip(("low", "high"), bounded(case, all_blocks(case)), strict=True)))
@@ -137,7 +137,7 @@ def test_however_blocks_are_shared_out(tune: triton.Tuning, monkeypatch: pytest.
 @impls
 def test_scores_bound_what_keys_score(impl: str) -> None:
     kv = random_kv([64], heads=2, dim=16)
-    rows = Rows(torch.randn(1, 6, 16), torch.zeros(1).long(), torch.tensor([63]), (Run(1, 0),))
+    rows = Rows(torch.randn(1, 6, 16), torch.zeros(1).long(), torch.tensor([63]), (RowRange(1, 0),))
     case = Case(rows, kv, *empty_bounds(kv, 8), 8, None)
     low, high = (here(x) for x in bounded(case, all_blocks(case)))
     scores = score_blocks(here(rows), here(kv), low, high, 8, impl=impl).cpu()
@@ -220,7 +220,7 @@ def test_a_captured_graph_follows_lengths() -> None:
     """Lengths, positions and block tables change between replays."""
     kv = here(random_kv([60, 9], heads=2, dim=64, page=16, dtype=HALF))
     rows = here(replace(random_rows(random_kv([1, 1], heads=2, dim=64), 2, group=4), seq=torch.arange(2)))
-    rows = replace(rows, q=rows.q.to(HALF), runs=(Run(1, 0), Run(1, 1)))
+    rows = replace(rows, q=rows.q.to(HALF), runs=(RowRange(1, 0), RowRange(1, 1)))
     low, high = (here(x) for x in empty_bounds(kv, 16))
     for step in range(2):  # compile, then capture
         if step:
@@ -230,8 +230,8 @@ def test_a_captured_graph_follows_lengths() -> None:
         else:
             bound_and_score(rows, kv, low, high, 16)
     for lengths in ((17, 9), (60, 1), (33, 4)):
-        kv.filled.copy_(torch.tensor(lengths))
-        rows.pos.copy_(kv.filled - 1)
+        kv.seq_lens.copy_(torch.tensor(lengths))
+        rows.pos.copy_(kv.seq_lens - 1)
         graph.replay()
         for b, n in enumerate(lengths):
             case = Case(rows, kv, low, high, 16, None)

@@ -24,7 +24,9 @@ def check(rows: Rows, kv: KVView, *, scale: float = 0.3, softcap: float | None =
     want = exact_pooled_scores(rows, kv, scale=scale, softcap=softcap, **more)
     dense = exact_attend(rows, kv, Spans.dense(), scale=scale, softcap=softcap)
     assert got.shape == want.shape
-    limit = kv.filled[rows.seq].long() if kv.slot_pos is not None else torch.minimum(kv.filled[rows.seq], rows.pos + 1)
+    limit = (
+        kv.seq_lens[rows.seq].long() if kv.slot_pos is not None else torch.minimum(kv.seq_lens[rows.seq], rows.pos + 1)
+    )
     past = (
         torch.arange(kv.capacity) >= limit[:, None, None]
     )  # what lies there means nothing, and is NaN so that it shows
@@ -79,7 +81,7 @@ def test_groups_dims_and_dtypes(group: int, dim: int, dtype: torch.dtype) -> Non
 
 @pytest.mark.parametrize("at_once", [1, 100])
 def test_size_of_steps_does_not_matter(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("longreach.ops.by_sequence.SCORES_AT_ONCE", at_once)
+    monkeypatch.setattr("longreach.ops.reference_chunks.SCORES_AT_ONCE", at_once)
     kv = random_kv([17, 0, 9], heads=2, dim=8)
     rows = random_rows(kv, 10)
     check(rows, kv, tile=torch.arange(10) // 3, tiles=4)

@@ -34,7 +34,7 @@ def check(rows: Rows, kv: KVView, *, impl: str = "triton", scale: float = 0.3, *
         exact = exact_logits(rows, kv, scale=scale, softcap=softcap)
         p = torch.exp(exact - sunk.lse.nan_to_num(neginf=0.0).unflatten(1, (kv.heads, -1))[:, :, None])
         bound = bound + 1.1 * HALF_STEP * (p * gaps(exact)).sum(-1)
-    limit = kv.filled[rows.seq] if kv.slot_pos is not None else torch.minimum(kv.filled[rows.seq], rows.pos + 1)
+    limit = kv.seq_lens[rows.seq] if kv.slot_pos is not None else torch.minimum(kv.seq_lens[rows.seq], rows.pos + 1)
     reached = (torch.arange(kv.capacity) < limit[:, None, None]).expand_as(want)
     within("scores", got[reached], want[reached], bound[reached])
     assert not bool(got[reached & (want == 0)].any())

@@ -59,7 +59,7 @@ def check(rows: Rows, kv: KVView, width: int, impl: str, slot: Tensor | None = N
         for h in range(rows.q.shape[1]):
             want, error = product(rows.q[r, h], basis[h // kv.group(rows)], kv.k.dtype)
             within("queries", got[r, h], want, error)
-        if not 0 <= n < int(kv.filled[seq]):
+        if not 0 <= n < int(kv.seq_lens[seq]):
             continue
         page, offset = place_of(kv, seq, n)
         untouched[page, :, offset] = False
@@ -82,7 +82,7 @@ def test_any_case(impl: str, seed: int) -> None:
     rows = random_rows(kv, dice.choice((0, 1, 2, 5, 20)), group=dice.choice((1, 2, 3, 4, 7, 16)), seed=seed)
     slot = None
     if kv.slot_pos is not None or dice.random() < 0.3:
-        slot = (torch.rand(rows.pos.shape) * (kv.filled[rows.seq.long()] + 3)).to(kv.filled.dtype) - 1
+        slot = (torch.rand(rows.pos.shape) * (kv.seq_lens[rows.seq.long()] + 3)).to(kv.seq_lens.dtype) - 1
     check(rows, kv, dice.choice((1, 2, 5, 8, 24)), impl, slot, dice.random() < 0.5)
 
 
@@ -91,7 +91,7 @@ def test_any_case(impl: str, seed: int) -> None:
 def test_head_dims_and_widths(impl: str, dim: int, width: int) -> None:
     for dtype, group in ((HALF, 4), (torch.float32, 5)):
         kv = random_kv([20, 7], heads=2, dim=dim, page=16, dtype=dtype)
-        rows = replace(random_rows(kv, 2, group=group), seq=torch.arange(2), pos=kv.filled - 1)
+        rows = replace(random_rows(kv, 2, group=group), seq=torch.arange(2), pos=kv.seq_lens - 1)
         check(rows, kv, width, impl)
 
 
@@ -119,10 +119,10 @@ def test_coordinates_are_scored_like_keys(impl: str, page: int | None, rank: int
     prompt = Rows(torch.zeros(91, 4, 32).to(HALF), seq, torch.cat([torch.arange(60), torch.arange(31)]))
     out = here(memory_for(kv, basis.shape[2], False))
     project_keys(here(prompt), here(kv), here(basis), out, impl=impl)
-    rows = Rows(torch.randn(2, 4, 32).to(HALF), torch.arange(2), kv.filled - 1)
+    rows = Rows(torch.randn(2, 4, 32).to(HALF), torch.arange(2), kv.seq_lens - 1)
     q = project(here(rows), here(kv), here(basis), out, impl=impl).cpu()
     few = Rows(q, rows.seq, rows.pos)
-    view = KVView(out.cpu(), out.cpu(), kv.filled, kv.block_table)
+    view = KVView(out.cpu(), out.cpu(), kv.seq_lens, kv.block_table)
     terms: dict[str, Any] = {"scale": 32**-0.5, "softcap": 20.0, "sink_logit": torch.randn(4)}
     lse, _ = score_keys(here(few), here(view), **{k: here(x) for k, x in terms.items()}, impl=impl)
     want = exact_attend(few, replace(view, v=torch.zeros_like(view.v)), Spans.dense(), **terms)

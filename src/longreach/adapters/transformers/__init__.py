@@ -1,17 +1,16 @@
 """Hugging Face transformers: attach a method to a model, load a model, the cache that generate uses."""
 
 from longreach.adapters.transformers.attach import Session, attach
-from longreach.adapters.transformers.batch_reading import BatchAnswer, BatchReader
-from longreach.adapters.transformers.capture import residuals
+from longreach.adapters.transformers.batch_reader import BatchAnswer, BatchReader
 from longreach.adapters.transformers.checks import cache_windows, shape_of
 from longreach.adapters.transformers.chunking import Piece, Pieces, Splitter, split
 from longreach.adapters.transformers.fingerprint import Fingerprint, fingerprint
+from longreach.adapters.transformers.get_or_compute import ChunkResult, get_or_compute
 from longreach.adapters.transformers.hf_cache import LongreachCache
 from longreach.adapters.transformers.load import device_of, load, model_path, shape_at
 from longreach.adapters.transformers.loop.settings import unapplied
-from longreach.adapters.transformers.obtain import Obtained, obtain
 from longreach.adapters.transformers.precompute import Precompute
-from longreach.adapters.transformers.reading import (
+from longreach.adapters.transformers.prompt_reader import (
     CHUNK,
     Advance,
     Answer,
@@ -25,6 +24,7 @@ from longreach.adapters.transformers.reading import (
     stop_strings,
     stop_tokens,
 )
+from longreach.adapters.transformers.residual_hooks import residuals
 
 __all__ = [
     "CHUNK",
@@ -32,9 +32,9 @@ __all__ = [
     "Answer",
     "BatchAnswer",
     "BatchReader",
+    "ChunkResult",
     "Fingerprint",
     "LongreachCache",
-    "Obtained",
     "Piece",
     "Pieces",
     "Precompute",
@@ -49,9 +49,9 @@ __all__ = [
     "device_of",
     "encode",
     "fingerprint",
+    "get_or_compute",
     "load",
     "model_path",
-    "obtain",
     "prompts",
     "residuals",
     "shape_at",

@@ -32,7 +32,7 @@ from longreach.adapters.transformers.generate import (
     wrap_generate,
 )
 from longreach.adapters.transformers.hf_cache import LongreachCache
-from longreach.adapters.transformers.memory import memory_errors, stream_captures
+from longreach.adapters.transformers.oom import memory_errors, stream_captures
 from longreach.adapters.transformers.padding import real_tokens
 from longreach.adapters.transformers.registration import register, release
 from longreach.adapters.transformers.rotary import attention_modules, find_rotation, probing
@@ -41,7 +41,7 @@ from longreach.cache import CacheConfig
 from longreach.errors import ConcurrentUse, InvalidInput, UnknownName, Unsupported
 from longreach.methods.base import AttentionMethod
 from longreach.methods.registry import NONE, choose
-from longreach.ops.attend import implementations
+from longreach.ops.attend import IMPLEMENTATIONS
 from longreach.runtime import Ledger, Pass, Report, Segment
 from longreach.runtime.forward import LayerHook
 
@@ -94,7 +94,7 @@ class Session:
         for method in (prefill, decode):
             method.check(self._shape)
         self.model, self.prefill, self.decode, self.cache_config = model, prefill, decode, cache
-        implementations.resolve(impl, model.device)  # an unknown name is refused now; "auto" is resolved call by call
+        IMPLEMENTATIONS.resolve(impl, model.device)  # an unknown name is refused now; "auto" is resolved call by call
         self.impl = impl
         self.ledger = Ledger()
         self.on_layer: LayerHook | None = None  # called after each layer with (phase, call, outcome)

@@ -6,14 +6,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from longreach.adapters.transformers.formula import check_formula
+from longreach.adapters.transformers.check_attention import check_attention
 from longreach.adapters.transformers.mask import Pattern
 from longreach.adapters.transformers.rotary import Captured, Rotation, probing
 from longreach.adapters.transformers.shard import shard_of
 from longreach.adapters.transformers.step import Step, current
 from longreach.errors import Unsupported
 from longreach.methods.call import LayerCall
-from longreach.ops import KVView, Rows, Turn
+from longreach.ops import KVView, RotaryAngles, Rows
 from longreach.runtime import attend_layer
 
 NAME = "longreach"
@@ -46,7 +46,7 @@ def longreach_attention(
     layer = _check_layer(step, module, query, key, value)
     window = _window(step, layer, attention_mask, kwargs.get("sliding_window"))
     if layer not in step.facts.checked:
-        check_formula(module, query, key, kwargs)
+        check_attention(module, query, key, kwargs)
         step.facts.checked.add(layer)
     call = _layer_call(step, layer, module, query, key, value, kwargs)
 
@@ -131,11 +131,11 @@ def _layer_call(
             raise Unsupported(f"queries before rotation are needed: {rotation}")
         return rotation
 
-    def rotary() -> Turn:
+    def rotary() -> RotaryAngles:
         rotation, (cos, sin) = known(), step.rotary[layer]
         pairs = (rotation.pairs(x).expand(*step.shape, -1) for x in (cos, sin))
         cos, sin = (x.flatten(0, 1) if step.real is None else x[step.real] for x in pairs)
-        return Turn(cos, sin, rotation.layout)
+        return RotaryAngles(cos, sin, rotation.layout)
 
     def pre_rope() -> tuple[Tensor, Tensor]:
         rotation, (cos, sin) = known(), step.rotary[layer]

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from longreach.adapters.transformers.hf_cache import LongreachCache
-from longreach.adapters.transformers.memory import memory_errors
+from longreach.adapters.transformers.oom import memory_errors
 from longreach.errors import ConcurrentUse, InvalidInput, Unsupported
 from longreach.methods.base import AttentionMethod
 

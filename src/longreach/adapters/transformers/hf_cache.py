@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from longreach.adapters.transformers.memory import memory_errors
+from longreach.adapters.transformers.oom import memory_errors
 from longreach.adapters.transformers.step import Step, current
 from longreach.cache import CacheConfig, KVCache
 from longreach.errors import ConcurrentUse, InvalidInput, LongreachError, Unsupported

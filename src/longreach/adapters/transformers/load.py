@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging
 
 from longreach.adapters.transformers.checks import shape_of_config
-from longreach.adapters.transformers.memory import out_of_memory
+from longreach.adapters.transformers.oom import out_of_memory
 from longreach.errors import InvalidInput, ModelFileError, OutOfMemory
 from longreach.methods.call import ModelShape
 

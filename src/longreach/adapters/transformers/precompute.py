@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from longreach.adapters.transformers.attach import Session
 from longreach.adapters.transformers.checks import check_model, decoder_of, text_config
 from longreach.adapters.transformers.fingerprint import Fingerprint, fingerprint
-from longreach.adapters.transformers.memory import memory_errors
-from longreach.adapters.transformers.reading import CHUNK, Advance, context_limit
+from longreach.adapters.transformers.oom import memory_errors
+from longreach.adapters.transformers.prompt_reader import CHUNK, Advance, context_limit
 from longreach.adapters.transformers.rotary import (
     Rotation,
     attention_modules,
@@ -125,7 +125,7 @@ class Precompute:
 
     def _compute(self, tokens: Sequence[int], progress: Advance) -> Chunk:
         self._require_same()
-        found = _Found(len(tokens))
+        found = _ChunkBuffer(len(tokens))
         with memory_errors(), self.session.prompt_end(len(self.prefix) + len(tokens)) as phases:
             self._read_prefix()
             phases.room = len(self.prefix) + len(tokens)
@@ -183,7 +183,7 @@ class Precompute:
         self._decoder(input_ids=ids, past_key_values=self._cache, use_cache=True)
 
     @contextmanager
-    def _noting(self, found: _Found) -> Iterator[None]:
+    def _noting(self, found: _ChunkBuffer) -> Iterator[None]:
         """Within this block every layer's keys and values are noted as it is about to attend."""
 
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -224,7 +224,7 @@ def _short_context(model: Any) -> int | None:
     return min((int(n) for n in found if n), default=None)
 
 
-class _Found:
+class _ChunkBuffer:
     """Keys and values of a chunk of `length` tokens, layer by layer, filled pass by pass from token `first`."""
 
     def __init__(self, length: int):

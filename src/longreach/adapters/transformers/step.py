@@ -16,7 +16,7 @@ from longreach.cache import Append, KVCache, Placement
 from longreach.errors import CalledOutside
 from longreach.methods.call import ModelShape
 from longreach.ops import KVView
-from longreach.ops.types import Run
+from longreach.ops.types import RowRange
 from longreach.runtime import Pass
 
 
@@ -134,6 +134,6 @@ def plain_append(counts: list[int], device: torch.device) -> Append:
     seq = torch.repeat_interleave(torch.arange(batch, device=device), new, output_size=sum(counts))
     pos = torch.arange(sum(counts), device=device) - (torch.cumsum(new, 0) - new)[seq]
     slots = torch.arange(batch, device=device)
-    runs = tuple(Run(n, b, 0) for b, n in enumerate(counts))
+    runs = tuple(RowRange(n, b, 0) for b, n in enumerate(counts))
     place = Placement(pos, seq, pos, new, slots[:, None], starts, runs)
     return Append(slots, seq, pos, (place,), tuple(counts), tuple(counts), tuple(range(batch)), starts)

@@ -60,10 +60,11 @@ def _build(inputs: Inputs, memory: Memory, settings: dict[str, Any]) -> Competit
     table = None if memory.page is None else inputs.table(memory.page)
     causal = shape.rows > 1
     scheduled = settings.get("scheduled", True)
-    filled = inputs.filled if scheduled else None
+    filled = inputs.seq_lens if scheduled else None
     schedule = None if not scheduled else ops.get_scheduler_metadata(
         shape.batch, shape.rows, shape.context, shape.heads, shape.kv_heads, shape.dim, shape.dim, inputs.dtype,
-        inputs.filled, None if table is None else starts, None, None, None, None, memory.page, 0, causal, -1, -1, False,
+        inputs.seq_lens, None if table is None else starts, None, None, None, None, memory.page, 0, causal, -1, -1,
+        False,
         splits, None, 0,
     )  # fmt: skip
 

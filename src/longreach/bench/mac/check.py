@@ -7,12 +7,12 @@ from torch import Tensor
 
 from longreach.bench.case import Memory
 from longreach.bench.check import WrongResult, bound
-from longreach.bench.mac.planted import Planted
+from longreach.bench.mac.forced_hits import ForcedHits
 from longreach.methods.call import LayerCall
 
 
 @torch.no_grad()
-def check_step(planted: Planted, copy: int) -> float:
+def check_step(planted: ForcedHits, copy: int) -> float:
     """The largest relative error (norms) of outputs and new entries, of some heads that reuse and some that do not.
 
     Raises WrongResult where it exceeds what rounding explains, or where a KV head reads other keys than it should.
@@ -51,7 +51,7 @@ def sampled(reuse: Tensor) -> list[tuple[int, int]]:
     return sorted(corners | {(b, g) for kind in kinds for b, g in kind})
 
 
-def exact(planted: Planted, copy: int, seq: int, head: int) -> tuple[Tensor, Tensor]:
+def exact(planted: ForcedHits, copy: int, seq: int, head: int) -> tuple[Tensor, Tensor]:
     """fp64 [query heads of the KV head, D] each: what the row attends to with what it goes on from, and its entry."""
     inputs, state = planted.inputs, planted.states[copy]
     shape, group = inputs.shape, inputs.shape.heads // inputs.shape.kv_heads

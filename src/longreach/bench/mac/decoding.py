@@ -34,7 +34,7 @@ class ForcedMAC(MAC):
         state = super().new_state(call, slots)
         assert isinstance(state, LayerState)
         ring, entries = state.ring, state.entries
-        newest = call.kv.filled.long() - 1
+        newest = call.kv.seq_lens.long() - 1
         before = newest[:, None] - 1 - torch.arange(ring.size, device=newest.device)
         ring.stamp[call.slots.long()[:, None], before % ring.size] = before.int()
         ring.query.normal_()
@@ -49,7 +49,7 @@ def forced(case: Case) -> ForcedMAC:
     """The method of a case's first hits."""
     assert case.reuse is not None
     gap, band = case.reuse.hits[0].span(case.shape, case.reuse.window)
-    return ForcedMAC(window=case.reuse.window, band=band, minimum=0, back=gap)
+    return ForcedMAC(window=case.reuse.window, band=band, min_context=0, back=gap)
 
 
 def window(case: Case) -> int:

@@ -9,7 +9,7 @@ import torch
 
 from longreach.bench.case import Case
 from longreach.bench.inputs import Inputs
-from longreach.bench.mac.planted import Planted
+from longreach.bench.mac.forced_hits import ForcedHits
 from longreach.bench.timing import Call, measure
 from longreach.methods.base import attend_densely
 
@@ -29,7 +29,7 @@ def phases(
     assert model is not None
     one = replace(case, model=None)
     inputs = Inputs(one, device, seed)
-    planted = Planted(inputs, one.reuse.hits[0], case.impls[0], seed)  # type: ignore[union-attr]
+    planted = ForcedHits(inputs, one.reuse.hits[0], case.impls[0], seed)  # type: ignore[union-attr]
 
     def dense(copy: int) -> Call:
         return lambda: attend_densely(planted.calls[copy])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from longreach.ops.nearest import Rule
+from longreach.ops.match import Rule
 
 HEADS, ROWS, SETTLED = 512, 3072, 1024  # accounts that are followed, for so many rows, of which the last ones count
 

@@ -18,7 +18,7 @@ from longreach.bench.competitor import Competitor
 from longreach.bench.inputs import Inputs, bytes_needed, least_read
 from longreach.bench.mac.break_even import break_even
 from longreach.bench.mac.check import check_step
-from longreach.bench.mac.planted import Planted
+from longreach.bench.mac.forced_hits import ForcedHits
 from longreach.bench.sweep import Sweeps
 from longreach.bench.targets import judge
 from longreach.bench.timing import Timing, copies_needed, measure
@@ -55,7 +55,7 @@ def run_mac(
     say(f"{case.name}: {case.shape.batch} x {case.shape.context} keys, {len(reuse.hits)} ways to hit")
     check_room(case, device)
     inputs, impl, sweeps = Inputs(case, device, seed), case.impls[0], sweeps or Sweeps()
-    mine = [Planted(inputs, hits, impl, seed) for hits in reuse.hits]
+    mine = [ForcedHits(inputs, hits, impl, seed) for hits in reuse.hits]
     copies = range(inputs.copies)
     calls = {p.hits.name: p.timed() for p in mine} | {DENSE: [mine[0].dense(copy) for copy in copies]}
     for planted in mine:
@@ -138,7 +138,7 @@ def break_evens(reuse: Reuse, entries: list[dict[str, Any]], group: int) -> dict
     return found
 
 
-def _mine(planted: Planted, timing: Timing, error: float, impl: str) -> dict[str, Any]:
+def _mine(planted: ForcedHits, timing: Timing, error: float, impl: str) -> dict[str, Any]:
     inputs, ledger = planted.inputs, Ledger()
     planted.run(0, ledger)
     (layer,) = ledger.report().layers
@@ -157,7 +157,7 @@ def _mine(planted: Planted, timing: Timing, error: float, impl: str) -> dict[str
     }
 
 
-def _dense(planted: Planted, timing: Timing, impl: str) -> dict[str, Any]:
+def _dense(planted: ForcedHits, timing: Timing, impl: str) -> dict[str, Any]:
     """The library's dense attention, which appends as well."""
     inputs = planted.inputs
     out = planted.dense(0)().partial.out

@@ -62,14 +62,14 @@ class Work:
         tasks = registry.choose(args.tasks) if args.tasks else []
         with waiting("loading the model"):
             from longreach.adapters.transformers import model_path, shape_at, shape_of
-            from longreach.evals.about import model_about
             from longreach.evals.calibration.prompts import make
+            from longreach.evals.model_info import model_info
             from longreach.records import environment
 
             fits(shape_at(args.model))
             self.model, self.tokenizer = load_model(args)
             self.shape, self.name = shape_of(self.model), model_path(args.model).name
-            self.about, self.where = model_about(self.model, args.model), environment(self.model.device)
+            self.about, self.where = model_info(self.model, args.model), environment(self.model.device)
         total = args.prompts * (len(tasks) + bool(args.text))
         with progress("making prompts", total) as advance:
             self.prompts = make(

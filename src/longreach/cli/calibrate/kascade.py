@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace, shape: ModelShape) -> None:
     """Raise InvalidInput where options do not fit the model."""
     from longreach.methods.kascade.anchors import check_anchors
-    from longreach.methods.kascade.calibrated import check_ranks
+    from longreach.methods.kascade.calibration_result import check_ranks
 
     check_anchors(args.budget, shape.layers)
     check_ranks(args.ranks, shape.kv_heads)

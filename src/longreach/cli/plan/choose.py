@@ -14,7 +14,7 @@ from longreach.cli.show import emit
 from longreach.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from longreach.methods.kascade.calibrated import Calibrated
+    from longreach.methods.kascade.calibration_result import CalibrationResult
 
 HEADS = ("mapped", "own")
 
@@ -36,13 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from longreach.methods.kascade.calibrated import Calibrated
+    from longreach.methods.kascade.calibration_result import CalibrationResult
     from longreach.methods.kascade.plan import KascadePlan
 
     plan = opened(args.plan)
     if plan.kind != "kascade":
         raise InvalidInput(f"{args.plan} is a {plan.kind} plan; only those of kascade have anchors to choose")
-    found, before = Calibrated.of(plan), KascadePlan.of(plan)
+    found, before = CalibrationResult.of(plan), KascadePlan.of(plan)
     weighted = found.weighted if args.weighted is None else args.weighted == "yes"
     found = replace(found, ranks=args.ranks or found.ranks, weighted=weighted)
     how, places = _places(args, found)
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _places(args: argparse.Namespace, found: Calibrated) -> tuple[str, tuple[int, ...]]:
+def _places(args: argparse.Namespace, found: CalibrationResult) -> tuple[str, tuple[int, ...]]:
     """(how they were chosen, places of the anchors among the layers of full attention)."""
     from longreach.methods.kascade.anchors import choose, evenly
 

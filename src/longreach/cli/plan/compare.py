@@ -20,8 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from longreach.methods.kascade.calibrated import Calibrated
-    from longreach.methods.kascade.comparing import compare
+    from longreach.methods.kascade.calibration_result import CalibrationResult
+    from longreach.methods.kascade.compare_plans import compare
     from longreach.methods.kascade.plan import KascadePlan
 
     one, other = opened(args.plan), opened(args.other)
@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
             raise InvalidInput(f"{name} is a {plan.kind} plan; kascade plans alone can be compared")
     other.check(one.model, f"the plan {args.other}")
     budget = args.budget or len(KascadePlan.of(one).anchors)
-    found = compare(Calibrated.of(one), Calibrated.of(other), budget)
+    found = compare(CalibrationResult.of(one), CalibrationResult.of(other), budget)
     if args.json:
         emit({"plans": [args.plan, args.other], "budget": budget, **asdict(found)})
         return 0

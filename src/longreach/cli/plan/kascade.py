@@ -9,7 +9,7 @@ from longreach.cli.show import Column, Table, percent
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from longreach.methods.kascade.calibrated import Calibrated
+    from longreach.methods.kascade.calibration_result import CalibrationResult
     from longreach.methods.kascade.plan import KascadePlan
     from longreach.plans import Plan
 
@@ -27,7 +27,7 @@ def about(plan: Plan) -> dict[str, Any]:
     }
 
 
-def rows(chosen: KascadePlan, found: Calibrated) -> list[dict[str, Any]]:
+def rows(chosen: KascadePlan, found: CalibrationResult) -> list[dict[str, Any]]:
     """For each layer: its anchor (None where it takes no part), importance, and what of its want it finds there, among
     the keys of the heads that the plan maps its heads to."""
     made = []
@@ -42,7 +42,7 @@ def rows(chosen: KascadePlan, found: Calibrated) -> list[dict[str, Any]]:
     return made
 
 
-def budgets(found: Calibrated, mine: int) -> list[dict[str, Any]]:
+def budgets(found: CalibrationResult, mine: int) -> list[dict[str, Any]]:
     """Of 1 to MOST anchors (or as many as the plan has): the best ones, their value over all, evenly spaced ones', and
     the bytes that decoding reads."""
     from longreach.methods.kascade.anchors import choose, evenly, share_read, value
@@ -91,7 +91,7 @@ def show(plan: Plan, out: Console) -> None:
     )
 
 
-def _show_similarity(found: Calibrated, out: Console) -> None:
+def _show_similarity(found: CalibrationResult, out: Console) -> None:
     """Percentages where the terminal is wide enough, else tenths."""
     n = len(found.layers)
     wide = 4 * (n + 1) <= out.width
@@ -117,8 +117,8 @@ def picture(plan: Plan) -> bytes:
     return similarity(title, found.layers, found.plain.tolist(), chosen.anchors)
 
 
-def _views(plan: Plan) -> tuple[KascadePlan, Calibrated]:
-    from longreach.methods.kascade.calibrated import Calibrated
+def _views(plan: Plan) -> tuple[KascadePlan, CalibrationResult]:
+    from longreach.methods.kascade.calibration_result import CalibrationResult
     from longreach.methods.kascade.plan import KascadePlan
 
-    return KascadePlan.of(plan), Calibrated.of(plan)
+    return KascadePlan.of(plan), CalibrationResult.of(plan)

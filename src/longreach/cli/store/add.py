@@ -110,7 +110,7 @@ def _split(splitter: Any, name: str, text: str) -> Pieces:
 
 def _fill(work: Precompute, store: ChunkStore, documents: dict[str, Pieces]) -> dict[str, str]:
     """name of a chunk -> one of STATES. Where the store fails, all that it has stays, and the error says how much."""
-    from longreach.adapters.transformers import obtain
+    from longreach.adapters.transformers import get_or_compute
 
     wanted = {work.key(piece.tokens).name: piece.tokens for pieces in documents.values() for piece in pieces.chunks}
     for tokens in wanted.values():
@@ -119,7 +119,7 @@ def _fill(work: Precompute, store: ChunkStore, documents: dict[str, Pieces]) -> 
     try:
         with progress("computing tokens", sum(map(len, wanted.values()))) as advance:
             for name, tokens in wanted.items():
-                found = obtain(work, store, tokens, advance)
+                found = get_or_compute(work, store, tokens, advance)
                 if found.error is not None:
                     raise found.error
                 states[name] = found.state

@@ -13,7 +13,7 @@ from longreach.cli.show import Column, Table, console, duration, emit, progress,
 from longreach.errors import StoreError
 
 if TYPE_CHECKING:
-    from longreach.store import ChunkStore, LeftAlone
+    from longreach.store import ChunkStore, Ignored
 
 BROKEN = 1  # exit code where files were found broken or unreadable
 HEADLESS = "no header of a chunk"
@@ -143,11 +143,11 @@ def _verify(args: argparse.Namespace, store: ChunkStore) -> int:
     return status
 
 
-def _left_alone(left: Sequence[LeftAlone]) -> list[dict[str, str]]:
+def _left_alone(left: Sequence[Ignored]) -> list[dict[str, str]]:
     return [one._asdict() for one in left]
 
 
-def _show_left_alone(out: Any, left: Sequence[LeftAlone]) -> None:
+def _show_left_alone(out: Any, left: Sequence[Ignored]) -> None:
     for one in left:
         out.print(f"{one.file}: left alone: {one.why}", soft_wrap=True)
 

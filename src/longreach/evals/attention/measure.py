@@ -14,9 +14,9 @@ from longreach.cache import CacheConfig
 from longreach.errors import InvalidInput
 from longreach.evals.attention.agreement import K
 from longreach.evals.attention.masses import COVER, SINKS, TOPS, WINDOWS
+from longreach.evals.attention.probe import KINDS, AttentionProbe
 from longreach.evals.attention.prompts import TASKS, make
 from longreach.evals.attention.queries import RECENT, TAUS
-from longreach.evals.attention.watch import KINDS, Watch
 from longreach.evals.progress import Progress, unseen
 from longreach.methods.dense import Dense
 
@@ -49,7 +49,7 @@ class Attention:
 
     def run(self, chunk: int = CHUNK, progress: Progress = unseen) -> dict[str, Any]:
         """{"samples", "results"} of a record; see `results`."""
-        watch = Watch(shape_of(self.model), self.length, TASKS, self.model.device)
+        watch = AttentionProbe(shape_of(self.model), self.length, TASKS, self.model.device)
         method, samples = DenseWithQueries(), list[dict[str, Any]]()
         total = sum(len(p.tokens) + len(p.answer) for p in self.prompts)
         room = CacheConfig(capacity=self.length)
@@ -84,7 +84,7 @@ def _write(reader: Reader, logits: Tensor, answer: tuple[int, ...]) -> int:
     return int((torch.stack(guesses[: len(forced)]) == forced).sum())
 
 
-def results(watch: Watch) -> dict[str, Any]:
+def results(watch: AttentionProbe) -> dict[str, Any]:
     """What was measured: lists are [layers][query heads], with one more level for several numbers each.
 
     Weights are shares of what falls on keys; what a virtual sink takes of the whole stands apart. None: not measured.
@@ -103,7 +103,7 @@ def results(watch: Watch) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _rows(watch: Watch, kind: int) -> dict[str, Any]:
+def _rows(watch: AttentionProbe, kind: int) -> dict[str, Any]:
     names = ("sinks", "windows", "distance", "tops", "cover", "virtual_sink", "previous", "best", "match")
     measured = {name: _lists(watch.masses.mean(name, kind)) for name in names}
     return {"count": int(watch.agreement.rows[kind]), **measured, "agreement": _rounded(watch.agreement.maps(kind))}

@@ -15,7 +15,7 @@ from longreach.evals.calibration.prompts import Prompt
 from longreach.methods.base import Outcome
 from longreach.methods.call import LayerCall, ModelShape
 from longreach.methods.kascade.calibrate import TILE, K, TileSimilarity, block_tiles, change, tile_tokens
-from longreach.methods.kascade.calibrated import Calibrated
+from longreach.methods.kascade.calibration_result import CalibrationResult
 from longreach.ops import KVView, Rows
 from longreach.ops.pooled_scores import pooled_scores
 
@@ -90,11 +90,11 @@ class KascadeGather(Gather):
         }
 
 
-def calibrated(parts: Sequence[Any]) -> Calibrated:
+def calibrated(parts: Sequence[Any]) -> CalibrationResult:
     """The mean over what prompts gave. Raises Unsupported for a model whose layers all have windows."""
     layers = [n for n, window in enumerate(parts[0]["windows"]) if window is None]
     if not layers:
         raise Unsupported("every layer of this model has a sliding window: there is nothing that Kascade could spare")
-    return Calibrated.mean(
+    return CalibrationResult.mean(
         layers, [unpacked(p["similarity"]) for p in parts], [unpacked(p["importance"]) for p in parts]
     )

@@ -14,7 +14,7 @@ BUDGET = 5
 
 
 @dataclass(frozen=True)
-class Choice:
+class AnchorSet:
     """anchors: places in S, ascending, the first 0. value: the sum of S[anchor of l][l], the higher the better."""
 
     anchors: tuple[int, ...]
@@ -30,7 +30,7 @@ def check_anchors(budget: int, layers: int) -> None:
         )
 
 
-def choose(similarity: Tensor, budget: int) -> Choice:
+def choose(similarity: Tensor, budget: int) -> AnchorSet:
     """The best `budget` anchors for S [n, n], the first layer among them, by dynamic programming.
 
     An anchor serves itself and the layers up to the next one. Among equals the last
@@ -57,7 +57,7 @@ def choose(similarity: Tensor, budget: int) -> Choice:
         stop = starts_at[stop]
         anchors.append(stop)
     chosen = (0, *reversed(anchors))
-    return Choice(chosen, value(similarity, chosen))
+    return AnchorSet(chosen, value(similarity, chosen))
 
 
 def value(similarity: Tensor, anchors: Sequence[int]) -> float:
@@ -83,6 +83,6 @@ def share_read(layers: int, anchors: int, share: float) -> float:
     return (1 + (anchors - 1) * (1 + share) / 2 + (layers - anchors) * share) / layers
 
 
-def curve(similarity: Tensor, budgets: Sequence[int]) -> list[Choice]:
+def curve(similarity: Tensor, budgets: Sequence[int]) -> list[AnchorSet]:
     """The best anchors of each budget."""
     return [choose(similarity, budget) for budget in budgets]

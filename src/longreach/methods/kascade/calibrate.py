@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from longreach.ops import by_sequence
+from longreach.ops import reference_chunks
 
 K = 64  # keys of a tile by whose weight layers are compared
 TILE = 128  # query rows of a tile, the query heads of a KV head counted
@@ -114,7 +114,7 @@ def memory(
     block = min(tiles, block_tiles(heads, keys))
     scores = 4 * block * heads * keys
     queries = 2 * 4 * block * tokens * heads * group * head_dim
-    logits = 5 * 4 * max(by_sequence.SCORES_AT_ONCE, heads * group * keys)
+    logits = 5 * 4 * max(reference_chunks.SCORES_AT_ONCE, heads * group * keys)
     in_fp32 = 4 * heads * keys * head_dim
     sets = 4 * layers * tiles * heads * k + 3 * 8 * block * heads * heads * k
     return scores + queries + logits + in_fp32 + sets + 2 * 4 * (layers * heads) ** 2 + 6 * 4 * chunk * width

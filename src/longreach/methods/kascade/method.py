@@ -30,7 +30,7 @@ from longreach.methods.call import LayerCall, ModelShape
 from longreach.methods.choosing import OTHER_KEYS, check_layers, check_layers_of
 from longreach.methods.kascade.budget import KeyBudget
 from longreach.methods.kascade.plan import KIND, KascadePlan
-from longreach.methods.kascade.prefill import Tiles, choose_for_tiles, tiles_of
+from longreach.methods.kascade.prefill import PromptTiles, choose_for_tiles, tiles_of
 from longreach.methods.kascade.quantised_keys import QuantisedKeys
 from longreach.methods.kascade.role import role_of
 from longreach.methods.kascade.state import KascadeState
@@ -40,7 +40,7 @@ from longreach.ops.types import require
 from longreach.plans import find
 
 
-class Choice(NamedTuple):
+class AnchorSelection(NamedTuple):
     """The lists that an anchor leaves for the layers after it."""
 
     anchor: int
@@ -52,8 +52,8 @@ class Kascade(AttentionMethod):
     """Top-k keys, chosen in the plan's anchor layers and reused in the others.
 
     plan: path of a plan file, name of a shipped plan, or None for the one that is shipped for the model.
-    k: keys a row attends to: a fraction of its context, but at least `least` (the paper's minimum), or a count, which
-        `least` does not change. Its own key is among them and counts.
+    k: keys a row attends to: a fraction of its context, but at least `min_keys` (the paper's minimum), or a count,
+        which `min_keys` does not change. Its own key is among them and counts.
     heads: "kv" chooses per KV head, and reuse layers take the lists of the heads that the plan's head map names; "all"
         makes one set for all heads, over all ranks, and needs no map (the paper's variant).
     sinks, recent: the first tokens and the last (a row's own among them) that are always chosen, within k.
@@ -69,7 +69,7 @@ class Kascade(AttentionMethod):
 
     plan: str | None = None
     k: int | float = 0.1
-    least: int = 128
+    min_keys: int = 128
     heads: Literal["kv", "all"] = "kv"
     sinks: int = 0
     recent: int = 1
@@ -86,11 +86,11 @@ class Kascade(AttentionMethod):
         named = self.plan is None or (isinstance(self.plan, str) and bool(self.plan))
         require(named, f"plan: expected a path, the name of a shipped plan, or None, got {self.plan!r}")
         check_budget("k", self.k)
-        require(is_count(self.least, 1), f"least: expected a count >= 1, got {self.least!r}")
+        require(is_count(self.min_keys, 1), f"min_keys: expected a count >= 1, got {self.min_keys!r}")
         require(self.heads in ("kv", "all"), f"heads: expected 'kv' or 'all', got {self.heads!r}")
         require(is_count(self.sinks), f"sinks: expected a count, got {self.sinks!r}")
         require(is_count(self.recent, 1), f"recent: expected a count >= 1, got {self.recent!r}")
-        fewest = self.k if isinstance(self.k, int) else self.least
+        fewest = self.k if isinstance(self.k, int) else self.min_keys
         require(
             self.sinks + self.recent <= fewest,
             f"sinks + recent: expected at most {fewest}, the fewest keys that are chosen, got {self.sinks} and "
@@ -106,7 +106,7 @@ class Kascade(AttentionMethod):
 
     @property
     def budget(self) -> KeyBudget:
-        return KeyBudget(self.k, self.least, self.dense_below, self.sinks, self.recent, self.heads == "all")
+        return KeyBudget(self.k, self.min_keys, self.dense_below, self.sinks, self.recent, self.heads == "all")
 
     def check(self, model: ModelShape) -> None:
         KascadePlan.of(find(KIND, self.plan, model))
@@ -173,8 +173,8 @@ class Kascade(AttentionMethod):
         index, used = call.op(
             "top_k", scores, count, call.context, first=self.sinks, last=self.recent, capacity=capacity
         )
-        chosen = Lists(index, used, in_sight=True)
-        call.shared[self] = Choice(call.layer, chosen)
+        chosen = Lists(index, used, all_visible=True)
+        call.shared[self] = AnchorSelection(call.layer, chosen)
         return chosen
 
     def _anchor_of_tiles(self, call: LayerCall, state: KascadeState) -> Outcome:
@@ -182,7 +182,7 @@ class Kascade(AttentionMethod):
         tiles = self._tiles(call, state)
         call.shared.pop(self, None)  # lists that no later layer uses may be large
         chosen = choose_for_tiles(self.budget, call, tiles)
-        call.shared[self] = Choice(call.layer, chosen)
+        call.shared[self] = AnchorSelection(call.layer, chosen)
         if state.role.dense:
             return Outcome(call.attend(EVERYTHING), state.role.dense)
         return Outcome(self._over(call, chosen, tiles))
@@ -195,15 +195,15 @@ class Kascade(AttentionMethod):
                 f"none in this pass (does it attend to a window?); make a plan for the model as it is "
                 f"(longreach calibrate kascade)"
             )
-        lists = left.lists if role.head_map is None else replace(left.lists, head_of=role.head_map)
+        lists = left.lists if role.head_map is None else replace(left.lists, head_map=role.head_map)
         if call.phase == "prefill":
             return Outcome(self._over(call, lists, self._tiles(call, state)))
         return Outcome(call.attend(lists))
 
-    def _over(self, call: LayerCall, chosen: Lists | PackedLists, tiles: Tiles) -> Partial:
+    def _over(self, call: LayerCall, chosen: Lists | PackedLists, tiles: PromptTiles) -> Partial:
         """Attention over the keys that tiles chose of those before them, and over their own keys."""
         return merge(call.attend(chosen), call.attend(tiles.own, sink=False))
 
-    def _tiles(self, call: LayerCall, state: KascadeState) -> Tiles:
+    def _tiles(self, call: LayerCall, state: KascadeState) -> PromptTiles:
         group = call.rows.q.shape[1] // call.kv.heads
         return call.once((self, "tiles"), lambda: tiles_of(call.rows, max(1, state.role.tile // group)))

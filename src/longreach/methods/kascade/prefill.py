@@ -26,13 +26,13 @@ from torch import Tensor
 
 from longreach.methods.call import LayerCall
 from longreach.methods.kascade.budget import KeyBudget
-from longreach.ops import PackedLists, Rows, Span, Spans, at, near
+from longreach.ops import PackedLists, Rows, Span, Spans, absolute, relative
 
 AT_ONCE = 1 << 26  # logits of rows that are scored together: 256 MiB in fp32
 
 
 @dataclass(frozen=True)
-class Tiles:
+class PromptTiles:
     """The tiles that the rows of a pass lie in, by sequence and position.
 
     of: int64 [R], the tile of each row; order: int64 [R], the rows tile after tile; both on the device.
@@ -60,7 +60,7 @@ class Tiles:
             yield slice(first, self.rows.shape[0]), self.order[since:end]
 
 
-def tiles_of(rows: Rows, tokens: int) -> Tiles:
+def tiles_of(rows: Rows, tokens: int) -> PromptTiles:
     """The tiles of `tokens` positions that rows lie in (host work: it reads their positions)."""
     seq, pos = rows.seq.cpu().long(), rows.pos.cpu().long()
     number = pos // tokens
@@ -68,11 +68,11 @@ def tiles_of(rows: Rows, tokens: int) -> Tiles:
     key, of, count = (seq * per + number).unique(return_inverse=True, return_counts=True)
     order, start, device = of.argsort(stable=True), key % per * tokens, rows.pos.device
     before = start[of][:, None]
-    own = Spans((Span(at(before.to(device)), near(1)),))
-    return Tiles(of.to(device), order.to(device), count, start, own)
+    own = Spans((Span(absolute(before.to(device)), relative(1)),))
+    return PromptTiles(of.to(device), order.to(device), count, start, own)
 
 
-def choose_for_tiles(budget: KeyBudget, call: LayerCall, tiles: Tiles) -> PackedLists:
+def choose_for_tiles(budget: KeyBudget, call: LayerCall, tiles: PromptTiles) -> PackedLists:
     """The keys before each tile that its rows attend to."""
     device, heads = call.rows.pos.device, 1 if budget.shared else call.kv.heads
     count = budget.keys(tiles.start, tiles.start + 1)
@@ -93,7 +93,7 @@ def choose_for_tiles(budget: KeyBudget, call: LayerCall, tiles: Tiles) -> Packed
         )
         chosen = best[torch.arange(capacity, device=device) < used[..., None]]
         index[int(ends[some.start * heads]) : int(ends[some.stop * heads])] = chosen
-    return PackedLists(index, ends.to(device), heads, list_of=tiles.of, in_sight=True)
+    return PackedLists(index, ends.to(device), heads, row_to_list=tiles.of, all_visible=True)
 
 
 def _pooled(call: LayerCall, sizes: list[int], rows: Tensor, at_once: int) -> Tensor:

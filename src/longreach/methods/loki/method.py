@@ -103,7 +103,7 @@ class Coordinates(PerTokenState):
 
     def view(self, kv: KVView) -> KVView:
         """The coordinates, to be scored in the place of the layer's keys."""
-        return KVView(self["keys"], self["keys"], kv.filled, kv.block_table)
+        return KVView(self["keys"], self["keys"], kv.seq_lens, kv.block_table)
 
     def note(self, kv: KVView, seq: Tensor, slot: Tensor) -> None:
         none = kv.k.new_zeros(()).expand(seq.shape[0], kv.heads, kv.k.shape[3])  # no queries are projected

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from longreach.methods.mac.plan import MACPlan, Scale
-from longreach.ops import Turn
+from longreach.ops import RotaryAngles
 
 WINDOWS = (64, 128, 256, 512, 1024, 2048, 4096)
 BANDS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
@@ -22,7 +22,7 @@ KEEP = 0.99  # of the rows that the widest window accepts, the window that is ch
 OF_EQUALS = 0.99  # the threshold where too many unrelated rows are equal: 16 bits accept most of them still
 
 
-def energy(k: Tensor, turn: Turn) -> Tensor:
+def energy(k: Tensor, turn: RotaryAngles) -> Tensor:
     """fp64 [N, G, D]: squares of keys [N, G, D] as a query before rotation meets them, even within a pair of channels.
 
     A pair meets all angles, so its energy counts half for either channel; rotation leaves it as it is, but for a

@@ -12,12 +12,12 @@ from longreach.cache import SequenceState
 from longreach.errors import InvalidInput
 from longreach.methods.base import AttentionMethod, Notes, Outcome, attend_densely, is_count
 from longreach.methods.call import LayerCall, ModelShape
-from longreach.methods.mac.notes import columns, probed
+from longreach.methods.mac.diagnostics import columns, probed
 from longreach.methods.mac.plan import KIND, MOST, SCALES, MACPlan, Scale
 from longreach.methods.mac.rows import last_rows
 from longreach.methods.mac.state import LayerState
-from longreach.ops import Partial, Span, Spans, at, merge, near
-from longreach.ops.nearest import Rule, recovered
+from longreach.ops import Partial, Span, Spans, absolute, merge, relative
+from longreach.ops.match import Rule, recovered
 from longreach.ops.types import require
 from longreach.plans import find
 
@@ -46,13 +46,13 @@ class MAC(AttentionMethod):
     plan: a file or a shipped plan's name, None: the plan that is shipped for the model; only where the plan is needed.
     sinks: first tokens that no entry holds and every row reads, None: as many as the plan's bands leave out, where the
     bands are the plan's, else 0. A layer for which the plan found no band attends densely.
-    minimum: tokens of context below which rows attend
-    densely, None: where a search can pay (Eq. 9). gap: rows further back are not taken, however wide the window.
-    depth: an entry may descend from so many reuses and no more, None: any number (the paper's way): errors add up along
-    a chain, and what is exact or shallower is taken instead, or the row attends exactly.
-    guard: the profit guard's rest. A KV head of a sequence whose searches cost more than they save attends densely for
-    so many rows, then tries again; None: no guard. check_every: so many tokens apart a row also attends densely, for
-    the report to say how far off it is; 0: never.
+    min_context: tokens of context below which rows attend
+    densely, None: where a search can pay (Eq. 9). max_gap: rows further back are not taken, however wide the window.
+    max_reuse_depth: an entry may descend from so many reuses and no more, None: any number (the paper's way): errors
+    add up along a chain, and what is exact or shallower is taken instead, or the row attends exactly.
+    rest_rows: the profit guard's rest. A KV head of a sequence whose searches cost more than they save attends densely
+    for so many rows, then tries again; None: no guard. probe_every: so many tokens apart a row also attends densely,
+    for the report to say how far off it is; 0: never.
     """
 
     window: int | None = 1024
@@ -61,11 +61,11 @@ class MAC(AttentionMethod):
     scale: Scale = "sqrt2d"
     plan: str | None = None
     sinks: int | None = None
-    minimum: int | None = None
-    gap: int | None = None
-    depth: int | None = 32
-    guard: int | None = 64
-    check_every: int = 0
+    min_context: int | None = None
+    max_gap: int | None = None
+    max_reuse_depth: int | None = 32
+    rest_rows: int | None = 64
+    probe_every: int = 0
 
     name = "mac"
     phases = ("decode",)
@@ -74,12 +74,19 @@ class MAC(AttentionMethod):
     observes_prompt = True
 
     def __post_init__(self) -> None:
-        for name, least in (("window", 1), ("band", 1), ("minimum", 0), ("gap", 1), ("depth", 1), ("guard", 1)):
+        for name, least in (
+            ("window", 1),
+            ("band", 1),
+            ("min_context", 0),
+            ("max_gap", 1),
+            ("max_reuse_depth", 1),
+            ("rest_rows", 1),
+        ):
             value = getattr(self, name)
-            most = 1 << 15 if name == "depth" else MOST
+            most = 1 << 15 if name == "max_reuse_depth" else MOST
             fits = value is None or (is_count(value, least) and value < most)
             require(fits, f"{name}: expected a count in [{least}, {most}) or None, got {value!r}")
-        for name, value in (("sinks", 0 if self.sinks is None else self.sinks), ("check_every", self.check_every)):
+        for name, value in (("sinks", 0 if self.sinks is None else self.sinks), ("probe_every", self.probe_every)):
             require(is_count(value) and value < MOST, f"{name}: expected a count in [0, 2^24), got {value!r}")
         ok = isinstance(self.tau, (int, float)) and not isinstance(self.tau, bool) and 0 <= self.tau < 1
         require(ok or self.tau is None, f"tau: expected a number in [0, 1) or None, got {self.tau!r}")
@@ -132,9 +139,9 @@ class MAC(AttentionMethod):
             band = plan.band[layer] if band is None else band
         sinks = sinks or 0
         assert window is not None and band is not None and tau is not None
-        window = window if self.gap is None else min(window, self.gap)
+        window = window if self.max_gap is None else min(window, self.max_gap)
         dim, size = k.shape[3], k.element_size()
-        each = dim * size + 4 + (0 if self.depth is None else 2)  # query, stamp, depth
+        each = dim * size + 4 + (0 if self.max_reuse_depth is None else 2)  # query, stamp, depth
         price = group * each / (2 * dim * size)  # a row of the ring in keys, whose values are read too
         pays = math.ceil(price * window) + band + sinks
         return Rule(
@@ -142,11 +149,11 @@ class MAC(AttentionMethod):
             band=band,
             limit=(1 - tau) ** 2 * (2 * dim if self.scale == "sqrt2d" else 1),
             sinks=sinks,
-            minimum=pays if self.minimum is None else self.minimum,
-            deepest=self.depth,
-            patience=math.inf if self.guard is None else PATIENCE,
+            min_context=pays if self.min_context is None else self.min_context,
+            deepest=self.max_reuse_depth,
+            patience=math.inf if self.rest_rows is None else PATIENCE,
             reuses=REUSES,
-            rest=self.guard or 1,
+            rest=self.rest_rows or 1,
             price=price,
         )
 
@@ -161,7 +168,7 @@ class MAC(AttentionMethod):
         with torch.no_grad():
             assert some.rotary is not None
             query = recovered(some.rows.q, some.rotary(), state.weight, state.ring.query.dtype)
-            entry = some.attend(Spans((Span(at(rule.sinks), near(1 - rule.band)),)), sink=False)
+            entry = some.attend(Spans((Span(absolute(rule.sinks), relative(1 - rule.band)),)), sink=False)
             state.note(some.slots[some.rows.seq.long()], some.rows.pos, query, entry, math.inf)
 
     def run(self, call: LayerCall, state: SequenceState | None) -> Outcome:
@@ -175,22 +182,28 @@ class MAC(AttentionMethod):
         rule = state.rule
         with torch.no_grad():
             found = call.op("match", state.ring, rule, weight=state.weight)
-            spans = Spans((Span(at(found.start), near(1)),), "query")
+            spans = Spans((Span(absolute(found.start), relative(1)),), "query")
             keys = found.reads[..., 0]
             if rule.sinks:  # the match counts the sinks too, which are read by a pass of their own
                 keys = keys - call.once(("sinks", rule.sinks), lambda: call.context.clamp(max=rule.sinks)[:, None])
             main, before = call.op(
-                "attend_amend", spans, near(1 - rule.band), state.entries, found.take, found.put, counted=keys
+                "attend_amend",
+                spans,
+                relative(1 - rule.band),
+                state.entries,
+                found.read_entry,
+                found.write_entry,
+                counted=keys,
             )
             whole, apart = main, list[Tensor]()
             if rule.sinks:
-                kept = call.attend(Spans((Span(at(0), at(rule.sinks)),)), sink=False)
+                kept = call.attend(Spans((Span(absolute(0), absolute(rule.sinks)),)), sink=False)
                 whole = merge(main, kept)
                 apart.append(kept.lse)
             if call.sink_logit is not None:
                 apart.append(call.sink_logit.detach().to(whole.lse.dtype).expand_as(whole.lse))
             noted = Notes((found.notes, whole.lse, before), columns, state.summary)
-            if self.check_every:
+            if self.probe_every:
                 due, probe = call.once((self, "probe"), lambda: self._probe(call))
                 error = _error(whole, call.attend(probe), due)
                 noted = Notes((error, *noted.tensors), probed, state.summary)
@@ -198,8 +211,8 @@ class MAC(AttentionMethod):
 
     def _probe(self, call: LayerCall) -> tuple[Tensor, Spans]:
         """Which rows also attend densely, bool [R], and the span that they, and no others, read for it."""
-        due = call.context % self.check_every == 0
-        return due, Spans((Span(at(torch.where(due, 0, call.context)[:, None]), near(1)),))
+        due = call.context % self.probe_every == 0
+        return due, Spans((Span(absolute(torch.where(due, 0, call.context)[:, None]), relative(1)),))
 
 
 OTHER_ENTRIES = "its entries hold attention over keys that were dropped"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from longreach.methods.call import LayerCall
-from longreach.ops import Rows, Run
+from longreach.ops import RowRange, Rows
 
 
 def last_rows(call: LayerCall, size: int) -> LayerCall | None:
@@ -21,15 +21,15 @@ def last_rows(call: LayerCall, size: int) -> LayerCall | None:
     keep = size - call.prompt_tokens_left
     if keep <= 0 or not call.rows.q.shape[0]:
         return None
-    index, runs = call.once(("last rows", keep), lambda: _index(call.rows, call.kv.filled, keep))
+    index, runs = call.once(("last rows", keep), lambda: _index(call.rows, call.kv.seq_lens, keep))
     if index is None:
         return call
     some = call.take(index)
     return replace(some, rows=replace(some.rows, runs=runs)) if index.numel() else None
 
 
-def _index(rows: Rows, filled: Tensor, keep: int) -> tuple[Tensor | None, tuple[Run, ...] | None]:
-    """The last `keep` rows of each sequence and their runs; None for all rows. filled: [B], with the rows counted."""
+def _index(rows: Rows, filled: Tensor, keep: int) -> tuple[Tensor | None, tuple[RowRange, ...] | None]:
+    """The last `keep` rows of each sequence and their runs; None for all rows. seq_lens: [B], with the rows counted."""
     if rows.runs is None:  # only the device knows
         return (rows.pos.long() >= filled[rows.seq.long()].long() - keep).nonzero()[:, 0], None
     if all(run.rows <= keep for run in rows.runs):
@@ -39,6 +39,6 @@ def _index(rows: Rows, filled: Tensor, keep: int) -> tuple[Tensor | None, tuple[
         kept = min(run.rows, keep)
         skipped = run.rows - kept
         parts.append(torch.arange(start + skipped, start + run.rows))
-        runs.append(Run(kept, run.seq, None if run.first is None else run.first + skipped))
+        runs.append(RowRange(kept, run.seq, None if run.first is None else run.first + skipped))
         start += run.rows
     return torch.cat(parts).to(rows.pos.device), tuple(runs)

@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from longreach.cache.ring import RowRing
-from longreach.methods.mac.notes import summary
-from longreach.ops.nearest import Rule
+from longreach.methods.mac.diagnostics import summary
+from longreach.ops.match import Rule
 
 
 class LayerState(RowRing):

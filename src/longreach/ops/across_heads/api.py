@@ -8,8 +8,8 @@ ranks below the number of keys wanted can be among the first, so no row is sorte
 2. `top_k` of them: each head's best keys, in no order;
 3. `rank_round_robin`: their ranks, and from those the scores of all keys, larger for an earlier turn.
 
-All take `logits` as attend_keeping or score_keys left them for the same rows and view. Nothing waits for the device,
-and launches depend on shapes alone. Each is one kernel on a GPU.
+All take `logits` as attend_with_logits or score_keys left them for the same rows and view. Nothing waits for the
+device, and launches depend on shapes alone. Each is one kernel on a GPU.
 Raises InvalidInput for shapes, dtypes and devices that do not fit, and UnknownName for an unknown impl.
 """
 

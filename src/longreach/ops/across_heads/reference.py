@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from longreach.ops.across_heads.api import Ballot
-from longreach.ops.by_sequence import past_reach
+from longreach.ops.reference_chunks import past_reach
 from longreach.ops.types import KVView, Logits, Rows
 
 
@@ -19,7 +19,7 @@ def largest_log_prob(rows: Rows, kv: KVView, lse: Tensor, logits: Logits) -> Ten
 def spread_logits(
     rows: Rows, kv: KVView, logits: Logits, count: Tensor, recent: Tensor, *, first: int, most: int
 ) -> Ballot:
-    reach = torch.minimum(kv.filled[rows.seq.long()].long(), rows.pos.long() + 1).clamp(min=0)
+    reach = torch.minimum(kv.seq_lens[rows.seq.long()].long(), rows.pos.long() + 1).clamp(min=0)
     count, recent = count.long().clamp(max=most), recent.long()
     slot = torch.arange(kv.capacity, device=reach.device)
     late, early = slot >= (reach - recent)[:, None], slot < first

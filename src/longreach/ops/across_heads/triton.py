@@ -95,7 +95,7 @@ def refuse(*tensors: Tensor) -> None:
 
 def _rows(rows: Rows, kv: KVView, logits: Logits) -> tuple[Any, ...]:
     x, top = logits.x.contiguous(), logits.x if logits.top is None else logits.top.contiguous()
-    at = rows.seq.contiguous(), rows.pos.contiguous(), kv.filled.contiguous()
+    at = rows.seq.contiguous(), rows.pos.contiguous(), kv.seq_lens.contiguous()
     return (x, top, *at, kv.capacity, -(-kv.capacity // logits.block))
 
 

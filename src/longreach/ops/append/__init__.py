@@ -1,5 +1,5 @@
 """append: new keys and values put where they belong."""
 
-from longreach.ops.append.api import append, implementations
+from longreach.ops.append.api import IMPLEMENTATIONS, append
 
-__all__ = ["append", "implementations"]
+__all__ = ["IMPLEMENTATIONS", "append"]

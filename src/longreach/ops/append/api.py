@@ -7,7 +7,7 @@ from torch import Tensor
 from longreach.ops.impl import Implementations
 from longreach.ops.types import INTS, describe, require
 
-implementations = Implementations(
+IMPLEMENTATIONS = Implementations(
     "append", {"reference": "longreach.ops.append.reference:append", "triton": "longreach.ops.append.triton:append"}
 )
 
@@ -33,4 +33,4 @@ def append(
         fits = x.shape == (rows,) and x.dtype in INTS and x.device == keys.device
         require(fits, lambda: f"{name}: expected int [R] on {keys.device}, got {describe(x)}")
     require(keys.stride(3) == values.stride(3) == 1, "keys, values: expected a contiguous last dimension")
-    implementations.get(impl, keys.device)(keys, values, k, v, page, offset)
+    IMPLEMENTATIONS.get(impl, keys.device)(keys, values, k, v, page, offset)

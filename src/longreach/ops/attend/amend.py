@@ -13,7 +13,7 @@ from longreach.ops.impl import Implementations
 from longreach.ops.selection import Bound, Selection, check_bound
 from longreach.ops.types import KVView, Partial, Rows, accumulator, describe, require
 
-amending = Implementations(
+AMEND_IMPLEMENTATIONS = Implementations(
     "attend_amend",
     {
         "reference": "longreach.ops.attend.amend_reference:attend_amend",
@@ -35,8 +35,8 @@ def attend_amend(
     selection: Selection,
     split: Bound,
     entries: Entries,
-    take: Tensor,
-    put: Tensor,
+    read_entry: Tensor,
+    write_entry: Tensor,
     *,
     scale: float,
     softcap: float | None = None,
@@ -50,8 +50,8 @@ def attend_amend(
     over those from it on (+ sink). Sums of Partials over disjoint keys, so nothing is lost to rounding however long
     the chain of entries. The entry belongs to keys that are not selected; NaN in one stays with who takes it.
 
-    take: int32 [R, H], the entry each row and head goes on from, -1 for none; put: int32 [R, H], where the new one is
-    written, -1 for nowhere. What one row takes no other row puts in the same call.
+    read_entry: int32 [R, H], the entry each row and head goes on from, -1 for none; write_entry: int32 [R, H], where
+    the new one is written, -1 for nowhere. What one row takes no other row puts in the same call.
     Returns (the result, lse of the new entry [R, H]); the rest is as in `attend` and `attend_split`.
     """
     check_memory(rows, kv)
@@ -67,7 +67,7 @@ def attend_amend(
     ):
         ok = isinstance(x, Tensor) and x.shape == shape and x.dtype == dtype and x.device == device
         require(ok and x.is_contiguous(), lambda: f"entries.{name}: expected {dtype} {list(shape)}, got {describe(x)}")
-    for name, x in (("take", take), ("put", put)):
+    for name, x in (("read_entry", read_entry), ("write_entry", write_entry)):
         ok = isinstance(x, Tensor) and x.dtype == torch.int32 and x.shape == (count, heads) and x.device == device
         require(
             ok and x.is_contiguous(), lambda: f"{name}: expected int32 {[count, heads]} on {device}, got {describe(x)}"
@@ -75,9 +75,10 @@ def attend_amend(
         if device.type == "cpu" and x.numel():
             low, high, most = int(x.min()), int(x.max()), entries.lse.numel()
             require(low >= -1 and high < most, lambda: f"{name}: expected in [-1, {most}), got {low} to {high}")
-    compute = amending.get(impl, device)
+    compute = AMEND_IMPLEMENTATIONS.get(impl, device)
     return compute(
-        rows, kv, selection, split, entries, take, put, scale=scale, softcap=softcap, sink_logit=sink_logit
+        rows, kv, selection, split, entries, read_entry, write_entry, scale=scale, softcap=softcap,
+        sink_logit=sink_logit
     )  # fmt: skip
 
 
@@ -85,4 +86,4 @@ def _reads(rows: Rows, kv: KVView, result: object, selection: Selection, *args: 
     return (Read.of(kv, selection),)
 
 
-AMEND = Op(attend_amend, amending, ("rows", "kv", "scale", "softcap", "sink_logit"), _reads)
+AMEND = Op(attend_amend, AMEND_IMPLEMENTATIONS, ("rows", "kv", "scale", "softcap", "sink_logit"), _reads)

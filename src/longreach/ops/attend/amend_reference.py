@@ -13,16 +13,17 @@ from longreach.ops.types import KVView, Partial, Rows
 
 
 def attend_amend(
-    rows: Rows, kv: KVView, selection: Selection, split: Bound, entries: Entries, take: Tensor, put: Tensor, *,
+    rows: Rows, kv: KVView, selection: Selection, split: Bound, entries: Entries, read_entry: Tensor,
+    write_entry: Tensor, *,
     scale: float, softcap: float | None, sink_logit: Tensor | None,
 ) -> tuple[Partial, Tensor]:  # fmt: skip
     before, after = attend_split(rows, kv, selection, split, scale=scale, softcap=softcap)
-    none, at = take < 0, take.clamp(min=0).long()
+    none, at = read_entry < 0, read_entry.clamp(min=0).long()
     earlier = Partial(entries.out[at].masked_fill(none[..., None], 0.0), entries.lse[at].masked_fill(none, -torch.inf))
     before = merge(before, earlier)
-    some = put >= 0
-    entries.out[put[some].long()] = before.out[some]
-    entries.lse[put[some].long()] = before.lse[some]
+    some = write_entry >= 0
+    entries.out[write_entry[some].long()] = before.out[some]
+    entries.lse[write_entry[some].long()] = before.lse[some]
     whole = merge(before, after)
     if sink_logit is not None:
         sink = sink_logit.to(whole.lse.dtype).expand_as(whole.lse)

@@ -10,7 +10,7 @@ from longreach.ops.impl import Implementations
 from longreach.ops.selection import Bound, Selection, check_bound
 from longreach.ops.types import KVView, Partial, Rows, describe, require
 
-implementations = Implementations(
+IMPLEMENTATIONS = Implementations(
     "attend",
     {
         "reference": "longreach.ops.attend.reference:attend",
@@ -39,7 +39,7 @@ def resolve(
     "auto" is the reference on a CPU and Triton on a GPU, but for plain dense prefill of long prompts, which goes to
     torch's fastest exact kernel, cuDNN's, for whole prompts.
     """
-    name = implementations.resolve(impl, rows.q.device)
+    name = IMPLEMENTATIONS.resolve(impl, rows.q.device)
     if impl == "auto" and name == "triton":
         return sdpa_for(rows, kv, selection, softcap, sink_logit) or name
     return name
@@ -75,7 +75,7 @@ def attend(
     selection.check(rows, kv)
     check_logits(scale, softcap, rows, sink_logit)
     name = resolve(impl, rows, kv, selection, softcap=softcap, sink_logit=sink_logit)
-    compute = implementations.get(name, rows.q.device)
+    compute = IMPLEMENTATIONS.get(name, rows.q.device)
     return compute(rows, kv, selection, scale=scale, softcap=softcap, sink_logit=sink_logit)
 
 

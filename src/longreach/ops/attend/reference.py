@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from longreach.ops.by_sequence import logits, reach, read, steps
 from longreach.ops.partial import merge
+from longreach.ops.reference_chunks import logits, reach, read, steps
 from longreach.ops.selection import Bound, PackedLists, Selection, beyond, visible
 from longreach.ops.types import KVView, Logits, Partial, Rows, accumulator
 
@@ -21,7 +21,9 @@ def attend(
     return _sunk(_attend(rows, kv, selection, scale, softcap, None, 0), sink_logit)
 
 
-def attend_values(rows: Rows, kv: KVView, selection: Selection, kept: Logits, *, sink_logit: Tensor | None) -> Partial:
+def attend_from_logits(
+    rows: Rows, kv: KVView, selection: Selection, kept: Logits, *, sink_logit: Tensor | None
+) -> Partial:
     return _sunk(_attend(rows, kv, selection, 1.0, None, None, 0, kept), sink_logit)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from longreach.ops.attend.keeping_reference import score_keys
+from longreach.ops.attend.two_pass_reference import score_keys
 from longreach.ops.types import KVView, Rows
 
 

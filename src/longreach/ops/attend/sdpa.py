@@ -9,7 +9,7 @@ from torch import Tensor
 
 from longreach.errors import Unsupported
 from longreach.ops.selection import Selection, Spans
-from longreach.ops.types import KVView, Partial, Rows, Run, describe
+from longreach.ops.types import KVView, Partial, RowRange, Rows, describe
 
 LONG = 256  # rows of a run from which these kernels are worth their set-up
 
@@ -90,7 +90,7 @@ def _by_run(rows: Rows, kv: KVView, attend: Callable[[Tensor, Tensor, Tensor], t
     return Partial(out, lse)
 
 
-def _keys(memory: Tensor, kv: KVView, run: Run) -> Tensor:
+def _keys(memory: Tensor, kv: KVView, run: RowRange) -> Tensor:
     """[1, G, N, D]: what a run sees of keys or values; a view where there is no block table."""
     stop = (run.first or 0) + run.rows
     if kv.block_table is None:

@@ -29,7 +29,7 @@ def tiles_of(rows: Rows, kv: KVView, selection: Selection, *, most: int) -> Tile
     """Tiles of at most `most` rows. Their number is known on the host; no device sync."""
     count = rows.q.shape[0]
     listed = isinstance(selection, (Lists, PackedLists))
-    shared = selection.list_of if isinstance(selection, (Lists, PackedLists)) else None
+    shared = selection.row_to_list if isinstance(selection, (Lists, PackedLists)) else None
     if most == 1 or (listed and shared is None):
         return Tiles(count, 1)
     if rows.runs is not None and not listed:

@@ -20,7 +20,7 @@ from longreach.ops.attend.triton_tuning import (
     next_power_of_2,
     tuning,
 )
-from longreach.ops.selection import Bound, Lists, PackedLists, Selection, Span, Spans, at
+from longreach.ops.selection import Bound, Lists, PackedLists, Selection, Span, Spans, absolute
 from longreach.ops.types import KVView, Logits, Partial, Rows, ScoringKeys
 
 FAR = (1 << 30) - 1
@@ -157,7 +157,7 @@ def launch_into(
         programs -= programs % items
 
     q = rows.q if rows.q.stride(2) == 1 and rows.q.stride(1) * heads < 1 << 31 else rows.q.contiguous()
-    seq, filled = rows.seq.contiguous(), kv.filled.contiguous()
+    seq, filled = rows.seq.contiguous(), kv.seq_lens.contiguous()
     close = max(k.stride(2), kv.v.stride(2)) < 1 << 22  # 256 of them
     form = (parts, axis, per_item, own, evicted, len(choice.spans[0]), close)
     layout = (tiles.size, tiles.width, tiles.table is not None)
@@ -260,7 +260,7 @@ def _choice(selection: Selection, split: Bound | None, rows: Rows) -> _Choice:
     bounds = [b for s in spans for b in s] + ([] if split is None else [split])
     wide = any(not isinstance(b.value, int) and b.value.shape[1] > 1 for b in bounds)
     if isinstance(selection, Spans):
-        spans = spans or (Span(at(0), at(0)),)
+        spans = spans or (Span(absolute(0), absolute(0)),)
         starts, start_kinds = zip(*(_bound(s.start) for s in spans), strict=True)
         stops, stop_kinds = zip(*(_bound(s.stop) for s in spans), strict=True)
         tensors, relative = zip(*(zip(*kinds, strict=True) for kinds in (start_kinds, stop_kinds)), strict=True)
@@ -274,14 +274,14 @@ def _choice(selection: Selection, split: Bound | None, rows: Rows) -> _Choice:
     heads = selection.heads if isinstance(selection, PackedLists) else selection.index.shape[1]
     count = selection.offsets if isinstance(selection, PackedLists) else selection.count
     capacity = 0 if isinstance(selection, PackedLists) else selection.index.shape[2]
-    index, weight, of = selection.index.contiguous(), selection.log_weight, selection.list_of
-    mapped = selection.head_of is not None and heads > 1
+    index, weight, of = selection.index.contiguous(), selection.log_weight, selection.row_to_list
+    mapped = selection.head_map is not None and heads > 1
     lists = (
         index,
         count.contiguous(),
         index if weight is None else weight.contiguous(),
         rows.pos if of is None else of.contiguous(),
-        rows.pos if not mapped or selection.head_of is None else selection.head_of.contiguous(),
+        rows.pos if not mapped or selection.head_map is None else selection.head_map.contiguous(),
     )
     kind = (heads, selection.block, packed, weight is not None, capacity, of is not None, mapped)
     apart = selection.per == "query" and heads > 1

@@ -16,7 +16,8 @@ from longreach.ops.types import KVView, Partial, Rows
 
 
 def attend_amend(
-    rows: Rows, kv: KVView, selection: Selection, split: Bound, entries: Entries, take: Tensor, put: Tensor, *,
+    rows: Rows, kv: KVView, selection: Selection, split: Bound, entries: Entries, read_entry: Tensor,
+    write_entry: Tensor, *,
     scale: float, softcap: float | None, sink_logit: Tensor | None, tune: Tuning | None = None,
 ) -> tuple[Partial, Tensor]:  # fmt: skip
     refuse(rows, kv, selection, sink_logit)
@@ -26,7 +27,7 @@ def attend_amend(
     out = rows.q.new_empty((count, heads, dim), dtype=torch.float32)
     lse, before = rows.q.new_empty((2, count, heads), dtype=torch.float32)
     sink = lse if sink_logit is None else sink_logit.contiguous()
-    given = (entries.out, entries.lse, take, put, out, lse, before, sink)
+    given = (entries.out, entries.lse, read_entry, write_entry, out, lse, before, sink)
 
     def finish(
         grid: tuple[int, ...], row_args: Any, result: Any, items: int, programs: int, **how: Any

@@ -346,8 +346,8 @@ def attend_pieces(
     strides, v and its strides, filled, block table, its row stride, slot_pos, its page and head stride, query heads per
     KV head);
     spans: (starts, stops, split), each bound (value, row stride, head stride); lists: (index, count or offsets,
-    log-weight, list_of, head_of); kept: (), or (x of Logits and its row and KV-head strides, top and its, the scale
-    of 8-bit keys and its page and head strides);
+    log-weight, row_to_list, head_map); kept: (), or (x of Logits and its row and KV-head strides, top and its, the
+    scale of 8-bit keys and its page and head strides);
     result: (out, lse, sink, pieces, ends, heads, rows).
 
     layout: see _row_of. kinds: for each span whether start and stop are tensors, whether they are relative, and the

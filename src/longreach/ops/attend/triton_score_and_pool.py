@@ -59,7 +59,7 @@ def score_and_pool(
         chain = {name: how[name] for name in ("launch_pdl",) if name in how}
         kernels.pool_pieces[(items * how["layout"][0], min(p.shares, triton.cdiv(kv.capacity, slots)))](
             row_args, result, items, programs, kept.x, kept.x if kept.top is None else kept.top,
-            lse if sink_logit is None else sink_logit.contiguous(), kv.filled.contiguous(), scores, kv.capacity,
+            lse if sink_logit is None else sink_logit.contiguous(), kv.seq_lens.contiguous(), scores, kv.capacity,
             -(-kv.capacity // kept.block), layout=how["layout"], form=how["form"], WIDE=wide, BLOCK=kept.block,
             HALVES=kept.top is not None, SUNK=sink_logit is not None, DEALT=how["DEALT"], BN=slots, C=p.pieces,
             CHAINED=how["CHAINED"], num_warps=p.warps, **chain,

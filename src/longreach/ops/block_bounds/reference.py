@@ -14,7 +14,7 @@ def bound_blocks(
     kv: KVView, low: Tensor, high: Tensor, seq: Tensor, block: Tensor, per: int, *, in_slots: bool
 ) -> None:
     """in_slots: `block` holds slots, each of which stands for the block that min(slot, filled - 1) lies in."""
-    seq, block, filled = seq.long(), block.long(), kv.filled.long()
+    seq, block, filled = seq.long(), block.long(), kv.seq_lens.long()
     if in_slots:
         block = torch.minimum(block, filled[seq] - 1).div(per, rounding_mode="floor")
     some = (block >= 0) & (block * per < filled[seq])
@@ -38,7 +38,7 @@ def score_blocks(rows: Rows, kv: KVView, low: Tensor, high: Tensor, per: int, *,
     scores = rows.q.new_full((rows.q.shape[0], kv.heads, -(-kv.capacity // per)), torch.nan, dtype=dtype)
     q = rows.q.to(dtype).unflatten(1, (kv.heads, -1))
     up, down = q.clamp(min=0).sum(2), q.clamp(max=0).sum(2)  # [R, G, D]
-    last = torch.minimum(slot.long(), kv.filled[rows.seq.long()].long() - 1).clamp(min=0)
+    last = torch.minimum(slot.long(), kv.seq_lens[rows.seq.long()].long() - 1).clamp(min=0)
     for r, count in enumerate((last // per).tolist()):
         blocks = torch.arange(count, device=q.device)
         page, unit = locate_units(kv, rows.seq[r].long().expand_as(blocks), blocks, per)

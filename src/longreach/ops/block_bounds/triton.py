@@ -103,9 +103,9 @@ def refuse(kv: KVView, rows: Rows | None = None) -> None:
 
 
 def _memory(kv: KVView, low: Tensor, high: Tensor) -> tuple[Any, ...]:
-    table = kv.filled if kv.block_table is None else kv.block_table
+    table = kv.seq_lens if kv.block_table is None else kv.block_table
     table = table if table.stride(-1) == 1 else table.contiguous()
-    filled = kv.filled.contiguous()
+    filled = kv.seq_lens.contiguous()
     return (kv.k, *kv.k.stride()[:3], low, *low.stride()[:3], high, *high.stride()[:3], filled, table, table.stride(0))
 
 

@@ -9,7 +9,7 @@ from longreach.ops.doors import EVERYTHING, Op, Read
 from longreach.ops.impl import Implementations
 from longreach.ops.types import INTS, KVView, Logits, Rows, describe, require
 
-implementations = Implementations(
+IMPLEMENTATIONS = Implementations(
     "pooled_scores",
     {
         "reference": "longreach.ops.pooled_scores.reference:pooled_scores",
@@ -24,7 +24,7 @@ def resolve(impl: str, rows: Rows, *, logits: Logits | None = None, tile: Tensor
     "auto" is Triton on a GPU for kept logits, each row by itself, and the reference for all else.
     """
     kernel = logits is not None and tile is None
-    return implementations.resolve(impl if impl != "auto" or kernel else "reference", rows.q.device)
+    return IMPLEMENTATIONS.resolve(impl if impl != "auto" or kernel else "reference", rows.q.device)
 
 
 def pooled_scores(
@@ -46,12 +46,12 @@ def pooled_scores(
 
     lse: fp32 [R, H], the dense log-sum-exp of the rows where it is known: keys are then read once, else twice.
         A sink logit belongs in it.
-    logits: those that score_keys or attend_keeping left for the same rows and view; with the lse it gave, keys are not
-        read at all.
+    logits: those that score_keys or attend_with_logits left for the same rows and view; with the lse it gave, keys are
+        not read at all.
     tile: int [R], the tile each row belongs to, with `tiles` the number of tiles; None: each row its own.
 
     Returns fp32 [tiles, G, N], N = kv.capacity, 0 where nothing is seen. But without `tile`, what lies past the slots
-    that a row reaches (at min(filled, pos + 1) and above; after eviction at filled and above) may be anything: the
+    that a row reaches (at min(seq_lens, pos + 1) and above; after eviction at seq_lens and above) may be anything: the
     reference leaves NaN there, so that its use shows. Triton takes kept logits only, and no tile.
     Raises InvalidInput, UnknownName, Unsupported.
     """
@@ -75,7 +75,7 @@ def pooled_scores(
     if logits is not None:
         check_kept(logits, rows, kv)
         require(lse is not None, "lse: kept logits are summed against the lse that came with them; give both")
-    compute = implementations.get(resolve(impl, rows, logits=logits, tile=tile), rows.q.device)
+    compute = IMPLEMENTATIONS.get(resolve(impl, rows, logits=logits, tile=tile), rows.q.device)
     return compute(rows, kv, scale=scale, softcap=softcap, lse=lse, kept=logits, tile=tile, tiles=tiles)
 
 
@@ -87,4 +87,4 @@ def _reads(
     return (Read.of(kv, EVERYTHING, values=False),) * passes
 
 
-POOLED_SCORES = Op(pooled_scores, implementations, ("rows", "kv", "scale", "softcap"), _reads)
+POOLED_SCORES = Op(pooled_scores, IMPLEMENTATIONS, ("rows", "kv", "scale", "softcap"), _reads)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from longreach.ops.by_sequence import logits, past_reach, reach, read, steps
+from longreach.ops.reference_chunks import logits, past_reach, reach, read, steps
 from longreach.ops.selection import visible
 from longreach.ops.types import KVView, Logits, Rows, accumulator
 

@@ -54,7 +54,7 @@ def pooled_scores(
     shares = min(t.shares, triton.cdiv(kv.capacity, slots))
     with torch.cuda.device_of(rows.q):
         kernels.pool[(count * kv.heads, shares)](
-            x, top, lse.contiguous(), rows.seq.contiguous(), rows.pos.contiguous(), kv.filled.contiguous(), pooled,
+            x, top, lse.contiguous(), rows.seq.contiguous(), rows.pos.contiguous(), kv.seq_lens.contiguous(), pooled,
             kv.capacity, top.shape[2], G=kv.heads, GROUP=group, WIDE=wide, BLOCK=kept.block,
             HALVES=kept.top is not None, EVICTED=kv.slot_pos is not None, BN=slots, CHAINED=t.chained,
             num_warps=t.warps, **({"launch_pdl": True} if t.chained else {}),

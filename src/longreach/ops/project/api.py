@@ -23,7 +23,7 @@ from torch.nn.functional import pad
 from longreach.ops.checks import check_memory
 from longreach.ops.doors import Op, Read
 from longreach.ops.impl import Implementations
-from longreach.ops.selection import Span, Spans, near
+from longreach.ops.selection import Span, Spans, relative
 from longreach.ops.types import FLOATS, INTS, KVView, Rows, describe, require
 
 IMPLEMENTATIONS = Implementations(
@@ -61,7 +61,7 @@ def project(
     return queries
 
 
-NEWEST = Spans((Span(near(0), near(1)),))
+NEWEST = Spans((Span(relative(0), relative(1)),))
 
 
 def _reads(rows: Rows, kv: KVView, result: Tensor, basis: Tensor, out: Tensor) -> tuple[Read, ...]:

@@ -11,7 +11,7 @@ from longreach.ops.types import KVView, Rows, accumulator
 def project(rows: Rows, kv: KVView, basis: Tensor, out: Tensor, slot: Tensor, *, queries: bool) -> Tensor | None:
     dtype = accumulator(basis.dtype)
     seq, slot = rows.seq.long(), slot.long()
-    there = (slot >= 0) & (slot < kv.filled[seq])
+    there = (slot >= 0) & (slot < kv.seq_lens[seq])
     page, offset = kv.locate(seq[there], slot[there])
     keys = torch.einsum("rgd,gde->rge", kv.k[page, :, offset].to(dtype), basis.to(dtype))
     out[page, :, offset] = keys.to(out.dtype)

@@ -47,9 +47,9 @@ def project(
     tile = max(1, t.vectors // group2) if queries else t.vectors
     columns = max(16, min(t.columns, triton.next_power_of_2(width)))
     q = rows.q if rows.q.stride(2) == 1 else rows.q.contiguous()
-    table = kv.filled if kv.block_table is None else kv.block_table
+    table = kv.seq_lens if kv.block_table is None else kv.block_table
     table = table if table.stride(-1) == 1 else table.contiguous()
-    memory = kv.k, *kv.k.stride()[:3], out, *out.stride()[:3], kv.filled.contiguous(), table, table.stride(0)
+    memory = kv.k, *kv.k.stride()[:3], out, *out.stride()[:3], kv.seq_lens.contiguous(), table, table.stride(0)
     paged = kv.block_table is not None and kv.block_table.shape[1] > 1
     launch: dict[str, Any] = {"launch_pdl": True} if t.chained else {}
     with torch.cuda.device_of(q):

@@ -12,7 +12,7 @@ from longreach.ops.types import INTS, describe, require
 SCORES = (torch.float32, torch.float16, torch.bfloat16)
 MOST_COLUMNS = 1 << 30
 
-implementations = Implementations(
+IMPLEMENTATIONS = Implementations(
     "top_k",
     {"reference": "longreach.ops.top_k.reference:top_k", "triton": "longreach.ops.top_k.triton:top_k"},
 )
@@ -68,8 +68,8 @@ def top_k(
     if length.device.type == "cpu" and length.numel():  # elsewhere reading values would cost a sync
         low, high = int(length.min()), int(length.max())
         require(low >= 0 and high <= columns, lambda: f"length: expected in [0, N={columns}], got {low} to {high}")
-    compute = implementations.get(impl, x.device)
+    compute = IMPLEMENTATIONS.get(impl, x.device)
     return compute(x, count, length, first=first, last=last, capacity=capacity)
 
 
-TOP_K = Op(top_k, implementations, ())
+TOP_K = Op(top_k, IMPLEMENTATIONS, ())

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from longreach.records.report.blocks import Block, Table, Text, table
+from longreach.records.report.format import cropped, percent
 from longreach.records.report.rows import Group, Row
 from longreach.records.report.scores import numbered
-from longreach.records.report.words import cropped, percent
 
 ERRORS = 50
 A_METHOD = 3

@@ -7,8 +7,8 @@ from typing import Any
 
 from longreach.records.report.attention_figures import KINDS, figures, part, sunk
 from longreach.records.report.blocks import Block, Cell, Text, table
+from longreach.records.report.format import number, percent
 from longreach.records.report.reading import Record
-from longreach.records.report.words import number, percent
 
 HEADS = 10  # retrieval heads in the table
 

@@ -6,10 +6,10 @@ import math
 from typing import Any
 
 from longreach.records.report.blocks import Block, Cell, Figure, Text, table
+from longreach.records.report.format import finite, number, percent, seconds
 from longreach.records.report.plots import CurvePanel, MapPanel, Scale, Series, curves, maps
 from longreach.records.report.reading import Record
 from longreach.records.report.scores import numbered
-from longreach.records.report.words import finite, number, percent, seconds
 
 LEAST = 1e-7  # nats: below it rounding decides
 

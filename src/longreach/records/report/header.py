@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator, Sequence
 
 from longreach.records.report.blocks import Block, Heading, Text, table
+from longreach.records.report.format import number, setting
 from longreach.records.report.reading import Record
-from longreach.records.report.words import number, setting
 
 # what, taken together, makes numbers of several records comparable
 COMPARED = ("model", "weights (sha256)", "dtype", "commit", "device", "threads", "python")

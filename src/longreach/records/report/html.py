@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 
 from longreach.records.report.blocks import SIGNS, Block, Cell, Code, Figure, Heading, Table, Text
-from longreach.records.report.words import one_line
+from longreach.records.report.format import one_line
 
 STYLE = Path(__file__).with_name("page.css")
 # nothing is loaded and nothing runs, whatever an answer of a model holds

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from longreach.records.report.blocks import SIGNS, Block, Cell, Code, Figure, Heading, Table, Text
-from longreach.records.report.words import one_line
+from longreach.records.report.format import one_line
 
 ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;", "|": "&#124;"}  # a backslash before | is no escape everywhere
 SPECIAL = re.compile(r"([\\`*\[\]~$#])|([&<>|])|((?<![^\W_])_|_(?![^\W_]))|(:)(?=//)|(?<=www)(\.)", re.IGNORECASE)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from longreach.records.report.blocks import Block, Cell, table
+from longreach.records.report.format import interval, percent
 from longreach.records.report.rows import Group, Row
 from longreach.records.report.scores import numbered
-from longreach.records.report.words import interval, percent
 
 
 def parts(group: Group) -> list[Block]:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from longreach.records.report.blocks import Block, Cell, Figure, Text, table
+from longreach.records.report.format import cropped, finite, number, percent, seconds
 from longreach.records.report.plots import CurvePanel, Series, curves
 from longreach.records.report.reading import Record
 from longreach.records.report.scores import numbered
-from longreach.records.report.words import cropped, finite, number, percent, seconds
 
 PHASES = ("prefill", "decode")
 FAILURES, ERROR = 50, 300  # windows shown, characters

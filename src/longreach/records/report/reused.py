@@ -15,7 +15,7 @@ FAITHFUL = 0.95  # of dense attention's score: what the paper stars
 LEAST = 3  # thresholds that make a curve
 
 
-class Found(NamedTuple):
+class SweptScore(NamedTuple):
     """score: over dense attention's. keys: read while decoding, over all."""
 
     score: float
@@ -45,21 +45,21 @@ def reused(group: Group, file: str) -> list[Block]:
     return blocks
 
 
-def _found(group: Group, length: int) -> Iterator[tuple[str, Found]]:
+def _found(group: Group, length: int) -> Iterator[tuple[str, SweptScore]]:
     rows = group.at(length)
     whole = summary(rows, group.dense or "", group.dense).score
     for label in group.labels:
         method = group.records[0]["methods"][label]
         one = summary(rows, label, group.dense)
         if method["decode"]["name"] == METHOD and one.decode is not None and whole:
-            yield label, Found(one.score / whole, 2 * one.decode["keys"])
+            yield label, SweptScore(one.score / whole, 2 * one.decode["keys"])
 
 
 def _families(
-    group: Group, found: Mapping[str, Found], *options: str
-) -> Iterator[tuple[str, dict[tuple[Any, ...], Found]]]:
+    group: Group, found: Mapping[str, SweptScore], *options: str
+) -> Iterator[tuple[str, dict[tuple[Any, ...], SweptScore]]]:
     """(what they share, {values of the options: what was found}) of methods that differ in these options alone."""
-    families: dict[str, dict[tuple[Any, ...], Found]] = {}
+    families: dict[str, dict[tuple[Any, ...], SweptScore]] = {}
     for label, one in found.items():
         method = group.records[0]["methods"][label]
         values = tuple(method["decode"][option] for option in options)
@@ -71,7 +71,7 @@ def _families(
         yield f"window {decode.get('window')}, band {decode.get('band')}", dict(sorted(points.items()))
 
 
-def _trade(length: int, families: Mapping[str, Mapping[tuple[Any, ...], Found]]) -> bytes:
+def _trade(length: int, families: Mapping[str, Mapping[tuple[Any, ...], SweptScore]]) -> bytes:
     def panel(ylabel: str, name: str) -> CurvePanel:
         lines = tuple(
             Series(said, n + 1, False, tuple(float(tau) for (tau,) in points),
@@ -83,7 +83,7 @@ def _trade(length: int, families: Mapping[str, Mapping[tuple[Any, ...], Found]])
     return curves([panel("score over dense's", "score"), panel("keys read", "keys")])
 
 
-def _grid(length: int, bands: list[int], windows: list[int], points: Mapping[tuple[Any, ...], Found]) -> bytes:
+def _grid(length: int, bands: list[int], windows: list[int], points: Mapping[tuple[Any, ...], SweptScore]) -> bytes:
     cells = [[points.get((band, window)) for window in windows] for band in bands]
     worth = [[None if x is None or not x.keys else x.score / x.keys for x in row] for row in cells]
     most = max((v for row in worth for v in row if v is not None), default=1.0)

@@ -10,8 +10,8 @@ from typing import Any
 
 from longreach.records.record import wilson
 from longreach.records.report.blocks import Mark
+from longreach.records.report.format import mean
 from longreach.records.report.reading import Record
-from longreach.records.report.words import mean
 
 LOST = 0.1
 LEVEL = 0.05  # of significance

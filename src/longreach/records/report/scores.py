@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from longreach.records.report.blocks import Block, Cell, Figure, Table, Text, table
+from longreach.records.report.format import cropped, interval, percent, seconds, times
 from longreach.records.report.plots import CurvePanel, Point, PointPanel, Series, curves, points
 from longreach.records.report.rows import LOST, Group, Row, Summary, summary
-from longreach.records.report.words import cropped, interval, percent, seconds, times
 
 NO_DENSE = "No method of these records is dense in prefill and decode, so nothing is compared with dense attention."
 FURTHEST = 512  # tokens of answers drawn

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 from tests.train.mini.card.conftest import FIRST, LAST, log
 
-from longreach.train.mini.card.inputs import Run
+from longreach.train.mini.card.inputs import TrainingRun
 from longreach.train.mini.card.plot import accuracies, bands, loss_png, medians
 from longreach.train.mini.checkpoint import Trained
 
 
-def runs(**more: Any) -> list[Run]:
+def runs(**more: Any) -> list[TrainingRun]:
     first, second = log(Trained(), FIRST, (512, 512), False, **more), log(FIRST, LAST, (1024, 512), True, **more)
-    return [Run("run 1", first, Trained(), FIRST), Run("run 2", second, FIRST, LAST)]
+    return [TrainingRun("run 1", first, Trained(), FIRST), TrainingRun("run 2", second, FIRST, LAST)]
 
 
 def test_bands_of_one_length_meet() -> None:

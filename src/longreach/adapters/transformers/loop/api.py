@@ -15,12 +15,12 @@ from transformers import PreTrainedModel
 from longreach.adapters.transformers.attach import MARK, Session, attach
 from longreach.adapters.transformers.generate import PADDED_END
 from longreach.adapters.transformers.hf_cache import LongreachCache
-from longreach.adapters.transformers.loop.choosing import Sampler, ends_of, greedy
 from longreach.adapters.transformers.loop.decoder import Capture, vocabulary_of
 from longreach.adapters.transformers.loop.prefill import prefill
-from longreach.adapters.transformers.loop.run import GraphOption, Run, count_of, now
+from longreach.adapters.transformers.loop.run import DecodeRun, GraphOption, count_of, now
+from longreach.adapters.transformers.loop.sampling import Sampler, ends_of, greedy
 from longreach.adapters.transformers.loop.settings import refuse_settings
-from longreach.adapters.transformers.memory import memory_errors
+from longreach.adapters.transformers.oom import memory_errors
 from longreach.errors import InvalidInput, UnknownName
 from longreach.ops.types import describe
 
@@ -33,8 +33,8 @@ class Generated:
 
     sequences: int64 [B, T + new] on the model's device, prompts and answers; what follows an end is padding.
     prompt: T. captured: how the decode step was captured: "full", as one CUDA graph; "piecewise", as one for each
-    stretch between two attentions; None, not at all. why_not: why it was not one graph. fuse: which of its parts were
-    compiled, one of `loop.fuse.FUSIONS`.
+    stretch between two attentions; None, not at all. not_captured_reason: why it was not one graph. compile: which of
+    its parts were compiled, one of `loop.compile.MODES`.
     prefill_seconds; setup_seconds: the first steps, run uncaptured, with compiling and capturing, 0 where the step of
     an earlier call was used; decode_seconds: the other `steps` steps of the model. Wall-clock, waiting for the device.
     """
@@ -42,8 +42,8 @@ class Generated:
     sequences: Tensor
     prompt: int
     captured: Capture | None
-    why_not: str | None
-    fuse: str
+    not_captured_reason: str | None
+    compile: str
     prefill_seconds: float
     setup_seconds: float
     decode_seconds: float
@@ -78,7 +78,7 @@ def generate(
     past_key_values: LongreachCache | None = None,
     streamer: Any = None,
     graph: GraphOption = None,
-    fuse: str = "auto",
+    compile: str = "auto",
     **attaching: Any,
 ) -> Generated:
     """Continue input_ids [B, T] (padded on the left where attention_mask [B, T] is 0) by up to max_new_tokens.
@@ -103,10 +103,10 @@ def generate(
         session.on_layer is set, else piecewise. True: the same, or Unsupported. False: not captured. "piecewise":
         captured piecewise, for any method: a graph for each stretch between two attentions, the attentions themselves
         launched by the host. Tensors that session.on_layer gets from a captured step are overwritten by the next one.
-    fuse: which parts are compiled for the captured step, one of `loop.fuse.FUSIONS`; "auto": what is fastest.
+    compile: which parts are compiled for the captured step, one of `loop.compile.MODES`; "auto": what is fastest.
 
     Raises InvalidInput, CapacityError, OutOfMemory, ConcurrentUse (another generate is running on the session),
-    UnknownName (an option, method or fusion), Unsupported (graph, or fuse="compile", where it cannot be; a model
+    UnknownName (an option, method or fusion), Unsupported (graph, or compile="compile", where it cannot be; a model
     whose step cannot be captured; a setting of the model's generation config that would choose other tokens, such as a
     repetition penalty). Whatever is raised, Ctrl-C included, leaves session and cache as before the call.
     """
@@ -119,7 +119,7 @@ def generate(
                 made, input_ids, attention_mask, max_new_tokens=max_new_tokens, do_sample=do_sample,
                 temperature=temperature, top_k=top_k, top_p=top_p, generator=generator, eos_token_id=eos_token_id,
                 pad_token_id=pad_token_id, prefill_chunk_size=prefill_chunk_size, past_key_values=past_key_values,
-                streamer=streamer, graph=graph, fuse=fuse,
+                streamer=streamer, graph=graph, compile=compile,
             )  # fmt: skip
     if attaching:
         raise InvalidInput(f"{', '.join(attaching)}: the session was attached already; give them to attach")
@@ -139,7 +139,9 @@ def generate(
     if not do_sample and any(x is not None for x in (temperature, top_k, top_p, generator)):
         raise InvalidInput("temperature, top_k, top_p and generator are for sampling; give do_sample=True too")
     choose = Sampler(model, temperature, top_k, top_p, generator) if do_sample else greedy
-    run = Run(session, max_new_tokens, ends, choose, graph=graph, fuse=fuse, exactly=past_key_values is not None)
+    run = DecodeRun(
+        session, max_new_tokens, ends, choose, graph=graph, compile=compile, exactly=past_key_values is not None
+    )
 
     with session.prompt_end(ids.shape[1]), memory_errors():
         cache = past_key_values or _own_cache(session, ids.shape[0], ids.shape[1] + max_new_tokens)
@@ -161,7 +163,8 @@ def generate(
                 streamer.end()
             cache.drop_columns(cache.columns - (ids.shape[1] + len(kept) - 1))
     return Generated(
-        torch.cat([ids, torch.stack(kept, 1).to(ids.device)], 1), ids.shape[1], run.captured, run.why_not, run.fuse,
+        torch.cat([ids, torch.stack(kept, 1).to(ids.device)], 1), ids.shape[1], run.captured, run.not_captured_reason,
+        run.compile,
         prefill_seconds, run.setup_seconds, run.decode_seconds, run.steps,
     )  # fmt: skip
 

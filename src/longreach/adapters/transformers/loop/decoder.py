@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from longreach.adapters.transformers.hf_cache import LongreachCache
-from longreach.adapters.transformers.loop.choosing import Ends, greedy
-from longreach.adapters.transformers.loop.fuse import experts_on_device, fused
+from longreach.adapters.transformers.loop.compile import compiled_parts, experts_on_device
 from longreach.adapters.transformers.loop.pieces import Pieces, cuda_graphs
-from longreach.adapters.transformers.memory import memory_errors
+from longreach.adapters.transformers.loop.sampling import Ends, greedy
+from longreach.adapters.transformers.oom import memory_errors
 from longreach.adapters.transformers.step import Step
 from longreach.cache import DecodeBuffers
 from longreach.errors import LongreachError, Unsupported
@@ -40,10 +40,10 @@ class Decoder:
     """
 
     def __init__(
-        self, session: Session, cache: LongreachCache, width: int, *, sampled: bool, fuse: str,
+        self, session: Session, cache: LongreachCache, width: int, *, sampled: bool, compile: str,
         capture: Capture | None,
     ):  # fmt: skip
-        self.session, self.cache, self.sampled, self.fuse, self.capture = session, cache, sampled, fuse, capture
+        self.session, self.cache, self.sampled, self.compile, self.capture = session, cache, sampled, compile, capture
         self.method, device = session.decode, session.model.device
         self.steps = DecodeBuffers(cache.kv, range(cache.batch), width)
         vocabulary = vocabulary_of(session.model)
@@ -217,7 +217,7 @@ class Decoder:
         with contextlib.ExitStack() as changes:
             if capture:
                 changes.enter_context(experts_on_device(model))
-                changes.enter_context(fused(model, self.fuse))
+                changes.enter_context(compiled_parts(model, self.compile))
             yield
 
 

@@ -11,10 +11,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from longreach.adapters.transformers.hf_cache import LongreachCache
-from longreach.adapters.transformers.loop import fuse as fusing
-from longreach.adapters.transformers.loop.choosing import Ends, greedy
+from longreach.adapters.transformers.loop import compile as compiling
+from longreach.adapters.transformers.loop.async_readback import read_back
 from longreach.adapters.transformers.loop.decoder import WARM, Capture, Decoder
-from longreach.adapters.transformers.loop.reading_back import read_back
+from longreach.adapters.transformers.loop.sampling import Ends, greedy
 from longreach.errors import InvalidInput, Unsupported
 
 if TYPE_CHECKING:
@@ -24,17 +24,17 @@ GraphOption = bool | Literal["piecewise"] | None  # as in `generate`
 Choose = Callable[[Tensor], Tensor]  # the next tokens int64 [B] from logits [B, V]
 
 
-class Run:
+class DecodeRun:
     """One answer for each sequence of a batch, of up to `new` tokens.
 
     choose: what makes tokens of logits; called on the host for every step, but `greedy` is part of the step.
-    graph: whether the step is captured, as in `generate`. fuse: see `loop.fuse`.
+    graph: whether the step is captured, as in `generate`. compile: see `loop.compile`.
     exactly: what ran past an end must be forgotten again, which state may refuse: none runs ahead where there is any.
 
     Afterwards captured says how the steps ran ("full": one CUDA graph; "piecewise": one for each stretch between two
-    attentions; None: uncaptured), why_not why they were not one graph; setup_seconds, what the first ones took that
-    were run uncaptured, with compiling and capturing (0 where an earlier run did that); decode_seconds the other
-    `steps` steps: from the choice of the first token to the last, with the time the tokens' reader took for them.
+    attentions; None: uncaptured), not_captured_reason why they were not one graph; setup_seconds, what the first ones
+    took that were run uncaptured, with compiling and capturing (0 where an earlier run did that); decode_seconds the
+    other `steps` steps: from the choice of the first token to the last, with the time the tokens' reader took for them.
     Raises UnknownName (fuse) and Unsupported (capture, or fuse for a captured step, where there can be none).
     """
 
@@ -46,14 +46,16 @@ class Run:
         choose: Choose = greedy,
         *,
         graph: GraphOption = None,
-        fuse: str = "auto",
+        compile: str = "auto",
         exactly: bool = False,
     ):
         self.session, self.new, self.ends, self.choose = session, new, ends, choose
         self._capture, self._why_not = capture_for(session, graph)
-        self.fuse = fusing.resolve(fuse, captured=self._capture is not None)
-        if self.fuse != "none" and self._capture is None:
-            raise Unsupported(f"fuse={fuse!r} is for a captured step, and none is: {self._why_not}; leave fuse out")
+        self.compile = compiling.resolve(compile, captured=self._capture is not None)
+        if self.compile != "none" and self._capture is None:
+            raise Unsupported(
+                f"compile={compile!r} is for a captured step, and none is: {self._why_not}; leave compile out"
+            )
         self._exactly = exactly
         self._decoder: Decoder | None = None
         self._replayed = self._setup_steps = self._steps = 0
@@ -65,7 +67,7 @@ class Run:
         return self._capture if self._replayed else None
 
     @property
-    def why_not(self) -> str | None:
+    def not_captured_reason(self) -> str | None:
         """Why they were not one CUDA graph; None where they were."""
         if self._capture is not None and not self._replayed:
             return f"the answer was over within {WARM} steps"
@@ -89,7 +91,12 @@ class Run:
         Raises CapacityError, OutOfMemory, Unsupported (a step that cannot be captured).
         """
         decoder = self._decoder = decoder_for(
-            self.session, cache, self.new, sampled=self.choose is not greedy, fuse=self.fuse, capture=self._capture
+            self.session,
+            cache,
+            self.new,
+            sampled=self.choose is not greedy,
+            compile=self.compile,
+            capture=self._capture,
         )
         count, done = 0, torch.zeros(cache.batch, dtype=torch.bool)
         ends = torch.tensor(self.ends.eos, dtype=torch.int64)
@@ -155,11 +162,11 @@ def capture_for(session: Session, graph: GraphOption) -> tuple[Capture | None, s
 
 
 def decoder_for(
-    session: Session, cache: LongreachCache, room: int, *, sampled: bool, fuse: str, capture: Capture | None
+    session: Session, cache: LongreachCache, room: int, *, sampled: bool, compile: str, capture: Capture | None
 ) -> Decoder:
     """The step for this cache and method, for `room` tokens more: that of an earlier run where its buffers fit."""
     config, need = cache.kv.config, max(cache.kv.lengths) + room
-    name = (session.decode, sampled, fuse, capture)
+    name = (session.decode, sampled, compile, capture)
     found: Decoder | None = cache.decoders.get(name)
     if found is not None and found.usable and found.steps.capacity >= need:
         return found
@@ -168,7 +175,7 @@ def decoder_for(
     if config.kind == "paged":
         width = -(-(config.capacity or need) // config.page)
         width = width if config.capacity else 1 << (width - 1).bit_length()
-    made = cache.decoders[name] = Decoder(session, cache, width, sampled=sampled, fuse=fuse, capture=capture)
+    made = cache.decoders[name] = Decoder(session, cache, width, sampled=sampled, compile=compile, capture=capture)
     return made
 
 

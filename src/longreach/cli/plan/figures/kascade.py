@@ -40,10 +40,10 @@ def measure(args: argparse.Namespace, plan: Plan) -> tuple[Work, dict[str, Any]]
 
 def draw(plan: Plan, found: dict[str, Any]) -> dict[str, bytes]:
     """PNGs by file name."""
-    from longreach.methods.kascade.calibrated import Calibrated
+    from longreach.methods.kascade.calibration_result import CalibrationResult
     from longreach.records.report.calibration import importance, kept, top_mass, worth
 
-    name, measured, view = plan.model.name, Calibrated.of(plan), plan.values
+    name, measured, view = plan.model.name, CalibrationResult.of(plan), plan.values
     rows = budgets(measured, len(view["anchors"]))
     ways = {group: {LABELS[how]: values for how, values in found[group].items()} for group in ("pooling", "mapping")}
     oracle = {label: found["oracle"][way] for way, label in ALONE.items()}

@@ -13,7 +13,7 @@ from longreach.errors import InvalidInput
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from longreach.evals.reuse.drift import Drift
+    from longreach.evals.mac_study.drift import Drift
     from longreach.plans import Plan
 
 OPTIONS = {"rows": 32, "window": 2048, "band": 256, "tau": 0.75, "sinks": 0, "steps": 256, "depth": (32,)}
@@ -25,13 +25,13 @@ WAYS = {
 
 
 def measure(args: argparse.Namespace, plan: Plan) -> tuple[Work, dict[str, Any]]:
-    from longreach.evals.reuse.gather import Measured, ReuseGather, layers_of
-    from longreach.evals.reuse.results import Found, results
+    from longreach.evals.mac_study.gather import ReuseGather, StudySettings, layers_of
+    from longreach.evals.mac_study.results import StudyData, results
     from longreach.methods.mac.plan import MACPlan
 
     if not 0 <= args.tau < 1:
         raise InvalidInput(f"tau: expected a number in [0, 1), got {args.tau}; choose another --tau")
-    view, asked = MACPlan.of(plan), Measured(args.window, args.band, args.sinks, args.rows)
+    view, asked = MACPlan.of(plan), StudySettings(args.window, args.band, args.sinks, args.rows)
     gathered = {name: getattr(asked, name) for name in ("window", "band", "sinks", "rows")}
     work = Work(
         args,
@@ -46,7 +46,7 @@ def measure(args: argparse.Namespace, plan: Plan) -> tuple[Work, dict[str, Any]]
     if not layers_of(parts):
         raise InvalidInput("every layer of this model has a sliding window: there is nothing that MAC could reuse")
     work.settings |= {"tau": args.tau, "steps": args.steps, "depth": list(args.depth)}
-    found = results(Found(asked, view, work.shape, parts), args.tau)
+    found = results(StudyData(asked, view, work.shape, parts), args.tau)
     if drift is None:
         return work, {**found, "drift": None}
     with work.journal as journal:
@@ -56,14 +56,14 @@ def measure(args: argparse.Namespace, plan: Plan) -> tuple[Work, dict[str, Any]]
 
 def _drift(args: argparse.Namespace, work: Work) -> Drift | None:
     """The generation after the first prompt, by the method as the paper has it: no guard, chains bounded and not."""
-    from longreach.evals.reuse.drift import Drift
+    from longreach.evals.mac_study.drift import Drift
     from longreach.methods.mac import MAC
 
     if not args.steps:
         return None
-    paper = {"window": args.window, "band": args.band, "tau": args.tau, "sinks": args.sinks, "minimum": 0}
+    paper = {"window": args.window, "band": args.band, "tau": args.tau, "sinks": args.sinks, "min_context": 0}
     limits = {f"depth {depth}": depth for depth in args.depth} | {"no limit": None}
-    methods = {name: MAC(**paper, depth=depth, guard=None) for name, depth in limits.items()}
+    methods = {name: MAC(**paper, max_reuse_depth=depth, rest_rows=None) for name, depth in limits.items()}
     tokens = work.prompts.prompts[0].tokens
     return Drift(work.model, work.tokenizer, tokens, methods, steps=args.steps, seed=args.seed)
 

@@ -48,7 +48,7 @@ ROUNDING = 0.01  # of seconds, in a log
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainingRun:
     """One training log: where it began, and where the next run, or the model, took over."""
 
     name: str
@@ -77,7 +77,7 @@ class Inputs:
     config: dict[str, Any]
     corpus: dict[str, Any]
     sha256: str
-    runs: tuple[Run, ...]
+    runs: tuple[TrainingRun, ...]
     records: tuple[Record, ...]
     rows: tuple[Row, ...]
 
@@ -150,10 +150,10 @@ def _trained(model: Path) -> Trained:
         ) from error
 
 
-def _runs(paths: Sequence[Path], config: dict[str, Any], trained: Trained, model: Path) -> tuple[Run, ...]:
+def _runs(paths: Sequence[Path], config: dict[str, Any], trained: Trained, model: Path) -> tuple[TrainingRun, ...]:
     """Logs as a chain: each run goes on where the one before ended, and the last one ends with the model's weights."""
     logs = [_log(path, config, model) for path in paths]
-    runs: list[Run] = []
+    runs: list[TrainingRun] = []
     here = Trained()
     for number, (path, log) in enumerate(zip(paths, logs, strict=True)):
         resumed = log["resume"]
@@ -166,7 +166,7 @@ def _runs(paths: Sequence[Path], config: dict[str, Any], trained: Trained, model
             )
         later = logs[number + 1]["resume"] if number + 1 < len(logs) else None
         here = _end(path, log, _place(later) if later else None)
-        runs.append(Run(path.name if len(paths) == 1 else f"run {number + 1}", log, begun, here))
+        runs.append(TrainingRun(path.name if len(paths) == 1 else f"run {number + 1}", log, begun, here))
     if not _same(here, trained):
         raise InvalidInput(
             f"{paths[-1]} ended at step {here.steps}, and the weights in {model} are of step {trained.steps}: it is "

@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from longreach.records.report.plots.style import figure, legend, look, name, png, style
-from longreach.train.mini.card.inputs import Run
+from longreach.train.mini.card.inputs import TrainingRun
 
 BANDS = ("#ffffff", "#eef2f6")
 RUN = "#B22222"
@@ -15,7 +15,7 @@ POINTS = 120  # a curve of more is drawn as medians of neighbours, its points fa
 NARROW = 0.025  # of the picture's width: a band narrower than that holds no words
 
 
-def loss_png(runs: Sequence[Run]) -> bytes:
+def loss_png(runs: Sequence[TrainingRun]) -> bytes:
     """PNG: answer and text loss of all runs, on a log scale; below, accuracy by length or task, where logs have any."""
     points = [point for run in runs for point in run.curve]
     last = max(points[-1]["tokens"], runs[-1].ended.tokens)
@@ -66,7 +66,7 @@ def medians(values: Sequence[float], width: int) -> list[float]:
     return [median(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
 
 
-def accuracies(runs: Sequence[Run]) -> list[tuple[str, list[int], list[float]]]:
+def accuracies(runs: Sequence[TrainingRun]) -> list[tuple[str, list[int], list[float]]]:
     """(what, tokens, shares) of each line: exact answers by length or by task (mean over lengths), else right answer
     tokens by task of the batches trained with."""
     lines: dict[str, tuple[list[int], list[float]]] = {}
@@ -89,7 +89,7 @@ def _shares(found: dict[str, Any]) -> Iterator[tuple[str, float]]:
             yield f"{what} tokens" if what.isdecimal() else what, share
 
 
-def _measure(runs: Sequence[Run]) -> str:
+def _measure(runs: Sequence[TrainingRun]) -> str:
     return "exact answers" if any(run.content.get("dev") for run in runs) else "right answer tokens"
 
 

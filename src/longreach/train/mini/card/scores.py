@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from longreach.records.report.format import interval, one_line, percent
 from longreach.records.report.reading import Record
 from longreach.records.report.rows import Row, summary
-from longreach.records.report.words import interval, one_line, percent
 from longreach.tasks.registry import RULER
+from longreach.train.mini.card.format import commit, table
 from longreach.train.mini.card.inputs import DENSE, Inputs
-from longreach.train.mini.card.words import commit, table
 
 WEAK = 0.6  # a score below which a task counts as one the model cannot be relied on for
 

@@ -6,12 +6,12 @@ import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from longreach.records.report.format import one_line, percent
 from longreach.records.report.reading import Record
-from longreach.records.report.words import one_line, percent
 from longreach.tasks.needle import ASKED, BEGUN, NEEDLE
-from longreach.train.mini.card.inputs import DENSE, Inputs, Run
+from longreach.train.mini.card.format import commit, large, table, whole
+from longreach.train.mini.card.inputs import DENSE, Inputs, TrainingRun
 from longreach.train.mini.card.scores import evaluation, limits
-from longreach.train.mini.card.words import commit, large, table, whole
 
 HEAD = "---\nlicense: apache-2.0\nlanguage: en\nlibrary_name: transformers\npipeline_tag: text-generation\n---"
 TITLES = {"prose_collected": "prose, characters"}  # of fields of corpus.json that do not name their unit
@@ -128,7 +128,7 @@ def _training(inputs: Inputs) -> Iterator[str]:
     yield f"The last losses noted: {told}."
 
 
-def _dev(runs: Sequence[Run]) -> Iterator[str]:
+def _dev(runs: Sequence[TrainingRun]) -> Iterator[str]:
     last = [point for run in runs for point in run.content.get("dev", [])][-1]["exact"]
     for what, share in last.items():
         if isinstance(share, dict):
@@ -137,7 +137,7 @@ def _dev(runs: Sequence[Run]) -> Iterator[str]:
             yield f"{percent(share)} at {what} tokens" if what.isdecimal() else f"{what} {percent(share)}"
 
 
-def _lengths(run: Run) -> str:
+def _lengths(run: TrainingRun) -> str:
     lengths = sorted({length for point in run.curve for length in point["lengths"]})
     return f"{lengths[0]} to {lengths[-1]}" if len(lengths) > 1 else f"{lengths[0]}"
 

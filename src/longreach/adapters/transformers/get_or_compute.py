@@ -1,0 +1,58 @@
+"""A chunk from the store, or computed and stored on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from torch import Tensor
+
+from longreach.adapters.transformers.precompute import Precompute
+from longreach.adapters.transformers.prompt_reader import Advance
+from longreach.errors import StoreError
+from longreach.store import Chunk, ChunkStore
+from longreach.store.key import as_ids
+
+State = Literal["stored", "computed", "recomputed"]
+
+
+class ChunkResult(NamedTuple):
+    """A chunk and where it came from.
+
+    state: "stored" before; "computed"; or "recomputed", where the store had a file of it that was not whole.
+    error: why the store has it not, where it could not be read or written; the chunk is right all the same.
+    """
+
+    chunk: Chunk
+    state: State
+    error: StoreError | None
+
+
+def get_or_compute(
+    work: Precompute, store: ChunkStore | None, tokens: Sequence[int] | Tensor, progress: Advance = lambda done: None
+) -> ChunkResult:
+    """The chunk of these tokens; computed and stored where the store (None: there is none) does not have it whole.
+
+    progress is told how many of its tokens are done. Raises as Precompute.compute does, also where the store has the
+    chunk (weights that changed have another key); what is wrong with the store is returned, so that the caller can go
+    on without it.
+    """
+    tokens = as_ids(tokens).tolist()
+    work.check(tokens)
+    error: StoreError | None = None
+    chunk = broken = None
+    if store is not None:
+        try:
+            chunk, broken = store.get_or_told(work.key(tokens))
+        except StoreError as refusal:
+            error = refusal
+    if chunk is not None:
+        progress(len(tokens))
+        return ChunkResult(chunk, "stored", None)
+    chunk = work.compute(tokens, progress)
+    if store is not None and error is None:
+        try:
+            store.put(chunk)
+        except StoreError as refusal:
+            error = refusal
+    return ChunkResult(chunk, "recomputed" if broken else "computed", error)

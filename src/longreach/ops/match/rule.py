@@ -1,0 +1,120 @@
+"""What a match is, and what comes of it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from longreach.ops.types import require
+
+DEPTHS = (0, 1, 2, 4, 8, 16, 32)  # where the bins of the depth histogram begin
+NOTES = (
+    "matched",  # whether the row was looked for at all
+    "accepted",  # whether the head's nearest row was near enough
+    "reused",  # and so were those of all heads of its KV head
+    "accepted_share",  # of the context, the part between sinks and the band of the row found; 0 where none was accepted
+    "skipped_share",  # the same where it was reused: what the head does not read
+    "gap",  # positions back to the row that was accepted
+    "gap_spread",  # standard deviation of the gaps of a KV head's query heads, where all were accepted
+    "head_keys",  # keys that the head takes part in
+    "stream_keys",  # keys that its KV head reads
+    "resting",  # whether the profit guard kept the row from being looked for
+    *(f"depth_{n}" for n in DEPTHS),  # of the entry that the row leaves
+)
+
+
+def tie(dtype: torch.dtype) -> float:
+    """Squared distances up to this times |q|^2 are no larger than one another: what rounding makes of equal queries.
+
+    With u the unit roundoff, a query before rotation comes back from a rotated one that was rounded three times (both
+    products of a channel, each of its share of |q|^2, and their sum), is rounded once when it is recovered, and once
+    more after `weight`: a relative error of at most (sqrt 2 + 1 + 1 + 1) u < 4.5 u, and of sqrt(4/3) u root mean
+    square, as each rounding has u / sqrt 3 at most. Of two queries it is sqrt(8/3) u = 1.6 u. The bound is 4 u, and 8 u
+    where the projection's sums are kept in the dtype, for they are added up in another order in a batch of another size
+    (in fp32 3.8 u between a pass over a prompt and a step). weight is one for both channels of a pair. dtype: the
+    ring's.
+    """
+    units = 8 if dtype in (torch.float32, torch.float64) else 4
+    return (units * torch.finfo(dtype).eps / 2) ** 2
+
+
+class Nearest(NamedTuple):
+    """The nearest earlier row of each row and head.
+
+    distance: squared L2, fp32 (fp64 for fp64) [R, H], inf for none, 0 up to what rounding makes of equal queries (see
+    `tie`); position: int32 [R, H], where the row found is, -1 for none; it lies at position % C of the ring.
+    """
+
+    distance: Tensor
+    position: Tensor
+
+
+@dataclass(frozen=True)
+class Rule:
+    """When the entry of an earlier row stands for what a row would attend to, one layer's numbers.
+
+    The row at position m looks through the rows at [m - window, m), at those whose entry is not empty: the entry of
+    row p is over slots [sinks, p + 1 - band). limit: squared distance below which a row is near enough, as it is
+    measured in the ring's dtype (see `tie`); 0: none is.
+    min_context: tokens of context below which nothing is looked for. deepest: entries of this depth are not taken,
+    None: all are. near, far: the gaps m - p that are taken (the whole window is looked through all the same).
+    patience, reuses, rest, price: the profit guard. A KV head has an account. A search that finds nothing costs 1; one
+    whose rows are all reused earns the keys it saves over its own cost in keys, which is `price` times the rows looked
+    through (the paper's Eq. 9 is where both are equal), less 1. Below 0 it rests for `rest` rows and then has one
+    search. The account is full at first, and holds at most `patience`, or what `reuses` reuses of the whole context
+    earn where that is more: where one pays for many searches in vain, as many may be in vain by chance. A head that
+    finds nothing any more rests after so many searches. patience=inf: there is no guard.
+    """
+
+    window: int
+    band: int
+    limit: float
+    sinks: int = 0
+    min_context: int = 0
+    deepest: int | None = None
+    near: int = 1
+    far: int = 1 << 30
+    patience: float = math.inf
+    reuses: float = 0.0
+    rest: int = 1
+    price: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, least in (("window", 1), ("band", 1), ("sinks", 0), ("min_context", 0), ("near", 1), ("rest", 1)):
+            value = getattr(self, name)
+            ok = isinstance(value, int) and not isinstance(value, bool) and least <= value < 1 << 30
+            require(ok, f"{name}: expected an int in [{least}, 2^30), got {value!r}")
+        require(self.near <= self.far, f"far: expected at least near={self.near}, got {self.far!r}")
+        ok = self.deepest is None or (isinstance(self.deepest, int) and 1 <= self.deepest < 1 << 15)
+        require(ok, f"deepest: expected None or a count in [1, 2^15), got {self.deepest!r}")
+        for name in ("limit", "patience", "reuses", "price"):
+            value = getattr(self, name)
+            ok = isinstance(value, (int, float)) and value >= 0
+            require(ok, f"{name}: expected a number >= 0, got {value!r}")
+
+    @property
+    def oldest(self) -> int:
+        """Rows before this position have an empty entry."""
+        return self.sinks + self.band
+
+
+class Matched(NamedTuple):
+    """What each row reads, and what it leaves. R rows, H query heads, G KV heads.
+
+    start: int32 [R, H], the slot from which the head attends (sinks apart): max(sinks, p + 1 - band) if it reuses the
+        entry of row p, else `sinks`. All heads of a KV head reuse one, or none does (what one reads is read anyway).
+    read_entry: int32 [R, H], the entry reused, as a row of memory [S * H * C], -1 for none; write_entry: the row of
+        memory that the row's own entry belongs in.
+    reads: int32 [R, G, 2]: keys that the KV head streams, and bytes of the ring (entries with them) that it reads.
+    notes: fp32 [R, H, len(NOTES)].
+    """
+
+    start: Tensor
+    read_entry: Tensor
+    write_entry: Tensor
+    reads: Tensor
+    notes: Tensor

@@ -1,0 +1,59 @@
+"""The kernels compile for an H200 where there is none: down to machine code that fits."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+SHARED_MEMORY = 232_448  # bytes a block may have on compute capability 9.0
+
+COMPILE = """
+import json, sys
+from dataclasses import replace
+from unittest.mock import patch
+import torch
+from longreach.ops import Rows
+from longreach.ops.match import Ring, Rule, triton, triton_kernels
+from longreach.ops.rope import Turn
+from longreach.testing.compile import compiling
+
+dim, found = int(sys.argv[1]), []
+with patch.object(triton, "refuse", lambda *a: None):
+    for dtype, batch, joined, layout in ((torch.bfloat16, 1, True, "half"), (torch.bfloat16, 32, False, None),
+                                         (torch.float32, 8, True, "interleaved")):
+        ring = Ring.new(batch, 8, (32, 1032, dim), torch.empty(0, dtype=dtype))
+        rows = Rows(torch.randn(batch, 32, dim).to(dtype), torch.arange(batch), torch.arange(batch) + 5000)
+        turn = layout and Turn(*torch.ones(2, batch, dim // 2, dtype=dtype), layout)
+        rule = Rule(1024, 256, 77.0, deepest=None if batch == 8 else 32)
+        tune = replace(triton.tuning(32 * batch, 1024, dim * dtype.itemsize), joined=joined, chained=True)
+        with compiling(triton_kernels, "look", "settle") as made:
+            weight = torch.ones(32, dim) if layout else None
+            triton.match(rows, torch.arange(batch), ring, rule, turn, weight, tune=tune)
+            triton.nearest(rows.q, rows.seq, rows.pos, ring, window=1024, oldest=0, near=1, far=5000, deepest=None,
+                           tune=tune)
+        found.append([[m.metadata.name, m.metadata.shared, "cubin" in m.asm] for m in made])
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_compiles_for_an_h200(dim: int) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, str(dim)], env=environment, capture_output=True, text=True, timeout=110
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    names = []
+    for kernels in json.loads(done.stdout.splitlines()[-1]):
+        names.append([name for name, _, _ in kernels])
+        for name, shared, machine_code in kernels:
+            assert machine_code and shared <= SHARED_MEMORY, (name, shared)
+    assert names == [
+        ["search", "search", "decide"],
+        ["search", "decide", "search", "decide"],
+        ["search", "search", "decide"],
+    ]
