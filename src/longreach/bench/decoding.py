@@ -249,8 +249,9 @@ class Decoding:
             memory = {"before": before, "decode_peak": peak_bytes(self.device)}
             (decoder,) = cache.decoders.values()
             if got.captured != ("full" if capture else None):
-                raise WrongResult(f"{case.name}: the step was not one CUDA graph ({got.not_captured_reason}); its time does not "
-                                  f"count")  # fmt: skip
+                raise WrongResult(
+                    f"{case.name}: the step was not one CUDA graph ({got.not_captured_reason}); its time does not count"
+                )
             cache.drop_columns(cache.columns - tokens)
             replays = self._replays(decoder, capture)
             cache.drop_columns(cache.columns - tokens)

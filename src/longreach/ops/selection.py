@@ -445,6 +445,7 @@ def _check_list_of(row_to_list: Tensor | None, lists: int, rows: Rows) -> None:
         require(
             inside,
             lambda: (
-                f"row_to_list: expected values in [0, {lists}), got {int(row_to_list.min())} to {int(row_to_list.max())}"
+                f"row_to_list: expected values in [0, {lists}), got {int(row_to_list.min())} to "
+                f"{int(row_to_list.max())}"
             ),
         )

@@ -18,7 +18,8 @@ from longreach.adapters.transformers.loop import run as running
 from longreach.adapters.transformers.loop.pieces import Pieces
 from longreach.adapters.transformers.loop.run import capture_for
 from longreach.errors import ConcurrentUse, InvalidInput, Unsupported
-from longreach.methods.base import LayerCall, Outcome
+from longreach.methods.base import Outcome
+from longreach.methods.call import LayerCall
 from longreach.methods.dense import Dense
 from longreach.methods.registry import names
 from longreach.testing.tiny import tiny_model
@@ -110,7 +111,7 @@ def test_an_error_while_recording_discards_all_graphs(where: str, monkeypatch: p
 )
 def test_how_a_step_is_captured(graph: Any, declared: str, hooked: bool, captured: str | None, why: str | None) -> None:
     session: Any = SimpleNamespace(
-        model=SimpleNamespace(device=torch.device("cuda")), observe=print if hooked else None,
+        model=SimpleNamespace(device=torch.device("cuda")), on_layer=print if hooked else None,
         decode=SimpleNamespace(capture=declared, name="some method"),
     )  # fmt: skip
     how, reason = capture_for(session, graph)
