@@ -152,9 +152,8 @@ def test_a_broken_rule_is_found(tmp_path: Path, file: str, text: str, complaint:
 @pytest.mark.parametrize(
     ("file", "text"),
     [
-        ("methods/a.py", "import torch\nfrom longreach.methods.base import Method\nfrom longreach.ops import attend")(
-            "methods/quest/calibrate.py", "from longreach.methods.quest.bounds import page_bounds"
-        ),
+        ("methods/a.py", "import torch\nfrom longreach.methods.base import Method\nfrom longreach.ops import attend"),
+        ("methods/quest/calibrate.py", "from longreach.methods.quest.bounds import page_bounds"),
         (
             "ops/attend/api.py",
             "from longreach.ops.attend.reference import attend\nfrom longreach.ops.types import Rows",

@@ -10,7 +10,7 @@ from longreach.cli.dialogue import show, summary
 from tests.cli.test_bad_input import refused
 
 ASKED = ("dialogue", "--model", "mini", "--device", "cpu", "--length", 300, "--questions", 2)
-MAC = "mac tau=0.3 window=64 band=8 minimum=0"
+MAC = "mac tau=0.3 window=64 band=8 min_context=0"
 
 
 def test_a_record_and_a_table(longreach: Any, tmp_path: Path) -> None:

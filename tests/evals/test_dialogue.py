@@ -15,8 +15,8 @@ from longreach.evals.dialogue import Dialogue, script
 from longreach.evals.methods import specs
 from longreach.evals.prompting import Counter
 
-MAC = "mac tau=0 window=64 band=8 minimum=0 guard=None"
-NEVER = "mac band=100000 minimum=0 guard=None"
+MAC = "mac tau=0 window=64 band=8 min_context=0 rest_rows=None"
+NEVER = "mac band=100000 min_context=0 rest_rows=None"
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,8 @@ from longreach.testing.tiny import BOS_ID, EOS_ID, tiny_model, tiny_tokenizer
 
 LENGTH, STEPS = 60, 30
 TEXT = Text("a.txt", "", 200, tuple(b"The hen laid an egg in the hay, and then another one. " * 4))
-NEVER = "mac band=100000 minimum=0 guard=None"
-MAC = "mac tau=0 window=64 band=8 minimum=0 guard=None"
+NEVER = "mac band=100000 min_context=0 rest_rows=None"
+MAC = "mac tau=0 window=64 band=8 min_context=0 rest_rows=None"
 SHORT = "streaming_llm sinks=1 window=4"
 BOTH = f"streaming_llm/{SHORT} prefill.sinks=1 prefill.window=4"
 

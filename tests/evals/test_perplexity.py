@@ -55,7 +55,7 @@ def measured(model: Any, texts: list[Text], methods: list[str], chunk: int = 512
 
 def test_what_a_method_knows_of_the_prompt_is_of_the_prompt_alone(model: Any, texts: list[Text]) -> None:
     """The ring of MAC holds rows of the text before what is decoded, as if no more had been read."""
-    method = "mac window=16 band=4 tau=0.0 minimum=0"
+    method = "mac window=16 band=4 tau=0.0 min_context=0"
     task, found = measured(model, texts, [method])
     kept = dict[str, Any]()
     task.run(512, keep=kept.__setitem__)
@@ -80,7 +80,7 @@ def test_a_number_does_not_depend_on_what_else_is_measured(texts: list[Text], tm
     found = KascadePlan(anchors=(0, 2), head_map=((0, 1),) * 3, layers=(0, 1, 2), k=4, tile=64)
     Plan("kascade", PlannedModel.of("tiny", shape_of(model)), found.values(), MADE).save(path)
     options = f"prefill.k=4 prefill.plan={path}"
-    one, other = f"kascade/dense {options}", f"kascade/mac window=16 band=4 minimum=0 {options}"
+    one, other = f"kascade/dense {options}", f"kascade/mac window=16 band=4 min_context=0 {options}"
     alone = measured(model, texts, [one])[1]
     task, both = measured(model, texts, [one, other])
     assert {k: v for k, v in both[one].items() if k != "seconds"} == {

@@ -131,7 +131,7 @@ def test_what_it_reads() -> None:
     last = read_text(OracleTopK(k=5), text(40))[-1]
 
     def counts(call: LayerCall, selections: Any) -> list[int]:
-        return [int(s.reads(call.rows, call.kv)[0, 0]) for s in selections]
+        return [int(s.keys_read(call.rows, call.kv)[0, 0]) for s in selections]
 
     for layer, values in enumerate(([5], [5], [40, 5])):
         call, reads = last.calls[layer], last.calls[layer].meter

@@ -49,12 +49,12 @@ def test_a_formula_of_its_own_is_refused(monkeypatch: pytest.MonkeyPatch, own: A
 @torch.no_grad()
 def test_sinks_that_stay_in_the_module_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if GPT-OSS did not pass its sinks as a keyword."""
-    original = check_attention.check_formula
+    original = check_attention.check_attention
 
     def without(module: Any, query: Tensor, key: Tensor, kwargs: dict[str, Any]) -> None:
         original(module, query, key, {n: x for n, x in kwargs.items() if n != "s_aux"})
 
-    monkeypatch.setattr("longreach.adapters.transformers.attention.check_formula", without)
+    monkeypatch.setattr("longreach.adapters.transformers.attention.check_attention", without)
     with (
         attach(model_of("gpt_oss")),
         pytest.raises(Unsupported, match="GptOssAttention computes attention by a formula"),

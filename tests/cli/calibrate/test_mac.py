@@ -78,7 +78,7 @@ def test_a_decoding_run_takes_it(longreach: Any, tiny: Path, text: Path, tmp_pat
     assert longreach(*asked(tiny, text, output)).code == 0
     assert longreach("plan", "verify", output, "--model", tiny).code == 0
     run = ["run", "--model", tiny, "--document", text, "--question", "Who?", "--max-new-tokens", 5, "--decode", "mac"]
-    more = ["--set", "decode.tau=null", "--set", "decode.window=null", "--set", "decode.minimum=0"]
+    more = ["--set", "decode.tau=null", "--set", "decode.window=null", "--set", "decode.min_context=0"]
     found = json.loads(longreach(*run, *more, "--set", f"decode.plan={output}", "--json").out)
     assert found["decode"]["name"] == "mac" and found["decode"]["plan"] == str(output)
     layers = [layer for layer in found["report"]["layers"] if layer["phase"] == "decode"]

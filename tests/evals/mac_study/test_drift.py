@@ -58,7 +58,7 @@ def test_errors_depths_and_what_is_never_reused(model: Any) -> None:
         assert sum(row) == pytest.approx(1)
     assert all(sum(row[3:]) == 0 for row in two["depths"]) and any(sum(row[3:]) > 0 for row in more["depths"])
     assert all(math.isfinite(x) and x >= 0 for x in two["kl"]) and max(two["kl"]) > 1e-6
-    assert two["method"]["depth"] == 2 and more["method"]["depth"] is None
+    assert two["method"]["max_reuse_depth"] == 2 and more["method"]["max_reuse_depth"] is None
 
 
 def test_the_same_seed_the_same_numbers_and_few_steps(model: Any) -> None:

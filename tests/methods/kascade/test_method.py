@@ -292,7 +292,7 @@ def test_what_it_reads(tmp_path: Path) -> None:
     last = read_text(Kascade(planned(tmp_path, (0, 2)), k=5), text(40))[-1]
 
     def counts(call: LayerCall, selections: Any) -> list[list[int]]:
-        return [s.reads(call.rows, call.kv)[0].tolist() for s in selections]
+        return [s.keys_read(call.rows, call.kv)[0].tolist() for s in selections]
 
     for layer, (keys, values) in enumerate((([40], [40]), ([5], [5]), ([40], [5]))):
         call, reads = last.calls[layer], last.calls[layer].meter

@@ -15,7 +15,7 @@ COMPILE = """
 import json, sys
 from unittest.mock import patch
 import torch
-from longreach.ops import Lists, Rows, Run, Span, Spans, at, near
+from longreach.ops import Lists, Rows, RowRange, Span, Spans, absolute, relative
 from longreach.ops.attend import triton, triton_kernels, triton_merging
 from longreach.ops.attend.triton_tuning import Tuning
 from longreach.testing.compile import compiling
@@ -32,10 +32,12 @@ with patch.object(triton, "refuse", lambda *a: None), patch.object(Tuning, "prog
         kv = random_kv([256, 256], heads=2, dim=dim, page=page, dtype=dtype)
         seq = torch.arange(2).repeat_interleave(rows)
         pos = (256 - rows + torch.arange(rows)).repeat(2)
-        given = Rows(torch.randn(2 * rows, 8, dim).to(dtype), seq, pos, (Run(rows, 0), Run(rows, 1)))
+        given = Rows(torch.randn(2 * rows, 8, dim).to(dtype), seq, pos, (RowRange(rows, 0), RowRange(rows, 1)))
         selection = {
             "dense": Spans.dense(),
-            "spans": Spans((Span(at(0), at(4)), Span(near(torch.full((2 * rows, 8), -63)), near(1))), "query"),
+            "spans": Spans(
+                (Span(absolute(0), absolute(4)), Span(relative(torch.full((2 * rows, 8), -63)), relative(1))), "query"
+            ),
             "lists": Lists(torch.zeros(2, 2, 128).int(), torch.ones(2, 2).int(), torch.zeros(2, 2, 128)),
         }[kind]
         with compiling(triton_kernels, "attend_pieces") as made, compiling(triton_merging, "merge_pieces") as merged:
@@ -50,8 +52,8 @@ KEEPING = """
 import json, sys
 from unittest.mock import patch
 import torch
-from longreach.ops import Lists, Logits, Rows, Run, ScoringKeys, Spans
-from longreach.ops.attend import triton, triton_keeping, triton_kernels, triton_merging
+from longreach.ops import Lists, Logits, Rows, RowRange, ScoringKeys, Spans
+from longreach.ops.attend import triton, triton_two_pass, triton_kernels, triton_merging
 from longreach.ops.attend.triton_tuning import Tuning
 from longreach.testing.compile import compiling
 from longreach.testing.inputs import random_kv
@@ -59,7 +61,7 @@ from longreach.testing.inputs import random_kv
 dim, found = int(sys.argv[1]), {}
 bare = dict(scale=1.0, softcap=None, sink_logit=None)
 with (
-    patch.object(triton_keeping, "refuse", lambda *a: None),
+    patch.object(triton_two_pass, "refuse", lambda *a: None),
     patch.object(Tuning, "programs", lambda s, d: 132 * s.per_sm),
 ):
     cases = (
@@ -75,7 +77,7 @@ with (
         seq = torch.arange(2).repeat_interleave(rows)
         pos = (256 - rows + torch.arange(rows)).repeat(2)
         q = torch.randn(2 * rows, 2 * group, dim).to(dtype)
-        given = Rows(q, seq, pos, (Run(rows, 0), Run(rows, 1)))
+        given = Rows(q, seq, pos, (RowRange(rows, 0), RowRange(rows, 1)))
         shape = (2 * rows, 2, kv.capacity, group)
         kept = Logits(torch.zeros(shape))
         if dtype != torch.float32:
@@ -85,15 +87,15 @@ with (
         lists = Lists(index, count, per="kv" if heads == 2 else "query")
         with compiling(triton_kernels, "attend_pieces") as made, compiling(triton_merging, "merge_pieces") as merged:
             if kind == "keep":
-                triton_keeping.attend_with_logits(given, kv, **bare)
+                triton_two_pass.attend_with_logits(given, kv, **bare)
             elif kind == "score":
-                triton_keeping.score_keys(given, kv, **bare)
+                triton_two_pass.score_keys(given, kv, **bare)
             elif kind == "8 bits":
                 keys = ScoringKeys(torch.zeros(kv.k.shape, dtype=torch.int8), torch.zeros(kv.k.shape[:3]))
-                triton_keeping.score_keys(given, kv, **bare, keys=keys)
+                triton_two_pass.score_keys(given, kv, **bare, keys=keys)
             else:
                 chosen = Spans.dense() if kind == "dense values" else lists
-                triton_keeping.attend_from_logits(given, kv, chosen, kept, sink_logit=None)
+                triton_two_pass.attend_from_logits(given, kv, chosen, kept, sink_logit=None)
         case = f"{kind} {dtype} {page} {rows} {group}"
         found[case] = [[m.metadata.name, m.metadata.shared, "cubin" in m.asm] for m in made + merged]
 print(json.dumps(found))

@@ -59,7 +59,7 @@ def test_keys_of_some_rows_are_copied_and_nothing_else(
     got = here(ScoringKeys(want.clone(), scale.clone()))
     for r in range(5):
         want[place[r], :, offset[r]], scale[place[r], :, offset[r]] = quantise_keys(kv.k[place[r], :, offset[r]])
-    copy_keys(here(rows), here(kv), got, impl=impl)
+    copy_keys(here(rows).seq, here(rows).pos, here(kv), got, impl=impl)
     assert torch.equal(got.k.cpu(), want) and torch.equal(got.scale.cpu(), scale)
 
 
@@ -78,7 +78,7 @@ with compiling(triton_quantise_kernels, "copy_rows") as made:
         rows = Rows(torch.zeros(2, 32, 128, dtype=dtype), torch.arange(2), torch.full((2,), 255))
         keys = ScoringKeys(torch.zeros(kv.k.shape, dtype=torch.int8), torch.zeros(kv.k.shape[:3]))
         with patch.object(torch.Tensor, "device", property(lambda self: torch.device("cuda", 0))):
-            triton_quantise.copy_keys(rows, kv, keys)
+            triton_quantise.copy_keys(rows.seq, rows.pos, kv, keys)
 print(json.dumps([[m.metadata.name, "cubin" in m.asm, "griddepcontrol.wait" in m.asm["ptx"]] for m in made]))
 """
 
@@ -95,9 +95,9 @@ def test_copies_that_do_not_fit_are_refused() -> None:
     rows = Rows(torch.zeros(1, 2, 16), torch.tensor([0]), torch.tensor([3]))
     codes, scale = quantise_keys(kv.k)
     with pytest.raises(InvalidInput, match="keys: expected an 8-bit copy laid out like float32"):
-        copy_keys(rows, kv, ScoringKeys(codes[:, :1], scale[:, :1]))
+        copy_keys(rows.seq, rows.pos, kv, ScoringKeys(codes[:, :1], scale[:, :1]))
     with pytest.raises(UnknownName, match="copy_keys"):
-        copy_keys(rows, kv, ScoringKeys(codes, scale), impl="cuda")
+        copy_keys(rows.seq, rows.pos, kv, ScoringKeys(codes, scale), impl="cuda")
 
 
 def test_keys_of_zeros_and_keys_that_differ_in_size() -> None:

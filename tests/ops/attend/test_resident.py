@@ -13,8 +13,8 @@ COMPILE = """
 import json, sys
 from unittest.mock import patch
 import torch
-from longreach.ops import Lists, Rows, Spans, Span, near
-from longreach.ops.attend import triton, triton_keeping, triton_kernels, triton_merging
+from longreach.ops import Lists, Rows, Spans, Span, relative
+from longreach.ops.attend import triton, triton_two_pass, triton_kernels, triton_merging
 from longreach.ops.attend.triton_tuning import Tuning
 from longreach.testing.compile import compiling, resident
 from longreach.testing.inputs import random_kv
@@ -26,15 +26,15 @@ rows = Rows(torch.randn(batch, 32, 128).bfloat16(), torch.arange(batch), torch.f
 lists = Lists(torch.zeros(batch, 8, 32).int(), torch.full((batch, 8), 32).int())
 with (
     patch.object(triton, "refuse", lambda *a: None),
-    patch.object(triton_keeping, "refuse", lambda *a: None),
+    patch.object(triton_two_pass, "refuse", lambda *a: None),
     patch.object(Tuning, "programs", lambda self, device: dealt.append(self) or 132 * self.per_sm),
     compiling(triton_kernels, "attend_pieces") as made, compiling(triton_merging, "merge_pieces"),
 ):
-    for selection in (Spans.dense(), Spans((Span(near(-99), near(1)),)), lists):
+    for selection in (Spans.dense(), Spans((Span(relative(-99), relative(1)),)), lists):
         triton.launch(rows, kv, selection, **bare, split=None)
-    _, kept = triton_keeping.score_keys(rows, kv, **bare)
-    triton_keeping.attend_with_logits(rows, kv, **bare)
-    triton_keeping.attend_from_logits(rows, kv, lists, kept, sink_logit=None)
+    _, kept = triton_two_pass.score_keys(rows, kv, **bare)
+    triton_two_pass.attend_with_logits(rows, kv, **bare)
+    triton_two_pass.attend_from_logits(rows, kv, lists, kept, sink_logit=None)
 print(json.dumps([[t.per_sm, resident(m, t.warps)] for t, m in zip(dealt, made, strict=True)]))
 """
 

@@ -117,7 +117,7 @@ COMPILE = """
 import json
 from unittest.mock import patch
 import torch
-from longreach.ops import Rows, Run
+from longreach.ops import Rows, RowRange
 from longreach.ops.attend import triton, triton_kernels
 from longreach.ops.attend import triton_score_and_pool as kernel, triton_score_and_pool_kernels as kernels
 from longreach.ops.attend.triton_tuning import Tuning
@@ -132,7 +132,8 @@ with patch.object(kernel, "refuse", lambda *a: None), patch.object(Tuning, "prog
     ):
         kv = random_kv([300, 256], heads=2, dim=dim, page=page, dtype=dtype)
         seq, pos = torch.arange(2).repeat_interleave(rows), (200 + torch.arange(rows)).repeat(2)
-        given = Rows(torch.zeros(2 * rows, 2 * group, dim, dtype=dtype), seq, pos, (Run(rows, 0), Run(rows, 1)))
+        runs = (RowRange(rows, 0), RowRange(rows, 1))
+        given = Rows(torch.zeros(2 * rows, 2 * group, dim, dtype=dtype), seq, pos, runs)
         sink = torch.zeros(2 * group) if page else None
         with compiling(kernels, "pool_pieces") as pool, compiling(triton_kernels, "attend_pieces") as pieces:
             kernel.score_and_pool(given, kv, scale=1.0, softcap=None, sink_logit=sink)

@@ -15,7 +15,7 @@ from dataclasses import replace
 from unittest.mock import patch
 import torch
 from longreach.ops.block_bounds import bound_and_score, bound_blocks, triton, triton_kernels, units_per_page
-from longreach.ops.types import Run
+from longreach.ops.types import RowRange
 from longreach.testing.compile import compiling
 from longreach.testing.inputs import random_kv, random_rows
 
@@ -27,7 +27,7 @@ with patch.object(triton, "refuse", lambda *a: None), patch.object(triton.Tuning
     ):
         kv = random_kv([300, 256], heads=2, dim=dim, page=page, dtype=dtype)
         bounds = torch.zeros(kv.k.shape[0], 2, units_per_page(kv.page, per), dim, dtype=dtype)
-        rows = replace(random_rows(kv, 2, group=group), runs=(Run(1, 0), Run(1, 1)))
+        rows = replace(random_rows(kv, 2, group=group), runs=(RowRange(1, 0), RowRange(1, 1)))
         with compiling(triton_kernels, "bound", "score") as made:
             bound_and_score(rows, kv, bounds, bounds, per, impl="triton")
             bound_blocks(kv, bounds, bounds, rows.seq % 1, rows.seq, per, impl="triton")

@@ -18,7 +18,7 @@ from unittest.mock import patch
 import torch
 from longreach.ops import Rows
 from longreach.ops.match import Ring, Rule, triton, triton_kernels
-from longreach.ops.rope import Turn
+from longreach.ops.rope import RotaryAngles
 from longreach.testing.compile import compiling
 
 dim, found = int(sys.argv[1]), []
@@ -27,7 +27,7 @@ with patch.object(triton, "refuse", lambda *a: None):
                                          (torch.float32, 8, True, "interleaved")):
         ring = Ring.new(batch, 8, (32, 1032, dim), torch.empty(0, dtype=dtype))
         rows = Rows(torch.randn(batch, 32, dim).to(dtype), torch.arange(batch), torch.arange(batch) + 5000)
-        turn = layout and Turn(*torch.ones(2, batch, dim // 2, dtype=dtype), layout)
+        turn = layout and RotaryAngles(*torch.ones(2, batch, dim // 2, dtype=dtype), layout)
         rule = Rule(1024, 256, 77.0, deepest=None if batch == 8 else 32)
         tune = replace(triton.tuning(32 * batch, 1024, dim * dtype.itemsize), joined=joined, chained=True)
         with compiling(triton_kernels, "look", "settle") as made:

@@ -133,7 +133,7 @@ def test_queries_are_recovered_alike(layout: Any, pairs: int, weighted: bool, dt
     turn = random_turn(rows.pos, pairs, layout, dtype)
     weight = torch.rand(HEADS, DIM, generator=draw) if weighted else None
     slots, held = torch.arange(3), ring(dtype)
-    run("triton", rows, slots, held, BASE, turn=turn, weight=weight)
+    run("triton", rows, slots, held, BASE, rotary=turn, weight=weight)
     want = recovered(rows.q, turn, weight, dtype)
     for r in range(3):
         found = held.query[int(rows.seq[r]), :, int(rows.pos[r]) % held.size].cpu()
@@ -202,13 +202,13 @@ def test_rotated_and_recovered_equal_queries_are_ties(impl: str, dtype: torch.dt
         turn = random_turn(torch.tensor([7 * pos]), DIM // 2, "half", dtype)
         q = rotate(kinds[kind][None], turn.cos[:, None], turn.sin[:, None])
         rows = Rows(q, torch.tensor([0]), torch.tensor([pos]))
-        got = run(impl, rows, slots, held, rule, turn=turn, weight=weight)
+        got = run(impl, rows, slots, held, rule, rotary=turn, weight=weight)
         back = [p for p in range(max(rule.band, pos - WINDOW), pos) if order[p] == kind]
         want = [max(back, default=-1)] * HEADS
         assert [-1 if at < 0 else at % held.size
         for at in got.read_entry[0].tolist()] == [p % held.size if p >= 0 else -1
                                                                                      for p in want]  # fmt: skip
-        none = run(impl, rows, slots, shut, replace(rule, limit=0.0), turn=turn, weight=weight)
+        none = run(impl, rows, slots, shut, replace(rule, limit=0.0), rotary=turn, weight=weight)
         assert none.read_entry[0].tolist() == [-1] * HEADS
         for p in back:
             apart = held.query[1, :, p % held.size].double() - held.query[1, :, pos % held.size].double()

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from longreach.plans import Plan
 
 VIEWS = {  # kind of plan -> what reads it as its method does, and raises InvalidInput for what does not fit
-    "kascade": "longreach.methods.kascade.calibration_result:Calibrated.of",
+    "kascade": "longreach.methods.kascade.calibration_result:CalibrationResult.of",
     "loki": "longreach.methods.loki.plan:LokiPlan.of",
     "mac": "longreach.methods.mac.plan:MACPlan.of",
 }

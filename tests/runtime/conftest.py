@@ -1,0 +1,3 @@
+"""The plans of the tests of methods, here too."""
+
+from tests.methods.conftest import *  # noqa: F403
