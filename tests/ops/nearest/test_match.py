@@ -228,6 +228,24 @@ def test_a_tie_is_broken_within_the_limit_alone(impl: str) -> None:
             assert int(run(impl, Rows(query, torch.tensor([0]), torch.tensor([9])), slots, held, rule).take.max()) == -1
 
 
+@pytest.mark.parametrize("impl", ["reference", "triton", "blocks"])
+def test_a_row_exactly_at_the_threshold_is_not_taken(impl: str) -> None:
+    """Equation 3 is strict. The squared distance is 4, and so are all sums on the way there."""
+    query, slots, held = torch.zeros(1, HEADS, DIM), torch.tensor([1]), ring()
+    query[..., 3] = 8.0
+    near = query.clone()
+    near[..., 5] = 2.0
+    shut, rule = replace(RULES["plain"], limit=0.0), RULES["plain"]
+    for pos in range(8):
+        row = near if pos == 5 else torch.full_like(query, 50.0 * pos)
+        run(impl, Rows(row, torch.tensor([0]), torch.tensor([pos])), slots, held, shut)
+    last = Rows(query, torch.tensor([0]), torch.tensor([8]))
+    found = run(impl, last, slots, held, replace(rule, limit=4.0)).take
+    assert found[0].tolist() == [-1] * HEADS
+    found = run(impl, last, slots, held, replace(rule, limit=4.0 + 2.0**-20))
+    assert (found.take[0] % held.size).tolist() == [5] * HEADS
+
+
 @impls
 def test_no_row_gives_nothing(impl: str) -> None:
     rows = Rows(torch.empty(0, HEADS, DIM), *torch.empty(2, 0, dtype=torch.int64))
