@@ -15,6 +15,7 @@ from longreach.ops.nearest import triton as kernels
 from longreach.ops.nearest.triton_tuning import Tuning
 from tests.ops.attend.kernels import HALF, PLACE, here
 from tests.ops.nearest.brute import Brute, agrees, random_rows, random_turn
+from tests.tiers import swept
 
 SEQUENCES, HEADS, KV_HEADS, DIM, WINDOW = 3, 6, 2, 16, 9
 BASE = Rule(WINDOW, 2, limit=9.0, patience=3.0, rest=5, price=0.4)
@@ -60,9 +61,11 @@ def run(impl: str, rows: Rows, slots: torch.Tensor, held: Ring, rule: Rule, **op
     ("name", "impl"),
     [
         *((name, "reference") for name in RULES),
-        *((name, "triton") for name in RULES if name not in ("plain", "sinks", "depth", "minimum")),  # all in "all"
-        *(("all", tuned) for tuned in TUNED),
+        *(("all", tuned) for tuned in ("triton", "two kernels")),
+        ("reuses", "triton"),
         ("gaps", "blocks"),
+        *swept([("all", "pieces"), ("all", "blocks")], 0),
+        *swept([(name, "triton") for name in ("guard", "band", "gaps", "forced", "never")], 0),
     ],
 )
 def test_many_steps(name: str, impl: str) -> None:
@@ -71,7 +74,7 @@ def test_many_steps(name: str, impl: str) -> None:
     brute = Brute(rule, HEADS, KV_HEADS, held.size)
     slots, first = torch.tensor([2, 0]), torch.tensor([0, 40])
     reused = searched = rested = 0
-    for step in range(60 if impl == "reference" or PLACE == "cuda" else 18):
+    for step in range(60 if impl == "reference" or PLACE == "cuda" else 16):
         rows = random_rows(2, HEADS, DIM, first + step, draw, torch.float32)
         wants = [brute.row(int(slots[s]), int(p), q) for s, p, q in zip(rows.seq, rows.pos, rows.q, strict=True)]
         got = run(impl, rows, slots, held, rule)
