@@ -12,7 +12,6 @@ from rich.cells import cell_len
 from longreach.adapters.transformers import load, shape_of
 from longreach.evals.plans import plans
 from longreach.methods.registry import unfit
-from tests.tiers import swept
 
 LENGTH = 600
 
@@ -44,12 +43,12 @@ def on_tiny(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("longreach.cli.demo.load_model", lambda args: load(tiny))
 
 
-@pytest.mark.parametrize("width", swept([80, 120], 2))
+@pytest.mark.parametrize("width", [80, 120])
 def test_the_table_fits_the_terminal(
     longreach: Any, on_tiny: None, tiny: Path, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
-    result = longreach("demo", "--length", 700)
+    result = longreach("demo", "--length", 1500)
     lines = result.out.splitlines()
     assert result.code == 0 and all(cell_len(line) <= width for line in lines)
     header = next(line for line in lines if line.startswith("decode"))
@@ -71,7 +70,7 @@ def test_the_table_fits_the_terminal(
 
 
 def test_json_holds_facts_answers_and_where_the_numbers_come_from(longreach: Any, on_tiny: None) -> None:
-    result = longreach("demo", "--length", 700, "--seed", 5, "--json")
+    result = longreach("demo", "--length", 1500, "--seed", 5, "--json")
     found = json.loads(result.out)
     assert {"commit", "python", "versions", "device"} <= found.keys()
     assert [fact["depth"] for fact in found["facts"]] == [0.1, 0.5, 0.9]
@@ -81,4 +80,4 @@ def test_json_holds_facts_answers_and_where_the_numbers_come_from(longreach: Any
             assert said["expected"] == fact["value"] and fact["key"] == said["key"] and fact["key"] in fact["statement"]
         assert row["first_token_seconds"] > row["read_seconds"] > 0
         assert row["decode_reads"]["total"] > 0
-    assert found["facts"] != json.loads(longreach("demo", "--length", 700, "--json").out)["facts"]
+    assert found["facts"] != json.loads(longreach("demo", "--length", 1500, "--json").out)["facts"]
