@@ -1,12 +1,15 @@
-# make run: install into .venv and run the demo; make test: lint, types and tests; both need Python >= 3.11 only.
+# make run: install into .venv and run the demo; make test: lint, types and the fast tier of the tests. Both need
+# Python >= 3.11 only. make test-all: the sweeps as well (tests/tiers.py says which tests those are).
 PYTHON ?= python3
 VENV := .venv
 OLDEST := .venv-oldest
 PIP := -m pip install --quiet --disable-pip-version-check
+# worksteal: neighbours run in one process, and so share what a module or a session sets up
+PYTEST := -m pytest -n 2 --dist worksteal
 export HF_HUB_OFFLINE := 1
 export PIP_NO_INPUT := 1
 
-.PHONY: run test test-oldest test-gpu lint check-records clean
+.PHONY: run test test-sweeps test-all test-oldest test-gpu lint check-records clean
 .NOTPARALLEL:
 .SECONDARY:
 
@@ -14,10 +17,15 @@ run: $(VENV)/.run
 	$(VENV)/bin/longreach demo
 
 test: $(VENV)/.test lint
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(VENV)/bin/python $(PYTEST) -m "not sweep"
+
+test-sweeps: $(VENV)/.test
+	OMP_NUM_THREADS=1 $(VENV)/bin/python $(PYTEST) -m sweep
+
+test-all: test test-sweeps
 
 test-oldest: $(OLDEST)/.test
-	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n 2 tests/adapters tests/methods
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python $(PYTEST) tests/adapters tests/methods
 
 # On a machine with a CUDA device and its own torch: kernels on the GPU, and what only a GPU can show.
 test-gpu:

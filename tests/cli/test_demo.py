@@ -13,7 +13,7 @@ from longreach.adapters.transformers import load, shape_of
 from longreach.evals.plans import plans
 from longreach.methods.registry import unfit
 
-LENGTH = 1024
+LENGTH = 600
 
 
 def verdicts(out: str) -> dict[str, list[str]]:

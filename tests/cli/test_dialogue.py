@@ -9,7 +9,7 @@ from typing import Any
 from longreach.cli.dialogue import show, summary
 from tests.cli.test_bad_input import refused
 
-ASKED = ("dialogue", "--model", "mini", "--device", "cpu", "--length", 300, "--questions", 2)
+ASKED = ("dialogue", "--model", "mini", "--device", "cpu", "--length", 250, "--questions", 1)
 MAC = "mac tau=0.3 window=64 band=8 min_context=0"
 
 
@@ -19,12 +19,12 @@ def test_a_record_and_a_table(longreach: Any, tmp_path: Path) -> None:
     assert result.code == 0, result.err
     found = json.loads(record.read_text())
     assert found["kind"] == "dialogue" and found["config"]["samples"] == 2 and list(found["results"]) == ["dense", MAC]
-    assert all(x["prompt"] <= 300 and x["decoded"] > 50 for x in found["tokens"])
+    assert all(x["prompt"] <= 250 and x["decoded"] > 25 for x in found["tokens"])
     for label, x in found["results"].items():
         line = next(line for line in result.out.splitlines() if line.startswith(label[:10])).split()
         assert f"{x['score']:.1%}" in line and f"{x['kl']:.4f}" in line and f"{x['decode_reads']['total']:.1%}" in line
-        assert len(x["samples"]) == 2 and all(len(part["right"]) == 2 for part in x["samples"])
-    assert "2 dialogues of 2 questions after 300 tokens of text" in result.out
+        assert len(x["samples"]) == 2 and all(len(part["right"]) == 1 for part in x["samples"])
+    assert "2 dialogues of 1 question after 250 tokens of text" in result.out
     assert not list(tmp_path.glob("*.journal"))
 
 

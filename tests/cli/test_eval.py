@@ -20,33 +20,34 @@ from longreach.testing.tiny import save_tiny
 from tests.cli.test_bad_input import refused
 from tests.evals.test_evaluate import timeless
 
+ROOM = 2400  # tokens, of a byte each, that hold a sample of every task
+
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Another architecture, a chat template, and room for every task in bytes."""
     folder = tmp_path_factory.mktemp("models") / "qwen"
-    return save_tiny(folder, family="qwen3", chat=True, max_position_embeddings=12288, num_hidden_layers=1)
+    return save_tiny(folder, family="qwen3", chat=True, max_position_embeddings=ROOM, num_hidden_layers=1)
 
 
 def asked(model: Path, *more: Any) -> list[Any]:
-    return ["eval", "--model", model, "--tasks", "niah_single_1,needle_sweep", "--length", 1500, "--samples", 2, *more]
+    return ["eval", "--model", model, "--tasks", "qa_synthetic_1,needle_sweep", "--length", 600, "--samples", 2, *more]
 
 
-@pytest.mark.timeout(300)  # every task there is
 def test_every_task_runs_on_any_model_directory(longreach: Any, other: Path, tmp_path: Path) -> None:
     record = tmp_path / "out" / "all.json"
-    result = longreach("eval", "--model", other, "--tasks", "all,needle_sweep", "--length", 12288, "--samples", 1,
-                       "--method", "dense", "--prefill-chunk-size", 4096, "--output", record)  # fmt: skip
+    result = longreach("eval", "--model", other, "--tasks", "all,needle_sweep", "--length", ROOM, "--samples", 1,
+                       "--method", "dense", "--prefill-chunk-size", 1024, "--output", record)  # fmt: skip
     assert result.code == 0, result.err
     found = json.loads(record.read_text())
     assert found["kind"] == "eval" and len(found["tasks"]) == 15 and not list(record.parent.glob("*.journal"))
     for name, task in found["tasks"].items():
         assert name in result.out and task["results"]["dense"]["failed"] == 0
         (sample,) = task["samples"]
-        assert 0.8 * 12288 < sample["tokens"] + task["max_new_tokens"] <= 12288
+        assert 0.8 * ROOM < sample["tokens"] + task["max_new_tokens"] <= ROOM
         assert task["characters_per_token"] == pytest.approx(1.0, abs=0.05)
     assert found["model"]["name"] == "qwen" and len(found["model"]["sha256"]) == 64
-    assert found["config"]["length"] == 12288 and "commit" in found and found["methods"]["dense"]
+    assert found["config"]["length"] == ROOM and "commit" in found and found["methods"]["dense"]
 
 
 def test_the_same_command_twice_and_after_an_interrupt(
@@ -90,10 +91,10 @@ def test_answers_that_fail_are_an_exit_code_and_asked_again(
     command = asked(tiny, "--method", "dense", "--output", record)
     result = longreach(*command)
     assert result.code == 3 and "1 answers failed with an error; the same command measures them again" in result.err
-    answers = json.loads(record.read_text())["tasks"]["niah_single_1"]["results"]["dense"]["answers"]
+    answers = json.loads(record.read_text())["tasks"]["qa_synthetic_1"]["results"]["dense"]["answers"]
     assert [a["error"] for a in answers] == [None, "RuntimeError: a kernel failed"] and answers[1]["score"] == 0
     assert longreach(*command).code == 0 and len(calls) == 4 + 1
-    assert json.loads(record.read_text())["tasks"]["niah_single_1"]["results"]["dense"]["failed"] == 0
+    assert json.loads(record.read_text())["tasks"]["qa_synthetic_1"]["results"]["dense"]["failed"] == 0
     assert [path.name for path in tmp_path.iterdir()] == ["r.json"]
 
     def too_many(self: Any, prompts: Any) -> Any:

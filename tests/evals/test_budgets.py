@@ -22,6 +22,7 @@ from longreach.testing.tiny import random_tokens, tiny_model, tiny_tokenizer
 from tests.evals.test_evaluate import Letters
 from tests.methods.drive import MODEL
 from tests.methods.planned import planned, write_plans
+from tests.tiers import swept
 
 SHAPE = ModelShape(6, 8, 2, 16, "a model's")
 SOME = ["quest page=4 dense_layers=[0]", "omnikv k=0.3 layers=[0,1]", "less_is_more k=9 layers=[1]",
@@ -153,7 +154,7 @@ def test_every_budget_is_an_option() -> None:
         assert name in METHODS and isinstance(method_class(name).options()[option], float)
 
 
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("batch", swept([3, 1], 1))
 def test_an_evaluations_record_is_as_equal_as_was_found(model: Any, batch: int) -> None:
     """At a small length too, with prompts of different lengths and answers that stop early or not."""
     to = "omnikv k=0.25 layers=[1]"

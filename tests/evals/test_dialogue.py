@@ -26,7 +26,7 @@ def mini() -> Any:
 
 @pytest.fixture(scope="module")
 def found(mini: Any) -> tuple[Dialogue, dict[str, Any]]:
-    task = Dialogue(*mini, specs([NEVER, MAC, "streaming_llm window=40"]), length=250, questions=3, seed=1)
+    task = Dialogue(*mini, specs([NEVER, MAC, "streaming_llm window=40"]), length=250, questions=2, seed=1)
     return task, {label: parts[0] for label, parts in task.run(chunk=256).items()}
 
 
@@ -61,8 +61,8 @@ def test_numbers_are_those_of_one_pass_of_the_model(mini: Any, found: tuple[Dial
         assert part["nll"] == pytest.approx(float(nll[1:].mean()), rel=1e-4)
         answers = float(torch.cat([nll[a:b] for a, b in one.answers]).mean())
         assert part["nll_answers"] == pytest.approx(answers, rel=1e-3)
-        assert part["kl"] < 1e-6 and part["agree"] == 1.0 and len(part["kl_by_question"]) == 3
-    assert sum(parts["dense"]["right"]) == 3  # or wrong answers would mean nothing
+        assert part["kl"] < 1e-6 and part["agree"] == 1.0 and len(part["kl_by_question"]) == 2
+    assert sum(parts["dense"]["right"]) == 2  # or wrong answers would mean nothing
 
 
 def test_what_reads_less_is_further_off_and_says_what_it_reused(found: tuple[Dialogue, dict[str, Any]]) -> None:
@@ -71,23 +71,22 @@ def test_what_reads_less_is_further_off_and_says_what_it_reused(found: tuple[Dia
     assert reused["kl"] > 1e-4 and reused["bytes"][0] < parts["dense"]["bytes"][0] == parts[NEVER]["bytes"][0]
     assert sum(reused["noted"]["reuse"]) > 0 and sum(parts[NEVER]["noted"]["reuse"]) == 0
     assert len(reused["noted"]["skipped"]) == 12 and parts["dense"]["noted"] == {} == short["noted"]
-    assert sum(short["right"]) < 3 and short["nll_answers"] > parts["dense"]["nll_answers"]
+    assert sum(short["right"]) < 2 and short["nll_answers"] > parts["dense"]["nll_answers"]
 
 
 def test_answers_may_be_its_own(mini: Any, found: tuple[Dialogue, dict[str, Any]]) -> None:
     """It goes on from what it says, and is compared with dense attention until it says something else."""
     task, fed = found
     short = "streaming_llm window=40"
-    own = Dialogue(*mini, specs([NEVER, short]), length=250, questions=3, seed=1, own=True)
+    own = Dialogue(*mini, specs([short]), length=250, questions=2, seed=1, own=True)
     assert own.scripts == task.scripts
     parts = {label: parts[0] for label, parts in own.run(chunk=256).items()}
-    for label in ("dense", NEVER):  # right throughout, so the same words
-        same = ("nll", "nll_answers", "kl", "agree")
-        assert parts[label]["right"] == fed[label]["right"] == [True] * 3
-        assert [parts[label][x] for x in same] == pytest.approx([fed[label][x] for x in same], rel=1e-6, abs=1e-9)
+    same = ("nll", "nll_answers", "kl", "agree")  # right throughout, so the same words
+    assert parts["dense"]["right"] == fed["dense"]["right"] == [True] * 2
+    assert [parts["dense"][x] for x in same] == pytest.approx([fed["dense"][x] for x in same], rel=1e-6, abs=1e-9)
     lost, then = parts[short], fed[short]
     assert lost["right"][0] is False is then["right"][0] and lost["kl"] != then["kl"]
-    assert lost["kl_by_question"][0] is not None and lost["kl_by_question"][1:] == [None, None]
+    assert lost["kl_by_question"][0] is not None and lost["kl_by_question"][1:] == [None]
     assert lost["nll"] != then["nll"] and 0 < lost["agree"] <= 1
 
 

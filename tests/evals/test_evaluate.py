@@ -24,6 +24,7 @@ from longreach.evals.scores import diverges_at, result, tasks_entry
 from longreach.records import Journal
 from longreach.tasks.base import Count, Sample, all_of
 from longreach.testing.tiny import tiny_model, tiny_tokenizer
+from tests.tiers import swept
 
 METHODS = ["streaming_llm sinks=2 window=12", "streaming_llm/streaming_llm sinks=2 window=12", "oracle_top_k k=1.0"]
 
@@ -79,7 +80,7 @@ def once(model: Any) -> dict[str, Any]:
     return run(evaluation(model))
 
 
-@pytest.mark.parametrize("settings", [{}, {"batch": 2}, {"batch": 8}, {"chunk": 17, "batch": 3}], ids=str)
+@pytest.mark.parametrize("settings", swept([{"chunk": 17, "batch": 3}, {}, {"batch": 2}, {"batch": 8}], 1), ids=str)
 def test_the_same_whatever_the_batch_and_chunk(model: Any, once: dict[str, Any], settings: dict[str, Any]) -> None:
     again = run(evaluation(model, **settings))
     for name, task in once.items():

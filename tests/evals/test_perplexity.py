@@ -19,6 +19,7 @@ from longreach.methods.kascade.plan import KascadePlan
 from longreach.plans import Plan, PlannedModel
 from longreach.testing.tiny import BOS_ID, tiny_model, tiny_tokenizer
 from tests.methods.planned import MADE
+from tests.tiers import swept
 
 LENGTH, DECODED = 70, 20
 
@@ -95,7 +96,7 @@ def test_a_number_does_not_depend_on_what_else_is_measured(texts: list[Text], tm
     assert alone[one]["decode"]["nll"] == pytest.approx(float(torch.cat(nll).double().mean()), rel=1e-5)
 
 
-@pytest.mark.parametrize("chunk", [1, 13, 512])
+@pytest.mark.parametrize("chunk", swept([13, 1, 512], 1))
 def test_dense_is_the_plain_model(model: Any, texts: list[Text], chunk: int) -> None:
     task, found = measured(model, texts, ["oracle_top_k k=1.0"], chunk)
     whole = len(texts[0].tokens) // (LENGTH - 1) + len(texts[1].tokens) // (LENGTH - 1)

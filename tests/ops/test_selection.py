@@ -265,9 +265,8 @@ REFUSED = [
     (Lists(INDEX, COUNT, head_map=FLAT[:2] - 1), "head_map: .* got -1 to -1"),
     (Lists(INDEX[:, :0], COUNT[:, :0], head_map=FLAT[:2]), "index: expected lists of one head or more, got 0"),
     (Lists(INDEX, COUNT, head_map=FLAT[:2], per="both"), "'kv' or 'query', got 'both'"),  # type: ignore[arg-type]
-    (Lists(INDEX, COUNT, block=2, all_visible=True), "all_visible: expected lists of keys, per KV head"),
-    (Lists(INDEX, COUNT, per="query", all_visible=True), "all_visible: expected lists of keys, per KV head"),
-    (PackedLists(FLAT, OFFSETS, block=2, all_visible=True), "all_visible: expected lists of keys, per KV head"),
+    (Lists(INDEX, COUNT, per="query", all_visible=True), "all_visible: expected lists per KV head"),
+    (PackedLists(FLAT, OFFSETS, block=2, all_visible=True), "all_visible: expected lists per KV head"),
     (PackedLists(FLAT, OFFSETS, head_map=FLAT), "head_map: expected int \\[2 kv heads\\]"),
     (PackedLists(FLAT.float(), OFFSETS), "index: expected int, one dimension"),
     (PackedLists(FLAT, OFFSETS.float()), "offsets: expected int, one dimension"),

@@ -428,8 +428,13 @@ def _check_block(block: int) -> None:
 
 
 def _check_all_visible(lists: Lists | PackedLists, kv: KVView) -> None:
-    fits = not lists.all_visible or (lists.per == "kv" and kv.slot_pos is None)
-    require(fits, "all_visible: expected lists per KV head, of slots that are positions; leave it out for others")
+    blocks = isinstance(lists, PackedLists) and lists.block > 1
+    fits = not lists.all_visible or (lists.per == "kv" and kv.slot_pos is None and not blocks)
+    require(
+        fits,
+        "all_visible: expected lists per KV head (of keys, if packed), of slots that are positions; leave it out for "
+        "others",
+    )
 
 
 def _check_list_of(row_to_list: Tensor | None, lists: int, rows: Rows) -> None:

@@ -19,7 +19,7 @@ SOURCES: dict[str, tuple[str, tuple[str, ...]]] = {  # what is measured -> folde
     "chunk_store": ("store", ("*.py",)),
     "precompute": (
         "adapters/transformers",
-        ("chunking.py", "fingerprint.py", "obtain.py", "precompute.py", "rotary.py"),
+        ("chunking.py", "fingerprint.py", "get_or_compute.py", "precompute.py", "rotary.py"),
     ),
 }
 _SKIP = (tokenize.COMMENT, tokenize.NL, tokenize.ENDMARKER, tokenize.ENCODING)

@@ -65,7 +65,7 @@ class LocalFolder:
 
     def _make(self) -> None:
         """Make a folder ours. Other people's files are not to be set aside, so it must be empty, or hold chunks."""
-        new = not self.path.exists()
+        missing = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         self.path.mkdir(parents=True, exist_ok=True)
         if strange := self._others():
             raise conflict_message(self.path, strange[0])
@@ -73,8 +73,8 @@ class LocalFolder:
         self.aside.mkdir(exist_ok=True)
         with held(self.lock, create=True):
             writing.sync_folder(self.path)
-        if new:
-            writing.sync_folder(self.path.parent)
+        for folder in missing:
+            writing.sync_folder(folder.parent)
 
     def _others(self) -> list[str]:
         """What is in the folder that no store makes, in writing/ too."""

@@ -11,6 +11,7 @@ from longreach.errors import InvalidInput, Unsupported
 from longreach.methods.oracle_top_k import OracleTopK
 from longreach.testing.tiny import FAMILIES, random_tokens, tiny_tokenizer
 from tests.adapters.lm_eval.requests import STREAMING, answers, attended, loglikelihoods, model_of, ours, plain, rolling
+from tests.tiers import families, swept
 
 pytest.importorskip("lm_eval")
 
@@ -20,8 +21,9 @@ def close(found: Any, expected: Any) -> None:
     assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("scoring", ["prefill", "decode"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", families(4))
 def test_dense_scores_are_those_of_the_harness(family: str, scoring: str) -> None:
     expected, texts = loglikelihoods(plain(family)), rolling(plain(family))
     with ours(family, scoring=scoring) as lm:
@@ -29,7 +31,7 @@ def test_dense_scores_are_those_of_the_harness(family: str, scoring: str) -> Non
         assert rolling(lm) == pytest.approx(texts, rel=1e-4)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", families(4))
 def test_dense_answers_are_those_of_the_harness(family: str) -> None:
     expected = answers(plain(family))
     assert any(expected)
@@ -37,7 +39,7 @@ def test_dense_answers_are_those_of_the_harness(family: str) -> None:
         assert answers(lm) == expected
 
 
-@pytest.mark.parametrize("family", [f for f in FAMILIES if attended(f)])
+@pytest.mark.parametrize("family", swept([f for f in FAMILIES if attended(f)], 3))
 def test_a_method_changes_scores_and_answers(family: str) -> None:
     expected, said = loglikelihoods(plain(family)), answers(plain(family))
     with ours(family, decode=STREAMING, scoring="decode") as lm:
@@ -61,6 +63,7 @@ def test_only_prefill_acts_where_scores_are_made_in_prefill(caplog: pytest.LogCa
         assert lm.about()["reads_over_dense"]["prefill"] < 0.6
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("scoring", ["prefill", "decode"])
 @pytest.mark.parametrize("options", [{"batch_size": 1}, {"batch_size": 16}, {"prefill_chunk_size": 512}])
 def test_batches_and_chunks_change_no_score(scoring: str, options: dict[str, Any]) -> None:

@@ -21,8 +21,9 @@ from longreach import CacheConfig, Dense, StreamingLLM, attach
 from longreach.adapters.transformers import Session
 from longreach.cache import StatelessOnTruncate
 from longreach.errors import ConcurrentUse, InvalidInput, OutOfMemory, Unsupported
-from longreach.testing.tiny import FAMILIES, tiny_model
+from longreach.testing.tiny import tiny_model
 from tests.adapters.transformers.reference import generate, model_of, padded_batch, prompt
+from tests.tiers import families
 
 
 def _trace(model: PreTrainedModel) -> dict[str, Any]:
@@ -36,7 +37,7 @@ def _trace(model: PreTrainedModel) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", families(4))
 def test_afterwards_all_is_as_before(family: str) -> None:
     model, (tokens, mask) = model_of(family), padded_batch()
     trace, want = _trace(model), generate(model, tokens, mask, steps=6)
@@ -181,6 +182,7 @@ FAILURES = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name", FAILURES)
 @pytest.mark.parametrize("where", ["layer 1", "lm_head"])
 @pytest.mark.parametrize("call", ["generate", "chunked", "forward"])

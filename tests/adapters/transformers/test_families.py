@@ -26,12 +26,18 @@ from tests.adapters.transformers.reference import (
     padded_batch,
     prompt,
 )
+from tests.tiers import families
 
 PAGED = ("llama", "gemma2", "gpt_oss", "glm4")
 CACHES = [
     *(pytest.param(family, CacheConfig(), id=f"{family}-contiguous") for family in FAMILIES),
     *(pytest.param(family, CacheConfig("paged", page=8), id=f"{family}-paged") for family in PAGED),
 ]
+FEWER = [
+    c if c.id in ("gemma2-contiguous", "glm4-contiguous", "gpt_oss-paged", "llama-paged")
+    else pytest.param(*c.values, id=c.id, marks=pytest.mark.sweep)
+    for c in CACHES
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("family", "cache"), CACHES)
@@ -42,7 +48,7 @@ def test_one_sequence(family: str, cache: CacheConfig) -> None:
     assert_same_answer(got, eager_one(family))
 
 
-@pytest.mark.parametrize(("family", "cache"), CACHES)
+@pytest.mark.parametrize(("family", "cache"), FEWER)
 def test_left_padded_batch(family: str, cache: CacheConfig) -> None:
     tokens, mask = padded_batch()
     with attach(model_of(family), cache=cache):
@@ -50,7 +56,7 @@ def test_left_padded_batch(family: str, cache: CacheConfig) -> None:
     assert_same_answer(got, eager_batch(family))
 
 
-@pytest.mark.parametrize(("family", "cache"), CACHES)
+@pytest.mark.parametrize(("family", "cache"), FEWER)
 def test_prompt_in_chunks_that_do_not_divide_it(family: str, cache: CacheConfig) -> None:
     with attach(model_of(family), cache=cache) as session:
         got = generate(model_of(family), prompt(), prefill_chunk_size=7)
@@ -133,6 +139,7 @@ class _Routes:
         return logits, logits.gather(1, chosen).softmax(1), chosen
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "glm4"])
 @torch.no_grad()
@@ -156,7 +163,7 @@ def _without_queries(module: nn.Module, args: Any, out: Tensor) -> Tensor:
     return torch.cat([torch.zeros_like(out[..., :64]), out[..., 64:]], -1)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", families(4))
 def test_the_tests_can_see_attention(family: str) -> None:
     """Guard of all the others: with a plain mean in place of attention hardly a greedy token stays."""
     model = model_of(family)

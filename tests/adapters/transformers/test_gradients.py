@@ -24,6 +24,7 @@ def _gradients(model: PreTrainedModel, use_cache: bool, mask: Tensor | None, tok
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "glm4"])
 @pytest.mark.parametrize("use_cache", [True, False], ids=["cache", "no cache"])
 @pytest.mark.parametrize("padded", [True, False], ids=["padded", "whole"])

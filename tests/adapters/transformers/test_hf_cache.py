@@ -61,6 +61,7 @@ ROOM: dict[str, dict[str, Any]] = {  # 300 tokens of prompt; all but the last of
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("how", ROOM)
 @pytest.mark.parametrize("given", [True, False])
 def test_generate_makes_room_for_prompt_and_answer_at_once(how: str, given: bool) -> None:

@@ -20,7 +20,7 @@ from longreach.cache import KVCache
 from longreach.errors import Unsupported
 from longreach.methods.registry import names
 from longreach.testing.divergence import assert_tied
-from longreach.testing.tiny import FAMILIES, PAD_ID, tiny_model
+from longreach.testing.tiny import PAD_ID, tiny_model
 from tests.adapters.transformers.reference import (
     STEPS,
     eager_batch,
@@ -31,12 +31,13 @@ from tests.adapters.transformers.reference import (
 )
 from tests.methods.cases import CASES
 from tests.methods.planned import planned, tiny, write_plans
+from tests.tiers import families, swept
 
 LAYOUTS = {"contiguous": CacheConfig(), "paged": CacheConfig("paged", page=8), "fixed": CacheConfig(capacity=200)}
 layouts = pytest.mark.parametrize("cache", LAYOUTS.values(), ids=LAYOUTS)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", families(4))
 def test_every_family_with_left_padding(family: str) -> None:
     tokens, mask = padded_batch()
     got = generate(model_of(family), tokens, mask, max_new_tokens=STEPS)
@@ -108,7 +109,9 @@ def test_an_answer_ends_where_transformers_ends_it() -> None:
     assert alone.tokens.shape[1] <= 4
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "top_k": 0}, {"top_k": 5, "top_p": 0.8}], ids=str)
+@pytest.mark.parametrize(
+    "options", swept([{"top_k": 5, "top_p": 0.8}, {"temperature": 0.7, "top_k": 0}, {}], 2), ids=str
+)
 def test_sampling_draws_what_transformers_draws(options: dict[str, Any]) -> None:
     tokens, mask = padded_batch()
     model = model_of("qwen3")
@@ -123,7 +126,9 @@ def test_sampling_draws_what_transformers_draws(options: dict[str, Any]) -> None
     )
 
 
-@pytest.mark.parametrize("method", [StreamingLLM(2, 9), StreamingLLM(), OracleTopK(0.3), OracleTopK(7)], ids=str)
+@pytest.mark.parametrize(
+    "method", swept([StreamingLLM(2, 9), OracleTopK(0.3), StreamingLLM(), OracleTopK(7)], 2), ids=str
+)
 def test_methods_decode_as_in_transformers_loop(method: Any) -> None:
     tokens, mask = padded_batch()
     model = model_of("llama")
@@ -301,6 +306,7 @@ def test_methods_are_captured_or_say_why_not(name: str, plans_of_tests: Path) ->
 
 
 @pytest.mark.gpu
+@pytest.mark.covering
 @pytest.mark.parametrize("scoring", ["exact", "int8"])
 @pytest.mark.parametrize("heads", ["kv", "all"])
 @pytest.mark.parametrize("dense_below", [0, 46])

@@ -37,7 +37,8 @@ def matched(rate: float, rule: Rule) -> float:
     return rested / (steps - steps // 2)
 
 
-@pytest.mark.parametrize("rate", [0.0, 0.4, 1.0])
+@pytest.mark.covering
+@pytest.mark.parametrize("rate", [0.4, 0.0, 1.0])
 @pytest.mark.parametrize("reuses", [0.0, 2.0])
 def test_accounts_are_those_of_match(rate: float, reuses: float) -> None:
     rule = replace(RULE, reuses=reuses)

@@ -41,11 +41,13 @@ def test_a_timed_step_appends_its_row(dense: bool) -> None:
     one = planted(STEP)
     calls = [one.dense(copy) for copy in range(one.inputs.copies)] if dense else one.timed()
     assert len(calls) == one.inputs.copies
-    for copy, call in enumerate(calls):
+    for copy, timed in enumerate(calls):
         kv = one.calls[copy].kv
         before = kv.k[:, :, -1].clone(), kv.v[:, :, -1].clone()
         kv.k[:, :, -1], kv.v[:, :, -1] = torch.nan, torch.nan
-        out = call().partial.out  # type: ignore[attr-defined]
+        done = timed()
+        outcome = done if dense else done[1]  # type: ignore[index]
+        out = outcome.partial.out
         assert bool(torch.isfinite(out).all())
         assert torch.equal(kv.k[:, :, -1], before[0]) and torch.equal(kv.v[:, :, -1], before[1])
 

@@ -62,9 +62,9 @@ def test_figures(longreach: Any, asked: list[Any], tmp_path: Path) -> None:
     assert list(found["drift"]["methods"]) == ["depth 2", "no limit"] and record["config"]["depth"] == [2]
     reads = found["drift"]["methods"]["no limit"]["reads"]
     assert f"keys read {2 * reads['keys']:.1%}, with the ring {reads['total']:.1%}" in " ".join(result.out.split())
-    assert list(json.loads(longreach(*asked, "--steps", 3, "--depth", 2, "--depth", 1, "--json").out)
-                ["results"]["drift"]["methods"]) == ["depth 2", "depth 1", "no limit"]  # fmt: skip
-    assert json.loads(longreach(*asked, "--steps", 20, "--depth", 2, "--json").out)["results"] == found
+    again = json.loads(longreach(*asked, "--steps", 20, "--depth", 2, "--depth", 1, "--json").out)["results"]
+    assert list(again["drift"]["methods"]) == ["depth 2", "depth 1", "no limit"]
+    assert again.pop("drift")["methods"]["depth 2"] == found.pop("drift")["methods"]["depth 2"] and again == found
 
 
 def test_without_a_generation(longreach: Any, asked: list[Any], tmp_path: Path) -> None:

@@ -262,11 +262,12 @@ def test_an_interrupt_keeps_what_was_computed(
     assert added(longreach, tiny, tmp_path / "store", book)["stored"] == 2
 
 
+@pytest.mark.sweep  # tests/store/test_processes.py has what the processes share
 def test_two_processes_add_the_same_documents_at_once(longreach: Any, tiny: Path, book: Path, tmp_path: Path) -> None:
     """Each chunk is put by one of them, whole, and both succeed."""
     command = [sys.executable, "-m", "longreach", *map(str, adding(tiny, tmp_path / "store", book, "--json"))]
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(2)]
-    outputs = [process.communicate(timeout=100) for process in running]
+    outputs = [process.communicate(timeout=600) for process in running]
     assert [process.returncode for process in running] == [0, 0], outputs
     first, second = (json.loads(out) for out, _ in outputs)
     assert first["counts"]["put"] + second["counts"]["put"] == first["chunks"] == second["chunks"]

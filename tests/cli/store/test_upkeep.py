@@ -171,7 +171,7 @@ def test_an_action_is_needed(longreach: Any) -> None:
         assert result.code == 2 and word in result.err and result.out == ""
 
 
-@pytest.mark.parametrize("more", [(), ("--all",), ("--json",)])
+@pytest.mark.parametrize("more", [(), *(pytest.param(x, marks=pytest.mark.sweep) for x in (("--all",), ("--json",)))])
 def test_a_reader_that_has_left_is_no_error(tmp_path: Path, more: tuple[str, ...]) -> None:
     """As in `longreach store list | true`."""
     with ChunkStore(tmp_path) as one:

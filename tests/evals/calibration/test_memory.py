@@ -66,7 +66,7 @@ def test_peak_memory_is_below_the_bound_as_texts_grow(monkeypatch: pytest.Monkey
     model = tiny_model("llama", num_hidden_layers=3)
     shape = shape_of(model)
     used: dict[int, list[int]] = {1 << 24: [], 1 << 13: []}  # whole passes of tiles, and a few tiles at a time
-    for length in (256, 512, 1024):
+    for length in (128, 256, 512):
         prompt = Prompt("p", tuple((torch.arange(length) * 7 % 250).tolist()))
         (seen,) = gather(model, [prompt], Passes(), chunk=CHUNK)
         for most, found in used.items():
@@ -78,4 +78,4 @@ def test_peak_memory_is_below_the_bound_as_texts_grow(monkeypatch: pytest.Monkey
             )  # fmt: skip
             assert found[-1] <= bound <= 4 * found[-1], (used, bound)
     tiles = CHUNK // what.tokens
-    assert used[1 << 24][-1] - used[1 << 13][-1] > 0.8 * 4 * tiles * shape.kv_heads * 1024 - 4 * (1 << 13)
+    assert used[1 << 24][-1] - used[1 << 13][-1] > 0.8 * 4 * tiles * shape.kv_heads * 512 - 4 * (1 << 13)

@@ -119,6 +119,7 @@ def test_thresholds_and_their_distances() -> None:
 
 def test_choices() -> None:
     assert choose_band([0.5, 0.94, 0.951, 1.0], (8, 16, 32, 64), 0.05, 64) == 32
+    assert choose_band([0.5, 0.94, 0.951, 1.0], (8, 16, 32, 64), 0.05, 32) == 32, "as wide as the widest allowed"
     assert choose_band([0.5, 0.94, 0.951, 1.0], (8, 16, 32, 64), 0.05, 16) is None
     assert choose_band([0.2] * 4, (8, 16, 32, 64), 0.05, 64) is None
     assert choose_window([0.1, 0.79, 0.8, 0.8], (1, 2, 3, 4)) == 3

@@ -42,6 +42,7 @@ def resting(of: Rule, hits: Tensor) -> Tensor:
     return torch.stack(found)
 
 
+@pytest.mark.sweep  # chance, over many rows
 def test_twice_the_rate_that_pays_is_left_alone() -> None:
     """A row in 32 reuses: runs of 17 and more misses are the rule, and cost less than the reuses between them save."""
     of = rule()
@@ -68,6 +69,7 @@ def test_who_stops_reusing_rests_as_soon_however_long_it_reused() -> None:
     assert not bool(rests[:640].any()) and bool(rests[660].all())
 
 
+@pytest.mark.sweep  # chance, over many rows
 def test_half_the_rate_that_pays_rests_nearly_always() -> None:
     of = rule()
     hits = torch.rand(4000, KV_HEADS, generator=torch.Generator().manual_seed(1)) < 0.5 / worth(of)

@@ -17,8 +17,9 @@ from longreach.errors import InvalidInput
 from longreach.methods.base import Outcome
 from longreach.methods.call import LayerCall
 from longreach.methods.mac.diagnostics import AT
-from longreach.testing.tiny import FAMILIES, random_tokens, tiny_model
+from longreach.testing.tiny import random_tokens, tiny_model
 from tests.methods.drive import LAYERS
+from tests.tiers import families
 
 SMALL = MAC(window=16, band=4, tau=0.0, min_context=0)
 NEVER = replace(SMALL, band=1000)  # all is in the band, and read
@@ -29,7 +30,7 @@ def model() -> Any:
     return tiny_model("llama", num_hidden_layers=LAYERS)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", families(4))
 def test_with_reuse_never_every_family_answers_as_it_does_densely(family: str) -> None:
     """Left-padded; partial and interleaved rotations, query norms, sliding windows, soft caps and sinks among them."""
     model, tokens = tiny_model(family), random_tokens(2, 30)
@@ -43,7 +44,7 @@ def test_with_reuse_never_every_family_answers_as_it_does_densely(family: str) -
     assert all(notes is not None and notes["reuse"][0] == 0.0 for notes in found)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", families(4))
 def test_what_is_matched_is_the_query_before_rotation(family: str) -> None:
     """Queries of the first layer are those of their tokens: a row is found where its token was read before."""
     model, tokens = tiny_model(family), random_tokens(1, 12).repeat(1, 2)[:, :20]

@@ -47,6 +47,7 @@ def states(cache: KVCache) -> list[LayerState]:
     return found
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("config", CACHES.values(), ids=CACHES)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_many_steps(name: str, config: CacheConfig) -> None:

@@ -22,6 +22,7 @@ from longreach.testing.oracle import exact_attend, exact_logits
 from longreach.testing.tolerance import bounds, logits_bound, within
 from tests.ops.attend.kept import HALF_STEP, gaps, unit
 from tests.ops.attend.kernels import HALF, PLACE, here, here_all, needs_gpu
+from tests.tiers import swept
 
 IMPLS = ("reference", "triton")
 
@@ -44,6 +45,7 @@ def test_each_channel_is_off_by_half_a_step(dtype: torch.dtype, size: float) -> 
     assert bool(((again - k.double()).abs() <= worst * 1.001).all())
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize(("memory", "page"), [("plain", None), ("plain", 7), ("packed", 7), ("tokens", 7)])
 @pytest.mark.parametrize(("heads", "dim", "dtype"), [(3, 24, torch.float32), (2, 16, HALF)])
@@ -85,7 +87,7 @@ print(json.dumps([[m.metadata.name, "cubin" in m.asm, "griddepcontrol.wait" in m
 
 def test_the_copy_compiles_for_an_h200() -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=110)
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout.splitlines()[-1]) == [["copy_rows", True, True]] * 2
 
@@ -141,7 +143,7 @@ def half_steps(rows: Rows, kv: KVView) -> Tensor:
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize(
     ("group", "page", "dtype"),
-    [(1, None, HALF), (4, 5, HALF), (4, None, torch.float32), (7, 16, HALF), (8, 1, HALF), (16, 64, HALF)],
+    swept([(4, 5, HALF), (7, 16, HALF), (4, None, torch.float32), (1, None, HALF), (8, 1, HALF), (16, 64, HALF)], 2),
 )
 def test_groups_and_pages(impl: str, group: int, page: int | None, dtype: torch.dtype) -> None:
     kv = random_kv([75, 0, 33], heads=2, dim=32, page=page, dtype=dtype)
@@ -150,7 +152,7 @@ def test_groups_and_pages(impl: str, group: int, page: int | None, dtype: torch.
     check(rows, kv, impl=impl, softcap=2.0, sink_logit=torch.randn(2 * group))
 
 
-@pytest.mark.parametrize("dim", [8, 40, 64, 80, 128, 256])
+@pytest.mark.parametrize("dim", swept([40, 64, 8, 80, 128, 256], 2))
 @pytest.mark.parametrize("impl", IMPLS)
 def test_head_dims(impl: str, dim: int) -> None:
     kv = random_kv([75, 33], heads=2, dim=dim, dtype=HALF, memory="packed", page=16)
@@ -167,7 +169,7 @@ def test_evicted_views_and_several_rows_a_sequence(impl: str) -> None:
     check(rows, kv, impl=impl)
 
 
-@pytest.mark.parametrize(("programs", "block"), [(1, 16), (5, 32), (40, 16)])
+@pytest.mark.parametrize(("programs", "block"), swept([(5, 32), (1, 16), (40, 16)], 1))
 def test_however_work_is_dealt_out(programs: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tuning, "programs", lambda self, device: programs)
     given = Tuning(block, 4, 2, 1, unit=block, chained=PLACE == "cuda")

@@ -31,11 +31,13 @@ from longreach.testing.oracle import exact_attend
 from longreach.testing.selections import Kind, random_lists, random_selection, random_spans
 from tests.ops.attend.kernels import HALF, PLACE, check, held_to, here, needs_gpu
 from tests.ops.cases import make_case
+from tests.tiers import swept
 
 KINDS: tuple[Kind, ...] = ("spans", "lists", "packed")
+STRIDED = ("seq", "pos", "seq_lens", "block_table", "row_to_list", "head_map", "sink_logit", "q")
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", swept(range(60), 8))
 def test_any_case(seed: int) -> None:
     case = make_case(seed)
     if case.rows.q.dtype == torch.bfloat16 and PLACE == "cpu":
@@ -48,7 +50,8 @@ def halved(kv: KVView) -> KVView:
     return replace(kv, k=kv.k.half(), v=kv.v.half())
 
 
-@pytest.mark.parametrize("dim", [32, 64, 80, 96, 128, 256])
+@pytest.mark.covering
+@pytest.mark.parametrize("dim", swept([80, 64, 32, 96, 128, 256], 2))
 @pytest.mark.parametrize("dtype", [HALF, torch.float32])
 def test_head_dims_and_dtypes(dim: int, dtype: torch.dtype) -> None:
     kv = random_kv([150, 0, 67], heads=2, dim=dim, dtype=dtype, page=16 if dim % 32 else None, memory="packed")
@@ -56,6 +59,7 @@ def test_head_dims_and_dtypes(dim: int, dtype: torch.dtype) -> None:
     check(random_rows(kv, 4, group=4), kv, random_lists(random_rows(kv, 4, group=4), kv, weighted=True))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("group", [1, 7, 16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_groups(group: int, kind: Kind) -> None:
@@ -66,7 +70,7 @@ def test_groups(group: int, kind: Kind) -> None:
 
 
 @pytest.mark.parametrize(
-    ("runs", "group"), [((8, 8, 8), 2), ((1, 1, 1), 1), ((9, 3, 5), 3), ((70, 0, 0), 1), (None, 2)], ids=str
+    ("runs", "group"), swept([((9, 3, 5), 3), (None, 2), ((70, 0, 0), 1), ((8, 8, 8), 2), ((1, 1, 1), 1)], 2), ids=str
 )
 def test_runs_of_rows(runs: tuple[int, ...] | None, group: int) -> None:
     """Rows of a sequence read its keys together: verification, chunks of prompts, and rows in no known order."""
@@ -84,7 +88,13 @@ def test_runs_of_rows(runs: tuple[int, ...] | None, group: int) -> None:
     check(rows, kv, random_spans(rows, kv, per="query", spans=2))
 
 
-@pytest.mark.parametrize(("programs", "block"), [(1, 16), (2, 64), (5, 16), (40, 32)])
+def test_a_run_longer_than_a_tile() -> None:
+    kv = random_kv([75], heads=1, dim=16, page=16)
+    rows = Rows(torch.randn(70, 2, 16), torch.zeros(70, dtype=torch.int64), 5 + torch.arange(70), (RowRange(70, 0),))
+    check(rows, kv, Spans.dense())
+
+
+@pytest.mark.parametrize(("programs", "block"), swept([(2, 64), (5, 16), (1, 16), (40, 32)], 2))
 def test_however_work_is_dealt_out(programs: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """More programs than work, fewer than streams, shares that end inside a stream and between two."""
     monkeypatch.setattr(Tuning, "programs", lambda self, device: programs)
@@ -115,9 +125,10 @@ def test_one_program_a_stream_where_there_are_many(monkeypatch: pytest.MonkeyPat
         check(rows, kv, random_selection(kind, rows, kv, seed=3), sink_logit=torch.randn(4))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("evicted", [False, True])
-@pytest.mark.parametrize("impl", ["reference", "triton"])
+@pytest.mark.parametrize("impl", ["triton", "reference"])
 def test_split(kind: Kind, evicted: bool, impl: str) -> None:
     """The parts are what lies on either side, and merge to the whole."""
     kv = random_kv([70, 0, 33], heads=2, dim=16, page=16, evicted=evicted)
@@ -148,6 +159,7 @@ def merged(rows: Rows, kv: KVView, both: tuple[Spans, Spans]) -> Partial:
     return attend(rows, kv, Lists(order, mask.sum(-1)), scale=0.25, impl="reference")
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("page", [None, 4])
 def test_slots_that_no_row_selects_are_not_read(kind: Kind, page: int | None) -> None:
@@ -269,9 +281,7 @@ def strided(x: torch.Tensor) -> torch.Tensor:
     return torch.stack([x, x.flip(0)], -1)[..., 0]
 
 
-@pytest.mark.parametrize(
-    "what", ["seq", "pos", "seq_lens", "block_table", "row_to_list", "head_map", "sink_logit", "q"]
-)
+@pytest.mark.parametrize("what", swept(["all", *STRIDED], 1))
 def test_strided_arguments(what: str) -> None:
     """Columns of an engine's tensors: what lies between their entries is not theirs."""
     kv = random_kv([20, 33, 7], heads=2, dim=32, page=4)
@@ -281,14 +291,15 @@ def test_strided_arguments(what: str) -> None:
     sink = torch.tensor([1.0, 2.0, 3.0, 4.0])
     wants = [exact_attend(rows, kv, s, scale=0.2, sink_logit=sink) for s in (Spans.dense(), lists)]
     rows, kv, lists, sink = here(rows), here(kv), here(lists), here(sink)
-    if what in ("seq", "pos", "q"):
-        rows = replace(rows, **{what: strided(getattr(rows, what))})
-    elif what in ("seq_lens", "block_table"):
-        kv = replace(kv, **{what: strided(getattr(kv, what))})
-    elif what in ("row_to_list", "head_map"):
-        lists = replace(lists, **{what: strided(getattr(lists, what))})
-    else:
-        sink = strided(sink)
+    for name in STRIDED if what == "all" else (what,):
+        if name in ("seq", "pos", "q"):
+            rows = replace(rows, **{name: strided(getattr(rows, name))})
+        elif name in ("seq_lens", "block_table"):
+            kv = replace(kv, **{name: strided(getattr(kv, name))})
+        elif name in ("row_to_list", "head_map"):
+            lists = replace(lists, **{name: strided(getattr(lists, name))})
+        else:
+            sink = strided(sink)
     for selection, want in zip((Spans.dense(), lists), wants, strict=True):
         got = attend(rows, kv, selection, scale=0.2, sink_logit=sink, impl="triton")
         held_to(got, want, torch.float32)

@@ -25,9 +25,10 @@ from tests.ops.attend.kept import check_kept, check_values
 from tests.ops.attend.kernels import HALF, PLACE, held_to, here, needs_gpu
 from tests.ops.attend.test_triton import halved
 from tests.ops.cases import make_case
+from tests.tiers import swept
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", swept(range(24), 6))
 def test_any_case(seed: int) -> None:
     case = make_case(seed)
     if case.rows.q.dtype == torch.bfloat16 and PLACE == "cpu":
@@ -38,7 +39,8 @@ def test_any_case(seed: int) -> None:
     check_values(case.rows, case.kv, selection, impl="triton", **case.logits)
 
 
-@pytest.mark.parametrize("dim", [32, 80, 128, 256])
+@pytest.mark.covering
+@pytest.mark.parametrize("dim", swept([80, 32, 128, 256], 2))
 @pytest.mark.parametrize("dtype", [HALF, torch.float32])
 def test_head_dims_and_dtypes(dim: int, dtype: torch.dtype) -> None:
     kv = random_kv([150, 0, 67], heads=2, dim=dim, dtype=dtype, page=16 if dim % 32 else None, memory="packed")
@@ -49,7 +51,7 @@ def test_head_dims_and_dtypes(dim: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("group", "dtype"), [(1, HALF), (2, torch.float32), (3, HALF), (7, torch.float32), (8, HALF), (16, HALF)]
+    ("group", "dtype"), swept([(3, HALF), (7, torch.float32), (1, HALF), (2, torch.float32), (8, HALF), (16, HALF)], 2)
 )
 def test_groups(group: int, dtype: torch.dtype) -> None:
     kv = random_kv([33, 21], heads=2, dim=16, page=5, dtype=dtype)
@@ -59,7 +61,7 @@ def test_groups(group: int, dtype: torch.dtype) -> None:
         check_values(rows, kv, random_selection("lists", rows, kv, per=per, seed=group), impl="triton")
 
 
-@pytest.mark.parametrize(("runs", "group"), [((8, 1, 5), 4), ((16, 3, 1), 3), (None, 2)], ids=str)
+@pytest.mark.parametrize(("runs", "group"), swept([((16, 3, 1), 3), (None, 2), ((8, 1, 5), 4)], 2), ids=str)
 def test_several_rows_a_sequence(runs: tuple[int, ...] | None, group: int) -> None:
     kv = random_kv([25, 17, 9], heads=2, dim=16, page=16, dtype=HALF)
     if runs is None:
@@ -76,7 +78,7 @@ def test_several_rows_a_sequence(runs: tuple[int, ...] | None, group: int) -> No
         check_values(rows, kv, Spans.window(12), impl="triton")
 
 
-@pytest.mark.parametrize(("programs", "block"), [(1, 16), (2, 64), (5, 16), (40, 32)])
+@pytest.mark.parametrize(("programs", "block"), swept([(2, 64), (5, 16), (1, 16), (40, 32)], 2))
 def test_however_work_is_dealt_out(programs: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks lie at their multiples wherever a program's share starts."""
     monkeypatch.setattr(Tuning, "programs", lambda self, device: programs)

@@ -15,6 +15,7 @@ from longreach.ops.match import triton as kernels
 from longreach.ops.match.triton_tuning import Tuning
 from tests.ops.attend.kernels import HALF, PLACE, here
 from tests.ops.match.brute import Brute, agrees, random_rows, random_turn
+from tests.tiers import swept
 
 SEQUENCES, HEADS, KV_HEADS, DIM, WINDOW = 3, 6, 2, 16, 9
 BASE = Rule(WINDOW, 2, limit=9.0, patience=3.0, rest=5, price=0.4)
@@ -60,9 +61,11 @@ def run(impl: str, rows: Rows, slots: torch.Tensor, held: Ring, rule: Rule, **op
     ("name", "impl"),
     [
         *((name, "reference") for name in RULES),
-        *((name, "triton") for name in RULES if name not in ("plain", "sinks", "depth", "minimum")),  # all in "all"
-        *(("all", tuned) for tuned in TUNED),
+        *(("all", tuned) for tuned in ("triton", "two kernels")),
+        ("reuses", "triton"),
         ("gaps", "blocks"),
+        *swept([("all", "pieces"), ("all", "blocks")], 0),
+        *swept([(name, "triton") for name in ("guard", "band", "gaps", "forced", "never")], 0),
     ],
 )
 def test_many_steps(name: str, impl: str) -> None:
@@ -71,7 +74,7 @@ def test_many_steps(name: str, impl: str) -> None:
     brute = Brute(rule, HEADS, KV_HEADS, held.size)
     slots, first = torch.tensor([2, 0]), torch.tensor([0, 40])
     reused = searched = rested = 0
-    for step in range(60 if impl == "reference" or PLACE == "cuda" else 18):
+    for step in range(60 if impl == "reference" or PLACE == "cuda" else 16):
         rows = random_rows(2, HEADS, DIM, first + step, draw, torch.float32)
         wants = [brute.row(int(slots[s]), int(p), q) for s, p, q in zip(rows.seq, rows.pos, rows.q, strict=True)]
         got = run(impl, rows, slots, held, rule)
@@ -236,6 +239,24 @@ def test_a_tie_is_broken_within_the_limit_alone(impl: str) -> None:
                 int(run(impl, Rows(query, torch.tensor([0]), torch.tensor([9])), slots, held, rule).read_entry.max())
                 == -1
             )
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton", "blocks"])
+def test_a_row_exactly_at_the_threshold_is_not_taken(impl: str) -> None:
+    """Equation 3 is strict. The squared distance is 4, and so are all sums on the way there."""
+    query, slots, held = torch.zeros(1, HEADS, DIM), torch.tensor([1]), ring()
+    query[..., 3] = 8.0
+    near = query.clone()
+    near[..., 5] = 2.0
+    shut, rule = replace(RULES["plain"], limit=0.0), RULES["plain"]
+    for pos in range(8):
+        row = near if pos == 5 else torch.full_like(query, 50.0 * pos)
+        run(impl, Rows(row, torch.tensor([0]), torch.tensor([pos])), slots, held, shut)
+    last = Rows(query, torch.tensor([0]), torch.tensor([8]))
+    found = run(impl, last, slots, held, replace(rule, limit=4.0)).read_entry
+    assert found[0].tolist() == [-1] * HEADS
+    found = run(impl, last, slots, held, replace(rule, limit=4.0 + 2.0**-20))
+    assert (found.read_entry[0] % held.size).tolist() == [5] * HEADS
 
 
 @impls

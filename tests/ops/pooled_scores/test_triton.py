@@ -19,6 +19,7 @@ from tests.ops.attend.kept import HALF_STEP, gaps
 from tests.ops.attend.kernels import HALF, HARDWARE, PLACE, here, here_all, needs_gpu
 from tests.ops.attend.test_triton import halved
 from tests.ops.cases import make_case
+from tests.tiers import swept
 
 
 def check(rows: Rows, kv: KVView, *, impl: str = "triton", scale: float = 0.3, **more: Any) -> None:
@@ -40,7 +41,7 @@ def check(rows: Rows, kv: KVView, *, impl: str = "triton", scale: float = 0.3, *
     assert not bool(got[reached & (want == 0)].any())
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", swept(range(30), 6))
 def test_any_case(seed: int) -> None:
     case = make_case(seed)
     if case.rows.q.dtype == torch.bfloat16 and PLACE == "cpu":
@@ -49,7 +50,8 @@ def test_any_case(seed: int) -> None:
         check(case.rows, case.kv, impl=impl, **case.logits)
 
 
-@pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 8, 16])
+@pytest.mark.covering
+@pytest.mark.parametrize("group", swept([3, 4, 16, 1, 2, 7, 8], 3))
 @pytest.mark.parametrize("dtype", [HALF, torch.float32])
 def test_groups(group: int, dtype: torch.dtype) -> None:
     kv = random_kv([150, 0, 67], heads=2, dim=32, page=16, dtype=dtype)

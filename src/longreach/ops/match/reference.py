@@ -70,8 +70,8 @@ def match(
     at = found.position.long()
     accepted = at >= 0
     reused = accepted.unflatten(1, (-1, group)).all(2).repeat_interleave(group, 1)
-    before_band = torch.where(accepted, at + 1 - rule.band - rule.sinks, 0).clamp(min=0)
-    start = torch.where(reused, at + 1 - rule.band, rule.sinks).clamp(min=rule.sinks)
+    before_band = torch.where(accepted, at + 1 - rule.band - rule.sinks, 0)  # at least 1, as at >= rule.oldest
+    start = torch.where(reused, at + 1 - rule.band, rule.sinks)
     first = start.unflatten(1, (-1, group)).amin(2)
     head = torch.arange(ring.heads, device=pos.device)
     row = (slot[:, None] * ring.heads + head) * ring.size

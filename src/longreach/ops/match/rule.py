@@ -105,8 +105,8 @@ class Rule:
 class Matched(NamedTuple):
     """What each row reads, and what it leaves. R rows, H query heads, G KV heads.
 
-    start: int32 [R, H], the slot from which the head attends (sinks apart): max(sinks, p + 1 - band) if it reuses the
-        entry of row p, else `sinks`. All heads of a KV head reuse one, or none does (what one reads is read anyway).
+    start: int32 [R, H], the slot from which the head attends (sinks apart): p + 1 - band, always above `sinks`, if it
+        reuses the entry of row p, else `sinks`. All heads of a KV head reuse one, or none does (they share a stream).
     read_entry: int32 [R, H], the entry reused, as a row of memory [S * H * C], -1 for none; write_entry: the row of
         memory that the row's own entry belongs in.
     reads: int32 [R, G, 2]: keys that the KV head streams, and bytes of the ring (entries with them) that it reads.

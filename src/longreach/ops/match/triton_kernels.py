@@ -275,7 +275,7 @@ def _settle(
         place = pos % C
         before = tl.where(p >= 0, p, 0) % C
         memory = (slot * H + head) * C
-        start = tl.where(reused, tl.maximum(p + 1 - band, sinks), sinks)
+        start = tl.where(reused, p + 1 - band, sinks)  # p >= oldest: above the sinks
         first = tl.min(tl.where(mine, start, 1 << 30), 0)
         old = tl.load(depth + memory + before, mask=reused, other=0).to(tl.int32)
         deep = tl.where(reused, tl.minimum(old + 1, 32767), 0)
@@ -305,7 +305,7 @@ def _settle(
         tl.store(reads_of + (row * G + g) * 2, stream)
         tl.store(reads_of + (row * G + g) * 2 + 1, read)
 
-        share = tl.maximum(tl.where(accepted, p + 1 - band - sinks, 0), 0).to(tl.float32) / context.to(tl.float32)
+        share = tl.where(accepted, p + 1 - band - sinks, 0).to(tl.float32) / context.to(tl.float32)
         gap = tl.where(accepted, pos - p, 0).to(tl.float32)
         mean = tl.sum(gap, 0) / GROUP
         spread = tl.sqrt(tl.sum(tl.where(mine, (gap - mean) * (gap - mean), 0.0), 0) / GROUP)
