@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from longreach.ops.across_heads.api import Ballot
+from longreach.ops.across_heads.by_sorting import rank
 from longreach.ops.reference_chunks import past_reach
 from longreach.ops.types import KVView, Logits, Rows
 
@@ -32,14 +33,4 @@ def spread_logits(
 
 
 def rank_round_robin(ballot: Ballot, index: Tensor, used: Tensor, *, first_head: int, heads: int) -> Tensor:
-    entry = torch.arange(index.shape[2], device=index.device)
-    there = entry < used[..., None]
-    place = torch.where(there, index.long(), 0)
-    x = ballot.logits.gather(2, place).masked_fill(~there, -torch.inf)
-    # by logit, ties by slot; entries that are not in use come last
-    order = x.sort(dim=-1, descending=True, stable=True).indices
-    order = order.gather(-1, (~there).gather(-1, order).sort(dim=-1, stable=True).indices)
-    rank = torch.empty_like(order).scatter_(2, order, entry.expand_as(order))
-    head = first_head + torch.arange(index.shape[1], device=index.device)[:, None]
-    score = torch.where(there, -(rank * heads + head).float(), -torch.inf)
-    return ballot.scores.scatter_reduce_(1, place.flatten(1), score.flatten(1), "amax")
+    return rank(ballot.logits, ballot.scores, index, used, first_head, heads)

@@ -10,11 +10,13 @@ import triton
 from torch import Tensor
 
 from longreach.errors import Unsupported
+from longreach.ops.across_heads import by_sorting
 from longreach.ops.across_heads import triton_kernels as kernels
 from longreach.ops.across_heads.api import Ballot
 from longreach.ops.types import KVView, Logits, Rows
 
 INTERPRETED: bool = kernels.INTERPRETED.value
+MOST_COMPARED = 2048  # keys of a head that are ranked by comparing each with all others: the work grows with the square
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,8 @@ def rank_round_robin(
     rows, mine, capacity = index.shape
     if not index.numel():
         return ballot.scores
+    if capacity > MOST_COMPARED and not INTERPRETED and tune is None:
+        return by_sorting.rank(ballot.logits, ballot.scores, index, used, first_head, heads)
     t = tune or (Tuning(ranked=16, against=32) if INTERPRETED else Tuning())
     ballot = Ballot(ballot.logits.contiguous(), ballot.depth, ballot.scores)
     assert ballot.scores.is_contiguous(), ballot.scores.stride()
