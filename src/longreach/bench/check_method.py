@@ -24,14 +24,14 @@ from longreach.ops.types import require
 class MethodVerdict:
     """layers: how many were compared. error: the largest relative error (norms) of a head's output, at most
     error_bound. of_captured: relative difference of the captured step's logits from the uncaptured step's, at most
-    of_captured_bound.
+    of_captured_bound; None where that is not judged.
     """
 
     layers: int
     error: float
     error_bound: float
     of_captured: float
-    of_captured_bound: float
+    of_captured_bound: float | None
 
     def recorded(self) -> dict[str, Any]:
         return asdict(self)
@@ -90,12 +90,14 @@ def _mask(selection: Selection, call: LayerCall, rows: Any, stop: int) -> Tensor
 
 
 def judge_method(
-    name: str, layers: LayerErrors, eager: Tensor, captured: Tensor, most: float, expected: int
+    name: str, layers: LayerErrors, eager: Tensor, captured: Tensor, most: float, expected: int, *, steady: bool = True
 ) -> MethodVerdict:
     """Raises WrongResult where a layer was not compared, or rounding does not explain a difference.
 
     eager, captured: logits [B, V] of the same step. most: the error bound of a step of this model (relative, norms):
-    each of the two may err so much.
+    each of the two may err so much. steady: whether equal inputs but for rounding make equal choices. A method that
+    scores drawn keys by a few of their coordinates makes others, and the captured step, whose parts are compiled, rounds
+    otherwise: there the difference is recorded and not judged.
     """
     error = max(layers.worst.values(), default=float("nan"))
     off = float(((captured.double() - eager.double()).norm(dim=-1) / eager.double().norm(dim=-1)).max())
@@ -108,8 +110,8 @@ def judge_method(
             f"attention of layer {layer} is off by {layers.worst[layer]:.2e} over the keys it chose, more than "
             f"{layers.bound:.1e}"
         )
-    elif not off <= 2 * most:
+    elif steady and not off <= 2 * most:
         wrong = f"the captured step's logits differ from the uncaptured step's by {off:.2e}, more than {2 * most:.1e}"
     if wrong:
         raise WrongResult(f"{name}: {wrong}; its time does not count")
-    return MethodVerdict(len(layers.worst), error, layers.bound, off, 2 * most)
+    return MethodVerdict(len(layers.worst), error, layers.bound, off, 2 * most if steady else None)

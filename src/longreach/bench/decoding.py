@@ -177,7 +177,9 @@ class Decoding:
         """What a method's steps are worth, by its layers. dense: the verdict on dense attention's step."""
         assert case.model is not None and stepped.layers is not None and stepped.eager is not None
         captured = stepped.done.logits[:, 0]
-        return judge_method(name, stepped.layers, stepped.eager, captured, dense.error_bound, case.model.layers)
+        steady = not name.endswith(" loki")  # its directions are drawn as well
+        layers = case.model.layers
+        return judge_method(name, stepped.layers, stepped.eager, captured, dense.error_bound, layers, steady=steady)
 
     def _forced(
         self, case: Case, model: Any, ids: Tensor, dense: Timing

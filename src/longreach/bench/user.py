@@ -194,7 +194,7 @@ def _attached(bench: Decoding, case: Case, model: Any, ids: Tensor, answer: Answ
         mask = torch.ones_like(prompt)
         found.append(model.generate(prompt, attention_mask=mask, max_new_tokens=new, do_sample=False, **given))
 
-    with attach(model, impl=case.impls[0]):
+    with attach(model):
         run(ids[:, :WARM_UP], 4)
         clock, taken = _timed(
             bench, lambda clock: run(ids, NEW + PROFILED, streamer=clock, logits_processor=[mine]), (NEW, PROFILED)
@@ -204,7 +204,7 @@ def _attached(bench: Decoding, case: Case, model: Any, ids: Tensor, answer: Answ
     if not off <= most.logits:
         what = f"logits differ from transformers' by {off:.2e}, more than {most.logits:.2e}"
         raise WrongResult(f"{case.name}: {what}; its time does not count")
-    measured = _measured(ATTACHED, "longreach", clock, taken, {"impl": case.impls[0]}, clock.launched)
+    measured = _measured(ATTACHED, "longreach", clock, taken, {"impl": "auto"}, clock.launched)
     return {**measured, "error": off, "error_bound": most.logits}
 
 
@@ -217,7 +217,7 @@ def _longreach(
     from longreach.adapters.transformers.loop import generate
 
     found = list[Tensor]()
-    with attach(model, decode=method, impl=case.impls[0]) as session:
+    with attach(model, decode=method) as session:
 
         def run(prompt: Tensor, clock: Clock | None) -> None:
             made = generate(session, prompt, max_new_tokens=NEW, eos_token_id=(), streamer=clock)
@@ -230,7 +230,7 @@ def _longreach(
         (decoder,) = session.static_caches[len(ids)].decoders.values()
         launched = bench.launched_by(decoder, None if decoder.graph is None else seen.captured)
     behind = require_tokens(case.name, answer, found[-1], KEPT if method is None else 1, most)
-    measured = _measured(OURS, "longreach", clock, taken, {"impl": case.impls[0]}, launched)
+    measured = _measured(OURS, "longreach", clock, taken, {"impl": "auto"}, launched)
     return {**measured, "error": behind, "error_bound": most.behind}
 
 
