@@ -96,8 +96,8 @@ def judge_method(
 
     eager, captured: logits [B, V] of the same step. most: the error bound of a step of this model (relative, norms):
     each of the two may err so much. steady: whether equal inputs but for rounding make equal choices. A method that
-    scores drawn keys by a few of their coordinates makes others, and the captured step, whose parts are compiled, rounds
-    otherwise: there the difference is recorded and not judged.
+    scores drawn keys by a few of their coordinates makes others, and the captured step, whose parts are compiled,
+    rounds otherwise: there the difference is recorded and not judged.
     """
     error = max(layers.worst.values(), default=float("nan"))
     off = float(((captured.double() - eager.double()).norm(dim=-1) / eager.double().norm(dim=-1)).max())
