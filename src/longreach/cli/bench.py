@@ -27,7 +27,6 @@ EXAMPLES = (
     "longreach bench run chunk-store --out runs/bench    (needs no GPU, but 20 GB of disk, in --out)",
     "longreach bench run --tiny --out runs/bench     (any CPU: exercises the code, measures nothing)",
     "longreach bench check    (records whose kernels have changed since, or that came from a dirty tree)",
-    "longreach bench check --spot dense-decode    (on a GPU: measure a small case again, and confirm its group)",
     "longreach bench readme   (write README's numbers from the records)",
 )
 ACTIONS = ("list", "run", "check", "readme")

@@ -189,7 +189,6 @@ def test_ties_go_to_the_newest(impl: str) -> None:
         *(("reference", dtype, weighted) for dtype in (torch.float32, HALF) for weighted in (False, True)),
         ("triton", torch.float32, True),
         ("triton", HALF, False),
-        ("blocks", HALF, True),
     ],
 )
 def test_rotated_and_recovered_equal_queries_are_ties(impl: str, dtype: torch.dtype, weighted: bool) -> None:
