@@ -9,8 +9,8 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from torch import Tensor
 
 from longreach.errors import Unsupported
-from longreach.ops import HeadShard, KVView, Partial, RotaryAngles, Rows, Selection
-from longreach.ops.attend import attend, resolve
+from longreach.ops import HeadShard, KVView, Partial, RotaryAngles, Rows, Selection, Spans
+from longreach.ops.attend import prepare, resolve
 from longreach.ops.doors import Op, Read, op_named
 from longreach.ops.types import describe, require
 
@@ -30,6 +30,16 @@ class ModelShape:
     kv_heads: int
     head_dim: int
     config: str = ""
+
+
+class Prepared(NamedTuple):
+    """An attention that was prepared, and what for."""
+
+    selection: Selection
+    kv: KVView
+    sink: bool
+    impl: str
+    run: Callable[[], Partial]
 
 
 class Noted(NamedTuple):
@@ -78,6 +88,7 @@ class LayerCall:
     evicted: whether keys of this layer were dropped, so that slots are not positions.
     model: what the layer belongs to. shared: values that layers of one pass leave for later ones; gone with the pass.
     meter: counts the reads of this call and of the calls taken from it. index: the rows of the pass that these are.
+    prepared: the last attention over spans, for a step that attends again over the same tensors.
     """
 
     layer: int
@@ -98,6 +109,7 @@ class LayerCall:
     shared: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
     meter: Meter = field(default_factory=Meter, repr=False, compare=False)
     index: Tensor | None = field(default=None, repr=False, compare=False)
+    prepared: list[Prepared] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.kv.slot_pos is not None:
@@ -112,21 +124,21 @@ class LayerCall:
         kv: another view than the layer's, on the same device: other memory of the same heads.
         Raises InvalidInput for a view on another device, and what ops.attend raises.
         """
-        kv = self._view(kv)
-        sink_logit = self.sink_logit if sink else None
-        impl = resolve(self.impl, self.rows, kv, selection, softcap=self.softcap, sink_logit=sink_logit)
-        partial = attend(
-            self.rows,
-            kv,
-            selection,
-            scale=self.scale,
-            softcap=self.softcap,
-            sink_logit=sink_logit,
-            impl=impl,
-        )
-        self.meter.kernels_used.add(impl)
-        self._note(kv, Read.of(kv, selection))
+        last = self.prepared[0] if self.prepared and kv is None else None
+        if last is None or last.selection is not selection or last.sink is not sink:
+            last = self._prepare(selection, self._view(kv), sink)
+            if kv is None and isinstance(selection, Spans):  # lists may be copied to prepare them
+                self.prepared[:] = [last]
+        partial = last.run()
+        self.meter.kernels_used.add(last.impl)
+        self._note(last.kv, Read.of(last.kv, selection))
         return partial
+
+    def _prepare(self, selection: Selection, kv: KVView, sink: bool) -> Prepared:
+        logits: dict[str, Any] = {"softcap": self.softcap, "sink_logit": self.sink_logit if sink else None}
+        impl = resolve(self.impl, self.rows, kv, selection, **logits)
+        run = prepare(self.rows, kv, selection, scale=self.scale, impl=impl, **logits)
+        return Prepared(selection, kv, sink, impl, run)
 
     def op(
         self,

@@ -1,7 +1,7 @@
 """attend: the one operator, and its passes that keep logits for later ones."""
 
 from longreach.ops.attend.amend import AMEND, AMEND_IMPLEMENTATIONS, Entries, attend_amend
-from longreach.ops.attend.api import IMPLEMENTATIONS, attend, attend_split, resolve
+from longreach.ops.attend.api import IMPLEMENTATIONS, attend, attend_split, prepare, resolve
 from longreach.ops.attend.quantise import copy_keys, quantise_keys
 from longreach.ops.attend.score_and_pool import SCORE_AND_POOL, score_and_pool
 from longreach.ops.attend.two_pass import (
@@ -28,6 +28,7 @@ __all__ = [
     "attend_split",
     "attend_with_logits",
     "copy_keys",
+    "prepare",
     "quantise_keys",
     "resolve",
     "score_and_pool",

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 from torch import Tensor
 
 from longreach.ops.attend.sdpa import sdpa_for
@@ -19,6 +23,7 @@ IMPLEMENTATIONS = Implementations(
         "sdpa_flash": "longreach.ops.attend.sdpa:flash",
     },
 )
+_prepare = Implementations("attend", {"triton": "longreach.ops.attend.triton:prepare"})  # who has anything to prepare
 _split = Implementations(
     "attend_split",
     {"reference": "longreach.ops.attend.reference:attend_split", "triton": "longreach.ops.attend.triton:attend_split"},
@@ -70,13 +75,32 @@ def attend(
     Raises InvalidInput for shapes, dtypes and devices that do not fit, SelectionError for slots out of range
     or named twice (where reading them costs no device sync), UnknownName for an unknown impl.
     """
+    return prepare(rows, kv, selection, scale=scale, softcap=softcap, sink_logit=sink_logit, impl=impl)()
+
+
+def prepare(
+    rows: Rows,
+    kv: KVView,
+    selection: Selection,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sink_logit: Tensor | None = None,
+    impl: str = "auto",
+) -> Callable[[], Partial]:
+    """attend with these arguments, checked and planned once: each call attends to what the tensors hold then.
+
+    For a step that runs again over the same tensors. The arguments and what is raised are those of `attend`.
+    """
     check_memory(rows, kv)
     require(isinstance(selection, Selection), lambda: f"selection: expected a Selection, got {describe(selection)}")
     selection.check(rows, kv)
     check_logits(scale, softcap, rows, sink_logit)
     name = resolve(impl, rows, kv, selection, softcap=softcap, sink_logit=sink_logit)
-    compute = IMPLEMENTATIONS.get(name, rows.q.device)
-    return compute(rows, kv, selection, scale=scale, softcap=softcap, sink_logit=sink_logit)
+    given: dict[str, Any] = {"scale": scale, "softcap": softcap, "sink_logit": sink_logit}
+    if name in _prepare.paths:
+        return _prepare.get(name, rows.q.device)(rows, kv, selection, **given)
+    return partial(IMPLEMENTATIONS.get(name, rows.q.device), rows, kv, selection, **given)
 
 
 def attend_split(

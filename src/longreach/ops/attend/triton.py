@@ -11,7 +11,7 @@ from torch import Tensor
 from longreach.errors import Unsupported
 from longreach.ops.attend import triton_kernels as kernels
 from longreach.ops.attend import triton_merging as merging
-from longreach.ops.attend.tiles import tiles_of
+from longreach.ops.attend.tiles import Tiles, tiles_of
 from longreach.ops.attend.triton_tuning import (
     INTERPRETED,
     Tuning,
@@ -31,7 +31,30 @@ NOTHING: tuple[int, int, int] = (0, 0, 0)
 def attend(
     rows: Rows, kv: KVView, selection: Selection, *, scale: float, softcap: float | None, sink_logit: Tensor | None
 ) -> Partial:
-    return launch(rows, kv, selection, scale=scale, softcap=softcap, sink_logit=sink_logit, split=None)[0]
+    return prepare(rows, kv, selection, scale=scale, softcap=softcap, sink_logit=sink_logit)()
+
+
+def prepare(
+    rows: Rows, kv: KVView, selection: Selection, *, scale: float, softcap: float | None, sink_logit: Tensor | None
+) -> Callable[[], Partial]:
+    """attend, with all that depends on shapes and on the selection's form alone found once."""
+    refuse(rows, kv, selection, sink_logit)
+
+    def plan_now() -> _Plan:
+        return _plan(rows, kv, selection, None, None, parts=1, values=True)
+
+    plan = plan_now() if rows.q.shape[0] else None
+    by_position = plan is not None and plan.tiles.table is not None  # the tiles follow what rows.pos holds
+
+    def run() -> Partial:
+        out = rows.q.new_empty(rows.q.shape, dtype=torch.float32)
+        lse = rows.q.new_empty(rows.q.shape[:2], dtype=torch.float32)
+        if plan is not None:
+            with torch.cuda.device_of(rows.q):
+                _launch(plan_now() if by_position else plan, rows, kv, scale, softcap, sink_logit, out, lse)
+        return Partial(out, lse)
+
+    return run
 
 
 def attend_split(
@@ -99,6 +122,86 @@ class _Choice(NamedTuple):
     ending: bool  # a row's query heads end their one span together
 
 
+class _Plan(NamedTuple):
+    """What a launch needs of shapes, strides and the selection's form, found once for launches that differ in nothing
+    but what their tensors hold."""
+
+    choice: _Choice
+    tiles: Tiles
+    tune: Tuning
+    group: int
+    mr: int  # rows x heads of a tile
+    items: int  # streams of keys
+    programs: int
+    dealt: bool  # whether blocks of all streams are dealt out among the programs
+    options: dict[str, Any]  # of attend_pieces
+    merging: dict[str, Any]  # of merge_pieces, and of what takes its place
+    grid: tuple[int, int]  # of the same
+
+
+def _plan(
+    rows: Rows,
+    kv: KVView,
+    selection: Selection,
+    split: Bound | None,
+    tune: Tuning | None,
+    *,
+    parts: int,
+    values: bool,
+    write: bool = False,
+    keys: ScoringKeys | None = None,
+    finished_apart: bool = False,
+) -> _Plan:
+    _, heads, dim = rows.q.shape
+    group = kv.group(rows)
+    choice = _choice(selection, split, rows)
+    axis, per_item = (heads, 1) if choice.apart else (kv.heads, group)
+    tiles = tiles_of(rows, kv, selection, most=_rows_at_once(dim, per_item, rows.q.dtype))
+    items = tiles.count * axis * parts
+    own = per_item if choice.own else 1
+    fewest = 4 if keys is not None else 16 if rows.q.dtype == torch.float32 else 8
+    mr = tiles.size * per_item
+    m = max(fewest, next_power_of_2(mr))
+    i2, x = next_power_of_2(items), next_power_of_2(tiles.size * own)
+    dealt = items <= 1024 and i2 * x <= MOST_DEALT
+    wide = max(16 if keys is None else 32, next_power_of_2(dim))
+    k = kv.k if keys is None else keys.k
+    paged = kv.block_table is not None and kv.block_table.shape[1] > 1
+    page = kv.page if paged else 0
+    dense = isinstance(selection, Spans) and selection.is_dense
+    if write:
+        t = tune or keeping_tuning(k.dtype, wide, m, page=page, items=items, values=values, coded=keys is not None)
+        assert t.unit == t.block and dense, (t, selection)
+    else:
+        lists = choice.listing is not None
+        t = tune or tuning(rows.q.dtype, wide, m, lists=lists, page=page, dense=dense, items=items)
+    programs = t.programs(rows.q.device) if dealt else 1
+    if t.aligned and items < programs:
+        programs -= programs % items
+
+    evicted = kv.slot_pos is not None
+    close = max(k.stride(2), kv.v.stride(2)) < 1 << 22  # 256 of them
+    form = (parts, axis, per_item, own, evicted, len(choice.spans[0]), close)
+    layout = (tiles.size, tiles.width, tiles.table is not None)
+    chained = t.chained and dealt
+    launch = {"launch_pdl": True} if chained else {}
+    limits = {"maxnreg": t.registers} if t.registers else {}
+    hull = not evicted and (choice.uniform or (tiles.size == 1 and (choice.ending or not choice.own)))
+    options = {
+        "layout": layout, "kinds": choice.kinds, "listing": choice.listing, "form": form, "PAGED": paged,
+        "TABLED": kv.block_table is not None, "PAGE": page or 1, "HULL": hull, "DEALT": dealt,
+        "I2": i2 if dealt else 1, "X": x, "M": m, "BN": t.block, "D": dim, "BD": wide, "STAGES": t.stages,
+        "UNIT": t.unit, "CHAINED": chained, "num_warps": t.warps, **launch, **limits,
+    }  # fmt: skip
+    results = items // (parts if finished_apart else 1) * mr
+    chunk = min(64, next_power_of_2(programs * parts // items + 2))  # one side of a split may hold nearly all
+    channels, warps, early = merge_tuning(wide, results, chunk, values)
+    merging = {"layout": layout, "form": form, "D": dim, "BD": channels, "C": chunk, "EARLY": early,
+               "CHAINED": chained, "num_warps": warps, **launch}  # fmt: skip
+    grid = results, wide // channels
+    return _Plan(choice, tiles, t, group, mr, items, programs, dealt, options, merging, grid)
+
+
 def launch_into(
     rows: Rows,
     kv: KVView,
@@ -123,44 +226,37 @@ def launch_into(
     read: logits to take instead of reading keys; write: return the logits (of one dense span). keys: to read instead
     of kv.k, where values are not read.
     """
-    count, heads, dim = rows.q.shape
-    if not count:
+    if not rows.q.shape[0]:
         return _new_logits(rows, kv, 1) if write else None
-    group = kv.group(rows)
-    choice = _choice(selection, split, rows)
-    evicted = kv.slot_pos is not None
-    axis, per_item = (heads, 1) if choice.apart else (kv.heads, group)
-    tiles = tiles_of(rows, kv, selection, most=_rows_at_once(dim, per_item, rows.q.dtype))
-    parts = lse.shape[0]
-    items = tiles.count * axis * parts
-    own = per_item if choice.own else 1
-    fewest = 4 if keys is not None else 16 if rows.q.dtype == torch.float32 else 8
-    m = max(fewest, next_power_of_2(tiles.size * per_item))
-    i2, x = next_power_of_2(items), next_power_of_2(tiles.size * own)
-    dealt = items <= 1024 and i2 * x <= MOST_DEALT
-    wide = max(16 if keys is None else 32, next_power_of_2(dim))
-    k = kv.k if keys is None else keys.k
-    lists = choice.listing is not None
-    paged = kv.block_table is not None and kv.block_table.shape[1] > 1
-    page = kv.page if paged else 0
-    dense = isinstance(selection, Spans) and selection.is_dense
-    if write:
-        t = tune or keeping_tuning(
-            k.dtype, wide, m, page=page, items=items, values=out is not None, coded=keys is not None
-        )
-        assert t.unit == t.block and dense, (t, selection)
-    else:
-        t = tune or tuning(rows.q.dtype, wide, m, lists=lists, page=page, dense=dense, items=items)
-    logits = _new_logits(rows, kv, t.block) if write else read
-    programs = t.programs(rows.q.device) if dealt else 1
-    if t.aligned and items < programs:
-        programs -= programs % items
+    plan = _plan(
+        rows, kv, selection, split, tune, parts=lse.shape[0], values=out is not None, write=write, keys=keys,
+        finished_apart=finish is not None,
+    )  # fmt: skip
+    logits = _new_logits(rows, kv, plan.tune.block) if write else read
+    _launch(plan, rows, kv, scale, softcap, sink_logit, out, lse, logits, write, keys, finish)
+    return logits
 
+
+def _launch(
+    plan: _Plan,
+    rows: Rows,
+    kv: KVView,
+    scale: float,
+    softcap: float | None,
+    sink_logit: Tensor | None,
+    out: Tensor | None,
+    lse: Tensor,
+    logits: Logits | None = None,
+    write: bool = False,
+    keys: ScoringKeys | None = None,
+    finish: Callable[..., None] | None = None,
+) -> None:
+    """As launch_into, by a plan made for these shapes, strides and this selection."""
+    count, heads, dim = rows.q.shape
+    tiles, choice, programs, items = plan.tiles, plan.choice, plan.programs, plan.items
+    k = kv.k if keys is None else keys.k
     q = rows.q if rows.q.stride(2) == 1 and rows.q.stride(1) * heads < 1 << 31 else rows.q.contiguous()
     seq, filled = rows.seq.contiguous(), kv.seq_lens.contiguous()
-    close = max(k.stride(2), kv.v.stride(2)) < 1 << 22  # 256 of them
-    form = (parts, axis, per_item, own, evicted, len(choice.spans[0]), close)
-    layout = (tiles.size, tiles.width, tiles.table is not None)
     row_args = (
         q,
         q.stride(0),
@@ -184,44 +280,28 @@ def launch_into(
         table.stride(0),
         slot_pos,
         *slot_pos.stride()[:2],
-        group,
+        plan.group,
     )
-    mr = tiles.size * per_item
     pieces = lse, lse, lse
     ends = lse
     values = out is not None
-    if dealt:
-        slots = (programs + items) * mr
+    if plan.dealt:
+        slots = (programs + items) * plan.mr
         parts_of = lse.new_empty(slots * dim) if values else lse
         pieces = lse.new_empty(slots), lse.new_empty(slots), parts_of
         ends = torch.empty(items, dtype=torch.int32, device=q.device)
     sunk = sink_logit is not None
-    chained = t.chained and dealt
-    launch = {"launch_pdl": True} if chained else {}
-    limits = {"maxnreg": t.registers} if t.registers else {}
     sink = lse if sink_logit is None else sink_logit.contiguous()
     result = (lse if out is None else out, lse, sink, pieces, ends, heads, count)
     kept, kept_kind = _kept(logits, write, values, keys)
-    hull = not evicted and (choice.uniform or (tiles.size == 1 and (choice.ending or not choice.own)))
-    kernels.attend_pieces[(programs if dealt else items,)](
+    kernels.attend_pieces[(programs if plan.dealt else items,)](
         row_args, memory, choice.spans, choice.lists, kept, result, float(scale), float(softcap or 1.0),
-        items, programs,
-        layout=layout, kinds=choice.kinds, listing=choice.listing, form=form, keeping=kept_kind, PAGED=paged,
-        TABLED=kv.block_table is not None, PAGE=page or 1, HULL=hull, CAPPED=softcap is not None,
-        SUNK=sunk, DEALT=dealt, I2=i2 if dealt else 1, X=x, M=m, BN=t.block, D=dim, BD=wide, STAGES=t.stages,
-        UNIT=t.unit, CHAINED=chained, num_warps=t.warps, **launch, **limits,
+        items, programs, keeping=kept_kind, CAPPED=softcap is not None, SUNK=sunk, **plan.options,
     )  # fmt: skip
-    results = items // (parts if finish else 1) * mr
-    chunk = min(64, next_power_of_2(programs * parts // items + 2))  # one side of a split may hold nearly all
-    channels, warps, early = merge_tuning(wide, results, chunk, values)
-    how = {"layout": layout, "form": form, "D": dim, "BD": channels, "C": chunk, "EARLY": early, "CHAINED": chained,
-           "num_warps": warps, **launch}  # fmt: skip
-    grid = results, wide // channels
     if finish is not None:
-        finish(grid, row_args, result, items, programs, DEALT=dealt, **how)
-    elif dealt:
-        merging.merge_pieces[grid](row_args, result, items, programs, SUNK=sunk, VALUES=values, **how)
-    return logits
+        finish(plan.grid, row_args, result, items, programs, DEALT=plan.dealt, **plan.merging)
+    elif plan.dealt:
+        merging.merge_pieces[plan.grid](row_args, result, items, programs, SUNK=sunk, VALUES=values, **plan.merging)
 
 
 def _new_logits(rows: Rows, kv: KVView, block: int) -> Logits:
