@@ -98,9 +98,7 @@ def run(
     phase = phase or ("decode" if all(start) and all(t.count == 1 for t in turns) else "prefill")
     observers = (method.by,) if isinstance(method, Observed) else ()
     step = cache.begin([t.slot for t in turns], [t.count for t in turns])
-    states = cache.state
-    assert isinstance(states, StateStore)
-    layers = runtime.Pass((Segment(phase, method, observers),), MODEL, states, impl=impl)
+    layers = runtime.Pass((Segment(phase, method, observers),), MODEL, states_of(cache), impl=impl)
 
     def calls() -> Iterator[LayerCall]:
         for layer in range(LAYERS):
@@ -109,7 +107,7 @@ def run(
                 for parts in ([t.text.q for t in turns], [t.text.k for t in turns], [t.text.v for t in turns])
             )
             cache.append(layer, step, k, v)
-            call = _call(cache, layers, layer, step, q, k)
+            call = call_of(cache, layers, layer, step, q, k)
             if before is not None:
                 before(call)
             yield call
@@ -119,7 +117,7 @@ def run(
     return Pass([call for call, _ in done], [outcome for _, outcome in done])
 
 
-def _call(cache: KVCache, layers: runtime.Pass, layer: int, step: Append, q: Tensor, k: Tensor) -> LayerCall:
+def call_of(cache: KVCache, layers: runtime.Pass, layer: int, step: Append, q: Tensor, k: Tensor) -> LayerCall:
     cos, sin = (x[:, None] for x in angles(step.pos, FREQUENCIES.to(q.device)))
     terms = {name: x.to(q.device) if isinstance(x, Tensor) else x for name, x in LOGITS[layer].items()}
     return layers.call(
@@ -134,6 +132,12 @@ def _call(cache: KVCache, layers: runtime.Pass, layer: int, step: Append, q: Ten
         evicted=cache.evicted(layer),
         **terms,
     )
+
+
+def states_of(cache: KVCache) -> StateStore:
+    """Where methods keep their state beside a cache."""
+    assert isinstance(cache.state, StateStore)
+    return cache.state
 
 
 def new_cache(config: CacheConfig | None = None, slots: int = 1, device: torch.device | str = "cpu") -> KVCache:

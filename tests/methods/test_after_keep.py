@@ -9,27 +9,32 @@ import pytest
 import torch
 from torch import Tensor
 
-from longreach import MAC, Kascade, LessIsMore, Loki, OmniKV, OracleTopK, Quest, StreamingLLM
-from longreach.cache import KVCache
+from longreach import MAC, Kascade, LessIsMore, Loki, OmniKV, OracleTopK, Quest, StreamingLLM, runtime
+from longreach.cache import DecodeBuffers, KVCache
 from longreach.errors import Unsupported
 from longreach.methods.base import AttentionMethod
 from longreach.methods.dense import Dense
 from longreach.ops.selection import Selection
 from tests.methods.drive import (
     CACHES,
+    DIM,
     HEADS,
     KV_HEADS,
     LAYERS,
     LOGITS,
+    MODEL,
     SCALE,
     Pass,
     Text,
     Turn,
+    call_of,
     in_phase,
     new_cache,
     run,
+    states_of,
     text,
 )
+from tests.ops.attend.kernels import needs_gpu
 
 WORKING = [
     Dense(),
@@ -62,7 +67,7 @@ class Kept:
                 count = max(1, int(held * share) - layer)
                 chosen = [torch.randperm(held, generator=dice)[:count].sort().values for _ in range(KV_HEADS)]
                 self.at[layer][slot] = [[self.at[layer][slot][g][int(i)] for i in chosen[g]] for g in range(KV_HEADS)]
-                index.append(torch.stack(chosen))
+                index.append(torch.stack(chosen).to(cache.device))
             cache.keep(layer, slots, index)
 
     def add(self, slot: int, pos: int) -> None:
@@ -111,6 +116,7 @@ def check(kept: Kept, turn: Pass, slots: Sequence[int], texts: dict[int, Text], 
                 assert bool(chosen.all())
 
 
+@pytest.mark.covering("config", "impl", method=type)
 @pytest.mark.parametrize("impl", impls)
 @pytest.mark.parametrize("method", WORKING, ids=repr)
 @each_cache
@@ -119,7 +125,7 @@ def test_decoding_after_keep(method: AttentionMethod, config: Any, impl: str) ->
     dice = torch.Generator().manual_seed(3)
     texts, slots = {2: text(44, seed=1), 0: text(31, seed=2)}, [2, 0]
     cache, prefill = new_cache(config, slots=3), in_phase(method, "prefill")
-    run(cache, prefill, [Turn(texts[2], 2, 33), Turn(texts[0], 0, 21)], impl=impl)
+    run(cache, prefill, [Turn(texts[2], 2, 33), Turn(texts[0], 0, 21)])
     lengths = {2: 33, 0: 21}
     kept = Kept(lengths)
     kept.keep(cache, dice, [2], 0.6)
@@ -141,6 +147,68 @@ def test_decoding_after_keep(method: AttentionMethod, config: Any, impl: str) ->
     kept.cut(2, lengths[2])
     decode([2, 0])
     decode([2])
+
+
+class Static:
+    """A decode step in buffers that stay in place, which a CUDA graph can hold."""
+
+    def __init__(self, cache: KVCache, method: AttentionMethod, slots: Sequence[int], width: int):
+        device, batch = cache.device, len(slots)
+        self.cache, self.buffers = cache, DecodeBuffers(cache, slots, width)
+        self.layers = runtime.Pass((runtime.Segment("decode", method),), MODEL, states_of(cache))
+        self.q = torch.zeros(LAYERS, batch, HEADS, DIM, device=device)
+        self.k, self.v = torch.zeros(2, LAYERS, batch, KV_HEADS, DIM, device=device)
+        self.outs = torch.zeros_like(self.q)
+
+    def run(self) -> None:
+        self.layers.shared.clear()
+        for layer in range(LAYERS):
+            self.cache.append(layer, self.buffers.append, self.k[layer], self.v[layer])
+            call = call_of(self.cache, self.layers, layer, self.buffers.append, self.q[layer], self.k[layer])
+            self.outs[layer] = runtime.attend_layer(self.layers, call).partial.out
+        self.buffers.advance()
+
+    def decode(self, tokens: Sequence[Text], captured: bool) -> list[Tensor]:
+        """[L, B, H, D] of each of the tokens. captured: from the third on by one CUDA graph."""
+        graph, made = None, []
+        self.buffers.open(len(tokens))
+        for number, token in enumerate(tokens):
+            for buffer, x in zip((self.q, self.k, self.v), (token.q, token.k, token.v), strict=True):
+                buffer.copy_(x)
+            if captured and number == 2:
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    self.run()
+            self.run() if graph is None else graph.replay()
+            self.buffers.count()
+            made.append(self.outs.clone())
+        self.buffers.close()
+        return made
+
+
+@pytest.mark.parametrize("captured", [False, pytest.param(True, marks=[pytest.mark.gpu, needs_gpu])])
+@pytest.mark.parametrize("method", WORKING, ids=repr)
+@each_cache
+def test_steps_in_place_after_keep(method: AttentionMethod, config: Any, captured: bool) -> None:
+    """Fixed buffers give what passes that are begun one by one give, captured or not."""
+    device, slots, steps = "cuda" if captured else "cpu", [2, 0], 6
+    texts, lengths = {2: text(44, seed=1).to(device), 0: text(31, seed=2).to(device)}, {2: 33, 0: 21}
+    caches = [new_cache(config, slots=3, device=device) for _ in range(2)]
+    for cache in caches:
+        run(cache, in_phase(method, "prefill"), [Turn(texts[s], s, lengths[s]) for s in slots])
+        Kept(lengths).keep(cache, torch.Generator().manual_seed(5), slots, 0.6)
+    want = [run(caches[0], method, [Turn(texts[s], s) for s in slots], phase="decode") for _ in range(steps)]
+
+    def tokens(n: int) -> Text:
+        each = [Text(*(x[:, lengths[s] + n] for x in (texts[s].q, texts[s].k, texts[s].v))) for s in slots]
+        return Text(*(torch.stack(x, 1) for x in zip(*((t.q, t.k, t.v) for t in each), strict=True)))
+
+    static = Static(caches[1], method, slots, width=10 if config.kind == "paged" else 1)
+    got = static.decode([tokens(n) for n in range(steps)], captured)
+    for mine, plain in zip(got, want, strict=True):
+        torch.testing.assert_close(mine, torch.stack([o.partial.out for o in plain.outcomes]), rtol=1e-5, atol=1e-5)
+    caches[1].keep(0, [2], [torch.arange(4, device=device).expand(KV_HEADS, -1)])
+    assert not static.buffers.valid, "memory has moved: a graph captured before must not run"
 
 
 @pytest.mark.parametrize("method", REFUSING, ids=repr)
