@@ -263,7 +263,7 @@ def test_decoding_needs_no_value_from_the_device(options: Any, tmp_path: Path, m
         "attend_from_logits": of("attend_from_logits", run=attended),
     }
     monkeypatch.setattr(call_module, "op_named", ops.__getitem__)
-    monkeypatch.setattr(call_module, "attend", attended)
+    monkeypatch.setattr(call_module, "prepare", lambda *a, **b: attended)
     method, ledger = Kascade(planned(tmp_path, (0, 2), {1: (1, 1)}), **options), Ledger()
     with FakeTensorMode():
         memory, ints = torch.empty(batch, KV_HEADS, capacity, DIM), torch.ones(batch, dtype=torch.int64)
