@@ -75,9 +75,10 @@ class AttentionMethod(ABC):
         return None
 
     def workspace_bytes(self, model: ModelShape, rows: int, capacity: int, dtype: torch.dtype) -> int:
-        """Bytes of logits, scores and lists that one layer's decode call holds at most, beside attention's own results.
+        """Bytes of logits, scores and lists that one layer's decode call holds at most, beyond dense attention's.
 
         rows: rows of the call, each of which can see `capacity` slots; dtype: of keys. Heads are those of all ranks.
+        Of the Triton implementation; a few words a row (counts, positions) are left out.
         """
         return 0
 

@@ -97,7 +97,7 @@ class CrossLayerTopK(AttentionMethod):
         """The keys of each row, lists of one head [R, 1, C], from dense attention of the layer and its logits."""
 
     def workspace_bytes(self, model: ModelShape, rows: int, capacity: int, dtype: torch.dtype) -> int:
-        chosen = 4 * rows * (model.query_heads * capacity + capacity + 1)  # scores and a list, of at most all keys
+        chosen = 4 * rows * (2 * capacity + 1)  # scores and a list, of at most all keys
         return logits_bytes(model, rows, capacity, dtype) + chosen
 
     def run(self, call: LayerCall, state: SequenceState | None) -> Outcome:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from longreach.methods.base import budget, check_budget, is_count
-from longreach.methods.call import LayerCall
+from longreach.methods.base import budget, check_budget, is_count, logits_bytes
+from longreach.methods.call import LayerCall, ModelShape
 from longreach.methods.choosing import CrossLayerTopK, best_keys, gather_over_ranks, max_keys
 from longreach.ops import HeadShard, Lists, Partial
 from longreach.ops.types import Logits, require
@@ -57,6 +57,10 @@ class LessIsMore(CrossLayerTopK):
             call, call.op("rank_round_robin", ballot, index, used, first_head=first, heads=heads)
         ).amax(1)
         return best_keys(call, scores[:, None], self.k)
+
+    def workspace_bytes(self, model: ModelShape, rows: int, capacity: int, dtype: torch.dtype) -> int:
+        votes = logits_bytes(model, rows, capacity, dtype) + 4 * rows * model.query_heads * max_keys(self.k, capacity)
+        return super().workspace_bytes(model, rows, capacity, dtype) + votes
 
     def _share(self, call: LayerCall) -> tuple[Tensor, Tensor]:
         """The budget of each row and how many of it the most recent keys have, int64 [R] each."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from longreach.cache import SequenceState
-from longreach.methods.base import AttentionMethod, Outcome, attend_densely, check_budget, is_count
+from longreach.methods.base import AttentionMethod, Outcome, attend_densely, check_budget, is_count, logits_bytes
 from longreach.methods.call import LayerCall, ModelShape
-from longreach.methods.choosing import OTHER_KEYS, best_keys
+from longreach.methods.choosing import OTHER_KEYS, best_keys, max_keys
 from longreach.ops.doors import EVERYTHING, Read
 from longreach.ops.types import require
 
@@ -48,6 +49,10 @@ class OracleTopK(AttentionMethod):
                 f"dense_layers: expected layers of the model, which has {model.layers} (0 to {model.layers - 1}), "
                 f"got layer {layer}",
             )
+
+    def workspace_bytes(self, model: ModelShape, rows: int, capacity: int, dtype: torch.dtype) -> int:
+        chosen = 4 * rows * model.kv_heads * (capacity + max_keys(self.k, capacity) + 1)
+        return logits_bytes(model, rows, capacity, dtype) + chosen
 
     def run(self, call: LayerCall, state: SequenceState | None) -> Outcome:
         if call.layer in self.dense_layers:

@@ -1,0 +1,94 @@
+"""What methods say that a decode call holds beside attention's own results, against what is allocated."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from longreach import Kascade, LessIsMore, Loki, OmniKV, OracleTopK, Quest, StreamingLLM
+from longreach.cache import CacheConfig
+from longreach.methods.base import AttentionMethod
+from longreach.methods.call import LayerCall
+from longreach.methods.dense import Dense
+from tests.methods.drive import LAYERS, MODEL, Turn, in_phase, new_cache, run, text
+
+CONTEXT = 200
+METHODS = [
+    StreamingLLM(),
+    Quest(k=0.3, page=4, dense_layers=()),
+    Loki(k=0.3),
+    Kascade(k=0.3, min_keys=8),
+    Kascade(k=0.3, min_keys=8, heads="all"),
+    OmniKV(k=0.3, layers=(0,)),
+    LessIsMore(k=0.3, layers=(0,)),
+    OracleTopK(k=0.3),
+]
+
+
+class Live(TorchDispatchMode):
+    """Bytes of tensors that were made while it is entered and still live; at most, since `since`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._views: dict[int, int] = {}  # storage -> tensors that hold it
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        older = {_storage(x) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)} - self._views.keys()
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor) and _storage(x) not in older:
+                if _storage(x) not in self._views:
+                    self._views[_storage(x)] = 0
+                    self.now += x.untyped_storage().nbytes()
+                    self.most = max(self.most, self.now)
+                self._views[_storage(x)] += 1
+                weakref.finalize(x, self._gone, _storage(x), x.untyped_storage().nbytes())
+        return out
+
+    def _gone(self, storage: int, size: int) -> None:
+        self._views[storage] -= 1
+        if not self._views[storage]:
+            del self._views[storage]
+            self.now -= size
+
+
+def _storage(x: torch.Tensor) -> int:
+    return int(x.untyped_storage()._cdata)
+
+
+def held(method: AttentionMethod, rows: int) -> int:
+    """Bytes that a layer of a decoding pass holds at most, the largest of all layers'."""
+    whole, slots = text(CONTEXT + 1), list(range(rows))
+    cache = new_cache(CacheConfig(capacity=CONTEXT + 1), slots=rows)
+    run(cache, in_phase(method, "prefill"), [Turn(whole, slot, CONTEXT) for slot in slots])
+    live, found, began = Live(), list[int](), 0
+
+    def before(call: LayerCall) -> None:
+        nonlocal began
+        found.append(live.most - began)
+        live.most = began = live.now
+
+    with torch.no_grad(), live:
+        run(cache, method, [Turn(whole, slot) for slot in slots], before=before, impl="triton")
+    assert len(found) == LAYERS
+    return max(*found[1:], live.most - began)
+
+
+@pytest.mark.parametrize("rows", [1, pytest.param(3, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_workspace_bytes(method: AttentionMethod, rows: int, plain: dict[int, int]) -> None:
+    declared = method.workspace_bytes(MODEL, rows, CONTEXT + 1, torch.float32)
+    measured = held(method, rows) - plain.setdefault(rows, held(Dense(), rows))
+    assert measured <= declared + 64 * rows
+    assert declared <= 1.5 * measured + 64 * rows
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[int, int]:
+    """rows -> what dense attention holds."""
+    return {}
