@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from longreach.adapters.transformers.loop import decoder, run
 from longreach.bench import user
 from longreach.bench.case import Target
 from longreach.bench.cases import CASES, METHODS, tiny
 from longreach.bench.check import WrongResult
 from longreach.bench.decoding import Decoding
 from longreach.bench.targets import judge
-from longreach.bench.user import ATTACHED, OURS, THEIRS, Answer, rounding, run_user
+from longreach.bench.user import ATTACHED, OURS, PIECEWISE, THEIRS, Answer, rounding, run_user
 from longreach.methods.dense import Dense
+from tests.adapters.transformers.fake_graph import FakeGraph
 
 CASE = tiny(CASES["user-8k-b4"])
+
+
+def noted(graphs: list[FakeGraph]) -> Callable[[], FakeGraph]:
+    def make() -> FakeGraph:
+        graphs.append(FakeGraph())
+        return graphs[-1]
+
+    return make
 
 
 @pytest.fixture
@@ -37,6 +48,21 @@ def test_all_ways_have_times_memory_and_checked_tokens(bench: Decoding) -> None:
         assert 0 <= entry["error"] <= entry["error_bound"] < 1e-3
         assert entry["ttft_seconds"] > 0 and len(entry["microseconds"]["replays"]) == 2
         assert entry["memory"] == {"before": None, "prefill_peak": None, "decode_peak": None}  # a CPU's
+
+
+def test_piecewise_is_a_way_where_steps_are_captured(bench: Decoding, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU that claims to capture: FakeGraph takes the place of CUDA's."""
+    graphs: list[FakeGraph] = []
+    monkeypatch.setattr(decoder, "cuda_graphs", lambda device: noted(graphs))
+    monkeypatch.setattr(
+        run, "capture_for", lambda session, graph: ("piecewise" if graph == "piecewise" else None, None)
+    )
+    monkeypatch.setattr(user, "captures", lambda device: True)
+    result = run_user(bench, CASE, lambda result: None)
+    ours, pieces = result["entries"][2:]
+    assert (ours["name"], pieces["name"]) == (OURS, PIECEWISE) and len(graphs) >= 3
+    assert (ours["settings"]["captured"], pieces["settings"]["captured"]) == (None, "piecewise")
+    assert pieces["error"] <= pieces["error_bound"] and pieces["microseconds"]["median"] > 0
 
 
 def test_another_token_than_rounding_explains_makes_no_record(bench: Decoding, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ from longreach.bench.targets import judge
 from longreach.bench.timing import Timing
 from longreach.errors import InvalidInput
 from longreach.methods.base import AttentionMethod
-from longreach.records.launches import Launched
+from longreach.records.launches import Launched, together
 
 Say = Callable[[str], None]
 BANDWIDTH = 4.26e12  # bytes a second: what reads of an H200's memory reach
@@ -285,10 +285,10 @@ class Decoding:
         return Stepped([{**e, "who": "longreach", "memory": memory} for e in entries], done, setup, eager, layers)
 
     def launched_by(self, decoder: Any, triton: Any) -> Launched:
-        """What one step of a decoder launches. triton: what its graph does; None: the step is run as it is."""
+        """What one step of a decoder launches. triton: what its graphs do; None: the step is run as it is."""
         with decoder.run(_no_end(), 1), observed() as seen:
             kernels = profiled(lambda: decoder.step(capture=triton is not None), self.device)
-        triton = seen.all if triton is None else triton
+        triton = together((*(triton or ()), *seen.all))  # pieces' host work launches beside their graphs
         return Launched(triton, complete(kernels, triton))
 
     def _observed_step(self, session: Any, decoder: Any, first: Tensor, layers: LayerErrors) -> Tensor:

@@ -1,7 +1,8 @@
 """Run a case of the group "user": time to the first token, time a token and peak memory, beside transformers' own.
 
 A random prompt is really read. Three ways: transformers' generate (its own cache, sdpa), the same call on an attached
-model, and longreach.generate; the last one for every method of the case. Memory is what torch has allocated at most:
+model, and longreach.generate; the last one for every method of the case, and where the device captures steps, for dense
+attention also with a step captured piecewise. Memory is what torch has allocated at most:
 "prefill_peak" until the first token is there, "decode_peak" from then on.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,12 +29,16 @@ from longreach.errors import OutOfMemory
 from longreach.methods.base import AttentionMethod
 from longreach.records.launches import Launched
 
+if TYPE_CHECKING:
+    from longreach.adapters.transformers.loop.run import GraphOption
+
 NEW, TIMED = 24, 16  # tokens of an answer; of these, the last ones are timed
 PROFILED = 2  # tokens more, whose kernels are counted
 KEPT = 4  # first tokens that are checked
 WARM_UP = 256  # tokens of a prompt that is read before anything is timed
 ROUNDING = 512, 16  # tokens of the prompt by which rounding is measured, and how many of their logits
 THEIRS, ATTACHED, OURS = "transformers generate", "attach + model.generate", "longreach.generate"
+PIECEWISE = f"{OURS}, piecewise"
 CHECKED = (
     "against transformers' own answer while the tokens agree: attach + model.generate by its logits (relative, norms), "
     "longreach.generate by how far its tokens are behind the best of transformers' logits"
@@ -84,7 +89,16 @@ def run_user(bench: Decoding, case: Case, save: Callable[[dict[str, Any]], None]
             measure = partial(_longreach, bench, case, model, ids, method, answer, most)
             found = _tried(bench, label, left_out, measure)
         keep(found and {**found, "name": label})
+    if "dense" in case.methods and captures(bench.device):
+        measure = partial(_longreach, bench, case, model, ids, None, answer, most, graph="piecewise")
+        found = _tried(bench, PIECEWISE, left_out, measure)
+        keep(found and {**found, "name": PIECEWISE})
     return result()
+
+
+def captures(device: torch.device) -> bool:
+    """Whether steps are captured there."""
+    return device.type == "cuda"
 
 
 class Answer:
@@ -210,17 +224,19 @@ def _attached(bench: Decoding, case: Case, model: Any, ids: Tensor, answer: Answ
 
 @torch.no_grad()
 def _longreach(
-    bench: Decoding, case: Case, model: Any, ids: Tensor, method: AttentionMethod | None, answer: Answer, most: Rounding
-) -> dict[str, Any]:
+    bench: Decoding, case: Case, model: Any, ids: Tensor, method: AttentionMethod | None, answer: Answer, most: Rounding,
+    graph: GraphOption = None,
+) -> dict[str, Any]:  # fmt: skip
     """longreach.generate. method: None for dense; of others only the first token, made by the prompt, is checked."""
     from longreach.adapters.transformers import attach
     from longreach.adapters.transformers.loop import generate
 
-    found = list[Tensor]()
+    found, captured = list[Tensor](), list[str | None]()
     with attach(model, decode=method) as session:
 
         def run(prompt: Tensor, clock: Clock | None) -> None:
-            made = generate(session, prompt, max_new_tokens=NEW, eos_token_id=(), streamer=clock)
+            made = generate(session, prompt, max_new_tokens=NEW, eos_token_id=(), streamer=clock, graph=graph)
+            captured.append(made.captured)
             found.append(made.tokens)
 
         run(ids[:, :WARM_UP], None)
@@ -230,7 +246,8 @@ def _longreach(
         (decoder,) = session.static_caches[len(ids)].decoders.values()
         launched = bench.launched_by(decoder, None if decoder.graph is None else seen.captured)
     behind = require_tokens(case.name, answer, found[-1], KEPT if method is None else 1, most)
-    measured = _measured(OURS, "longreach", clock, taken, {"impl": "auto"}, launched)
+    settings = {"impl": "auto", "captured": captured[-1]}
+    measured = _measured(OURS, "longreach", clock, taken, settings, launched)
     return {**measured, "error": behind, "error_bound": most.behind}
 
 
