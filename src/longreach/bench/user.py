@@ -224,8 +224,8 @@ def _attached(bench: Decoding, case: Case, model: Any, ids: Tensor, answer: Answ
 
 @torch.no_grad()
 def _longreach(
-    bench: Decoding, case: Case, model: Any, ids: Tensor, method: AttentionMethod | None, answer: Answer, most: Rounding,
-    graph: GraphOption = None,
+    bench: Decoding, case: Case, model: Any, ids: Tensor, method: AttentionMethod | None, answer: Answer,
+    most: Rounding, graph: GraphOption = None,
 ) -> dict[str, Any]:  # fmt: skip
     """longreach.generate. method: None for dense; of others only the first token, made by the prompt, is checked."""
     from longreach.adapters.transformers import attach
