@@ -260,7 +260,7 @@ class Decoding:
             launched = self.launched_by(decoder, None if not capture else seen.captured)
             cache.drop_columns(cache.columns - tokens)
             done = run_steps(decoder, ids[:, tokens], capture=capture)
-            settings = {"fuse": decoder.compile, "impl": case.impls[0], "captured": got.captured is not None}
+            settings = {"compile": decoder.compile, "impl": case.impls[0], "captured": got.captured is not None}
             setup = {
                 "fill": filled - started,
                 "compile_and_capture": got.setup_seconds,
