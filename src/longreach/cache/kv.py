@@ -30,6 +30,8 @@ from longreach.cache.placing import placements
 from longreach.cache.state import SequenceState, StatelessOnTruncate
 from longreach.errors import InvalidInput
 from longreach.ops.append import append
+from longreach.ops.place import place as ops_place
+from longreach.ops.rope import RotaryAngles
 from longreach.ops.types import FLOATS, INTS, KVView, RowRange, describe, require
 
 
@@ -117,11 +119,15 @@ class KVCache:
         self._check_open(step)
         self._cut({s: self.lengths[s] for s in step.host_slots})
 
-    def append(self, layer: int, step: Append, k: Tensor, v: Tensor, rows: Tensor | None = None) -> None:
+    def append(
+        self, layer: int, step: Append, k: Tensor, v: Tensor, rows: Tensor | None = None,
+        angles: RotaryAngles | None = None,
+    ) -> None:  # fmt: skip
         """Write the tokens of one layer. k, v: [R, G, D] in the order of step.seq and step.pos.
 
-        rows: int [r], the rows of the pass that k and v [r, G, D] belong to, where not all run in this layer. Rows
-        at new positions must be among them: the layer would hold no key for them.
+        rows: int [r], the rows of the pass that k and v [r, G, D] belong to, where not all are written at once. Before
+        the layer is attended to, rows at new positions must be among some: it would hold no key for them.
+        angles: of these rows, by which k is rotated as it is written; None: k is written as it is.
         """
         self._check_layer(layer)
         self._check_open(step)
@@ -146,7 +152,10 @@ class KVCache:
                 pages = self.layouts[layer].pages
                 shape = (pages.total, k.shape[1], pages.size, k.shape[2])
                 held = self.memory[layer] = (k.new_empty(shape), v.new_empty(shape))
-            append(*held, k, v, place.page, place.offset)
+            if angles is None:
+                append(*held, k, v, place.page, place.offset)
+            else:
+                ops_place(*held, k, v, place.page, place.offset, angles)
 
     def view(self, layer: int, step: Append) -> KVView:
         """What the rows of this pass attend to: all tokens up to and including the new ones. Slot order is causal."""

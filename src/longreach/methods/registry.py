@@ -11,6 +11,7 @@ from typing import Any
 from longreach.errors import InvalidInput, UnknownName
 from longreach.methods.base import AttentionMethod
 from longreach.methods.call import ModelShape, Phase
+from longreach.methods.fusion.base import Fusion
 from longreach.methods.values import value_of
 
 METHODS = {
@@ -24,7 +25,14 @@ METHODS = {
     "kascade": "longreach.methods.kascade:Kascade",
     "mac": "longreach.methods.mac:MAC",
 }
-NONE = ("none",)  # what the fuse and evict slots know so far
+FUSIONS = {
+    "full_reuse": "longreach.methods.fusion:FullReuse",
+    "pie": "longreach.methods.fusion:PIE",
+    "legolink": "longreach.methods.fusion:LegoLink",
+    "cacheblend": "longreach.methods.fusion:CacheBlend",
+    "a3": "longreach.methods.fusion:A3",
+}
+NONE = ("none",)  # what the evict slot knows so far
 
 
 def method_class(name: str) -> type[AttentionMethod]:
@@ -70,6 +78,28 @@ def choose(phase: Phase, method: str | AttentionMethod | None, **options: Any) -
     if phase not in chosen.phases:
         raise UnknownName(f"{phase} method", chosen.name, names(phase))
     return chosen
+
+
+def fusion_class(name: str) -> type[Fusion]:
+    """The fusion method registered as `name`. Raises UnknownName with the known ones."""
+    if name not in FUSIONS:
+        raise UnknownName("fuse method", name, (*NONE, *FUSIONS))
+    module, _, attribute = FUSIONS[name].partition(":")
+    return getattr(import_module(module), attribute)
+
+
+def choose_fusion(fuse: str | Fusion | None, **options: Any) -> Fusion | None:
+    """The method for the fuse slot: a name (with options), a configured one, or None ("none") for none.
+
+    Raises UnknownName for a name or option that does not exist, InvalidInput for options of none.
+    """
+    if fuse is None or fuse == "none" or isinstance(fuse, Fusion):
+        if options:
+            raise InvalidInput("fuse: give options with a method's name, or a configured method, not both")
+        return None if fuse is None or isinstance(fuse, str) else fuse
+    if not isinstance(fuse, str):
+        raise InvalidInput(f"fuse: expected a fusion method or its name, got {fuse!r}")
+    return fusion_class(fuse).make(**options)
 
 
 def named(phase: Phase, method: str | AttentionMethod | None) -> AttentionMethod:

@@ -71,10 +71,12 @@ class Pass:
         )  # fmt: skip
 
 
-def attend_layer(p: Pass, call: LayerCall, *, window: int | None = None) -> Outcome:
+def attend_layer(p: Pass, call: LayerCall, *, window: int | None = None, written: LayerCall | None = None) -> Outcome:
     """Attention of all rows of one layer, whose keys and values are in the cache.
 
     window: the layer's sliding window in tokens, else None: with one, every method attends densely within it.
+    written: rows for all tokens whose keys the pass has put into the cache, where those are more than the rows of the
+        call; observers that keep numbers beside keys get these (their queries are zeros).
     Returns the rows' results in their order; with several segments, the notes are those of the ledger alone.
     Raises Unsupported for a window over keys of which some were dropped, and what the methods raise.
     """
@@ -85,7 +87,8 @@ def attend_layer(p: Pass, call: LayerCall, *, window: int | None = None) -> Outc
         )
     p.layers.add(call.layer)
     if len(p.segments) == 1 and p.segments[0].index is None:
-        return _attend_segment(p, p.segments[0], call, window)
+        return _attend_segment(p, p.segments[0], call, window, written)
+    assert written is None, "more rows written than run, in a pass of several segments"
     return _joined(p, call, window)
 
 
@@ -105,7 +108,9 @@ def _joined(p: Pass, call: LayerCall, window: int | None) -> Outcome:
     return Outcome(Partial(out, lse))
 
 
-def _attend_segment(p: Pass, segment: Segment, call: LayerCall, window: int | None) -> Outcome:
+def _attend_segment(
+    p: Pass, segment: Segment, call: LayerCall, window: int | None, written: LayerCall | None = None
+) -> Outcome:
     if window is None:
         dense, method = EVERYTHING, segment.method.name
         outcome = segment.method.run(call, _state(p, segment.method, call))
@@ -113,7 +118,7 @@ def _attend_segment(p: Pass, segment: Segment, call: LayerCall, window: int | No
         dense, method = Spans.window(window), "dense"
         outcome = Outcome(call.attend(dense), f"sliding window of {window}")
     for observer in segment.observers:
-        own = call.observer()
+        own = (call if written is None or observer.keeps != "tokens" else written).observer()
         if window is None and p.states is not None:  # without a cache nothing is ever decoded
             observer.observe_prompt(own, _state(p, observer, own))
         if p.ledger is not None:

@@ -40,7 +40,8 @@ from longreach.adapters.transformers.step import ModelFacts, Step, current, ente
 from longreach.cache import CacheConfig
 from longreach.errors import ConcurrentUse, InvalidInput, UnknownName, Unsupported
 from longreach.methods.base import AttentionMethod
-from longreach.methods.registry import NONE, choose
+from longreach.methods.fusion import Fusion
+from longreach.methods.registry import NONE, choose, choose_fusion
 from longreach.ops.attend import IMPLEMENTATIONS
 from longreach.runtime import Ledger, Pass, Report, Segment
 from longreach.runtime.forward import LayerHook
@@ -53,6 +54,7 @@ _ABSENT = object()
 def attach(
     model: PreTrainedModel,
     *,
+    fuse: str | Fusion | None = None,
     prefill: str | AttentionMethod | None = None,
     decode: str | AttentionMethod | None = None,
     evict: str | None = None,
@@ -61,6 +63,8 @@ def attach(
 ) -> Session:
     """Put methods in the place of `model`'s attention until the session is closed (use it with `with`).
 
+    fuse: how prompts that are read from stored chunks (`fusing.read`) use them: a configured fusion method, its name,
+        or None for none. Recomputed tokens attend densely, so that prefill must be dense.
     prefill, decode: a configured method, its name, or None for dense. A pass of one token per sequence over a
         cache that holds some is decoding; inside generate, whatever belongs to the prompt is prefill.
     evict: None or "none"; no eviction method exists yet.
@@ -74,15 +78,21 @@ def attach(
     """
     if evict is not None and evict not in NONE:
         raise UnknownName("evict method", evict, NONE)
-    return Session(model, choose("prefill", prefill), choose("decode", decode), cache or CacheConfig(), impl)
+    fusion, method = choose_fusion(fuse), choose("prefill", prefill)
+    if fusion is not None and method.name != "dense":
+        raise Unsupported(
+            f"fuse={fusion.name} with prefill={method.name}: recomputed tokens attend densely; leave prefill out"
+        )
+    return Session(model, method, choose("decode", decode), cache or CacheConfig(), impl, fusion)
 
 
 class Session:
     """A model with methods attached. Made by `attach`; `close` (or leaving `with`) restores the model."""
 
     def __init__(
-        self, model: PreTrainedModel, prefill: AttentionMethod, decode: AttentionMethod, cache: CacheConfig, impl: str
-    ):
+        self, model: PreTrainedModel, prefill: AttentionMethod, decode: AttentionMethod, cache: CacheConfig, impl: str,
+        fuse: Fusion | None = None,
+    ):  # fmt: skip
         decoder = decoder_of(model)
         if MARK in decoder.__dict__ or decoder.config._attn_implementation == NAME:
             raise ConcurrentUse(
@@ -94,11 +104,12 @@ class Session:
         for method in (prefill, decode):
             method.check(self._shape)
         self.model, self.prefill, self.decode, self.cache_config = model, prefill, decode, cache
+        self.fuse = fuse
         IMPLEMENTATIONS.resolve(impl, model.device)  # an unknown name is refused now; "auto" is resolved call by call
         self.impl = impl
         self.ledger = Ledger()
         self.on_layer: LayerHook | None = None  # called after each layer with (phase, call, outcome)
-        self.static_step: Step | None = None  # the next pass, if the decode loop has made it
+        self.next_step: Step | None = None  # the next pass, where the decode loop or fusion has made it
         self.static_caches: dict[int, LongreachCache] = {}  # batch -> the cache that the decode loop reuses
         self._decoder, self._layers = decoder, self._shape.layers
         self.facts = ModelFacts(self._shape, cache_windows(model))
@@ -287,8 +298,8 @@ class Session:
             self._busy.release()
 
     def _begin(self, given: dict[str, Any]) -> Step:
-        if self.static_step is not None:
-            return self.static_step
+        if self.next_step is not None:
+            return self.next_step
         tokens = given.get("input_ids")
         tokens = given.get("inputs_embeds") if tokens is None else tokens
         if not isinstance(tokens, Tensor) or tokens.dim() < 2 or not tokens.shape[1]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -49,9 +50,10 @@ def longreach_attention(
         check_attention(module, query, key, kwargs)
         step.facts.checked.add(layer)
     call = _layer_call(step, layer, module, query, key, value, kwargs)
+    written = None if step.whole is None else _written(step, layer, call)
 
     def attend() -> Tensor:  # in a step that is captured in pieces the host runs it again at each replay
-        return step.rectangle(attend_layer(step.layers, call.observer(), window=window).partial.out)
+        return step.rectangle(attend_layer(step.layers, call.observer(), window=window, written=written).partial.out)
 
     out = attend().to(query.dtype) if step.cut is None else step.cut(attend, query.dtype)
     return out, None
@@ -155,6 +157,15 @@ def _layer_call(
         rotary=rotary,
         evicted=step.cache is not None and step.cache.kv.evicted(layer),
     )
+
+
+def _written(step: Step, layer: int, call: LayerCall) -> LayerCall:
+    """Rows, with queries of zeros, for all tokens of a pass of which only some run in this layer."""
+    assert step.whole is not None
+    place, q = step.whole.at(layer), call.rows.q
+    zeros = q.new_zeros(()).expand(place.slot.shape[0], *q.shape[1:])
+    rows = Rows(zeros, step.whole.seq, place.slot, place.runs)
+    return replace(call, rows=rows, pre_rope=None, rotary=None)
 
 
 def _view(step: Step, layer: int, key: Tensor, value: Tensor) -> KVView:

@@ -107,7 +107,7 @@ class LongreachCache(Cache):
         """The pass is done: its tokens count from now on."""
         before = list(self.kv.lengths)
         self.kv.commit(step.append)
-        self.grow(step.shape[1], step.real)
+        self.grow(step.width, step.real)
         segment = step.layers.segments[0]
         self.mark_observed((segment.method,) if segment.phase == "decode" else segment.observers, before)
 

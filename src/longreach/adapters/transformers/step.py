@@ -55,7 +55,8 @@ class Step:
     layers: who attends, observes and counts. facts: of the model. shape: (B, T) of the pass. real: bool [B, T], the
     tokens that are not padding, None if all are. append: where they go. cache: the cache they go to, None for a pass
     without one. rotary: (cos, sin) of each layer, for methods that need queries before rotation. written: key and
-    value that a layer has put into the cache, until it attends. static: one of a run of steps over fixed buffers, which
+    value that a layer has put into the cache, until it attends. whole: the append of all tokens, where only some of
+    them run from some layer on (`narrow`); None while all do. static: one of a run of steps over fixed buffers, which
     the decode loop commits and counts. cut: set while the decode loop records the step in pieces: it runs attention
     between two graphs, now and at each replay, and returns its result in a fixed buffer of the given dtype.
     """
@@ -68,13 +69,23 @@ class Step:
     cache: PassCache | None
     rotary: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     written: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    whole: Append | None = None
     static: bool = False
     cut: Callable[[Callable[[], Tensor], torch.dtype], Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        self.width = self.shape[1]  # columns of the pass, however few of them run
 
     @property
     def columns(self) -> int:
         """Columns, padding included, that the pass and what came before it fill."""
-        return self.shape[1] + (0 if self.cache is None else self.cache.seen)
+        return self.width + (0 if self.cache is None else self.cache.seen)
+
+    def narrow(self, index: Tensor) -> None:
+        """From here on only the tokens at `index` [r] run, of one sequence without padding; all of them commit."""
+        assert self.whole is None and self.shape[0] == 1 and self.real is None
+        self.whole, self.append, self.shape = self.append, self.append.take(index), (1, len(index))
+        self.layers.shared.clear()  # what earlier layers left for later ones belongs to other rows
 
     def rows(self, x: Tensor) -> Tensor:
         """[B, heads, T, D] as the model has it -> the real tokens, packed [R, heads, D]."""

@@ -110,7 +110,7 @@ class Decoder:
         """Run the step. pieces: records it while it runs; None: all of it may be captured."""
         session, cache = self.session, self.cache
         cache.as_if = self.steps.capacity - 1  # masks found for a full cache hold for any length
-        session.static_step = step
+        session.next_step = step
         try:
             if pieces is None:
                 self._begin(step)
@@ -125,7 +125,7 @@ class Decoder:
             session.ledger.abandon()
             raise
         finally:
-            session.static_step = cache.as_if = None
+            session.next_step = cache.as_if = None
         if pieces is None:
             self._settle()
         else:

@@ -1,0 +1,6 @@
+"""Read a prompt of which parts are stored chunks: their keys and values are placed, some tokens are recomputed."""
+
+from longreach.adapters.transformers.fusing.prompt import FusedPrompt, PlacedChunk
+from longreach.adapters.transformers.fusing.read import FusionReport, read
+
+__all__ = ["FusedPrompt", "FusionReport", "PlacedChunk", "read"]

@@ -1,0 +1,290 @@
+"""The fused pass: all tokens of a prompt enter a model, stored keys and values are placed, chosen tokens run.
+
+Hooks on the decoder's layers cut hidden states, position ids and (cos, sin) to the chosen tokens; hooks on the
+attention modules place what is stored of a layer before its own keys are written over it. No family's code is known:
+a decoder layer is the parent of an attention module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from longreach.adapters.transformers.attach import Session
+from longreach.adapters.transformers.checks import check_model, decoder_of
+from longreach.adapters.transformers.fusing.prompt import FusedPrompt
+from longreach.adapters.transformers.hf_cache import LongreachCache
+from longreach.adapters.transformers.oom import memory_errors
+from longreach.adapters.transformers.rotary import (
+    Captured,
+    Rotation,
+    attention_modules,
+    captured,
+    find_rotation,
+    probing,
+)
+from longreach.adapters.transformers.shard import shard_of
+from longreach.adapters.transformers.step import Step
+from longreach.errors import InvalidInput, Unsupported
+from longreach.methods.fusion import FullLayer, Fusion, PromptParts
+from longreach.ops import RotaryAngles, Rows
+
+
+@dataclass(frozen=True)
+class FusionReport:
+    """What became of a prompt's tokens. exact: stored ones that are what a plain prefill makes; recomputed: stored ones
+    that ran; reused: stored ones that are not exact and did not run; computed: those that were not stored.
+
+    key_error, value_error: for each layer whose stored keys and values were placed, how far they were off at the
+    recomputed tokens: norm of the difference over norm of the recomputed; None where none was.
+    """
+
+    tokens: int
+    exact: int
+    recomputed: int
+    reused: int
+    computed: int
+    key_error: tuple[float | None, ...]
+    value_error: tuple[float | None, ...]
+
+
+def read(session: Session, cache: LongreachCache, prompt: FusedPrompt, *, then: int = 0) -> tuple[Tensor, FusionReport]:
+    """Put a prompt into an empty cache by the session's fusion method; logits [V] in fp32 after it, and what was done.
+
+    then: tokens that the answer will take; the cache makes room for them at once. Decode methods observe all tokens.
+    Whatever is raised, the cache is as it was. Raises InvalidInput (no fusion method, a cache that holds something, a
+    chunk of another model), Unsupported (a model whose layers get no pair (cos, sin), or that is not its kind of
+    decoder), OutOfMemory, ConcurrentUse.
+    """
+    if session.fuse is None:
+        raise InvalidInput("the session has no fusion method; attach with fuse='a3' or another one")
+    if cache.columns or cache.batch != 1:
+        raise InvalidInput(
+            f"a fused prompt begins an empty cache of one sequence; this one holds {cache.columns} columns of "
+            f"{cache.batch}"
+        )
+    count = len(prompt.ids)
+    with memory_errors(), session.prompt_end(count), cache.restored_on_error(), torch.no_grad():
+        cache.reserve([count], then)
+        fused = _FusedPass(session, cache, prompt, session.fuse)
+        return fused.run(), fused.report()
+
+
+class _FusedPass:
+    def __init__(self, session: Session, cache: LongreachCache, prompt: FusedPrompt, fusion: Fusion):
+        self.session, self.cache, self.prompt, self.fusion = session, cache, prompt, fusion
+        model = session.model
+        self.device, self.decoder = model.device, decoder_of(model)
+        check_model(model, self.decoder, rotary=True)
+        self.attending = attention_modules(self.decoder)
+        self.layers = _parents(self.decoder, self.attending)
+        self._check_chunks()
+        self.parts: PromptParts = prompt.parts(self.device)
+        self.at = self.parts.stored.nonzero()[:, 0]  # the stored tokens
+        positions = torch.arange(len(prompt.ids), device=self.device)
+        if not fusion.true_positions:
+            positions = prompt.local_positions(self.device)
+        self.turn_by = positions[self.at]
+        if len(self.at) and int(self.turn_by.max()) >= len(prompt.ids):
+            raise InvalidInput(
+                f"{fusion.name}: a chunk was computed at positions up to {int(self.turn_by.max())}, past the prompt's "
+                f"{len(prompt.ids)} tokens; compute it behind a shorter prefix"
+            )
+        self.index: Tensor | None = None  # the tokens that run, once chosen
+        self.angles: tuple[Tensor, Tensor] | None = None  # of all tokens, in the layer under way
+        self.again: Tensor | None = None  # the recomputed tokens
+        self.before: tuple[Tensor, Tensor] | None = None  # what was placed there
+        self.errors: dict[int, Tensor] = {}  # layer -> squared norms: of key and value differences, and of both
+
+    def run(self) -> Tensor:
+        session, ids = self.session, torch.tensor([self.prompt.ids], device=self.device)
+        append = self.cache.kv.begin([0], [len(self.prompt.ids)])
+        self.step = Step(
+            session.new_pass(self.cache, False), session.facts, (1, ids.shape[1]), None, append, self.cache
+        )
+        session.next_step = self.step
+        try:
+            with self._hooks():
+                out = session.model(input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        finally:
+            session.next_step = None
+        return out.logits[0, -1].float()
+
+    def report(self) -> FusionReport:
+        """Waits for the device."""
+        stored, exact = int(self.parts.stored.sum()), int(self.parts.exact.sum())
+        again = 0 if self.again is None else len(self.again)
+        shares = [
+            [None if layer not in self.errors else float(e) for e in self._share(layer)]
+            for layer in range(len(self.layers))
+        ]
+        return FusionReport(
+            len(self.prompt.ids), exact, again, stored - exact - again, len(self.prompt.ids) - stored,
+            tuple(key for key, _ in shares), tuple(value for _, value in shares),
+        )  # fmt: skip
+
+    def _share(self, layer: int) -> Tensor:
+        if layer not in self.errors:
+            return torch.zeros(2)
+        off = self.errors[layer]
+        return (off[:2] / off[2:]).sqrt()
+
+    def _check_chunks(self) -> None:
+        for number, (start, chunk) in enumerate(self.prompt.chunks):
+            where = f"chunk {number}, at token {start}"
+            if len(chunk.keys) != len(self.layers):
+                raise InvalidInput(
+                    f"{where}: it holds {len(chunk.keys)} layers and the model has {len(self.layers)}; it is another "
+                    f"model's"
+                )
+            if chunk.keys[0].dtype != self.session.model.dtype:
+                raise InvalidInput(
+                    f"{where}: it holds {chunk.keys[0].dtype} and the model runs in {self.session.model.dtype}; "
+                    f"compute it with the model as it runs"
+                )
+
+    # hooks
+
+    @contextmanager
+    def _hooks(self) -> Iterator[None]:
+        made = [m.register_forward_pre_hook(self._layer(n), with_kwargs=True) for n, m in enumerate(self.layers)]
+        made += [
+            m.register_forward_pre_hook(self._attention(n), with_kwargs=True) for n, m in enumerate(self.attending)
+        ]
+        made += [m.register_forward_hook(self._attended(n)) for n, m in enumerate(self.attending)]
+        try:
+            yield
+        finally:
+            for hook in made:
+                hook.remove()
+
+    def _layer(self, number: int) -> Callable[..., Any]:
+        """Before a decoder layer: from the last full layer on, cut its arguments to the tokens that run."""
+
+        def cut(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if probing():
+                return None
+            pair = kwargs.get("position_embeddings")
+            if not (isinstance(pair, tuple) and len(pair) == 2):
+                raise Unsupported(f"{type(module).__name__} (layer {number}) gets no pair (cos, sin) to rotate by")
+            self.angles = pair
+            if number == self.fusion.full_layers:
+                self._choose(None if number == 0 else self._computed(number, module, args, kwargs))
+                if args:
+                    args = (args[0][:, self.index], *args[1:])
+                else:
+                    kwargs["hidden_states"] = kwargs["hidden_states"][:, self.index]
+            if self.index is not None:
+                cos, sin = (x[:, self.index] for x in pair)
+                kwargs = {**kwargs, "position_embeddings": (cos, sin)}
+                if isinstance(kwargs.get("position_ids"), Tensor):
+                    kwargs["position_ids"] = kwargs["position_ids"][:, self.index]
+            return args, kwargs
+
+        return cut
+
+    def _computed(self, layer: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FullLayer:
+        """Queries, keys and values of all tokens in a layer; the keys and values go to the cache."""
+        assert self.angles is not None
+        found = captured(module, args, kwargs, *self.angles)
+        step, values = self.step, found.value[0].transpose(0, 1)
+        self.cache.kv.append(layer, step.append, found.key[0].transpose(0, 1), values)
+        return FullLayer(self._question(layer, found), values, lambda: self._stored(layer)[1])
+
+    def _question(self, layer: int, found: Captured) -> Any:
+        """The question's rows over the keys of all tokens."""
+        step, question = self.step, self.prompt.question
+        place, q = step.append.at(layer), found.query[0].transpose(0, 1)[question:]
+        rows = Rows(q, step.append.seq[question:], place.slot[question:])
+        kv, scale = self.cache.kv.view(layer, step.append), _scale(self.attending[layer], q)
+        shard = shard_of(self.attending[layer], found.key.shape[1])
+        return step.layers.call(layer, rows, kv, step.append.slots, scale, shard=shard)
+
+    def _choose(self, full: FullLayer | None) -> None:
+        chosen = torch.zeros_like(self.parts.stored)
+        if self.prompt.chunks:
+            chosen = self.fusion.choose(self.parts, full) & self.parts.candidates
+        self.again = chosen.nonzero()[:, 0]
+        self.index = (chosen | ~self.parts.stored).nonzero()[:, 0]
+        self.step.narrow(self.index)
+
+    def _attention(self, number: int) -> Callable[..., Any]:
+        """Before an attention module: place what is stored of the layer; what runs writes its own over it."""
+
+        def place(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if probing() or self.index is None or not len(self.at):
+                return
+            if number == self.fusion.full_layers > 0:  # keys and values of all tokens are there
+                return
+            self._place(number, self._rotation(number, module, args, kwargs))
+
+        return place
+
+    def _place(self, layer: int, rotation: Rotation | None) -> None:
+        assert self.step.whole is not None and self.angles is not None and self.again is not None
+        k, v = self._stored(layer)
+        angles = None
+        if rotation is not None:
+            cos, sin = (rotation.pairs(x)[0, self.turn_by] for x in self.angles)
+            angles = RotaryAngles(cos, sin, rotation.layout)
+        self.cache.kv.append(layer, self.step.whole, k, v, self.at, angles)
+        self.before = self._held(layer) if len(self.again) else None
+
+    def _attended(self, number: int) -> Callable[..., Any]:
+        """After an attention module: how far what was placed was off, where it was recomputed."""
+
+        def compare(module: nn.Module, args: Any, output: Any) -> None:
+            if probing() or self.before is None:
+                return
+            pairs = [(a.float(), b.float()) for a, b in zip(self.before, self._held(number), strict=True)]
+            off = [(b - a).square().sum() for a, b in pairs] + [b.square().sum() for _, b in pairs]
+            self.errors[number], self.before = torch.stack(off), None
+
+        return compare
+
+    def _held(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [r, G, D] that the cache holds of the recomputed tokens."""
+        assert self.step.whole is not None
+        kv, place = self.cache.kv.view(layer, self.step.whole), self.step.whole.at(layer)
+        assert self.again is not None
+        page, offset = place.page[self.again], place.offset[self.again]
+        return kv.k[page, :, offset], kv.v[page, :, offset]
+
+    def _stored(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys before rotation and values [S, G, D] of all chunks, on the model's device."""
+        both = ((c.keys[layer] for _, c in self.prompt.chunks), (c.values[layer] for _, c in self.prompt.chunks))
+        k, v = (torch.cat([x.to(self.device) for x in xs], 1).transpose(0, 1) for xs in both)
+        return k, v
+
+    def _rotation(
+        self, layer: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Rotation | None:
+        """How the layer rotates; None where it does not."""
+        known = self.session.facts.rotations
+        if layer not in known:
+            known[layer] = find_rotation(module, args, kwargs)
+        found = known[layer]
+        if isinstance(found, Rotation):
+            return found
+        if "does not rotate" in found:
+            return None
+        raise Unsupported(f"stored keys cannot be turned to their positions: {found}")
+
+
+def _parents(decoder: nn.Module, attending: list[nn.Module]) -> list[nn.Module]:
+    """The decoder's layers, in order: the parents of its attention modules."""
+    parents = {id(child): module for module in decoder.modules() for child in module.children()}
+    numbers = [int(m.layer_idx) for m in attending]  # type: ignore[arg-type]
+    if numbers != list(range(len(attending))):
+        raise Unsupported(f"{type(decoder).__name__} attends in layers {numbers}; fusion needs each once, in order")
+    return [parents[id(module)] for module in attending]
+
+
+def _scale(module: nn.Module, q: Tensor) -> float:
+    scale = getattr(module, "scaling", None)
+    return float(scale) if isinstance(scale, (int, float)) else q.shape[2] ** -0.5

@@ -1,0 +1,297 @@
+"""The fused pass: at ratio 1.0 a plain prefill, at 0 what is stored; in between, rows where they belong."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from longreach import CacheConfig, Quest, attach
+from longreach.adapters.transformers.fusing import FusedPrompt, FusionReport, read
+from longreach.adapters.transformers.precompute import Precompute
+from longreach.adapters.transformers.prompt_reader import Reader
+from longreach.errors import InvalidInput, Unsupported
+from longreach.methods.base import AttentionMethod
+from longreach.methods.fusion import A3, PIE, CacheBlend, FullLayer, FullReuse, Fusion, LegoLink, PromptParts
+from longreach.methods.kascade import Kascade
+from longreach.methods.loki import Loki
+from longreach.store import Chunk
+from longreach.testing.tiny import random_tokens
+from tests.adapters.transformers.reference import model_of
+from tests.methods.planned import planned, tiny, write_plans
+from tests.tiers import families
+
+SYSTEM, LENGTHS, QUESTION = 7, (21, 33, 18), 9  # the window of sliding layers is 16
+EVERYTHING = (A3(ratio=1.0), A3(ratio=1.0, heads="joint"), CacheBlend(ratio=1.0), LegoLink(first=99, last=0))
+
+
+def tokens(length: int, seed: int) -> list[int]:
+    return [int(t) for t in random_tokens(1, length, seed=seed)[0]]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A system prompt, chunks behind `prefix`, and a question."""
+
+    system: list[int]
+    chunks: list[Chunk]
+    question: list[int]
+
+    @property
+    def fused(self) -> FusedPrompt:
+        return FusedPrompt.of([self.system, *self.chunks, self.question])
+
+    @property
+    def ids(self) -> list[int]:
+        return list(self.fused.ids)
+
+
+def prompt_of(model: Any, *, behind_system: bool = True) -> Prompt:
+    system = tokens(SYSTEM, 1)
+    with attach(model) as session:
+        work = Precompute(session, system if behind_system else ())
+        chunks = [work.compute(tokens(n, seed)) for seed, n in enumerate(LENGTHS, 10)]
+    return Prompt(system, chunks, tokens(QUESTION, 3))
+
+
+def fused(
+    model: Any, prompt: FusedPrompt, fusion: Fusion, *, decode: AttentionMethod | None = None, new: int = 6,
+    config: CacheConfig | None = None,
+) -> tuple[Tensor, FusionReport, list[tuple[Tensor, Tensor]], list[int]]:  # fmt: skip
+    """(logits, report, keys and values of each layer, greedy tokens)."""
+    with attach(model, fuse=fusion, decode=decode, cache=config) as session:
+        reader = Reader(session)
+        logits, report = read(session, reader.cache, prompt, then=new)
+        kept = held(reader, len(prompt.ids))
+        answer: Any = type("Answer", (), {})()
+        return logits, report, kept, list(reader.decode(logits, new, answer))
+
+
+def plain(
+    model: Any, ids: list[int], *, decode: AttentionMethod | None = None, new: int = 6
+) -> tuple[Tensor, list[tuple[Tensor, Tensor]], list[int]]:
+    with attach(model, decode=decode) as session:
+        reader = Reader(session)
+        logits = reader.read(ids, then=new)
+        answer: Any = type("Answer", (), {})()
+        return logits, held(reader, len(ids)), list(reader.decode(logits, new, answer))
+
+
+def held(reader: Reader, count: int) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values [N, G, D] of every layer."""
+    kv, slots = reader.cache.kv, torch.arange(count)
+    found = []
+    for layer in range(len(kv.memory)):
+        view = kv._view_of_all(layer)
+        page, offset = view.locate(torch.zeros_like(slots), slots)
+        found.append((view.k[page, :, offset].clone(), view.v[page, :, offset].clone()))
+    return found
+
+
+@pytest.mark.covering("name", fusion=type)
+@pytest.mark.parametrize("fusion", EVERYTHING, ids=repr)
+@pytest.mark.parametrize("name", families(4))
+def test_ratio_1_is_a_plain_prefill(name: str, fusion: Fusion) -> None:
+    model = model_of(name)
+    prompt = prompt_of(model)
+    logits, report, kept, answer = fused(model, prompt.fused, fusion)
+    want, memory, tokens_wanted = plain(model, prompt.ids)
+    torch.testing.assert_close(logits, want, rtol=1e-4, atol=1e-4)
+    for mine, theirs in zip(kept, memory, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+    assert answer == tokens_wanted
+    first, *others = LENGTHS  # the first chunk stands behind what it was computed behind
+    assert (report.exact, report.recomputed, report.reused) == (first, sum(others), 0)
+    assert report.computed == SYSTEM + QUESTION and report.tokens == len(prompt.ids)
+
+
+@pytest.mark.parametrize("name", families(2))
+def test_one_chunk_behind_its_prefix_is_exact_with_nothing_recomputed(name: str) -> None:
+    model = model_of(name)
+    prompt = prompt_of(model)
+    prompt = replace(prompt, chunks=prompt.chunks[:1])
+    want, memory, _ = plain(model, prompt.ids)
+    for fusion in (PIE(), FullReuse(), A3(ratio=0.5)):
+        logits, report, kept, _ = fused(model, prompt.fused, fusion)
+        torch.testing.assert_close(logits, want, rtol=1e-4, atol=1e-4)
+        for mine, theirs in zip(kept, memory, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+        assert (report.exact, report.recomputed, report.reused) == (LENGTHS[0], 0, 0)
+
+
+@pytest.mark.parametrize("config", [CacheConfig(), CacheConfig("paged", page=5)], ids=["contiguous", "paged"])
+def test_what_is_reused_is_the_stored_keys_at_their_positions(config: CacheConfig) -> None:
+    """PIE's memory holds the stored keys, turned by the model's own rotation to where they stand; FullReuse's, behind
+    their own prefix."""
+    model = model_of("llama")
+    prompt = prompt_of(model)
+    fresh = prompt.fused
+    for fusion, local in ((PIE(), False), (FullReuse(), True)):
+        _, report, kept, _ = fused(model, fresh, fusion, config=config)
+        assert report.reused == sum(LENGTHS[1:]) and report.recomputed == 0
+        for start, chunk in fresh.chunks:
+            first = len(chunk.prefix) if local else start
+            pos = torch.arange(first, first + len(chunk.tokens))
+            cos, sin = (x[0] for x in model.model.rotary_emb(torch.zeros(1, dtype=model.dtype), pos[None]))
+            for layer, (k, v) in enumerate(kept):
+                here = slice(start, start + len(chunk.tokens))
+                x, half = chunk.keys[layer].transpose(0, 1), chunk.keys[layer].shape[2] // 2
+                other = torch.cat([-x[..., half:], x[..., :half]], -1)
+                torch.testing.assert_close(k[here], x * cos[:, None] + other * sin[:, None], rtol=1e-5, atol=1e-5)
+                assert torch.equal(v[here], chunk.values[layer].transpose(0, 1))
+
+
+def test_without_chunks_it_is_a_prefill() -> None:
+    model, ids = model_of("llama"), tokens(40, 5)
+    for fusion in (PIE(), A3(), CacheBlend(ratio=0)):
+        logits, report, _, _ = fused(model, FusedPrompt(tuple(ids)), fusion)
+        torch.testing.assert_close(logits, plain(model, ids)[0], rtol=1e-4, atol=1e-4)
+        assert report.computed == 40 and report.key_error == (None,) * 2
+
+
+@dataclass(frozen=True)
+class Given(Fusion):
+    """Recomputes the tokens that it is told."""
+
+    tokens: tuple[int, ...] = ()
+    name = "given"
+
+    def choose(self, prompt: PromptParts, layer: FullLayer | None) -> Tensor:
+        chosen = torch.zeros_like(prompt.stored)
+        chosen[list(self.tokens)] = True
+        return chosen
+
+
+def test_recomputed_tokens_see_what_stands_before_them_and_nothing_after() -> None:
+    """By the definition: layer by layer, all rows attend, but reused ones have their stored keys and values."""
+    model = model_of("llama")
+    prompt = prompt_of(model)
+    whole = prompt.fused
+    stored = whole.parts(torch.device("cpu"))
+    chosen = tuple(int(i) for i in stored.candidates.nonzero()[::3, 0])
+    logits, report, kept, _ = fused(model, whole, Given(chosen))
+    reused = stored.stored.clone()
+    reused[list(chosen)] = False
+    _, _, as_pie, _ = fused(model, whole, PIE())
+    want, memory = by_definition(model, prompt.ids, reused, as_pie)
+    torch.testing.assert_close(logits, want, rtol=1e-4, atol=1e-4)
+    for mine, theirs in zip(kept, memory, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+    assert report.recomputed == len(chosen)
+    for layer, (key, value) in enumerate(zip(report.key_error, report.value_error, strict=True)):
+        for got, n in ((key, 0), (value, 1)):
+            mine, before = kept[layer][n][list(chosen)], as_pie[layer][n][list(chosen)]
+            assert got == pytest.approx(float((mine - before).norm() / mine.norm()), rel=1e-3, abs=1e-6)
+
+
+@torch.no_grad()
+def by_definition(
+    model: Any, ids: list[int], reused: Tensor, stored: list[tuple[Tensor, Tensor]]
+) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    """Llama, written out, with a dense mask: every row runs; the keys and values of reused rows are replaced."""
+    core, made = model.model, []
+    x = core.embed_tokens(torch.tensor([ids]))
+    cos, sin = core.rotary_emb(x, torch.arange(len(ids))[None])
+    mask = torch.ones(len(ids), len(ids)).tril().bool()
+    for layer, block in enumerate(core.layers):
+        y, heads = block.input_layernorm(x), block.self_attn
+        q, k, v = (p(y).unflatten(-1, (-1, heads.head_dim))[0] for p in (heads.q_proj, heads.k_proj, heads.v_proj))
+
+        def turn(z: Tensor) -> Tensor:
+            half = z.shape[-1] // 2
+            return z * cos[0][:, None] + torch.cat([-z[..., half:], z[..., :half]], -1) * sin[0][:, None]
+
+        q, k = turn(q), turn(k)
+        k, v = (torch.where(reused[:, None, None], s, z) for s, z in zip(stored[layer], (k, v), strict=True))
+        made.append((k, v))
+        group = q.shape[1] // k.shape[1]
+        logits = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, 1)) * heads.scaling
+        weights = logits.masked_fill(~mask, -torch.inf).softmax(-1)
+        out = torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(group, 1)).flatten(1)[None]
+        x = x + heads.o_proj(out)
+        x = x + block.mlp(block.post_attention_layernorm(x))
+    return model.lm_head(core.norm(x))[0, -1].float(), made
+
+
+@pytest.fixture(scope="module")
+def plans_of_tests(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_plans(tmp_path_factory.mktemp("plans"))
+
+
+@pytest.mark.parametrize("method", [Quest(k=0.4, page=4), Loki(k=0.4), Kascade(k=0.4, min_keys=4, scoring="int8")],
+                         ids=repr)  # fmt: skip
+def test_methods_whose_state_is_made_of_keys_know_all_of_them(method: AttentionMethod, plans_of_tests: Path) -> None:
+    """At ratio 1.0 they decode as after a plain prefill."""
+    with planned(plans_of_tests):
+        model = tiny()
+        prompt = prompt_of(model)
+        for fusion in (A3(ratio=1.0), LegoLink(first=99)):
+            _, _, _, answer = fused(model, prompt.fused, fusion, decode=method, new=10)
+            assert answer == plain(model, prompt.ids, decode=method, new=10)[2]
+
+
+# bad input
+
+
+def test_the_cache_is_as_it_was_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("llama")
+    prompt = prompt_of(model)
+    with attach(model, fuse=A3()) as session:
+        reader = Reader(session)
+        monkeypatch.setattr(model.model.layers[1].mlp, "forward", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            read(session, reader.cache, prompt.fused)
+        monkeypatch.undo()
+        assert reader.cache.columns == 0 and reader.cache.kv.lengths == [0]
+        logits, _ = read(session, reader.cache, prompt.fused)
+        with pytest.raises(InvalidInput, match="begins an empty cache of one sequence; this one holds 88 columns"):
+            read(session, reader.cache, prompt.fused)
+    torch.testing.assert_close(logits, fused(model, prompt.fused, A3())[0])
+    assert all(not m._forward_pre_hooks and not m._forward_hooks for m in model.modules())
+
+
+def interrupted(*args: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_prompts_that_are_none() -> None:
+    model = model_of("llama")
+    prompt = prompt_of(model)
+    a, b, _ = prompt.chunks
+    with pytest.raises(InvalidInput, match="has none after its chunks; the question follows them"):
+        FusedPrompt.of([prompt.system, a])
+    with pytest.raises(InvalidInput, match="the prompt is empty"):
+        FusedPrompt(())
+    with pytest.raises(InvalidInput, match=r"chunk 1, at token 5: expected at token 28 or later"):
+        FusedPrompt(tuple(prompt.ids), ((7, a), (5, b)))  # type: ignore[arg-type]
+    with pytest.raises(InvalidInput, match="it holds other tokens than the prompt of 88 has there"):
+        FusedPrompt(tuple(prompt.ids), ((8, a),))  # type: ignore[arg-type]
+
+
+def test_a_chunk_of_another_model_or_dtype_is_refused() -> None:
+    model = model_of("llama")
+    prompt = prompt_of(model)
+    (chunk, *_) = prompt.chunks
+    short = replace(chunk, keys=chunk.keys[:1], values=chunk.values[:1])
+    other = replace(
+        chunk, key=replace(chunk.key, dtype="float16"), keys=tuple(x.half() for x in chunk.keys),
+        values=tuple(x.half() for x in chunk.values),
+    )  # fmt: skip
+    with attach(model, fuse=PIE()) as session:
+        for wrong, message in ((short, "it holds 1 layers and the model has 2"), (other, "it holds torch.float16")):
+            with pytest.raises(InvalidInput, match=message):
+                read(session, session.new_cache(1), FusedPrompt.of([prompt.system, wrong, prompt.question]))
+
+
+def test_sessions_that_cannot_fuse() -> None:
+    model = model_of("llama")
+    with attach(model) as session, pytest.raises(InvalidInput, match="the session has no fusion method"):
+        read(session, session.new_cache(1), FusedPrompt((1, 2)))
+    with pytest.raises(Unsupported, match="fuse=a3 with prefill=streaming_llm: recomputed tokens attend densely"):
+        attach(model, fuse="a3", prefill="streaming_llm")
+    with attach(model, fuse="pie") as session, pytest.raises(InvalidInput, match="holds 0 columns of 2"):
+        read(session, session.new_cache(2), FusedPrompt((1, 2)))
