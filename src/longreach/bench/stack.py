@@ -28,7 +28,7 @@ from longreach.bench.sweep import best
 from longreach.bench.targets import judge
 from longreach.bench.timing import Call, Timing, measure
 from longreach.cache import SequenceState
-from longreach.methods.base import AttentionMethod, Outcome
+from longreach.methods.base import AttentionMethod, Outcome, PromptObserver
 from longreach.methods.call import LayerCall, ModelShape
 from longreach.methods.kascade import Kascade
 from longreach.methods.kascade.plan import KascadePlan
@@ -82,7 +82,7 @@ class Layers:
         step = Pass((Segment("decode", self.method),), self.model, self, ledger)
         return drive(step, (self.call(layer, layer, step.shared) for layer in range(self.model.layers)))
 
-    def get(self, method: AttentionMethod, call: LayerCall) -> SequenceState | None:
+    def get(self, method: PromptObserver, call: LayerCall) -> SequenceState | None:
         """The state of a layer in `all`."""
         return self.state(call.layer, call.layer)
 

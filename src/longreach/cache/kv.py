@@ -232,7 +232,7 @@ class KVCache:
         del memory  # before state is rebuilt, which may take memory of its own
         self.layouts[layer] = after
         self._moves, self._evicted = self._moves + 1, True
-        self.state.kept(layer, self._view_of_all(layer))
+        self.state.kept(layer, self.view_of_all(layer))
 
     def slots_in_use(self, layer: int) -> list[int]:
         """Slots of each sequence that hold a token in this layer; fewer than its tokens after eviction."""
@@ -304,7 +304,8 @@ class KVCache:
         k, v = (x[: pages.total, :, : pages.size] for x in held)  # it is larger where growth failed in a later layer
         return k, v
 
-    def _view_of_all(self, layer: int) -> KVView:
+    def view_of_all(self, layer: int) -> KVView:
+        """All sequences as they are, sequence b being that in slot b."""
         slots = range(len(self.lengths))
         tables = self.layouts.spread(list(self.layouts.tables(slots)))
         table = tables[layer if len(tables) > 1 else 0][:, : self.layouts[layer].width(slots)].to(self.device)

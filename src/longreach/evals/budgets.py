@@ -13,7 +13,7 @@ from longreach.cache import PerTokenState, SequenceState
 from longreach.errors import InvalidInput
 from longreach.evals.evaluate import Evaluation
 from longreach.evals.methods import DENSE, Spec
-from longreach.methods.base import AttentionMethod, Outcome
+from longreach.methods.base import AttentionMethod, Outcome, PromptObserver
 from longreach.methods.call import LayerCall, ModelShape
 from longreach.ops import HeadShard, KVView, Rows
 from longreach.runtime import Ledger, Pass, Segment, drive
@@ -88,7 +88,7 @@ class DryRun:
 class ZeroStates:
     """Fresh, zero-filled state. Its contents do not affect how many bytes are read, but must not be NaN."""
 
-    def get(self, method: AttentionMethod, call: LayerCall) -> SequenceState | None:
+    def get(self, method: PromptObserver, call: LayerCall) -> SequenceState | None:
         state = method.new_state(call, call.kv.sequences)
         if isinstance(state, PerTokenState):
             state.zero()

@@ -6,7 +6,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -43,27 +43,43 @@ class Outcome(NamedTuple):
 
 
 @dataclass(frozen=True)
-class AttentionMethod(ABC):
-    """Base of methods that fill the prefill or decode slot. Subclasses are frozen dataclasses of options.
+class Configured:
+    """Base of all methods, whatever slot they fill: a frozen dataclass of options that JSON can hold."""
+
+    name: ClassVar[str]
+
+    def to_json(self) -> dict[str, Any]:
+        """{"name": ..., option: value}; the registry reads it back."""
+        return {"name": self.name, **dataclasses.asdict(self)}
+
+    @classmethod
+    def options(cls) -> dict[str, Any]:
+        """Option names and their defaults."""
+        return {f.name: f.default for f in dataclasses.fields(cls)}
+
+    @classmethod
+    def make(cls, **options: Any) -> Self:
+        """The method with these options; an unknown one is an error that lists the known ones."""
+        for key in options:
+            if key not in cls.options():
+                raise UnknownName(f"option of {cls.name}", key, cls.options())
+        tuples = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items()}
+        return cls(**tuples)
+
+
+@dataclass(frozen=True)
+class PromptObserver(Configured):
+    """A method that may see the rows of prompts that another one attends for.
 
     keeps: what its state belongs to. "tokens": numbers beside the keys, page by page (`PerTokenState`); "sequences":
         numbers of whole sequences, addressed by slot and reset when a slot begins anew.
-    observes_prompt: its decode state is made of the prompt's rows too, so `observe_prompt` is called as they are read.
+    observes_prompt: its state is made of the prompt's rows, so `observe_prompt` is called as they are read.
     """
 
-    name: ClassVar[str]
-    phases: ClassVar[tuple[Phase, ...]]
-    capture: ClassVar[Literal["full", "piecewise"]] = "full"
     keeps: ClassVar[Keeps] = "nothing"
-    needs_pre_rope: ClassVar[bool] = False
     observes_prompt: ClassVar[bool] = False
-    chunked_prefill_exact: ClassVar[bool] = True
 
-    @abstractmethod
-    def run(self, call: LayerCall, state: SequenceState | None) -> Outcome:
-        """Attend for the rows of one layer. What is read is counted by the call."""
-
-    def observe_prompt(self, call: LayerCall, state: SequenceState | None) -> None:  # noqa: B027 - most need none
+    def observe_prompt(self, call: LayerCall, state: SequenceState | None) -> None:
         """Update the state by prompt rows that the prefill method has attended for.
 
         Called in each layer that `run` will be called in, once the rows' keys are in the cache, for methods with
@@ -74,6 +90,23 @@ class AttentionMethod(ABC):
         """The state of one layer for `slots` sequences, made at its first call; None if there is none."""
         return None
 
+
+@dataclass(frozen=True)
+class AttentionMethod(PromptObserver, ABC):
+    """Base of methods that fill the prefill or decode slot. Subclasses are frozen dataclasses of options.
+
+    A method that observes prompts gets in `observe_prompt` the rows that its own `run` does not attend for.
+    """
+
+    phases: ClassVar[tuple[Phase, ...]]
+    capture: ClassVar[Literal["full", "piecewise"]] = "full"
+    needs_pre_rope: ClassVar[bool] = False
+    chunked_prefill_exact: ClassVar[bool] = True
+
+    @abstractmethod
+    def run(self, call: LayerCall, state: SequenceState | None) -> Outcome:
+        """Attend for the rows of one layer. What is read is counted by the call."""
+
     def workspace_bytes(self, model: ModelShape, rows: int, capacity: int, dtype: torch.dtype) -> int:
         """Bytes of logits, scores and lists that one layer's decode call holds at most, beyond dense attention's.
 
@@ -82,26 +115,8 @@ class AttentionMethod(ABC):
         """
         return 0
 
-    def check(self, model: ModelShape) -> None:  # noqa: B027 - most options fit every model
+    def check(self, model: ModelShape) -> None:
         """Raise InvalidInput where an option does not fit the model; asked before anything is attached or switched."""
-
-    def to_json(self) -> dict[str, Any]:
-        """{"name": ..., option: value}; `from_json` of the registry reads it back."""
-        return {"name": self.name, **dataclasses.asdict(self)}
-
-    @classmethod
-    def options(cls) -> dict[str, Any]:
-        """Option names and their defaults."""
-        return {f.name: f.default for f in dataclasses.fields(cls)}
-
-    @classmethod
-    def make(cls, **options: Any) -> AttentionMethod:
-        """The method with these options; an unknown one is an error that lists the known ones."""
-        for key in options:
-            if key not in cls.options():
-                raise UnknownName(f"option of {cls.name}", key, cls.options())
-        tuples = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items()}
-        return cls(**tuples)
 
 
 def attend_densely(call: LayerCall, reason: str | None = None) -> Outcome:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
 from longreach.errors import InvalidInput, UnknownName
 from longreach.methods.base import AttentionMethod
 from longreach.methods.call import ModelShape, Phase
+from longreach.methods.eviction import Eviction
 from longreach.methods.fusion.base import Fusion
 from longreach.methods.values import value_of
 
@@ -32,7 +33,8 @@ FUSIONS = {
     "cacheblend": "longreach.methods.fusion:CacheBlend",
     "a3": "longreach.methods.fusion:A3",
 }
-NONE = ("none",)  # what the evict slot knows so far
+EVICTIONS = {"snapkv": "longreach.methods.eviction:SnapKV"}
+NONE = ("none",)  # what leaves the fuse or evict slot empty
 
 
 def method_class(name: str) -> type[AttentionMethod]:
@@ -82,10 +84,19 @@ def choose(phase: Phase, method: str | AttentionMethod | None, **options: Any) -
 
 def fusion_class(name: str) -> type[Fusion]:
     """The fusion method registered as `name`. Raises UnknownName with the known ones."""
-    if name not in FUSIONS:
-        raise UnknownName("fuse method", name, (*NONE, *FUSIONS))
-    module, _, attribute = FUSIONS[name].partition(":")
-    return getattr(import_module(module), attribute)
+    return _class("fuse", name, FUSIONS)
+
+
+def eviction_class(name: str) -> type[Eviction]:
+    """The eviction method registered as `name`. Raises UnknownName with the known ones."""
+    return _class("evict", name, EVICTIONS)
+
+
+def _class(slot: str, name: str, known: dict[str, str]) -> type[Any]:
+    if name not in known:
+        raise UnknownName(f"{slot} method", name, (*NONE, *known))
+    module, _, attribute = known[name].partition(":")
+    return getattr(import_module(module), attribute)  # type: ignore[no-any-return]
 
 
 def choose_fusion(fuse: str | Fusion | None, **options: Any) -> Fusion | None:
@@ -93,13 +104,24 @@ def choose_fusion(fuse: str | Fusion | None, **options: Any) -> Fusion | None:
 
     Raises UnknownName for a name or option that does not exist, InvalidInput for options of none.
     """
-    if fuse is None or fuse == "none" or isinstance(fuse, Fusion):
+    return _chosen("fuse", fuse, Fusion, fusion_class, options)
+
+
+def choose_eviction(evict: str | Eviction | None, **options: Any) -> Eviction | None:
+    """The method for the evict slot, as `choose_fusion`."""
+    return _chosen("evict", evict, Eviction, eviction_class, options)
+
+
+def _chosen(
+    slot: str, given: Any, kind: type[Any], class_of: Callable[[str], type[Any]], options: dict[str, Any]
+) -> Any:
+    if given in (None, *NONE) or isinstance(given, kind):
         if options:
-            raise InvalidInput("fuse: give options with a method's name, or a configured method, not both")
-        return None if fuse is None or isinstance(fuse, str) else fuse
-    if not isinstance(fuse, str):
-        raise InvalidInput(f"fuse: expected a fusion method or its name, got {fuse!r}")
-    return fusion_class(fuse).make(**options)
+            raise InvalidInput(f"{slot}: give options with a method's name, or a configured method, not both")
+        return given if isinstance(given, kind) else None
+    if not isinstance(given, str):
+        raise InvalidInput(f"{slot}: expected a configured method of this slot or its name, got {given!r}")
+    return class_of(given).make(**options)
 
 
 def named(phase: Phase, method: str | AttentionMethod | None) -> AttentionMethod:

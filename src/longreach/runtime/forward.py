@@ -11,7 +11,7 @@ from torch import Tensor
 
 from longreach.cache import SequenceState
 from longreach.errors import Unsupported
-from longreach.methods.base import AttentionMethod, Outcome
+from longreach.methods.base import AttentionMethod, Outcome, PromptObserver
 from longreach.methods.call import LayerCall, ModelShape, Phase
 from longreach.ops import KVView, Partial, Rows, Spans
 from longreach.ops.doors import EVERYTHING
@@ -24,7 +24,7 @@ LayerHook = Callable[[Phase, LayerCall, Outcome], None]
 class States(Protocol):
     """Where a pass finds the state of a method in a layer."""
 
-    def get(self, method: AttentionMethod, call: LayerCall) -> SequenceState | None: ...
+    def get(self, method: PromptObserver, call: LayerCall) -> SequenceState | None: ...
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Segment:
 
     phase: Phase
     method: AttentionMethod
-    observers: tuple[AttentionMethod, ...] = ()
+    observers: tuple[PromptObserver, ...] = ()
     index: Tensor | None = None
     runs: tuple[RowRange, ...] | None = None
 
@@ -130,7 +130,7 @@ def _attend_segment(
     return outcome
 
 
-def _state(p: Pass, method: AttentionMethod, call: LayerCall) -> SequenceState | None:
+def _state(p: Pass, method: PromptObserver, call: LayerCall) -> SequenceState | None:
     return method.new_state(call, len(call.slots)) if p.states is None else p.states.get(method, call)
 
 

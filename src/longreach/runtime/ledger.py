@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from longreach.methods.base import AttentionMethod, Notes, Outcome
+from longreach.methods.base import Notes, Outcome, PromptObserver
 from longreach.methods.call import LayerCall, Phase
 from longreach.ops import Selection
 from longreach.runtime.counting import COLUMNS, Counting
 from longreach.runtime.report import LayerReport, Report
 
-Place = tuple[Phase, int, AttentionMethod | None]  # phase, layer, and the observer that read it, else None
+Place = tuple[Phase, int, PromptObserver | None]  # phase, layer, and the observer that read it, else None
 ADDED = ("key_bytes", "value_bytes", "metadata_bytes", "overflowed_lists")  # columns that observers add to
 
 
@@ -75,7 +75,7 @@ class Ledger:
         if notes is not None:
             self._notes.append((place, notes))
 
-    def add_observer(self, phase: Phase, call: LayerCall, observer: AttentionMethod) -> None:
+    def add_observer(self, phase: Phase, call: LayerCall, observer: PromptObserver) -> None:
         """Count what a method read to observe a layer's rows. It is in the reports for that method."""
         place = (phase, call.layer, observer)
         if call.meter.noted:
@@ -83,7 +83,7 @@ class Ledger:
                 self._counting.add(place, call.meter.noted, call, None)
         self._noted.append(HostCount(place, observer.name, _impls(call)))
 
-    def observed_all(self, observer: AttentionMethod) -> bool:
+    def observed_all(self, observer: PromptObserver) -> bool:
         """Whether a method observed all passes over prompts that count."""
         steps = {place: tally.steps for place, tally in self.tallies.items() if place[0] == "prefill"}
         observed = max((n for (_, _, who), n in steps.items() if who == observer), default=0)
@@ -148,7 +148,7 @@ class Ledger:
         for sums in (*self._sums.values(), *self._note_sums.values()):
             sums.zero_()
 
-    def report(self, observer: AttentionMethod | None = None) -> Report:
+    def report(self, observer: PromptObserver | None = None) -> Report:
         """Layer by layer, with the bytes that `observer` read to observe; those of other observers are left out."""
         self.commit()
         sums = {place: [0] * len(COLUMNS) for place in self.tallies}

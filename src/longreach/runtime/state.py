@@ -9,7 +9,7 @@ from torch import Tensor
 
 from longreach.cache import SequenceState
 from longreach.errors import InvalidInput
-from longreach.methods.base import AttentionMethod
+from longreach.methods.base import PromptObserver
 from longreach.methods.call import LayerCall
 from longreach.ops import KVView
 
@@ -23,10 +23,10 @@ class StateStore:
 
     def __init__(self, slots: int):
         self.slots = slots
-        self._states: dict[tuple[AttentionMethod, int], SequenceState | None] = {}
-        self._observed: dict[AttentionMethod, list[int]] = {}
+        self._states: dict[tuple[PromptObserver, int], SequenceState | None] = {}
+        self._observed: dict[PromptObserver, list[int]] = {}
 
-    def get(self, method: AttentionMethod, call: LayerCall) -> SequenceState | None:
+    def get(self, method: PromptObserver, call: LayerCall) -> SequenceState | None:
         """The state of `method` for the layer of `call`, made at its first call.
 
         Another config is another method: its state would differ.
@@ -37,7 +37,7 @@ class StateStore:
                 self._states[place] = method.new_state(call, self.slots)
         return self._states[place]
 
-    def states(self, methods: Collection[AttentionMethod] = (), layer: int | None = None) -> list[SequenceState]:
+    def states(self, methods: Collection[PromptObserver] = (), layer: int | None = None) -> list[SequenceState]:
         """All states, or those of some methods, or of a layer."""
         return [
             state
@@ -47,7 +47,7 @@ class StateStore:
 
     # what a method has observed
 
-    def mark_observed(self, methods: Collection[AttentionMethod], slots: Sequence[int], before: Sequence[int],
+    def mark_observed(self, methods: Collection[PromptObserver], slots: Sequence[int], before: Sequence[int],
                       after: Sequence[int]) -> None:  # fmt: skip
         """Tokens [before[b], after[b]) of the sequence in slots[b] went through passes that these methods observed."""
         for method in methods:
@@ -58,7 +58,7 @@ class StateStore:
                 if end > start:
                     upto[slot] = end if method in methods and upto[slot] >= start else min(upto[slot], start)
 
-    def check_observed(self, method: AttentionMethod, slots: Sequence[int], lengths: Sequence[int]) -> None:
+    def check_observed(self, method: PromptObserver, slots: Sequence[int], lengths: Sequence[int]) -> None:
         """Raise InvalidInput where a method that observes prompts has missed tokens of these sequences."""
         if not method.observes_prompt:
             return
@@ -93,7 +93,7 @@ class StateStore:
         for state in self.states(layer=layer):
             state.kept(layer, view)
 
-    def snapshot(self, methods: Collection[AttentionMethod] = ()) -> Callable[[], None]:
+    def snapshot(self, methods: Collection[PromptObserver] = ()) -> Callable[[], None]:
         """Copy what truncation does not bring back; the result restores it. methods: of these only, () for all."""
         restores = [state.snapshot() for state in self.states(methods)]
 

@@ -38,10 +38,11 @@ from longreach.adapters.transformers.registration import register, release
 from longreach.adapters.transformers.rotary import attention_modules, find_rotation, probing
 from longreach.adapters.transformers.step import ModelFacts, Step, current, entered, plain_append
 from longreach.cache import CacheConfig
-from longreach.errors import ConcurrentUse, InvalidInput, UnknownName, Unsupported
+from longreach.errors import ConcurrentUse, InvalidInput, Unsupported
 from longreach.methods.base import AttentionMethod
+from longreach.methods.eviction import Eviction
 from longreach.methods.fusion import Fusion
-from longreach.methods.registry import NONE, choose, choose_fusion
+from longreach.methods.registry import choose, choose_eviction, choose_fusion
 from longreach.ops.attend import IMPLEMENTATIONS
 from longreach.runtime import Ledger, Pass, Report, Segment
 from longreach.runtime.forward import LayerHook
@@ -57,7 +58,7 @@ def attach(
     fuse: str | Fusion | None = None,
     prefill: str | AttentionMethod | None = None,
     decode: str | AttentionMethod | None = None,
-    evict: str | None = None,
+    evict: str | Eviction | None = None,
     cache: CacheConfig | None = None,
     impl: str = "auto",
 ) -> Session:
@@ -67,7 +68,8 @@ def attach(
         or None for none. Recomputed tokens attend densely, so that prefill must be dense.
     prefill, decode: a configured method, its name, or None for dense. A pass of one token per sequence over a
         cache that holds some is decoding; inside generate, whatever belongs to the prompt is prefill.
-    evict: None or "none"; no eviction method exists yet.
+    evict: which keys each layer and KV head keeps once a prompt is read: a configured eviction method, its name, or
+        None for all. What was evicted is gone for later questions over the same prompt too.
     cache: layout and growth of the KV cache. impl: who computes attention ("auto" or an implementation's name).
         On a GPU sequences of different lengths share the work evenly up to 1024 sequences x KV heads; a larger batch
         takes as long as its longest sequence does.
@@ -76,14 +78,13 @@ def attach(
     Raises UnknownName, InvalidInput, Unsupported (what the model needs and longreach lacks, by name) and
     ConcurrentUse (already attached); the model is then untouched.
     """
-    if evict is not None and evict not in NONE:
-        raise UnknownName("evict method", evict, NONE)
+    eviction = choose_eviction(evict)
     fusion, method = choose_fusion(fuse), choose("prefill", prefill)
     if fusion is not None and method.name != "dense":
         raise Unsupported(
             f"fuse={fusion.name} with prefill={method.name}: recomputed tokens attend densely; leave prefill out"
         )
-    return Session(model, method, choose("decode", decode), cache or CacheConfig(), impl, fusion)
+    return Session(model, method, choose("decode", decode), cache or CacheConfig(), impl, fusion, eviction)
 
 
 class Session:
@@ -91,7 +92,7 @@ class Session:
 
     def __init__(
         self, model: PreTrainedModel, prefill: AttentionMethod, decode: AttentionMethod, cache: CacheConfig, impl: str,
-        fuse: Fusion | None = None,
+        fuse: Fusion | None = None, evict: Eviction | None = None,
     ):  # fmt: skip
         decoder = decoder_of(model)
         if MARK in decoder.__dict__ or decoder.config._attn_implementation == NAME:
@@ -104,7 +105,7 @@ class Session:
         for method in (prefill, decode):
             method.check(self._shape)
         self.model, self.prefill, self.decode, self.cache_config = model, prefill, decode, cache
-        self.fuse = fuse
+        self.fuse, self.evict = fuse, evict
         IMPLEMENTATIONS.resolve(impl, model.device)  # an unknown name is refused now; "auto" is resolved call by call
         self.impl = impl
         self.ledger = Ledger()
@@ -244,7 +245,9 @@ class Session:
 
     def new_cache(self, batch: int = 1, config: CacheConfig | None = None) -> LongreachCache:
         """An empty cache for `batch` sequences, to be passed as `past_key_values`. config: default the session's."""
-        return LongreachCache(self._layers, batch, config or self.cache_config, self.model.device, self)
+        made = LongreachCache(self._layers, batch, config or self.cache_config, self.model.device, self)
+        made.eviction = self.evict
+        return made
 
     # the forward pass
 
@@ -311,6 +314,7 @@ class Session:
         decoding = length == 1 and past > 0 if phases is None else phases.decoding(past, length)
         if decoding and cache is not None:
             cache.check_observed(self.decode)
+            cache.evict_prompt()
         mask = given.get("attention_mask")
         mask = mask.to(tokens.device) if isinstance(mask, Tensor) else mask
         real, counts = real_tokens(
@@ -328,7 +332,11 @@ class Session:
 
     def new_pass(self, cache: LongreachCache | None, decoding: bool, prompt_tokens_left: int = 0) -> Pass:
         """A pass over the layers with the session's methods: of decoding, or of a prompt."""
-        segment = Segment("decode", self.decode) if decoding else Segment("prefill", self.prefill, self.observers)
+        if decoding:
+            segment = Segment("decode", self.decode)
+        else:
+            evicting = () if cache is None or cache.eviction is None else (cache.eviction,)
+            segment = Segment("prefill", self.prefill, (*self.observers, *evicting))
         return Pass(
             (segment,),
             self._shape,

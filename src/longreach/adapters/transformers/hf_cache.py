@@ -17,7 +17,8 @@ from longreach.adapters.transformers.oom import memory_errors
 from longreach.adapters.transformers.step import Step, current
 from longreach.cache import CacheConfig, KVCache
 from longreach.errors import ConcurrentUse, InvalidInput, LongreachError, Unsupported
-from longreach.methods.base import AttentionMethod
+from longreach.methods.base import AttentionMethod, PromptObserver
+from longreach.methods.eviction import Eviction, LastRows
 from longreach.runtime import StateStore
 
 
@@ -94,6 +95,9 @@ class LongreachCache(Cache):
         self.as_if: int | None = None
         self.decoders: dict[Hashable, Any] = {}  # static steps made for this cache; they die with it
         self.invalid: str | None = None  # why the cache can no longer be used, else None
+        self.eviction: Eviction | None = None  # what evicts keys once a prompt is read
+        self.protected = 0  # first tokens of a prompt that are not evicted
+        self._prompt_read = False  # rows of a prompt came since keys were evicted last
 
     def reserve(self, new: Sequence[int], columns: int) -> None:
         """Make room at once for the new[b] tokens of a pass and `columns` more after it.
@@ -109,11 +113,29 @@ class LongreachCache(Cache):
         self.kv.commit(step.append)
         self.grow(step.width, step.real)
         segment = step.layers.segments[0]
+        self._prompt_read |= segment.phase == "prefill"
         self.mark_observed((segment.method,) if segment.phase == "decode" else segment.observers, before)
 
-    def mark_observed(self, methods: Sequence[AttentionMethod], before: Sequence[int]) -> None:
+    def mark_observed(self, methods: Sequence[PromptObserver], before: Sequence[int]) -> None:
         """The tokens past before[b] went through passes that these methods, and no others, observed."""
         self.states.mark_observed(methods, range(self.batch), before, self.kv.lengths)
+
+    def evict_prompt(self) -> None:
+        """Evict keys of the prompt that was read last, if that was not done yet. Syncs with the device.
+
+        Raises what the eviction method and `KVCache.keep` raise; layers before the one that failed are evicted from.
+        """
+        if self.eviction is None or not self._prompt_read:
+            return
+        slots = range(self.batch)
+        for layer in range(len(self.layers)):
+            for state in self.states.states((self.eviction,), layer):
+                assert isinstance(state, LastRows)
+                lengths = self.kv.slots_in_use(layer)
+                kept = self.eviction.kept(state, self.kv.view_of_all(layer), slots, lengths, self.protected)
+                if kept:
+                    self.kv.keep(layer, list(kept), list(kept.values()))
+        self._prompt_read = False
 
     def check_observed(self, method: AttentionMethod) -> None:
         """Raise InvalidInput where a method that observes prompts has missed tokens of this cache."""
@@ -171,6 +193,7 @@ class LongreachCache(Cache):
         """Forget everything."""
         self.kv.reset(range(self.batch))
         self.real, self.columns, self.invalid = [], 0, None
+        self._prompt_read, self.protected = False, 0
 
     def abandon(self, step: Step) -> None:
         """The pass failed half-way: what was noted of it is taken back."""

@@ -18,7 +18,7 @@ from longreach.adapters.transformers.loop.decoder import vocabulary_of
 from longreach.adapters.transformers.loop.run import Choose, DecodeRun, now
 from longreach.adapters.transformers.loop.sampling import Ends, greedy
 from longreach.adapters.transformers.oom import memory_errors
-from longreach.errors import InvalidInput, ModelFileError, OutOfMemory
+from longreach.errors import InvalidInput, ModelFileError, OutOfMemory, Unsupported
 from longreach.methods.base import AttentionMethod
 
 CHUNK = 512  # prompt tokens per pass: short enough for a progress bar to move
@@ -112,6 +112,11 @@ class Reader:
     ) -> Generator[int, None, None]:
         """Greedy tokens after document and question, each as it comes, until a stop token (not yielded)."""
         check_length(self.session.model, self.cache.columns + len(tokens), max_new_tokens)
+        if self.session.evict is not None:
+            raise Unsupported(
+                f"ask goes back to the document after each answer, and {self.session.evict.name} evicts keys of it; "
+                f"read document and question as one prompt, or attach without evict"
+            )
         with self.rollback():
             started = now(self.session.model)
             logits = self._pass(tokens, then=max_new_tokens - 1)

@@ -14,7 +14,7 @@ from longreach.bench.case import Hits, Memory
 from longreach.bench.inputs import Inputs
 from longreach.bench.mac.resting import resting_share
 from longreach.bench.timing import Call
-from longreach.methods.base import AttentionMethod, Outcome, attend_densely
+from longreach.methods.base import Outcome, PromptObserver, attend_densely
 from longreach.methods.call import LayerCall
 from longreach.methods.mac import MAC
 from longreach.methods.mac.state import LayerState
@@ -151,7 +151,7 @@ class CopyState:
 
     state: LayerState
 
-    def get(self, method: AttentionMethod, call: LayerCall) -> LayerState:
+    def get(self, method: PromptObserver, call: LayerCall) -> LayerState:
         return self.state
 
 

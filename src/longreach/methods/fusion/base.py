@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from longreach.errors import UnknownName
+from longreach.methods.base import Configured
 from longreach.methods.call import LayerCall
 from longreach.ops.types import require
 
@@ -51,7 +50,7 @@ class FullLayer:
 
 
 @dataclass(frozen=True)
-class Fusion(ABC):
+class Fusion(Configured, ABC):
     """Base of methods that fill the fuse slot. Subclasses are frozen dataclasses of options.
 
     full_layers: layers that run for all tokens before tokens are chosen. At the last one keys and values of all tokens
@@ -59,30 +58,12 @@ class Fusion(ABC):
     true_positions: whether stored keys are rotated to where their tokens stand, else to where they were computed.
     """
 
-    name: ClassVar[str]
     full_layers: ClassVar[int] = 0
     true_positions: ClassVar[bool] = True
 
     @abstractmethod
     def choose(self, prompt: PromptParts, layer: FullLayer | None) -> Tensor:
         """bool [N]: the stored tokens that are recomputed. layer: the last full one, None for methods without."""
-
-    def to_json(self) -> dict[str, Any]:
-        """{"name": ..., option: value}; `from_json` of the registry reads it back."""
-        return {"name": self.name, **dataclasses.asdict(self)}
-
-    @classmethod
-    def options(cls) -> dict[str, Any]:
-        """Option names and their defaults."""
-        return {f.name: f.default for f in dataclasses.fields(cls)}
-
-    @classmethod
-    def make(cls, **options: Any) -> Fusion:
-        """The method with these options; an unknown one is an error that lists the known ones."""
-        for key in options:
-            if key not in cls.options():
-                raise UnknownName(f"option of {cls.name}", key, cls.options())
-        return cls(**options)
 
 
 def check_ratio(ratio: object) -> None:

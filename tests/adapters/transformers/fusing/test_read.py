@@ -86,7 +86,7 @@ def held(reader: Reader, count: int) -> list[tuple[Tensor, Tensor]]:
     kv, slots = reader.cache.kv, torch.arange(count)
     found = []
     for layer in range(len(kv.memory)):
-        view = kv._view_of_all(layer)
+        view = kv.view_of_all(layer)
         page, offset = view.locate(torch.zeros_like(slots), slots)
         found.append((view.k[page, :, offset].clone(), view.v[page, :, offset].clone()))
     return found

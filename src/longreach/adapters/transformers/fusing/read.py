@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -58,8 +58,8 @@ def read(session: Session, cache: LongreachCache, prompt: FusedPrompt, *, then: 
 
     then: tokens that the answer will take; the cache makes room for them at once. Decode methods observe all tokens.
     Whatever is raised, the cache is as it was. Raises InvalidInput (no fusion method, a cache that holds something, a
-    chunk of another model), Unsupported (a model whose layers get no pair (cos, sin), or that is not its kind of
-    decoder), OutOfMemory, ConcurrentUse.
+    chunk of another model, more tokens that must stay than the eviction method keeps), Unsupported (a model whose
+    layers get no pair (cos, sin), or that is not its kind of decoder), OutOfMemory, ConcurrentUse.
     """
     if session.fuse is None:
         raise InvalidInput("the session has no fusion method; attach with fuse='a3' or another one")
@@ -70,6 +70,10 @@ def read(session: Session, cache: LongreachCache, prompt: FusedPrompt, *, then: 
         )
     count = len(prompt.ids)
     with memory_errors(), session.prompt_end(count), cache.restored_on_error(), torch.no_grad():
+        if session.evict is not None:
+            asking, first = count - prompt.question, min((start for start, _ in prompt.chunks), default=0)
+            session.evict.check_parts(count, first, asking)
+            cache.eviction, cache.protected = replace(session.evict, window=asking), first  # the question's rows vote
         cache.reserve([count], then)
         fused = _FusedPass(session, cache, prompt, session.fuse)
         return fused.run(), fused.report()

@@ -35,7 +35,7 @@ class DecodeRun:
     attentions; None: uncaptured), not_captured_reason why they were not one graph; setup_seconds, what the first ones
     took that were run uncaptured, with compiling and capturing (0 where an earlier run did that); decode_seconds the
     other `steps` steps: from the choice of the first token to the last, with the time the tokens' reader took for them.
-    Raises UnknownName (fuse) and Unsupported (capture, or fuse for a captured step, where there can be none).
+    Raises UnknownName (compile) and Unsupported (capture, or compile for a captured step, where there can be none).
     """
 
     def __init__(
@@ -90,6 +90,7 @@ class DecodeRun:
         cache holds the prompt. To be closed where it is not read to its end (contextlib.closing).
         Raises CapacityError, OutOfMemory, Unsupported (a step that cannot be captured).
         """
+        cache.evict_prompt()
         decoder = self._decoder = decoder_for(
             self.session,
             cache,

@@ -1,0 +1,205 @@
+"""evict=: after a prompt is read keys go, in every layer and KV head others; positions go on from the prompt's end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from longreach import CacheConfig, OracleTopK, Quest, StreamingLLM, attach, generate
+from longreach.adapters.transformers.fusing import read
+from longreach.adapters.transformers.prompt_reader import Answer, Reader
+from longreach.errors import InvalidInput, Unsupported
+from longreach.methods.base import AttentionMethod
+from longreach.methods.call import LayerCall
+from longreach.methods.dense import Dense
+from longreach.methods.eviction import Eviction, SnapKV
+from longreach.methods.fusion import A3, PIE, Fusion
+from longreach.methods.mac import MAC
+from longreach.testing.tiny import random_tokens
+from tests.adapters.transformers.fusing.test_read import SYSTEM, prompt_of
+from tests.adapters.transformers.reference import model_of
+
+NEW = 12
+RING = MAC(window=8, band=4, min_context=0)
+CACHES = [CacheConfig(), CacheConfig("paged", page=5)]
+caches = pytest.mark.parametrize("config", CACHES, ids=["contiguous", "paged"])
+
+
+@dataclass(frozen=True)
+class All(Eviction):
+    """Keeps everything, by the way that evicts."""
+
+    name = "all"
+
+    def keep(self, call: LayerCall, length: int, first: int, last: int) -> Tensor | None:
+        return torch.arange(length).expand(call.kv.heads, -1).contiguous()
+
+
+@dataclass(frozen=True)
+class First(Eviction):
+    """Keeps the first and last tokens of each head, of head 1 some more in between."""
+
+    name = "first"
+
+    def keep(self, call: LayerCall, length: int, first: int, last: int) -> Tensor | None:
+        kept = [[*range(4 + g), *range(length - 12 + g, length)] for g in range(call.kv.heads)]
+        return torch.tensor(kept)
+
+
+@caches
+@pytest.mark.parametrize("decode", [Dense(), Quest(k=0.5, page=4), StreamingLLM(sinks=2, window=20)], ids=repr)
+def test_keeping_all_changes_nothing(config: CacheConfig, decode: AttentionMethod) -> None:
+    model, tokens = model_of("llama"), random_tokens(2, 60, seed=3)
+    mask = torch.ones_like(tokens)
+    mask[1, :17] = 0
+    with attach(model, decode=decode, cache=config) as session:
+        want = generate(session, tokens, mask, max_new_tokens=NEW).tokens
+    with attach(model, decode=decode, cache=config, evict=All()) as session:
+        for chunk in (None, 16):
+            assert torch.equal(
+                generate(session, tokens, mask, max_new_tokens=NEW, prefill_chunk_size=chunk).tokens, want
+            )
+        assert torch.equal(
+            model.generate(tokens, attention_mask=mask, max_new_tokens=NEW, do_sample=False)[:, 60:], want
+        )
+
+
+@caches
+def test_decoding_attends_to_what_was_kept_at_positions_after_the_prompt(config: CacheConfig) -> None:
+    """Step by step against attention with a mask over transformers' own cache."""
+    model, tokens = model_of("llama"), random_tokens(1, 50, seed=4)
+    with attach(model, evict=First(), cache=config) as session:
+        made = generate(session, tokens, max_new_tokens=NEW)
+        cache = session.static_caches[1]
+        assert cache.kv.slots_in_use(0) == [16 + NEW - 1] and cache.columns == 50 + NEW - 1
+    assert made.tokens[0].tolist() == by_mask(model, tokens, NEW)
+
+
+@torch.no_grad()
+def by_mask(model: Any, tokens: Tensor, new: int) -> list[int]:
+    """Greedy tokens of llama, written out, where KV head g forgets the prompt as `First` says."""
+    core, length = model.model, tokens.shape[1]
+    ids, found = tokens[0].tolist(), list[int]()
+    for _ in range(new):
+        x, n = core.embed_tokens(torch.tensor([ids])), len(ids)
+        cos, sin = core.rotary_emb(x, torch.arange(n)[None])
+        for block in core.layers:
+            y, heads = block.input_layernorm(x), block.self_attn
+            q, k, v = (p(y).unflatten(-1, (-1, heads.head_dim))[0] for p in (heads.q_proj, heads.k_proj, heads.v_proj))
+            half = q.shape[-1] // 2
+            q, k = (
+                z * cos[0][:, None] + torch.cat([-z[..., half:], z[..., :half]], -1) * sin[0][:, None] for z in (q, k)
+            )
+            group = q.shape[1] // k.shape[1]
+            mask = torch.ones(k.shape[1], n, n).tril().bool()
+            for g in range(k.shape[1]):  # rows of the answer
+                gone = torch.ones(n, dtype=torch.bool)
+                gone[[*range(4 + g), *range(length - 12 + g, n)]] = False
+                mask[g, length:, :] &= ~gone
+            logits = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, 1)) * heads.scaling
+            weights = logits.masked_fill(~mask.repeat_interleave(group, 0), -torch.inf).softmax(-1)
+            out = torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(group, 1)).flatten(1)[None]
+            x = x + heads.o_proj(out)
+            x = x + block.mlp(block.post_attention_layernorm(x))
+        found.append(int(model.lm_head(core.norm(x))[0, -1].argmax()))
+        ids.append(found[-1])
+    return found
+
+
+@caches
+@pytest.mark.parametrize("fusion", [PIE(), A3(ratio=0.3)], ids=repr)
+def test_after_fusion_the_system_prompt_and_the_question_stay(config: CacheConfig, fusion: Fusion) -> None:
+    model = model_of("llama")
+    prompt = prompt_of(model).fused
+    capacity = SYSTEM + 9 + 14
+    with attach(model, fuse=fusion, evict=SnapKV(capacity=capacity), cache=config) as session:
+        reader = Reader(session)
+        logits, _ = read(session, reader.cache, prompt, then=NEW)
+        whole = [reader.cache.kv.view_of_all(layer) for layer in range(2)]
+        keys = [keys_of(kv, len(prompt.ids)) for kv in whole]
+        before = reader.cache.kv.nbytes
+        assert len(list(reader.decode(logits, NEW, Answer()))) == NEW
+        assert reader.cache.kv.nbytes < before
+        for layer in range(2):
+            assert reader.cache.kv.slots_in_use(layer) == [capacity + NEW - 1]
+            kept = keys_of(reader.cache.kv.view_of_all(layer), capacity)
+            for g in range(2):
+                assert torch.equal(kept[:SYSTEM, g], keys[layer][:SYSTEM, g])
+                assert torch.equal(kept[-9:, g], keys[layer][-9:, g])
+
+
+def keys_of(kv: Any, count: int) -> Tensor:
+    slots = torch.arange(count)
+    page, offset = kv.locate(torch.zeros_like(slots), slots)
+    return kv.k[page, :, offset].clone()  # type: ignore[no-any-return]
+
+
+def test_layers_with_a_window_keep_all() -> None:
+    model, tokens = model_of("gemma2"), random_tokens(1, 60, seed=4)
+    with attach(model, evict=SnapKV(capacity=40, window=8)) as session:
+        generate(session, tokens, max_new_tokens=4)
+        used = [session.static_caches[1].kv.slots_in_use(layer)[0] for layer in range(2)]
+    windows = [kind == "sliding_attention" for kind in model.config.layer_types]
+    assert used == [63 if window else 43 for window in windows] and any(windows) and not all(windows)
+
+
+@pytest.mark.parametrize("decode", [Dense(), StreamingLLM(), Quest(k=0.3, page=4), OracleTopK(k=0.3)], ids=repr)
+@pytest.mark.parametrize("fusion", [None, PIE()], ids=repr)
+def test_every_method_that_works_over_kept_slots_runs(decode: AttentionMethod, fusion: Fusion | None) -> None:
+    model = model_of("llama")
+    prompt = prompt_of(model).fused
+    with attach(model, fuse=fusion, evict=SnapKV(capacity=40, window=8), decode=decode) as session:
+        reader = Reader(session)
+        logits = reader.read(prompt.ids) if fusion is None else read(session, reader.cache, prompt)[0]
+        assert len(list(reader.decode(logits, NEW, Answer()))) == NEW
+
+
+@pytest.mark.parametrize("decode", ["kascade", "omnikv", "less_is_more", RING], ids=repr)
+def test_other_methods_refuse_by_name(decode: Any, plans_for_tiny: Any) -> None:
+    model, tokens = plans_for_tiny, random_tokens(1, 60, seed=4)
+    why = decode if isinstance(decode, str) else "MAC's ring"
+    with (
+        attach(model, evict=SnapKV(capacity=40, window=8), decode=decode) as session,
+        pytest.raises(Unsupported, match=why),
+    ):
+        generate(session, tokens, max_new_tokens=4)
+
+
+@pytest.fixture
+def plans_for_tiny(tmp_path: Any) -> Any:
+    from tests.methods.planned import planned, tiny, write_plans
+
+    with planned(write_plans(tmp_path)):
+        yield tiny()
+
+
+# bad input
+
+
+def test_a_capacity_that_the_parts_do_not_fit_into_is_refused_before_anything_goes() -> None:
+    model = model_of("llama")
+    prompt = prompt_of(model).fused
+    with attach(model, fuse=PIE(), evict=SnapKV(capacity=10)) as session:
+        cache = session.new_cache(1)
+        with pytest.raises(InvalidInput, match="capacity 10 is less than the 7 tokens of the system prompt and 9"):
+            read(session, cache, prompt)
+        assert cache.columns == 0
+
+
+def test_a_document_that_was_evicted_from_cannot_be_asked_again() -> None:
+    model = model_of("llama")
+    with attach(model, evict=SnapKV(capacity=40)) as session:
+        reader = Reader(session)
+        reader.read(list(range(3, 70)))
+        with pytest.raises(Unsupported, match="goes back to the document after each answer"):
+            list(reader.ask([3, 4], 4, (), Answer()))
+
+
+def test_what_is_no_eviction() -> None:
+    model = model_of("llama")
+    with pytest.raises(InvalidInput, match="evict: expected a configured method of this slot or its name"):
+        attach(model, evict=Dense())  # type: ignore[arg-type]

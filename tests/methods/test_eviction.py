@@ -1,0 +1,131 @@
+"""SnapKV: votes by the definition, what stays in any case, and the memory that goes back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from longreach.errors import InvalidInput, UnknownName
+from longreach.methods.call import LayerCall
+from longreach.methods.eviction import LastRows, SnapKV
+from longreach.methods.registry import choose_eviction
+from longreach.ops import KVView, RowRange, Rows
+from longreach.testing.inputs import random_kv
+from tests.ops.attend.kernels import here
+
+H, G, D = 4, 2, 16
+
+
+def rows_at(pos: list[int], seq: int = 0) -> Rows:
+    return Rows(torch.randn(len(pos), H, D), torch.full((len(pos),), seq), torch.tensor(pos, dtype=torch.int64))
+
+
+def call_of(rows: Rows, kv: KVView, **more: Any) -> LayerCall:
+    return LayerCall(0, rows, kv, torch.arange(len(kv.seq_lens)), 0.25, **more)
+
+
+def votes(rows: Rows, kv: KVView, seq: int, length: int) -> Tensor:
+    """fp64 [G, N], from the definition."""
+    found = torch.zeros(G, length, dtype=torch.float64)
+    slots = torch.arange(length)
+    page, offset = kv.locate(torch.full_like(slots, seq), slots)
+    for r in range(len(rows.pos)):
+        for h in range(H):
+            x = kv.k[page, h // (H // G), offset].double() @ rows.q[r, h].double() * 0.25
+            x[slots > rows.pos[r]] = -torch.inf
+            found[h // (H // G)] += x.softmax(0)
+    return found
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+@pytest.mark.parametrize("pool", ["max", "mean"])
+@pytest.mark.parametrize("page", [None, 16])
+def test_the_best_by_votes_stay(impl: str, pool: Any, page: int | None) -> None:
+    kv, length, first, last = random_kv([31, 60], page=page), 60, 4, 6
+    rows = rows_at(list(range(54, 60)), seq=1)
+    method = SnapKV(capacity=21, kernel=5, pool=pool, window=6)
+    kept = method.keep(call_of(here(rows), here(kv), impl=impl), length, first, last)
+    assert kept is not None and kept.shape == (G, 21) and bool((kept.diff(dim=1) > 0).all())
+    scores = votes(rows, kv, 1, length)
+    pooled = torch.stack([
+        torch.stack([
+            near.max() if pool == "max" else near.mean()
+            for n in range(length) for near in [scores[g, max(0, n - 2) : n + 3]]
+        ]) for g in range(G)
+    ])  # fmt: skip
+    for g in range(G):
+        free = pooled[g, first : length - last]
+        want = {*range(first), *range(length - last, length)}
+        want |= {first + int(n) for n in free.sort(descending=True, stable=True).indices[: 21 - first - last]}
+        assert set(kept[g].tolist()) == want
+
+
+def test_a_short_prompt_keeps_all_and_a_small_capacity_is_refused() -> None:
+    kv, rows = random_kv([20]), rows_at([18, 19])
+    assert SnapKV(capacity=20).keep(call_of(rows, kv), 20, 0, 2) is None
+    with pytest.raises(InvalidInput, match="capacity 9 is less than the 5 tokens of the system prompt and 6"):
+        SnapKV(capacity=9).keep(call_of(rows, kv), 20, 5, 6)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_the_last_rows_are_those_of_several_passes(known: bool) -> None:
+    """Ragged, packed, in slots out of order; passes shorter and longer than the window."""
+    size, state = 8, None
+    want: dict[int, dict[int, Tensor]] = {2: {}, 0: {}}
+    lengths = {2: 0, 0: 0}
+    for counts in ((5, 19), (2, 0), (30, 3), (1, 1)):
+        parts = []
+        for (slot, n), seq in zip(zip((2, 0), counts, strict=True), (0, 1), strict=True):
+            part = rows_at(list(range(lengths[slot], lengths[slot] + n)), seq)
+            want[slot] |= dict(zip(part.pos.tolist(), part.q, strict=True))
+            lengths[slot] += n
+            parts.append(part)
+        runs = tuple(RowRange(n, seq) for seq, n in enumerate(counts)) if known else None
+        rows = Rows(*(torch.cat([getattr(p, name) for p in parts]) for name in ("q", "seq", "pos")), runs=runs)
+        kv = random_kv([lengths[2], lengths[0]])
+        call = LayerCall(0, rows, kv, torch.tensor([2, 0]), 0.25)
+        state = state or SnapKV(window=size).new_state(call, 3)
+        SnapKV(window=size).observe_prompt(call, state)
+    assert state is not None
+    for slot in (2, 0):
+        got = state.rows(slot, 5, lengths[slot])
+        by_pos = dict(zip(got.pos.tolist(), got.q, strict=True))
+        assert sorted(by_pos) == list(range(lengths[slot] - size, lengths[slot]))
+        assert all(torch.equal(by_pos[p], want[slot][p]) for p in by_pos) and set(got.seq.tolist()) == {5}
+    state.truncate(torch.tensor([0]), torch.tensor([lengths[0] - 3]))
+    assert sorted(state.rows(0, 0, lengths[0] - 3).pos.tolist()) == list(range(lengths[0] - 8, lengths[0] - 3))
+    state.reset(torch.tensor([0]))
+    assert not len(state.rows(0, 0, lengths[0]).pos) and len(state.rows(2, 0, lengths[2]).pos) == size
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"capacity": 0}, "capacity: expected a count >= 1, got 0"),
+        ({"capacity": 0.5}, "capacity: expected a count >= 1"),
+        ({"window": 0}, "window: expected a count >= 1"),
+        ({"kernel": 4}, "kernel: expected an odd number of neighbours, got 4"),
+        ({"pool": "median"}, "pool: expected 'max' or 'mean', got 'median'"),
+    ],
+)
+def test_options_that_are_none(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        SnapKV(**options)
+
+
+def test_it_is_found_by_name() -> None:
+    assert choose_eviction("snapkv", capacity=7) == SnapKV(capacity=7)
+    assert choose_eviction(None) is choose_eviction("none") is None
+    with pytest.raises(UnknownName, match="unknown evict method 'h2o'; known: none, snapkv"):
+        choose_eviction("h2o")
+    with pytest.raises(UnknownName, match="option of snapkv"):
+        choose_eviction("snapkv", size=3)
+    assert SnapKV(capacity=7).to_json() == {"name": "snapkv", "window": 32, "capacity": 7, "kernel": 7, "pool": "max"}
+
+
+def test_last_rows_type() -> None:
+    call = call_of(rows_at([3]), random_kv([4]))
+    assert isinstance(SnapKV().new_state(call, 2), LastRows)
