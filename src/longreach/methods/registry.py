@@ -32,6 +32,7 @@ FUSIONS = {
     "legolink": "longreach.methods.fusion:LegoLink",
     "cacheblend": "longreach.methods.fusion:CacheBlend",
     "a3": "longreach.methods.fusion:A3",
+    "a3_deep": "longreach.methods.fusion:A3Deep",
 }
 EVICTIONS = {"snapkv": "longreach.methods.eviction:SnapKV"}
 NONE = ("none",)  # what leaves the fuse or evict slot empty

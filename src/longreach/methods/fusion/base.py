@@ -38,10 +38,11 @@ class PromptParts:
 
 @dataclass(frozen=True, eq=False)
 class FullLayer:
-    """A layer whose queries, keys and values were computed for all N tokens.
+    """A layer in which tokens are chosen.
 
-    call: the question's rows over the keys of all tokens, which are in the cache. values: [N, G, D]. stored_values:
-    makes those of the chunks, [S, G, D], S the stored tokens in ascending order.
+    call: the question's rows over the keys of all tokens, which are in the cache. values: [N, G, D], computed for all
+    tokens; in a probe of no rows. stored_values: makes those of the chunks, [S, G, D], S the stored tokens in ascending
+    order.
     """
 
     call: LayerCall
@@ -61,9 +62,16 @@ class Fusion(Configured, ABC):
     full_layers: ClassVar[int] = 0
     true_positions: ClassVar[bool] = True
 
+    def probes(self, layers: int) -> tuple[int, ...]:
+        """Layers up to which the question runs to choose, one after the other; none for methods that do without.
+
+        Raises InvalidInput for an option that does not fit a model of so many layers.
+        """
+        return ()
+
     @abstractmethod
     def choose(self, prompt: PromptParts, layer: FullLayer | None) -> Tensor:
-        """bool [N]: the stored tokens that are recomputed. layer: the last full one, None for methods without."""
+        """bool [N]: the stored tokens that are recomputed. layer: the last full one or the probe's; else None."""
 
 
 def check_ratio(ratio: object) -> None:

@@ -5,15 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from longreach.methods.fusion.base import FullLayer, Fusion, PromptParts, best, check_ratio
-from longreach.ops import Rows
+from longreach.methods.fusion.scores import attention_by_head, attention_of_all_heads
 from longreach.ops.types import require
-
-ROWS = 64  # of the question, scored at a time: [ROWS, G, N] scores are held
 
 
 @dataclass(frozen=True)
@@ -59,40 +55,5 @@ class A3(Fusion):
 
     def choose(self, prompt: PromptParts, layer: FullLayer | None) -> Tensor:
         assert layer is not None
-        scores = self._each(layer) if self.heads == "each" else self._joint(prompt, layer)
+        scores = (attention_by_head if self.heads == "each" else attention_of_all_heads)(prompt, layer.call)
         return best(scores, prompt, self.ratio)
-
-    def _each(self, layer: FullLayer) -> Tensor:
-        """float [N]: probabilities summed over the question's rows and the query heads of all ranks."""
-        call, count = layer.call, len(layer.values)
-        total = torch.zeros(count, dtype=torch.float32, device=layer.values.device)
-        columns = torch.arange(count, device=total.device)
-        for index in torch.arange(len(call.rows.pos), device=total.device).split(ROWS):
-            some = call.take(index)
-            lse, logits = some.op("score_keys")
-            pooled = some.op("pooled_scores", lse=lse, logits=logits)[..., :count]
-            seen = columns <= some.rows.pos[:, None, None]  # what lies past a row may be anything
-            total += torch.where(seen, pooled, 0.0).sum((0, 1))
-        return call.sum_over_ranks(total)
-
-    def _joint(self, prompt: PromptParts, layer: FullLayer) -> Tensor:
-        call, count = layer.call, len(layer.values)
-        rows, group = call.rows, call.rows.q.shape[1] // call.kv.heads
-        # heads' logits add up to one product: the query heads of a KV head are summed before it
-        q = rows.q.float().unflatten(1, (call.kv.heads, group)).sum(2).flatten(1)
-        shard = call.shard
-        heads = rows.q.shape[1] if shard is None else group * shard.total
-        keys = _keys(call.kv, rows, count).float().flatten(1)
-        logits = call.sum_over_ranks(q @ keys.T) * (heads * rows.q.shape[2]) ** -0.5
-        first = int(prompt.stored.int().argmax())
-        columns = torch.arange(count, device=logits.device)
-        logits = logits.masked_fill((columns > rows.pos[:, None]) | (columns < first), -torch.inf)
-        scores = logits.softmax(-1).sum(0)
-        return F.avg_pool1d(scores[None, None], 5, stride=1, padding=2, count_include_pad=False)[0, 0]
-
-
-def _keys(kv: object, rows: Rows, count: int) -> Tensor:
-    """[N, G, D]: the first `count` keys of the only sequence, in the order of slots."""
-    slots = torch.arange(count, device=rows.q.device)
-    page, offset = kv.locate(torch.zeros_like(slots), slots)  # type: ignore[attr-defined]
-    return kv.k[page, :, offset]  # type: ignore[attr-defined, no-any-return]

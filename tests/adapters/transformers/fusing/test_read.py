@@ -16,7 +16,7 @@ from longreach.adapters.transformers.precompute import Precompute
 from longreach.adapters.transformers.prompt_reader import Reader
 from longreach.errors import InvalidInput, Unsupported
 from longreach.methods.base import AttentionMethod
-from longreach.methods.fusion import A3, PIE, CacheBlend, FullLayer, FullReuse, Fusion, LegoLink, PromptParts
+from longreach.methods.fusion import A3, PIE, A3Deep, CacheBlend, FullLayer, FullReuse, Fusion, LegoLink, PromptParts
 from longreach.methods.kascade import Kascade
 from longreach.methods.loki import Loki
 from longreach.store import Chunk
@@ -26,7 +26,8 @@ from tests.methods.planned import planned, tiny, write_plans
 from tests.tiers import families
 
 SYSTEM, LENGTHS, QUESTION = 7, (21, 33, 18), 9  # the window of sliding layers is 16
-EVERYTHING = (A3(ratio=1.0), A3(ratio=1.0, heads="joint"), CacheBlend(ratio=1.0), LegoLink(first=99, last=0))
+EVERYTHING = (A3(ratio=1.0), A3(ratio=1.0, heads="joint"), CacheBlend(ratio=1.0), LegoLink(first=99, last=0),
+              A3Deep(ratio=1.0), A3Deep(ratio=1.0, layer=0, rounds=3))  # fmt: skip
 
 
 def tokens(length: int, seed: int) -> list[int]:
@@ -147,7 +148,7 @@ def test_what_is_reused_is_the_stored_keys_at_their_positions(config: CacheConfi
 
 def test_without_chunks_it_is_a_prefill() -> None:
     model, ids = model_of("llama"), tokens(40, 5)
-    for fusion in (PIE(), A3(), CacheBlend(ratio=0)):
+    for fusion in (PIE(), A3(), CacheBlend(ratio=0), A3Deep()):
         logits, report, _, _ = fused(model, FusedPrompt(tuple(ids)), fusion)
         torch.testing.assert_close(logits, plain(model, ids)[0], rtol=1e-4, atol=1e-4)
         assert report.computed == 40 and report.key_error == (None,) * 2

@@ -31,6 +31,7 @@ from longreach.adapters.transformers.rotary import (
 from longreach.adapters.transformers.shard import shard_of
 from longreach.adapters.transformers.step import Step
 from longreach.errors import InvalidInput, Unsupported
+from longreach.methods.call import LayerCall
 from longreach.methods.fusion import FullLayer, Fusion, PromptParts
 from longreach.ops import RotaryAngles, Rows
 
@@ -74,13 +75,20 @@ def read(session: Session, cache: LongreachCache, prompt: FusedPrompt, *, then: 
             asking, first = count - prompt.question, min((start for start, _ in prompt.chunks), default=0)
             session.evict.check_parts(count, first, asking)
             cache.eviction, cache.protected = replace(session.evict, window=asking), first  # the question's rows vote
-        cache.reserve([count], then)
-        fused = _FusedPass(session, cache, prompt, session.fuse)
+        fused = _FusedPass(session, cache, prompt, session.fuse, then)
         return fused.run(), fused.report()
 
 
+class _Probed(Exception):
+    """Leaves a pass whose question has chosen."""
+
+    def __init__(self, chosen: Tensor):
+        super().__init__()
+        self.chosen = chosen
+
+
 class _FusedPass:
-    def __init__(self, session: Session, cache: LongreachCache, prompt: FusedPrompt, fusion: Fusion):
+    def __init__(self, session: Session, cache: LongreachCache, prompt: FusedPrompt, fusion: Fusion, then: int):
         self.session, self.cache, self.prompt, self.fusion = session, cache, prompt, fusion
         model = session.model
         self.device, self.decoder = model.device, decoder_of(model)
@@ -99,6 +107,9 @@ class _FusedPass:
                 f"{fusion.name}: a chunk was computed at positions up to {int(self.turn_by.max())}, past the prompt's "
                 f"{len(prompt.ids)} tokens; compute it behind a shorter prefix"
             )
+        self.then = then
+        self.probe: int | None = None  # the layer up to which the pass under way runs, to choose there
+        self.given: Tensor | None = None  # what a probe has chosen
         self.index: Tensor | None = None  # the tokens that run, once chosen
         self.angles: tuple[Tensor, Tensor] | None = None  # of all tokens, in the layer under way
         self.again: Tensor | None = None  # the recomputed tokens
@@ -106,7 +117,19 @@ class _FusedPass:
         self.errors: dict[int, Tensor] = {}  # layer -> squared norms: of key and value differences, and of both
 
     def run(self) -> Tensor:
+        for layer in self.fusion.probes(len(self.layers)) if self.prompt.chunks else ():
+            self.probe = layer
+            try:
+                self._pass()
+            except _Probed as found:
+                self.given = found.chosen
+        self.probe = None
+        return self._pass()
+
+    def _pass(self) -> Tensor:
         session, ids = self.session, torch.tensor([self.prompt.ids], device=self.device)
+        self.index = self.again = self.before = None
+        self.cache.reserve([ids.shape[1]], self.then)  # a probe gives memory back
         append = self.cache.kv.begin([0], [len(self.prompt.ids)])
         self.step = Step(
             session.new_pass(self.cache, False), session.facts, (1, ids.shape[1]), None, append, self.cache
@@ -200,18 +223,18 @@ class _FusedPass:
         self.cache.kv.append(layer, step.append, found.key[0].transpose(0, 1), values)
         return FullLayer(self._question(layer, found), values, lambda: self._stored(layer)[1])
 
-    def _question(self, layer: int, found: Captured) -> Any:
-        """The question's rows over the keys of all tokens."""
-        step, question = self.step, self.prompt.question
-        place, q = step.append.at(layer), found.query[0].transpose(0, 1)[question:]
-        rows = Rows(q, step.append.seq[question:], place.slot[question:])
+    def _question(self, layer: int, found: Captured) -> LayerCall:
+        """The question's rows, the last of the pass, over the keys of all tokens."""
+        step, last = self.step, slice(self.prompt.question - len(self.prompt.ids), None)
+        place, q = step.append.at(layer), found.query[0].transpose(0, 1)[last]
+        rows = Rows(q, step.append.seq[last], place.slot[last])
         kv, scale = self.cache.kv.view(layer, step.append), _scale(self.attending[layer], q)
         shard = shard_of(self.attending[layer], found.key.shape[1])
         return step.layers.call(layer, rows, kv, step.append.slots, scale, shard=shard)
 
     def _choose(self, full: FullLayer | None) -> None:
-        chosen = torch.zeros_like(self.parts.stored)
-        if self.prompt.chunks:
+        chosen = torch.zeros_like(self.parts.stored) if self.given is None else self.given
+        if self.prompt.chunks and not self.fusion.probes(len(self.layers)):
             chosen = self.fusion.choose(self.parts, full) & self.parts.candidates
         self.again = chosen.nonzero()[:, 0]
         self.index = (chosen | ~self.parts.stored).nonzero()[:, 0]
@@ -226,8 +249,18 @@ class _FusedPass:
             if number == self.fusion.full_layers > 0:  # keys and values of all tokens are there
                 return
             self._place(number, self._rotation(number, module, args, kwargs))
+            if number == self.probe:
+                self._probed(number, module, args, kwargs)
 
         return place
+
+    def _probed(self, layer: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The question has come to the layer in which it chooses: the pass has done its work."""
+        found = captured(module, args, kwargs, *kwargs["position_embeddings"])
+        k, v = (x[0].transpose(0, 1) for x in (found.key, found.value))
+        self.cache.kv.append(layer, self.step.append, k, v)
+        seen = FullLayer(self._question(layer, found), v[:0], lambda: self._stored(layer)[1])
+        raise _Probed(self.fusion.choose(self.parts, seen) & self.parts.candidates)
 
     def _place(self, layer: int, rotation: Rotation | None) -> None:
         assert self.step.whole is not None and self.angles is not None and self.again is not None

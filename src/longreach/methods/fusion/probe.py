@@ -1,0 +1,43 @@
+"""Fusion that chooses by what the question attends to in a middle layer, over stored keys and values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from longreach.methods.base import is_count
+from longreach.methods.fusion.base import FullLayer, Fusion, PromptParts, best, check_ratio
+from longreach.methods.fusion.scores import attention_by_head
+from longreach.ops.types import require
+
+
+@dataclass(frozen=True)
+class A3Deep(Fusion):
+    """Recompute the tokens that the question attends to most in a middle layer; no layer runs for all tokens.
+
+    Beyond the paper (arXiv 2511.17560, whose App. C says that its second layer may be too early): first the question
+    alone runs, over stored keys at their true positions, up to `layer` and chooses there; then the chosen tokens run
+    from layer 0. ratio: of the whole prompt's tokens. layer: None for a third of the depth. rounds: how often it
+    chooses; from the second time on the tokens chosen before run with the question.
+    """
+
+    ratio: float = 0.15
+    layer: int | None = None
+    rounds: int = 1
+
+    name = "a3_deep"
+
+    def __post_init__(self) -> None:
+        check_ratio(self.ratio)
+        require(self.layer is None or is_count(self.layer), f"layer: expected a layer's number, got {self.layer!r}")
+        require(is_count(self.rounds, 1), f"rounds: expected a count >= 1, got {self.rounds!r}")
+
+    def probes(self, layers: int) -> tuple[int, ...]:
+        at = layers // 3 if self.layer is None else self.layer
+        require(at < layers, f"layer: expected a layer of the model, which has {layers} (0 to {layers - 1}), got {at}")
+        return (at,) * self.rounds
+
+    def choose(self, prompt: PromptParts, layer: FullLayer | None) -> Tensor:
+        assert layer is not None
+        return best(attention_by_head(prompt, layer.call), prompt, self.ratio)

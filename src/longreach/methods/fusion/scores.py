@@ -1,0 +1,46 @@
+"""How much a question attends to each token of its prompt (A3, arXiv 2511.17560, Eq. 3)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from longreach.methods.call import LayerCall
+from longreach.methods.fusion.base import PromptParts
+
+ROWS = 64  # of the question, scored at a time: [ROWS, G, N] scores are held
+
+
+def attention_by_head(prompt: PromptParts, call: LayerCall) -> Tensor:
+    """fp32 [N]: a softmax for each row of the call and query head, summed over them and over ranks."""
+    count = len(prompt.stored)
+    total = torch.zeros(count, dtype=torch.float32, device=call.rows.q.device)
+    columns = torch.arange(count, device=total.device)
+    for index in torch.arange(len(call.rows.pos), device=total.device).split(ROWS):
+        some = call.take(index)
+        lse, logits = some.op("score_keys")
+        pooled = some.op("pooled_scores", lse=lse, logits=logits)[..., :count]
+        seen = columns <= some.rows.pos[:, None, None]  # what lies past a row may be anything
+        total += torch.where(seen, pooled, 0.0).sum((0, 1))
+    return call.sum_over_ranks(total)
+
+
+def attention_of_all_heads(prompt: PromptParts, call: LayerCall) -> Tensor:
+    """fp32 [N]: one softmax a row, of logits summed over heads, over sqrt(H D); the mean of 5 neighbours.
+
+    What stands before the first chunk is left out before the softmax.
+    """
+    count, rows = len(prompt.stored), call.rows
+    group = rows.q.shape[1] // call.kv.heads
+    # heads' logits add up to one product: the query heads of a KV head are summed before it
+    q = rows.q.float().unflatten(1, (call.kv.heads, group)).sum(2).flatten(1)
+    slots = torch.arange(count, device=q.device)
+    page, offset = call.kv.locate(torch.zeros_like(slots), slots)
+    keys = call.kv.k[page, :, offset].float().flatten(1)
+    heads = rows.q.shape[1] if call.shard is None else group * call.shard.total
+    logits = call.sum_over_ranks(q @ keys.T) * (heads * rows.q.shape[2]) ** -0.5
+    first = prompt.stored.int().argmax()
+    logits = logits.masked_fill((slots > rows.pos[:, None]) | (slots < first), -torch.inf)
+    scores = logits.softmax(-1).sum(0)
+    return F.avg_pool1d(scores[None, None], 5, stride=1, padding=2, count_include_pad=False)[0, 0]

@@ -1,0 +1,156 @@
+"""Which tokens fusion methods choose: by their definitions, in fp64."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from longreach.errors import InvalidInput, UnknownName
+from longreach.methods.call import LayerCall
+from longreach.methods.fusion import (
+    A3,
+    PIE,
+    A3Deep,
+    CacheBlend,
+    FullLayer,
+    FullReuse,
+    Fusion,
+    LegoLink,
+    PromptParts,
+)
+from longreach.methods.fusion.base import best
+from longreach.methods.registry import FUSIONS, choose_fusion, fusion_class
+from longreach.ops import KVView, Rows
+from longreach.testing.inputs import random_kv
+from tests.ops.attend.kernels import here
+
+SYSTEM, LENGTHS, QUESTION = 4, (9, 14, 11), 5
+N = SYSTEM + sum(LENGTHS) + QUESTION
+H, G, D = 4, 2, 16
+
+
+def parts(exact: int = 1) -> PromptParts:
+    """The first `exact` chunks are what a plain prefill makes."""
+    stored, sure = torch.zeros(2, N, dtype=torch.bool)
+    before, after = torch.zeros(2, N, dtype=torch.int64)
+    start = SYSTEM
+    for number, length in enumerate(LENGTHS):
+        part = slice(start, start + length)
+        stored[part], sure[part] = True, number < exact
+        before[part] = torch.arange(length)
+        after[part] = torch.arange(length).flip(0)
+        start += length
+    return PromptParts(*(here(x) for x in (stored, sure, before, after)), question=N - QUESTION)  # type: ignore[misc]
+
+
+def layer(page: int | None = None, impl: str = "auto") -> tuple[FullLayer, Rows, KVView, Tensor, Tensor]:
+    kv = random_kv([N], heads=G, dim=D, page=page)
+    pos = torch.arange(N - QUESTION, N)
+    rows = Rows(torch.randn(QUESTION, H, D), torch.zeros_like(pos), pos)
+    values, stored = torch.randn(N, G, D), torch.randn(sum(LENGTHS), G, D)
+    call = LayerCall(1, here(rows), here(kv), here(torch.arange(1)), 0.3, impl=impl)
+    return FullLayer(call, here(values), lambda: here(stored)), rows, kv, values, stored
+
+
+def keys(kv: KVView) -> Tensor:
+    """fp64 [N, G, D]."""
+    slots = torch.arange(N)
+    page, offset = kv.locate(torch.zeros_like(slots), slots)
+    return kv.k[page, :, offset].double()
+
+
+def top(scores: Tensor, count: int, exact: int = 1) -> set[int]:
+    """The candidates with the largest scores, the earlier of equal ones."""
+    start = SYSTEM + sum(LENGTHS[:exact])
+    free = range(start, SYSTEM + sum(LENGTHS))
+    return set(sorted(free, key=lambda n: (-float(scores[n]), n))[:count])
+
+
+def chosen(mask: Tensor) -> set[int]:
+    return set(mask.nonzero()[:, 0].tolist())
+
+
+def test_position_only() -> None:
+    prompt = parts()
+    assert not chosen(PIE().choose(prompt, None)) and not chosen(FullReuse().choose(prompt, None))
+    second, third = range(13, 27), range(27, 38)
+    assert chosen(LegoLink(first=2, last=3).choose(prompt, None)) == {
+        *second[:2], *second[-3:], *third[:2], *third[-3:]
+    }  # fmt: skip
+    assert chosen(LegoLink(first=1, last=0).choose(prompt, None)) == {13, 27}
+    assert chosen(LegoLink(first=99).choose(prompt, None)) == {*second, *third}
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.15, 0.4, 1.0])
+def test_cacheblend_takes_the_values_that_moved_most(ratio: float) -> None:
+    seen, _, _, values, stored = layer()
+    moved = torch.zeros(N, dtype=torch.float64)
+    moved[SYSTEM : N - QUESTION] = (values[SYSTEM : N - QUESTION].double() - stored.double()).square().sum((1, 2))
+    assert chosen(CacheBlend(ratio=ratio).choose(parts(), seen)) == top(moved, round(ratio * N))
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+@pytest.mark.parametrize("page", [None, 8])
+@pytest.mark.parametrize("method", [A3(ratio=0.2), A3Deep(ratio=0.2)], ids=repr)
+def test_a3_takes_what_the_question_attends_to(method: Fusion, page: int | None, impl: str) -> None:
+    seen, rows, kv, *_ = layer(page, impl)
+    x = torch.einsum("rhd,nhd->rhn", rows.q.double(), keys(kv).repeat_interleave(H // G, 1)) * 0.3
+    x = x.masked_fill(torch.arange(N) > rows.pos[:, None, None], -torch.inf)
+    assert chosen(method.choose(parts(), seen)) == top(x.softmax(-1).sum((0, 1)), round(0.2 * N))
+
+
+def test_a3_with_one_softmax_for_all_heads() -> None:
+    seen, rows, kv, *_ = layer()
+    x = torch.einsum("rhd,nhd->rn", rows.q.double(), keys(kv).repeat_interleave(H // G, 1)) / (H * D) ** 0.5
+    n = torch.arange(N)
+    x = x.masked_fill((n > rows.pos[:, None]) | (n < SYSTEM), -torch.inf).softmax(-1).sum(0)
+    pooled = torch.stack([x[max(0, i - 2) : i + 3].mean() for i in range(N)])
+    assert chosen(A3(ratio=0.2, heads="joint").choose(parts(), seen)) == top(pooled, round(0.2 * N))
+
+
+def test_a_ratio_is_of_all_tokens_and_never_spent_on_exact_ones() -> None:
+    """Ties go to the earlier; where there are fewer candidates than the ratio asks for, all are taken."""
+    scores = here(torch.zeros(N))
+    for exact, ratio, count in ((0, 0.25, 11), (1, 0.25, 11), (2, 0.25, 11), (2, 0.5, 11), (3, 1.0, 0)):
+        got = chosen(best(scores, parts(exact), ratio))
+        assert got == top(torch.zeros(N), round(ratio * N), exact) and len(got) == count
+
+
+@pytest.mark.parametrize("name", FUSIONS)
+def test_configurations_round_trip_through_json(name: str) -> None:
+    method = fusion_class(name).make()
+    fields = json.loads(json.dumps(method.to_json()))
+    assert fields.pop("name") == name and choose_fusion(name, **fields) == method == choose_fusion(method)
+    with pytest.raises(UnknownName, match=f"option of {name}"):
+        choose_fusion(name, speed=3)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: A3(ratio=1.5), r"ratio: expected a number in \[0, 1\], got 1.5"),
+        (lambda: CacheBlend(ratio="all"), "ratio: expected a number"),  # type: ignore[arg-type]
+        (lambda: A3(ratio=True), "ratio: expected a number"),
+        (lambda: A3(heads="all"), "heads: expected 'each' or 'joint', got 'all'"),  # type: ignore[arg-type]
+        (lambda: LegoLink(first=-1), "first: expected a count >= 0, got -1"),
+        (lambda: A3Deep(rounds=0), "rounds: expected a count >= 1"),
+        (lambda: A3Deep(layer=-1), "layer: expected a layer's number"),
+        (lambda: A3Deep(layer=12).probes(12), r"expected a layer of the model, which has 12 \(0 to 11\), got 12"),
+        (lambda: choose_fusion(3), "fuse: expected a configured method of this slot or its name, got 3"),  # type: ignore[arg-type]
+        (lambda: choose_fusion(A3(), ratio=0.1), "fuse: give options with a method's name"),
+    ],
+)
+def test_options_that_are_none(make: Any, message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        make()
+
+
+def test_names() -> None:
+    assert choose_fusion(None) is choose_fusion("none") is None
+    with pytest.raises(UnknownName, match="unknown fuse method 'epic'; known: none, full_reuse, pie, legolink"):
+        choose_fusion("epic")
+    assert A3Deep().probes(12) == (4,) and A3Deep(layer=2, rounds=3).probes(12) == (2, 2, 2) and A3().probes(12) == ()
