@@ -21,7 +21,8 @@ from longreach.adapters.transformers.attach import Session
 from longreach.adapters.transformers.checks import check_model, decoder_of, text_config
 from longreach.adapters.transformers.fingerprint import Fingerprint, fingerprint
 from longreach.adapters.transformers.oom import memory_errors
-from longreach.adapters.transformers.prompt_reader import CHUNK, Advance, context_limit
+from longreach.adapters.transformers.prompt_reader import CHUNK, Advance
+from longreach.adapters.transformers.prompt_tokens import context_limit
 from longreach.adapters.transformers.rotary import (
     Rotation,
     attention_modules,

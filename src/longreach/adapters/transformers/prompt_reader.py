@@ -1,4 +1,8 @@
-"""Read a document once, ask it several questions: prefill, greedy decoding and its timing on an attached model."""
+"""Prompts that are read once and answered several times, on an attached model.
+
+`Reader`: one document, questions one after another, each token as it comes. `BatchReader`: a batch of prompts, answered
+by several decode methods.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +10,25 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from longreach.adapters.transformers.attach import Session
-from longreach.adapters.transformers.checks import text_config
+from longreach.adapters.transformers.hf_cache import LongreachCache
 from longreach.adapters.transformers.loop.decoder import vocabulary_of
+from longreach.adapters.transformers.loop.prefill import prefill
 from longreach.adapters.transformers.loop.run import Choose, DecodeRun, now
-from longreach.adapters.transformers.loop.sampling import Ends, greedy
+from longreach.adapters.transformers.loop.sampling import Ends, Sampler, greedy
 from longreach.adapters.transformers.oom import memory_errors
-from longreach.errors import InvalidInput, ModelFileError, OutOfMemory
+from longreach.adapters.transformers.prompt_tokens import check_length
+from longreach.errors import InvalidInput, OutOfMemory
 from longreach.methods.base import AttentionMethod
 
 CHUNK = 512  # prompt tokens per pass: short enough for a progress bar to move
 ROWS = 64  # of logits that are made fp32 at a time
-Advance = Callable[[int], None]  # told how many more units of work are done
+Advance = Callable[[int], None]  # called with the number of further units of work that are done
 
 
 def _ignore(done: int) -> None:
@@ -50,6 +55,23 @@ class Answer:
     def seconds_per_token(self) -> float | None:
         """Mean time of a decode step past the setup's; None before there was one."""
         return self.decode_seconds / self.steps if self.steps else None
+
+
+@dataclass(frozen=True)
+class BatchAnswer:
+    """Answers to the prompts of a batch, in their order.
+
+    tokens: without the stop token; stopped: which ended with one. setup_seconds, decode_seconds, steps: see
+    `loop.DecodeRun`.
+    not_captured: why the steps were not one CUDA graph, None where they were.
+    """
+
+    tokens: tuple[tuple[int, ...], ...]
+    stopped: tuple[bool, ...]
+    setup_seconds: float
+    decode_seconds: float
+    steps: int
+    not_captured: str | None
 
 
 class Reader:
@@ -131,9 +153,7 @@ class Reader:
 
         answer: gets the times. choose: makes tokens [1] of logits [1, V]; it may be asked a few times past the end.
         """
-        makes = vocabulary_of(self.session.model)
-        ends = Ends(tuple(t for t in stop if t < makes), 0)
-        run = DecodeRun(self.session, most, ends, choose, graph=self.graph)
+        run = DecodeRun(self.session, most, _ends(self.session, stop), choose, graph=self.graph)
         try:
             with (
                 memory_errors(),
@@ -173,89 +193,71 @@ class Reader:
         return logits[-1].float() if keep else logits
 
 
-def context_limit(model: Any) -> int | None:
-    """Tokens the model was made for; None where its configuration does not say."""
-    return getattr(text_config(model), "max_position_embeddings", None)
+class BatchReader:
+    """Prompts in the KV cache of a session; every answer starts from them and leaves them as they were.
 
-
-def check_length(model: Any, prompt: int, max_new_tokens: int) -> None:
-    """Raise InvalidInput where prompt and answer are longer than the model's context."""
-    limit = context_limit(model)
-    if limit is not None and prompt + max_new_tokens > limit:
-        raise InvalidInput(
-            f"document and question are {prompt} tokens and the answer may take {max_new_tokens}, but the model's "
-            f"context is {limit} tokens; shorten the document by {prompt + max_new_tokens - limit} tokens, or ask for "
-            f"a shorter answer"
-        )
-
-
-def stop_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Tokens that end an answer, from the generation config and the tokenizer."""
-    found = set()
-    for value in (model.generation_config.eos_token_id, tokenizer.eos_token_id):
-        found |= set(value) if isinstance(value, (list, tuple)) else ({value} if value is not None else set())
-    return tuple(sorted(found))
-
-
-def stop_strings(model: Any) -> tuple[str, ...]:
-    """Texts that end an answer, from the generation config."""
-    value = getattr(model.generation_config, "stop_strings", None)
-    return (value,) if isinstance(value, str) else tuple(value or ())
-
-
-def encode(tokenizer: Any, text: str, special: bool = True) -> list[int]:
-    """Tokens of a prompt that is to be gone on with: special ones at its beginning if asked for, none at its end."""
-    ids = list(tokenizer(text, add_special_tokens=special, verbose=False).input_ids)
-    if special and ids and ids[-1] == tokenizer.eos_token_id and not text.endswith(tokenizer.eos_token):
-        ids.pop()
-    return ids
-
-
-def chat(tokenizer: Any, turn: str) -> str | None:
-    """What a user says, in the tokenizer's chat template, up to where the answer begins; None where it has none."""
-    if not getattr(tokenizer, "chat_template", None):
-        return None
-    try:
-        return tokenizer.apply_chat_template(
-            [{"role": "user", "content": turn}], add_generation_prompt=True, tokenize=False
-        )
-    except Exception as error:  # a template is a program of the model's: it may raise anything
-        why = f"{type(error).__name__}: {error}"
-        raise ModelFileError(f"the tokenizer's chat template failed ({why}); mend it or remove it") from error
-
-
-def prompts(tokenizer: Any, document: str, questions: Sequence[str]) -> tuple[list[int], list[list[int]]]:
-    """(tokens all prompts begin with, what each goes on with): the document is read once, exactly as in each prompt.
-
-    Questions come after the document, in the tokenizer's chat template where it has one, else as "Question: ...
-    Answer:". Raises InvalidInput for an empty document or question.
+    Caches are kept, one for each batch size, so that what was captured for a method serves all batches to come.
+    chunk: prompt columns per pass. graph: whether decode steps are captured, as in `generate`.
     """
-    if not document.strip():
-        raise InvalidInput("the document is empty; give one with text in it")
-    if not questions or not all(question.strip() for question in questions):
-        raise InvalidInput("a question is empty; ask something")
 
-    if any("\ud800" <= c <= "\udfff" for text in (document, *questions) for c in text):
-        raise InvalidInput("document and questions must be text; one of them holds bytes that are no UTF-8")
+    def __init__(self, session: Session, chunk: int = CHUNK, *, graph: bool | None = None):
+        self.session, self.chunk, self.graph = session, chunk, graph
+        self._caches: dict[int, LongreachCache] = {}
+        self.cache: LongreachCache | None = None
+        self.read_seconds = 0.0
 
-    def prompt(question: str) -> list[int]:
-        text = f"{document.rstrip()}\n\n"
-        written = chat(tokenizer, text + question)
-        if written is not None:
-            return encode(tokenizer, written, special=False)
-        return encode(tokenizer, f"{text}Question: {question}\nAnswer:")
+    @torch.no_grad()
+    def read(self, prompts: Sequence[Sequence[int]], progress: Advance = _ignore) -> Tensor:
+        """Put prompts into the cache in the place of earlier ones; logits [B, V] after them. progress: columns read.
 
-    return share([prompt(q) for q in questions], prompt("?"))
+        Raises CapacityError, OutOfMemory; then nothing is held.
+        """
+        device, batch, width = self.session.model.device, len(prompts), max(map(len, prompts))
+        ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts], device=device)
+        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
+        self.cache = None
+        if batch not in self._caches:
+            self._caches[batch] = self.session.new_cache(batch)
+        cache = self._caches[batch]
+        cache.empty()
+        started = now(self.session.model)
+        with memory_errors(), self.session.prompt_end(width), cache.restored_on_error():
+            logits = prefill(self.session, cache, ids, mask, self.chunk, progress)
+        self.read_seconds = now(self.session.model) - started
+        self.cache = cache
+        return logits
+
+    @torch.no_grad()
+    def answer(
+        self, logits: Tensor, most: int, stop: Sequence[int], *, temperature: float = 0.0, seed: int = 0
+    ) -> BatchAnswer:
+        """Up to `most` tokens after what was read, the first from `logits`. temperature: 0 for greedy, else drawn."""
+        assert self.cache is not None
+        session, cache = self.session, self.cache
+        choose = greedy
+        if temperature:
+            draw = torch.Generator(session.model.device).manual_seed(seed)
+            choose = Sampler(session.model, temperature, 0, 1.0, draw)
+        run = DecodeRun(session, most, _ends(session, stop), choose, graph=self.graph)
+        columns, seen = cache.columns, list[Tensor]()
+        with (
+            memory_errors(), cache.rollback(session.decode), session.prompt_end(columns),
+            closing(run.tokens(cache, logits)) as tokens,
+        ):  # fmt: skip
+            seen.extend(tokens)
+        rows = torch.stack(seen, 1).tolist()
+        ended = [next((i for i, t in enumerate(row) if t in stop), None) for row in rows]
+        return BatchAnswer(
+            tuple(tuple(row[:end]) for row, end in zip(rows, ended, strict=True)),
+            tuple(end is not None for end in ended),
+            run.setup_seconds,
+            run.decode_seconds,
+            run.steps,
+            run.not_captured_reason,
+        )
 
 
-def share(sequences: Sequence[list[int]], other: list[int]) -> tuple[list[int], list[list[int]]]:
-    """Split sequences after the longest prefix they share with `other`; each keeps at least one token of its own."""
-    common = min(len(s) for s in (*sequences, other)) - 1
-    for sequence in sequences:
-        for i in range(common):
-            if sequence[i] != other[i]:
-                common = i
-                break
-    if common < 1:
-        raise InvalidInput("the prompts share no beginning; the chat template puts the question before the document")
-    return other[:common], [s[common:] for s in sequences]
+def _ends(session: Session, stop: Sequence[int]) -> Ends:
+    """Where answers end: stop tokens that the model's vocabulary lacks are left out."""
+    size = vocabulary_of(session.model)
+    return Ends(tuple(token for token in stop if token < size), 0)
