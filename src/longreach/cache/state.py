@@ -33,7 +33,7 @@ class SequenceState(Protocol):
 
     @property
     def generation(self) -> int:
-        """How often memory has generation: graphs captured at an earlier generation read freed memory."""
+        """How often memory has moved: graphs captured at an earlier generation read freed memory."""
 
 
 class StatelessOnTruncate:

@@ -126,6 +126,12 @@ def is_count(value: object, least: int = 0) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**31
 
 
+def check_plan_name(plan: object) -> None:
+    """Raise InvalidInput unless `plan` can be the `plan` option of a calibrated method."""
+    named = plan is None or (isinstance(plan, str) and plan != "")
+    require(named, f"plan: expected a file, the name of a shipped plan, or None, got {plan!r}")
+
+
 def check_budget(name: str, amount: int | float) -> None:
     """Raise InvalidInput unless `amount` is a count >= 1 or a fraction in (0, 1]."""
     count = is_count(amount, 1)

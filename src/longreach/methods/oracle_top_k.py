@@ -10,7 +10,7 @@ from torch import Tensor
 from longreach.cache import SequenceState
 from longreach.methods.base import AttentionMethod, Outcome, attend_densely, check_budget, is_count
 from longreach.methods.call import LayerCall, ModelShape
-from longreach.methods.choosing import OTHER_KEYS, best_keys
+from longreach.methods.choosing import OTHER_KEYS, best_keys, check_layers_of
 from longreach.ops.doors import EVERYTHING, Read
 from longreach.ops.types import require
 
@@ -42,12 +42,7 @@ class OracleTopK(AttentionMethod):
         require(ok, f"dense_layers: expected a tuple of layer numbers, got {self.dense_layers!r}")
 
     def check(self, model: ModelShape) -> None:
-        for layer in self.dense_layers:
-            require(
-                layer < model.layers,
-                f"dense_layers: expected layers of the model, which has {model.layers} (0 to {model.layers - 1}), "
-                f"got layer {layer}",
-            )
+        check_layers_of("dense_layers", self.dense_layers, model.layers)
 
     def run(self, call: LayerCall, state: SequenceState | None) -> Outcome:
         if call.layer in self.dense_layers:

@@ -59,7 +59,7 @@ class Ledger:
         self._counting = Counting()
 
     def mask_rows(self, ended: Tensor) -> None:
-        """Rows of the pass that begins, bool [R], that do not commit_on_host: their sequences have ended."""
+        """Rows of the pass that begins, bool [R], that do not count: their sequences have ended."""
         self._counting = Counting(ended)
 
     def add(self, phase: Phase, call: LayerCall, method: str, outcome: Outcome, dense: Selection) -> None:

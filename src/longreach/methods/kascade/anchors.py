@@ -10,8 +10,6 @@ from torch import Tensor
 
 from longreach.errors import InvalidInput
 
-BUDGET = 5
-
 
 @dataclass(frozen=True)
 class AnchorSet:

@@ -25,7 +25,15 @@ from torch import Tensor
 
 from longreach.cache import SequenceState
 from longreach.errors import InvalidInput
-from longreach.methods.base import AttentionMethod, Outcome, attend_densely, check_budget, is_count, logits_bytes
+from longreach.methods.base import (
+    AttentionMethod,
+    Outcome,
+    attend_densely,
+    check_budget,
+    check_plan_name,
+    is_count,
+    logits_bytes,
+)
 from longreach.methods.call import LayerCall, ModelShape
 from longreach.methods.choosing import OTHER_KEYS, check_layers, check_layers_of
 from longreach.methods.kascade.budget import KeyBudget
@@ -83,8 +91,7 @@ class Kascade(AttentionMethod):
     chunked_prefill_exact = False
 
     def __post_init__(self) -> None:
-        named = self.plan is None or (isinstance(self.plan, str) and bool(self.plan))
-        require(named, f"plan: expected a path, the name of a shipped plan, or None, got {self.plan!r}")
+        check_plan_name(self.plan)
         check_budget("k", self.k)
         require(is_count(self.min_keys, 1), f"min_keys: expected a count >= 1, got {self.min_keys!r}")
         require(self.heads in ("kv", "all"), f"heads: expected 'kv' or 'all', got {self.heads!r}")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from longreach.cache import PerTokenState, SequenceState
 from longreach.errors import InvalidInput
-from longreach.methods.base import AttentionMethod, Outcome, attend_densely, check_budget, logits_bytes
+from longreach.methods.base import AttentionMethod, Outcome, attend_densely, check_budget, check_plan_name, logits_bytes
 from longreach.methods.call import LayerCall, ModelShape
 from longreach.methods.choosing import best_keys, check_layers, check_layers_of, max_keys
 from longreach.methods.loki.plan import KIND, LokiPlan
@@ -49,10 +49,7 @@ class Loki(AttentionMethod):
     def __post_init__(self) -> None:
         check_budget("k", self.k)
         check_budget("rank", self.rank)
-        require(
-            self.plan is None or (isinstance(self.plan, str) and self.plan != ""),
-            f"plan: expected a file, the name of a shipped plan, or None, got {self.plan!r}",
-        )
+        check_plan_name(self.plan)
         check_layers("dense_layers", self.dense_layers)
 
     def check(self, model: ModelShape) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from longreach.methods.mac.plan import MACPlan, Scale
+from longreach.methods.mac.policy import limit_of
 from longreach.ops import RotaryAngles
 
 WINDOWS = (64, 128, 256, 512, 1024, 2048, 4096)
@@ -101,11 +102,6 @@ def tau_of(scale: Scale, distance: float, dim: int) -> float:
     """The threshold whose squared distance is this, at least 0; OF_EQUALS for a distance of 0."""
     unit = 2.0 * dim if scale == "sqrt2d" else 1.0
     return max(0.0, 1.0 - math.sqrt(distance / unit)) if distance else OF_EQUALS
-
-
-def limit_of(scale: Scale, tau: float, dim: int) -> float:
-    """The squared distance below which a threshold accepts."""
-    return (1.0 - tau) ** 2 * (2.0 * dim if scale == "sqrt2d" else 1.0)
 
 
 def choose_band(mass: Sequence[float], bands: Sequence[int], epsilon: float, widest: int) -> int | None:

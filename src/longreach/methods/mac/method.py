@@ -10,19 +10,17 @@ from torch import Tensor
 
 from longreach.cache import SequenceState
 from longreach.errors import InvalidInput
-from longreach.methods.base import AttentionMethod, Notes, Outcome, attend_densely, is_count
+from longreach.methods.base import AttentionMethod, Notes, Outcome, attend_densely, check_plan_name, is_count
 from longreach.methods.call import LayerCall, ModelShape
 from longreach.methods.mac.diagnostics import columns, probed
 from longreach.methods.mac.plan import KIND, MOST, SCALES, MACPlan, Scale
+from longreach.methods.mac.policy import limit_of, row_price, rule_of
 from longreach.methods.mac.rows import last_rows
 from longreach.methods.mac.state import LayerState
 from longreach.ops import Partial, Span, Spans, absolute, merge, relative
 from longreach.ops.match import Rule, recovered
 from longreach.ops.types import require
 from longreach.plans import find
-
-PATIENCE = 16.0  # searches in vain that the profit guard allows before a KV head rests,
-REUSES = 4.0  # or as many as this many reuses pay for: at twice the rate that pays, chance alone exhausts few accounts
 
 
 @dataclass(frozen=True)
@@ -91,8 +89,7 @@ class MAC(AttentionMethod):
         ok = isinstance(self.tau, (int, float)) and not isinstance(self.tau, bool) and 0 <= self.tau < 1
         require(ok or self.tau is None, f"tau: expected a number in [0, 1) or None, got {self.tau!r}")
         require(self.scale in SCALES, f"scale: expected one of {', '.join(SCALES)}, got {self.scale!r}")
-        named = self.plan is None or (isinstance(self.plan, str) and self.plan != "")
-        require(named, f"plan: expected a file, the name of a shipped plan, or None, got {self.plan!r}")
+        check_plan_name(self.plan)
         require(
             self.plan is None or self.planned,
             "plan: expected none, as nothing is taken from it; set window, band or tau to None, or scale='calibrated'",
@@ -139,22 +136,16 @@ class MAC(AttentionMethod):
             band = plan.band[layer] if band is None else band
         sinks = sinks or 0
         assert window is not None and band is not None and tau is not None
-        window = window if self.max_gap is None else min(window, self.max_gap)
-        dim, size = k.shape[3], k.element_size()
-        each = dim * size + 4 + (0 if self.max_reuse_depth is None else 2)  # query, stamp, depth
-        price = group * each / (2 * dim * size)  # a row of the ring in keys, whose values are read too
-        pays = math.ceil(price * window) + band + sinks
-        return Rule(
+        return rule_of(
             window=window,
             band=band,
-            limit=(1 - tau) ** 2 * (2 * dim if self.scale == "sqrt2d" else 1),
+            limit=limit_of(self.scale, tau, k.shape[3]),
             sinks=sinks,
-            min_context=pays if self.min_context is None else self.min_context,
-            deepest=self.max_reuse_depth,
-            patience=math.inf if self.rest_rows is None else PATIENCE,
-            reuses=REUSES,
-            rest=self.rest_rows or 1,
-            price=price,
+            price=row_price(group, k.shape[3], k.element_size(), bounded=self.max_reuse_depth is not None),
+            min_context=self.min_context,
+            max_gap=self.max_gap,
+            max_reuse_depth=self.max_reuse_depth,
+            rest_rows=self.rest_rows,
         )
 
     def observe_prompt(self, call: LayerCall, state: SequenceState | None) -> None:

@@ -28,10 +28,10 @@ def last_rows(call: LayerCall, size: int) -> LayerCall | None:
     return replace(some, rows=replace(some.rows, runs=runs)) if index.numel() else None
 
 
-def _index(rows: Rows, filled: Tensor, keep: int) -> tuple[Tensor | None, tuple[RowRange, ...] | None]:
+def _index(rows: Rows, seq_lens: Tensor, keep: int) -> tuple[Tensor | None, tuple[RowRange, ...] | None]:
     """The last `keep` rows of each sequence and their runs; None for all rows. seq_lens: [B], with the rows counted."""
     if rows.runs is None:  # only the device knows
-        return (rows.pos.long() >= filled[rows.seq.long()].long() - keep).nonzero()[:, 0], None
+        return (rows.pos.long() >= seq_lens[rows.seq.long()].long() - keep).nonzero()[:, 0], None
     if all(run.rows <= keep for run in rows.runs):
         return None, rows.runs
     parts, runs, start = [], [], 0

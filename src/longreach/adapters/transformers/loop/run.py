@@ -35,7 +35,7 @@ class DecodeRun:
     attentions; None: uncaptured), not_captured_reason why they were not one graph; setup_seconds, what the first ones
     took that were run uncaptured, with compiling and capturing (0 where an earlier run did that); decode_seconds the
     other `steps` steps: from the choice of the first token to the last, with the time the tokens' reader took for them.
-    Raises UnknownName (fuse) and Unsupported (capture, or fuse for a captured step, where there can be none).
+    Raises UnknownName (compile) and Unsupported (capture where there can be none, or compile without a captured step).
     """
 
     def __init__(
