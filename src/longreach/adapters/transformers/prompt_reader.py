@@ -32,16 +32,15 @@ Advance = Callable[[int], None]  # called with the number of further units of wo
 
 
 def _ignore(done: int) -> None:
-    """Progress that nobody watches."""
+    """The default progress callback."""
 
 
 @dataclass
 class Answer:
-    """One answer as it comes: tokens without the stop token; seconds are wall-clock, waiting for the device.
+    """One answer, filled while it is decoded: tokens without the stop token, and wall-clock seconds.
 
-    stopped: it ended with a stop token, not because max_new_tokens was reached. setup_seconds: the first steps of a
-    captured loop, compiling and capturing included; decode_seconds: the other `steps` of the model (see
-    `loop.DecodeRun`).
+    stopped: whether it ended with a stop token rather than at max_new_tokens. setup_seconds: the first steps of a
+    captured loop, with compiling and capturing; decode_seconds: the other `steps` steps (see `loop.DecodeRun`).
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -53,7 +52,7 @@ class Answer:
 
     @property
     def seconds_per_token(self) -> float | None:
-        """Mean time of a decode step past the setup's; None before there was one."""
+        """Mean time of a decode step after the setup, else None."""
         return self.decode_seconds / self.steps if self.steps else None
 
 
@@ -61,9 +60,8 @@ class Answer:
 class BatchAnswer:
     """Answers to the prompts of a batch, in their order.
 
-    tokens: without the stop token; stopped: which ended with one. setup_seconds, decode_seconds, steps: see
-    `loop.DecodeRun`.
-    not_captured: why the steps were not one CUDA graph, None where they were.
+    tokens: without the stop token. stopped: whether each ended with one. setup_seconds, decode_seconds, steps: see
+    `loop.DecodeRun`. not_captured: why the steps were not one CUDA graph, else None.
     """
 
     tokens: tuple[tuple[int, ...], ...]
@@ -75,7 +73,7 @@ class BatchAnswer:
 
 
 class Reader:
-    """A document in the KV cache of a session; every question starts from it and leaves it as it was.
+    """A document in the KV cache of a session. Every question starts after it and is rolled back.
 
     chunk: prompt tokens per pass. graph: whether decode steps are captured in a CUDA graph, as in `generate`.
     """
@@ -88,9 +86,9 @@ class Reader:
         self.read_seconds = 0.0
 
     def read(self, tokens: Sequence[int], progress: Advance = _ignore, *, then: int = 0) -> Tensor:
-        """Put the document into the cache; logits [V] after it. progress is told how many tokens each pass read.
+        """Read the document into the cache; logits [V] after it. progress: called with the tokens that each pass read.
 
-        then: tokens that the longest question and answer will take; the cache makes room for them at once.
+        then: tokens of the longest question and answer; the cache reserves room for them.
         """
         started = now(self.session.model)
         logits = self._pass(tokens, progress, then)
@@ -98,9 +96,9 @@ class Reader:
         return logits
 
     def score(self, tokens: Sequence[int], progress: Advance = _ignore) -> Tensor:
-        """Read tokens into the empty cache; -log p of each but the first given those before it, fp32 [T - 1], in nats.
+        """-log p of each token but the first given those before it, fp32 [T - 1], in nats. Reads into the empty cache.
 
-        Logits of a chunk are turned into numbers a few rows at a time: [chunk, V] is never held in fp32.
+        Logits of a chunk are reduced a few rows at a time: [chunk, V] is never held in fp32.
         """
         if self.cache.columns:
             raise InvalidInput(f"score reads a text from its beginning, the cache holds {self.cache.columns} tokens")
@@ -122,9 +120,9 @@ class Reader:
 
     @contextmanager
     def rollback(self, *methods: AttentionMethod) -> Iterator[None]:
-        """Forget all that is read or decoded within this block (`LongreachCache.rollback`).
+        """Roll back all that is read or decoded within this block (`LongreachCache.rollback`).
 
-        methods: those whose state may change, such as the decode method where nothing is read; none for all.
+        methods: those whose state may change, for example the decode method if no prompt is read; none for all.
         """
         with self.cache.rollback(*methods):
             yield
@@ -132,7 +130,7 @@ class Reader:
     def ask(
         self, tokens: Sequence[int], max_new_tokens: int, stop: Sequence[int], answer: Answer
     ) -> Generator[int, None, None]:
-        """Greedy tokens after document and question, each as it comes, until a stop token (not yielded)."""
+        """Greedy tokens after document and question, yielded one by one, up to a stop token (not yielded)."""
         check_length(self.session.model, self.cache.columns + len(tokens), max_new_tokens)
         with self.rollback():
             started = now(self.session.model)
@@ -149,9 +147,9 @@ class Reader:
     def decode(
         self, logits: Tensor, most: int, answer: Answer, stop: Sequence[int] = (), choose: Choose = greedy
     ) -> Generator[int, None, None]:
-        """Up to `most` tokens after what the cache holds, a stop token the last; the first is chosen from `logits` [V].
+        """Up to `most` tokens after those in the cache, the first from `logits` [V]; a stop token is the last.
 
-        answer: gets the times. choose: makes tokens [1] of logits [1, V]; it may be asked a few times past the end.
+        answer: receives the times. choose: tokens [1] from logits [1, V]; may be called a few times past the end.
         """
         run = DecodeRun(self.session, most, _ends(self.session, stop), choose, graph=self.graph)
         try:
@@ -194,9 +192,9 @@ class Reader:
 
 
 class BatchReader:
-    """Prompts in the KV cache of a session; every answer starts from them and leaves them as they were.
+    """Prompts in the KV cache of a session. Every answer starts after them and is rolled back.
 
-    Caches are kept, one for each batch size, so that what was captured for a method serves all batches to come.
+    One cache is kept for each batch size, so later batches reuse a method's captured step.
     chunk: prompt columns per pass. graph: whether decode steps are captured, as in `generate`.
     """
 
@@ -208,9 +206,9 @@ class BatchReader:
 
     @torch.no_grad()
     def read(self, prompts: Sequence[Sequence[int]], progress: Advance = _ignore) -> Tensor:
-        """Put prompts into the cache in the place of earlier ones; logits [B, V] after them. progress: columns read.
+        """Read prompts into the cache, replacing earlier ones; logits [B, V] after them. progress: columns read.
 
-        Raises CapacityError, OutOfMemory; then nothing is held.
+        Raises CapacityError, OutOfMemory; the cache is then empty.
         """
         device, batch, width = self.session.model.device, len(prompts), max(map(len, prompts))
         ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts], device=device)
@@ -231,7 +229,7 @@ class BatchReader:
     def answer(
         self, logits: Tensor, most: int, stop: Sequence[int], *, temperature: float = 0.0, seed: int = 0
     ) -> BatchAnswer:
-        """Up to `most` tokens after what was read, the first from `logits`. temperature: 0 for greedy, else drawn."""
+        """Up to `most` tokens after the prompts, the first from `logits`. temperature: 0 for greedy, else sampled."""
         assert self.cache is not None
         session, cache = self.session, self.cache
         choose = greedy

@@ -10,12 +10,12 @@ from longreach.errors import InvalidInput, ModelFileError
 
 
 def context_limit(model: Any) -> int | None:
-    """Tokens the model was made for; None where its configuration does not say."""
+    """Tokens of the model's context, else None."""
     return getattr(text_config(model), "max_position_embeddings", None)
 
 
 def check_length(model: Any, prompt: int, max_new_tokens: int) -> None:
-    """Raise InvalidInput where prompt and answer are longer than the model's context."""
+    """Raise InvalidInput if prompt and answer exceed the model's context."""
     limit = context_limit(model)
     if limit is not None and prompt + max_new_tokens > limit:
         raise InvalidInput(
@@ -40,7 +40,7 @@ def stop_strings(model: Any) -> tuple[str, ...]:
 
 
 def encode(tokenizer: Any, text: str, special: bool = True) -> list[int]:
-    """Tokens of a prompt that is to be gone on with: special ones at its beginning if asked for, none at its end."""
+    """Tokens of a prompt to continue: special tokens at its beginning if `special`, none at its end."""
     ids = list(tokenizer(text, add_special_tokens=special, verbose=False).input_ids)
     if special and ids and ids[-1] == tokenizer.eos_token_id and not text.endswith(tokenizer.eos_token):
         ids.pop()
@@ -48,7 +48,7 @@ def encode(tokenizer: Any, text: str, special: bool = True) -> list[int]:
 
 
 def chat(tokenizer: Any, turn: str) -> str | None:
-    """What a user says, in the tokenizer's chat template, up to where the answer begins; None where it has none."""
+    """A user's turn in the tokenizer's chat template, up to the beginning of the answer; None without a template."""
     if not getattr(tokenizer, "chat_template", None):
         return None
     try:
@@ -61,9 +61,9 @@ def chat(tokenizer: Any, turn: str) -> str | None:
 
 
 def prompts(tokenizer: Any, document: str, questions: Sequence[str]) -> tuple[list[int], list[list[int]]]:
-    """(tokens all prompts begin with, what each goes on with): the document is read once, exactly as in each prompt.
+    """(tokens that all prompts share, the rest of each): so the document is read once.
 
-    Questions come after the document, in the tokenizer's chat template where it has one, else as "Question: ...
+    Questions follow the document, in the tokenizer's chat template if it has one, else as "Question: ...
     Answer:". Raises InvalidInput for an empty document or question.
     """
     if not document.strip():
