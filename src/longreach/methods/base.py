@@ -1,4 +1,4 @@
-"""What a method is: a frozen config that turns queries and history into Selections and Partials."""
+"""Base of attention methods: a frozen config that turns queries and history into Selections and Partials."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class Outcome(NamedTuple):
 class AttentionMethod(ABC):
     """Base of methods that fill the prefill or decode slot. Subclasses are frozen dataclasses of options.
 
-    keeps: what its state belongs to. "tokens": numbers beside the keys, page by page (`PerTokenState`); "sequences":
-        numbers of whole sequences, addressed by slot and reset when a slot begins anew.
-    observes_prompt: its decode state is made of the prompt's rows too, so `observe_prompt` is called as they are read.
+    keeps: the kind of its state. "tokens": numbers for each key, page by page (`PerTokenState`). "sequences": numbers
+        for whole sequences, addressed by slot and reset when a slot is reused.
+    observes_prompt: whether its decode state depends on the prompt, so that `observe_prompt` is called during prefill.
     """
 
     name: ClassVar[str]
@@ -61,28 +61,28 @@ class AttentionMethod(ABC):
 
     @abstractmethod
     def run(self, call: LayerCall, state: SequenceState | None) -> Outcome:
-        """Attend for the rows of one layer. What is read is counted by the call."""
+        """Attend for the rows of one layer. The call counts the reads."""
 
     def observe_prompt(self, call: LayerCall, state: SequenceState | None) -> None:  # noqa: B027 - most need none
         """Update the state by prompt rows that the prefill method has attended for.
 
-        Called in each layer that `run` will be called in, once the rows' keys are in the cache, for methods with
-        `observes_prompt`. Rows that `run` attends for are not passed here.
+        Called for methods with `observes_prompt`, in each layer that `run` will be called in, after the rows' keys are
+        in the cache. Rows that `run` attends for are not passed here.
         """
 
     def new_state(self, call: LayerCall, slots: int) -> SequenceState | None:
-        """The state of one layer for `slots` sequences, made at its first call; None if there is none."""
+        """The state of one layer for `slots` sequences, else None. Called once, at the layer's first call."""
         return None
 
     def workspace_bytes(self, model: ModelShape, rows: int, capacity: int, dtype: torch.dtype) -> int:
-        """Bytes of logits, scores and lists that one layer's decode call holds at most, beside attention's own results.
+        """The most bytes of logits, scores and lists that one layer's decode call holds, without attention's results.
 
         rows: rows of the call, each of which can see `capacity` slots; dtype: of keys. Heads are those of all ranks.
         """
         return 0
 
     def check(self, model: ModelShape) -> None:  # noqa: B027 - most options fit every model
-        """Raise InvalidInput where an option does not fit the model; asked before anything is attached or switched."""
+        """Raise InvalidInput if an option does not fit the model. Called before a session attaches or switches."""
 
     def to_json(self) -> dict[str, Any]:
         """{"name": ..., option: value}; `from_json` of the registry reads it back."""
@@ -95,7 +95,7 @@ class AttentionMethod(ABC):
 
     @classmethod
     def make(cls, **options: Any) -> AttentionMethod:
-        """The method with these options; an unknown one is an error that lists the known ones."""
+        """The method with these options. Raises UnknownName, which lists the known ones."""
         for key in options:
             if key not in cls.options():
                 raise UnknownName(f"option of {cls.name}", key, cls.options())
@@ -104,12 +104,12 @@ class AttentionMethod(ABC):
 
 
 def attend_densely(call: LayerCall, reason: str | None = None) -> Outcome:
-    """Exact attention over all that the rows can see."""
+    """Exact attention over all keys that the rows can see. reason: why, for the report."""
     return Outcome(call.attend(EVERYTHING), reason)
 
 
 def budget(amount: int | float, length: Tensor) -> Tensor:
-    """Keys that a budget means at each length: a count (int), or a fraction of the length (float), at least 1."""
+    """Keys of a budget at each length. amount: a count (int), or a fraction of the length (float), at least 1."""
     if isinstance(amount, int):
         return torch.full_like(length, amount).minimum(length)
     # the fraction as the caller wrote it: 0.1 * 30 must be 3, not 3.0000000000000004 rounded up
@@ -117,7 +117,7 @@ def budget(amount: int | float, length: Tensor) -> Tensor:
 
 
 def logits_bytes(model: ModelShape, rows: int, capacity: int, dtype: torch.dtype) -> int:
-    """Bytes of the kept logits of a layer, in the widest form that an implementation keeps them in."""
+    """Bytes of a layer's kept logits, in the widest dtype that an implementation uses."""
     return rows * model.query_heads * capacity * (8 if dtype == torch.float64 else 4)
 
 

@@ -17,14 +17,16 @@ from longreach.ops.types import require
 
 @dataclass(frozen=True)
 class OracleTopK(AttentionMethod):
-    """The k keys with the largest post-softmax scores, summed over the query heads of a KV head.
+    """Attention to the k keys with the largest post-softmax scores, summed over the query heads of a KV head.
 
-    k: a count, or a fraction of the row's context. dense_layers: layers that attend densely ((0,) changes
-    the result: Kascade, Fig. 2). heads: "kv" chooses per KV head, "all" one set for all heads (over all ranks).
-    Ties go to the older key. It reads all keys twice to score them (once for the softmax's normaliser, once for
-    the scores; an implementation that holds all logits saves the second), then the list it made, so it costs more
-    than dense: it shows quality, not speed. Where a sink logit takes probability, the normaliser is dense
-    attention's, values included. Score rows and their sort are not counted, as in every report.
+    k: a count, or a fraction of the row's context. dense_layers: layers that attend densely ((0,) changes the result:
+    Kascade, Fig. 2). heads: "kv" chooses per KV head, "all" one set for all heads of all ranks. Ties go to the older
+    key.
+
+    It costs more than dense attention and shows quality, not speed. Two passes over all keys are counted (for the
+    softmax's normaliser and for the scores; an implementation that keeps the logits saves the second), then the
+    chosen keys. With a sink logit the normaliser comes from dense attention, values included. Scores and their sort
+    are not counted, as in every report.
     """
 
     k: int | float = 0.1
@@ -33,7 +35,7 @@ class OracleTopK(AttentionMethod):
 
     name = "oracle_top_k"
     phases = ("decode",)
-    capture = "piecewise"  # it shows quality: nothing is gained by a captured step
+    capture = "piecewise"  # it is for evaluation: a full graph would gain nothing
 
     def __post_init__(self) -> None:
         check_budget("k", self.k)

@@ -1,4 +1,4 @@
-"""Who the methods are. Strings, so that listing them loads none."""
+"""The registered methods, by name. Strings, so that listing them imports none."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ METHODS = {
     "kascade": "longreach.methods.kascade:Kascade",
     "mac": "longreach.methods.mac:MAC",
 }
-NONE = ("none",)  # what the fuse and evict slots know so far
+NONE = ("none",)  # the only value of the fuse and evict slots so far
 
 
 def method_class(name: str) -> type[AttentionMethod]:
@@ -41,7 +41,7 @@ def names(phase: Phase | None = None) -> tuple[str, ...]:
 
 
 def unfit(model: ModelShape) -> dict[str, str]:
-    """Methods that a model cannot be asked with as they are by default, and why: no plan is shipped for it, say."""
+    """Methods whose default options do not fit a model, and why (for example: no plan is shipped for it)."""
     found = dict[str, str]()
     for name in METHODS:
         try:
