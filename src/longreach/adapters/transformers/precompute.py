@@ -111,7 +111,7 @@ class Precompute:
             )
 
     def compute(self, tokens: Sequence[int] | Tensor, progress: Advance = lambda done: None) -> Chunk:
-        """The chunk of these tokens. progress is told how many tokens of it each pass read.
+        """The chunk of these tokens. progress: called with the tokens that each pass read.
 
         Raises OutOfMemory, Unsupported (keys or values that are no finite numbers; weights changed meanwhile). Whatever
         it raises, the prefix is forgotten, and read again with the next chunk: it may be of weights that are refused.
