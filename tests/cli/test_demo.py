@@ -10,7 +10,7 @@ import pytest
 from rich.cells import cell_len
 
 from longreach.adapters.transformers import load, shape_of
-from longreach.evals.plans import plans
+from longreach.evals.methods import pairings
 from longreach.methods.registry import unfit
 
 LENGTH = 600
@@ -56,7 +56,7 @@ def test_the_table_fits_the_terminal(
         assert title in header
     assert ("meta" in header) == (width == 120)
     found = verdicts(result.out)
-    asked = sum(len(decodes) for _, decodes in plans(left_out=unfit(shape_of(load(tiny)[0]))))
+    asked = sum(len(decodes) for _, decodes in pairings(left_out=unfit(shape_of(load(tiny)[0]))))
     assert len(found) == asked and all(len(verdict) == 3 for verdict in found.values())
     flat, over = " ".join(result.out.split()), {"oracle_top_k": "which scores every key first"}
     above = flat.partition("Above 100%: ")[2].partition("1st tok")[0]

@@ -9,7 +9,7 @@ import pytest
 from longreach.adapters.transformers import Answer
 from longreach.errors import InvalidInput
 from longreach.evals.demo import ANSWER_TOKENS, DEPTHS, Demo
-from longreach.evals.plans import plans
+from longreach.evals.methods import pairings
 from longreach.testing.tiny import tiny_model, tiny_tokenizer
 
 LENGTH = 2000
@@ -72,7 +72,9 @@ def test_times_and_reads_are_counted_per_method(demo: Demo) -> None:
     reading = [total for what, total in seen if what.startswith("reading")]
     assert reading == [len(demo.document)] * 2  # once per prefill method, not per row
     assert set(demo.left_out) == {"loki", "kascade"}, "no plan is shipped for a random model"
-    assert len(rows) == sum(len(decodes) for _, decodes in plans(left_out=demo.left_out)) and len(seen) == 2 + len(rows)
+    assert len(rows) == sum(len(decodes) for _, decodes in pairings(left_out=demo.left_out)) and len(seen) == 2 + len(
+        rows
+    )
     dense = rows[0]
     assert dense.decode_reads and dense.prefill_reads and dense.decode_reads.total == dense.prefill_reads.total == 1.0
     assert rows[1].decode_reads and 0.3 < rows[1].decode_reads.total < 0.31

@@ -224,8 +224,8 @@ REFUSED = [
     (Spans((Span(absolute(torch.tensor([[0], [-2], [0]])), absolute(3)),)), "absolute bounds must be >= 0, got -2"),
     (Spans((Span(absolute(0), Bound(1.5, False)),)), "expected an int or int \\[R=3, heads\\], got float"),
     # type: ignore[arg-type]
-    (Spans((Span(0, 3),)), "made by at\\(\\) or near\\(\\), got int"),  # type: ignore[arg-type]
-    (Spans(Span(absolute(0), absolute(3))), "made by at\\(\\) or near\\(\\)"),  # type: ignore[arg-type]
+    (Spans((Span(0, 3),)), "made by absolute\\(\\) or relative\\(\\), got int"),  # type: ignore[arg-type]
+    (Spans(Span(absolute(0), absolute(3))), "made by absolute\\(\\) or relative\\(\\)"),  # type: ignore[arg-type]
     (Spans((Span(absolute(0), absolute(torch.zeros(3, 1))),)), "got float32\\[3, 1\\]"),
     (Spans((Span(absolute(0), absolute(torch.zeros(3, dtype=torch.int64))),)), "got int64\\[3\\]"),
     (Spans((Span(absolute(0), absolute(torch.zeros(2, 1, dtype=torch.int64))),)), "got int64\\[2, 1\\]"),

@@ -1,4 +1,4 @@
-"""A time counts only beside a right answer: outputs against fp64 on some heads of some sequences."""
+"""Correctness checks of timed results: outputs against fp64, on some heads of some sequences."""
 
 from __future__ import annotations
 

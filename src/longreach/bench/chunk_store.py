@@ -1,4 +1,4 @@
-"""The chunk store beside plain safetensors: put, get with warm and cold page cache, verification, verify, list.
+"""The chunk store compared with plain safetensors: put, get with warm and cold page cache, verification, verify, list.
 
 Both sides move the same bytes and take turns chunk by chunk, another one first each time. Put is compared with
 safetensors' save_file, fsync and rename; get with opening the very same file with safetensors. After each get every

@@ -1,4 +1,4 @@
-"""Run a case of a whole model: ms a token of longreach's loop over a filled cache, beside transformers' own generate.
+"""Run a case of a whole model: ms per token of longreach's loop over a filled cache, and of transformers' generate.
 
 The limit is the time that reading takes: weights (of the input embedding one row, so it does not count) and filled keys
 and values at BANDWIDTH. Keys and values are drawn, not read from a prompt; both go on from the same ones.

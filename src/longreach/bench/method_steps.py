@@ -1,4 +1,4 @@
-"""Run a case of the group "steps": one captured step by every decode method, beside dense attention's.
+"""Run a case of the group "steps": one captured step of every decode method, compared with dense attention's.
 
 All methods decode from the same drawn keys and values, none has to read a prompt. An entry is one method's captured
 step: its time, the kernels it launches, the bytes it reads, the peak memory of decoding, and how wrong it may be.

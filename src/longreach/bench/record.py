@@ -1,4 +1,4 @@
-"""Records of measurements: one file for each group of cases, written anew as soon as a case is measured."""
+"""Records of measurements: one file for each group of cases, rewritten after each measured case."""
 
 from __future__ import annotations
 

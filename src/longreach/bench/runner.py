@@ -20,7 +20,7 @@ MANY = {STEPS: run_method_steps, USER: run_user}  # groups whose cases measure m
 
 
 class Runner:
-    """without: baselines left out; quick: fewer replays; say: told what is being done, line by line."""
+    """without: baselines to skip; quick: fewer replays; say: called with a line of progress."""
 
     def __init__(self, device: torch.device, *, without: Iterable[str], quick: bool, say: Say):
         self.device, self.without, self.quick, self.say = device, tuple(without), quick, say

@@ -1,4 +1,4 @@
-"""Run a case of a method's layers: all layers of a model as one captured sequence, beside dense attention.
+"""Run a case of a method's layers: all layers of a model in one captured sequence, compared with dense attention.
 
 Choosing keys, the map between heads and the lists lie within what is timed, and the lists come from the run itself.
 Time is that of a layer, the mean over all. Beside it stand the kinds of layers, each by itself, and the passes that an

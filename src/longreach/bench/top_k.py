@@ -1,4 +1,4 @@
-"""Run a case of top_k: rows of scores as Kascade's anchors make them, beside torch.topk with its columns sorted."""
+"""Run a case of top_k: scores like those of Kascade's anchors, compared with torch.topk and sorted columns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run a case of the group "user": time to the first token, time a token and peak memory, beside transformers' own.
+"""Run a case of the group "user": TTFT, TPOT and peak memory, compared with transformers' generate.
 
 A random prompt is really read. Three ways: transformers' generate (its own cache, sdpa), the same call on an attached
 model, and longreach.generate; the last one for every method of the case, and where the device captures steps, for dense

@@ -1,4 +1,4 @@
-"""Memory: keys, values and per-sequence state. Knows shapes, not models."""
+"""Memory: keys, values and state of sequences. It depends on shapes, not on models."""
 
 from longreach.cache.append import Append, Placement
 from longreach.cache.config import CacheConfig

@@ -1,4 +1,4 @@
-"""Where the rows of one pass go: their positions, and for each layer their slots and places in memory."""
+"""Places of the rows of one pass: their positions, and for each layer their slots, pages and offsets."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from longreach.ops.types import RowRange
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """Where the rows of a pass go in one layer. Layers that hold the same slots share one object.
+    """Places of the rows of a pass in one layer. Layers that hold the same slots share one object.
 
     slot: int64 [R], the logical slot of each row's token. It orders tokens as their positions do, in every head, so
         it is the row's `Rows.pos` when it attends to this layer's view; slots differ from positions after eviction.
     page, offset: int64 [R], its place in memory. table: int64 [B, pages], the block table.
-    seq_lens: int64 [B], slots in use once the pass is done; starts: before it, None where only the device knows.
-    runs: the rows as the host knows them, by slot; None where only the device does.
+    seq_lens: int64 [B], slots in use after the pass; starts: before it, None if only on the device.
+    runs: the rows by slot, on the host; None if only on the device.
     """
 
     slot: Tensor
@@ -40,7 +40,7 @@ class Append:
     slots: int64 [B], the cache slot of each sequence of the pass; seq: int64 [R], each row's index in `slots`;
     pos: int64 [R], absolute position; placements: one for all layers, or one for each layer.
     counts: rows of each sequence; added: new tokens of each, fewer where rows overwrite tokens; starts: tokens before
-        the pass, None where only the device knows them; host_slots: `slots`. All on the host, and of the whole pass.
+        the pass, None if only on the device; host_slots: `slots`. All on the host, and of the whole pass.
     number: identifies the pass within its cache.
     """
 
@@ -55,11 +55,11 @@ class Append:
     number: int = -1
 
     def at(self, layer: int) -> Placement:
-        """Where the rows go in `layer`; the same object for layers that hold the same slots."""
+        """Places of the rows in `layer`; the same object for layers that hold the same slots."""
         return self.placements[layer if len(self.placements) > 1 else 0]
 
     def take(self, index: Tensor) -> Append:
-        """The part of the pass that consists of the rows at `index` [r], for layers in which only these run."""
+        """The pass of the rows at `index` [r], for layers in which only these run."""
         shared = {id(p): p.take(index) for p in self.placements}
         placements = tuple(shared[id(p)] for p in self.placements)
         return replace(self, seq=self.seq[index], pos=self.pos[index], placements=placements)

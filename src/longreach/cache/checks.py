@@ -1,4 +1,4 @@
-"""What callers of a KV cache pass in, checked before anything changes."""
+"""Checks of a KV cache's arguments, made before anything changes."""
 
 from __future__ import annotations
 

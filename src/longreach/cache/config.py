@@ -11,12 +11,12 @@ from longreach.ops.types import require
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """How KV memory is laid out and how it grows. Growth moves one layer at a time: only that layer exists twice.
+    """Layout and growth of KV memory. Growth moves one layer at a time, so only that layer exists twice.
 
     kind: "contiguous" (one buffer a sequence) or "paged" (pages of `page` tokens from a pool, one pool a layer).
-    capacity: tokens a sequence may hold in each layer; allocated at once. Memory shrinks only when keys are evicted.
-        None: generate reserves prompt and longest answer at once; without it, or past it, memory starts at 256 tokens
-        and doubles between steps until there is room, copying what it holds.
+    capacity: the most tokens a sequence may hold in each layer, allocated at once. Memory shrinks only on eviction.
+        None: generate reserves prompt and longest answer at once. Otherwise memory starts at 256 tokens, and doubles
+        between steps by copying.
     page: tokens in a page (paged). pages: pages in the pool, allocated at once; None: the pool doubles.
     """
 

@@ -1,4 +1,4 @@
-"""Passes of one token per sequence, in buffers that stay where they are: what a CUDA graph needs."""
+"""Passes of one token per sequence over buffers at fixed addresses, as a CUDA graph needs them."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from longreach.ops.types import RowRange, require
 
 
 class DecodeBuffers:
-    """A row of passes over the same memory: each appends one token to every sequence.
+    """Consecutive passes over the same memory; each appends one token to every sequence.
 
-    `append` is the Append of the pass to come. Its tensors are fixed buffers: `open` fills them from what the host
-    knows, `advance` moves them on by one token on the device (captured with the pass, or called after it), `count`
-    lets the host follow. Lengths lie on the device, so a pass reads none from the host. Layers that hold other slots
-    after eviction are moved on by the same kernels: 5 where memory is paged, else 1.
+    `append` is the Append of the next pass. Its tensors are fixed buffers: `open` fills them from the host, `advance`
+    moves them on by one token on the device (captured with the pass, or called after it), and `count` updates the host.
+    Lengths are on the device, so a pass reads none from the host. The same kernels serve layers that hold other slots
+    after eviction: 5 for paged memory, else 1.
     """
 
     def __init__(self, cache: KVCache, slots: Sequence[int], width: int):
-        """width: pages a sequence may come to hold, where nothing is evicted."""
+        """width: the most pages that a sequence may hold, if nothing is evicted."""
         batch, groups = len(slots), cache.layouts.groups()
 
         def zeros(*shape: int) -> Tensor:
@@ -52,7 +52,7 @@ class DecodeBuffers:
 
     @property
     def capacity(self) -> int:
-        """Tokens that every sequence may come to hold here."""
+        """The most tokens that every sequence may hold in these buffers."""
         return min(
             self.width * layout.pages.size + layout.dropped[s]
             for layout in self.cache.layouts.groups()
@@ -61,7 +61,7 @@ class DecodeBuffers:
 
     @property
     def valid(self) -> bool:
-        """Whether the cache's memory still is what it was when these buffers were made."""
+        """Whether the cache's memory has not moved since these buffers were made."""
         return self.generation == self.cache.generation
 
     def open(self, steps: int) -> Append:
@@ -84,7 +84,7 @@ class DecodeBuffers:
         return append
 
     def advance(self) -> None:
-        """On the device: the next pass appends one token further on."""
+        """On the device: move on to the next token."""
         with torch.inference_mode(False):
             self._moving.add_(1)
             self._place()
@@ -94,7 +94,7 @@ class DecodeBuffers:
         self.cache.commit(self.append, over=False)
 
     def close(self) -> None:
-        """No more passes; room that was not used goes back."""
+        """End the passes and release unused room."""
         self.cache.end_run(self.append)
 
     def _place(self) -> None:

@@ -1,8 +1,8 @@
-"""The KV cache: ragged sequences in contiguous or paged memory, and the state methods keep beside them.
+"""The KV cache: ragged sequences in contiguous or paged memory, with the state of methods.
 
-A forward pass writes in three moves: `begin` (or `place`) makes room and says where each token goes, or raises with
-nothing changed; `append` writes a layer on the device; `commit` makes the tokens count. A pass that fails before
-`commit` never counted; `abort` gives back its pages and has state forget it.
+A forward pass writes in three steps. `begin` (or `place`) makes room and returns the place of each token, or raises
+with nothing changed. `append` writes a layer on the device. `commit` makes the tokens count. A pass that fails before
+`commit` never counts; `abort` releases its pages and truncates state.
 
 Tokens have positions, and in each layer slots. They are the same until `keep` evicts keys of a layer: the kept ones
 then move to the first slots, each head's in the order of their positions, and new tokens take the slots after them.
@@ -38,8 +38,8 @@ from longreach.ops.types import FLOATS, INTS, KVView, RowRange, describe, requir
 class KVCache:
     """K and V of every layer for `slots` sequences, [P, G, page, D] each, allocated when a layer first appends.
 
-    lengths: tokens of each sequence, which is the position of the next one. state: what else follows the sequences.
-    layouts: of each layer, which slots and pages it uses.
+    lengths: tokens of each sequence, which is the position of the next one. state: reset and truncated with the
+    sequences. layouts: slots and pages of each layer.
     """
 
     def __init__(
@@ -74,12 +74,12 @@ class KVCache:
     def place(
         self, slots: Sequence[int], positions: Sequence[Sequence[int] | Tensor], *, overwrite: bool = False
     ) -> Append:
-        """Begin a pass over rows at given positions: to import keys and values, or to write some anew.
+        """Begin a pass over rows at given positions: to import keys and values, or to overwrite some.
 
-        positions: for each sequence, in ascending order, on the host. From the sequence's length on they must leave
-        no gap. overwrite: below it they may be any, and what `append` writes replaces what is there.
-        A pass that overwrites and is not committed cannot be undone: its sequences are cut to the first position that
-        it was to overwrite. Raises CapacityError, InvalidInput; Unsupported to overwrite where keys were evicted.
+        positions: for each sequence, in ascending order, on the host. From the sequence's length on they must have no
+        gap. overwrite: allow any positions below it; `append` then replaces their keys and values.
+        An overwriting pass that is not committed cannot be undone: its sequences are cut to the first position that it
+        was to overwrite. Raises CapacityError, InvalidInput; Unsupported to overwrite where keys were evicted.
         """
         self._check("place", slots, [0 for _ in positions])
         each = list(zip(slots, positions, strict=True))
@@ -98,24 +98,24 @@ class KVCache:
         return self._append(slots, pos, before, counts, added, firsts if gapless else None)
 
     def reserve(self, slots: Sequence[int], counts: Sequence[int]) -> None:
-        """Make room for counts[b] more tokens in slots[b] now, so that passes to come need none. Raises as `begin`.
+        """Make room for counts[b] more tokens in slots[b] now, so that later passes need not. Raises as `begin`.
 
-        A cache that holds nothing yet gets just that room (and its first size at least), later ones double.
+        An empty cache gets exactly that room, but at least its first size; later growth doubles.
         """
         self._begin("reserve", slots, counts, exact=not any(self.memory))
         for slot in slots:
             self._under_way[slot] = 0
 
     def begin_run(self, step: Append, passes: int) -> Append:
-        """Begin `passes` passes like `step`, one after another: its tensors, a number of its own. Raises as `begin`.
+        """Begin `passes` consecutive passes like `step`, with its tensors and a new number. Raises as `begin`.
 
-        All have room from now on. `commit(..., over=False)` counts one, `end_run` ends them.
+        All have room from now on. `commit(..., over=False)` commits one of them, `end_run` ends them.
         """
         self._begin("begin_run", step.host_slots, [n * passes for n in step.added])
         return replace(step, number=self._begun)
 
     def end_run(self, step: Append) -> None:
-        """The passes of `begin_run` are over; room they did not use goes back."""
+        """End the passes of `begin_run` and release unused room."""
         self._check_open(step)
         self._cut({s: self.lengths[s] for s in step.host_slots})
 
@@ -125,9 +125,9 @@ class KVCache:
     ) -> None:  # fmt: skip
         """Write the tokens of one layer. k, v: [R, G, D] in the order of step.seq and step.pos.
 
-        rows: int [r], the rows of the pass that k and v [r, G, D] belong to, where not all are written at once. Before
-        the layer is attended to, rows at new positions must be among some: it would hold no key for them.
-        angles: of these rows, by which k is rotated as it is written; None: k is written as it is.
+        rows: int [r], the rows of the pass that k and v [r, G, D] belong to, if not all are written at once. Before the
+        layer is attended to, all rows at new positions must be written, as it would hold no key for the others.
+        angles: of these rows; k is rotated by them as it is written. None: k is written as it is.
         """
         self._check_layer(layer)
         self._check_open(step)
@@ -158,12 +158,12 @@ class KVCache:
                 ops_place(*held, k, v, place.page, place.offset, angles)
 
     def view(self, layer: int, step: Append) -> KVView:
-        """What the rows of this pass attend to: all tokens up to and including the new ones. Slot order is causal."""
+        """The view that rows of this pass attend to: all tokens, the new ones included. Slot order is causal order."""
         place = step.at(layer)
         return KVView(*self._held(layer), place.seq_lens, place.table)
 
     def commit(self, step: Append, *, over: bool = True) -> None:
-        """The pass is done: its tokens count from now on. over=False: another pass of its run follows."""
+        """Make the pass's tokens count. over=False: another pass of its run follows."""
         self._check_open(step)
         for slot, n in zip(step.host_slots, step.added, strict=True):
             self.lengths[slot] += n
@@ -172,22 +172,22 @@ class KVCache:
                 self._overwritten.pop(slot, None)
 
     def abort(self, step: Append) -> None:
-        """The pass failed: its pages go back and state forgets what it noted. A pass that is over is left alone.
+        """Undo a failed pass: release its pages and truncate state. No effect on a pass that is over.
 
-        What it overwrote is lost: those sequences are cut to the first position that it was to overwrite. Where it
-        was the first and not all layers got memory, that goes back too, so that less can be asked for.
-        Raises Unsupported where a state cannot forget; K and V are right even then.
+        Overwritten keys are lost: those sequences are cut to the first position that the pass was to overwrite. If it
+        was the first pass and not all layers got memory, all memory is released, so that a smaller request can follow.
+        Raises Unsupported if a state cannot be truncated; K and V are correct even then.
         """
         self._drop([s for s in step.host_slots if self._under_way[s] == step.number])
         if not all(self.memory):
             self._start_over_if_empty()
 
     def truncate(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
-        """Drop what lies past lengths[b] tokens in slots[b].
+        """Drop the tokens past lengths[b] in slots[b].
 
-        Raises Unsupported, with nothing changed, where a state cannot follow, and where tokens are to go that keys
-        were evicted from (a sequence may always be cut to 0); InvalidInput for tokens that are not there, or that a
-        pass under way overwrites.
+        Raises, with nothing changed: Unsupported if a state cannot be truncated, or if keys were evicted from tokens
+        that are to go (a sequence may always be cut to 0); InvalidInput for tokens that are not there, or that the
+        current pass overwrites.
         """
         self._check("truncate", slots, lengths)
         for slot, n in zip(slots, lengths, strict=True):
@@ -201,7 +201,7 @@ class KVCache:
             self._start_over_if_empty()
 
     def reset(self, slots: Sequence[int]) -> None:
-        """Empty the slots for other sequences. Once all are empty, what eviction did to layers is undone."""
+        """Empty the slots for other sequences. When all are empty after evictions, memory is released."""
         self._check("reset", slots, [0] * len(slots))
         self.state.reset(self._ints(slots))
         self._cut(dict.fromkeys(slots, 0))
@@ -212,9 +212,9 @@ class KVCache:
         """Evict all keys and values of a layer but those in the given slots, and release their memory.
 
         index: for each sequence int64 [G, n], on the cache's device: the slots that each KV head keeps, ascending; n
-        may differ from sequence to sequence. Not while a pass is under way. Syncs with the device, to check `index`.
-        Raises Unsupported where a state cannot follow, InvalidInput for slots not in use, kept twice or out of order,
-        or where none is kept; nothing is changed then.
+        may differ from sequence to sequence. Not during a pass. Syncs with the device, to check `index`.
+        Raises, with nothing changed: Unsupported if a state cannot follow; InvalidInput for slots not in use, kept
+        twice or out of order, or if no slot is kept.
         """
         self._check("keep", slots, [0 for _ in index])
         busy = [s for s, number in enumerate(self._under_way) if number]

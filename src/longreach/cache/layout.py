@@ -1,4 +1,4 @@
-"""Which slots and pages a group of layers uses. Host work, done between steps."""
+"""Slots and pages of a group of layers. Host work, done between steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The layouts of all layers: one object for layers that are alike, so that what depends on it is computed once."""
+"""The layouts of all layers: equal layers share one object, so dependent values are computed once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which pages of memory hold which tokens. Host work, done between steps; steps read the table on the device."""
+"""The pages of each sequence. Host work, done between steps; steps read the block table on the device."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from longreach.errors import CapacityError
 class Pages:
     """A pool of `total` pages of `size` tokens, handed to `slots` sequences.
 
-    One page a sequence (`size` = its capacity) is contiguous memory: then the pages stretch when a sequence
-    outgrows one. Otherwise the pool gets more pages. Either doubles, up to `limit` tokens a sequence or
-    `most` pages; None means no limit.
+    Contiguous memory has one page a sequence (`size` = its capacity), and its pages grow when a sequence outgrows one.
+    Otherwise the pool gets more pages. Either doubles, up to `limit` tokens a sequence or `most` pages; None: no limit.
     """
 
     slots: int
@@ -56,7 +55,7 @@ class Pages:
         return self.size, grown(self.total, used + wanted, most)
 
     def take(self, lengths: dict[int, int], size: int, total: int) -> None:
-        """Hand out the pages, memory of `sizes_for` being there."""
+        """Hand out pages, once memory of `sizes_for` is allocated."""
         self.free = list(range(self.total, total))[::-1] + self.free
         self.size, self.total = size, total
         if not self.contiguous:

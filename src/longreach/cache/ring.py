@@ -1,4 +1,4 @@
-"""The last rows of each sequence, with the results of attention that later rows may go on from: MAC's state."""
+"""The last rows of each sequence, with results of attention that later rows may reuse: MAC's state."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from longreach.ops.attend import Entries
 from longreach.ops.match import Ring
 from longreach.ops.types import KVView, Partial, accumulator, require
 
-SPARE = 8  # rows past the window, so that so many tokens can be taken back without a trace
+SPARE = 8  # rows past the window: up to this many tokens can be truncated without losing rows of the window
 
 
 class RowRing:
     """Queries, results and accounts of the last `window` rows of every sequence of one layer; a SequenceState.
 
-    All on the device, in buffers that stay where they are. ring: see `Ring`, of window + SPARE rows; entries: the
-    results, fp32 (fp64 for fp64): that of head h at slot n of sequence s is entry (s H + h) C + n. Truth lies in the
-    stamps: what is reset or cut off loses them, and memory stays as it is.
+    All buffers stay at fixed addresses on the device. ring: a `Ring` of window + SPARE rows. entries: results in fp32
+    (fp64 for fp64); head h at slot n of sequence s has entry (s H + h) C + n. Position stamps decide what is valid:
+    reset and truncation clear stamps, and leave the rest of the memory.
     """
 
     def __init__(self, slots: int, heads: int, kv_heads: int, dim: int, window: int, like: Tensor):
@@ -39,8 +39,8 @@ class RowRing:
         return sum(x.numel() * x.element_size() for x in held) // ring.query.shape[0]
 
     def note(self, slot: Tensor, pos: Tensor, query: Tensor, entry: Partial, credit: float) -> None:
-        """Rows that were attended to exactly. slot, pos: int [R], the last size rows of their sequences at most;
-        query: [R, H, D] as it is matched; entry: what later rows may go on from; credit: the guard's account after."""
+        """Store rows that attended exactly. slot, pos: int [R], at most the last `size` rows of their sequences;
+        query: [R, H, D] as it is matched; entry: the result to reuse; credit: the guard's account afterwards."""
         ring, place = self.ring, pos.long() % self.ring.size
         slot = slot.long()
         with torch.no_grad():
@@ -83,7 +83,7 @@ class RowRing:
         self.ring.stamp[slots] = -1
 
     def check_truncate(self, slots: Tensor, lengths: Tensor) -> None:
-        """Any cut is possible. One of more than SPARE tokens leaves fewer rows to match than there once were."""
+        """Any cut is possible. A cut of more than SPARE tokens leaves fewer rows than the window to match."""
 
     def truncate(self, slots: Tensor, lengths: Tensor) -> None:
         stamp = self.ring.stamp[slots]

@@ -1,4 +1,4 @@
-"""State that lives as long as the KV cache: what it must do when sequences are emptied, cut or evicted from."""
+"""The interface of state that lives with the KV cache: reset, truncation, eviction, snapshots."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from longreach.ops.types import KVView
 
 
 class SequenceState(Protocol):
-    """State beside a KV cache. slots, lengths: int64 [n] on the cache's device; lengths are in tokens."""
+    """State of methods beside the keys. slots, lengths: int64 [n] on the cache's device; lengths are in tokens."""
 
     def reset(self, slots: Tensor) -> None:
-        """Forget the sequences in `slots`."""
+        """Empty the sequences in `slots`."""
 
     def check_truncate(self, slots: Tensor, lengths: Tensor) -> None:
         """Raise Unsupported if the sequences in `slots` cannot be cut to `lengths` tokens. Changes nothing."""
@@ -26,14 +26,14 @@ class SequenceState(Protocol):
         """Raise Unsupported if keys of `layer` cannot be evicted. Changes nothing."""
 
     def kept(self, layer: int, view: KVView) -> None:
-        """Rebuild what belongs to the keys of `layer`, which were compacted. view: all sequences, by cache slot."""
+        """Rebuild the state of the keys of `layer`, which were compacted. view: all sequences, by cache slot."""
 
     def snapshot(self) -> Callable[[], None]:
-        """Copy everything that `truncate` cannot bring back. Calling the result restores it, after truncation."""
+        """Copy everything that `truncate` cannot restore. Calling the result restores it, after truncation."""
 
     @property
     def generation(self) -> int:
-        """How often memory has generation: graphs captured at an earlier generation read freed memory."""
+        """How often memory has moved: graphs captured at an earlier generation read freed memory."""
 
 
 class StatelessOnTruncate:

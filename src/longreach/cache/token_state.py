@@ -1,4 +1,4 @@
-"""What methods keep of every token, or of blocks of tokens: memory beside a layer's keys, page by page."""
+"""State of methods for each token or block of tokens: memory page by page beside a layer's keys."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ AT_ONCE = 1 << 26  # numbers of keys from which units are computed at a time
 class PerTokenState(StatelessOnTruncate, ABC):
     """Tensors [P, G, units, width] (or [P, G, units]) beside one layer's K and V: page p of them belongs to page p.
 
-    A unit stands for `per` consecutive slots of a sequence: bounds of a block, an 8-bit key, a code. It lies in the
-    page of its first slot, which the view's block table finds; so pages may change hands, and sequences may share
-    them where `per` divides the page size. Units past a sequence's last slot are never read and may be anything.
+    A unit describes `per` consecutive slots of a sequence: bounds of a block, an 8-bit key, a code. It lies in the page
+    of its first slot, which the view's block table finds. So pages may move between sequences, and sequences may share
+    pages if `per` divides the page size. Units past a sequence's last slot are never read and may hold anything.
     """
 
     def __init__(self, kv: KVView, per: int = 1, **kept: tuple[int | None, torch.dtype]):
@@ -29,7 +29,7 @@ class PerTokenState(StatelessOnTruncate, ABC):
         self._kept = self._allocate(kv.k)
 
     def __getitem__(self, name: str) -> Tensor:
-        """[P, G, units, width], where it lies now."""
+        """[P, G, units, width], at its current address."""
         return self._kept[name]
 
     @property
@@ -47,9 +47,9 @@ class PerTokenState(StatelessOnTruncate, ABC):
         return self._moves
 
     def ensure_capacity(self, kv: KVView) -> None:
-        """Follow the layer's memory to another size, as it moves: pages keep their numbers, slots their places.
+        """Grow to the layer's memory, if that has another size. Pages keep their numbers, units their places.
 
-        To be called before each pass's units are written; not within a capture.
+        Call it before a pass's units are written, and not during a capture.
         """
         held = next(iter(self._kept.values()))
         if held.shape[0] == kv.k.shape[0] and held.shape[2] == -(-kv.page // self.per):
@@ -78,7 +78,7 @@ class PerTokenState(StatelessOnTruncate, ABC):
         """Compute the units that hold these slots (int [n], of sequences seq [n]) from kv.k, slots in use alone."""
 
     def kept(self, layer: int, view: KVView) -> None:
-        """All units anew, from the keys that are left."""
+        """Compute all units again from the kept keys."""
         self.ensure_capacity(view)
         units = (view.seq_lens.long() + self.per - 1) // self.per
         seq = torch.repeat_interleave(torch.arange(view.sequences, device=units.device), units)

@@ -25,8 +25,7 @@ from longreach.adapters.transformers import (
 from longreach.cache import CacheConfig
 from longreach.errors import InvalidInput
 from longreach.evals.layers import LayerErrors, sample
-from longreach.evals.methods import DENSE, Spec, by_prefill
-from longreach.evals.plans import plans
+from longreach.evals.methods import DENSE, Spec, by_prefill, pairings
 from longreach.evals.progress import Progress, unseen
 from longreach.evals.read_shares import ReadShares
 from longreach.methods.registry import choose, unfit
@@ -87,7 +86,7 @@ class Compare:
         self.left_out = {n: why for n, why in unfit(shape_of(model)).items() if n not in self.options}
         if methods is not None or specs is not None:
             self.left_out = {}
-        chosen = plans(methods, self.left_out)
+        chosen = pairings(methods, self.left_out)
         for name in self.options:
             if not any(name == prefill or name in decodes for prefill, decodes in chosen):
                 raise InvalidInput(f"options for {name}, which is not compared; name it among the methods")

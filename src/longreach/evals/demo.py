@@ -18,7 +18,7 @@ from longreach.adapters.transformers import (
     stop_tokens,
 )
 from longreach.cache import CacheConfig
-from longreach.evals.plans import plans
+from longreach.evals.methods import pairings
 from longreach.evals.progress import Progress, unseen
 from longreach.evals.read_shares import ReadShares
 from longreach.methods.registry import choose, unfit
@@ -87,7 +87,7 @@ class Demo:
         """Ask every question with every method; the document is read once per prefill method."""
         stop = stop_tokens(self.model, self.tokenizer)
         room = len(self.document) + max(map(len, self.questions)) + ANSWER_TOKENS
-        for prefill, decodes in plans(left_out=self.left_out):
+        for prefill, decodes in pairings(left_out=self.left_out):
             with attach(self.model, prefill=prefill, cache=CacheConfig(capacity=room)) as session:
                 methods = [choose("decode", decode) for decode in decodes]
                 session.prepare(*methods)

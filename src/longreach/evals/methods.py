@@ -1,18 +1,19 @@
-"""Methods as users write them on a command line, and what of their work can be shared."""
+"""Which methods are measured: by name or as users write them on a command line, and grouped by prefill method."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from longreach.errors import InvalidInput
+from longreach.errors import InvalidInput, UnknownName
 from longreach.methods.base import AttentionMethod
-from longreach.methods.registry import choose, options
+from longreach.methods.registry import METHODS, choose, names, options
 
 DENSE = "dense"
 PREFILL = "prefill."
+Pairing = tuple[str, tuple[str, ...]]  # a prefill method, and the decode methods that answer after it
 
 
 @dataclass(frozen=True)
@@ -62,3 +63,23 @@ def by_prefill(chosen: Sequence[Spec]) -> list[tuple[AttentionMethod, list[Spec]
     for spec in chosen:
         groups.setdefault(spec.prefill, []).append(spec)
     return list(groups.items())
+
+
+def pairings(chosen: Sequence[str] | None = None, left_out: Collection[str] = ()) -> list[Pairing]:
+    """Every decode method after dense prefill, then every other prefill method with itself as decode method, or dense.
+
+    chosen: these methods and dense, the reference; None: all methods but those `left_out`.
+    Raises UnknownName for a method that does not exist, InvalidInput where none is chosen.
+    """
+    for name in chosen or ():
+        if name not in METHODS:
+            raise UnknownName("method", name, METHODS)
+    if chosen is not None and not chosen:
+        raise InvalidInput(f"no methods to compare; name some of {', '.join(METHODS)}")
+    kept = [n for n in METHODS if n == "dense" or (n not in left_out if chosen is None else n in chosen)]
+    decodes = names("decode")
+    found: list[Pairing] = [("dense", tuple(n for n in decodes if n in kept))]
+    for name in names("prefill"):
+        if name in kept and name != "dense":
+            found.append((name, (name if name in decodes else "dense",)))
+    return found

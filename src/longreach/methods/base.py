@@ -1,4 +1,4 @@
-"""What a method is: a frozen config that turns queries and history into Selections and Partials."""
+"""Base of attention methods: a frozen config that turns queries and history into Selections and Partials."""
 
 from __future__ import annotations
 
@@ -71,9 +71,9 @@ class Configured:
 class PromptObserver(Configured):
     """A method that may see the rows of prompts that another one attends for.
 
-    keeps: what its state belongs to. "tokens": numbers beside the keys, page by page (`PerTokenState`); "sequences":
-        numbers of whole sequences, addressed by slot and reset when a slot begins anew.
-    observes_prompt: its state is made of the prompt's rows, so `observe_prompt` is called as they are read.
+    keeps: the kind of its state. "tokens": numbers for each key, page by page (`PerTokenState`). "sequences": numbers
+        for whole sequences, addressed by slot and reset when a slot is reused.
+    observes_prompt: whether its state depends on the prompt, so that `observe_prompt` is called during prefill.
     """
 
     keeps: ClassVar[Keeps] = "nothing"
@@ -82,12 +82,12 @@ class PromptObserver(Configured):
     def observe_prompt(self, call: LayerCall, state: SequenceState | None) -> None:
         """Update the state by prompt rows that the prefill method has attended for.
 
-        Called in each layer that `run` will be called in, once the rows' keys are in the cache, for methods with
-        `observes_prompt`. Rows that `run` attends for are not passed here.
+        Called for methods with `observes_prompt`, in each layer that `run` will be called in, after the rows' keys are
+        in the cache. Rows that `run` attends for are not passed here.
         """
 
     def new_state(self, call: LayerCall, slots: int) -> SequenceState | None:
-        """The state of one layer for `slots` sequences, made at its first call; None if there is none."""
+        """The state of one layer for `slots` sequences, else None. Called once, at the layer's first call."""
         return None
 
 
@@ -108,7 +108,7 @@ class AttentionMethod(PromptObserver, ABC):
         """Attend for the rows of one layer. What is read is counted by the call."""
 
     def workspace_bytes(self, model: ModelShape, rows: int, capacity: int, dtype: torch.dtype) -> int:
-        """Bytes of logits, scores and lists that one layer's decode call holds at most, beyond dense attention's.
+        """The most bytes of logits, scores and lists that one layer's decode call holds, beyond dense attention's.
 
         rows: rows of the call, each of which can see `capacity` slots; dtype: of keys. Heads are those of all ranks.
         Of the Triton implementation; a few words a row (counts, positions) are left out.
@@ -116,16 +116,16 @@ class AttentionMethod(PromptObserver, ABC):
         return 0
 
     def check(self, model: ModelShape) -> None:
-        """Raise InvalidInput where an option does not fit the model; asked before anything is attached or switched."""
+        """Raise InvalidInput if an option does not fit the model. Called before a session attaches or switches."""
 
 
 def attend_densely(call: LayerCall, reason: str | None = None) -> Outcome:
-    """Exact attention over all that the rows can see."""
+    """Exact attention over all keys that the rows can see. reason: why, for the report."""
     return Outcome(call.attend(EVERYTHING), reason)
 
 
 def budget(amount: int | float, length: Tensor) -> Tensor:
-    """Keys that a budget means at each length: a count (int), or a fraction of the length (float), at least 1."""
+    """Keys of a budget at each length. amount: a count (int), or a fraction of the length (float), at least 1."""
     if isinstance(amount, int):
         return torch.full_like(length, amount).minimum(length)
     # the fraction as the caller wrote it: 0.1 * 30 must be 3, not 3.0000000000000004 rounded up
@@ -133,13 +133,19 @@ def budget(amount: int | float, length: Tensor) -> Tensor:
 
 
 def logits_bytes(model: ModelShape, rows: int, capacity: int, dtype: torch.dtype) -> int:
-    """Bytes of the kept logits of a layer, in the widest form that an implementation keeps them in."""
+    """Bytes of a layer's kept logits, in the widest dtype that an implementation uses."""
     return rows * model.query_heads * capacity * (8 if dtype == torch.float64 else 4)
 
 
 def is_count(value: object, least: int = 0) -> bool:
     """Whether `value` is an int (True is none) of at least `least` that a 32-bit index can hold."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**31
+
+
+def check_plan_name(plan: object) -> None:
+    """Raise InvalidInput unless `plan` can be the `plan` option of a calibrated method."""
+    named = plan is None or (isinstance(plan, str) and plan != "")
+    require(named, f"plan: expected a file, the name of a shipped plan, or None, got {plan!r}")
 
 
 def check_budget(name: str, amount: int | float) -> None:

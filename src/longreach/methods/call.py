@@ -1,4 +1,4 @@
-"""One layer in one forward pass, as a method sees it. The call attends, runs ops, and counts what they read."""
+"""One layer in one forward pass, as methods get it. The call attends, runs ops, and counts their reads."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ModelShape:
 
 
 class Prepared(NamedTuple):
-    """An attention that was prepared, and what for."""
+    """A prepared attention and its arguments."""
 
     selection: Selection
     kv: KVView
@@ -43,7 +43,7 @@ class Prepared(NamedTuple):
 
 
 class Noted(NamedTuple):
-    """A read, with the rows and the view it was made for. part: which rows of the pass these are, None for all."""
+    """A read with its rows and view. part: the rows' numbers in the pass, None for all."""
 
     rows: Rows
     kv: KVView
@@ -52,7 +52,7 @@ class Noted(NamedTuple):
 
 
 class Meter:
-    """What the calls of one layer have read, in order, and which implementations ran."""
+    """Reads of the calls of one layer, in order, and the implementations that ran."""
 
     def __init__(self) -> None:
         self.noted: list[Noted] = []
@@ -75,7 +75,7 @@ class Meter:
 
 @dataclass(frozen=True)
 class LayerCall:
-    """All that a method sees of one layer in one forward pass.
+    """One layer in one forward pass: a method's input, and the meter of its reads.
 
     layer: index. rows: post-RoPE queries [R, H, D]; `rows.pos` is the slot of a row's own key in this layer.
     kv: the layer's keys and values, those of the rows included. slots: int [B], the cache slot of each sequence, which
@@ -86,9 +86,9 @@ class LayerCall:
     phase: whether the rows belong to a prompt or are new tokens.
     prompt_tokens_left: tokens of the prompt that later passes are known to bring; padded sequences may get fewer.
     evicted: whether keys of this layer were dropped, so that slots are not positions.
-    model: what the layer belongs to. shared: values that layers of one pass leave for later ones; gone with the pass.
-    meter: counts the reads of this call and of the calls taken from it. index: the rows of the pass that these are.
-    prepared: the last attention over spans, for a step that attends again over the same tensors.
+    model: the shape of the layer's model. shared: values that layers leave for later layers of the same pass.
+    meter: counts the reads of this call and of the calls taken from it. index: the rows' numbers in the pass.
+    prepared: the last attention over spans, reused by a step that attends again over the same tensors.
     """
 
     layer: int
@@ -150,11 +150,11 @@ class LayerCall:
         metadata: bool = False,
         **given: Any,
     ) -> Any:
-        """An op of longreach.ops, with this layer's rows, view and logit terms as far as it takes them.
+        """The result of an op of longreach.ops, given this layer's rows, view and logit terms as far as it takes them.
 
-        args, given: its other arguments. kv, rows: others than the layer's. counted: int [R, G], the slots that its
-        selection makes each KV head stream, where a kernel has counted them before. metadata: `kv` holds neither keys
-        nor values but numbers that the method keeps beside them, and counts as such.
+        args, given: the op's other arguments. kv, rows: instead of the layer's. counted: int [R, G], the slots that
+        each KV head reads, if a kernel has counted them already. metadata: `kv` holds the method's own numbers rather
+        than keys and values, and counts as metadata.
         Raises UnknownName for an unknown op, InvalidInput for a view on another device, and what the op raises.
         """
         op, kv = op_named(name), self._view(kv)
@@ -173,15 +173,15 @@ class LayerCall:
         return result
 
     def read_bytes(self, amount: int | Tensor) -> None:
-        """Count bytes of metadata that no op of the call has seen: of each row, int [R], or of all together (int)."""
+        """Count metadata that no op of the call reads: bytes of each row, int [R], or of all rows together (int)."""
         self._note(self.kv, Read(other=amount))
 
     def count_read(self, read: Read) -> None:
-        """Count a pass over the layer's view that no op of the call has made."""
+        """Count a pass over the layer's view that no op of the call makes."""
         self._note(self.kv, read)
 
     def take(self, index: Tensor) -> LayerCall:
-        """The call with the rows at `index` [r] alone; it counts into the same meter."""
+        """The call for the rows at `index` [r]. It counts into the same meter."""
         rotary = self.rotary
         mine = None if rotary is None else lambda: rotary().take(index)
         own = index if self.index is None else self.index[index]

@@ -1,4 +1,4 @@
-"""What methods share in choosing what a row attends to."""
+"""Shared by methods that choose keys: budgets, top-k, and lists that later layers reuse."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check_layers(name: str, layers: object) -> None:
 
 
 def check_layers_of(name: str, layers: tuple[int, ...], count: int) -> None:
-    """Raise InvalidInput where a layer is none of the model's `count`."""
+    """Raise InvalidInput for a layer number that a model of `count` layers does not have."""
     for layer in layers:
         require(
             layer < count,
@@ -40,10 +40,10 @@ def max_keys(amount: int | float, capacity: int) -> int:
 
 
 def best_keys(call: LayerCall, scores: Tensor, k: int | float, *, last: int = 0) -> Lists:
-    """The keys of each row with the highest scores, as many as the budget `k` means for its context. Ties: the older.
+    """The highest-scoring keys of each row, as many as budget `k` gives for its context. Ties go to the older key.
 
-    scores: float [R, heads, N]; entries past a row's context may hold anything. last: this many newest keys are always
-    among them.
+    scores: float [R, heads, N]; entries past a row's context may hold anything. last: number of newest keys that are
+    always chosen.
     """
     heads = scores.shape[1]
     count = call.once(("budget", k, heads), lambda: budget(k, call.context)[:, None].repeat(1, heads))
@@ -53,12 +53,12 @@ def best_keys(call: LayerCall, scores: Tensor, k: int | float, *, last: int = 0)
 
 
 def placed(layers: tuple[int, ...], of: int, count: int) -> tuple[int, ...]:
-    """Where a model of `count` layers has these layers of a model of `of`: as deep in it, rounded down."""
+    """Layers of a model of `of` layers, at the same relative depth of a model of `count` layers, rounded down."""
     return tuple(sorted({layer * count // of for layer in layers}))
 
 
 def gather_over_ranks(call: LayerCall, x: Tensor) -> Tensor:
-    """x [R, N], computed from this rank's heads, of every rank: [R, ranks, N]."""
+    """x [R, N], computed from each rank's heads, gathered from all ranks: [R, ranks, N]."""
     shard = call.shard
     if shard is None or shard.count == shard.total:
         return x[:, None]
@@ -69,11 +69,12 @@ def gather_over_ranks(call: LayerCall, x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class CrossLayerTopK(AttentionMethod):
-    """Base of methods in which some layers choose keys, one set for all heads, that the layers after them attend to.
+    """Base of methods in which a few layers choose one set of keys for all heads, and later layers attend to it.
 
-    Layers that choose attend densely, and so do those before the first of them.
+    Choosing layers attend densely, as do layers before the first of them.
 
-    layers: those that choose; None: the paper's, as deep in the model at hand. paper: the paper's, and of how many.
+    layers: the choosing layers; None: the paper's, at the same relative depth. paper: (the paper's layers, their
+    model's number of layers).
     """
 
     layers: tuple[int, ...] | None = field(default=None, kw_only=True)
@@ -89,7 +90,7 @@ class CrossLayerTopK(AttentionMethod):
         check_layers_of("layers", self.layers or (), model.layers)
 
     def choosing_layers(self, model: ModelShape) -> tuple[int, ...]:
-        """The layers that choose, ascending."""
+        """The choosing layers, ascending."""
         return placed(*self.paper, model.layers) if self.layers is None else self.layers
 
     @abstractmethod

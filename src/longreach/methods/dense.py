@@ -1,4 +1,4 @@
-"""Exact attention: the control every other method is held against."""
+"""Exact attention: the reference for every other method."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from longreach.methods.call import LayerCall
 
 @dataclass(frozen=True)
 class Dense(AttentionMethod):
-    """Every row attends to all it can see. Reads everything, keeps nothing."""
+    """Every row attends to all keys that it can see. It keeps no state."""
 
     name = "dense"
     phases = ("prefill", "decode")

@@ -1,4 +1,4 @@
-"""LessIsMore: heads choose together, and recent keys have a share (Yang et al., 2025, arXiv 2508.07101)."""
+"""LessIsMore: all heads choose one set, with a share for recent keys (Yang et al., 2025, arXiv 2508.07101)."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ PAPER = (2, 13), 32  # TidalDecode's for Llama-3-8B, which this builds on
 
 @dataclass(frozen=True)
 class LessIsMore(CrossLayerTopK):
-    """A few layers attend densely and choose, one set for all heads, what the layers after them attend to.
+    """A few layers attend densely and choose one set of keys for all heads; later layers attend to it.
 
-    The set: the most recent keys (a share of the budget), the first ones, and the union of what the query heads score
-    highest among the others, taken rank by rank (every head's best, then every head's second, ...) up to the budget.
+    The set consists of the most recent keys (a share of the budget), the first keys, and others in round-robin order:
+    every query head's best key, then every head's second best, and so on, up to the budget.
 
-    k: the budget, a count of keys or a fraction of the row's context. recent: the share of it that the most recent keys
-    have (0.25 in the paper), rounded up. sinks: the first keys, within the budget (its figure has none, its code up to
-    4). layers: those that choose; None: (2, 13) of 32, TidalDecode's for Llama-3-8B (arXiv 2410.05076), as deep in this
-    model, rounded down; which layers choose well is a model's own affair: with fewer than 16 layers the first of these
-    is layer 0, which has no dense layer before it and may look at everything. Those before the first attend densely.
-    Within a rank the lower head comes first. Heads of all ranks of a tensor-parallel run choose together.
+    k: the budget, a count of keys or a fraction of the row's context. recent: the share of recent keys in it (0.25 in
+    the paper), rounded up. sinks: the number of first keys in it (the paper's figure has none, its code up to 4).
+    layers: the choosing layers; None: TidalDecode's (2, 13) of Llama-3-8B's 32 layers (arXiv 2410.05076), at the same
+    relative depth, rounded down. Good choosing layers differ from model to model: with fewer than 16 layers the first
+    of these is layer 0, whose attention may be flat. Layers before the first attend densely. Among equal ranks the
+    lower head comes first. Heads of all ranks of a tensor-parallel run choose together.
     """
 
     k: int | float = 0.1
@@ -63,6 +63,6 @@ class LessIsMore(CrossLayerTopK):
         return super().workspace_bytes(model, rows, capacity, dtype) + votes
 
     def _share(self, call: LayerCall) -> tuple[Tensor, Tensor]:
-        """The budget of each row and how many of it the most recent keys have, int64 [R] each."""
+        """The budget of each row and its number of recent keys, int64 [R] each."""
         count = budget(self.k, call.context)
         return count, count - torch.floor(count * (1.0 - self.recent) + 1e-9).long()

@@ -1,4 +1,4 @@
-"""OmniKV: a few layers choose the context of the layers after them (Hao et al., ICLR 2025)."""
+"""OmniKV: a few layers choose the keys of the layers after them (Hao et al., ICLR 2025)."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ PAPER = (2, 8, 18), 32  # the paper's for Llama-3-8B
 
 @dataclass(frozen=True)
 class OmniKV(CrossLayerTopK):
-    """Filter layers attend densely and pick keys, one set for all heads, that the layers after them attend to.
+    """Filter layers attend densely and choose one set of keys for all heads; later layers attend to it.
 
-    A key's score is the largest probability that any query head of the filter layer gives it in the row at hand (the
+    A key's score is the largest probability that any query head of the filter layer gives it in the current row (the
     paper's choice by the last token). Layers before the first filter attend densely.
 
-    k: a count of keys, or a fraction of the row's context. layers: the filters; None: (2, 8, 18) of 32 layers, the
-    paper's for Llama-3-8B, as deep in this model, rounded down. Which layers choose well is a model's own affair: with
-    fewer than 16 layers the first of these is layer 0, which has no dense layer before it and may look at everything.
-    The paper leaves open or has otherwise: it chooses among the prompt's tokens and attends to all new ones besides;
-    here all tokens compete for k, but the newest is always among them. It lets the layer after each filter attend
-    densely, while it fetches keys from the host; here nothing is fetched, and that layer uses the choice. Heads of all
-    ranks choose together. Ties go to the older key.
+    k: a count of keys, or a fraction of the row's context. layers: the filters; None: the paper's (2, 8, 18) of
+    Llama-3-8B's 32 layers, at the same relative depth, rounded down. Good filters differ from model to model: with
+    fewer than 16 layers the first of these is layer 0, whose attention may be flat.
+    Differences from the paper: it chooses among the prompt's tokens and attends to all new tokens in addition; here all
+    tokens compete for k, and the newest is always chosen. It lets the layer after each filter attend densely while it
+    fetches keys from the host; here nothing is fetched, and that layer uses the choice. Heads of all ranks choose
+    together. Ties go to the older key.
     """
 
     k: int | float = 0.1

@@ -11,21 +11,23 @@ from torch import Tensor
 from longreach.cache import SequenceState
 from longreach.methods.base import AttentionMethod, Outcome, attend_densely, check_budget, is_count, logits_bytes
 from longreach.methods.call import LayerCall, ModelShape
-from longreach.methods.choosing import OTHER_KEYS, best_keys, max_keys
+from longreach.methods.choosing import OTHER_KEYS, best_keys, check_layers_of, max_keys
 from longreach.ops.doors import EVERYTHING, Read
 from longreach.ops.types import require
 
 
 @dataclass(frozen=True)
 class OracleTopK(AttentionMethod):
-    """The k keys with the largest post-softmax scores, summed over the query heads of a KV head.
+    """Attention to the k keys with the largest post-softmax scores, summed over the query heads of a KV head.
 
-    k: a count, or a fraction of the row's context. dense_layers: layers that attend densely ((0,) changes
-    the result: Kascade, Fig. 2). heads: "kv" chooses per KV head, "all" one set for all heads (over all ranks).
-    Ties go to the older key. It reads all keys twice to score them (once for the softmax's normaliser, once for
-    the scores; an implementation that holds all logits saves the second), then the list it made, so it costs more
-    than dense: it shows quality, not speed. Where a sink logit takes probability, the normaliser is dense
-    attention's, values included. Score rows and their sort are not counted, as in every report.
+    k: a count, or a fraction of the row's context. dense_layers: layers that attend densely ((0,) changes the result:
+    Kascade, Fig. 2). heads: "kv" chooses per KV head, "all" one set for all heads of all ranks. Ties go to the older
+    key.
+
+    It costs more than dense attention and shows quality, not speed. Two passes over all keys are counted (for the
+    softmax's normaliser and for the scores; an implementation that keeps the logits saves the second), then the
+    chosen keys. With a sink logit the normaliser comes from dense attention, values included. Scores and their sort
+    are not counted, as in every report.
     """
 
     k: int | float = 0.1
@@ -34,7 +36,7 @@ class OracleTopK(AttentionMethod):
 
     name = "oracle_top_k"
     phases = ("decode",)
-    capture = "piecewise"  # it shows quality: nothing is gained by a captured step
+    capture = "piecewise"  # it is for evaluation: a full graph would gain nothing
 
     def __post_init__(self) -> None:
         check_budget("k", self.k)
@@ -43,12 +45,7 @@ class OracleTopK(AttentionMethod):
         require(ok, f"dense_layers: expected a tuple of layer numbers, got {self.dense_layers!r}")
 
     def check(self, model: ModelShape) -> None:
-        for layer in self.dense_layers:
-            require(
-                layer < model.layers,
-                f"dense_layers: expected layers of the model, which has {model.layers} (0 to {model.layers - 1}), "
-                f"got layer {layer}",
-            )
+        check_layers_of("dense_layers", self.dense_layers, model.layers)
 
     def workspace_bytes(self, model: ModelShape, rows: int, capacity: int, dtype: torch.dtype) -> int:
         chosen = 4 * rows * model.kv_heads * (capacity + max_keys(self.k, capacity) + 1)

@@ -1,4 +1,4 @@
-"""Quest: blocks of keys, chosen by an upper bound of their scores (Tang et al., 2024, arXiv 2406.10774)."""
+"""Quest: blocks of keys chosen by an upper bound of their scores (Tang et al., 2024, arXiv 2406.10774)."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from longreach.ops.types import require
 
 @dataclass(frozen=True)
 class Quest(AttentionMethod):
-    """The blocks of keys whose bound says that they may score highest, and the newest block.
+    """Attention to the blocks of keys with the highest score bounds, and to the newest block.
 
-    For each block of `page` consecutive keys and KV head the least and the largest value of every channel are kept, of
-    keys as they are in the cache, after rotation. A query's score with a key of the block is at most the sum over
-    channels of max(q * least, q * largest). Under grouped queries (the paper has one query head a KV head) the bounds
-    are summed over the query heads of a KV head, which share one list.
+    The state keeps the least and the largest value of every channel for each block of `page` consecutive keys and KV
+    head, of keys after rotation. A query's score with a key of the block is at most the sum over channels of
+    max(q * least, q * largest). With grouped queries (the paper has one query head per KV head) the bounds are summed
+    over the query heads of a KV head, which share one list.
 
-    k: the budget, a count of keys or a fraction of the row's context, rounded up to whole blocks; the newest block is
-    always among them. page: keys in a block. dense_layers: layers that attend densely, the first two as in the paper.
-    Reads, as metadata, the bounds of all blocks but the newest one, whose keys it reads to bound them anew.
+    k: the budget, a count of keys or a fraction of the row's context, rounded up to whole blocks, the newest included.
+    page: keys in a block. dense_layers: layers that attend densely, as in the paper the first two.
+    Metadata read: the bounds of all blocks but the newest. The newest block's keys are read to update its bounds.
     """
 
     k: int | float = 0.1
@@ -76,14 +76,14 @@ class Quest(AttentionMethod):
         return 4 * rows * model.kv_heads * (blocks + listed + 1)
 
     def _blocks(self, call: LayerCall) -> tuple[Tensor, Tensor, Spans]:
-        """Of each row: blocks to choose, the newest block, and the span of keys by which that is bounded anew."""
+        """For each row: number of blocks to choose, the newest block, and the span of keys that updates its bounds."""
         page = self._block(call)
         newest = call.rows.pos.long() // page
         bounded = Spans((Span(absolute((newest * page)[:, None]), relative(1)),))
         return -(-budget(self.k, call.context) // page), newest, bounded
 
     def _block(self, call: LayerCall) -> int:
-        """Keys in a block; a block longer than the sequences can be is as long as they can be."""
+        """Keys in a block, at most the capacity of a sequence."""
         return min(self.page, call.kv.capacity)
 
 
@@ -109,7 +109,7 @@ SIDES = ("low", "high")
 
 
 def touched(rows: Rows, page: int) -> tuple[Tensor, Tensor]:
-    """(sequence, a slot) of each block with a key of the rows, int64 [n]: once, where the host knows the rows' runs."""
+    """(sequence, a slot) of each block that holds a key of the rows, int64 [n]; each once if rows.runs is known."""
     runs = rows.runs
     if runs is None or all(run.rows <= 1 for run in runs) or any(run.first is None for run in runs):
         return rows.seq.long(), rows.pos.long()

@@ -1,4 +1,4 @@
-"""Who the methods are. Strings, so that listing them loads none."""
+"""The registered methods, by name. Strings, so that listing them imports none."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FUSIONS = {
     "a3_deep": "longreach.methods.fusion:A3Deep",
 }
 EVICTIONS = {"snapkv": "longreach.methods.eviction:SnapKV"}
-NONE = ("none",)  # what leaves the fuse or evict slot empty
+NONE = ("none",)  # leaves the fuse or evict slot empty
 
 
 def method_class(name: str) -> type[AttentionMethod]:
@@ -52,7 +52,7 @@ def names(phase: Phase | None = None) -> tuple[str, ...]:
 
 
 def unfit(model: ModelShape) -> dict[str, str]:
-    """Methods that a model cannot be asked with as they are by default, and why: no plan is shipped for it, say."""
+    """Methods whose default options do not fit a model, and why (for example: no plan is shipped for it)."""
     found = dict[str, str]()
     for name in METHODS:
         try:

@@ -13,11 +13,11 @@ from longreach.ops.types import require
 
 @dataclass(frozen=True)
 class StreamingLLM(AttentionMethod):
-    """The first `sinks` tokens and the last `window` ones.
+    """Attention to the first `sinks` tokens and the last `window` tokens.
 
-    sinks: count. window: a count, or a fraction of the row's context (0.3 is what the Kascade paper compares
-    with). Keys keep their true positions (the paper re-numbers them inside its cache so as to run past the
-    trained length; here the context stays within it). What lies between sinks and window is never read.
+    sinks: a count. window: a count, or a fraction of the row's context (the Kascade paper compares with 0.3). Tokens
+    between sinks and window are never read. Keys keep their true positions. The paper renumbers them inside its cache
+    to run past the trained length; here the context stays within it.
     """
 
     sinks: int = 4

@@ -13,7 +13,7 @@ WORDS = {"True": True, "False": False, "None": None}  # Python's spelling of wha
 def value_of(text: str, where: str) -> Any:
     """JSON (numbers, true, false, null, "text", [1, 2]), Python's True, False and None, or a plain word.
 
-    where: what InvalidInput blames for a value that begins like JSON and is none.
+    where: named by InvalidInput, for text that begins like JSON and is not.
     """
     if text in WORDS:
         return WORDS[text]

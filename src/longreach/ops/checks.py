@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from longreach.errors import InvalidInput
-from longreach.ops.types import KVView, Logits, Rows, ScoringKeys, describe, require
+from longreach.ops.types import INTS, KVView, Logits, Rows, ScoringKeys, describe, require
 
 
 def check_memory(rows: Rows, kv: KVView) -> None:
@@ -40,6 +40,17 @@ def check_memory(rows: Rows, kv: KVView) -> None:
             page = int(kv.block_table[seq, entry])
             message = f"block_table: expected pages in [0, P={pages}), got {page} for page {entry} of sequence {seq}"
             raise InvalidInput(message)
+
+
+def slots_of(rows: Rows, kv: KVView, slot: Tensor | None) -> Tensor:
+    """int [R]: `slot` if given, else the positions of the rows. Raises InvalidInput where these are not slots."""
+    if slot is None:
+        require(kv.slot_pos is None, "slot: expected the rows' slots, as slots are not positions here (slot_pos)")
+        return rows.pos
+    ok = isinstance(slot, Tensor) and slot.dtype in INTS and slot.shape == rows.pos.shape
+    ok = ok and slot.device == kv.k.device
+    require(ok, lambda: f"slot: expected int [R={rows.pos.shape[0]}] on {kv.k.device}, got {describe(slot)}")
+    return slot
 
 
 def check_logits(scale: float, softcap: float | None, rows: Rows, sink_logit: Tensor | None = None) -> None:

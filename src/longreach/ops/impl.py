@@ -7,13 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from longreach.errors import UnknownName
-
-Impl = Literal["auto", "reference", "triton", "sdpa_cudnn", "sdpa_flash"]
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,8 @@ class Selection(ABC):
 
 def check_bound(what: str, bound: Bound, per: Per, rows: Rows, kv: KVView) -> None:
     """Raise InvalidInput or SelectionError where a bound does not fit rows and view."""
-    require(isinstance(bound, Bound), lambda: f"{what}: expected bounds made by at() or near(), got {describe(bound)}")
+    made = isinstance(bound, Bound)
+    require(made, lambda: f"{what}: expected bounds made by absolute() or relative(), got {describe(bound)}")
     value = bound.value
     if isinstance(value, int):
         if not bound.relative and value < 0:

@@ -1,4 +1,4 @@
-"""A pass over the layers of a model, without any engine: who attends, what methods keep, and what was read."""
+"""A pass over the layers of a model, without any engine: methods, their state, and the bytes they read."""
 
 from longreach.runtime.forward import Pass, Segment, attend_layer, drive
 from longreach.runtime.ledger import Ledger

@@ -1,8 +1,8 @@
-"""Sums of what the layers of one pass read, made with few kernels however many layers there are.
+"""Sums of the reads of one pass, computed with few kernels for any number of layers.
 
-Every column of a layer is a linear combination of counts: slots streamed by all rows and KV heads, entries of lists,
-rows. Equal counts of several layers are made once; counts of lists of one shape are made together. The coefficients are
-known on the host, and are sent to the device once for passes of the same structure.
+Every column of a layer is a linear combination of counts: slots read by all rows and KV heads, entries of lists, rows.
+Equal counts of several layers are computed once; counts of lists of one shape are computed together. The coefficients
+are computed on the host, and copied to the device once for passes of the same structure.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Term(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Rows and a view, as far as counts depend on them: queries, keys and entries of lists are large, and not held."""
+    """The parts of rows and view that counts depend on. Queries, keys and entries of lists are large and not held."""
 
     seq: Tensor
     pos: Tensor
@@ -62,7 +62,7 @@ class _Visible(NamedTuple):
 
 
 class Counting:
-    """The counts of one pass. ended: bool [R], the rows of the pass that do not count; None if all do."""
+    """The counts of one pass. ended: bool [R], rows of the pass that do not count; None if all count."""
 
     def __init__(self, ended: Tensor | None = None):
         self.ended = ended
@@ -230,7 +230,7 @@ class Counting:
                 self._made[name] = sums[n]
 
     def _share(self, where: _Place, amount: int) -> Hashable:
-        """The part of an amount for all rows together that falls to the rows that count."""
+        """The share of an amount for all rows that belongs to the rows that count."""
         name, rows = ("share", amount, where.name), where.pos.shape[0]
         if name not in self._made:
             # filled on the device: copying a number there would be a sync

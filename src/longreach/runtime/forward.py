@@ -1,4 +1,4 @@
-"""One forward pass: who attends for its rows in each layer, who observes them, and what is counted."""
+"""One forward pass: in each layer methods attend for its rows, observers see them, and reads are counted."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LayerHook = Callable[[Phase, LayerCall, Outcome], None]
 
 
 class States(Protocol):
-    """Where a pass finds the state of a method in a layer."""
+    """Provides the state of a method in a layer."""
 
     def get(self, method: PromptObserver, call: LayerCall) -> SequenceState | None: ...
 
@@ -31,8 +31,8 @@ class States(Protocol):
 class Segment:
     """Rows of a pass that one method attends for.
 
-    observers: decode methods that observe the rows. index: int64 [r], which rows of the pass these are, in ascending
-    order; None for all. runs: the rows as the host knows them, needed with an index.
+    observers: decode methods that observe the rows. index: int64 [r], the rows' numbers in the pass, ascending; None
+    for all. runs: the rows' runs on the host, required with an index.
     """
 
     phase: Phase
@@ -46,11 +46,11 @@ class Segment:
 class Pass:
     """One forward pass over the layers of a model.
 
-    segments: who attends for which rows; together they are all rows of the pass, each once.
-    states: where methods keep their state; None for a pass without a cache, whose methods get fresh state.
-    ledger: counts what is read; None for a pass that nobody counts. impl: who computes.
+    segments: the methods and their rows; together they cover all rows of the pass, each once.
+    states: state of methods; None for a pass without a cache, whose methods get fresh state.
+    ledger: counts reads; None for a pass that is not counted. impl: implementation of ops, or "auto".
     on_layer: called after each layer and segment. prompt_tokens_left: as in LayerCall.
-    shared: values that layers leave for later ones. layers: those that have attended.
+    shared: values that layers leave for later layers. layers: those that have attended.
     """
 
     segments: tuple[Segment, ...]
@@ -72,13 +72,13 @@ class Pass:
 
 
 def attend_layer(p: Pass, call: LayerCall, *, window: int | None = None, written: LayerCall | None = None) -> Outcome:
-    """Attention of all rows of one layer, whose keys and values are in the cache.
+    """Attention of all rows of one layer, in the order of the rows. Keys and values must be in the cache.
 
-    window: the layer's sliding window in tokens, else None: with one, every method attends densely within it.
-    written: rows for all tokens whose keys the pass has put into the cache, where those are more than the rows of the
-        call; observers that keep numbers beside keys get these (their queries are zeros).
-    Returns the rows' results in their order; with several segments, the notes are those of the ledger alone.
-    Raises Unsupported for a window over keys of which some were dropped, and what the methods raise.
+    window: the layer's sliding window in tokens, else None. With a window every method attends densely within it.
+    written: rows for all tokens whose keys the pass has written, if these are more than the rows of the call. Observers
+        that keep numbers for each key get them; their queries are zeros.
+    With several segments the Outcome has no notes; the ledger has them.
+    Raises Unsupported for a window in a layer with evicted keys, and errors of the methods.
     """
     if window is not None and call.evicted:
         raise Unsupported(
@@ -138,10 +138,10 @@ def _state(p: Pass, method: PromptObserver, call: LayerCall) -> SequenceState | 
 def drive(
     p: Pass, calls: Iterable[LayerCall], *, windows: Mapping[int, int] | None = None
 ) -> list[tuple[LayerCall, Outcome]]:
-    """Run a pass over calls of its layers, in order, and commit its ledger: no model is needed.
+    """Run a pass over the given calls of its layers, in order, and commit its ledger. No model is needed.
 
-    Calls may be made as they are asked for (a generator that appends a layer's keys first). windows: layer -> sliding
-    window. If a layer raises, nothing of the pass is counted.
+    calls: may be a generator that appends a layer's keys first. windows: layer -> sliding window. If a layer raises,
+    nothing of the pass is counted.
     """
     done = list[tuple[LayerCall, Outcome]]()
     try:

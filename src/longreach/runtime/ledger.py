@@ -1,4 +1,4 @@
-"""Adds up the bytes that the layers of passes read, on the device, and makes the report."""
+"""Sums of the bytes that layers read, kept on the device, and the report made from them."""
 
 from __future__ import annotations
 
@@ -41,11 +41,10 @@ class HostCount:
 
 
 class Ledger:
-    """Adds up reads without a device sync. A row streams its keys once per KV head and pass over them.
+    """Sums reads without a device sync. A row reads its keys once per KV head and pass over them.
 
-    `add` notes a layer, `commit` ends a pass: all its layers are then added with a few kernels, to tensors that stay
-    where they are. A pass captured in a CUDA graph counts at each replay (`commit_on_device` is captured once,
-    `commit_on_host` called at each replay).
+    `add` notes a layer. `commit` ends a pass: a few kernels add all its layers to tensors at fixed addresses. A pass
+    captured in a CUDA graph counts at each replay: `commit_on_device` is captured, `commit_on_host` is called again.
     """
 
     def __init__(self) -> None:
@@ -59,7 +58,7 @@ class Ledger:
         self._counting = Counting()
 
     def mask_rows(self, ended: Tensor) -> None:
-        """Rows of the pass that begins, bool [R], that do not commit_on_host: their sequences have ended."""
+        """Do not count these rows of the next pass, bool [R]: their sequences have ended."""
         self._counting = Counting(ended)
 
     def add(self, phase: Phase, call: LayerCall, method: str, outcome: Outcome, dense: Selection) -> None:
@@ -76,7 +75,7 @@ class Ledger:
             self._notes.append((place, notes))
 
     def add_observer(self, phase: Phase, call: LayerCall, observer: PromptObserver) -> None:
-        """Count what a method read to observe a layer's rows. It is in the reports for that method."""
+        """Count a method's reads while it observed a layer's rows. They are in the reports for that method."""
         place = (phase, call.layer, observer)
         if call.meter.noted:
             with torch.inference_mode(False):
@@ -90,11 +89,11 @@ class Ledger:
         return observed == max((n for (_, _, who), n in steps.items() if who is None), default=0)
 
     def abandon(self) -> None:
-        """The pass failed: nothing of it counts."""
+        """Drop the current pass: it failed."""
         self._noted, self._notes, self._counting = [], [], Counting()
 
     def commit(self) -> None:
-        """The pass is over: its layers count."""
+        """End the pass: its layers count."""
         self.commit_on_host(self.commit_on_device())
 
     def commit_on_device(self) -> tuple[HostCount, ...]:
@@ -112,7 +111,7 @@ class Ledger:
         return tuple(noted)
 
     def _add_notes(self, ended: Tensor | None) -> None:
-        """Add up the notes of the pass: a few kernels for all layers whose notes are alike."""
+        """Sum the notes of the pass, with a few kernels for all layers whose notes have equal shapes."""
         alike: dict[Hashable, list[tuple[Place, Notes]]] = {}
         for place, notes in self._notes:
             name = (notes.columns, *(x.shape for x in notes.tensors))
@@ -142,14 +141,14 @@ class Ledger:
                 tally.dense_reasons.add(n.dense_reason)
 
     def reset(self) -> None:
-        """Start counting from zero. Sums are cleared in place: captured passes go on adding to them."""
+        """Start counting from zero. Sums are cleared in place, as captured passes continue to add to them."""
         self.tallies.clear()
         self.abandon()
         for sums in (*self._sums.values(), *self._note_sums.values()):
             sums.zero_()
 
     def report(self, observer: PromptObserver | None = None) -> Report:
-        """Layer by layer, with the bytes that `observer` read to observe; those of other observers are left out."""
+        """The report by layer, with the reads of `observer` while it observed prompts, and of no other observer."""
         self.commit()
         sums = {place: [0] * len(COLUMNS) for place in self.tallies}
         for places, columns in self._sums.items():

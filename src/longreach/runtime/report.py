@@ -1,4 +1,4 @@
-"""Reports of what a session read: layer by layer, beside the bytes that dense attention reads."""
+"""Reports of a session's reads by layer, compared with the bytes that dense attention reads."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class Report:
-    """What a session read, layer by layer. `print(report)` shows a table; `to_json` gives the numbers."""
+    """A session's reads by layer. `print(report)` shows a table; `to_json` returns the numbers."""
 
     layers: tuple[LayerReport, ...]
 

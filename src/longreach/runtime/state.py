@@ -1,4 +1,4 @@
-"""The state that methods keep beside a KV cache, by method and layer, and the prompt tokens they have observed."""
+"""State of methods by method and layer, and the prompt tokens that each method has observed."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from longreach.ops import KVView
 class StateStore:
     """A SequenceState made of the states of all methods and layers, for `slots` sequences.
 
-    Give it to `KVCache(state=...)`, which then resets, truncates and rebuilds states with the keys they belong to; an
-    engine with memory of its own calls the same methods. States die with the store.
+    Pass it to `KVCache(state=...)`, which then resets, truncates and rebuilds states together with their keys. An
+    engine with its own memory calls the same methods. States end with the store.
     """
 
     def __init__(self, slots: int):
@@ -29,7 +29,7 @@ class StateStore:
     def get(self, method: PromptObserver, call: LayerCall) -> SequenceState | None:
         """The state of `method` for the layer of `call`, made at its first call.
 
-        Another config is another method: its state would differ.
+        Another config counts as another method, as its state would differ.
         """
         place = (method, call.layer)
         if place not in self._states:
@@ -49,7 +49,7 @@ class StateStore:
 
     def mark_observed(self, methods: Collection[PromptObserver], slots: Sequence[int], before: Sequence[int],
                       after: Sequence[int]) -> None:  # fmt: skip
-        """Tokens [before[b], after[b]) of the sequence in slots[b] went through passes that these methods observed."""
+        """Record that these methods observed tokens [before[b], after[b]) of the sequence in slots[b]."""
         for method in methods:
             if method.observes_prompt:
                 self._observed.setdefault(method, [0] * self.slots)
@@ -59,7 +59,7 @@ class StateStore:
                     upto[slot] = end if method in methods and upto[slot] >= start else min(upto[slot], start)
 
     def check_observed(self, method: PromptObserver, slots: Sequence[int], lengths: Sequence[int]) -> None:
-        """Raise InvalidInput where a method that observes prompts has missed tokens of these sequences."""
+        """Raise InvalidInput if a method that observes prompts has missed tokens of these sequences."""
         if not method.observes_prompt:
             return
         upto = self._observed.get(method, [0] * self.slots)
@@ -94,7 +94,7 @@ class StateStore:
             state.kept(layer, view)
 
     def snapshot(self, methods: Collection[PromptObserver] = ()) -> Callable[[], None]:
-        """Copy what truncation does not bring back; the result restores it. methods: of these only, () for all."""
+        """Copy state that truncation cannot restore; the result restores it. methods: of these only, () for all."""
         restores = [state.snapshot() for state in self.states(methods)]
 
         def restore() -> None:

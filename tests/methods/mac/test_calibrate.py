@@ -17,7 +17,6 @@ from longreach.methods.mac.calibrate import (
     counts,
     edge,
     energy,
-    limit_of,
     masses,
     nearest,
     plan_of,
@@ -26,6 +25,7 @@ from longreach.methods.mac.calibrate import (
     tau_of,
     unrelated,
 )
+from longreach.methods.mac.policy import limit_of
 from longreach.ops import RotaryAngles, angles, rotate
 
 

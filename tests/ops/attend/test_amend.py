@@ -204,7 +204,7 @@ def test_a_chain_of_entries_loses_nothing(impl: str, dtype: torch.dtype) -> None
         ({"entries": Entries(torch.zeros(50, 8), torch.zeros(50))}, r"entries.out: expected torch.float32 \[50, 16\]"),
         ({"entries": Entries(torch.zeros(50, 16).half(), torch.zeros(50))}, "entries.out: expected torch.float32"),
         ({"entries": Entries(torch.zeros(50, 16), torch.zeros(50).half())}, "entries.lse: expected torch.float32"),
-        ({"split": 3}, "split: expected bounds made by at"),
+        ({"split": 3}, "split: expected bounds made by absolute"),
         ({"selection": None}, "selection: expected a Selection"),
         ({"scale": float("nan")}, "scale: expected a finite number"),
     ],

@@ -1,7 +1,6 @@
 """Hugging Face transformers: attach a method to a model, load a model, the cache that generate uses."""
 
 from longreach.adapters.transformers.attach import Session, attach
-from longreach.adapters.transformers.batch_reader import BatchAnswer, BatchReader
 from longreach.adapters.transformers.checks import cache_windows, shape_of
 from longreach.adapters.transformers.chunking import Piece, Pieces, Splitter, split
 from longreach.adapters.transformers.fingerprint import Fingerprint, fingerprint
@@ -10,11 +9,8 @@ from longreach.adapters.transformers.hf_cache import LongreachCache
 from longreach.adapters.transformers.load import device_of, load, model_path, shape_at
 from longreach.adapters.transformers.loop.settings import unapplied
 from longreach.adapters.transformers.precompute import Precompute
-from longreach.adapters.transformers.prompt_reader import (
-    CHUNK,
-    Advance,
-    Answer,
-    Reader,
+from longreach.adapters.transformers.prompt_reader import CHUNK, Advance, Answer, BatchAnswer, BatchReader, Reader
+from longreach.adapters.transformers.prompt_tokens import (
     chat,
     check_length,
     context_limit,

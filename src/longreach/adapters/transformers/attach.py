@@ -1,4 +1,4 @@
-"""attach: put methods in the place of a model's attention, and take them out again without a trace."""
+"""attach: replace a model's attention by methods, and restore the model exactly afterwards."""
 
 from __future__ import annotations
 
@@ -62,21 +62,21 @@ def attach(
     cache: CacheConfig | None = None,
     impl: str = "auto",
 ) -> Session:
-    """Put methods in the place of `model`'s attention until the session is closed (use it with `with`).
+    """A session in which methods compute `model`'s attention until it is closed (use it with `with`).
 
     fuse: how prompts that are read from stored chunks (`fusing.read`) use them: a configured fusion method, its name,
         or None for none. Recomputed tokens attend densely, so that prefill must be dense.
     prefill, decode: a configured method, its name, or None for dense. A pass of one token per sequence over a
-        cache that holds some is decoding; inside generate, whatever belongs to the prompt is prefill.
+        non-empty cache is decode; inside generate, every pass over the prompt is prefill.
     evict: which keys each layer and KV head keeps once a prompt is read: a configured eviction method, its name, or
-        None for all. What was evicted is gone for later questions over the same prompt too.
-    cache: layout and growth of the KV cache. impl: who computes attention ("auto" or an implementation's name).
-        On a GPU sequences of different lengths share the work evenly up to 1024 sequences x KV heads; a larger batch
-        takes as long as its longest sequence does.
+        None for all. Evicted keys are gone for later questions over the same prompt too.
+    cache: layout and growth of the KV cache. impl: "auto", or the name of an implementation of attend.
+        On a GPU, sequences of different lengths share the work evenly up to 1024 sequences x KV heads. A larger batch
+        takes as long as its longest sequence.
 
-    The model may be used as before: forward, generate (greedy, sampling, padding, prefill_chunk_size).
-    Raises UnknownName, InvalidInput, Unsupported (what the model needs and longreach lacks, by name) and
-    ConcurrentUse (already attached); the model is then untouched.
+    The model is used as before: forward, generate (greedy, sampling, padding, prefill_chunk_size).
+    Raises UnknownName, InvalidInput, Unsupported (names the feature of the model that longreach lacks) and
+    ConcurrentUse (already attached). After an error the model is unchanged.
     """
     eviction = choose_eviction(evict)
     fusion, method = choose_fusion(fuse), choose("prefill", prefill)
@@ -88,7 +88,7 @@ def attach(
 
 
 class Session:
-    """A model with methods attached. Made by `attach`; `close` (or leaving `with`) restores the model."""
+    """A model with methods attached, as `attach` returns it. `close`, or leaving `with`, restores the model."""
 
     def __init__(
         self, model: PreTrainedModel, prefill: AttentionMethod, decode: AttentionMethod, cache: CacheConfig, impl: str,
@@ -172,9 +172,9 @@ class Session:
         raise Unsupported("a model cannot be pickled while longreach is attached; close the session first")
 
     def close(self) -> None:
-        """Restore the model; its outputs are bit-identical to before. The report stays readable.
+        """Restore the model: its outputs are bit-identical to before. The report stays readable.
 
-        A pass that another thread is in is waited for.
+        Waits for a pass that another thread runs.
         """
         if self._pass_thread == threading.get_ident():
             raise ConcurrentUse("a session cannot be closed from within a forward pass of its model")
@@ -188,10 +188,10 @@ class Session:
     def report(self, decode: str | AttentionMethod | None = None) -> Report:
         """Bytes read so far, per layer and phase, and the bytes that dense attention reads.
 
-        All that was read counts, also answers that were rolled back, and the beginning of a prompt whose end failed; a
-        pass that fails does not count. Bytes that a decode method read while observing the prompt are included, for one
-        method: `decode` (a method or its name), or the session's own. Raises InvalidInput for a method that observes
-        prompts and has not observed all of this one (see `prepare`).
+        Every completed pass counts, also those of answers that were rolled back. A pass that fails does not count.
+        Bytes that a decode method read while observing the prompt are included, for one method: `decode` (a method or
+        its name), or the session's own. Raises InvalidInput for a method that observes prompts and has not observed all
+        of this one (see `prepare`).
         """
         method = self.decode if decode is None else choose("decode", decode)
         if method.observes_prompt and not self.ledger.observed_all(method):
@@ -206,16 +206,16 @@ class Session:
         self.ledger.reset()
 
     def switch(self, decode: str | AttentionMethod | None, **options: Any) -> None:
-        """Decode with another method from now on, and count from zero; caches stay valid. Raises as `attach` does."""
+        """Decode with another method from now on, and count from zero. Caches stay valid. Raises as `attach`."""
         chosen = choose("decode", decode, **options)
         self.prepare(chosen)
         self.decode = chosen
         self.reset_report()
 
     def prepare(self, *decodes: AttentionMethod) -> None:
-        """Let decode methods that `switch` will name later observe the prompts that are read from now on.
+        """Let these decode methods observe prompts from now on, so that `switch` can name them later.
 
-        The state of each costs memory and time; a method that keeps none may be named too. Raises as `switch`.
+        The state of each costs memory and time. A method without state may be named too. Raises as `switch`.
         """
         for method in decodes:
             self._check_method(method)
@@ -230,9 +230,9 @@ class Session:
 
     @contextmanager
     def prompt_end(self, columns: int | None) -> Iterator[PhaseTracker]:
-        """Within this block, in this thread: what lies below `columns` of the cache is prefill, the rest is decoding.
+        """Within this block and thread, passes below `columns` of the cache are prefill, later ones decode.
 
-        None: all is prefill until the phases yielded are told that the prompt is done.
+        None: every pass is prefill until `prompt_done` is set on the PhaseTracker that is yielded.
         """
         if not self._generating.acquire(blocking=False):
             raise ConcurrentUse("two generate calls at once on one attached model; use one model object per thread")
@@ -244,7 +244,7 @@ class Session:
             self._generating.release()
 
     def new_cache(self, batch: int = 1, config: CacheConfig | None = None) -> LongreachCache:
-        """An empty cache for `batch` sequences, to be passed as `past_key_values`. config: default the session's."""
+        """An empty cache for `batch` sequences, to pass as `past_key_values`. config: default the session's."""
         made = LongreachCache(self._layers, batch, config or self.cache_config, self.model.device, self)
         made.eviction = self.evict
         return made

@@ -1,4 +1,4 @@
-"""Is a layer's attention the formula longreach computes? Asked of the model itself, once per layer.
+"""Check, once per layer, that the model's own eager attention is the formula that longreach computes.
 
 What a model's own eager attention takes from its module (sinks, soft caps, temperatures) and not from a keyword
 would otherwise be lost in silence.

@@ -1,9 +1,9 @@
-"""Documents cut into chunks, with an account: which characters and tokens each holds, and that nothing was changed.
+"""Documents cut into chunks, with the characters and tokens of each, and a check that nothing was changed.
 
 A document is tokenised once, as a whole, and cut between tokens. So its chunks' tokens, joined, are its tokens, and
 their texts, joined, are its text; a tokenizer that merges across a border, or puts a space before a text that stands
-alone, has nothing to change: a chunk ends at the best place that is a border of the whole document's tokens. What
-each chunk's text would give by itself is compared, and told.
+alone, has nothing to change: a chunk ends at the best place that is a border of the whole document's tokens. The report
+says which chunks' texts the tokenizer would split otherwise if given alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""generate on an attached model: where the prompt ends, one call at a time, and what is refused."""
+"""generate on an attached model: tracks the end of the prompt, refuses concurrent calls and unsupported searches."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def wrap_generate(session: Generating, generate: Callable[..., Any]) -> Callable
 
 
 def refuse_serving(name: str) -> Callable[..., Any]:
-    """What stands in the place of continuous batching."""
+    """The replacement of continuous batching: it raises."""
 
     def refused(*args: Any, **kwargs: Any) -> Any:
         raise Unsupported(f"{name} (continuous batching) brings its own cache; longreach supports generate")

@@ -1,4 +1,4 @@
-"""A chunk from the store, or computed and stored on the way."""
+"""A chunk from the store, else computed and stored."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ State = Literal["stored", "computed", "recomputed"]
 class ChunkResult(NamedTuple):
     """A chunk and where it came from.
 
-    state: "stored" before; "computed"; or "recomputed", where the store had a file of it that was not whole.
-    error: why the store has it not, where it could not be read or written; the chunk is right all the same.
+    state: "stored" before; "computed"; or "recomputed", if the store's file was broken.
+    error: why the store could not be read or written, else None; the chunk is correct in any case.
     """
 
     chunk: Chunk
@@ -31,9 +31,9 @@ class ChunkResult(NamedTuple):
 def get_or_compute(
     work: Precompute, store: ChunkStore | None, tokens: Sequence[int] | Tensor, progress: Advance = lambda done: None
 ) -> ChunkResult:
-    """The chunk of these tokens; computed and stored where the store (None: there is none) does not have it whole.
+    """The chunk of these tokens; computed and stored if the store (None for none) does not have it whole.
 
-    progress is told how many of its tokens are done. Raises as Precompute.compute does, also where the store has the
+    progress: called with the tokens done. Raises as Precompute.compute does, also where the store has the
     chunk (weights that changed have another key); what is wrong with the store is returned, so that the caller can go
     on without it.
     """

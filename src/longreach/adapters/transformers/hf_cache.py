@@ -1,4 +1,4 @@
-"""longreach's KV cache, spoken to as transformers speaks to a cache.
+"""longreach's KV cache with the interface of a transformers cache.
 
 transformers counts padded columns; the memory below holds real tokens only, so a left-padded batch is ragged.
 """
@@ -23,7 +23,7 @@ from longreach.runtime import StateStore
 
 
 class _Layer(CacheLayerMixin):
-    """One layer as transformers sees it: a door to the shared cache."""
+    """One layer's interface for transformers; the memory is the shared cache's."""
 
     is_compileable = False
     is_croppable = True
@@ -83,7 +83,7 @@ class _Layer(CacheLayerMixin):
 
 
 class LongreachCache(Cache):
-    """The cache of one batch on an attached model; pass it as `past_key_values` to go on with it."""
+    """The cache of one batch on an attached model. Pass it as `past_key_values` to continue it."""
 
     def __init__(self, layers: int, batch: int, config: CacheConfig, device: torch.device, owner: object):
         super().__init__(layers=[_Layer(self, i) for i in range(layers)])
@@ -93,7 +93,7 @@ class LongreachCache(Cache):
         self.real: list[Tensor | int] = []  # column by column: bool [B, T] on the host, or T where all are real
         self.columns = 0
         self.as_if: int | None = None
-        self.decoders: dict[Hashable, Any] = {}  # static steps made for this cache; they die with it
+        self.decoders: dict[Hashable, Any] = {}  # the decode loop's steps over this cache; they end with it
         self.invalid: str | None = None  # why the cache can no longer be used, else None
         self.eviction: Eviction | None = None  # what evicts keys once a prompt is read
         self.protected = 0  # first tokens of a prompt that are not evicted
@@ -102,7 +102,7 @@ class LongreachCache(Cache):
     def reserve(self, new: Sequence[int], columns: int) -> None:
         """Make room at once for the new[b] tokens of a pass and `columns` more after it.
 
-        A cache whose size the user fixed has its memory, and says only when that is full that it is.
+        A fixed-size cache is already allocated; it raises CapacityError when it is full.
         """
         if self.kv.config.capacity is None and self.kv.config.pages is None:
             self.kv.reserve(range(self.batch), [n + columns for n in new])
@@ -142,7 +142,7 @@ class LongreachCache(Cache):
         self.states.check_observed(method, range(self.batch), self.kv.lengths)
 
     def grow(self, columns: int, real: Tensor | None = None) -> None:
-        """So many columns more are there. real: bool [B, columns], None where all are real tokens."""
+        """Add columns. real: bool [B, columns], None if all are real tokens."""
         if real is not None:
             self.real.append(real.cpu())
         elif self.real and isinstance(self.real[-1], int):
@@ -153,7 +153,7 @@ class LongreachCache(Cache):
 
     @property
     def seen(self) -> int:
-        """The columns transformers is told of: `as_if` where a step is to hold for any number of them."""
+        """Columns reported to transformers: `as_if` for a step that must be valid for any number of them."""
         return self.columns if self.as_if is None else self.as_if
 
     @property
@@ -178,10 +178,10 @@ class LongreachCache(Cache):
 
     @contextmanager
     def rollback(self, *methods: AttentionMethod) -> Iterator[None]:
-        """Forget all that is read or decoded within this block, and restore the state of methods.
+        """Roll back all that is read or decoded within this block, with the state of methods.
 
-        A copy of the state that truncation does not bring back (MAC's ring) is held meanwhile. methods: those whose
-        state may change within the block, none for all.
+        Holds a copy of state that truncation cannot restore (MAC's ring). methods: those whose state may change within
+        the block, none for all.
         """
         columns, restore = self.columns, self._snapshot(methods)
         try:
@@ -190,13 +190,13 @@ class LongreachCache(Cache):
             self._roll_back(columns, restore)
 
     def empty(self) -> None:
-        """Forget everything."""
+        """Remove all tokens."""
         self.kv.reset(range(self.batch))
         self.real, self.columns, self.invalid = [], 0, None
         self._prompt_read, self.protected = False, 0
 
     def abandon(self, step: Step) -> None:
-        """The pass failed half-way: what was noted of it is taken back."""
+        """Undo a pass that failed half-way."""
         try:
             self.kv.abort(step.append)
         except LongreachError as refusal:
@@ -206,8 +206,8 @@ class LongreachCache(Cache):
     def restored_on_error(self, *, states: bool = False) -> Iterator[None]:
         """Within this block, an error (Ctrl-C too) leaves the cache with the columns it had.
 
-        states: also restore the state of methods, at the price of a copy as in `rollback`; else MAC has fewer rows to
-        match then, by as many as were read.
+        states: also restore the state of methods, which takes a copy as in `rollback`. Without it MAC afterwards has
+        fewer rows to match, by the number that was read.
         """
         columns, restore = self.columns, self._snapshot() if states else None
         try:

@@ -1,4 +1,4 @@
-"""The mask function registered beside the attention function: it builds no mask, it finds out which one is meant.
+"""The mask function of longreach's attention: it builds no mask, but finds out which one the model means.
 
 Causality, padding and windows are ours (positions, ragged rows, spans), so no [T, N] mask is needed. What the
 model means by its mask is asked of its mask function at chosen points, and handed to the layers as a Pattern:

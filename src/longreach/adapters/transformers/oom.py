@@ -1,4 +1,4 @@
-"""Torch out of memory: told apart from other errors, and turned into one that says what to lower."""
+"""Recognise torch's out-of-memory errors, and raise OutOfMemory with the setting to lower."""
 
 from __future__ import annotations
 

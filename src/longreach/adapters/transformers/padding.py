@@ -41,7 +41,7 @@ def real_tokens(
     if mask is None:
         if cache is not None and cache.padded:
             raise InvalidInput("attention_mask: left out, but the cache was filled with padding; pass the whole mask")
-        _check_positions(position_ids, None, batch, length)
+        _check_positions(position_ids, None, batch)
         return None, [length] * batch
     if not bool(((mask == 0) | (mask == 1)).all()):
         raise Unsupported("attention_mask: longreach takes masks of 0 and 1 only")
@@ -50,11 +50,11 @@ def real_tokens(
         raise InvalidInput("attention_mask: it masks other past columns than when they were cached")
     real = whole[:, past:]
     everything = bool(real.all())
-    _check_positions(position_ids, None if everything else real, batch, length)
+    _check_positions(position_ids, None if everything else real, batch)
     return (None, [length] * batch) if everything else (real, real.sum(1).tolist())
 
 
-def _check_positions(position_ids: Tensor | None, real: Tensor | None, batch: int, length: int) -> None:
+def _check_positions(position_ids: Tensor | None, real: Tensor | None, batch: int) -> None:
     """Positions must go up by one from token to token: packed sequences restart theirs and would be mixed up."""
     if position_ids is None:
         return

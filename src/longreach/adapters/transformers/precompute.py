@@ -21,7 +21,8 @@ from longreach.adapters.transformers.attach import Session
 from longreach.adapters.transformers.checks import check_model, decoder_of, text_config
 from longreach.adapters.transformers.fingerprint import Fingerprint, fingerprint
 from longreach.adapters.transformers.oom import memory_errors
-from longreach.adapters.transformers.prompt_reader import CHUNK, Advance, context_limit
+from longreach.adapters.transformers.prompt_reader import CHUNK, Advance
+from longreach.adapters.transformers.prompt_tokens import context_limit
 from longreach.adapters.transformers.rotary import (
     Rotation,
     attention_modules,
@@ -110,7 +111,7 @@ class Precompute:
             )
 
     def compute(self, tokens: Sequence[int] | Tensor, progress: Advance = lambda done: None) -> Chunk:
-        """The chunk of these tokens. progress is told how many tokens of it each pass read.
+        """The chunk of these tokens. progress: called with the tokens that each pass read.
 
         Raises OutOfMemory, Unsupported (keys or values that are no finite numbers; weights changed meanwhile). Whatever
         it raises, the prefix is forgotten, and read again with the next chunk: it may be of weights that are refused.

@@ -1,4 +1,8 @@
-"""Read a document once, ask it several questions: prefill, greedy decoding and its timing on an attached model."""
+"""Prompts that are read once and answered several times, on an attached model.
+
+`Reader`: one document, questions one after another, each token as it comes. `BatchReader`: a batch of prompts, answered
+by several decode methods.
+"""
 
 from __future__ import annotations
 
@@ -6,37 +10,37 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from longreach.adapters.transformers.attach import Session
-from longreach.adapters.transformers.checks import text_config
+from longreach.adapters.transformers.hf_cache import LongreachCache
 from longreach.adapters.transformers.loop.decoder import vocabulary_of
+from longreach.adapters.transformers.loop.prefill import prefill
 from longreach.adapters.transformers.loop.run import Choose, DecodeRun, now
-from longreach.adapters.transformers.loop.sampling import Ends, greedy
+from longreach.adapters.transformers.loop.sampling import Ends, Sampler, greedy
 from longreach.adapters.transformers.oom import memory_errors
-from longreach.errors import InvalidInput, ModelFileError, OutOfMemory, Unsupported
+from longreach.adapters.transformers.prompt_tokens import check_length
+from longreach.errors import InvalidInput, OutOfMemory, Unsupported
 from longreach.methods.base import AttentionMethod
 
 CHUNK = 512  # prompt tokens per pass: short enough for a progress bar to move
 ROWS = 64  # of logits that are made fp32 at a time
-Advance = Callable[[int], None]  # told how many more units of work are done
+Advance = Callable[[int], None]  # called with the number of further units of work that are done
 
 
 def _ignore(done: int) -> None:
-    """Progress that nobody watches."""
+    """The default progress callback."""
 
 
 @dataclass
 class Answer:
-    """One answer as it comes: tokens without the stop token; seconds are wall-clock, waiting for the device.
+    """One answer, filled while it is decoded: tokens without the stop token, and wall-clock seconds.
 
-    stopped: it ended with a stop token, not because max_new_tokens was reached. setup_seconds: the first steps of a
-    captured loop, compiling and capturing included; decode_seconds: the other `steps` of the model (see
-    `loop.DecodeRun`).
+    stopped: whether it ended with a stop token rather than at max_new_tokens. setup_seconds: the first steps of a
+    captured loop, with compiling and capturing; decode_seconds: the other `steps` steps (see `loop.DecodeRun`).
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -48,12 +52,28 @@ class Answer:
 
     @property
     def seconds_per_token(self) -> float | None:
-        """Mean time of a decode step past the setup's; None before there was one."""
+        """Mean time of a decode step after the setup, else None."""
         return self.decode_seconds / self.steps if self.steps else None
 
 
+@dataclass(frozen=True)
+class BatchAnswer:
+    """Answers to the prompts of a batch, in their order.
+
+    tokens: without the stop token. stopped: whether each ended with one. setup_seconds, decode_seconds, steps: see
+    `loop.DecodeRun`. not_captured: why the steps were not one CUDA graph, else None.
+    """
+
+    tokens: tuple[tuple[int, ...], ...]
+    stopped: tuple[bool, ...]
+    setup_seconds: float
+    decode_seconds: float
+    steps: int
+    not_captured: str | None
+
+
 class Reader:
-    """A document in the KV cache of a session; every question starts from it and leaves it as it was.
+    """A document in the KV cache of a session. Every question starts after it and is rolled back.
 
     chunk: prompt tokens per pass. graph: whether decode steps are captured in a CUDA graph, as in `generate`.
     """
@@ -66,9 +86,9 @@ class Reader:
         self.read_seconds = 0.0
 
     def read(self, tokens: Sequence[int], progress: Advance = _ignore, *, then: int = 0) -> Tensor:
-        """Put the document into the cache; logits [V] after it. progress is told how many tokens each pass read.
+        """Read the document into the cache; logits [V] after it. progress: called with the tokens that each pass read.
 
-        then: tokens that the longest question and answer will take; the cache makes room for them at once.
+        then: tokens of the longest question and answer; the cache reserves room for them.
         """
         started = now(self.session.model)
         logits = self._pass(tokens, progress, then)
@@ -76,9 +96,9 @@ class Reader:
         return logits
 
     def score(self, tokens: Sequence[int], progress: Advance = _ignore) -> Tensor:
-        """Read tokens into the empty cache; -log p of each but the first given those before it, fp32 [T - 1], in nats.
+        """-log p of each token but the first given those before it, fp32 [T - 1], in nats. Reads into the empty cache.
 
-        Logits of a chunk are turned into numbers a few rows at a time: [chunk, V] is never held in fp32.
+        Logits of a chunk are reduced a few rows at a time: [chunk, V] is never held in fp32.
         """
         if self.cache.columns:
             raise InvalidInput(f"score reads a text from its beginning, the cache holds {self.cache.columns} tokens")
@@ -100,9 +120,9 @@ class Reader:
 
     @contextmanager
     def rollback(self, *methods: AttentionMethod) -> Iterator[None]:
-        """Forget all that is read or decoded within this block (`LongreachCache.rollback`).
+        """Roll back all that is read or decoded within this block (`LongreachCache.rollback`).
 
-        methods: those whose state may change, such as the decode method where nothing is read; none for all.
+        methods: those whose state may change, for example the decode method if no prompt is read; none for all.
         """
         with self.cache.rollback(*methods):
             yield
@@ -110,7 +130,7 @@ class Reader:
     def ask(
         self, tokens: Sequence[int], max_new_tokens: int, stop: Sequence[int], answer: Answer
     ) -> Generator[int, None, None]:
-        """Greedy tokens after document and question, each as it comes, until a stop token (not yielded)."""
+        """Greedy tokens after document and question, yielded one by one, up to a stop token (not yielded)."""
         check_length(self.session.model, self.cache.columns + len(tokens), max_new_tokens)
         if self.session.evict is not None:
             raise Unsupported(
@@ -132,13 +152,11 @@ class Reader:
     def decode(
         self, logits: Tensor, most: int, answer: Answer, stop: Sequence[int] = (), choose: Choose = greedy
     ) -> Generator[int, None, None]:
-        """Up to `most` tokens after what the cache holds, a stop token the last; the first is chosen from `logits` [V].
+        """Up to `most` tokens after those in the cache, the first from `logits` [V]; a stop token is the last.
 
-        answer: gets the times. choose: makes tokens [1] of logits [1, V]; it may be asked a few times past the end.
+        answer: receives the times. choose: tokens [1] from logits [1, V]; may be called a few times past the end.
         """
-        makes = vocabulary_of(self.session.model)
-        ends = Ends(tuple(t for t in stop if t < makes), 0)
-        run = DecodeRun(self.session, most, ends, choose, graph=self.graph)
+        run = DecodeRun(self.session, most, _ends(self.session, stop), choose, graph=self.graph)
         try:
             with (
                 memory_errors(),
@@ -178,89 +196,71 @@ class Reader:
         return logits[-1].float() if keep else logits
 
 
-def context_limit(model: Any) -> int | None:
-    """Tokens the model was made for; None where its configuration does not say."""
-    return getattr(text_config(model), "max_position_embeddings", None)
+class BatchReader:
+    """Prompts in the KV cache of a session. Every answer starts after them and is rolled back.
 
-
-def check_length(model: Any, prompt: int, max_new_tokens: int) -> None:
-    """Raise InvalidInput where prompt and answer are longer than the model's context."""
-    limit = context_limit(model)
-    if limit is not None and prompt + max_new_tokens > limit:
-        raise InvalidInput(
-            f"document and question are {prompt} tokens and the answer may take {max_new_tokens}, but the model's "
-            f"context is {limit} tokens; shorten the document by {prompt + max_new_tokens - limit} tokens, or ask for "
-            f"a shorter answer"
-        )
-
-
-def stop_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Tokens that end an answer, from the generation config and the tokenizer."""
-    found = set()
-    for value in (model.generation_config.eos_token_id, tokenizer.eos_token_id):
-        found |= set(value) if isinstance(value, (list, tuple)) else ({value} if value is not None else set())
-    return tuple(sorted(found))
-
-
-def stop_strings(model: Any) -> tuple[str, ...]:
-    """Texts that end an answer, from the generation config."""
-    value = getattr(model.generation_config, "stop_strings", None)
-    return (value,) if isinstance(value, str) else tuple(value or ())
-
-
-def encode(tokenizer: Any, text: str, special: bool = True) -> list[int]:
-    """Tokens of a prompt that is to be gone on with: special ones at its beginning if asked for, none at its end."""
-    ids = list(tokenizer(text, add_special_tokens=special, verbose=False).input_ids)
-    if special and ids and ids[-1] == tokenizer.eos_token_id and not text.endswith(tokenizer.eos_token):
-        ids.pop()
-    return ids
-
-
-def chat(tokenizer: Any, turn: str) -> str | None:
-    """What a user says, in the tokenizer's chat template, up to where the answer begins; None where it has none."""
-    if not getattr(tokenizer, "chat_template", None):
-        return None
-    try:
-        return tokenizer.apply_chat_template(
-            [{"role": "user", "content": turn}], add_generation_prompt=True, tokenize=False
-        )
-    except Exception as error:  # a template is a program of the model's: it may raise anything
-        why = f"{type(error).__name__}: {error}"
-        raise ModelFileError(f"the tokenizer's chat template failed ({why}); mend it or remove it") from error
-
-
-def prompts(tokenizer: Any, document: str, questions: Sequence[str]) -> tuple[list[int], list[list[int]]]:
-    """(tokens all prompts begin with, what each goes on with): the document is read once, exactly as in each prompt.
-
-    Questions come after the document, in the tokenizer's chat template where it has one, else as "Question: ...
-    Answer:". Raises InvalidInput for an empty document or question.
+    One cache is kept for each batch size, so later batches reuse a method's captured step.
+    chunk: prompt columns per pass. graph: whether decode steps are captured, as in `generate`.
     """
-    if not document.strip():
-        raise InvalidInput("the document is empty; give one with text in it")
-    if not questions or not all(question.strip() for question in questions):
-        raise InvalidInput("a question is empty; ask something")
 
-    if any("\ud800" <= c <= "\udfff" for text in (document, *questions) for c in text):
-        raise InvalidInput("document and questions must be text; one of them holds bytes that are no UTF-8")
+    def __init__(self, session: Session, chunk: int = CHUNK, *, graph: bool | None = None):
+        self.session, self.chunk, self.graph = session, chunk, graph
+        self._caches: dict[int, LongreachCache] = {}
+        self.cache: LongreachCache | None = None
+        self.read_seconds = 0.0
 
-    def prompt(question: str) -> list[int]:
-        text = f"{document.rstrip()}\n\n"
-        written = chat(tokenizer, text + question)
-        if written is not None:
-            return encode(tokenizer, written, special=False)
-        return encode(tokenizer, f"{text}Question: {question}\nAnswer:")
+    @torch.no_grad()
+    def read(self, prompts: Sequence[Sequence[int]], progress: Advance = _ignore) -> Tensor:
+        """Read prompts into the cache, replacing earlier ones; logits [B, V] after them. progress: columns read.
 
-    return share([prompt(q) for q in questions], prompt("?"))
+        Raises CapacityError, OutOfMemory; the cache is then empty.
+        """
+        device, batch, width = self.session.model.device, len(prompts), max(map(len, prompts))
+        ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts], device=device)
+        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
+        self.cache = None
+        if batch not in self._caches:
+            self._caches[batch] = self.session.new_cache(batch)
+        cache = self._caches[batch]
+        cache.empty()
+        started = now(self.session.model)
+        with memory_errors(), self.session.prompt_end(width), cache.restored_on_error():
+            logits = prefill(self.session, cache, ids, mask, self.chunk, progress)
+        self.read_seconds = now(self.session.model) - started
+        self.cache = cache
+        return logits
+
+    @torch.no_grad()
+    def answer(
+        self, logits: Tensor, most: int, stop: Sequence[int], *, temperature: float = 0.0, seed: int = 0
+    ) -> BatchAnswer:
+        """Up to `most` tokens after the prompts, the first from `logits`. temperature: 0 for greedy, else sampled."""
+        assert self.cache is not None
+        session, cache = self.session, self.cache
+        choose = greedy
+        if temperature:
+            draw = torch.Generator(session.model.device).manual_seed(seed)
+            choose = Sampler(session.model, temperature, 0, 1.0, draw)
+        run = DecodeRun(session, most, _ends(session, stop), choose, graph=self.graph)
+        columns, seen = cache.columns, list[Tensor]()
+        with (
+            memory_errors(), cache.rollback(session.decode), session.prompt_end(columns),
+            closing(run.tokens(cache, logits)) as tokens,
+        ):  # fmt: skip
+            seen.extend(tokens)
+        rows = torch.stack(seen, 1).tolist()
+        ended = [next((i for i, t in enumerate(row) if t in stop), None) for row in rows]
+        return BatchAnswer(
+            tuple(tuple(row[:end]) for row, end in zip(rows, ended, strict=True)),
+            tuple(end is not None for end in ended),
+            run.setup_seconds,
+            run.decode_seconds,
+            run.steps,
+            run.not_captured_reason,
+        )
 
 
-def share(sequences: Sequence[list[int]], other: list[int]) -> tuple[list[int], list[list[int]]]:
-    """Split sequences after the longest prefix they share with `other`; each keeps at least one token of its own."""
-    common = min(len(s) for s in (*sequences, other)) - 1
-    for sequence in sequences:
-        for i in range(common):
-            if sequence[i] != other[i]:
-                common = i
-                break
-    if common < 1:
-        raise InvalidInput("the prompts share no beginning; the chat template puts the question before the document")
-    return other[:common], [s[common:] for s in sequences]
+def _ends(session: Session, stop: Sequence[int]) -> Ends:
+    """Where answers end: stop tokens that the model's vocabulary lacks are left out."""
+    size = vocabulary_of(session.model)
+    return Ends(tuple(token for token in stop if token < size), 0)

@@ -36,7 +36,7 @@ _PROBING: ContextVar[bool] = ContextVar("longreach_probing", default=False)
 
 
 def probing() -> bool:
-    """Whether a layer is only being asked for its query and key."""
+    """Whether a layer runs only to capture its query and key."""
     return _PROBING.get()
 
 

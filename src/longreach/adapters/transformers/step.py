@@ -1,4 +1,4 @@
-"""One forward pass of a transformers model: which of its tokens are real, where they go, and who attends for them."""
+"""One forward pass of a transformers model: its real tokens, their places in the cache, and its methods."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from longreach.runtime import Pass
 
 
 class PassCache(Protocol):
-    """A cache as a pass uses it. columns: columns it holds, padding included; seen: those that the model is told of."""
+    """A cache as a pass uses it. columns: those it holds, padding included; seen: those reported to the model."""
 
     kv: KVCache
     columns: int
@@ -36,7 +36,7 @@ class PassCache(Protocol):
 
 @dataclass
 class ModelFacts:
-    """What a session has found out about its model; it outlives the passes.
+    """Facts about a session's model, kept between passes.
 
     cache_windows: layer -> window beyond which transformers' own cache would forget keys. checked: layers whose
     attention formula was checked. rotations: how each layer rotates, or why that is unknown. shape: for methods.
@@ -50,7 +50,7 @@ class ModelFacts:
 
 @dataclass
 class Step:
-    """The facts about the forward pass under way that attention needs.
+    """The running forward pass, as attention needs it.
 
     layers: who attends, observes and counts. facts: of the model. shape: (B, T) of the pass. real: bool [B, T], the
     tokens that are not padding, None if all are. append: where they go. cache: the cache they go to, None for a pass

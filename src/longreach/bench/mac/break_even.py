@@ -1,4 +1,4 @@
-"""From which hit rate on a step is faster than another."""
+"""The hit rate from which a step is faster than another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many KV heads the profit guard keeps from searching, in the long run."""
+"""The long-run share of rows that the profit guard keeps from searching."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 from longreach.ops.match import Rule
 
-HEADS, ROWS, SETTLED = 512, 3072, 1024  # accounts that are followed, for so many rows, of which the last ones count
+HEADS, ROWS, SETTLED = 512, 3072, 1024  # simulated accounts, their rows, and the last rows, which count
 
 
 def resting_share(rule: Rule, rate: float, group: int, context: int, gap: int) -> float:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,17 +16,10 @@ from longreach.evals.attention.masses import COVER, SINKS, TOPS, WINDOWS
 from longreach.evals.attention.probe import KINDS, AttentionProbe
 from longreach.evals.attention.prompts import TASKS, make
 from longreach.evals.attention.queries import RECENT, TAUS
+from longreach.evals.calibration.gather import DenseBeforeRotation
 from longreach.evals.progress import Progress, unseen
-from longreach.methods.dense import Dense
 
 DIGITS = 6  # significant
-
-
-@dataclass(frozen=True)
-class DenseWithQueries(Dense):
-    """Exact attention in a session that knows queries before rotation."""
-
-    needs_pre_rope: ClassVar[bool] = True
 
 
 class Attention:
@@ -50,7 +42,7 @@ class Attention:
     def run(self, chunk: int = CHUNK, progress: Progress = unseen) -> dict[str, Any]:
         """{"samples", "results"} of a record; see `results`."""
         watch = AttentionProbe(shape_of(self.model), self.length, TASKS, self.model.device)
-        method, samples = DenseWithQueries(), list[dict[str, Any]]()
+        method, samples = DenseBeforeRotation(), list[dict[str, Any]]()
         total = sum(len(p.tokens) + len(p.answer) for p in self.prompts)
         room = CacheConfig(capacity=self.length)
         with attach(self.model, prefill=method, decode=method, cache=room) as session:

@@ -52,7 +52,7 @@ class Gather(ABC):
 
 
 class DenseBeforeRotation(Dense):
-    """Exact attention in a session that knows queries and keys before rotation."""
+    """Exact attention in a session that also gives queries and keys before rotation."""
 
     needs_pre_rope: ClassVar[bool] = True
 

@@ -15,8 +15,8 @@ from longreach.evals.mac_study.head_gap_spread import head_gap_spread
 from longreach.evals.mac_study.matching import WAYS, Way
 from longreach.evals.mac_study.sweeps import Point, Samples, at_acceptance, at_skipped, below, layer_by_layer, point
 from longreach.methods.call import ModelShape
-from longreach.methods.mac.calibrate import limit_of
 from longreach.methods.mac.plan import SCALES, MACPlan, Scale
+from longreach.methods.mac.policy import limit_of
 
 TAUS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.45, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 0.98, 0.99)
 ACCEPTANCES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99)

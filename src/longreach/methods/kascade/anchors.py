@@ -1,4 +1,4 @@
-"""Which layers choose keys for those after them (Kascade, Algorithm 1), and what that is worth."""
+"""Choice of anchor layers (Kascade, Algorithm 1) and its value."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 
 from longreach.errors import InvalidInput
-
-BUDGET = 5
 
 
 @dataclass(frozen=True)
@@ -33,9 +31,8 @@ def check_anchors(budget: int, layers: int) -> None:
 def choose(similarity: Tensor, budget: int) -> AnchorSet:
     """The best `budget` anchors for S [n, n], the first layer among them, by dynamic programming.
 
-    An anchor serves itself and the layers up to the next one. Among equals the last
-    anchor is as early as it can be, then the one before it, and so on. Raises InvalidInput for a budget that is no
-    count of layers.
+    An anchor serves itself and the layers up to the next one. Among equal values the last anchor is as early as
+    possible, then the one before it, and so on. Raises InvalidInput for a budget outside 1 to n.
     """
     layers = similarity.shape[0]
     check_anchors(budget, layers)
@@ -70,7 +67,7 @@ def value(similarity: Tensor, anchors: Sequence[int]) -> float:
 
 
 def evenly(layers: int, budget: int) -> tuple[int, ...]:
-    """`budget` anchors at even distances, the first layer among them: what Algorithm 1 is held against."""
+    """`budget` evenly spaced anchors, the first layer included: the baseline of Algorithm 1."""
     check_anchors(budget, layers)
     return tuple(layers * i // budget for i in range(budget))
 

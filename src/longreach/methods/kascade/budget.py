@@ -1,4 +1,4 @@
-"""How many keys Kascade chooses (section 4.1), and whose scores it sums."""
+"""Number of keys that Kascade chooses (section 4.1), and the heads whose scores it sums."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from longreach.methods.call import LayerCall
 
 
 class KeyBudget(NamedTuple):
-    """The options of `Kascade` that say how many keys are chosen, and from which scores.
+    """The options of `Kascade` about the number of chosen keys and the scores that choose them.
 
     k: a count, or a fraction of the context with at least min_keys. dense_below: shorter contexts keep all keys.
     sinks, recent: first and last tokens that are always chosen. shared: one set serves all heads of all ranks.

@@ -1,7 +1,7 @@
-"""What Kascade has to know of a model, from attention weights pooled over tiles (Kascade, sections 3.3 to 3.5).
+"""Kascade's measurements of a model, from attention weights pooled over tiles (Kascade, sections 3.3 to 3.5).
 
-Pure functions of captured tensors, and one sum that streams: of a layer only the top-k sets of its tiles are kept
-until the layers after it have passed, never its weights.
+Pure functions of captured tensors, and one streaming sum: it keeps the top-k sets of a layer's tiles until the later
+layers have passed, never the weights.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ TILE = 128  # query rows of a tile, the query heads of a KV head counted
 
 
 def tile_tokens(tile: int, group: int) -> int:
-    """Tokens of a tile of so many query rows; group: query heads of a KV head. Tiles begin at position 0."""
+    """Tokens of a tile of `tile` query rows. group: query heads of a KV head. Tiles begin at position 0."""
     return max(1, tile // group)
 
 
 def tokens_needed(k: int, tile: int, group: int) -> int:
-    """Of a prompt at least, for one tile to have more than k keys before it: else every choice is the same."""
+    """The fewest tokens of a prompt in which a tile has more than k keys before it; else all choices are equal."""
     tokens = tile_tokens(tile, group)
     return (k // tokens + 1) * tokens + 1
 
 
 class TileSimilarity:
-    """How much of what the tiles of one prompt want they find among the keys that earlier layers chose.
+    """Share of the weight of one prompt's tiles that lies on keys chosen in earlier layers.
 
     layers, heads: of the model (KV heads). k: keys a tile chooses. tokens: of a tile. Passes over the prompt are begun
     by `start`, and go through the layers in ascending order; in each pass every layer sees the same blocks of tiles.

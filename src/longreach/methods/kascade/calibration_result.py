@@ -1,4 +1,4 @@
-"""What calibration measured of a model, and the plan that is made of it."""
+"""The result of a calibration, and the plan made from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two calibrations of one model, on different texts: whether they say the same."""
+"""Agreement of two calibrations of one model, on different texts."""
 
 from __future__ import annotations
 

@@ -4,15 +4,15 @@ Decoding (section 3.6), a row at position L - 1 in layer l, g its KV head, h the
 
     p[h, n] = exp(logit[h, n] - lse[h])            over all L keys, its own included; a sink logit is in the lse
     s[g, n] = sum_h p[h, n]                        post-softmax pooling over the group (3.4)
-    k(L)    = min(max(floor(k L), least), L)       (4.1)
+    k(L)    = min(max(floor(k L), min_keys), L)    (4.1)
     I[g]    = the k(L) largest of s[g, .]          in an anchor layer: ties to the lower index, ascending
     out[h]  = softmax over I[g] of logit[h, .] . V   there, and in the reuse layers after it over I[map[l][g]] (3.5)
 
-An anchor reads K once: its logits are kept, pooled, and used again for the last pass, which reads V alone. The first
-anchor attends densely (3.1) and reads K and V once. Reading a prompt is described in `prefill`.
+An anchor reads K once: its logits are kept, pooled and used again in the last pass, which reads V only. The first
+anchor attends densely (3.1) and reads K and V once. `prefill` describes how a prompt is read.
 
-With scoring="int8" the anchors that do not attend densely keep an 8-bit copy of their keys, are scored with it while
-decoding, and read K of what they choose besides: (D + 4) / 2 D of the bytes of a bf16 K, the lists' keys and entries.
+With scoring="int8" anchors that do not attend densely keep an 8-bit copy of their keys. In decode they read it for the
+scores, (D + 4) / 2 D of the bytes of a bf16 K, and in addition K of the chosen keys.
 """
 
 from __future__ import annotations
@@ -25,7 +25,15 @@ from torch import Tensor
 
 from longreach.cache import SequenceState
 from longreach.errors import InvalidInput
-from longreach.methods.base import AttentionMethod, Outcome, attend_densely, check_budget, is_count, logits_bytes
+from longreach.methods.base import (
+    AttentionMethod,
+    Outcome,
+    attend_densely,
+    check_budget,
+    check_plan_name,
+    is_count,
+    logits_bytes,
+)
 from longreach.methods.call import LayerCall, ModelShape
 from longreach.methods.choosing import OTHER_KEYS, check_layers, check_layers_of
 from longreach.methods.kascade.budget import KeyBudget
@@ -49,22 +57,22 @@ class AnchorSelection(NamedTuple):
 
 @dataclass(frozen=True)
 class Kascade(AttentionMethod):
-    """Top-k keys, chosen in the plan's anchor layers and reused in the others.
+    """Attention to top-k keys, chosen in the plan's anchor layers and reused in the others.
 
-    plan: path of a plan file, name of a shipped plan, or None for the one that is shipped for the model.
-    k: keys a row attends to: a fraction of its context, but at least `min_keys` (the paper's minimum), or a count,
-        which `min_keys` does not change. Its own key is among them and counts.
-    heads: "kv" chooses per KV head, and reuse layers take the lists of the heads that the plan's head map names; "all"
-        makes one set for all heads, over all ranks, and needs no map (the paper's variant).
-    sinks, recent: the first tokens and the last (a row's own among them) that are always chosen, within k.
-    dense_below: rows of a shorter context attend to all of it; in a prompt, tiles that begin so.
-    dense_layers: layers that attend densely beside the first anchor; anchors among them choose keys all the same.
-    scoring: "exact", or "int8": keys are chosen while decoding by an 8-bit copy of the anchors' keys, and attended to
-        as they are. The copy is made as prompts are read and tokens come; the report counts it as metadata.
+    plan: path of a plan file, name of a shipped plan, or None for the shipped plan of the model.
+    k: keys a row attends to, its own included: a fraction of its context, but at least `min_keys` (the paper's
+        minimum), or a count, which `min_keys` does not change.
+    heads: "kv" chooses per KV head, and reuse layers take the lists of the heads that the plan's head map names. "all"
+        makes one set for all heads of all ranks and needs no map (the paper's variant).
+    sinks, recent: number of first and of last tokens (a row's own included) that are always chosen, within k.
+    dense_below: rows with a shorter context attend to all of it; in a prompt, tiles that begin below it.
+    dense_layers: layers that attend densely, in addition to the first anchor. Anchors among them still choose keys.
+    scoring: "exact", or "int8": in decode an 8-bit copy of the anchors' keys is scored; attention reads the original
+        keys. The copy is written during prefill and decode. The report counts it as metadata.
 
-    A prompt read in chunks gives the same sets as read at once where chunks end at the tiles' ends, at multiples of
-    tile // group tokens (plan.tile = 128 rows, the query heads of a KV head counted). A tile that two chunks share
-    is pooled over the rows of each apart, as if it were two tiles whose past ends where it begins.
+    A prompt read in chunks gives the same sets as read at once if chunks end at tile ends, at multiples of
+    tile // group tokens (plan.tile = 128 rows, the query heads of a KV head counted). A tile that two chunks share is
+    pooled over the rows of each chunk separately, as if it were two tiles with the same past.
     """
 
     plan: str | None = None
@@ -83,8 +91,7 @@ class Kascade(AttentionMethod):
     chunked_prefill_exact = False
 
     def __post_init__(self) -> None:
-        named = self.plan is None or (isinstance(self.plan, str) and bool(self.plan))
-        require(named, f"plan: expected a path, the name of a shipped plan, or None, got {self.plan!r}")
+        check_plan_name(self.plan)
         check_budget("k", self.k)
         require(is_count(self.min_keys, 1), f"min_keys: expected a count >= 1, got {self.min_keys!r}")
         require(self.heads in ("kv", "all"), f"heads: expected 'kv' or 'all', got {self.heads!r}")
@@ -101,7 +108,7 @@ class Kascade(AttentionMethod):
         require(self.scoring in ("exact", "int8"), f"scoring: expected 'exact' or 'int8', got {self.scoring!r}")
 
     @property
-    def observes_prompt(self) -> bool:  # type: ignore[override]  # only the 8-bit copy is made of the prompt's keys
+    def observes_prompt(self) -> bool:  # type: ignore[override]  # only the 8-bit copy depends on the prompt's keys
         return self.scoring == "int8"
 
     @property
@@ -131,7 +138,7 @@ class Kascade(AttentionMethod):
         if isinstance(state, KascadeState) and state.copy is not None and place not in call.shared:
             state.copy.ensure_capacity(call.kv)
             state.copy.note(call.kv, call.rows.seq, call.rows.pos)
-            call.shared[place] = True  # where it also reads the prompt, that has noted the rows already
+            call.shared[place] = True  # as prefill method, `run` has noted the rows already
 
     def run(self, call: LayerCall, state: SequenceState | None) -> Outcome:
         call.refuse_evicted("kascade", OTHER_KEYS)
@@ -152,7 +159,7 @@ class Kascade(AttentionMethod):
         return logits_bytes(model, rows, capacity, dtype) + scores
 
     def _anchor(self, call: LayerCall, state: KascadeState) -> Outcome:
-        """Decoding: each row chooses."""
+        """Decode: each row chooses."""
         if state.role.dense:
             whole, logits = call.op("attend_with_logits")
             self._choose(call, whole.lse, logits)
@@ -178,7 +185,7 @@ class Kascade(AttentionMethod):
         return chosen
 
     def _anchor_of_tiles(self, call: LayerCall, state: KascadeState) -> Outcome:
-        """Reading a prompt: each tile chooses."""
+        """Prefill: each tile chooses."""
         tiles = self._tiles(call, state)
         call.shared.pop(self, None)  # lists that no later layer uses may be large
         chosen = choose_for_tiles(self.budget, call, tiles)
@@ -201,7 +208,7 @@ class Kascade(AttentionMethod):
         return Outcome(call.attend(lists))
 
     def _over(self, call: LayerCall, chosen: Lists | PackedLists, tiles: PromptTiles) -> Partial:
-        """Attention over the keys that tiles chose of those before them, and over their own keys."""
+        """Attention to the keys that tiles chose before them, and to the tiles' own keys."""
         return merge(call.attend(chosen), call.attend(tiles.own, sink=False))
 
     def _tiles(self, call: LayerCall, state: KascadeState) -> PromptTiles:

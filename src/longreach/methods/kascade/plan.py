@@ -1,4 +1,4 @@
-"""What Kascade takes from a plan."""
+"""Kascade's view of a plan."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ ANEW = "take another plan, or calibrate anew (longreach calibrate kascade)"
 
 @dataclass(frozen=True)
 class KascadePlan:
-    """Which layers choose keys, and whose keys the others take.
+    """The anchor layers, and the heads whose keys the other layers take.
 
     anchors: layers that choose keys, ascending; the first is the first of `layers`, and attends densely.
-    head_map [L][G]: the KV head of `anchor_of(layer)` whose keys a layer's KV head attends to; many to one, over the
-    heads of all ranks, and each head its own in anchors and in layers that take no part.
-    layers: those that take part, ascending: the ones of full attention, the others attend to their window.
-    k: keys of a tile by whose weight layers were compared; tile: query rows pooled for it, the group's heads counted.
-    Raises InvalidInput where these do not fit each other.
+    head_map [L][G]: the KV head of `anchor_of(layer)` whose keys a layer's KV head attends to. Many to one, over the
+    heads of all ranks. In anchors and in layers outside the plan each head has its own number.
+    layers: layers of full attention, ascending. The others attend to their window and are outside the plan.
+    k: keys of a tile in the comparison of layers. tile: query rows of a tile, the group's heads counted.
+    Raises InvalidInput if these do not fit each other.
     """
 
     anchors: tuple[int, ...]

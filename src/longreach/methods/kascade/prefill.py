@@ -1,19 +1,19 @@
-"""Kascade while a prompt is read: tiles of rows choose and share their keys (sections 3.4, 3.6 and 4.1).
+"""Kascade's prefill: tiles of rows choose and share their keys (sections 3.4, 3.6 and 4.1).
 
 A tile is the rows of a sequence at positions [n T, (n + 1) T), T = max(1, tile // group) tokens: cut at absolute
 positions. With P = n T the tokens before it, h the query heads of KV head g and r the tile's rows:
 
     s[g, n] = sum_{r, h} exp(logit[r, h, n] - lse[r, h])    n < P; the lse is over all that row r sees
-    k(P)    = min(max(floor(k P), least), P)
+    k(P)    = min(max(floor(k P), min_keys), P)
     I[g]    = the k(P) largest of s[g, .]
     out[r]  = attention over I[g] and [P, pos(r)]
 
-so the tile's own keys are seen causally and not counted in k. Sinks come first in I, and as many of the newest tokens
-before the tile as its first row's recent ones lack.
+so the tile's own keys are attended to causally and do not count in k. I always holds the sinks, and the newest tokens
+before the tile that `recent` covers for its first row.
 
-This is the reference path. Nothing larger than AT_ONCE logits is made at a time, whatever the length: what grows with
-it is one row of pooled scores per tile and KV head, a few tiles at a time, and the lists, which are packed: 4 bytes for
-each key that a tile chooses, about 0.86 GB at 128K tokens, 10% and 8 KV heads, until the next anchor's replace them.
+At most AT_ONCE logits are held at a time, at any length. Growing with the length are one row of pooled scores per tile
+and KV head, a few tiles at a time, and the packed lists: 4 bytes for each key that a tile chooses, about 0.86 GB at
+128K tokens, 10% and 8 KV heads, until the next anchor's lists replace them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ AT_ONCE = 1 << 26  # logits of rows that are scored together: 256 MiB in fp32
 
 @dataclass(frozen=True)
 class PromptTiles:
-    """The tiles that the rows of a pass lie in, by sequence and position.
+    """The tiles of the rows of a pass, by sequence and position.
 
     of: int64 [R], the tile of each row; order: int64 [R], the rows tile after tile; both on the device.
     rows: int64 [T], rows of each tile; start: int64 [T], the tokens before each; both on the host.
@@ -61,7 +61,7 @@ class PromptTiles:
 
 
 def tiles_of(rows: Rows, tokens: int) -> PromptTiles:
-    """The tiles of `tokens` positions that rows lie in (host work: it reads their positions)."""
+    """The tiles of `tokens` positions that hold the rows. Host work: it reads their positions."""
     seq, pos = rows.seq.cpu().long(), rows.pos.cpu().long()
     number = pos // tokens
     per = int(number.max()) + 1 if number.numel() else 1

@@ -1,4 +1,4 @@
-"""The 8-bit copy of an anchor's keys, which are then scored at half the bytes of bf16 keys."""
+"""An 8-bit copy of an anchor's keys, scored at half the bytes of bf16 keys."""
 
 from __future__ import annotations
 

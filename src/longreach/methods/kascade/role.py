@@ -17,9 +17,9 @@ FIRST = "first anchor"
 
 @dataclass(frozen=True)
 class LayerRole:
-    """The facts that `role_of` finds about a layer. They are the same for all sequences.
+    """A layer's role, the same for all sequences.
 
-    anchor: the layer whose lists it attends to, its own number in an anchor. dense: why it attends densely, else None.
+    anchor: the layer whose lists it attends to; an anchor's own number. dense: why it attends densely, else None.
     serves: whether other layers attend to its lists. head_map: int64 [G] on the device, the head of the anchor whose
     keys each KV head takes, None where each takes its own or one set serves all. tile: rows of a tile, the query heads
     of a group counted.
@@ -43,7 +43,7 @@ def role_of(
 ) -> LayerRole:
     """The role of a layer. mapped: whether heads take keys through the plan's map.
 
-    Raises InvalidInput for a layer that takes no part, Unsupported where a rank would need the choice of another.
+    Raises InvalidInput for a layer outside the plan, Unsupported if a rank would need another rank's choice.
     """
     require(
         layer in plan.layers,

@@ -1,4 +1,4 @@
-"""What Kascade keeps of one layer."""
+"""Kascade's state of one layer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from longreach.ops import KVView
 
 @dataclass(frozen=True)
 class KascadeState(StatelessOnTruncate):
-    """role: of the layer in the plan. copy: the 8-bit keys by which an anchor scores, else None."""
+    """role: the layer's role in the plan. copy: the 8-bit keys that an anchor scores, else None."""
 
     role: LayerRole
     copy: QuantisedKeys | None = None

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from longreach.cache import PerTokenState, SequenceState
 from longreach.errors import InvalidInput
-from longreach.methods.base import AttentionMethod, Outcome, attend_densely, check_budget, logits_bytes
+from longreach.methods.base import AttentionMethod, Outcome, attend_densely, check_budget, check_plan_name, logits_bytes
 from longreach.methods.call import LayerCall, ModelShape
 from longreach.methods.choosing import best_keys, check_layers, check_layers_of, max_keys
 from longreach.methods.loki.plan import KIND, LokiPlan
@@ -21,19 +21,20 @@ from longreach.plans import find
 
 @dataclass(frozen=True)
 class Loki(AttentionMethod):
-    """The keys that score highest in the first directions of their principal components, and the newest key.
+    """Attention to the keys that score highest in their first principal components, and to the newest key.
 
-    A plan of kind "loki" holds, for each layer and KV head, the principal directions of the keys of a text, after
-    rotation (the paper tries keys before rotation too). A key is kept in the first `rank` of them as well, in the
-    cache's dtype, and scored there; attention over the chosen keys is exact.
+    A plan of kind "loki" holds the principal directions of each layer's and KV head's keys of a text, after rotation
+    (the paper also tries keys before rotation). The state keeps every key's coordinates in the first `rank` directions,
+    in the cache's dtype, and scores them. Attention to the chosen keys is exact.
 
     k: the budget, a count of keys or a fraction of the row's context (the paper: 0.25). rank: directions, a count or a
-    fraction of the head dim (0.25 is the paper's 32 of 128). plan: a file, or a shipped plan's name; None: the plan
-    that is shipped for the model. dense_layers: layers that attend densely (the paper has none).
-    Under grouped queries, where the paper chooses for each query head, the probabilities that these scores give are
-    summed over the query heads of a KV head, which share one list. Reads, as metadata, the `rank` coordinates of every
-    key of the context, and the directions once a pass; and the newest key, to bring it there. The paper rotates the
-    cache itself and reads as much; here the coordinates are kept beside it, which takes rank / D of K's memory.
+    fraction of the head dim (0.25 is the paper's 32 of 128). plan: a file or a shipped plan's name; None: the shipped
+    plan of the model. dense_layers: layers that attend densely (the paper has none).
+    With grouped queries the softmax probabilities of the scores are summed over the query heads of a KV head, which
+    share one list; the paper chooses for each query head.
+    Metadata read: `rank` coordinates of every key of the context, and the directions once a pass. The newest key is
+    read to compute its coordinates. The paper rotates the cache itself; here the coordinates take rank / D of K's
+    memory in addition.
     """
 
     k: int | float = 0.1
@@ -49,10 +50,7 @@ class Loki(AttentionMethod):
     def __post_init__(self) -> None:
         check_budget("k", self.k)
         check_budget("rank", self.rank)
-        require(
-            self.plan is None or (isinstance(self.plan, str) and self.plan != ""),
-            f"plan: expected a file, the name of a shipped plan, or None, got {self.plan!r}",
-        )
+        check_plan_name(self.plan)
         check_layers("dense_layers", self.dense_layers)
 
     def check(self, model: ModelShape) -> None:

@@ -1,4 +1,4 @@
-"""What Loki takes from a plan."""
+"""Loki's view of a plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MAC: results of attention reused by rows whose queries are alike."""
+"""MAC: rows with similar queries reuse results of attention."""
 
 from longreach.methods.mac.method import MAC
 

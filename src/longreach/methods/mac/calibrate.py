@@ -1,4 +1,4 @@
-"""What MAC has to know of a model: how far apart its queries are, what its keys weigh, how wide bands must be.
+"""MAC's measurements of a model: distances of queries, energy of keys, weight on bands.
 
 Pure functions of captured tensors. Distances are kept as counts in bins, which add up over prompts.
 """
@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 
 from longreach.methods.mac.plan import MACPlan, Scale
+from longreach.methods.mac.policy import limit_of
 from longreach.ops import RotaryAngles
 
 WINDOWS = (64, 128, 256, 512, 1024, 2048, 4096)
 BANDS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 LOW, HIGH, PER_OCTAVE = -24, 12, 32  # of squared distances, by their logarithm to base 2
 BINS = 1 + (HIGH - LOW) * PER_OCTAVE  # the first is that of 0
-KEEP = 0.99  # of the rows that the widest window accepts, the window that is chosen accepts so many
-OF_EQUALS = 0.99  # the threshold where too many unrelated rows are equal: 16 bits accept most of them still
+KEEP = 0.99  # the chosen window accepts at least this share of the rows that the widest one accepts
+OF_EQUALS = 0.99  # the threshold if too many unrelated rows are equal: it still accepts most of them in 16 bits
 
 
 def energy(k: Tensor, turn: RotaryAngles) -> Tensor:
@@ -54,19 +55,19 @@ def masses(share: Tensor, pos: Tensor, bands: Sequence[int], sinks: int) -> Tens
 
 
 def counts(distance: Tensor) -> Tensor:
-    """int64 [BINS] of squared distances of any shape: 0 has the first bin, what lies outside the second or the last."""
+    """int64 [BINS] of squared distances of any shape: 0 is in the first bin, outliers in the second or the last."""
     place = (distance.double().clamp(min=2.0**LOW).log2() - LOW) * PER_OCTAVE
     place = torch.where(distance == 0, 0, 1 + place.long().clamp(0, BINS - 2))
     return torch.bincount(place.flatten(), minlength=BINS)
 
 
 def edge(number: int) -> float:
-    """The squared distance where a bin begins."""
+    """The lower edge of a bin, a squared distance."""
     return 2.0 ** (LOW + (number - 1) / PER_OCTAVE) if number else 0.0
 
 
 def quantile(found: Tensor, share: float) -> float:
-    """The largest edge below which at most `share` of what was counted [BINS] lies; 0 where it is below all bins."""
+    """The largest edge below which at most `share` of the counts [BINS] lie; 0 if that is below all bins."""
     total = int(found.sum())
     below = found.cumsum(0) - found  # before each bin
     last = int((below <= share * total).nonzero()[-1])
@@ -74,7 +75,7 @@ def quantile(found: Tensor, share: float) -> float:
 
 
 def share_below(found: Tensor, distance: float) -> float:
-    """Of what was counted [BINS], the share in bins that end at or below a squared distance; of 0, what is below it."""
+    """The share of counts [BINS] in bins that end at or below a squared distance; 0 for a distance of 0."""
     ends = torch.tensor([0.0, *(edge(n + 1) for n in range(1, BINS))], dtype=torch.float64)
     below = (ends <= distance * (1 + 1e-9)) & (distance > 0)
     return float(found[below].sum() / found.sum().clamp(min=1))
@@ -103,13 +104,8 @@ def tau_of(scale: Scale, distance: float, dim: int) -> float:
     return max(0.0, 1.0 - math.sqrt(distance / unit)) if distance else OF_EQUALS
 
 
-def limit_of(scale: Scale, tau: float, dim: int) -> float:
-    """The squared distance below which a threshold accepts."""
-    return (1.0 - tau) ** 2 * (2.0 * dim if scale == "sqrt2d" else 1.0)
-
-
 def choose_band(mass: Sequence[float], bands: Sequence[int], epsilon: float, widest: int) -> int | None:
-    """The narrowest band whose mean weight is at least 1 - epsilon; None where none of at most `widest` keys has it."""
+    """The narrowest band of at most `widest` keys with a mean weight of at least 1 - epsilon, else None."""
     return next((band for band, x in zip(bands, mass, strict=True) if band <= widest and x >= 1 - epsilon), None)
 
 

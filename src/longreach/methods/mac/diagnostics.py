@@ -1,4 +1,4 @@
-"""What MAC notes of each row and head, and what the report makes of it."""
+"""MAC's diagnostics: columns for each row and head, and their summary in the report."""
 
 from __future__ import annotations
 
@@ -32,15 +32,16 @@ def probed(error: Tensor, *given: Tensor) -> Tensor:
 
 
 def summary(sums: Tensor, rows: int, *, ring_bytes: int, band: int) -> dict[str, Any]:
-    """What the report says of one layer. sums: fp64 [H, C] of COLUMNS over `rows` rows; lists are by query head.
+    """The report's values for one layer. sums: fp64 [H, C] of COLUMNS over `rows` rows; lists are by query head.
 
-    searched: share of rows that were looked for; resting: of those that the profit guard kept from it.
-    acceptance: of the rows looked for, those with a row near enough; reuse: of all rows, those that reused an entry,
-    which takes all heads of a KV head. skipped: E[(p - r)+ / m], of all rows, what was not read; skipped_alone: what
-    each head would not read by itself. gap: mean m - p of rows accepted; gap_spread: mean standard deviation of gaps
-    within a KV head, of rows reused. head_keys, stream_keys: mean keys that a head took part in and its KV head read.
-    depths: share of entries by how many reuses they descend from, from `depth_bins`. band_mass: mean weight on the last
-    `band` keys, of rows attended to exactly; error: mean of |o - dense| / |dense| where it was probed. None: no row.
+    searched: share of rows with a search. resting: share of rows without a search because of the profit guard.
+    acceptance: share of searches that found a row near enough. reuse: share of rows that reused an entry, which takes
+    all heads of a KV head. skipped: E[(p - r)+ / m], the share of keys not read, over all rows; skipped_alone: the
+    share that each head alone would not read. gap: mean m - p of accepted rows. gap_spread: mean standard deviation of
+    gaps within a KV head, of reused rows. head_keys, stream_keys: mean keys that a head attends to and that its KV head
+    reads. depths: share of entries by number of reuses they descend from, by `depth_bins`. band_mass: mean weight on
+    the last `band` keys, of rows that attended exactly. error: mean of |o - dense| / |dense| of probed rows.
+    None: no such row.
     """
 
     def of(name: str) -> Tensor:

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from longreach.cache import SequenceState
 from longreach.errors import InvalidInput
-from longreach.methods.base import AttentionMethod, Notes, Outcome, attend_densely, is_count
+from longreach.methods.base import AttentionMethod, Notes, Outcome, attend_densely, check_plan_name, is_count
 from longreach.methods.call import LayerCall, ModelShape
 from longreach.methods.mac.diagnostics import columns, probed
 from longreach.methods.mac.plan import KIND, MOST, SCALES, MACPlan, Scale
+from longreach.methods.mac.policy import limit_of, row_price, rule_of
 from longreach.methods.mac.rows import last_rows
 from longreach.methods.mac.state import LayerState
 from longreach.ops import Partial, Span, Spans, absolute, merge, relative
@@ -21,38 +22,36 @@ from longreach.ops.match import Rule, recovered
 from longreach.ops.types import require
 from longreach.plans import find
 
-PATIENCE = 16.0  # searches in vain that the profit guard allows before a KV head rests,
-REUSES = 4.0  # or as many as this many reuses pay for: at twice the rate that pays, chance alone exhausts few accounts
-
 
 @dataclass(frozen=True)
 class MAC(AttentionMethod):
-    """A row whose query is like that of a recent row goes on from what attention gave that row.
+    """Attention that reuses the result of a recent row with a similar query.
 
     The ring holds the last `window` rows of each sequence, layer and query head: their queries before rotation, and
-    their entries, attention over [sinks, p + 1 - band) for the row at p. The row at m looks for the nearest query by
-    L2; if it is near enough, the row attends to [max(sinks, p + 1 - band), m + 1) and to the sinks, and the entry
-    stands for the rest (Eq. 7). What it attends to before m + 1 - band, merged with the entry taken, is its own: no
-    subtraction, and no second pass. The query heads of a KV head read one stream, so they reuse together or not at all:
-    if one of them must read everything, all attend exactly. After a prompt the ring holds its last rows.
+    their entries. The entry of the row at p is attention over [sinks, p + 1 - band). The row at m searches for the
+    nearest query by L2. If it is near enough, the row attends to [max(sinks, p + 1 - band), m + 1) and to the sinks,
+    and the entry replaces the rest (Eq. 7). The row's own entry is its attention before m + 1 - band merged with the
+    reused entry: no subtraction and no second pass. The query heads of a KV head share one read, so they reuse together
+    or not at all. After a prompt the ring holds its last rows.
 
-    window: rows looked through; band: keys before a row that are always read anew. tau, in [0, 1): a row is near enough
-    below a distance of sqrt(2 d) (1 - tau) (scale="sqrt2d", Eq. 3; 0.45 where the context is long, 0.75 where the
-    answer is), or (scale="calibrated") where the logits that the two queries give differ by less than 1 - tau, root
-    mean square over keys of the energy that the plan holds for each layer, KV head and pair of channels; this means the
-    same in every model. Distances are those of the queries' dtype: in bf16 equal queries come back some 0.6% of their
-    length apart, so that thresholds above 0.99 accept few of them. window, band, tau=None: the plan's own, layer by
-    layer.
-    plan: a file or a shipped plan's name, None: the plan that is shipped for the model; only where the plan is needed.
-    sinks: first tokens that no entry holds and every row reads, None: as many as the plan's bands leave out, where the
-    bands are the plan's, else 0. A layer for which the plan found no band attends densely.
-    min_context: tokens of context below which rows attend
-    densely, None: where a search can pay (Eq. 9). max_gap: rows further back are not taken, however wide the window.
-    max_reuse_depth: an entry may descend from so many reuses and no more, None: any number (the paper's way): errors
-    add up along a chain, and what is exact or shallower is taken instead, or the row attends exactly.
-    rest_rows: the profit guard's rest. A KV head of a sequence whose searches cost more than they save attends densely
-    for so many rows, then tries again; None: no guard. probe_every: so many tokens apart a row also attends densely,
-    for the report to say how far off it is; 0: never.
+    window: rows searched. band: last keys before a row that are always read. tau, in [0, 1): the threshold. With
+    scale="sqrt2d" a row is near enough below a distance of sqrt(2 d) (1 - tau) (Eq. 3; the paper has 0.45 for long
+    contexts and 0.75 for long answers). With scale="calibrated" it is near enough if the logits of the two queries
+    differ by less than 1 - tau, as a root mean square over keys of the plan's energy for each layer, KV head and pair
+    of channels; this has the same meaning in every model. Distances are of the queries' dtype: in bf16 equal queries
+    are some 0.6% of their length apart after recovery, so thresholds above 0.99 accept few of them.
+    window, band, tau=None: the plan's, layer by layer.
+    plan: a file or a shipped plan's name; None: the shipped plan of the model. Used only if an option needs it.
+    sinks: first tokens that entries leave out and every row reads. None: as many as the plan's bands leave out, else 0.
+    A layer without a band in the plan attends densely.
+    min_context: rows with fewer tokens of context attend densely. None: the shortest context in which a search can
+    pay (Eq. 9).
+    max_gap: the largest gap to a reused row, however wide the window.
+    max_reuse_depth: the most reuses that an entry may descend from; errors add up along a chain. None: no limit, as in
+    the paper.
+    rest_rows: the profit guard. A KV head whose searches cost more than they save attends densely for this many rows,
+    then searches again. None: no guard. probe_every: a row at every multiple of this many tokens also attends densely,
+    so that the report shows its error; 0: never.
     """
 
     window: int | None = 1024
@@ -91,8 +90,7 @@ class MAC(AttentionMethod):
         ok = isinstance(self.tau, (int, float)) and not isinstance(self.tau, bool) and 0 <= self.tau < 1
         require(ok or self.tau is None, f"tau: expected a number in [0, 1) or None, got {self.tau!r}")
         require(self.scale in SCALES, f"scale: expected one of {', '.join(SCALES)}, got {self.scale!r}")
-        named = self.plan is None or (isinstance(self.plan, str) and self.plan != "")
-        require(named, f"plan: expected a file, the name of a shipped plan, or None, got {self.plan!r}")
+        check_plan_name(self.plan)
         require(
             self.plan is None or self.planned,
             "plan: expected none, as nothing is taken from it; set window, band or tau to None, or scale='calibrated'",
@@ -139,22 +137,16 @@ class MAC(AttentionMethod):
             band = plan.band[layer] if band is None else band
         sinks = sinks or 0
         assert window is not None and band is not None and tau is not None
-        window = window if self.max_gap is None else min(window, self.max_gap)
-        dim, size = k.shape[3], k.element_size()
-        each = dim * size + 4 + (0 if self.max_reuse_depth is None else 2)  # query, stamp, depth
-        price = group * each / (2 * dim * size)  # a row of the ring in keys, whose values are read too
-        pays = math.ceil(price * window) + band + sinks
-        return Rule(
+        return rule_of(
             window=window,
             band=band,
-            limit=(1 - tau) ** 2 * (2 * dim if self.scale == "sqrt2d" else 1),
+            limit=limit_of(self.scale, tau, k.shape[3]),
             sinks=sinks,
-            min_context=pays if self.min_context is None else self.min_context,
-            deepest=self.max_reuse_depth,
-            patience=math.inf if self.rest_rows is None else PATIENCE,
-            reuses=REUSES,
-            rest=self.rest_rows or 1,
-            price=price,
+            price=row_price(group, k.shape[3], k.element_size(), bounded=self.max_reuse_depth is not None),
+            min_context=self.min_context,
+            max_gap=self.max_gap,
+            max_reuse_depth=self.max_reuse_depth,
+            rest_rows=self.rest_rows,
         )
 
     def observe_prompt(self, call: LayerCall, state: SequenceState | None) -> None:
@@ -210,7 +202,7 @@ class MAC(AttentionMethod):
         return Outcome(whole, notes=noted._replace(tensors=(*noted.tensors, *apart)))
 
     def _probe(self, call: LayerCall) -> tuple[Tensor, Spans]:
-        """Which rows also attend densely, bool [R], and the span that they, and no others, read for it."""
+        """The rows that also attend densely, bool [R], and the span that only they read for it."""
         due = call.context % self.probe_every == 0
         return due, Spans((Span(absolute(torch.where(due, 0, call.context)[:, None]), relative(1)),))
 
@@ -219,7 +211,7 @@ OTHER_ENTRIES = "its entries hold attention over keys that were dropped"
 
 
 def _weight(energy: Tensor, call: LayerCall) -> Tensor:
-    """fp32 [H, D]: what turns a distance of queries into the root mean square of how far their logits are apart."""
+    """fp32 [H, D]: factors that turn a distance of queries into the root mean square difference of their logits."""
     mine = energy if call.shard is None else call.shard.slice(energy)
     group = call.rows.q.shape[1] // call.kv.heads
     weight = mine.double().sqrt() * call.scale
@@ -233,7 +225,7 @@ def _error(whole: Partial, dense: Partial, due: Tensor) -> Tensor:
 
 
 def _several(call: LayerCall) -> bool:
-    """Whether a sequence may have several rows in the pass, as far as the host knows."""
+    """Whether a sequence may have several rows in the pass, from the host's information."""
     if call.rows.runs is not None:
         return any(run.rows > 1 for run in call.rows.runs)
     return call.rows.q.shape[0] > call.slots.shape[0]

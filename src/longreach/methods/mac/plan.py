@@ -1,4 +1,4 @@
-"""What MAC takes from a plan."""
+"""MAC's view of a plan."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ ANEW = "take another plan, or calibrate anew (longreach calibrate mac)"
 class MACPlan:
     """One entry a layer of each.
 
-    window: rows looked through. band: keys before a row that are read anew, None where no band of those that were
-    tried is wide enough: such a layer reuses nothing. tau: the threshold under each scale.
+    window: rows searched. band: last keys that are always read; None if no tried band is wide enough, then the layer
+    reuses nothing. tau: the threshold under each scale.
     energy: float [L, G, D], mean square of each channel of the keys before rotation (KV heads of all ranks), the same
     for both channels that turn together. sinks: first tokens whose weight the bands leave out, for no entry holds them.
     Raises InvalidInput where these do not fit each other.

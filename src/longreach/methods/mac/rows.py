@@ -1,4 +1,4 @@
-"""The rows of a prompt's pass that a ring may still hold once the prompt is read."""
+"""The rows of a prefill pass that a ring may still hold when the prompt is read."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from longreach.ops import RowRange, Rows
 
 
 def last_rows(call: LayerCall, size: int) -> LayerCall | None:
-    """The call with the rows that a ring of `size` rows may hold once the prompt is read; None for no row.
+    """The call with the rows that a ring of `size` rows may still hold when the prompt is read; None for no row.
 
-    Tokens that are known to follow push rows out before anything is matched. Where it is not known how many follow, the
-    last `size` rows of every pass are kept, and are pushed out by the next one's: then each pass attends once more for
-    up to `size` rows, as much again as its own attention where it is no longer than the ring.
+    Known later tokens push rows out before anything is matched. If the number of later tokens is unknown, every pass
+    keeps its last `size` rows, and the next pass pushes them out. Then each pass attends again for up to `size` rows;
+    a pass no longer than the ring does all its attention twice.
     """
     keep = size - call.prompt_tokens_left
     if keep <= 0 or not call.rows.q.shape[0]:
@@ -28,10 +28,10 @@ def last_rows(call: LayerCall, size: int) -> LayerCall | None:
     return replace(some, rows=replace(some.rows, runs=runs)) if index.numel() else None
 
 
-def _index(rows: Rows, filled: Tensor, keep: int) -> tuple[Tensor | None, tuple[RowRange, ...] | None]:
+def _index(rows: Rows, seq_lens: Tensor, keep: int) -> tuple[Tensor | None, tuple[RowRange, ...] | None]:
     """The last `keep` rows of each sequence and their runs; None for all rows. seq_lens: [B], with the rows counted."""
-    if rows.runs is None:  # only the device knows
-        return (rows.pos.long() >= filled[rows.seq.long()].long() - keep).nonzero()[:, 0], None
+    if rows.runs is None:  # the runs are on the device only
+        return (rows.pos.long() >= seq_lens[rows.seq.long()].long() - keep).nonzero()[:, 0], None
     if all(run.rows <= keep for run in rows.runs):
         return None, rows.runs
     parts, runs, start = [], [], 0

@@ -1,4 +1,4 @@
-"""What MAC keeps for one layer: the ring, and the numbers its options come to there."""
+"""MAC's state of one layer: the ring and the layer's rule."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from longreach.ops.match import Rule
 
 
 class LayerState(RowRing):
-    """rule: what a match is here. weight: fp32 [H, D], what queries are multiplied by for it, None for nothing."""
+    """rule: the layer's rule. weight: fp32 [H, D], factors of queries in the match, else None."""
 
     def __init__(
         self, slots: int, heads: int, kv_heads: int, dim: int, rule: Rule, weight: Tensor | None, like: Tensor
@@ -28,9 +28,9 @@ class LayerState(RowRing):
         )
 
     def force(self, gap: int) -> None:
-        """For timing alone: from now on a row finds the one `gap` positions back, if the ring holds it, and no other.
+        """For timing only: from now on a row matches the row `gap` positions back if the ring holds it, and no other.
 
-        What is read is what would be: the whole window is looked through, the entry taken is that row's own. Steps
-        that were captured before go on as they were.
+        Reads are as in a real hit: the whole window is searched, and the entry is that row's own. Steps captured
+        earlier keep their rule.
         """
         self.rule = replace(self.rule, near=gap, far=gap, limit=math.inf, deepest=None, patience=math.inf)

@@ -69,7 +69,7 @@ def attend(
     rows: q [R, H, D]; kv: k, v [P, G, page, D] of the same dtype and device, H a multiple (1 to 16) of G.
     sink_logit: float [H], an extra logit per head that takes probability and gives no value, i.e. a merge
         with Partial(out=0, lse=sink_logit).
-    impl: "auto" or one of `implementations.names()`.
+    impl: "auto" or one of `IMPLEMENTATIONS.names()`.
 
     Returns Partial (out [R, H, D], lse [R, H], fp32); over no keys out is 0 and lse -inf.
     Raises InvalidInput for shapes, dtypes and devices that do not fit, SelectionError for slots out of range
@@ -115,8 +115,8 @@ def attend_split(
 ) -> tuple[Partial, Partial]:
     """attend in two parts, in one pass: over the selected keys before `split`, and over those from it on.
 
-    split: a bound made by at() (a slot) or near() (an offset to the row's position), int or int [R, 1 or heads], the
-        heads those of `selection.per`. The two parts merge to attend's result.
+    split: a bound made by absolute() (a slot) or relative() (an offset to the row's position), int or int
+        [R, 1 or heads]; the heads are those of `selection.per`. The two parts merge to attend's result.
     There is no sink logit: it belongs to the whole, so merge it there. Everything else is as in `attend`.
     """
     check_memory(rows, kv)

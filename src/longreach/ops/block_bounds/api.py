@@ -9,11 +9,11 @@ least and the largest value of each channel over its filled slots. They are stor
 * a page has ceil(page / per) units, see `units_per_page`. Where `per` does not divide `page`, blocks straddle pages.
 
 Arguments of all four functions:
-    kv: the keys. Only k, filled and block_table are used: a block is a range of slots, whatever their positions.
+    kv: the keys. Only k, seq_lens and block_table are used: a block is a range of slots, whatever their positions.
     low, high: [P, G, units, D], k's dtype and device, any strides whose last dimension is contiguous.
     per: slots in a block, >= 1.
     slot: int [R], each row's own slot; None: rows.pos, where slots are positions. A row's newest block is the block of
-        min(slot, filled - 1); there is none where that is negative.
+        min(slot, seq_lens - 1); there is none where that is negative.
 All raise InvalidInput for shapes, dtypes and devices that do not fit, and UnknownName for an unknown impl. No function
 waits for the device, and launches depend on shapes alone.
 """
@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from longreach.ops.checks import check_memory
+from longreach.ops.checks import check_memory, slots_of
 from longreach.ops.doors import Op
 from longreach.ops.impl import Implementations
 from longreach.ops.types import INTS, KVView, Rows, describe, require
@@ -125,10 +125,4 @@ def _check_rows(rows: Rows, kv: KVView, low: Tensor, high: Tensor, per: int, slo
     """The rows' slots, after all checks."""
     check_memory(rows, kv)
     _check_bounds(kv, low, high, per)
-    if slot is None:
-        require(kv.slot_pos is None, "slot: expected the rows' slots, as slots are not positions here (slot_pos)")
-        return rows.pos
-    ok = isinstance(slot, Tensor) and slot.dtype in INTS and slot.shape == rows.pos.shape
-    ok = ok and slot.device == kv.k.device
-    require(ok, lambda: f"slot: expected int [R={rows.pos.shape[0]}] on {kv.k.device}, got {describe(slot)}")
-    return slot
+    return slots_of(rows, kv, slot)

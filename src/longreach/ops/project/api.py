@@ -20,11 +20,11 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn.functional import pad
 
-from longreach.ops.checks import check_memory
+from longreach.ops.checks import check_memory, slots_of
 from longreach.ops.doors import Op, Read
 from longreach.ops.impl import Implementations
 from longreach.ops.selection import Span, Spans, relative
-from longreach.ops.types import FLOATS, INTS, KVView, Rows, describe, require
+from longreach.ops.types import FLOATS, KVView, Rows, describe, require
 
 IMPLEMENTATIONS = Implementations(
     "project", {name: f"longreach.ops.project.{name}:project" for name in ("reference", "triton")}
@@ -84,10 +84,4 @@ def _check(rows: Rows, kv: KVView, basis: Tensor, out: Tensor, slot: Tensor | No
     require(ok, lambda: f"out: expected {kv.k.dtype} {list(shape)} on {kv.k.device}, got {describe(out)}")
     contiguous = basis.stride(2) == 1 and out.stride(3) == 1
     require(contiguous, "basis, out: expected a contiguous last dimension; call .contiguous()")
-    if slot is None:
-        require(kv.slot_pos is None, "slot: expected the rows' slots, as slots are not positions here (slot_pos)")
-        return rows.pos
-    ok = isinstance(slot, Tensor) and slot.dtype in INTS and slot.shape == rows.pos.shape
-    ok = ok and slot.device == kv.k.device
-    require(ok, lambda: f"slot: expected int [R={rows.pos.shape[0]}] on {kv.k.device}, got {describe(slot)}")
-    return slot
+    return slots_of(rows, kv, slot)

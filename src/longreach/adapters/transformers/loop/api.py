@@ -1,4 +1,4 @@
-"""longreach.generate: transformers' generate, greedy or sampling, by a loop made for decoding."""
+"""longreach.generate: transformers' generate, greedy or sampling, with a decode loop that can be captured."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ ROUND = 256  # tokens to which the loop's own caches round their size up, so tha
 
 @dataclass(frozen=True)
 class Generated:
-    """What `generate` made, and how.
+    """Tokens that `generate` made, and how it made them.
 
-    sequences: int64 [B, T + new] on the model's device, prompts and answers; what follows an end is padding.
-    prompt: T. captured: how the decode step was captured: "full", as one CUDA graph; "piecewise", as one for each
-    stretch between two attentions; None, not at all. not_captured_reason: why it was not one graph. compile: which of
-    its parts were compiled, one of `loop.compile.MODES`.
-    prefill_seconds; setup_seconds: the first steps, run uncaptured, with compiling and capturing, 0 where the step of
-    an earlier call was used; decode_seconds: the other `steps` steps of the model. Wall-clock, waiting for the device.
+    sequences: int64 [B, T + new] on the model's device, prompts and answers, padding after an end. prompt: T.
+    captured: "full" (the decode step was one CUDA graph), "piecewise" (one graph for each stretch between two
+    attentions) or None. not_captured_reason: why it was not one graph, else None. compile: one of `loop.compile.MODES`.
+    prefill_seconds: of the prompt. setup_seconds: of the first steps, which run uncaptured, with compiling and
+    capturing; 0 if an earlier call's step was reused. decode_seconds: of the other `steps` steps. All wall-clock,
+    after waiting for the device.
     """
 
     sequences: Tensor
@@ -83,32 +83,30 @@ def generate(
 ) -> Generated:
     """Continue input_ids [B, T] (padded on the left where attention_mask [B, T] is 0) by up to max_new_tokens.
 
-    The same tokens as `model.generate` with the same options, by a loop of longreach's own: KV memory for prompt and
-    answer is reserved first, and on a GPU the decode step (the whole model, and the choice of a greedy token) is one
-    CUDA graph over fixed buffers, or several (see graph), captured at a session's first call of a shape and used again
-    by later ones.
-    Tokens are read back a few steps late so that the GPU never waits; the steps it ran past an end are forgotten, but
-    they were read for and the report counts them.
+    The tokens are those of `model.generate` with the same options. KV memory for prompt and answer is reserved first.
+    On a GPU the decode step (the model, and the choice of a greedy token) is captured at a session's first call of a
+    shape and reused by later calls. Tokens are read back a few steps late, so the GPU never waits. Steps that ran past
+    an end are rolled back, but the report counts what they read.
 
-    session: what `attach` returned; or a model, to which longreach is attached for the call, as `attach` does with
-        the remaining keywords (prefill=, decode=, cache=, impl=).
-    do_sample: draw tokens; otherwise greedy. temperature, top_k, top_p: as in transformers, by default what the
-        model's generation config says. generator: default torch's own.
-    eos_token_id: what ends an answer, by default as the generation config says; () for none. pad_token_id: likewise.
+    session: the session of `attach`, or a model. To a model longreach is attached for this call, with the remaining
+        keywords (prefill=, decode=, cache=, impl=).
+    do_sample: sample, else greedy. temperature, top_k, top_p: as in transformers, default the model's generation
+        config. generator: default torch's own.
+    eos_token_id: tokens that end an answer, () for none. pad_token_id: after an end. Default: the generation config's.
     prefill_chunk_size: prompt tokens per pass, None for all at once.
-    past_key_values: a cache of session.new_cache() that holds the beginning of input_ids; it is gone on with.
-        None: a cache that the session keeps and uses again, for each batch size one.
+    past_key_values: a cache of session.new_cache() that holds the beginning of input_ids; the call continues it.
+        None: a cache that the session keeps, one for each batch size.
     streamer: as in transformers: put(prompt), put(tokens [B]) for every step, end().
-    graph: None: the step is captured where the device allows it, in one CUDA graph where the method allows that and no
-        session.on_layer is set, else piecewise. True: the same, or Unsupported. False: not captured. "piecewise":
-        captured piecewise, for any method: a graph for each stretch between two attentions, the attentions themselves
-        launched by the host. Tensors that session.on_layer gets from a captured step are overwritten by the next one.
-    compile: which parts are compiled for the captured step, one of `loop.compile.MODES`; "auto": what is fastest.
+    graph: None: capture if the device can, in one CUDA graph if the method allows that and no session.on_layer is set,
+        else piecewise. True: the same, or Unsupported. False: do not capture. "piecewise": one graph for each stretch
+        between two attentions, with attention launched by the host; works with any method. The next step overwrites
+        tensors that session.on_layer gets from a captured step.
+    compile: parts of the captured step to compile, one of `loop.compile.MODES`; "auto": the fastest.
 
-    Raises InvalidInput, CapacityError, OutOfMemory, ConcurrentUse (another generate is running on the session),
-    UnknownName (an option, method or fusion), Unsupported (graph, or compile="compile", where it cannot be; a model
-    whose step cannot be captured; a setting of the model's generation config that would choose other tokens, such as a
-    repetition penalty). Whatever is raised, Ctrl-C included, leaves session and cache as before the call.
+    Raises InvalidInput, CapacityError, OutOfMemory, ConcurrentUse (another generate runs on the session),
+    UnknownName (an option, method or compile mode), Unsupported (graph or compile="compile" on a device without them; a
+    model whose step cannot be captured; a setting of the generation config that would choose other tokens, such as a
+    repetition penalty). After any error, Ctrl-C included, session and cache are as before the call.
     """
     for name in attaching:
         if name not in ATTACHING:
@@ -212,7 +210,7 @@ def _prompt(session: Session, ids: Any, mask: Any, past: LongreachCache | None) 
 
 
 def _own_cache(session: Session, batch: int, columns: int) -> LongreachCache:
-    """An empty cache that the session keeps, with room for so many columns."""
+    """An empty cache that the session keeps, with room for the columns."""
     kept = session.static_caches.get(batch)
     config = session.cache_config
     room = config.capacity or -(-columns // ROUND) * ROUND

@@ -1,4 +1,4 @@
-"""The decode step of one batch over buffers that stay in place: run as it is, or captured in CUDA graphs."""
+"""The decode step of one batch over buffers at fixed addresses, run directly or captured in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WARM = 2  # steps run as they are before one is captured: what is compiled or ma
 
 
 class Decoder:
-    """One token for every sequence of a batch, again and again. Made once for a cache and a method, used by many calls.
+    """A step that decodes one token for every sequence of a batch. Made once for a cache and a method, then reused.
 
     `start` begins a run after a prompt, `step` runs the model on the tokens chosen last and (greedily) chooses the
     next, `take` takes tokens chosen outside. All of it works on fixed buffers and reads no length from the host, so

@@ -1,4 +1,4 @@
-"""An answer's tokens as they come: the decode step run again and again, and what that took."""
+"""A run of the decode step: an answer's tokens one by one, and the time they took."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ Choose = Callable[[Tensor], Tensor]  # the next tokens int64 [B] from logits [B,
 class DecodeRun:
     """One answer for each sequence of a batch, of up to `new` tokens.
 
-    choose: what makes tokens of logits; called on the host for every step, but `greedy` is part of the step.
+    choose: tokens from logits, called on the host at every step; `greedy` is part of the step instead.
     graph: whether the step is captured, as in `generate`. compile: see `loop.compile`.
-    exactly: what ran past an end must be forgotten again, which state may refuse: none runs ahead where there is any.
+    exactly: steps past an end must be rolled back, which state may refuse; so with state no step runs ahead.
 
-    Afterwards captured says how the steps ran ("full": one CUDA graph; "piecewise": one for each stretch between two
-    attentions; None: uncaptured), not_captured_reason why they were not one graph; setup_seconds, what the first ones
-    took that were run uncaptured, with compiling and capturing (0 where an earlier run did that); decode_seconds the
-    other `steps` steps: from the choice of the first token to the last, with the time the tokens' reader took for them.
-    Raises UnknownName (compile) and Unsupported (capture, or compile for a captured step, where there can be none).
+    Afterwards: captured, how the steps ran ("full": one CUDA graph; "piecewise": one for each stretch between two
+    attentions; None: uncaptured). not_captured_reason: why they were not one graph. setup_seconds: of the first steps,
+    uncaptured, with compiling and capturing; 0 if an earlier run did that. decode_seconds: of the other `steps` steps,
+    from the choice of the first token to the last, including the time of the tokens' reader.
+    Raises UnknownName (compile) and Unsupported (capture where there can be none, or compile without a captured step).
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class DecodeRun:
 
 
 def capture_for(session: Session, graph: GraphOption) -> tuple[Capture | None, str | None]:
-    """How the decode step is captured, and why not in one graph; None where it is.
+    """How the decode step is captured, and why it is not one graph, else None.
 
     Raises Unsupported where capture was asked for and the device has no CUDA graphs.
     """
@@ -188,7 +188,7 @@ def count_of(name: str, value: object) -> int:
 
 
 def now(model: PreTrainedModel) -> float:
-    """Seconds, once the model's device has done what it was given."""
+    """Wall-clock seconds, after waiting for the model's device."""
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
     return time.perf_counter()

@@ -1,4 +1,4 @@
-"""Settings of a model's generation config that shape answers and that the loop lacks: refused, or told, by name."""
+"""Settings of a generation config that change answers and that the loop lacks: refused or listed by name."""
 
 from __future__ import annotations
 

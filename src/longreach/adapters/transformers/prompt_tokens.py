@@ -1,0 +1,97 @@
+"""Prompts as tokens: chat templates, special tokens, stop tokens, and the length that a model was made for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from longreach.adapters.transformers.checks import text_config
+from longreach.errors import InvalidInput, ModelFileError
+
+
+def context_limit(model: Any) -> int | None:
+    """Tokens of the model's context, else None."""
+    return getattr(text_config(model), "max_position_embeddings", None)
+
+
+def check_length(model: Any, prompt: int, max_new_tokens: int) -> None:
+    """Raise InvalidInput if prompt and answer exceed the model's context."""
+    limit = context_limit(model)
+    if limit is not None and prompt + max_new_tokens > limit:
+        raise InvalidInput(
+            f"document and question are {prompt} tokens and the answer may take {max_new_tokens}, but the model's "
+            f"context is {limit} tokens; shorten the document by {prompt + max_new_tokens - limit} tokens, or ask for "
+            f"a shorter answer"
+        )
+
+
+def stop_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Tokens that end an answer, from the generation config and the tokenizer."""
+    found = set()
+    for value in (model.generation_config.eos_token_id, tokenizer.eos_token_id):
+        found |= set(value) if isinstance(value, (list, tuple)) else ({value} if value is not None else set())
+    return tuple(sorted(found))
+
+
+def stop_strings(model: Any) -> tuple[str, ...]:
+    """Texts that end an answer, from the generation config."""
+    value = getattr(model.generation_config, "stop_strings", None)
+    return (value,) if isinstance(value, str) else tuple(value or ())
+
+
+def encode(tokenizer: Any, text: str, special: bool = True) -> list[int]:
+    """Tokens of a prompt to continue: special tokens at its beginning if `special`, none at its end."""
+    ids = list(tokenizer(text, add_special_tokens=special, verbose=False).input_ids)
+    if special and ids and ids[-1] == tokenizer.eos_token_id and not text.endswith(tokenizer.eos_token):
+        ids.pop()
+    return ids
+
+
+def chat(tokenizer: Any, turn: str) -> str | None:
+    """A user's turn in the tokenizer's chat template, up to the beginning of the answer; None without a template."""
+    if not getattr(tokenizer, "chat_template", None):
+        return None
+    try:
+        return tokenizer.apply_chat_template(
+            [{"role": "user", "content": turn}], add_generation_prompt=True, tokenize=False
+        )
+    except Exception as error:  # a template is a program of the model's: it may raise anything
+        why = f"{type(error).__name__}: {error}"
+        raise ModelFileError(f"the tokenizer's chat template failed ({why}); mend it or remove it") from error
+
+
+def prompts(tokenizer: Any, document: str, questions: Sequence[str]) -> tuple[list[int], list[list[int]]]:
+    """(tokens that all prompts share, the rest of each): so the document is read once.
+
+    Questions follow the document, in the tokenizer's chat template if it has one, else as "Question: ...
+    Answer:". Raises InvalidInput for an empty document or question.
+    """
+    if not document.strip():
+        raise InvalidInput("the document is empty; give one with text in it")
+    if not questions or not all(question.strip() for question in questions):
+        raise InvalidInput("a question is empty; ask something")
+
+    if any("\ud800" <= c <= "\udfff" for text in (document, *questions) for c in text):
+        raise InvalidInput("document and questions must be text; one of them holds bytes that are no UTF-8")
+
+    def prompt(question: str) -> list[int]:
+        text = f"{document.rstrip()}\n\n"
+        written = chat(tokenizer, text + question)
+        if written is not None:
+            return encode(tokenizer, written, special=False)
+        return encode(tokenizer, f"{text}Question: {question}\nAnswer:")
+
+    return share([prompt(q) for q in questions], prompt("?"))
+
+
+def share(sequences: Sequence[list[int]], other: list[int]) -> tuple[list[int], list[list[int]]]:
+    """Split sequences after the longest prefix they share with `other`; each keeps at least one token of its own."""
+    common = min(len(s) for s in (*sequences, other)) - 1
+    for sequence in sequences:
+        for i in range(common):
+            if sequence[i] != other[i]:
+                common = i
+                break
+    if common < 1:
+        raise InvalidInput("the prompts share no beginning; the chat template puts the question before the document")
+    return other[:common], [s[common:] for s in sequences]
