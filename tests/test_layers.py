@@ -34,7 +34,7 @@ DOORS = {
 # rooms whose members stand side by side, and the members that all others may import
 SHARED = {
     "ops": {"types", "selection", "impl", "reference_chunks", "partial", "rope", "checks", "doors"},
-    "methods": {"base", "call", "choosing", "registry", "values"},
+    "methods": {"base", "call", "choosing", "registry", "slots", "values"},
     "adapters": set[str](),
 }
 BUILT_ON = {("adapters", "lm_eval"): "transformers"}  # member -> the sibling whose front door, no more, it may use

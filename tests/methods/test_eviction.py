@@ -10,8 +10,9 @@ from torch import Tensor
 
 from longreach.errors import InvalidInput, UnknownName
 from longreach.methods.call import LayerCall
-from longreach.methods.eviction import LastRows, SnapKV
 from longreach.methods.registry import choose_eviction
+from longreach.methods.slots import LastRows
+from longreach.methods.snapkv import SnapKV
 from longreach.ops import KVView, RowRange, Rows
 from longreach.testing.inputs import random_kv
 from tests.ops.attend.kernels import here

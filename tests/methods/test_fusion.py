@@ -11,19 +11,10 @@ from torch import Tensor
 
 from longreach.errors import InvalidInput, UnknownName
 from longreach.methods.call import LayerCall
-from longreach.methods.fusion import (
-    A3,
-    PIE,
-    A3Deep,
-    CacheBlend,
-    FullLayer,
-    FullReuse,
-    Fusion,
-    LegoLink,
-    PromptParts,
-)
+from longreach.methods.fusion import A3, PIE, A3Deep, CacheBlend, FullReuse, LegoLink
 from longreach.methods.fusion.base import best
 from longreach.methods.registry import FUSIONS, choose_fusion, fusion_class
+from longreach.methods.slots import FullLayer, Fusion, PromptParts
 from longreach.ops import KVView, Rows
 from longreach.testing.inputs import random_kv
 from tests.ops.attend.kernels import here

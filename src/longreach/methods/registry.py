@@ -11,8 +11,7 @@ from typing import Any
 from longreach.errors import InvalidInput, UnknownName
 from longreach.methods.base import AttentionMethod
 from longreach.methods.call import ModelShape, Phase
-from longreach.methods.eviction import Eviction
-from longreach.methods.fusion.base import Fusion
+from longreach.methods.slots import Eviction, Fusion
 from longreach.methods.values import value_of
 
 METHODS = {
@@ -34,7 +33,7 @@ FUSIONS = {
     "a3": "longreach.methods.fusion:A3",
     "a3_deep": "longreach.methods.fusion:A3Deep",
 }
-EVICTIONS = {"snapkv": "longreach.methods.eviction:SnapKV"}
+EVICTIONS = {"snapkv": "longreach.methods.snapkv:SnapKV"}
 NONE = ("none",)  # leaves the fuse or evict slot empty
 
 

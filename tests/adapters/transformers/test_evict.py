@@ -16,9 +16,10 @@ from longreach.errors import InvalidInput, Unsupported
 from longreach.methods.base import AttentionMethod
 from longreach.methods.call import LayerCall
 from longreach.methods.dense import Dense
-from longreach.methods.eviction import Eviction, SnapKV
-from longreach.methods.fusion import A3, PIE, Fusion
+from longreach.methods.fusion import A3, PIE
 from longreach.methods.mac import MAC
+from longreach.methods.slots import Eviction, Fusion
+from longreach.methods.snapkv import SnapKV
 from longreach.testing.tiny import random_tokens
 from tests.adapters.transformers.fusing.test_read import SYSTEM, prompt_of
 from tests.adapters.transformers.reference import model_of

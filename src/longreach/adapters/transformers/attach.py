@@ -40,9 +40,8 @@ from longreach.adapters.transformers.step import ModelFacts, Step, current, ente
 from longreach.cache import CacheConfig
 from longreach.errors import ConcurrentUse, InvalidInput, Unsupported
 from longreach.methods.base import AttentionMethod
-from longreach.methods.eviction import Eviction
-from longreach.methods.fusion import Fusion
 from longreach.methods.registry import choose, choose_eviction, choose_fusion
+from longreach.methods.slots import Eviction, Fusion
 from longreach.ops.attend import IMPLEMENTATIONS
 from longreach.runtime import Ledger, Pass, Report, Segment
 from longreach.runtime.forward import LayerHook

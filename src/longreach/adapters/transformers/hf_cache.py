@@ -18,7 +18,7 @@ from longreach.adapters.transformers.step import Step, current
 from longreach.cache import CacheConfig, KVCache
 from longreach.errors import ConcurrentUse, InvalidInput, LongreachError, Unsupported
 from longreach.methods.base import AttentionMethod, PromptObserver
-from longreach.methods.eviction import Eviction, LastRows
+from longreach.methods.slots import Eviction, LastRows
 from longreach.runtime import StateStore
 
 

@@ -7,8 +7,9 @@ from typing import Literal
 
 from torch import Tensor
 
-from longreach.methods.fusion.base import FullLayer, Fusion, PromptParts, best, check_ratio
+from longreach.methods.fusion.base import best, check_ratio
 from longreach.methods.fusion.scores import attention_by_head, attention_of_all_heads
+from longreach.methods.slots import FullLayer, Fusion, PromptParts
 from longreach.ops.types import require
 
 

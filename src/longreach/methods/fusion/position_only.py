@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from longreach.methods.base import is_count
-from longreach.methods.fusion.base import FullLayer, Fusion, PromptParts
+from longreach.methods.slots import FullLayer, Fusion, PromptParts
 from longreach.ops.types import require
 
 

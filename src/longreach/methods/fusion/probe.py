@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from longreach.methods.base import is_count
-from longreach.methods.fusion.base import FullLayer, Fusion, PromptParts, best, check_ratio
+from longreach.methods.fusion.base import best, check_ratio
 from longreach.methods.fusion.scores import attention_by_head
+from longreach.methods.slots import FullLayer, Fusion, PromptParts
 from longreach.ops.types import require
 
 

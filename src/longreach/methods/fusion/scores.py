@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longreach.methods.call import LayerCall
-from longreach.methods.fusion.base import PromptParts
+from longreach.methods.slots import PromptParts
 
 ROWS = 64  # of the question, scored at a time: [ROWS, G, N] scores are held
 

@@ -16,9 +16,10 @@ from longreach.adapters.transformers.precompute import Precompute
 from longreach.adapters.transformers.prompt_reader import Reader
 from longreach.errors import InvalidInput, Unsupported
 from longreach.methods.base import AttentionMethod
-from longreach.methods.fusion import A3, PIE, A3Deep, CacheBlend, FullLayer, FullReuse, Fusion, LegoLink, PromptParts
+from longreach.methods.fusion import A3, PIE, A3Deep, CacheBlend, FullReuse, LegoLink
 from longreach.methods.kascade import Kascade
 from longreach.methods.loki import Loki
+from longreach.methods.slots import FullLayer, Fusion, PromptParts
 from longreach.store import Chunk
 from longreach.testing.tiny import random_tokens
 from tests.adapters.transformers.reference import model_of

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from longreach.errors import InvalidInput
-from longreach.methods.fusion import PromptParts
+from longreach.methods.slots import PromptParts
 from longreach.store import Chunk
 from longreach.store.key import as_ids
 

@@ -32,7 +32,7 @@ from longreach.adapters.transformers.shard import shard_of
 from longreach.adapters.transformers.step import Step
 from longreach.errors import InvalidInput, Unsupported
 from longreach.methods.call import LayerCall
-from longreach.methods.fusion import FullLayer, Fusion, PromptParts
+from longreach.methods.slots import FullLayer, Fusion, PromptParts
 from longreach.ops import RotaryAngles, Rows
 
 

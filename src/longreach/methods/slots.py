@@ -1,22 +1,78 @@
-"""Eviction: after a prompt is read, each layer and KV head keeps the keys that the prompt's end attends to."""
+"""Bases of methods that fill the fuse and the evict slot; those of prefill and decode are in base.py."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from longreach.cache import StatelessOnTruncate
-from longreach.errors import InvalidInput
-from longreach.methods.base import PromptObserver, is_count
+from longreach.methods.base import Configured, PromptObserver
 from longreach.methods.call import LayerCall
 from longreach.ops import KVView, Rows
-from longreach.ops.types import require
+
+
+@dataclass(frozen=True, eq=False)
+class PromptParts:
+    """Which tokens of a prompt of N have stored keys and values. All [N] on the model's device.
+
+    stored: bool. exact: bool, the stored ones that are what a plain prefill makes, since all before their chunk is what
+    it was computed behind. before, after: int64, tokens of the same chunk before and after this one; 0 outside chunks.
+    question: the first token after the last chunk.
+    """
+
+    stored: Tensor
+    exact: Tensor
+    before: Tensor
+    after: Tensor
+    question: int
+
+    @property
+    def candidates(self) -> Tensor:
+        """bool [N]: the tokens that a ratio may be spent on."""
+        return self.stored & ~self.exact
+
+
+@dataclass(frozen=True, eq=False)
+class FullLayer:
+    """A layer in which tokens are chosen.
+
+    call: the question's rows over the keys of all tokens, which are in the cache. values: [N, G, D], computed for all
+    tokens; in a probe of no rows. stored_values: makes those of the chunks, [S, G, D], S the stored tokens in ascending
+    order.
+    """
+
+    call: LayerCall
+    values: Tensor
+    stored_values: Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Fusion(Configured, ABC):
+    """Base of methods that fill the fuse slot. Subclasses are frozen dataclasses of options.
+
+    full_layers: layers that run for all tokens before tokens are chosen. At the last one keys and values of all tokens
+        replace the stored ones; chosen tokens alone attend there and run from there on. 0: they run from the start.
+    true_positions: whether stored keys are rotated to where their tokens stand, else to where they were computed.
+    """
+
+    full_layers: ClassVar[int] = 0
+    true_positions: ClassVar[bool] = True
+
+    def probes(self, layers: int) -> tuple[int, ...]:
+        """Layers up to which the question runs to choose, one after the other; none for methods that do without.
+
+        Raises InvalidInput for an option that does not fit a model of so many layers.
+        """
+        return ()
+
+    @abstractmethod
+    def choose(self, prompt: PromptParts, layer: FullLayer | None) -> Tensor:
+        """bool [N]: the stored tokens that are recomputed. layer: the last full one or the probe's; else None."""
 
 
 class LastRows(StatelessOnTruncate):
@@ -105,50 +161,3 @@ class Eviction(PromptObserver, ABC):
             if index is not None:
                 found[slot] = index
         return found
-
-
-@dataclass(frozen=True)
-class SnapKV(Eviction):
-    """Keep the keys that the prompt's last rows attend to most (arXiv 2404.14469).
-
-    capacity: keys that each KV head keeps, those that stay in any case included: the system prompt and the question of
-    a fused prompt, else the last `window` rows. Votes are post-softmax scores summed over rows and the query heads of a
-    KV head, then pooled over `kernel` neighbours (odd), so that a kept key's context stays with it: by their maximum,
-    or their mean. A3's code (arXiv 2511.17560) repeats keys for each query head before it evicts; here KV heads choose.
-    """
-
-    capacity: int = 1024
-    kernel: int = 7
-    pool: Literal["max", "mean"] = "max"
-
-    name = "snapkv"
-
-    def __post_init__(self) -> None:
-        for name in ("capacity", "window", "kernel"):
-            require(is_count(getattr(self, name), 1), f"{name}: expected a count >= 1, got {getattr(self, name)!r}")
-        require(self.kernel % 2 == 1, f"kernel: expected an odd number of neighbours, got {self.kernel}")
-        require(self.pool in ("max", "mean"), f"pool: expected 'max' or 'mean', got {self.pool!r}")
-
-    def check_parts(self, length: int, first: int, last: int) -> None:
-        if length > self.capacity < first + last:
-            raise InvalidInput(
-                f"snapkv: capacity {self.capacity} is less than the {first} tokens of the system prompt and {last} of "
-                f"the question, which stay; give a larger capacity"
-            )
-
-    def keep(self, call: LayerCall, length: int, first: int, last: int) -> Tensor | None:
-        self.check_parts(length, first, last)
-        if length <= self.capacity:
-            return None
-        lse, logits = call.op("score_keys")
-        scores = call.op("pooled_scores", lse=lse, logits=logits)[..., :length]
-        columns = torch.arange(length, device=scores.device)
-        votes = torch.where(columns <= call.rows.pos[:, None, None], scores, 0.0).sum(0)  # [G, N]
-        half = self.kernel // 2
-        if self.pool == "max":
-            votes = F.max_pool1d(votes[None], self.kernel, stride=1, padding=half)[0]
-        else:
-            votes = F.avg_pool1d(votes[None], self.kernel, stride=1, padding=half, count_include_pad=False)[0]
-        stays = (columns < first) | (columns >= length - last)
-        ranked = votes.masked_fill(stays, torch.inf).sort(descending=True, stable=True).indices
-        return ranked[:, : self.capacity].sort().values
