@@ -14,6 +14,8 @@ _NAMES = {
     "attach": "longreach.adapters.transformers",
     "load": "longreach.adapters.transformers",
     "generate": "longreach.adapters.transformers.loop",
+    "Documents": "longreach.adapters.transformers",
+    "ChunkStore": "longreach.store",
     "CacheConfig": "longreach.cache",
     "Dense": "longreach.methods.dense",
     "StreamingLLM": "longreach.methods.streaming_llm",
@@ -24,17 +26,31 @@ _NAMES = {
     "Loki": "longreach.methods.loki",
     "Kascade": "longreach.methods.kascade",
     "MAC": "longreach.methods.mac",
+    "FullReuse": "longreach.methods.fusion",
+    "PIE": "longreach.methods.fusion",
+    "LegoLink": "longreach.methods.fusion",
+    "CacheBlend": "longreach.methods.fusion",
+    "A3": "longreach.methods.fusion",
+    "A3Deep": "longreach.methods.fusion",
+    "SnapKV": "longreach.methods.snapkv",
     "LongreachError": "longreach.errors",
 }
 __all__ = ["__version__", *_NAMES]
 
 if TYPE_CHECKING:
+    from longreach.adapters.transformers import Documents as Documents
     from longreach.adapters.transformers import attach as attach
     from longreach.adapters.transformers import load as load
     from longreach.adapters.transformers.loop import generate as generate
     from longreach.cache import CacheConfig as CacheConfig
     from longreach.errors import LongreachError as LongreachError
     from longreach.methods.dense import Dense as Dense
+    from longreach.methods.fusion import A3 as A3
+    from longreach.methods.fusion import PIE as PIE
+    from longreach.methods.fusion import A3Deep as A3Deep
+    from longreach.methods.fusion import CacheBlend as CacheBlend
+    from longreach.methods.fusion import FullReuse as FullReuse
+    from longreach.methods.fusion import LegoLink as LegoLink
     from longreach.methods.kascade import Kascade as Kascade
     from longreach.methods.less_is_more import LessIsMore as LessIsMore
     from longreach.methods.loki import Loki as Loki
@@ -42,7 +58,9 @@ if TYPE_CHECKING:
     from longreach.methods.omnikv import OmniKV as OmniKV
     from longreach.methods.oracle_top_k import OracleTopK as OracleTopK
     from longreach.methods.quest import Quest as Quest
+    from longreach.methods.snapkv import SnapKV as SnapKV
     from longreach.methods.streaming_llm import StreamingLLM as StreamingLLM
+    from longreach.store import ChunkStore as ChunkStore
 
 
 def __getattr__(name: str) -> Any:

@@ -13,13 +13,13 @@ from longreach.adapters.transformers import (
     Reader,
     Session,
     check_length,
+    pieces,
     prompts,
     stop_strings,
     stop_tokens,
 )
 from longreach.cache import CacheConfig
 from longreach.evals.progress import Progress, unseen
-from longreach.evals.text import pieces
 
 
 @dataclass(frozen=True)

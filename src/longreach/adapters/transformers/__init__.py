@@ -1,8 +1,10 @@
 """Hugging Face transformers: attach a method to a model, load a model, the cache that generate uses."""
 
+from longreach.adapters.transformers.answer_text import pieces
 from longreach.adapters.transformers.attach import Session, attach
 from longreach.adapters.transformers.checks import cache_windows, shape_of
 from longreach.adapters.transformers.chunking import Piece, Pieces, Splitter, split
+from longreach.adapters.transformers.documents import Account, Documents
 from longreach.adapters.transformers.fingerprint import Fingerprint, fingerprint
 from longreach.adapters.transformers.get_or_compute import ChunkResult, get_or_compute
 from longreach.adapters.transformers.hf_cache import LongreachCache
@@ -24,11 +26,13 @@ from longreach.adapters.transformers.residual_hooks import residuals
 
 __all__ = [
     "CHUNK",
+    "Account",
     "Advance",
     "Answer",
     "BatchAnswer",
     "BatchReader",
     "ChunkResult",
+    "Documents",
     "Fingerprint",
     "LongreachCache",
     "Piece",
@@ -48,6 +52,7 @@ __all__ = [
     "get_or_compute",
     "load",
     "model_path",
+    "pieces",
     "prompts",
     "residuals",
     "shape_at",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from longreach.adapters.transformers.checks import text_config
@@ -47,17 +48,53 @@ def encode(tokenizer: Any, text: str, special: bool = True) -> list[int]:
     return ids
 
 
-def chat(tokenizer: Any, turn: str) -> str | None:
+def chat(tokenizer: Any, turn: str, system: str = "") -> str | None:
     """A user's turn in the tokenizer's chat template, up to the beginning of the answer; None without a template."""
     if not getattr(tokenizer, "chat_template", None):
         return None
+    turns = [{"role": "system", "content": system}] if system else []
     try:
         return tokenizer.apply_chat_template(
-            [{"role": "user", "content": turn}], add_generation_prompt=True, tokenize=False
+            [*turns, {"role": "user", "content": turn}], add_generation_prompt=True, tokenize=False
         )
     except Exception as error:  # a template is a program of the model's: it may raise anything
         why = f"{type(error).__name__}: {error}"
         raise ModelFileError(f"the tokenizer's chat template failed ({why}); mend it or remove it") from error
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What stands around the documents of a prompt. templated: by the chat template, which brings special tokens.
+
+    head: before the documents. rest: after the question; before it, without a template.
+    """
+
+    head: str
+    rest: str
+    templated: bool
+
+    def tail(self, question: str) -> str:
+        """What follows the documents."""
+        return f"{question}{self.rest}" if self.templated else f"Question: {question}{self.rest}"
+
+
+def frame(tokenizer: Any, system: str = "") -> Frame:
+    """The parts of prompts whose documents and question change.
+
+    Raises InvalidInput for a chat template that does not show a user's turn as it is, in one place.
+    """
+    if any("\ud800" <= c <= "\udfff" for c in system):
+        raise InvalidInput("the system prompt must be text; this one holds bytes that are no UTF-8")
+    place = "{documents and a question}"
+    written = chat(tokenizer, place, system)
+    if written is None:
+        return Frame(f"{system}\n\n" if system else "", "\nAnswer:", False)
+    head, found, rest = written.partition(place)
+    if not found or place in rest:
+        raise InvalidInput(
+            "the tokenizer's chat template does not show what a user says as it is, once; documents have no place in it"
+        )
+    return Frame(head, rest, True)
 
 
 def prompts(tokenizer: Any, document: str, questions: Sequence[str]) -> tuple[list[int], list[list[int]]]:

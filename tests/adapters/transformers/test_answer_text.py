@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longreach.evals.text import pieces
+from longreach.adapters.transformers.answer_text import pieces
 from longreach.testing.tiny import EOS_ID, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()  # one token a byte

@@ -1,0 +1,178 @@
+"""Documents: stored once, read in any order, asked by any question."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import longreach
+from longreach import A3, PIE, ChunkStore, Documents, SnapKV, attach
+from longreach.adapters.transformers.prompt_reader import Answer, Reader
+from longreach.adapters.transformers.prompt_tokens import frame
+from longreach.errors import InvalidInput, ModelFileError, StoreError
+from longreach.testing.tiny import tiny_tokenizer
+from tests.adapters.transformers.reference import model_of
+
+TEXTS = ["The archive opens at nine. Its code is 4711.\n\nAsk at the desk.", "Boats leave at noon.", "Öl und Käse. 🧀"]
+SYSTEM, QUESTION = "Answer from the documents.", "When do boats leave?"
+
+
+def asked(documents: Documents, question: str = QUESTION, new: int = 12) -> str:
+    return "".join(documents.ask(question, new))
+
+
+def plain(model: Any, ids: list[int], new: int = 12) -> list[int]:
+    """Greedy tokens after a plain prefill of the same tokens."""
+    with attach(model) as session:
+        reader = Reader(session)
+        return list(reader.decode(reader.read(ids), new, Answer()))
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_at_ratio_1_it_is_the_models_own_answer(chat: bool, tmp_path: Path) -> None:
+    model, tokenizer = model_of("llama"), tiny_tokenizer(chat=chat)
+    with attach(model, fuse=A3(ratio=1.0)) as session, ChunkStore(tmp_path) as store:
+        documents = Documents(session, tokenizer, system=SYSTEM, store=store, chunk_tokens=16)
+        documents.read(TEXTS[:2])
+        documents.read(TEXTS[2:])
+        ids = list(documents.prompt(QUESTION).ids)
+        text, account = asked(documents), documents.account
+    assert account is not None and account.answer.tokens == plain(model, ids)
+    assert text == tokenizer.decode(account.answer.tokens, skip_special_tokens=True).lstrip()
+    assert account.fusion.tokens == len(ids) and account.fusion.reused == 0
+    assert 0 < account.read_seconds <= account.first_token_seconds
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_characters_are_unchanged_and_special_tokens_come_once(chat: bool) -> None:
+    model, tokenizer = model_of("llama"), tiny_tokenizer(chat=chat)
+    with attach(model, fuse=PIE()) as session:
+        documents = Documents(session, tokenizer, system=SYSTEM, chunk_tokens=16)
+        documents.read(TEXTS)
+        prompt = documents.prompt(QUESTION)
+    told = tokenizer.decode(list(prompt.ids), skip_special_tokens=True)
+    body = "\n\n".join(TEXTS)
+    turns = f"[system]{SYSTEM}[user]{body}\n\n{QUESTION}[assistant]"
+    assert told == (turns if chat else f"{SYSTEM}\n\n{body}\n\nQuestion: {QUESTION}\nAnswer:")
+    assert prompt.ids.count(tokenizer.bos_token_id) == 1 and prompt.ids[0] == tokenizer.bos_token_id
+    assert all(tuple(chunk.prefix.tolist()) == tuple(documents.head) for _, chunk in prompt.chunks)
+    stored = sum(len(chunk.tokens) for _, chunk in prompt.chunks)
+    assert stored == sum(len(text.encode()) for text in TEXTS)
+
+
+def test_what_is_stored_is_found_in_any_order_and_twice(tmp_path: Path) -> None:
+    model, tokenizer = model_of("llama"), tiny_tokenizer()
+    with attach(model, fuse=PIE()) as session, ChunkStore(tmp_path) as store:
+        first = Documents(session, tokenizer, system=SYSTEM, store=store, chunk_tokens=16)
+        first.read([TEXTS[0], TEXTS[0]])
+        states = [origin.state for origin in first.origins]
+        half = len(states) // 2
+        assert states == ["computed"] * half + ["stored"] * half, "a document given twice is stored once"
+        assert len(store.entries()) == half and [o.document for o in first.origins] == [0] * half + [1] * half
+        again = Documents(session, tokenizer, system=SYSTEM, store=store, chunk_tokens=16)
+        again.read([TEXTS[1], TEXTS[0]])
+        assert {o.state for o in again.origins if o.document == 1} == {"stored"}
+        placed = [start for start, _ in first.prompt(QUESTION).chunks]
+        assert len(placed) == 2 * half and asked(first) and asked(again)
+        other = Documents(session, tokenizer, system="Another one.", store=store, chunk_tokens=16)
+        other.read([TEXTS[0]])
+        assert {o.state for o in other.origins} == {"computed"}, "behind another system prompt they are other chunks"
+
+
+def test_every_question_starts_anew_with_eviction_too() -> None:
+    model, tokenizer = model_of("llama"), tiny_tokenizer()
+    with attach(model, fuse=A3(ratio=0.2), evict=SnapKV(capacity=90)) as session:
+        documents = Documents(session, tokenizer, system=SYSTEM, chunk_tokens=16)
+        documents.read(TEXTS)
+        first = asked(documents)
+        asked(documents, "And who?")
+        assert asked(documents) == first
+        with pytest.raises(InvalidInput, match="capacity 90 is less than the"):
+            asked(documents, "why " * 30)
+        assert asked(documents) == first
+
+
+def test_a_broken_chunk_is_computed_again_and_a_store_that_fails_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokenizer = model_of("llama"), tiny_tokenizer()
+    with attach(model, fuse=PIE()) as session, ChunkStore(tmp_path) as store:
+        Documents(session, tokenizer, store=store, chunk_tokens=16).read(TEXTS[:1])
+        (path, *_) = sorted(tmp_path.rglob("*.safetensors"))
+        path.write_bytes(path.read_bytes()[:-9])
+        again = Documents(session, tokenizer, store=store, chunk_tokens=16)
+        with pytest.warns(UserWarning, match="set aside|broken|truncated"):
+            again.read(TEXTS[:1])
+        assert [o.state for o in again.origins].count("recomputed") == 1
+
+        def fails(*args: Any) -> Any:
+            raise StoreError("the disk is gone")
+
+        monkeypatch.setattr(store, "get_or_told", fails)
+        told = Documents(session, tokenizer, store=store, chunk_tokens=16)
+        told.read(TEXTS[:1])
+        assert {str(o.error) for o in told.origins} == {"the disk is gone"} and asked(told)
+
+
+# bad input
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        ([], "expected a list of documents with at least one text"),
+        ("one text", "expected a list of documents"),
+        ([TEXTS[0], "  \n"], "document 1 is empty or no text"),
+        ([b"bytes"], "document 0 is empty or no text"),
+        (["\ud800"], "this one holds bytes that are no UTF-8"),
+    ],
+)
+def test_documents_that_are_none(texts: Any, message: str) -> None:
+    with attach(model_of("llama"), fuse=PIE()) as session:
+        documents = Documents(session, tiny_tokenizer())
+        with pytest.raises(InvalidInput, match=message):
+            documents.read(texts)
+        assert documents.chunks == [] and documents.origins == []
+
+
+def test_questions_that_cannot_be_asked() -> None:
+    with attach(model_of("llama"), fuse=PIE()) as session:
+        documents = Documents(session, tiny_tokenizer())
+        with pytest.raises(InvalidInput, match="no documents were read; call read first"):
+            documents.ask(QUESTION)
+        documents.read(TEXTS)
+        with pytest.raises(InvalidInput, match="the question is empty"):
+            documents.ask(" ")
+        for question, new in ((QUESTION, 5000), ("x" * 5000, 5)):
+            with pytest.raises(InvalidInput, match="but the model's context is"):
+                documents.ask(question, new)
+
+
+def test_sessions_models_and_templates_that_do_not_do() -> None:
+    model, tokenizer = model_of("llama"), tiny_tokenizer(chat=True)
+    with attach(model) as session, pytest.raises(InvalidInput, match="attach with fuse='a3'"):
+        Documents(session, tokenizer)
+    other = copy.copy(tokenizer)
+    other.chat_template = "{{ messages | length }}"
+    with attach(model, fuse="a3") as session:
+        with pytest.raises(InvalidInput, match="documents have no place in it"):
+            Documents(session, other)
+        other.chat_template = "{{ raise_exception('no system role') }}"
+        with pytest.raises(ModelFileError, match="no system role"):
+            Documents(session, other, system=SYSTEM)
+        model.train()
+        try:
+            with pytest.raises(InvalidInput, match="training mode"):
+                Documents(session, tokenizer)
+        finally:
+            model.eval()
+
+
+def test_frames() -> None:
+    assert frame(tiny_tokenizer(), "").head == "" and not frame(tiny_tokenizer()).templated
+    with pytest.raises(InvalidInput, match="the system prompt must be text"):
+        frame(tiny_tokenizer(), "\udcff")
+    assert longreach.Documents is Documents
