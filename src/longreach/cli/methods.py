@@ -18,13 +18,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from longreach.methods.registry import METHODS, method_class
+    from longreach.methods.registry import EVICTIONS, FUSIONS, METHODS, eviction_class, fusion_class, method_class
 
+    kinds: list[tuple[type[Any], list[str]]] = [(fusion_class(name), ["fuse"]) for name in FUSIONS]
+    kinds += [(method_class(name), list(method_class(name).phases)) for name in METHODS]
+    kinds += [(eviction_class(name), ["evict"]) for name in EVICTIONS]
     found = list[dict[str, Any]]()
-    for name in METHODS:
-        kind = method_class(name)
+    for kind, slots in kinds:
         summary = (kind.__doc__ or "").strip().splitlines()[0]
-        found.append({"name": name, "slots": list(kind.phases), "options": kind.options(), "summary": summary})
+        found.append({"name": kind.name, "slots": slots, "options": kind.options(), "summary": summary})
     if args.json:
         emit(found)
         return 0

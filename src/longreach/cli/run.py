@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from longreach.cli.common import (
-    add_document,
+    add_chunk_size,
     add_graph,
     add_json,
     add_model,
@@ -20,6 +20,7 @@ from longreach.cli.common import (
     tell_unapplied,
 )
 from longreach.cli.show import duration, emit, percent, progress, waiting
+from longreach.errors import InvalidInput
 
 if TYPE_CHECKING:
     from longreach.evals.run import QuestionAnswer
@@ -30,19 +31,33 @@ EXAMPLES = (
     "longreach run --model mini --document notes.txt --question 'What is the access code for the archive?'",
     "longreach run --model ./Llama-3.1-8B-Instruct --document report.txt --question 'Who wrote it?' \\",
     "    --question 'When?' --decode streaming_llm --set decode.window=0.3",
-    "longreach methods    (what --prefill, --decode and --set know)",
+    "longreach run --model mini --documents a.txt b.txt --question 'Which of them names a code?' --fuse a3 \\",
+    "    --evict snapkv --set evict.capacity=512 --store chunks",
+    "longreach methods    (what --fuse, --prefill, --evict, --decode and --set know)",
 )
-SLOTS = ("prefill", "decode")
+SLOTS = ("fuse", "prefill", "evict", "decode")
+PHASES = ("prefill", "decode")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
-    add_document(parser)
+    text = parser.add_mutually_exclusive_group(required=True)
+    text.add_argument("--document", metavar="FILE", help="UTF-8 text; - for standard input")
+    text.add_argument("--documents", nargs="+", metavar="FILE", help="UTF-8 texts that are cut into chunks, whose keys "
+                      "and values are computed once, stored, and used wherever they stand in a prompt")  # fmt: skip
+    add_chunk_size(parser)
     parser.add_argument("--question", required=True, action="append", metavar="TEXT", help="may be given several times")
+    parser.add_argument("--fuse", metavar="NAME", help="how the chunks of --documents are used (default a3)")
     parser.add_argument("--prefill", metavar="NAME", help="method for the prompt (default dense)")
+    parser.add_argument("--evict", metavar="NAME", help="which keys stay once the prompt is read (default all)")
     parser.add_argument("--decode", metavar="NAME", help="method for the answer's tokens (default dense)")
     parser.add_argument("--set", action="append", default=[], metavar="SLOT.OPTION=VALUE",
-                        help="an option of the prefill or decode method, such as decode.window=0.3")  # fmt: skip
+                        help="an option of a slot's method, such as decode.window=0.3 or fuse.ratio=0.3")  # fmt: skip
+    parser.add_argument("--system", metavar="FILE", help="with --documents: UTF-8 text before them, behind which their "
+                        "chunks are computed")  # fmt: skip
+    parser.add_argument("--store", metavar="DIR", help="with --documents: where chunks are kept (default: nowhere)")
+    parser.add_argument("--chunk-tokens", type=positive, default=512, metavar="N", help="with --documents: of a chunk "
+                        "at most (default 512)")  # fmt: skip
     parser.add_argument("--max-new-tokens", type=positive, default=128, metavar="N", help="longest answer, in tokens "
                         "(default 128)")  # fmt: skip
     add_graph(parser)
@@ -51,6 +66,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     options = parse_settings(args.set, "slot", SLOTS)
+    if args.documents:
+        from longreach.cli.run_documents import run_documents
+
+        return run_documents(args, options)
+    _refuse_without_documents(args, options)
     document = read_document(args.document)
     check_questions(args.question)
     with waiting("loading the model"):
@@ -76,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
                     print(piece, end="", flush=True)
             if not args.json:
                 print(flush=True)
-                _note(task.answered[-1])
+                note(task.answered[-1])
         report = session.report()
     if args.json:
         config = {"prefill": prefill.to_json(), "decode": decode.to_json(), "not_applied": left_out}
@@ -89,7 +109,18 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _note(answer: QuestionAnswer) -> None:
+def _refuse_without_documents(args: argparse.Namespace, options: dict[str, Any]) -> None:
+    """Raise InvalidInput for what belongs to --documents."""
+    asked = {"--fuse": args.fuse, "--evict": args.evict, "--system": args.system, "--store": args.store,
+             "--set fuse.": options.get("fuse"), "--set evict.": options.get("evict")}  # fmt: skip
+    given = [name for name, value in asked.items() if value is not None]
+    if given:
+        raise InvalidInput(
+            f"{', '.join(given)}: a --document is kept whole for all questions; give --documents FILE instead"
+        )
+
+
+def note(answer: QuestionAnswer) -> None:
     if not answer.tokens:
         print("(no answer: the model stopped at once)", file=sys.stderr)
     elif not answer.stopped:
@@ -105,7 +136,7 @@ def _summarise(
     rates = [(a.seconds_per_token, a.tokens) for a in answers if a.seconds_per_token is not None]
     rate = sum(s * n for s, n in rates) / sum(n for _, n in rates) if rates else None
     shares = [f"{percent(report.fraction(phase))} in {phase} ({method})"
-              for phase, method in zip(SLOTS, methods, strict=True) if report.fraction(phase) is not None]  # fmt: skip
+              for phase, method in zip(PHASES, methods, strict=True) if report.fraction(phase) is not None]  # fmt: skip
     setup = sum(a.setup_seconds for a in answers)
     ready = f" Compiling and capturing the decode step took {duration(setup)}, once." if setup else ""
     again = f" ({duration(answers[1].first_token_seconds)} for further questions)" if len(answers) > 1 else ""

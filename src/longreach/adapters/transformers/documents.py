@@ -102,6 +102,10 @@ class Documents:
         self.chunks += found
         self.origins += origins
 
+    def count(self, texts: Sequence[str]) -> int:
+        """Tokens of the chunks of these texts, for a progress bar."""
+        return sum(len(self._splitter.split(text).tokens) for text in texts)
+
     def prompt(self, question: str) -> FusedPrompt:
         """The prompt of a question about all documents. Raises InvalidInput for none of either."""
         if not isinstance(question, str) or not question.strip():

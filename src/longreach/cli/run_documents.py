@@ -1,0 +1,121 @@
+"""`longreach run --documents`: questions about documents that are read from chunks."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from longreach.cli.common import check_questions, load_model, read_text, tell_unapplied
+from longreach.cli.show import duration, emit, progress, waiting
+from longreach.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from longreach.adapters.transformers import Account, Documents
+
+DEFAULT = "a3"
+
+
+def run_documents(args: argparse.Namespace, options: dict[str, dict[str, Any]]) -> int:
+    texts = [_text(name, "to --documents") for name in args.documents]
+    system = "" if args.system is None else _text(args.system, "to --system").rstrip()
+    check_questions(args.question)
+    with ExitStack() as opened:
+        with waiting("loading the model"):
+            from longreach.methods.registry import choose, choose_eviction, choose_fusion
+
+            fuse = choose_fusion(args.fuse or DEFAULT, **options.get("fuse", {}))
+            evict = choose_eviction(args.evict, **options.get("evict", {}))
+            prefill = choose("prefill", args.prefill, **options.get("prefill", {}))
+            decode = choose("decode", args.decode, **options.get("decode", {}))
+            if fuse is None:
+                raise InvalidInput("--fuse none with --documents: chunks are used by a fusion method; give --document")
+            model, tokenizer = load_model(args)
+            from longreach.adapters.transformers import Documents, attach, fingerprint, unapplied
+            from longreach.records import environment
+            from longreach.store import ChunkStore
+
+            store = None if args.store is None else opened.enter_context(ChunkStore(args.store))
+            session = opened.enter_context(attach(model, fuse=fuse, prefill=prefill, evict=evict, decode=decode))
+            started = time.perf_counter()
+            known = fingerprint(model)
+            fingerprinted = time.perf_counter() - started
+            documents = Documents(
+                session, tokenizer, system=system, store=store, chunk_tokens=args.chunk_tokens,
+                prefill_chunk=args.prefill_chunk_size, known=known, graph=args.graph,
+            )  # fmt: skip
+        left_out = unapplied(model, sampled=False, applied=("stop_strings",))
+        tell_unapplied(left_out)
+        started = time.perf_counter()
+        with progress("reading documents", documents.count(texts)) as advance:
+            documents.read(texts, advance)
+        read_seconds = time.perf_counter() - started
+        for error in {str(origin.error) for origin in documents.origins if origin.error is not None}:
+            print(f"longreach: the store could not be used, chunks were computed: {error}", file=sys.stderr)
+        answers = []
+        for question in args.question:
+            if not args.json and len(args.question) > 1:
+                print(f"> {question}")
+            text = ""
+            for piece in documents.ask(question, args.max_new_tokens):
+                text += piece
+                if not args.json:
+                    print(piece, end="", flush=True)
+            assert documents.account is not None
+            answers.append((question, text.rstrip(), documents.account))
+            if not args.json:
+                print(flush=True)
+        report = session.report()
+    if args.json:
+        methods = {"fuse": fuse.to_json(), "prefill": prefill.to_json(), "decode": decode.to_json(),
+                   "evict": None if evict is None else evict.to_json(), "not_applied": left_out}  # fmt: skip
+        emit({**environment(model.device), **methods, "documents": _origins(documents, len(texts)),
+              "seconds": {"fingerprint": fingerprinted, "documents": read_seconds},
+              "answers": [_answer(*answer) for answer in answers], "report": report.to_json()})  # fmt: skip
+        return 0
+    _summarise(documents, read_seconds, [account for *_, account in answers])
+    return 0
+
+
+def _text(name: str, given: str) -> str:
+    shown, text = read_text(name, given)
+    if not text.strip():
+        raise InvalidInput(f"{shown} is empty; leave it out, or give a file with text in it")
+    return text
+
+
+def _origins(documents: Documents, count: int) -> list[dict[str, Any]]:
+    """Of each document: its chunks by where they came from, and their tokens."""
+    found = []
+    for number in range(count):
+        mine = [origin for origin in documents.origins if origin.document == number]
+        states = {state: sum(o.state == state for o in mine) for state in ("stored", "computed", "recomputed")}
+        found.append({"tokens": sum(o.tokens for o in mine), "chunks": len(mine), **states})
+    return found
+
+
+def _answer(question: str, text: str, account: Account) -> dict[str, Any]:
+    answer = account.answer
+    return {
+        "question": question, "answer": text, "tokens": len(answer.tokens), "stopped": answer.stopped,
+        "prompt": asdict(account.fusion), "read_seconds": account.read_seconds,
+        "first_token_seconds": account.first_token_seconds, "seconds_per_token": answer.seconds_per_token,
+        "setup_seconds": answer.setup_seconds,
+    }  # fmt: skip
+
+
+def _summarise(documents: Documents, seconds: float, accounts: list[Account]) -> None:
+    """One line on stderr: what became of the prompt's tokens, and the times."""
+    from rich.console import Console
+
+    first, states = accounts[0].fusion, [origin.state for origin in documents.origins]
+    kept = f"{states.count('stored')} of {len(states)} chunks were stored, the others took {duration(seconds)}"
+    rates = [a.answer.seconds_per_token for a in accounts if a.answer.seconds_per_token is not None]
+    Console(stderr=True, highlight=False, markup=False).print(
+        f"\n{kept}. Prompt: {first.tokens} tokens, {first.exact} exact as stored, {first.reused} reused, "
+        f"{first.recomputed} recomputed, {first.computed} computed. First token after "
+        f"{duration(accounts[0].first_token_seconds)}, then {duration(rates[0] if rates else None)} a token."
+    )

@@ -1,0 +1,94 @@
+"""`longreach run --documents`: chunks stored on the way, answers by fusion, what is reported and refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+QUESTION = "What is the code for the barn?"
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> list[Path]:
+    found = []
+    for number, text in enumerate(
+        ("The code for the barn is 4711.\n\nNobody slept. The door stood open, and wind blew.", "Boats leave at noon.")
+    ):
+        found.append(tmp_path / f"{number}.txt")
+        found[-1].write_text(text)
+    return found
+
+
+def asked(model: Path, texts: list[Path], *more: Any) -> list[Any]:
+    return ["run", "--model", model, "--documents", *texts, "--question", QUESTION, "--max-new-tokens", 8,
+            "--chunk-tokens", 32, *more]  # fmt: skip
+
+
+def test_chunks_are_stored_on_the_way_and_found_again(
+    longreach: Any, tiny: Path, texts: list[Path], tmp_path: Path
+) -> None:
+    system = tmp_path / "system.txt"
+    system.write_text("Answer from the documents.\n")
+    more = ("--json", "--store", tmp_path / "chunks", "--system", system, "--set", "fuse.ratio=1.0")
+    first = json.loads(longreach(*asked(tiny, texts, *more)).out)
+    again = json.loads(longreach(*asked(tiny, [texts[1], texts[0]], *more)).out)
+    assert [d["computed"] for d in first["documents"]] == [d["chunks"] for d in first["documents"]]
+    assert [d["stored"] for d in again["documents"]] == [d["chunks"] for d in again["documents"]]
+    assert first["fuse"] == {"name": "a3", "ratio": 1.0, "heads": "each"} and first["evict"] is None
+    (answer,) = first["answers"]
+    prompt = answer["prompt"]
+    assert prompt["reused"] == 0 and prompt["recomputed"] > 0 and answer["first_token_seconds"] > 0
+    assert prompt["exact"] + prompt["recomputed"] == sum(d["tokens"] for d in first["documents"])
+    plain = "\n\n".join([system.read_text().rstrip(), *(t.read_text() for t in texts)])
+    document = tmp_path / "whole.txt"
+    document.write_text(plain)
+    whole = longreach("run", "--model", tiny, "--document", document, "--question", QUESTION, "--max-new-tokens", 8,
+                      "--json")  # fmt: skip
+    assert json.loads(whole.out)["answers"][0]["answer"] == answer["answer"], "at ratio 1.0 it is a plain prefill"
+
+
+@pytest.mark.parametrize("fuse", ["full_reuse", "pie", "legolink", "cacheblend", "a3", "a3_deep"])
+def test_every_fusion_answers_and_eviction_goes_with_it(
+    longreach: Any, tiny: Path, texts: list[Path], fuse: str
+) -> None:
+    result = longreach(*asked(tiny, texts, "--fuse", fuse, "--evict", "snapkv", "--set", "evict.capacity=120",
+                              "--question", "And when?"))  # fmt: skip
+    assert result.code == 0 and f"> {QUESTION}" in result.out
+    assert "reused" in result.err and "recomputed" in result.err
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--fuse", "none"), "--fuse none with --documents: chunks are used by a fusion method; give --document"),
+        (("--fuse", "epic"), "unknown fuse method 'epic'; known: none, full_reuse"),
+        (("--prefill", "kascade"), "fuse=a3 with prefill=kascade: recomputed tokens attend densely"),
+        (("--set", "fuse.ratio=2"), "ratio: expected a number in [0, 1], got 2"),
+        (("--evict", "snapkv", "--set", "evict.capacity=0"), "capacity: expected a count >= 1, got 0"),
+        (("--evict", "snapkv", "--set", "evict.capacity=20"), "capacity 20 is less than"),
+        (("--question", " "), "a --question is empty"),
+        (("--max-new-tokens", "100000"), "but the model's context is"),
+        (("--store", "{file}"), "0.txt"),
+        (("--system", "missing.txt"), "cannot read missing.txt"),
+    ],
+)
+def test_what_cannot_be_is_one_line(
+    longreach: Any, tiny: Path, texts: list[Path], more: tuple[str, ...], message: str
+) -> None:
+    result = longreach(*asked(tiny, texts, *(x.format(file=texts[0]) for x in more)))
+    assert result.code == 2 and message in result.err and len(result.err.strip().splitlines()) == 1
+
+
+def test_documents_that_are_none(longreach: Any, tiny: Path, texts: list[Path], tmp_path: Path) -> None:
+    empty, junk = tmp_path / "empty.txt", tmp_path / "junk.bin"
+    empty.write_text(" \n")
+    junk.write_bytes(b"\xff\x00\xfe")
+    assert "is empty; leave it out" in longreach(*asked(tiny, [*texts, empty])).err
+    assert "is no UTF-8 text (byte 0)" in longreach(*asked(tiny, [junk])).err
+    both = longreach("run", "--model", tiny, "--document", texts[0], "--documents", texts[1], "--question", QUESTION)
+    assert both.code == 2 and "not allowed with argument" in both.err
+    alone = longreach("run", "--model", tiny, "--document", texts[0], "--fuse", "a3", "--question", QUESTION)
+    assert alone.code == 2 and "--fuse: a --document is kept whole for all questions; give --documents" in alone.err
