@@ -45,6 +45,12 @@ class StateStore:
             if state is not None and (not methods or method in methods) and layer in (None, number)
         ]
 
+    def drop(self, method: PromptObserver) -> None:
+        """Forget a method: its states in all layers, and what it has observed."""
+        for place in [place for place in self._states if place[0] == method]:
+            del self._states[place]
+        self._observed.pop(method, None)
+
     # what a method has observed
 
     def mark_observed(self, methods: Collection[PromptObserver], slots: Sequence[int], before: Sequence[int],

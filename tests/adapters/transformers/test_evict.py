@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from longreach import CacheConfig, OracleTopK, Quest, StreamingLLM, attach, generate
-from longreach.adapters.transformers.fusing import read
+from longreach.adapters.transformers.fusing import FusedPrompt, read
 from longreach.adapters.transformers.prompt_reader import Answer, Reader
 from longreach.errors import InvalidInput, Unsupported
 from longreach.methods.base import AttentionMethod
@@ -137,6 +137,34 @@ def keys_of(kv: Any, count: int) -> Tensor:
     slots = torch.arange(count)
     page, offset = kv.locate(torch.zeros_like(slots), slots)
     return kv.k[page, :, offset].clone()  # type: ignore[no-any-return]
+
+
+def test_nothing_of_a_prompt_stays_behind() -> None:
+    """Queries of the question are dropped with each eviction, whatever the questions' lengths."""
+    model = model_of("llama")
+    prompt = prompt_of(model)
+    with attach(model, fuse=PIE(), evict=SnapKV(capacity=60)) as session:
+        reader = Reader(session)
+        for length in (3, 9, 5):
+            reader.cache.empty()
+            logits, _ = read(session, reader.cache, FusedPrompt.of([prompt.system, *prompt.chunks, [7] * length]))
+            assert len(reader.cache.states.states()) == 2
+            list(reader.decode(logits, 3, Answer()))
+            assert reader.cache.states.states() == []
+        reader.cache.empty()
+        reader.read(list(range(3, 80)))
+        assert reader.cache.eviction == session.evict, "a plain prompt is evicted from by the session's own window"
+
+
+def test_a_second_turn_is_evicted_from_too() -> None:
+    model = model_of("llama")
+    with attach(model, evict=SnapKV(capacity=40, window=8)) as session:
+        cache = session.new_cache(1)
+        first = model.generate(random_tokens(1, 60, seed=4), past_key_values=cache, max_new_tokens=6, do_sample=False)
+        assert cache.kv.slots_in_use(0) == [40 + 5]
+        more = torch.cat([first, random_tokens(1, 20, seed=5)], 1)
+        second = model.generate(more, past_key_values=cache, max_new_tokens=6, do_sample=False)
+        assert second.shape[1] == 60 + 6 + 20 + 6 and cache.kv.slots_in_use(0) == [40 + 5]
 
 
 def test_layers_with_a_window_keep_all() -> None:

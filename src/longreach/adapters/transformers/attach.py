@@ -244,9 +244,8 @@ class Session:
 
     def new_cache(self, batch: int = 1, config: CacheConfig | None = None) -> LongreachCache:
         """An empty cache for `batch` sequences, to pass as `past_key_values`. config: default the session's."""
-        made = LongreachCache(self._layers, batch, config or self.cache_config, self.model.device, self)
-        made.eviction = self.evict
-        return made
+        kept = config or self.cache_config
+        return LongreachCache(self._layers, batch, kept, self.model.device, self, self.evict)
 
     # the forward pass
 

@@ -85,7 +85,10 @@ class _Layer(CacheLayerMixin):
 class LongreachCache(Cache):
     """The cache of one batch on an attached model. Pass it as `past_key_values` to continue it."""
 
-    def __init__(self, layers: int, batch: int, config: CacheConfig, device: torch.device, owner: object):
+    def __init__(
+        self, layers: int, batch: int, config: CacheConfig, device: torch.device, owner: object,
+        eviction: Eviction | None = None,
+    ):  # fmt: skip
         super().__init__(layers=[_Layer(self, i) for i in range(layers)])
         self.states = StateStore(batch)
         self.kv = KVCache(layers, batch, config, device, self.states)
@@ -95,7 +98,7 @@ class LongreachCache(Cache):
         self.as_if: int | None = None
         self.decoders: dict[Hashable, Any] = {}  # the decode loop's steps over this cache; they end with it
         self.invalid: str | None = None  # why the cache can no longer be used, else None
-        self.eviction: Eviction | None = None  # what evicts keys once a prompt is read
+        self._usual = self.eviction = eviction  # what evicts keys once a prompt is read
         self.protected = 0  # first tokens of a prompt that are not evicted
         self._prompt_read = False  # rows of a prompt came since keys were evicted last
 
@@ -120,6 +123,12 @@ class LongreachCache(Cache):
         """The tokens past before[b] went through passes that these methods, and no others, observed."""
         self.states.mark_observed(methods, range(self.batch), before, self.kv.lengths)
 
+    def evict_next(self, eviction: Eviction | None, protected: int) -> None:
+        """How keys of the next prompt are evicted. protected: its first tokens, which stay. `empty` undoes it."""
+        if self.eviction is not None and self.eviction != eviction:
+            self.states.drop(self.eviction)
+        self.eviction, self.protected = eviction, protected
+
     def evict_prompt(self) -> None:
         """Evict keys of the prompt that was read last, if that was not done yet. Syncs with the device.
 
@@ -135,6 +144,7 @@ class LongreachCache(Cache):
                 kept = self.eviction.kept(state, self.kv.view_of_all(layer), slots, lengths, self.protected)
                 if kept:
                     self.kv.keep(layer, list(kept), list(kept.values()))
+        self.states.drop(self.eviction)  # a later prompt's rows make new ones
         self._prompt_read = False
 
     def check_observed(self, method: AttentionMethod) -> None:
@@ -193,7 +203,8 @@ class LongreachCache(Cache):
         """Remove all tokens."""
         self.kv.reset(range(self.batch))
         self.real, self.columns, self.invalid = [], 0, None
-        self._prompt_read, self.protected = False, 0
+        self._prompt_read = False
+        self.evict_next(self._usual, 0)
 
     def abandon(self, step: Step) -> None:
         """Undo a pass that failed half-way."""

@@ -297,3 +297,14 @@ def test_sessions_that_cannot_fuse() -> None:
         attach(model, fuse="a3", prefill="streaming_llm")
     with attach(model, fuse="pie") as session, pytest.raises(InvalidInput, match="holds 0 columns of 2"):
         read(session, session.new_cache(2), FusedPrompt((1, 2)))
+
+
+def test_chunks_computed_past_the_prompts_end_cannot_keep_their_positions() -> None:
+    model = model_of("llama")
+    with attach(model) as session:
+        chunk = Precompute(session, tokens(40, 2)).compute(tokens(9, 3))
+    with attach(model, fuse=FullReuse()) as session:
+        cache = session.new_cache(1)
+        with pytest.raises(InvalidInput, match="positions up to 48, past the prompt's 13 tokens"):
+            read(session, cache, FusedPrompt.of([chunk, tokens(4, 4)]))
+        assert cache.columns == 0

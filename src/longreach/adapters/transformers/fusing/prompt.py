@@ -79,8 +79,17 @@ class FusedPrompt:
         return PromptParts(stored.to(device), exact.to(device), before.to(device), after.to(device), self.question)
 
     def local_positions(self, device: torch.device) -> Tensor:
-        """int64 [N]: where each stored token was computed, behind its chunk's prefix; its own position elsewhere."""
+        """int64 [N]: where each stored token was computed, behind its chunk's prefix; its own position elsewhere.
+
+        Raises InvalidInput for a position past the prompt's end, by which the model has not rotated.
+        """
         found = torch.arange(len(self.ids))
-        for start, chunk in self.chunks:
+        for number, (start, chunk) in enumerate(self.chunks):
+            end = len(chunk.prefix) + len(chunk.tokens)
+            if end > len(self.ids):
+                raise InvalidInput(
+                    f"chunk {number} was computed at positions up to {end - 1}, past the prompt's {len(self.ids)} "
+                    f"tokens; compute it behind a shorter prefix"
+                )
             found[start : start + len(chunk.tokens)] += len(chunk.prefix) - start
         return found.to(device)

@@ -30,7 +30,7 @@ from longreach.adapters.transformers.rotary import (
 )
 from longreach.adapters.transformers.shard import shard_of
 from longreach.adapters.transformers.step import Step
-from longreach.errors import InvalidInput, Unsupported
+from longreach.errors import ConcurrentUse, InvalidInput, Unsupported
 from longreach.methods.call import LayerCall
 from longreach.methods.slots import FullLayer, Fusion, PromptParts
 from longreach.ops import RotaryAngles, Rows
@@ -70,13 +70,19 @@ def read(session: Session, cache: LongreachCache, prompt: FusedPrompt, *, then: 
             f"{cache.batch}"
         )
     count = len(prompt.ids)
-    with memory_errors(), session.prompt_end(count), cache.restored_on_error(), torch.no_grad():
-        if session.evict is not None:
-            asking, first = count - prompt.question, min((start for start, _ in prompt.chunks), default=0)
-            session.evict.check_parts(count, first, asking)
-            cache.eviction, cache.protected = replace(session.evict, window=asking), first  # the question's rows vote
-        fused = _FusedPass(session, cache, prompt, session.fuse, then)
-        return fused.run(), fused.report()
+    try:
+        with memory_errors(), session.prompt_end(count), cache.restored_on_error(), torch.no_grad():
+            if session.evict is not None:  # the question's rows vote
+                asking, first = count - prompt.question, min((start for start, _ in prompt.chunks), default=0)
+                session.evict.check_parts(count, first, asking)
+                cache.evict_next(replace(session.evict, window=asking), first)
+            fused = _FusedPass(session, cache, prompt, session.fuse, then)
+            return fused.run(), fused.report()
+    except ConcurrentUse:  # the cache is another caller's
+        raise
+    except BaseException:
+        cache.empty()
+        raise
 
 
 class _Probed(Exception):
@@ -98,15 +104,7 @@ class _FusedPass:
         self._check_chunks()
         self.parts: PromptParts = prompt.parts(self.device)
         self.at = self.parts.stored.nonzero()[:, 0]  # the stored tokens
-        positions = torch.arange(len(prompt.ids), device=self.device)
-        if not fusion.true_positions:
-            positions = prompt.local_positions(self.device)
-        self.turn_by = positions[self.at]
-        if len(self.at) and int(self.turn_by.max()) >= len(prompt.ids):
-            raise InvalidInput(
-                f"{fusion.name}: a chunk was computed at positions up to {int(self.turn_by.max())}, past the prompt's "
-                f"{len(prompt.ids)} tokens; compute it behind a shorter prefix"
-            )
+        self.turn_by = self.at if fusion.true_positions else prompt.local_positions(self.device)[self.at]
         self.then = then
         self.probe: int | None = None  # the layer up to which the pass under way runs, to choose there
         self.given: Tensor | None = None  # what a probe has chosen
