@@ -111,11 +111,11 @@ def _types(core: Any) -> Patches:
         self.name = f"<{text}, {element_ty}>"
 
     def with_element_once(self: Any, scalar: Any) -> Any:
+        key = (scalar.name, scalar.address_space) if type(scalar) is core.pointer_type else scalar.name
         made = self.__dict__.setdefault("_with_element", {})
-        known = made.get(id(scalar))
-        if known is None or known[0] is not scalar:
-            known = made[id(scalar)] = (scalar, with_element(self, scalar))
-        return known[1]
+        if key not in made:
+            made[key] = with_element(self, scalar)
+        return made[key]
 
     def init_tensor(self: Any, handle: Any, type: Any) -> None:
         known = type.__dict__.get("_of_tensors")

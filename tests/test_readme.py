@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,7 +40,15 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("command", [c for c in commands() if c[0] == "longreach"], ids=" ".join)
+def cases() -> Iterator[Any]:
+    """The commands. The demo takes longest, and tests/cli/test_demo.py runs it on the same model."""
+    for words in commands():
+        if words[0] == "longreach":
+            slow = [pytest.mark.sweep] if words == ["longreach", "demo"] else []
+            yield pytest.param(words, id=" ".join(words), marks=slow)
+
+
+@pytest.mark.parametrize("command", cases())
 def test_commands(place: Path, capsys: pytest.CaptureFixture[str], command: list[str]) -> None:
     assert main(command[1:]) == 0
     out = capsys.readouterr().out

@@ -22,6 +22,8 @@ COVERING: dict[tuple[str, str], pytest.MarkDecorator] = {
     (_CONTRACT, "test_sequences_do_not_affect_each_other"): pytest.mark.covering,
     (_CONTRACT, "test_a_slot_forgets"): pytest.mark.covering,
     (_CONTRACT, "test_chunks_make_no_difference"): pytest.mark.covering,
+    (_CONTRACT, "test_nothing_stays_behind"): pytest.mark.covering(method=type),
+    (_CONTRACT, "test_what_the_report_calls_read_is_read"): pytest.mark.covering,
 }
 
 

@@ -163,7 +163,8 @@ def test_the_head_map_decides_what_is_read(heads: Any, tmp_path: Path) -> None:
     for layer in range(3):
         assert torch.equal(found[layer], want[layer]) == (layer not in heads)
     contract.test_what_the_report_calls_unread_is_unread(method)
-    contract.test_what_the_report_calls_read_is_read(method)
+    for config in CACHES.values():
+        contract.test_what_the_report_calls_read_is_read(method, config)
     contract.test_bytes_are_those_of_the_slots_read(method)
 
 
