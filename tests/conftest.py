@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read by torch when loaded, here and in processes that tests start
@@ -23,6 +25,20 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _invented_once() -> None:
+    """Invented people are made once for all tests: a hundred tests ask for them, and they take half a second."""
+    from longreach.tasks.ruler import invented
+
+    invented.questions = functools.cache(invented.questions)
+
+
+def pytest_collection_finish() -> None:
+    """Later garbage collections pass over the modules that are loaded by now, a million objects."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects

@@ -6,10 +6,13 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from longreach.cli.main import main
+from longreach.tasks.ruler.niah import Niah
+from longreach.tasks.ruler.tracing import Tracing
 from longreach.testing.tiny import save_tiny
 
 ROOT = Path(__file__).parent.parent
@@ -35,11 +38,21 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("notes.txt", "report.txt"):
         (tmp_path / name).write_text(TEXT)
     save_tiny(tmp_path / "Llama-3.1-8B-Instruct", chat=True, max_position_embeddings=8192)
+    for task in (Niah, Tracing):  # a random model answers in as many tokens as it may
+        monkeypatch.setattr(task, "max_new_tokens", 8)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-@pytest.mark.parametrize("command", [c for c in commands() if c[0] == "longreach"], ids=" ".join)
+def cases() -> Iterator[Any]:
+    """The commands. The demo takes longest, and tests/cli/test_demo.py runs it on the same model."""
+    for words in commands():
+        if words[0] == "longreach":
+            slow = [pytest.mark.sweep] if words == ["longreach", "demo"] else []
+            yield pytest.param(words, id=" ".join(words), marks=slow)
+
+
+@pytest.mark.parametrize("command", [*cases()])
 def test_commands(place: Path, capsys: pytest.CaptureFixture[str], command: list[str]) -> None:
     assert main(command[1:]) == 0
     out = capsys.readouterr().out

@@ -19,9 +19,12 @@ _CONTRACT = "tests/methods/test_contract.py"
 COVERING: dict[tuple[str, str], pytest.MarkDecorator] = {
     (_CONTRACT, "test_implementations_agree"): pytest.mark.covering(method=type),
     (_CONTRACT, "test_batches_of_a_model"): pytest.mark.covering(method=type),
-    (_CONTRACT, "test_sequences_do_not_affect_each_other"): pytest.mark.covering,
-    (_CONTRACT, "test_a_slot_forgets"): pytest.mark.covering,
-    (_CONTRACT, "test_chunks_make_no_difference"): pytest.mark.covering,
+    (_CONTRACT, "test_everything_is_dense"): pytest.mark.covering,
+    (_CONTRACT, "test_sequences_do_not_affect_each_other"): pytest.mark.covering("config", method=type),
+    (_CONTRACT, "test_a_slot_forgets"): pytest.mark.covering("config", method=type),
+    (_CONTRACT, "test_chunks_make_no_difference"): pytest.mark.covering("config", method=type),
+    (_CONTRACT, "test_nothing_stays_behind"): pytest.mark.covering(method=type),
+    (_CONTRACT, "test_what_the_report_calls_read_is_read"): pytest.mark.covering,
 }
 
 

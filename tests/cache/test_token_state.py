@@ -87,6 +87,7 @@ def everything(cache: KVCache) -> KVView:
     return view
 
 
+@pytest.mark.covering
 @layouts
 @pers
 def test_units_are_right_through_growth_eviction_and_cuts(config: CacheConfig, per: int) -> None:

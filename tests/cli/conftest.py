@@ -11,6 +11,11 @@ import pytest
 
 from longreach.cli import show
 from longreach.cli.main import main
+from longreach.tasks.ruler.common_words import CommonWords
+from longreach.tasks.ruler.frequent_words import FrequentWords
+from longreach.tasks.ruler.niah import Niah
+from longreach.tasks.ruler.questions import Questions
+from longreach.tasks.ruler.tracing import Tracing
 from longreach.testing.tiny import save_tiny
 
 TEXT = "The brown hen laid an egg. The code for the barn is 4815162. The fox slept all day long.\n"
@@ -42,6 +47,13 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("documents") / "notes.txt"
     path.write_text(TEXT, encoding="utf-8")
     return path
+
+
+@pytest.fixture
+def short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers of 8 tokens, for tasks that allow up to 128: random models use them all."""
+    for task in (Niah, CommonWords, FrequentWords, Tracing, Questions):
+        monkeypatch.setattr(task, "max_new_tokens", 8)
 
 
 @pytest.fixture

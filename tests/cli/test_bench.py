@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from longreach.bench.case import Case
-from longreach.bench.cases import SPOTS
+from longreach.bench.cases import CASES, SPOTS
 from longreach.bench.mac.cases import RATES
 from longreach.bench.record import read
 from longreach.errors import OutOfMemory
@@ -51,11 +52,19 @@ def test_a_model_decodes_beside_transformers(longreach: Callable, tmp_path: Path
     assert {"model", "fill", "compile_and_capture"} <= set(case["setup_seconds"])
 
 
-def test_a_step_of_mac_says_that_hits_are_forced(longreach: Callable, tmp_path: Path) -> None:
+def test_a_step_of_mac_says_that_hits_are_forced(
+    longreach: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first and the last of the rates, with the guard and without."""
+    whole = CASES["mac-rates-32k-b1"]
+    hits = whole.reuse.hits
+    assert len(hits) == 2 * len(RATES)
+    few = (hits[0], hits[len(RATES) - 1], hits[len(RATES)], hits[-1])
+    monkeypatch.setitem(CASES, whole.name, replace(whole, reuse=replace(whole.reuse, hits=few)))
     code, out, err = longreach("bench", "run", "mac-rates-32k-b1", "--tiny", "--quick", "--out", tmp_path)
     assert (code, err) == (0, "") and "hits are forced" in out and "rate 0, guard" in out and "no guard, than" in out
     case = read(tmp_path / "mac-rates.json")["cases"]["mac-rates-32k-b1"]
-    assert len(case["entries"]) == 2 * len(RATES) + 2
+    assert len(case["entries"]) == len(few) + 2
 
 
 def test_a_case_that_does_not_fit_stops_no_other(

@@ -28,7 +28,11 @@ def verdicts(out: str) -> dict[str, list[str]]:
     return found
 
 
-def test_the_shipped_model_finds_the_facts_where_its_attention_reads_them(longreach: Any) -> None:
+@pytest.mark.parametrize("methods", [["oracle_top_k", "streaming_llm"], pytest.param(None, marks=pytest.mark.sweep)])
+def test_the_shipped_model_finds_the_facts_where_its_attention_reads_them(
+    longreach: Any, monkeypatch: pytest.MonkeyPatch, methods: list[str] | None
+) -> None:
+    monkeypatch.setattr("longreach.evals.demo.plans", lambda left_out: plans(methods, left_out))
     result = longreach("demo", "--length", LENGTH)
     assert result.code == 0 and result.err == ""
     found = verdicts(result.out)
@@ -70,7 +74,7 @@ def test_the_table_fits_the_terminal(
 
 
 def test_json_holds_facts_answers_and_where_the_numbers_come_from(longreach: Any, on_tiny: None) -> None:
-    result = longreach("demo", "--length", 1500, "--seed", 5, "--json")
+    result = longreach("demo", "--length", 1100, "--seed", 5, "--json")
     found = json.loads(result.out)
     assert {"commit", "python", "versions", "device"} <= found.keys()
     assert [fact["depth"] for fact in found["facts"]] == [0.1, 0.5, 0.9]
@@ -80,4 +84,4 @@ def test_json_holds_facts_answers_and_where_the_numbers_come_from(longreach: Any
             assert said["expected"] == fact["value"] and fact["key"] == said["key"] and fact["key"] in fact["statement"]
         assert row["first_token_seconds"] > row["read_seconds"] > 0
         assert row["decode_reads"]["total"] > 0
-    assert found["facts"] != json.loads(longreach("demo", "--length", 1500, "--json").out)["facts"]
+    assert found["facts"] != json.loads(longreach("demo", "--length", 1100, "--json").out)["facts"]

@@ -10,21 +10,23 @@ from longreach.cli.dialogue import show, summary
 from tests.cli.test_bad_input import refused
 
 ASKED = ("dialogue", "--model", "mini", "--device", "cpu", "--length", 250, "--questions", 1)
+LENGTH = 600  # tokens of the tiny model's, a byte each
 MAC = "mac tau=0.3 window=64 band=8 min_context=0"
 
 
-def test_a_record_and_a_table(longreach: Any, tmp_path: Path) -> None:
+def test_a_record_and_a_table(longreach: Any, tiny: Path, tmp_path: Path) -> None:
     record = tmp_path / "d.json"
-    result = longreach(*ASKED, "--samples", 2, "--method", MAC, "--output", record)
+    asked = ("dialogue", "--model", tiny, "--device", "cpu", "--length", LENGTH, "--questions", 1)
+    result = longreach(*asked, "--samples", 2, "--method", MAC, "--output", record)
     assert result.code == 0, result.err
     found = json.loads(record.read_text())
     assert found["kind"] == "dialogue" and found["config"]["samples"] == 2 and list(found["results"]) == ["dense", MAC]
-    assert all(x["prompt"] <= 250 and x["decoded"] > 25 for x in found["tokens"])
+    assert all(x["prompt"] <= LENGTH and x["decoded"] > 25 for x in found["tokens"])
     for label, x in found["results"].items():
         line = next(line for line in result.out.splitlines() if line.startswith(label[:10])).split()
         assert f"{x['score']:.1%}" in line and f"{x['kl']:.4f}" in line and f"{x['decode_reads']['total']:.1%}" in line
         assert len(x["samples"]) == 2 and all(len(part["right"]) == 1 for part in x["samples"])
-    assert "2 dialogues of 1 question after 250 tokens of text" in result.out
+    assert f"2 dialogues of 1 question after {LENGTH} tokens of text" in result.out
     assert not list(tmp_path.glob("*.journal"))
 
 

@@ -34,7 +34,9 @@ def asked(model: Path, *more: Any) -> list[Any]:
     return ["eval", "--model", model, "--tasks", "qa_synthetic_1,needle_sweep", "--length", 600, "--samples", 2, *more]
 
 
-def test_every_task_runs_on_any_model_directory(longreach: Any, other: Path, tmp_path: Path) -> None:
+def test_every_task_runs_on_any_model_directory(
+    longreach: Any, short_answers: None, other: Path, tmp_path: Path
+) -> None:
     record = tmp_path / "out" / "all.json"
     result = longreach("eval", "--model", other, "--tasks", "all,needle_sweep", "--length", ROOM, "--samples", 1,
                        "--method", "dense", "--prefill-chunk-size", 1024, "--output", record)  # fmt: skip

@@ -32,7 +32,9 @@ def test_json_lists_what_was_written_and_what_to_mind(longreach: Any, tmp_path: 
     assert text.startswith("mind: a.json was measured from a DIRTY tree")
 
 
-def test_a_record_of_eval_is_taken_as_it_is_written(longreach: Any, tiny: Path, tmp_path: Path) -> None:
+def test_a_record_of_eval_is_taken_as_it_is_written(
+    longreach: Any, short_answers: None, tiny: Path, tmp_path: Path
+) -> None:
     record = tmp_path / "eval.json"
     asked = ("--model", tiny, "--tasks", "niah_single_1,needle_sweep", "--length", 1500, "--samples", 3)
     assert longreach("eval", *asked, "--method", "streaming_llm window=99", "--output", record).code == 0

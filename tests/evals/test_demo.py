@@ -12,7 +12,7 @@ from longreach.evals.demo import ANSWER_TOKENS, DEPTHS, Demo
 from longreach.evals.methods import pairings
 from longreach.testing.tiny import tiny_model, tiny_tokenizer
 
-LENGTH = 2000
+LENGTH = 1400
 
 
 @pytest.fixture(scope="module")

@@ -186,6 +186,7 @@ class Static:
         return made
 
 
+@pytest.mark.covering("method", "config")
 @pytest.mark.parametrize("captured", [False, pytest.param(True, marks=[pytest.mark.gpu, needs_gpu])])
 @pytest.mark.parametrize("method", WORKING, ids=repr)
 @each_cache

@@ -8,7 +8,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -339,9 +339,11 @@ def poison(call: LayerCall, seq: int, head: int, slots: Tensor, what: str) -> No
     getattr(call.kv, what)[page, head, offset] = torch.nan
 
 
-def scenes(method: AttentionMethod) -> Iterator[tuple[KVCache, AttentionMethod, list[Turn]]]:
+def scenes(
+    method: AttentionMethod, configs: Iterable[CacheConfig] = CACHES.values()
+) -> Iterator[tuple[KVCache, AttentionMethod, list[Turn]]]:
     """Caches and the pass that comes next: a ragged prefill, one that continues, and decoding."""
-    for config in CACHES.values():
+    for config in configs:
         cache = new_cache(config, slots=4)
         texts = [text(n, seed=n) for n in (50, 11, 33)]
         prefill = in_phase(method, "prefill")
@@ -393,10 +395,11 @@ def test_what_the_report_calls_unread_is_unread(method: AttentionMethod) -> None
 
 
 @every_config
-def test_what_the_report_calls_read_is_read(method: AttentionMethod) -> None:
+@every_cache
+def test_what_the_report_calls_read_is_read(method: AttentionMethod, config: CacheConfig) -> None:
     """Poison in a key or value that weighs something is seen by the row that reads it, in that layer and head."""
     dice = random.Random(0)
-    for cache, who, turns in scenes(method):
+    for cache, who, turns in scenes(method, [config]):
         plain = again(cache, who, turns)
         for layer, (call, outcome) in enumerate(zip(plain.calls, plain.outcomes, strict=True)):
             for what, selections in (("k", call.meter.keys), ("v", call.meter.values)):

@@ -30,6 +30,7 @@ def model() -> Any:
     return tiny()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 @pytest.mark.parametrize("config", [CacheConfig(), CacheConfig("paged", page=16)], ids=["contiguous", "paged"])
 def test_answers_are_those_of_generate(model: Any, method: AttentionMethod, config: CacheConfig) -> None:

@@ -47,6 +47,7 @@ def check(method: LessIsMore, layers: Layers, slots: list[int]) -> None:
         assert_close(outcome.partial, exact(call))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("group", [1, 3, 4])
 @pytest.mark.parametrize("k", [1, 3, 12, 0.1, 0.5, 1.0])
 @every_cache

@@ -46,6 +46,7 @@ def check(method: OmniKV, found: list[tuple[LayerCall, Outcome]], filters: tuple
             assert all(chosen_by(call, row, head) == want for head in range(call.kv.heads))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("group", [1, 3, 4])
 @pytest.mark.parametrize("k", [1, 5, 0.1, 0.4, 1.0])
 @every_cache

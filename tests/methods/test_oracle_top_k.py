@@ -138,6 +138,7 @@ def test_what_it_reads() -> None:
         assert counts(call, reads.keys) == [40, 40, 5] and counts(call, reads.values) == values
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("impl", ["reference", "triton"])
 @pytest.mark.parametrize("config", CACHES.values(), ids=CACHES)
 @pytest.mark.parametrize("k", [4, 0.5])

@@ -56,6 +56,7 @@ def check(method: Quest, call: LayerCall, outcome: Outcome) -> None:
     assert_close(outcome.partial, exact(call))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("group", [1, 3, 4])
 @pytest.mark.parametrize("k", [1, 9, 0.1, 0.5, 1.0])
 @every_cache

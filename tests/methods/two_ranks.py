@@ -21,7 +21,7 @@ from tests.methods.cases import CONFIGS
 from tests.methods.drive import in_phase
 from tests.methods.planned import planned
 
-NEW = 10
+NEW = 6
 
 
 def answers(model: PreTrainedModel) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:

@@ -34,6 +34,7 @@ def test_a_sample_fills_its_room_and_holds_its_answers(name: str, unit: str) -> 
     assert other.context != sample.context
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("length", [512, 1024, 2048, 4096, 8192])
 @pytest.mark.parametrize("name", TASKS)
 def test_lengths(name: str, length: int) -> None:

@@ -6,6 +6,7 @@ import gc
 import json
 import sys
 from collections.abc import Iterator
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -109,8 +110,20 @@ def test_it_is_registered_by_name(folder: Path, tmp_path: Path) -> None:
     assert lm_eval.api.registry.get_model("longreach") is adapter.LongreachLM
 
 
+@pytest.fixture
+def local_tasks_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command reads the files of the harness's own thousands of tasks otherwise."""
+    from lm_eval.tasks import TaskManager
+
+    monkeypatch.setattr(TaskManager, "__init__", partialmethod(TaskManager.__init__, include_defaults=False))
+
+
 def test_the_command_ends_in_a_line_where_it_cannot(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    local_tasks_only: None,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     words = ["lm-eval", "run", "--model", "longreach", "--include_path", str(folder), "--tasks", "local_choice"]
     monkeypatch.setattr(sys, "argv", [*words, "--model_args", f"pretrained={tmp_path / 'none'}"])
@@ -119,7 +132,11 @@ def test_the_command_ends_in_a_line_where_it_cannot(
 
 
 def test_the_command_runs_a_task(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    local_tasks_only: None,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     model = save_tiny(tmp_path / "model")
     words = ["lm-eval", "run", "--model", "longreach", "--include_path", str(folder), "--tasks", "local_choice"]

@@ -18,7 +18,7 @@ from longreach.evals.attention.prompts import TASKS
 from longreach.testing.tiny import tiny_model, tiny_tokenizer
 from tests.evals.attention import brute
 
-LENGTH, ROWS = 941, 5
+LENGTH, ROWS = 941, 3
 FAMILIES = ("llama", "gpt_oss", "gemma2", "glm4")
 
 

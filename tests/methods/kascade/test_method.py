@@ -41,6 +41,7 @@ from tests.methods.drive import (
 )
 from tests.methods.kascade.planned import planned
 from tests.methods.metered import metadata_of, passes_of
+from tests.tiers import swept
 
 MAPS = [{1: (1, 0)}, {1: (1, 0), 2: (1, 1)}, {2: (0, 0)}]
 
@@ -154,7 +155,7 @@ def test_dense_layers_say_so_and_choose_all_the_same(tmp_path: Path) -> None:
 # heads
 
 
-@pytest.mark.parametrize("heads", MAPS, ids=str)
+@pytest.mark.parametrize("heads", swept(MAPS, 1), ids=str)
 def test_the_head_map_decides_what_is_read(heads: Any, tmp_path: Path) -> None:
     """Another map, other results; and what the map leaves out may hold anything (the contract's poison)."""
     method = Kascade(planned(tmp_path, (0,), heads), k=4)
@@ -163,7 +164,8 @@ def test_the_head_map_decides_what_is_read(heads: Any, tmp_path: Path) -> None:
     for layer in range(3):
         assert torch.equal(found[layer], want[layer]) == (layer not in heads)
     contract.test_what_the_report_calls_unread_is_unread(method)
-    contract.test_what_the_report_calls_read_is_read(method)
+    for config in CACHES.values():
+        contract.test_what_the_report_calls_read_is_read(method, config)
     contract.test_bytes_are_those_of_the_slots_read(method)
 
 

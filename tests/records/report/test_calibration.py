@@ -9,6 +9,7 @@ import pytest
 
 from longreach.records.report.calibration import importance, kept, similarity, top_mass, worth
 from tests.records.report.plots.test_plots import pixels
+from tests.tiers import swept
 
 BLUE, ORANGE, GREEN = "#0072B2", "#D55E00", "#009E73"
 
@@ -27,7 +28,7 @@ def strict() -> object:
         yield
 
 
-@pytest.mark.parametrize("layers", [1, 2, 12, 36, 80])
+@pytest.mark.parametrize("layers", swept([1, 80, 2, 12, 36], 2))
 def test_similarity_of_layers(layers: int) -> None:
     values = [[1.0 if a == b else 0.9 / (1 + b - a) if b > a else 0.0 for b in range(layers)] for a in range(layers)]
     png = similarity("a model", range(layers), values, (0,))

@@ -33,7 +33,7 @@ def test_descriptions_of_services(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_nothing_of_the_haystack_is_left() -> None:
     said: list[str] = []
-    made = corpus.build(60, ("cpython", "numpy"), said.append)
+    made = corpus.build(30, ("cpython", "numpy"), said.append)
     assert made.haystack and made.prose and made.code and said[:2] == ["reading cpython", "reading numpy"]
     index = OverlapIndex(made.haystack)
     assert not any(index.hits(text) for text in [*made.prose, *made.code])

@@ -17,7 +17,7 @@ from longreach.train.mini.prepare import prepare
 
 
 def test_prepared_data_trains(tmp_path: Path) -> None:
-    options = {"limit_files": 25, "packages": ("cpython", "numpy"), "vocab_size": 2500}
+    options = {"limit_files": 12, "packages": ("cpython", "numpy"), "vocab_size": 1500}
     said: list[str] = []
     manifests = [
         prepare(tmp_path / name, haystack=tmp_path / f"{name}-haystack", say=said.append, **options)  # type: ignore[arg-type]
@@ -27,7 +27,7 @@ def test_prepared_data_trains(tmp_path: Path) -> None:
     for name in ("tokenizer.json", "prose.bin.xz", "words.json"):
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
     assert "training the tokenizer" in said and (tmp_path / "one-haystack" / "haystack.txt").read_text().strip()
-    assert Tokenizer.from_file(str(tmp_path / "one" / "tokenizer.json")).get_vocab_size() == 2500
+    assert Tokenizer.from_file(str(tmp_path / "one" / "tokenizer.json")).get_vocab_size() == 1500
     assert manifests[0]["haystack_sha256"] == haystack.sha256()
     materials = load_materials(tmp_path / "one")
     assert not set(materials.words) & evaluation_words()
@@ -39,6 +39,6 @@ def test_the_shipped_haystack_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     folder = Path(haystack.__file__).parent
     monkeypatch.setattr(corpus, "write_haystack", lambda _, where: pytest.fail(f"{where} is written"))
     before = haystack.sha256()
-    options = {"limit_files": 25, "packages": ("cpython", "numpy"), "vocab_size": 2500}
+    options = {"limit_files": 12, "packages": ("cpython", "numpy"), "vocab_size": 1500}
     prepare(tmp_path, say=lambda _: None, **options)  # type: ignore[arg-type]
     assert json.loads((folder / "haystack.json").read_text())["sha256"] == before

@@ -10,6 +10,7 @@ from longreach.records.report.plots import LayerPanel, layer_curves
 from tests.records.report.plots.test_plots import has, pixels
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("layers", [1, 2, 80])
 @pytest.mark.parametrize("places", [1, 4, 21])
 @pytest.mark.parametrize("most", [0.0, 0.02, 1.0])

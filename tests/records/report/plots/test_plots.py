@@ -26,6 +26,7 @@ from longreach.records.report.plots import (
 )
 from longreach.records.report.plots.scatter import _clusters
 from longreach.records.report.plots.style import look, name
+from tests.tiers import swept
 
 NAMES = ["dense", "$x^2_", "_hidden", "日本語 \U0001f600", "a\nb", "w" * 300, "oracle_top_k k=0.025 dense_layers=[0]"]
 SCORE = Scale("score", 0.0, 1.0, share=True)
@@ -68,7 +69,9 @@ def test_points_on_each_other_share_a_label() -> None:
     assert [[p.number for p in c] for c in _clusters(some, 1.1)] == [[0, 1], [2], [3]]
 
 
-@pytest.mark.parametrize(("rows", "columns", "panels"), [(1, 1, 1), (7, 5, 8), (80, 64, 3), (2, 40, 2), (32, 1, 1)])
+@pytest.mark.parametrize(
+    ("rows", "columns", "panels"), swept([(1, 1, 1), (7, 5, 8), (80, 64, 3), (2, 40, 2), (32, 1, 1)], 2)
+)
 def test_maps_of_any_size(rows: int, columns: int, panels: int) -> None:
     values = tuple(tuple((r + c) % 7 / 6 if (r + c) % 5 else None for c in range(columns)) for r in range(rows))
     labels = tuple(NAMES[r % 7] for r in range(rows))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tests.tiers import swept
 from tests.train.mini.card.conftest import FIRST, LAST, log
 
 from longreach.train.mini.card.inputs import TrainingRun
@@ -36,7 +37,7 @@ def test_lines_of_all_runs() -> None:
     assert accuracies(runs(dev=by_form)) == [("needles", [7, 7], [0.75, 0.75])]
 
 
-@pytest.mark.parametrize("answer", [0.5, 0.0, float("nan")])
+@pytest.mark.parametrize("answer", swept([float("nan"), 0.5, 0.0], 1))
 def test_it_is_drawn(answer: float) -> None:
     found = runs()
     for run in found:
