@@ -32,7 +32,7 @@ def verdicts(out: str) -> dict[str, list[str]]:
 def test_the_shipped_model_finds_the_facts_where_its_attention_reads_them(
     longreach: Any, monkeypatch: pytest.MonkeyPatch, methods: list[str] | None
 ) -> None:
-    monkeypatch.setattr("longreach.evals.demo.plans", lambda left_out: plans(methods, left_out))
+    monkeypatch.setattr("longreach.evals.demo.pairings", lambda left_out: pairings(methods, left_out))
     result = longreach("demo", "--length", LENGTH)
     assert result.code == 0 and result.err == ""
     found = verdicts(result.out)
