@@ -44,7 +44,7 @@ class DecodeBuffers:
         runs, found = tuple(RowRange(1, b) for b in range(batch)), []
         for g, layout in enumerate(groups):
             spare = 0 if cache.page is None else min((layout.dropped[s] for s in slots), default=0) // cache.page
-            table = self._table[g, :, : max(1, width - spare)]
+            table = self._table[g, :, : max(1, width - spare)]  # what was evicted needs no pages
             place = (self._slot[g], self._page[g], self._offset[g], seq_lens[g], table)
             found.append(Placement(*place, runs=runs))
         one = (1,) * batch
@@ -53,9 +53,10 @@ class DecodeBuffers:
     @property
     def capacity(self) -> int:
         """The most tokens that every sequence may hold in these buffers."""
+        groups, tables = self.cache.layouts.groups(), {id(p): p.table for p in self.append.placements}
         return min(
-            self.width * layout.pages.size + layout.dropped[s]
-            for layout in self.cache.layouts.groups()
+            table.shape[1] * layout.pages.size + layout.dropped[s]
+            for layout, table in zip(groups, tables.values(), strict=True)
             for s in self.append.host_slots
         )
 

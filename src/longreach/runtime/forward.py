@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from longreach.cache import SequenceState
-from longreach.errors import Unsupported
+from longreach.errors import InvalidInput, Unsupported
 from longreach.methods.base import AttentionMethod, Outcome, PromptObserver
 from longreach.methods.call import LayerCall, ModelShape, Phase
 from longreach.ops import KVView, Partial, Rows, Spans
@@ -78,13 +78,16 @@ def attend_layer(p: Pass, call: LayerCall, *, window: int | None = None, written
     written: rows for all tokens whose keys the pass has written, if these are more than the rows of the call. Observers
         that keep numbers for each key get them; their queries are zeros.
     With several segments the Outcome has no notes; the ledger has them.
-    Raises Unsupported for a window in a layer with evicted keys, and errors of the methods.
+    Raises Unsupported for a window in a layer with evicted keys, InvalidInput for segments that are not the rows of the
+    pass, and errors of the methods.
     """
     if window is not None and call.evicted:
         raise Unsupported(
             f"layer {call.layer} attends to a window of {window} tokens, and keys of it were dropped: slots are not "
             f"positions there; keep all keys of sliding-window layers"
         )
+    if not p.layers:
+        _check_segments(p, call.rows.q.shape[0])
     p.layers.add(call.layer)
     if len(p.segments) == 1 and p.segments[0].index is None:
         return _attend_segment(p, p.segments[0], call, window, written)
@@ -98,7 +101,11 @@ def _joined(p: Pass, call: LayerCall, window: int | None) -> Outcome:
     for number, segment in enumerate(p.segments):
         assert segment.index is not None
         some, shared = call.take(segment.index).observer(), p.shared.setdefault(("segment", number), {})
-        some = replace(some, rows=replace(some.rows, runs=segment.runs), phase=segment.phase, shared=shared)
+        # one tensor of positions for all layers whose rows lie in the same slots, or LayerCall.once would never hit
+        key = ("segment's rows", number, id(call.rows.pos))
+        _, seq, pos = p.shared.setdefault(key, (call.rows.pos, some.rows.seq, some.rows.pos))
+        rows = replace(some.rows, seq=seq, pos=pos, runs=segment.runs)
+        some = replace(some, rows=rows, phase=segment.phase, shared=shared)
         partial = _attend_segment(p, segment, some, window).partial
         if out is None or lse is None:
             out = partial.out.new_empty((call.rows.q.shape[0], *partial.out.shape[1:]))
@@ -106,6 +113,20 @@ def _joined(p: Pass, call: LayerCall, window: int | None) -> Outcome:
         out[segment.index], lse[segment.index] = partial.out, partial.lse
     assert out is not None and lse is not None
     return Outcome(Partial(out, lse))
+
+
+def _check_segments(p: Pass, rows: int) -> None:
+    """Raise InvalidInput unless the segments are all rows of the pass. That no row is in two is left to the caller."""
+    parts = p.segments
+    whole = len(parts) == 1 and parts[0].index is None
+    if not whole and not (parts and all(s.index is not None and s.runs is not None for s in parts)):
+        raise InvalidInput("segments: expected one without an index, or several with an index and runs each")
+    counted = sum(len(s.index) for s in parts if s.index is not None)
+    if not whole and counted != rows:
+        raise InvalidInput(f"segments: expected all {rows} rows of the pass, each once, got {counted}")
+    methods = {(s.phase, s.method) for s in parts}
+    if len(methods) != len({s.phase for s in parts}):
+        raise InvalidInput("segments: expected one method for each phase; reports are by phase")
 
 
 def _attend_segment(

@@ -45,11 +45,12 @@ class StateStore:
             if state is not None and (not methods or method in methods) and layer in (None, number)
         ]
 
-    def drop(self, method: PromptObserver) -> None:
-        """Forget a method: its states in all layers, and what it has observed."""
-        for place in [place for place in self._states if place[0] == method]:
+    def drop(self, method: PromptObserver, layer: int | None = None) -> None:
+        """Forget the state of a method in a layer; None: in all layers, and what it has observed."""
+        for place in [p for p in self._states if p[0] == method and layer in (None, p[1])]:
             del self._states[place]
-        self._observed.pop(method, None)
+        if layer is None:
+            self._observed.pop(method, None)
 
     # what a method has observed
 
@@ -82,6 +83,7 @@ class StateStore:
     def reset(self, slots: Tensor) -> None:
         for state in self.states():
             state.reset(slots)
+        self._unobserve(slots, [0] * len(slots))
 
     def check_truncate(self, slots: Tensor, lengths: Tensor) -> None:
         for state in self.states():
@@ -90,6 +92,13 @@ class StateStore:
     def truncate(self, slots: Tensor, lengths: Tensor) -> None:
         for state in self.states():
             state.truncate(slots, lengths)
+        self._unobserve(slots, lengths.tolist() if self._observed else [])
+
+    def _unobserve(self, slots: Tensor, lengths: Sequence[int]) -> None:
+        """Nothing past these lengths counts as observed any more."""
+        for upto in self._observed.values():
+            for slot, length in zip(slots.tolist(), lengths, strict=True):
+                upto[slot] = min(upto[slot], length)
 
     def check_keep(self, layer: int) -> None:
         for state in self.states(layer=layer):

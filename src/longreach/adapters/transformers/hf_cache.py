@@ -132,16 +132,22 @@ class LongreachCache(Cache):
     def evict_prompt(self) -> None:
         """Evict keys of the prompt that was read last, if that was not done yet. Syncs with the device.
 
-        Raises what the eviction method and `KVCache.keep` raise; layers before the one that failed are evicted from.
+        Raises what the eviction method and `KVCache.keep` raise; a state that cannot follow is refused before any layer
+        is evicted from.
         """
         if self.eviction is None or not self._prompt_read:
             return
-        slots = range(self.batch)
-        for layer in range(len(self.layers)):
+        slots, layers = range(self.batch), range(len(self.layers))
+        for layer in layers:
+            if self.states.states((self.eviction,), layer):
+                self.states.check_keep(layer)
+        for layer in layers:
             for state in self.states.states((self.eviction,), layer):
                 assert isinstance(state, LastRows)
                 lengths = self.kv.slots_in_use(layer)
                 kept = self.eviction.kept(state, self.kv.view_of_all(layer), slots, lengths, self.protected)
+                del state
+                self.states.drop(self.eviction, layer)  # it refers to the layer's old memory
                 if kept:
                     self.kv.keep(layer, list(kept), list(kept.values()))
         self.states.drop(self.eviction)  # a later prompt's rows make new ones
