@@ -107,6 +107,10 @@ class AttentionMethod(PromptObserver, ABC):
     def run(self, call: LayerCall, state: SequenceState | None) -> Outcome:
         """Attend for the rows of one layer. What is read is counted by the call."""
 
+    def eviction_refusal(self) -> str | None:
+        """Why the method cannot decode after keys were evicted, other ones in each KV head; None if it can."""
+        return None
+
     def workspace_bytes(self, model: ModelShape, rows: int, capacity: int, dtype: torch.dtype) -> int:
         """The most bytes of logits, scores and lists that one layer's decode call holds, beyond dense attention's.
 

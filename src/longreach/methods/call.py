@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -30,6 +30,15 @@ class ModelShape:
     kv_heads: int
     head_dim: int
     config: str = ""
+
+
+class Evictable(Protocol):
+    """A method that says whether it decodes after eviction."""
+
+    @property
+    def name(self) -> str: ...
+
+    def eviction_refusal(self) -> str | None: ...
 
 
 class Prepared(NamedTuple):
@@ -209,10 +218,11 @@ class LayerCall:
         """x, pooled over this rank's KV heads, summed over all ranks."""
         return x if self.shard is None else self.shard.sum(x)
 
-    def refuse_evicted(self, method: str, why: str) -> None:
-        """Raise Unsupported where keys of this layer were dropped."""
-        if self.evicted:
-            raise Unsupported(f"{method}: {why}; decode with another method, or do not evict")
+    def refuse_evicted(self, method: Evictable) -> None:
+        """Raise Unsupported if keys of this layer were evicted and the method cannot decode then."""
+        why = method.eviction_refusal() if self.evicted else None
+        if why is not None:
+            raise Unsupported(f"{method.name}: {why}; decode with another method, or do not evict")
 
     def _view(self, kv: KVView | None) -> KVView:
         if kv is None:

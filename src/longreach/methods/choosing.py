@@ -97,6 +97,9 @@ class CrossLayerTopK(AttentionMethod):
     def select_keys(self, call: LayerCall, whole: Partial, logits: Logits) -> Lists:
         """The keys of each row, lists of one head [R, 1, C], from dense attention of the layer and its logits."""
 
+    def eviction_refusal(self) -> str:
+        return OTHER_KEYS
+
     def workspace_bytes(self, model: ModelShape, rows: int, capacity: int, dtype: torch.dtype) -> int:
         chosen = 4 * rows * (2 * capacity + 1)  # scores and a list, of at most all keys
         return logits_bytes(model, rows, capacity, dtype) + chosen
@@ -104,7 +107,7 @@ class CrossLayerTopK(AttentionMethod):
     def run(self, call: LayerCall, state: SequenceState | None) -> Outcome:
         if call.model is None:
             raise InvalidInput(f"LayerCall.model is required: the layers that choose for {self.name} depend on it")
-        call.refuse_evicted(self.name, OTHER_KEYS)
+        call.refuse_evicted(self)
         if call.layer in self.choosing_layers(call.model):
             whole, logits = call.op("attend_with_logits")
             call.shared[self] = self.select_keys(call, whole, logits)

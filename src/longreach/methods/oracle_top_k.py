@@ -47,6 +47,9 @@ class OracleTopK(AttentionMethod):
     def check(self, model: ModelShape) -> None:
         check_layers_of("dense_layers", self.dense_layers, model.layers)
 
+    def eviction_refusal(self) -> str | None:
+        return OTHER_KEYS if self.heads == "all" else None
+
     def workspace_bytes(self, model: ModelShape, rows: int, capacity: int, dtype: torch.dtype) -> int:
         chosen = 4 * rows * model.kv_heads * (capacity + max_keys(self.k, capacity) + 1)
         return logits_bytes(model, rows, capacity, dtype) + chosen
@@ -54,8 +57,7 @@ class OracleTopK(AttentionMethod):
     def run(self, call: LayerCall, state: SequenceState | None) -> Outcome:
         if call.layer in self.dense_layers:
             return attend_densely(call, "in dense_layers")
-        if self.heads == "all":
-            call.refuse_evicted("oracle_top_k with heads='all'", OTHER_KEYS)
+        call.refuse_evicted(self)
         scores = self._scores(call)
         if self.heads == "all":
             scores = call.sum_over_ranks(scores.sum(1, keepdim=True))

@@ -156,6 +156,22 @@ def test_nothing_of_a_prompt_stays_behind() -> None:
         assert reader.cache.eviction == session.evict, "a plain prompt is evicted from by the session's own window"
 
 
+@pytest.mark.parametrize("pages", [None, 200])
+def test_an_answer_that_goes_on_and_on(pages: int | None) -> None:
+    """The decode step's buffers are reused until their block table is full, not longer."""
+    model, tokens, made = model_of("llama"), random_tokens(1, 50, seed=1)[0].tolist(), []
+    for config in (CacheConfig(), CacheConfig("paged", page=5, pages=pages)):
+        with attach(model, evict=SnapKV(capacity=16, window=8), cache=config) as session:
+            reader = Reader(session)
+            found = list(reader.decode(reader.read(tokens), 10, Answer()))
+            for new in (20, 33):
+                with torch.no_grad():
+                    out = model(torch.tensor([[found[-1]]]), past_key_values=reader.cache)
+                found += list(reader.decode(out.logits[0, -1].float(), new, Answer()))
+            made.append((found, reader.cache.kv.slots_in_use(0)))
+    assert made[0] == made[1]
+
+
 def test_a_second_turn_is_evicted_from_too() -> None:
     model = model_of("llama")
     with attach(model, evict=SnapKV(capacity=40, window=8)) as session:
@@ -188,14 +204,14 @@ def test_every_method_that_works_over_kept_slots_runs(decode: AttentionMethod, f
 
 
 @pytest.mark.parametrize("decode", ["kascade", "omnikv", "less_is_more", RING], ids=repr)
-def test_other_methods_refuse_by_name(decode: Any, plans_for_tiny: Any) -> None:
-    model, tokens = plans_for_tiny, random_tokens(1, 60, seed=4)
-    why = decode if isinstance(decode, str) else "MAC's ring"
-    with (
-        attach(model, evict=SnapKV(capacity=40, window=8), decode=decode) as session,
-        pytest.raises(Unsupported, match=why),
-    ):
-        generate(session, tokens, max_new_tokens=4)
+def test_other_methods_are_refused_by_name(decode: Any, plans_for_tiny: Any) -> None:
+    name = decode if isinstance(decode, str) else decode.name
+    with pytest.raises(Unsupported, match=f"evict=snapkv with decode={name}: "):
+        attach(plans_for_tiny, evict=SnapKV(capacity=40, window=8), decode=decode)
+    with attach(plans_for_tiny, evict=SnapKV(capacity=40, window=8)) as session:
+        with pytest.raises(Unsupported, match=f"evict=snapkv with decode={name}: "):
+            session.switch(decode)
+        assert session.decode.name == "dense"
 
 
 @pytest.fixture
@@ -214,7 +230,7 @@ def test_a_capacity_that_the_parts_do_not_fit_into_is_refused_before_anything_go
     prompt = prompt_of(model).fused
     with attach(model, fuse=PIE(), evict=SnapKV(capacity=10)) as session:
         cache = session.new_cache(1)
-        with pytest.raises(InvalidInput, match="capacity 10 is less than the 7 tokens of the system prompt and 9"):
+        with pytest.raises(InvalidInput, match="capacity 10 is less than the 7 tokens of the system prompt and the 9"):
             read(session, cache, prompt)
         assert cache.columns == 0
 
@@ -230,5 +246,7 @@ def test_a_document_that_was_evicted_from_cannot_be_asked_again() -> None:
 
 def test_what_is_no_eviction() -> None:
     model = model_of("llama")
+    with pytest.raises(InvalidInput, match="capacity 8 is less than the 0 tokens of the system prompt and the 32"):
+        attach(model, evict=SnapKV(capacity=8))
     with pytest.raises(InvalidInput, match="evict: expected a configured method of this slot or its name"):
         attach(model, evict=Dense())  # type: ignore[arg-type]

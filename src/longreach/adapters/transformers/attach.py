@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -103,6 +104,7 @@ class Session:
         self._shape = shape_of(model)
         for method in (prefill, decode):
             method.check(self._shape)
+        _check_eviction(evict, decode, fused=fuse is not None)
         self.model, self.prefill, self.decode, self.cache_config = model, prefill, decode, cache
         self.fuse, self.evict = fuse, evict
         IMPLEMENTATIONS.resolve(impl, model.device)  # an unknown name is refused now; "auto" is resolved call by call
@@ -223,6 +225,7 @@ class Session:
     def _check_method(self, method: AttentionMethod) -> None:
         """Raise as `switch` where the model does not fit a decode method, and note what the method needs of it."""
         method.check(self._shape)
+        _check_eviction(self.evict, method, fused=self.fuse is not None)
         if method.needs_pre_rope and not self._notes_rotary:
             check_model(self.model, self._decoder, rotary=True)
             self._note_rotary()
@@ -395,3 +398,14 @@ class Session:
 
         for module in attention_modules(self._decoder):
             self._undo.append(module.register_forward_pre_hook(note, with_kwargs=True).remove)
+
+
+def _check_eviction(evict: Eviction | None, decode: AttentionMethod, *, fused: bool) -> None:
+    """Raise Unsupported if a method cannot decode after eviction, InvalidInput if the window exceeds the capacity."""
+    if evict is None:
+        return
+    why = decode.eviction_refusal()
+    if why is not None:
+        raise Unsupported(f"evict={evict.name} with decode={decode.name}: {why}; decode with another method")
+    if not fused:  # then the question's rows take the window's place
+        evict.check_parts(sys.maxsize, 0, evict.window)

@@ -41,7 +41,7 @@ def longreach_attention(
     Raises Unsupported for a keyword that is not implemented, CalledOutside without an attached model around it.
     """
     if probing():
-        raise Captured(query, key, value)
+        raise Captured(query, key, value, kwargs)
     step = current()
     _refuse_unknown(kwargs)
     layer = _check_layer(step, module, query, key, value)

@@ -27,9 +27,9 @@ PROBE = 3  # tokens
 class Captured(Exception):
     """Leaves a probed layer with its query, key and value."""
 
-    def __init__(self, query: Tensor, key: Tensor, value: Tensor):
+    def __init__(self, query: Tensor, key: Tensor, value: Tensor, terms: dict[str, Any]):
         super().__init__()
-        self.query, self.key, self.value = query, key, value
+        self.query, self.key, self.value, self.terms = query, key, value, terms
 
 
 _PROBING: ContextVar[bool] = ContextVar("longreach_probing", default=False)

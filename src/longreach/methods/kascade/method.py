@@ -141,7 +141,7 @@ class Kascade(AttentionMethod):
             call.shared[place] = True  # as prefill method, `run` has noted the rows already
 
     def run(self, call: LayerCall, state: SequenceState | None) -> Outcome:
-        call.refuse_evicted("kascade", OTHER_KEYS)
+        call.refuse_evicted(self)
         mine = state if isinstance(state, KascadeState) else self.new_state(call, 1)
         if mine.copy is not None and state is None and call.phase == "decode":
             raise InvalidInput("kascade: scoring='int8' decodes with a copy of all keys; pass the state that holds it")
@@ -152,6 +152,9 @@ class Kascade(AttentionMethod):
         if call.layer != role.anchor:
             return self._reuse(call, mine)
         return self._anchor(call, mine) if call.phase == "decode" else self._anchor_of_tiles(call, mine)
+
+    def eviction_refusal(self) -> str:
+        return OTHER_KEYS
 
     def workspace_bytes(self, model: ModelShape, rows: int, capacity: int, dtype: torch.dtype) -> int:
         heads, chosen = 1 if self.heads == "all" else model.kv_heads, self.budget.max_keys(capacity)

@@ -101,6 +101,9 @@ class MAC(AttentionMethod):
         """Whether something is taken from a plan."""
         return None in (self.window, self.band, self.tau) or self.scale == "calibrated"
 
+    def eviction_refusal(self) -> str:
+        return OTHER_ENTRIES
+
     def check(self, model: ModelShape) -> None:
         if self.planned:
             self._plan_for(model)
@@ -152,7 +155,7 @@ class MAC(AttentionMethod):
     def observe_prompt(self, call: LayerCall, state: SequenceState | None) -> None:
         if not isinstance(state, LayerState):
             return
-        call.refuse_evicted("mac", OTHER_ENTRIES)
+        call.refuse_evicted(self)
         some = last_rows(call, state.ring.size)
         if some is None:
             return
@@ -166,7 +169,7 @@ class MAC(AttentionMethod):
     def run(self, call: LayerCall, state: SequenceState | None) -> Outcome:
         if not isinstance(state, LayerState):
             return attend_densely(call, "the plan has no band wide enough")
-        call.refuse_evicted("mac", OTHER_ENTRIES)
+        call.refuse_evicted(self)
         if _several(call):
             outcome = attend_densely(call, "several new tokens at once")
             self.observe_prompt(call, state)

@@ -58,9 +58,10 @@ def read(session: Session, cache: LongreachCache, prompt: FusedPrompt, *, then: 
     """Put a prompt into an empty cache by the session's fusion method; logits [V] in fp32 after it, and what was done.
 
     then: tokens that the answer will take; the cache makes room for them at once. Decode methods observe all tokens.
-    Whatever is raised, the cache is as it was. Raises InvalidInput (no fusion method, a cache that holds something, a
-    chunk of another model, more tokens that must stay than the eviction method keeps), Unsupported (a model whose
-    layers get no pair (cos, sin), or that is not its kind of decoder), OutOfMemory, ConcurrentUse.
+    Whatever is raised, the cache is empty again. Raises InvalidInput (no fusion method, a cache that holds something, a
+    chunk of other layers, heads or dtype than the model's, more tokens that must stay than the eviction method keeps),
+    Unsupported (a model whose layers get no pair (cos, sin), or that is not its kind of decoder), OutOfMemory,
+    ConcurrentUse. That chunks are of this very model is not checked here: their keys name its fingerprint.
     """
     if session.fuse is None:
         raise InvalidInput("the session has no fusion method; attach with fuse='a3' or another one")
@@ -167,6 +168,12 @@ class _FusedPass:
                     f"{where}: it holds {len(chunk.keys)} layers and the model has {len(self.layers)}; it is another "
                     f"model's"
                 )
+            shape, held = self.session.facts.shape, (chunk.keys[0].shape[0], chunk.keys[0].shape[2])
+            if held != (shape.kv_heads, shape.head_dim):
+                raise InvalidInput(
+                    f"{where}: it holds {held[0]} KV heads of {held[1]} channels and the model has {shape.kv_heads} of "
+                    f"{shape.head_dim}; it is another model's"
+                )
             if chunk.keys[0].dtype != self.session.model.dtype:
                 raise InvalidInput(
                     f"{where}: it holds {chunk.keys[0].dtype} and the model runs in {self.session.model.dtype}; "
@@ -226,9 +233,12 @@ class _FusedPass:
         step, last = self.step, slice(self.prompt.question - len(self.prompt.ids), None)
         place, q = step.append.at(layer), found.query[0].transpose(0, 1)[last]
         rows = Rows(q, step.append.seq[last], place.slot[last])
-        kv, scale = self.cache.kv.view(layer, step.append), _scale(self.attending[layer], q)
-        shard = shard_of(self.attending[layer], found.key.shape[1])
-        return step.layers.call(layer, rows, kv, step.append.slots, scale, shard=shard)
+        kv, scale = self.cache.kv.view(layer, step.append), found.terms.get("scaling")
+        return step.layers.call(
+            layer, rows, kv, step.append.slots, q.shape[2] ** -0.5 if scale is None else float(scale),
+            softcap=found.terms.get("softcap"), sink_logit=found.terms.get("s_aux"),
+            shard=shard_of(self.attending[layer], found.key.shape[1]),
+        )  # fmt: skip
 
     def _choose(self, full: FullLayer | None) -> None:
         chosen = torch.zeros_like(self.parts.stored) if self.given is None else self.given
@@ -318,8 +328,3 @@ def _parents(decoder: nn.Module, attending: list[nn.Module]) -> list[nn.Module]:
     if numbers != list(range(len(attending))):
         raise Unsupported(f"{type(decoder).__name__} attends in layers {numbers}; fusion needs each once, in order")
     return [parents[id(module)] for module in attending]
-
-
-def _scale(module: nn.Module, q: Tensor) -> float:
-    scale = getattr(module, "scaling", None)
-    return float(scale) if isinstance(scale, (int, float)) else q.shape[2] ** -0.5

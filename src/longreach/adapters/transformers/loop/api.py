@@ -111,6 +111,8 @@ def generate(
     for name in attaching:
         if name not in ATTACHING:
             raise UnknownName("option of generate", name, (*OPTIONS, *ATTACHING))
+    if attaching.get("fuse") not in (None, "none"):
+        raise InvalidInput("fuse: prompts of stored chunks are read by longreach.Documents; generate reads token ids")
     if not isinstance(session, Session):
         with attach(session, **attaching) as made:
             return generate(
