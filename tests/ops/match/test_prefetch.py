@@ -125,7 +125,7 @@ LATE: dict[str, dict[str, Any]] = {
     "accounts that do not rest": {"credit": 3.0, "rests": True},
 }
 FAST = (("everything", "one block"), ("everything", "two kernels"), ("positions ahead", "blocks"),
-        ("accounts that rest", "pieces"), ("nothing", "one block"))  # fmt: skip
+        ("accounts that rest", "pieces"), ("nothing", "one block"), ("slots that are none", "one block"))  # fmt: skip
 
 
 @pytest.mark.parametrize(
