@@ -35,7 +35,7 @@ def refused(result: Any, *words: str) -> None:
         ([*RUN, "--decode", "streaming_llm", "--set", "decode.window=2.5"], ["window", "fraction", "2.5"]),
         ([*RUN, "--decode", "oracle_top_k", "--set", "decode.dense_layers=[0, 9]"], ["dense_layers", "got layer 9"]),
         ([*RUN, "--set", "decode.window=3"], ["option of dense", "'window'"]),
-        ([*RUN, "--set", "evict.window=3"], ["unknown slot", "known: prefill, decode"]),
+        ([*RUN, "--set", "layers.window=3"], ["unknown slot", "known: fuse, prefill, evict, decode"]),
         ([*RUN, "--set", "window=3"], ["SLOT.OPTION=VALUE"]),
         ([*RUN, "--question", "  "], ["--question is empty"]),
         ([*RUN, "--max-new-tokens", "0"], ["at least 1", "--max-new-tokens"]),

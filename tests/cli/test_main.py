@@ -39,7 +39,7 @@ def test_the_examples_of_help_are_taken_as_they_stand(verb: str) -> None:
     [
         ((), "VERB"),
         (("frobnicate",), "frobnicate"),
-        (("run", "--model", "mini"), "--document"),
+        (("run", "--model", "mini", "--question", "b"), "--document"),
         (("demo", "--length", "many"), "whole number"),
         (("demo", "--length", "0"), "at least 1"),
         (("run", "--mod", "mini", "--document", "a", "--question", "b"), "--model"),

@@ -80,7 +80,7 @@ class KVCache:
         gap. overwrite: allow any positions below it; `append` then replaces their keys and values.
         An overwriting pass that is not committed cannot be undone: its sequences are cut to the first position that it
         was to overwrite. Raises CapacityError, InvalidInput; Unsupported to overwrite where keys were evicted.
-        State is cut to the first position that is overwritten, as it has not observed the new keys.
+        State does not follow what is overwritten: methods that keep any must observe those tokens again.
         """
         self._check("place", slots, [0 for _ in positions])
         each = list(zip(slots, positions, strict=True))
@@ -90,12 +90,7 @@ class KVCache:
             self.layouts.check_overwrite(slot, first)
         counts = [p.numel() for p in rows]
         added = [int((p >= self._intact(s)).sum()) for s, p in zip(slots, rows, strict=True)]
-        cut = self._ints(list(over)), self._ints(list(over.values()))
-        if over:
-            self.state.check_truncate(*cut)
         before = self._begin("place", slots, added)
-        if over:
-            self.state.truncate(*cut)
         self._overwritten |= over
         firsts = [int(p[0]) if p.numel() else n for p, n in zip(rows, before, strict=True)]
         lasts = [int(p[-1]) if p.numel() else n - 1 for p, n in zip(rows, before, strict=True)]

@@ -48,7 +48,7 @@ class OracleTopK(AttentionMethod):
         check_layers_of("dense_layers", self.dense_layers, model.layers)
 
     def eviction_refusal(self) -> str | None:
-        return OTHER_KEYS if self.heads == "all" else None
+        return f"{OTHER_KEYS}, and heads='all' chooses one set for all" if self.heads == "all" else None
 
     def workspace_bytes(self, model: ModelShape, rows: int, capacity: int, dtype: torch.dtype) -> int:
         chosen = 4 * rows * model.kv_heads * (capacity + max_keys(self.k, capacity) + 1)
