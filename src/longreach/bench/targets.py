@@ -15,7 +15,8 @@ WHOSE = (*RIVALS, "torch_sdpa")
 def judge(case: Case, entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """For each target what was got, from entries of one run: {**target, "got", "than", "reached", "missed_by"}.
 
-    missed_by: share of the bound, 0 where reached. got is None where what it is compared with was left out.
+    missed_by: share of the bound, 0 where reached. got is None where the entry, or what it is compared with, is left
+    out or not measured yet.
     """
     return [_judged(target, entries) for target in case.targets]
 
@@ -24,6 +25,8 @@ def _judged(target: Target, entries: list[dict[str, Any]]) -> dict[str, Any]:
     ours = {e["name"]: e for e in entries if e["who"] == "longreach"}
     if target.quantity == "peak memory over":
         return _result(target, *_peak_over(target, {e["name"]: e for e in entries}))
+    if target.of not in ours or (target.quantity in ("speed over", "time over") and target.over not in {*WHOSE, *ours}):
+        return _result(target, None, None)
     mine = ours[target.of]
     time, than, got = mine["microseconds"]["median"], None, None
     if target.quantity == "speed over fastest":
