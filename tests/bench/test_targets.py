@@ -53,6 +53,15 @@ def test_nothing_is_judged_against_half_of_the_baselines() -> None:
     assert judged["got"] is None and judged["reached"] is None
 
 
+@pytest.mark.parametrize("quantity", ["time over", "speed over", "microseconds"])
+def test_what_is_not_measured_yet_has_no_verdict(quantity: str) -> None:
+    """A case saves its results after each way; a target of a later one must not end the run."""
+    over = "1 row" if "over" in quantity else None
+    case = Case("it", "group", Shape(1, 8), targets=(Target(quantity, 1.0, of="later", over=over),))
+    (judged,) = judge(case, OURS + RIVALS)
+    assert judged["got"] is None and judged["reached"] is None
+
+
 def test_another_shape_has_no_targets() -> None:
     case = CASES["dense-128k-b1"]
     assert case.but(batch=1) is case

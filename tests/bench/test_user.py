@@ -98,11 +98,11 @@ def test_what_does_not_fit_is_named_and_one_prompt_is_the_reference(
 ) -> None:
     timed = user._timed
 
-    def small(bench: Any, call: Any, profiled: Any) -> Any:
+    def small(bench: Any, call: Any, profiled: Any, at: Any = None) -> Any:
         if profiled and not tried:
             tried.append(1)
             raise torch.OutOfMemoryError("too large")
-        return timed(bench, call, profiled)
+        return timed(bench, call, profiled, at)
 
     tried: list[int] = []
     monkeypatch.setattr(user, "_timed", small)

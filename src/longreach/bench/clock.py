@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from itertools import pairwise
 
@@ -20,10 +21,17 @@ class Clock:
 
     profiled: (first, count): observe launches from the arrival of token `first` (1 is the first one) until that of the
     one `count` later. Tokens past `first` are not timed. launched: what one of them launches.
+    at: number of a token -> what is called when it has come, the prompt being number 0.
     """
 
-    def __init__(self, device: torch.device | None = None, profiled: tuple[int, int] | None = None):
+    def __init__(
+        self,
+        device: torch.device | None = None,
+        profiled: tuple[int, int] | None = None,
+        at: Mapping[int, Callable[[], object]] | None = None,
+    ):
         self.times: list[float] = []
+        self.at = at or {}
         self.device, self._profiled = device or torch.device("cpu"), profiled
         self._profile, self._observing = Profile(self.device), ExitStack()
         self.launched = Launched()
@@ -32,6 +40,7 @@ class Clock:
     def put(self, value: Tensor) -> None:
         self.times.append(time.perf_counter())
         token = len(self.times) - 1
+        self.at.get(token, lambda: None)()
         if token == 1:
             self.prefill_peak = peak_bytes(self.device)
             reset_peak(self.device)

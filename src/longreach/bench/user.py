@@ -8,7 +8,8 @@ attention also with a step captured piecewise. Memory is what torch has allocate
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -241,8 +242,9 @@ def _longreach(
 
         run(ids[:, :WARM_UP], None)
         session.static_caches.clear()
-        with observed() as seen:
-            clock, taken = _timed(bench, lambda clock: run(ids, clock), None)
+        with ExitStack() as observing:  # observing slows what the host launches, pieces' attention too
+            seen = observing.enter_context(observed())
+            clock, taken = _timed(bench, lambda clock: run(ids, clock), None, {NEW - TIMED: observing.close})
         (decoder,) = session.static_caches[len(ids)].decoders.values()
         launched = bench.launched_by(decoder, None if decoder.graph is None else seen.captured)
     behind = require_tokens(case.name, answer, found[-1], KEPT if method is None else 1, most)
@@ -261,11 +263,12 @@ def require_tokens(name: str, answer: Answer, tokens: Tensor, steps: int, most: 
 
 
 def _timed(
-    bench: Decoding, call: Callable[[Clock], object], profiled: tuple[int, int] | None
-) -> tuple[Clock, dict[str, Any]]:
-    """Run a generate with a clock; seconds and bytes of it. profiled: as `Clock` has it."""
+    bench: Decoding, call: Callable[[Clock], object], profiled: tuple[int, int] | None,
+    at: Mapping[int, Callable[[], object]] | None = None,
+) -> tuple[Clock, dict[str, Any]]:  # fmt: skip
+    """Run a generate with a clock; seconds and bytes of it. profiled, at: as `Clock` has them."""
     release(bench.device)
-    clock, before = Clock(bench.device, profiled), allocated_bytes(bench.device)
+    clock, before = Clock(bench.device, profiled, at), allocated_bytes(bench.device)
     reset_peak(bench.device)
     started = bench.now()
     try:

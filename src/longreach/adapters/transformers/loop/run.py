@@ -29,7 +29,8 @@ class DecodeRun:
 
     choose: tokens from logits, called on the host at every step; `greedy` is part of the step instead.
     graph: whether the step is captured, as in `generate`. compile: see `loop.compile`.
-    exactly: steps past an end must be rolled back, which state may refuse; so with state no step runs ahead.
+    exactly: steps past an end must be rolled back, which state may refuse; so with state, and tokens that end an
+    answer, no step runs ahead.
 
     Afterwards: captured, how the steps ran ("full": one CUDA graph; "piecewise": one for each stretch between two
     attentions; None: uncaptured). not_captured_reason: why they were not one graph. setup_seconds: of the first steps,
@@ -105,7 +106,8 @@ class DecodeRun:
         try:
             with decoder.run(self.ends, self.new - 1):
                 decoder.take(self.choose(logits))
-                back = read_back(decoder.token, ahead=0 if self._exactly and cache.states.states() else None)
+                wait = self._exactly and self.ends.eos and cache.states.states()
+                back = read_back(decoder.token, ahead=0 if wait else None)
                 back.note(decoder.token)
                 while True:
                     last = self._setting_up or count + back.pending >= self.new
