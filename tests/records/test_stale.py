@@ -44,6 +44,7 @@ def test_clean_and_current_records_pass(tmp_path: Path) -> None:
     shipped = weights_sha256(PACKAGE / "models/longreach-mini")
     write(tmp_path / "c.json.gz", {**CLEAN, "kind": "eval", "model": {"name": "longreach-mini", "sha256": shipped}})
     write(tmp_path / "d.json", {**CLEAN, "kind": "eval", "model": {"name": "another", "sha256": "0"}})
+    write(tmp_path / "e.json", bench(it={**CLEAN, "entries": [], "left_out": {"longreach.generate": "out of memory"}}))
     assert stale(tmp_path) == []
 
 

@@ -51,11 +51,14 @@ def faults(measured: dict[str, Any]) -> Iterator[str]:
 
 
 def launches_of(case: dict[str, Any]) -> list[Launch] | None:
-    """All Triton launches of our entries of a case; None where an entry lacks them.
+    """All Triton launches of our entries of a case, none where all that it measures was left out; None where an entry
+    lacks them.
 
     Raises KeyError or TypeError where they are not as records hold them.
     """
     mine = [entry for entry in case.get("entries", ()) if entry.get("who") == "longreach"]
+    if not mine and case.get("left_out"):
+        return []
     if not mine or any(entry.get("launched") is None for entry in mine):
         return None
     return [launch for entry in mine for launch in Launched.from_json(entry["launched"]).triton]
