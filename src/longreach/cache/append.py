@@ -28,9 +28,10 @@ class Placement:
     starts: tuple[int, ...] | None = None
     runs: tuple[RowRange, ...] | None = None
 
-    def take(self, index: Tensor) -> Placement:
-        """The placement of the rows at `index` [r]."""
-        return Placement(self.slot[index], self.page[index], self.offset[index], self.seq_lens, self.table, self.starts)
+    def take(self, index: Tensor, runs: tuple[RowRange, ...] | None = None) -> Placement:
+        """The placement of the rows at `index` [r]. runs: those rows, where the host knows of them."""
+        slot, page, offset = (x[index] for x in (self.slot, self.page, self.offset))
+        return Placement(slot, page, offset, self.seq_lens, self.table, self.starts, runs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,8 +59,8 @@ class Append:
         """Places of the rows in `layer`; the same object for layers that hold the same slots."""
         return self.placements[layer if len(self.placements) > 1 else 0]
 
-    def take(self, index: Tensor) -> Append:
-        """The pass of the rows at `index` [r], for layers in which only these run."""
-        shared = {id(p): p.take(index) for p in self.placements}
+    def take(self, index: Tensor, runs: tuple[RowRange, ...] | None = None) -> Append:
+        """The pass of the rows at `index` [r], for layers in which only these run. runs: as of a Placement."""
+        shared = {id(p): p.take(index, runs) for p in self.placements}
         placements = tuple(shared[id(p)] for p in self.placements)
         return replace(self, seq=self.seq[index], pos=self.pos[index], placements=placements)

@@ -43,7 +43,8 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 class RowRange(NamedTuple):
     """What the host knows of consecutive rows: `rows` of sequence `seq`, at positions first, first + 1, ...
 
-    first is given only where slots [0, first + rows) of the sequence are filled; None: only the device knows.
+    first is given only where slots [0, first + rows) of the sequence are filled. None: only the device knows where they
+    are; their positions ascend, and may leave some out.
     """
 
     rows: int

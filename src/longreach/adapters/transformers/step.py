@@ -82,9 +82,10 @@ class Step:
         return self.width + (0 if self.cache is None else self.cache.seen)
 
     def narrow(self, index: Tensor) -> None:
-        """From here on only the tokens at `index` [r] run, of one sequence without padding; all of them commit."""
+        """From here on only the tokens at `index` [r], ascending, of one sequence without padding run; all commit."""
         assert self.whole is None and self.shape[0] == 1 and self.real is None
-        self.whole, self.append, self.shape = self.append, self.append.take(index), (1, len(index))
+        runs = (RowRange(len(index), 0),)
+        self.whole, self.append, self.shape = self.append, self.append.take(index, runs), (1, len(index))
         self.layers.shared.clear()  # what earlier layers left for later ones belongs to other rows
 
     def rows(self, x: Tensor) -> Tensor:

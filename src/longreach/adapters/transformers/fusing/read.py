@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from longreach.adapters.transformers.attach import Session
 from longreach.adapters.transformers.checks import check_model, decoder_of
+from longreach.adapters.transformers.fusing.loading import Loading, Wait
 from longreach.adapters.transformers.fusing.prompt import FusedPrompt
 from longreach.adapters.transformers.hf_cache import LongreachCache
 from longreach.adapters.transformers.oom import memory_errors
@@ -43,6 +44,8 @@ class FusionReport:
 
     key_error, value_error: for each layer whose stored keys and values were placed, how far they were off at the
     recomputed tokens: norm of the difference over norm of the recomputed; None where none was.
+    loaded_bytes: of stored keys and values that were copied to the model's device; waited_seconds: how long its stream
+    waited for copies that ran beside it (see `Loading`).
     """
 
     tokens: int
@@ -52,6 +55,8 @@ class FusionReport:
     computed: int
     key_error: tuple[float | None, ...]
     value_error: tuple[float | None, ...]
+    loaded_bytes: int = 0
+    waited_seconds: float = 0.0
 
 
 def read(session: Session, cache: LongreachCache, prompt: FusedPrompt, *, then: int = 0) -> tuple[Tensor, FusionReport]:
@@ -111,9 +116,13 @@ class _FusedPass:
         self.given: Tensor | None = None  # what a probe has chosen
         self.index: Tensor | None = None  # the tokens that run, once chosen
         self.angles: tuple[Tensor, Tensor] | None = None  # of all tokens, in the layer under way
+        self.narrowed: dict[int, tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]] = {}  # id of cos -> whole, cut
+        self.turns: dict[tuple[int, Rotation], tuple[Tensor, RotaryAngles]] = {}  # (id of cos, how) -> cos, the turns
+        self.loading = Loading((), self.device)
+        self.loaded_bytes, self.waits = 0, list[Wait]()
         self.again: Tensor | None = None  # the recomputed tokens
         self.before: tuple[Tensor, Tensor] | None = None  # what was placed there
-        self.errors: dict[int, Tensor] = {}  # layer -> squared norms: of key and value differences, and of both
+        self.errors: dict[int, Tensor] = {}  # layer -> norms: of key and value differences, and of both
 
     def run(self) -> Tensor:
         for layer in self.fusion.probes(len(self.layers)) if self.prompt.chunks else ():
@@ -128,6 +137,13 @@ class _FusedPass:
     def _pass(self) -> Tensor:
         session, ids = self.session, torch.tensor([self.prompt.ids], device=self.device)
         self.index = self.again = self.before = None
+        self.narrowed.clear()
+        self.turns.clear()
+        full = self.fusion.full_layers
+        self.loading = Loading(
+            [chunk for _, chunk in self.prompt.chunks], self.device, full + 1 if full else 0,
+            len(self.layers) if self.probe is None else self.probe + 1,
+        )  # fmt: skip
         self.cache.reserve([ids.shape[1]], self.then)  # a probe gives memory back
         append = self.cache.kv.begin([0], [len(self.prompt.ids)])
         self.step = Step(
@@ -139,6 +155,8 @@ class _FusedPass:
                 out = session.model(input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
         finally:
             session.next_step = None
+            self.loaded_bytes += self.loading.bytes
+            self.waits += self.loading.waits
         return out.logits[0, -1].float()
 
     def report(self) -> FusionReport:
@@ -151,14 +169,15 @@ class _FusedPass:
         ]
         return FusionReport(
             len(self.prompt.ids), exact, again, stored - exact - again, len(self.prompt.ids) - stored,
-            tuple(key for key, _ in shares), tuple(value for _, value in shares),
+            tuple(key for key, _ in shares), tuple(value for _, value in shares), self.loaded_bytes,
+            sum(wait.seconds() for wait in self.waits),
         )  # fmt: skip
 
     def _share(self, layer: int) -> Tensor:
         if layer not in self.errors:
             return torch.zeros(2)
-        off = self.errors[layer]
-        return (off[:2] / off[2:]).sqrt()
+        norms = self.errors[layer]
+        return norms[:2] / norms[2:]
 
     def _check_chunks(self) -> None:
         for number, (start, chunk) in enumerate(self.prompt.chunks):
@@ -212,13 +231,20 @@ class _FusedPass:
                 else:
                     kwargs["hidden_states"] = kwargs["hidden_states"][:, self.index]
             if self.index is not None:
-                cos, sin = (x[:, self.index] for x in pair)
-                kwargs = {**kwargs, "position_embeddings": (cos, sin)}
+                kwargs = {**kwargs, "position_embeddings": self._narrowed(pair)}
                 if isinstance(kwargs.get("position_ids"), Tensor):
                     kwargs["position_ids"] = kwargs["position_ids"][:, self.index]
             return args, kwargs
 
         return cut
+
+    def _narrowed(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """(cos, sin) of the tokens that run; layers share them as they share those of all tokens."""
+        known = self.narrowed.get(id(pair[0]))
+        if known is None:
+            cos, sin = (x[:, self.index] for x in pair)
+            known = self.narrowed[id(pair[0])] = pair, (cos, sin)
+        return known[1]
 
     def _computed(self, layer: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FullLayer:
         """Queries, keys and values of all tokens in a layer; the keys and values go to the cache."""
@@ -226,7 +252,7 @@ class _FusedPass:
         found = captured(module, args, kwargs, *self.angles)
         step, values = self.step, found.value[0].transpose(0, 1)
         self.cache.kv.append(layer, step.append, found.key[0].transpose(0, 1), values)
-        return FullLayer(self._question(layer, found), values, lambda: self._stored(layer)[1])
+        return FullLayer(self._question(layer, found), values, lambda: self.loading.values(layer))
 
     def _question(self, layer: int, found: Captured) -> LayerCall:
         """The question's rows, the last of the pass, over the keys of all tokens."""
@@ -267,18 +293,24 @@ class _FusedPass:
         found = captured(module, args, kwargs, *kwargs["position_embeddings"])
         k, v = (x[0].transpose(0, 1) for x in (found.key, found.value))
         self.cache.kv.append(layer, self.step.append, k, v)
-        seen = FullLayer(self._question(layer, found), v[:0], lambda: self._stored(layer)[1])
+        seen = FullLayer(self._question(layer, found), v[:0], lambda: self.loading.values(layer))
         raise _Probed(self.fusion.choose(self.parts, seen) & self.parts.candidates)
 
     def _place(self, layer: int, rotation: Rotation | None) -> None:
-        assert self.step.whole is not None and self.angles is not None and self.again is not None
-        k, v = self._stored(layer)
-        angles = None
-        if rotation is not None:
-            cos, sin = (rotation.pairs(x)[0, self.turn_by] for x in self.angles)
-            angles = RotaryAngles(cos, sin, rotation.layout)
-        self.cache.kv.append(layer, self.step.whole, k, v, self.at, angles)
+        assert self.step.whole is not None and self.again is not None
+        k, v = self.loading.layer(layer)
+        turns = None if rotation is None else self._turns(rotation)
+        self.cache.kv.append(layer, self.step.whole, k, v, self.at, turns)
         self.before = self._held(layer) if len(self.again) else None
+
+    def _turns(self, rotation: Rotation) -> RotaryAngles:
+        """By what stored keys are turned; layers share it as they share the angles of all tokens."""
+        assert self.angles is not None
+        name = id(self.angles[0]), rotation
+        if name not in self.turns:
+            cos, sin = (rotation.pairs(x)[0, self.turn_by] for x in self.angles)
+            self.turns[name] = self.angles[0], RotaryAngles(cos, sin, rotation.layout)
+        return self.turns[name][1]
 
     def _attended(self, number: int) -> Callable[..., Any]:
         """After an attention module: how far what was placed was off, where it was recomputed."""
@@ -286,9 +318,10 @@ class _FusedPass:
         def compare(module: nn.Module, args: Any, output: Any) -> None:
             if probing() or self.before is None:
                 return
-            pairs = [(a.float(), b.float()) for a, b in zip(self.before, self._held(number), strict=True)]
-            off = [(b - a).square().sum() for a, b in pairs] + [b.square().sum() for _, b in pairs]
-            self.errors[number], self.before = torch.stack(off), None
+            after = self._held(number)
+            apart = torch._foreach_sub(after, self.before)
+            norms = torch._foreach_norm([*apart, *after], dtype=torch.float32)
+            self.errors[number], self.before = torch.stack(norms), None
 
         return compare
 
@@ -299,12 +332,6 @@ class _FusedPass:
         assert self.again is not None
         page, offset = place.page[self.again], place.offset[self.again]
         return kv.k[page, :, offset], kv.v[page, :, offset]
-
-    def _stored(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys before rotation and values [S, G, D] of all chunks, on the model's device."""
-        both = ((c.keys[layer] for _, c in self.prompt.chunks), (c.values[layer] for _, c in self.prompt.chunks))
-        k, v = (torch.cat([x.to(self.device) for x in xs], 1).transpose(0, 1) for xs in both)
-        return k, v
 
     def _rotation(
         self, layer: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

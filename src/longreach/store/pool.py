@@ -1,0 +1,89 @@
+"""Chunks kept in host memory from which a GPU can copy at full speed, the longest unused leaving first."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from dataclasses import replace
+
+import torch
+
+from longreach.errors import InvalidInput
+from longreach.store.key import Chunk, ChunkKey
+
+GIB = 1 << 30
+
+
+class ChunkPool:
+    """Chunks in page-locked host memory, which copies to a GPU need to run beside its kernels (A3, section 4).
+
+    max_bytes: of the chunks held. One that is in use stays valid when it leaves the pool. pinned: whether memory is
+    page-locked; by default where there is a CUDA device. Page-locked memory is given out in powers of two: a chunk
+    takes up to twice its bytes, and counts by what it takes. May be shared by threads and by several `Documents`.
+
+    Raises InvalidInput for a cap that is none.
+    """
+
+    def __init__(self, max_bytes: int = 8 * GIB, *, pinned: bool | None = None):
+        if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1:
+            raise InvalidInput(f"max_bytes: expected a number of bytes, at least 1, got {max_bytes!r}")
+        self.max_bytes = max_bytes
+        self.pinned = torch.cuda.is_available() if pinned is None else pinned
+        self.bytes = self.hits = self.misses = 0
+        self._held: OrderedDict[ChunkKey, Chunk] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def get(self, key: ChunkKey) -> Chunk | None:
+        """The chunk, if it is held; a use of it."""
+        with self._lock:
+            chunk = self._held.get(key)
+            if chunk is None:
+                self.misses += 1
+                return None
+            self.hits += 1
+            self._held.move_to_end(key)
+            return chunk
+
+    def add(self, chunk: Chunk) -> Chunk:
+        """The chunk in the pool's memory, in the place of one of its key; itself where it is larger than the pool."""
+        size = self._size(chunk)
+        if size > self.max_bytes:
+            return chunk
+        with self._lock:
+            self._drop(chunk.key)
+            while self.bytes + size > self.max_bytes:
+                self._drop(next(iter(self._held)))
+            held = self._copy(chunk)
+            self._held[chunk.key] = held
+            self.bytes += size
+        return held
+
+    def clear(self) -> None:
+        """Hold nothing."""
+        with self._lock:
+            self._held.clear()
+            self.bytes = 0
+
+    def _drop(self, key: ChunkKey) -> None:
+        chunk = self._held.pop(key, None)
+        if chunk is not None:
+            self.bytes -= self._size(chunk)
+
+    def _size(self, chunk: Chunk) -> int:
+        return 1 << (chunk.bytes - 1).bit_length() if self.pinned else chunk.bytes
+
+    def _copy(self, chunk: Chunk) -> Chunk:
+        """Keys and values layer by layer in one piece of memory, so that several layers are one copy to a device."""
+        like = chunk.keys[0]
+        memory = torch.empty(chunk.bytes // like.element_size(), dtype=like.dtype, pin_memory=self.pinned)
+        start, pairs = 0, []
+        for pair in zip(chunk.keys, chunk.values, strict=True):
+            made = []
+            for x in pair:
+                made.append(memory[start : start + x.numel()].view(x.shape).copy_(x))
+                start += x.numel()
+            pairs.append(made)
+        return replace(chunk, keys=tuple(k for k, _ in pairs), values=tuple(v for _, v in pairs))
