@@ -64,18 +64,20 @@ def get_or_compute(
         chunk = work.compute(tokens, progress, target)
     else:
         progress(len(tokens))
-    missing = dependence is not None and chunk.dependence is None and len(chunk.prefix) == len(work.prefix)
-    if missing:
-        assert dependence is not None
-        chunk = dependence[0].measured(chunk, dependence[1], progress)
-    elif dependence is not None:
-        progress(len(tokens))
-    if store is not None and error is None and (state != "stored" or missing):
+    measured = False
+    if dependence is not None:
+        meter, other = dependence
+        measured = chunk.dependence is None and len(chunk.prefix) == len(work.prefix)
+        if measured:
+            chunk = meter.measured(chunk, other, progress)
+        else:
+            progress(len(tokens))
+    if store is not None and error is None and (state != "stored" or measured):
         try:
             store.put(chunk)
         except StoreError as refusal:
             error = refusal
-    return ChunkResult(chunk, state, error, missing)
+    return ChunkResult(chunk, state, error, measured)
 
 
 class _Found(NamedTuple):
@@ -90,9 +92,9 @@ def _find(work: Precompute, store: ChunkStore, tokens: Tensor, places: Sequence[
     """The first chunk of these tokens behind one of `places` that the store has."""
     read: Callable[..., tuple[Chunk | None, object]] = store.get_or_told if mapped else store.load
     broken = False
-    for behind in places if len(places[0]) else places[:1]:
+    for key in work.keys(tokens, places if len(places[0]) else places[:1]):
         try:
-            chunk, fault = read(work.key(tokens, behind))
+            chunk, fault = read(key)
         except StoreError as refusal:
             return _Found(None, broken, refusal)
         broken |= fault is not None

@@ -85,8 +85,13 @@ class Precompute:
     def key(self, tokens: Sequence[int] | Tensor, behind: Sequence[int] | Tensor = ()) -> ChunkKey:
         """What a chunk behind the prefix and `behind` is stored under. Raises InvalidInput (training mode; what can be
         no tokens), Unsupported where the weights are not those of the fingerprint."""
+        return self.keys(tokens, [behind])[0]
+
+    def keys(self, tokens: Sequence[int] | Tensor, places: Sequence[Sequence[int] | Tensor]) -> list[ChunkKey]:
+        """Like key, behind each of several: the model is checked once, which takes milliseconds."""
         self.require_model()
-        return ChunkKey.of(self.fingerprint.digest, self.session.model.dtype, self._before(behind), tokens)
+        model, dtype = self.fingerprint.digest, self.session.model.dtype
+        return [ChunkKey.of(model, dtype, self._before(behind), tokens) for behind in places]
 
     def require_model(self) -> None:
         """Raise InvalidInput for a model in training mode, Unsupported for one that is not that of the fingerprint."""

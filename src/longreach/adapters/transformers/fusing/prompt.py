@@ -80,8 +80,10 @@ class FusedPrompt:
             if chunk.dependence is not None:
                 dependence[here] = chunk.dependence
             known &= sure or chunk.dependence is not None
-        parts = (x.to(device) for x in (stored, exact, before, after))
-        return PromptParts(*parts, self.question, dependence.to(device) if known else None)
+        return PromptParts(
+            stored.to(device), exact.to(device), before.to(device), after.to(device), self.question,
+            dependence.to(device) if known else None,
+        )  # fmt: skip
 
     def local_positions(self, device: torch.device) -> Tensor:
         """int64 [N]: where each stored token was computed, behind its chunk's prefix; its own position elsewhere.
