@@ -32,6 +32,7 @@ _NAMES = {
     "CacheBlend": "longreach.methods.fusion",
     "A3": "longreach.methods.fusion",
     "A3Deep": "longreach.methods.fusion",
+    "Dependence": "longreach.methods.fusion",
     "SnapKV": "longreach.methods.snapkv",
     "LongreachError": "longreach.errors",
 }
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from longreach.methods.fusion import PIE as PIE
     from longreach.methods.fusion import A3Deep as A3Deep
     from longreach.methods.fusion import CacheBlend as CacheBlend
+    from longreach.methods.fusion import Dependence as Dependence
     from longreach.methods.fusion import FullReuse as FullReuse
     from longreach.methods.fusion import LegoLink as LegoLink
     from longreach.methods.kascade import Kascade as Kascade

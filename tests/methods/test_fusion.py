@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from longreach.errors import InvalidInput, UnknownName
 from longreach.methods.call import LayerCall
-from longreach.methods.fusion import A3, PIE, A3Deep, CacheBlend, FullReuse, LegoLink
+from longreach.methods.fusion import A3, PIE, A3Deep, CacheBlend, Dependence, FullReuse, LegoLink
 from longreach.methods.fusion.base import best
 from longreach.methods.registry import FUSIONS, choose_fusion, fusion_class
 from longreach.methods.slots import FullLayer, Fusion, PromptParts
@@ -126,6 +127,7 @@ def test_configurations_round_trip_through_json(name: str) -> None:
         (lambda: A3(ratio=1.5), r"ratio: expected a number in \[0, 1\], got 1.5"),
         (lambda: CacheBlend(ratio="all"), "ratio: expected a number"),  # type: ignore[arg-type]
         (lambda: A3(ratio=True), "ratio: expected a number"),
+        (lambda: Dependence(ratio=-0.1), "ratio: expected a number"),
         (lambda: A3(heads="all"), "heads: expected 'each' or 'joint', got 'all'"),  # type: ignore[arg-type]
         (lambda: LegoLink(first=-1), "first: expected a count >= 0, got -1"),
         (lambda: A3Deep(rounds=0), "rounds: expected a count >= 1"),
@@ -145,3 +147,13 @@ def test_names() -> None:
     with pytest.raises(UnknownName, match="unknown fuse method 'epic'; known: none, full_reuse, pie, legolink"):
         choose_fusion("epic")
     assert A3Deep().probes(12) == (4,) and A3Deep(layer=2, rounds=3).probes(12) == (2, 2, 2) and A3().probes(12) == ()
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.15, 0.4, 1.0])
+def test_dependence_takes_the_tokens_that_moved_most(ratio: float) -> None:
+    moved = torch.rand(N, dtype=torch.float64).masked_fill(~parts().stored.cpu(), 0.0)
+    prompt = replace(parts(), dependence=here(moved))
+    assert chosen(Dependence(ratio=ratio).choose(prompt, None)) == top(moved, round(ratio * N))
+    assert Dependence().full_layers == 0 and Dependence().probes(12) == () and Dependence.needs_dependence
+    with pytest.raises(InvalidInput, match="were stored without dependence; precompute them with it"):
+        Dependence(ratio=ratio).choose(parts(), None)

@@ -6,6 +6,7 @@ import os
 import signal
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ def chunk(
     dtype: torch.dtype = torch.bfloat16,
     prefix: tuple[int, ...] = (),
     layers: int = 2,
+    dependence: bool = False,
 ) -> Chunk:
     """Layers differ in KV heads, keys and values in head dim; every number gives other tokens and tensors."""
     generator = torch.Generator().manual_seed(number)
@@ -32,12 +34,20 @@ def chunk(
 
     keys = [draw(1 + i, 6) for i in range(layers)]
     values = [draw(1 + i, 4) for i in range(layers)]
-    return Chunk.of(model, prefix, range(1000 * number, 1000 * number + tokens), keys, values)
+    one = Chunk.of(model, prefix, range(1000 * number, 1000 * number + tokens), keys, values)
+    if not dependence:
+        return one
+    return replace(one, dependence=torch.rand(tokens, generator=generator, dtype=torch.float64))
 
 
 def same(one: Chunk | None, other: Chunk) -> bool:
     """Equal bit by bit."""
     if one is None or one.key != other.key or len(one.keys) != len(other.keys):
+        return False
+    if one.dependence is None or other.dependence is None:
+        if one.dependence is not other.dependence:
+            return False
+    elif not torch.equal(one.dependence, other.dependence):
         return False
     pairs = zip(
         (one.prefix, one.tokens, *one.keys, *one.values), (other.prefix, other.tokens, *other.keys, *other.values)

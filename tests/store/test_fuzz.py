@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from longreach.store import ChunkStore
 from tests.store.factory import chunk, path, same
 
-ONE = chunk(1, prefix=(1, 2))
+ONE = chunk(1, prefix=(1, 2), dependence=True)
 SUM = slice(42, 74)  # of the header's checksum in the file
 
 
@@ -104,12 +104,12 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
             continue
         if name == "__metadata__":
             field = draw(st.sampled_from(["format", "model", "dtype", "prefix", "tokens", "xxh128", "more"]))
-            others = st.sampled_from(["float16", "int64", "", "0" * 64, "f" * 64, "z" * 192, "0" * 192])
+            others = st.sampled_from(["float16", "int64", "", "0" * 64, "f" * 64, "z" * 224, "0" * 224])
             document[name][field] = draw(st.one_of(others, anything))
         else:
             field = draw(st.sampled_from(["dtype", "shape", "data_offsets", "all"]))
             choices = {
-                "dtype": st.sampled_from(["F16", "BF16", "I64", "F32", "U8", "nonsense"]),
+                "dtype": st.sampled_from(["F16", "BF16", "I64", "F32", "F64", "U8", "nonsense"]),
                 "shape": st.lists(numbers, max_size=4),
                 "data_offsets": st.lists(numbers, min_size=1, max_size=3),
                 "all": st.just(document.get(draw(st.sampled_from(list(DOCUMENT))))),

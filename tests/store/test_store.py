@@ -33,7 +33,7 @@ def test_a_chunk_comes_back_bit_by_bit(tmp_path: Path, dtype: torch.dtype, prefi
         got.keys[0][0, 0, 0] = one.keys[0][0, 0, 0] = 0
         assert same(got, one)
         about = store.about(one.key.name)
-    assert about is not None and about == (one.key, 5, len(prefix), 3)
+    assert about is not None and about == (one.key, 5, len(prefix), 3, False)
 
 
 def test_tensors_may_be_strided_and_need_gradients(tmp_path: Path) -> None:

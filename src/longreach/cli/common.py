@@ -153,6 +153,19 @@ def read_text(path: str, given: str) -> tuple[str, str]:
         raise InvalidInput(f"cannot read {name}: {error.strerror}; check the path given {given}") from error
 
 
+def read_whole(path: str, given: str) -> str:
+    """The text of a file as it is, which must hold some; as `read_text`."""
+    name, text = read_text(path, given)
+    if not text.strip():
+        raise InvalidInput(f"{name} is empty; leave it out, or give a file with text in it")
+    return text
+
+
+def read_system(path: str) -> str:
+    """The system prompt of documents, as all verbs understand --system; white space at its end is no part of it."""
+    return read_whole(path, "to --system").rstrip()
+
+
 def read_document(path: str) -> str:
     """The text of a file, or of standard input for "-". Raises InvalidInput with the remedy."""
     name, text = read_text(path, "to --document")

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from longreach.cli.common import check_questions, load_model, read_text, tell_unapplied
+from longreach.cli.common import check_questions, load_model, read_system, read_whole, tell_unapplied
 from longreach.cli.show import duration, emit, progress, waiting
 from longreach.errors import InvalidInput
 
@@ -20,8 +20,8 @@ DEFAULT = "a3"
 
 
 def run_documents(args: argparse.Namespace, options: dict[str, dict[str, Any]]) -> int:
-    texts = [_text(name, "to --documents") for name in args.documents]
-    system = "" if args.system is None else _text(args.system, "to --system").rstrip()
+    texts = [read_whole(name, "to --documents") for name in args.documents]
+    system = "" if args.system is None else read_system(args.system)
     check_questions(args.question)
     with ExitStack() as opened:
         with waiting("loading the model"):
@@ -80,20 +80,18 @@ def run_documents(args: argparse.Namespace, options: dict[str, dict[str, Any]]) 
     return 0
 
 
-def _text(name: str, given: str) -> str:
-    shown, text = read_text(name, given)
-    if not text.strip():
-        raise InvalidInput(f"{shown} is empty; leave it out, or give a file with text in it")
-    return text
-
-
 def _origins(documents: Documents, count: int) -> list[dict[str, Any]]:
-    """Of each document: its chunks by where they came from, and their tokens."""
+    """Of each document: its tokens, its chunks by where they came from, those that are exact, and those whose
+    dependence was computed."""
     found = []
     for number in range(count):
         mine = [origin for origin in documents.origins if origin.document == number]
         states = {state: sum(o.state == state for o in mine) for state in ("stored", "computed", "recomputed")}
-        found.append({"tokens": sum(o.tokens for o in mine), "chunks": len(mine), **states})
+        exact, measured = sum(o.exact for o in mine), sum(o.dependence_computed for o in mine)
+        found.append({
+            "tokens": sum(o.tokens for o in mine), "chunks": len(mine), **states, "exact": exact,
+            "dependence_computed": measured,
+        })  # fmt: skip
     return found
 
 
@@ -101,7 +99,7 @@ def _answer(question: str, text: str, account: Account) -> dict[str, Any]:
     answer = account.answer
     return {
         "question": question, "answer": text, "tokens": len(answer.tokens), "stopped": answer.stopped,
-        "prompt": asdict(account.fusion), "read_seconds": account.read_seconds,
+        "prompt": asdict(account.fusion), "lost_chunks": account.lost, "read_seconds": account.read_seconds,
         "first_token_seconds": account.first_token_seconds, "seconds_per_token": answer.seconds_per_token,
         "setup_seconds": answer.setup_seconds,
     }  # fmt: skip

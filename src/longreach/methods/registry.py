@@ -32,6 +32,7 @@ FUSIONS = {
     "cacheblend": "longreach.methods.fusion:CacheBlend",
     "a3": "longreach.methods.fusion:A3",
     "a3_deep": "longreach.methods.fusion:A3Deep",
+    "dependence": "longreach.methods.fusion:Dependence",
 }
 EVICTIONS = {"snapkv": "longreach.methods.snapkv:SnapKV"}
 NONE = ("none",)  # leaves the fuse or evict slot empty

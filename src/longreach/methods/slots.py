@@ -22,7 +22,9 @@ class PromptParts:
 
     stored: bool. exact: bool, the stored ones that are what a plain prefill makes, since all before their chunk is what
     it was computed behind. before, after: int64, tokens of the same chunk before and after this one; 0 outside chunks.
-    question: the first token after the last chunk.
+    question: the first token after the last chunk. dependence: float64, of each stored token how far its keys and
+    values move when other tokens stand before its chunk, 0 elsewhere; None where a chunk that is not exact was stored
+    without.
     """
 
     stored: Tensor
@@ -30,6 +32,7 @@ class PromptParts:
     before: Tensor
     after: Tensor
     question: int
+    dependence: Tensor | None = None
 
     @property
     def candidates(self) -> Tensor:
@@ -58,10 +61,12 @@ class Fusion(Configured, ABC):
     full_layers: layers that run for all tokens before tokens are chosen. At the last one keys and values of all tokens
         replace the stored ones; chosen tokens alone attend there and run from there on. 0: they run from the start.
     true_positions: whether stored keys are rotated to where their tokens stand, else to where they were computed.
+    needs_dependence: whether chunks must be stored with the dependence of their tokens.
     """
 
     full_layers: ClassVar[int] = 0
     true_positions: ClassVar[bool] = True
+    needs_dependence: ClassVar[bool] = False
 
     def probes(self, layers: int) -> tuple[int, ...]:
         """Layers up to which the question runs to choose, one after the other; none for methods that do without.

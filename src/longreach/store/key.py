@@ -101,6 +101,8 @@ class Chunk:
     keys, values: a tensor for each layer, [G, N, D] of the key's dtype; G and D may differ from layer to layer, and
     between keys and values. Tensors that a store returned are its memory-mapped file: writing to them changes neither
     the file nor what others read.
+    dependence: float64 [N], finite and >= 0, how far each token's keys and values move when other tokens stand before
+    the chunk; else None. It advises which tokens to recompute, and is in no key.
     Raises InvalidInput where these do not fit each other or the key.
     """
 
@@ -109,6 +111,7 @@ class Chunk:
     tokens: Tensor
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
+    dependence: Tensor | None = None
 
     def __post_init__(self) -> None:
         for name in ("prefix", "tokens"):
@@ -134,6 +137,8 @@ class Chunk:
                     )
         if any(k.shape[0] != v.shape[0] for k, v in zip(self.keys, self.values, strict=True)):
             raise InvalidInput("a chunk: expected as many KV heads in a layer's values as in its keys")
+        if self.dependence is not None:
+            _check_dependence(self.dependence, n)
 
     @classmethod
     def of(
@@ -154,3 +159,15 @@ class Chunk:
     def bytes(self) -> int:
         """Of keys and values."""
         return sum(x.numel() * x.element_size() for x in (*self.keys, *self.values))
+
+
+def _check_dependence(x: Tensor, count: int) -> None:
+    if why := unreadable(x):
+        raise InvalidInput(f"a chunk's dependence: expected a plain tensor, got {why}")
+    if x.dtype != torch.float64 or x.shape != (count,):
+        raise InvalidInput(
+            f"a chunk's dependence: expected float64 [{count}], got {str(x.dtype).removeprefix('torch.')} "
+            f"{list(x.shape)}"
+        )
+    if not bool(((x >= 0) & (x < torch.inf)).all()):
+        raise InvalidInput("a chunk's dependence: expected finite numbers of at least 0")

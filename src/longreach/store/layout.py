@@ -4,6 +4,9 @@ The header's first field is the checksum of the length and the header itself (wi
 change of it is seen at every read. The checksums of tensors stand in the header and are compared when a read verifies.
 A header counts only if it is, byte for byte, what we would have written: there is nothing to interpret in any other.
 
+The tensors are prefix, tokens, dependence where the chunk has it, and keys and values layer by layer. Those of 8 bytes
+come first, so that every tensor is aligned.
+
 XXH3 with 128 bits, because it does 30 GB/s on a core where zlib's CRC-32 does 3 and sha256 0.9: with those, most of a
 verified read and a tenth of a put would be the checksum. An accident goes unseen once in 2^128; it is no defence
 against forgery.
@@ -12,6 +15,7 @@ against forgery.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -27,6 +31,7 @@ FORMAT = "longreach-chunk-1"
 NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64", "int64": "I64"}  # safetensors'
 WIDTHS = {"F32": 4, "F16": 2, "BF16": 2, "F64": 8, "I64": 8}
 MOST_HEADER = 1 << 24
+DEPENDENCE = "dependence"
 _START = b'{"__metadata__":{"header_xxh128":"'
 _DIGITS = 32
 _ZEROS = "0" * _DIGITS
@@ -62,8 +67,12 @@ class Head:
     sums: tuple[str, ...]
 
     @property
+    def dependence(self) -> bool:
+        return _has_dependence(self.specs)
+
+    @property
     def layers(self) -> int:
-        return (len(self.specs) - 2) // 2
+        return (len(self.specs) - 2 - self.dependence) // 2
 
     @property
     def tokens(self) -> int:
@@ -106,11 +115,13 @@ def _sealed(head: bytes) -> bytes:
 
 def encode(chunk: Chunk) -> tuple[bytes, list[memoryview]]:
     """A file's header, with checksums, and the bytes of its tensors. Raises InvalidInput for too long a header."""
-    tensors = [chunk.prefix, chunk.tokens, *(x for pair in zip(chunk.keys, chunk.values, strict=True) for x in pair)]
+    some = [] if chunk.dependence is None else [chunk.dependence]
+    pairs = zip(chunk.keys, chunk.values, strict=True)
+    tensors = [chunk.prefix, chunk.tokens, *some, *(x for pair in pairs for x in pair)]
     tensors = [x.detach().cpu().resolve_neg().contiguous() for x in tensors]
     buffers = [_bytes_of(x) for x in tensors]
     dtypes = [NAMES[str(x.dtype).removeprefix("torch.")] for x in tensors]
-    names = ["prefix", "tokens", *(f"{kind}.{i}" for i in range(len(chunk.keys)) for kind in ("keys", "values"))]
+    names = _names(len(chunk.keys), bool(some))
     specs = tuple(Spec(n, d, tuple(x.shape)) for n, d, x in zip(names, dtypes, tensors, strict=True))
     header = Head(chunk.key, specs, tuple(map(_sum, specs, buffers))).encode()
     if len(header) - 8 > MOST_HEADER:  # which no reader takes
@@ -119,6 +130,16 @@ def encode(chunk: Chunk) -> tuple[bytes, list[memoryview]]:
             f"header of {len(header)} bytes; at most {MOST_HEADER} are read back"
         )
     return header, buffers
+
+
+def _names(layers: int, dependence: bool) -> list[str]:
+    """Of a file's tensors, in their order."""
+    some = [DEPENDENCE] if dependence else []
+    return ["prefix", "tokens", *some, *(f"{kind}.{i}" for i in range(layers) for kind in ("keys", "values"))]
+
+
+def _has_dependence(specs: Sequence[Spec]) -> bool:
+    return len(specs) > 2 and specs[2].name == DEPENDENCE
 
 
 def is_ours(first: bytes) -> bool:
@@ -160,18 +181,20 @@ def _read(document: dict[str, Any]) -> Head:
     fields = document.pop("__metadata__")
     key = ChunkKey(fields["model"], fields["dtype"], fields["prefix"], fields["tokens"])
     specs = tuple(Spec(name, entry["dtype"], tuple(entry["shape"])) for name, entry in document.items())
-    layers = (len(specs) - 2) // 2
-    names = ["prefix", "tokens", *(f"{kind}.{i}" for i in range(layers) for kind in ("keys", "values"))]
-    if layers < 1 or [s.name for s in specs] != names:
+    dependence = _has_dependence(specs)
+    layers = (len(specs) - 2 - dependence) // 2
+    if layers < 1 or [s.name for s in specs] != _names(layers, dependence):
         raise ValueError("expected prefix, tokens, keys and values of each layer")
     if any(type(n) is not int or n < 0 for s in specs for n in s.shape):
         raise ValueError("a shape of no natural numbers")
-    if [s.dtype for s in specs] != ["I64"] * 2 + [NAMES[key.dtype]] * (2 * layers):
-        raise ValueError(f"expected int64 tokens and {key.dtype} tensors")
+    if [s.dtype for s in specs] != ["I64"] * 2 + ["F64"] * dependence + [NAMES[key.dtype]] * (2 * layers):
+        raise ValueError(f"expected int64 tokens, float64 dependence if any, and {key.dtype} tensors")
     if len(specs[0].shape) != 1 or len(specs[1].shape) != 1 or not specs[1].shape[0]:
         raise ValueError("expected tokens [N] and prefix [P]")
     count = specs[1].shape[0]
-    if any(len(s.shape) != 3 or s.shape[1] != count or not all(s.shape) for s in specs[2:]):
+    if dependence and specs[2].shape != (count,):
+        raise ValueError(f"expected dependence [{count}]")
+    if any(len(s.shape) != 3 or s.shape[1] != count or not all(s.shape) for s in specs[2 + dependence :]):
         raise ValueError(f"expected tensors [G, {count}, D]")
     sums, digits = str(fields["xxh128"]), _DIGITS * len(specs)
     if len(sums) != digits:
@@ -184,8 +207,9 @@ def tensors(head: Head, memory: Tensor) -> dict[str, Tensor]:
     found, start = {}, memory.numel() - head.data_bytes
     values = memory.view(DTYPES[head.key.dtype])
     for spec in head.specs:
-        if spec.dtype == "I64":
-            found[spec.name] = memory[start : start + spec.bytes].view(torch.int64)
+        if len(spec.shape) == 1:
+            dtype = torch.int64 if spec.dtype == "I64" else torch.float64
+            found[spec.name] = memory[start : start + spec.bytes].view(dtype)
         else:
             _, n, d = spec.shape
             found[spec.name] = values.as_strided(spec.shape, (n * d, d, 1), start // WIDTHS[spec.dtype])
@@ -207,7 +231,8 @@ def chunk_of(head: Head, found: dict[str, Tensor], key: ChunkKey) -> Chunk:
     layers = range(head.layers)
     keys, values = (tuple(found[f"{kind}.{i}"] for i in layers) for kind in ("keys", "values"))
     try:
-        return Chunk(key, found["prefix"].clone(), found["tokens"].clone(), keys, values)
+        some = found[DEPENDENCE].clone() if head.dependence else None
+        return Chunk(key, found["prefix"].clone(), found["tokens"].clone(), keys, values, some)
     except InvalidInput as error:
         raise Broken("data changed", str(error)) from error
 

@@ -105,6 +105,18 @@ class LocalFolder:
             self._use(fd)
             return found
 
+    def load(self, name: str) -> StoredFile | None:
+        """Like read, into memory of its own: what becomes of the file later does not matter.
+
+        Raises OSError where the disk fails.
+        """
+        with self._opened(name) as fd:
+            if fd is None:
+                return None
+            found = _found(fd, _load)
+            self._use(fd)
+            return found
+
     def look(self, name: str, whole: bool) -> StoredFile | None:
         """Like read, but no use; where the file is another user's and the system keeps access times, it does count.
 
@@ -145,26 +157,29 @@ class LocalFolder:
         except OSError:
             self.counts.add("last_use_not_kept")
 
-    def write(self, name: str, header: bytes, buffers: Sequence[memoryview]) -> bool:
-        """Put a file in its place, whole; False where one is there. Raises StoreFull.
+    def write(
+        self, name: str, header: bytes, buffers: Sequence[memoryview], replaced: StoredFile | None = None
+    ) -> bool:
+        """Put a file in its place, whole; False where one is there, other than `replaced`. Raises StoreFull.
 
         No chunk gives way to one that is refused, unless the disk refuses room that it said it had. Broken ones that
-        were set aside all go before a full disk is told of.
+        were set aside all go before a full disk is told of. Under max_bytes the file that is replaced gives way before
+        other chunks.
         """
         try:
-            return self._write(name, header, buffers)
+            return self._write(name, header, buffers, replaced)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self._drop_broken():
                 raise
-        return self._write(name, header, buffers)
+        return self._write(name, header, buffers, replaced)
 
-    def _write(self, name: str, header: bytes, buffers: Sequence[memoryview]) -> bool:
+    def _write(self, name: str, header: bytes, buffers: Sequence[memoryview], replaced: StoredFile | None) -> bool:
         size = len(header) + sum(b.nbytes for b in buffers)
         with held(self.lock):
             self._collect()
             fd, temporary = writing.begin(self.writing, name)
             try:
-                self._make_room(size)
+                self._make_room(size, None if replaced is None else name)
                 writing.reserve(fd, size)
             except BaseException:
                 writing.abort(fd, temporary)
@@ -175,7 +190,7 @@ class LocalFolder:
             os.utime(temporary, ns=(now, now))
             os.fsync(fd)
             with held(self.lock):
-                if new := not self.has(name):
+                if new := not self.has(name) or (replaced is not None and self._is(name, replaced)):
                     os.rename(temporary, self.file(name))
                 else:
                     temporary.unlink()
@@ -186,6 +201,13 @@ class LocalFolder:
             let_go(fd)
         self.sync()
         return new
+
+    def _is(self, name: str, file: StoredFile) -> bool:
+        """Whether this very file is in its place; of a link, what it leads to."""
+        try:
+            return _identity(self.file(name).stat()) == file.identity
+        except FileNotFoundError:
+            return False
 
     def sync(self) -> None:
         """What is in its place stays there when the power goes, whoever put it."""
@@ -267,7 +289,7 @@ class LocalFolder:
                 if not removed and len(left) > refused:
                     raise PermissionError(errno.EACCES, left[-1].why)
 
-    def _make_room(self, size: int) -> None:
+    def _make_room(self, size: int, replaced: str | None) -> None:
         if self.max_bytes is None:
             return
         if size > self.max_bytes:
@@ -281,35 +303,36 @@ class LocalFolder:
                 f"max_bytes={self.max_bytes} has no room for {size} bytes beside {begun} that other processes are "
                 f"writing; raise it"
             )
-        going = self._giving_way(self.max_bytes - begun - size)
+        going = self._giving_way(self.max_bytes - begun - size, replaced)
         disk = os.statvfs(self.writing)  # no room even after them? of no blocks: a filesystem that does not say
         if going and disk.f_blocks and size > disk.f_bavail * disk.f_frsize + sum(e.bytes for _, e in going):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         left = list[Ignored]()
-        for _ in self._evict(self.max_bytes - begun - size, left):
+        for _ in self._evict(self.max_bytes - begun - size, left, replaced):
             pass
         if left and sum(e.bytes for _, e in self._all()) > self.max_bytes - begun - size:
             raise PermissionError(errno.EACCES, f"{left[0].file} {left[0].why}")
 
-    def _all(self) -> list[tuple[Path, Entry]]:
-        """Broken chunks first, then the longest unused: the order in which they give way."""
-        return [*self._broken(), *((self.file(e.name), e) for e in self.entries())]
+    def _all(self, first: str | None = None) -> list[tuple[Path, Entry]]:
+        """Broken chunks, then `first`, then the longest unused: the order in which they give way."""
+        entries = sorted(self.entries(), key=lambda e: e.name != first)
+        return [*self._broken(), *((self.file(e.name), e) for e in entries)]
 
-    def _giving_way(self, limit: int) -> list[tuple[Path, Entry]]:
+    def _giving_way(self, limit: int, first: str | None) -> list[tuple[Path, Entry]]:
         """What must go so that all the rest is at most `limit` bytes."""
-        files = self._all()
+        files = self._all(first)
         total, count = sum(e.bytes for _, e in files), 0
         while total > limit and count < len(files):
             total -= files[count][1].bytes
             count += 1
         return files[:count]
 
-    def _evict(self, limit: int, left: list[Ignored]) -> Iterator[Entry]:
+    def _evict(self, limit: int, left: list[Ignored], first: str | None = None) -> Iterator[Entry]:
         """Remove what must give way to `limit`; yields chunks that were whole as far as anyone knows.
 
         What may not be removed is passed over and added to `left`, and the next ones go in its stead.
         """
-        files = self._all()
+        files = self._all(first)
         total = sum(e.bytes for _, e in files)
         for path, entry in files:
             if total <= limit:

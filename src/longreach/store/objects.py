@@ -59,13 +59,22 @@ class Objects:
         memory = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
         return StoredFile(memory, None)
 
+    def load(self, name: str) -> StoredFile | None:
+        """As read."""
+        return self.read(name)
+
     def look(self, name: str, whole: bool) -> StoredFile | None:
         """Like read: nothing here keeps the time of a use."""
         return self.read(name)
 
-    def write(self, name: str, header: bytes, buffers: Sequence[memoryview]) -> bool:
-        """One put of all bytes; False where the object is there. Of two at once the later stays, both being whole."""
-        if self.has(name):
+    def write(
+        self, name: str, header: bytes, buffers: Sequence[memoryview], replaced: StoredFile | None = None
+    ) -> bool:
+        """One put of all bytes; False where the object is there and is not to be replaced.
+
+        Of two at once the later stays, both being whole.
+        """
+        if replaced is None and self.has(name):
             return False
         self._mark()
         with self._told():

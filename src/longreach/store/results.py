@@ -20,12 +20,14 @@ class Entry(NamedTuple):
 
 
 class ChunkInfo(NamedTuple):
-    """What a chunk's header says: its key, how many tokens it and its prefix have, how many layers."""
+    """What a chunk's header says: its key, how many tokens it and its prefix have, how many layers, and whether it
+    holds the tokens' dependence."""
 
     key: ChunkKey
     tokens: int
     prefix: int
     layers: int
+    dependence: bool
 
 
 class SetAside(NamedTuple):

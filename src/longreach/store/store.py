@@ -7,7 +7,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from torch import Tensor
 
@@ -25,6 +25,14 @@ from longreach.store.writing import no_room
 PROMISES = LocalFolder.promises
 Verify = Literal["first", "always", "never"]
 LEFT = "left in place"
+TRIES = 3  # of a put that replaces, while others replace too
+
+
+class _There(NamedTuple):
+    """A stored chunk and its file."""
+
+    chunk: Chunk
+    file: StoredFile
 
 
 class ChunkStore:
@@ -108,12 +116,17 @@ class ChunkStore:
         """Like get, with what stood in the chunk's place where that was broken."""
         return self._get(key)
 
-    def _get(self, key: ChunkKey) -> Lookup:
+    def load(self, key: ChunkKey) -> Lookup:
+        """Like get_or_told, read into memory instead of mapped: what becomes of the file later does not matter, and a
+        disk that fails is a miss."""
+        return self._get(key, mapped=False)
+
+    def _get(self, key: ChunkKey, *, mapped: bool = True) -> Lookup:
         chunk = told = None
         with self._errors("read from"):
             found = None
             try:
-                found = self._files.read(key.name)
+                found = self._files.read(key.name) if mapped else self._readable(self._files.load, key.name)
                 chunk = None if found is None else self._checked(key, found)
             except Broken as broken:
                 told = self._warn(self._set_aside(key.name + ENDING, found, broken), 4)
@@ -127,14 +140,21 @@ class ChunkStore:
     def put(self, chunk: Chunk) -> bool:
         """Store a chunk; it is on disk when this returns. False where it is there already, or came meanwhile.
 
-        A file that is there is looked at as get looks at it (checksums as `verify` says), set aside where it is broken,
-        and replaced. Raises StoreError where it is broken and cannot be set aside. Nothing is evicted for a chunk that
-        max_bytes or the folder's rights refuse.
+        A chunk with dependence replaces one without, in one step: the one or the other is there, whole. One without
+        replaces none. A file that is there is looked at as get looks at it (checksums as `verify` says), set aside
+        where it is broken, and replaced. Raises StoreError where it is broken and cannot be set aside. Nothing is
+        evicted for a chunk that max_bytes or the folder's rights refuse.
         """
+        new, replaces = False, chunk.dependence is not None
         with self._errors("write to"):
-            if there := self._there(chunk.key):
-                self._files.sync()  # who put it may have died before that
-            new = not there and self._files.write(chunk.key.name, *layout.encode(chunk))
+            for _ in range(TRIES if replaces else 1):  # what comes meanwhile may be without dependence again
+                there = self._there(chunk.key)
+                if there is not None and not (replaces and there.chunk.dependence is None):
+                    self._files.sync()  # who put it may have died before that
+                    break
+                replaced = None if there is None else there.file
+                if new := self._files.write(chunk.key.name, *layout.encode(chunk), replaced):
+                    break
         if new:
             self._counts.add("bytes_written", chunk.bytes)
         self._counts.add("put" if new else "already_there")
@@ -158,7 +178,7 @@ class ChunkStore:
                 head = _head(found.memory)
             except Broken:
                 return None
-            return ChunkInfo(head.key, head.tokens, head.prefix, head.layers)
+            return ChunkInfo(head.key, head.tokens, head.prefix, head.layers, head.dependence)
 
     def verify_all(self, progress: Callable[[int], None] | None = None) -> Verified:
         """Read every chunk and compare all checksums; set aside what is broken, misnamed or foreign. Counts as no use.
@@ -231,13 +251,14 @@ class ChunkStore:
         found broken and how many were set aside."""
         return self._counts.report()
 
-    def _there(self, key: ChunkKey) -> bool:
-        """Whether the chunk is there and whole; a use of it. What is broken is set aside. Raises StoreError."""
+    def _there(self, key: ChunkKey) -> _There | None:
+        """The chunk, if it is there and whole; a use of it. What is broken is set aside. Raises StoreError."""
         found = None
         try:
             found = self._files.read(key.name)
             if found is not None:
-                self._checked(key, found, note=False)  # a chunk's first get verifies it all the same
+                # a chunk's first get verifies it all the same
+                return _There(self._checked(key, found, note=False), found)
         except Broken as broken:
             told = self._set_aside(key.name + ENDING, found, broken)
             if told.became.startswith(LEFT):
@@ -246,8 +267,7 @@ class ChunkStore:
                     f"cannot be replaced: {told.file} is {told.became}; mend the rights of the store, or go on without"
                 ) from broken
             self._warn(told, 4)
-            return False
-        return found is not None
+        return None
 
     def _checked(self, key: ChunkKey, found: StoredFile, note: bool = True) -> Chunk:
         head = _head(found.memory)
@@ -262,8 +282,12 @@ class ChunkStore:
         return layout.chunk_of(head, tensors, key)
 
     def _looked_at(self, name: str) -> StoredFile | None:
+        return self._readable(lambda name: self._files.look(name, whole=True), name)
+
+    def _readable(self, read: Callable[[str], StoredFile | None], name: str) -> StoredFile | None:
+        """A file that is read whole. Raises Broken where the disk fails."""
         try:
-            return self._files.look(name, whole=True)
+            return read(name)
         except OSError as error:
             if error.errno != errno.EIO:
                 raise

@@ -111,7 +111,7 @@ def test_a_broken_chunk_is_computed_again_and_a_store_that_fails_is_told(
         def fails(*args: Any) -> Any:
             raise StoreError("the disk is gone")
 
-        monkeypatch.setattr(store, "get_or_told", fails)
+        monkeypatch.setattr(store, "load", fails)
         told = Documents(session, tokenizer, store=store, chunk_tokens=16)
         told.read(TEXTS[:1])
         assert {str(o.error) for o in told.origins} == {"the disk is gone"} and asked(told)

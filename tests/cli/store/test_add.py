@@ -19,7 +19,7 @@ import torch
 from longreach.adapters.transformers import Precompute, attach, fingerprint, load
 from longreach.store import ChunkStore
 from longreach.store.local import LocalFolder
-from longreach.testing.tiny import BOS_ID, save_tiny
+from longreach.testing.tiny import BOS_ID, save_tiny, tiny_model, tiny_tokenizer
 from tests.cli.test_bad_input import refused
 
 TEXT = "The brown hen laid an egg.\n\nThe code for the barn is 4815162. The fox slept.\r\n" * 5
@@ -285,3 +285,109 @@ def test_a_cap_below_the_documents_is_told(longreach: Any, tiny: Path, book: Pat
     assert result.code == 0 and said["gave_way"] > 0 and said["store_bytes"] <= cap
     assert f"{said['gave_way']} of these chunks gave way" in result.err and "--max-bytes" in result.err
     refused(longreach(*adding(tiny, tmp_path / "three", book, "--max-bytes", "1kB")), "larger than", "0 of ")
+
+
+# behind the head that run makes; exact; with dependence
+
+SYSTEM, QUESTION = "Answer from the documents.\n", "What is the code for the barn?"
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[Path]:
+    found = [tmp_path / name for name in ("system.txt", "first.txt", "second.txt")]
+    for path, text in zip(
+        found,
+        (
+            SYSTEM,
+            TEXT[:150],
+            "Boats leave at noon. Trains leave at six, or so people say here. Nobody knows when a bus comes.",
+        ),
+        strict=True,
+    ):
+        path.write_bytes(text.encode())
+    return found
+
+
+def asked(longreach: Any, model: Path, store: Path, files: list[Path], *more: Any) -> dict[str, Any]:
+    result = longreach("run", "--model", model, "--store", store, "--documents", *files, "--question", QUESTION,
+                       "--max-new-tokens", 4, "--chunk-tokens", 64, "--json", *more)  # fmt: skip
+    assert result.code == 0, result.err
+    return dict(json.loads(result.out))
+
+
+@pytest.mark.parametrize("template", ["none", "chat", "without a system prompt"])
+def test_run_finds_all_that_add_stored_behind_its_head(
+    longreach: Any, tiny: Path, files: list[Path], tmp_path: Path, template: str
+) -> None:
+    model, store, (system, *texts) = tiny, tmp_path / "store", files
+    if template != "none":
+        model = tmp_path / "chat"
+        tiny_model("llama").save_pretrained(model)
+        tiny_tokenizer(chat=True).save_pretrained(model)
+    behind = system if template != "without a system prompt" else ""
+    said = added(longreach, model, store, *texts, "--system", behind)
+    assert said["config"]["prefix_tokens"] > (20 if behind else 0) and said["computed"] == said["chunks"]
+    ran = asked(longreach, model, store, texts[::-1], *(["--system", system] if behind else []))
+    assert all(d["stored"] == d["chunks"] and not d["computed"] for d in ran["documents"])
+    assert sum(d["chunks"] for d in ran["documents"]) == said["chunks"]
+    again = added(longreach, model, store, *texts, "--system", behind)
+    assert again["others_in_store"] == 0, "run stored nothing"
+
+
+def test_exact_chunks_are_found_and_nothing_is_recomputed(
+    longreach: Any, tiny: Path, files: list[Path], tmp_path: Path
+) -> None:
+    store, (system, *texts) = tmp_path / "store", files
+    said = added(longreach, tiny, store, *texts, "--system", system, "--exact")
+    assert said["computed"] == said["chunks"] > 3 and said["config"]["exact"]
+    ran = asked(longreach, tiny, store, texts, "--system", system)
+    (answer,) = ran["answers"]
+    stored = sum(d["tokens"] for d in ran["documents"])
+    assert answer["prompt"]["exact"] == stored and answer["prompt"]["recomputed"] == answer["prompt"]["reused"] == 0
+    assert [d["exact"] for d in ran["documents"]] == [d["chunks"] for d in ran["documents"]]
+    turned = asked(longreach, tiny, store, texts[::-1], "--system", system)
+    assert turned["documents"][0]["stored"] == 0, "behind other documents they are other chunks"
+    assert "everything before them" in longreach(*adding(tiny, store, *texts, "--system", system, "--exact")).out
+
+
+def test_dependence_is_stored_and_run_computes_nothing(
+    longreach: Any, tiny: Path, files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, (system, *texts) = tmp_path / "store", files
+    plain = added(longreach, tiny, store, *texts, "--system", system)
+    assert plain["dependence"] == {"stored": 0, "computed": 0, "none": plain["chunks"]}
+    said = added(longreach, tiny, store, *texts, "--system", system, "--dependence")
+    assert said["stored"] == said["chunks"] and said["dependence"]["computed"] == said["chunks"]
+    shown = longreach(*adding(tiny, store, *texts, "--system", system, "--dependence")).out
+    assert f"Dependence: computed for 0 chunks, stored before for {said['chunks']}." in shown
+    listed = json.loads(longreach("store", "list", "--store", store, "--json").out)["chunks"]
+    assert len(listed) == said["chunks"] and all(c["dependence"] for c in listed)
+    assert longreach("store", "verify", "--store", store).code == 0
+    monkeypatch.setattr(Precompute, "compute", lambda *a: 1 / 0)
+    ran = asked(longreach, tiny, store, texts, "--system", system, "--fuse", "dependence", "--set", "fuse.ratio=0.3")
+    (answer,) = ran["answers"]
+    prompt = answer["prompt"]
+    assert prompt["recomputed"] == round(0.3 * prompt["tokens"]) and ran["fuse"]["name"] == "dependence"
+
+
+def test_a_lone_chunk_has_no_dependence_and_that_is_told(longreach: Any, tiny: Path, tmp_path: Path) -> None:
+    text = tmp_path / "short.txt"
+    text.write_text("The hen.")
+    result = longreach(*adding(tiny, tmp_path / "store", text, "--dependence"))
+    assert result.code == 0 and "missing for 1, as there is no other chunk to run before it" in result.out
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--exact"], ["--exact: what is before each chunk follows from --system; give it too"]),
+        (["--exact", "--dependence", "--system", ""], ["exact chunks are never recomputed; give one of the two"]),
+        (["--system", "nowhere.txt"], ["cannot read nowhere.txt", "--system"]),
+        (["--system", "", "--prefix", ""], ["not allowed with"]),
+    ],
+)
+def test_ways_of_adding_that_do_not_go_together(
+    longreach: Any, tiny: Path, book: Path, tmp_path: Path, more: list[str], words: list[str]
+) -> None:
+    result = longreach(*adding(tiny, tmp_path / "store", book, *more))
+    assert result.code == 2 and all(word in result.err for word in words) and not (tmp_path / "store").exists()

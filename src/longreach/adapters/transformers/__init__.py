@@ -4,18 +4,21 @@ from longreach.adapters.transformers.answer_text import pieces
 from longreach.adapters.transformers.attach import Session, attach
 from longreach.adapters.transformers.checks import cache_windows, shape_of
 from longreach.adapters.transformers.chunking import Piece, Pieces, Splitter, split
-from longreach.adapters.transformers.documents import Account, Documents
+from longreach.adapters.transformers.dependence import DependenceMeter
+from longreach.adapters.transformers.documents import Account, ChunkOrigin, Documents
 from longreach.adapters.transformers.fingerprint import Fingerprint, fingerprint
 from longreach.adapters.transformers.get_or_compute import ChunkResult, get_or_compute
 from longreach.adapters.transformers.hf_cache import LongreachCache
 from longreach.adapters.transformers.load import device_of, load, model_path, shape_at
 from longreach.adapters.transformers.loop.settings import unapplied
+from longreach.adapters.transformers.placement import BETWEEN, ChunkPlace, places
 from longreach.adapters.transformers.precompute import Precompute
 from longreach.adapters.transformers.prompt_reader import CHUNK, Advance, Answer, BatchAnswer, BatchReader, Reader
 from longreach.adapters.transformers.prompt_tokens import (
     chat,
     check_length,
     context_limit,
+    document_head,
     encode,
     prompts,
     share,
@@ -25,13 +28,17 @@ from longreach.adapters.transformers.prompt_tokens import (
 from longreach.adapters.transformers.residual_hooks import residuals
 
 __all__ = [
+    "BETWEEN",
     "CHUNK",
     "Account",
     "Advance",
     "Answer",
     "BatchAnswer",
     "BatchReader",
+    "ChunkOrigin",
+    "ChunkPlace",
     "ChunkResult",
+    "DependenceMeter",
     "Documents",
     "Fingerprint",
     "LongreachCache",
@@ -47,12 +54,14 @@ __all__ = [
     "check_length",
     "context_limit",
     "device_of",
+    "document_head",
     "encode",
     "fingerprint",
     "get_or_compute",
     "load",
     "model_path",
     "pieces",
+    "places",
     "prompts",
     "residuals",
     "shape_at",

@@ -7,42 +7,52 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from longreach.adapters.transformers.answer_text import pieces
 from longreach.adapters.transformers.attach import Session
 from longreach.adapters.transformers.chunking import TOKENS, Splitter
+from longreach.adapters.transformers.dependence import DependenceMeter
 from longreach.adapters.transformers.fingerprint import Fingerprint
 from longreach.adapters.transformers.fusing import FusedPrompt, FusionReport, read
-from longreach.adapters.transformers.get_or_compute import State, get_or_compute
+from longreach.adapters.transformers.get_or_compute import ChunkResult, State, get_or_compute
 from longreach.adapters.transformers.loop.run import now
+from longreach.adapters.transformers.placement import BETWEEN, ChunkPlace, places
 from longreach.adapters.transformers.precompute import Precompute
 from longreach.adapters.transformers.prompt_reader import CHUNK, Advance, Answer, Reader
-from longreach.adapters.transformers.prompt_tokens import check_length, encode, frame, stop_strings, stop_tokens
-from longreach.errors import InvalidInput, StoreError
+from longreach.adapters.transformers.prompt_tokens import check_length, document_head, encode, stop_strings, stop_tokens
+from longreach.errors import ChunkLost, InvalidInput, StoreError
 from longreach.store import Chunk, ChunkStore
-
-BETWEEN = "\n\n"  # two documents, and the last one and the question
 
 
 @dataclass(frozen=True)
 class Account:
     """What an answer took. fusion: what became of the prompt's tokens. first_token_seconds: from the question on;
-    read_seconds: of them, until the prompt was in the cache. answer: tokens and times of decoding.
+    read_seconds: of them, until the prompt was in the cache. answer: tokens and times of decoding. lost: chunks that
+    could not be loaded and were fetched or computed again; each time the prompt's pass began anew.
     """
 
     fusion: FusionReport
     read_seconds: float
     first_token_seconds: float
     answer: Answer
+    lost: int = 0
 
 
 @dataclass(frozen=True)
 class ChunkOrigin:
-    """Where a document's chunk came from. document: its number. error: why the store does not have it, else None."""
+    """Where a document's chunk came from.
+
+    document: its number. error: why the store does not have it, else None. exact: whether it was computed behind
+    everything that is before it in the prompt. dependence_computed: whether its dependence was.
+    """
 
     document: int
     tokens: int
     state: State
     error: StoreError | None
+    exact: bool
+    dependence_computed: bool
 
 
 class Documents:
@@ -53,6 +63,10 @@ class Documents:
     stored. With a chat template the parts stand where the template has them.
 
     session: attached with a fusion method. store: where chunks are looked up and put; None: they are computed.
+    A chunk that the store has behind exactly what precedes it in this prompt is taken first, since it is exact; else
+    the one behind the head alone. If the fusion method needs the dependence of tokens, chunks stored without it get it.
+    Chunks are read into memory, so that what becomes of their files later does not matter.
+
     system: text before the documents; chunks are computed behind it. chunk_tokens: of a chunk at most.
     prefill_chunk: tokens per pass while chunks are computed. known: the model's fingerprint, if it was taken.
 
@@ -68,43 +82,61 @@ class Documents:
         if session.fuse is None:
             raise InvalidInput("documents are read by a fusion method; attach with fuse='a3' or another one")
         self.session, self.tokenizer, self.store = session, tokenizer, store
-        self._frame = frame(tokenizer, system)
-        self.head = encode(tokenizer, self._frame.head, special=not self._frame.templated)
+        self._frame, self.head = document_head(tokenizer, system)
         self._work = Precompute(session, self.head, chunk=prefill_chunk, known=known)
+        self._meter = DependenceMeter(self._work) if session.fuse.needs_dependence else None
         self._splitter = Splitter(tokenizer, chunk_tokens)
         self._between = encode(tokenizer, BETWEEN, special=False)
         self._reader = Reader(session, prefill_chunk, graph=graph)
+        self._documents: list[list[tuple[int, ...]]] = []  # tokens of each chunk of each
+        self._places: list[ChunkPlace] = []  # of all chunks
         self.chunks: list[list[Chunk]] = []  # of each document
         self.origins: list[ChunkOrigin] = []
         self.account: Account | None = None  # of the last answer
 
-    def read(self, texts: Sequence[str], progress: Advance = lambda done: None) -> None:
+    def read(self, texts: Sequence[str], progress: Advance = lambda done: None, *, exact: bool = False) -> None:
         """Add documents. Their chunks come from the store, or are computed and stored on the way.
 
-        progress is told how many tokens more are done. Raises InvalidInput for no document or an empty one, and as
-        get_or_compute; then no document is added.
+        exact: chunks are computed behind everything before them, and stored so: later prompts that begin with the same
+        system prompt and documents recompute none of them, in other prompts they are not used.
+        progress is told how many tokens more are done, of `count`. Raises InvalidInput for no document or an empty one,
+        and as get_or_compute. Whatever it raises, Ctrl-C included, no document is added; what was stored stays.
         """
         if isinstance(texts, str) or not texts:
             raise InvalidInput("expected a list of documents with at least one text in it")
         for number, text in enumerate(texts):
             if not isinstance(text, str) or not text.strip():
                 raise InvalidInput(f"document {len(self.chunks) + number} is empty or no text; leave it out")
-        split = [self._splitter.split(text).chunks for text in texts]
-        found, origins = list[list[Chunk]](), list[ChunkOrigin]()
-        for document in split:
-            chunks = list[Chunk]()
-            for piece in document:
-                got = get_or_compute(self._work, self.store, piece.tokens, progress)
-                chunks.append(got.chunk)
-                number = len(self.chunks) + len(found)
-                origins.append(ChunkOrigin(number, len(piece.tokens), got.state, got.error))
-            found.append(chunks)
-        self.chunks += found
-        self.origins += origins
+        documents = [*self._documents, *([p.tokens for p in self._splitter.split(t).chunks] for t in texts)]
+        new = places(documents, self._between)[len(self._places) :]
+        for place in new:
+            self._work.check(place.tokens, place.before if exact else ())
+        found, origins = [list[Chunk]() for _ in texts], list[ChunkOrigin]()
+        for place in new:
+            got = self._chunk(place, exact, progress)
+            found[place.document - len(self.chunks)].append(got.chunk)
+            origins.append(self._origin(place, got))
+        self._documents, self._places = documents, [*self._places, *new]
+        self.chunks, self.origins = [*self.chunks, *found], [*self.origins, *origins]
+
+    def _chunk(self, place: ChunkPlace, exact: bool, progress: Advance = lambda done: None) -> ChunkResult:
+        measure = None if self._meter is None or place.other is None else (self._meter, place.other)
+        got = get_or_compute(
+            self._work, self.store, place.tokens, progress, behind=place.before, exact=exact, dependence=measure,
+            mapped=False,
+        )  # fmt: skip
+        if self._meter is not None and measure is None:
+            progress(len(place.tokens))
+        return got
+
+    def _origin(self, place: ChunkPlace, got: ChunkResult) -> ChunkOrigin:
+        exact = len(got.chunk.prefix) == len(self.head) + len(place.before)
+        return ChunkOrigin(place.document, len(place.tokens), got.state, got.error, exact, got.dependence_computed)
 
     def count(self, texts: Sequence[str]) -> int:
-        """Tokens of the chunks of these texts, for a progress bar."""
-        return sum(len(self._splitter.split(text).tokens) for text in texts)
+        """Tokens that `read` of these texts is done with, for a progress bar: those of dependence are counted twice."""
+        tokens = sum(len(self._splitter.split(text).tokens) for text in texts)
+        return tokens if self._meter is None else 2 * tokens
 
     def prompt(self, question: str) -> FusedPrompt:
         """The prompt of a question about all documents. Raises InvalidInput for none of either."""
@@ -120,19 +152,44 @@ class Documents:
     def ask(self, question: str, max_new_tokens: int = 128) -> Iterator[str]:
         """The answer, piece by piece; afterwards `account` says what it took.
 
-        Every question begins with an empty cache, so that eviction for one does not touch the next. Raises InvalidInput
-        (also where prompt and answer exceed the model's context), and as `fusing.read`.
+        Every question begins with an empty cache, so that eviction for one does not touch the next. A chunk that cannot
+        be loaded is fetched or computed again, and the pass begun anew; `origins` and `account` then say so. Raises
+        InvalidInput (also where prompt and answer exceed the model's context, and for a model in training mode),
+        Unsupported (weights changed since the chunks were computed), and as `fusing.read`.
         """
+        self._work.require_model()
         prompt, model = self.prompt(question), self.session.model
         check_length(model, len(prompt.ids), max_new_tokens)
         self.account = None
-        return self._answer(prompt, model, max_new_tokens)
+        return self._answer(prompt, question, max_new_tokens)
 
-    def _answer(self, prompt: FusedPrompt, model: Any, max_new_tokens: int) -> Iterator[str]:
-        reader, answer = self._reader, Answer()
+    def _read(self, prompt: FusedPrompt, question: str, then: int) -> tuple[Tensor, FusionReport, int]:
+        """As `fusing.read`, and how many chunks were lost on the way and brought back."""
+        lost = set[int]()
+        while True:
+            try:
+                self._reader.cache.empty()
+                return *read(self.session, self._reader.cache, prompt, then=then), len(lost)
+            except ChunkLost as error:
+                if error.chunk in lost:  # what was brought back is in memory
+                    raise
+                lost.add(error.chunk)
+                self._bring_back(error.chunk)
+                prompt = self.prompt(question)
+
+    def _bring_back(self, number: int) -> None:
+        """Fetch a chunk again, or compute it, as it was: behind the head alone or behind everything before it."""
+        place = self._places[number]
+        chunks = self.chunks[place.document]
+        piece = number - sum(len(others) for others in self.chunks[: place.document])
+        got = self._chunk(place, exact=len(chunks[piece].prefix) > len(self.head))
+        chunks[piece] = got.chunk
+        self.origins[number] = self._origin(place, got)
+
+    def _answer(self, prompt: FusedPrompt, question: str, max_new_tokens: int) -> Iterator[str]:
+        reader, answer, model = self._reader, Answer(), self.session.model
         started = now(model)
-        reader.cache.empty()
-        logits, report = read(self.session, reader.cache, prompt, then=max_new_tokens - 1)
+        logits, report, lost = self._read(prompt, question, max_new_tokens - 1)
         read_seconds = now(model) - started
         stop, first = stop_tokens(model, self.tokenizer), 0.0
 
@@ -149,4 +206,4 @@ class Documents:
         with closing(reader.decode(logits, max_new_tokens, answer, stop)) as tokens:
             yield from pieces(until_stop(tokens), self.tokenizer, stop_strings(model))
         answer.first_token_seconds = first
-        self.account = Account(report, read_seconds, first, answer)
+        self.account = Account(report, read_seconds, first, answer, lost)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from longreach.adapters.transformers.precompute import Precompute
+from longreach.adapters.transformers.dependence import DependenceMeter
+from longreach.adapters.transformers.precompute import NOTHING, Precompute
 from longreach.adapters.transformers.prompt_reader import Advance
 from longreach.errors import StoreError
 from longreach.store import Chunk, ChunkStore
@@ -21,38 +22,82 @@ class ChunkResult(NamedTuple):
 
     state: "stored" before; "computed"; or "recomputed", if the store's file was broken.
     error: why the store could not be read or written, else None; the chunk is correct in any case.
+    dependence_computed: whether its dependence was computed now.
     """
 
     chunk: Chunk
     state: State
     error: StoreError | None
+    dependence_computed: bool = False
 
 
 def get_or_compute(
-    work: Precompute, store: ChunkStore | None, tokens: Sequence[int] | Tensor, progress: Advance = lambda done: None
+    work: Precompute,
+    store: ChunkStore | None,
+    tokens: Sequence[int] | Tensor,
+    progress: Advance = lambda done: None,
+    *,
+    behind: Sequence[int] | Tensor = (),
+    exact: bool = False,
+    dependence: tuple[DependenceMeter, Sequence[int]] | None = None,
+    mapped: bool = True,
 ) -> ChunkResult:
     """The chunk of these tokens; computed and stored if the store (None for none) does not have it whole.
 
-    progress: called with the tokens done. Raises as Precompute.compute does, also where the store has the
-    chunk (weights that changed have another key); what is wrong with the store is returned, so that the caller can go
-    on without it.
+    behind: tokens between the prefix and the chunk in a prompt. The store is asked for a chunk computed behind the
+    prefix and them, which is exact there, then for one behind the prefix alone; the latter is what is computed. exact:
+    ask for the former alone, and compute that.
+    dependence: a meter and the other chunk's tokens. A chunk behind the prefix alone that lacks its dependence gets it,
+    and replaces the stored one.
+    mapped: whether a stored chunk stays mapped to its file, else it is read into memory.
+    progress: called with the tokens done; the chunk's, and with `dependence` as many again. Raises as
+    Precompute.compute does, also where the store has the chunk (weights that changed have another key); what is wrong
+    with the store is returned, so that the caller can go on without it.
     """
-    tokens = as_ids(tokens).tolist()
-    work.check(tokens)
-    error: StoreError | None = None
-    chunk = broken = None
-    if store is not None:
-        try:
-            chunk, broken = store.get_or_told(work.key(tokens))
-        except StoreError as refusal:
-            error = refusal
-    if chunk is not None:
+    tokens, behind = as_ids(tokens), as_ids(behind)
+    target = behind if exact else NOTHING
+    work.check(tokens, target)
+    found = _Found() if store is None else _find(work, store, tokens, [behind] if exact else [behind, NOTHING], mapped)
+    chunk, error = found.chunk, found.error
+    state: State = "stored" if chunk is not None else "recomputed" if found.broken else "computed"
+    if chunk is None:
+        chunk = work.compute(tokens, progress, target)
+    else:
         progress(len(tokens))
-        return ChunkResult(chunk, "stored", None)
-    chunk = work.compute(tokens, progress)
-    if store is not None and error is None:
+    measured = False
+    if dependence is not None:
+        meter, other = dependence
+        measured = chunk.dependence is None and len(chunk.prefix) == len(work.prefix)
+        if measured:
+            chunk = meter.measured(chunk, other, progress)
+        else:
+            progress(len(tokens))
+    if store is not None and error is None and (state != "stored" or measured):
         try:
             store.put(chunk)
         except StoreError as refusal:
             error = refusal
-    return ChunkResult(chunk, "recomputed" if broken else "computed", error)
+    return ChunkResult(chunk, state, error, measured)
+
+
+class _Found(NamedTuple):
+    """What a store has of a chunk: the chunk, whether a broken file stood in its place, why it could not be read."""
+
+    chunk: Chunk | None = None
+    broken: bool = False
+    error: StoreError | None = None
+
+
+def _find(work: Precompute, store: ChunkStore, tokens: Tensor, places: Sequence[Tensor], mapped: bool) -> _Found:
+    """The first chunk of these tokens behind one of `places` that the store has."""
+    read: Callable[..., tuple[Chunk | None, object]] = store.get_or_told if mapped else store.load
+    broken = False
+    for key in work.keys(tokens, places if len(places[0]) else places[:1]):
+        try:
+            chunk, fault = read(key)
+        except StoreError as refusal:
+            return _Found(None, broken, refusal)
+        broken |= fault is not None
+        if chunk is not None:
+            return _Found(chunk, broken)
+    return _Found(None, broken)

@@ -34,6 +34,7 @@ from longreach.errors import InvalidInput, OutOfMemory, Unsupported
 from longreach.ops import rotate
 from longreach.store.key import Chunk, ChunkKey, as_ids
 
+NOTHING = torch.zeros(0, dtype=torch.int64)
 CHANGED = (
     "the model's weights or configuration are not those its fingerprint was taken of, or have changed since; take a "
     "new one"
@@ -43,9 +44,9 @@ CHANGED = (
 class Precompute:
     """Computes chunks on an attached model whose prefill is dense. The prefix is read once and kept in a cache.
 
-    prefix: tokens before every chunk, special ones included; what they are is part of every key, their own keys and
-        values are not stored. chunk: tokens per pass; keys and values go to the host after each, so that device
-        memory holds one pass of hidden states and the cache of one chunk.
+    prefix: int64 [P], tokens before every chunk, special ones included; what they are is part of every key, their own
+        keys and values are not stored. chunk: tokens per pass; keys and values go to the host after each, so that
+        device memory holds one pass of hidden states and the cache of one chunk.
     known: the model's fingerprint, where it was taken already; refused where it is another's.
 
     Chunks are computed one by one: a pass of 512 tokens fills a GPU, and what a chunk holds depends on no neighbour.
@@ -72,64 +73,90 @@ class Precompute:
         self.session, self.pass_tokens = session, chunk
         self._decoder = decoder_of(session.model)
         check_model(session.model, self._decoder, rotary=True)
-        self.prefix = tuple(as_ids(prefix).tolist())
+        self.prefix = as_ids(prefix)
         self._check_tokens(self.prefix, "prefix")
         self._require_eval()
         self.fingerprint = known or fingerprint(session.model)
         self._require_same()
-        self._cache = session.new_cache(1)
+        self._cache, self._read = session.new_cache(1), NOTHING  # the tokens that are in the cache
         self._attending = attention_modules(self._decoder)
         self._checked = set[int]()
 
-    def key(self, tokens: Sequence[int] | Tensor) -> ChunkKey:
-        """What a chunk is stored under. Raises InvalidInput (training mode; what can be no tokens), Unsupported where
-        the weights are not those of the fingerprint."""
+    def key(self, tokens: Sequence[int] | Tensor, behind: Sequence[int] | Tensor = ()) -> ChunkKey:
+        """What a chunk behind the prefix and `behind` is stored under. Raises InvalidInput (training mode; what can be
+        no tokens), Unsupported where the weights are not those of the fingerprint."""
+        return self.keys(tokens, [behind])[0]
+
+    def keys(self, tokens: Sequence[int] | Tensor, places: Sequence[Sequence[int] | Tensor]) -> list[ChunkKey]:
+        """Like key, behind each of several: the model is checked once, which takes milliseconds."""
+        self.require_model()
+        model, dtype = self.fingerprint.digest, self.session.model.dtype
+        return [ChunkKey.of(model, dtype, self._before(behind), tokens) for behind in places]
+
+    def require_model(self) -> None:
+        """Raise InvalidInput for a model in training mode, Unsupported for one that is not that of the fingerprint."""
         self._require_eval()
         self._require_same()
-        return ChunkKey.of(self.fingerprint.digest, self.session.model.dtype, self.prefix, tokens)
 
-    def check(self, tokens: Sequence[int] | Tensor) -> None:
+    def check(self, tokens: Sequence[int] | Tensor, behind: Sequence[int] | Tensor = ()) -> None:
         """Raise InvalidInput for a chunk that this model cannot compute, before any is."""
-        self._check(as_ids(tokens).tolist())
+        self._check(as_ids(tokens), self._before(behind))
 
-    def _check(self, tokens: Sequence[int]) -> None:
+    def _before(self, behind: Sequence[int] | Tensor) -> Tensor:
+        return torch.cat([self.prefix, as_ids(behind)])
+
+    def _check(self, tokens: Tensor, before: Tensor) -> None:
         self._require_eval()
-        if not tokens:
+        if not len(tokens):
             raise InvalidInput("a chunk holds no tokens; leave it out")
+        self._check_tokens(before, "prefix")
         self._check_tokens(tokens, "chunk")
-        limit, total = context_limit(self.session.model), len(self.prefix) + len(tokens)
+        room = self.room(len(tokens) + len(before))
+        if room is None or room >= 0:
+            return
+        what = f"a chunk of {len(tokens)} tokens behind a prefix of {len(before)}"
         short = _short_context(self.session.model)
-        if short is not None and total > short:
+        if short is not None:
             raise InvalidInput(
-                f"a chunk of {len(tokens)} tokens behind a prefix of {len(self.prefix)} goes beyond token {short}, "
-                f"where this model's rotation changes (longrope); cut it into smaller ones (--chunk-tokens)"
+                f"{what} goes beyond token {short}, where this model's rotation changes (longrope); cut it into "
+                f"smaller ones (--chunk-tokens)"
             )
-        if limit is not None and total > limit:
-            raise InvalidInput(
-                f"a chunk of {len(tokens)} tokens behind a prefix of {len(self.prefix)} is longer than the model's "
-                f"context of {limit} tokens; cut it into smaller ones (--chunk-tokens)"
-            )
+        raise InvalidInput(
+            f"{what} is longer than the model's context of {context_limit(self.session.model)} tokens; cut it into "
+            f"smaller ones (--chunk-tokens)"
+        )
 
-    def compute(self, tokens: Sequence[int] | Tensor, progress: Advance = lambda done: None) -> Chunk:
-        """The chunk of these tokens. progress: called with the tokens that each pass read.
+    def room(self, taken: int) -> int | None:
+        """Tokens that may be computed together beside `taken`; None for no limit."""
+        limits = [n for n in (context_limit(self.session.model), _short_context(self.session.model)) if n is not None]
+        return min(limits) - taken if limits else None
+
+    def compute(
+        self,
+        tokens: Sequence[int] | Tensor,
+        progress: Advance = lambda done: None,
+        behind: Sequence[int] | Tensor = (),
+    ) -> Chunk:
+        """The chunk of these tokens, behind the prefix and `behind`. progress: called with the tokens that each pass
+        read. Of the tokens before it, those are read anew that differ from the chunk's computed last.
 
         Raises OutOfMemory, Unsupported (keys or values that are no finite numbers; weights changed meanwhile). Whatever
         it raises, the prefix is forgotten, and read again with the next chunk: it may be of weights that are refused.
         """
-        ids = as_ids(tokens).tolist()
-        self._check(ids)
+        ids, before = as_ids(tokens), self._before(behind)
+        self._check(ids, before)
         try:
-            return self._compute(ids, progress)
+            return self._compute(ids, before, progress)
         except BaseException:
-            self._cache = self.session.new_cache(1)
+            self._cache, self._read = self.session.new_cache(1), NOTHING
             raise
 
-    def _compute(self, tokens: Sequence[int], progress: Advance) -> Chunk:
+    def _compute(self, tokens: Tensor, before: Tensor, progress: Advance) -> Chunk:
         self._require_same()
         found = _ChunkBuffer(len(tokens))
-        with memory_errors(), self.session.prompt_end(len(self.prefix) + len(tokens)) as phases:
-            self._read_prefix()
-            phases.room = len(self.prefix) + len(tokens)
+        with memory_errors(), self.session.prompt_end(len(before) + len(tokens)) as phases:
+            phases.room = len(before) + len(tokens)
+            self._read_before(before)
             try:
                 with self._noting(found):
                     for first in range(0, len(tokens), self.pass_tokens):
@@ -142,11 +169,11 @@ class Precompute:
                     f"memory ran out while a chunk of {len(tokens)} tokens was computed, {self.pass_tokens} at a "
                     f"time; lower the prefill chunk size (--prefill-chunk-size) or the chunk (--chunk-tokens)"
                 ) from error
-            finally:
-                self._cache.drop_columns(max(0, self._cache.columns - len(self.prefix)))
+            self._read = torch.cat([before, tokens])
         keys, values = found.layers(len(self._attending))
         self._require_sample()  # after the passes: what changed meanwhile shows too
-        return Chunk(self.key(tokens), as_ids(self.prefix), as_ids(tokens), keys, values)
+        key = ChunkKey.of(self.fingerprint.digest, self.session.model.dtype, before, tokens)
+        return Chunk(key, before, tokens, keys, values)
 
     def _require_same(self) -> None:
         if not self.fingerprint.holds(self.session.model):
@@ -161,26 +188,28 @@ class Precompute:
         if any(module.training for module in (self.session.model, *self._decoder.modules())):
             raise InvalidInput("the model is in training mode, in which chunks hold noise (dropout); call model.eval()")
 
-    def _check_tokens(self, tokens: Sequence[int], what: str) -> None:
+    def _check_tokens(self, tokens: Tensor, what: str) -> None:
         embeddings: Any = self.session.model.get_input_embeddings()
         known = embeddings.num_embeddings
-        strange = next((t for t in tokens if not 0 <= t < known), None)
-        if strange is not None:
+        unknown = tokens[(tokens < 0) | (tokens >= known)]
+        if len(unknown):
             raise InvalidInput(
-                f"{what}: token {strange} is none of the model's {known}; is the tokenizer this model's?"
+                f"{what}: token {int(unknown[0])} is none of the model's {known}; is the tokenizer this model's?"
             )
 
-    def _read_prefix(self) -> None:
-        if self._cache.columns == len(self.prefix):
+    def _read_before(self, before: Tensor) -> None:
+        """Bring the cache to hold exactly these tokens."""
+        self._cache.drop_columns(self._cache.columns - _common(self._read, before))
+        if self._cache.columns == len(before):
             return
-        for first in range(self._cache.columns, len(self.prefix), self.pass_tokens):
-            self._forward(self.prefix[first : first + self.pass_tokens])
+        for first in range(self._cache.columns, len(before), self.pass_tokens):
+            self._forward(before[first : first + self.pass_tokens])
         self._require_sample()  # before it is kept for other chunks
 
     @torch.no_grad()
-    def _forward(self, tokens: Sequence[int]) -> None:
+    def _forward(self, tokens: Tensor) -> None:
         """A pass of the decoder alone: nobody wants logits."""
-        ids = torch.tensor([list(tokens)], device=self.session.model.device)
+        ids = tokens[None].to(self.session.model.device)
         self._decoder(input_ids=ids, past_key_values=self._cache, use_cache=True)
 
     @contextmanager
@@ -207,6 +236,13 @@ class Precompute:
         finally:
             for hook in hooks:
                 hook.remove()
+
+
+def _common(one: Tensor, other: Tensor) -> int:
+    """How many tokens two sequences share at their beginning."""
+    both = min(len(one), len(other))
+    differ = (one[:both] != other[:both]).nonzero()
+    return int(differ[0]) if len(differ) else both
 
 
 def _short_context(model: Any) -> int | None:

@@ -97,6 +97,12 @@ def frame(tokenizer: Any, system: str = "") -> Frame:
     return Frame(head, rest, True)
 
 
+def document_head(tokenizer: Any, system: str = "") -> tuple[Frame, list[int]]:
+    """The frame of prompts of documents, and the tokens of its head, behind which chunks are computed. As `frame`."""
+    around = frame(tokenizer, system)
+    return around, encode(tokenizer, around.head, special=not around.templated)
+
+
 def prompts(tokenizer: Any, document: str, questions: Sequence[str]) -> tuple[list[int], list[list[int]]]:
     """(tokens that all prompts share, the rest of each): so the document is read once.
 

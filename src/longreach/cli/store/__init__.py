@@ -11,6 +11,7 @@ HELP = "keep the keys and values of documents, computed once, on disk"
 EXAMPLES = (
     "longreach store add --store chunks --model mini notes.txt report.txt",
     "longreach store add --store chunks --model ./Llama-3.1-8B-Instruct --prefix-file system.txt a.txt b.txt",
+    "longreach store add --store chunks --model ./Llama-3.1-8B-Instruct --system system.txt --dependence a.txt b.txt",
     "longreach store list --store chunks --json",
     "longreach store verify --store chunks    (exit code 1 where a file was broken or unreadable)",
     "longreach store gc --store chunks --max-bytes 100GB",

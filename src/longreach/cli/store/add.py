@@ -6,17 +6,27 @@ import argparse
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from longreach.cli.common import add_chunk_size, add_json, add_model, byte_size, load_model, positive, read_text
+from longreach.cli.common import (
+    add_chunk_size,
+    add_json,
+    add_model,
+    byte_size,
+    load_model,
+    positive,
+    read_system,
+    read_whole,
+)
 from longreach.cli.show import Column, Table, console, duration, emit, place, progress, size, waiting
 from longreach.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from longreach.adapters.transformers import Pieces, Precompute
+    from longreach.adapters.transformers import ChunkPlace, Pieces, Precompute
     from longreach.store import ChunkStore
 
 STATES = ("stored", "computed", "recomputed")
+DEPENDENCE = ("stored", "computed", "none")
 REPEATED = "repeated"  # the same chunk came before, in this document or another
 FORMAT = 1
 
@@ -28,6 +38,15 @@ def add_arguments(parser: argparse.ArgumentParser, action: str) -> None:
     prefix.add_argument("--prefix", metavar="TEXT", help="what stands before every chunk and is attended to, with the "
                         "tokenizer's special tokens; '' for these alone (default: nothing)")  # fmt: skip
     prefix.add_argument("--prefix-file", metavar="FILE", help="the same, from a file")
+    prefix.add_argument("--system", metavar="FILE", help="UTF-8 text: chunks are computed behind the head that "
+                        "`longreach run --documents --system FILE` makes of it, chat template included, so that it "
+                        "finds them; '' for run without --system")  # fmt: skip
+    parser.add_argument("--exact", action="store_true", help="with --system: compute each chunk behind all that is "
+                        "before it in a prompt of these files in this order; prompts that begin so recompute none of "
+                        "them, others do not find them")  # fmt: skip
+    parser.add_argument("--dependence", action="store_true", help="run each chunk once more, behind another one, and "
+                        "store how far its tokens move, for --fuse dependence; chunks stored without it get "
+                        "it")  # fmt: skip
     parser.add_argument("--chunk-tokens", type=positive, default=512, metavar="N", help="of a chunk at most (default "
                         "512); it ends with a paragraph or a sentence where it can")  # fmt: skip
     parser.add_argument("--max-bytes", type=byte_size, metavar="SIZE", help="of the store, such as 200GB; the longest "
@@ -38,8 +57,13 @@ def add_arguments(parser: argparse.ArgumentParser, action: str) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    texts = {name: _read(name, "FILE") for name in dict.fromkeys(args.names)}
-    prefix_text = args.prefix if args.prefix_file is None else _read(args.prefix_file, "--prefix-file")
+    texts = {name: read_whole(name, "as FILE") for name in dict.fromkeys(args.names)}
+    if args.exact and args.system is None:
+        raise InvalidInput("--exact: what is before each chunk follows from --system; give it too ('' for none)")
+    if args.exact and args.dependence:
+        raise InvalidInput("--exact with --dependence: exact chunks are never recomputed; give one of the two")
+    prefix_text = args.prefix if args.prefix_file is None else read_whole(args.prefix_file, "as --prefix-file")
+    system = read_system(args.system) if args.system else ""
     if prefix_text is not None and any("\ud800" <= c <= "\udfff" for c in prefix_text):
         raise InvalidInput("--prefix must be text; this one holds bytes that are no UTF-8")
     with waiting("loading the model"):
@@ -47,58 +71,70 @@ def run(args: argparse.Namespace) -> int:
 
         store = ChunkStore(args.store, max_bytes=args.max_bytes)
         model, tokenizer = load_model(args)
-        from longreach.adapters.transformers import Precompute, Splitter, attach, encode, fingerprint, model_path
+        from longreach.adapters.transformers import (
+            BETWEEN,
+            Precompute,
+            Splitter,
+            attach,
+            document_head,
+            encode,
+            fingerprint,
+            model_path,
+            places,
+        )
         from longreach.records import environment
 
-        where = environment(model.device)
+        machine = environment(model.device)
         started = time.perf_counter()
         known = fingerprint(model)
         fingerprinted = time.perf_counter() - started
         splitter = Splitter(tokenizer, args.chunk_tokens)
         documents = {name: _split(splitter, name, text) for name, text in texts.items()}
         prefix = [] if prefix_text is None else encode(tokenizer, prefix_text)
+        if args.system is not None:
+            prefix = document_head(tokenizer, system)[1]
+        tokens = [[piece.tokens for piece in pieces.chunks] for pieces in documents.values()]
+        where = places(tokens, encode(tokenizer, BETWEEN, special=False))
     started = time.perf_counter()
     with store, attach(model) as session:
         work = Precompute(session, prefix, chunk=args.prefill_chunk_size, known=known)
-        states = _fill(work, store, documents)
+        wanted = [Wanted(work.key(p.tokens, p.before if args.exact else ()).name, p) for p in where]
+        states = _fill(work, store, wanted, args)
         seconds = time.perf_counter() - started
         entries, counts = store.entries(), store.report()
         sizes, seen = {entry.name: entry.bytes for entry in entries}, set[str]()
-        files = [_account(work, name, pieces, states, sizes, seen) for name, pieces in documents.items()]
+        files = [
+            _account(name, pieces, [w.name for w in wanted if w.place.document == number], states, sizes, seen)
+            for number, (name, pieces) in enumerate(documents.items())
+        ]
     ours = {c["name"]: c for file in files for c in file["chunks"] if c["state"] != REPEATED}
     document = {
         "kind": "store add", "format": FORMAT, "store": args.store,
         "model": {"name": model_path(args.model).name, "fingerprint": known.digest,
                   "dtype": str(model.dtype).removeprefix("torch.")},
         "config": {"chunk_tokens": args.chunk_tokens, "prefix_tokens": len(prefix), "max_bytes": args.max_bytes,
-                   "prefill_chunk_size": args.prefill_chunk_size},
+                   "prefill_chunk_size": args.prefill_chunk_size, "exact": args.exact,
+                   "dependence": args.dependence},
         "files": files,
         "chunks": len(ours),
         **{state: sum(chunk["state"] == state for chunk in ours.values()) for state in STATES},
         "tokens_computed": sum(c["tokens"] for c in ours.values() if c["state"] != "stored"),
+        "dependence": {answer: sum(c["dependence"] == answer for c in ours.values()) for answer in DEPENDENCE},
         "gave_way": sum(chunk["bytes"] is None for chunk in ours.values()),
         "others_in_store": sum(entry.name not in ours for entry in entries),
         "store_bytes": sum(entry.bytes for entry in entries),
         "counts": counts,
         "seconds": {"fingerprint": fingerprinted, "add": seconds},
-        **where,
+        **machine,
     }  # fmt: skip
     if args.json:
         emit(document)
     else:
-        _show(document, where)
+        _show(document, machine)
     if document["gave_way"]:
         print(f"longreach: {document['gave_way']} of these chunks gave way to others, for all of them are more than "
               f"--max-bytes; raise it", file=sys.stderr)  # fmt: skip
     return 0
-
-
-def _read(name: str, what: str) -> str:
-    """The text of a file exactly as it is, its line ends too; a byte order mark is no text. Raises InvalidInput."""
-    shown, text = read_text(name, f"as {what}")
-    if not text.strip():
-        raise InvalidInput(f"{shown} is empty; leave it out, or give a file with text in it")
-    return text
 
 
 def _split(splitter: Any, name: str, text: str) -> Pieces:
@@ -108,38 +144,67 @@ def _split(splitter: Any, name: str, text: str) -> Pieces:
         raise InvalidInput(f"{name}: {error}") from error
 
 
-def _fill(work: Precompute, store: ChunkStore, documents: dict[str, Pieces]) -> dict[str, str]:
-    """name of a chunk -> one of STATES. Where the store fails, all that it has stays, and the error says how much."""
-    from longreach.adapters.transformers import get_or_compute
+class Wanted(NamedTuple):
+    """A chunk to store: its name, and its place in a prompt of all files."""
 
-    wanted = {work.key(piece.tokens).name: piece.tokens for pieces in documents.values() for piece in pieces.chunks}
-    for tokens in wanted.values():
-        work.check(tokens)
-    states = dict[str, str]()
+    name: str
+    place: ChunkPlace
+
+
+def _fill(
+    work: Precompute, store: ChunkStore, wanted: list[Wanted], args: argparse.Namespace
+) -> dict[str, tuple[str, str]]:
+    """name of a chunk -> one of STATES, and one of DEPENDENCE.
+
+    Where the store fails, all that it has stays, and the error says how much.
+    """
+    from longreach.adapters.transformers import DependenceMeter, get_or_compute
+
+    todo: dict[str, ChunkPlace] = {}
+    for name, where in wanted:
+        work.check(where.tokens, where.before if args.exact else ())
+        todo.setdefault(name, where)
+    meter = DependenceMeter(work) if args.dependence else None
+    states = dict[str, tuple[str, str]]()
     try:
-        with progress("computing tokens", sum(map(len, wanted.values()))) as advance:
-            for name, tokens in wanted.items():
-                found = get_or_compute(work, store, tokens, advance)
-                if found.error is not None:
-                    raise found.error
-                states[name] = found.state
+        tokens = sum(len(where.tokens) for where in todo.values())
+        with progress("computing tokens", tokens if meter is None else 2 * tokens) as advance:
+            for name, where in todo.items():
+                measure = None if meter is None or where.other is None else (meter, where.other)
+                got = get_or_compute(
+                    work, store, where.tokens, advance, behind=where.before if args.exact else (), exact=args.exact,
+                    dependence=measure,
+                )  # fmt: skip
+                if meter is not None and measure is None:
+                    advance(len(where.tokens))
+                if got.error is not None:
+                    raise got.error
+                kept = "none" if got.chunk.dependence is None else "computed" if got.dependence_computed else "stored"
+                states[name] = got.state, kept
     except BaseException as error:  # Ctrl-C too
-        error.add_note(f"{len(states)} of {len(wanted)} chunks are in the store; the same command goes on from there")
+        error.add_note(f"{len(states)} of {len(todo)} chunks are in the store; the same command goes on from there")
         raise
     return states
 
 
 def _account(
-    work: Precompute, name: str, pieces: Pieces, states: dict[str, str], sizes: dict[str, int], seen: set[str]
+    name: str,
+    pieces: Pieces,
+    names: list[str],
+    states: dict[str, tuple[str, str]],
+    sizes: dict[str, int],
+    seen: set[str],
 ) -> dict[str, Any]:
     """What became of a document, chunk by chunk. bytes: of the chunk's file, None where it gave way to others.
 
-    sizes: of all files in the store. seen: names of chunks that came before; those of this document are added.
+    names: of its chunks. sizes: of all files in the store. seen: names of chunks that came before; those of this
+    document are added.
     """
     said = pieces.to_json()
-    for chunk, piece in zip(said["chunks"], pieces.chunks, strict=True):
-        chunk["name"] = work.key(piece.tokens).name
-        chunk["state"] = REPEATED if chunk["name"] in seen else states[chunk["name"]]
+    for chunk, chunk_name in zip(said["chunks"], names, strict=True):
+        state, kept = states[chunk_name]
+        chunk["name"], chunk["dependence"] = chunk_name, kept
+        chunk["state"] = REPEATED if chunk_name in seen else state
         chunk["bytes"] = sizes.get(chunk["name"])
         seen.add(chunk["name"])
     return {"file": name, **said}
@@ -166,6 +231,8 @@ def _show(document: dict[str, Any], where: dict[str, Any]) -> None:
     done, took = document["tokens_computed"], seconds["add"]
     n = document["config"]["prefix_tokens"]
     alone = f"behind a prefix of {n} token{'s' * (n != 1)}" if n else "alone"
+    if document["config"]["exact"]:
+        alone = f"behind {n} token{'s' * (n != 1)} and everything before them"
     out.print(
         f"{document['chunks']} chunks of {model['name']} ({model['dtype']}, fingerprint {model['fingerprint'][:12]}, "
         f"taken in {duration(seconds['fingerprint'])}), {alone}; {done} tokens computed and stored in "
@@ -173,9 +240,19 @@ def _show(document: dict[str, Any], where: dict[str, Any]) -> None:
         f"{size(document['store_bytes'])} in all.",
         soft_wrap=True,
     )
+    if document["config"]["dependence"]:
+        out.print(_dependence(document["dependence"]), soft_wrap=True)
     if document["recomputed"]:
         out.print(f"{document['recomputed']} chunks were damaged in the store and are computed anew.", soft_wrap=True)
     out.print(place(where), soft_wrap=True)
+
+
+def _dependence(counts: dict[str, int]) -> str:
+    """How many chunks have their tokens' dependence, and why others have none."""
+    told = f"Dependence: computed for {counts['computed']} chunks, stored before for {counts['stored']}"
+    if counts["none"]:
+        told += f", missing for {counts['none']}, as there is no other chunk to run before it; add another document"
+    return f"{told}."
 
 
 def _show_account(out: Any, file: dict[str, Any]) -> None:

@@ -59,7 +59,7 @@ def _list(args: argparse.Namespace, store: ChunkStore) -> int:
                 chunks.append({
                     "name": entry.name, "model": about.key.model, "dtype": about.key.dtype, "prefix": about.key.prefix,
                     "prefix_tokens": about.prefix, "tokens": about.tokens, "layers": about.layers,
-                    "bytes": entry.bytes, "last_used": entry.last_used,
+                    "dependence": about.dependence, "bytes": entry.bytes, "last_used": entry.last_used,
                 })  # fmt: skip
             advance(1)
     total = sum(entry.bytes for entry in entries)

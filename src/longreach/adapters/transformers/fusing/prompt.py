@@ -67,16 +67,23 @@ class FusedPrompt:
 
     def parts(self, device: torch.device) -> PromptParts:
         """For a fusion method, on the model's device."""
-        count = len(self.ids)
+        count, ids = len(self.ids), torch.tensor(self.ids)
         stored, exact = torch.zeros(2, count, dtype=torch.bool)
         before, after = torch.zeros(2, count, dtype=torch.int64)
+        dependence, known = torch.zeros(count, dtype=torch.float64), True
         for start, chunk in self.chunks:
             here = slice(start, start + len(chunk.tokens))
             stored[here] = True
-            exact[here] = self.ids[:start] == tuple(chunk.prefix.tolist())
+            exact[here] = sure = torch.equal(ids[:start], chunk.prefix)
             before[here] = torch.arange(len(chunk.tokens))
             after[here] = before[here].flip(0)
-        return PromptParts(stored.to(device), exact.to(device), before.to(device), after.to(device), self.question)
+            if chunk.dependence is not None:
+                dependence[here] = chunk.dependence
+            known &= sure or chunk.dependence is not None
+        return PromptParts(
+            stored.to(device), exact.to(device), before.to(device), after.to(device), self.question,
+            dependence.to(device) if known else None,
+        )  # fmt: skip
 
     def local_positions(self, device: torch.device) -> Tensor:
         """int64 [N]: where each stored token was computed, behind its chunk's prefix; its own position elsewhere.

@@ -1,0 +1,37 @@
+"""Fusion that chooses by what was measured when chunks were stored: how much each token depends on what is before."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from longreach.errors import InvalidInput
+from longreach.methods.fusion.base import best, check_ratio
+from longreach.methods.slots import FullLayer, Fusion, PromptParts
+
+
+@dataclass(frozen=True)
+class Dependence(Fusion):
+    """Recompute the tokens whose keys and values moved most when their chunk was run behind another one.
+
+    Beyond the papers: each chunk is run a second time when it is stored, and the movement of its tokens in the middle
+    layers is stored with it. So the choice needs no question, no probe and no layer that runs for all tokens, and is
+    known before anything is loaded. ratio: of the whole prompt's tokens.
+    """
+
+    ratio: float = 0.15
+
+    name = "dependence"
+    needs_dependence = True
+
+    def __post_init__(self) -> None:
+        check_ratio(self.ratio)
+
+    def choose(self, prompt: PromptParts, layer: FullLayer | None) -> Tensor:
+        if prompt.dependence is None:
+            raise InvalidInput(
+                "dependence: the prompt has chunks that are not exact and were stored without dependence; precompute "
+                "them with it (`longreach store add --dependence`, or Documents in a session with this method)"
+            )
+        return best(prompt.dependence, prompt, self.ratio)
