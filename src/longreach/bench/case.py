@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 TOP_K = "top-k"
-STEPS, USER = "steps", "user"  # a model's step by method; what users get: time to the first token, memory
+# a model's step by method; what users get: time to the first token, memory; prompts of stored chunks
+STEPS, USER, FUSION = "steps", "user", "fusion"
+PREFILLS = "transformers prefill", "dense prefill"  # entries: the model's own prefill, by transformers and by longreach
 MOST = ("microseconds", "time over", "% of KV", "peak memory over")  # quantities that must not exceed their bound
 
 
@@ -60,13 +62,13 @@ class Target:
     "speed over baseline" is over the faster of FlashInfer and FlashAttention-3, "speed over fastest" over the fastest
     of them and torch's kernels, "speed over" over one of ours, or over the best of one of theirs. "% of KV": what a
     method keeps for a sequence, of the sequence's keys and values. "mass of chosen keys": what they weigh, over the
-    keys that exact scores choose. "peak memory over": over that of the entry `over`, in the phase
-    (prefill or decoding) where the ratio is larger.
+    keys that exact scores choose. "speed over prefill": over the faster of PREFILLS. "peak memory over": over that of
+    the entry `over`, in the phase (prefill or decoding) where the ratio is larger.
     """
 
     quantity: Literal[
         "speed over baseline", "speed over fastest", "microseconds", "TB/s", "speed over", "time over",
-        "share of limit", "% of KV", "mass of chosen keys", "peak memory over",
+        "share of limit", "% of KV", "mass of chosen keys", "speed over prefill", "peak memory over",
     ]  # fmt: skip
     bound: float
     of: str = "contiguous"
@@ -165,8 +167,8 @@ class Case:
 
     also_rows: measured beside shape.rows in the same run. impls: attend's implementations that are measured.
     replays: at most so many, where a call takes long. fill: as many sequences as fit into memory, whatever the shape
-    says (a model's case). methods: decode methods that a model's case compares, by name. rivals: baseline -> the only
-    settings to try; None: all of them.
+    says (a model's case). methods: decode methods that a model's case compares, by name, or fusion methods, and their
+    ratios. rivals: baseline -> the only settings to try; None: all of them.
     """
 
     name: str
@@ -184,6 +186,7 @@ class Case:
     replays: int | None = None
     fill: bool = False
     methods: tuple[str, ...] = ()
+    ratios: tuple[float, ...] = ()
     rivals: Mapping[str, Sequence[Mapping[str, Any]]] | None = None
 
     @property

@@ -4,7 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from longreach.bench.case import STEPS, TOP_K, USER, Case, Hits, Memory, Model, Reads, Reuse, Shape, Stack, Target
+from longreach.bench.case import (
+    FUSION,
+    STEPS,
+    TOP_K,
+    USER,
+    Case,
+    Hits,
+    Memory,
+    Model,
+    Reads,
+    Reuse,
+    Shape,
+    Stack,
+    Target,
+)
 from longreach.bench.mac import cases as mac
 from longreach.errors import UnknownName
 
@@ -75,6 +89,7 @@ def _sparse_model(batch: int) -> Case:
     return Case(name, "decode-8b-sparse", Shape(batch, 128 * K), stack=Stack(), model=Model())
 
 
+FUSIONS = ("full_reuse", "pie", "legolink", "cacheblend", "a3", "a3_deep", "dependence")
 METHODS = ("dense", "streaming_llm", "less_is_more", "omnikv", "quest", "loki", "kascade", "mac")
 EARLY = ("streaming_llm", "less_is_more")  # not slower than dense attention at 8K either
 AT_128K = {"streaming_llm": 0.75, "quest": 0.85, "loki": 0.95}
@@ -128,6 +143,16 @@ def _kascade_int8(batch: int, context: int, least: float | None = None) -> Case:
     )  # fmt: skip
     case, stack = _kascade(batch, context, 0.0), Stack(options=(("scoring", "int8"),))
     return replace(case, name=f"kascade-int8-{_label(context)}-b{batch}", stack=stack, targets=targets)
+
+
+def _fusion(context: int, ratios: tuple[float, ...] = (0.05, 0.15)) -> Case:
+    """Time to the first token of a prompt of stored chunks, over an exact prefill of the same tokens."""
+    least = {"a3 0.15": 3.5, "cacheblend 0.15": 3.5, "a3_deep 0.15": 3.5, "dependence 0.15": 4.0,
+             "dependence 0.05": 7.0, "pie": 7.0} if context >= 16 * K else {}  # fmt: skip
+    return Case(
+        f"fusion-{_label(context)}", FUSION, Shape(1, context), model=Model(), methods=FUSIONS, ratios=ratios,
+        targets=tuple(Target("speed over prefill", bound, name) for name, bound in least.items()),
+    )  # fmt: skip
 
 
 def _kascade_table(context: int, percent: int, least: float) -> Case:
@@ -188,6 +213,10 @@ CASES: dict[str, Case] = {
         *(_steps(batch, context * K) for context in (8, 32, 128) for batch in (1, 4)),
         *(_user(batch, context * K) for context in (8, 32, 128) for batch in (1, 4)),
         _user(1, 32 * K, METHODS),
+        _fusion(4 * K),
+        _fusion(8 * K),
+        _fusion(16 * K, (0.0, 0.05, 0.15, 0.3, 1.0)),
+        _fusion(32 * K),
     )
 }
 GROUPS = tuple(dict.fromkeys(case.group for case in CASES.values()))
@@ -211,6 +240,7 @@ SPOTS: dict[str, tuple[str, ...]] = {
     "decode-8b-mac": ("8b-mac-128k-b1",),
     STEPS: ("steps-8k-b1",),
     USER: ("user-8k-b1",),
+    FUSION: ("fusion-4k",),
 }
 
 

@@ -18,7 +18,9 @@ def goal(target: dict[str, Any]) -> str:
 def rate(entry: dict[str, Any]) -> str:
     """What a competitor did in a second: bytes read, or in prefill operations."""
     flops = entry.get("tflop_per_s")
-    return f"{entry['tb_per_s']:.2f} TB/s" if flops is None else f"{flops:.0f} TFLOP/s"
+    if flops is None:
+        return f"{entry['tb_per_s']:.2f} TB/s" if "tb_per_s" in entry else "-"
+    return f"{flops:.0f} TFLOP/s"
 
 
 def outcome(target: dict[str, Any]) -> str:

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from longreach.bench.case import STEPS, USER, Case
+from longreach.bench.case import FUSION, STEPS, USER, Case
 from longreach.bench.decoding import Decoding
+from longreach.bench.fusion import run_fusion
 from longreach.bench.method_steps import run_method_steps
 from longreach.bench.run import QUICK, REPLAYS, run_case
 from longreach.bench.sweep import Sweeps
@@ -16,7 +17,11 @@ from longreach.bench.user import run_user
 
 Say = Callable[[str], None]
 Save = Callable[[dict[str, Any]], None]
-MANY = {STEPS: run_method_steps, USER: run_user}  # groups whose cases measure many methods with one model
+MANY = {
+    STEPS: run_method_steps,
+    USER: run_user,
+    FUSION: run_fusion,
+}  # groups whose cases measure many methods with one model
 
 
 class Runner:

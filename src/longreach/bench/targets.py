@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from longreach.bench.case import Case, Target
+from longreach.bench.case import PREFILLS, Case, Target
 from longreach.errors import InvalidInput
 
 RIVALS = ("flashinfer", "flash_attention_3")  # the faster of them is what attend's speed is compared with
@@ -41,6 +41,10 @@ def _judged(target: Target, entries: list[dict[str, Any]]) -> dict[str, Any]:
         rivals = [e for e in entries if e["who"] in RIVALS]
         if {e["who"] for e in rivals} == set(RIVALS):  # the faster of both, or nothing
             got, than = _faster(rivals, time)
+    elif target.quantity == "speed over prefill":
+        exact = [e for e in entries if e["name"] in PREFILLS]
+        if len(exact) == len(PREFILLS):
+            got, than = _faster(exact, time)
     elif target.quantity in ("speed over", "time over"):
         than = str(target.over)
         other = ours[than]["microseconds"]["median"]

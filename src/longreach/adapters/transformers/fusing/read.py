@@ -163,21 +163,15 @@ class _FusedPass:
         """Waits for the device."""
         stored, exact = int(self.parts.stored.sum()), int(self.parts.exact.sum())
         again = 0 if self.again is None else len(self.again)
-        shares = [
-            [None if layer not in self.errors else float(e) for e in self._share(layer)]
-            for layer in range(len(self.layers))
-        ]
+        placed = list(self.errors)
+        norms = torch.stack([self.errors[layer] for layer in placed]).tolist() if placed else []
+        errors = {layer: (k / key, v / value) for layer, (k, v, key, value) in zip(placed, norms, strict=True)}
+        shares = [errors.get(layer, (None, None)) for layer in range(len(self.layers))]
         return FusionReport(
             len(self.prompt.ids), exact, again, stored - exact - again, len(self.prompt.ids) - stored,
             tuple(key for key, _ in shares), tuple(value for _, value in shares), self.loaded_bytes,
             sum(wait.seconds() for wait in self.waits),
         )  # fmt: skip
-
-    def _share(self, layer: int) -> Tensor:
-        if layer not in self.errors:
-            return torch.zeros(2)
-        norms = self.errors[layer]
-        return norms[:2] / norms[2:]
 
     def _check_chunks(self) -> None:
         for number, (start, chunk) in enumerate(self.prompt.chunks):
