@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from dataclasses import replace
+from dataclasses import dataclass, fields
+from itertools import accumulate
 
 import torch
+from torch import Tensor
 
 from longreach.errors import InvalidInput
 from longreach.store.key import Chunk, ChunkKey
 
 GIB = 1 << 30
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PooledChunk(Chunk):
+    """A chunk whose keys and values lie in one piece of memory [elements], layer by layer, keys before values.
+
+    starts: where each layer starts in it, and where the last one ends.
+    """
+
+    memory: Tensor
+    starts: tuple[int, ...]
 
 
 class ChunkPool:
@@ -30,13 +43,13 @@ class ChunkPool:
         self.max_bytes = max_bytes
         self.pinned = torch.cuda.is_available() if pinned is None else pinned
         self.bytes = self.hits = self.misses = 0
-        self._held: OrderedDict[ChunkKey, Chunk] = OrderedDict()
+        self._held: OrderedDict[ChunkKey, PooledChunk] = OrderedDict()
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._held)
 
-    def get(self, key: ChunkKey) -> Chunk | None:
+    def get(self, key: ChunkKey) -> PooledChunk | None:
         """The chunk, if it is held; a use of it."""
         with self._lock:
             chunk = self._held.get(key)
@@ -56,8 +69,7 @@ class ChunkPool:
             self._drop(chunk.key)
             while self.bytes + size > self.max_bytes:
                 self._drop(next(iter(self._held)))
-            held = self._copy(chunk)
-            self._held[chunk.key] = held
+            held = self._held[chunk.key] = pooled(chunk, self.pinned)
             self.bytes += size
         return held
 
@@ -75,15 +87,16 @@ class ChunkPool:
     def _size(self, chunk: Chunk) -> int:
         return 1 << (chunk.bytes - 1).bit_length() if self.pinned else chunk.bytes
 
-    def _copy(self, chunk: Chunk) -> Chunk:
-        """Keys and values layer by layer in one piece of memory, so that several layers are one copy to a device."""
-        like = chunk.keys[0]
-        memory = torch.empty(chunk.bytes // like.element_size(), dtype=like.dtype, pin_memory=self.pinned)
-        start, pairs = 0, []
-        for pair in zip(chunk.keys, chunk.values, strict=True):
-            made = []
-            for x in pair:
-                made.append(memory[start : start + x.numel()].view(x.shape).copy_(x))
-                start += x.numel()
-            pairs.append(made)
-        return replace(chunk, keys=tuple(k for k, _ in pairs), values=tuple(v for _, v in pairs))
+
+def pooled(chunk: Chunk, pinned: bool) -> PooledChunk:
+    """A copy of the chunk in one piece of memory."""
+    pairs = list(zip(chunk.keys, chunk.values, strict=True))
+    starts = (0, *accumulate(k.numel() + v.numel() for k, v in pairs))
+    memory = torch.empty(starts[-1], dtype=chunk.keys[0].dtype, pin_memory=pinned)
+    keys, values = list[Tensor](), list[Tensor]()
+    for start, (k, v) in zip(starts, pairs, strict=False):
+        middle = start + k.numel()
+        keys.append(memory[start:middle].view(k.shape).copy_(k))
+        values.append(memory[middle : middle + v.numel()].view(v.shape).copy_(v))
+    rest = {f.name: getattr(chunk, f.name) for f in fields(Chunk) if f.name not in ("keys", "values")}
+    return PooledChunk(keys=tuple(keys), values=tuple(values), memory=memory, starts=starts, **rest)

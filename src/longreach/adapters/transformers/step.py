@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from longreach.adapters.transformers.rotary import Rotation
 from longreach.cache import Append, KVCache, Placement
@@ -40,12 +40,14 @@ class ModelFacts:
 
     cache_windows: layer -> window beyond which transformers' own cache would forget keys. checked: layers whose
     attention formula was checked. rotations: how each layer rotates, or why that is unknown. shape: for methods.
+    modules: each layer's attention module and its parent, for fusion; None until they are looked for.
     """
 
     shape: ModelShape
     cache_windows: dict[int, int] = field(default_factory=dict)
     checked: set[int] = field(default_factory=set)
     rotations: dict[int, Rotation | str] = field(default_factory=dict)
+    modules: tuple[list[nn.Module], list[nn.Module]] | None = None
 
 
 @dataclass

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from longreach.store import Chunk
+from longreach.store.pool import PooledChunk
 
 GROUP_BYTES = 1 << 28  # copied at a time: few copies, and little that the first layer waits for
 BUFFERS = 2  # of so many bytes: one is read while the other is filled
@@ -24,21 +26,21 @@ class Loading:
     """
 
     def __init__(self, chunks: Sequence[Chunk], device: torch.device, first: int = 0, stop: int = 0):
-        self.chunks, self.device, self.first = list(chunks), device, first
+        self.chunks, self.device = list(chunks), device
         self.bytes = 0
-        self._ahead: _Ahead | None = None
-        if device.type == "cuda" and first < stop and chunks and all(_pinned(chunk) for chunk in chunks):
-            self._ahead = _Ahead(self.chunks, device, first, stop)
+        held = [chunk for chunk in chunks if isinstance(chunk, PooledChunk) and chunk.memory.is_pinned()]
+        ahead = device.type == "cuda" and first < stop and bool(chunks) and len(held) == len(self.chunks)
+        self._ahead = _Ahead(held, device, first, stop) if ahead else None
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [S, G, D] of a layer, S the chunks' tokens; valid until the layer after next is asked for."""
+        """Keys and values [S, G, D] of a layer, S the chunks' tokens."""
         if self._ahead is not None:
-            pairs = self._ahead.layer(layer)
+            found = self._ahead.layer(layer)
             self.bytes = self._ahead.bytes
-        else:
-            pairs = [(chunk.keys[layer].to(self.device), chunk.values[layer].to(self.device)) for chunk in self.chunks]
-            if self.device.type != "cpu":
-                self.bytes += sum(k.nbytes + v.nbytes for k, v in pairs)
+            return found
+        pairs = [(chunk.keys[layer].to(self.device), chunk.values[layer].to(self.device)) for chunk in self.chunks]
+        if self.device.type != "cpu":
+            self.bytes += sum(k.nbytes + v.nbytes for k, v in pairs)
         k, v = (torch.cat(x, 1).transpose(0, 1) for x in zip(*pairs, strict=True))
         return k, v
 
@@ -69,24 +71,25 @@ class Wait(NamedTuple):
 
 @dataclass
 class _Group:
-    """Layers [first, stop) of all chunks in a buffer. copied: when they are there."""
+    """Layers [first, stop) of all chunks, one chunk behind the other. copied: when they are there."""
 
     first: int
     stop: int
-    parts: list[Tensor]
+    memory: Tensor
     copied: torch.cuda.Event
 
 
 class _Ahead:
-    def __init__(self, chunks: list[Chunk], device: torch.device, first: int, stop: int):
+    def __init__(self, chunks: list[PooledChunk], device: torch.device, first: int, stop: int):
         self.chunks, self.device, self.bytes = chunks, device, 0
         self.stream = torch.cuda.Stream(device)
+        self.alike = [list(some) for _, some in groupby(chunks, key=lambda chunk: len(chunk.tokens))]
         each = sum(chunk.bytes for chunk in chunks) / len(chunks[0].keys)
         step = max(1, int(GROUP_BYTES / each))
         self.bounds = [(n, min(n + step, stop)) for n in range(first, stop, step)]
-        most = max((sum(_elements(c, a, b) for c in chunks) for a, b in self.bounds), default=0)
+        most = max(sum(c.starts[b] - c.starts[a] for c in chunks) for a, b in self.bounds)
         count = min(BUFFERS, len(self.bounds))
-        self.buffers = [torch.empty(most, dtype=chunks[0].keys[0].dtype, device=device) for _ in range(count)]
+        self.buffers = [torch.empty(most, dtype=chunks[0].memory.dtype, device=device) for _ in range(count)]
         self.stream.wait_stream(torch.cuda.current_stream(device))  # buffers may be memory that is still in use
         for buffer in self.buffers:
             buffer.record_stream(self.stream)  # a pass may fail while copies are under way
@@ -96,7 +99,7 @@ class _Ahead:
         for _ in range(count):
             self._begin()
 
-    def layer(self, layer: int) -> list[tuple[Tensor, Tensor]]:
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         while self.under_way[0].stop <= layer:
             self.under_way.pop(0)
             # all that reads the group has been launched: the buffer may be filled again behind it
@@ -110,53 +113,38 @@ class _Ahead:
             main.wait_event(group.copied)
             wait.after.record(main)
             self.waits.append(wait)
-        pairs = zip(self.chunks, group.parts, strict=True)
-        return [self._pair(chunk, part, group.first, layer) for chunk, part in pairs]
+        return self._gathered(group, layer)
 
     def _begin(self) -> None:
         """Copy the next group, if there is one."""
         if self.begun == len(self.bounds):
             return
         (first, stop), buffer, start = self.bounds[self.begun], self.buffers[self.begun % len(self.buffers)], 0
-        parts, copied = list[Tensor](), torch.cuda.Event()
+        copied = torch.cuda.Event()
         with torch.cuda.stream(self.stream):
             for chunk in self.chunks:
-                whole = flat(chunk, first, stop)
-                parts.append(buffer[start : start + whole.numel()])
-                parts[-1].copy_(whole, non_blocking=True)
-                start += whole.numel()
-                self.bytes += whole.nbytes
+                whole = chunk.memory[chunk.starts[first] : chunk.starts[stop]]
+                buffer[start : start + len(whole)].copy_(whole, non_blocking=True)
+                start += len(whole)
             copied.record(self.stream)
+        self.bytes += start * buffer.element_size()
         self.begun += 1
-        self.under_way.append(_Group(first, stop, parts, copied))
+        self.under_way.append(_Group(first, stop, buffer, copied))
 
-    def _pair(self, chunk: Chunk, part: Tensor, first: int, layer: int) -> tuple[Tensor, Tensor]:
-        start = _elements(chunk, first, layer)
-        k, v = chunk.keys[layer], chunk.values[layer]
-        middle = start + k.numel()
-        return part[start:middle].view(k.shape), part[middle : middle + v.numel()].view(v.shape)
-
-
-def _elements(chunk: Chunk, first: int, stop: int) -> int:
-    return sum(x.numel() for n in range(first, stop) for x in (chunk.keys[n], chunk.values[n]))
-
-
-def _pinned(chunk: Chunk) -> bool:
-    return flat_layers(chunk) and chunk.keys[0].is_pinned()
-
-
-def flat_layers(chunk: Chunk) -> bool:
-    """Whether keys and values lie layer by layer in one piece of memory, as a pool keeps them."""
-    end = chunk.keys[0].storage_offset()
-    storage = chunk.keys[0].untyped_storage().data_ptr()
-    for pair in zip(chunk.keys, chunk.values, strict=True):
-        for x in pair:
-            if x.storage_offset() != end or not x.is_contiguous() or x.untyped_storage().data_ptr() != storage:
-                return False
-            end += x.numel()
-    return True
-
-
-def flat(chunk: Chunk, first: int, stop: int) -> Tensor:
-    """Keys and values of layers [first, stop) as one row of memory; see `flat_layers`."""
-    return chunk.keys[first].as_strided((_elements(chunk, first, stop),), (1,))
+    def _gathered(self, group: _Group, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [S, G, D]; one kernel for each run of chunks of one length."""
+        tokens = sum(len(chunk.tokens) for chunk in self.chunks)
+        (heads, _, dim), (_, _, value_dim) = self.chunks[0].keys[layer].shape, self.chunks[0].values[layer].shape
+        k, v = (group.memory.new_empty(tokens, heads, width) for width in (dim, value_dim))
+        start = token = 0
+        for some in self.alike:
+            count, length = len(some), len(some[0].tokens)
+            each = some[0].starts[group.stop] - some[0].starts[group.first]
+            parts = group.memory[start : start + count * each].view(count, each)
+            at, here = some[0].starts[layer] - some[0].starts[group.first], slice(token, token + count * length)
+            for out, width in ((k, dim), (v, value_dim)):
+                part = parts[:, at : at + heads * length * width].unflatten(1, (heads, length, width))
+                out[here].view(count, length, heads, width).copy_(part.transpose(1, 2))
+                at += heads * length * width
+            start, token = start + count * each, token + count * length
+        return k, v

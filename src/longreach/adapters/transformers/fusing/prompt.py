@@ -74,7 +74,7 @@ class FusedPrompt:
         for start, chunk in self.chunks:
             here = slice(start, start + len(chunk.tokens))
             stored[here] = True
-            exact[here] = sure = torch.equal(ids[:start], chunk.prefix)
+            exact[here] = sure = start == len(chunk.prefix) and torch.equal(ids[:start], chunk.prefix)
             before[here] = torch.arange(len(chunk.tokens))
             after[here] = before[here].flip(0)
             if chunk.dependence is not None:

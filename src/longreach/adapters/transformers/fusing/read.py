@@ -103,11 +103,10 @@ class _FusedPass:
     def __init__(self, session: Session, cache: LongreachCache, prompt: FusedPrompt, fusion: Fusion, then: int):
         self.session, self.cache, self.prompt, self.fusion = session, cache, prompt, fusion
         model = session.model
-        self.device, self.decoder = model.device, decoder_of(model)
-        check_model(model, self.decoder, rotary=True)
-        self.attending = attention_modules(self.decoder)
-        self.layers = _parents(self.decoder, self.attending)
+        self.device = model.device
+        self.attending, self.layers = _modules(session)
         self._check_chunks()
+        self.ids = torch.tensor([prompt.ids], device=self.device)
         self.parts: PromptParts = prompt.parts(self.device)
         self.at = self.parts.stored.nonzero()[:, 0]  # the stored tokens
         self.turn_by = self.at if fusion.true_positions else prompt.local_positions(self.device)[self.at]
@@ -135,7 +134,7 @@ class _FusedPass:
         return self._pass()
 
     def _pass(self) -> Tensor:
-        session, ids = self.session, torch.tensor([self.prompt.ids], device=self.device)
+        session, ids = self.session, self.ids
         self.index = self.again = self.before = None
         self.narrowed.clear()
         self.turns.clear()
@@ -340,6 +339,20 @@ class _FusedPass:
         if "does not rotate" in found:
             return None
         raise Unsupported(f"stored keys cannot be turned to their positions: {found}")
+
+
+def _modules(session: Session) -> tuple[list[nn.Module], list[nn.Module]]:
+    """The attention modules of a session's model, and the layers that hold them; the model is checked the first time.
+
+    Raises Unsupported.
+    """
+    facts = session.facts
+    if facts.modules is None:
+        decoder = decoder_of(session.model)
+        check_model(session.model, decoder, rotary=True)
+        attending = attention_modules(decoder)
+        facts.modules = attending, _parents(decoder, attending)
+    return facts.modules
 
 
 def _parents(decoder: nn.Module, attending: list[nn.Module]) -> list[nn.Module]:
