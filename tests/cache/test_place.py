@@ -227,6 +227,23 @@ def test_tokens_of_a_sequence_that_was_evicted_from_cannot_be_overwritten() -> N
     assert same(held(cache, 1), [overwritten(t, [3], n) for t, n in zip(want[1], new, strict=True)])
 
 
+def test_state_that_cannot_be_cut_refuses_before_anything_changes() -> None:
+    """A pass that fails would be cut there."""
+
+    class Uncut(Ends):
+        def check_truncate(self, slots: Tensor, lengths: Tensor) -> None:
+            for slot, length in zip(slots.tolist(), lengths.tolist(), strict=True):
+                raise Unsupported(f"slot {slot} cannot be cut to {length}")
+
+    cache = KVCache(1, 2, state=Uncut())
+    fill(cache, [0, 1], [20, 20])
+    before = Snapshot(cache)
+    with pytest.raises(Unsupported, match="slot 1 cannot be cut to 3"):
+        cache.place([0, 1], [[20], [3, 5]], overwrite=True)
+    assert before.unchanged(cache)
+    cache.place([0, 1], [[20], [20, 21]], overwrite=True)
+
+
 @pytest.mark.parametrize(
     "rows", [torch.tensor([[0]]), torch.tensor([0.0]), torch.tensor([True]), torch.tensor([0], device="meta"), [0]]
 )

@@ -79,8 +79,10 @@ class KVCache:
         positions: for each sequence, in ascending order, on the host. From the sequence's length on they must have no
         gap. overwrite: allow any positions below it; `append` then replaces their keys and values.
         An overwriting pass that is not committed cannot be undone: its sequences are cut to the first position that it
-        was to overwrite. Raises CapacityError, InvalidInput; Unsupported to overwrite where keys were evicted.
-        State does not follow what is overwritten: methods that keep any must observe those tokens again.
+        was to overwrite. Raises CapacityError, InvalidInput; Unsupported to overwrite where keys were evicted, or if a
+        state cannot be cut.
+        State follows. State of tokens is computed again as their keys are written. State of sequences is cut to the
+        first overwritten position: methods that keep any must observe the tokens from there on again.
         """
         self._check("place", slots, [0 for _ in positions])
         each = list(zip(slots, positions, strict=True))
@@ -90,8 +92,12 @@ class KVCache:
             self.layouts.check_overwrite(slot, first)
         counts = [p.numel() for p in rows]
         added = [int((p >= self._intact(s)).sum()) for s, p in zip(slots, rows, strict=True)]
+        cut = self._ints(list(over)), self._ints(list(over.values()))
+        self.state.check_truncate(*cut)  # a pass that fails is cut there
         before = self._begin("place", slots, added)
         self._overwritten |= over
+        if over:
+            self.state.overwrite(*cut)
         firsts = [int(p[0]) if p.numel() else n for p, n in zip(rows, before, strict=True)]
         lasts = [int(p[-1]) if p.numel() else n - 1 for p, n in zip(rows, before, strict=True)]
         gapless = all(last - first == n - 1 for first, last, n in zip(firsts, lasts, counts, strict=True))
@@ -157,6 +163,9 @@ class KVCache:
                 append(*held, k, v, place.page, place.offset)
             else:
                 ops_place(*held, k, v, place.page, place.offset, angles)
+        if any(slot in self._overwritten for slot in step.host_slots):
+            seq = step.seq if rows is None else step.seq[rows]
+            self.state.written(layer, self.view(layer, step), seq, place.slot)
 
     def view(self, layer: int, step: Append) -> KVView:
         """The view that rows of this pass attend to: all tokens, the new ones included. Slot order is causal order."""

@@ -57,6 +57,13 @@ class RowRing:
     def generation(self) -> int:
         return 0  # its memory never moves
 
+    def overwrite(self, slots: Tensor, lengths: Tensor) -> None:
+        """Results over the old keys are not reused."""
+        self.truncate(slots, lengths)
+
+    def written(self, layer: int, view: KVView, seq: Tensor, slot: Tensor) -> None:
+        """The rows of the pass are noted as they attend."""
+
     def check_keep(self, layer: int) -> None:
         raise Unsupported(
             f"layer {layer} keeps results of attention over earlier keys (MAC's ring), which cannot be evicted "

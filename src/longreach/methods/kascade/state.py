@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from longreach.cache import StatelessOnTruncate
 from longreach.methods.kascade.quantised_keys import QuantisedKeys
 from longreach.methods.kascade.role import LayerRole
@@ -16,6 +18,11 @@ class KascadeState(StatelessOnTruncate):
 
     role: LayerRole
     copy: QuantisedKeys | None = None
+
+    def written(self, layer: int, view: KVView, seq: Tensor, slot: Tensor) -> None:
+        """Quantise these keys again."""
+        if self.copy is not None:
+            self.copy.written(layer, view, seq, slot)
 
     def kept(self, layer: int, view: KVView) -> None:
         """Quantise all keys again."""
