@@ -141,15 +141,19 @@ class Ledger:
                 tally.dense_reasons.add(n.dense_reason)
 
     def reset(self) -> None:
-        """Start counting from zero. Sums are cleared in place, as captured passes continue to add to them."""
+        """Start counting from zero. A pass under way is counted whole when it commits.
+
+        Sums are cleared in place, as captured passes continue to add to them.
+        """
         self.tallies.clear()
-        self.abandon()
         for sums in (*self._sums.values(), *self._note_sums.values()):
             sums.zero_()
 
     def report(self, observer: PromptObserver | None = None) -> Report:
-        """The report by layer, with the reads of `observer` while it observed prompts, and of no other observer."""
-        self.commit()
+        """The report of all committed passes, layer by layer. The pass under way is not in it and goes on unchanged.
+
+        observer: the reads of this method while it observed prompts are included, else of none.
+        """
         sums = {place: [0] * len(COLUMNS) for place in self.tallies}
         for places, columns in self._sums.items():
             for place, more in zip(places, columns.tolist(), strict=True):
