@@ -36,7 +36,11 @@ class RowRing:
         """Bytes of one sequence in this layer."""
         ring, entries = self.ring, self.entries
         held = (ring.query, ring.stamp, ring.depth, ring.credit, ring.arrivals, *entries)
-        return sum(x.numel() * x.element_size() for x in held) // ring.query.shape[0]
+        return sum(x.nbytes for x in held) // ring.query.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        return self.bytes_per_sequence * self.ring.query.shape[0]
 
     def note(self, slot: Tensor, pos: Tensor, query: Tensor, entry: Partial, credit: float) -> None:
         """Store rows that attended exactly. slot, pos: int [R], at most the last `size` rows of their sequences;

@@ -47,9 +47,16 @@ class SequenceState(Protocol):
     def generation(self) -> int:
         """How often memory has moved: graphs captured at an earlier generation read freed memory."""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tensors that the state holds."""
+
 
 class StatelessOnTruncate:
-    """Base for states that need no work on reset or truncation: entries past a sequence's length are never read."""
+    """Base for states that need no work on reset or truncation: entries past a sequence's length are never read.
+
+    A subclass that holds tensors defines `nbytes`.
+    """
 
     def reset(self, slots: Tensor) -> None:
         pass
@@ -77,6 +84,10 @@ class StatelessOnTruncate:
 
     @property
     def generation(self) -> int:
+        return 0
+
+    @property
+    def nbytes(self) -> int:
         return 0
 
 

@@ -92,6 +92,10 @@ class LastRows(StatelessOnTruncate):
         here = self.pos[slots]
         self.pos[slots] = here.masked_fill(here >= lengths[:, None], -1)
 
+    @property
+    def nbytes(self) -> int:
+        return self.q.nbytes + self.pos.nbytes
+
     def overwrite(self, slots: Tensor, lengths: Tensor) -> None:
         self.truncate(slots, lengths)
 

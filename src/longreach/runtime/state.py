@@ -139,3 +139,7 @@ class StateStore:
     @property
     def generation(self) -> int:
         return sum(state.generation for state in self.states())
+
+    @property
+    def nbytes(self) -> int:
+        return sum(state.nbytes for state in self.states())

@@ -33,3 +33,8 @@ class KascadeState(StatelessOnTruncate):
     def generation(self) -> int:
         """Changes when memory is replaced: a captured step reads the old memory."""
         return 0 if self.copy is None else self.copy.generation
+
+    @property
+    def nbytes(self) -> int:
+        held = self.role.head_map
+        return (0 if held is None else held.nbytes) + (0 if self.copy is None else self.copy.nbytes)
