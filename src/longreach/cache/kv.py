@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from longreach.cache.append import Append
-from longreach.cache.checks import checked_kept, checked_positions
+from longreach.cache.checks import check_rows, checked_kept, checked_positions
 from longreach.cache.compact import compacted
 from longreach.cache.config import CacheConfig
 from longreach.cache.layout import Layout
@@ -132,9 +132,11 @@ class KVCache:
     ) -> None:  # fmt: skip
         """Write the tokens of one layer. k, v: [R, G, D] in the order of step.seq and step.pos.
 
-        rows: int [r], the rows of the pass that k and v [r, G, D] belong to, if not all are written at once. Before the
-        layer is attended to, all rows at new positions must be written, as it would hold no key for the others.
+        rows: int [r] on the cache's device, each in [0, R) and at most once: the rows of the pass that k and v
+            [r, G, D] belong to, if not all are written at once. Before the layer is attended to, all rows at new
+            positions must be written, as it would hold no key for the others.
         angles: of these rows; k is rotated by them as it is written. None: k is written as it is.
+        Raises InvalidInput. The values of `rows` are checked on a CPU only: elsewhere that would be a device sync.
         """
         self._check_layer(layer)
         self._check_open(step)
@@ -142,6 +144,7 @@ class KVCache:
         if rows is not None:
             ok = isinstance(rows, Tensor) and rows.dim() == 1 and rows.dtype in INTS and rows.device == self.device
             require(ok, f"rows: expected int [r] on {self.device}, got {describe(rows)}")
+            check_rows(rows, place.slot.shape[0])
             place = place.take(rows)
         count = place.slot.shape[0]
         ok = isinstance(k, Tensor) and k.dim() == 3 and k.shape[0] == count and k.dtype in FLOATS
