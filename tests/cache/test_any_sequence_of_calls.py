@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
 
-from longreach.cache import Append, CacheConfig, KVCache, StatelessOnTruncate
+from longreach.cache import Append, CacheConfig, KVCache, PerTokenState, StatelessOnTruncate
 from longreach.errors import CapacityError, InvalidInput, Unsupported
 from longreach.ops import KVView
 from tests.cache.drive import DIM, HEADS, Snapshot, Tokens, held, joined, random_kept, same, split, taken, write
@@ -35,35 +35,72 @@ lengths = st.integers(0, 9)
 ends = st.sampled_from(["commit", "commit", "leave open", "abort"])
 
 
-class Counter(StatelessOnTruncate):
-    """A state that follows the cache as a method's would: it notes tokens while a pass runs, and reads kept keys."""
+class KeyCopies(PerTokenState):
+    """A copy of each key: state of tokens."""
+
+    def __init__(self, kv: KVView):
+        super().__init__(kv, keys=(DIM, torch.float32))
+
+    def note(self, kv: KVView, seq: Tensor, slot: Tensor) -> None:
+        page, offset = kv.locate(seq, slot)
+        own, unit = self.locate(kv, seq, slot)
+        self["keys"][own, :, unit] = kv.k[page, :, offset]
+
+    def of(self, kv: KVView, seq: int) -> Tensor:
+        """[n, G, D]: the copies of a sequence's keys."""
+        slot = torch.arange(int(kv.seq_lens[seq]))
+        own, unit = self.locate(kv, torch.full_like(slot, seq), slot)
+        return self["keys"][own, :, unit]
+
+
+class Follower(StatelessOnTruncate):
+    """A state that follows the cache as methods' would. New rows are noted while their pass runs.
+
+    tokens: how many each sequence has. rows: state of sequences, position -> number of the pass that noted the row.
+    copies: state of tokens, layer by layer; new keys alone are noted, those that are overwritten must be followed.
+    """
 
     def __init__(self) -> None:
         self.tokens = [0] * SLOTS
-        self.kept_keys: dict[int, list[Tensor]] = {}
+        self.rows: list[dict[int, int]] = [{} for _ in range(SLOTS)]
+        self.copies: dict[int, KeyCopies] = {}
 
-    def note(self, step: Append) -> None:
+    def note(self, cache: KVCache, step: Append) -> None:
+        assert step.starts is not None
+        new = step.pos >= torch.tensor(step.starts, dtype=torch.int64)[step.seq]
+        for layer in range(LAYERS):
+            view = cache.view(layer, step)
+            copies = self.copies.setdefault(layer, KeyCopies(view))
+            copies.ensure_capacity(view)
+            copies.note(view, step.seq[new], step.at(layer).slot[new])
         for slot, n in zip(step.host_slots, step.added, strict=True):
             self.tokens[slot] += n
+        for seq, pos in zip(step.seq.tolist(), step.pos.tolist(), strict=True):
+            self.rows[step.host_slots[seq]][pos] = step.number
 
     def reset(self, slots: Tensor) -> None:
-        for slot in slots.tolist():
-            self.tokens[slot] = 0
+        self.truncate(slots, torch.zeros_like(slots))
 
     def check_truncate(self, slots: Tensor, lengths: Tensor) -> None:
         assert all(n <= self.tokens[s] for s, n in zip(slots.tolist(), lengths.tolist(), strict=True))
 
     def truncate(self, slots: Tensor, lengths: Tensor) -> None:
         for slot, n in zip(slots.tolist(), lengths.tolist(), strict=True):
-            self.tokens[slot] = n
+            self.tokens[slot], self.rows[slot] = n, below(self.rows[slot], n)
+
+    def overwrite(self, slots: Tensor, lengths: Tensor) -> None:
+        for slot, n in zip(slots.tolist(), lengths.tolist(), strict=True):
+            self.rows[slot] = below(self.rows[slot], n)
+
+    def written(self, layer: int, view: KVView, seq: Tensor, slot: Tensor) -> None:
+        self.copies[layer].written(layer, view, seq, slot)
 
     def kept(self, layer: int, view: KVView) -> None:
-        def keys(slot: int) -> Tensor:
-            where = torch.arange(int(view.seq_lens[slot]))
-            page, offset = view.locate(torch.full_like(where, slot), where)
-            return view.k[page, :, offset]
+        self.copies[layer].kept(layer, view)
 
-        self.kept_keys[layer] = [keys(slot) for slot in range(view.sequences)]
+
+def below(rows: dict[int, int], length: int) -> dict[int, int]:
+    return {pos: number for pos, number in rows.items() if pos < length}
 
 
 @dataclass
@@ -83,7 +120,7 @@ class AnySequenceOfCalls(RuleBasedStateMachine):
     @initialize(config=configs)
     def start(self, config: CacheConfig) -> None:
         torch.manual_seed(0)
-        self.state = Counter()
+        self.state = Follower()
         with nan_memory():
             self.cache = KVCache(LAYERS, SLOTS, config, state=self.state)
             write(self.cache, self.cache.begin([0], [0]))  # memory is there from now on
@@ -91,6 +128,7 @@ class AnySequenceOfCalls(RuleBasedStateMachine):
         self.empty: list[Tokens] = [(none, none)] * LAYERS
         self.sequences: list[list[Tokens]] = [self.empty] * SLOTS  # layers of other lengths after eviction
         self.lengths = [0] * SLOTS
+        self.rows: list[dict[int, int]] = [{}] * SLOTS  # position -> the pass whose row a state of sequences holds
         self.evicted_at = [[0] * SLOTS for _ in range(LAYERS)]
         self.open: dict[int, Pass] = {}  # slot -> the pass that is under way on it
         self.passes: list[Pass] = []
@@ -121,7 +159,7 @@ class AnySequenceOfCalls(RuleBasedStateMachine):
         self.sequences[slot] = [
             (k[: max(0, len(k) - gone)], v[: max(0, len(v) - gone)]) for k, v in self.sequences[slot]
         ]
-        self.lengths[slot] = length
+        self.lengths[slot], self.rows[slot] = length, below(self.rows[slot], length)
         self.open.pop(slot, None)
         if length == 0:
             self.sequences[slot] = self.empty
@@ -169,7 +207,11 @@ class AnySequenceOfCalls(RuleBasedStateMachine):
         self.opened(Pass(step, split(step, write(self.cache, step)), positions), end)
 
     def opened(self, done: Pass, end: str) -> None:
-        self.state.note(done.step)
+        self.state.note(self.cache, done.step)
+        for slot, tokens in done.tokens.items():  # rows behind the first overwritten token attended to old keys
+            new = range(self.lengths[slot], self.lengths[slot] + len(tokens[0][0]))
+            noted = dict.fromkeys(done.positions.get(slot, new), done.step.number)
+            self.rows[slot] = below(self.rows[slot], done.first(slot, self.lengths[slot])) | noted
         self.passes.append(done)
         self.open.update(dict.fromkeys(done.step.host_slots, done))
         if end != "leave open":
@@ -223,15 +265,12 @@ class AnySequenceOfCalls(RuleBasedStateMachine):
                     self.cache.keep(layer, list(index), list(index.values()))
                 assert before.unchanged(self.cache)
                 return
-            self.state.kept_keys.clear()
             with nan_memory():
                 self.cache.keep(layer, list(index), list(index.values()))
             for slot, i in index.items():
                 if i.shape[1] < used[slot]:
                     self.sequences[slot][layer] = taken(self.sequences[slot][layer], i)
                     self.evicted_at[layer][slot] = self.lengths[slot]
-            for mine in self.state.kept_keys.values():
-                assert all(torch.equal(mine[s], self.sequences[s][layer][0]) for s in range(SLOTS))
 
     @rule(slots=some_slots, data=st.data())
     def truncate(self, slots: list[int], data: st.DataObject) -> None:
@@ -264,6 +303,17 @@ class AnySequenceOfCalls(RuleBasedStateMachine):
             if slot not in self.open:
                 assert self.state.tokens[slot] == self.lengths[slot]
                 assert same(held(self.cache, slot), self.sequences[slot])
+
+    @invariant()
+    def state_is_that_of_the_keys(self) -> None:
+        for slot in range(SLOTS):
+            if slot not in self.open:
+                assert self.state.rows[slot] == self.rows[slot]
+        for layer, copies in self.state.copies.items() if all(self.cache.memory) else ():
+            view = self.cache.view_of_all(layer)
+            for slot in range(SLOTS):
+                if slot not in self.open:
+                    assert torch.equal(copies.of(view, slot), self.sequences[slot][layer][0])
 
     @invariant()
     def no_page_is_lost_or_shared(self) -> None:

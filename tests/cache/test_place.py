@@ -10,6 +10,7 @@ from torch import Tensor
 
 from longreach.cache import CacheConfig, KVCache, StatelessOnTruncate
 from longreach.errors import CapacityError, InvalidInput, Unsupported
+from longreach.ops.rope import RotaryAngles
 from tests.cache.drive import (
     DIM,
     HEADS,
@@ -227,6 +228,23 @@ def test_tokens_of_a_sequence_that_was_evicted_from_cannot_be_overwritten() -> N
     assert same(held(cache, 1), [overwritten(t, [3], n) for t, n in zip(want[1], new, strict=True)])
 
 
+def test_state_that_cannot_be_cut_refuses_before_anything_changes() -> None:
+    """A pass that fails would be cut there."""
+
+    class Uncut(Ends):
+        def check_truncate(self, slots: Tensor, lengths: Tensor) -> None:
+            for slot, length in zip(slots.tolist(), lengths.tolist(), strict=True):
+                raise Unsupported(f"slot {slot} cannot be cut to {length}")
+
+    cache = KVCache(1, 2, state=Uncut())
+    fill(cache, [0, 1], [20, 20])
+    before = Snapshot(cache)
+    with pytest.raises(Unsupported, match="slot 1 cannot be cut to 3"):
+        cache.place([0, 1], [[20], [3, 5]], overwrite=True)
+    assert before.unchanged(cache)
+    cache.place([0, 1], [[20], [20, 21]], overwrite=True)
+
+
 @pytest.mark.parametrize(
     "rows", [torch.tensor([[0]]), torch.tensor([0.0]), torch.tensor([True]), torch.tensor([0], device="meta"), [0]]
 )
@@ -239,6 +257,45 @@ def test_rows_of_a_layer_that_are_no_index_are_refused(rows: Any) -> None:
         cache.append(0, step, *random_tokens(1), rows=rows)
     with pytest.raises(InvalidInput, match=r"k: expected float \[R=1, G, D\]"):
         cache.append(0, step, *random_tokens(2), rows=torch.tensor([1]))
+    assert before.unchanged(cache)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([0, 3], r"rows: expected in \[0, R=3\), got 0 to 3"),
+        ([-1, 0], r"rows: expected in \[0, R=3\), got -1 to 0"),
+        ([2, 0, 2], "rows: expected each row of the pass at most once, got one twice"),
+        ([0, 1, 2, 0], "rows: expected at most the 3 of the pass, each once, got 4"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_rows_that_are_not_of_the_pass_are_refused(rows: list[int], message: str, dtype: torch.dtype) -> None:
+    cache = KVCache(1, 2)
+    fill(cache, [0, 1], [4, 4])
+    step = cache.begin([0, 1], [2, 1])
+    before, (k, v) = Snapshot(cache), random_tokens(len(rows))
+    with pytest.raises(InvalidInput, match=message):
+        cache.append(0, step, k, v, rows=torch.tensor(rows, dtype=dtype))
+    assert before.unchanged(cache)
+    cache.append(0, step, k[:0], v[:0], rows=torch.tensor([], dtype=dtype))
+    assert before.unchanged(cache)
+
+
+@pytest.mark.parametrize("side", ["k", "v"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_keys_and_values_of_another_number_of_rows_are_refused(side: str, count: int) -> None:
+    cache = KVCache(1, 1)
+    fill(cache, [0], [4])
+    step, both = cache.begin([0], [4]), {name: random_tokens(2)[0] for name in "kv"}
+    both[side] = random_tokens(count)[0]
+    before = Snapshot(cache)
+    message = {"k": r"k: expected float \[R=2, G, D\]", "v": r"v: expected .* like k"}[side]
+    with pytest.raises(InvalidInput, match=message):
+        cache.append(0, step, **both, rows=torch.tensor([3, 1]))
+    angles = RotaryAngles(*torch.randn(2, count, DIM // 2), "half")
+    with pytest.raises(InvalidInput, match=r"cos: expected float \[R=2, rotary/2\]"):
+        cache.append(0, step, *random_tokens(2), torch.tensor([3, 1]), angles)
     assert before.unchanged(cache)
 
 

@@ -1,4 +1,4 @@
-"""What methods say that a decode call holds beside attention's own results, against what is allocated."""
+"""Bytes that methods declare, of a decode call and of their state, against those that are allocated."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from longreach import Kascade, LessIsMore, Loki, OmniKV, OracleTopK, Quest, StreamingLLM
-from longreach.cache import CacheConfig
-from longreach.methods.base import AttentionMethod
+from longreach import MAC, Kascade, LessIsMore, Loki, OmniKV, OracleTopK, Quest, StreamingLLM
+from longreach.cache import CacheConfig, SequenceState
+from longreach.methods.base import AttentionMethod, PromptObserver
 from longreach.methods.call import LayerCall
 from longreach.methods.dense import Dense
-from tests.methods.drive import LAYERS, MODEL, Turn, in_phase, new_cache, run, text
+from longreach.methods.snapkv import SnapKV
+from tests.methods.drive import LAYERS, MODEL, Observed, Turn, in_phase, new_cache, run, states_of, text
 
 CONTEXT = 200
 METHODS = [
@@ -92,3 +93,40 @@ def test_workspace_bytes(method: AttentionMethod, rows: int, plain: dict[int, in
 def plain() -> dict[int, int]:
     """rows -> what dense attention holds."""
     return {}
+
+
+STATES: list[PromptObserver] = [
+    Dense(),
+    Quest(k=0.3, page=4, dense_layers=(1,)),
+    Quest(page=7, dense_layers=()),
+    Loki(rank=5),
+    Kascade(k=0.3, min_keys=8),
+    Kascade(k=0.3, min_keys=8, scoring="int8"),
+    MAC(window=30, band=4),
+    MAC(window=30, band=4, max_gap=9),
+    MAC(window=None, band=None, tau=None, scale="calibrated"),
+    SnapKV(capacity=64, window=12),
+]
+PAGE, PAGES = 10, 80
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("method", STATES, ids=repr)
+def test_state_bytes(method: PromptObserver, dtype: torch.dtype, paged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against tensors that live when all layers' states are there."""
+    slots, made, live = 3, type(method).new_state, Live()
+
+    def new_state(self: PromptObserver, call: LayerCall, slots: int) -> SequenceState | None:
+        with live:
+            return made(self, call, slots)
+
+    cache = new_cache(CacheConfig("paged", page=PAGE, pages=PAGES) if paged else CacheConfig(capacity=CONTEXT), slots)
+    monkeypatch.setattr(type(method), "new_state", new_state)
+    run(cache, Observed(method), [Turn(text(40).to(dtype), 1, 40)], phase="prefill")  # type: ignore[arg-type]
+    of_pages = paged and method.keeps == "tokens"
+    allocated = live.now
+    declared = method.state_bytes(MODEL, *((PAGES, PAGE) if of_pages else (slots, CONTEXT)), dtype)
+    assert declared == allocated == states_of(cache).nbytes
+    assert bool(declared) == method.observes_prompt

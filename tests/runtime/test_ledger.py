@@ -11,6 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from longreach import Quest
 from longreach.methods.base import Notes, Outcome
 from longreach.methods.call import LayerCall
 from longreach.ops import KVView, Lists, PackedLists, Partial, Rows, Selection, Spans, absolute, relative
@@ -62,13 +63,19 @@ def add(ledger: Ledger, now: LayerCall, step: Step, *, phase: Any = "decode", de
     ledger.add(phase, now, name, Outcome(EMPTY, step.why, step.notes), dense)
 
 
+def committed(ledger: Ledger) -> Report:
+    """The report after the pass under way has ended."""
+    ledger.commit()
+    return ledger.report()
+
+
 def reported(*steps: Step) -> Any:
     """The report of one layer in several passes."""
     ledger = Ledger()
     for made in steps:
         add(ledger, call(), made)
         ledger.commit()
-    (layer,) = ledger.report().layers
+    (layer,) = committed(ledger).layers
     return layer
 
 
@@ -156,7 +163,7 @@ def test_lists_in_sight_count_as_others_do() -> None:
                 used = replace(lists, head_map=head_of, all_visible=sighted)
                 reads = [((used,), (used,)), ((DENSE,), (used,)), ((used, DENSE), (DENSE, used)), ((used, used), ())]
                 add(ledger, replace(now, layer=layer), Step(*reads[layer]))
-            found.append(ledger.report())
+            found.append(committed(ledger))
         assert found[0] == found[1]
 
 
@@ -215,7 +222,7 @@ def test_visible_blocks_count_as_others_do(block: int) -> None:
         ledger = Ledger()
         used = replace(lists, all_visible=sighted)
         add(ledger, now, Step((used,), (used,)))
-        reports.append(ledger.report())
+        reports.append(committed(ledger))
         assert torch.equal(used.keys_read(now.rows, now.kv), lists.keys_read(now.rows, now.kv))
     assert reports[0] == reports[1]
 
@@ -227,7 +234,7 @@ def test_steps_add_up() -> None:
     add(ledger, call(0), Step())
     add(ledger, call(1), Step((DENSE,), ()), phase="prefill", name="other", impl="triton")
     add(ledger, call(1), Step((DENSE,), (DENSE,), 7, "early"))
-    layers = ledger.report().layers
+    layers = committed(ledger).layers
     assert [(r.phase, r.layer) for r in layers] == [("prefill", 1), ("decode", 0), ("decode", 1)]
     last = layers[2]
     assert (last.steps, last.rows, last.metadata_bytes) == (4, 8, 28)
@@ -235,11 +242,42 @@ def test_steps_add_up() -> None:
     assert (layers[0].method, layers[0].impl) == ("other", "triton")
 
 
+def test_a_report_in_the_middle_of_a_pass_is_that_of_whole_passes() -> None:
+    """The pass goes on: rows that do not count stay so, layers are counted together."""
+    asked, plain = Ledger(), Ledger()
+    made = Step((DENSE,), (DENSE,), 7)._replace(notes=notes_of(torch.ones(2, 4)))
+    for ledger in (asked, plain):
+        for _ in range(2):
+            before = ledger.report()
+            ledger.mask_rows(torch.tensor([False, True]))
+            for layer in range(3):
+                add(ledger, call(layer), made)
+                ledger.add_observer("decode", call(layer), Quest())
+                assert ledger is plain or ledger.report() == before
+            ledger.commit()
+    assert asked.report() == plain.report()
+    assert {layer.steps for layer in asked.report().layers} == {2} and len(asked._sums) == 1
+
+
+def test_a_pass_in_which_counting_starts_from_zero_counts_whole() -> None:
+    ledger, plain = Ledger(), Ledger()
+    add(ledger, call(), Step((DENSE,), (DENSE,)))
+    ledger.commit()
+    for one in (ledger, plain):
+        one.mask_rows(torch.tensor([False, True]))
+        for layer in range(3):
+            add(one, call(layer), Step((DENSE,), (DENSE,)))
+            if one is ledger and layer == 1:
+                one.reset()
+        one.commit()
+    assert ledger.report() == plain.report() and len(ledger.report().layers) == 3
+
+
 def test_what_exact_attention_reads_is_the_measure() -> None:
     """In a sliding-window layer that is the window."""
     ledger, window = Ledger(), Spans.window(4)
     add(ledger, call(), Step((window,), (window,), 0, "sliding window of 4"), dense=window, name="dense")
-    (layer,) = ledger.report().layers
+    (layer,) = committed(ledger).layers
     assert layer.fraction == 1.0 and layer.dense_bytes == 8 * 2 * 2 * VECTOR
 
 
@@ -249,7 +287,7 @@ def test_a_report_can_be_printed_and_written() -> None:
         window = Spans.window(1 + layer)
         add(ledger, call(layer), Step((window,), (window,), 56), name="streaming_llm")
     add(ledger, call(), Step((DENSE,), (DENSE,), why="too short"), phase="prefill", name="dense")
-    report = ledger.report()
+    report = committed(ledger)
     assert str(report).splitlines() == [
         "phase    layer  method        impl            rows        K        V     meta  of dense  note",
         "prefill      0  dense         reference          2    50.0%    50.0%     0.0%    100.0%  dense: too short",
@@ -272,7 +310,7 @@ def test_nothing_to_report() -> None:
     assert empty.to_json() == {"prefill": None, "decode": None, "layers": []}
     ledger = Ledger()
     add(ledger, call(lengths=()), Step((DENSE,), (DENSE,)), name="dense")
-    report = ledger.report()
+    report = committed(ledger)
     assert report.layers[0].fraction == 0.0 and report.fraction("decode") is None
     assert "dense" in str(report)
 
@@ -283,7 +321,7 @@ def test_sums_made_in_inference_mode_go_on_outside() -> None:
         add(ledger, call(), Step((DENSE,), (DENSE,)))
     with torch.no_grad():
         add(ledger, call(), Step((DENSE,), (DENSE,)))
-    assert ledger.report().layers[0].steps == 2
+    assert committed(ledger).layers[0].steps == 2
 
 
 @pytest.mark.parametrize("per", ["kv", "query"])
@@ -320,7 +358,7 @@ def test_streams_that_a_kernel_counted_are_taken_as_they_are() -> None:
             for layer, this in enumerate((made, Step((DENSE,), (DENSE,)), made)):
                 add(where, call(layer), this)
             where.commit()
-    for got, want in zip(ledger.report().layers, slow.report().layers, strict=True):
+    for got, want in zip(committed(ledger).layers, committed(slow).layers, strict=True):
         assert got == want and got.dense_bytes == 3 * 28 * 2 * VECTOR
     assert got.metadata_bytes == 54 and got.key_bytes == 3 * int(keys.sum()) * VECTOR
 
@@ -346,19 +384,19 @@ def test_what_a_method_notes_is_added_up_and_summarised() -> None:
             add(ledger, call(layer), Step((DENSE,))._replace(notes=notes_of(x)))
         add(ledger, call(2), Step((DENSE,)), name="other")
         ledger.commit()
-    first, second, without = (layer.notes for layer in ledger.report().layers)
+    first, second, without = (layer.notes for layer in committed(ledger).layers)
     assert without is None and first is not None and second is not None
     assert first["sums"] == [[2.0 + 2 * h, 4.0 + 4 * h] for h in range(4)] and first["rows"] == 4
     assert second["sums"][0] == [42.0, 84.0]
-    report = ledger.report()
+    report = committed(ledger)
     assert "4 rows noted" in str(report)
     rows = report.to_json()["layers"]
     assert rows[0]["notes"] == first and "notes" not in rows[2]
     json.dumps(rows)
     ledger.reset()
-    assert ledger.report().layers == ()
+    assert committed(ledger).layers == ()
     add(ledger, call(), Step((DENSE,))._replace(notes=notes_of(x)))
-    (layer,) = ledger.report().layers
+    (layer,) = committed(ledger).layers
     assert layer.notes is not None and layer.notes["sums"][0] == [22.0, 44.0]
 
 
@@ -398,7 +436,7 @@ def test_only_rows_that_are_live_count() -> None:
             add(alone, replace(kept, layer=layer), theirs)
         ledger.commit()
         alone.commit()
-    assert ledger.report() == alone.report()
-    assert [layer.rows for layer in ledger.report().layers] == [2] * 5
+    assert committed(ledger) == committed(alone)
+    assert [layer.rows for layer in committed(ledger).layers] == [2] * 5
     add(ledger, both, Step((DENSE,), (DENSE,)), impl="")  # the next pass counts all its rows
-    assert ledger.report().layers[0].rows == 4
+    assert committed(ledger).layers[0].rows == 4

@@ -34,6 +34,17 @@ def checked_positions(slot: int, held: int, positions: Sequence[int] | Tensor, o
     return p
 
 
+def check_rows(rows: Tensor, count: int) -> None:
+    """Raise InvalidInput unless rows [r] are some of a pass of `count` rows. Values are checked on a CPU only."""
+    require(len(rows) <= count, f"rows: expected at most the {count} of the pass, each once, got {len(rows)}")
+    if rows.device.type != "cpu" or not len(rows):
+        return
+    low, high = int(rows.min()), int(rows.max())
+    require(low >= 0 and high < count, f"rows: expected in [0, R={count}), got {low} to {high}")
+    twice = rows.sort().values.diff() == 0
+    require(not bool(twice.any()), "rows: expected each row of the pass at most once, got one twice")
+
+
 def checked_kept(index: dict[int, Tensor], used: Sequence[int], heads: int, device: torch.device) -> dict[int, Tensor]:
     """The slots to keep of each sequence, without the sequences that keep all. Raises InvalidInput. One device sync.
 

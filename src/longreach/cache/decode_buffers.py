@@ -1,4 +1,4 @@
-"""Passes of one token per sequence over buffers at fixed addresses, as a CUDA graph needs them."""
+"""Decode steps over buffers at fixed addresses, as a CUDA graph needs them."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from longreach.ops.types import RowRange, require
 
 
 class DecodeBuffers:
-    """Consecutive passes over the same memory; each appends one token to every sequence.
+    """Consecutive passes that each append one token to every sequence, over the same buffers.
 
-    `append` is the Append of the next pass. Its tensors are fixed buffers: `open` fills them from the host, `advance`
-    moves them on by one token on the device (captured with the pass, or called after it), and `count` updates the host.
-    Lengths are on the device, so a pass reads none from the host. The same kernels serve layers that hold other slots
-    after eviction: 5 for paged memory, else 1.
+    `append` is the Append of the next pass. `open` fills its tensors from the host. `advance` moves them on by one
+    token on the device, within the captured pass or after it. `count` updates the lengths on the host. A pass reads
+    lengths on the device only. `advance` launches 5 kernels for paged memory, else 1, also if layers hold different
+    slots after eviction.
     """
 
     def __init__(self, cache: KVCache, slots: Sequence[int], width: int):
-        """width: the most pages that a sequence may hold, if nothing is evicted."""
+        """width: the most pages that a sequence may hold before eviction."""
         batch, groups = len(slots), cache.layouts.groups()
 
         def zeros(*shape: int) -> Tensor:
-            """int64, each row at a multiple of 16 bytes: kernels are compiled for that."""
+            """int64 zeros. Each row begins at a multiple of 16 bytes, for which kernels are specialised."""
             whole = (*shape[:-1], shape[-1] + shape[-1] % 2)
             return torch.zeros(whole, dtype=torch.int64, device=cache.device)[..., : shape[-1]]
 
@@ -41,14 +41,14 @@ class DecodeBuffers:
                 self._page, self._offset = zeros(len(groups), batch), zeros(len(groups), batch)
             at = torch.tensor(list(slots), dtype=torch.int64, device=cache.device)
             seq = torch.arange(batch, device=cache.device)
-        runs, found = tuple(RowRange(1, b) for b in range(batch)), []
+        runs, placements = tuple(RowRange(1, b) for b in range(batch)), []
         for g, layout in enumerate(groups):
             spare = 0 if cache.page is None else min((layout.dropped[s] for s in slots), default=0) // cache.page
-            table = self._table[g, :, : max(1, width - spare)]  # what was evicted needs no pages
+            table = self._table[g, :, : max(1, width - spare)]  # evicted slots need no pages
             place = (self._slot[g], self._page[g], self._offset[g], seq_lens[g], table)
-            found.append(Placement(*place, runs=runs))
+            placements.append(Placement(*place, runs=runs))
         one = (1,) * batch
-        self.append = Append(at, seq, pos[0], cache.layouts.spread(found), one, one, tuple(slots))
+        self.append = Append(at, seq, pos[0], cache.layouts.spread(placements), one, one, tuple(slots))
 
     @property
     def capacity(self) -> int:
@@ -66,13 +66,13 @@ class DecodeBuffers:
         return self.generation == self.cache.generation
 
     def open(self, steps: int) -> Append:
-        """Begin `steps` passes; all have room from now on.
+        """Begin `steps` passes and make room for all of them.
 
-        Raises CapacityError; InvalidInput for a narrow table, or where memory has moved since the buffers were made.
+        Raises CapacityError; InvalidInput if the table is too narrow or memory has moved since the buffers were made.
         """
         require(self.valid, "the cache's memory has moved since these buffers were made; make new ones")
         append = self.cache.begin_run(self.append, steps)
-        if not self._opened:  # nothing was captured before, so memory may have grown just now
+        if not self._opened:  # nothing is captured yet, so memory may have grown in `begin_run`
             self.generation, self._opened = self.cache.generation, True
         slots, lengths = append.host_slots, self.cache.lengths
         used = [[lengths[s] - layout.dropped[s] for s in slots] for layout in self.cache.layouts.groups()]
@@ -85,13 +85,13 @@ class DecodeBuffers:
         return append
 
     def advance(self) -> None:
-        """On the device: move on to the next token."""
+        """Move on to the next token, on the device."""
         with torch.inference_mode(False):
             self._moving.add_(1)
             self._place()
 
     def count(self) -> None:
-        """On the host: the pass is done, its tokens count from now on."""
+        """Commit the pass on the host."""
         self.cache.commit(self.append, over=False)
 
     def close(self) -> None:
@@ -99,10 +99,10 @@ class DecodeBuffers:
         self.cache.end_run(self.append)
 
     def _place(self) -> None:
-        """Find the pages of the slots; where a sequence has one page, they and the offsets are views."""
+        """Compute page and offset of each slot. For contiguous memory both are views of other buffers."""
         page = self.cache.page
         if page is not None:
-            # past the last page nothing is written any more; the clamp keeps the look-up inside the table
+            # nothing is written past the last page; the clamp keeps the look-up inside the table
             number = torch.div(self._slot, page, rounding_mode="floor").clamp_(max=self.width - 1)
             torch.gather(self._table, 2, number[..., None], out=self._page[..., None])
             torch.remainder(self._slot, page, out=self._offset)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from longreach.cache.append import Append
-from longreach.cache.checks import checked_kept, checked_positions
+from longreach.cache.checks import check_rows, checked_kept, checked_positions
 from longreach.cache.compact import compacted
 from longreach.cache.config import CacheConfig
 from longreach.cache.layout import Layout
@@ -79,8 +79,10 @@ class KVCache:
         positions: for each sequence, in ascending order, on the host. From the sequence's length on they must have no
         gap. overwrite: allow any positions below it; `append` then replaces their keys and values.
         An overwriting pass that is not committed cannot be undone: its sequences are cut to the first position that it
-        was to overwrite. Raises CapacityError, InvalidInput; Unsupported to overwrite where keys were evicted.
-        State does not follow what is overwritten: methods that keep any must observe those tokens again.
+        was to overwrite. Raises CapacityError, InvalidInput; Unsupported to overwrite where keys were evicted, or if a
+        state cannot be cut.
+        State follows. State of tokens is computed again as their keys are written. State of sequences is cut to the
+        first overwritten position: methods that keep any must observe the tokens from there on again.
         """
         self._check("place", slots, [0 for _ in positions])
         each = list(zip(slots, positions, strict=True))
@@ -90,8 +92,12 @@ class KVCache:
             self.layouts.check_overwrite(slot, first)
         counts = [p.numel() for p in rows]
         added = [int((p >= self._intact(s)).sum()) for s, p in zip(slots, rows, strict=True)]
+        cut = self._ints(list(over)), self._ints(list(over.values()))
+        self.state.check_truncate(*cut)  # a pass that fails is cut there
         before = self._begin("place", slots, added)
         self._overwritten |= over
+        if over:
+            self.state.overwrite(*cut)
         firsts = [int(p[0]) if p.numel() else n for p, n in zip(rows, before, strict=True)]
         lasts = [int(p[-1]) if p.numel() else n - 1 for p, n in zip(rows, before, strict=True)]
         gapless = all(last - first == n - 1 for first, last, n in zip(firsts, lasts, counts, strict=True))
@@ -126,9 +132,11 @@ class KVCache:
     ) -> None:  # fmt: skip
         """Write the tokens of one layer. k, v: [R, G, D] in the order of step.seq and step.pos.
 
-        rows: int [r], the rows of the pass that k and v [r, G, D] belong to, if not all are written at once. Before the
-        layer is attended to, all rows at new positions must be written, as it would hold no key for the others.
+        rows: int [r] on the cache's device, each in [0, R) and at most once: the rows of the pass that k and v
+            [r, G, D] belong to, if not all are written at once. Before the layer is attended to, all rows at new
+            positions must be written, as it would hold no key for the others.
         angles: of these rows; k is rotated by them as it is written. None: k is written as it is.
+        Raises InvalidInput. The values of `rows` are checked on a CPU only: elsewhere that would be a device sync.
         """
         self._check_layer(layer)
         self._check_open(step)
@@ -136,6 +144,7 @@ class KVCache:
         if rows is not None:
             ok = isinstance(rows, Tensor) and rows.dim() == 1 and rows.dtype in INTS and rows.device == self.device
             require(ok, f"rows: expected int [r] on {self.device}, got {describe(rows)}")
+            check_rows(rows, place.slot.shape[0])
             place = place.take(rows)
         count = place.slot.shape[0]
         ok = isinstance(k, Tensor) and k.dim() == 3 and k.shape[0] == count and k.dtype in FLOATS
@@ -157,6 +166,9 @@ class KVCache:
                 append(*held, k, v, place.page, place.offset)
             else:
                 ops_place(*held, k, v, place.page, place.offset, angles)
+        if any(slot in self._overwritten for slot in step.host_slots):
+            seq = step.seq if rows is None else step.seq[rows]
+            self.state.written(layer, self.view(layer, step), seq, place.slot)
 
     def view(self, layer: int, step: Append) -> KVView:
         """The view that rows of this pass attend to: all tokens, the new ones included. Slot order is causal order."""

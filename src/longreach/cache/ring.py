@@ -36,7 +36,11 @@ class RowRing:
         """Bytes of one sequence in this layer."""
         ring, entries = self.ring, self.entries
         held = (ring.query, ring.stamp, ring.depth, ring.credit, ring.arrivals, *entries)
-        return sum(x.numel() * x.element_size() for x in held) // ring.query.shape[0]
+        return sum(x.nbytes for x in held) // ring.query.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        return self.bytes_per_sequence * self.ring.query.shape[0]
 
     def note(self, slot: Tensor, pos: Tensor, query: Tensor, entry: Partial, credit: float) -> None:
         """Store rows that attended exactly. slot, pos: int [R], at most the last `size` rows of their sequences;
@@ -56,6 +60,13 @@ class RowRing:
     @property
     def generation(self) -> int:
         return 0  # its memory never moves
+
+    def overwrite(self, slots: Tensor, lengths: Tensor) -> None:
+        """Results over the old keys are not reused."""
+        self.truncate(slots, lengths)
+
+    def written(self, layer: int, view: KVView, seq: Tensor, slot: Tensor) -> None:
+        """The rows of the pass are noted as they attend."""
 
     def check_keep(self, layer: int) -> None:
         raise Unsupported(

@@ -11,7 +11,7 @@ from longreach.ops.types import KVView
 
 
 class SequenceState(Protocol):
-    """State of methods beside the keys. slots, lengths: int64 [n] on the cache's device; lengths are in tokens."""
+    """State of methods. slots, lengths: int64 [n] on the cache's device; lengths are in tokens."""
 
     def reset(self, slots: Tensor) -> None:
         """Empty the sequences in `slots`."""
@@ -21,6 +21,18 @@ class SequenceState(Protocol):
 
     def truncate(self, slots: Tensor, lengths: Tensor) -> None:
         """Cut the sequences in `slots` to `lengths` tokens."""
+
+    def overwrite(self, slots: Tensor, lengths: Tensor) -> None:
+        """A pass begins that overwrites keys of the sequences in `slots`, the first one at position lengths[b].
+
+        Drop the state of rows from there on: they attended to the old keys.
+        """
+
+    def written(self, layer: int, view: KVView, seq: Tensor, slot: Tensor) -> None:
+        """Such a pass has written these keys of `layer`: compute the state of keys again.
+
+        seq, slot: int64 [n], sequences of `view` and slots. Other new slots of the pass may not be written yet.
+        """
 
     def check_keep(self, layer: int) -> None:
         """Raise Unsupported if keys of `layer` cannot be evicted. Changes nothing."""
@@ -35,9 +47,16 @@ class SequenceState(Protocol):
     def generation(self) -> int:
         """How often memory has moved: graphs captured at an earlier generation read freed memory."""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tensors that the state holds."""
+
 
 class StatelessOnTruncate:
-    """Base for states that need no work on reset or truncation: entries past a sequence's length are never read."""
+    """Base for states that need no work on reset or truncation: entries past a sequence's length are never read.
+
+    A subclass that holds tensors defines `nbytes`.
+    """
 
     def reset(self, slots: Tensor) -> None:
         pass
@@ -46,6 +65,12 @@ class StatelessOnTruncate:
         pass
 
     def truncate(self, slots: Tensor, lengths: Tensor) -> None:
+        pass
+
+    def overwrite(self, slots: Tensor, lengths: Tensor) -> None:
+        pass
+
+    def written(self, layer: int, view: KVView, seq: Tensor, slot: Tensor) -> None:
         pass
 
     def check_keep(self, layer: int) -> None:
@@ -59,6 +84,10 @@ class StatelessOnTruncate:
 
     @property
     def generation(self) -> int:
+        return 0
+
+    @property
+    def nbytes(self) -> int:
         return 0
 
 

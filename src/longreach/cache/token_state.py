@@ -77,6 +77,11 @@ class PerTokenState(StatelessOnTruncate, ABC):
     def note(self, kv: KVView, seq: Tensor, slot: Tensor) -> None:
         """Compute the units that hold these slots (int [n], of sequences seq [n]) from kv.k, slots in use alone."""
 
+    def written(self, layer: int, view: KVView, seq: Tensor, slot: Tensor) -> None:
+        """Compute the units of these slots again from the keys that are there now."""
+        self.ensure_capacity(view)
+        self.note(view, seq, slot)
+
     def kept(self, layer: int, view: KVView) -> None:
         """Compute all units again from the kept keys."""
         self.ensure_capacity(view)

@@ -14,7 +14,7 @@ from torch import Tensor
 from longreach.cache import SequenceState
 from longreach.errors import UnknownName
 from longreach.methods.call import LayerCall, ModelShape, Phase
-from longreach.ops import Partial
+from longreach.ops import KVView, Partial, Rows
 from longreach.ops.doors import EVERYTHING
 from longreach.ops.types import require
 
@@ -89,6 +89,21 @@ class PromptObserver(Configured):
     def new_state(self, call: LayerCall, slots: int) -> SequenceState | None:
         """The state of one layer for `slots` sequences, else None. Called once, at the layer's first call."""
         return None
+
+    def state_bytes(self, model: ModelShape, slots: int, capacity: int, dtype: torch.dtype) -> int:
+        """Bytes of state that all layers of a model keep for `slots` sequences, one page of `capacity` slots each.
+
+        State of sequences does not depend on the capacity. In paged memory, state of tokens is that of as many slots
+        as there are pages, and of a page's capacity. dtype: of keys. Heads are those of all ranks. Layers with a
+        sliding window keep no state, but are counted. Raises what `new_state` raises, for a plan that is missing say.
+        """
+        k = torch.empty(slots, model.kv_heads, capacity, model.head_dim, dtype=dtype, device="meta")  # takes no memory
+        none = torch.empty(0, dtype=torch.int64, device="meta")
+        rows = Rows(k.new_empty(0, model.query_heads, model.head_dim), none, none)
+        seq = none.new_empty(slots)
+        calls = (LayerCall(n, rows, KVView(k, k, seq), seq, 1.0, model=model) for n in range(model.layers))
+        states = [self.new_state(call, slots) for call in calls]
+        return sum(state.nbytes for state in states if state is not None)
 
 
 @dataclass(frozen=True)

@@ -97,6 +97,13 @@ class LastRows(StatelessOnTruncate):
         here = self.pos[slots]
         self.pos[slots] = here.masked_fill(here >= lengths[:, None], -1)
 
+    @property
+    def nbytes(self) -> int:
+        return self.q.nbytes + self.pos.nbytes
+
+    def overwrite(self, slots: Tensor, lengths: Tensor) -> None:
+        self.truncate(slots, lengths)
+
     def note(self, call: LayerCall) -> None:
         rows = call.rows
         if rows.runs is not None:  # a host that knows where sequences end copies only their last rows

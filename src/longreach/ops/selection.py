@@ -54,7 +54,10 @@ class Selection(ABC):
 
     @abstractmethod
     def check(self, rows: Rows, kv: KVView) -> None:
-        """Raise InvalidInput where shapes, dtypes or devices do not fit rows and view (no device sync)."""
+        """Raise InvalidInput where shapes, dtypes or devices do not fit rows and view.
+
+        On a CPU values too: SelectionError for entries that are not in use, or named twice. No device sync.
+        """
 
     @abstractmethod
     def chosen(self, rows: Rows, kv: KVView, stop: int) -> tuple[Tensor, Tensor | None]:
@@ -251,6 +254,7 @@ class Lists(Selection):
             require(on, lambda: f"{name}: expected on {rows.pos.device} like the rows, got {describe(x)}")
         if count.device.type == "cpu" and count.numel():
             require(int(count.min()) >= 0, lambda: f"count: expected >= 0, got {int(count.min())}")
+            self.check_entries(rows, kv)
 
     def take(self, index: Tensor) -> Lists:
         return replace(self, row_to_list=index if self.row_to_list is None else self.row_to_list[index])
@@ -267,26 +271,39 @@ class Lists(Selection):
         return index, used, over
 
     def chosen(self, rows: Rows, kv: KVView, stop: int) -> tuple[Tensor, Tensor | None]:
-        index, used, _ = self._entries()
-        blocks = -(-kv.seq_lens[rows.seq.long()].long() // self.block)
-        bad = used & ((index < 0) | (index >= blocks[:, None, None]))
+        self.check_entries(rows, kv)
+        return self._painted(stop)
+
+    def check_entries(self, rows: Rows, kv: KVView) -> None:
+        """Raise SelectionError where a list of some row names a slot that is not in use, or one slot twice.
+
+        Reads all entries: on a GPU a device sync.
+        """
+        of = torch.arange(len(rows.pos), device=rows.pos.device) if self.row_to_list is None else self.row_to_list
+        which, of = of.unique(return_inverse=True)
+        heads = slice(None) if self.head_map is None else self.head_map.unique().long()
+        index, count = self.index[which.long()][:, heads].long(), self.count[which.long()][:, heads]
+        column = torch.arange(index.shape[2], device=index.device)
+        used = (column < count[..., None]) & (count <= index.shape[2])[..., None]
+        blocks = -(-kv.seq_lens[rows.seq.long()].long() // self.block)  # of each row
+        fewest = blocks.new_full((len(which),), torch.iinfo(torch.int64).max).scatter_reduce(0, of, blocks, "amin")
+        bad = used & ((index < 0) | (index >= fewest[:, None, None]))
         if bool(bad.any()):
-            row = int(bad.nonzero()[0, 0])
-            unit = "slots" if self.block == 1 else f"blocks of {self.block} slots"
+            first = bad.nonzero()[0]
+            entry, unit = int(index[tuple(first)]), "slots" if self.block == 1 else f"blocks of {self.block} slots"
+            row = int(((of == first[0]) & ((blocks <= entry) | (entry < 0))).nonzero()[0])
             raise SelectionError(
-                f"list entry {int(index[bad][0])} lies outside the {int(blocks[row])} {unit} that sequence "
-                f"{int(rows.seq[row])} holds (row at position {int(rows.pos[row])})"
+                f"list entry {entry} lies outside the {int(blocks[row])} {unit} that sequence {int(rows.seq[row])} "
+                f"holds (row at position {int(rows.pos[row])}); was the list made for another cache?"
             )
-        spare = -1 - torch.arange(index.shape[2], device=index.device)  # distinct, and no entry is negative
-        ordered = torch.where(used, index, spare).sort(-1).values
+        ordered = torch.where(used, index, -1 - column).sort(-1).values  # spare ones are distinct, no entry is negative
         twice = (ordered[..., 1:] == ordered[..., :-1]).any(-1)
         if bool(twice.any()):
-            row = int(twice.nonzero()[0, 0])
+            row = int((of == twice.nonzero()[0, 0]).nonzero()[0])
             raise SelectionError(
                 f"a list of sequence {int(rows.seq[row])} (row at position {int(rows.pos[row])}) names an entry "
                 "twice; entries must be distinct"
             )
-        return self._painted(stop)
 
     def _painted(self, stop: int) -> tuple[Tensor, Tensor | None]:
         """`chosen` of lists that are known to be valid; no device sync."""
@@ -369,6 +386,8 @@ class PackedLists(Selection):
         _check_block(self.block)
         _check_all_visible(self, kv)
         _check_list_of(self.row_to_list, lists, rows)
+        if self.offsets.device.type == "cpu":
+            self.padded().check_entries(rows, kv)
 
     def take(self, index: Tensor) -> Lists:
         return self.padded().take(index)

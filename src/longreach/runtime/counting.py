@@ -22,7 +22,7 @@ ListsInUse = Lists | PackedLists
 
 
 class Term(NamedTuple):
-    """A column gets `factor` times the count `name`."""
+    """Adds `factor` times the count `name` to a column."""
 
     column: int
     name: Hashable
@@ -37,8 +37,8 @@ class _Place(NamedTuple):
     lengths: Tensor
     table: Tensor | None
     heads: int
-    part: Tensor | None  # which rows of the pass these are, None for all
-    name: Hashable  # equal for equal places, as long as the tensors live
+    row_index: Tensor | None  # the rows' numbers in the pass, None for all
+    name: Hashable  # equal for equal places while the tensors live
 
     @property
     def seen(self) -> Tensor:
@@ -47,7 +47,7 @@ class _Place(NamedTuple):
 
 
 class _Visible(NamedTuple):
-    """Visible lists. in_use: entries, int [L, heads]; capacity: beyond which a list overflows, None for no limit."""
+    """Lists with `all_visible`. in_use: entries, int [L, heads]. capacity: longer lists overflow; None: no limit."""
 
     in_use: Tensor
     capacity: int | None
@@ -56,27 +56,27 @@ class _Visible(NamedTuple):
     place: _Place
 
     @property
-    def shape(self) -> Hashable:
+    def batch_key(self) -> Hashable:
         """Equal for lists that can be counted together."""
         return (self.in_use.shape, self.in_use.dtype, self.capacity, self.block, id(self.row_to_list), self.place.name)
 
 
 class Counting:
-    """The counts of one pass. ended: bool [R], rows of the pass that do not count; None if all count."""
+    """Counts of one pass. ended: bool [R], rows of the pass that are not counted; None if all are."""
 
     def __init__(self, ended: Tensor | None = None):
         self.ended = ended
         self.layers: list[tuple[Any, tuple[Term, ...]]] = []
-        self._made: dict[Hashable, Tensor] = {}  # counts: int64 []
+        self._counts: dict[Hashable, Tensor] = {}  # name -> int64 []
         self._visible: dict[Hashable, _Visible] = {}
-        self._maps: dict[Hashable, dict[int, Tensor | None]] = {}  # lists -> the head maps they are used through, by id
+        self._maps: dict[Hashable, dict[int, Tensor | None]] = {}  # lists -> id of a head map -> head map
         self._places: dict[Hashable, _Place] = {}
-        self._spans: dict[Hashable, list[Term]] = {}  # terms of spans, by place, selection and bytes a slot
-        self._given: dict[Hashable, tuple[Tensor, Tensor | None]] = {}  # int [R, ...], and which rows these are
-        self._alive: list[Any] = []  # objects that names hold the ids of
+        self._spans: dict[Hashable, list[Term]] = {}  # (place, selection, bytes per slot) -> terms
+        self._per_row: dict[Hashable, tuple[Tensor, Tensor | None]] = {}  # int [R, ...], and the rows' numbers
+        self._alive: list[Any] = []  # keeps objects whose ids are in names alive
 
     def add(self, place: Any, noted: Sequence[Noted], call: LayerCall, dense: Selection | None) -> None:
-        """Count the reads of one layer. dense: the selection that exact attention reads, None for an observer."""
+        """Count the reads of one layer. dense: the selection of exact attention; None for an observer."""
         terms = [term for one in noted for term in self._terms(one)]
         if dense is not None:
             vector, where = call.kv.k.shape[3] * call.kv.k.element_size(), self._place(call.rows, call.kv, call.index)
@@ -85,30 +85,30 @@ class Counting:
         self.layers.append((place, tuple(terms)))
 
     def columns(self, coefficients: dict[Hashable, Tensor]) -> tuple[tuple[Any, ...], Tensor]:
-        """(places, int64 [L, 6]) of all layers added. coefficients: the caller keeps them from pass to pass."""
+        """(places, int64 [L, 6]) of all layers. coefficients: a cache that the caller keeps between passes."""
         self._count_visible()
-        self._count_given()
+        self._count_per_row()
         number = {name: n for n, name in enumerate(dict.fromkeys(t.name for _, terms in self.layers for t in terms))}
         factors: dict[tuple[int, int, int], int] = {}
         for layer, (_, terms) in enumerate(self.layers):
             for term in terms:
                 at = (layer, term.column, number[term.name])
                 factors[at] = factors.get(at, 0) + term.factor
-        counts = [self._made[name] for name in number]
+        counts = [self._counts[name] for name in number]
         counted = torch.stack(counts) if counts else torch.zeros(0, dtype=torch.int64)
         key = (len(self.layers), len(counts), counted.device, tuple(factors.items()))
         if key not in coefficients:
-            made = torch.zeros(len(self.layers), len(COLUMNS), len(counts), dtype=torch.int64)
+            matrix = torch.zeros(len(self.layers), len(COLUMNS), len(counts), dtype=torch.int64)
             for at, factor in factors.items():
-                made[at] = factor
-            coefficients[key] = made.to(counted.device)
+                matrix[at] = factor
+            coefficients[key] = matrix.to(counted.device)
         return tuple(place for place, _ in self.layers), (coefficients[key] * counted).sum(-1)
 
     def _terms(self, noted: Noted) -> list[Term]:
         read, where = noted.read, self._place(noted.rows, noted.kv, noted.part)
         terms: list[Term] = []
         if isinstance(read.other, Tensor):
-            terms.append(Term(METADATA, self._hold(read.other, where), 1))
+            terms.append(Term(METADATA, self._sum_later(read.other, where), 1))
         elif read.other:
             terms.append(Term(METADATA, self._share(where, read.other), 1))
         factors = {KEYS: read.key_bytes, VALUES: read.value_bytes, METADATA: read.metadata_bytes}
@@ -116,31 +116,31 @@ class Counting:
         if read.selection is None:
             return terms
         if read.counted is not None:
-            return terms + [Term(column, self._hold(read.counted, where), n) for column, n in factors.items()]
+            return terms + [Term(column, self._sum_later(read.counted, where), n) for column, n in factors.items()]
         return terms + self._slots(noted.rows, noted.kv, where, read.selection, factors)
 
     def _slots(
         self, rows: Rows, kv: KVView, where: _Place, selection: Selection, factors: dict[int, int]
     ) -> list[Term]:
-        """The slots that all rows stream in all KV heads, and what lists add: their entries, and overflows."""
+        """Terms of the slots that all rows read in all KV heads, and for lists of their entries and overflows."""
         if isinstance(selection, (Lists, PackedLists)):
             return self._listed(rows, kv, where, selection, factors)
         known = (where.name, id(selection), *factors.items())
         if known not in self._spans:
             name = ("slots", where.name, self._spans_name(selection))
-            if name not in self._made:
-                self._made[name] = self._total(selection.keys_read(rows, kv), where)
+            if name not in self._counts:
+                self._counts[name] = self._total(selection.keys_read(rows, kv), where)
             self._spans[known] = [Term(column, name, factor) for column, factor in factors.items()]
         return self._spans[known]
 
     def _listed(self, rows: Rows, kv: KVView, where: _Place, lists: ListsInUse, factors: dict[int, int]) -> list[Term]:
         if lists.all_visible:
-            slots, used, over = self._see(lists, where)
-        else:  # these may name slots that a row cannot see: each entry is looked at now
-            slots, used, over = ((kind, len(self._made)) for kind in ("listed", "entries", "over"))
-            self._made[slots] = self._total(lists.keys_read(rows, kv), where)
-            self._made[used] = self._total(entries_used(lists, kv), where)
-            self._made[over] = self._overflows(lists, where)
+            slots, used, over = self._defer(lists, where)
+        else:  # a row may not see all slots that its list names, so each entry is read now
+            slots, used, over = ((kind, len(self._counts)) for kind in ("listed", "entries", "over"))
+            self._counts[slots] = self._total(lists.keys_read(rows, kv), where)
+            self._counts[used] = self._total(entries_used(lists, kv), where)
+            self._counts[over] = self._overflows(lists, where)
         entry = lists.index.element_size() + (0 if lists.log_weight is None else lists.log_weight.element_size())
         terms = [Term(column, slots, factor) for column, factor in factors.items()]
         return [*terms, Term(METADATA, used, entry), Term(OVERFLOWED, over, 1)]
@@ -151,22 +151,22 @@ class Counting:
         over = lists.overflowed.long()
         return self._total(over, where) if lists.row_to_list is None else over.sum()
 
-    def _see(self, lists: ListsInUse, where: _Place) -> tuple[Hashable, Hashable, Hashable]:
-        """Names of the slots, the entries and the overflows of visible lists, which are counted at the pass's end."""
+    def _defer(self, lists: ListsInUse, where: _Place) -> tuple[Hashable, Hashable, Hashable]:
+        """Names of the counts of slots, entries and overflows. They are computed at the end of the pass."""
         count, capacity = _counts(lists)
-        told_by = lists.offsets if isinstance(lists, PackedLists) else lists.count
-        name = ("lists", where.name, capacity, lists.block, id(told_by), id(lists.row_to_list))
+        lengths = lists.offsets if isinstance(lists, PackedLists) else lists.count
+        name = ("lists", where.name, capacity, lists.block, id(lengths), id(lists.row_to_list))
         self._visible.setdefault(name, _Visible(count, capacity, lists.block, lists.row_to_list, where))
         self._maps.setdefault(name, {})[id(lists.head_map)] = lists.head_map
-        self._alive.append((told_by, lists.row_to_list, lists.head_map))
+        self._alive.append((lengths, lists.row_to_list, lists.head_map))
         return ("listed", name, id(lists.head_map)), ("entries", name, id(lists.head_map)), ("over", name)
 
     def _count_visible(self) -> None:
-        """The counts of visible lists, those of one shape together."""
-        alike: dict[Hashable, list[Hashable]] = {}
+        """Count visible lists; those of equal shapes together."""
+        groups: dict[Hashable, list[Hashable]] = {}
         for name, one in self._visible.items():
-            alike.setdefault(one.shape, []).append(name)
-        for names in alike.values():
+            groups.setdefault(one.batch_key, []).append(name)
+        for names in groups.values():
             first = self._visible[names[0]]
             where, of = first.place, None if first.row_to_list is None else first.row_to_list.long()
             counts = torch.stack([self._visible[name].in_use for name in names]).long()  # [n, L, heads]
@@ -178,28 +178,26 @@ class Counting:
             if of is not None:
                 used, over = used[:, of], None if over is None else over[:, of]
             slots = used
-            if first.block > 1:  # the newest block, cut at the row, is among those in use
+            if first.block > 1:  # the row ends within the newest block, which is in every list
                 cut = first.block - 1 - where.pos.long() % first.block
                 slots = (used * first.block - cut[:, None]).clamp(min=0)
             if over is not None:
                 slots = torch.where(over, where.seen[:, None], slots)
             both = self._masked(torch.stack([slots, used]), where, 2).sum(2)  # [2, n, heads]
-            none = torch.zeros((), dtype=torch.int64, device=both.device) if overflowed is None else None
+            overflows = both.new_zeros(len(names)) if overflowed is None else overflowed
             for n, name in enumerate(names):
-                found = none if overflowed is None else overflowed[n]
-                assert found is not None
-                self._made["over", name] = found
+                self._counts["over", name] = overflows[n]
             self._map_heads(names, both, where.heads)
 
     def _map_heads(self, names: list[Hashable], both: Tensor, heads: int) -> None:
-        """Sums over the KV heads, each by its list. both: slots and entries, int64 [2, n, heads of the lists]."""
-        alone = both.shape[2] == 1
-        plain = both[:, :, 0] * heads if alone else both.sum(2)  # [2, n]
+        """Sum over the KV heads, which use one list each. both: slots and entries, int64 [2, n, heads of the lists]."""
+        single = both.shape[2] == 1
+        plain = both[:, :, 0] * heads if single else both.sum(2)  # [2, n]
         mapped: list[tuple[int, Hashable, int, Tensor]] = []
         for n, name in enumerate(names):
             for key, head_map in self._maps[name].items():
-                if head_map is None or alone:
-                    self._made["listed", name, key], self._made["entries", name, key] = plain[0, n], plain[1, n]
+                if head_map is None or single:
+                    self._counts["listed", name, key], self._counts["entries", name, key] = plain[0, n], plain[1, n]
                 else:
                     mapped.append((n, name, key, head_map))
         if mapped:
@@ -207,50 +205,52 @@ class Counting:
             picked = torch.stack([both[:, n] for n, *_ in mapped], 1)  # [2, m, heads]
             sums = picked.gather(2, maps.expand(2, -1, -1)).sum(2)
             for m, (_, name, key, _) in enumerate(mapped):
-                self._made["listed", name, key], self._made["entries", name, key] = sums[0, m], sums[1, m]
+                self._counts["listed", name, key], self._counts["entries", name, key] = sums[0, m], sums[1, m]
 
-    def _hold(self, given: Tensor, where: _Place) -> Hashable:
-        """The name of a sum over rows of int [R, ...]; sums of one shape are made together at the pass's end."""
+    def _sum_later(self, given: Tensor, where: _Place) -> Hashable:
+        """The name of the sum of int [R, ...] over the rows; sums of equal shapes are computed together at the end."""
         if given.is_floating_point() or given.dtype == torch.bool:
             raise TypeError(f"bytes and slots of rows: expected int [R, ...], got {given.dtype}")
         name = ("given", id(given))
-        self._given[name] = (given, where.part)
+        self._per_row[name] = (given, where.row_index)
         return name
 
-    def _count_given(self) -> None:
-        alike: dict[Hashable, list[Hashable]] = {}
-        for name, (given, index) in self._given.items():
-            alike.setdefault((given.shape, given.dtype, id(index)), []).append(name)
-        for names in alike.values():
-            given = torch.stack([self._given[name][0] for name in names])
+    def _count_per_row(self) -> None:
+        groups: dict[Hashable, list[Hashable]] = {}
+        for name, (given, row_index) in self._per_row.items():
+            groups.setdefault((given.shape, given.dtype, id(row_index)), []).append(name)
+        for names in groups.values():
+            given = torch.stack([self._per_row[name][0] for name in names])
             if self.ended is not None:
-                given = _without(given, self._ended(self._given[names[0]][1]), 1)
+                given = _without(given, self._ended(self._per_row[names[0]][1]), 1)
             sums = given.flatten(1).sum(1, dtype=torch.int64)
             for n, name in enumerate(names):
-                self._made[name] = sums[n]
+                self._counts[name] = sums[n]
 
     def _share(self, where: _Place, amount: int) -> Hashable:
-        """The share of an amount for all rows that belongs to the rows that count."""
+        """The name of the counted rows' share of an amount. amount: of all rows together."""
         name, rows = ("share", amount, where.name), where.pos.shape[0]
-        if name not in self._made:
-            # filled on the device: copying a number there would be a sync
+        if name not in self._counts:
+            # filled on the device, as copying a number to it would be a sync
             whole = torch.full((), amount, dtype=torch.int64, device=where.pos.device)
-            self._made[name] = whole if self.ended is None else whole * self._made[self._rows(where)] // max(1, rows)
+            self._counts[name] = (
+                whole if self.ended is None else whole * self._counts[self._rows(where)] // max(1, rows)
+            )
         return name
 
     def _rows(self, where: _Place) -> Hashable:
-        """Rows that count."""
+        """The name of the number of rows that are counted."""
         name = ("rows", where.name)
-        if name not in self._made:
+        if name not in self._counts:
             count = torch.full((), where.pos.shape[0], dtype=torch.int64, device=where.pos.device)
-            self._made[name] = count if self.ended is None else count - self._ended(where.part).sum()
+            self._counts[name] = count if self.ended is None else count - self._ended(where.row_index).sum()
         return name
 
-    def _place(self, rows: Rows, kv: KVView, part: Tensor | None) -> _Place:
-        parts = (id(rows.seq), id(rows.pos), id(kv.seq_lens), id(kv.block_table), id(part))
+    def _place(self, rows: Rows, kv: KVView, index: Tensor | None) -> _Place:
+        parts = (id(rows.seq), id(rows.pos), id(kv.seq_lens), id(kv.block_table), id(index))
         name = (*parts, kv.k.shape[1], rows.q.shape[1])
         if name not in self._places:
-            self._places[name] = _Place(rows.seq, rows.pos, kv.seq_lens, kv.block_table, kv.heads, part, name)
+            self._places[name] = _Place(rows.seq, rows.pos, kv.seq_lens, kv.block_table, kv.heads, index, name)
         return self._places[name]
 
     def _spans_name(self, selection: Selection) -> Hashable:
@@ -261,12 +261,12 @@ class Counting:
         return id(selection)
 
     def _total(self, per_row: Tensor, where: _Place) -> Tensor:
-        """int64 []: the sum of [R, ...] over the rows that count."""
+        """int64 []: the sum of [R, ...] over the rows that are counted."""
         return self._masked(per_row, where, 0).sum(dtype=torch.int64)
 
     def _masked(self, x: Tensor, where: _Place, axis: int) -> Tensor:
-        """x with 0 for the rows, along `axis`, that do not count."""
-        return x if self.ended is None else _without(x, self._ended(where.part), axis)
+        """x with zeros for the rows, along `axis`, that are not counted."""
+        return x if self.ended is None else _without(x, self._ended(where.row_index), axis)
 
     def _ended(self, index: Tensor | None) -> Tensor:
         assert self.ended is not None
@@ -279,12 +279,12 @@ def entries_used(lists: ListsInUse, kv: KVView) -> Tensor:
     used = count.long() if capacity is None else count.long().masked_fill(count > capacity, 0)
     used = used if lists.row_to_list is None else used[lists.row_to_list.long()]
     if used.shape[1] == 1:
-        return used.expand(-1, kv.heads)  # every KV head reads the list that serves them all
+        return used.expand(-1, kv.heads)  # all KV heads read the same list
     return used if lists.head_map is None else used[:, lists.head_map.long()]
 
 
 def _counts(lists: ListsInUse) -> tuple[Tensor, int | None]:
-    """Entries in use, int [L, heads], and the capacity beyond which a list overflows."""
+    """Entries in use, int [L, heads], and the capacity of a list; None if lists cannot overflow."""
     if isinstance(lists, PackedLists):
         return lists.offsets.diff().unflatten(0, (-1, lists.heads)), None
     return lists.count, lists.index.shape[2]

@@ -31,7 +31,7 @@ class LayerTally:
 
 @dataclass(frozen=True)
 class HostCount:
-    """The host's part of one layer of one pass. It counts once for every time that the pass runs on the device."""
+    """The host's counts of one layer of one pass, added once each time that the pass runs on the device."""
 
     place: Place
     method: str
@@ -93,7 +93,7 @@ class Ledger:
         self._noted, self._notes, self._counting = [], [], Counting()
 
     def commit(self) -> None:
-        """End the pass: its layers count."""
+        """End the pass and add its layers to the sums."""
         self.commit_on_host(self.commit_on_device())
 
     def commit_on_device(self) -> tuple[HostCount, ...]:
@@ -112,12 +112,12 @@ class Ledger:
 
     def _add_notes(self, ended: Tensor | None) -> None:
         """Sum the notes of the pass, with a few kernels for all layers whose notes have equal shapes."""
-        alike: dict[Hashable, list[tuple[Place, Notes]]] = {}
+        groups: dict[Hashable, list[tuple[Place, Notes]]] = {}
         for place, notes in self._notes:
             name = (notes.columns, *(x.shape for x in notes.tensors))
-            alike.setdefault(name, []).append((place, notes))
+            groups.setdefault(name, []).append((place, notes))
         self._notes = []
-        for some in alike.values():
+        for some in groups.values():
             stacked = [torch.stack(x) for x in zip(*(notes.tensors for _, notes in some), strict=True)]
             columns = some[0][1].columns(*stacked)
             if ended is not None:
@@ -141,42 +141,57 @@ class Ledger:
                 tally.dense_reasons.add(n.dense_reason)
 
     def reset(self) -> None:
-        """Start counting from zero. Sums are cleared in place, as captured passes continue to add to them."""
+        """Start counting from zero. A pass under way is counted whole when it commits.
+
+        Sums are cleared in place, as captured passes continue to add to them.
+        """
         self.tallies.clear()
-        self.abandon()
         for sums in (*self._sums.values(), *self._note_sums.values()):
             sums.zero_()
 
     def report(self, observer: PromptObserver | None = None) -> Report:
-        """The report by layer, with the reads of `observer` while it observed prompts, and of no other observer."""
-        self.commit()
-        sums = {place: [0] * len(COLUMNS) for place in self.tallies}
-        for places, columns in self._sums.items():
-            for place, more in zip(places, columns.tolist(), strict=True):
-                if place in sums:
-                    sums[place] = [a + b for a, b in zip(sums[place], more, strict=True)]
-        noted: dict[tuple[Hashable, Place], Tensor] = {}
-        for (made, layers_of), found in self._note_sums.items():
-            for place, row in zip(layers_of, found.cpu(), strict=True):
-                noted[made, place] = noted[made, place] + row if (made, place) in noted else row
+        """The report of all committed passes, layer by layer. The pass under way is not in it and goes on unchanged.
+
+        observer: the reads of this method while it observed prompts are included, else of none.
+        """
+        totals, notes = self._totals(), self._note_totals()
         layers = []
-        for place, t in sorted(self.tallies.items(), key=lambda kv: (kv[0][0] != "prefill", kv[0][1])):
-            phase, layer, who = place
-            if who is not None:
+        for place, tally in sorted(self.tallies.items(), key=lambda item: (item[0][0] != "prefill", item[0][1])):
+            phase, layer, reader = place
+            if reader is not None:
                 continue
-            read, method, impls = dict(zip(COLUMNS, sums[place], strict=True)), t.method, t.impls
-            extra = dict(zip(COLUMNS, sums.get((phase, layer, observer), ()), strict=False)) if observer else {}
-            if any(extra.get(name) for name in ADDED):
-                more = self.tallies[phase, layer, observer]
-                read |= {name: read[name] + extra[name] for name in ADDED}
-                method, impls = f"{method}+{more.method}", impls | more.impls
-            found_notes = None if t.notes is None else noted.get((t.notes.columns, place))
+            read, method, impls = dict(totals[place]), tally.method, tally.impls
+            observed = totals.get((phase, layer, observer), {}) if observer else {}
+            if any(observed.get(name) for name in ADDED):
+                other = self.tallies[phase, layer, observer]
+                read |= {name: read[name] + observed[name] for name in ADDED}
+                method, impls = f"{method}+{other.method}", impls | other.impls
+            note_sums = None if tally.notes is None else notes.get((tally.notes.columns, place))
             layers.append(LayerReport(
-                phase=phase, layer=layer, method=method, impl=", ".join(sorted(impls)), steps=t.steps, **read,
-                dense_reasons=tuple(sorted(t.dense_reasons)),
-                notes=None if t.notes is None or found_notes is None else t.notes.summary(found_notes, read["rows"]),
+                phase=phase, layer=layer, method=method, impl=", ".join(sorted(impls)), steps=tally.steps, **read,
+                dense_reasons=tuple(sorted(tally.dense_reasons)),
+                notes=None if tally.notes is None or note_sums is None else
+                tally.notes.summary(note_sums, read["rows"]),
             ))  # fmt: skip
         return Report(tuple(layers))
+
+    def _totals(self) -> dict[Place, dict[str, int]]:
+        """Place -> column -> sum over all passes. Waits for the device."""
+        totals = {place: dict.fromkeys(COLUMNS, 0) for place in self.tallies}
+        for places, columns in self._sums.items():
+            for place, row in zip(places, columns.tolist(), strict=True):
+                if place in totals:
+                    totals[place] = {name: totals[place][name] + n for name, n in zip(COLUMNS, row, strict=True)}
+        return totals
+
+    def _note_totals(self) -> dict[tuple[Hashable, Place], Tensor]:
+        """(columns function, place) -> sums of notes over all passes, fp64 [H, C] on the host."""
+        totals: dict[tuple[Hashable, Place], Tensor] = {}
+        for (columns, places), sums in self._note_sums.items():
+            for place, row in zip(places, sums.cpu(), strict=True):
+                key = columns, place
+                totals[key] = totals[key] + row if key in totals else row
+        return totals
 
 
 def _impls(call: LayerCall) -> str:

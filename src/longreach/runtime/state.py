@@ -56,7 +56,11 @@ class StateStore:
 
     def mark_observed(self, methods: Collection[PromptObserver], slots: Sequence[int], before: Sequence[int],
                       after: Sequence[int]) -> None:  # fmt: skip
-        """Record that these methods observed tokens [before[b], after[b]) of the sequence in slots[b]."""
+        """Record that these methods observed tokens [before[b], after[b]) of the sequence in slots[b].
+
+        For a pass that overwrote tokens, before[b] is the first one that it overwrote if it had a row for each token
+        from there on, else the length before the pass.
+        """
         for method in methods:
             if method.observes_prompt:
                 self._observed.setdefault(method, [0] * self.slots)
@@ -94,9 +98,23 @@ class StateStore:
             state.truncate(slots, lengths)
         self._unobserve(slots, lengths.tolist() if self._observed else [])
 
-    def _unobserve(self, slots: Tensor, lengths: Sequence[int]) -> None:
-        """Nothing past these lengths counts as observed any more."""
-        for upto in self._observed.values():
+    def overwrite(self, slots: Tensor, lengths: Tensor) -> None:
+        """State of sequences is cut, and the rest counts as not observed. State of tokens follows in `written`."""
+        for state in self.states():
+            state.overwrite(slots, lengths)
+        cut = [method for method in self._observed if method.keeps == "sequences"]
+        self._unobserve(slots, lengths.tolist() if cut else [], cut)
+
+    def written(self, layer: int, view: KVView, seq: Tensor, slot: Tensor) -> None:
+        for state in self.states(layer=layer):
+            state.written(layer, view, seq, slot)
+
+    def _unobserve(
+        self, slots: Tensor, lengths: Sequence[int], methods: Collection[PromptObserver] | None = None
+    ) -> None:
+        """Tokens past these lengths no longer count as observed, by some methods or by all."""
+        for method in self._observed if methods is None else methods:
+            upto = self._observed[method]
             for slot, length in zip(slots.tolist(), lengths, strict=True):
                 upto[slot] = min(upto[slot], length)
 
@@ -121,3 +139,7 @@ class StateStore:
     @property
     def generation(self) -> int:
         return sum(state.generation for state in self.states())
+
+    @property
+    def nbytes(self) -> int:
+        return sum(state.nbytes for state in self.states())

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from longreach import CacheConfig, OracleTopK, StreamingLLM, attach, generate
+from longreach import CacheConfig, OracleTopK, Quest, StreamingLLM, attach, generate
 from longreach.adapters.transformers.loop import decoder as decoding
 from longreach.adapters.transformers.loop import run as running
 from longreach.adapters.transformers.loop.pieces import Pieces
@@ -22,6 +22,7 @@ from longreach.methods.base import Outcome
 from longreach.methods.call import LayerCall
 from longreach.methods.dense import Dense
 from longreach.methods.registry import names
+from longreach.runtime import Report
 from longreach.testing.tiny import tiny_model
 from tests.adapters.transformers.fake_graph import FakeGraph
 from tests.adapters.transformers.reference import model_of, padded_batch
@@ -200,6 +201,22 @@ def test_sampled_steps_in_pieces(graphs: list[FakeGraph]) -> None:
             generate(model_of("qwen3"), tokens, mask, max_new_tokens=STEPS, do_sample=True, graph=graph, compile="none")
         )
     assert made[1].captured == "piecewise" and torch.equal(made[0].sequences, made[1].sequences)
+
+
+@pytest.mark.parametrize("graph", [False, None], ids=["eager", "piecewise"])
+def test_a_hook_may_report_and_gets_whole_passes(graphs: list[FakeGraph], graph: bool | None) -> None:
+    ids, reports = torch.arange(3, 23)[None], list[Report]()
+    decode = Quest(k=8, page=4, dense_layers=())
+    with attach(tiny_model("llama"), decode=decode) as session:
+        layers = session.model.config.num_hidden_layers
+        generate(session, ids, max_new_tokens=6, graph=graph, compile="none")
+        plain = session.report()
+        session.reset_report()
+        session.on_layer = lambda *_: reports.append(session.report())
+        generate(session, ids, max_new_tokens=6, graph=graph, compile="none")
+        assert session.report() == plain
+        whole = [[x.steps for x in report.layers if x.phase == "decode"] for report in reports]
+        assert whole == [[] for _ in range(2 * layers)] + [[n] * layers for n in range(1, 5) for _ in range(layers)]
 
 
 def test_a_hook_sees_every_layer_of_every_step(graphs: list[FakeGraph]) -> None:

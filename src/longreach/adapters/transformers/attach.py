@@ -189,7 +189,8 @@ class Session:
     def report(self, decode: str | AttentionMethod | None = None) -> Report:
         """Bytes read so far, per layer and phase, and the bytes that dense attention reads.
 
-        Every completed pass counts, also those of answers that were rolled back. A pass that fails does not count.
+        Every completed pass counts, also those of answers that were rolled back. A pass that fails does not count, nor
+        does one that is still running, from whose `on_layer` hook this may be called.
         Bytes that a decode method read while observing the prompt are included, for one method: `decode` (a method or
         its name), or the session's own. Raises InvalidInput for a method that observes prompts and has not observed all
         of this one (see `prepare`).
@@ -203,7 +204,7 @@ class Session:
         return self.ledger.report(method)
 
     def reset_report(self) -> None:
-        """Start counting from zero."""
+        """Start counting from zero. A pass that is running is counted whole when it ends."""
         self.ledger.reset()
 
     def switch(self, decode: str | AttentionMethod | None, **options: Any) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from longreach.cache import StatelessOnTruncate
 from longreach.methods.kascade.quantised_keys import QuantisedKeys
 from longreach.methods.kascade.role import LayerRole
@@ -17,6 +19,11 @@ class KascadeState(StatelessOnTruncate):
     role: LayerRole
     copy: QuantisedKeys | None = None
 
+    def written(self, layer: int, view: KVView, seq: Tensor, slot: Tensor) -> None:
+        """Quantise these keys again."""
+        if self.copy is not None:
+            self.copy.written(layer, view, seq, slot)
+
     def kept(self, layer: int, view: KVView) -> None:
         """Quantise all keys again."""
         if self.copy is not None:
@@ -26,3 +33,8 @@ class KascadeState(StatelessOnTruncate):
     def generation(self) -> int:
         """Changes when memory is replaced: a captured step reads the old memory."""
         return 0 if self.copy is None else self.copy.generation
+
+    @property
+    def nbytes(self) -> int:
+        held = self.role.head_map
+        return (0 if held is None else held.nbytes) + (0 if self.copy is None else self.copy.nbytes)

@@ -99,6 +99,10 @@ class Coordinates(PerTokenState):
         super().__init__(kv, keys=(basis.shape[2], basis.dtype))
         self.basis = basis
 
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + self.basis.nbytes
+
     def view(self, kv: KVView) -> KVView:
         """The coordinates, to be scored in the place of the layer's keys."""
         return KVView(self["keys"], self["keys"], kv.seq_lens, kv.block_table)

@@ -27,6 +27,10 @@ class LayerState(RowRing):
             summary, ring_bytes=self.bytes_per_sequence, band=rule.band
         )
 
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + (0 if self.weight is None else self.weight.nbytes)
+
     def force(self, gap: int) -> None:
         """For timing only: from now on a row matches the row `gap` positions back if the ring holds it, and no other.
 
