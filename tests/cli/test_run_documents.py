@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from longreach.testing.tiny import save_tiny
+
 QUESTION = "What is the code for the barn?"
 
 
@@ -50,7 +52,7 @@ def test_chunks_are_stored_on_the_way_and_found_again(
     assert json.loads(whole.out)["answers"][0]["answer"] == answer["answer"], "at ratio 1.0 it is a plain prefill"
 
 
-@pytest.mark.parametrize("fuse", ["full_reuse", "pie", "legolink", "cacheblend", "a3", "a3_deep"])
+@pytest.mark.parametrize("fuse", ["full_reuse", "pie", "legolink", "cacheblend", "a3", "a3_deep", "dependence"])
 def test_every_fusion_answers_and_eviction_goes_with_it(
     longreach: Any, tiny: Path, texts: list[Path], fuse: str
 ) -> None:
@@ -92,3 +94,33 @@ def test_documents_that_are_none(longreach: Any, tiny: Path, texts: list[Path], 
     assert both.code == 2 and "not allowed with argument" in both.err
     alone = longreach("run", "--model", tiny, "--document", texts[0], "--fuse", "a3", "--question", QUESTION)
     assert alone.code == 2 and "--fuse: a --document is kept whole for all questions; give --documents" in alone.err
+
+
+def test_a_store_of_another_model_dtype_or_system_prompt_is_told(
+    longreach: Any, tiny: Path, texts: list[Path], tmp_path: Path
+) -> None:
+    other, store, system = save_tiny(tmp_path / "other", "qwen3", seed=3), tmp_path / "store", tmp_path / "system.txt"
+    system.write_text("Be brief.")
+    ways = (((), "of another model, or of other weights"), (("--dtype", "bfloat16"), "of another dtype (float32)"),
+            (("--system", system), "behind another system prompt"))  # fmt: skip
+    assert "the store had none" not in longreach(*asked(other, texts, "--store", store)).err, "it had nothing at all"
+    for more, why in ways:
+        result = longreach(*asked(tiny, texts, "--store", store, *more))
+        assert result.code == 0 and "the store had none of these chunks" in result.err and why in result.err
+        again = longreach(*asked(tiny, texts, "--store", store, *more))
+        assert "the store had none" not in again.err and "4 of 4 chunks were stored" in again.err
+    third = tmp_path / "third.txt"
+    third.write_text("A fox.")
+    assert "of other documents" in longreach(*asked(tiny, [third], "--store", store)).err
+
+
+def test_dependence_is_computed_on_the_way_and_told(
+    longreach: Any, tiny: Path, texts: list[Path], tmp_path: Path
+) -> None:
+    more = ("--json", "--store", tmp_path / "store")
+    longreach(*asked(tiny, texts, *more))
+    found = [json.loads(longreach(*asked(tiny, texts, *more, "--fuse", "dependence")).out) for _ in range(2)]
+    for said, computed in zip(found, (4, 0), strict=True):
+        assert sum(d["stored"] for d in said["documents"]) == 4
+        assert sum(d["dependence_computed"] for d in said["documents"]) == computed
+        assert said["answers"][0]["lost_chunks"] == 0

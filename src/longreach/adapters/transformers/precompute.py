@@ -121,10 +121,10 @@ class Precompute:
                 f"{what} goes beyond token {short}, where this model's rotation changes (longrope); cut it into "
                 f"smaller ones (--chunk-tokens)"
             )
-        raise InvalidInput(
-            f"{what} is longer than the model's context of {context_limit(self.session.model)} tokens; cut it into "
-            f"smaller ones (--chunk-tokens)"
-        )
+        longer = f"{what} is longer than the model's context of {context_limit(self.session.model)} tokens"
+        if len(tokens) + room <= 0:  # not one token has room
+            raise InvalidInput(f"{longer}; shorten the system prompt, or what else stands before the chunk")
+        raise InvalidInput(f"{longer}; cut it into smaller ones (--chunk-tokens)")
 
     def room(self, taken: int) -> int | None:
         """Tokens that may be computed together beside `taken`; None for no limit."""
