@@ -190,3 +190,16 @@ def test_errors_of_the_prompts_rows_where_prefill_is_not_dense(monkeypatch: pyte
 def test_layers_with_a_window_of_their_own_have_no_error() -> None:
     found = errors(tiny_model("mistral"), random_tokens(1, 60)[0].tolist(), "streaming_llm sinks=2 window=6")
     assert all(e == 0 for row in found["streaming_llm sinks=2 window=6"]["max"] for e in row)
+
+
+def test_evicted_keys_are_gone_and_the_report_says_of_what(model: Any, prompt: list[int]) -> None:
+    texts = ["dense evict=snapkv evict.capacity=12 evict.window=8", "dense evict=snapkv evict.capacity=99"]
+    dense, few, all_kept = compare(model, prompt, options=None, specs=specs(texts))
+    assert dense.evict is None and few.evict["capacity"] == 12
+    assert few.kl_steps[0] == 0.0 and few.kl > 1e-4  # the first token comes before eviction
+    assert all_kept.kl == pytest.approx(0.0, abs=1e-6)
+
+
+def test_fusion_takes_documents(model: Any, prompt: list[int]) -> None:
+    with pytest.raises(InvalidInput, match="fuse=a3: a --document is read whole; give --documents"):
+        Compare(model, tiny_tokenizer(), prompt, specs=specs(["dense fuse=a3"]))

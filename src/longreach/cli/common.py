@@ -91,6 +91,12 @@ def add_methods(parser: argparse.ArgumentParser) -> None:
                         "there")  # fmt: skip
 
 
+def add_slot_settings(parser: argparse.ArgumentParser) -> None:
+    """--set SLOT.OPTION=VALUE."""
+    parser.add_argument("--set", action="append", default=[], metavar="SLOT.OPTION=VALUE", help="an option of each "
+                        "fuse or evict method given that has it and does not set it: fuse.ratio=0.3")  # fmt: skip
+
+
 def add_texts(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--text", type=Path, required=True, action="append", metavar="FILE",
                         help="UTF-8 text, cut into windows; may be given several times")  # fmt: skip

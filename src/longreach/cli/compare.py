@@ -181,7 +181,9 @@ def _record(
         }
         for c in found
     }  # fmt: skip
-    methods = {c.label: {"prefill": c.prefill, "decode": c.decode} for c in found}
+    methods = {
+        c.label: {"prefill": c.prefill, "decode": c.decode, **({"evict": c.evict} if c.evict else {})} for c in found
+    }
     write(args.output, {"kind": "fidelity", "format": 1, "model": model_info(model, args.model), "config": config,
                         **where, "methods": methods, "results": results})  # fmt: skip
 

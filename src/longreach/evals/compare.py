@@ -25,7 +25,7 @@ from longreach.adapters.transformers import (
 from longreach.cache import CacheConfig
 from longreach.errors import InvalidInput
 from longreach.evals.layers import LayerErrors, sample
-from longreach.evals.methods import DENSE, Spec, by_prefill, pairings
+from longreach.evals.methods import DENSE, Spec, by_reading, pairings, refuse_slots
 from longreach.evals.progress import Progress, unseen
 from longreach.evals.read_shares import ReadShares
 from longreach.methods.registry import choose, unfit
@@ -57,6 +57,7 @@ class Comparison:
     seconds_per_token: float | None
     layer_error: dict[str, Any] | None = None
     prefill_layer_error: dict[str, Any] | None = None
+    evict: dict[str, Any] | None = None
 
 
 class Compare:
@@ -91,6 +92,7 @@ class Compare:
             if not any(name == prefill or name in decodes for prefill, decodes in chosen):
                 raise InvalidInput(f"options for {name}, which is not compared; name it among the methods")
         self.specs = list(specs) if specs is not None else [self._spec(p, d) for p, decodes in chosen for d in decodes]
+        refuse_slots(self.specs, ("fuse",), "a --document is read whole; give --documents FILE instead")
         for spec in self.specs:  # now, not when it is their turn
             for method in (spec.prefill, spec.decode):
                 method.check(shape_of(model))
@@ -108,8 +110,9 @@ class Compare:
     def run(self, chunk: int = CHUNK, progress: Progress = unseen) -> Iterator[Comparison]:
         """Compare method by method; dense comes first."""
         room = CacheConfig(capacity=len(self.prompt) + self.steps)
-        for prefill, specs in by_prefill(self.specs):
-            with attach(self.model, prefill=prefill, cache=room) as session:
+        for specs in by_reading(self.specs):
+            prefill = specs[0].prefill
+            with attach(self.model, prefill=prefill, evict=specs[0].evict, cache=room) as session:
                 session.prepare(*(spec.decode for spec in specs))
                 reader = Reader(session, chunk, graph=self.graph)
                 read_errors = self._prefill_errors() if prefill.name != DENSE else None
@@ -186,6 +189,7 @@ class Compare:
             seconds,
             errors.to_json() if errors else None,
             read_errors.to_json() if read_errors else None,
+            spec.evict.to_json() if spec.evict else None,
         )
 
 

@@ -73,6 +73,9 @@ def _spec(method: dict[str, Any]) -> str:
     names = [slots[slot].pop("name") for slot in slots]
     settings = [f"{'prefill.' if slot == 'prefill' else ''}{option}={_value(value)}"
                 for slot in ("decode", "prefill") for option, value in slots[slot].items()]  # fmt: skip
+    for slot in ("fuse", "evict"):
+        settings += [f"{slot}{'=' if option == 'name' else f'.{option}='}{_value(value)}"
+                     for option, value in method.get(slot, {}).items()]  # fmt: skip
     return " ".join([names[1] if names[0] == "dense" else "/".join(names), *settings])
 
 
