@@ -110,10 +110,10 @@ def test_controls_are_known_only_where_they_are_given() -> None:
 
 def test_fused_prompts_are_one_group_and_eviction_parts_the_others() -> None:
     texts = ["quest", "dense evict=snapkv", "dense fuse=a3", "quest evict=snapkv", "dense fuse=pie evict=snapkv"]
-    assert [[s.label for s in group] for group in by_reading(specs(texts))] == [
-        ["dense", "quest"], ["dense evict=snapkv", "quest evict=snapkv"],
-        ["dense fuse=a3", "dense fuse=pie evict=snapkv"],
-    ]  # fmt: skip
+    plain, fused = [["dense", "quest"], ["dense evict=snapkv", "quest evict=snapkv"]], [*texts[2::2]]
+    for together, rest in ((True, [fused]), (False, [[label] for label in fused])):
+        found = by_reading(specs(texts), fused_together=together)
+        assert [[s.label for s in group] for group in found] == [*plain, *rest]
     with pytest.raises(InvalidInput, match="'dense evict=snapkv': evict=snapkv: no eviction here"):
         refuse_slots(specs(texts), ("evict",), "no eviction here")
 

@@ -167,6 +167,14 @@ def read_document(path: str) -> str:
     return text.replace("\r\n", "\n")
 
 
+def read_filled(path: str, given: str) -> str:
+    """The text of a file as it is, as `read_text`. Raises InvalidInput for one without any."""
+    shown, text = read_text(path, given)
+    if not text.strip():
+        raise InvalidInput(f"{shown} is empty; leave it out, or give a file with text in it")
+    return text
+
+
 def check_questions(questions: Iterable[str]) -> None:
     """Raise InvalidInput for an empty question, before anything is loaded."""
     if not all(question.strip() for question in questions):

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from longreach.cli.common import check_questions, load_model, read_text, tell_unapplied
+from longreach.cli.common import check_questions, load_model, read_filled, tell_unapplied
 from longreach.cli.show import duration, emit, progress, waiting
 from longreach.errors import InvalidInput
 
@@ -20,8 +20,8 @@ DEFAULT = "a3"
 
 
 def run_documents(args: argparse.Namespace, options: dict[str, dict[str, Any]]) -> int:
-    texts = [_text(name, "to --documents") for name in args.documents]
-    system = "" if args.system is None else _text(args.system, "to --system").rstrip()
+    texts = [read_filled(name, "to --documents") for name in args.documents]
+    system = "" if args.system is None else read_filled(args.system, "to --system").rstrip()
     check_questions(args.question)
     with ExitStack() as opened:
         with waiting("loading the model"):
@@ -78,13 +78,6 @@ def run_documents(args: argparse.Namespace, options: dict[str, dict[str, Any]]) 
         return 0
     _summarise(documents, read_seconds, [account for *_, account in answers])
     return 0
-
-
-def _text(name: str, given: str) -> str:
-    shown, text = read_text(name, given)
-    if not text.strip():
-        raise InvalidInput(f"{shown} is empty; leave it out, or give a file with text in it")
-    return text
 
 
 def _origins(documents: Documents, count: int) -> list[dict[str, Any]]:

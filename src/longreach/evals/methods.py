@@ -138,11 +138,15 @@ def by_prefill(chosen: Sequence[Spec]) -> list[tuple[AttentionMethod, list[Spec]
     return list(groups.items())
 
 
-def by_reading(chosen: Sequence[Spec]) -> list[list[Spec]]:
-    """As `by_prefill`, but those with a fusion method are all one group, and others differ by eviction too."""
+def by_reading(chosen: Sequence[Spec], *, fused_together: bool = False) -> list[list[Spec]]:
+    """Those that read the prompt alike and evict alike, together, in the order of first mention.
+
+    fused_together: one group of all with a fusion method.
+    """
     groups: dict[Any, list[Spec]] = {}
     for spec in chosen:
-        groups.setdefault("fused" if spec.fuse else (spec.prefill, spec.evict), []).append(spec)
+        alike = "fused" if spec.fuse and fused_together else (spec.fuse, spec.prefill, spec.evict)
+        groups.setdefault(alike, []).append(spec)
     return list(groups.values())
 
 

@@ -6,6 +6,8 @@ from longreach.adapters.transformers.checks import cache_windows, shape_of
 from longreach.adapters.transformers.chunking import Piece, Pieces, Splitter, split
 from longreach.adapters.transformers.documents import Account, Documents
 from longreach.adapters.transformers.fingerprint import Fingerprint, fingerprint
+from longreach.adapters.transformers.fusing import FusedPrompt, FusionReport
+from longreach.adapters.transformers.fusing import read as read_fused
 from longreach.adapters.transformers.get_or_compute import ChunkResult, get_or_compute
 from longreach.adapters.transformers.hf_cache import LongreachCache
 from longreach.adapters.transformers.load import device_of, load, model_path, shape_at
@@ -17,6 +19,7 @@ from longreach.adapters.transformers.prompt_tokens import (
     check_length,
     context_limit,
     encode,
+    frame,
     prompts,
     share,
     stop_strings,
@@ -34,6 +37,8 @@ __all__ = [
     "ChunkResult",
     "Documents",
     "Fingerprint",
+    "FusedPrompt",
+    "FusionReport",
     "LongreachCache",
     "Piece",
     "Pieces",
@@ -49,11 +54,13 @@ __all__ = [
     "device_of",
     "encode",
     "fingerprint",
+    "frame",
     "get_or_compute",
     "load",
     "model_path",
     "pieces",
     "prompts",
+    "read_fused",
     "residuals",
     "shape_at",
     "shape_of",

@@ -11,7 +11,18 @@ from longreach.records.report.blocks import Block, Code, Heading, Text
 from longreach.records.report.reading import VERBS, Record
 
 OPTIONS = {
-    "eval": ("length", "samples", "limit", "seed", "temperature", "draws", "batch", "prefill_chunk_size"),
+    "eval": (
+        "length",
+        "samples",
+        "limit",
+        "seed",
+        "temperature",
+        "draws",
+        "batch",
+        "prefill_chunk_size",
+        "chunk_tokens",
+        "chunks",
+    ),
     "perplexity": ("length", "decode_tokens", "limit", "prefill_chunk_size"),
     "fidelity": ("question", "steps", "prefill_chunk_size"),
     "attention": ("length", "samples", "rows", "seed", "prefill_chunk_size"),
