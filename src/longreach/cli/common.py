@@ -79,12 +79,6 @@ def add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help="cpu, cuda or auto (default: cuda where there is a GPU)")
 
 
-def add_document(parser: argparse.ArgumentParser) -> None:
-    """--document, --prefill-chunk-size."""
-    parser.add_argument("--document", required=True, metavar="FILE", help="UTF-8 text; - for standard input")
-    add_chunk_size(parser)
-
-
 def add_methods(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--method", action="append", default=[], metavar="SPEC", help="'[PREFILL/]DECODE "
                         "[option=value ...] [prefill.option=value ...]', may be given several times; dense is always "

@@ -24,7 +24,7 @@ OPTIONS = {
         "chunks",
     ),
     "perplexity": ("length", "decode_tokens", "limit", "prefill_chunk_size"),
-    "fidelity": ("question", "steps", "prefill_chunk_size"),
+    "fidelity": ("question", "steps", "prefill_chunk_size", "chunk_tokens"),
     "attention": ("length", "samples", "rows", "seed", "prefill_chunk_size"),
 }
 DEFAULTS = {"temperature": 0.0, "draws": 1}
@@ -75,7 +75,11 @@ def _input(record: Record) -> list[str]:
         return [word for file in record["files"] for word in ("--text", file["name"])]
     if record.kind == "attention":
         return []
-    return ["--document", str(record["config"].get("document", "FILE"))]
+    config = record["config"]
+    if "documents" in config:
+        system = ["--system", config["system"]] if config["system"] else []
+        return ["--documents", *(document["name"] for document in config["documents"]), *system]
+    return ["--document", str(config.get("document", "FILE"))]
 
 
 def _spec(method: dict[str, Any]) -> str:
