@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from longreach.methods.registry import METHODS, names
+from longreach.methods.registry import FUSIONS, METHODS, names
 from longreach.records.report.reading import load
 from tests.cli.test_bad_input import refused
 
@@ -82,3 +82,68 @@ def test_a_record_with_layers_that_reports_read(longreach: Any, tiny: Path, docu
     assert f"error of streaming_llm prefill on {read['rows']} rows of the prompt" in result.out
     refused(longreach(*command, "--method", "dense", "--set", "streaming_llm.window=3"), "leave out --methods")
     refused(longreach(*command[:-1], "/proc/none/f.json"), "cannot write /proc/none")
+
+
+@pytest.fixture
+def documents(document: Path, tmp_path: Path) -> list[Any]:
+    other, system = tmp_path / "other.txt", tmp_path / "system.txt"
+    other.write_text("Boats leave at noon. Nobody slept.")
+    system.write_text("Answer from the documents.\n")
+    return ["--documents", document, other, "--system", system, "--chunk-tokens", 40]
+
+
+def test_documents_are_compared_for_every_fusion_method(longreach: Any, tiny: Path, documents: list[Any]) -> None:
+    result = longreach("compare", "--model", tiny, *documents, "--steps", 3)
+    assert result.code == 0, result.err
+    rows = [line for line in result.out.splitlines() if line.startswith("dense")]
+    assert [row.split()[1].removeprefix("fuse=") for row in rows[1:]] == list(FUSIONS)
+    assert all(len(line) <= 80 for line in result.out.splitlines()[2:])
+
+
+def test_documents_in_json_and_a_record(longreach: Any, tiny: Path, documents: list[Any], tmp_path: Path) -> None:
+    record, store = tmp_path / "f.json", tmp_path / "chunks"
+    command = ["compare", "--model", tiny, *documents, "--steps", 3, "--question", "Who slept?", "--store", store,
+               "--method", "dense fuse=a3 fuse.ratio=1.0", "--method", "dense fuse=pie evict=snapkv", "--set",
+               "evict.capacity=60"]  # fmt: skip
+    found = json.loads(longreach(*command, "--json").out)
+    dense, exact, evicted = found["comparisons"]
+    assert found["chunks"] == 4 and dense["fusion"] is None and max(exact["kl_steps"]) < 1e-5
+    assert len(exact["kl_steps"]) == 4 and exact["fusion"]["recomputed"] > 0 == exact["fusion"]["reused"]
+    assert evicted["evict"]["capacity"] == 60 and evicted["fuse"]["name"] == "pie" and evicted["kl_steps"][0] > 0
+    assert longreach(*command, "--output", record).code == 0
+    kept = load(record).content
+    assert kept["results"][evicted["label"]]["fusion"] == evicted["fusion"]
+    assert kept["methods"][evicted["label"]]["evict"]["capacity"] == 60 and len(kept["config"]["documents"]) == 2
+    told = longreach("report", record, "--output", tmp_path / "report")
+    again = (tmp_path / "report" / "report.md").read_text()
+    assert told.code == 0 and "--chunk-tokens 40" in again and "fuse=pie evict=snapkv" in again
+    assert "--system" in again and str(documents[1]) in again
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--methods", "quest"], ["unknown fuse method 'quest'", "a3_deep"]),
+        (["--methods", ","], ["no methods to compare", "full_reuse"]),
+        (["--methods", "a3", "--method", "dense fuse=a3"], ["leave out --methods"]),
+        (["--set", "a3.ratio=0.3"], ["unknown slot in --set 'a3'", "fuse, evict"]),
+        (["--method", "dense fuse=random"], ["unknown fuse method 'random'"]),
+        (["--document", "x.txt"], ["not allowed with argument"]),
+        (["--question", " "], ["--question is empty"]),
+        (["--method", "dense fuse=a3_deep fuse.layer=8"], ["layer of the model"]),
+        (["--method", "dense fuse=pie evict=snapkv evict.capacity=9"], ["capacity 9 is less than"]),
+    ],
+)
+def test_documents_that_cannot_be_compared(
+    longreach: Any, tiny: Path, documents: list[Any], more: list[str], words: list[str]
+) -> None:
+    refused(longreach("compare", "--model", tiny, *documents, "--steps", 3, "--json", *more), *words)
+
+
+def test_what_belongs_to_documents(longreach: Any, tiny: Path, document: Path, tmp_path: Path) -> None:
+    refused(longreach(*compared(tiny, document, "--system", document)), "--system: a --document is kept whole")
+    refused(longreach(*compared(tiny, document, "--chunk-tokens", 9)), "--chunk-tokens", "give --documents")
+    refused(longreach(*compared(tiny, document, "--method", "dense fuse=a3")), "give --documents FILE instead")
+    empty = tmp_path / "empty.txt"
+    empty.write_text(" ")
+    refused(longreach("compare", "--model", tiny, "--documents", empty), "is empty")

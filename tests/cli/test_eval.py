@@ -275,3 +275,37 @@ def test_bad_input(longreach: Any, tiny: Path, more: list[Any], words: list[str]
 
 def test_a_model_is_needed(longreach: Any) -> None:
     refused(longreach("eval", "--tasks", "vt"), "--model mini")
+
+
+def test_fusion_eviction_and_controls_in_one_record_and_report(longreach: Any, tiny: Path, tmp_path: Path) -> None:
+    record = tmp_path / "fused.json"
+    methods = ["dense fuse=a3 evict=snapkv", "dense fuse=random", "dense evict=snapkv evict.capacity=500"]
+    command = asked(tiny, *(word for m in methods for word in ("--method", m)), "--chunk-tokens", 100, "--chunks",
+                    "bos", "--set", "fuse.ratio=0.05", "--set", "evict.capacity=400", "--output", record)  # fmt: skip
+    result = longreach(*command)
+    assert result.code == 0, result.err
+    found = json.loads(record.read_text())
+    labels = ["dense", f"{methods[0]} fuse.ratio=0.05 evict.capacity=400", f"{methods[1]} fuse.ratio=0.05", methods[2]]
+    assert list(found["methods"]) == labels and all(label in result.out for label in labels)
+    assert found["methods"][labels[1]]["fuse"] == {"name": "a3", "ratio": 0.05, "heads": "each"}
+    assert found["methods"][labels[1]]["evict"]["capacity"] == 400 and "fuse" not in found["methods"]["dense"]
+    assert (found["config"]["chunk_tokens"], found["config"]["chunks"]) == (100, "bos")
+    assert found["tasks"]["needle_sweep"]["results"][labels[2]]["fusion"]["recomputed"] > 10
+    told = longreach("report", record, "--output", tmp_path / "report")
+    assert told.code == 0 and "--chunk-tokens 100 --chunks bos" in (tmp_path / "report" / "report.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--method", "dense fuse=a4"], ["unknown fuse method 'a4'", "a3_deep, random, oracle, row_order"]),
+        (["--method", "streaming_llm/dense fuse=a3"], ["fuse=a3 with prefill=streaming_llm"]),
+        (["--method", "mac evict=snapkv"], ["evict=snapkv with decode=mac"]),
+        (["--chunks", "bos"], ["--chunks is for methods that fuse"]),
+        (["--set", "fuse.ratio=0.3"], ["no method given has this option in its fuse slot"]),
+        (["--set", "decode.k=1"], ["unknown slot in --set 'decode'", "known: fuse, evict"]),
+        (["--method", "dense fuse=a3", "--equal-bytes", "quest"], ["--equal-bytes finds budgets over all keys"]),
+    ],
+)
+def test_fusion_that_cannot_be_is_refused(longreach: Any, tiny: Path, more: list[str], words: list[str]) -> None:
+    refused(longreach(*asked(tiny), *more), *words)

@@ -10,6 +10,7 @@ import torch
 from torch.nn.functional import kl_div
 
 from longreach import StreamingLLM, attach
+from longreach.adapters.transformers import FusedPrompt, Precompute, read_fused
 from longreach.errors import InvalidInput, UnknownName
 from longreach.evals import layers
 from longreach.evals.compare import Compare, _divergence
@@ -190,3 +191,56 @@ def test_errors_of_the_prompts_rows_where_prefill_is_not_dense(monkeypatch: pyte
 def test_layers_with_a_window_of_their_own_have_no_error() -> None:
     found = errors(tiny_model("mistral"), random_tokens(1, 60)[0].tolist(), "streaming_llm sinks=2 window=6")
     assert all(e == 0 for row in found["streaming_llm sinks=2 window=6"]["max"] for e in row)
+
+
+def test_evicted_keys_are_gone_and_the_report_says_of_what(model: Any, prompt: list[int]) -> None:
+    texts = ["dense evict=snapkv evict.capacity=12 evict.window=8", "dense evict=snapkv evict.capacity=99"]
+    dense, few, all_kept = compare(model, prompt, options=None, specs=specs(texts))
+    assert dense.evict is None and few.evict["capacity"] == 12
+    assert few.kl_steps[0] == 0.0 and few.kl > 1e-4  # the first token comes before eviction
+    assert all_kept.kl == pytest.approx(0.0, abs=1e-6)
+
+
+def test_fusion_takes_documents(model: Any, prompt: list[int]) -> None:
+    with pytest.raises(InvalidInput, match="fuse=a3: a --document is read whole; give --documents"):
+        Compare(model, tiny_tokenizer(), prompt, specs=specs(["dense fuse=a3"]))
+
+
+def chunked(model: Any, prompt: list[int]) -> FusedPrompt:
+    with attach(model) as session:
+        work = Precompute(session, prompt[:5])
+        chunks = [work.compute(prompt[a:b]) for a, b in ((5, 20), (20, 40))]
+    return FusedPrompt.of([prompt[:5], *chunks, prompt[40:]])
+
+
+def test_fused_prompts_beside_an_exact_prefill_of_the_same_tokens(model: Any, prompt: list[int]) -> None:
+    fused = chunked(model, prompt)
+    texts = ["dense fuse=a3 fuse.ratio=1.0", "dense fuse=pie", "dense fuse=pie evict=snapkv evict.capacity=20"]
+    dense, exact, pie, evicted = compare(model, prompt, options=None, specs=specs(texts), fused=fused)
+    assert dense.fusion is None and dense.fuse is None and exact.fuse["ratio"] == 1.0
+    assert max(exact.kl_steps) < 1e-6 and exact.first_divergence is None
+    assert pie.kl_steps[0] > 1e-4 and pie.fusion.reused == 20 and exact.fusion.recomputed == 20
+    assert evicted.kl_steps[0] == pytest.approx(pie.kl_steps[0]) and evicted.kl != pytest.approx(pie.kl)
+    answer = [int(token) for token in distributions_of(model, prompt)]
+    with attach(model, fuse="pie") as session:
+        cache = session.new_cache()
+        logits, _ = read_fused(session, cache, fused)
+        rows = [logits.double().log_softmax(-1)]
+        with torch.no_grad():
+            for token in answer:
+                out = model(input_ids=torch.tensor([[token]]), past_key_values=cache, use_cache=True).logits
+                rows.append(out[0, -1].double().log_softmax(-1))
+    want = distributions(model, prompt, answer, None, None)
+    got = [float(kl_div(a, b, log_target=True, reduction="sum")) for a, b in zip(rows, want, strict=True)]
+    assert list(pie.kl_steps) == pytest.approx(got, rel=1e-3, abs=1e-7)
+
+
+def distributions_of(model: Any, prompt: list[int]) -> list[int]:
+    """Dense attention's own answer."""
+    out = model.generate(torch.tensor([prompt]), max_new_tokens=STEPS, do_sample=False, pad_token_id=256)
+    return out[0, len(prompt) :].tolist()
+
+
+def test_a_fused_prompt_must_be_the_prompt(model: Any, prompt: list[int]) -> None:
+    with pytest.raises(InvalidInput, match="expected the prompt's own tokens"):
+        Compare(model, tiny_tokenizer(), prompt[1:], specs=specs(["dense fuse=pie"]), fused=chunked(model, prompt))

@@ -14,10 +14,11 @@ import torch
 from transformers.models.llama import modeling_llama
 
 from longreach import Dense
-from longreach.adapters.transformers import BatchReader
-from longreach.errors import InvalidInput, MeasurementFailed
+from longreach.adapters.transformers import BatchReader, Precompute
+from longreach.errors import InvalidInput, MeasurementFailed, UnknownName
 from longreach.evals import evaluate
 from longreach.evals.evaluate import Evaluation, Settings, failed
+from longreach.evals.fusion import CONTROLS
 from longreach.evals.methods import specs
 from longreach.evals.prompting import fitted, prompt_tokens
 from longreach.evals.scores import diverges_at, result, tasks_entry
@@ -266,3 +267,103 @@ def test_divergence() -> None:
     assert diverges_at([1, 2, 3], [1, 4, 3]) == 1
     assert diverges_at([1, 2], [1, 2, 3]) == 2 and diverges_at([], [1]) == 0
     assert Dense() in {s.decode for s in specs([])}
+
+
+FUSED = [
+    "dense fuse=a3 fuse.ratio=1.0", "dense fuse=pie", "quest k=4 dense_layers=[] fuse=a3 fuse.ratio=1.0",
+    "quest k=4 dense_layers=[]",
+    "dense fuse=pie evict=snapkv evict.capacity=60", "dense evict=snapkv evict.capacity=60",
+    "dense evict=snapkv evict.capacity=999", "dense fuse=oracle", "dense fuse=random", "dense fuse=row_order",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def fused(model: Any) -> dict[str, Any]:
+    made = Evaluation(
+        model, tiny_tokenizer(), [Letters()], specs(FUSED, controls=CONTROLS),
+        Settings((120,), samples=3, batch=2, chunk=16, chunk_tokens=20, chunks="alone"),
+    )  # fmt: skip
+    made.build()
+    assert all(len(asked.chunks) > 2 and len(asked.prompt) <= 110 for asked in made.asked["letters"])
+    assert made.config()["chunk_tokens"] == 20 and made.config()["chunks"] == "alone"
+    parts = dict[str, Any]()
+    found = tasks_entry(made, made.run({}, parts.__setitem__))
+    groups = ("dense", FUSED[0], FUSED[5], FUSED[6])
+    assert {*parts} == {f"{group}|letters|{n}" for group in groups for n in (0, 2)}
+
+    def never(*more: Any) -> None:
+        raise AssertionError("all was done")
+
+    again = tasks_entry(made, made.run(json.loads(json.dumps(parts)), never))
+    assert timeless(json.loads(json.dumps(again))) == timeless(json.loads(json.dumps(found)))
+    return found
+
+
+def test_fused_answers_stand_beside_dense_ones_of_the_same_tokens(fused: dict[str, Any]) -> None:
+    results = fused["letters"]["results"]
+    assert list(results) == ["dense", *FUSED] and all(r["failed"] == 0 == r["alone"] for r in results.values())
+    texts = {label: [a["text"] for a in r["answers"]] for label, r in results.items()}
+    assert texts[FUSED[0]] == texts["dense"] == texts[FUSED[6]]
+    assert texts[FUSED[2]] == texts["quest k=4 dense_layers=[]"] != texts["dense"]
+    assert texts["dense fuse=pie"] != texts["dense"] and texts[FUSED[5]] != texts["dense"]
+    assert all(len(r["answers"]) == 3 for r in results.values())
+
+
+def test_what_a_record_says_of_fusion(fused: dict[str, Any]) -> None:
+    results, samples = fused["letters"]["results"], fused["letters"]["samples"]
+    tokens = sum(s["tokens"] for s in samples) / 3
+    stored = sum(stop - start for s in samples for start, stop in s["chunks"]) / 3
+    pie, whole = results["dense fuse=pie"]["fusion"], results[FUSED[0]]["fusion"]
+    assert "fusion" not in results["dense"] and "fusion" not in results[FUSED[5]]
+    assert (pie["tokens"], pie["recomputed"], pie["reused"]) == (tokens, 0, stored)
+    assert pie["computed"] == pytest.approx(tokens - stored) and pie["key_error"] == [None] * len(pie["key_error"])
+    assert whole["recomputed"] == stored and whole["key_error"][0] is None
+    for label in ("dense fuse=oracle", "dense fuse=random"):
+        became = results[label]["fusion"]
+        assert became["recomputed"] == pytest.approx(0.15 * tokens, abs=1) and became["value_error"][-1] > 0.01
+    assert results["dense fuse=pie"]["prefill_reads"]["total"] == 1.0
+    assert (
+        results[FUSED[4]]["seconds"]["read"] > 0 and results["quest k=4 dense_layers=[]"]["decode_reads"]["total"] < 1
+    )
+
+
+def test_a_fused_prompt_that_fails_is_a_failure_of_its_methods(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Evaluation(
+        model, tiny_tokenizer(), [Letters()], specs(["dense fuse=pie", "dense fuse=a3"]),
+        Settings((120,), samples=3, chunk_tokens=20),
+    )  # fmt: skip
+    made.build()
+    read, calls = BatchReader.read_fused, list[int]()
+
+    def crashing(self: Any, prompt: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            raise RuntimeError("a kernel failed")
+        return read(self, prompt)
+
+    kept = dict[str, Any]()
+    monkeypatch.setattr(BatchReader, "read_fused", crashing)
+    found = tasks_entry(made, made.run({}, kept.__setitem__))["letters"]["results"]
+    assert [a["error"] for a in found["dense fuse=pie"]["answers"]] == [None, "RuntimeError: a kernel failed", None]
+    assert found["dense fuse=a3"]["failed"] == 0 and "dense fuse=pie|letters|1" not in kept
+
+    def broken(self: Any, tokens: Any) -> Any:
+        raise RuntimeError("no chunk")
+
+    monkeypatch.setattr(Precompute, "compute", broken)
+    found = tasks_entry(made, made.run({}, lambda key, part: None))["letters"]["results"]
+    assert [found[label]["failed"] for label in found] == [0, 3, 3]
+
+
+def test_what_fusion_cannot_be_asked(model: Any) -> None:
+    def evaluated(*texts: str, **settings: Any) -> Evaluation:
+        return Evaluation(model, tiny_tokenizer(), [Letters()], specs(texts), Settings((120,), **settings))
+
+    with pytest.raises(InvalidInput, match="give chunk_tokens"):
+        evaluated("dense fuse=pie")
+    with pytest.raises(InvalidInput, match="layer: expected a layer of the model"):
+        evaluated("dense fuse=a3_deep fuse.layer=9", chunk_tokens=20)
+    with pytest.raises(UnknownName, match="known: alone, bos, system"):
+        evaluated("dense fuse=pie", chunk_tokens=20, chunks="bso")
+    assert "chunk_tokens" not in evaluated("dense").config()
+    assert "chunks" not in evaluated("dense", chunk_tokens=9).config()

@@ -253,3 +253,8 @@ def test_files_that_are_no_text(tmp_path: Path) -> None:
     for name, message in [("empty", "is empty"), ("latin", r"no UTF-8 text \(byte 2\)"), ("none", "cannot read")]:
         with pytest.raises(InvalidInput, match=message):
             read_text(tmp_path / name, tiny_tokenizer())
+
+
+def test_fusion_and_eviction_are_refused_by_name(model: Any) -> None:
+    with pytest.raises(InvalidInput, match="'dense evict=snapkv': evict=snapkv: perplexity reads windows"):
+        Perplexity(model, tiny_tokenizer(), [], specs(["dense evict=snapkv"]))

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from longreach.adapters.transformers import model_path
-from longreach.evals.prompting import MOST_KNOWN, SHORT, Counter, Maker, at_lengths, fitted
+from longreach.errors import InvalidInput
+from longreach.evals.prompting import MOST_KNOWN, SHORT, Counter, Maker, PromptCutter, at_lengths, fitted
 from longreach.tasks import haystack, registry
+from longreach.tasks.base import Sample
 from longreach.testing.tiny import tiny_tokenizer
 
 TEXTS = (
@@ -67,3 +69,39 @@ def test_a_remembering_counter_changes_no_prompt(name: str) -> None:
         sample, prompt = fitted(task, tokenizer, 2500, 1, number, 3, count=lambda t: len(tokenizer.tokenize(t)))
         made = kept.make(name, number, 3)
         assert (made.sample, list(made.prompt), made.number) == (sample, prompt, number)
+
+
+@pytest.mark.parametrize("name", registry.GROUPS["all"])
+def test_a_cut_prompt_has_the_characters_of_the_whole_one(name: str) -> None:
+    tokenizer, length = mini(), 1500
+    (kept,) = at_lengths([registry.task(name)], [length]).values()
+    cut = Maker({name: kept}, tokenizer, 0, chunk_tokens=200)
+    made, again = cut.make(name, 0, 2), cut.make(name, 0, 2)
+    assert made == again and len(made.prompt) + kept.task.max_new_tokens <= length
+    sample = made.sample
+    text = f"{sample.context}\n\n{sample.question} {sample.begun}"
+    assert tokenizer.decode(list(made.prompt), skip_special_tokens=True) == text
+    head = tokenizer.decode(list(made.prompt[: made.chunks[0][0]]), skip_special_tokens=True)
+    assert head.rstrip() == sample.context[: sample.instructions] and made.prompt[0] == tokenizer.bos_token_id
+    assert len(made.chunks) > 1 and all(0 < stop - start <= 200 for start, stop in made.chunks)
+    assert all(a[1] == b[0] for a, b in zip(made.chunks, made.chunks[1:]))
+    tail = tokenizer.decode(list(made.prompt[made.chunks[-1][1] :]))
+    assert tail == f"\n\n{sample.question} {sample.begun}"
+    assert made.to_json()["chunks"] == [list(chunk) for chunk in made.chunks]
+    if name.startswith("qa"):  # short documents stay whole
+        ends = [tokenizer.decode(list(made.prompt[:stop])) for _, stop in made.chunks]
+        assert all(end.endswith("\n\n") for end in ends[:-1])
+
+
+def test_a_cut_prompt_in_a_chat_template() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "<u>{{ messages[0].content }}</u><a>"
+    sample = Sample("Read. \n\nOne.\n\nTwo.", "Which?", "It is", ("a",), {}, instructions=5)
+    parts = PromptCutter(tokenizer, 8)(sample)
+    assert tokenizer.decode(list(parts.ids)) == "<u>Read. \n\nOne.\n\nTwo.\n\nWhich?</u><a>It is"
+    assert [tokenizer.decode(list(parts.ids[a:b])) for a, b in parts.chunks] == ["One.\n\n", "Two."]
+    plain = PromptCutter(tokenizer, 8)(sample, in_chat=False)
+    assert tokenizer.decode(list(plain.ids), skip_special_tokens=True) == "Read. \n\nOne.\n\nTwo.\n\nWhich? It is"
+    tokenizer.chat_template = None
+    with pytest.raises(InvalidInput, match="asks by itself"):
+        PromptCutter(tokenizer, 8)(Sample("One.", "", "", ()))

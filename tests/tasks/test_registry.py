@@ -28,6 +28,9 @@ def test_a_sample_fills_its_room_and_holds_its_answers(name: str, unit: str) -> 
         assert all(answer in sample.context for answer in sample.answers)
         assert one.score(" ".join(sample.answers), sample) == 1.0 or name == "plan"
         assert one.score("-", sample) == 0.0
+        before, after = sample.context[: sample.instructions], sample.context[sample.instructions :]
+        assert (before == "") == (name == "plan") and not before.endswith((" ", "\n")) and before.endswith(("", "."))
+        assert name == "plan" or (after[0] == "\n" and after.strip())
         again = one.sample(Random(f"{name}/{number}"), ROOM[unit], count)
         assert again == sample
     other = one.sample(Random("other"), ROOM[unit], count)

@@ -143,20 +143,20 @@ class KVCache:
         place = step.at(layer)
         if rows is not None:
             ok = isinstance(rows, Tensor) and rows.dim() == 1 and rows.dtype in INTS and rows.device == self.device
-            require(ok, f"rows: expected int [r] on {self.device}, got {describe(rows)}")
+            require(ok, lambda: f"rows: expected int [r] on {self.device}, got {describe(rows)}")
             check_rows(rows, place.slot.shape[0])
             place = place.take(rows)
         count = place.slot.shape[0]
         ok = isinstance(k, Tensor) and k.dim() == 3 and k.shape[0] == count and k.dtype in FLOATS
-        require(ok, f"k: expected float [R={count}, G, D], got {describe(k)}")
+        require(ok, lambda: f"k: expected float [R={count}, G, D], got {describe(k)}")
         same = isinstance(v, Tensor) and v.shape == k.shape and v.dtype == k.dtype
-        require(same, f"v: expected {describe(k)} like k, got {describe(v)}")
+        require(same, lambda: f"v: expected {describe(k)} like k, got {describe(v)}")
         on = k.device == self.device and v.device == self.device
-        require(on, f"k, v: expected on {self.device} like the cache, got {describe(k)} and {describe(v)}")
+        require(on, lambda: f"k, v: expected on {self.device} like the cache, got {describe(k)} and {describe(v)}")
         held = self.memory[layer]
         if held is not None:
             same = held[0].shape[1::2] == k.shape[1:] and held[0].dtype == k.dtype
-            require(same, f"k: layer {layer} holds {describe(held[0])} [P, G, page, D], got {describe(k)}")
+            require(same, lambda: f"k: layer {layer} holds {describe(held[0])} [P, G, page, D], got {describe(k)}")
         with torch.inference_mode(False), torch.no_grad():
             if held is None:
                 pages = self.layouts[layer].pages

@@ -79,16 +79,16 @@ def add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help="cpu, cuda or auto (default: cuda where there is a GPU)")
 
 
-def add_document(parser: argparse.ArgumentParser) -> None:
-    """--document, --prefill-chunk-size."""
-    parser.add_argument("--document", required=True, metavar="FILE", help="UTF-8 text; - for standard input")
-    add_chunk_size(parser)
-
-
 def add_methods(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--method", action="append", default=[], metavar="SPEC", help="'[PREFILL/]DECODE "
                         "[option=value ...] [prefill.option=value ...]', may be given several times; dense is always "
                         "there")  # fmt: skip
+
+
+def add_slot_settings(parser: argparse.ArgumentParser) -> None:
+    """--set SLOT.OPTION=VALUE."""
+    parser.add_argument("--set", action="append", default=[], metavar="SLOT.OPTION=VALUE", help="an option of each "
+                        "fuse or evict method given that has it and does not set it: fuse.ratio=0.3")  # fmt: skip
 
 
 def add_texts(parser: argparse.ArgumentParser) -> None:

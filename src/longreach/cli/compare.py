@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longreach.cli.common import (
-    add_document,
+    add_chunk_size,
     add_graph,
     add_json,
     add_model,
@@ -21,6 +21,7 @@ from longreach.cli.common import (
     tell_left_out,
     tell_unapplied,
 )
+from longreach.cli.compare_documents import compare_documents, refuse_without_documents
 from longreach.cli.show import Column, Table, console, duration, emit, percent, place, progress, waiting
 from longreach.errors import InvalidInput
 
@@ -33,19 +34,32 @@ EXAMPLES = (
     "longreach compare --model mini --document notes.txt",
     "longreach compare --model ./Llama-3.1-8B-Instruct --document report.txt --question 'Who wrote it?' --json",
     "longreach compare --model mini --document notes.txt --methods streaming_llm --set streaming_llm.window=0.1",
+    "longreach compare --model mini --documents a.txt b.txt --question 'Which of them names a code?' \\",
+    "    --system system.txt --method 'dense fuse=a3 fuse.ratio=0.3' --method 'dense fuse=pie evict=snapkv'",
 )
 QUESTION = "What is this text about?"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
-    add_document(parser)
+    text = parser.add_mutually_exclusive_group(required=True)
+    text.add_argument("--document", metavar="FILE", help="UTF-8 text; - for standard input")
+    text.add_argument("--documents", nargs="+", metavar="FILE", help="UTF-8 texts, cut into chunks, for fusion: each "
+                      "method reads the same tokens")  # fmt: skip
+    add_chunk_size(parser)
+    parser.add_argument("--system", metavar="FILE", help="with --documents: UTF-8 text before them")
+    parser.add_argument("--store", metavar="DIR", help="with --documents: where chunks are kept (default: nowhere)")
+    parser.add_argument("--chunk-tokens", type=positive, metavar="N", help="with --documents: of a chunk at most "
+                        "(default 512)")  # fmt: skip
     parser.add_argument("--question", default=QUESTION, metavar="TEXT", help=f"default: {QUESTION!r}")
-    parser.add_argument("--methods", metavar="A,B", help="methods to compare with dense (default: all)")
+    parser.add_argument("--methods", metavar="A,B", help="methods to compare with dense (default: all); "
+                        "with --documents fusion methods")  # fmt: skip
     parser.add_argument("--set", action="append", default=[], metavar="METHOD.OPTION=VALUE",
-                        help="an option of a method, such as streaming_llm.window=0.1")  # fmt: skip
+                        help="an option of a method, such as streaming_llm.window=0.1; with --documents of a slot, "
+                        "such as fuse.ratio=0.3")  # fmt: skip
     parser.add_argument("--method", action="append", metavar="SPEC", help="instead of --methods and --set: '[PREFILL/]"
-                        "DECODE [option=value ...] [prefill.option=value ...]', may be given often")  # fmt: skip
+                        "DECODE [option=value ...] [prefill.option=value ...] [evict=NAME] [evict.option=value ...]' "
+                        "and, with --documents, fuse=NAME and fuse.option=value; may be given often")  # fmt: skip
     parser.add_argument("--layers", action="store_true", help="measure each layer's and head's error on the same "
                         "hidden states too, in decode steps and, where prefill is not dense, on rows of the prompt; "
                         "times include it, and on a GPU steps are captured piecewise then")  # fmt: skip
@@ -63,6 +77,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.documents:
+        return compare_documents(args)
+    refuse_without_documents(args)
     if args.method is not None and (args.methods is not None or args.set):
         raise InvalidInput("--method says it all: leave out --methods and --set")
     chosen = [name.strip() for name in args.methods.split(",") if name.strip()] if args.methods is not None else None
@@ -161,27 +178,32 @@ def _show_errors(out: Any, what: str, error: dict[str, Any]) -> None:
 def _record(
     args: argparse.Namespace, model: Any, task: Compare, found: list[Comparison], where: Any, document: str
 ) -> None:
-    if args.output is None:
-        return
+    if args.output is not None:
+        sha256 = hashlib.sha256(document.encode()).hexdigest()
+        write_record(args, model, task, found, where, {"document": args.document, "document_sha256": sha256})
+
+
+def write_record(
+    args: argparse.Namespace, model: Any, task: Compare, found: list[Comparison], where: Any, read: dict[str, Any]
+) -> None:
+    """Write the record of a comparison to --output. read: what the config says of documents."""
     from longreach.evals.model_info import model_info
     from longreach.records import write
 
     config = {"prompt_tokens": len(task.prompt), "steps": args.steps, "layers": args.layers,
-              "past_end": args.past_end,
-              "prefill_chunk_size": args.prefill_chunk_size, "document": args.document,
-              "document_sha256": hashlib.sha256(document.encode()).hexdigest(), "question": args.question,
-              "not_applied": task.not_applied}  # fmt: skip
+              "past_end": args.past_end, "prefill_chunk_size": args.prefill_chunk_size, **read,
+              "question": args.question, "not_applied": task.not_applied}  # fmt: skip
     results = {
         c.label: {
             "kl": c.kl, "kl_steps": list(c.kl_steps), "first_divergence": c.first_divergence, "steps": c.steps,
             "prefill_reads": c.prefill_reads and asdict(c.prefill_reads),
             "decode_reads": c.decode_reads and asdict(c.decode_reads),
             "seconds": {"read": c.read_seconds, "per_token": c.seconds_per_token}, "layer_error": c.layer_error,
-            "prefill_layer_error": c.prefill_layer_error,
+            "prefill_layer_error": c.prefill_layer_error, **({"fusion": asdict(c.fusion)} if c.fusion else {}),
         }
         for c in found
     }  # fmt: skip
-    methods = {c.label: {"prefill": c.prefill, "decode": c.decode} for c in found}
+    methods = {spec.label: spec.to_json() for spec in task.specs}
     write(args.output, {"kind": "fidelity", "format": 1, "model": model_info(model, args.model), "config": config,
                         **where, "methods": methods, "results": results})  # fmt: skip
 

@@ -13,9 +13,11 @@ from longreach.cli.common import (
     add_graph,
     add_json,
     add_model,
+    add_slot_settings,
     count,
     exit_code,
     load_model,
+    parse_settings,
     positive,
     tell_left_out,
     tell_unapplied,
@@ -30,10 +32,13 @@ EXAMPLES = (
     "longreach eval --model ./Llama-3.1-8B-Instruct --tasks all --length 32768 --output all.json \\",
     "    --method streaming_llm --method 'oracle_top_k k=0.025 dense_layers=[0]'",
     "longreach eval --model mini --tasks needle_sweep --length 2048,4096,8192 --samples 11 --output sweep.json",
+    "longreach eval --model mini --tasks vt,qa_synthetic_1 --method 'dense fuse=a3 fuse.ratio=0.3' \\",
+    "    --method 'dense fuse=a3 evict=snapkv' --method 'dense fuse=random' --chunks bos --output fused.json",
     "longreach eval --list    (the tasks)",
     "longreach report all.json --output report",
 )
 FORMAT = 1
+CHUNK_TOKENS = 512
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,8 +53,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=positive, metavar="N", help="at most N prompts a task, for a quick look")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="which texts and facts (default 0)")
     parser.add_argument("--method", action="append", metavar="SPEC", help="'[PREFILL/]DECODE [option=value ...] "
-                        "[prefill.option=value ...]', may be given several times; dense is always there (default: "
-                        "every decode method that needs no option for this model)")  # fmt: skip
+                        "[prefill.option=value ...] [fuse=NAME] [evict=NAME] [fuse.option=value ...] "
+                        "[evict.option=value ...]', may be given several times; dense is always there (default: every "
+                        "decode method that needs no option for this model). fuse also takes the controls random, "
+                        "oracle and row_order. Where a method fuses, prompts are cut into instructions, chunks of the "
+                        "documents, and question, and all methods read the same tokens")  # fmt: skip
+    add_slot_settings(parser)
+    parser.add_argument("--chunk-tokens", type=positive, metavar="N", help="tokens of a chunk at most (default 512); "
+                        "without a fuse method: cut prompts all the same, as another record has them")  # fmt: skip
+    parser.add_argument("--chunks", choices=("alone", "bos", "system"), help="what chunks are computed behind: "
+                        "nothing, the tokenizer's first token, or the instructions (default system)")  # fmt: skip
     parser.add_argument("--equal-bytes", metavar="LABEL", help="give the other methods budgets with which they read as "
                         "many bytes while decoding as the method of this label (its --method text), found before "
                         "anything is asked, for answers half as long as they may be; methods whose budget is set "
@@ -76,11 +89,19 @@ def run(args: argparse.Namespace) -> int:
         return _list(args)
     if args.model is None:
         raise InvalidInput("which model? give --model DIR, or --model mini for the one shipped")
+    from longreach.evals.fusion.controls import CONTROLS
+    from longreach.evals.methods import NAMED, refuse_slots
     from longreach.evals.methods import specs as parse_specs
     from longreach.records import check_writable
 
     tasks = registry.choose(args.tasks)
-    specs = None if args.method is None else parse_specs(args.method)  # what is wrong there is told at once
+    given = parse_settings(args.set, "slot", NAMED)
+    specs = None  # what is wrong there is told at once
+    if args.method is not None or given:
+        specs = parse_specs(args.method or (), settings=given, controls=CONTROLS)
+    chunk_tokens = _chunk_tokens(args, specs or ())
+    if args.equal_bytes is not None:
+        refuse_slots(specs or (), NAMED, "--equal-bytes finds budgets over all keys of a prompt; leave it out")
     if args.output is not None:
         check_writable(args.output)
     with waiting("loading the model"):
@@ -96,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
 
         batch = args.batch or fitting_batch(model, max(args.length), args.prefill_chunk_size)
         settings = Settings(args.length, args.samples, args.limit, args.seed, args.draws, args.temperature, batch,
-                            args.prefill_chunk_size, args.graph)  # fmt: skip
+                            args.prefill_chunk_size, args.graph, chunk_tokens, args.chunks or "system")  # fmt: skip
         evaluation = Evaluation(model, tokenizer, tasks, specs, settings, args.workers)
         about = {"model": model_info(model, args.model), "config": evaluation.config(), **environment(model.device)}
     tell_unapplied(evaluation.not_applied)
@@ -108,6 +129,16 @@ def run(args: argparse.Namespace) -> int:
     else:
         show(record, place(about))
     return exit_code(_failed(record), "answers", args.output)
+
+
+def _chunk_tokens(args: argparse.Namespace, specs: Any) -> int | None:
+    """Tokens of a chunk; None where prompts are not cut. Raises InvalidInput for --chunks that nobody fuses."""
+    if any(spec.fuse for spec in specs):
+        return args.chunk_tokens or CHUNK_TOKENS
+    if args.chunks is not None:
+        raise InvalidInput("--chunks is for methods that fuse chunks; give one, such as --method 'dense fuse=a3'")
+    chunk_tokens: int | None = args.chunk_tokens
+    return chunk_tokens
 
 
 def measured(

@@ -14,6 +14,8 @@ from longreach.adapters.transformers import (
     CHUNK,
     Advance,
     Answer,
+    FusedPrompt,
+    FusionReport,
     Reader,
     Session,
     attach,
@@ -25,10 +27,11 @@ from longreach.adapters.transformers import (
 from longreach.cache import CacheConfig
 from longreach.errors import InvalidInput
 from longreach.evals.layers import LayerErrors, sample
-from longreach.evals.methods import DENSE, Spec, by_prefill, pairings
+from longreach.evals.methods import DENSE, Spec, by_reading, pairings, refuse_slots
 from longreach.evals.progress import Progress, unseen
 from longreach.evals.read_shares import ReadShares
 from longreach.methods.registry import choose, unfit
+from longreach.methods.slots import Fusion
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class Comparison:
     seconds_per_token: mean decode step, None where all went into setting the loop up.
     layer_error: of decode steps, see `LayerErrors.to_json`; prefill_layer_error: of a sample of the prompt's rows, None
     where the prompt is read densely. Both None where they were not asked for; with them, times include measuring them.
+    evict, fuse: configurations, None for none. fusion: what became of the tokens of a prompt with stored chunks.
     """
 
     label: str
@@ -57,6 +61,9 @@ class Comparison:
     seconds_per_token: float | None
     layer_error: dict[str, Any] | None = None
     prefill_layer_error: dict[str, Any] | None = None
+    evict: dict[str, Any] | None = None
+    fuse: dict[str, Any] | None = None
+    fusion: FusionReport | None = None
 
 
 class Compare:
@@ -66,6 +73,8 @@ class Compare:
     options: per method name. specs: instead of both, methods as `evals.methods` reads them, dense first.
     layers: measure errors layer by layer too, in steps captured piecewise at most. graph: as in `generate`. past_end:
     go on for all steps where dense attention's answer ends sooner.
+    fused: the same prompt with stored chunks, for specs that fuse them. Each way of reading is then timed the second
+    time, so that what happens once (kernels compiled, rotations found) is in no time.
     not_applied: settings of the model's generation config that its greedy answer is made without.
     Raises InvalidInput for a prompt too long or no steps, UnknownName for a method or option that does not exist.
     """
@@ -74,7 +83,7 @@ class Compare:
         self, model: Any, tokenizer: Any, prompt: Sequence[int], *, steps: int = 32,
         methods: Sequence[str] | None = None, options: Mapping[str, Mapping[str, Any]] | None = None,
         specs: Sequence[Spec] | None = None, layers: bool = False, graph: bool | None = None,
-        past_end: bool = False,
+        past_end: bool = False, fused: FusedPrompt | None = None,
     ):  # fmt: skip
         if steps < 1:
             raise InvalidInput(f"steps: expected at least 1, got {steps}")
@@ -91,9 +100,16 @@ class Compare:
             if not any(name == prefill or name in decodes for prefill, decodes in chosen):
                 raise InvalidInput(f"options for {name}, which is not compared; name it among the methods")
         self.specs = list(specs) if specs is not None else [self._spec(p, d) for p, decodes in chosen for d in decodes]
+        if fused is None:
+            refuse_slots(self.specs, ("fuse",), "a --document is read whole; give --documents FILE instead")
+        elif fused.ids != tuple(prompt):
+            raise InvalidInput("fused: expected the prompt's own tokens, or methods would answer different prompts")
+        self.fused = fused
         for spec in self.specs:  # now, not when it is their turn
             for method in (spec.prefill, spec.decode):
                 method.check(shape_of(model))
+            if spec.fuse is not None:
+                spec.fuse.probes(shape_of(model).layers)
         self.tokens: list[int] = []
         self.reference: list[Tensor] = []
 
@@ -108,14 +124,19 @@ class Compare:
     def run(self, chunk: int = CHUNK, progress: Progress = unseen) -> Iterator[Comparison]:
         """Compare method by method; dense comes first."""
         room = CacheConfig(capacity=len(self.prompt) + self.steps)
-        for prefill, specs in by_prefill(self.specs):
-            with attach(self.model, prefill=prefill, cache=room) as session:
+        for specs in by_reading(self.specs):
+            fuse, prefill, evict = specs[0].fuse, specs[0].prefill, specs[0].evict
+            with attach(self.model, fuse=fuse, prefill=prefill, evict=evict, cache=room) as session:
                 session.prepare(*(spec.decode for spec in specs))
                 reader = Reader(session, chunk, graph=self.graph)
+                if self.fused is not None:
+                    self._read(reader, fuse, progress)
+                    reader.cache.empty()
+                    session.reset_report()
+                    reader.read_seconds = 0.0
                 read_errors = self._prefill_errors() if prefill.name != DENSE else None
                 session.on_layer = read_errors
-                with progress(f"reading, {prefill.name}", len(self.prompt)) as advance:
-                    first = reader.read(self.prompt, advance)
+                first, fusion = self._read(reader, fuse, progress)
                 reads = [ReadShares.of(session.report(spec.decode), "prefill") for spec in specs]
                 for spec, prefill_reads in zip(specs, reads, strict=True):
                     session.switch(spec.decode)
@@ -125,8 +146,17 @@ class Compare:
                         rows, seconds = self._decode(reader, first, advance)
                     session.on_layer = None
                     yield self._compared(
-                        spec, session, prefill_reads, rows, reader.read_seconds, seconds, read_errors, errors
+                        spec, session, prefill_reads, rows, reader.read_seconds, seconds, read_errors, errors, fusion
                     )
+
+    def _read(self, reader: Reader, fuse: Fusion | None, progress: Progress) -> tuple[Tensor, FusionReport | None]:
+        """Logits [V] after the prompt, and what became of its tokens where it was fused."""
+        session = reader.session
+        with progress(f"reading, {session.prefill.name if fuse is None else fuse.name}", len(self.prompt)) as advance:
+            if fuse is None:
+                return reader.read(self.prompt, advance), None
+            assert self.fused is not None
+            return reader.read_fused(self.fused)
 
     def _prefill_errors(self) -> LayerErrors | None:
         if not self.layers:
@@ -167,6 +197,7 @@ class Compare:
         seconds: float | None,
         read_errors: LayerErrors | None,
         errors: LayerErrors | None,
+        fusion: FusionReport | None,
     ) -> Comparison:
         pairs = list(zip(self.reference, rows, strict=True))
         kl = [_divergence(a, b) for a, b in pairs]
@@ -186,6 +217,9 @@ class Compare:
             seconds,
             errors.to_json() if errors else None,
             read_errors.to_json() if read_errors else None,
+            spec.evict.to_json() if spec.evict else None,
+            spec.fuse.to_json() if spec.fuse else None,
+            fusion,
         )
 
 

@@ -25,7 +25,7 @@ from longreach.adapters.transformers import (
 from longreach.cache import CacheConfig
 from longreach.errors import InvalidInput
 from longreach.evals.mac_study.drift import Likeliest
-from longreach.evals.methods import Spec, by_prefill
+from longreach.evals.methods import NAMED, Spec, by_prefill, refuse_slots
 from longreach.evals.progress import Progress, counted, unseen
 from longreach.evals.prompting import Counter
 from longreach.evals.read_shares import phase_bytes
@@ -125,6 +125,7 @@ class Dialogue:
         for name, value in (("questions", questions), ("samples", samples)):
             if value < 1:
                 raise InvalidInput(f"{name}: expected at least 1, got {value}")
+        refuse_slots(specs, NAMED, "a dialogue needs all its keys for later questions")
         for spec in specs:
             for method in (spec.prefill, spec.decode):
                 method.check(shape_of(model))

@@ -19,13 +19,15 @@ from longreach.adapters.transformers import (
     unapplied,
 )
 from longreach.cache import CacheConfig
-from longreach.errors import InvalidInput
+from longreach.errors import InvalidInput, UnknownName
 from longreach.evals.failures import failure
-from longreach.evals.methods import Spec, by_prefill
+from longreach.evals.fusion.chunks import BEHIND, Behind, FusedPrompts, prefix_tokens
+from longreach.evals.methods import Spec, by_reading
 from longreach.evals.progress import Progress, counted, unseen
 from longreach.evals.prompt_workers import Workers
 from longreach.evals.prompting import Maker, PromptSample, at_lengths, samples_of
 from longreach.evals.read_shares import kernels_used, phase_bytes
+from longreach.methods.fusion import PIE
 from longreach.tasks.base import Task
 
 Keep = Callable[[str, Any], None]
@@ -36,6 +38,8 @@ class Settings:
     """lengths: tokens of prompt and answer together, each task asked at each. samples: of each task at a length, None
     for all of a data set and 20 of what is made; limit: at most. draws: answers to each prompt, more than one where
     temperature > 0 draws them. batch: prompts at a time. chunk: prompt tokens per pass. graph: see generate.
+    chunk_tokens: cut the documents of prompts into chunks of at most so many tokens, for fusion; None to tokenise each
+    prompt as one text. chunks: what they are computed behind, where a method fuses them.
     """
 
     lengths: tuple[int, ...]
@@ -47,10 +51,14 @@ class Settings:
     batch: int = 1
     chunk: int = 512
     graph: bool | None = None
+    chunk_tokens: int | None = None
+    chunks: Behind = "system"
 
     def __post_init__(self) -> None:
         if not self.lengths or len({*self.lengths}) < len(self.lengths):
             raise InvalidInput(f"lengths: expected some, each once, got {list(self.lengths)}")
+        if self.chunks not in BEHIND:
+            raise UnknownName("prefix of chunks", self.chunks, BEHIND)
         if not 0 <= self.temperature < float("inf"):
             raise InvalidInput(f"temperature: expected a number >= 0 (0 for greedy), got {self.temperature}")
         if self.draws > 1 and not self.temperature:
@@ -88,6 +96,12 @@ class Evaluation:
         for spec in specs:
             for method in (spec.prefill, spec.decode):
                 method.check(shape_of(model))
+            if spec.fuse is not None:
+                spec.fuse.probes(shape_of(model).layers)
+        if any(spec.fuse for spec in specs) and settings.chunk_tokens is None:
+            raise InvalidInput("fusion takes documents cut into chunks; give chunk_tokens, such as 512")
+        if any(spec.fuse for spec in specs) and settings.chunks == "bos":
+            prefix_tokens(tokenizer, "bos", (), 0)
         self.model, self.tokenizer, self.specs, self.settings = model, tokenizer, list(specs), settings
         self.tasks = at_lengths(tasks, settings.lengths)
         self.stop = stop_tokens(model, tokenizer)
@@ -104,7 +118,7 @@ class Evaluation:
         """
         totals = {name: samples_of(t.task, self.settings.samples, self.settings.limit)
                   for name, t in self.tasks.items()}  # fmt: skip
-        maker = Maker(self.tasks, self.tokenizer, self.settings.seed)
+        maker = Maker(self.tasks, self.tokenizer, self.settings.seed, self.settings.chunk_tokens)
         if self.workers:
             self._making = Workers(maker, totals, self.workers)
             self.asked = dict(self._making.samples)
@@ -133,19 +147,26 @@ class Evaluation:
         """
         parts = dict(done)
         room = CacheConfig(capacity=self.settings.longest)
-        for prefill, specs in by_prefill(self.specs):
+        for specs in by_reading(self.specs, fused_together=True):
             open_parts = [p for p in self._parts(specs[0].label) if p[0] not in done]
             if not open_parts:
                 continue
+            prefill, fuse = specs[0].prefill, None if specs[0].fuse is None else PIE()  # fused: each read takes its own
+            evict = None if fuse else specs[0].evict
+            what = "fusion" if fuse else f"{prefill.name} prefill{f', {evict.name}' if evict else ''}"
             with (
-                attach(self.model, prefill=prefill, cache=room) as session,
-                progress(f"{prefill.name} prefill, {counted(len(specs), 'method')}", len(open_parts)) as advance,
+                attach(self.model, fuse=fuse, prefill=prefill, evict=evict, cache=room) as session,
+                progress(f"{what}, {counted(len(specs), 'method')}", len(open_parts)) as advance,
             ):
                 session.prepare(*(spec.decode for spec in specs))
                 reader = BatchReader(session, self.settings.chunk, graph=self.settings.graph)
+                prompts = self._fused_prompts(session) if fuse else None
                 for key, name, first in open_parts:
-                    asked = self.asked[name][first : first + self.settings.batch]
-                    parts[key] = self._part(session, reader, specs, self.tasks[name].task, asked)
+                    asked, task = self.asked[name][first : first + self.settings.batch], self.tasks[name].task
+                    if prompts is None:
+                        parts[key] = self._part(session, reader, specs, task, asked)
+                    else:
+                        parts[key] = [a for one in asked for a in self._fused(prompts, reader, specs, task, one)]
                     if not failed(parts[key]):
                         keep(key, parts[key])
                     advance(1)
@@ -189,6 +210,39 @@ class Evaluation:
     ) -> list[dict[str, Any]]:
         found = [answers for one in asked for answers in self._part(session, reader, specs, task, [one])]
         return [{**answers, "alone": True} for answers in found]
+
+    def _fused_prompts(self, session: Session) -> FusedPrompts:
+        return FusedPrompts(session, self.tokenizer, self.settings.chunks, self.settings.chunk)
+
+    def _fused(
+        self, prompts: FusedPrompts, reader: BatchReader, specs: list[Spec], task: Task, one: PromptSample
+    ) -> list[dict[str, Any]]:
+        """Answers of all fusion methods to a prompt, whose chunks are computed once."""
+        device, session = self.model.device, prompts.session
+        try:
+            prompt = prompts.of(one.prompt, one.chunks)
+        except Exception as error:
+            what = failure(error, device)
+            return [self._failed(spec, one, what) for spec in specs]
+        found, read = list[dict[str, Any]](), None
+        for spec in sorted(specs, key=lambda s: [(o.fuse, o.evict) for o in specs].index((s.fuse, s.evict))):
+            try:
+                if read is None or read[0] != (spec.fuse, spec.evict):
+                    assert spec.fuse is not None
+                    read = (spec.fuse, spec.evict), *prompts.read(reader, prompt, spec.fuse, spec.evict)
+                    reports = {s.decode: session.report(s.decode) for s in specs}
+                _, logits, became = read
+                answered = self._answers(session, reader, spec, task, [one], logits)
+            except Exception as error:
+                read = None
+                found.append(self._failed(spec, one, failure(error, device)))
+                continue
+            report = reports[spec.decode]
+            found.append({
+                **answered, "prefill_bytes": phase_bytes(report, "prefill"),
+                "prefill_ran": kernels_used(report, "prefill"), "fusion": asdict(became),
+            })  # fmt: skip
+        return found
 
     def _failed(self, spec: Spec, one: PromptSample, what: str) -> dict[str, Any]:
         answer = {"number": one.number, "text": "", "score": 0.0, "tokens": 0, "stopped": False, "ids": [],
@@ -236,6 +290,8 @@ class Evaluation:
     def config(self) -> dict[str, Any]:
         """What was asked for, as records keep it; not_applied: settings of the model's generation config left out."""
         names = {"chunk": "prefill_chunk_size"}
-        kept = {names.get(k, k): v for k, v in asdict(self.settings).items() if k != "graph"}
+        left_out = {"graph", *(() if any(spec.fuse for spec in self.specs) else ("chunks",))}
+        left_out |= {"chunk_tokens"} if self.settings.chunk_tokens is None else set()
+        kept = {names.get(k, k): v for k, v in asdict(self.settings).items() if k not in left_out}
         lengths = {"length": self.settings.longest, "lengths": list(self.settings.lengths)}
         return {**kept, **lengths, "no_graph": self.settings.graph is False, "not_applied": self.not_applied}

@@ -15,7 +15,7 @@ from longreach.adapters.transformers import Answer, Reader, Session, attach, che
 from longreach.cache import CacheConfig
 from longreach.errors import InvalidInput
 from longreach.evals.dialogue import noted
-from longreach.evals.methods import Spec, by_prefill
+from longreach.evals.methods import NAMED, Spec, by_prefill, refuse_slots
 from longreach.evals.perplexity import Curve, Text, windows_of
 from longreach.evals.progress import Progress, counted, unseen
 from longreach.evals.read_shares import phase_bytes, shares
@@ -61,6 +61,7 @@ class Generation:
         if not 0 <= temperature < math.inf:
             raise InvalidInput(f"temperature: expected a finite number above 0, or 0 for greedy, got {temperature}")
         check_length(model, length, steps)
+        refuse_slots(specs, NAMED, "windows of a text hold no documents, and stay whole for the next method")
         for spec in specs:
             for method in (spec.prefill, spec.decode):
                 method.check(shape_of(model))

@@ -1,60 +1,133 @@
-"""Which methods are measured: by name or as users write them on a command line, and grouped by prefill method."""
+"""Which methods are measured: by name or as users write them on a command line, and grouped by how prompts are read."""
 
 from __future__ import annotations
 
+import json
 import shlex
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from longreach.errors import InvalidInput, UnknownName
 from longreach.methods.base import AttentionMethod
-from longreach.methods.registry import METHODS, choose, names, options
+from longreach.methods.registry import (
+    FUSIONS,
+    METHODS,
+    NONE,
+    choose,
+    choose_eviction,
+    choose_fusion,
+    names,
+    options,
+)
+from longreach.methods.slots import Eviction, Fusion, check_eviction, check_fusion
 
 DENSE = "dense"
-PREFILL = "prefill."
+NAMED = ("fuse", "evict")  # slots that a SPEC names as settings, fuse=a3
+OWNERS = ("prefill", *NAMED)  # slots whose options carry the slot's name, fuse.ratio=0.3
 Pairing = tuple[str, tuple[str, ...]]  # a prefill method, and the decode methods that answer after it
+Controls = Mapping[str, type[Fusion]]  # fusion that only measurements know, by name
 
 
 @dataclass(frozen=True)
 class Spec:
-    """A prefill and a decode method, and the text that named them."""
+    """The methods of the four slots, and the text that named them. fuse, evict: None for none."""
 
     label: str
     prefill: AttentionMethod
     decode: AttentionMethod
+    fuse: Fusion | None = None
+    evict: Eviction | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Both methods' configurations."""
-        return {"prefill": self.prefill.to_json(), "decode": self.decode.to_json()}
+        """The methods' configurations; fuse and evict only where there are any."""
+        there = {slot: method.to_json() for slot in NAMED if (method := getattr(self, slot)) is not None}
+        return {"prefill": self.prefill.to_json(), "decode": self.decode.to_json(), **there}
 
 
-def parse(text: str) -> Spec:
-    """The methods of "[PREFILL/]DECODE [option=value ...] [prefill.option=value ...]".
+def parse(text: str, controls: Controls | None = None) -> Spec:
+    """The methods of "[PREFILL/]DECODE [option=value ...] [fuse=NAME] [evict=NAME] [SLOT.option=value ...]".
 
-    "oracle_top_k k=0.025 dense_layers=[0]", say; without PREFILL the prompt is read densely. Values are JSON, Python's
-    True, False and None, or plain words.
-    Raises InvalidInput for what is none, UnknownName for methods and options that do not exist.
+    "oracle_top_k k=0.025 dense_layers=[0]", say, or "dense fuse=a3 fuse.ratio=0.3 evict=snapkv"; without PREFILL the
+    prompt is read densely. SLOT: prefill, fuse or evict. Values are JSON, Python's True, False and None, or plain
+    words. controls: further names for fuse.
+    Raises InvalidInput for what is none, UnknownName for methods and options that do not exist, Unsupported for methods
+    that do not go together.
     """
+    name, *settings = _words(text)
+    before, slash, after = name.partition("/")
+    prefill, decode = (before, after) if slash else (DENSE, before)
+    where = f"method {text!r}"
+    named = {slot: [x.removeprefix(f"{slot}=") for x in settings if x.startswith(f"{slot}=")] for slot in NAMED}
+    for slot, found in named.items():
+        if len(found) > 1 or "" in found:
+            raise InvalidInput(f"{where}: expected {slot}=NAME once, got {slot}={f' {slot}='.join(found)}")
+    of = {slot: [x.removeprefix(f"{slot}.") for x in settings if x.startswith(f"{slot}.")] for slot in OWNERS}
+    slots = tuple(f"{slot}=" for slot in NAMED) + tuple(f"{slot}." for slot in OWNERS)
+    theirs = options([x for x in settings if not x.startswith(slots)], where)
+    spec = Spec(
+        " ".join([name, *settings]),
+        choose("prefill", prefill, **options(of["prefill"], where)),
+        choose("decode", decode, **theirs),
+        _fusion(next(iter(named["fuse"]), None), options(of["fuse"], where), controls or {}),
+        choose_eviction(next(iter(named["evict"]), None), **options(of["evict"], where)),
+    )
+    check_fusion(spec.fuse, spec.prefill)
+    check_eviction(spec.evict, spec.decode, fused=spec.fuse is not None)
+    return spec
+
+
+def _words(text: str) -> list[str]:
     try:
-        name, *settings = shlex.split(text)
+        first, *rest = shlex.split(text)
     except ValueError as error:
         raise InvalidInput(
             f"method {text!r}: expected [PREFILL/]DECODE and option=value, such as 'oracle_top_k k=0.1'"
         ) from error
-    before, slash, after = name.partition("/")
-    prefill, decode = (before, after) if slash else (DENSE, before)
-    where = f"method {text!r}"
-    mine = options([x.removeprefix(PREFILL) for x in settings if x.startswith(PREFILL)], where)
-    theirs = options([x for x in settings if not x.startswith(PREFILL)], where)
-    label = " ".join([name, *settings])
-    return Spec(label, choose("prefill", prefill, **mine), choose("decode", decode, **theirs))
+    return [first, *rest]
 
 
-def specs(texts: Iterable[str]) -> list[Spec]:
-    """Each text's methods, dense first: it is what all are measured against. One label once."""
-    found = {spec.label: spec for spec in map(parse, [DENSE, *texts])}
+def _fusion(name: str | None, given: dict[str, Any], controls: Controls) -> Fusion | None:
+    if name in controls:
+        return controls[str(name)].make(**given)
+    if name is not None and name not in (*NONE, *FUSIONS):
+        raise UnknownName("fuse method", name, (*NONE, *FUSIONS, *controls))
+    return choose_fusion(name, **given)
+
+
+def specs(
+    texts: Iterable[str], *, settings: Mapping[str, Mapping[str, Any]] | None = None, controls: Controls | None = None
+) -> list[Spec]:
+    """Each text's methods, dense first: it is what all are measured against. One label once.
+
+    settings: {slot: {option: value}} of fuse and evict, for each method that has the option and does not set it itself.
+    Raises as `parse`, and InvalidInput for a setting that no method takes.
+    """
+    found, unused = dict[str, Spec](), {(slot, option) for slot, mine in (settings or {}).items() for option in mine}
+    for text in [DENSE, *texts]:
+        spec, words = parse(text, controls), list[str]()
+        for slot, mine in (settings or {}).items():
+            method = getattr(spec, slot)
+            for option, value in mine.items():
+                if method is not None and option in method.options():
+                    unused.discard((slot, option))
+                    if not any(word.startswith(f"{slot}.{option}=") for word in shlex.split(text)):
+                        said = value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
+                        words.append(f"{slot}.{option}={said}")
+        spec = parse(" ".join([text, *words]), controls)
+        found[spec.label] = spec
+    if unused:
+        slot, option = min(unused)
+        raise InvalidInput(f"--set {slot}.{option}: no method given has this option in its {slot} slot; leave it out")
     return list(found.values())
+
+
+def refuse_slots(specs: Iterable[Spec], slots: Collection[str], why: str) -> None:
+    """Raise InvalidInput for the first method with something in one of these slots."""
+    for spec in specs:
+        for slot in slots:
+            if (method := getattr(spec, slot)) is not None:
+                raise InvalidInput(f"{spec.label!r}: {slot}={method.name}: {why}")
 
 
 def by_prefill(chosen: Sequence[Spec]) -> list[tuple[AttentionMethod, list[Spec]]]:
@@ -63,6 +136,18 @@ def by_prefill(chosen: Sequence[Spec]) -> list[tuple[AttentionMethod, list[Spec]
     for spec in chosen:
         groups.setdefault(spec.prefill, []).append(spec)
     return list(groups.items())
+
+
+def by_reading(chosen: Sequence[Spec], *, fused_together: bool = False) -> list[list[Spec]]:
+    """Those that read the prompt alike and evict alike, together, in the order of first mention.
+
+    fused_together: one group of all with a fusion method.
+    """
+    groups: dict[Any, list[Spec]] = {}
+    for spec in chosen:
+        alike = "fused" if spec.fuse and fused_together else (spec.fuse, spec.prefill, spec.evict)
+        groups.setdefault(alike, []).append(spec)
+    return list(groups.values())
 
 
 def pairings(chosen: Sequence[str] | None = None, left_out: Collection[str] = ()) -> list[Pairing]:

@@ -17,7 +17,7 @@ from longreach.adapters.transformers import Advance, Answer, Reader, Session, at
 from longreach.cache import CacheConfig
 from longreach.errors import InvalidInput, MeasurementFailed
 from longreach.evals.failures import failure
-from longreach.evals.methods import Spec, by_prefill
+from longreach.evals.methods import NAMED, Spec, by_prefill, refuse_slots
 from longreach.evals.progress import Progress, counted, unseen
 from longreach.evals.read_shares import phase_bytes, shares
 from longreach.methods.base import AttentionMethod
@@ -151,6 +151,7 @@ class Perplexity:
         check_length(model, length, 0)
         if not 0 <= decode_tokens <= length - 3:
             raise InvalidInput(f"decode tokens: expected 0 to {length - 3} of windows of {length}, got {decode_tokens}")
+        refuse_slots(specs, NAMED, "perplexity reads windows of a text, which hold no documents and no question")
         for spec in specs:
             for method in (spec.prefill, spec.decode):
                 method.check(shape_of(model))

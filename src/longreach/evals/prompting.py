@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
-from longreach.adapters.transformers import chat, encode
+from longreach.adapters.transformers import Splitter, chat, encode, frame
 from longreach.errors import InvalidInput
 from longreach.tasks.base import Count, Given, GoesThrough, Sample, Task
 
@@ -25,6 +25,7 @@ class PromptSample:
     number: int
     sample: Sample
     prompt: tuple[int, ...]
+    chunks: tuple[tuple[int, int], ...] = ()  # [start, stop) of the documents' chunks, where prompts are cut
 
     def to_json(self) -> dict[str, Any]:
         text = [self.sample.context, self.sample.question, self.sample.begun]
@@ -34,6 +35,7 @@ class PromptSample:
             "characters": sum(map(len, text)),
             "expected": list(self.sample.answers),
             "facts": dict(self.sample.facts),
+            **({"chunks": [list(chunk) for chunk in self.chunks]} if self.chunks else {}),
         }
 
 
@@ -83,6 +85,43 @@ def prompt_tokens(tokenizer: Any, sample: Sample, in_chat: bool = True) -> list[
     return encode(tokenizer, f"{text} {sample.begun}" if sample.begun else text)
 
 
+class TokenParts(NamedTuple):
+    """A prompt's tokens, and [start, stop) of the chunks of its documents; none where it is tokenised as one text."""
+
+    ids: tuple[int, ...]
+    chunks: tuple[tuple[int, int], ...] = ()
+
+
+class PromptCutter:
+    """Prompts tokenised in parts: instructions, documents, question; the documents are cut into chunks.
+
+    Special tokens, a chat template and instructions stand before the first chunk, the question after the last. A chunk
+    has `most` tokens at most and ends with a document, paragraph or sentence where it can (`Splitter`). Raises as
+    `frame` and `Splitter`.
+    """
+
+    def __init__(self, tokenizer: Any, most: int):
+        self._tokenizer, self._splitter, self._frame = tokenizer, Splitter(tokenizer, most), frame(tokenizer)
+
+    def __call__(self, sample: Sample, in_chat: bool = True) -> TokenParts:
+        """The parts of a sample's prompt. Raises InvalidInput where nothing asks after the documents."""
+        templated = in_chat and self._frame.templated
+        documents = sample.context[sample.instructions :].lstrip()
+        before = sample.context[: len(sample.context) - len(documents)]
+        asked = f"\n\n{sample.question}" if sample.question else ""
+        if templated:
+            head, tail = self._frame.head + before, asked + self._frame.rest + sample.begun
+        else:
+            head, tail = before, asked + (f" {sample.begun}" if sample.begun else "")
+        if not tail:
+            raise InvalidInput("a task whose text asks by itself has no question after its documents; leave it out")
+        ids, chunks = encode(self._tokenizer, head, special=not templated), list[tuple[int, int]]()
+        for piece in self._splitter.split(documents).chunks:
+            chunks.append((len(ids), len(ids) + len(piece.tokens)))
+            ids += piece.tokens
+        return TokenParts((*ids, *encode(self._tokenizer, tail, special=False)), tuple(chunks))
+
+
 def samples_of(task: Task, samples: int | None, limit: int | None) -> int:
     """How many samples a task is asked: all it holds, or DEFAULT, where `samples` does not say; `limit` at most."""
     most = len(task.fixed) if isinstance(task, Given) else samples or DEFAULT
@@ -104,17 +143,29 @@ def at_lengths(tasks: Iterable[Task], lengths: Sequence[int]) -> dict[str, AtLen
 
 
 class Maker:
-    """Makes the prompts of tasks, by name and number; the same whoever makes them, and in whatever order."""
+    """Makes the prompts of tasks, by name and number; the same whoever makes them, and in whatever order.
 
-    def __init__(self, tasks: Mapping[str, AtLength], tokenizer: Any, seed: int):
+    chunk_tokens: of a document's chunk at most, where prompts are to be cut (`PromptCutter`); None where they are not.
+    """
+
+    def __init__(self, tasks: Mapping[str, AtLength], tokenizer: Any, seed: int, chunk_tokens: int | None = None):
         self.tasks = dict(tasks)
         self._tokenizer, self._count, self._seed = tokenizer, Counter(tokenizer), seed
+        self._cut = None if chunk_tokens is None else PromptCutter(tokenizer, chunk_tokens)
 
     def make(self, name: str, number: int, total: int) -> PromptSample:
         """Prompt `number` of `total` of a task. Raises as `fitted`."""
         one = self.tasks[name]
-        sample, prompt = fitted(one.task, self._tokenizer, one.length, self._seed, number, total, count=self._count)
-        return PromptSample(number, sample, tuple(prompt))
+        cut = self._cut or whole(self._tokenizer)
+        sample, parts = fitted_parts(
+            one.task, self._tokenizer, cut, one.length, self._seed, number, total, count=self._count
+        )
+        return PromptSample(number, sample, parts.ids, parts.chunks)
+
+
+def whole(tokenizer: Any) -> Callable[[Sample, bool], TokenParts]:
+    """Tokenises prompts as one text."""
+    return lambda sample, in_chat: TokenParts(tuple(prompt_tokens(tokenizer, sample, in_chat)))
 
 
 def fitted(
@@ -125,6 +176,15 @@ def fitted(
     count: the tokenizer's Counter, where one is kept from sample to sample.
     Raises InvalidInput where the task cannot be built at this length.
     """
+    sample, parts = fitted_parts(task, tokenizer, whole(tokenizer), length, seed, number, total, count=count)
+    return sample, list(parts.ids)
+
+
+def fitted_parts(
+    task: Task, tokenizer: Any, tokens: Callable[[Sample, bool], TokenParts], length: int, seed: int, number: int,
+    total: int, *, count: Count | None = None,
+) -> tuple[Sample, TokenParts]:  # fmt: skip
+    """As `fitted`, with prompts tokenised by `tokens`, given a sample and whether it stands in the chat template."""
     count = count or Counter(tokenizer)
     room = length - task.max_new_tokens
     in_chat = task.chat if isinstance(task, Given) else True
@@ -135,10 +195,10 @@ def fitted(
         else:
             chosen = task.at(number, total, seed) if isinstance(task, GoesThrough) else task
             sample = chosen.sample(Random(f"{seed}/{task.name}/{number}"), inside, count)
-        prompt = prompt_tokens(tokenizer, sample, in_chat)
-        if len(prompt) <= room:
+        prompt = tokens(sample, in_chat)
+        if len(prompt.ids) <= room:
             return sample, prompt
-        inside -= len(prompt) - room  # joints between the parts take tokens of their own
+        inside -= len(prompt.ids) - room  # joints between the parts take tokens of their own
     raise InvalidInput(
         f"{task.name}: no prompt of at most {room} tokens (length {length} less {task.max_new_tokens} for the answer) "
         f"in {TRIES} tries; ask for another --length"

@@ -73,6 +73,7 @@ def result(entries: Sequence[dict[str, Any]], dense: dict[tuple[int, int], dict[
         "length_over_dense": length,
         "prefill_reads": _reads([e["prefill_bytes"] for e in entries]),
         "decode_reads": _reads([e["decode_bytes"] for e in entries]),
+        **_fusion([e["fusion"] for e in entries if "fusion" in e]),
         "ran": {phase: sorted({how for e in entries for how in e.get(f"{phase}_ran", ())}) for phase in PHASES},
         "not_captured": next((why for e in entries if (why := e.get("not_captured"))), None),
         "seconds": {
@@ -111,6 +112,21 @@ def diverges_at(ids: Sequence[int], other: Sequence[int]) -> int | None:
     """The first token, from 0, that differs; None where answers are the same."""
     same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ids, other)))
     return None if same == len(ids) == len(other) else same
+
+
+def _fusion(became: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of a fused task: mean tokens of a prompt by what became of them, and mean errors of stored keys and values at
+    the recomputed ones, by layer."""
+    if not became:
+        return {}
+    counts = {
+        name: _mean([b[name] for b in became]) for name in ("tokens", "exact", "recomputed", "reused", "computed")
+    }
+    errors = {}
+    for name in ("key_error", "value_error"):
+        layers = [[e for e in layer if e is not None] for layer in zip(*(b[name] for b in became), strict=True)]
+        errors[name] = [_mean(layer) if layer else None for layer in layers]
+    return {"fusion": {**counts, **errors}}
 
 
 def _reads(read: Sequence[list[int] | None]) -> dict[str, float] | None:

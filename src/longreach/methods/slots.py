@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +12,8 @@ import torch
 from torch import Tensor
 
 from longreach.cache import StatelessOnTruncate
-from longreach.methods.base import Configured, PromptObserver
+from longreach.errors import Unsupported
+from longreach.methods.base import AttentionMethod, Configured, PromptObserver
 from longreach.methods.call import LayerCall
 from longreach.ops import KVView, Rows
 
@@ -173,3 +175,22 @@ class Eviction(PromptObserver, ABC):
             if index is not None:
                 found[slot] = index
         return found
+
+
+def check_fusion(fuse: Fusion | None, prefill: AttentionMethod) -> None:
+    """Raise Unsupported for a prefill method that does not go with fusion."""
+    if fuse is not None and prefill.name != "dense":
+        raise Unsupported(
+            f"fuse={fuse.name} with prefill={prefill.name}: recomputed tokens attend densely; leave prefill out"
+        )
+
+
+def check_eviction(evict: Eviction | None, decode: AttentionMethod, *, fused: bool) -> None:
+    """Raise Unsupported if a method cannot decode after eviction, InvalidInput if the window exceeds the capacity."""
+    if evict is None:
+        return
+    why = decode.eviction_refusal()
+    if why is not None:
+        raise Unsupported(f"evict={evict.name} with decode={decode.name}: {why}; decode with another method")
+    if not fused:  # then the question's rows take the window's place
+        evict.check_parts(sys.maxsize, 0, evict.window)

@@ -18,6 +18,7 @@ class Sample:
     chat it is the assistant's, so that all models are asked to go on with the same words.
     answers: what is expected; how many of them are needed, and how they are matched, is `Task.score`'s affair.
     facts: what else describes the sample (depth, keys, choices), as JSON values.
+    instructions: characters at the beginning of context that say what to do; documents follow them.
     """
 
     context: str
@@ -25,6 +26,7 @@ class Sample:
     begun: str
     answers: tuple[str, ...]
     facts: Mapping[str, Any] = field(default_factory=dict)
+    instructions: int = 0
 
 
 class Task(Protocol):

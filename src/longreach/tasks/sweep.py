@@ -42,7 +42,7 @@ class Sweep:
         context = haystack.document(
             random, fact, room - beside, count, intro, essay=self.essay, what=self.name, beside=beside
         )
-        return Sample(context, question, begun, (value,), {"depth": self.depth, "keys": [key]})
+        return Sample(context, question, begun, (value,), {"depth": self.depth, "keys": [key]}, len(intro))
 
     def score(self, answer: str, sample: Sample) -> float:
         return all_of(answer, sample.answers)

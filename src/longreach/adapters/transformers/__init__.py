@@ -7,6 +7,8 @@ from longreach.adapters.transformers.chunking import Piece, Pieces, Splitter, sp
 from longreach.adapters.transformers.dependence import DependenceMeter
 from longreach.adapters.transformers.documents import Account, ChunkOrigin, Documents
 from longreach.adapters.transformers.fingerprint import Fingerprint, fingerprint
+from longreach.adapters.transformers.fusing import FusedPrompt, FusionReport
+from longreach.adapters.transformers.fusing import read as read_fused
 from longreach.adapters.transformers.get_or_compute import ChunkResult, get_or_compute
 from longreach.adapters.transformers.hf_cache import LongreachCache
 from longreach.adapters.transformers.load import device_of, load, model_path, shape_at
@@ -20,6 +22,7 @@ from longreach.adapters.transformers.prompt_tokens import (
     context_limit,
     document_head,
     encode,
+    frame,
     prompts,
     share,
     stop_strings,
@@ -41,6 +44,8 @@ __all__ = [
     "DependenceMeter",
     "Documents",
     "Fingerprint",
+    "FusedPrompt",
+    "FusionReport",
     "LongreachCache",
     "Piece",
     "Pieces",
@@ -57,12 +62,14 @@ __all__ = [
     "document_head",
     "encode",
     "fingerprint",
+    "frame",
     "get_or_compute",
     "load",
     "model_path",
     "pieces",
     "places",
     "prompts",
+    "read_fused",
     "residuals",
     "shape_at",
     "shape_of",

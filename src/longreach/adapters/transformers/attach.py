@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -42,7 +41,7 @@ from longreach.cache import CacheConfig
 from longreach.errors import ConcurrentUse, InvalidInput, Unsupported
 from longreach.methods.base import AttentionMethod
 from longreach.methods.registry import choose, choose_eviction, choose_fusion
-from longreach.methods.slots import Eviction, Fusion
+from longreach.methods.slots import Eviction, Fusion, check_eviction, check_fusion
 from longreach.ops.attend import IMPLEMENTATIONS
 from longreach.runtime import Ledger, Pass, Report, Segment
 from longreach.runtime.forward import LayerHook
@@ -80,10 +79,7 @@ def attach(
     """
     eviction = choose_eviction(evict)
     fusion, method = choose_fusion(fuse), choose("prefill", prefill)
-    if fusion is not None and method.name != "dense":
-        raise Unsupported(
-            f"fuse={fusion.name} with prefill={method.name}: recomputed tokens attend densely; leave prefill out"
-        )
+    check_fusion(fusion, method)
     return Session(model, method, choose("decode", decode), cache or CacheConfig(), impl, fusion, eviction)
 
 
@@ -104,7 +100,7 @@ class Session:
         self._shape = shape_of(model)
         for method in (prefill, decode):
             method.check(self._shape)
-        _check_eviction(evict, decode, fused=fuse is not None)
+        check_eviction(evict, decode, fused=fuse is not None)
         self.model, self.prefill, self.decode, self.cache_config = model, prefill, decode, cache
         self.fuse, self.evict = fuse, evict
         IMPLEMENTATIONS.resolve(impl, model.device)  # an unknown name is refused now; "auto" is resolved call by call
@@ -226,7 +222,7 @@ class Session:
     def _check_method(self, method: AttentionMethod) -> None:
         """Raise as `switch` where the model does not fit a decode method, and note what the method needs of it."""
         method.check(self._shape)
-        _check_eviction(self.evict, method, fused=self.fuse is not None)
+        check_eviction(self.evict, method, fused=self.fuse is not None)
         if method.needs_pre_rope and not self._notes_rotary:
             check_model(self.model, self._decoder, rotary=True)
             self._note_rotary()
@@ -399,14 +395,3 @@ class Session:
 
         for module in attention_modules(self._decoder):
             self._undo.append(module.register_forward_pre_hook(note, with_kwargs=True).remove)
-
-
-def _check_eviction(evict: Eviction | None, decode: AttentionMethod, *, fused: bool) -> None:
-    """Raise Unsupported if a method cannot decode after eviction, InvalidInput if the window exceeds the capacity."""
-    if evict is None:
-        return
-    why = decode.eviction_refusal()
-    if why is not None:
-        raise Unsupported(f"evict={evict.name} with decode={decode.name}: {why}; decode with another method")
-    if not fused:  # then the question's rows take the window's place
-        evict.check_parts(sys.maxsize, 0, evict.window)

@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longreach.adapters.transformers.attach import Session
+from longreach.adapters.transformers.fusing import FusedPrompt, FusionReport
+from longreach.adapters.transformers.fusing import read as fused
 from longreach.adapters.transformers.hf_cache import LongreachCache
 from longreach.adapters.transformers.loop.decoder import vocabulary_of
 from longreach.adapters.transformers.loop.prefill import prefill
@@ -94,6 +96,13 @@ class Reader:
         logits = self._pass(tokens, progress, then)
         self.read_seconds += now(self.session.model) - started
         return logits
+
+    def read_fused(self, prompt: FusedPrompt, *, then: int = 0) -> tuple[Tensor, FusionReport]:
+        """Read a prompt by the session's fusion method into the empty cache, as `fusing.read`."""
+        started = now(self.session.model)
+        read = fused(self.session, self.cache, prompt, then=then)
+        self.read_seconds += now(self.session.model) - started
+        return read
 
     def score(self, tokens: Sequence[int], progress: Advance = _ignore) -> Tensor:
         """-log p of each token but the first given those before it, fp32 [T - 1], in nats. Reads into the empty cache.
@@ -229,6 +238,22 @@ class BatchReader:
         self.read_seconds = now(self.session.model) - started
         self.cache = cache
         return logits
+
+    def read_fused(self, prompt: FusedPrompt) -> tuple[Tensor, FusionReport]:
+        """Read one prompt by the session's fusion method; logits [1, V] after it, and what became of its tokens.
+
+        Raises as `fusing.read`; the cache is then empty.
+        """
+        self.cache = None
+        if 1 not in self._caches:
+            self._caches[1] = self.session.new_cache(1)
+        cache = self._caches[1]
+        cache.empty()
+        started = now(self.session.model)
+        logits, report = fused(self.session, cache, prompt)
+        self.read_seconds = now(self.session.model) - started
+        self.cache = cache
+        return logits[None], report
 
     @torch.no_grad()
     def answer(

@@ -11,9 +11,20 @@ from longreach.records.report.blocks import Block, Code, Heading, Text
 from longreach.records.report.reading import VERBS, Record
 
 OPTIONS = {
-    "eval": ("length", "samples", "limit", "seed", "temperature", "draws", "batch", "prefill_chunk_size"),
+    "eval": (
+        "length",
+        "samples",
+        "limit",
+        "seed",
+        "temperature",
+        "draws",
+        "batch",
+        "prefill_chunk_size",
+        "chunk_tokens",
+        "chunks",
+    ),
     "perplexity": ("length", "decode_tokens", "limit", "prefill_chunk_size"),
-    "fidelity": ("question", "steps", "prefill_chunk_size"),
+    "fidelity": ("question", "steps", "prefill_chunk_size", "chunk_tokens"),
     "attention": ("length", "samples", "rows", "seed", "prefill_chunk_size"),
 }
 DEFAULTS = {"temperature": 0.0, "draws": 1}
@@ -64,7 +75,11 @@ def _input(record: Record) -> list[str]:
         return [word for file in record["files"] for word in ("--text", file["name"])]
     if record.kind == "attention":
         return []
-    return ["--document", str(record["config"].get("document", "FILE"))]
+    config = record["config"]
+    if "documents" in config:
+        system = ["--system", config["system"]] if config["system"] else []
+        return ["--documents", *(document["name"] for document in config["documents"]), *system]
+    return ["--document", str(config.get("document", "FILE"))]
 
 
 def _spec(method: dict[str, Any]) -> str:
@@ -73,6 +88,9 @@ def _spec(method: dict[str, Any]) -> str:
     names = [slots[slot].pop("name") for slot in slots]
     settings = [f"{'prefill.' if slot == 'prefill' else ''}{option}={_value(value)}"
                 for slot in ("decode", "prefill") for option, value in slots[slot].items()]  # fmt: skip
+    for slot in ("fuse", "evict"):
+        settings += [f"{slot}{'=' if option == 'name' else f'.{option}='}{_value(value)}"
+                     for option, value in method.get(slot, {}).items()]  # fmt: skip
     return " ".join([names[1] if names[0] == "dense" else "/".join(names), *settings])
 
 

@@ -55,7 +55,7 @@ class CommonWords:
 
         beside, most = count(f"\n\n{question} {begun}"), len(mine) - self.common
         size = largest(lambda size: count(text(size)), room - beside, self.name, most=most, beside=beside)
-        return Sample(text(size), question, begun, tuple(mine[: self.common]), {"others": size})
+        return Sample(text(size), question, begun, tuple(mine[: self.common]), {"others": size}, len(INTRO))
 
     def score(self, answer: str, sample: Sample) -> float:
         return all_of(answer, sample.answers)

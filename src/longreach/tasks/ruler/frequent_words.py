@@ -47,7 +47,8 @@ class FrequentWords:
 
         beside = count(f"\n\n{ASKED} {BEGUN}")
         size = largest(lambda size: count(text(size)), room - beside, self.name, LEAST, beside=beside)
-        return Sample(text(size), ASKED, BEGUN, tuple(codes[:3]), {"words": size, "times": self.times(size, 4)[1:]})
+        facts = {"words": size, "times": self.times(size, 4)[1:]}
+        return Sample(text(size), ASKED, BEGUN, tuple(codes[:3]), facts, len(INTRO))
 
     def score(self, answer: str, sample: Sample) -> float:
         return all_of(answer, sample.answers)

@@ -58,8 +58,9 @@ class Niah:
         begun = (BEGUN_ALL if several else BEGUN).format(**fill)
         depths = [depth for (depth, _), (key, _) in zip(placed, needles, strict=True) if key in asked]
         beside = count(f"\n\n{question} {begun}")
-        context = self._context(random, placed, room - beside, beside, count, needles)
-        return Sample(context, question, begun, answers, {"depths": depths, "keys": asked})
+        intro = (INTRO if self.queries * self.values == 1 else INTRO_ALL).format(attribute=self.value)
+        context = self._context(random, placed, room - beside, beside, count, needles, intro)
+        return Sample(context, question, begun, answers, {"depths": depths, "keys": asked}, len(intro))
 
     def score(self, answer: str, sample: Sample) -> float:
         return all_of(answer, sample.answers)
@@ -72,8 +73,8 @@ class Niah:
         beside: int,
         count: Count,
         needles: list[tuple[str, str]],
+        intro: str,
     ) -> str:
-        intro = (INTRO if self.queries * self.values == 1 else INTRO_ALL).format(attribute=self.value)
         if self.haystack == "essay":
             return haystack.document(
                 random, placed, room, count, intro, essay=self.essay, what=self.name, beside=beside

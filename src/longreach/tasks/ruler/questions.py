@@ -71,7 +71,7 @@ class Questions:
         documents = chosen(size)
         places = [i / len(documents) for i, d in enumerate(documents) if d in mine]
         facts = {"depths": places, "documents": len(documents), "item": place}
-        return Sample(text(size), question, BEGUN, item.answers, facts)
+        return Sample(text(size), question, BEGUN, item.answers, facts, len(HEAD))
 
     def score(self, answer: str, sample: Sample) -> float:
         return any_of(answer, sample.answers)

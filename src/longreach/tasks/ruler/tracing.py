@@ -45,7 +45,7 @@ class Tracing:
             return count(f"{example}\n\n{context}\n\n{question} {begun}")
 
         context, question, begun = parts(largest(tokens, room, self.name))
-        return Sample(f"{example}\n\n{context}", question, begun, tuple(mine), {"hops": self.hops})
+        return Sample(f"{example}\n\n{context}", question, begun, tuple(mine), {"hops": self.hops}, len(INTRO))
 
     def score(self, answer: str, sample: Sample) -> float:
         return all_of(answer, sample.answers)

@@ -1,0 +1,93 @@
+"""Prompts whose documents are chunks computed alone, behind BOS or behind the system prompt, read by fusion methods."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, get_args
+
+from torch import Tensor
+
+from longreach.adapters.transformers import BatchReader, FusedPrompt, FusionReport, Precompute, Reader, Session, encode
+from longreach.adapters.transformers.fingerprint import fingerprint
+from longreach.errors import InvalidInput
+from longreach.evals.fusion.controls import resolved
+from longreach.evals.fusion.memory import moved
+from longreach.methods.slots import Eviction, Fusion
+
+Behind = Literal["alone", "bos", "system"]
+BEHIND: tuple[Behind, ...] = get_args(Behind)
+
+
+def prefix_tokens(tokenizer: Any, behind: Behind, ids: Sequence[int], first: int) -> tuple[int, ...]:
+    """What the chunks of a prompt are computed behind. first: where its first chunk begins.
+
+    Raises InvalidInput for "bos" where the tokenizer puts no token before a text.
+    """
+    if behind == "alone":
+        return ()
+    if behind == "system":
+        return tuple(ids[:first])
+    special = tuple(encode(tokenizer, ""))
+    if not special:
+        raise InvalidInput("the tokenizer puts no token before a text, so that chunks behind BOS are chunks alone")
+    return special
+
+
+class FusedPrompts:
+    """Chunks of prompts, and reads of them by any fusion and eviction method, over one session.
+
+    session: attached with a fusion method and without eviction; `read` takes the methods of each read. chunk: prompt
+    tokens per pass where a prompt is read plainly, and while chunks are computed.
+    Raises as `Precompute`, and as `prefix_tokens`.
+    """
+
+    def __init__(self, session: Session, tokenizer: Any, behind: Behind, chunk: int):
+        self.session, self._behind, self._chunk = session, behind, chunk
+        self._tokenizer, self._known = tokenizer, fingerprint(session.model)
+        self._work: Precompute | None = None
+        self._plain: Reader | None = None
+        self._moved: tuple[FusedPrompt, Tensor] | None = None
+
+    def of(self, ids: Sequence[int], chunks: Sequence[tuple[int, int]]) -> FusedPrompt:
+        """The prompt with its chunks [start, stop) computed. Raises as `Precompute.compute`."""
+        prefix = prefix_tokens(self._tokenizer, self._behind, ids, chunks[0][0])
+        if self._work is None or self._work.prefix != prefix:
+            self._work = Precompute(self.session, prefix, chunk=self._chunk, known=self._known)
+        parts, end = list[Any](), 0
+        for start, stop in chunks:
+            parts += [ids[end:start], self._work.compute(ids[start:stop])]
+            end = stop
+        return FusedPrompt.of([*parts, ids[end:]])
+
+    def read(
+        self, reader: BatchReader, prompt: FusedPrompt, fuse: Fusion, evict: Eviction | None
+    ) -> tuple[Tensor, FusionReport]:
+        """Logits [1, V] after the prompt, which is in the reader's cache then; raises as `fusing.read`.
+
+        The session's report begins with it. What controls need of a plain prefill comes first, in neither the report
+        nor `reader.read_seconds`.
+        """
+        fusion, prefill = resolved(fuse, lambda: self.moved(prompt))
+        self.session.reset_report()
+        with self._given(fuse=fusion, prefill=prefill, evict=evict):
+            return reader.read_fused(prompt)
+
+    def moved(self, prompt: FusedPrompt) -> Tensor:
+        """How far a plain prefill moves each token's keys and values, as `memory.moved`; kept for the last prompt."""
+        if self._moved is None or self._moved[0] is not prompt:
+            self._plain = self._plain or Reader(self.session, self._chunk)
+            self._moved = prompt, moved(self.session, self._plain, prompt)
+        return self._moved[1]
+
+    @contextmanager
+    def _given(self, **methods: Any) -> Iterator[None]:
+        """Within this block the session has these methods; afterwards its own, with which chunks are computed."""
+        before = {name: getattr(self.session, name) for name in methods}
+        try:
+            for name, method in methods.items():
+                setattr(self.session, name, method)
+            yield
+        finally:
+            for name, method in before.items():
+                setattr(self.session, name, method)

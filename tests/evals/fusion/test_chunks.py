@@ -1,0 +1,97 @@
+"""Chunks of an evaluation's prompts: what they are computed behind, and what a plain prefill changes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from longreach import attach
+from longreach.adapters.transformers import BatchReader, Precompute, Session
+from longreach.errors import InvalidInput
+from longreach.evals.fusion import BEHIND, FusedPrompts, Oracle, RowOrder
+from longreach.evals.fusion.chunks import prefix_tokens
+from longreach.evals.fusion.memory import middle
+from longreach.methods.fusion import A3, PIE
+from longreach.methods.snapkv import SnapKV
+from longreach.testing.tiny import BOS_ID, random_tokens, tiny_model, tiny_tokenizer
+
+IDS = [BOS_ID, *random_tokens(1, 89, seed=4)[0].tolist()]
+CHUNKS = ((7, 30), (30, 41), (41, 80))
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_model("llama", num_hidden_layers=4)
+
+
+@pytest.fixture
+def session(model: Any) -> Iterator[Session]:
+    with attach(model, fuse=PIE()) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("behind", BEHIND)
+def test_what_chunks_are_computed_behind(session: Session, behind: Any) -> None:
+    prompt = FusedPrompts(session, tiny_tokenizer(), behind, 512).of(IDS, CHUNKS)
+    prefix = {"alone": [], "bos": [BOS_ID], "system": IDS[:7]}[behind]
+    assert list(prompt.ids) == IDS and [start for start, _ in prompt.chunks] == [7, 30, 41]
+    assert all(chunk.prefix.tolist() == prefix for _, chunk in prompt.chunks)
+    want = Precompute(session, prefix).compute(IDS[41:80])
+    assert all(torch.equal(a, b) for a, b in zip(prompt.chunks[2].chunk.keys, want.keys, strict=True))
+
+
+def test_behind_bos_takes_a_tokenizer_that_has_one() -> None:
+    class Bare:
+        eos_token_id = None
+
+        def __call__(self, text: str, **options: Any) -> Any:
+            return type("Encoding", (), {"input_ids": []})
+
+    with pytest.raises(InvalidInput, match="puts no token before a text"):
+        prefix_tokens(Bare(), "bos", IDS, 7)
+
+
+def test_how_far_a_plain_prefill_moves_what_is_stored(session: Session) -> None:
+    prompts = FusedPrompts(session, tiny_tokenizer(), "bos", 16)
+    prompt = prompts.of(IDS, CHUNKS)
+    got = prompts.moved(prompt)
+    whole = Precompute(session).compute(IDS)  # before rotation, which changes no distance of keys in one place
+    want = torch.zeros(len(IDS), dtype=torch.float64)
+    assert list(middle(4)) == [1, 2]
+    for layer in (1, 2):
+        for kind in ("keys", "values"):
+            truth = getattr(whole, kind)[layer].double()
+            scale = truth.square().sum((0, 2)).mean()
+            for start, chunk in prompt.chunks:
+                stop = start + len(chunk.tokens)
+                off = (getattr(chunk, kind)[layer].double() - truth[:, start:stop]).square().sum((0, 2))
+                want[start:stop] += off / scale
+    asked = slice(7, 80)  # what is not stored differs where it attends to what is
+    torch.testing.assert_close(got.double()[asked], want[asked], rtol=1e-3, atol=1e-5)
+    assert float(got[:7].max()) < 1e-8 and prompts.moved(prompt) is got
+    assert session.prefill.name == "dense" and session.fuse == PIE() and session.evict is None
+
+
+def test_reads_of_one_prompt_by_any_method(session: Session) -> None:
+    prompts, reader = FusedPrompts(session, tiny_tokenizer(), "alone", 512), BatchReader(session)
+    prompt = prompts.of(IDS, CHUNKS)
+    exact = BatchReader(session).read([IDS])
+    logits, became = prompts.read(reader, prompt, A3(1.0), None)
+    torch.testing.assert_close(logits, exact, rtol=1e-4, atol=1e-4)
+    assert (became.exact, became.recomputed, became.computed) == (0, 73, 17)
+    by_rows, _ = prompts.read(reader, prompt, RowOrder("a3", 1.0), None)  # all rows in order are all rows
+    torch.testing.assert_close(by_rows, exact, rtol=1e-4, atol=1e-4)
+    right, wrong = (prompts.read(reader, prompt, fusion, None)[0] for fusion in (A3(0.4), RowOrder("a3", 0.4)))
+    assert float((right - wrong).abs().max()) > 1e-2
+    _, became = prompts.read(reader, prompt, Oracle(0.2), None)
+    assert became.recomputed == 18
+    prompts.read(reader, prompt, A3(0.2), SnapKV(capacity=20))
+    reader.answer(right, 3, ())
+    assert reader.cache is not None and reader.cache.kv.slots_in_use(0) == [20]
+    again, _ = prompts.read(reader, prompt, A3(0.4), None)
+    assert torch.equal(again, right) and session.evict is None
+    read = session.report().fraction("prefill")
+    assert read == pytest.approx(1.0)
