@@ -155,8 +155,9 @@ class KVCache:
         require(on, lambda: f"k, v: expected on {self.device} like the cache, got {describe(k)} and {describe(v)}")
         held = self.memory[layer]
         if held is not None:
-            same = held[0].shape[1::2] == k.shape[1:] and held[0].dtype == k.dtype
-            require(same, lambda: f"k: layer {layer} holds {describe(held[0])} [P, G, page, D], got {describe(k)}")
+            keys = held[0]
+            same = keys.shape[1::2] == k.shape[1:] and keys.dtype == k.dtype
+            require(same, lambda: f"k: layer {layer} holds {describe(keys)} [P, G, page, D], got {describe(k)}")
         with torch.inference_mode(False), torch.no_grad():
             if held is None:
                 pages = self.layouts[layer].pages

@@ -31,6 +31,7 @@ from longreach.adapters.transformers.rotary import (
 )
 from longreach.adapters.transformers.shard import shard_of
 from longreach.adapters.transformers.step import Step
+from longreach.cache import Append
 from longreach.errors import ConcurrentUse, InvalidInput, Unsupported
 from longreach.methods.call import LayerCall
 from longreach.methods.slots import FullLayer, Fusion, PromptParts
@@ -120,6 +121,7 @@ class _FusedPass:
         self.loading = Loading((), self.device)
         self.loaded_bytes, self.waits = 0, list[Wait]()
         self.again: Tensor | None = None  # the recomputed tokens
+        self.placing: Append | None = None  # the stored tokens' part of the pass
         self.before: tuple[Tensor, Tensor] | None = None  # what was placed there
         self.errors: dict[int, Tensor] = {}  # layer -> norms: of key and value differences, and of both
 
@@ -135,7 +137,7 @@ class _FusedPass:
 
     def _pass(self) -> Tensor:
         session, ids = self.session, self.ids
-        self.index = self.again = self.before = None
+        self.index = self.again = self.before = self.placing = None
         self.narrowed.clear()
         self.turns.clear()
         full = self.fusion.full_layers
@@ -293,7 +295,9 @@ class _FusedPass:
         assert self.step.whole is not None and self.again is not None
         k, v = self.loading.layer(layer)
         turns = None if rotation is None else self._turns(rotation)
-        self.cache.kv.append(layer, self.step.whole, k, v, self.at, turns)
+        if self.placing is None:
+            self.placing = self.step.whole.take(self.at)
+        self.cache.kv.append(layer, self.placing, k, v, angles=turns)
         self.before = self._held(layer) if len(self.again) else None
 
     def _turns(self, rotation: Rotation) -> RotaryAngles:

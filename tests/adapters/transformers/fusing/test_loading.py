@@ -1,0 +1,95 @@
+"""Chunks in a pool: the same answer as from chunks anywhere else, and what is copied when."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from longreach.adapters.transformers.fusing import loading
+from longreach.adapters.transformers.fusing.loading import Loading
+from longreach.errors import InvalidInput
+from longreach.store import Chunk, ChunkPool
+from longreach.store.pool import PooledChunk
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def chunk(tokens: int, seed: int, layers: int = 5, dtype: torch.dtype = torch.bfloat16) -> Chunk:
+    """Random keys of 16 channels and values of 8, of 2 heads."""
+    draw = torch.Generator().manual_seed(seed)
+    keys = [torch.randn(2, tokens, 16, generator=draw).to(dtype) for _ in range(layers)]
+    values = [torch.randn(2, tokens, 8, generator=draw).to(dtype) for _ in range(layers)]
+    return Chunk.of("model", [seed], torch.arange(tokens) + seed, keys, values)
+
+
+def expected(chunks: list[Chunk], layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    k, v = (torch.cat([getattr(c, name)[layer] for c in chunks], 1).transpose(0, 1) for name in ("keys", "values"))
+    return k, v
+
+
+def test_a_pooled_chunk_is_the_chunk_in_one_piece() -> None:
+    given, pool = chunk(7, 1), ChunkPool(1 << 20, pinned=False)
+    held = pool.add(given)
+    assert isinstance(held, PooledChunk) and pool.get(given.key) is held
+    assert held.key == given.key and torch.equal(held.prefix, given.prefix) and held.dependence is None
+    for mine, other in zip((*held.keys, *held.values), (*given.keys, *given.values), strict=True):
+        assert torch.equal(mine, other) and mine.untyped_storage().data_ptr() == held.memory.data_ptr()
+    assert held.starts == tuple(7 * 2 * 24 * n for n in range(6))
+    given.keys[0].zero_()
+    assert not torch.equal(held.keys[0], given.keys[0]), "a copy"
+
+
+def test_the_longest_unused_leave_first_and_stay_valid() -> None:
+    chunks = [chunk(8, seed) for seed in range(4)]
+    size = chunks[0].bytes
+    pool = ChunkPool(3 * size, pinned=False)
+    held = [pool.add(c) for c in chunks[:3]]
+    assert pool.get(chunks[0].key) is held[0] and pool.bytes == 3 * size
+    pool.add(chunks[3])
+    assert pool.get(chunks[1].key) is None and len(pool) == 3 and pool.bytes == 3 * size
+    assert torch.equal(held[1].keys[2], chunks[1].keys[2]), "in use, it stays valid"
+    assert (pool.hits, pool.misses) == (1, 1)
+    assert pool.add(chunks[2]) is not held[2] and len(pool) == 3, "one of a key"
+    large = chunk(8 * 4, 9)
+    assert pool.add(large) is large and len(pool) == 3, "nothing leaves for what does not fit"
+    pool.clear()
+    assert len(pool) == pool.bytes == 0
+
+
+@pytest.mark.parametrize("size", [0, -1, 1.5, True, "8"])
+def test_a_cap_that_is_none(size: object) -> None:
+    with pytest.raises(InvalidInput, match="max_bytes: expected a number of bytes"):
+        ChunkPool(size)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("pinned", [None, False])
+def test_layers_on_the_cpu(pinned: bool | None) -> None:
+    chunks = [chunk(n, seed) for seed, n in enumerate((3, 8, 8, 5))]
+    if pinned is not None:
+        pool = ChunkPool(1 << 20, pinned=pinned)
+        chunks = [pool.add(c) for c in chunks]
+    loading = Loading(chunks, torch.device("cpu"), 1, 5)
+    for layer in range(1, 5):
+        for mine, want in zip(loading.layer(layer), expected(chunks, layer), strict=True):
+            assert torch.equal(mine, want)
+    assert torch.equal(loading.values(0), expected(chunks, 0)[1])
+    assert loading.bytes == 0 and loading.waits == []
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("first", [0, 2])
+@pytest.mark.parametrize("group", [1, 3000, 1 << 28])  # a layer at a time, some, all
+def test_copies_ahead(first: int, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers are filled again only when what they held has been read, however far the host runs ahead."""
+    monkeypatch.setattr(loading, "GROUP_BYTES", group)
+    pool, device = ChunkPool(1 << 26), torch.device("cuda")
+    chunks = [pool.add(chunk(n, seed, layers=9)) for seed, n in enumerate((512, 512, 100, 512, 3))]
+    ahead = Loading(chunks, device, first, 9)
+    torch.cuda._sleep(20_000_000)  # the device is behind
+    found = [ahead.layer(layer) for layer in range(first, 9)]
+    for layer, pair in enumerate(found, first):
+        for mine, want in zip(pair, expected(chunks, layer), strict=True):
+            assert torch.equal(mine.cpu(), want)
+    assert ahead.bytes == sum(c.bytes for c in chunks) * (9 - first) // 9
+    assert ahead.waits and all(wait.seconds() >= 0 for wait in ahead.waits)
