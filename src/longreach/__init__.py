@@ -15,6 +15,7 @@ _NAMES = {
     "load": "longreach.adapters.transformers",
     "generate": "longreach.adapters.transformers.loop",
     "Documents": "longreach.adapters.transformers",
+    "ChunkPool": "longreach.store",
     "ChunkStore": "longreach.store",
     "CacheConfig": "longreach.cache",
     "Dense": "longreach.methods.dense",
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     from longreach.methods.quest import Quest as Quest
     from longreach.methods.snapkv import SnapKV as SnapKV
     from longreach.methods.streaming_llm import StreamingLLM as StreamingLLM
+    from longreach.store import ChunkPool as ChunkPool
     from longreach.store import ChunkStore as ChunkStore
 
 

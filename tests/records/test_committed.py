@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,3 +22,10 @@ def test_the_same_command_gave_the_same_record_twice_but_for_times() -> None:
     assert once != twice  # two runs: times differ
     assert without_times(once) == without_times(twice)
     assert len(once["tasks"]) == 14 and {len(task["samples"]) for task in once["tasks"].values()} == {20}
+
+
+def test_records_named_by_the_performance_log_exist() -> None:
+    page = (RESULTS.parents[1] / "docs/performance.md").read_text()
+    cited = [re.findall(r"`([^`]*)`", part) for part in re.findall(r"\(([^()]*)\)", page)]
+    names = {name for some in cited if all(re.fullmatch("[a-z0-9-]+", x) for x in some) for name in some}
+    assert len(names) > 10 and {f"{name}.json" for name in names} <= {path.name for path in RESULTS.iterdir()}

@@ -1,16 +1,15 @@
 """Run a case of the group "fusion": time to the first token of a prompt whose chunks are stored, by fusion method.
 
-Chunks of random tokens are computed by the model itself, with the dependence of their tokens, and wait in page-locked
-memory. Every method reads the same prompt: chunks and a question. The baseline is the model's own prefill of the same
-token ids, by transformers and by longreach; only the last token's logits are made on either side. Host clock, from the
-call until the logits are there.
+Chunks of random tokens, with drawn keys, values and dependence, wait in page-locked memory. Every method reads the same
+prompt: chunks and a question. The baseline is the model's own prefill of the same token ids, by transformers and by
+longreach; only the last token's logits are made on either side. Host clock, from the call until the logits are there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache as once
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ CHUNK, QUESTION = 512, 64  # tokens
 REPLAYS, WARM = 5, 2
 CHECKED = (
     "dense prefill by its logits, and a3 at ratio 1.0, against transformers' (relative, norms); errors of other ratios "
-    "are what reuse costs with random weights, and are not bounded"
+    "are of chunks that were drawn, and say nothing"
 )
 Run = Callable[[], Tensor]
 
@@ -48,7 +47,7 @@ def run_fusion(bench: Decoding, case: Case, save: Callable[[dict[str, Any]], Non
     size, question = (min(most, case.shape.context // 4) for most in (CHUNK, QUESTION))
     bench.say(f"{case.name}: {len(ids)} tokens, chunks of {size}, a question of {question}")
     most = rounding(model, ids[None]).logits
-    chunks = _chunks(bench, model, ids[:-question].cpu().split(size))
+    chunks = _chunks(bench, case, ids[:-question].cpu().split(size))
     prompt = FusedPrompt.of([*chunks, ids[-question:].cpu()])
     entries, left_out = list[dict[str, Any]](), dict[str, str]()
 
@@ -216,25 +215,19 @@ def _timed(bench: Decoding, run: Run) -> tuple[Tensor, dict[str, Any]]:
     return logits, {**timing.recorded(), "how": timing.how, "memory": memory}
 
 
-def _chunks(bench: Decoding, model: Any, parts: Sequence[Tensor]) -> list[Any]:
-    """The chunks of these tokens, each computed alone, with dependence, in page-locked memory where there is a GPU."""
-    from longreach.adapters.transformers import attach
-    from longreach.adapters.transformers.dependence import DependenceMeter
-    from longreach.adapters.transformers.precompute import Precompute
-    from longreach.store import ChunkPool
+def _chunks(bench: Decoding, case: Case, parts: Sequence[Tensor]) -> list[Any]:
+    """Chunks of these tokens, of drawn keys, values and dependence, in page-locked memory where there is a GPU."""
+    from longreach.store import Chunk, ChunkPool
 
+    assert case.model is not None
+    shape, layers = case.shape, case.model.layers
     pool = ChunkPool(1 << 40, pinned=bench.device.type == "cuda")
-    with attach(model) as session:
-        work = Precompute(session, known=_fingerprint(model))
-        meter = DependenceMeter(work)
-        return [
-            pool.add(meter.measured(work.compute(some), parts[1 if n == 0 else 0].tolist()))
-            for n, some in enumerate(parts)
-        ]
-
-
-@once
-def _fingerprint(model: Any) -> Any:
-    from longreach.adapters.transformers.fingerprint import fingerprint
-
-    return fingerprint(model)
+    draw = torch.Generator(bench.device).manual_seed(bench.seed)
+    size, dtype = (2, layers, shape.kv_heads, len(parts[0]), shape.dim), getattr(torch, shape.dtype)
+    keys, values = torch.randn(size, dtype=dtype, device=bench.device, generator=draw).cpu()
+    made = []
+    for tokens in parts:
+        some = ([x[:, : len(tokens)] for x in both] for both in (keys, values))
+        chunk = Chunk.of("drawn", [], tokens, *some)
+        made.append(pool.add(replace(chunk, dependence=torch.rand(len(tokens), dtype=torch.float64))))
+    return made

@@ -111,7 +111,7 @@ def _origins(documents: Documents, count: int) -> list[dict[str, Any]]:
     found = []
     for number in range(count):
         mine = [origin for origin in documents.origins if origin.document == number]
-        states = {state: sum(o.state == state for o in mine) for state in ("stored", "computed", "recomputed")}
+        states = {state: sum(o.state == state for o in mine) for state in ("held", "stored", "computed", "recomputed")}
         exact, measured = sum(o.exact for o in mine), sum(o.dependence_computed for o in mine)
         found.append({
             "tokens": sum(o.tokens for o in mine), "chunks": len(mine), **states, "exact": exact,

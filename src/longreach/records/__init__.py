@@ -1,4 +1,4 @@
-"""Measured results with all that is needed to repeat them."""
+"""Measured results with everything needed to repeat them."""
 
 from longreach.records.journal import Journal
 from longreach.records.record import bootstrap, check_writable, environment, wilson, write

@@ -1,4 +1,4 @@
-"""Finished parts of a long run on disk, line by line, so that an interrupted one goes on where it stopped."""
+"""Finished parts of a long run, kept on disk so that an interrupted run can continue."""
 
 from __future__ import annotations
 
@@ -11,22 +11,21 @@ from longreach.errors import InvalidInput
 
 
 class Journal:
-    """A file beside the record to come, "RECORD.journal": what run it belongs to, then a line for each part done.
+    """The file RECORD.journal next to a future record: a description of the run, then one line for each finished part.
 
-    record: None where no record is asked for; then nothing is kept. Within `with`, who ends the run early is told that
-    it can go on.
-    Raises InvalidInput where it belongs to another run, is no journal, or cannot be written.
+    record: the future record's path; None to keep nothing on disk. Within `with`, an error gets a note that the run can
+    be continued. Raises InvalidInput if the file belongs to another run, is not a journal, or cannot be written.
     """
 
     def __init__(self, record: Path | None, run: dict[str, Any]):
         self.path = None if record is None else record.with_name(record.name + ".journal")
-        self.run = json.loads(json.dumps(run))  # as it will be read back
+        self.run = json.loads(json.dumps(run))  # as JSON returns it
         self.done: dict[str, Any] = {}
         if self.path is None:
             return
         try:
             lines = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
-            if lines and not lines[-1].endswith(b"\n"):  # the line that an interrupt cut
+            if lines and not lines[-1].endswith(b"\n"):  # cut by an interrupt
                 lines.pop()
                 _replace(self.path, b"".join(lines))
             if lines:
@@ -44,7 +43,7 @@ class Journal:
             error.add_note(f"what was done is in {self.path}: the same command goes on where this one stopped")
 
     def add(self, key: str, part: Any) -> None:
-        """A part is done; it is on disk when this returns."""
+        """Add a finished part. It is on disk when this returns."""
         if self.path is not None:
             with self.path.open("a") as stream:
                 stream.write(json.dumps([key, part]) + "\n")
@@ -53,7 +52,7 @@ class Journal:
         self.done[key] = json.loads(json.dumps(part))
 
     def remove(self) -> None:
-        """The record is written, and nothing is left to be done."""
+        """Delete the journal, after the record was written."""
         if self.path is not None:
             self.path.unlink()
 
@@ -80,7 +79,7 @@ def _replace(path: Path, content: bytes) -> None:
 
 
 def _differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """Names of the fields that differ, "config.seed" where an object's do."""
+    """Names of the fields that differ; "config.seed" for a field of an object."""
     found = []
     for name in sorted({*one, *other}):
         mine, theirs = one.get(name), other.get(name)

@@ -1,7 +1,7 @@
 """sha256 of each Triton kernel's syntax tree, read from the sources: neither Triton nor a GPU is needed.
 
 A hash covers the function, the functions it calls and the module constants it uses, wherever they are defined in the
-package. Names of kernels, of what they call and of files do not enter it, so a kernel that moves keeps its hash.
+package. Names of kernels, functions and files are left out, so a kernel that moves keeps its hash.
 Comments, docstrings and layout do not count; local names, annotations, decorators and constants do.
 """
 
@@ -20,7 +20,7 @@ from longreach.errors import LongreachError
 
 PACKAGE = Path(__file__).parents[1]
 FILES = "ops/**/triton*.py"  # the only files that may import Triton
-_SKIPPED = {"ctx", "kind", "type_comment", "type_params", "returns"}  # change nothing, or differ between Pythons
+_SKIPPED = {"ctx", "kind", "type_comment", "type_params", "returns"}  # no effect, or specific to a Python version
 Form = list[Any] | str
 
 
@@ -62,7 +62,7 @@ class _Tree:
         return self._modules[path]
 
     def find(self, dotted: str) -> _Module | None:
-        """The module "longreach.a.b", None where the package has no such file."""
+        """The module "longreach.a.b"; None if the package has no such file."""
         first, *rest = dotted.split(".")
         if first != PACKAGE.name:
             return None
@@ -74,7 +74,7 @@ class _Tree:
 
 
 class _Module:
-    """One file: what its top-level names stand for."""
+    """One file and the definitions of its top-level names."""
 
     def __init__(self, tree: _Tree, path: Path):
         self._package, self.path = tree, path
@@ -91,7 +91,7 @@ class _Module:
         return found
 
     def imported(self, name: str) -> str | None:
-        """The dotted name that an import binds `name` to, None where none does."""
+        """The dotted name that an import binds to `name`, else None."""
         for statement in self._bound.get(name, ()):
             for alias in getattr(statement, "names", ()):
                 if isinstance(statement, ast.Import) and _alias(alias) == name:
@@ -101,12 +101,12 @@ class _Module:
         return None
 
     def alias(self, name: str) -> _Module | None:
-        """The module of the package that `name` stands for, if it stands for one."""
+        """The module of the package that `name` refers to, else None."""
         dotted = self.imported(name)
         return None if dotted is None else self._package.find(dotted)
 
     def reference(self, name: str) -> Form:
-        """What a global name stands for: a hash for what the package defines, else the name it was imported by."""
+        """The definition of a global name: a hash if the package defines it, else its dotted name."""
         dotted = self.imported(name)
         if dotted is not None:
             if self._package.find(dotted) is not None:
@@ -121,7 +121,7 @@ class _Module:
         raise UnreadableKernel(f"{self.path}: {name}, which a kernel uses, is defined nowhere in this file")
 
     def hash_of(self, name: str) -> str:
-        """sha256 of what a top-level name is bound to."""
+        """sha256 of the definition of a top-level name."""
         if name not in self._hashes:
             self._hashes[name] = None
             forms = [_definition(statement, name, self) for statement in self._bound[name]]
@@ -133,7 +133,7 @@ class _Module:
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Those that run when a module is imported, conditional ones too."""
+    """Statements that run when a module is imported, including conditional ones."""
     for statement in body:
         yield statement
         for field in ("body", "orelse", "finalbody"):
@@ -156,7 +156,7 @@ def _alias(alias: ast.alias) -> str:
 
 
 def _definition(statement: ast.stmt, name: str, module: _Module) -> Form:
-    """A statement without the name it binds; of `a, b = 1, 2` the part that `name` gets."""
+    """A statement without the name it binds; for `a, b = 1, 2` the value of `name`."""
     if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
         return _form(statement, module, _local_names(statement))
     value = getattr(statement, "value", None)
@@ -170,13 +170,13 @@ def _definition(statement: ast.stmt, name: str, module: _Module) -> Form:
 
 
 def _local_names(node: ast.AST) -> frozenset[str]:
-    """Names that are bound within a node: parameters, targets of assignments and loops."""
+    """Names bound within a node: parameters and targets of assignments and loops."""
     found = {n.arg for n in ast.walk(node) if isinstance(n, ast.arg)}
     return frozenset(found | {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)})
 
 
 def _form(node: Any, module: _Module, local: frozenset[str]) -> Form:
-    """A syntax tree as lists and strings, the same ones on every supported Python."""
+    """A syntax tree as lists and strings, equal on every supported Python version."""
     if isinstance(node, list):
         return [_form(item, module, local) for item in node]
     if isinstance(node, ast.Name) and node.id not in local:
@@ -201,7 +201,7 @@ def _form(node: Any, module: _Module, local: frozenset[str]) -> Form:
 
 
 def _module_of(node: ast.expr, module: _Module, local: frozenset[str]) -> _Module | None:
-    """The module of the package that an expression such as `streams` or `merging.streams` stands for."""
+    """The module of the package that an expression such as `streams` or `merging.streams` refers to, else None."""
     if isinstance(node, ast.Name):
         return None if node.id in local else module.alias(node.id)
     if isinstance(node, ast.Attribute):

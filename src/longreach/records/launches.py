@@ -1,4 +1,4 @@
-"""What a timed call launched: kept in records of speed, compared with the sources and with later runs."""
+"""Kernel launches of a timed call: kept in speed records, compared with the sources and with later runs."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Scalar = bool | int | float | str | None
 
 @dataclass(frozen=True)
 class Launch:
-    """One Triton kernel as a call launches it, `times` times.
+    """One Triton kernel with its launch settings, launched `times` times in a call.
 
-    file: below the package; None for a kernel of another library, which then has no sha256. constants: constexpr
+    file: path below the package; None, as is sha256, for a kernel of another library. constants: constexpr
     arguments by name; tuples and dtypes as text. options: launch options besides warps and stages.
     """
 
@@ -32,29 +32,29 @@ class Launch:
 
     @property
     def shape(self) -> tuple[Any, ...]:
-        """All that says how a kernel runs, hashable; a kernel of the package goes by its hash, not by its name."""
+        """Everything that determines how the kernel runs, hashable. Kernels of the package are identified by hash."""
         who = self.sha256 or f"{self.file}:{self.kernel}"
         settings = (tuple(sorted(self.constants.items())), tuple(sorted(self.options.items())))
         return who, *settings, self.warps, self.stages, self.grid
 
     def to_json(self) -> dict[str, Any]:
-        """As records hold it."""
+        """The JSON that records contain."""
         return {**asdict(self), "grid": list(self.grid)}
 
     @classmethod
     def from_json(cls, given: Mapping[str, Any]) -> Launch:
-        """Raises TypeError where a field is missing or unknown."""
+        """Raises TypeError if a field is missing or unknown."""
         found = cls(**given)
         return replace(found, grid=tuple(found.grid))
 
 
 @dataclass(frozen=True)
 class Launched:
-    """What one call launched.
+    """All kernels launched by one call.
 
-    triton: Triton kernels, each distinct launch once, in order of first appearance. device: name -> times of every
-    kernel that ran on the GPU, Triton's and others' (copies and memsets too), as torch's profiler reports them; None on
-    the CPU, or where the profiler saw fewer kernels than were launched.
+    triton: distinct launches of Triton kernels, in order of first appearance. device: name -> count of all kernels on
+    the GPU, including copies and memsets, from torch's profiler; None on the CPU, or if the profiler reported fewer
+    kernels than were launched.
     """
 
     triton: tuple[Launch, ...] = ()
@@ -62,22 +62,22 @@ class Launched:
 
     @property
     def count(self) -> int | None:
-        """Kernels that ran on the GPU."""
+        """Number of kernels that ran on the GPU, if known."""
         return None if self.device is None else sum(self.device.values())
 
     def to_json(self) -> dict[str, Any]:
-        """As records hold it."""
+        """The JSON that records contain."""
         return {"kernels": self.count, "triton": [launch.to_json() for launch in self.triton], "device": self.device}
 
     @classmethod
     def from_json(cls, given: Mapping[str, Any]) -> Launched:
-        """Raises KeyError or TypeError where it is no such thing."""
+        """Raises KeyError or TypeError if it cannot be read."""
         return cls(tuple(Launch.from_json(launch) for launch in given["triton"]), given["device"])
 
     def differences(self, later: Launched) -> list[str]:
-        """How a later call's launches differ, in words; empty where they are the same.
+        """Differences of a later call's launches, as text; empty if there are none.
 
-        Kernels that no source is known of are compared where both runs have them.
+        Kernels of other libraries are compared only if both calls have device counts.
         """
         before, now = _counted(self.triton), _counted(later.triton)
         found = []
@@ -95,7 +95,7 @@ class Launched:
 
 
 def together(launches: Iterable[Launch]) -> tuple[Launch, ...]:
-    """Equal launches as one, with how often; in order of first appearance."""
+    """Merge equal launches and add up their counts; in order of first appearance."""
     found: dict[tuple[Any, ...], Launch] = {}
     for launch in launches:
         known = found.get(launch.shape)
@@ -104,9 +104,9 @@ def together(launches: Iterable[Launch]) -> tuple[Launch, ...]:
 
 
 def outdated(launches: Iterable[Launch]) -> Iterator[str]:
-    """Kernels that the sources no longer hold as they were launched, each with the reason, once.
+    """A reason for each kernel that has changed in the sources since it was launched.
 
-    A kernel that moved or was renamed, and is otherwise the same, is not outdated.
+    A kernel that was only moved or renamed has not changed.
     """
     known = kernels()
     hashes, names = set(known.values()), {name for _, name in known}

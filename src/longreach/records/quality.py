@@ -1,4 +1,4 @@
-"""Scores of tasks as README and benchmarks/quality.md show them, from the records of evaluations."""
+"""Tables of task scores for README and benchmarks/quality.md, from records of evaluations."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Any
 
 from longreach.records.record import files, read
 
-LOST = 0.1  # a score that tells nothing about methods
-WORST = 3  # tasks that a summary names
-SWEEP = 16  # methods of a record that sweeps options: `longreach report` draws it, and no page has room for it
+LOST = 0.1  # with all scores below it, a task does not distinguish methods
+WORST = 3  # tasks named in a summary
+SWEEP = 16  # more methods are a sweep of options, too wide for a page: see `longreach report`
 
 
 def quality(results: Path) -> str:
-    """Markdown: for each record of kind "eval" in a folder, tasks by methods, each score with its 95% interval.
+    """Markdown: for each record of kind "eval" in a folder, scores with 95% intervals by task and method.
 
-    Records of dense attention alone compare nothing and are left out, and so are sweeps of options.
+    Records with dense attention only and sweeps of options are left out.
     """
     return "\n\n".join(_table(path, record) for path, record in _compared(results)) or "No evaluations yet."
 
 
 def summary(results: Path) -> str:
-    """Markdown: for each of these records, methods by mean score, bytes read and the tasks that lose most."""
+    """Markdown: for each of these records, mean score, bytes read and largest losses of each method."""
     return "\n\n".join(_summary(path, record) for path, record in _compared(results)) or "No evaluations yet."
 
 
@@ -44,13 +44,13 @@ def _summary(path: Path, record: dict[str, Any]) -> str:
 
 
 def _losses(tasks: dict[str, Any], label: str, control: str) -> str:
-    """The tasks whose score is surely below the control's: their intervals do not meet."""
+    """Tasks with a score significantly below the control's: the intervals do not overlap."""
     lost = []
     for name, task in tasks.items():
         ours, theirs = task["results"][label], task["results"][control]
         if ours["interval_95"][1] < theirs["interval_95"][0]:
             lost.append((ours["score"] - theirs["score"], f"{name} {ours['score']:.0%} of {theirs['score']:.0%}"))
-    named = [said for _, said in sorted(lost)[:WORST]]
+    named = [text for _, text in sorted(lost)[:WORST]]
     return ", ".join([*named, *([f"{len(lost) - WORST} more"] if len(lost) > WORST else [])]) or "-"
 
 
@@ -79,8 +79,8 @@ def _table(path: Path, record: dict[str, Any]) -> str:
         rows.append([f"bytes read, {phase}", *(_bytes(tasks, label, f"{phase}_reads") for label in labels)])
     hidden = f" Beyond the model (below {LOST:.0%} with every method), so without rows: {', '.join(lost)}; the bytes "
     beyond = f"{hidden}are those of all {len(tasks)} tasks." if lost else ""
-    said = f"{_where(path, record)}.{beyond}"
-    return "\n".join([*(f"| {' | '.join(row)} |" for row in rows), "", said])
+    source = f"{_where(path, record)}.{beyond}"
+    return "\n".join([*(f"| {' | '.join(row)} |" for row in rows), "", source])
 
 
 def _score(result: dict[str, Any]) -> str:

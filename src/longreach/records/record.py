@@ -1,4 +1,4 @@
-"""What every record states about where and how it was measured."""
+"""Read and write records, and the facts that every record states: commit, versions, device."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from typing import Any
 from longreach.errors import InvalidInput
 
 COMPRESSED = ".gz"
-GZIP = b"\x1f\x8b"  # what such files begin with
+GZIP = b"\x1f\x8b"  # first bytes of a gzip file
 
 
 def commit() -> tuple[str | None, bool | None]:
-    """(commit, whether the tree was dirty) of the source; LONGREACH_COMMIT=hash[+dirty] where there is no git."""
+    """(commit, whether the tree was dirty) of the source; LONGREACH_COMMIT=hash[+dirty] if there is no git."""
     stated = os.environ.get("LONGREACH_COMMIT")
     if stated:
         return stated.removesuffix("+dirty"), stated.endswith("+dirty")
@@ -32,7 +32,7 @@ def commit() -> tuple[str | None, bool | None]:
     try:
         run = ["git", "-C", str(here)]
         tracked = subprocess.run([*run, "ls-files", "--error-unmatch", "record.py"], capture_output=True)
-        if tracked.returncode:  # installed, perhaps inside another project's checkout
+        if tracked.returncode:  # an installed package, possibly inside another project's checkout
             return None, None
         head = subprocess.run([*run, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
         changes = subprocess.run([*run, "status", "--porcelain"], capture_output=True, text=True, check=True).stdout
@@ -66,22 +66,24 @@ def environment(device: Any) -> dict[str, Any]:
 
 
 def wilson(right: float, total: int, z: float = 1.96) -> tuple[float, float]:
-    """The 95% confidence interval of a share (Wilson, 1927). right: a sum of scores in [0, 1]; where they are not all 0
-    or 1 they vary less than the formula assumes, and the interval is wider than it has to be.
+    """The 95% confidence interval of a share (Wilson, 1927).
+
+    right: a sum of scores in [0, 1]. Scores between 0 and 1 vary less than the formula assumes, so the interval is then
+    too wide.
     """
     if total == 0:
         return 0.0, 1.0
     p, n = right / total, total
     middle = (p + z * z / (2 * n)) / (1 + z * z / n)
     half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
-    # at the ends the bounds are 0 and 1 exactly, which the sums above miss by a rounding
+    # the bounds at the ends are exactly 0 and 1; the sums above miss them by a rounding error
     return 0.0 if right == 0 else middle - half, 1.0 if right == total else middle + half
 
 
 def bootstrap(values: Sequence[float], draws: int = 2000) -> list[float] | None:
-    """The 95% confidence interval of a mean, by percentiles of means of values drawn anew (Efron, 1979), seeded.
+    """The 95% confidence interval of a mean, from percentiles of resampled means (Efron, 1979), with a fixed seed.
 
-    None where there are fewer than two values, or one is no finite number. Of few values it is rather too narrow.
+    None for fewer than two values, or if one is not finite. With few values the interval is too narrow.
     """
     if len(values) < 2 or not all(map(math.isfinite, values)):
         return None
@@ -91,7 +93,7 @@ def bootstrap(values: Sequence[float], draws: int = 2000) -> list[float] | None:
 
 
 def check_writable(path: Path) -> None:
-    """Raise InvalidInput where no record can be written, before it is measured at length."""
+    """Raise InvalidInput if no record can be written there. Call it before a long measurement."""
     part = path.with_name(path.name + ".part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -104,9 +106,9 @@ def check_writable(path: Path) -> None:
 
 
 def write(path: Path, record: dict[str, Any]) -> None:
-    """Write a record whole or not at all; compressed where the name ends in .gz, the same record to the same bytes.
+    """Write a record atomically; compressed if the name ends in .gz. Equal records give equal bytes.
 
-    Raises InvalidInput where the place cannot be written.
+    Raises InvalidInput if the path cannot be written.
     """
     content = (json.dumps(record, indent=1) + "\n").encode()
     if path.suffix == COMPRESSED:
@@ -121,7 +123,7 @@ def write(path: Path, record: dict[str, Any]) -> None:
 
 
 def read(path: Path) -> Any:
-    """What a file holds, compressed or not. Raises OSError where it cannot be read, ValueError where it is no JSON."""
+    """The JSON of a file, compressed or not. Raises OSError if it cannot be read, ValueError if it is not JSON."""
     content = path.read_bytes()
     if content[:2] == GZIP:
         try:
@@ -132,5 +134,5 @@ def read(path: Path) -> Any:
 
 
 def files(folder: Path) -> list[Path]:
-    """Files below a folder that are named as records are."""
+    """All files below a folder whose names are those of records: *.json and *.json.gz."""
     return sorted([*folder.rglob("*.json"), *folder.rglob(f"*.json{COMPRESSED}")])

@@ -1,4 +1,4 @@
-"""What MAC skips without hits being forced: what stands beside numbers where they are."""
+"""The share of keys that MAC skips with natural hits, cited next to measurements with forced hits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WITHIN = 0.01  # of dense attention's mean score
 
 
 class Skipped(NamedTuple):
-    """share: of the keys that are not read while decoding, mean over tasks. where: the record, its model, length."""
+    """share: keys not read while decoding, mean over tasks. where: the record's file name."""
 
     label: str
     share: float
@@ -21,8 +21,10 @@ class Skipped(NamedTuple):
 
 
 def skipped(results: Path) -> Skipped | None:
-    """Of the evaluations in a folder that answer at one length, the longest with MAC by threshold: at the loosest
-    threshold whose mean score is within a point of dense attention's. None without one."""
+    """The longest single-length evaluation in a folder that has MAC, at the loosest threshold within a point of dense.
+
+    Compared are mean scores. None if there is no such evaluation.
+    """
     found = [one for path in files(results) if (one := _of(path.name, read(path))) is not None]
     return max(found, key=lambda one: one.length, default=None)
 
@@ -42,7 +44,9 @@ def _of(name: str, record: dict[str, Any]) -> Skipped | None:
     taus = {}
     for label, method in record["methods"].items():
         given = method["decode"]
-        alone = set(label.removeprefix("mac").split()) <= {f"tau={given.get('tau')}"}  # all else is as it comes
+        alone = set(label.removeprefix("mac").split()) <= {
+            f"tau={given.get('tau')}"
+        }  # all other options are the defaults
         if given["name"] == "mac" and given["tau"] is not None and alone and mean(label) >= mean("dense") - WITHIN:
             taus[given["tau"]] = label
     if not taus:

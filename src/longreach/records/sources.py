@@ -1,7 +1,7 @@
-"""A hash of host code, for the few records that measure host code itself: the chunk store and what fills it.
+"""A hash of host code, for records that measure host code: the chunk store and the code that fills it.
 
-Records of kernels name what was launched instead (see `launches`). Comments, docstrings, blank lines and line breaks do
-not count; names, numbers and order do.
+Records of kernels contain launches instead (see `launches`). Comments, docstrings, blank lines and line breaks do not
+change the hash; names, numbers and order do.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from longreach.errors import UnknownName
 
 PACKAGE = Path(__file__).parents[1]
-SOURCES: dict[str, tuple[str, tuple[str, ...]]] = {  # what is measured -> folder of the package, files in it
+SOURCES: dict[str, tuple[str, tuple[str, ...]]] = {  # name -> folder of the package, files in it
     "chunk_store": ("store", ("*.py",)),
     "precompute": (
         "adapters/transformers",
@@ -29,7 +29,7 @@ _STOPS = {getattr(tokenize, "FSTRING_END", -1)}
 
 
 def source_hash(name: str, root: Path | None = None) -> str:
-    """sha256 over the normalised files of one of SOURCES. root: the package, where it lies elsewhere."""
+    """sha256 of the normalised files of one of SOURCES. root: the package's folder; None for this one."""
     if name not in SOURCES:
         raise UnknownName("sources", name, SOURCES)
     folder, patterns = SOURCES[name]
@@ -42,11 +42,11 @@ def source_hash(name: str, root: Path | None = None) -> str:
 
 
 def normalised(source: str) -> str:
-    """What of a Python source can change what it does, whatever Python reads it."""
+    """The source reduced to tokens that affect behaviour, on any Python version."""
     lines = source.splitlines(keepends=True)
     docs = _docstrings(source)
     words: list[str] = []
-    begun: list[tuple[int, int]] = []  # f-strings: newer Pythons cut them into tokens, so they are taken from the text
+    begun: list[tuple[int, int]] = []  # f-strings are copied from the text, as newer Pythons split them into tokens
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type in _STARTS:
             begun.append(token.start)
@@ -56,7 +56,7 @@ def normalised(source: str) -> str:
                 words.append(_between(lines, start, token.end))
         elif not begun and token.type not in _SKIP and token.start not in docs:
             if token.string in (")", "]", "}") and words and words[-1] == ",":
-                words.pop()  # how a formatter ends what it breaks over lines
+                words.pop()  # a trailing comma of a formatter
             mark = _MARKS.get(token.type, token.string)
             if not (mark == ";" and (not words or words[-1] in (";", "{", "}"))):
                 words.append(mark)
@@ -71,7 +71,7 @@ def _between(lines: list[str], start: tuple[int, int], end: tuple[int, int]) -> 
 
 
 def _docstrings(source: str) -> set[tuple[int, int]]:
-    """Where docstrings start: (line, column in characters)."""
+    """Positions of docstrings: (line, column in characters)."""
     lines = source.splitlines(keepends=True)
     found = set()
     for node in ast.walk(ast.parse(source)):

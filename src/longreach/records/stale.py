@@ -1,4 +1,4 @@
-"""Records that no longer hold: from a dirty tree, of kernels or sources that have changed since, of other weights."""
+"""Find records that are out of date: measured from a dirty tree, with other kernels, other sources or other weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NO_LAUNCHES = (
 
 
 class Fault(NamedTuple):
-    """A record, its part ("" for all of it), and what is wrong with it."""
+    """A fault of a record. part: the case, or "" for the whole record. why: the fault, for a message."""
 
     path: Path
     part: str
@@ -30,14 +30,14 @@ class Fault(NamedTuple):
 
 
 def stale(directory: Path) -> list[Fault]:
-    """Faults of all records below a folder; what is no record is one. Raises InvalidInput where it is no folder."""
+    """Faults of all records below a folder; files that are not records are faults. Raises InvalidInput without one."""
     if not directory.is_dir():
         raise InvalidInput(f"{directory} is no folder; name the one that holds the records with --out")
     return [Fault(path, part, why) for path in files(directory) for part, why in _faults_of_file(path)]
 
 
 def faults(measured: dict[str, Any]) -> Iterator[str]:
-    """What is wrong with where a measurement comes from: its commit, its tree, the host code that it measures."""
+    """Faults of a measurement's origin: commit, dirty tree, hashes of the host code that it measured."""
     commit, hashes = measured.get("commit"), measured.get("sources", {})
     if not isinstance(commit, str) or not commit:
         yield f"names no commit; {AGAIN} from a checkout, or with LONGREACH_COMMIT set"
@@ -51,10 +51,10 @@ def faults(measured: dict[str, Any]) -> Iterator[str]:
 
 
 def launches_of(case: dict[str, Any]) -> list[Launch] | None:
-    """All Triton launches of our entries of a case, none where all that it measures was left out; None where an entry
-    lacks them.
+    """All Triton launches of longreach's entries of a case; none if all that it measures was left out, None if an entry
+    has none recorded.
 
-    Raises KeyError or TypeError where they are not as records hold them.
+    Raises KeyError or TypeError if they cannot be read.
     """
     mine = [entry for entry in case.get("entries", ()) if entry.get("who") == "longreach"]
     if not mine and case.get("left_out"):
@@ -65,9 +65,9 @@ def launches_of(case: dict[str, Any]) -> list[Launch] | None:
 
 
 def faults_of_case(record: dict[str, Any], case: dict[str, Any]) -> Iterator[str]:
-    """What is wrong with a case of a bench record.
+    """Faults of a case of a bench record.
 
-    A case that was carried over from before records held launches counts by those of its group's spot cases.
+    A case that was carried over from an older record has no launches. Those of its group's spot cases are checked.
     """
     yield from faults(case)
     if "sources" in case:
@@ -91,7 +91,7 @@ def faults_of_case(record: dict[str, Any], case: dict[str, Any]) -> Iterator[str
 
 
 def _faults_of_answers(record: dict[str, Any]) -> Iterator[str]:
-    """What is wrong with a record of what a model does, besides: it has no kernels, for all of the code made it."""
+    """Further faults of a record of model outputs. Kernels are not compared, since all of the code takes part."""
     model = record.get("model")
     name = str(model.get("name")) if isinstance(model, dict) else ""
     ours = name and (PACKAGE / "models" / name / "config.json").is_file()
@@ -105,7 +105,7 @@ def _shipped(name: str) -> str:
 
 
 def _faults_of_file(path: Path) -> Iterator[tuple[str, str]]:
-    """(part, fault): the part is a case where the record holds several."""
+    """(part, fault). part: a case of a record with cases, else ""."""
     try:
         record = read(path)
     except (OSError, ValueError) as error:

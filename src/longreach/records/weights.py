@@ -1,4 +1,4 @@
-"""Which weights a record is of."""
+"""Identify the weights of a record."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def weights_sha256(folder: Path) -> str:
-    """Over all weight files of a model directory, in the order of their names."""
+    """sha256 of all weight files of a model directory, in the order of their names."""
     digest = hashlib.sha256()
     for file in sorted(folder.glob("*.safetensors")):
         with file.open("rb") as stream:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import longreach
-from longreach import A3, PIE, ChunkStore, Documents, SnapKV, attach
+from longreach import A3, PIE, ChunkPool, ChunkStore, Documents, SnapKV, attach
 from longreach.adapters.transformers.prompt_reader import Answer, Reader
 from longreach.adapters.transformers.prompt_tokens import frame
 from longreach.errors import InvalidInput, ModelFileError, StoreError
@@ -176,3 +176,20 @@ def test_frames() -> None:
     with pytest.raises(InvalidInput, match="the system prompt must be text"):
         frame(tiny_tokenizer(), "\udcff")
     assert longreach.Documents is Documents
+
+
+def test_documents_share_a_pool(tmp_path: Path) -> None:
+    """What one of them held another takes from memory, even if the store loses it."""
+    pool, texts = ChunkPool(1 << 24, pinned=False), TEXTS
+    answers = []
+    with attach(model_of("llama"), fuse="pie") as session, ChunkStore(tmp_path) as store:
+        for round in range(2):
+            documents = Documents(session, tiny_tokenizer(), store=store, chunk_tokens=8, pool=pool)
+            documents.read(texts)
+            answers.append(asked(documents))
+            states = {origin.state for origin in documents.origins}
+            assert states == {"held"} if round else states <= {"computed", "held"} and "computed" in states
+            assert documents.chunks[0][0] is pool.get(documents.chunks[0][0].key)
+            store.gc(max_bytes=0)
+    assert answers[0] == answers[1]
+    assert documents.account is not None and documents.account.fusion.loaded_bytes == 0, "nothing is copied on a CPU"

@@ -22,7 +22,7 @@ from longreach.adapters.transformers.precompute import Precompute
 from longreach.adapters.transformers.prompt_reader import CHUNK, Advance, Answer, Reader
 from longreach.adapters.transformers.prompt_tokens import check_length, document_head, encode, stop_strings, stop_tokens
 from longreach.errors import ChunkLost, InvalidInput, StoreError
-from longreach.store import Chunk, ChunkStore
+from longreach.store import Chunk, ChunkPool, ChunkStore
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,8 @@ class Documents:
 
     system: text before the documents; chunks are computed behind it. chunk_tokens: of a chunk at most.
     prefill_chunk: tokens per pass while chunks are computed. known: the model's fingerprint, if it was taken.
+    pool: where chunks wait to be copied to the model's device, to be shared by Documents whose chunks may be the same;
+    on a CUDA device by default one of its own.
 
     `origins` says of each chunk where it came from. Raises InvalidInput (no fusion method, a chat template that has no
     place for documents), and what Precompute and Splitter raise.
@@ -77,11 +79,12 @@ class Documents:
     def __init__(
         self, session: Session, tokenizer: Any, *, system: str = "", store: ChunkStore | None = None,
         chunk_tokens: int = TOKENS, prefill_chunk: int = CHUNK, known: Fingerprint | None = None,
-        graph: bool | None = None,
+        graph: bool | None = None, pool: ChunkPool | None = None,
     ):  # fmt: skip
         if session.fuse is None:
             raise InvalidInput("documents are read by a fusion method; attach with fuse='a3' or another one")
         self.session, self.tokenizer, self.store = session, tokenizer, store
+        self.pool = ChunkPool() if pool is None and session.model.device.type == "cuda" else pool
         self._frame, self.head = document_head(tokenizer, system)
         self._work = Precompute(session, self.head, chunk=prefill_chunk, known=known)
         self._meter = DependenceMeter(self._work) if session.fuse.needs_dependence else None
@@ -123,7 +126,7 @@ class Documents:
         measure = None if self._meter is None or place.other is None else (self._meter, place.other)
         got = get_or_compute(
             self._work, self.store, place.tokens, progress, behind=place.before, exact=exact, dependence=measure,
-            mapped=False,
+            mapped=False, pool=self.pool,
         )  # fmt: skip
         if self._meter is not None and measure is None:
             progress(len(place.tokens))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from torch import Tensor
@@ -11,16 +11,16 @@ from longreach.adapters.transformers.dependence import DependenceMeter
 from longreach.adapters.transformers.precompute import NOTHING, Precompute
 from longreach.adapters.transformers.prompt_reader import Advance
 from longreach.errors import StoreError
-from longreach.store import Chunk, ChunkStore
-from longreach.store.key import as_ids
+from longreach.store import Chunk, ChunkPool, ChunkStore
+from longreach.store.key import ChunkKey, as_ids
 
-State = Literal["stored", "computed", "recomputed"]
+State = Literal["held", "stored", "computed", "recomputed"]
 
 
 class ChunkResult(NamedTuple):
     """A chunk and where it came from.
 
-    state: "stored" before; "computed"; or "recomputed", if the store's file was broken.
+    state: "held" in the pool; "stored" before; "computed"; or "recomputed", if the store's file was broken.
     error: why the store could not be read or written, else None; the chunk is correct in any case.
     dependence_computed: whether its dependence was computed now.
     """
@@ -41,6 +41,7 @@ def get_or_compute(
     exact: bool = False,
     dependence: tuple[DependenceMeter, Sequence[int]] | None = None,
     mapped: bool = True,
+    pool: ChunkPool | None = None,
 ) -> ChunkResult:
     """The chunk of these tokens; computed and stored if the store (None for none) does not have it whole.
 
@@ -50,6 +51,7 @@ def get_or_compute(
     dependence: a meter and the other chunk's tokens. A chunk behind the prefix alone that lacks its dependence gets it,
     and replaces the stored one.
     mapped: whether a stored chunk stays mapped to its file, else it is read into memory.
+    pool: asked before the store, and given the chunk.
     progress: called with the tokens done; the chunk's, and with `dependence` as many again. Raises as
     Precompute.compute does, also where the store has the chunk (weights that changed have another key); what is wrong
     with the store is returned, so that the caller can go on without it.
@@ -57,9 +59,12 @@ def get_or_compute(
     tokens, behind = as_ids(tokens), as_ids(behind)
     target = behind if exact else NOTHING
     work.check(tokens, target)
-    found = _Found() if store is None else _find(work, store, tokens, [behind] if exact else [behind, NOTHING], mapped)
+    places = [behind] if exact or not len(behind) else [behind, NOTHING]
+    keys = [] if store is None and pool is None else work.keys(tokens, places)
+    found = _find(store, pool, keys, mapped and pool is None)
     chunk, error = found.chunk, found.error
     state: State = "stored" if chunk is not None else "recomputed" if found.broken else "computed"
+    state = "held" if found.held else state
     if chunk is None:
         chunk = work.compute(tokens, progress, target)
     else:
@@ -72,7 +77,9 @@ def get_or_compute(
             chunk = meter.measured(chunk, other, progress)
         else:
             progress(len(tokens))
-    if store is not None and error is None and (state != "stored" or measured):
+    if pool is not None and (state != "held" or measured):
+        chunk = pool.add(chunk)
+    if store is not None and error is None and (state not in ("held", "stored") or measured):
         try:
             store.put(chunk)
         except StoreError as refusal:
@@ -81,23 +88,29 @@ def get_or_compute(
 
 
 class _Found(NamedTuple):
-    """What a store has of a chunk: the chunk, whether a broken file stood in its place, why it could not be read."""
+    """What there is of a chunk: the chunk, whether a broken file stood in its place, why it could not be read, and
+    whether a pool held it."""
 
     chunk: Chunk | None = None
     broken: bool = False
     error: StoreError | None = None
+    held: bool = False
 
 
-def _find(work: Precompute, store: ChunkStore, tokens: Tensor, places: Sequence[Tensor], mapped: bool) -> _Found:
-    """The first chunk of these tokens behind one of `places` that the store has."""
-    read: Callable[..., tuple[Chunk | None, object]] = store.get_or_told if mapped else store.load
-    broken = False
-    for key in work.keys(tokens, places if len(places[0]) else places[:1]):
+def _find(store: ChunkStore | None, pool: ChunkPool | None, keys: Sequence[ChunkKey], mapped: bool) -> _Found:
+    """The chunk under the first of these keys that the pool or the store has."""
+    broken, error = False, None
+    for key in keys:
+        if pool is not None and (chunk := pool.get(key)) is not None:
+            return _Found(chunk, broken, error, held=True)
+        if store is None or error is not None:
+            continue
         try:
-            chunk, fault = read(key)
+            chunk, fault = store.get_or_told(key) if mapped else store.load(key)
         except StoreError as refusal:
-            return _Found(None, broken, refusal)
+            error = refusal
+            continue
         broken |= fault is not None
         if chunk is not None:
             return _Found(chunk, broken)
-    return _Found(None, broken)
+    return _Found(None, broken, error)

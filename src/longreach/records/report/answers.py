@@ -1,4 +1,4 @@
-"""What went wrong, in the model's own words, so that scores are looked into before they are believed."""
+"""Failed and low-scoring answers in full text, to check what a score means."""
 
 from __future__ import annotations
 

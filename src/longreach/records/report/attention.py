@@ -14,7 +14,7 @@ HEADS = 10  # retrieval heads in the table
 
 
 def attention(record: Record, file: str) -> list[Block]:
-    """What was looked at, a table by layer for each kind of rows, retrieval heads, and a picture of each measure."""
+    """A description of the measurement, a table by layer for each kind of rows, retrieval heads, and pictures."""
     results = record["results"]
     blocks: list[Block] = [Text(_about(record))]
     blocks += [_layers(results, kind) for kind in KINDS]
@@ -24,13 +24,13 @@ def attention(record: Record, file: str) -> list[Block]:
 
 
 def mean(values: Sequence[float | None] | None) -> float | None:
-    """Of a layer's heads; None where it was not measured."""
+    """Mean over a layer's heads; None if it was not measured."""
     there = [v for v in values or () if v is not None]
     return sum(there) / len(there) if there else None
 
 
 def retrieval_heads(results: dict[str, Any]) -> list[tuple[float, int, int]]:
-    """(score, layer, head), the mean over tasks, the highest first."""
+    """(score, layer, head) by mean score over tasks, highest first."""
     tasks = [task["score"] for task in results["retrieval"].values()]
     layers, heads = len(results["windows"]), len(results["rows"]["text"]["sinks"][0])
     scores = {(n, h): mean([t[n][h] for t in tasks if t[n] is not None]) for n in range(layers) for h in range(heads)}

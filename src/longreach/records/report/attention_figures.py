@@ -78,7 +78,7 @@ def figures(results: dict[str, Any], file: str) -> Iterator[Block]:
 
 
 def _panel(title: str, values: Matrix, results: dict[str, Any]) -> MapPanel | None:
-    """None where no layer was measured."""
+    """None if no layer was measured."""
     known = next((layer for layer in values if layer is not None), None)
     if known is None:
         return None

@@ -1,4 +1,4 @@
-"""The shape that a record of attention must have, which its own lists of layers, keys and bins decide."""
+"""The JSON shape of a record of attention, which depends on its own lists of layers, keys and bins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a report consists of, before it is Markdown or HTML. Texts are plain: whoever renders them escapes them."""
+"""The blocks of a report, before rendering as Markdown or HTML. Texts are plain; renderers escape them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Cell:
-    """A table's cell: what it says, what it says in small beside it, and how it compares with dense attention."""
+    """A table's cell: its text, a note in small print, and a comparison with dense attention."""
 
     text: str
     note: str = ""
@@ -37,7 +37,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells. texts: how many columns from the left hold words. folded: shown closed where that is possible."""
+    """Rows of cells. texts: number of leading columns with words. folded: collapsed, if the format can do it."""
 
     title: str
     head: tuple[str, ...]

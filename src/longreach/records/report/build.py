@@ -20,7 +20,7 @@ from longreach.records.report.scores import scores
 
 
 def build(records: Sequence[Record]) -> list[Block]:
-    """Everything, in the order in which it is read; names of pictures differ."""
+    """All blocks of a report in reading order. Picture names are unique."""
     blocks = header(records)
     evaluations = groups(records)
     for number, group in enumerate(evaluations, 1):

@@ -1,4 +1,4 @@
-"""Pictures of a calibration: how alike layers are, how much each matters, what a budget is worth."""
+"""Pictures of a calibration: similarity of layers, importance of each, and quality by budget."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where in the text needles are found: length by depth for the sweep, and by depth for tasks with one needle."""
+"""Scores by the depth of needles in the text: by length and depth for the sweep, by depth for tasks with one needle."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ FIFTHS = 5
 
 
 def depths(group: Group, file: str) -> list[Block]:
-    """Heat maps, where samples say how deep their needle is."""
+    """Heat maps of tasks whose samples state the depth of their needle."""
     return [*_sweep(group, file), *_others(group, file)]
 
 
 def depth_of(sample: dict[str, Any]) -> float | None:
-    """How deep the one needle of a sample is, in [0, 1]; None where there is none, or where there are several."""
+    """Depth of a sample's needle, in [0, 1]; None for samples without exactly one needle."""
     facts = sample["facts"]
     found = facts.get("depths", [facts.get("depth")])
     one = found[0] if isinstance(found, list) and len(found) == 1 else None
@@ -56,7 +56,7 @@ def _sweep(group: Group, file: str) -> list[Block]:
 
 
 def _others(group: Group, file: str) -> list[Block]:
-    """Tasks with one needle at random depths: by fifths of the depth, together and each on its own."""
+    """Scores of tasks with one needle at a random depth, by fifths of the depth: all tasks together, then each."""
     bins = [(n / FIFTHS, (n + 1) / FIFTHS) for n in range(FIFTHS)]
     columns = tuple(f"{low * 100:.0f}-{high * 100:.0f}%" for low, high in bins)
     blocks: list[Block] = []

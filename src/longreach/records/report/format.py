@@ -1,4 +1,4 @@
-"""Numbers and foreign text as a report writes them."""
+"""Format numbers and foreign text for reports."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ def seconds(value: float | None) -> str:
 
 
 def times(ratio: float | None) -> str:
-    """How many times as much."""
+    """A ratio, as "1.50x"."""
     return NONE if ratio is None else f"{ratio:.2f}x"
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """A number to so many digits."""
+    """A number with this many significant digits."""
     return NONE if value is None else f"{value:.{digits}g}"
 
 
 def mean(values: Sequence[float | None]) -> float | None:
-    """The mean of those that are there; None where none is."""
+    """The mean of the values that are not None; None if there are none."""
     there = [v for v in values if v is not None]
     return sum(there) / len(there) if there else None
 
 
 def cropped(text: str, most: int) -> str:
-    """A text's beginning, and how long it is where it is longer than `most` characters."""
+    """The text, cut to `most` characters; a cut text is followed by its length."""
     return text if len(text) <= most else f"{text[:most]} ... ({len(text)} characters)"
 
 
 def one_line(text: str) -> str:
-    """A text on one line in which nothing is invisible: what cannot be printed is written as an escape."""
+    """The text on one line, with unprintable characters as escapes."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
@@ -59,5 +59,5 @@ def setting(value: Any) -> str:
 
 
 def finite(value: float | None) -> bool:
-    """Whether there is something to draw."""
+    """Whether the value is a finite number."""
     return value is not None and math.isfinite(value)

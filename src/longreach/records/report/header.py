@@ -1,4 +1,4 @@
-"""What was measured, on what, by which code; said loudest where it cannot be repeated or does not belong together."""
+"""The head of a report: models, code and machines, with warnings for results that cannot be repeated or compared."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from longreach.records.report.blocks import Block, Heading, Text, table
 from longreach.records.report.format import number, setting
 from longreach.records.report.reading import Record
 
-# what, taken together, makes numbers of several records comparable
+# facts that must agree for numbers of several records to be comparable
 COMPARED = ("model", "weights (sha256)", "dtype", "commit", "device", "threads", "python")
 
 
 def header(records: Sequence[Record]) -> list[Block]:
-    """Title, warnings, and two tables: what all records share, and what they differ in."""
+    """Title, warnings, a table of facts that all records share, and a table of facts that differ."""
     models = list(dict.fromkeys(r["model"]["name"] for r in records))
     title = Heading(1, f"Report: {', '.join(models)}")
     facts = [properties(r) for r in records]
@@ -33,7 +33,7 @@ def header(records: Sequence[Record]) -> list[Block]:
 
 
 def properties(record: Record) -> dict[str, str]:
-    """What a record says of its model, code and machine, as text."""
+    """A record's model, code and machine, as text."""
     model, device = record["model"], record["device"]
     dirty = " (dirty: with changes that are in no commit)" if record["dirty"] else ""
     return {
@@ -52,7 +52,7 @@ def properties(record: Record) -> dict[str, str]:
 
 
 def warnings(records: Sequence[Record]) -> Iterator[str]:
-    """What a reader has to know before any number."""
+    """Warnings that precede all numbers."""
     for record in records:
         if record["dirty"]:
             commit = _short(record["commit"] or "an unknown commit")

@@ -1,4 +1,4 @@
-"""A report as one HTML page that needs nothing else: pictures inside, no script, no outside resource."""
+"""A report as one self-contained HTML page, with embedded pictures and without scripts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from longreach.records.report.blocks import SIGNS, Block, Cell, Code, Figure, He
 from longreach.records.report.format import one_line
 
 STYLE = Path(__file__).with_name("page.css")
-# nothing is loaded and nothing runs, whatever an answer of a model holds
+# nothing is loaded and nothing runs, even if a model's answer contains markup
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 
@@ -45,7 +45,7 @@ def html(blocks: Sequence[Block]) -> str:
 
 
 def shown(text: str) -> str:
-    """Text that shows as it is, between tags and in attributes."""
+    """Text, escaped for use between tags and in attributes."""
     return escape(one_line(text), quote=True)
 
 
@@ -84,7 +84,7 @@ def _table(block: Table) -> str:
 
 
 def _breakable(text: str) -> str:
-    """A column's name, which may break where its words do."""
+    """A column's name, with line breaks allowed between its words."""
     return re.sub(r"([_/=])", r"\1<wbr>", shown(text))
 
 

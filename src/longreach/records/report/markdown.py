@@ -1,4 +1,4 @@
-"""A report as Markdown, its pictures beside it."""
+"""A report as Markdown, with pictures in separate files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def markdown(blocks: Sequence[Block]) -> str:
 
 
 def escaped(text: str) -> str:
-    """Text that shows as it is: no markup, link, table cell or formula can begin in it."""
+    """Text, escaped so that it contains no markup, links, table cells or formulas."""
     return SPECIAL.sub(lambda found: ENTITIES.get(found[0]) or f"\\{found[0]}", one_line(text)).strip()
 
 

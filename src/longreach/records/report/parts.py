@@ -1,4 +1,4 @@
-"""Scores of a task's parts, by what describes its samples: LongBench v2 by difficulty and by length."""
+"""Scores of parts of a task, by facts of its samples: LongBench v2 by difficulty and by length."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from longreach.records.report.scores import numbered
 
 
 def parts(group: Group) -> list[Block]:
-    """A table for each task that has parts, a row a part."""
+    """A table for each task with parts, one row for each part."""
     return [_table(group, row) for row in group.rows if any(row.result(label).get("by") for label in group.labels)]
 
 

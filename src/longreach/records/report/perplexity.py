@@ -91,5 +91,5 @@ def _panels(record: Record, labels: Sequence[str], phase: str) -> list[CurvePane
 
 
 def _curve(by_position: Sequence[dict[str, Any]]) -> dict[float, float]:
-    """nll by the middle of each stretch; gaps where it is no finite number."""
+    """nll by the middle position of each part; NaN, a gap in the curve, if it is not finite."""
     return {(p["start"] + p["stop"]) / 2: p["nll"] if finite(p["nll"]) else math.nan for p in by_position}

@@ -1,4 +1,4 @@
-"""Records as a report reads them: loaded, and checked to the last field it needs."""
+"""Load records for a report and check every field that it uses."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Record:
-    """A checked record and the name it goes by in the report: its file's."""
+    """A checked record. name: its file name, used in the report."""
 
     name: str
     kind: str
@@ -106,7 +106,7 @@ class Record:
 
     @property
     def dense(self) -> str | None:
-        """The label of dense attention in prefill and decode, where it was measured."""
+        """The label of dense attention in both phases, if it was measured."""
         found = [
             k for k, m in self.content["methods"].items() if m["prefill"]["name"] == m["decode"]["name"] == "dense"
         ]
@@ -114,7 +114,7 @@ class Record:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of prompt and answer, or of the prompt, as the config says; several where tasks were asked at each."""
+        """Lengths in tokens from the config, of the prompt or of prompt and answer. Several if tasks ran at several."""
         config = self.content["config"]
         found = config.get("lengths", [config.get("length", config.get("prompt_tokens"))])
         return [length for length in found if isinstance(length, int)]
@@ -165,7 +165,7 @@ def load(path: Path, name: str | None = None) -> Record:
 
 
 def _check_labels(content: dict[str, Any]) -> None:
-    """Results are of the methods that are named; answers are to samples that are there."""
+    """Check that results belong to listed methods and answers to listed samples."""
     methods = content["methods"]
     results = [t["results"] for t in content["tasks"].values()] if content["kind"] == "eval" else [content["results"]]
     for label in (label for each in results for label in each):

@@ -1,4 +1,4 @@
-"""How to measure it again."""
+"""The commands that repeat the measurements."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def repeat(records: Sequence[Record]) -> list[Block]:
 
 
 def _command(record: Record) -> str:
-    """Places of the model, and of data sets, are the reader's to fill in."""
+    """The command. Paths of the model and of data sets are placeholders."""
     config, model = record["config"], record["model"]
     folder = "mini" if model["name"] == "longreach-mini" else "DIRECTORY"
     words = [*VERBS[record.kind].split(), "--model", folder, "--device", record["device"]["type"], "--dtype",
@@ -59,7 +59,7 @@ def _command(record: Record) -> str:
         if value is not None and value != DEFAULTS.get(name):
             words += [f"--{name.replace('_', '-')}", str(value)]
     words += [f"--{name.replace('_', '-')}" for name in ("layers", "past_end", "no_graph") if config.get(name)]
-    # labels of compare may lack options; those of eval and perplexity are what names the method
+    # labels of compare may lack options; those of eval and perplexity are complete method specifications
     exact = record.kind == "fidelity"
     named = record["methods"].items() if record.kind != "attention" else ()
     methods = [w for label, m in named for w in ("--method", _spec(m) if exact else label)]
@@ -99,7 +99,7 @@ def _value(value: Any) -> str:
 
 
 def _task(name: str) -> str:
-    """What --tasks takes for a task; data sets take their file."""
+    """The value of --tasks for a task; data sets need their file."""
     if name in ("qa_1", "qa_2", "longbench_v2"):
         return f"{name}=FILE"
     return "longbench=FILE" if name.startswith("longbench_") else name

@@ -1,4 +1,4 @@
-"""Pictures of what reuse of attention rests on, as MAC-Attention's paper shows it."""
+"""Pictures of the measurements behind reuse of attention, as in MAC-Attention's paper."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from longreach.records.report.plots import CurvePanel, LayerPanel, MapPanel, Scale, Series, curves, layer_curves, maps
 
-MOST_MAPS = 6  # layers of which the paper shows a map
+MOST_MAPS = 6  # the paper shows maps of this many layers
 Points = Sequence[Mapping[str, float | None] | None]
 Grid = Sequence[Sequence[float | None]]
 

@@ -1,4 +1,4 @@
-"""Scores of MAC-Attention where an evaluation sweeps its options: Figures 9 and 10 of the paper."""
+"""Scores of MAC-Attention in evaluations that sweep its options: Figures 9 and 10 of the paper."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from longreach.records.report.plots import CurvePanel, MapPanel, Scale, Series, 
 from longreach.records.report.rows import Group, summary
 
 METHOD = "mac"
-FAITHFUL = 0.95  # of dense attention's score: what the paper stars
+FAITHFUL = 0.95  # of dense attention's score; the paper marks such points with stars
 LEAST = 3  # thresholds that make a curve
 
 
@@ -23,7 +23,7 @@ class SweptScore(NamedTuple):
 
 
 def reused(group: Group, file: str) -> list[Block]:
-    """Pictures of scores by threshold, and by band and window; none where neither is swept."""
+    """Pictures of scores by threshold, and by band and window, for the options that are swept."""
     if group.dense is None:
         return []
     blocks: list[Block] = []

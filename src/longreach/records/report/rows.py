@@ -1,4 +1,4 @@
-"""Evaluations that belong together, and what they say of each method."""
+"""Groups of comparable evaluations, and each method's numbers in them."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Group:
         return sorted({row.length for row in self.rows})
 
     def lost(self, length: int) -> list[str]:
-        """Tasks at which no method reaches a tenth: they say nothing about methods."""
+        """Tasks on which no method scores 10% or more; they do not distinguish methods."""
         rows = self.at(length)
         return [row.task for row in rows if max(row.result(x)["score"] for x in self.labels) < LOST]
 
@@ -96,7 +96,7 @@ class Group:
 
 
 def groups(records: Sequence[Record]) -> list[Group]:
-    """Evaluations by what must be the same for their scores to stand in one table."""
+    """Group evaluations whose scores are comparable in one table."""
     found: dict[str, list[Record]] = {}
     for record in records:
         if record.kind == "eval":
@@ -112,7 +112,7 @@ def groups(records: Sequence[Record]) -> list[Group]:
 
 @dataclass(frozen=True)
 class Summary:
-    """A method over all tasks of a length: means over tasks, sums of what failed."""
+    """A method over all tasks of a length: mean scores and numbers of failures."""
 
     label: str
     score: float

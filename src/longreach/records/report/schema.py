@@ -1,4 +1,4 @@
-"""Whether JSON has the shape that a reader relies on, and where it has not."""
+"""Check the shape of JSON values, with the path of the first mismatch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Shape = Any  # a type, a mapping of required fields, Maybe, Each, Items or Numbe
 
 
 class Mismatch(Exception):
-    """What is wrong, and where: "tasks.vt.results.dense.score is missing"."""
+    """A mismatch with its path: "tasks.vt.results.dense.score is missing"."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Perhaps:
 
 @dataclass(frozen=True)
 class Each:
-    """An object whose values all have this shape, and how many there must be at least."""
+    """An object whose values all have this shape. least: the smallest number of values."""
 
     shape: Shape
     least: int = 0
@@ -48,14 +48,14 @@ class Items:
 
 @dataclass(frozen=True)
 class Number:
-    """A number between bounds; where there are none it may be infinite or no number at all (a method that broke)."""
+    """A number within bounds. Without bounds it may be infinite or NaN, as of a method that failed."""
 
     low: float = -math.inf
     high: float = math.inf
 
 
 def check(value: Any, shape: Shape, where: str = "") -> None:
-    """Raise Mismatch at the first place where a value has another shape. Fields beyond those required may be there."""
+    """Raise Mismatch at the first value of another shape. Additional fields are allowed."""
     if isinstance(shape, Maybe):
         if value is not None:
             check(value, shape.shape, where)

@@ -1,4 +1,4 @@
-"""Scores: tasks by methods, what each method reads and takes, quality against bytes read."""
+"""Scores by task and method, bytes read and time of each method, and quality against bytes read."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def _share(field: str) -> Callable[[dict[str, Any]], str]:
 
 
 def _quality(group: Group, sums: dict[int, list[Summary]], file: str) -> list[Block]:
-    """A picture a phase in which some method reads other than dense does."""
+    """A picture for each phase in which some method reads a different amount than dense attention."""
     blocks: list[Block] = []
     for phase in ("decode", "prefill"):
         panels = []

@@ -11,7 +11,7 @@ from longreach.errors import InvalidInput
 
 
 def write_all(folder: Path, files: Mapping[str, bytes]) -> list[Path]:
-    """Write files into a folder, which is made where it is missing; earlier ones of these names are replaced.
+    """Write files into a folder, creating it if needed and replacing files of the same names.
 
     Where anything fails, the folder is as it was before. Raises InvalidInput where it cannot be written.
     """

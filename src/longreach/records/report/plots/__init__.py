@@ -1,4 +1,4 @@
-"""Pictures of a report, drawn by matplotlib, which only this folder imports, and only when something is drawn."""
+"""Pictures of a report. Only this folder imports matplotlib, at the first picture."""
 
 from longreach.records.report.plots.heat_maps import MapPanel, Scale, maps
 from longreach.records.report.plots.layer_curves import LayerPanel, layer_curves

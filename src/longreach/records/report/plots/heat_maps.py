@@ -1,4 +1,4 @@
-"""Heat maps: a panel a method or a task, all with one scale of colours, numbers in the cells where there is room."""
+"""Heat maps: one panel for each method or task, a common colour scale, numbers in cells that are large enough."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Scale:
 
 
 def maps(panels: Sequence[MapPanel], xlabel: str, ylabel: str, scale: Scale) -> bytes:
-    """PNG of all panels; they have the same ylabel, whose names are written once a row where they are the same."""
+    """PNG of all panels, with one ylabel. Row names that neighbours share are written once."""
     rows, columns = max(len(p.rows) for p in panels), max(len(p.columns) for p in panels)
     numbers = rows * columns <= ANNOTATED
     cell_width, cell_height = (0.44, 0.27) if numbers else (max(0.09, 3.2 / columns), max(0.09, 3.2 / rows))
@@ -119,7 +119,7 @@ def _short(value: float) -> str:
 
 
 def _names(axes: Axes, panel: MapPanel, named: bool, rows: int) -> None:
-    """Every name where they fit, else every so many."""
+    """All names if they fit, else every n-th."""
     for axis, texts, most in ((axes.yaxis, panel.rows, 36), (axes.xaxis, panel.columns, 24)):
         step = -(-len(texts) // most)
         places = list(range(0, len(texts), step))

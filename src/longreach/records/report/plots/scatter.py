@@ -15,7 +15,7 @@ ACROSS = 3
 
 @dataclass(frozen=True)
 class Point:
-    """label: a method; number: its place among all, which colours it. x: bytes over dense's; y, low, high: shares."""
+    """label: a method. number: its index, which determines its colour. x: bytes over dense's. y, low, high: shares."""
 
     label: str
     number: int
@@ -35,7 +35,7 @@ class PointPanel:
 
 
 def points(panels: Sequence[PointPanel], xlabel: str, ylabel: str) -> bytes:
-    """PNG: x on a log scale from the least to the most of all panels, those beyond 1 shaded as what saves nothing."""
+    """PNG. x has a log scale over the range of all panels; the region above 1, without savings, is shaded."""
     across = min(ACROSS, len(panels))
     down = -(-len(panels) // across)
     labels = {p.label: p for panel in panels for p in panel.points}
@@ -86,7 +86,7 @@ def _look(p: Point) -> dict[str, Any]:
 
 
 def _clusters(points: Sequence[Point], apart: float) -> list[list[Point]]:
-    """Points that lie on each other share one label. apart: ratio of x that is told apart."""
+    """Overlapping points share one label. apart: the ratio of x from which points are separate."""
     found: list[list[Point]] = []
     for p in sorted(points, key=lambda p: p.number):
         alike = (c for c in found if max(p.x, c[0].x) / min(p.x, c[0].x) < apart and abs(p.y - c[0].y) < 0.06)

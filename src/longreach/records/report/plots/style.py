@@ -1,4 +1,4 @@
-"""What all pictures share: colours that colour-blind readers tell apart, fonts, names, and how they become PNG."""
+"""Common style of all pictures: colours safe for colour-blind readers, fonts, names, PNG output."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ RC = {
 
 
 def check_installed() -> None:
-    """Raise Unsupported, saying what to install, where there is no matplotlib."""
+    """Raise Unsupported, with the package to install, if matplotlib is missing."""
     try:
         found = find_spec("matplotlib") is not None
     except ValueError:  # a module without a spec
@@ -48,7 +48,7 @@ def check_installed() -> None:
 
 @contextmanager
 def style() -> Iterator[None]:
-    """matplotlib's own defaults and ours, whatever the user's settings are; as before afterwards."""
+    """Within this block matplotlib's defaults and ours apply instead of the user's settings."""
     from matplotlib import style as styles
 
     with styles.context(["default", RC]):
@@ -73,7 +73,7 @@ def png(made: Figure) -> bytes:
 
 
 def look(number: int, dense: bool) -> dict[str, Any]:
-    """Colour, marker and dashes of method `number` (from 0, dense counted); no two of the first 24 are alike."""
+    """Colour, marker and dashes of method `number` (from 0, dense included). The first 24 are distinct."""
     if dense:
         return {"color": DENSE, "marker": "*", "linestyle": "-"}
     place = number - 1 if number else 0
@@ -86,7 +86,7 @@ def look(number: int, dense: bool) -> dict[str, Any]:
 
 
 def name(text: str, most: int = LONGEST) -> str:
-    """A name that the font can draw, on one line, its end cut off where it is long."""
+    """A name on one line that the font can draw, shortened if it is long."""
     line = "".join(c if c.isprintable() and ord(c) < DRAWABLE else "?" for c in " ".join(text.split()))
     return line if len(line) <= most else f"{line[: most - 2]}.."
 
