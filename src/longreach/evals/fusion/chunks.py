@@ -11,7 +11,7 @@ from torch import Tensor
 from longreach.adapters.transformers import BatchReader, FusedPrompt, FusionReport, Precompute, Reader, Session, encode
 from longreach.adapters.transformers.fingerprint import fingerprint
 from longreach.errors import InvalidInput
-from longreach.evals.fusion.controls import resolved
+from longreach.evals.fusion.controls import Noted, resolved
 from longreach.evals.fusion.memory import moved
 from longreach.methods.slots import Eviction, Fusion
 
@@ -68,14 +68,16 @@ class FusedPrompts:
         return FusedPrompt.of([*parts, ids[end:]])
 
     def read(
-        self, prompt: FusedPrompt, fuse: Fusion, evict: Eviction | None = None
+        self, prompt: FusedPrompt, fuse: Fusion, evict: Eviction | None = None, *, noted: list[Tensor] | None = None
     ) -> tuple[BatchReader, Tensor, FusionReport]:
         """A reader whose cache holds the prompt, to answer from, and logits [1, V] after it; raises as `fusing.read`.
 
         The session's report begins with it. What controls need of a plain prefill comes first, in neither the report
-        nor `reader.read_seconds`.
+        nor `reader.read_seconds`. noted: receives each choice of the method, bool [N].
         """
         fusion, prefill = resolved(fuse, lambda: self.moved(prompt))
+        if noted is not None:
+            fusion = Noted(fusion, noted)
         self.session.reset_report()
         with self._given(fuse=fusion, prefill=prefill, evict=evict):
             reader = self._reader if evict is None else self._evicting
