@@ -13,8 +13,8 @@ from longreach import __version__
 from longreach.cli.common import FAILED
 from longreach.errors import LongreachError, MeasurementFailed
 
-VERBS = ("demo", "run", "compare", "eval", "perplexity", "dialogue", "generation", "attention", "report", "store",
-         "calibrate", "plan", "methods", "bench", "env", "train")  # fmt: skip
+VERBS = ("demo", "run", "compare", "eval", "perplexity", "dialogue", "generation", "attention", "fusion", "report",
+         "store", "calibrate", "plan", "methods", "bench", "env", "train")  # fmt: skip
 
 CODES = (
     "exit codes: 0; 1 where `bench check`, `store verify` or `plan verify` found faults; 2 for errors of use or\n"

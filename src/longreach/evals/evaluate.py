@@ -159,14 +159,15 @@ class Evaluation:
                 progress(f"{what}, {counted(len(specs), 'method')}", len(open_parts)) as advance,
             ):
                 session.prepare(*(spec.decode for spec in specs))
-                reader = BatchReader(session, self.settings.chunk, graph=self.settings.graph)
+                # eviction moves memory, so that a captured step would be captured anew for every batch
+                reader = BatchReader(session, self.settings.chunk, graph=False if evict else self.settings.graph)
                 prompts = self._fused_prompts(session) if fuse else None
                 for key, name, first in open_parts:
                     asked, task = self.asked[name][first : first + self.settings.batch], self.tasks[name].task
                     if prompts is None:
                         parts[key] = self._part(session, reader, specs, task, asked)
                     else:
-                        parts[key] = [a for one in asked for a in self._fused(prompts, reader, specs, task, one)]
+                        parts[key] = [a for one in asked for a in self._fused(prompts, specs, task, one)]
                     if not failed(parts[key]):
                         keep(key, parts[key])
                     advance(1)
@@ -212,11 +213,10 @@ class Evaluation:
         return [{**answers, "alone": True} for answers in found]
 
     def _fused_prompts(self, session: Session) -> FusedPrompts:
-        return FusedPrompts(session, self.tokenizer, self.settings.chunks, self.settings.chunk)
+        settings = self.settings
+        return FusedPrompts(session, self.tokenizer, settings.chunks, settings.chunk, graph=settings.graph)
 
-    def _fused(
-        self, prompts: FusedPrompts, reader: BatchReader, specs: list[Spec], task: Task, one: PromptSample
-    ) -> list[dict[str, Any]]:
+    def _fused(self, prompts: FusedPrompts, specs: list[Spec], task: Task, one: PromptSample) -> list[dict[str, Any]]:
         """Answers of all fusion methods to a prompt, whose chunks are computed once."""
         device, session = self.model.device, prompts.session
         try:
@@ -229,9 +229,9 @@ class Evaluation:
             try:
                 if read is None or read[0] != (spec.fuse, spec.evict):
                     assert spec.fuse is not None
-                    read = (spec.fuse, spec.evict), *prompts.read(reader, prompt, spec.fuse, spec.evict)
+                    read = (spec.fuse, spec.evict), *prompts.read(prompt, spec.fuse, spec.evict)
                     reports = {s.decode: session.report(s.decode) for s in specs}
-                _, logits, became = read
+                _, reader, logits, became = read
                 answered = self._answers(session, reader, spec, task, [one], logits)
             except Exception as error:
                 read = None

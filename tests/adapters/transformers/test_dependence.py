@@ -36,7 +36,9 @@ def drawn(layers: int, seed: int) -> Chunk:
     return Chunk.of("a model", [1], range(7), *both)
 
 
-@pytest.mark.parametrize(("layers", "middle"), [(1, [0]), (2, [0, 1]), (3, [1]), (4, [1, 2]), (12, [4, 5, 6, 7])])
+@pytest.mark.parametrize(
+    ("layers", "middle"), [(1, [0]), (2, [0, 1]), (3, [0, 1, 2]), (4, [1, 2]), (12, [3, 4, 5, 6, 7, 8])]
+)
 def test_movement_by_its_definition(layers: int, middle: list[int]) -> None:
     one, two = drawn(layers, 0), drawn(layers, 1)
     want = []
@@ -54,8 +56,8 @@ def test_movement_by_its_definition(layers: int, middle: list[int]) -> None:
 
 
 def test_what_is_all_zeros_moves_by_nothing() -> None:
-    one, two = drawn(3, 0), drawn(3, 1)
-    one.keys[1].zero_()
+    one, two = drawn(1, 0), drawn(1, 1)
+    one.keys[0].zero_()
     values = movement(one, replace(two, keys=one.keys))
     assert torch.equal(movement(one, two), values) and bool(values.isfinite().all())
 
@@ -104,6 +106,8 @@ def test_the_other_chunk_is_cut_to_the_context() -> None:
         assert got is not None and want is not None and torch.equal(got, want)
         with pytest.raises(InvalidInput, match="leaves no room for another chunk before it; cut it into smaller"):
             meter.measured(work.compute([*TOKENS, *TOKENS[:8]]), OTHER)
+        with pytest.raises(InvalidInput, match="expected a chunk computed behind the prefix of 5 tokens alone"):
+            meter.measured(work.compute(TOKENS[:9], behind=OTHER), OTHER)
 
 
 def test_the_store_gets_it_and_keeps_it(tmp_path: Path) -> None:

@@ -76,22 +76,20 @@ def test_how_far_a_plain_prefill_moves_what_is_stored(session: Session) -> None:
 
 
 def test_reads_of_one_prompt_by_any_method(session: Session) -> None:
-    prompts, reader = FusedPrompts(session, tiny_tokenizer(), "alone", 512), BatchReader(session)
+    prompts = FusedPrompts(session, tiny_tokenizer(), "alone", 512)
     prompt = prompts.of(IDS, CHUNKS)
     exact = BatchReader(session).read([IDS])
-    logits, became = prompts.read(reader, prompt, A3(1.0), None)
+    _, logits, became = prompts.read(prompt, A3(1.0))
     torch.testing.assert_close(logits, exact, rtol=1e-4, atol=1e-4)
     assert (became.exact, became.recomputed, became.computed) == (0, 73, 17)
-    by_rows, _ = prompts.read(reader, prompt, RowOrder("a3", 1.0), None)  # all rows in order are all rows
+    _, by_rows, _ = prompts.read(prompt, RowOrder("a3", 1.0))  # all rows in order are all rows
     torch.testing.assert_close(by_rows, exact, rtol=1e-4, atol=1e-4)
-    right, wrong = (prompts.read(reader, prompt, fusion, None)[0] for fusion in (A3(0.4), RowOrder("a3", 0.4)))
+    right, wrong = (prompts.read(prompt, fusion)[1] for fusion in (A3(0.4), RowOrder("a3", 0.4)))
     assert float((right - wrong).abs().max()) > 1e-2
-    _, became = prompts.read(reader, prompt, Oracle(0.2), None)
-    assert became.recomputed == 18
-    prompts.read(reader, prompt, A3(0.2), SnapKV(capacity=20))
-    reader.answer(right, 3, ())
+    assert prompts.read(prompt, Oracle(0.2))[2].recomputed == 18
+    reader, evicted, _ = prompts.read(prompt, A3(0.2), SnapKV(capacity=20))
+    reader.answer(evicted, 3, ())
     assert reader.cache is not None and reader.cache.kv.slots_in_use(0) == [20]
-    again, _ = prompts.read(reader, prompt, A3(0.4), None)
+    _, again, _ = prompts.read(prompt, A3(0.4))
     assert torch.equal(again, right) and session.evict is None
-    read = session.report().fraction("prefill")
-    assert read == pytest.approx(1.0)
+    assert session.report().fraction("prefill") == pytest.approx(1.0)

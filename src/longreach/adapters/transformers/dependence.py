@@ -28,8 +28,14 @@ class DependenceMeter:
         `other`.
 
         Of `other` its first tokens are taken, as many as the context has room for. progress: as Precompute.compute.
-        Raises InvalidInput where there is room for none, and as Precompute.compute.
+        Raises InvalidInput where there is room for none, for a chunk computed behind something else, and as
+        Precompute.compute.
         """
+        if not torch.equal(chunk.prefix, self._work.prefix):
+            raise InvalidInput(
+                f"dependence: expected a chunk computed behind the prefix of {len(self._work.prefix)} tokens alone, "
+                f"got one behind {len(chunk.prefix)} or others; chunks behind more are exact or not used"
+            )
         room = self._work.room(len(chunk.prefix) + len(chunk.tokens))
         if room is not None and room < 1:
             raise InvalidInput(
@@ -45,10 +51,10 @@ def movement(chunk: Chunk, again: Chunk) -> Tensor:
 
     For a layer's keys before rotation, and for its values: the squared L2 distance of a token's two vectors over all KV
     heads, divided by the mean squared L2 norm of the chunk's N vectors. The result is the mean of these over the keys
-    and the values of the middle third of the layers, L // 3 to L - L // 3 - 1 of L.
+    and the values of the middle half of the layers, L // 4 to L - L // 4 - 1 of L.
     """
     layers, total = len(chunk.keys), torch.zeros(len(chunk.tokens), dtype=torch.float64)
-    middle = range(layers // 3, layers - layers // 3)
+    middle = range(layers // 4, layers - layers // 4)
     for mine, theirs in ((chunk.keys, again.keys), (chunk.values, again.values)):
         for layer in middle:
             x, y = mine[layer].double(), theirs[layer].double()

@@ -11,7 +11,7 @@ from torch import Tensor
 from longreach.adapters.transformers import BatchReader, FusedPrompt, FusionReport, Precompute, Reader, Session, encode
 from longreach.adapters.transformers.fingerprint import fingerprint
 from longreach.errors import InvalidInput
-from longreach.evals.fusion.controls import resolved
+from longreach.evals.fusion.controls import Noted, resolved
 from longreach.evals.fusion.memory import moved
 from longreach.methods.slots import Eviction, Fusion
 
@@ -38,12 +38,19 @@ class FusedPrompts:
     """Chunks of prompts, and reads of them by any fusion and eviction method, over one session.
 
     session: attached with a fusion method and without eviction; `read` takes the methods of each read. chunk: prompt
-    tokens per pass where a prompt is read plainly, and while chunks are computed.
+    tokens per pass where a prompt is read plainly, and while chunks are computed. graph: as in `generate`, for answers
+    without eviction; it moves memory, so that with it a captured step would be captured anew for every prompt.
     Raises as `Precompute`, and as `prefix_tokens`.
     """
 
-    def __init__(self, session: Session, tokenizer: Any, behind: Behind, chunk: int):
+    def __init__(
+        self, session: Session, tokenizer: Any, behind: Behind, chunk: int, *, graph: bool | None = None
+    ):  # fmt: skip
         self.session, self._behind, self._chunk = session, behind, chunk
+        self._reader, self._evicting = (
+            BatchReader(session, chunk, graph=graph),
+            BatchReader(session, chunk, graph=False),
+        )
         self._tokenizer, self._known = tokenizer, fingerprint(session.model)
         self._work: Precompute | None = None
         self._plain: Reader | None = None
@@ -61,17 +68,20 @@ class FusedPrompts:
         return FusedPrompt.of([*parts, ids[end:]])
 
     def read(
-        self, reader: BatchReader, prompt: FusedPrompt, fuse: Fusion, evict: Eviction | None
-    ) -> tuple[Tensor, FusionReport]:
-        """Logits [1, V] after the prompt, which is in the reader's cache then; raises as `fusing.read`.
+        self, prompt: FusedPrompt, fuse: Fusion, evict: Eviction | None = None, *, noted: list[Tensor] | None = None
+    ) -> tuple[BatchReader, Tensor, FusionReport]:
+        """A reader whose cache holds the prompt, to answer from, and logits [1, V] after it; raises as `fusing.read`.
 
         The session's report begins with it. What controls need of a plain prefill comes first, in neither the report
-        nor `reader.read_seconds`.
+        nor `reader.read_seconds`. noted: receives each choice of the method, bool [N].
         """
         fusion, prefill = resolved(fuse, lambda: self.moved(prompt))
+        if noted is not None:
+            fusion = Noted(fusion, noted)
         self.session.reset_report()
         with self._given(fuse=fusion, prefill=prefill, evict=evict):
-            return reader.read_fused(prompt)
+            reader = self._reader if evict is None else self._evicting
+            return reader, *reader.read_fused(prompt)
 
     def moved(self, prompt: FusedPrompt) -> Tensor:
         """How far a plain prefill moves each token's keys and values, as `memory.moved`; kept for the last prompt."""

@@ -101,6 +101,28 @@ class ByScore(Fusion):
         return best(self.scores, prompt, self.ratio)
 
 
+@dataclass(frozen=True, eq=False)
+class Noted(Fusion):
+    """A fusion method whose choices are appended to `choices`, bool [N]."""
+
+    of: Fusion
+    choices: list[Tensor]
+
+    name = "noted"
+
+    def __post_init__(self) -> None:
+        for name in ("full_layers", "true_positions"):  # of the class elsewhere, here of what it wraps
+            object.__setattr__(self, name, getattr(self.of, name))
+
+    def probes(self, layers: int) -> tuple[int, ...]:
+        return self.of.probes(layers)
+
+    def choose(self, prompt: PromptParts, layer: FullLayer | None) -> Tensor:
+        chosen = self.of.choose(prompt, layer)
+        self.choices.append(chosen)
+        return chosen
+
+
 @dataclass(frozen=True)
 class ByRowOrder(AttentionMethod):
     """Dense attention with causality by the rows' order, of one sequence."""
