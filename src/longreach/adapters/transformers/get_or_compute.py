@@ -101,8 +101,8 @@ def _find(store: ChunkStore | None, pool: ChunkPool | None, keys: Sequence[Chunk
     """The chunk under the first of these keys that the pool or the store has."""
     broken, error = False, None
     for key in keys:
-        if pool is not None and (chunk := pool.get(key)) is not None:
-            return _Found(chunk, broken, error, held=True)
+        if pool is not None and (held := pool.get(key)) is not None:
+            return _Found(held, broken, error, held=True)
         if store is None or error is not None:
             continue
         try:
