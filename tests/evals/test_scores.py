@@ -28,6 +28,13 @@ def test_answers_that_failed_have_no_length() -> None:
     assert result([entry(given(0, 0.0, 0, error="E"))], {(0, 0): given(0, 1.0, 9)})["length_over_dense"] is None
 
 
+def test_right_answers_that_are_kept() -> None:
+    dense = {(n, 0): given(n, score, 5) for n, score in enumerate((1.0, 1.0, 0.5, 1.0))}
+    mine = [given(0, 1.0, 5), given(1, 0.8, 5), given(2, 1.0, 5), given(3, 0.0, 0, error="E")]
+    assert result([entry(*mine)], dense)["kept"] == {"right": 3, "kept": 1}
+    assert result([entry(*dense.values())], None)["kept"] is None
+
+
 def test_parts_are_scored_apart() -> None:
     facts = ("easy", "hard", "easy")
     asked = [{"number": n, "facts": {"difficulty": fact}} for n, fact in enumerate(facts)]

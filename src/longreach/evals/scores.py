@@ -45,8 +45,9 @@ def tasks_entry(evaluation: Evaluation, parts: dict[str, Any]) -> dict[str, Any]
 def result(entries: Sequence[dict[str, Any]], dense: dict[tuple[int, int], dict[str, Any]] | None) -> dict[str, Any]:
     """One method on one task. dense: its answers by (number, draw), None where this is dense itself.
 
-    alone: answers to prompts that were asked one by one, since their batch failed (memory ran out, say). ran: the
-    implementations of attend that computed them.
+    kept: answers that are wholly right with dense attention ("right"), and how many of them still are. alone: answers
+    to prompts that were asked one by one, since their batch failed (memory ran out, say). ran: the implementations of
+    attend that computed them.
     """
     raw = sorted((a for e in entries for a in e["answers"]), key=lambda a: (a["number"], a["draw"]))
     answers = []
@@ -56,12 +57,14 @@ def result(entries: Sequence[dict[str, Any]], dense: dict[tuple[int, int], dict[
         apart = None if other is None or a["error"] or other["error"] else diverges_at(ids, other["ids"])
         answers.append({**{k: v for k, v in a.items() if k != "ids"}, "diverges_at": apart})
     score, interval, _ = scored(answers)
-    length = None
+    length, kept = None, None
     if dense is not None:  # an answer that failed has no length
         pairs = [(a, dense[a["number"], a["draw"]]) for a in answers]
         whole = [(a["tokens"], other["tokens"]) for a, other in pairs if not (a["error"] or other["error"])]
         theirs = sum(tokens for _, tokens in whole)
         length = sum(tokens for tokens, _ in whole) / theirs if theirs else None
+        right = [a for a, other in pairs if other["score"] == 1]
+        kept = {"right": len(right), "kept": sum(a["score"] == 1 for a in right)}
     times = [e["seconds"] for e in entries if e["seconds"]]
     steps = sum(t["steps"] for t in times)
     return {
@@ -71,6 +74,7 @@ def result(entries: Sequence[dict[str, Any]], dense: dict[tuple[int, int], dict[
         "alone": sum(len(e["answers"]) for e in entries if e.get("alone")),
         "answers": answers,
         "length_over_dense": length,
+        "kept": kept,
         "prefill_reads": _reads([e["prefill_bytes"] for e in entries]),
         "decode_reads": _reads([e["decode_bytes"] for e in entries]),
         **_fusion([e["fusion"] for e in entries if "fusion" in e]),
