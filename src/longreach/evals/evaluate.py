@@ -213,8 +213,10 @@ class Evaluation:
         return [{**answers, "alone": True} for answers in found]
 
     def _fused_prompts(self, session: Session) -> FusedPrompts:
-        settings = self.settings
-        return FusedPrompts(session, self.tokenizer, settings.chunks, settings.chunk, graph=settings.graph)
+        settings, dependence = self.settings, any(s.fuse and s.fuse.needs_dependence for s in self.specs)
+        return FusedPrompts(
+            session, self.tokenizer, settings.chunks, settings.chunk, graph=settings.graph, dependence=dependence
+        )
 
     def _fused(self, prompts: FusedPrompts, specs: list[Spec], task: Task, one: PromptSample) -> list[dict[str, Any]]:
         """Answers of all fusion methods to a prompt, whose chunks are computed once."""

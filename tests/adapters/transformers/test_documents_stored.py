@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from longreach import A3, PIE, ChunkStore, Dependence, Documents, SnapKV, attach
 from longreach.adapters.transformers import Precompute
 from longreach.adapters.transformers.fusing import read
-from longreach.adapters.transformers.fusing.read import _FusedPass
+from longreach.adapters.transformers.fusing.loading import Loading
 from longreach.adapters.transformers.prompt_reader import Reader
 from longreach.errors import ChunkLost, InvalidInput, StoreError, Unsupported
 from longreach.store.local import LocalFolder
@@ -187,15 +187,15 @@ def test_a_disk_that_fails_to_read_a_chunk_is_told_and_the_chunk_computed(
 
 def losing(monkeypatch: pytest.MonkeyPatch, lost: list[int], hook: Callable[[], None] = lambda: None) -> None:
     """Loading of layer 1 fails for these chunks, one after the other."""
-    stored = _FusedPass._stored
+    stored = Loading.layer
 
-    def failing(self: _FusedPass, layer: int) -> Any:
+    def failing(self: Loading, layer: int) -> Any:
         if layer == 1 and lost:
             hook()
             raise ChunkLost(lost.pop(0), "Input/output error")
         return stored(self, layer)
 
-    monkeypatch.setattr(_FusedPass, "_stored", failing)
+    monkeypatch.setattr(Loading, "layer", failing)
 
 
 @pytest.mark.parametrize("broken", [False, True])

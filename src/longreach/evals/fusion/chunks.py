@@ -8,7 +8,16 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor
 
-from longreach.adapters.transformers import BatchReader, FusedPrompt, FusionReport, Precompute, Reader, Session, encode
+from longreach.adapters.transformers import (
+    BatchReader,
+    DependenceMeter,
+    FusedPrompt,
+    FusionReport,
+    Precompute,
+    Reader,
+    Session,
+    encode,
+)
 from longreach.adapters.transformers.fingerprint import fingerprint
 from longreach.errors import InvalidInput
 from longreach.evals.fusion.controls import Noted, resolved
@@ -40,30 +49,38 @@ class FusedPrompts:
     session: attached with a fusion method and without eviction; `read` takes the methods of each read. chunk: prompt
     tokens per pass where a prompt is read plainly, and while chunks are computed. graph: as in `generate`, for answers
     without eviction; it moves memory, so that with it a captured step would be captured anew for every prompt.
+    dependence: whether chunks get that of their tokens: behind the first chunk, and the first one behind the second.
     Raises as `Precompute`, and as `prefix_tokens`.
     """
 
     def __init__(
-        self, session: Session, tokenizer: Any, behind: Behind, chunk: int, *, graph: bool | None = None
+        self, session: Session, tokenizer: Any, behind: Behind, chunk: int, *, graph: bool | None = None,
+        dependence: bool = False,
     ):  # fmt: skip
-        self.session, self._behind, self._chunk = session, behind, chunk
+        self.session, self._behind, self._chunk, self._dependence = session, behind, chunk, dependence
         self._reader, self._evicting = (
             BatchReader(session, chunk, graph=graph),
             BatchReader(session, chunk, graph=False),
         )
         self._tokenizer, self._known = tokenizer, fingerprint(session.model)
-        self._work: Precompute | None = None
+        self._work: tuple[tuple[int, ...], Precompute, DependenceMeter] | None = None
         self._plain: Reader | None = None
         self._moved: tuple[FusedPrompt, Tensor] | None = None
 
     def of(self, ids: Sequence[int], chunks: Sequence[tuple[int, int]]) -> FusedPrompt:
         """The prompt with its chunks [start, stop) computed. Raises as `Precompute.compute`."""
         prefix = prefix_tokens(self._tokenizer, self._behind, ids, chunks[0][0])
-        if self._work is None or self._work.prefix != prefix:
-            self._work = Precompute(self.session, prefix, chunk=self._chunk, known=self._known)
+        if self._work is None or self._work[0] != prefix:
+            work = Precompute(self.session, prefix, chunk=self._chunk, known=self._known)
+            self._work = prefix, work, DependenceMeter(work)
+        _, work, meter = self._work
         parts, end = list[Any](), 0
-        for start, stop in chunks:
-            parts += [ids[end:start], self._work.compute(ids[start:stop])]
+        for number, (start, stop) in enumerate(chunks):
+            chunk = work.compute(ids[start:stop])
+            other = [ids[a:b] for a, b in chunks[:2]][number == 0 :][:1]  # none where there is one chunk alone
+            if self._dependence and other:
+                chunk = meter.measured(chunk, other[0])
+            parts += [ids[end:start], chunk]
             end = stop
         return FusedPrompt.of([*parts, ids[end:]])
 

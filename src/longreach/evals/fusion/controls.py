@@ -111,7 +111,7 @@ class Noted(Fusion):
     name = "noted"
 
     def __post_init__(self) -> None:
-        for name in ("full_layers", "true_positions"):  # of the class elsewhere, here of what it wraps
+        for name in ("full_layers", "true_positions", "needs_dependence"):  # of the class elsewhere, here of `of`
             object.__setattr__(self, name, getattr(self.of, name))
 
     def probes(self, layers: int) -> tuple[int, ...]:

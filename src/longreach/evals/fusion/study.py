@@ -121,7 +121,8 @@ class FusionStudy:
             attach(self.model, fuse=PIE(), cache=room) as session,
             progress("reading with each method", total * len(self.specs)) as advance,
         ):
-            prompts = FusedPrompts(session, self.tokenizer, self.behind, chunk, graph=False)
+            dependence = any(spec.fuse and spec.fuse.needs_dependence for spec in self.specs)
+            prompts = FusedPrompts(session, self.tokenizer, self.behind, chunk, graph=False, dependence=dependence)
             for task, asked in self.prompts.items():
                 for one in asked:
                     prompt = prompts.of(one.prompt, one.chunks)
