@@ -22,8 +22,12 @@ def quality(results: Path) -> str:
 
 
 def summary(results: Path) -> str:
-    """Markdown: for each of these records, mean score, bytes read and largest losses of each method."""
-    return "\n\n".join(_summary(path, record) for path, record in _compared(results)) or "No evaluations yet."
+    """Markdown: for each of these records, mean score, bytes read and largest losses of each method.
+
+    Those of fused prompts are left out: docs/fusion.md has them.
+    """
+    some = ((path, record) for path, record in _compared(results) if not _fused(record))
+    return "\n\n".join(_summary(path, record) for path, record in some) or "No evaluations yet."
 
 
 def _compared(results: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
@@ -31,6 +35,10 @@ def _compared(results: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
         record = read(path)
         if record.get("kind") == "eval" and 1 < len(record["methods"]) <= SWEEP:
             yield path, record
+
+
+def _fused(record: dict[str, Any]) -> bool:
+    return any(" fuse=" in label for label in record["methods"])
 
 
 def _summary(path: Path, record: dict[str, Any]) -> str:
