@@ -96,7 +96,7 @@ def test_logits_are_compared_while_answers_agree() -> None:
 def test_what_does_not_fit_is_named_and_one_prompt_is_the_reference(
     bench: Decoding, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    timed = user._timed
+    timed = user.timed
 
     def small(bench: Any, call: Any, profiled: Any, at: Any = None) -> Any:
         if profiled and not tried:
@@ -105,7 +105,7 @@ def test_what_does_not_fit_is_named_and_one_prompt_is_the_reference(
         return timed(bench, call, profiled, at)
 
     tried: list[int] = []
-    monkeypatch.setattr(user, "_timed", small)
+    monkeypatch.setattr(user, "timed", small)
     case = replace(CASE, targets=CASES["user-8k-b4"].targets)  # tiny ones have none
     result = run_user(bench, case, lambda result: None)
     assert [e["name"] for e in result["entries"]] == [ATTACHED, OURS]

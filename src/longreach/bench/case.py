@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 TOP_K = "top-k"
-# a model's step by method; what users get: time to the first token, memory; prompts of stored chunks
-STEPS, USER, FUSION = "steps", "user", "fusion"
+# a model's step by method; what users get: time to the first token, memory; prompts of stored chunks; evicted prompts
+STEPS, USER, FUSION, EVICT = "steps", "user", "fusion", "evict"
 PREFILLS = "transformers prefill", "dense prefill"  # entries: the model's own prefill, by transformers and by longreach
-MOST = ("microseconds", "time over", "% of KV", "peak memory over")  # quantities that must not exceed their bound
+# quantities that must not exceed their bound
+MOST = ("microseconds", "time over", "% of KV", "% of KV held", "peak memory over")
 
 
 @dataclass(frozen=True)
@@ -60,15 +61,16 @@ class Target:
     """What a case must reach. of: the entry of ours it is about; over: the entry, or whose entries, it is compared to.
 
     "speed over baseline" is over the faster of FlashInfer and FlashAttention-3, "speed over fastest" over the fastest
-    of them and torch's kernels, "speed over" over one of ours, or over the best of one of theirs. "% of KV": what a
-    method keeps for a sequence, of the sequence's keys and values. "mass of chosen keys": what they weigh, over the
-    keys that exact scores choose. "speed over prefill": over the faster of PREFILLS. "peak memory over": over that of
-    the entry `over`, in the phase (prefill or decoding) where the ratio is larger.
+    of them and torch's kernels, "speed over" over one of ours, or over the best of one of theirs, "speed over prefill"
+    over the faster of PREFILLS. "% of KV": what a method keeps for a sequence, of the sequence's keys and values; "% of
+    KV held": what a cache holds of those of its prompts. "mass of chosen keys": what they weigh, over the keys that
+    exact scores choose. "peak memory over": over that of the entry `over`, in the phase (prefill or decoding) where the
+    ratio is larger.
     """
 
     quantity: Literal[
         "speed over baseline", "speed over fastest", "microseconds", "TB/s", "speed over", "time over",
-        "share of limit", "% of KV", "mass of chosen keys", "speed over prefill", "peak memory over",
+        "share of limit", "% of KV", "% of KV held", "mass of chosen keys", "speed over prefill", "peak memory over",
     ]  # fmt: skip
     bound: float
     of: str = "contiguous"

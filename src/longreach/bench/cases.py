@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from longreach.bench.case import (
+    EVICT,
     FUSION,
     STEPS,
     TOP_K,
@@ -155,6 +156,14 @@ def _fusion(context: int, ratios: tuple[float, ...] = (0.05, 0.15)) -> Case:
     )  # fmt: skip
 
 
+def _evict(batch: int) -> Case:
+    """Decoding after 7K tokens, with all keys and with 1,024 of them."""
+    ours = "longreach.generate, snapkv"
+    faster = (Target("speed over", 1.4, ours, "longreach.generate"),) if batch == 16 else ()
+    targets = (Target("% of KV held", 20.0, ours), *faster)
+    return Case(f"evict-7k-b{batch}", EVICT, Shape(batch, 7 * K), model=Model(), targets=targets)
+
+
 def _kascade_table(context: int, percent: int, least: float) -> Case:
     """A cell of Kascade's Table 3: batch 64, the paper's speedup over FlashAttention-3."""
     target = Target("speed over", least, "kascade", "flash_attention_3")
@@ -217,6 +226,7 @@ CASES: dict[str, Case] = {
         _fusion(8 * K),
         _fusion(16 * K, (0.0, 0.05, 0.15, 0.3, 1.0)),
         _fusion(32 * K),
+        *(_evict(batch) for batch in (1, 4, 16, 64)),
     )
 }
 GROUPS = tuple(dict.fromkeys(case.group for case in CASES.values()))
@@ -241,6 +251,7 @@ SPOTS: dict[str, tuple[str, ...]] = {
     STEPS: ("steps-8k-b1",),
     USER: ("user-8k-b1",),
     FUSION: ("fusion-4k",),
+    EVICT: ("evict-7k-b1",),
 }
 
 

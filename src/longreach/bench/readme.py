@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from longreach.bench.case import FUSION, STEPS, USER
+from longreach.bench.case import EVICT, FUSION, STEPS, USER
 from longreach.bench.cases import CASES, GROUPS
 from longreach.bench.format import goal, outcome, rate
 from longreach.bench.record import read
@@ -14,6 +14,8 @@ from longreach.errors import InvalidInput
 from longreach.records.quality import quality, summary
 from longreach.records.record import files
 from longreach.records.skipped import Skipped, skipped
+
+APART = STEPS, USER, FUSION, EVICT  # their entries are many, and compare with one another
 
 
 def update(page: Path, results: Path) -> bool:
@@ -54,7 +56,7 @@ def numbers(results: Path) -> str:
     places: dict[str, dict[str, str]] = {}
     for group in GROUPS:
         path = results / f"{group}.json"
-        if group in (STEPS, USER, FUSION) or not path.is_file():  # their entries are many, and compare with one another
+        if group in APART or not path.is_file():
             continue
         cases: dict[str, Any] = read(path)["cases"]
         for name in (name for name in CASES if name in cases):

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from longreach.bench.case import FUSION, STEPS, USER, Case
+from longreach.bench.case import EVICT, FUSION, STEPS, USER, Case
 from longreach.bench.decoding import Decoding
+from longreach.bench.evict import run_evict
 from longreach.bench.fusion import run_fusion
 from longreach.bench.method_steps import run_method_steps
 from longreach.bench.run import QUICK, REPLAYS, run_case
@@ -20,6 +21,7 @@ Save = Callable[[dict[str, Any]], None]
 MANY = {
     STEPS: run_method_steps,
     USER: run_user,
+    EVICT: run_evict,
     FUSION: run_fusion,
 }  # groups whose cases measure many methods with one model
 

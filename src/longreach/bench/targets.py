@@ -55,6 +55,8 @@ def _judged(target: Target, entries: list[dict[str, Any]]) -> dict[str, Any]:
         got = mine["tb_per_s"]
     elif target.quantity == "% of KV" and "ring_percent_of_kv" in mine:
         got = mine["ring_percent_of_kv"]
+    elif target.quantity == "% of KV held" and "kv_percent" in mine:
+        got = mine["kv_percent"]
     elif target.quantity == "mass of chosen keys" and "mass_of_chosen" in mine:
         got = mine["mass_of_chosen"]
     elif target.quantity == "share of limit" and "share_of_limit" in mine:

@@ -79,20 +79,20 @@ def run_user(bench: Decoding, case: Case, save: Callable[[dict[str, Any]], None]
             save(result())
 
     answer = Answer()
-    found = _tried(bench, THEIRS, left_out, partial(_transformers, bench, model, ids, answer))
+    found = tried(bench, THEIRS, left_out, partial(_transformers, bench, model, ids, answer))
     if found is None:  # one prompt fits
         _transformers(bench, model, ids[:1], answer)
     keep(found and {**found, "error": 0.0, "error_bound": most.logits})
-    keep(_tried(bench, ATTACHED, left_out, partial(_attached, bench, case, model, ids, answer, most)))
+    keep(tried(bench, ATTACHED, left_out, partial(_attached, bench, case, model, ids, answer, most)))
     for name in case.methods:
         label = OURS if name == "dense" else f"{OURS}, {name}"
         with method_for(name, case, shape_of(model), bench.seed) as method:
             measure = partial(_longreach, bench, case, model, ids, method, answer, most)
-            found = _tried(bench, label, left_out, measure)
+            found = tried(bench, label, left_out, measure)
         keep(found and {**found, "name": label})
     if "dense" in case.methods and captures(bench.device):
         measure = partial(_longreach, bench, case, model, ids, None, answer, most, graph="piecewise")
-        found = _tried(bench, PIECEWISE, left_out, measure)
+        found = tried(bench, PIECEWISE, left_out, measure)
         keep(found and {**found, "name": PIECEWISE})
     return result()
 
@@ -171,7 +171,7 @@ def describe(entry: dict[str, Any]) -> str:
     )
 
 
-def _tried(
+def tried(
     bench: Decoding, name: str, left_out: dict[str, str], measure: Callable[[], dict[str, Any]]
 ) -> dict[str, Any] | None:
     """A way's measurement; None, and named in left_out, where it does not fit into memory."""
@@ -190,12 +190,12 @@ def _transformers(bench: Decoding, model: Any, ids: Tensor, answer: Answer) -> d
     short = ids[:, :WARM_UP]
     model.generate(short, attention_mask=torch.ones_like(short), max_new_tokens=4, do_sample=False)
     answer.logits.clear()
-    clock, taken = _timed(bench, lambda clock: model.generate(
+    clock, taken = timed(bench, lambda clock: model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW + PROFILED, do_sample=False, streamer=clock,
         logits_processor=[answer],
     ), (NEW, PROFILED))  # fmt: skip
     settings = {"attention": model.config._attn_implementation, "cache": "its own"}
-    return _measured(THEIRS, "transformers", clock, taken, settings, clock.launched)
+    return as_entry(THEIRS, "transformers", clock, taken, settings, clock.launched)
 
 
 @torch.no_grad()
@@ -211,7 +211,7 @@ def _attached(bench: Decoding, case: Case, model: Any, ids: Tensor, answer: Answ
 
     with attach(model):
         run(ids[:, :WARM_UP], 4)
-        clock, taken = _timed(
+        clock, taken = timed(
             bench, lambda clock: run(ids, NEW + PROFILED, streamer=clock, logits_processor=[mine]), (NEW, PROFILED)
         )
     require_tokens(case.name, answer, found[-1][:, ids.shape[1] :], KEPT, most)
@@ -219,7 +219,7 @@ def _attached(bench: Decoding, case: Case, model: Any, ids: Tensor, answer: Answ
     if not off <= most.logits:
         what = f"logits differ from transformers' by {off:.2e}, more than {most.logits:.2e}"
         raise WrongResult(f"{case.name}: {what}; its time does not count")
-    measured = _measured(ATTACHED, "longreach", clock, taken, {"impl": "auto"}, clock.launched)
+    measured = as_entry(ATTACHED, "longreach", clock, taken, {"impl": "auto"}, clock.launched)
     return {**measured, "error": off, "error_bound": most.logits}
 
 
@@ -244,12 +244,12 @@ def _longreach(
         session.static_caches.clear()
         with ExitStack() as observing:  # observing slows what the host launches, pieces' attention too
             seen = observing.enter_context(observed())
-            clock, taken = _timed(bench, lambda clock: run(ids, clock), None, {NEW - TIMED: observing.close})
+            clock, taken = timed(bench, lambda clock: run(ids, clock), None, {NEW - TIMED: observing.close})
         (decoder,) = session.static_caches[len(ids)].decoders.values()
         launched = bench.launched_by(decoder, None if decoder.graph is None else seen.captured)
     behind = require_tokens(case.name, answer, found[-1], KEPT if method is None else 1, most)
     settings = {"impl": "auto", "captured": captured[-1]}
-    measured = _measured(OURS, "longreach", clock, taken, settings, launched)
+    measured = as_entry(OURS, "longreach", clock, taken, settings, launched)
     return {**measured, "error": behind, "error_bound": most.behind}
 
 
@@ -262,7 +262,7 @@ def require_tokens(name: str, answer: Answer, tokens: Tensor, steps: int, most: 
     return behind
 
 
-def _timed(
+def timed(
     bench: Decoding, call: Callable[[Clock], object], profiled: tuple[int, int] | None,
     at: Mapping[int, Callable[[], object]] | None = None,
 ) -> tuple[Clock, dict[str, Any]]:  # fmt: skip
@@ -279,7 +279,7 @@ def _timed(
     return clock, {"ttft_seconds": clock.times[1] - started, "memory": memory}
 
 
-def _measured(
+def as_entry(
     name: str, who: str, clock: Clock, taken: dict[str, Any], settings: dict[str, Any], launched: Launched
 ) -> dict[str, Any]:
     timing = Timing.of(clock.steps(TIMED), 1, "host clock, token by token", launched)
