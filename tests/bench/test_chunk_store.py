@@ -24,6 +24,6 @@ def test_a_disk_without_room_is_refused(tmp_path: Path) -> None:
 
 
 def test_where_pages_stay_nothing_cold_is_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunk_store, "_drop", lambda file: False)
+    monkeypatch.setattr(chunk_store, "drop_pages", lambda file: False)
     results = chunk_store.run(chunk_store.TINY, tmp_path, lambda *_: None, lambda _: None)
     assert results["get-cold"]["dropped"] == 0 and results["get-cold"]["targets"] == []

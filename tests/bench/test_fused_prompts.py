@@ -34,6 +34,8 @@ def test_a_fused_prompt(bench: Decoding) -> None:
     read = by_name["legolink"]["settings"]
     assert read["recomputed"] == 2 * 40 and read["exact"] == 64 and read["computed"] == 64
     assert all(entry["microseconds"]["median"] > 0 for entry in result["entries"])
+    assert result["loads"]["bytes"] == result["chunk_bytes"] and 0 <= result["loads"]["dropped"] <= 1
+    assert result["loads"]["page_cache_seconds"] > 0 < result["loads"]["disk_seconds"]
 
 
 def test_an_evicted_prompt(bench: Decoding) -> None:

@@ -151,7 +151,7 @@ def _get(cold: bool) -> Callable[[Load, Path, Callable[[int], None]], dict[str, 
                 sums = set()
                 for name in _turn(list(calls), number):
                     if cold:
-                        gone.append(_drop(file))
+                        gone.append(drop_pages(file))
                     else:
                         file.read_bytes()
                     start = time.perf_counter()
@@ -176,7 +176,7 @@ def _get(cold: bool) -> Callable[[Load, Path, Callable[[int], None]], dict[str, 
 def _upkeep(load: Load, folder: Path, advance: Callable[[int], None]) -> dict[str, Any]:
     with ChunkStore(folder / "store") as store:
         for entry in store.entries():
-            _drop(folder / "store" / f"{entry.name}.safetensors")
+            drop_pages(folder / "store" / f"{entry.name}.safetensors")
         entries = {}
         for name in ("verify, cold", "verify, warm"):
             start = time.perf_counter()
@@ -229,7 +229,7 @@ def _touch(tensors: Sequence[Tensor]) -> int:
     return sum(int(x.view(torch.int64).sum()) for x in tensors) % 2**64
 
 
-def _drop(file: Path) -> bool:
+def drop_pages(file: Path) -> bool:
     """Out of the page cache; whether the pages are gone, as far as three of them can tell."""
     fd = os.open(file, os.O_RDONLY)
     try:

@@ -7,9 +7,11 @@ longreach; only the last token's logits are made on either side. Host clock, fro
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from torch import Tensor
 from longreach.bench.case import PREFILLS, Case
 from longreach.bench.check import WrongResult
 from longreach.bench.check_step import relative
+from longreach.bench.chunk_store import drop_pages
 from longreach.bench.decoding import Decoding
 from longreach.bench.launches import launched
 from longreach.bench.memory import allocated_bytes, peak_bytes, release, reset_peak
@@ -102,7 +105,32 @@ def run_fusion(bench: Decoding, case: Case, save: Callable[[dict[str, Any]], Non
                 if label not in left_out:
                     settings |= {**reader.told(), "milliseconds": reader.parts(bench)}
                     save(result())
-    return result()
+    loads = _loads(bench, chunks)
+    return {**result(), "loads": loads}
+
+
+def _loads(bench: Decoding, chunks: Sequence[Any]) -> dict[str, Any]:
+    """Seconds in which all chunks come from files into page-locked memory, checksums compared: the files' pages cached,
+    and dropped before. dropped: share of the files whose pages were gone then."""
+    from longreach.store import ChunkPool, ChunkStore
+
+    found: dict[str, Any] = {"bytes": sum(chunk.bytes for chunk in chunks)}
+    with tempfile.TemporaryDirectory(prefix="longreach-bench-") as folder, ChunkStore(folder, verify="always") as store:
+        for chunk in chunks:
+            store.put(chunk)
+        for name in ("page_cache", "disk"):
+            gone = [drop_pages(Path(folder) / f"{chunk.key.name}.safetensors") for chunk in chunks if name == "disk"]
+            pool = ChunkPool(1 << 40, pinned=bench.device.type == "cuda")
+            started = bench.now()
+            for chunk in chunks:
+                loaded = store.load(chunk.key).chunk
+                assert loaded is not None
+                pool.add(loaded)
+            found[f"{name}_seconds"] = bench.now() - started
+        found["dropped"] = sum(gone) / len(gone)
+    told = ", ".join(f"{name} {found[f'{name}_seconds']:.2f} s" for name in ("page_cache", "disk"))
+    bench.say(f"  {found['bytes'] / 1e9:.2f} GB into memory: {told}")
+    return found
 
 
 class _Reader:
