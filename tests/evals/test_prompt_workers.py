@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from longreach.errors import InvalidInput, LongreachError
+from longreach.evals import prompt_workers
 from longreach.evals.prompt_workers import Workers
 from longreach.evals.prompting import Maker, at_lengths
 from longreach.tasks import registry
@@ -23,16 +25,13 @@ LENGTH, TOTALS = 1500, {"niah_single_2": 3, "needle_sweep": 3, "fails": 3}
 
 @dataclass(frozen=True)
 class Fails:
-    """Makes no sample; `dies`: takes its process with it."""
+    """Makes no sample."""
 
     name: str = "fails"
     source: str = "made for a test"
     max_new_tokens: int = 4
-    dies: bool = False
 
     def sample(self, random: Random, room: int, count: Count) -> Sample:
-        if self.dies:
-            os._exit(7)
         raise InvalidInput(f"{self.name}: no {random.randrange(1000)} in {room} tokens")
 
     def score(self, answer: str, sample: Sample) -> float:
@@ -71,8 +70,15 @@ def test_errors_are_those_of_here(workers: Workers) -> None:
     assert len(workers.samples["niah_single_2"][:2]) == 2  # one task's errors are not another's
 
 
+class Dies:
+    """A tokenizer that takes the process with it that unpickles it."""
+
+    def __reduce__(self) -> Any:
+        return os._exit, (7,)
+
+
 def test_a_dead_process_is_told() -> None:
-    dying = Workers(maker(Fails(dies=True)), {"fails": 1}, 1)
+    dying = Workers(Maker({}, Dies(), seed=3), {"fails": 1}, 1)
     with pytest.raises(LongreachError, match=r"died .*fewer --workers"):
         dying.samples["fails"][0]
     dying.close()
@@ -83,7 +89,9 @@ def test_what_cannot_be_sent_is_refused() -> None:
         Workers(maker(Fails(name=lambda: None)), {"fails": 1}, 1)  # type: ignore[arg-type]
 
 
-def test_ending_waits_for_nothing_unbegun() -> None:
+def test_ending_waits_for_nothing_unbegun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a thread in the place of the process, which takes seconds to start."""
+    monkeypatch.setattr(prompt_workers, "ProcessPoolExecutor", lambda n, _, **begin: ThreadPoolExecutor(n, **begin))
     left = Workers(maker(registry.task("niah_single_2")), {"niah_single_2": 500}, 1)
     left.close()
     assert sum(one.cancelled() for one in left.samples["niah_single_2"]._coming) > 490
