@@ -20,6 +20,7 @@ from longreach.testing.tiny import save_tiny
 from tests.cli.test_bad_input import refused
 from tests.evals.test_evaluate import timeless
 
+pytestmark = pytest.mark.usefixtures("short_answers")
 ROOM = 2400  # tokens, of a byte each, that hold a sample of every task
 
 

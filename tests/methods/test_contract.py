@@ -33,7 +33,7 @@ from longreach.runtime import LayerReport, Ledger
 from longreach.testing.tiny import PAD_ID, random_tokens, save_tiny, tiny_model
 from longreach.testing.tolerance import assert_close
 from tests.methods import two_ranks
-from tests.methods.cases import CASES, CONTEXT, HEAVY, each_config
+from tests.methods.cases import CASES, CONFIGS, CONTEXT, HEAVY, each_config
 from tests.methods.drive import (
     CACHES,
     DIM,
@@ -220,13 +220,14 @@ def assert_agrees(method: AttentionMethod, impl: str) -> None:
     half = torch.bfloat16 if place == "cuda" else torch.float16  # Triton's interpreter gets bf16 wrong
     interpreted = place == "cpu" and impl == "triton"  # which takes long
     for dtype in (half,) if interpreted else (torch.float32, half):
-        whole = text(12 if interpreted else 50, seed=8).to(dtype).to(place)
-        want = outputs(read_text(method, whole.to(torch.float64), impl="reference"))
-        torchs = outputs(read_text(method, whole, impl="reference")).to(
+        whole = text(8 if interpreted else 50, seed=8).to(dtype).to(place)
+        steps = 2 if interpreted else 3
+        want = outputs(read_text(method, whole.to(torch.float64), steps=steps, impl="reference"))
+        torchs = outputs(read_text(method, whole, steps=steps, impl="reference")).to(
             dtype
         )  # PyTorch's results are of the inputs' dtype
         reference = (torchs.double() - want).abs().max()
-        other = (outputs(read_text(method, whole, impl=impl)).double() - want).abs().max()
+        other = (outputs(read_text(method, whole, steps=steps, impl=impl)).double() - want).abs().max()
         assert float(other) <= 2 * float(reference) + ROUNDING, f"{impl} errs by {other}, the reference by {reference}"
 
 
@@ -512,14 +513,14 @@ def test_a_session_reports_what_its_layers_read(
 # 8. ranks
 
 
-@pytest.mark.parametrize("which", ["default", pytest.param("all", marks=pytest.mark.sweep)])
-def test_two_ranks_give_the_tokens_of_one(which: str, tmp_path: Path, plans_of_tests: Path) -> None:
-    """Every method, or every configuration, at once, since the two processes take longest to start."""
+@pytest.mark.sweep  # the fast tier runs each method's default in tests/adapters/transformers/test_shard.py
+def test_two_ranks_give_the_tokens_of_one(tmp_path: Path, plans_of_tests: Path) -> None:
+    """Every configuration at once, since the two processes take longest to start."""
     directory = save_tiny(tmp_path / "model", num_hidden_layers=LAYERS, eos_token_id=None)
     root, source = Path(__file__).parents[2], Path(longreach.__file__).parents[1]
     path = {"PYTHONPATH": f"{source}{os.pathsep}{root}", "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
     paths = [directory, tmp_path / "out", tmp_path / "store", plans_of_tests]
-    script = [sys.executable, "-m", two_ranks.__name__, *map(str, paths), which]
+    script = [sys.executable, "-m", two_ranks.__name__, *map(str, paths)]
     running = [
         subprocess.Popen(
             script,
@@ -532,7 +533,7 @@ def test_two_ranks_give_the_tokens_of_one(which: str, tmp_path: Path, plans_of_t
     ]
     try:
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-        alone = two_ranks.answers(model, which)
+        alone = two_ranks.answers(model, [method for _, method in CONFIGS])
         for process in running:
             said = process.communicate(timeout=100)[1]
             assert process.returncode == 0, said

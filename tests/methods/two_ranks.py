@@ -1,4 +1,4 @@
-"""One rank of a tensor-parallel run of every method: python two_ranks.py MODEL_DIR OUT STORE PLANS (default | all).
+"""One rank of a tensor-parallel run of every configuration: python two_ranks.py MODEL_DIR OUT STORE PLANS.
 
 RANK, LOCAL_RANK and WORLD_SIZE come from the environment, where transformers looks for them too.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -16,24 +17,24 @@ from transformers.distributed import DistributedConfig
 
 import longreach
 from longreach.cache import CacheConfig
+from longreach.methods.base import AttentionMethod
 from longreach.testing.tiny import random_tokens
-from tests.methods.cases import CASES, CONFIGS
+from tests.methods.cases import CONFIGS
 from tests.methods.drive import in_phase
 from tests.methods.planned import planned
 
 NEW = 6
 
 
-def answers(model: PreTrainedModel, which: str) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Configuration -> (tokens [B, N], logits of the prompt [B, T, V]) of a ragged batch in paged memory.
-
-    which: "default", each method's default configuration, or "all".
-    """
+def answers(
+    model: PreTrainedModel, configurations: Sequence[AttentionMethod]
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Configuration -> (tokens [B, N], logits of the prompt [B, T, V]) of a ragged batch in paged memory."""
     tokens = random_tokens(2, 40)
     mask = torch.ones_like(tokens)
     mask[1, :9] = 0
     found = {}
-    for method in [m for _, m in CONFIGS] if which == "all" else [case.default for case in CASES.values()]:
+    for method in configurations:
         methods = {"prefill": in_phase(method, "prefill"), "decode": in_phase(method, "decode")}
         with longreach.attach(model, **methods, cache=CacheConfig("paged", page=8)):
             out = model.generate(
@@ -48,7 +49,7 @@ def answers(model: PreTrainedModel, which: str) -> dict[str, tuple[torch.Tensor,
     return found
 
 
-def main(directory: str, out: str, store: str, plans: str, which: str) -> None:
+def main(directory: str, out: str, store: str, plans: str) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
@@ -56,7 +57,7 @@ def main(directory: str, out: str, store: str, plans: str, which: str) -> None:
         directory, dtype=torch.float32, distributed_config=DistributedConfig(tp_plan="auto")
     ).eval()
     with planned(Path(plans)):
-        found = answers(model, which)
+        found = answers(model, [method for _, method in CONFIGS])
     heads = model.model.layers[0].self_attn.k_proj.weight.to_local().shape[0]
     torch.save((heads, found), f"{out}.{rank}")
     dist.destroy_process_group()

@@ -18,7 +18,7 @@ CASE = tiny(CASES["8b-mac-128k-b4"])
 GPU = torch.device("cuda")
 
 
-def bench(*without: str, steps: int = 4) -> Decoding:
+def bench(*without: str, steps: int = 8) -> Decoding:
     made = Decoding(torch.device("cpu"), without=without, quick=True, seed=0, say=lambda line: None)
     made.steps = steps
     return made

@@ -54,6 +54,7 @@ def test_any_case(impl: str, seed: int) -> None:
     check(case.rows, case.kv, impl, **case.logits)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("group", [1, 7, 16])
 @pytest.mark.parametrize(("dim", "dtype"), [(8, HALF), (32, HALF), (128, torch.float32)])
 def test_groups_and_widths(group: int, dim: int, dtype: torch.dtype) -> None:
