@@ -24,7 +24,10 @@ COVERING: dict[tuple[str, str], pytest.MarkDecorator] = {
     (_CONTRACT, "test_a_slot_forgets"): pytest.mark.covering("config", method=type),
     (_CONTRACT, "test_chunks_make_no_difference"): pytest.mark.covering("config", method=type),
     (_CONTRACT, "test_nothing_stays_behind"): pytest.mark.covering(method=type),
-    (_CONTRACT, "test_what_the_report_calls_read_is_read"): pytest.mark.covering,
+    (_CONTRACT, "test_what_the_report_calls_unread_is_unread"): pytest.mark.covering,
+    (_CONTRACT, "test_what_the_report_calls_read_is_read"): pytest.mark.covering("config", method=type),
+    (_CONTRACT, "test_bytes_are_those_of_the_slots_read"): pytest.mark.covering,
+    (_CONTRACT, "test_a_session_reports_what_its_layers_read"): pytest.mark.covering(method=type),
 }
 
 

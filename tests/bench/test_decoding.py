@@ -20,13 +20,15 @@ from longreach.methods.call import LayerCall
 from longreach.methods.kascade import Kascade
 from longreach.methods.kascade.state import KascadeState
 from longreach.ops import quantise_keys
+from tests.tiers import swept
 
 CASE = tiny(CASES["8b-8k-b1"])
 
 
-def bench(*without: str) -> Decoding:
-    device = torch.device("cpu")
-    return Decoding(device, without=without, quick=True, seed=0, say=lambda line: None)
+def bench(*without: str, steps: int = 6) -> Decoding:
+    made = Decoding(torch.device("cpu"), without=without, quick=True, seed=0, say=lambda line: None)
+    made.steps = steps
+    return made
 
 
 def test_the_input_embedding_is_not_among_the_bytes() -> None:
@@ -152,7 +154,7 @@ def test_a_method_whose_layers_are_right_is_kept_with_its_bound() -> None:
     assert entry["left_out"] > 100 * entry["error"]  # a tenth of the keys is no exact attention
 
 
-@pytest.mark.parametrize(("layer", "factor"), [(1, 1.001), (3, 0.999)])
+@pytest.mark.parametrize(("layer", "factor"), swept([(1, 1.001), (3, 0.999)], 1))
 def test_a_layer_that_is_off_makes_no_record(layer: int, factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Kascade.run
 
@@ -169,7 +171,7 @@ def test_a_layer_that_is_off_makes_no_record(layer: int, factor: float, monkeypa
 
 def test_a_step_says_what_it_launches_and_how_often() -> None:
     """On a CPU attention is the reference's, so there is nothing to name; every replay is kept all the same."""
-    step, loop, theirs = bench().run(CASE)["entries"]
+    step, loop, theirs = bench(steps=16).run(CASE)["entries"]
     assert step["launched"] == loop["launched"] == {"kernels": None, "triton": [], "device": None}
     assert all(len(e["microseconds"]["replays"]) == 16 for e in (step, loop, theirs))
     assert step["memory"] == {"before": None, "decode_peak": None}

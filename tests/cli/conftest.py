@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +20,10 @@ from longreach.tasks.ruler.questions import Questions
 from longreach.tasks.ruler.tracing import Tracing
 from longreach.testing.tiny import save_tiny
 
+DRAWING = [import_module(f"longreach.records.report.plots.{n}") for n in "heat_maps layer_curves lines scatter".split()]
+PIXEL = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg=="
+)  # a picture of one
 TEXT = "The brown hen laid an egg. The code for the barn is 4815162. The fox slept all day long.\n"
 
 
@@ -47,6 +53,19 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("documents") / "notes.txt"
     path.write_text(TEXT, encoding="utf-8")
     return path
+
+
+@pytest.fixture(autouse=True)
+def laid_out(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures are laid out and not drawn, which takes most of their time; tests that use `drawn` draw them."""
+    if "drawn" not in request.fixturenames:
+        for module in DRAWING:
+            monkeypatch.setattr(module, "png", lambda made: PIXEL)
+
+
+@pytest.fixture
+def drawn() -> None:
+    """Pictures are drawn in this test."""
 
 
 @pytest.fixture

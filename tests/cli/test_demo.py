@@ -14,6 +14,7 @@ from longreach.evals.methods import pairings
 from longreach.methods.registry import unfit
 
 LENGTH = 600
+FEW = ["oracle_top_k", "streaming_llm"]
 
 
 def verdicts(out: str) -> dict[str, list[str]]:
@@ -28,7 +29,7 @@ def verdicts(out: str) -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.parametrize("methods", [["oracle_top_k", "streaming_llm"], pytest.param(None, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("methods", [FEW, pytest.param(None, marks=pytest.mark.sweep)])
 def test_the_shipped_model_finds_the_facts_where_its_attention_reads_them(
     longreach: Any, monkeypatch: pytest.MonkeyPatch, methods: list[str] | None
 ) -> None:
@@ -47,11 +48,20 @@ def on_tiny(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("longreach.cli.demo.load_model", lambda args: load(tiny))
 
 
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two methods beside dense attention, not all."""
+    monkeypatch.setattr("longreach.evals.demo.pairings", lambda left_out: pairings(FEW, left_out))
+
+
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_table_fits_the_terminal(
     longreach: Any, on_tiny: None, tiny: Path, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """All methods in 80 columns; in 120 the column that has room there."""
     monkeypatch.setenv("COLUMNS", str(width))
+    methods = None if width == 80 else FEW
+    monkeypatch.setattr("longreach.evals.demo.pairings", lambda left_out: pairings(methods, left_out))
     result = longreach("demo", "--length", 1500)
     lines = result.out.splitlines()
     assert result.code == 0 and all(cell_len(line) <= width for line in lines)
@@ -60,7 +70,7 @@ def test_the_table_fits_the_terminal(
         assert title in header
     assert ("meta" in header) == (width == 120)
     found = verdicts(result.out)
-    asked = sum(len(decodes) for _, decodes in pairings(left_out=unfit(shape_of(load(tiny)[0]))))
+    asked = sum(len(decodes) for _, decodes in pairings(methods, left_out=unfit(shape_of(load(tiny)[0]))))
     assert len(found) == asked and all(len(verdict) == 3 for verdict in found.values())
     flat, over = " ".join(result.out.split()), {"oracle_top_k": "which scores every key first"}
     above = flat.partition("Above 100%: ")[2].partition("1st tok")[0]
@@ -73,7 +83,7 @@ def test_the_table_fits_the_terminal(
         assert said in flat
 
 
-def test_json_holds_facts_answers_and_where_the_numbers_come_from(longreach: Any, on_tiny: None) -> None:
+def test_json_holds_facts_answers_and_where_the_numbers_come_from(longreach: Any, on_tiny: None, few: None) -> None:
     result = longreach("demo", "--length", 1100, "--seed", 5, "--json")
     found = json.loads(result.out)
     assert {"commit", "python", "versions", "device"} <= found.keys()

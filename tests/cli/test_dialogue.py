@@ -11,16 +11,18 @@ from tests.cli.test_bad_input import refused
 
 ASKED = ("dialogue", "--model", "mini", "--device", "cpu", "--length", 250, "--questions", 1)
 LENGTH = 600  # tokens of the tiny model's, a byte each
-MAC = "mac tau=0.3 window=64 band=8 min_context=0"
+SHORT = "streaming_llm window=64"
 
 
 def test_a_record_and_a_table(longreach: Any, tiny: Path, tmp_path: Path) -> None:
     record = tmp_path / "d.json"
     asked = ("dialogue", "--model", tiny, "--device", "cpu", "--length", LENGTH, "--questions", 1)
-    result = longreach(*asked, "--samples", 2, "--method", MAC, "--output", record)
+    result = longreach(*asked, "--samples", 2, "--method", SHORT, "--output", record)
     assert result.code == 0, result.err
     found = json.loads(record.read_text())
-    assert found["kind"] == "dialogue" and found["config"]["samples"] == 2 and list(found["results"]) == ["dense", MAC]
+    assert (
+        found["kind"] == "dialogue" and found["config"]["samples"] == 2 and list(found["results"]) == ["dense", SHORT]
+    )
     assert all(x["prompt"] <= LENGTH and x["decoded"] > 25 for x in found["tokens"])
     for label, x in found["results"].items():
         line = next(line for line in result.out.splitlines() if line.startswith(label[:10])).split()

@@ -20,6 +20,7 @@ from longreach.testing.tiny import save_tiny
 from tests.cli.test_bad_input import refused
 from tests.evals.test_evaluate import timeless
 
+pytestmark = pytest.mark.usefixtures("short_answers")
 ROOM = 2400  # tokens, of a byte each, that hold a sample of every task
 
 
@@ -170,7 +171,6 @@ def test_records_are_the_same_whoever_makes_the_prompts(longreach: Any, tiny: Pa
     here = json.loads(longreach(*asked(tiny, "--method", "dense", "--json")).out)
     result = longreach(*asked(tiny, "--method", "dense", "--workers", 1, "--output", record))
     assert result.code == 0 and timeless(json.loads(record.read_text())) == timeless(here)
-    refused(longreach(*asked(tiny, "--length", 200, "--workers", 1)), "ask for a longer")
     assert not multiprocessing.active_children()
 
 
@@ -233,7 +233,6 @@ def test_equal_budgets_are_found_said_and_kept(longreach: Any, tiny: Path, tmp_p
     said = result.out.split("budgets equal to")[1]
     for label in labels[2:]:
         assert f"{label}" in said and f"measured {sum(reads[label]) / 2:.1%}" in said
-    assert timeless(json.loads(longreach(*command[:-2], "--json").out)) == timeless(found)
 
 
 def test_budgets_that_turn_out_unequal_are_told(longreach: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from tests.cli.test_bad_input import refused
 from tests.records.report import factory
 
 
-def test_files_are_listed_and_written(longreach: Any, tmp_path: Path) -> None:
+def test_files_are_listed_and_written(longreach: Any, drawn: None, tmp_path: Path) -> None:
     path = factory.save(tmp_path, factory.small())
     result = longreach("report", path, "--output", tmp_path / "out")
     assert result.code == 0 and result.err == ""
@@ -48,7 +48,7 @@ def test_a_record_of_eval_is_taken_as_it_is_written(
     assert f"{reads['total']:.1%}" in (tmp_path / "out" / "report.md").read_text()
 
 
-def test_records_of_perplexity_and_compare_are_taken(longreach: Any, tiny: Path, tmp_path: Path) -> None:
+def test_records_of_perplexity_and_compare_are_taken(longreach: Any, drawn: None, tiny: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("The brown hen laid an egg; the fox slept. " * 20)
     model = ("--model", tiny, "--method", "streaming_llm window=99", "--output")

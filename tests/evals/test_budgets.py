@@ -47,9 +47,11 @@ def measured(model: Any, method: AttentionMethod, prompts: list[int], steps: int
         return share
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("text", SOME)
-@pytest.mark.parametrize(("prompts", "steps"), [([60], 1), ([60], 5), ([41, 77, 13], 2)])
-def test_a_dry_run_reads_what_a_model_does(model: Any, text: str, prompts: list[int], steps: int) -> None:
+@pytest.mark.parametrize("asked", [([60], 1), ([60], 5), ([41, 77, 13], 2)], ids=str)
+def test_a_dry_run_reads_what_a_model_does(model: Any, text: str, asked: tuple[list[int], int]) -> None:
+    prompts, steps = asked
     method = named("decode", text)
     contexts = [n + step for step in range(1, steps + 1) for n in prompts]
     dry = DryRun(shape_of(model), contexts, dtype=torch.float32, batch=len(prompts))
@@ -154,13 +156,13 @@ def test_every_budget_is_an_option() -> None:
         assert name in METHODS and isinstance(method_class(name).options()[option], float)
 
 
-@pytest.mark.parametrize("batch", swept([3, 1], 1))
+@pytest.mark.parametrize("batch", swept([2, 1], 1))
 def test_an_evaluations_record_is_as_equal_as_was_found(model: Any, batch: int) -> None:
     """At a small length too, with prompts of different lengths and answers that stop early or not."""
     to = "omnikv k=0.25 layers=[1]"
     asked = [to, "streaming_llm", "quest page=2 dense_layers=[0]", "less_is_more layers=[0]", "oracle_top_k"]
-    tasks = [Letters(spare=60), Letters("more", max_new_tokens=30)]
-    evaluation = Evaluation(model, tiny_tokenizer(), tasks, specs(asked), Settings((400,), samples=3, batch=batch))
+    tasks = [Letters(spare=60, max_new_tokens=5), Letters("more", max_new_tokens=12)]
+    evaluation = Evaluation(model, tiny_tokenizer(), tasks, specs(asked), Settings((400,), samples=2, batch=batch))
     evaluation.build()
     found = equal_bytes(evaluation, to)
     assert not found.unreachable

@@ -59,7 +59,7 @@ def model() -> Any:
 def evaluation(model: Any, *, methods: list[str] = METHODS, **settings: Any) -> Evaluation:
     made = Evaluation(
         model, tiny_tokenizer(), [Letters(), Letters("more", max_new_tokens=3)], specs(methods),
-        Settings(**{"lengths": (120,), "samples": 5, **settings}),
+        Settings(**{"lengths": (120,), "samples": 4, **settings}),
     )  # fmt: skip
     made.build()
     return made
@@ -108,7 +108,7 @@ def test_answers_are_those_of_generate(model: Any, once: dict[str, Any]) -> None
 
 def test_what_a_record_says(once: dict[str, Any]) -> None:
     task = once["letters"]
-    assert [s["number"] for s in task["samples"]] == list(range(5)) and task["max_new_tokens"] == 10
+    assert [s["number"] for s in task["samples"]] == list(range(4)) and task["max_new_tokens"] == 10
     assert all(90 < s["tokens"] <= 110 and s["facts"]["first"] for s in task["samples"])
     dense, recent, whole, everything = task["results"].values()
     assert dense["length_over_dense"] is None and everything["length_over_dense"] == 1.0
@@ -131,11 +131,12 @@ def test_prompts_fit_and_differ_by_seed(model: Any) -> None:
     assert one.asked["letters"][0].sample != one.asked["letters"][1].sample
 
 
-def test_several_lengths_are_what_each_is_alone(model: Any, once: dict[str, Any]) -> None:
-    both = run(evaluation(model, lengths=(150, 120)))
+def test_several_lengths_are_what_each_is_alone(model: Any) -> None:
+    few: dict[str, Any] = {"methods": METHODS[:1], "samples": 2}
+    both = run(evaluation(model, lengths=(150, 120), **few))
     assert list(both) == ["letters@150", "more@150", "letters@120", "more@120"]
-    for length, alone in ((120, once), (150, run(evaluation(model, lengths=(150,))))):
-        for name, task in alone.items():
+    for length in (120, 150):
+        for name, task in run(evaluation(model, lengths=(length,), **few)).items():
             assert (task["task"], task["length"]) == (name, length)
             assert timeless(both[f"{name}@{length}"]) == timeless(task)
 
@@ -152,13 +153,13 @@ def test_a_chat_template_and_the_beginning_of_the_answer() -> None:
 
 
 def test_draws_are_seeded_and_their_mean_counts(model: Any) -> None:
-    made = evaluation(model, draws=3, temperature=5.0, samples=2)
-    first, second = run(made), run(evaluation(model, draws=3, temperature=5.0, samples=2))
+    drawn: dict[str, Any] = {"draws": 3, "temperature": 5.0, "samples": 2, "methods": METHODS[:1]}
+    first, second = run(evaluation(model, **drawn)), run(evaluation(model, **drawn))
     assert timeless(first) == timeless(second)
     answers = first["letters"]["results"]["dense"]["answers"]
     assert [(a["number"], a["draw"]) for a in answers] == [(n, d) for n in range(2) for d in range(3)]
     assert len({a["text"] for a in answers}) > 1
-    other = run(evaluation(model, draws=3, temperature=5.0, samples=2, seed=0, batch=2))
+    other = run(evaluation(model, **drawn, seed=0, batch=2))
     assert other["letters"]["samples"] == first["letters"]["samples"]
     entry = {"label": "dense", "prefill_bytes": None, "decode_bytes": None, "seconds": None, "answers": [
         {"number": n, "draw": d, "score": s, "tokens": 1, "ids": [1], "error": None}
@@ -194,8 +195,9 @@ def test_a_crash_is_that_samples_failure(model: Any, monkeypatch: pytest.MonkeyP
     fresh: dict[str, Any] = {}
     again = tasks_entry(made, made.run(kept, fresh.__setitem__))  # asks anew what failed, and nothing else
     assert len(fresh) == 2 and all("|letters|0" in key for key in fresh)
-    assert timeless(again["letters"]["results"]) == timeless(run(evaluation(model, batch=3))["letters"]["results"])
-    assert timeless(run(evaluation(model, batch=3))["more"]) == timeless(once["more"])  # the model is as it was
+    whole = run(evaluation(model, batch=3))
+    assert timeless(again["letters"]["results"]) == timeless(whole["letters"]["results"])
+    assert timeless(whole["more"]) == timeless(once["more"])  # the model is as it was
 
 
 def test_a_lost_device_ends_the_run(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

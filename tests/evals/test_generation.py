@@ -15,7 +15,7 @@ from longreach.evals.methods import specs
 from longreach.evals.perplexity import Text
 from longreach.testing.tiny import BOS_ID, EOS_ID, tiny_model, tiny_tokenizer
 
-LENGTH, STEPS = 60, 30
+LENGTH, STEPS = 60, 16
 TEXT = Text("a.txt", "", 200, tuple(b"The hen laid an egg in the hay, and then another one. " * 4))
 NEVER = "mac band=100000 min_context=0 rest_rows=None"
 MAC = "mac tau=0 window=64 band=8 min_context=0 rest_rows=None"
@@ -74,7 +74,7 @@ def test_texts_are_judged_by_one_pass_of_the_plain_model(model: Any, found: Any)
         assert result["nll"] == pytest.approx(float(nll.mean()), rel=1e-5)
         assert result["by_window"] == pytest.approx(nll.mean(1).tolist(), rel=1e-5)
         quarters = result["by_position"]
-        assert [q["start"] for q in quarters] == [LENGTH, LENGTH + 7, LENGTH + 15, LENGTH + 22]
+        assert [q["start"] for q in quarters] == [LENGTH, LENGTH + 4, LENGTH + 8, LENGTH + 12]
         for q in quarters:
             assert q["nll"] == pytest.approx(float(nll[:, q["start"] - LENGTH : q["stop"] - LENGTH].mean()), rel=1e-5)
         over = [mine - theirs for mine, theirs in zip(result["by_window"], results["dense"]["by_window"], strict=True)]
@@ -100,7 +100,8 @@ def test_a_method_that_is_dense_draws_dense_text_and_one_that_is_not_its_own(fou
 
 def test_seeds_give_the_same_record_twice(model: Any, found: Any) -> None:
     _, results, texts = found
-    assert measured(task_of(model, [NEVER, MAC, SHORT, BOTH])) == (results, texts)
+    some = ("dense", MAC)
+    assert measured(task_of(model, [MAC])) == tuple({label: x[label] for label in some} for x in (results, texts))
     assert measured(task_of(model, [], seed=1))[1]["dense"] != texts["dense"]
 
 
@@ -123,13 +124,13 @@ def test_an_interrupted_run_goes_on_to_the_same_record(model: Any, found: Any) -
         if len(kept) == 3:
             raise KeyboardInterrupt
 
-    task, results, _ = found
+    task, results = task_of(model, [SHORT, BOTH]), found[1]
     with pytest.raises(KeyboardInterrupt):
         task.run(13, keep=keep)
     assert list(kept) == ["dense|0", "dense|1", f"{BOTH}|0"]
     fresh: list[str] = []
     again = task.run(13, done=kept, keep=lambda name, part: fresh.append(name))
-    assert fresh == [f"{BOTH}|1"] and untimed(again) == results
+    assert fresh == [f"{BOTH}|1"] and untimed(again) == {label: results[label] for label in ("dense", SHORT, BOTH)}
 
 
 def test_repetition_and_divergence() -> None:

@@ -21,7 +21,7 @@ from longreach.testing.tiny import BOS_ID, tiny_model, tiny_tokenizer
 from tests.methods.planned import MADE
 from tests.tiers import swept
 
-LENGTH, DECODED = 70, 20
+LENGTH, DECODED = 70, 8
 
 
 @pytest.fixture(scope="module")
@@ -45,11 +45,13 @@ def direct(model: Any, windows: list[list[int]]) -> torch.Tensor:
     return F.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
 
 
-def measured(model: Any, texts: list[Text], methods: list[str], chunk: int = 512, **options: Any) -> Any:
+def measured(
+    model: Any, texts: list[Text], methods: list[str], chunk: int = 512, keep: Any = lambda *_: None, **options: Any
+) -> Any:
     task = Perplexity(
         model, tiny_tokenizer(), texts, specs(methods), **{"length": LENGTH, "decode_tokens": DECODED, **options}
     )
-    found, failed = task.run(chunk)
+    found, failed = task.run(chunk, keep=keep)
     assert failed == []
     return task, found
 
@@ -57,9 +59,8 @@ def measured(model: Any, texts: list[Text], methods: list[str], chunk: int = 512
 def test_what_a_method_knows_of_the_prompt_is_of_the_prompt_alone(model: Any, texts: list[Text]) -> None:
     """The ring of MAC holds rows of the text before what is decoded, as if no more had been read."""
     method = "mac window=16 band=4 tau=0.0 min_context=0"
-    task, found = measured(model, texts, [method])
     kept = dict[str, Any]()
-    task.run(512, keep=kept.__setitem__)
+    task, found = measured(model, texts, [method], keep=kept.__setitem__, limit=2)
     for part, window in zip(kept.values(), task.windows, strict=True):
         with attach(model, decode=task.specs[1].decode) as session:
             reader, at = Reader(session), LENGTH - DECODED - 1
@@ -82,8 +83,8 @@ def test_a_number_does_not_depend_on_what_else_is_measured(texts: list[Text], tm
     Plan("kascade", PlannedModel.of("tiny", shape_of(model)), found.values(), MADE).save(path)
     options = f"prefill.k=4 prefill.plan={path}"
     one, other = f"kascade/dense {options}", f"kascade/mac window=16 band=4 min_context=0 {options}"
-    alone = measured(model, texts, [one])[1]
-    task, both = measured(model, texts, [one, other])
+    alone = measured(model, texts, [one], limit=1)[1]
+    task, both = measured(model, texts, [one, other], limit=1)
     assert {k: v for k, v in both[one].items() if k != "seconds"} == {
         k: v for k, v in alone[one].items() if k != "seconds"
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 from collections.abc import Iterator
@@ -12,12 +13,15 @@ from typing import Any
 import pytest
 
 from longreach.errors import InvalidInput, LongreachError
+from longreach.evals import prompt_workers
 from longreach.evals.prompt_workers import Workers
 from longreach.evals.prompting import Maker, at_lengths
 from longreach.tasks import registry
 from longreach.tasks.base import Count, Sample
 from longreach.testing.tiny import tiny_tokenizer
+from tests.tiers import swept
 
+contexts = {name: multiprocessing.get_context(name) for name in ("fork", "spawn")}
 LENGTH, TOTALS = 1500, {"niah_single_2": 3, "needle_sweep": 3, "fails": 3}
 
 
@@ -43,9 +47,12 @@ def maker(*tasks: Any) -> Maker:
     return Maker(at_lengths(tasks, [LENGTH]), tiny_tokenizer(), seed=3)
 
 
-@pytest.fixture(scope="module")
-def workers() -> Iterator[Workers]:
-    made = Workers(maker(registry.task("niah_single_2"), registry.task("needle_sweep"), Fails()), TOTALS, 2)
+@pytest.fixture(scope="module", params=swept(["fork", "spawn"], 1))
+def workers(request: pytest.FixtureRequest) -> Iterator[Workers]:
+    """Forked: a process that loads all modules takes seconds to start. tests/cli/test_eval.py starts one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prompt_workers.multiprocessing, "get_context", lambda _: contexts[request.param])
+        made = Workers(maker(registry.task("niah_single_2"), registry.task("needle_sweep"), Fails()), TOTALS, 2)
     for pid in list(made._pool._processes):  # what Ctrl-C sends to all processes of a terminal
         os.kill(pid, signal.SIGINT)
     yield made
@@ -71,7 +78,8 @@ def test_errors_are_those_of_here(workers: Workers) -> None:
     assert len(workers.samples["niah_single_2"][:2]) == 2  # one task's errors are not another's
 
 
-def test_a_dead_process_is_told() -> None:
+def test_a_dead_process_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_workers.multiprocessing, "get_context", lambda _: contexts["fork"])
     dying = Workers(maker(Fails(dies=True)), {"fails": 1}, 1)
     with pytest.raises(LongreachError, match=r"died .*fewer --workers"):
         dying.samples["fails"][0]
@@ -83,7 +91,8 @@ def test_what_cannot_be_sent_is_refused() -> None:
         Workers(maker(Fails(name=lambda: None)), {"fails": 1}, 1)  # type: ignore[arg-type]
 
 
-def test_ending_waits_for_nothing_unbegun() -> None:
+def test_ending_waits_for_nothing_unbegun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_workers.multiprocessing, "get_context", lambda _: contexts["fork"])
     left = Workers(maker(registry.task("niah_single_2")), {"niah_single_2": 500}, 1)
     left.close()
     assert sum(one.cancelled() for one in left.samples["niah_single_2"]._coming) > 490

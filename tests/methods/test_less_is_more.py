@@ -61,6 +61,7 @@ def test_the_union_is_cut_to_the_budget(group: int, k: Any, config: CacheConfig)
         check(method, layers, slots)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("recent", [0.01, 0.25, 0.5, 1.0])
 @pytest.mark.parametrize("sinks", [0, 1, 4, 100])
 def test_recent_keys_and_sinks_have_their_share(recent: float, sinks: int) -> None:

@@ -51,6 +51,7 @@ def keys_of(k: int | float, context: int) -> int:
     return min(k, context) if isinstance(k, int) else max(1, math.ceil(k * context - 1e-9))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("config", CACHES.values(), ids=CACHES)
 @pytest.mark.parametrize("heads", ["kv", "all"])
 @pytest.mark.parametrize("k", [1, 6, 1000, 0.01, 0.1, 0.37, 1.0])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from transformers.distributed import DistributedConfig
 
 import longreach
 from longreach.cache import CacheConfig
+from longreach.methods.base import AttentionMethod
 from longreach.testing.tiny import random_tokens
 from tests.methods.cases import CONFIGS
 from tests.methods.drive import in_phase
@@ -24,13 +26,15 @@ from tests.methods.planned import planned
 NEW = 6
 
 
-def answers(model: PreTrainedModel) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+def answers(
+    model: PreTrainedModel, configurations: Sequence[AttentionMethod]
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Configuration -> (tokens [B, N], logits of the prompt [B, T, V]) of a ragged batch in paged memory."""
     tokens = random_tokens(2, 40)
     mask = torch.ones_like(tokens)
     mask[1, :9] = 0
     found = {}
-    for _, method in CONFIGS:
+    for method in configurations:
         methods = {"prefill": in_phase(method, "prefill"), "decode": in_phase(method, "decode")}
         with longreach.attach(model, **methods, cache=CacheConfig("paged", page=8)):
             out = model.generate(
@@ -53,7 +57,7 @@ def main(directory: str, out: str, store: str, plans: str) -> None:
         directory, dtype=torch.float32, distributed_config=DistributedConfig(tp_plan="auto")
     ).eval()
     with planned(Path(plans)):
-        found = answers(model)
+        found = answers(model, [method for _, method in CONFIGS])
     heads = model.model.layers[0].self_attn.k_proj.weight.to_local().shape[0]
     torch.save((heads, found), f"{out}.{rank}")
     dist.destroy_process_group()

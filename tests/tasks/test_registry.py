@@ -18,6 +18,7 @@ from longreach.tasks.registry import FILES, GROUPS, RULER, TASKS, choose, read, 
 ROOM = {"words": 900, "bytes": 9000, "thirds": 3000, "mini": 4000}
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("unit", COUNTS)
 @pytest.mark.parametrize("name", TASKS)
 def test_a_sample_fills_its_room_and_holds_its_answers(name: str, unit: str) -> None:
@@ -51,6 +52,7 @@ def test_lengths(name: str, length: int) -> None:
         assert min(0.9 * length, length - 60) <= COUNTS["mini"](whole(sample)) <= length
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("unit", ["words", "bytes"])
 @pytest.mark.parametrize("name", TASKS)
 def test_what_does_not_fit_is_refused_with_the_least_that_does(name: str, unit: str) -> None:

@@ -151,9 +151,8 @@ def _positions(kv: KVView, seq: int, head: int) -> list[int]:
 def _stored(kv: KVView, seq: int) -> tuple[Tensor, Tensor]:
     """K and V of the filled slots, fp64 [N, G, D]."""
     places = [_place(kv, seq, n) for n in range(int(kv.seq_lens[seq]))]
-    empty = torch.zeros(0, kv.heads, kv.k.shape[3], dtype=torch.float64)
-    k, v = ([x[page, :, offset].double() for page, offset in places] for x in (kv.k, kv.v))
-    return (torch.stack(k), torch.stack(v)) if places else (empty, empty)
+    page, offset = torch.tensor(places, dtype=torch.int64).view(-1, 2).to(kv.k.device).unbind(1)
+    return kv.k[page, :, offset].double(), kv.v[page, :, offset].double()
 
 
 def _rule(selection: Selection) -> Callable[[int, int, int, int], float | None]:

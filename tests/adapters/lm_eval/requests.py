@@ -18,7 +18,7 @@ CHOICES = [  # contexts that are shared and not, empty and too long; continuatio
     ("", "n"),
     ("over the lazy dog and on and on " * 4, " it ran"),
 ]
-TEXTS = ["hello world, " * 20, "short", "a"]
+TEXTS = ["hello world, " * 12, "short", "a"]
 
 
 def attended(family: str) -> bool:

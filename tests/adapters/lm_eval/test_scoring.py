@@ -31,14 +31,15 @@ def plainly(model: Any, context: list[int], tokens: list[int]) -> float:
 
 def test_a_score_does_not_depend_on_what_was_scored_before() -> None:
     """Of a method whose state is overwritten by tokens that are taken back."""
-    context, tokens = made(40, 1), [made(30, 2), made(25, 3)]
-    with attach(tiny_model("llama"), decode=MAC(window=16, band=4, tau=0.0, min_context=0)) as session:
+    context, tokens = made(40, 1), [made(14, 2), made(11, 3)]
+    with attach(tiny_model("llama"), decode=MAC(window=8, band=4, tau=0.0, min_context=0)) as session:
         scorer = Scorer(session, 512, "decode")
         first, second = scorer.score([context], [tokens])[0]
         assert scorer.score([context], [tokens[::-1]])[0] == [second, first]
         assert scorer.score([context], [[tokens[1], tokens[0], tokens[1]]])[0] == [second, first, second]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("chunk", [4, 512])
 @pytest.mark.parametrize("by", ["prefill", "decode"])

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from longreach.testing.tiny import PAD_ID, random_tokens, tiny_model
 
-STEPS = 64
+STEPS = 24
 PROMPT = 40
 LENGTHS = (40, 23, 9)  # of the sequences of a left-padded batch
 

@@ -29,7 +29,7 @@ from tests.adapters.transformers.reference import model_of, padded_batch
 from tests.methods.cases import CASES
 from tests.methods.planned import planned, tiny, write_plans
 
-STEPS = 16
+STEPS = 10
 
 
 # the pieces alone

@@ -13,6 +13,10 @@ from longreach.methods.base import AttentionMethod
 from longreach.testing.ranks import run_on_ranks
 from longreach.testing.tiny import save_tiny
 from tests.adapters.transformers.reference import generate, padded_batch
+from tests.methods import two_ranks as two_ranks_of_methods
+from tests.methods.cases import CASES
+from tests.methods.drive import LAYERS
+from tests.methods.planned import planned, write_plans
 
 METHODS: dict[str, AttentionMethod | str] = {
     "dense": "dense",
@@ -23,10 +27,14 @@ METHODS: dict[str, AttentionMethod | str] = {
 FAMILIES = ("llama", "qwen3_moe", "phi3")
 GATHERED = ("phi3",)  # its plan gives every rank all heads
 STEPS = 5
+EVERY = "every method"
 
 
-def answers(rank: int, world: int, folders: dict[str, str]) -> dict[str, Any]:
-    """tokens by family and method, and the shards that layers saw; on one rank, without a plan."""
+def answers(rank: int, world: int, folders: dict[str, str], plans: str) -> dict[str, Any]:
+    """tokens by family and method, and the shards that layers saw; on one rank, without a plan.
+
+    Under EVERY: what every method's default configuration makes of the first family.
+    """
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
@@ -46,23 +54,35 @@ def answers(rank: int, world: int, folders: dict[str, str]) -> dict[str, Any]:
                 session.on_layer = observe
                 out = generate(model, *padded_batch(), steps=STEPS)
                 found[f"{family} {name}"] = (out.tokens, out.logits, shards)
+        if family == FAMILIES[0]:
+            with planned(Path(plans)):
+                found[EVERY] = two_ranks_of_methods.answers(model, [case.default for case in CASES.values()])
     return found
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     place = tmp_path_factory.mktemp("models")
-    return {family: str(save_tiny(Path(place) / family, family, eos_token_id=None)) for family in FAMILIES}
+    shape = {FAMILIES[0]: {"num_hidden_layers": LAYERS}}  # of the model that there are plans for
+    return {
+        family: str(save_tiny(place / family, family, eos_token_id=None, **shape.get(family, {})))
+        for family in FAMILIES
+    }
 
 
 @pytest.fixture(scope="module")
-def one_process(folders: dict[str, str]) -> dict[str, Any]:
-    return answers(0, 1, folders)
+def plans(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_plans(tmp_path_factory.mktemp("plans")))
 
 
 @pytest.fixture(scope="module")
-def two_ranks(folders: dict[str, str]) -> list[dict[str, Any]]:
-    return run_on_ranks("tests.adapters.transformers.test_shard:answers", folders)
+def one_process(folders: dict[str, str], plans: str) -> dict[str, Any]:
+    return answers(0, 1, folders, plans)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(folders: dict[str, str], plans: str) -> list[dict[str, Any]]:
+    return run_on_ranks("tests.adapters.transformers.test_shard:answers", folders, plans)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -77,6 +97,17 @@ def test_two_ranks_give_one_processes_tokens(
         assert torch.equal(got, tokens)
         assert torch.allclose(got_logits, logits, rtol=0, atol=1e-4)
         assert got_shards == (shards if family in GATHERED else {(rank, 1, 2, (2, 1), 4.0)})
+
+
+@pytest.mark.parametrize("method", CASES)
+def test_every_method_gives_one_processes_tokens(
+    method: str, one_process: dict[str, Any], two_ranks: list[dict[str, Any]]
+) -> None:
+    tokens, logits = one_process[EVERY][repr(CASES[method].default)]
+    for found in two_ranks:
+        got, got_logits = found[EVERY][repr(CASES[method].default)]
+        assert torch.equal(got, tokens)
+        torch.testing.assert_close(got_logits, logits, rtol=1e-4, atol=1e-3)
 
 
 def test_methods_differ_enough_to_see_a_wrong_choice(one_process: dict[str, Any]) -> None:

@@ -18,12 +18,14 @@ CASE = tiny(CASES["8b-mac-128k-b4"])
 GPU = torch.device("cuda")
 
 
-def bench() -> Decoding:
-    return Decoding(torch.device("cpu"), without=(), quick=True, seed=0, say=lambda line: None)
+def bench(*without: str, steps: int = 8) -> Decoding:
+    made = Decoding(torch.device("cpu"), without=without, quick=True, seed=0, say=lambda line: None)
+    made.steps = steps
+    return made
 
 
 def test_a_forced_step_is_checked_against_a_window_and_told_apart() -> None:
-    result = bench().run(CASE)
+    result = bench(steps=16).run(CASE)
     names = ["captured step", "generate", "mac: captured step", "mac: generate"]
     assert [e["name"] for e in result["entries"]] == names
     assert result["forced"].startswith("Hits are forced") and result["method"]["back"] == 20

@@ -17,6 +17,7 @@ from longreach.bench.mac import check
 from longreach.bench.mac.check import check_step
 from longreach.bench.mac.forced_hits import ForcedHits
 from longreach.bench.mac.run import run_mac
+from tests.tiers import swept
 
 CPU = torch.device("cpu")
 BASE = Hits("it", gap=20, band=16)
@@ -62,7 +63,7 @@ def test_bytes_that_a_hit_reads_are_keys_values_and_the_ring() -> None:
     assert least_read(small(STEP, replace(STEP, gap=60))) == keys_and_values + ring
 
 
-@pytest.mark.parametrize("hits", [(STEP,), (ATTENTION,), (STEP, ATTENTION)])
+@pytest.mark.parametrize("hits", swept([((STEP, ATTENTION),), ((STEP,),), ((ATTENTION,),)], 1))
 def test_what_all_copies_read_exceeds_the_l2(hits: tuple[Hits, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """By the bytes that the entries report, of which a step's are keys, values and the ring that it looks through."""
     monkeypatch.setattr(timing, "l2_bytes", lambda device: L2)

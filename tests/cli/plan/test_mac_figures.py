@@ -42,7 +42,7 @@ def asked(model: Path, tmp_path: Path) -> list[Any]:
 
 def test_figures(longreach: Any, asked: list[Any], tmp_path: Path) -> None:
     folder = tmp_path / "figures"
-    result = longreach(*asked, "--steps", 20, "--depth", 2)
+    result = longreach(*asked, "--steps", 8, "--depth", 2)
     assert result.code == 0, result.err
     assert all(len(line) <= 80 or line.endswith(".png") for line in result.out.splitlines())
     names = {*NAMES, "drift", "depths"}
@@ -51,7 +51,7 @@ def test_figures(longreach: Any, asked: list[Any], tmp_path: Path) -> None:
     record = json.loads((folder / "mac.json").read_text())
     found = record["results"]
     assert record["kind"] == "mac figures" and record["tokens"] == 320 and found["rows"] == 10
-    assert record["config"]["tau"] == 0.1 and record["config"]["steps"] == 20 and found["windows"] == [32, 64]
+    assert record["config"]["tau"] == 0.1 and record["config"]["steps"] == 8 and found["windows"] == [32, 64]
     for tau, p in zip(found["taus"], found["thresholds"]["sqrt2d"]["all"], strict=True):
         line = next(x.split() for x in result.out.splitlines() if x.split()[:1] == [f"{tau:g}"] and len(x.split()) == 7)
         assert line[1] == f"{p['accepted']:.1%}" and line[2] == f"{p['skipped']:.1%}"
@@ -62,7 +62,7 @@ def test_figures(longreach: Any, asked: list[Any], tmp_path: Path) -> None:
     assert list(found["drift"]["methods"]) == ["depth 2", "no limit"] and record["config"]["depth"] == [2]
     reads = found["drift"]["methods"]["no limit"]["reads"]
     assert f"keys read {2 * reads['keys']:.1%}, with the ring {reads['total']:.1%}" in " ".join(result.out.split())
-    again = json.loads(longreach(*asked, "--steps", 20, "--depth", 2, "--depth", 1, "--json").out)["results"]
+    again = json.loads(longreach(*asked, "--steps", 8, "--depth", 2, "--depth", 1, "--json").out)["results"]
     assert list(again["drift"]["methods"]) == ["depth 2", "depth 1", "no limit"]
     assert again.pop("drift")["methods"]["depth 2"] == found.pop("drift")["methods"]["depth 2"] and again == found
 

@@ -91,7 +91,7 @@ def test_similarity_in_a_narrow_terminal(longreach: Any, saved: Path, monkeypatc
     assert any(line.split()[:1] == ["5"] and line.endswith("*") for line in out)
 
 
-def test_a_picture(longreach: Any, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_picture(longreach: Any, drawn: None, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert longreach("plan", "show", saved, "--output", tmp_path / "new" / "s.png").code == 0
     assert (tmp_path / "new" / "s.png").read_bytes().startswith(b"\x89PNG")
     refused(longreach("plan", "show", saved, "--output", "/proc/none/s.png"), "cannot write")

@@ -17,6 +17,7 @@ from longreach.evals.attention.masses import distances
 from longreach.evals.attention.prompts import TASKS
 from longreach.testing.tiny import tiny_model, tiny_tokenizer
 from tests.evals.attention import brute
+from tests.tiers import swept
 
 LENGTH, ROWS = 941, 3
 FAMILIES = ("llama", "gpt_oss", "gemma2", "glm4")
@@ -26,7 +27,7 @@ def close(found: Any, expected: Any, slack: float = 2e-5) -> None:
     np.testing.assert_allclose(np.array(found, dtype=float), np.array(expected, dtype=float), rtol=1e-4, atol=slack)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=swept(FAMILIES, 2))
 def family(request: pytest.FixtureRequest) -> Any:
     model = tiny_model(request.param)
     task = Attention(model, tiny_tokenizer(), length=LENGTH, samples=1, rows=ROWS, seed=3)

@@ -163,10 +163,10 @@ def test_the_head_map_decides_what_is_read(heads: Any, tmp_path: Path) -> None:
     found, want = outputs(read_text(method, text(50))), outputs(read_text(straight, text(50)))
     for layer in range(3):
         assert torch.equal(found[layer], want[layer]) == (layer not in heads)
-    contract.test_what_the_report_calls_unread_is_unread(method)
     for config in CACHES.values():
+        contract.test_what_the_report_calls_unread_is_unread(method, config)
         contract.test_what_the_report_calls_read_is_read(method, config)
-    contract.test_bytes_are_those_of_the_slots_read(method)
+        contract.test_bytes_are_those_of_the_slots_read(method, config)
 
 
 def test_a_map_within_each_rank_is_taken_and_one_across_is_refused(tmp_path: Path) -> None:

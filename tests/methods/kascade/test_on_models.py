@@ -22,7 +22,7 @@ FAMILIES = {  # layers of full attention, and the anchors among them
     "gpt_oss": {"layers": (1, 3), "anchors": (1,)},
 }
 families = pytest.mark.parametrize("family", FAMILIES)
-LAYERS = 4
+LAYERS, STEPS = 4, 7
 
 
 def model_and_plan(family: str, folder: Path, **changes: Any) -> tuple[Any, str]:
@@ -45,11 +45,11 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 def test_with_the_whole_budget_it_gives_dense_tokens(family: str, tmp_path: Path) -> None:
     model, plan = model_and_plan(family, tmp_path)
     tokens, mask = batch()
-    want = longreach.generate(model, tokens, mask, max_new_tokens=12)
+    want = longreach.generate(model, tokens, mask, max_new_tokens=STEPS)
     for options in ({"k": 1.0}, {"k": 1.0, "heads": "all"}, {"k": 1, "dense_below": 100}):
         method = Kascade(plan, **options)
         got = longreach.generate(
-            model, tokens, mask, max_new_tokens=12, prefill=method, decode=method, cache=CacheConfig("paged", page=8)
+            model, tokens, mask, max_new_tokens=STEPS, prefill=method, decode=method, cache=CacheConfig("paged", page=8)
         )
         assert torch.equal(got.tokens, want.tokens)
 
@@ -60,13 +60,13 @@ def test_at_a_small_budget_tokens_differ_and_are_the_same_in_every_loop_and_layo
     model, plan = model_and_plan(family, tmp_path)
     tokens, mask = batch()
     methods = dict.fromkeys(("prefill", "decode"), Kascade(plan, k=0.1, min_keys=3))
-    got = longreach.generate(model, tokens, mask, max_new_tokens=12, **methods)
-    assert not torch.equal(got.tokens, longreach.generate(model, tokens, mask, max_new_tokens=12).tokens)
+    got = longreach.generate(model, tokens, mask, max_new_tokens=STEPS, **methods)
+    assert not torch.equal(got.tokens, longreach.generate(model, tokens, mask, max_new_tokens=STEPS).tokens)
     for cache in (CacheConfig(), CacheConfig("paged", page=8), CacheConfig(capacity=200)):
         with longreach.attach(model, **methods, cache=cache):
-            theirs = model.generate(tokens, attention_mask=mask, max_new_tokens=12, do_sample=False)
+            theirs = model.generate(tokens, attention_mask=mask, max_new_tokens=STEPS, do_sample=False)
             assert torch.equal(theirs, got.sequences)
-            alone = model.generate(tokens[:1, 17:], max_new_tokens=12, do_sample=False)
+            alone = model.generate(tokens[:1, 17:], max_new_tokens=STEPS, do_sample=False)
             assert torch.equal(alone[0, 33:], got.tokens[0])
 
 

@@ -16,6 +16,7 @@ from longreach.ops import Lists
 from tests.methods.drive import CACHES, KV_HEADS, LAYERS, Pass, new_cache, outputs, read_text, slots_read, text
 from tests.methods.kascade.alone import Alone
 from tests.methods.kascade.planned import planned
+from tests.tiers import swept
 
 LENGTH, STEPS = 37, 5
 CROSSED = {1: (1, 0), 2: (1, 1)}
@@ -57,18 +58,22 @@ OPTIONS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("plan", "options"), OPTIONS, ids=str)
-def test_it_is_what_the_paper_says(plan: dict[str, Any], options: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.covering
+@pytest.mark.parametrize("config", CACHES.values(), ids=CACHES)
+@pytest.mark.parametrize("case", OPTIONS, ids=str)
+def test_it_is_what_the_paper_says(
+    case: tuple[dict[str, Any], dict[str, Any]], config: CacheConfig, tmp_path: Path
+) -> None:
+    plan, options = case
     heads = {"all_heads": options.get("heads") == "all"}
     same = {"anchors": (0, 1), "tile": 8, **plan}
     maps = {"maps": same.pop("head_map", {})}
     alone = Alone(**same, **maps, **heads, **{k: v for k, v in options.items() if k != "heads"})
     method = Kascade(planned(tmp_path, **plan), **options)
-    for config in CACHES.values():
-        assert_same(method, alone, config=config)
+    assert_same(method, alone, config=config)
 
 
-@pytest.mark.parametrize("chunks", [[4, 28], [8, 8, 16], [3, 29], [1, 5, 2, 10, 14], [1] * 32], ids=str)
+@pytest.mark.parametrize("chunks", swept([[1, 5, 2, 10, 14], [3, 29], [8, 8, 16], [4, 28], [1] * 32], 3), ids=str)
 def test_chunks_that_share_a_tile_choose_each_for_themselves(chunks: list[int], tmp_path: Path) -> None:
     method = Kascade(planned(tmp_path, anchors=(0,), head_map=CROSSED), k=0.2, min_keys=2)
     alone = Alone((0,), CROSSED, k=0.2, min_keys=2)

@@ -61,6 +61,7 @@ def check(method: Loki, basis: Tensor, call: LayerCall, outcome: Outcome) -> Non
     assert_close(outcome.partial, exact(call))
 
 
+@pytest.mark.covering("group", "k", "config")
 @pytest.mark.parametrize("group", [1, 3, 4])
 @pytest.mark.parametrize(("k", "rank"), [(1, 1), (6, 4), (0.3, 0.25), (1.0, 0.5), (5, 1.0)])
 @every_cache

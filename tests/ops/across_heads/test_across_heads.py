@@ -15,6 +15,7 @@ from longreach.ops import KVView, Logits, Rows, attend_with_logits, top_k
 from longreach.ops.across_heads import Ballot, largest_log_prob, rank_round_robin, spread_logits, triton
 from longreach.testing.inputs import random_kv, random_rows
 from tests.ops.attend.kernels import HALF, here, needs_gpu
+from tests.tiers import swept
 
 impls = pytest.mark.parametrize("impl", ["reference", "triton"])
 
@@ -56,7 +57,7 @@ def turns(x: Tensor, count: int, recent: int, first: int) -> list[int]:
 
 
 @impls
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", swept(range(16), 8))
 def test_largest_log_prob(impl: str, seed: int) -> None:
     rows, kv, logits, lse = make_case(seed)
     got = largest_log_prob(here(rows), here(kv), here(lse), here(logits), impl=impl).cpu()
@@ -80,7 +81,7 @@ def run(rows: Rows, kv: KVView, logits: Logits, count: Tensor, recent: Tensor, f
 
 
 @impls
-@pytest.mark.parametrize("seed", range(20, 44))
+@pytest.mark.parametrize("seed", swept(range(20, 44), 10))
 def test_round_robin(impl: str, seed: int) -> None:
     """The first keys by score: recent ones, first ones, then by turns; and scores are negative turns."""
     rows, kv, logits, _ = make_case(seed)

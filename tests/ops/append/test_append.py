@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -15,6 +11,7 @@ from longreach.errors import InvalidInput, UnknownName
 from longreach.ops.append import append
 from longreach.testing.inputs import random_kv
 from tests.ops.attend.kernels import HALF, here
+from tests.ops.compiler import printed
 
 impls = pytest.mark.parametrize("impl", ["reference", "triton"])
 
@@ -86,7 +83,4 @@ print(json.dumps([[m.metadata.name, "cubin" in m.asm] for m in made]))
 
 
 def test_compiles_for_an_h200() -> None:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(done.stdout.splitlines()[-1]) == [["append_rows", True]] * 2
+    assert printed(COMPILE) == [["append_rows", True]] * 2

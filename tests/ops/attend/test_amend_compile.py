@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 
+from tests.ops.compiler import SHARED_MEMORY, printed
 from tests.tiers import swept
-
-SHARED_MEMORY = 232_448  # bytes a block may have on compute capability 9.0
 
 COMPILE = """
 import json, sys
@@ -47,12 +41,7 @@ print(json.dumps(found))
 
 @pytest.mark.parametrize("dim", swept([64, 128], 1))
 def test_compiles_for_an_h200(dim: int) -> None:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE, str(dim)], env=environment, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    for kernels in json.loads(done.stdout.splitlines()[-1]):
+    for kernels in printed(COMPILE, dim):
         assert [name for name, _, _ in kernels] == ["attend_pieces", "amend_pieces"]
         for name, shared, machine_code in kernels:
             assert machine_code and shared <= SHARED_MEMORY, (name, shared)

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 
+from tests.ops.compiler import SHARED_MEMORY, printed
 from tests.tiers import swept
-
-SHARED_MEMORY = 232_448  # bytes a block may have on compute capability 9.0
 
 COMPILE = """
 import json, sys
@@ -107,12 +101,7 @@ print(json.dumps(found))
 @pytest.mark.parametrize("source", [COMPILE, KEEPING], ids=["attend", "keeping"])
 @pytest.mark.parametrize("dim", swept([64, 32, 80, 96, 128, 256], 1))
 def test_compiles_for_an_h200(dim: int, source: str) -> None:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", source, str(dim)], env=environment, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    for case, kernels in json.loads(done.stdout.splitlines()[-1]).items():
+    for case, kernels in printed(source, dim).items():
         assert kernels[0][0] == "attend_pieces", case
         for name, shared, machine_code in kernels:
             assert machine_code and shared <= SHARED_MEMORY, (case, name, shared)

@@ -35,6 +35,7 @@ def test_any_case(case: Case) -> None:
     assert got.out.dtype == got.lse.dtype == torch.float32
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("group", [1, 2, 3, 7, 16])
 @pytest.mark.parametrize("per", ["kv", "query"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -45,6 +46,7 @@ def test_groups(group: int, per: Any, kind: Kind) -> None:
         check(rows, kv, random_selection(kind, rows, kv, per=per, seed=seed))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("dim", [8, 40, 64, 72, 128, 200, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_head_dims_and_dtypes(dim: int, dtype: torch.dtype) -> None:
@@ -53,6 +55,7 @@ def test_head_dims_and_dtypes(dim: int, dtype: torch.dtype) -> None:
     assert got.out.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("page", [None, 1, 3, 16, 64])
 @pytest.mark.parametrize("memory", ["plain", "packed", "tokens"])
 @pytest.mark.parametrize("evicted", [False, True])
@@ -64,6 +67,7 @@ def test_memory(page: int | None, memory: Any, evicted: bool) -> None:
     check(rows, kv, random_lists(rows, kv, block=5, weighted=True, seed=2))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("one", [False, True])
 @pytest.mark.parametrize("per", ["kv", "query"])
 @pytest.mark.parametrize("evicted", [False, True])
@@ -264,6 +268,7 @@ def leaf(x: Tensor) -> Tensor:
     return x.detach().clone().requires_grad_()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("page", [None, 3])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("per", ["kv", "query"])

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 
+from tests.ops.compiler import printed
 from tests.tiers import swept
 
 COMPILE = """
@@ -43,16 +39,7 @@ print(json.dumps([[t.per_sm, resident(m, t.warps)] for t, m in zip(dealt, made, 
 
 @pytest.mark.parametrize(("batch", "page"), swept([(32, 16), (1, 0), (8, 0), (32, 0)], 1))
 def test_all_programs_are_resident_and_no_more_fit(batch: int, page: int) -> None:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE, str(batch), str(page)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = printed(COMPILE, batch, page)
     assert len(found) == 6
     for dealt, fit in found:
         assert dealt <= fit, found  # more would run in two waves

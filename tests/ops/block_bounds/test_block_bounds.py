@@ -33,6 +33,7 @@ from tests.ops.block_bounds.cases import (
     newest_of,
     unit_of,
 )
+from tests.tiers import swept
 
 impls = pytest.mark.parametrize("impl", ["reference", "triton"])
 
@@ -54,7 +55,7 @@ def check_scores(got: Tensor, case: Case) -> None:
 
 
 @impls
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", swept(range(24), 10))
 def test_any_case(impl: str, seed: int) -> None:
     case = make_case(seed, half=HALF)
     given = on_device(case)
@@ -70,7 +71,7 @@ def test_any_case(impl: str, seed: int) -> None:
 
 
 @impls
-@pytest.mark.parametrize("seed", range(40, 52))
+@pytest.mark.parametrize("seed", swept(range(40, 52), 4))
 @pytest.mark.parametrize("single", [False, True])
 def test_the_newest_block_alone(impl: str, seed: int, single: bool) -> None:
     """Bounds that lag one block behind: scores of the blocks before are right, in one launch too."""
@@ -108,6 +109,7 @@ def test_rows_that_complete_blocks_for_one_another(impl: str) -> None:
     check_scores(bound_and_score(given.rows, given.kv, given.low, given.high, 16, impl=impl), case)
 
 
+@pytest.mark.covering
 @impls
 @pytest.mark.parametrize("dim", [8, 72, 128, 256])
 @pytest.mark.parametrize(("page", "per"), [(None, 16), (16, 16), (64, 16), (24, 16), (16, 100)])

@@ -47,6 +47,7 @@ def spelled_out(query: torch.Tensor, slot: int, pos: int, held: Ring, head: int,
     return best, where
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("impl", ["reference", "triton", "blocks"])
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from longreach.train.mini.prepare import prepare
 
 
 def test_prepared_data_trains(tmp_path: Path) -> None:
-    options = {"limit_files": 12, "packages": ("cpython", "numpy"), "vocab_size": 1500}
+    options = {"limit_files": 6, "packages": ("cpython", "numpy"), "vocab_size": 1500}
     said: list[str] = []
     manifests = [
         prepare(tmp_path / name, haystack=tmp_path / f"{name}-haystack", say=said.append, **options)  # type: ignore[arg-type]
@@ -39,6 +39,6 @@ def test_the_shipped_haystack_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     folder = Path(haystack.__file__).parent
     monkeypatch.setattr(corpus, "write_haystack", lambda _, where: pytest.fail(f"{where} is written"))
     before = haystack.sha256()
-    options = {"limit_files": 12, "packages": ("cpython", "numpy"), "vocab_size": 1500}
+    options = {"limit_files": 6, "packages": ("cpython", "numpy"), "vocab_size": 1500}
     prepare(tmp_path, say=lambda _: None, **options)  # type: ignore[arg-type]
     assert json.loads((folder / "haystack.json").read_text())["sha256"] == before

@@ -58,7 +58,7 @@ def test_train_writes_a_transformers_model_and_resumes_from_it(data: Path, tmp_p
     out, more = tmp_path / "model", tmp_path / "more"
     options = {"shape": SHAPE, "device": "cpu", "workers": 1, "compile_layers": False}
     said: list[str] = []
-    log = train(data, out, minutes=0.05, schedule=SCHEDULE, say=said.append, **options)
+    log = train(data, out, minutes=0.03, schedule=SCHEDULE, say=said.append, **options)
     assert log["steps"] >= 1 and log["curve"][0]["forms"] and said[-1].startswith("done")
     assert json.loads((out / "train.json").read_text())["steps"] == log["steps"]
     assert log["device"]["type"] == "cpu" and log["device"]["name"] and {"commit", "dirty", "versions"} <= log.keys()
@@ -67,8 +67,8 @@ def test_train_writes_a_transformers_model_and_resumes_from_it(data: Path, tmp_p
     ids = torch.tensor([tokenizer("One 1234567.").input_ids])
     assert ids[0, 0] == 1 and torch.isfinite(model(ids).logits).all()
     still = replace(SCHEDULE, peak_lr=0.0, final_lr=0.0)  # what is written is then what was read
-    with pytest.raises(LongreachError, match=r"of its schedule, all of the 0\.05 asked for; give more --minutes"):
-        train(data, more, minutes=0.05, schedule=still, resume=out, **options)
+    with pytest.raises(LongreachError, match=r"of its schedule, all of the 0\.03 asked for; give more --minutes"):
+        train(data, more, minutes=0.03, schedule=still, resume=out, **options)
     longer = (log["seconds"] + 1) / 60  # so this is its last second, where sequences are long
     again = train(data, more, minutes=longer, schedule=still, resume=out, say=said.append, **options)
     assert again["steps"] > log["steps"] and again["tokens"] > log["tokens"] and again["seconds"] > log["seconds"]
