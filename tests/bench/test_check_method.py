@@ -103,3 +103,13 @@ def test_missing_layers_and_another_captured_step_are_seen() -> None:
         judge_method("it", observed({}), LOGITS, LOGITS * 1.03, 0.01, 4)
     with pytest.raises(WrongResult, match="nan"):
         judge_method("it", observed({}), LOGITS, LOGITS * torch.nan, 0.01, 4)
+
+
+@pytest.mark.parametrize("steady", [True, False])
+def test_a_step_captured_uncompiled_is_judged_whatever_the_method(steady: bool) -> None:
+    off = LOGITS * (1.0 if steady else 1.5)  # the timed step of an unsteady method may choose other keys
+    verdict = judge_method("it", observed({}), LOGITS, off, 0.01, 4, steady=steady, uncompiled=LOGITS * 1.001)
+    assert verdict.of_uncompiled == pytest.approx(0.001, rel=0.01) and verdict.of_uncompiled_bound == 0.02
+    assert (verdict.of_captured_bound is None) == (not steady)
+    with pytest.raises(WrongResult, match="captured uncompiled differ from the uncaptured step's by"):
+        judge_method("it", observed({}), LOGITS, off, 0.01, 4, steady=steady, uncompiled=LOGITS * 1.03)

@@ -1,8 +1,8 @@
 """Whether a method's step is right: attention of every layer against fp64 over the keys that the method chose.
 
 What a method leaves out is its own affair and no fault of a step. So one step is run as it is, uncaptured, and each
-layer's output is compared with the textbook formula over exactly those keys; then the captured step's logits are
-compared with that step's.
+layer's output is compared with the textbook formula over exactly those keys; then the logits of captured steps, of one
+whose parts are not compiled and of the one that is timed, are compared with that step's.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from longreach.ops.types import require
 @dataclass(frozen=True)
 class MethodVerdict:
     """layers: how many were compared. error: the largest relative error (norms) of a head's output, at most
-    error_bound. of_captured: relative difference of the captured step's logits from the uncaptured step's, at most
-    of_captured_bound; None where that is not judged.
+    error_bound. of_captured: relative difference of the timed step's logits from the uncaptured step's, at most
+    of_captured_bound; None where that is not judged. of_uncompiled: that of a step captured without compiled parts, at
+    most of_uncompiled_bound; None where steps are not captured.
     """
 
     layers: int
@@ -32,6 +33,8 @@ class MethodVerdict:
     error_bound: float
     of_captured: float
     of_captured_bound: float | None
+    of_uncompiled: float | None
+    of_uncompiled_bound: float
 
     def recorded(self) -> dict[str, Any]:
         return asdict(self)
@@ -90,17 +93,23 @@ def _mask(selection: Selection, call: LayerCall, rows: Any, stop: int) -> Tensor
 
 
 def judge_method(
-    name: str, layers: LayerErrors, eager: Tensor, captured: Tensor, most: float, expected: int, *, steady: bool = True
-) -> MethodVerdict:
+    name: str, layers: LayerErrors, eager: Tensor, captured: Tensor, most: float, expected: int, *, steady: bool = True,
+    uncompiled: Tensor | None = None,
+) -> MethodVerdict:  # fmt: skip
     """Raises WrongResult where a layer was not compared, or rounding does not explain a difference.
 
-    eager, captured: logits [B, V] of the same step. most: the error bound of a step of this model (relative, norms):
-    each of the two may err so much. steady: whether equal inputs but for rounding make equal choices. A method that
-    scores drawn keys by a few of their coordinates makes others, and the captured step, whose parts are compiled,
-    rounds otherwise: there the difference is recorded and not judged.
+    eager, captured: logits [B, V] of the same step; uncompiled: of the same step captured without compiled parts.
+    most: the error bound of a step of this model (relative, norms): each of two steps may err so much. steady: whether
+    equal inputs but for rounding make equal choices. A method that scores drawn keys by a few of their coordinates
+    makes others, and the captured step, whose parts are compiled, rounds otherwise: there that difference is recorded,
+    and the one of `uncompiled`, which rounds alike, is judged.
     """
+
+    def apart(other: Tensor) -> float:
+        return float(((other.double() - eager.double()).norm(dim=-1) / eager.double().norm(dim=-1)).max())
+
     error = max(layers.worst.values(), default=float("nan"))
-    off = float(((captured.double() - eager.double()).norm(dim=-1) / eager.double().norm(dim=-1)).max())
+    off, off_uncompiled = apart(captured), None if uncompiled is None else apart(uncompiled)
     wrong = None
     if len(layers.worst) != expected:
         wrong = f"attention of {len(layers.worst)} of {expected} layers was compared"
@@ -112,6 +121,9 @@ def judge_method(
         )
     elif steady and not off <= 2 * most:
         wrong = f"the captured step's logits differ from the uncaptured step's by {off:.2e}, more than {2 * most:.1e}"
+    elif off_uncompiled is not None and not off_uncompiled <= 2 * most:
+        wrong = f"logits of a step captured uncompiled differ from the uncaptured step's by {off_uncompiled:.2e}"
     if wrong:
         raise WrongResult(f"{name}: {wrong}; its time does not count")
-    return MethodVerdict(len(layers.worst), error, layers.bound, off, 2 * most if steady else None)
+    bound_of_captured = 2 * most if steady else None
+    return MethodVerdict(len(layers.worst), error, layers.bound, off, bound_of_captured, off_uncompiled, 2 * most)

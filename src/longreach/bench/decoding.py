@@ -48,7 +48,8 @@ TOKENS_TEST = "tests/adapters/transformers/test_loop.py"  # fp32 tokens equal tr
 class Stepped:
     """A method's step over a filled cache, timed. entries: the captured step and the loop that users call, as `_entry`
     takes them but for their errors; done: what the timed step then did; setup: seconds; eager: logits [B, V] of one
-    step run as it is, over the same tokens as the first of `done`, and layers: attention's errors in it.
+    step run as it is, over the same tokens as the first of `done`, and layers: attention's errors in it; uncompiled:
+    those of that step captured without compiled parts.
     """
 
     entries: list[dict[str, Any]]
@@ -56,6 +57,7 @@ class Stepped:
     setup: dict[str, float]
     eager: Tensor | None = None
     layers: LayerErrors | None = None
+    uncompiled: Tensor | None = None
 
     @property
     def timing(self) -> Timing:
@@ -179,7 +181,10 @@ class Decoding:
         captured = stepped.done.logits[:, 0]
         steady = not name.endswith(" loki")  # its directions are drawn as well
         layers = case.model.layers
-        return judge_method(name, stepped.layers, stepped.eager, captured, dense.error_bound, layers, steady=steady)
+        return judge_method(
+            name, stepped.layers, stepped.eager, captured, dense.error_bound, layers, steady=steady,
+            uncompiled=stepped.uncompiled,
+        )  # fmt: skip
 
     def _forced(
         self, case: Case, model: Any, ids: Tensor, dense: Timing
@@ -229,6 +234,7 @@ class Decoding:
         """
         from longreach.adapters.transformers import attach, shape_of
         from longreach.adapters.transformers.loop import generate
+        from longreach.adapters.transformers.loop.run import decoder_for
         from longreach.adapters.transformers.synthetic import fill
         from longreach.cache import CacheConfig
 
@@ -269,10 +275,16 @@ class Decoding:
             if decode is not None:
                 settings["keys_and_values_read"] = session.report().fraction("decode")  # of dense attention's
             whole = {**settings, "mean_microseconds": 1e6 * (got.seconds_per_token or 0.0)}
-            eager, layers = None, LayerErrors() if check_layers else None
+            eager, layers, uncompiled = None, LayerErrors() if check_layers else None, None
             if layers is not None:
                 cache.drop_columns(cache.columns - tokens)
                 eager = self._observed_step(session, decoder, ids[:, tokens], layers)
+            if layers is not None and capture:
+                plain = decoder_for(session, cache, room, sampled=False, compile="none", capture="full")
+                for _ in range(2):  # the first run captures on its way
+                    cache.drop_columns(cache.columns - tokens)
+                    uncompiled = run_steps(plain, ids[:, tokens], capture=True).logits[:, 0]
+                del plain
         del cache, decoder
         release(self.device)
         how = "CUDA graph replays in a row" if capture else "host clock, functional run only"
@@ -282,7 +294,8 @@ class Decoding:
             {"name": "generate", "settings": whole,
              "timing": Timing.of(clock.steps(self.steps), 1, by_token, launched)},
         ]  # fmt: skip
-        return Stepped([{**e, "who": "longreach", "memory": memory} for e in entries], done, setup, eager, layers)
+        measured = [{**e, "who": "longreach", "memory": memory} for e in entries]
+        return Stepped(measured, done, setup, eager, layers, uncompiled)
 
     def launched_by(self, decoder: Any, triton: Any) -> Launched:
         """What one step of a decoder launches. triton: what its graphs do; None: the step is run as it is."""
