@@ -118,7 +118,7 @@ def _user(batch: int, context: int, methods: tuple[str, ...] = ("dense",)) -> Ca
         targets = (*targets, Target("time over", 1.35, "longreach.generate, piecewise", "longreach.generate"))
     return Case(
         name, USER, Shape(batch, context), stack=Stack(), reuse=Reuse((Hits("gap 350"),)), model=Model(),
-        methods=methods, targets=targets,
+        methods=methods, targets=targets, prefill_chunk=8 * K if batch * context > 256 * K else None,
     )  # fmt: skip
 
 

@@ -64,6 +64,7 @@ def run_user(bench: Decoding, case: Case, save: Callable[[dict[str, Any]], None]
     def result() -> dict[str, Any]:
         return {
             **bench.described(case, weights, kv),
+            **_chunked(case),
             "check": {"how": CHECKED, "logits_bound": most.logits, "behind_bound": most.behind},
             "left_out": dict(left_out),
             "timing": {"how": "host clock, token by token", "replays": TIMED, "warm_up": NEW - TIMED},
@@ -79,9 +80,9 @@ def run_user(bench: Decoding, case: Case, save: Callable[[dict[str, Any]], None]
             save(result())
 
     answer = Answer()
-    found = tried(bench, THEIRS, left_out, partial(_transformers, bench, model, ids, answer))
+    found = tried(bench, THEIRS, left_out, partial(_transformers, bench, case, model, ids, answer))
     if found is None:  # one prompt fits
-        _transformers(bench, model, ids[:1], answer)
+        _transformers(bench, case, model, ids[:1], answer)
     keep(found and {**found, "error": 0.0, "error_bound": most.logits})
     keep(tried(bench, ATTACHED, left_out, partial(_attached, bench, case, model, ids, answer, most)))
     for name in case.methods:
@@ -186,13 +187,13 @@ def tried(
 
 
 @torch.no_grad()
-def _transformers(bench: Decoding, model: Any, ids: Tensor, answer: Answer) -> dict[str, Any]:
+def _transformers(bench: Decoding, case: Case, model: Any, ids: Tensor, answer: Answer) -> dict[str, Any]:
     short = ids[:, :WARM_UP]
     model.generate(short, attention_mask=torch.ones_like(short), max_new_tokens=4, do_sample=False)
     answer.logits.clear()
     clock, taken = timed(bench, lambda clock: model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW + PROFILED, do_sample=False, streamer=clock,
-        logits_processor=[answer],
+        logits_processor=[answer], **_chunked(case),
     ), (NEW, PROFILED))  # fmt: skip
     settings = {"attention": model.config._attn_implementation, "cache": "its own"}
     return as_entry(THEIRS, "transformers", clock, taken, settings, clock.launched)
@@ -212,7 +213,9 @@ def _attached(bench: Decoding, case: Case, model: Any, ids: Tensor, answer: Answ
     with attach(model):
         run(ids[:, :WARM_UP], 4)
         clock, taken = timed(
-            bench, lambda clock: run(ids, NEW + PROFILED, streamer=clock, logits_processor=[mine]), (NEW, PROFILED)
+            bench,
+            lambda clock: run(ids, NEW + PROFILED, streamer=clock, logits_processor=[mine], **_chunked(case)),
+            (NEW, PROFILED),
         )
     require_tokens(case.name, answer, found[-1][:, ids.shape[1] :], KEPT, most)
     off = answer.off(mine)
@@ -236,7 +239,9 @@ def _longreach(
     with attach(model, decode=method) as session:
 
         def run(prompt: Tensor, clock: Clock | None) -> None:
-            made = generate(session, prompt, max_new_tokens=NEW, eos_token_id=(), streamer=clock, graph=graph)
+            made = generate(
+                session, prompt, max_new_tokens=NEW, eos_token_id=(), streamer=clock, graph=graph, **_chunked(case)
+            )
             captured.append(made.captured)
             found.append(made.tokens)
 
@@ -277,6 +282,10 @@ def timed(
         clock.close()
     memory = {"before": before, "prefill_peak": clock.prefill_peak, "decode_peak": peak_bytes(bench.device)}
     return clock, {"ttft_seconds": clock.times[1] - started, "memory": memory}
+
+
+def _chunked(case: Case) -> dict[str, Any]:
+    return {} if case.prefill_chunk is None else {"prefill_chunk_size": case.prefill_chunk}
 
 
 def as_entry(
