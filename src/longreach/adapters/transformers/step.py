@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from longreach.adapters.transformers.rotary import Rotation
+from longreach.adapters.transformers.shard import shard_of
 from longreach.cache import Append, KVCache, Placement
 from longreach.errors import CalledOutside
 from longreach.methods.call import ModelShape
-from longreach.ops import KVView
+from longreach.ops import HeadShard, KVView
 from longreach.ops.types import RowRange
 from longreach.runtime import Pass
 
@@ -40,7 +41,8 @@ class ModelFacts:
 
     cache_windows: layer -> window beyond which transformers' own cache would forget keys. checked: layers whose
     attention formula was checked. rotations: how each layer rotates, or why that is unknown. shape: for methods.
-    modules: each layer's attention module and its parent, for fusion; None until they are looked for.
+    modules: each layer's attention module and its parent, for fusion; None until they are looked for. shards: which KV
+    heads this rank holds of each layer, for layers that have run or were asked.
     """
 
     shape: ModelShape
@@ -48,6 +50,13 @@ class ModelFacts:
     checked: set[int] = field(default_factory=set)
     rotations: dict[int, Rotation | str] = field(default_factory=dict)
     modules: tuple[list[nn.Module], list[nn.Module]] | None = None
+    shards: dict[int, HeadShard] = field(default_factory=dict)
+
+    def shard(self, layer: int, module: nn.Module, kv_heads: int) -> HeadShard:
+        """The shard of a layer whose keys arrive with `kv_heads` heads on this rank. Raises as shard_of."""
+        if layer not in self.shards:
+            self.shards[layer] = shard_of(module, kv_heads)
+        return self.shards[layer]
 
 
 @dataclass

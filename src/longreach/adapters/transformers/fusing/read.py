@@ -29,13 +29,13 @@ from longreach.adapters.transformers.rotary import (
     find_rotation,
     probing,
 )
-from longreach.adapters.transformers.shard import shard_of
+from longreach.adapters.transformers.shard import ranks_of
 from longreach.adapters.transformers.step import Step
 from longreach.cache import Append
 from longreach.errors import ConcurrentUse, InvalidInput, Unsupported
 from longreach.methods.call import LayerCall
 from longreach.methods.slots import FullLayer, Fusion, PromptParts
-from longreach.ops import RotaryAngles, Rows
+from longreach.ops import HeadShard, RotaryAngles, Rows
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,8 @@ class FusionReport:
     key_error, value_error: for each layer whose stored keys and values were placed, how far they were off at the
     recomputed tokens: norm of the difference over norm of the recomputed; None where none was.
     loaded_bytes: of stored keys and values that were copied to the model's device; waited_seconds: how long its stream
-    waited for copies that ran beside it (see `Loading`).
+    waited for copies that ran beside it (see `Loading`). Under tensor parallelism the errors are of all KV heads, bytes
+    and seconds of this rank.
     """
 
     tokens: int
@@ -68,6 +69,7 @@ def read(session: Session, cache: LongreachCache, prompt: FusedPrompt, *, then: 
     chunk of other layers, heads or dtype than the model's, more tokens that must stay than the eviction method keeps),
     Unsupported (a model whose layers get no pair (cos, sin), or that is not its kind of decoder), OutOfMemory,
     ConcurrentUse. That chunks are of this very model is not checked here: their keys name its fingerprint.
+    Under tensor parallelism every rank must read the same prompt; the first one's choice of tokens is that of all.
     """
     if session.fuse is None:
         raise InvalidInput("the session has no fusion method; attach with fuse='a3' or another one")
@@ -106,6 +108,7 @@ class _FusedPass:
         model = session.model
         self.device = model.device
         self.attending, self.layers = _modules(session)
+        self.ranks = ranks_of(decoder_of(model))
         self._check_chunks()
         self.ids = torch.tensor([prompt.ids], device=self.device)
         self.parts: PromptParts = prompt.parts(self.device)
@@ -141,9 +144,10 @@ class _FusedPass:
         self.narrowed.clear()
         self.turns.clear()
         full = self.fusion.full_layers
+        shards = None if self.ranks is None else session.facts.shards
         self.loading = Loading(
             [chunk for _, chunk in self.prompt.chunks], self.device, full + 1 if full else 0,
-            len(self.layers) if self.probe is None else self.probe + 1,
+            len(self.layers) if self.probe is None else self.probe + 1, shards,
         )  # fmt: skip
         self.cache.reserve([ids.shape[1]], self.then)  # a probe gives memory back
         append = self.cache.kv.begin([0], [len(self.prompt.ids)])
@@ -165,7 +169,7 @@ class _FusedPass:
         stored, exact = int(self.parts.stored.sum()), int(self.parts.exact.sum())
         again = 0 if self.again is None else len(self.again)
         placed = list(self.errors)
-        norms = torch.stack([self.errors[layer] for layer in placed]).tolist() if placed else []
+        norms = torch.stack([self._of_all_heads(layer) for layer in placed]).tolist() if placed else []
         errors = {layer: (k / key, v / value) for layer, (k, v, key, value) in zip(placed, norms, strict=True)}
         shares = [errors.get(layer, (None, None)) for layer in range(len(self.layers))]
         return FusionReport(
@@ -173,6 +177,10 @@ class _FusedPass:
             tuple(key for key, _ in shares), tuple(value for _, value in shares), self.loaded_bytes,
             sum(wait.seconds() for wait in self.waits),
         )  # fmt: skip
+
+    def _of_all_heads(self, layer: int) -> Tensor:
+        """Norms [4] of a layer's errors, over the KV heads of all ranks."""
+        return self.session.facts.shards[layer].sum(self.errors[layer].square()).sqrt()
 
     def _check_chunks(self) -> None:
         for number, (start, chunk) in enumerate(self.prompt.chunks):
@@ -246,6 +254,7 @@ class _FusedPass:
         assert self.angles is not None
         found = captured(module, args, kwargs, *self.angles)
         step, values = self.step, found.value[0].transpose(0, 1)
+        self._shard(layer, found.key)  # before stored values are loaded
         self.cache.kv.append(layer, step.append, found.key[0].transpose(0, 1), values)
         return FullLayer(self._question(layer, found), values, lambda: self.loading.values(layer))
 
@@ -258,13 +267,13 @@ class _FusedPass:
         return step.layers.call(
             layer, rows, kv, step.append.slots, q.shape[2] ** -0.5 if scale is None else float(scale),
             softcap=found.terms.get("softcap"), sink_logit=found.terms.get("s_aux"),
-            shard=shard_of(self.attending[layer], found.key.shape[1]),
+            shard=self._shard(layer, found.key),
         )  # fmt: skip
 
     def _choose(self, full: FullLayer | None) -> None:
         chosen = torch.zeros_like(self.parts.stored) if self.given is None else self.given
         if self.prompt.chunks and not self.fusion.probes(len(self.layers)):
-            chosen = self.fusion.choose(self.parts, full) & self.parts.candidates
+            chosen = self._choice(full)
         self.again = chosen.nonzero()[:, 0]
         self.index = (chosen | ~self.parts.stored).nonzero()[:, 0]
         self.step.narrow(self.index)
@@ -277,6 +286,8 @@ class _FusedPass:
                 return
             if number == self.fusion.full_layers > 0:  # keys and values of all tokens are there
                 return
+            if self.ranks is not None and number not in self.session.facts.shards:
+                self._shard(number, captured(module, args, kwargs, *kwargs["position_embeddings"]).key)
             self._place(number, self._rotation(number, module, args, kwargs))
             if number == self.probe:
                 self._probed(number, module, args, kwargs)
@@ -289,7 +300,16 @@ class _FusedPass:
         k, v = (x[0].transpose(0, 1) for x in (found.key, found.value))
         self.cache.kv.append(layer, self.step.append, k, v)
         seen = FullLayer(self._question(layer, found), v[:0], lambda: self.loading.values(layer))
-        raise _Probed(self.fusion.choose(self.parts, seen) & self.parts.candidates)
+        raise _Probed(self._choice(seen))
+
+    def _choice(self, layer: FullLayer | None) -> Tensor:
+        """bool [N]: the stored tokens that are recomputed, the same on all ranks, which run them together."""
+        chosen = self.fusion.choose(self.parts, layer) & self.parts.candidates
+        return chosen if self.ranks is None else self.ranks.first(chosen)
+
+    def _shard(self, layer: int, key: Tensor) -> HeadShard:
+        """The KV heads that this rank holds of a layer whose keys arrive as `key` [1, G, T, D]."""
+        return self.session.facts.shard(layer, self.attending[layer], key.shape[1])
 
     def _place(self, layer: int, rotation: Rotation | None) -> None:
         assert self.step.whole is not None and self.again is not None
