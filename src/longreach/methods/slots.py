@@ -120,10 +120,11 @@ class LastRows(StatelessOnTruncate):
         self.q[place], self.pos[place] = rows.q, pos
         self.call = replace(call, rows=rows.take(torch.arange(0, device=pos.device)))
 
-    def rows(self, slot: int, seq: int, length: int) -> Rows:
-        """The noted rows of the sequence in `slot`, which holds `length` slots, as rows of sequence `seq` of a view."""
+    def rows(self, slot: int, seq: int, length: int, last: int) -> Rows:
+        """The `last` noted rows of the sequence in `slot`, which holds `length` slots, as rows of sequence `seq` of a
+        view."""
         pos = self.pos[slot, : self.size]
-        index = ((pos >= max(0, length - self.size)) & (pos < length)).nonzero()[:, 0]
+        index = ((pos >= max(0, length - min(last, self.size))) & (pos < length)).nonzero()[:, 0]
         return Rows(self.q[slot, index].contiguous(), torch.full_like(index, seq), pos[index])
 
 
@@ -159,19 +160,22 @@ class Eviction(PromptObserver, ABC):
         """
 
     def kept(
-        self, state: LastRows, view: KVView, slots: Sequence[int], lengths: Sequence[int], first: int
-    ) -> dict[int, Tensor]:
+        self, state: LastRows, view: KVView, slots: Sequence[int], lengths: Sequence[int], first: int,
+        windows: Sequence[int] | None = None,
+    ) -> dict[int, Tensor]:  # fmt: skip
         """slot -> what its sequence keeps in one layer; sequences that keep all are left out.
 
-        view: all sequences of the cache, by slot. lengths: slots in use of each of `slots`.
+        view: all sequences of the cache, by slot. lengths: slots in use of each of `slots`. windows: rows at the end of
+        each prompt, at most `window`; None for `window` of all.
         """
         found = dict[int, Tensor]()
-        for slot, length in zip(slots, lengths, strict=True):
-            rows = state.rows(slot, slot, length)
+        windows = [self.window] * len(slots) if windows is None else windows
+        for slot, length, window in zip(slots, lengths, windows, strict=True):
+            rows = state.rows(slot, slot, length, window)
             if not len(rows.pos):
                 continue
             call = replace(state.call, rows=rows, kv=view, slots=torch.arange(len(view.seq_lens), device=view.k.device))
-            index = self.keep(call, length, min(first, length), min(self.window, length))
+            index = self.keep(call, length, min(first, length), min(window, length))
             if index is not None:
                 found[slot] = index
         return found

@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from longreach import attach
-from longreach.adapters.transformers import Fingerprint, fingerprint, load
+from longreach.adapters.transformers import Fingerprint, fingerprint, load, sharded_weights
 from longreach.adapters.transformers.fingerprint import SAMPLE
 from longreach.errors import Unsupported
+from longreach.testing.ranks import run_on_ranks
 from longreach.testing.tiny import FAMILIES, save_tiny, tiny_model
 
 
@@ -249,3 +250,54 @@ def test_weights_that_are_not_there_are_refused() -> None:
         model = copy.deepcopy(tiny_model("llama")).to("meta")
     with pytest.raises(Unsupported, match="meta device"):
         of(model)
+
+
+# sharded weights
+
+
+def sharded(rank: int, world: int) -> dict[str, Any]:
+    """Gathered bytes of tensors that are placed in all ways, in pieces of a few rows; and what is refused."""
+    from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    mesh, found = init_device_mesh("cpu", (world,)), dict[str, Any]()
+    sharded_weights.PIECE = 100
+    for placement in (
+        Shard(0),
+        Shard(1),
+        Shard(-1),
+        _StridedShard(0, split_factor=2),
+        _StridedShard(1, split_factor=2),
+    ):
+        for dtype in (torch.float32, torch.bfloat16, torch.uint8):
+            whole = (
+                (torch.arange(7 * 8 if placement == Shard(0) else 8 * 12) * 2.625).to(dtype).view(-1, 8, 1).squeeze(-1)
+            )
+            whole[0, 0] = -0.0 if dtype.is_floating_point else 255
+            placed = distribute_tensor(whole.clone(), mesh, [placement])
+            pieces = list(sharded_weights.gathered(placed, "it"))
+            want = whole.reshape(-1).view(torch.uint8)
+            assert len(pieces) > 1 or whole.nbytes <= 100
+            found[f"{placement} {dtype}"] = torch.equal(torch.cat(pieces), want)
+    bias = torch.arange(9.0)
+    pieces = list(sharded_weights.gathered(distribute_tensor(bias.clone(), mesh, [Shard(0)]), "it"))
+    found["uneven, of one dimension"] = torch.equal(torch.cat(pieces), bias.view(torch.uint8))
+    found["replicated"] = sharded_weights.is_sharded(distribute_tensor(bias, mesh, [Replicate()]))
+    twice = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "tp"))
+    for name, on, placements in (
+        ("two", twice, [Shard(0), Shard(0)]), ("partial", mesh, [Partial()]), ("tp", twice, [Replicate(), Shard(0)])
+    ):  # fmt: skip
+        placed = torch.distributed.tensor.DTensor.from_local(torch.ones(4, 2), on, placements, run_check=False)
+        try:
+            found[name] = len(torch.cat(list(sharded_weights.gathered(placed, "the weight"))))
+        except Unsupported as error:
+            found[name] = str(error)
+    return found
+
+
+def test_sharded_weights_are_gathered_to_the_bytes_of_the_whole() -> None:
+    for found in run_on_ranks("tests.adapters.transformers.test_fingerprint:sharded"):
+        refused = {name: found.pop(name) for name in ("two", "partial")}
+        assert all("the weight is a DTensor" in why for why in refused.values())
+        assert found.pop("replicated") is False and found.pop("tp") == 4 * 2 * 2 * 4
+        assert found and all(found.values()), found

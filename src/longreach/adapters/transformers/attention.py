@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from longreach.adapters.transformers.check_attention import check_attention
 from longreach.adapters.transformers.mask import Pattern
 from longreach.adapters.transformers.rotary import Captured, Rotation, probing
-from longreach.adapters.transformers.shard import shard_of
 from longreach.adapters.transformers.step import Step, current
 from longreach.errors import Unsupported
 from longreach.methods.call import LayerCall
@@ -152,7 +151,7 @@ def _layer_call(
         query.shape[3] ** -0.5 if scale is None else float(scale),
         softcap=kwargs.get("softcap"),
         sink_logit=kwargs.get("s_aux"),
-        shard=shard_of(module, key.shape[1]),
+        shard=step.facts.shard(layer, module, key.shape[1]),
         pre_rope=pre_rope,
         rotary=rotary,
         evicted=step.cache is not None and step.cache.kv.evicted(layer),

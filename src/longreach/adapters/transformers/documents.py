@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -19,10 +19,12 @@ from longreach.adapters.transformers.get_or_compute import ChunkResult, State, g
 from longreach.adapters.transformers.loop.run import now
 from longreach.adapters.transformers.placement import BETWEEN, ChunkPlace, places
 from longreach.adapters.transformers.precompute import Precompute
-from longreach.adapters.transformers.prompt_reader import CHUNK, Advance, Answer, Reader
+from longreach.adapters.transformers.prompt_reader import CHUNK, Advance, Answer, BatchReader, Reader
 from longreach.adapters.transformers.prompt_tokens import check_length, document_head, encode, stop_strings, stop_tokens
 from longreach.errors import ChunkLost, InvalidInput, StoreError
 from longreach.store import Chunk, ChunkPool, ChunkStore
+
+Read = TypeVar("Read")
 
 
 @dataclass(frozen=True)
@@ -91,11 +93,13 @@ class Documents:
         self._splitter = Splitter(tokenizer, chunk_tokens)
         self._between = encode(tokenizer, BETWEEN, special=False)
         self._reader = Reader(session, prefill_chunk, graph=graph)
+        self._batches: tuple[int, BatchReader] | None = None  # for so many questions
         self._documents: list[list[tuple[int, ...]]] = []  # tokens of each chunk of each
         self._places: list[ChunkPlace] = []  # of all chunks
         self.chunks: list[list[Chunk]] = []  # of each document
         self.origins: list[ChunkOrigin] = []
-        self.account: Account | None = None  # of the last answer
+        self.account: Account | None = None  # of the last answer of `ask`
+        self.accounts: list[Account] = []  # of the last answers of `ask_all`
 
     def read(self, texts: Sequence[str], progress: Advance = lambda done: None, *, exact: bool = False) -> None:
         """Add documents. Their chunks come from the store, or are computed and stored on the way.
@@ -166,19 +170,52 @@ class Documents:
         self.account = None
         return self._answer(prompt, question, max_new_tokens)
 
-    def _read(self, prompt: FusedPrompt, question: str, then: int) -> tuple[Tensor, FusionReport, int]:
-        """As `fusing.read`, and how many chunks were lost on the way and brought back."""
+    def ask_all(self, questions: Sequence[str], max_new_tokens: int = 128) -> list[str]:
+        """The answers to several questions, read and decoded as one batch; `accounts` then says what each took.
+
+        Each answer is that of `ask`, up to rounding. Chunks are copied to the device once for all
+        questions, and placed for each, which keeps keys and values of its own: the cache takes as much memory for each
+        question as `ask` does. Times in the accounts are those of the whole batch. Raises as `ask`, and InvalidInput
+        for no questions.
+        """
+        if isinstance(questions, str) or not questions:
+            raise InvalidInput("expected a list of questions with at least one in it")
+        self._work.require_model()
+        prompts, model = [self.prompt(question) for question in questions], self.session.model
+        for prompt in prompts:
+            check_length(model, len(prompt.ids), max_new_tokens)
+        self.accounts = []
+        if self._batches is None or self._batches[0] != len(prompts):  # memory of another batch size is given back
+            self._batches = len(prompts), BatchReader(self.session, self._reader.chunk, graph=self._reader.graph)
+        started, reader = now(model), self._batches[1]
+        (logits, reports), lost = self._retried(
+            lambda prompts: reader.read_fused_batch(prompts, then=max_new_tokens - 1), prompts, questions
+        )
+        read_seconds = now(model) - started
+        batch = reader.answer(logits, max_new_tokens, stop_tokens(model, self.tokenizer))
+        first = now(model) - started - batch.setup_seconds - batch.decode_seconds
+        texts = []
+        for tokens, stopped, report in zip(batch.tokens, batch.stopped, reports, strict=True):
+            answer = Answer([], False, first, batch.setup_seconds, batch.decode_seconds, batch.steps)
+            noted = _noted(tokens, stopped, answer)
+            texts.append("".join(pieces(noted, self.tokenizer, stop_strings(model))))
+            self.accounts.append(Account(report, read_seconds, first, answer, lost))
+        return texts
+
+    def _retried(
+        self, read: Callable[[list[FusedPrompt]], Read], prompts: list[FusedPrompt], questions: Sequence[str]
+    ) -> tuple[Read, int]:
+        """What `read` makes of prompts, and how many chunks were lost on the way and brought back."""
         lost = set[int]()
         while True:
             try:
-                self._reader.cache.empty()
-                return *read(self.session, self._reader.cache, prompt, then=then), len(lost)
+                return read(prompts), len(lost)
             except ChunkLost as error:
                 if error.chunk in lost:  # what was brought back is in memory
                     raise
                 lost.add(error.chunk)
                 self._bring_back(error.chunk)
-                prompt = self.prompt(question)
+                prompts = [self.prompt(question) for question in questions]
 
     def _bring_back(self, number: int) -> None:
         """Fetch a chunk again, or compute it, as it was: behind the head alone or behind everything before it."""
@@ -191,8 +228,13 @@ class Documents:
 
     def _answer(self, prompt: FusedPrompt, question: str, max_new_tokens: int) -> Iterator[str]:
         reader, answer, model = self._reader, Answer(), self.session.model
+
+        def read_one(prompts: list[FusedPrompt]) -> tuple[Tensor, FusionReport]:
+            reader.cache.empty()
+            return read(self.session, reader.cache, prompts[0], then=max_new_tokens - 1)
+
         started = now(model)
-        logits, report, lost = self._read(prompt, question, max_new_tokens - 1)
+        (logits, report), lost = self._retried(read_one, [prompt], [question])
         read_seconds = now(model) - started
         stop, first = stop_tokens(model, self.tokenizer), 0.0
 
@@ -210,3 +252,11 @@ class Documents:
             yield from pieces(until_stop(tokens), self.tokenizer, stop_strings(model))
         answer.first_token_seconds = first
         self.account = Account(report, read_seconds, first, answer, lost)
+
+
+def _noted(tokens: Sequence[int], stopped: bool, answer: Answer) -> Iterator[int]:
+    """The tokens, noted in the answer as they are taken; a stop string may end it before the stop token."""
+    for token in tokens:
+        answer.tokens.append(token)
+        yield token
+    answer.stopped = stopped

@@ -20,6 +20,10 @@ Not in it: the tokenizer (a chunk's key holds tokens), names, special tokens and
 language-model head, hooks and functions put in the place of a layer's own, and what modules keep in attributes that are
 private (`_`) or neither int, float, bool nor str. A newer transformers whose configuration has another field, or whose
 modules keep another number, gives another fingerprint: chunks are then computed anew.
+
+Under tensor parallelism ranks gather the shards of a weight piece by piece and hash the whole, so that the digest is
+that of the model in one process. All ranks must call `fingerprint`; `holds` and `sampled_alike` look at a rank's own
+shards and need no other rank.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 from weakref import ReferenceType, ref
@@ -39,10 +43,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import PreTrainedModel
 
 from longreach.adapters.transformers.checks import decoder_of
+from longreach.adapters.transformers.shard import ranks_of
+from longreach.adapters.transformers.sharded_weights import gathered, is_dtensor, is_sharded, local_of
 from longreach.errors import Unsupported
 
 FORMAT = "longreach fingerprint 2"
 PIECE = 1 << 26  # bytes brought to the host at a time
+HELD = 1 << 31  # bytes of gathered weights that wait on the host to be hashed
 SAMPLE = 64  # bytes of a tensor
 THREADS = 16  # at most: more wait for memory
 WITHOUT_EFFECT = (  # fields of a configuration that change no key and no value
@@ -114,9 +121,31 @@ def fingerprint(model: PreTrainedModel) -> Fingerprint:
     state = _unsaved(decoder) | decoder.state_dict()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with ThreadPoolExecutor(min(THREADS, cores)) as pool:
-        parts = pool.map(lambda item: f"{item[0]} {_digest(name, item[0], item[1])}", sorted(state.items()))
-        text = "\n".join([FORMAT, name, settings, *parts])
-    return Fingerprint(_hashed(text), seen, sample, _hashed(settings))
+        sharded = sorted(key for key, x in state.items() if is_sharded(x))
+        digests = {key: pool.submit(_digest, name, key, state[key]) for key in state.keys() - set(sharded)}
+        held, waiting = 0, []
+        for key in sharded:  # in one order on all ranks, which gather together
+            pieces = list(gathered(state[key], f"{name}'s {key}"))
+            digests[key] = pool.submit(_digest_of, _shape(state[key]), pieces)
+            held += sum(map(len, pieces))
+            waiting.append(digests[key])
+            if held > HELD:
+                wait(waiting)
+                held, waiting = 0, []
+        parts = [f"{key} {digests[key].result()}" for key in sorted(state)]
+    found = _hashed("\n".join([FORMAT, name, settings, *parts]))
+    _check_ranks(decoder, found)
+    return Fingerprint(found, seen, sample, _hashed(settings))
+
+
+def _check_ranks(decoder: PreTrainedModel, digest: str) -> None:
+    """Raise Unsupported on every rank if ranks hold different models: weights that are not sharded may differ."""
+    ranks = ranks_of(decoder)
+    if ranks is not None and len(set(ranks.all_values(int(digest[:15], 16)))) > 1:
+        raise Unsupported(
+            f"the {ranks.size} ranks of this {type(decoder).__name__} hold different weights or configurations; load "
+            f"the same model on all of them"
+        )
 
 
 def _unsaved(decoder: nn.Module) -> dict[str, Any]:
@@ -178,6 +207,8 @@ def _sample(decoder: nn.Module) -> str:
 
 def _parts(weight: Tensor) -> list[Tensor]:
     """A plain tensor, or those that one of another kind is made of."""
+    if is_dtensor(weight):
+        return _parts(local_of(weight))
     if weight.is_quantized:
         return [weight.int_repr()]
     if type(weight) in (Tensor, nn.Parameter):
@@ -190,9 +221,10 @@ def _parts(weight: Tensor) -> list[Tensor]:
 def _seen(decoder: nn.Module) -> tuple[Seen, ...]:
     found = []
     for name, tensor in _weights(decoder):
-        writes = -1 if tensor.is_inference() else tensor._version
-        plain = type(tensor) in (Tensor, nn.Parameter)
-        found.append((name, ref(tensor), writes, StorageWeakRef(tensor.untyped_storage()) if plain else None))
+        held = _parts(tensor) if is_dtensor(tensor) else [tensor]  # a rank's own shard is what is written to
+        writes = sum(-1 if part.is_inference() else part._version for part in held)
+        plain = len(held) == 1 and type(held[0]) in (Tensor, nn.Parameter)
+        found.append((name, ref(tensor), writes, StorageWeakRef(held[0].untyped_storage()) if plain else None))
     return tuple(found)
 
 
@@ -205,6 +237,18 @@ def _digest(model: str, name: str, value: Any) -> str:
     digest = hashlib.sha256()
     _feed(digest, value, f"{model}'s {name}")
     return digest.hexdigest()
+
+
+def _digest_of(shape: str, pieces: list[Tensor]) -> str:
+    """As _digest, of a gathered weight: its shape, and its bytes on the host."""
+    digest = hashlib.sha256(shape.encode())
+    for piece in pieces:
+        digest.update(piece.numpy())
+    return digest.hexdigest()
+
+
+def _shape(x: Tensor) -> str:
+    return f"{x.dtype} {list(x.shape)} "
 
 
 @torch.no_grad()
@@ -220,7 +264,7 @@ def _feed(digest: Any, value: Any, what: str) -> None:
     elif type(value) not in (Tensor, nn.Parameter):
         _feed_subclass(digest, value, what)
     else:
-        digest.update(f"{value.dtype} {list(value.shape)} ".encode())
+        digest.update(_shape(value).encode())
         if value.is_meta:
             raise Unsupported(f"{what} is on the meta device; load the model first")
         if value.is_quantized:
@@ -238,8 +282,11 @@ def _feed(digest: Any, value: Any, what: str) -> None:
 
 def _feed_subclass(digest: Any, value: Tensor, what: str) -> None:
     """Tensors that are made of others (quantised ones): the others, and how they are put together."""
+    if is_dtensor(value):  # a replicated one: all of it is here
+        _feed(digest, local_of(value), what)
+        return
     kind = type(value).__name__
-    if kind == "DTensor" or not hasattr(value, "__tensor_flatten__"):
+    if not hasattr(value, "__tensor_flatten__"):
         raise Unsupported(f"{what} is a {kind}, of which a fingerprint cannot read all; load the model on one device")
     names, how = value.__tensor_flatten__()
     digest.update(f"{kind} {names} {how!r} ".encode())

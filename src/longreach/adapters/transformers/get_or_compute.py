@@ -10,6 +10,7 @@ from torch import Tensor
 from longreach.adapters.transformers.dependence import DependenceMeter
 from longreach.adapters.transformers.precompute import NOTHING, Precompute
 from longreach.adapters.transformers.prompt_reader import Advance
+from longreach.adapters.transformers.shard import Ranks
 from longreach.errors import StoreError
 from longreach.store import Chunk, ChunkPool, ChunkStore
 from longreach.store.key import ChunkKey, as_ids
@@ -52,6 +53,10 @@ def get_or_compute(
     and replaces the stored one.
     mapped: whether a stored chunk stays mapped to its file, else it is read into memory.
     pool: asked before the store, and given the chunk.
+
+    Under tensor parallelism every rank must call it for the same chunks, with stores that are one folder. A chunk is
+    taken if every rank has found it, with its dependence or without; otherwise all ranks compute it together, so that
+    none waits for another. The first rank that lacks it puts it into its store, before any rank goes on.
     progress: called with the tokens done; the chunk's, and with `dependence` as many again. Raises as
     Precompute.compute does, also where the store has the chunk (weights that changed have another key); what is wrong
     with the store is returned, so that the caller can go on without it.
@@ -60,8 +65,11 @@ def get_or_compute(
     target = behind if exact else NOTHING
     work.check(tokens, target)
     places = [behind] if exact or not len(behind) else [behind, NOTHING]
-    keys = [] if store is None and pool is None else work.keys(tokens, places)
+    keys = [] if store is None and pool is None and work.ranks is None else work.keys(tokens, places)
     found = _find(store, pool, keys, mapped and pool is None)
+    lacking = found.chunk is None
+    if work.ranks is not None and len({*work.ranks.all_values(found.number)}) > 1:
+        found = _Found(None, found.broken, found.error)
     chunk, error = found.chunk, found.error
     state: State = "stored" if chunk is not None else "recomputed" if found.broken else "computed"
     state = "held" if found.held else state
@@ -79,12 +87,24 @@ def get_or_compute(
             progress(len(tokens))
     if pool is not None and (state != "held" or measured):
         chunk = pool.add(chunk)
-    if store is not None and error is None and (state not in ("held", "stored") or measured):
+    new = state not in ("held", "stored") or measured
+    if new and _puts(work.ranks, store is not None and error is None and (lacking or measured)):
+        assert store is not None
         try:
             store.put(chunk)
         except StoreError as refusal:
             error = refusal
+    if new and work.ranks is not None:
+        work.ranks.all_values(0)  # the chunk is in the store before another rank looks for it again
     return ChunkResult(chunk, state, error, measured)
+
+
+def _puts(ranks: Ranks | None, wanting: bool) -> bool:
+    """Whether this process puts a chunk into its store: the first rank that wants to."""
+    if ranks is None:
+        return wanting
+    all_wanting = ranks.all_values(wanting)
+    return wanting and not any(all_wanting[: ranks.rank])
 
 
 class _Found(NamedTuple):
@@ -95,6 +115,13 @@ class _Found(NamedTuple):
     broken: bool = False
     error: StoreError | None = None
     held: bool = False
+
+    @property
+    def number(self) -> int:
+        """Tells chunks apart that ranks may find in the place of each other; 0 for none."""
+        if self.chunk is None:
+            return 0
+        return 2 * len(self.chunk.prefix) + 2 + (self.chunk.dependence is not None)
 
 
 def _find(store: ChunkStore | None, pool: ChunkPool | None, keys: Sequence[ChunkKey], mapped: bool) -> _Found:

@@ -100,6 +100,7 @@ class LongreachCache(Cache):
         self.invalid: str | None = None  # why the cache can no longer be used, else None
         self._usual = self.eviction = eviction  # what evicts keys once a prompt is read
         self.protected = 0  # first tokens of a prompt that are not evicted
+        self.windows: Sequence[int] | None = None  # rows at the end of each prompt that vote; None: as the method says
         self._prompt_read = False  # rows of a prompt came since keys were evicted last
 
     def reserve(self, new: Sequence[int], columns: int) -> None:
@@ -114,7 +115,7 @@ class LongreachCache(Cache):
         """The pass is done: its tokens count from now on."""
         before = list(self.kv.lengths)
         self.kv.commit(step.append)
-        self.grow(step.width, step.real)
+        self.grow(step.width, step.column_mask())
         segment = step.layers.segments[0]
         self._prompt_read |= segment.phase == "prefill"
         self.mark_observed((segment.method,) if segment.phase == "decode" else segment.observers, before)
@@ -123,11 +124,12 @@ class LongreachCache(Cache):
         """The tokens past before[b] went through passes that these methods, and no others, observed."""
         self.states.mark_observed(methods, range(self.batch), before, self.kv.lengths)
 
-    def evict_next(self, eviction: Eviction | None, protected: int) -> None:
-        """How keys of the next prompt are evicted. protected: its first tokens, which stay. `empty` undoes it."""
+    def evict_next(self, eviction: Eviction | None, protected: int, windows: Sequence[int] | None = None) -> None:
+        """How keys of the next prompts are evicted. protected: their first tokens, which stay. windows: rows at the end
+        of each, at most the method's. `empty` undoes it."""
         if self.eviction is not None and self.eviction != eviction:
             self.states.drop(self.eviction)
-        self.eviction, self.protected = eviction, protected
+        self.eviction, self.protected, self.windows = eviction, protected, windows
 
     def evict_prompt(self) -> None:
         """Evict keys of the prompt that was read last, if that was not done yet. Syncs with the device.
@@ -145,7 +147,9 @@ class LongreachCache(Cache):
             for state in self.states.states((self.eviction,), layer):
                 assert isinstance(state, LastRows)
                 lengths = self.kv.slots_in_use(layer)
-                kept = self.eviction.kept(state, self.kv.view_of_all(layer), slots, lengths, self.protected)
+                view = self.kv.view_of_all(layer)
+                kept = self.eviction.kept(state, view, slots, lengths, self.protected, self.windows)
+                del view
                 del state
                 self.states.drop(self.eviction, layer)  # it refers to the layer's old memory
                 if kept:

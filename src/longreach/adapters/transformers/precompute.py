@@ -30,8 +30,9 @@ from longreach.adapters.transformers.rotary import (
     find_rotation,
     probing,
 )
+from longreach.adapters.transformers.shard import Ranks, ranks_of
 from longreach.errors import InvalidInput, OutOfMemory, Unsupported
-from longreach.ops import rotate
+from longreach.ops import HeadShard, rotate
 from longreach.store.key import Chunk, ChunkKey, as_ids
 
 NOTHING = torch.zeros(0, dtype=torch.int64)
@@ -50,6 +51,9 @@ class Precompute:
     known: the model's fingerprint, where it was taken already; refused where it is another's.
 
     Chunks are computed one by one: a pass of 512 tokens fills a GPU, and what a chunk holds depends on no neighbour.
+
+    Under tensor parallelism every rank must make the same calls. Each gets chunks of all KV heads, which the ranks
+    gather after each pass; one that finds changed weights makes all raise.
 
     Raises InvalidInput (a model in training mode among others), Unsupported (weights that changed since their
     fingerprint was taken; a model whose keys know their position otherwise than by rotation).
@@ -76,6 +80,7 @@ class Precompute:
         self.prefix = as_ids(prefix)
         self._check_tokens(self.prefix, "prefix")
         self._require_eval()
+        self.ranks: Ranks | None = ranks_of(self._decoder)
         self.fingerprint = known or fingerprint(session.model)
         self._require_same()
         self._cache, self._read = session.new_cache(1), NOTHING  # the tokens that are in the cache
@@ -176,11 +181,14 @@ class Precompute:
         return Chunk(key, before, tokens, keys, values)
 
     def _require_same(self) -> None:
-        if not self.fingerprint.holds(self.session.model):
-            raise Unsupported(CHANGED)
+        self._require(self.fingerprint.holds(self.session.model))
 
     def _require_sample(self) -> None:
-        if not self.fingerprint.sampled_alike(self.session.model):
+        self._require(self.fingerprint.sampled_alike(self.session.model))
+
+    def _require(self, same: bool) -> None:
+        """Raise Unsupported on all ranks if one's weights changed: the others would wait for it in the next pass."""
+        if not (same if self.ranks is None else all(self.ranks.all_values(same))):
             raise Unsupported(CHANGED)
 
     def _require_eval(self) -> None:
@@ -212,6 +220,10 @@ class Precompute:
         ids = tokens[None].to(self.session.model.device)
         self._decoder(input_ids=ids, past_key_values=self._cache, use_cache=True)
 
+    def _all_heads(self, shard: HeadShard, x: Tensor) -> Tensor:
+        """[G, T, D] of this rank's KV heads -> of all."""
+        return x if self.ranks is None or shard.count == shard.total else self.ranks.gathered(x)
+
     @contextmanager
     def _noting(self, found: _ChunkBuffer) -> Iterator[None]:
         """Within this block every layer's keys and values are noted as it is about to attend."""
@@ -228,7 +240,8 @@ class Precompute:
             if layer not in self._checked:
                 _check_rotation(module, args, kwargs, plain.key)
                 self._checked.add(layer)
-            found.add(layer, plain.key[0], plain.value[0])
+            shard = self.session.facts.shard(layer, module, plain.key.shape[1])
+            found.add(layer, *(self._all_heads(shard, x[0]) for x in (plain.key, plain.value)))
 
         hooks = [m.register_forward_pre_hook(note, with_kwargs=True) for m in self._attending]
         try:

@@ -18,6 +18,7 @@ from torch import Tensor
 from longreach.adapters.transformers.attach import Session
 from longreach.adapters.transformers.fusing import FusedPrompt, FusionReport
 from longreach.adapters.transformers.fusing import read as fused
+from longreach.adapters.transformers.fusing import read_batch as fused_batch
 from longreach.adapters.transformers.hf_cache import LongreachCache
 from longreach.adapters.transformers.loop.decoder import vocabulary_of
 from longreach.adapters.transformers.loop.prefill import prefill
@@ -244,16 +245,25 @@ class BatchReader:
 
         Raises as `fusing.read`; the cache is then empty.
         """
-        self.cache = None
-        if 1 not in self._caches:
-            self._caches[1] = self.session.new_cache(1)
-        cache = self._caches[1]
+        logits, (report,) = self.read_fused_batch([prompt])
+        return logits, report
+
+    def read_fused_batch(self, prompts: Sequence[FusedPrompt], *, then: int = 0) -> tuple[Tensor, list[FusionReport]]:
+        """Read prompts over the same chunks by the session's fusion method, replacing earlier ones; logits [B, V]
+        after them, and what became of the tokens of each.
+
+        then: tokens that the longest answer will take. Raises as `fusing.read_batch`; the cache is then empty.
+        """
+        self.cache, batch = None, len(prompts)
+        if batch not in self._caches:
+            self._caches[batch] = self.session.new_cache(max(batch, 1))
+        cache = self._caches[batch]
         cache.empty()
         started = now(self.session.model)
-        logits, report = fused(self.session, cache, prompt)
+        logits, reports = fused_batch(self.session, cache, prompts, then=then)
         self.read_seconds = now(self.session.model) - started
         self.cache = cache
-        return logits[None], report
+        return logits, reports
 
     @torch.no_grad()
     def answer(

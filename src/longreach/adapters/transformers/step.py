@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from longreach.adapters.transformers.rotary import Rotation
+from longreach.adapters.transformers.shard import shard_of
 from longreach.cache import Append, KVCache, Placement
 from longreach.errors import CalledOutside
 from longreach.methods.call import ModelShape
-from longreach.ops import KVView
+from longreach.ops import HeadShard, KVView
 from longreach.ops.types import RowRange
 from longreach.runtime import Pass
 
@@ -40,7 +41,8 @@ class ModelFacts:
 
     cache_windows: layer -> window beyond which transformers' own cache would forget keys. checked: layers whose
     attention formula was checked. rotations: how each layer rotates, or why that is unknown. shape: for methods.
-    modules: each layer's attention module and its parent, for fusion; None until they are looked for.
+    modules: each layer's attention module and its parent, for fusion; None until they are looked for. shards: which KV
+    heads this rank holds of each layer, for layers that have run or were asked.
     """
 
     shape: ModelShape
@@ -48,6 +50,13 @@ class ModelFacts:
     checked: set[int] = field(default_factory=set)
     rotations: dict[int, Rotation | str] = field(default_factory=dict)
     modules: tuple[list[nn.Module], list[nn.Module]] | None = None
+    shards: dict[int, HeadShard] = field(default_factory=dict)
+
+    def shard(self, layer: int, module: nn.Module, kv_heads: int) -> HeadShard:
+        """The shard of a layer whose keys arrive with `kv_heads` heads on this rank. Raises as shard_of."""
+        if layer not in self.shards:
+            self.shards[layer] = shard_of(module, kv_heads)
+        return self.shards[layer]
 
 
 @dataclass
@@ -59,8 +68,10 @@ class Step:
     without one. rotary: (cos, sin) of each layer, for methods that need queries before rotation. written: key and
     value that a layer has put into the cache, until it attends. whole: the append of all tokens, where only some of
     them run from some layer on (`narrow`); None while all do. static: one of a run of steps over fixed buffers, which
-    the decode loop commits and counts. cut: set while the decode loop records the step in pieces: it runs attention
-    between two graphs, now and at each replay, and returns its result in a fixed buffer of the given dtype.
+    the decode loop commits and counts. packed: tokens of each sequence of a pass that has them one behind the other in
+    a single row of the model, shape (1, T); None where each sequence has a row. cut: set while the decode loop records
+    the step in pieces: it runs attention between two graphs, now and at each replay, and returns its result in a fixed
+    buffer of the given dtype.
     """
 
     layers: Pass
@@ -73,20 +84,29 @@ class Step:
     written: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     whole: Append | None = None
     static: bool = False
+    packed: tuple[int, ...] | None = None
     cut: Callable[[Callable[[], Tensor], torch.dtype], Tensor] | None = None
 
     def __post_init__(self) -> None:
-        self.width = self.shape[1]  # columns of the pass, however few of them run
+        # columns of the pass, however few of them run
+        self.width = self.shape[1] if self.packed is None else max(self.packed)
 
     @property
     def columns(self) -> int:
         """Columns, padding included, that the pass and what came before it fill."""
         return self.width + (0 if self.cache is None else self.cache.seen)
 
-    def narrow(self, index: Tensor) -> None:
-        """From here on only the tokens at `index` [r], ascending, of one sequence without padding run; all commit."""
-        assert self.whole is None and self.shape[0] == 1 and self.real is None
-        runs = (RowRange(len(index), 0),)
+    def column_mask(self) -> Tensor | None:
+        """bool [B, width]: which of the columns that the pass adds to the cache are tokens, None if all are."""
+        if self.packed is None or min(self.packed) == self.width:
+            return self.real
+        return torch.arange(self.width) >= self.width - torch.tensor(self.packed)[:, None]
+
+    def narrow(self, index: Tensor, counts: Sequence[int]) -> None:
+        """From here on only the tokens at `index` [r], ascending, of packed sequences run, counts[b] of sequence b; all
+        commit."""
+        assert self.whole is None and self.packed is not None and self.real is None
+        runs = tuple(RowRange(count, seq) for seq, count in enumerate(counts))
         self.whole, self.append, self.shape = self.append, self.append.take(index, runs), (1, len(index))
         self.layers.shared.clear()  # what earlier layers left for later ones belongs to other rows
 

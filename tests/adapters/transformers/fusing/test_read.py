@@ -14,6 +14,7 @@ from longreach import CacheConfig, Quest, attach
 from longreach.adapters.transformers.fusing import FusedPrompt, FusionReport, read
 from longreach.adapters.transformers.precompute import Precompute
 from longreach.adapters.transformers.prompt_reader import Reader
+from longreach.cache import KVCache
 from longreach.errors import InvalidInput, Unsupported
 from longreach.methods.base import AttentionMethod
 from longreach.methods.fusion import A3, PIE, A3Deep, CacheBlend, FullReuse, LegoLink
@@ -85,11 +86,14 @@ def plain(
 
 def held(reader: Reader, count: int) -> list[tuple[Tensor, Tensor]]:
     """Keys and values [N, G, D] of every layer."""
-    kv, slots = reader.cache.kv, torch.arange(count)
-    found = []
+    return held_of(reader.cache.kv, 0, count)
+
+
+def held_of(kv: KVCache, sequence: int, count: int) -> list[tuple[Tensor, Tensor]]:
+    slots, found = torch.arange(count), []
     for layer in range(len(kv.memory)):
         view = kv.view_of_all(layer)
-        page, offset = view.locate(torch.zeros_like(slots), slots)
+        page, offset = view.locate(torch.full_like(slots, sequence), slots)
         found.append((view.k[page, :, offset].clone(), view.v[page, :, offset].clone()))
     return found
 

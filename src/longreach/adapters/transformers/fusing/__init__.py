@@ -1,6 +1,6 @@
-"""Read a prompt of which parts are stored chunks: their keys and values are placed, some tokens are recomputed."""
+"""Read prompts of which parts are stored chunks: their keys and values are placed, some tokens are recomputed."""
 
 from longreach.adapters.transformers.fusing.prompt import FusedPrompt, PlacedChunk
-from longreach.adapters.transformers.fusing.read import FusionReport, read
+from longreach.adapters.transformers.fusing.read import FusionReport, read, read_batch
 
-__all__ = ["FusedPrompt", "FusionReport", "PlacedChunk", "read"]
+__all__ = ["FusedPrompt", "FusionReport", "PlacedChunk", "read", "read_batch"]

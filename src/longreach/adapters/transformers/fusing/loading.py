@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from longreach.ops import HeadShard
 from longreach.store import Chunk
 from longreach.store.pool import PooledChunk
 
@@ -23,22 +24,33 @@ class Loading:
     On a CUDA device, chunks in page-locked memory (`ChunkPool`) are copied on a stream of their own, groups of layers
     of about GROUP_BYTES ahead of the layers that need them, into two buffers in turn; others are copied when a layer
     asks. bytes: copied to the device so far.
+
+    shards: for a tensor-parallel rank, by layer the KV heads that it holds: chunks hold all, and these alone are
+    copied. An entry must be there when its layer is asked for; copies run ahead if all are there from the beginning.
     """
 
-    def __init__(self, chunks: Sequence[Chunk], device: torch.device, first: int = 0, stop: int = 0):
-        self.chunks, self.device = list(chunks), device
+    def __init__(
+        self, chunks: Sequence[Chunk], device: torch.device, first: int = 0, stop: int = 0,
+        shards: Mapping[int, HeadShard] | None = None,
+    ):  # fmt: skip
+        self.chunks, self.device, self.shards = list(chunks), device, shards
         self.bytes = 0
         held = [chunk for chunk in chunks if isinstance(chunk, PooledChunk) and chunk.memory.is_pinned()]
         ahead = device.type == "cuda" and first < stop and bool(chunks) and len(held) == len(self.chunks)
-        self._ahead = _Ahead(held, device, first, stop) if ahead else None
+        if shards is not None:
+            ahead = ahead and all(layer in shards for layer in range(first, stop))
+        self._ahead = _Ahead(held, device, first, stop, shards) if ahead else None
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [S, G, D] of a layer, S the chunks' tokens."""
+        """Keys and values [S, G, D] of a layer, S the chunks' tokens, G the KV heads of this rank."""
         if self._ahead is not None:
             found = self._ahead.layer(layer)
             self.bytes = self._ahead.bytes
             return found
-        pairs = [(chunk.keys[layer].to(self.device), chunk.values[layer].to(self.device)) for chunk in self.chunks]
+        pairs = [
+            tuple(_own(x[layer], layer, self.shards).to(self.device) for x in (chunk.keys, chunk.values))
+            for chunk in self.chunks
+        ]
         if self.device.type != "cpu":
             self.bytes += sum(k.nbytes + v.nbytes for k, v in pairs)
         k, v = (torch.cat(x, 1).transpose(0, 1) for x in zip(*pairs, strict=True))
@@ -46,7 +58,9 @@ class Loading:
 
     def values(self, layer: int) -> Tensor:
         """Values [S, G, D] of one layer alone, out of turn."""
-        some = [chunk.values[layer].to(self.device, non_blocking=True) for chunk in self.chunks]
+        some = [
+            _own(chunk.values[layer], layer, self.shards).to(self.device, non_blocking=True) for chunk in self.chunks
+        ]
         if self.device.type != "cpu":
             self.bytes += sum(v.nbytes for v in some)
         return torch.cat(some, 1).transpose(0, 1)
@@ -55,6 +69,11 @@ class Loading:
     def waits(self) -> list[Wait]:
         """The times at which the device's stream waited for copies that ran ahead."""
         return [] if self._ahead is None else self._ahead.waits
+
+
+def _own(x: Tensor, layer: int, shards: Mapping[int, HeadShard] | None) -> Tensor:
+    """This rank's KV heads of a layer's keys or values [G, N, D]; a view."""
+    return x if shards is None else shards[layer].slice(x)
 
 
 class Wait(NamedTuple):
@@ -80,14 +99,19 @@ class _Group:
 
 
 class _Ahead:
-    def __init__(self, chunks: list[PooledChunk], device: torch.device, first: int, stop: int):
-        self.chunks, self.device, self.bytes = chunks, device, 0
+    def __init__(
+        self, chunks: list[PooledChunk], device: torch.device, first: int, stop: int,
+        shards: Mapping[int, HeadShard] | None = None,
+    ):  # fmt: skip
+        self.chunks, self.device, self.shards, self.bytes = chunks, device, shards, 0
+        alike = {} if shards is None else {len(chunk.tokens): chunk for chunk in chunks}
+        self.starts = {length: self._own_starts(chunk, stop) for length, chunk in alike.items()}
         self.stream = torch.cuda.Stream(device)
         self.alike = [list(some) for _, some in groupby(chunks, key=lambda chunk: len(chunk.tokens))]
-        each = sum(chunk.bytes for chunk in chunks) / len(chunks[0].keys)
+        each = sum(self._starts(chunk)[stop] for chunk in chunks) * chunks[0].memory.element_size() / stop
         step = max(1, int(GROUP_BYTES / each))
         self.bounds = [(n, min(n + step, stop)) for n in range(first, stop, step)]
-        most = max(sum(c.starts[b] - c.starts[a] for c in chunks) for a, b in self.bounds)
+        most = max(sum(self._starts(c)[b] - self._starts(c)[a] for c in chunks) for a, b in self.bounds)
         count = min(BUFFERS, len(self.bounds))
         self.buffers = [torch.empty(most, dtype=chunks[0].memory.dtype, device=device) for _ in range(count)]
         self.stream.wait_stream(torch.cuda.current_stream(device))  # buffers may be memory that is still in use
@@ -98,6 +122,15 @@ class _Ahead:
         self.waits: list[Wait] = []
         for _ in range(count):
             self._begin()
+
+    def _own_starts(self, chunk: PooledChunk, stop: int) -> tuple[int, ...]:
+        """As PooledChunk.starts, of this rank's KV heads alone."""
+        pairs = zip(chunk.keys[:stop], chunk.values[:stop], strict=True)
+        sizes = (sum(_own(x, n, self.shards).numel() for x in pair) for n, pair in enumerate(pairs))
+        return (0, *accumulate(sizes))
+
+    def _starts(self, chunk: PooledChunk) -> tuple[int, ...]:
+        return chunk.starts if self.shards is None else self.starts[len(chunk.tokens)]
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         while self.under_way[0].stop <= layer:
@@ -123,25 +156,35 @@ class _Ahead:
         copied = torch.cuda.Event()
         with torch.cuda.stream(self.stream):
             for chunk in self.chunks:
-                whole = chunk.memory[chunk.starts[first] : chunk.starts[stop]]
-                buffer[start : start + len(whole)].copy_(whole, non_blocking=True)
-                start += len(whole)
+                for part in self._parts(chunk, first, stop):
+                    buffer[start : start + len(part)].copy_(part, non_blocking=True)
+                    start += len(part)
             copied.record(self.stream)
         self.bytes += start * buffer.element_size()
         self.begun += 1
         self.under_way.append(_Group(first, stop, buffer, copied))
 
+    def _parts(self, chunk: PooledChunk, first: int, stop: int) -> list[Tensor]:
+        """What is copied of layers [first, stop): all at once, or each layer's keys and values of this rank's heads."""
+        if self.shards is None:
+            return [chunk.memory[chunk.starts[first] : chunk.starts[stop]]]
+        pairs = ((n, x) for n in range(first, stop) for x in (chunk.keys[n], chunk.values[n]))
+        return [_own(x, n, self.shards).reshape(-1) for n, x in pairs]
+
     def _gathered(self, group: _Group, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values [S, G, D]; one kernel for each run of chunks of one length."""
         tokens = sum(len(chunk.tokens) for chunk in self.chunks)
-        (heads, _, dim), (_, _, value_dim) = self.chunks[0].keys[layer].shape, self.chunks[0].values[layer].shape
+        (heads, _, dim), (_, _, value_dim) = (
+            _own(x[layer], layer, self.shards).shape for x in (self.chunks[0].keys, self.chunks[0].values)
+        )
         k, v = (group.memory.new_empty(tokens, heads, width) for width in (dim, value_dim))
         start = token = 0
         for some in self.alike:
             count, length = len(some), len(some[0].tokens)
-            each = some[0].starts[group.stop] - some[0].starts[group.first]
+            starts = self._starts(some[0])
+            each = starts[group.stop] - starts[group.first]
             parts = group.memory[start : start + count * each].view(count, each)
-            at, here = some[0].starts[layer] - some[0].starts[group.first], slice(token, token + count * length)
+            at, here = starts[layer] - starts[group.first], slice(token, token + count * length)
             for out, width in ((k, dim), (v, value_dim)):
                 part = parts[:, at : at + heads * length * width].unflatten(1, (heads, length, width))
                 out[here].view(count, length, heads, width).copy_(part.transpose(1, 2))

@@ -3,13 +3,18 @@
 Hooks on the decoder's layers cut hidden states, position ids and (cos, sin) to the chosen tokens; hooks on the
 attention modules place what is stored of a layer before its own keys are written over it. No family's code is known:
 a decoder layer is the parent of an attention module.
+
+Several prompts over the same chunks run as one pass: their tokens stand one behind the other in one row of the model,
+and attention keeps the sequences apart. Each layer's stored keys and values are loaded once and placed for each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -29,13 +34,13 @@ from longreach.adapters.transformers.rotary import (
     find_rotation,
     probing,
 )
-from longreach.adapters.transformers.shard import shard_of
+from longreach.adapters.transformers.shard import ranks_of
 from longreach.adapters.transformers.step import Step
 from longreach.cache import Append
 from longreach.errors import ConcurrentUse, InvalidInput, Unsupported
 from longreach.methods.call import LayerCall
 from longreach.methods.slots import FullLayer, Fusion, PromptParts
-from longreach.ops import RotaryAngles, Rows
+from longreach.ops import HeadShard, KVView, RotaryAngles, Rows
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,8 @@ class FusionReport:
     key_error, value_error: for each layer whose stored keys and values were placed, how far they were off at the
     recomputed tokens: norm of the difference over norm of the recomputed; None where none was.
     loaded_bytes: of stored keys and values that were copied to the model's device; waited_seconds: how long its stream
-    waited for copies that ran beside it (see `Loading`).
+    waited for copies that ran beside it (see `Loading`). Prompts of a batch share both. Under tensor parallelism the
+    errors are of all KV heads, bytes and seconds of this rank.
     """
 
     tokens: int
@@ -68,23 +74,42 @@ def read(session: Session, cache: LongreachCache, prompt: FusedPrompt, *, then: 
     chunk of other layers, heads or dtype than the model's, more tokens that must stay than the eviction method keeps),
     Unsupported (a model whose layers get no pair (cos, sin), or that is not its kind of decoder), OutOfMemory,
     ConcurrentUse. That chunks are of this very model is not checked here: their keys name its fingerprint.
+    Under tensor parallelism every rank must read the same prompt; the first one's choice of tokens is that of all.
+    """
+    logits, reports = read_batch(session, cache, [prompt], then=then)
+    return logits[0], reports[0]
+
+
+def read_batch(
+    session: Session, cache: LongreachCache, prompts: Sequence[FusedPrompt], *, then: int = 0
+) -> tuple[Tensor, list[FusionReport]]:
+    """As `read`, of prompts that share their chunks, in an empty cache of as many sequences; logits [B, V] after them.
+
+    Prompts may differ in length, and tokens are chosen for each as if it were alone. Stored keys and values are loaded
+    once. Layers that run for all tokens do so for those of all prompts. Raises as `read`, and InvalidInput for no
+    prompts, or ones whose chunks are not the same at the same places.
     """
     if session.fuse is None:
         raise InvalidInput("the session has no fusion method; attach with fuse='a3' or another one")
-    if cache.columns or cache.batch != 1:
+    _check_shared(prompts)
+    if cache.columns or cache.batch != len(prompts):
+        one = len(prompts) == 1
+        what = "a fused prompt begins" if one else f"{len(prompts)} fused prompts begin"
         raise InvalidInput(
-            f"a fused prompt begins an empty cache of one sequence; this one holds {cache.columns} columns of "
-            f"{cache.batch}"
+            f"{what} an empty cache of {'one sequence' if one else f'{len(prompts)} sequences'}; this one holds "
+            f"{cache.columns} columns of {cache.batch}"
         )
-    count = len(prompt.ids)
+    counts = [len(prompt.ids) for prompt in prompts]
     try:
-        with memory_errors(), session.prompt_end(count), cache.restored_on_error(), torch.no_grad():
+        with memory_errors(), session.prompt_end(max(counts)), cache.restored_on_error(), torch.no_grad():
             if session.evict is not None:  # the question's rows vote
-                asking, first = count - prompt.question, min((start for start, _ in prompt.chunks), default=0)
-                session.evict.check_parts(count, first, asking)
-                cache.evict_next(replace(session.evict, window=asking), first)
-            fused = _FusedPass(session, cache, prompt, session.fuse, then)
-            return fused.run(), fused.report()
+                asking = [count - prompt.question for count, prompt in zip(counts, prompts, strict=True)]
+                first = min((start for start, _ in prompts[0].chunks), default=0)
+                for count, last in zip(counts, asking, strict=True):
+                    session.evict.check_parts(count, first, last)
+                cache.evict_next(replace(session.evict, window=max(asking)), first, asking)
+            fused = _FusedPass(session, cache, prompts, session.fuse, then)
+            return fused.run(), fused.reports()
     except ConcurrentUse:  # the cache is another caller's
         raise
     except BaseException:
@@ -92,41 +117,66 @@ def read(session: Session, cache: LongreachCache, prompt: FusedPrompt, *, then: 
         raise
 
 
-class _Probed(Exception):
-    """Leaves a pass whose question has chosen."""
+def _check_shared(prompts: Sequence[FusedPrompt]) -> None:
+    if not prompts:
+        raise InvalidInput("expected at least one fused prompt, got none")
+    first, *others = [[(start, chunk.key) for start, chunk in prompt.chunks] for prompt in prompts]
+    for number, chunks in enumerate(others, 1):
+        if chunks != first:
+            raise InvalidInput(
+                f"prompts of a batch share their chunks, and prompt {number} has others than prompt 0, or has them "
+                f"elsewhere; read it in a batch of its own"
+            )
 
-    def __init__(self, chosen: Tensor):
+
+class _Probed(Exception):
+    """Leaves a pass whose questions have chosen."""
+
+    def __init__(self, chosen: list[Tensor]):
         super().__init__()
         self.chosen = chosen
 
 
 class _FusedPass:
-    def __init__(self, session: Session, cache: LongreachCache, prompt: FusedPrompt, fusion: Fusion, then: int):
-        self.session, self.cache, self.prompt, self.fusion = session, cache, prompt, fusion
+    def __init__(
+        self, session: Session, cache: LongreachCache, prompts: Sequence[FusedPrompt], fusion: Fusion, then: int
+    ):
+        self.session, self.cache, self.prompts, self.fusion = session, cache, prompts, fusion
         model = session.model
         self.device = model.device
         self.attending, self.layers = _modules(session)
+        self.ranks = ranks_of(decoder_of(model))
+        self.chunks = prompts[0].chunks
         self._check_chunks()
-        self.ids = torch.tensor([prompt.ids], device=self.device)
-        self.parts: PromptParts = prompt.parts(self.device)
-        self.at = self.parts.stored.nonzero()[:, 0]  # the stored tokens
-        self.turn_by = self.at if fusion.true_positions else prompt.local_positions(self.device)[self.at]
+        self.counts = [len(prompt.ids) for prompt in prompts]
+        self.starts = [0, *accumulate(self.counts)]  # of each prompt in the row of all tokens
+        self.ids = torch.tensor([[token for prompt in prompts for token in prompt.ids]], device=self.device)
+        self.positions = torch.cat([torch.arange(count, device=self.device) for count in self.counts])[None]
+        self.parts: list[PromptParts] = [prompt.parts(self.device) for prompt in prompts]
+        self.at = self.parts[0].stored.nonzero()[:, 0]  # the stored tokens of each
+        self.turn_by = self.at
+        if not fusion.true_positions:
+            local = [prompt.local_positions(self.device) for prompt in prompts]  # each is checked
+            self.turn_by = local[0][self.at]
         self.then = then
         self.probe: int | None = None  # the layer up to which the pass under way runs, to choose there
-        self.given: Tensor | None = None  # what a probe has chosen
+        self.given: list[Tensor] | None = None  # what a probe has chosen, for each prompt
         self.index: Tensor | None = None  # the tokens that run, once chosen
+        self.ends: list[int] = []  # where the tokens of each prompt end among those that run
+        self.last = torch.empty(len(prompts), dtype=torch.int64, device=self.device)  # of each prompt: its logits count
         self.angles: tuple[Tensor, Tensor] | None = None  # of all tokens, in the layer under way
         self.narrowed: dict[int, tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]] = {}  # id of cos -> whole, cut
         self.turns: dict[tuple[int, Rotation], tuple[Tensor, RotaryAngles]] = {}  # (id of cos, how) -> cos, the turns
         self.loading = Loading((), self.device)
         self.loaded_bytes, self.waits = 0, list[Wait]()
-        self.again: Tensor | None = None  # the recomputed tokens
-        self.placing: Append | None = None  # the stored tokens' part of the pass
-        self.before: tuple[Tensor, Tensor] | None = None  # what was placed there
-        self.errors: dict[int, Tensor] = {}  # layer -> norms: of key and value differences, and of both
+        self.again: Tensor | None = None  # the recomputed tokens of all prompts
+        self.recomputed: list[int] = []  # how many each prompt has
+        self.placing: list[Append] = []  # for each prompt, the stored tokens' part of the pass
+        self.before: tuple[Tensor, Tensor] | None = None  # what was placed where tokens are recomputed
+        self.errors: dict[int, Tensor] = {}  # layer -> [B, 4], norms: of key and value differences, and of both
 
     def run(self) -> Tensor:
-        for layer in self.fusion.probes(len(self.layers)) if self.prompt.chunks else ():
+        for layer in self.fusion.probes(len(self.layers)) if self.chunks else ():
             self.probe = layer
             try:
                 self._pass()
@@ -136,46 +186,61 @@ class _FusedPass:
         return self._pass()
 
     def _pass(self) -> Tensor:
-        session, ids = self.session, self.ids
-        self.index = self.again = self.before = self.placing = None
+        session = self.session
+        self.index = self.again = self.before = None
+        self.placing, self.ends = [], self.starts[1:]
         self.narrowed.clear()
         self.turns.clear()
         full = self.fusion.full_layers
+        shards = None if self.ranks is None else session.facts.shards
         self.loading = Loading(
-            [chunk for _, chunk in self.prompt.chunks], self.device, full + 1 if full else 0,
-            len(self.layers) if self.probe is None else self.probe + 1,
+            [chunk for _, chunk in self.chunks], self.device, full + 1 if full else 0,
+            len(self.layers) if self.probe is None else self.probe + 1, shards,
         )  # fmt: skip
-        self.cache.reserve([ids.shape[1]], self.then)  # a probe gives memory back
-        append = self.cache.kv.begin([0], [len(self.prompt.ids)])
+        self.cache.reserve(self.counts, self.then)  # a probe gives memory back
+        append = self.cache.kv.begin(range(len(self.counts)), self.counts)
         self.step = Step(
-            session.new_pass(self.cache, False), session.facts, (1, ids.shape[1]), None, append, self.cache
-        )
+            session.new_pass(self.cache, False), session.facts, (1, self.ids.shape[1]), None, append, self.cache,
+            packed=tuple(self.counts),
+        )  # fmt: skip
         session.next_step = self.step
         try:
             with self._hooks():
-                out = session.model(input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+                # `last` is filled when the tokens that run are chosen, on the way to the logits
+                out = session.model(
+                    input_ids=self.ids, position_ids=self.positions, past_key_values=self.cache, use_cache=True,
+                    logits_to_keep=self.last,
+                )  # fmt: skip
         finally:
             session.next_step = None
             self.loaded_bytes += self.loading.bytes
             self.waits += self.loading.waits
-        return out.logits[0, -1].float()
+        return out.logits[0].float()
 
-    def report(self) -> FusionReport:
-        """Waits for the device."""
-        stored, exact = int(self.parts.stored.sum()), int(self.parts.exact.sum())
-        again = 0 if self.again is None else len(self.again)
+    def reports(self) -> list[FusionReport]:
+        """Of each prompt. Waits for the device."""
         placed = list(self.errors)
-        norms = torch.stack([self.errors[layer] for layer in placed]).tolist() if placed else []
-        errors = {layer: (k / key, v / value) for layer, (k, v, key, value) in zip(placed, norms, strict=True)}
+        norms = torch.stack([self._of_all_heads(layer) for layer in placed]).tolist() if placed else []
+        by_layer = dict(zip(placed, norms, strict=True))
+        waited = sum(wait.seconds() for wait in self.waits)
+        return [self._report(number, by_layer, waited) for number in range(len(self.prompts))]
+
+    def _report(self, number: int, norms: dict[int, list[list[float]]], waited: float) -> FusionReport:
+        parts, count, again = self.parts[number], self.counts[number], self.recomputed[number]
+        stored, exact = int(parts.stored.sum()), int(parts.exact.sum())
+        errors = {n: (k / key, v / value) for n, some in norms.items() for k, v, key, value in [some[number]] if again}
         shares = [errors.get(layer, (None, None)) for layer in range(len(self.layers))]
         return FusionReport(
-            len(self.prompt.ids), exact, again, stored - exact - again, len(self.prompt.ids) - stored,
-            tuple(key for key, _ in shares), tuple(value for _, value in shares), self.loaded_bytes,
-            sum(wait.seconds() for wait in self.waits),
+            count, exact, again, stored - exact - again, count - stored, tuple(key for key, _ in shares),
+            tuple(value for _, value in shares), self.loaded_bytes, waited,
         )  # fmt: skip
 
+    def _of_all_heads(self, layer: int) -> Tensor:
+        """Norms [B, 4] of a layer's errors, over the KV heads of all ranks."""
+        return self.session.facts.shards[layer].sum(self.errors[layer].square()).sqrt()
+
     def _check_chunks(self) -> None:
-        for number, (start, chunk) in enumerate(self.prompt.chunks):
+        for number, (start, chunk) in enumerate(self.chunks):
             where = f"chunk {number}, at token {start}"
             if len(chunk.keys) != len(self.layers):
                 raise InvalidInput(
@@ -241,33 +306,48 @@ class _FusedPass:
             known = self.narrowed[id(pair[0])] = pair, (cos, sin)
         return known[1]
 
-    def _computed(self, layer: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FullLayer:
-        """Queries, keys and values of all tokens in a layer; the keys and values go to the cache."""
+    def _computed(
+        self, layer: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[FullLayer]:
+        """Queries, keys and values of all tokens in a layer, by prompt; the keys and values go to the cache."""
         assert self.angles is not None
         found = captured(module, args, kwargs, *self.angles)
         step, values = self.step, found.value[0].transpose(0, 1)
+        self._shard(layer, found.key)  # before stored values are loaded
         self.cache.kv.append(layer, step.append, found.key[0].transpose(0, 1), values)
-        return FullLayer(self._question(layer, found), values, lambda: self.loading.values(layer))
+        stored = lru_cache(1)(lambda: self.loading.values(layer))
+        return [
+            FullLayer(self._question(layer, found, number), part, stored)
+            for number, part in enumerate(values.split(self.counts))
+        ]
 
-    def _question(self, layer: int, found: Captured) -> LayerCall:
-        """The question's rows, the last of the pass, over the keys of all tokens."""
-        step, last = self.step, slice(self.prompt.question - len(self.prompt.ids), None)
-        place, q = step.append.at(layer), found.query[0].transpose(0, 1)[last]
-        rows = Rows(q, step.append.seq[last], place.slot[last])
+    def _question(self, layer: int, found: Captured, number: int) -> LayerCall:
+        """The rows of a prompt's question, the last that run of it, over the keys of all its tokens."""
+        step, end, one = self.step, self.ends[number], slice(number, number + 1)
+        last = slice(end - (self.counts[number] - self.prompts[number].question), end)
+        slots, q = step.append.at(layer).slot[last], found.query[0].transpose(0, 1)[last]
         kv, scale = self.cache.kv.view(layer, step.append), found.terms.get("scaling")
+        if len(self.prompts) > 1:
+            kv = _sequence(kv, one)
         return step.layers.call(
-            layer, rows, kv, step.append.slots, q.shape[2] ** -0.5 if scale is None else float(scale),
+            layer, Rows(q, torch.zeros_like(slots), slots), kv, step.append.slots[one],
+            q.shape[2] ** -0.5 if scale is None else float(scale),
             softcap=found.terms.get("softcap"), sink_logit=found.terms.get("s_aux"),
-            shard=shard_of(self.attending[layer], found.key.shape[1]),
+            shard=self._shard(layer, found.key),
         )  # fmt: skip
 
-    def _choose(self, full: FullLayer | None) -> None:
-        chosen = torch.zeros_like(self.parts.stored) if self.given is None else self.given
-        if self.prompt.chunks and not self.fusion.probes(len(self.layers)):
-            chosen = self.fusion.choose(self.parts, full) & self.parts.candidates
-        self.again = chosen.nonzero()[:, 0]
-        self.index = (chosen | ~self.parts.stored).nonzero()[:, 0]
-        self.step.narrow(self.index)
+    def _choose(self, full: Sequence[FullLayer] | None) -> None:
+        chosen = [torch.zeros_like(parts.stored) for parts in self.parts] if self.given is None else self.given
+        if self.chunks and not self.fusion.probes(len(self.layers)):
+            chosen = self._choices(full)
+        each = list(zip(self.starts, chosen, self.parts, strict=False))
+        again = [start + some.nonzero()[:, 0] for start, some, _ in each]
+        index = [start + (some | ~parts.stored).nonzero()[:, 0] for start, some, parts in each]
+        self.again, self.recomputed = torch.cat(again), [len(some) for some in again]
+        self.index, counts = torch.cat(index), [len(some) for some in index]
+        self.ends = list(accumulate(counts))
+        self.last.copy_(torch.tensor(self.ends) - 1)
+        self.step.narrow(self.index, counts)
 
     def _attention(self, number: int) -> Callable[..., Any]:
         """Before an attention module: place what is stored of the layer; what runs writes its own over it."""
@@ -277,6 +357,8 @@ class _FusedPass:
                 return
             if number == self.fusion.full_layers > 0:  # keys and values of all tokens are there
                 return
+            if self.ranks is not None and number not in self.session.facts.shards:
+                self._shard(number, captured(module, args, kwargs, *kwargs["position_embeddings"]).key)
             self._place(number, self._rotation(number, module, args, kwargs))
             if number == self.probe:
                 self._probed(number, module, args, kwargs)
@@ -288,16 +370,30 @@ class _FusedPass:
         found = captured(module, args, kwargs, *kwargs["position_embeddings"])
         k, v = (x[0].transpose(0, 1) for x in (found.key, found.value))
         self.cache.kv.append(layer, self.step.append, k, v)
-        seen = FullLayer(self._question(layer, found), v[:0], lambda: self.loading.values(layer))
-        raise _Probed(self.fusion.choose(self.parts, seen) & self.parts.candidates)
+        stored = lru_cache(1)(lambda: self.loading.values(layer))
+        calls = [self._question(layer, found, number) for number in range(len(self.prompts))]
+        raise _Probed(self._choices([FullLayer(call, v[:0], stored) for call in calls]))
+
+    def _choices(self, layers: Sequence[FullLayer] | None) -> list[Tensor]:
+        """bool [N] of each prompt: the stored tokens that are recomputed, the same on all ranks, which run together."""
+        found = list[Tensor]()
+        for number, parts in enumerate(self.parts):
+            chosen = self.fusion.choose(parts, None if layers is None else layers[number]) & parts.candidates
+            found.append(chosen if self.ranks is None else self.ranks.first(chosen))
+        return found
+
+    def _shard(self, layer: int, key: Tensor) -> HeadShard:
+        """The KV heads that this rank holds of a layer whose keys arrive as `key` [1, G, T, D]."""
+        return self.session.facts.shard(layer, self.attending[layer], key.shape[1])
 
     def _place(self, layer: int, rotation: Rotation | None) -> None:
         assert self.step.whole is not None and self.again is not None
         k, v = self.loading.layer(layer)
         turns = None if rotation is None else self._turns(rotation)
-        if self.placing is None:
-            self.placing = self.step.whole.take(self.at)
-        self.cache.kv.append(layer, self.placing, k, v, angles=turns)
+        if not self.placing:
+            self.placing = [self.step.whole.take(start + self.at) for start in self.starts[:-1]]
+        for placing in self.placing:
+            self.cache.kv.append(layer, placing, k, v, angles=turns)
         self.before = self._held(layer) if len(self.again) else None
 
     def _turns(self, rotation: Rotation) -> RotaryAngles:
@@ -317,8 +413,9 @@ class _FusedPass:
                 return
             after = self._held(number)
             apart = torch._foreach_sub(after, self.before)
-            norms = torch._foreach_norm([*apart, *after], dtype=torch.float32)
-            self.errors[number], self.before = torch.stack(norms), None
+            parts = [part for x in (*apart, *after) for part in x.split(self.recomputed)]
+            norms = torch.stack(torch._foreach_norm(parts, dtype=torch.float32))
+            self.errors[number], self.before = norms.view(4, -1).T, None
 
         return compare
 
@@ -343,6 +440,13 @@ class _FusedPass:
         if "does not rotate" in found:
             return None
         raise Unsupported(f"stored keys cannot be turned to their positions: {found}")
+
+
+def _sequence(kv: KVView, one: slice) -> KVView:
+    """One sequence of a view of several."""
+    if kv.block_table is None:
+        return replace(kv, k=kv.k[one], v=kv.v[one], seq_lens=kv.seq_lens[one])
+    return replace(kv, seq_lens=kv.seq_lens[one], block_table=kv.block_table[one])
 
 
 def _modules(session: Session) -> tuple[list[nn.Module], list[nn.Module]]:
