@@ -170,7 +170,8 @@ class Case:
     also_rows: measured beside shape.rows in the same run. impls: attend's implementations that are measured.
     replays: at most so many, where a call takes long. fill: as many sequences as fit into memory, whatever the shape
     says (a model's case). methods: decode methods that a model's case compares, by name, or fusion methods, and their
-    ratios. prefill_chunk: tokens of a pass over a prompt, where one pass does not fit. rivals: baseline -> the only settings to try; None: all of them.
+    ratios. prefill_chunk: tokens of a pass over a prompt, where one pass does not fit. rivals: baseline -> the only
+    settings to try; None: all of them.
     """
 
     name: str

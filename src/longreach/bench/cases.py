@@ -273,4 +273,13 @@ def tiny(case: Case) -> Case:
     stack = case.stack and replace(case.stack, anchors=(0, 2), layers=4)
     model = case.model and Model(4 if stack else 2, 64, 96, 264)
     reuse = case.reuse and mac.tiny(case.reuse)
-    return replace(cut, name=case.name, reads=small, impls=("reference",), model=model, stack=stack, reuse=reuse)
+    return replace(
+        cut,
+        name=case.name,
+        reads=small,
+        prefill_chunk=case.prefill_chunk and 64,
+        impls=("reference",),
+        model=model,
+        stack=stack,
+        reuse=reuse,
+    )
