@@ -14,6 +14,7 @@ from longreach.cli.main import main
 from longreach.tasks.ruler.niah import Niah
 from longreach.tasks.ruler.tracing import Tracing
 from longreach.testing.tiny import save_tiny
+from tests.cli.conftest import DRAWING, PIXEL
 
 ROOT = Path(__file__).parent.parent
 TEXT = "The brown hen laid an egg in the hay. " * 12 + "The access code for the archive is 4815162. The fox slept.\n"
@@ -40,6 +41,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     save_tiny(tmp_path / "Llama-3.1-8B-Instruct", chat=True, max_position_embeddings=8192)
     for task in (Niah, Tracing):  # a random model answers in as many tokens as it may
         monkeypatch.setattr(task, "max_new_tokens", 8)
+    for module in DRAWING:  # pictures are laid out, not drawn
+        monkeypatch.setattr(module, "png", lambda made: PIXEL)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from longreach.bench import store_verbs
 from longreach.bench.store_verbs import main
 from longreach.records.sources import source_hash
 from longreach.records.stale import stale
+from longreach.tasks.haystack import paragraphs
 
 
-def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_small_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(store_verbs, "paragraphs", lambda: list(paragraphs())[:40])
     command = ["--chunks", "3", "--chunk-tokens", "24", "--folder", str(tmp_path / "s")]
     main([*command, "--output", str(tmp_path / "r.json")])
     record = json.loads((tmp_path / "r.json").read_text())

@@ -45,6 +45,7 @@ def test_tables_record_and_pictures(longreach: Any, tiny: Path, tmp_path: Path) 
         assert "Attention: tiny (float32), 901 tokens" in text and "Retrieval heads" in text
 
 
+@pytest.mark.sweep
 def test_json_and_other_seeds(longreach: Any, tiny: Path) -> None:
     first, again, other = (json.loads(longreach(*asked(tiny, "--json", *more)).out) for more in ([], [], ["--seed", 1]))
     assert first["results"] == again["results"] and first["kind"] == "attention"

@@ -20,7 +20,6 @@ from longreach.testing.tiny import save_tiny
 from tests.cli.test_bad_input import refused
 from tests.evals.test_evaluate import timeless
 
-pytestmark = pytest.mark.usefixtures("short_answers")
 ROOM = 2400  # tokens, of a byte each, that hold a sample of every task
 
 
@@ -53,6 +52,7 @@ def test_every_task_runs_on_any_model_directory(
     assert found["config"]["length"] == ROOM and "commit" in found and found["methods"]["dense"]
 
 
+@pytest.mark.usefixtures("short_answers")
 def test_the_same_command_twice_and_after_an_interrupt(
     longreach: Any, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -79,6 +79,7 @@ def test_the_same_command_twice_and_after_an_interrupt(
     assert depths == [0.0, 1.0] and next(iter(once["methods"])) == "dense"
 
 
+@pytest.mark.usefixtures("short_answers")
 def test_answers_that_fail_are_an_exit_code_and_asked_again(
     longreach: Any, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,6 +118,7 @@ def test_answers_that_fail_are_an_exit_code_and_asked_again(
     assert result.code == 3 and "4 answers failed" in result.err and json.loads(result.out)
 
 
+@pytest.mark.usefixtures("short_answers")
 def test_a_lost_device_is_told_and_nothing_is_lost(
     longreach: Any, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,17 +138,18 @@ def test_a_lost_device_is_told_and_nothing_is_lost(
 
 def test_a_data_set_is_asked_whole_or_up_to_a_limit(longreach: Any, tiny: Path, tmp_path: Path) -> None:
     pytest.importorskip("rouge_score")
-    lines = [{"_id": f"{i}", "dataset": "qasper", "language": "en", "length": 9, "input": f"What is {i}?",
+    lines = [{"_id": f"{i}", "dataset": "hotpotqa", "language": "en", "length": 9, "input": f"What is {i}?",
               "context": f"It is {i}. " * 400, "answers": [f"{i}"], "all_classes": None} for i in range(3)]  # fmt: skip
-    (tmp_path / "qasper.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    command = ["eval", "--model", tiny, "--tasks", f"longbench={tmp_path / 'qasper.jsonl'}", "--length", 2000,
+    (tmp_path / "hotpotqa.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    command = ["eval", "--model", tiny, "--tasks", f"longbench={tmp_path / 'hotpotqa.jsonl'}", "--length", 2000,
                "--method", "dense", "--json"]  # fmt: skip
-    task = json.loads(longreach(*command).out)["tasks"]["longbench_qasper"]
+    task = json.loads(longreach(*command).out)["tasks"]["longbench_hotpotqa"]
     assert [s["expected"] for s in task["samples"]] == [["0"], ["1"], ["2"]]
     assert all(s["facts"]["kept"] < 1 and s["tokens"] + task["max_new_tokens"] <= 2000 for s in task["samples"])
-    assert len(json.loads(longreach(*command, "--limit", 1).out)["tasks"]["longbench_qasper"]["samples"]) == 1
+    assert len(json.loads(longreach(*command, "--limit", 1).out)["tasks"]["longbench_hotpotqa"]["samples"]) == 1
 
 
+@pytest.mark.usefixtures("short_answers")
 def test_several_lengths_in_one_record_and_report(longreach: Any, tiny: Path, tmp_path: Path) -> None:
     record = tmp_path / "sweep.json"
     result = longreach("eval", "--model", tiny, "--tasks", "needle_sweep", "--length", "1200,600,1200", "--samples", 3,
@@ -182,6 +185,7 @@ def test_the_list_of_tasks(longreach: Any) -> None:
     assert all(f"{group}: {names[0]}" in shown for group, names in GROUPS.items())
 
 
+@pytest.mark.usefixtures("short_answers")
 def test_a_data_set_that_changed_is_another_run(
     longreach: Any, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,6 +213,7 @@ def test_a_data_set_that_changed_is_another_run(
     assert source.endswith(f"; sha256 {hashlib.sha256(squad.read_bytes()).hexdigest()[:16]}, squad.json")
 
 
+@pytest.mark.usefixtures("short_answers")
 def test_equal_budgets_are_found_said_and_kept(longreach: Any, tiny: Path, tmp_path: Path) -> None:
     record, to = tmp_path / "r.json", "omnikv k=0.2 layers=[0]"
     methods = ["--method", to, "--method", "streaming_llm", "--method", "quest", "--method", "oracle_top_k",
@@ -235,6 +240,7 @@ def test_equal_budgets_are_found_said_and_kept(longreach: Any, tiny: Path, tmp_p
         assert f"{label}" in said and f"measured {sum(reads[label]) / 2:.1%}" in said
 
 
+@pytest.mark.usefixtures("short_answers")
 def test_budgets_that_turn_out_unequal_are_told(longreach: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     share = DryRun.share
 

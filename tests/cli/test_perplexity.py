@@ -23,7 +23,7 @@ def book(tmp_path: Path) -> Path:
 
 
 def asked(tiny: Path, book: Path, *more: Any) -> list[Any]:
-    return ["perplexity", "--model", tiny, "--text", book, "--length", 200, "--decode-tokens", 30, *more]
+    return ["perplexity", "--model", tiny, "--text", book, "--length", 200, "--decode-tokens", 16, *more]
 
 
 def test_a_record_and_a_table(longreach: Any, tiny: Path, book: Path, tmp_path: Path) -> None:
@@ -41,8 +41,8 @@ def test_a_record_and_a_table(longreach: Any, tiny: Path, book: Path, tmp_path: 
 
 def test_perplexity_by_position_is_shown(longreach: Any, tiny: Path, book: Path) -> None:
     methods = "--method", "streaming_llm window=9", "--method", "streaming_llm/streaming_llm window=9"
-    found = json.loads(longreach(*asked(tiny, book, "--limit", 2, *methods, "--json")).out)["results"]
-    shown = [line.split() for line in longreach(*asked(tiny, book, "--limit", 2, *methods)).out.splitlines()]
+    found = json.loads(longreach(*asked(tiny, book, "--limit", 1, *methods, "--json")).out)["results"]
+    shown = [line.split() for line in longreach(*asked(tiny, book, "--limit", 1, *methods)).out.splitlines()]
     rows = {row[0]: row[1:] for row in shown if row and row[0].replace("-", "").isdigit()}
     for phase, labels in (("prefill", ["dense", list(found)[2]]), ("decode", list(found))):
         whole = found["dense"][phase]["by_position"]

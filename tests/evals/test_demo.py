@@ -56,7 +56,10 @@ def test_an_answer_is_right_where_it_holds_the_value(demo: Demo) -> None:
         assert said.right is right and said.answer == text.strip()
 
 
-def test_times_and_reads_are_counted_per_method(demo: Demo) -> None:
+def test_times_and_reads_are_counted_per_method(demo: Demo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two methods; tests/cli/test_demo.py runs all."""
+    few = ["streaming_llm", "oracle_top_k"]
+    monkeypatch.setattr("longreach.evals.demo.pairings", lambda left_out: pairings(few, left_out))
     seen: list[tuple[str, int]] = []
 
     class Watched:
@@ -72,9 +75,9 @@ def test_times_and_reads_are_counted_per_method(demo: Demo) -> None:
     reading = [total for what, total in seen if what.startswith("reading")]
     assert reading == [len(demo.document)] * 2  # once per prefill method, not per row
     assert set(demo.left_out) == {"loki", "kascade"}, "no plan is shipped for a random model"
-    assert len(rows) == sum(len(decodes) for _, decodes in pairings(left_out=demo.left_out)) and len(seen) == 2 + len(
-        rows
-    )
+    assert len(rows) == sum(len(decodes) for _, decodes in pairings(few, left_out=demo.left_out)) and len(
+        seen
+    ) == 2 + len(rows)
     dense = rows[0]
     assert dense.decode_reads and dense.prefill_reads and dense.decode_reads.total == dense.prefill_reads.total == 1.0
     assert rows[1].decode_reads and 0.3 < rows[1].decode_reads.total < 0.31

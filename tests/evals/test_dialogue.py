@@ -27,7 +27,7 @@ def mini() -> Any:
 
 @pytest.fixture(scope="module")
 def found(mini: Any) -> tuple[Dialogue, dict[str, Any]]:
-    task = Dialogue(*mini, specs([WHOLE, SHORT]), length=250, questions=2, seed=1)
+    task = Dialogue(*mini, specs([SHORT]), length=250, questions=2, seed=1)
     return task, {label: parts[0] for label, parts in task.run(chunk=256).items()}
 
 
@@ -56,27 +56,27 @@ def test_numbers_are_those_of_one_pass_of_the_model(mini: Any, found: tuple[Dial
     fed = torch.tensor(one.fed)
     nll = -logits.log_softmax(-1).gather(1, fed[:, None])[:, 0]
     likeliest = logits.argmax(-1) == fed
-    for label in ("dense", WHOLE):
-        part = parts[label]
-        assert part["right"] == [bool(likeliest[a:b].all()) for a, b in one.answers]
-        assert part["nll"] == pytest.approx(float(nll[1:].mean()), rel=1e-4)
-        answers = float(torch.cat([nll[a:b] for a, b in one.answers]).mean())
-        assert part["nll_answers"] == pytest.approx(answers, rel=1e-3)
-        assert part["kl"] < 1e-6 and part["agree"] == 1.0 and len(part["kl_by_question"]) == 2
-    assert sum(parts["dense"]["right"]) == 2  # or wrong answers would mean nothing
+    part = parts["dense"]
+    assert part["right"] == [bool(likeliest[a:b].all()) for a, b in one.answers]
+    assert part["nll"] == pytest.approx(float(nll[1:].mean()), rel=1e-4)
+    answers = float(torch.cat([nll[a:b] for a, b in one.answers]).mean())
+    assert part["nll_answers"] == pytest.approx(answers, rel=1e-3)
+    assert part["kl"] < 1e-6 and part["agree"] == 1.0 and len(part["kl_by_question"]) == 2
+    assert sum(part["right"]) == 2  # or wrong answers would mean nothing
 
 
 def test_what_reads_less_is_further_off(found: tuple[Dialogue, dict[str, Any]]) -> None:
     _, parts = found
-    dense, whole, short = parts["dense"], parts[WHOLE], parts[SHORT]
-    assert short["kl"] > 1e-4 and short["bytes"][0] < dense["bytes"][0] == whole["bytes"][0]
+    dense, short = parts["dense"], parts[SHORT]
+    assert short["kl"] > 1e-4 and short["bytes"][0] < dense["bytes"][0]
     assert sum(short["right"]) < 2 and short["nll_answers"] > dense["nll_answers"]
     assert dense["noted"] == {} == short["noted"]
 
 
 def test_a_method_says_what_it_reused() -> None:
-    task = Dialogue(tiny_model("llama"), tiny_tokenizer(), specs([MAC]), length=250, questions=1, seed=1)
-    dense, reused = (part for (part,) in task.run(chunk=256).values())
+    task = Dialogue(tiny_model("llama"), tiny_tokenizer(), specs([MAC, WHOLE]), length=250, questions=1, seed=1)
+    dense, reused, whole = (part for (part,) in task.run(chunk=256).values())
+    assert whole["kl"] < 1e-6 and whole["agree"] == 1.0 and whole["bytes"][0] == dense["bytes"][0]
     assert reused["kl"] > 1e-4 and reused["bytes"][0] < dense["bytes"][0] and dense["noted"] == {}
     assert sum(reused["noted"]["reuse"]) > 0 and len(reused["noted"]["skipped"]) == 2
 

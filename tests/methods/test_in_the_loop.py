@@ -36,12 +36,12 @@ def model() -> Any:
 def test_answers_are_those_of_generate(model: Any, method: AttentionMethod, config: CacheConfig) -> None:
     """Short, long and short again: memory grows in between, and what is kept beside it with it."""
     with longreach.attach(model, decode=method, cache=config) as session:
-        for length, seed in ((20, 0), (290, 1), (33, 2)):
+        for length, seed in ((20, 0), (130, 1), (33, 2)):
             tokens = random_tokens(2, length, seed=seed)
             mask = torch.ones_like(tokens)
             mask[1, :7] = 0
             want = model.generate(tokens, attention_mask=mask, max_new_tokens=8, do_sample=False)
-            for chunk in (None, 17):
+            for chunk in (None, 17) if length == 130 else (None,):
                 made = longreach.generate(session, tokens, mask, max_new_tokens=8, prefill_chunk_size=chunk)
                 assert torch.equal(made.sequences, want)
         report = session.report()

@@ -23,6 +23,7 @@ from longreach.methods.snapkv import SnapKV
 from longreach.testing.tiny import random_tokens
 from tests.adapters.transformers.fusing.test_read import SYSTEM, prompt_of
 from tests.adapters.transformers.reference import model_of
+from tests.tiers import swept
 
 NEW = 12
 RING = MAC(window=8, band=4, min_context=0)
@@ -51,6 +52,7 @@ class First(Eviction):
         return torch.tensor(kept)
 
 
+@pytest.mark.covering
 @caches
 @pytest.mark.parametrize("decode", [Dense(), Quest(k=0.5, page=4), StreamingLLM(sinks=2, window=20)], ids=repr)
 def test_keeping_all_changes_nothing(config: CacheConfig, decode: AttentionMethod) -> None:
@@ -156,7 +158,7 @@ def test_nothing_of_a_prompt_stays_behind() -> None:
         assert reader.cache.eviction == session.evict, "a plain prompt is evicted from by the session's own window"
 
 
-@pytest.mark.parametrize("pages", [None, 200])
+@pytest.mark.parametrize("pages", swept([200, None], 1))
 def test_an_answer_that_goes_on_and_on(pages: int | None) -> None:
     """The decode step's buffers are reused until their block table is full, not longer."""
     model, tokens, made = model_of("llama"), random_tokens(1, 50, seed=1)[0].tolist(), []

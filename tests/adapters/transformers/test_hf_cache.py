@@ -99,13 +99,13 @@ def test_a_paged_batch_gets_its_pages_at_once() -> None:
 
 def test_an_answer_that_goes_on_in_the_same_cache_makes_it_grow() -> None:
     model = model_of("llama")
-    want = model.generate(prompt(), max_new_tokens=300, do_sample=False)
+    want = model.generate(prompt(250), max_new_tokens=50, do_sample=False)
     with attach(model) as session:
         cache = session.new_cache()
-        first = model.generate(prompt(), past_key_values=cache, max_new_tokens=230, do_sample=False)
+        first = model.generate(prompt(250), past_key_values=cache, max_new_tokens=20, do_sample=False)
         assert (cache.kv.layouts[0].pages.size, cache.kv.generation) == (269, 1)
         whole = torch.ones_like(first)
-        got = model.generate(first, attention_mask=whole, past_key_values=cache, max_new_tokens=70, do_sample=False)
+        got = model.generate(first, attention_mask=whole, past_key_values=cache, max_new_tokens=30, do_sample=False)
         assert (cache.kv.layouts[0].pages.size, cache.kv.generation) == (2 * 269, 2)
     assert torch.equal(got, want)
 

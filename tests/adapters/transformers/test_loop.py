@@ -45,7 +45,7 @@ def test_every_family_with_left_padding(family: str) -> None:
     assert torch.equal(got.sequences[:, : tokens.shape[1]], tokens) and got.prompt == tokens.shape[1]
 
 
-@pytest.mark.parametrize("method", ["dense", "mac"])
+@pytest.mark.parametrize("method", swept(["mac", "dense"], 1))
 def test_rows_of_answers_that_have_ended_count_no_more(method: str) -> None:
     """What a batch reads is what its answers read one by one, though the shorter one's rows go on through the model."""
     tokens, _ = padded_batch()
@@ -175,7 +175,7 @@ def test_a_streamer_sees_every_token() -> None:
     assert torch.equal(torch.stack(ours.seen[1:-1], 1), got.tokens)
 
 
-@pytest.mark.parametrize("decode", [None, OracleTopK()])
+@pytest.mark.parametrize("decode", swept([None, OracleTopK()], 1))
 def test_a_step_that_cannot_be_captured_says_why_and_leaves_no_trace(decode: Any, monkeypatch: Any) -> None:
     """What fails while a stream captures must surface, not what undoing it would trip over."""
     model = tiny_model("llama")
@@ -292,6 +292,7 @@ def plans_of_tests(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_plans(tmp_path_factory.mktemp("plans"))
 
 
+@pytest.mark.sweep  # on a CPU, test_loop_pieces.py runs the methods
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", names("decode"))
 def test_methods_are_captured_or_say_why_not(name: str, plans_of_tests: Path) -> None:
@@ -305,6 +306,7 @@ def test_methods_are_captured_or_say_why_not(name: str, plans_of_tests: Path) ->
     assert torch.equal(got.sequences, plain.sequences)
 
 
+@pytest.mark.sweep  # on a CPU nothing is captured
 @pytest.mark.gpu
 @pytest.mark.covering
 @pytest.mark.parametrize("scoring", ["exact", "int8"])

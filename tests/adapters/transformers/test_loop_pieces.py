@@ -263,6 +263,7 @@ class Failing(Dense):
         return super().run(call, state)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("step", ["recorded", "replayed"])
 @pytest.mark.parametrize("error", [RuntimeError("the method failed"), InvalidInput("bad option"), KeyboardInterrupt()])
 def test_host_work_that_fails_leaves_session_and_cache_as_they_were(

@@ -21,6 +21,7 @@ from longreach.errors import InvalidInput, OutOfMemory, Unsupported
 from longreach.store.key import Chunk
 from longreach.testing.tiny import FAMILIES, from_config, random_tokens, tiny_model
 from tests.adapters.transformers.reference import model_of
+from tests.tiers import families
 
 PREFIX, CHUNK, SHIFT = 13, 47, 1000  # the window of sliding layers is 16
 
@@ -106,7 +107,7 @@ def assert_as_good(model: Any, got: Chunk, tokens: list[int], first: int, from_c
             assert error <= allowed, (layer, float(error), float(allowed))
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *OTHERS])
+@pytest.mark.parametrize("name", [*families(4), *OTHERS])
 def test_behind_a_prefix(name: str) -> None:
     """Read in passes that divide neither prefix nor chunk."""
     tokens = tokens_of(PREFIX + CHUNK)
@@ -115,7 +116,7 @@ def test_behind_a_prefix(name: str) -> None:
     assert_as_good(model_named(name), got, tokens, 0, PREFIX)
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *OTHERS])
+@pytest.mark.parametrize("name", [*families(4), *OTHERS])
 def test_alone_and_rotated_elsewhere(name: str) -> None:
     """Computed at position 0, it is what the model has of these tokens alone at any other position.
 
@@ -129,6 +130,7 @@ def test_alone_and_rotated_elsewhere(name: str) -> None:
     assert_as_good(model, precomputed(model, tokens, []), tokens, SHIFT, 0)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "glm4", "gemma3_text"])
 def test_low_precision(name: str, dtype: torch.dtype) -> None:

@@ -72,7 +72,7 @@ def test_answers_are_those_of_whole_passes_for_any_chunk_size(model: Any, chunk:
 def test_memory_is_allocated_once_where_it_is_said_what_comes(model: Any) -> None:
     document = random_tokens(1, 290)[0].tolist()
     with attach(model) as session:
-        reader = Reader(session, chunk=64)
+        reader = Reader(session, chunk=128)
         kv = reader.cache.kv
         reader.read(document, then=9 + 40)
         assert len(answered(reader, most=40).tokens) == len(answered(reader, most=12).tokens) + 28 == 40

@@ -11,10 +11,11 @@ from torch import nn
 from longreach import attach
 from longreach.testing.tiny import random_tokens
 from tests.adapters.transformers.reference import generate, model_of
+from tests.tiers import swept
 
 
 @pytest.mark.filterwarnings("ignore:torch.ao.quantization:DeprecationWarning")
-@pytest.mark.parametrize("family", ["llama", "gpt_oss", "phi3"])
+@pytest.mark.parametrize("family", swept(["phi3", "llama", "gpt_oss"], 1))
 def test_dynamic_int8(family: str) -> None:
     """Its projections are no nn.Linear and hold no parameters. (Activations of all rows share one scale, so that
     padding, of which eager attention makes something and longreach nothing, would show: there is none here.)"""

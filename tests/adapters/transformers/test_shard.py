@@ -17,6 +17,7 @@ from tests.methods import two_ranks as two_ranks_of_methods
 from tests.methods.cases import CASES
 from tests.methods.drive import LAYERS
 from tests.methods.planned import planned, write_plans
+from tests.tiers import swept
 
 METHODS: dict[str, AttentionMethod | str] = {
     "dense": "dense",
@@ -60,13 +61,13 @@ def answers(rank: int, world: int, folders: dict[str, str], plans: str) -> dict[
     return found
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+@pytest.fixture(scope="module", params=swept([(("llama", "phi3"),), (FAMILIES,)], 1), ids=len)
+def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     place = tmp_path_factory.mktemp("models")
     shape = {FAMILIES[0]: {"num_hidden_layers": LAYERS}}  # of the model that there are plans for
     return {
         family: str(save_tiny(place / family, family, eos_token_id=None, **shape.get(family, {})))
-        for family in FAMILIES
+        for family in request.param
     }
 
 
@@ -86,17 +87,17 @@ def two_ranks(folders: dict[str, str], plans: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("family", FAMILIES)
 def test_two_ranks_give_one_processes_tokens(
-    family: str, name: str, one_process: dict[str, Any], two_ranks: list[dict[str, Any]]
+    name: str, folders: dict[str, str], one_process: dict[str, Any], two_ranks: list[dict[str, Any]]
 ) -> None:
-    tokens, logits, shards = one_process[f"{family} {name}"]
-    assert shards == {(0, 2, 2, (4, 2), 2.0)}
-    for rank, found in enumerate(two_ranks):
-        got, got_logits, got_shards = found[f"{family} {name}"]
-        assert torch.equal(got, tokens)
-        assert torch.allclose(got_logits, logits, rtol=0, atol=1e-4)
-        assert got_shards == (shards if family in GATHERED else {(rank, 1, 2, (2, 1), 4.0)})
+    for family in folders:
+        tokens, logits, shards = one_process[f"{family} {name}"]
+        assert shards == {(0, 2, 2, (4, 2), 2.0)}, family
+        for rank, found in enumerate(two_ranks):
+            got, got_logits, got_shards = found[f"{family} {name}"]
+            assert torch.equal(got, tokens), family
+            assert torch.allclose(got_logits, logits, rtol=0, atol=1e-4), family
+            assert got_shards == (shards if family in GATHERED else {(rank, 1, 2, (2, 1), 4.0)}), family
 
 
 @pytest.mark.parametrize("method", CASES)
@@ -110,7 +111,7 @@ def test_every_method_gives_one_processes_tokens(
         torch.testing.assert_close(got_logits, logits, rtol=1e-4, atol=1e-3)
 
 
-def test_methods_differ_enough_to_see_a_wrong_choice(one_process: dict[str, Any]) -> None:
-    for family in FAMILIES:
+def test_methods_differ_enough_to_see_a_wrong_choice(folders: dict[str, str], one_process: dict[str, Any]) -> None:
+    for family in folders:
         answers = [one_process[f"{family} {name}"][1] for name in METHODS]
         assert all(not torch.equal(a, b) for n, a in enumerate(answers) for b in answers[:n])

@@ -42,7 +42,7 @@ def test_another_row_than_the_forced_one_is_seen(monkeypatch: pytest.MonkeyPatch
     force = LayerState.force
     monkeypatch.setattr(LayerState, "force", lambda self, gap: force(self, gap + 1))
     with pytest.raises(WrongResult, match="logits differ"):
-        bench().run(CASE)
+        bench("transformers_static").run(CASE)
 
 
 def test_rings_hold_every_row_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,12 +54,13 @@ def test_rings_hold_every_row_before_the_first_step(monkeypatch: pytest.MonkeyPa
         force(self, gap)
 
     monkeypatch.setattr(LayerState, "force", look)
-    bench().run(CASE)
+    bench("transformers_static").run(CASE)
     tokens, size = CASE.shape.context, stamps[0].shape[1]
     want = torch.arange(tokens - size, tokens, dtype=stamps[0].dtype).expand(CASE.shape.batch, -1)
     assert len(stamps) == 2 and all(torch.equal(found.sort(1).values, want) for found in stamps)
 
 
+@pytest.mark.sweep  # as another row than the forced one
 def test_steps_that_find_nothing_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LayerState, "force", lambda self, gap: None)
     with pytest.raises(WrongResult, match="logits differ"):

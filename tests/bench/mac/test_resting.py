@@ -18,7 +18,7 @@ RULE = Rule(window=4, band=1, limit=0.5, patience=3.0, rest=5, price=12.0)
 
 def matched(rate: float, rule: Rule) -> float:
     """The same, by match: contexts are long and alike from row to row, so that each row earns the same."""
-    sequences, steps = 64, 60
+    sequences, steps = 40, 60
     draw = torch.Generator().manual_seed(1)
     ring = Ring.new(sequences, 1, (GROUP, 8, 8), torch.empty(0))
     ring.credit.fill_(rule.patience)

@@ -261,7 +261,7 @@ def test_choose_takes_kascade_plans_only(longreach: Any, tmp_path: Path) -> None
 def test_figures(longreach: Any, saved: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text, folder = tmp_path / "book.txt", tmp_path / "figures"
     text.write_text("".join(f"Hen {n} laid {n * n % 97} eggs in barn {n % 7}. " for n in range(80)))
-    asked = ["plan", "figures", saved, "--model", model, "--text", text, "--length", 600, "--prompts", 2, "--tiles", 2,
+    asked = ["plan", "figures", saved, "--model", model, "--text", text, "--length", 400, "--prompts", 2, "--tiles", 1,
              "--output", folder]  # fmt: skip
     result = longreach(*asked)
     assert result.code == 0, result.err
@@ -270,7 +270,7 @@ def test_figures(longreach: Any, saved: Path, model: Path, tmp_path: Path, monke
     assert {p.name for p in folder.iterdir()} == {"kascade.json", *(f"kascade-{name}.png" for name in names)}
     assert all(p.read_bytes().startswith(b"\x89PNG") for p in folder.glob("*.png"))
     record = json.loads((folder / "kascade.json").read_text())
-    assert record["kind"] == "kascade figures" and record["tokens"] == 1200 and record["results"]["tiles"] == 4
+    assert record["kind"] == "kascade figures" and record["tokens"] == 800 and record["results"]["tiles"] == 2
     for size, share in zip(record["results"]["sizes"], record["results"]["pooling"]["post"]["weight"], strict=True):
         assert any(line.split()[:1] == [str(size)] and f"{share:.1%}" in line for line in result.out.splitlines())
     oracle = record["results"]["oracle"]

@@ -15,13 +15,14 @@ from longreach.errors import InvalidInput
 from longreach.methods.kascade import Kascade
 from longreach.testing.tiny import PAD_ID, random_tokens, tiny_model
 from tests.methods.kascade.planned import planned
+from tests.tiers import swept
 
 FAMILIES = {  # layers of full attention, and the anchors among them
     "llama": {"layers": (0, 1, 2, 3), "anchors": (0, 2)},
     "gemma2": {"layers": (1, 3), "anchors": (1,)},
     "gpt_oss": {"layers": (1, 3), "anchors": (1,)},
 }
-families = pytest.mark.parametrize("family", FAMILIES)
+families = pytest.mark.parametrize("family", swept(["gpt_oss", "llama", "gemma2"], 2))
 LAYERS, STEPS = 4, 7
 
 

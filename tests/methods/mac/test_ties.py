@@ -23,6 +23,7 @@ from longreach.methods.mac.plan import SCALES, Scale
 from longreach.plans import Plan, PlannedModel
 from longreach.testing.tiny import random_tokens, tiny_model
 from tests.methods.planned import MADE
+from tests.tiers import swept
 
 WINDOW, BAND = 60, 4
 METHOD = MAC(window=WINDOW, band=BAND, tau=OF_EQUALS, min_context=0, rest_rows=None)
@@ -64,6 +65,7 @@ def newest(tokens: list[int]) -> list[list[int]]:
     return found
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["llama", "glm4", "llama_yarn"])
 def test_repeated_tokens_take_the_newest(family: str, dtype: torch.dtype) -> None:
@@ -73,7 +75,7 @@ def test_repeated_tokens_take_the_newest(family: str, dtype: torch.dtype) -> Non
     assert gaps(tiny_model(family).to(dtype), tokens)[0].tolist() == newest(tokens[0].tolist())
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", swept([torch.bfloat16, torch.float32, torch.float64], 2))
 def test_alone_and_in_a_ragged_batch_a_row_takes_the_same(dtype: torch.dtype) -> None:
     """Sums are in another order there; what they differ by decides nothing."""
     model, tokens, paddings = tiny_model("llama").to(dtype), texts(3), (0, 17, 5)
@@ -86,6 +88,7 @@ def test_alone_and_in_a_ragged_batch_a_row_takes_the_same(dtype: torch.dtype) ->
         assert together[row].tolist() == gaps(model, alone)[0].tolist() == newest(alone[0].tolist())
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scale", SCALES)
 def test_a_calibrated_plan_carries_over_to_another_dtype(scale: Scale, dtype: torch.dtype, tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ class Brute:
 
     def nearest(self, sequence: int, pos: int, query: Tensor, head: int, limit: float) -> tuple[float, int]:
         """(squared distance, position) of the nearest candidate below the limit, (inf, -1) for none."""
-        best, where = math.inf, -1
+        candidates = dict[int, Tensor]()
         for p in range(max(0, pos - self.rule.window), pos):  # ascending: among equals the last one stays
             row = self.seen.get(sequence, {}).get(p)
             if row is None or p + 1 - self.rule.band <= self.rule.sinks:
@@ -46,11 +46,17 @@ class Brute:
                 continue
             if self.rule.deepest is not None and row.depth[head] >= self.rule.deepest:
                 continue
-            distance = float(((query.double() - row.query[head].double()) ** 2).sum())
+            candidates[p] = row.query[head]
+        best, where = math.inf, -1
+        if not candidates:
+            return best, where
+        q, units = query.double(), 8 if query.dtype in (torch.float32, torch.float64) else 4
+        same = (units * UNIT[query.dtype]) ** 2 * float((q**2).sum())
+        distances = ((q - torch.stack([*candidates.values()]).double()) ** 2).sum(-1).tolist()
+        for p, distance in zip(candidates, distances, strict=True):
             if not distance < limit:
                 continue
-            units = 8 if query.dtype in (torch.float32, torch.float64) else 4
-            if distance <= (units * UNIT[query.dtype]) ** 2 * float((query.double() ** 2).sum()) < math.inf:
+            if distance <= same < math.inf:
                 distance = 0.0
             if distance <= best:
                 best, where = distance, p

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.tiers import swept
 from tokenizers import Tokenizer
 
 from longreach.tasks import haystack
@@ -16,16 +17,17 @@ from longreach.train.mini.materials import load_materials
 from longreach.train.mini.prepare import prepare
 
 
-def test_prepared_data_trains(tmp_path: Path) -> None:
+@pytest.mark.parametrize("names", swept([(["one"],), (["one", "two"],)], 1), ids=len)
+def test_prepared_data_trains(names: list[str], tmp_path: Path) -> None:
     options = {"limit_files": 6, "packages": ("cpython", "numpy"), "vocab_size": 1500}
     said: list[str] = []
     manifests = [
         prepare(tmp_path / name, haystack=tmp_path / f"{name}-haystack", say=said.append, **options)  # type: ignore[arg-type]
-        for name in ("one", "two")
+        for name in names
     ]
-    assert manifests[0] == manifests[1] == json.loads((tmp_path / "one" / "manifest.json").read_text())
+    assert manifests[0] == manifests[-1] == json.loads((tmp_path / "one" / "manifest.json").read_text())
     for name in ("tokenizer.json", "prose.bin.xz", "words.json"):
-        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / names[-1] / name).read_bytes()
     assert "training the tokenizer" in said and (tmp_path / "one-haystack" / "haystack.txt").read_text().strip()
     assert Tokenizer.from_file(str(tmp_path / "one" / "tokenizer.json")).get_vocab_size() == 1500
     assert manifests[0]["haystack_sha256"] == haystack.sha256()

@@ -25,7 +25,7 @@ from longreach.store import Chunk
 from longreach.testing.tiny import random_tokens
 from tests.adapters.transformers.reference import model_of
 from tests.methods.planned import planned, tiny, write_plans
-from tests.tiers import families
+from tests.tiers import families, swept
 
 SYSTEM, LENGTHS, QUESTION = 7, (21, 33, 18), 9  # the window of sliding layers is 16
 EVERYTHING = (A3(ratio=1.0), A3(ratio=1.0, heads="joint"), CacheBlend(ratio=1.0), LegoLink(first=99, last=0),
@@ -228,8 +228,9 @@ def plans_of_tests(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_plans(tmp_path_factory.mktemp("plans"))
 
 
-@pytest.mark.parametrize("method", [Quest(k=0.4, page=4), Loki(k=0.4), Kascade(k=0.4, min_keys=4, scoring="int8")],
-                         ids=repr)  # fmt: skip
+@pytest.mark.parametrize(
+    "method", swept([Kascade(k=0.4, min_keys=4, scoring="int8"), Quest(k=0.4, page=4), Loki(k=0.4)], 2), ids=repr
+)
 def test_methods_whose_state_is_made_of_keys_know_all_of_them(method: AttentionMethod, plans_of_tests: Path) -> None:
     """At ratio 1.0 they decode as after a plain prefill."""
     with planned(plans_of_tests):
