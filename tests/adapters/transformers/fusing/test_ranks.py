@@ -30,11 +30,12 @@ NEW = 10
 
 
 class Found(NamedTuple):
-    """tokens and report of an answer, and where its chunks came from."""
+    """tokens and report of an answer, where its chunks came from, and the tokens of answers of a batch."""
 
     tokens: list[int]
     report: Any
     states: set[str]
+    batch: list[list[int]]
 
 
 def model_in(folder: str, world: int, **options: Any) -> Any:
@@ -66,10 +67,12 @@ def answers(rank: int, world: int, folders: dict[str, str], stores: list[str]) -
                         documents.read(TEXTS)
                         list(documents.ask(QUESTION, NEW))
                         account = documents.account
+                        documents.ask_all(["Code?", QUESTION], NEW)
+                        batch = [one.answer.tokens for one in documents.accounts]
                     assert account is not None
                     states = {origin.state for origin in documents.origins}
                     here = family, Path(place).name, name + evicting
-                    found["/".join(here)] = Found(account.answer.tokens, account.fusion, states)
+                    found["/".join(here)] = Found(account.answer.tokens, account.fusion, states, batch)
     return found
 
 
@@ -98,7 +101,8 @@ def test_two_ranks_give_one_processes_tokens(family: str, fusion: str, results: 
         for place in ("by one", "by two"):
             for found in (one, *two):
                 got = found[f"{family}/{place}/{fusion}{evicting}"]
-                assert got.tokens == want.tokens, (place, evicting)
+                assert got.tokens == want.tokens == got.batch[1], (place, evicting)
+                assert got.batch == want.batch
                 mine, theirs = got.report, want.report
                 assert (mine.exact, mine.recomputed, mine.reused) == (theirs.exact, theirs.recomputed, theirs.reused)
                 for a, b in zip(mine.key_error + mine.value_error, theirs.key_error + theirs.value_error, strict=True):
