@@ -97,7 +97,7 @@ def test_prompts_choose_for_themselves() -> None:
     prompts = batch_of(model)
     chosen = []
     for prompt in prompts:
-        _, _, memory, _ = fused(model, prompt, A3(ratio=0.2))
+        _, _, memory, _ = fused(model, prompt, A3Deep(ratio=0.2, layer=1))
         chosen.append(memory[-1][0][: prompts[0].question])
     assert not torch.allclose(chosen[0], chosen[1], atol=1e-4) and not torch.allclose(chosen[0], chosen[2], atol=1e-4)
 
