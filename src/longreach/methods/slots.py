@@ -120,11 +120,15 @@ class LastRows(StatelessOnTruncate):
         self.q[place], self.pos[place] = rows.q, pos
         self.call = replace(call, rows=rows.take(torch.arange(0, device=pos.device)))
 
-    def rows(self, slot: int, seq: int, length: int, last: int) -> Rows:
-        """The `last` noted rows of the sequence in `slot`, which holds `length` slots, as rows of sequence `seq` of a
-        view."""
+    def rows(self, slot: int, seq: int, length: int, last: int | None = None) -> Rows:
+        """The noted rows of the sequence in `slot`, which holds `length` slots, as rows of sequence `seq` of a view.
+
+        last: how many at most; None for `size`.
+        """
         pos = self.pos[slot, : self.size]
-        index = ((pos >= max(0, length - min(last, self.size))) & (pos < length)).nonzero()[:, 0]
+        index = (
+            (pos >= max(0, length - (self.size if last is None else min(last, self.size)))) & (pos < length)
+        ).nonzero()[:, 0]
         return Rows(self.q[slot, index].contiguous(), torch.full_like(index, seq), pos[index])
 
 

@@ -243,7 +243,7 @@ def _digest_of(shape: str, pieces: list[Tensor]) -> str:
     """As _digest, of a gathered weight: its shape, and its bytes on the host."""
     digest = hashlib.sha256(shape.encode())
     for piece in pieces:
-        digest.update(piece.numpy())
+        digest.update(piece.numpy())  # type: ignore[arg-type]
     return digest.hexdigest()
 
 

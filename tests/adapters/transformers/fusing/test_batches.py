@@ -79,7 +79,7 @@ def test_each_prompt_is_read_as_if_it_were_alone(name: str, fusion: Fusion) -> N
 @pytest.mark.parametrize("config", [CacheConfig(), CacheConfig("paged", page=5)], ids=["contiguous", "paged"])
 @pytest.mark.parametrize(
     "decode",
-    [Quest(budget=16, page=4, dense_layers=0), MAC(window=24, band=8, tau=0.0, min_context=0)],
+    [Quest(k=0.4, page=4, dense_layers=()), MAC(window=24, band=8, tau=0.0, min_context=0)],
     ids=lambda m: m.name,
 )
 def test_decode_methods_and_pages(decode: AttentionMethod, config: CacheConfig) -> None:
@@ -97,7 +97,7 @@ def test_prompts_choose_for_themselves() -> None:
     prompts = batch_of(model)
     chosen = []
     for prompt in prompts:
-        _, _, memory, _ = fused(model, prompt, A3(ratio=0.2))
+        _, _, memory, _ = fused(model, prompt, A3Deep(ratio=0.2, layer=1))
         chosen.append(memory[-1][0][: prompts[0].question])
     assert not torch.allclose(chosen[0], chosen[1], atol=1e-4) and not torch.allclose(chosen[0], chosen[2], atol=1e-4)
 
@@ -145,13 +145,18 @@ def test_stop_tokens_and_stop_strings_end_each_answer_by_itself(monkeypatch: pyt
 def test_chunks_are_loaded_once_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("llama")
     prompts, loaded = batch_of(model), list[tuple[str, int]]()
-    for name in ("layer", "values"):
+    layer, values = Loading.layer, Loading.values
 
-        def counting(self: Loading, layer: int, name: str = name, stored: Any = getattr(Loading, name)) -> Any:
-            loaded.append((name, layer))
-            return stored(self, layer)
+    def counted_layer(self: Loading, number: int) -> Any:
+        loaded.append(("layer", number))
+        return layer(self, number)
 
-        monkeypatch.setattr(Loading, name, counting)
+    def counted_values(self: Loading, number: int) -> Any:
+        loaded.append(("values", number))
+        return values(self, number)
+
+    monkeypatch.setattr(Loading, "layer", counted_layer)
+    monkeypatch.setattr(Loading, "values", counted_values)
     for fusion, want in (
         (PIE(), [("layer", 0), ("layer", 1)]), (CacheBlend(), [("values", 1)]), (A3(), []),
         (A3Deep(layer=0), [("layer", 0), ("layer", 0), ("layer", 1)]),
@@ -176,7 +181,7 @@ def test_a_batch_that_is_none() -> None:
             with pytest.raises(InvalidInput, match="prompt 1 has others than prompt 0, or has them elsewhere"):
                 read_batch(session, session.new_cache(2), [one, wrong])
         with pytest.raises(
-            InvalidInput, match="2 fused prompts begin an empty cache of 2 sequences; .* 0 columns of 3"
+            InvalidInput, match=r"2 fused prompts begin an empty cache of 2 sequences; .* 0 columns of 3"
         ):
             read_batch(session, session.new_cache(3), [one, two])
         with pytest.raises(InvalidInput, match="at least one fused prompt, got none"):

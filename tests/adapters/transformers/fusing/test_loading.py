@@ -8,6 +8,7 @@ import torch
 from longreach.adapters.transformers.fusing import loading
 from longreach.adapters.transformers.fusing.loading import Loading
 from longreach.errors import InvalidInput
+from longreach.ops import HeadShard
 from longreach.store import Chunk, ChunkPool
 from longreach.store.pool import PooledChunk
 
@@ -76,20 +77,76 @@ def test_layers_on_the_cpu(pinned: bool | None) -> None:
     assert loading.bytes == 0 and loading.waits == []
 
 
+SHARDS = [HeadShard(n, 1, 2) for n in range(2)] + [HeadShard.whole(2)]
+
+
+@pytest.mark.parametrize("shard", SHARDS, ids=lambda s: f"{s.first} of {s.total}, {s.count}")
+def test_a_rank_loads_its_own_heads(shard: HeadShard) -> None:
+    chunks, known = [chunk(n, seed) for seed, n in enumerate((3, 8, 8))], dict[int, HeadShard]()
+    loading = Loading(chunks, torch.device("cpu"), 0, 5, known)
+    for layer in range(5):
+        known[layer] = shard  # known when the layer is asked for
+        for mine, want in zip(loading.layer(layer), expected(chunks, layer), strict=True):
+            assert torch.equal(mine, shard.slice(want, 1))
+        assert torch.equal(loading.values(layer), shard.slice(expected(chunks, layer)[1], 1))
+
+
+class InOrder:
+    """A stream, an event or a context of a device that does everything at once."""
+
+    def __init__(self, *args: object, **options: object):
+        pass
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def nothing(self, *args: object) -> None:
+        pass
+
+    record = wait_event = wait_stream = nothing
+
+
+@pytest.mark.parametrize("shard", [None, *SHARDS], ids=repr)
+@pytest.mark.parametrize("group", [1, 700, 1 << 28])  # a layer at a time, some, all
+def test_groups_of_layers_hold_what_they_should(
+    shard: HeadShard | None, group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copies that run ahead, on a device that is the CPU."""
+    monkeypatch.setattr(loading, "GROUP_BYTES", group)
+    for name in ("Stream", "Event", "stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, InOrder)
+    monkeypatch.setattr(torch.Tensor, "record_stream", InOrder.nothing)
+    pool = ChunkPool(1 << 20, pinned=False)
+    chunks = [pool.add(chunk(n, seed, layers=7)) for seed, n in enumerate((8, 8, 3, 8))]
+    held = [c for c in chunks if isinstance(c, PooledChunk)]
+    shards = None if shard is None else dict.fromkeys(range(7), shard)
+    ahead = loading._Ahead(held, torch.device("cpu"), 2, 7, shards)
+    assert len(ahead.bounds) > 1 or group > 700
+    for layer in range(2, 7):
+        for mine, want in zip(ahead.layer(layer), expected(chunks, layer), strict=True):
+            assert torch.equal(mine, want if shard is None else shard.slice(want, 1))
+    share = 1 if shard is None else shard.count / shard.total
+    assert ahead.bytes == sum(c.bytes for c in chunks) * 5 / 7 * share
+
+
 @pytest.mark.gpu
 @needs_gpu
+@pytest.mark.parametrize("shard", [None, SHARDS[1]], ids=repr)
 @pytest.mark.parametrize("first", [0, 2])
 @pytest.mark.parametrize("group", [1, 3000, 1 << 28])  # a layer at a time, some, all
-def test_copies_ahead(first: int, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_ahead(first: int, group: int, shard: HeadShard | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers are filled again only when what they held has been read, however far the host runs ahead."""
     monkeypatch.setattr(loading, "GROUP_BYTES", group)
     pool, device = ChunkPool(1 << 26), torch.device("cuda")
     chunks = [pool.add(chunk(n, seed, layers=9)) for seed, n in enumerate((512, 512, 100, 512, 3))]
-    ahead = Loading(chunks, device, first, 9)
+    ahead = Loading(chunks, device, first, 9, None if shard is None else dict.fromkeys(range(9), shard))
     torch.cuda._sleep(20_000_000)  # the device is behind
     found = [ahead.layer(layer) for layer in range(first, 9)]
     for layer, pair in enumerate(found, first):
         for mine, want in zip(pair, expected(chunks, layer), strict=True):
-            assert torch.equal(mine.cpu(), want)
-    assert ahead.bytes == sum(c.bytes for c in chunks) * (9 - first) // 9
+            assert torch.equal(mine.cpu(), want if shard is None else shard.slice(want, 1))
+    assert ahead.bytes == sum(c.bytes for c in chunks) * (9 - first) // 9 // (1 if shard is None else 2)
     assert ahead.waits and all(wait.seconds() >= 0 for wait in ahead.waits)

@@ -86,7 +86,8 @@ def read_batch(
     """As `read`, of prompts that share their chunks, in an empty cache of as many sequences; logits [B, V] after them.
 
     Prompts may differ in length, and tokens are chosen for each as if it were alone. Stored keys and values are loaded
-    once. Layers that run for all tokens do so for those of all prompts. Raises as `read`, and InvalidInput for no
+    once. Layers that run for all tokens do so for those of all prompts. Rotary frequencies that follow the length of a
+    prompt (longrope, dynamic) are those of the longest, as in any batch. Raises as `read`, and InvalidInput for no
     prompts, or ones whose chunks are not the same at the same places.
     """
     if session.fuse is None:
