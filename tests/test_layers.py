@@ -103,6 +103,87 @@ def faults(source: Path) -> list[str]:
     return found
 
 
+def circles(source: Path) -> list[set[str]]:
+    """Modules of a tree laid out like src/longreach that import each other, also through others, circle by circle.
+
+    Imports inside functions count: they hide a circle and leave it there. Those for type checkers never run.
+    """
+    modules = dict[str, Path]()
+    for path in sorted(source.rglob("*.py")):
+        parts = path.relative_to(source).with_suffix("").parts
+        modules[".".join(("longreach", *parts)).removesuffix(".__init__")] = path
+    found = dict[str, set[str]]()
+    for module, path in modules.items():
+        named = imports(_without_types(ast.parse(path.read_text(encoding="utf-8"))))
+        # "a.b.c" is module c of a.b, or a name in a.b
+        targets = (name if name in modules else name.rpartition(".")[0] for name in named)
+        found[module] = {target for target in targets if target in modules}
+    reached = {module: _reachable(module, found) for module in modules}
+    rings = {frozenset(m for m in reached[one] if one in reached[m]) for one in modules if one in reached[one]}
+    return sorted((set(ring) for ring in rings), key=sorted)
+
+
+def _without_types(tree: ast.AST) -> ast.AST:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and getattr(node.test, "id", getattr(node.test, "attr", "")) == "TYPE_CHECKING":
+            node.body = []
+    return tree
+
+
+def _reachable(module: str, imported: dict[str, set[str]]) -> set[str]:
+    seen, left = set[str](), [*imported[module]]
+    while left:
+        one = left.pop()
+        if one not in seen:
+            seen.add(one)
+            left += imported[one]
+    return seen
+
+
+def test_no_modules_import_each_other() -> None:
+    assert circles(SOURCE) == []
+
+
+@pytest.mark.parametrize(
+    ("files", "names"),
+    [
+        ({"a.py": "from longreach.cli.b import f", "b.py": "def g():\n    from longreach.cli.a import f"}, "a b"),
+        ({"a.py": "from longreach.cli import b", "b.py": "import longreach.cli.a"}, "a b"),
+        (
+            {"a.py": "import longreach.cli.b", "b.py": "import longreach.cli.c", "c.py": "import longreach.cli.a"},
+            "a b c",
+        ),
+        ({"a.py": "import longreach.cli.b", "b.py": "import_module('longreach.cli.a')"}, "a b"),
+        ({"a.py": "from longreach.cli.a import f"}, "a"),
+        (
+            {
+                "a.py": "import longreach.cli.b",
+                "b.py": "if TYPE_CHECKING:\n    x: int\nelse:\n    import longreach.cli.a",
+            },
+            "a b",
+        ),
+    ],
+)
+def test_a_circle_is_found(tmp_path: Path, files: dict[str, str], names: str) -> None:
+    for file, text in files.items():
+        write(tmp_path / "cli" / file, text)
+    write(tmp_path / "cli" / "other.py", "import longreach.cli.a")  # leads to the circle, and is not in it
+    assert circles(tmp_path) == [{f"longreach.cli.{name}" for name in names.split()}]
+
+
+@pytest.mark.parametrize("guard", ["TYPE_CHECKING", "typing.TYPE_CHECKING"])
+def test_imports_for_type_checkers_make_no_circle(tmp_path: Path, guard: str) -> None:
+    write(tmp_path / "cli" / "a.py", "from longreach.cli.b import f")
+    write(tmp_path / "cli" / "b.py", f"if {guard}:\n    from longreach.cli.a import f")
+    assert circles(tmp_path) == []
+
+
+def test_a_circle_through_the_front_of_a_package_is_found(tmp_path: Path) -> None:
+    write(tmp_path / "cli" / "__init__.py", "from longreach.cli.a import f")
+    write(tmp_path / "cli" / "a.py", "from longreach.cli import f")
+    assert circles(tmp_path) == [{"longreach.cli", "longreach.cli.a"}]
+
+
 def test_the_source_keeps_the_rules() -> None:
     rooms = set("ops cache plans methods runtime adapters cli errors.py".split())
     assert {path.name for path in SOURCE.iterdir()} >= rooms

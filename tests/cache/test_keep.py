@@ -334,14 +334,20 @@ def rows(*slots: int) -> Tensor:
         (0, [0], [torch.tensor([[1, 2]])], r"expected int64 \[G=2, n\]"),
         (0, [0], [rows(1).to("meta")], "on cpu, got int64"),
         (0, [0], [None], "expected int64"),
-        (0, [0, 1], [rows(1)], "a number for each"),
-        (0, [0, 0], [rows(1), rows(2)], "distinct slots"),
-        (0, [3], [rows(1)], r"expected slots in \[0, 3\)"),
+        (0, [0, 1], [rows(1)], r"an index for each, got slots \[0, 1\] and 1 of the other"),
+        (0, [0], [0, 1], r"an index for each, got slots \[0\] and 2 of the other"),
+        (0, [0], [[0, 1]], r"slot 0: expected int64 \[G=2, n\] on cpu, got list"),
+        (0, [0], None, "an index for each, got None"),
+        (0, [0], torch.tensor(0), r"an index for each, got int64\[\]"),
+        (0, [0.0], [rows(1)], r"a sequence of ints as slots, got \[0.0\]"),
+        (0, None, [rows(1)], "a sequence of ints as slots, got None"),
+        (0, [0, 0], [rows(1), rows(2)], r"distinct slots and an index for each, got slots \[0, 0\]"),
+        (0, [3], [rows(1)], r"expected slots in \[0, 3\), got \[3\]"),
         (2, [0], [rows(1)], r"layer: expected in \[0, 2\), got 2"),
         (1, [0], [rows(1)], "layer 1 holds no keys yet"),
     ],
 )
-def test_what_cannot_be_kept_is_refused(layer: int, slots: list[int], index: list[Any], message: str) -> None:
+def test_what_cannot_be_kept_is_refused(layer: int, slots: Any, index: Any, message: str) -> None:
     cache = KVCache(2, 3)
     step = cache.begin([0, 1], [9, 4])
     cache.append(0, step, torch.randn(13, HEADS, DIM), torch.randn(13, HEADS, DIM))

@@ -190,12 +190,23 @@ def test_positions_that_cannot_be_placed_are_refused(positions: Any, overwrite: 
 @pytest.mark.parametrize(
     ("slots", "positions", "message"),
     [
-        ([0, 0], [[4], [5]], "distinct slots"),
-        ([0], [[4], [5]], "a number for each"),
-        ([2], [[0]], r"slots in \[0, 2\)"),
+        ([0, 0], [[4], [5]], r"distinct slots and positions for each, got slots \[0, 0\] and 2 of the other"),
+        ([0], [[4], [5]], r"positions for each, got slots \[0\] and 2 of the other"),
+        ([2], [[0]], r"slots in \[0, 2\), got \[2\]"),
+        ([0.0], [[4]], r"a sequence of ints as slots, got \[0.0\]"),
+        ([None], [[4]], r"a sequence of ints as slots, got \[None\]"),
+        (0, [[4]], "a sequence of ints as slots, got 0"),
+        ([0], None, "positions for each, got None"),
+        ([0], torch.tensor(4), r"positions for each, got int64\[\]"),
+        ([0], 4, "positions for each, got 4"),
+        ([0], [None], "slot 0: expected a list or int tensor .* of positions, got None"),
+        ([0], ["a"], "slot 0: expected a list or int tensor .* of positions, got 'a'"),
+        ([0], [["a"]], r"slot 0: expected a list or int tensor .* of positions, got \['a'\]"),
+        ([0], [[[4], [5, 6]]], "slot 0: expected a list or int tensor .* of positions"),
+        ([0], [[2**70]], "slot 0: expected a list or int tensor .* of positions"),
     ],
 )
-def test_slots_that_do_not_fit_are_refused(slots: list[int], positions: list[list[int]], message: str) -> None:
+def test_slots_that_do_not_fit_are_refused(slots: Any, positions: Any, message: str) -> None:
     cache = KVCache(1, 2)
     fill(cache, [0, 1], [4, 4])
     with pytest.raises(InvalidInput, match=message):

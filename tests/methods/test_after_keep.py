@@ -103,7 +103,10 @@ def attended(turn: Pass, layer: int, row: int, slots: int) -> Tensor:
     return selection.streamed(call.rows, call.kv, slots)[row]
 
 
-def check(kept: Kept, turn: Pass, slots: Sequence[int], texts: dict[int, Text], lengths: dict[int, int]) -> None:
+def check(
+    kept: Kept, turn: Pass, method: AttentionMethod, slots: Sequence[int], texts: dict[int, Text],
+    lengths: dict[int, int],
+) -> None:  # fmt: skip
     for layer in range(LAYERS):
         for row, slot in enumerate(slots):
             held = len(kept.at[layer][slot][0])
@@ -112,7 +115,7 @@ def check(kept: Kept, turn: Pass, slots: Sequence[int], texts: dict[int, Text], 
             want = expected(kept, layer, slot, texts[slot], lengths[slot] - 1, chosen)
             got = turn.outcomes[layer].partial.out[row].double()
             torch.testing.assert_close(got, want, rtol=0, atol=2e-5 * float(texts[slot].v.abs().max()))
-            if turn.outcomes[layer].dense_reason or isinstance(turn, Dense):
+            if turn.outcomes[layer].dense_reason or isinstance(method, Dense):
                 assert bool(chosen.all())
 
 
@@ -135,7 +138,7 @@ def test_decoding_after_keep(method: AttentionMethod, config: Any, impl: str) ->
         for slot in order:
             kept.add(slot, lengths[slot])
             lengths[slot] += 1
-        check(kept, turn, order, texts, lengths)
+        check(kept, turn, method, order, texts, lengths)
 
     decode(slots)
     decode([0, 2])

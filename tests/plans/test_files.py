@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from longreach.errors import InvalidInput
-from longreach.plans import Plan, files, load
+from longreach.plans import Plan, load, writing
 from tests.plans.factory import plan
 
 
@@ -80,7 +80,7 @@ def test_a_crash_leaves_the_old_plan_whole(saved: Path, monkeypatch: pytest.Monk
             raise KeyboardInterrupt
         real(part, path)
 
-    monkeypatch.setattr(files.os, "replace", dies)
+    monkeypatch.setattr(writing.os, "replace", dies)
     with pytest.raises(KeyboardInterrupt):
         plan(arrays={"large": torch.ones(5000)}).save(saved)
     monkeypatch.undo()

@@ -35,7 +35,6 @@ from longreach.methods.kascade.plan import KascadePlan
 from longreach.methods.kascade.state import KascadeState
 from longreach.methods.registry import choose
 from longreach.plans import Made, Plan, PlannedModel
-from longreach.plans.files import save
 from longreach.runtime import Ledger, Pass, Segment, drive
 
 Say = Callable[[str], None]
@@ -176,7 +175,7 @@ def planned(
                 transformers="", device="")  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plan.json"
-        save(Plan("kascade", of, plan.values(), made, {}), path)
+        Plan("kascade", of, plan.values(), made, {}).save(path)
         method = choose("decode", stack.method, plan=str(path), **dict(stack.options))
         method.check(model)
         yield method, model, plan

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,9 +13,48 @@ from longreach.errors import InvalidInput
 from longreach.ops.types import INTS, describe, require
 
 
+def check_slots(what: str, slots: Any, total: int, noun: str = "", each: Any = ()) -> None:
+    """Raise InvalidInput unless slots are distinct ints in [0, total), and `each` has as many entries if it has a noun.
+
+    what: the call; noun: what an entry is, for the message.
+    """
+    named = all(isinstance(s, Integral) for s in slots) if _length(slots) is not None else False
+    require(named, lambda: f"{what}: expected a sequence of ints as slots, got {_short(slots)}")
+    asked = f"{what}: expected distinct slots" + (f" and {noun} for each" if noun else "")
+    count = _length(each)
+    require(not noun or count is not None, lambda: f"{asked}, got {_short(each)}")
+    got = f"slots {list(slots)}" + (f" and {count} of the other" if noun else "")
+    require(len(set(slots)) == len(slots) and (not noun or count == len(slots)), f"{asked}, got {got}")
+    require(all(0 <= s < total for s in slots), f"{what}: expected slots in [0, {total}), got {list(slots)}")
+
+
+def check_counts(what: str, slots: Any, total: int, counts: Any) -> None:
+    """Raise InvalidInput unless slots are as in `check_slots`, and counts an int >= 0 for each."""
+    check_slots(what, slots, total, "a number", counts)
+    ok = all(isinstance(n, Integral) and n >= 0 for n in counts)
+    require(ok, lambda: f"{what}: expected ints >= 0 as numbers, got {_short(counts)}")
+
+
+def _length(x: Any) -> int | None:
+    """How many entries it has; None if it cannot have any."""
+    try:
+        return len(x)
+    except TypeError:
+        return None
+
+
+def _short(x: Any) -> str:
+    return describe(x) if isinstance(x, Tensor) else f"{x!r:.60}"
+
+
 def checked_positions(slot: int, held: int, positions: Sequence[int] | Tensor, overwrite: bool) -> Tensor:
     """int64 [n] on the host: positions of rows to place in a sequence of `held` tokens. Raises InvalidInput."""
-    p = torch.as_tensor(positions)
+    try:
+        p = torch.as_tensor(positions)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise InvalidInput(
+            f"place: slot {slot}: expected a list or int tensor [n] of positions, got {_short(positions)}"
+        ) from error
     ok = p.dim() == 1 and (p.dtype in INTS or not p.numel()) and p.device.type == "cpu"
     require(ok, f"place: expected a list or int tensor [n] of positions on the host, got {describe(p)}")
     p = p.long()

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from longreach.cache.append import Append
-from longreach.cache.checks import check_rows, checked_kept, checked_positions
+from longreach.cache.checks import check_counts, check_rows, check_slots, checked_kept, checked_positions
 from longreach.cache.compact import compacted
 from longreach.cache.config import CacheConfig
 from longreach.cache.layout import Layout
@@ -84,7 +84,7 @@ class KVCache:
         State follows. State of tokens is computed again as their keys are written. State of sequences is cut to the
         first overwritten position: methods that keep any must observe the tokens from there on again.
         """
-        self._check("place", slots, [0 for _ in positions])
+        check_slots("place", slots, len(self.lengths), "positions", positions)
         each = list(zip(slots, positions, strict=True))
         rows = [checked_positions(s, self._intact(s), p, overwrite) for s, p in each]
         over = {s: int(p[0]) for s, p in zip(slots, rows, strict=True) if p.numel() and p[0] < self._intact(s)}
@@ -203,7 +203,7 @@ class KVCache:
         that are to go (a sequence may always be cut to 0); InvalidInput for tokens that are not there, or that the
         current pass overwrites.
         """
-        self._check("truncate", slots, lengths)
+        check_counts("truncate", slots, len(self.lengths), lengths)
         for slot, n in zip(slots, lengths, strict=True):
             held = self._intact(slot)
             require(n <= held, f"truncate: slot {slot} holds {held} tokens, cannot keep {n}")
@@ -216,7 +216,7 @@ class KVCache:
 
     def reset(self, slots: Sequence[int]) -> None:
         """Empty the slots for other sequences. When all are empty after evictions, memory is released."""
-        self._check("reset", slots, [0] * len(slots))
+        check_slots("reset", slots, len(self.lengths))
         self.state.reset(self._ints(slots))
         self._cut(dict.fromkeys(slots, 0))
         if self._evicted:
@@ -230,7 +230,7 @@ class KVCache:
         Raises, with nothing changed: Unsupported if a state cannot follow; InvalidInput for slots not in use, kept
         twice or out of order, or if no slot is kept.
         """
-        self._check("keep", slots, [0 for _ in index])
+        check_slots("keep", slots, len(self.lengths), "an index", index)
         busy = [s for s, number in enumerate(self._under_way) if number]
         require(not busy, f"keep: a pass is under way in slots {busy}; commit or abort it first")
         memory = self._held(layer)
@@ -274,7 +274,7 @@ class KVCache:
 
     def _begin(self, what: str, slots: Sequence[int], counts: Sequence[int], exact: bool = False) -> list[int]:
         """Make room and open a pass on the slots; their lengths before it."""
-        self._check(what, slots, counts)
+        check_counts(what, slots, len(self.lengths), counts)
         self._drop([s for s in slots if self._under_way[s]])
         before = [self.lengths[s] for s in slots]
         after = {s: n + c for s, n, c in zip(slots, before, counts, strict=True)}
@@ -328,13 +328,6 @@ class KVCache:
     def _intact(self, slot: int) -> int:
         """Tokens of a sequence that no pass under way overwrites."""
         return min(self.lengths[slot], self._overwritten.get(slot, self.lengths[slot]))
-
-    def _check(self, what: str, slots: Sequence[int], counts: Sequence[int]) -> None:
-        fits = len(slots) == len(counts) and len(set(slots)) == len(slots)
-        require(fits, f"{what}: expected distinct slots and a number for each, got {list(slots)} and {list(counts)}")
-        inside = all(0 <= s < len(self.lengths) for s in slots) and all(n >= 0 for n in counts)
-        asked = f"{list(slots)} and {list(counts)}"
-        require(inside, f"{what}: expected slots in [0, {len(self.lengths)}) and numbers >= 0, got {asked}")
 
     def _check_layer(self, layer: int) -> None:
         require(0 <= layer < len(self.memory), f"layer: expected in [0, {len(self.memory)}), got {layer}")

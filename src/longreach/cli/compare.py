@@ -22,6 +22,7 @@ from longreach.cli.common import (
     tell_unapplied,
 )
 from longreach.cli.compare_documents import compare_documents, refuse_without_documents
+from longreach.cli.compare_record import write_record
 from longreach.cli.show import Column, Table, console, duration, emit, percent, place, progress, waiting
 from longreach.errors import InvalidInput
 
@@ -181,31 +182,6 @@ def _record(
     if args.output is not None:
         sha256 = hashlib.sha256(document.encode()).hexdigest()
         write_record(args, model, task, found, where, {"document": args.document, "document_sha256": sha256})
-
-
-def write_record(
-    args: argparse.Namespace, model: Any, task: Compare, found: list[Comparison], where: Any, read: dict[str, Any]
-) -> None:
-    """Write the record of a comparison to --output. read: what the config says of documents."""
-    from longreach.evals.model_info import model_info
-    from longreach.records import write
-
-    config = {"prompt_tokens": len(task.prompt), "steps": args.steps, "layers": args.layers,
-              "past_end": args.past_end, "prefill_chunk_size": args.prefill_chunk_size, **read,
-              "question": args.question, "not_applied": task.not_applied}  # fmt: skip
-    results = {
-        c.label: {
-            "kl": c.kl, "kl_steps": list(c.kl_steps), "first_divergence": c.first_divergence, "steps": c.steps,
-            "prefill_reads": c.prefill_reads and asdict(c.prefill_reads),
-            "decode_reads": c.decode_reads and asdict(c.decode_reads),
-            "seconds": {"read": c.read_seconds, "per_token": c.seconds_per_token}, "layer_error": c.layer_error,
-            "prefill_layer_error": c.prefill_layer_error, **({"fusion": asdict(c.fusion)} if c.fusion else {}),
-        }
-        for c in found
-    }  # fmt: skip
-    methods = {spec.label: spec.to_json() for spec in task.specs}
-    write(args.output, {"kind": "fidelity", "format": 1, "model": model_info(model, args.model), "config": config,
-                        **where, "methods": methods, "results": results})  # fmt: skip
 
 
 def _cells(c: Comparison) -> list[str]:

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from longreach.cli.common import check_questions, load_model, parse_settings, read_system, read_whole, tell_unapplied
+from longreach.cli.compare_record import write_record
 from longreach.cli.show import Column, Table, console, duration, emit, place, progress, waiting
 from longreach.errors import InvalidInput
 
@@ -126,8 +127,6 @@ def _record(
 ) -> None:  # fmt: skip
     if args.output is None:
         return
-    from longreach.cli.compare import write_record
-
     documents = [{"name": name, "sha256": _sha256(text)} for name, text in zip(args.documents, texts, strict=True)]
     config = {"documents": documents, "system": args.system, "system_sha256": _sha256(system) if system else None,
               "chunk_tokens": args.chunk_tokens or CHUNK_TOKENS}  # fmt: skip

@@ -1,19 +1,11 @@
-"""Plans on disk: one JSON file, and beside it one safetensors file for arrays that are large. No pickle.
-
-The safetensors file has the JSON's stem and the beginning of its own sha256 in its name, so that a plan which is
-written anew never shares it with the old one: what a crash leaves is the old plan or the new one, whole.
-"""
+"""Plans read from disk: each field of the JSON and each array is checked. `writing` describes the files."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
-import os
-import re
 from collections.abc import Mapping
-from dataclasses import asdict, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -25,41 +17,7 @@ from torch import Tensor
 
 from longreach.errors import InvalidInput
 from longreach.plans.plan import DTYPES, Made, Plan, PlannedModel
-
-FORMAT = 1
-INLINE = 4096  # numbers of an array that the JSON itself holds
-_NUMBERS = re.compile(r"\[\n\s*([-\d][^\[\]{}\"]*?)\n\s*\]")  # a list of numbers; no JSON text holds a line break
-
-
-def save(plan: Plan, path: Path) -> None:
-    """Write a plan whole or not at all, its arrays first. Raises InvalidInput where the place cannot be written."""
-    arrays = {name: x.detach().cpu().contiguous() for name, x in plan.arrays.items()}
-    large = {name: x for name, x in arrays.items() if x.numel() > INLINE}
-    content = safetensors.save(large) if large else b""
-    digest = hashlib.sha256(content).hexdigest()
-    file = {"name": f"{path.stem}.{digest[:12]}.safetensors", "sha256": digest} if large else None
-    document = {
-        "format": FORMAT,
-        "kind": plan.kind,
-        "model": asdict(plan.model),
-        "values": plan.values,
-        "arrays": {name: _described(x, name in large) for name, x in arrays.items()},
-        "file": file,
-        "made": {f.name: getattr(plan.made, f.name) for f in fields(Made)},
-    }
-    text = json.dumps(document, indent=1, allow_nan=False)
-    text = _NUMBERS.sub(lambda found: f"[{' '.join(found[1].split())}]", text) + "\n"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if file is not None:
-            _replace(path.with_name(file["name"]), content)
-        before = _arrays_file_of(path)
-        _replace(path, text.encode())
-    except OSError as error:
-        raise InvalidInput(f"cannot write {path}: {error.strerror}; choose another --output") from error
-    if before is not None and (file is None or before.name != file["name"]):
-        with contextlib.suppress(OSError):  # an old plan's arrays that cannot be removed disturb nobody
-            before.unlink(missing_ok=True)
+from longreach.plans.writing import FORMAT
 
 
 def load(path: Path | str, kind: str) -> Plan:
@@ -153,11 +111,6 @@ def _type(value: object) -> str:
     return "null" if value is None else NAMES.get(type(value), type(value).__name__)
 
 
-def _described(x: Tensor, large: bool) -> dict[str, Any]:
-    numbers = None if large else x.flatten().tolist()
-    return {"dtype": str(x.dtype).removeprefix("torch."), "shape": list(x.shape), "numbers": numbers}
-
-
 def _arrays(said: dict[str, Any], file: dict[str, Any] | None, path: Path) -> dict[str, Tensor]:
     stored = {} if file is None else _stored(_fields(file, {"name": str, "sha256": str}, "file"), path)
     found = {}
@@ -204,22 +157,3 @@ def _stored(file: dict[str, Any], path: Path) -> dict[str, Tensor]:
         return safetensors.load(content)
     except SafetensorError as error:
         raise InvalidInput(f"its arrays {name} are no safetensors file ({error}); {ANEW}") from error
-
-
-def _arrays_file_of(path: Path) -> Path | None:
-    """The arrays' file of the plan that is there now, if it is one of ours."""
-    try:
-        name = json.loads(path.read_bytes())["file"]["name"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    ours = isinstance(name, str) and re.fullmatch(re.escape(path.stem) + r"\.[0-9a-f]{12}\.safetensors", name)
-    return path.with_name(name) if ours else None
-
-
-def _replace(path: Path, content: bytes) -> None:
-    part = path.with_name(path.name + ".part")
-    with part.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(part, path)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from longreach.errors import InvalidInput, UnknownName
+from longreach.plans.writing import write
 
 KINDS = ("kascade", "mac", "loki")
 DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.float64, torch.float16, torch.bfloat16,
@@ -114,10 +115,9 @@ class Plan:
             )
 
     def save(self, path: Path) -> None:
-        """Write it whole or not at all; see `files`. Raises InvalidInput where the place cannot be written."""
-        from longreach.plans.files import save
-
-        save(self, path)
+        """Write it whole or not at all; see `writing`. Raises InvalidInput where the place cannot be written."""
+        made = {f.name: getattr(self.made, f.name) for f in dataclasses.fields(Made)}
+        write(path, self.kind, dataclasses.asdict(self.model), self.values, made, self.arrays)
 
 
 def how_to_make(kind: str) -> str:
