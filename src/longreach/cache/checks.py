@@ -31,7 +31,7 @@ def check_slots(what: str, slots: Any, total: int, noun: str = "", each: Any = (
 def check_counts(what: str, slots: Any, total: int, counts: Any) -> None:
     """Raise InvalidInput unless slots are as in `check_slots`, and counts an int >= 0 for each."""
     check_slots(what, slots, total, "a number", counts)
-    ok = all(isinstance(n, Integral) and n >= 0 for n in counts)
+    ok = all(isinstance(n, Integral) and int(n) >= 0 for n in counts)
     require(ok, lambda: f"{what}: expected ints >= 0 as numbers, got {_short(counts)}")
 
 
