@@ -17,8 +17,8 @@ _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def is_dtensor(x: Any) -> bool:
     """Whether x is a DTensor, sharded or replicated."""
-    if not dist.is_available():
-        return False
+    if type(x) in (Tensor, torch.nn.Parameter) or not dist.is_available():
+        return False  # without the import, which takes long
     from torch.distributed.tensor import DTensor
 
     return isinstance(x, DTensor)

@@ -238,7 +238,8 @@ class _FusedPass:
 
     def _of_all_heads(self, layer: int) -> Tensor:
         """Norms [B, 4] of a layer's errors, over the KV heads of all ranks."""
-        return self.session.facts.shards[layer].sum(self.errors[layer].square()).sqrt()
+        own = self.errors[layer]
+        return own if self.ranks is None else self.session.facts.shards[layer].sum(own.square()).sqrt()
 
     def _check_chunks(self) -> None:
         for number, (start, chunk) in enumerate(self.chunks):
