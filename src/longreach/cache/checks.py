@@ -31,8 +31,10 @@ def check_slots(what: str, slots: Any, total: int, noun: str = "", each: Any = (
 def check_counts(what: str, slots: Any, total: int, counts: Any) -> None:
     """Raise InvalidInput unless slots are as in `check_slots`, and counts an int >= 0 for each."""
     check_slots(what, slots, total, "a number", counts)
-    ok = all(isinstance(n, Integral) and n >= 0 for n in counts)
-    require(ok, lambda: f"{what}: expected ints >= 0 as numbers, got {_short(counts)}")
+    named = all(isinstance(n, Integral) for n in counts)
+    require(
+        named and all(n >= 0 for n in counts), lambda: f"{what}: expected ints >= 0 as numbers, got {_short(counts)}"
+    )
 
 
 def _length(x: Any) -> int | None:
