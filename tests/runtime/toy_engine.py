@@ -42,13 +42,14 @@ class Request:
 class ToyEngine:
     """K and V of every layer in pages [P, PAGE, G, 2 D], as some engines pack them; views of these are strided."""
 
-    def __init__(self, prefill: AttentionMethod, decode: AttentionMethod, slots: int, pages: int, seed: int = 0):
+    def __init__(self, prefill: AttentionMethod, decode: AttentionMethod, slots: int, pages: int, seed: int = 0,
+                 shared_pages: bool = True):  # fmt: skip
         self.prefill, self.decode, self.dice = prefill, decode, random.Random(seed)
         dim = FREQUENCIES.shape[0] * 2
         self.memory = [torch.full((pages, PAGE, KV_HEADS, 2 * dim), torch.nan) for _ in range(LAYERS)]
         self.free = list(range(pages))
         self.dice.shuffle(self.free)
-        self.states, self.ledger = StateStore(slots), Ledger()
+        self.states, self.ledger = StateStore(slots, shared_pages=shared_pages), Ledger()
 
     def step(self, work: Sequence[tuple[Request, int]]) -> None:
         """One pass: the next `count` tokens of each request, in an order of the engine's own."""
