@@ -10,10 +10,11 @@ import torch
 
 import longreach
 from longreach import MAC, Kascade, Quest, StreamingLLM
+from longreach.errors import Unsupported
 from longreach.methods.base import AttentionMethod
 from longreach.methods.dense import Dense
+from tests.methods.drive import Text, read_text, text
 from tests.methods.drive import outputs as alone_outputs
-from tests.methods.drive import read_text, text
 from tests.runtime.toy_engine import Request, ToyEngine, outputs, prefill_for
 
 METHODS = [
@@ -68,6 +69,42 @@ def test_state_by_page_follows_pages_that_are_shared() -> None:
     for _ in range(6):
         engine.step([(first, 1), (second, 1)])
     torch.testing.assert_close(outputs(second), outputs(first)[:, 32:], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("page", [16, 3])
+def test_blocks_that_do_not_divide_shared_pages_are_refused(page: int) -> None:
+    """They would hold keys of the first request after the shared pages, which the second one has other keys in."""
+    method, whole = Quest(k=8, page=page, dense_layers=()), text(40, seed=1)
+    engine = ToyEngine(Dense(), method, slots=3, pages=20)
+    message = f"quest keeps state for blocks of {page} keys, .* pages of 8 slots.*pages of a multiple of {page}"
+    for _ in range(2):  # it is not kept either
+        with pytest.raises(Unsupported, match=message):
+            engine.step([(Request(whole, 34, 1), 34)])
+    engine = ToyEngine(Dense(), method, slots=3, pages=20, shared_pages=False)
+    request = Request(whole, 34, 1)
+    engine.step([(request, 34)])
+    for _ in range(6):
+        engine.step([(request, 1)])
+    want = alone_outputs(read_text(method, whole, steps=6))
+    torch.testing.assert_close(outputs(request), want, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("page", [1, 2, 8])
+def test_sequences_that_differ_after_shared_pages_do_not_disturb_each_other(page: int) -> None:
+    method, texts = Quest(k=10, page=page, dense_layers=()), [text(60, seed=1), text(60, seed=5)]
+    one, other = ((t.q, t.k, t.v) for t in texts)
+    texts[1] = Text(*(torch.cat([x[:, :24], y[:, 24:]], 1) for x, y in zip(one, other, strict=True)))
+    engine = ToyEngine(Dense(), method, slots=3, pages=40)
+    first = Request(texts[0], 50, 1)
+    engine.step([(first, 50)])
+    second = Request(texts[1], 50, 2, pages=first.pages[:3], read=24)
+    engine.step([(second, 26)])
+    for _ in range(6):
+        engine.step([(first, 1), (second, 1)])
+    for request, start in ((first, 0), (second, 24)):
+        alone = Text(*(x[:, :56] for x in (request.text.q, request.text.k, request.text.v)))
+        want = alone_outputs(read_text(method, alone, steps=6))[:, start:]
+        torch.testing.assert_close(outputs(request), want, rtol=0, atol=2e-5)
 
 
 def test_the_runtime_needs_no_transformers() -> None:

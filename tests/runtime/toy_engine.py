@@ -1,7 +1,9 @@
-"""An engine of the least kind: packed ragged rows, paged buffers of its own, slots that change place in every step.
+"""An engine of the least kind: packed ragged rows, paged buffers of its own, rows that change place in every step.
 
 It drives methods through longreach.runtime alone. Each step takes chunks of prompts and single decode tokens of several
-sequences in one pass. A sequence keeps its slot number for state; its row in the batch changes from step to step.
+sequences in one pass, in an order of its own. A request keeps one slot for all its steps: methods address state of
+sequences by slot, and a StateStore moves none from slot to slot. So an engine gives a request a slot for its state and
+is free to permute rows, block tables and pages, as this one does.
 """
 
 from __future__ import annotations
@@ -9,11 +11,13 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from longreach.methods.base import AttentionMethod
+from longreach.methods.call import ModelShape
 from longreach.methods.dense import Dense
 from longreach.ops import HeadShard, KVView, RowRange, Rows, angles
 from longreach.ops.rope import RotaryAngles
@@ -42,13 +46,16 @@ class Request:
 class ToyEngine:
     """K and V of every layer in pages [P, PAGE, G, 2 D], as some engines pack them; views of these are strided."""
 
-    def __init__(self, prefill: AttentionMethod, decode: AttentionMethod, slots: int, pages: int, seed: int = 0):
+    def __init__(self, prefill: AttentionMethod, decode: AttentionMethod, slots: int, pages: int, seed: int = 0,
+                 shared_pages: bool = True, model: ModelShape = MODEL,
+                 logits: Sequence[dict[str, Any]] = LOGITS):  # fmt: skip
+        self.model, self.logits = model, logits
         self.prefill, self.decode, self.dice = prefill, decode, random.Random(seed)
         dim = FREQUENCIES.shape[0] * 2
         self.memory = [torch.full((pages, PAGE, KV_HEADS, 2 * dim), torch.nan) for _ in range(LAYERS)]
         self.free = list(range(pages))
         self.dice.shuffle(self.free)
-        self.states, self.ledger = StateStore(slots), Ledger()
+        self.states, self.ledger = StateStore(slots, shared_pages=shared_pages), Ledger()
 
     def step(self, work: Sequence[tuple[Request, int]]) -> None:
         """One pass: the next `count` tokens of each request, in an order of the engine's own."""
@@ -74,7 +81,7 @@ class ToyEngine:
                 observers = (self.decode,) if self.decode.observes_prompt and not phase else ()
                 method = self.decode if phase else self.prefill
                 segments.append(Segment("decode" if phase else "prefill", method, observers, index, runs))
-        p = Pass(tuple(segments), MODEL, self.states, self.ledger)
+        p = Pass(tuple(segments), self.model, self.states, self.ledger)
         found = [self._layer(p, layer, work, seq, pos, slots, table, filled) for layer in range(LAYERS)]
         self.ledger.commit()
         for b, (request, count) in enumerate(work):
@@ -100,7 +107,7 @@ class ToyEngine:
         cos, sin = angles(pos, FREQUENCIES)
         call = p.call(
             layer, Rows(q, seq, pos), KVView(keys, values, filled, table), slots, SCALE,
-            shard=HeadShard.whole(KV_HEADS), rotary=lambda: RotaryAngles(cos, sin), **LOGITS[layer],
+            shard=HeadShard.whole(KV_HEADS), rotary=lambda: RotaryAngles(cos, sin), **self.logits[layer],
         )  # fmt: skip
         return attend_layer(p, call).partial.out
 

@@ -18,7 +18,8 @@ class PerTokenState(StatelessOnTruncate, ABC):
 
     A unit describes `per` consecutive slots of a sequence: bounds of a block, an 8-bit key, a code. It lies in the page
     of its first slot, which the view's block table finds. So pages may move between sequences, and sequences may share
-    pages if `per` divides the page size. Units past a sequence's last slot are never read and may hold anything.
+    pages if `per` divides the page size; `StateStore(shared_pages=True)` checks that. Units past a sequence's last
+    slot are never read and may hold anything.
     """
 
     def __init__(self, kv: KVView, per: int = 1, **kept: tuple[int | None, torch.dtype]):

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from longreach.cache import SequenceState
-from longreach.errors import InvalidInput, Unsupported
-from longreach.methods.base import AttentionMethod, Outcome, PromptObserver
+from longreach.errors import Unsupported
+from longreach.methods.base import Outcome, PromptObserver
 from longreach.methods.call import LayerCall, ModelShape, Phase
 from longreach.ops import KVView, Partial, Rows, Spans
 from longreach.ops.doors import EVERYTHING
-from longreach.ops.types import RowRange
+from longreach.ops.types import require
 from longreach.runtime.ledger import Ledger
+from longreach.runtime.segments import Segment, check_runs, check_segments
 
 LayerHook = Callable[[Phase, LayerCall, Outcome], None]
 
@@ -25,21 +26,6 @@ class States(Protocol):
     """Provides the state of a method in a layer."""
 
     def get(self, method: PromptObserver, call: LayerCall) -> SequenceState | None: ...
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Rows of a pass that one method attends for.
-
-    observers: decode methods that observe the rows. index: int64 [r], the rows' numbers in the pass, ascending; None
-    for all. runs: the rows' runs on the host, required with an index.
-    """
-
-    phase: Phase
-    method: AttentionMethod
-    observers: tuple[PromptObserver, ...] = ()
-    index: Tensor | None = None
-    runs: tuple[RowRange, ...] | None = None
 
 
 @dataclass
@@ -63,6 +49,9 @@ class Pass:
     shared: dict[Hashable, Any] = field(default_factory=dict)
     layers: set[int] = field(default_factory=set)
 
+    def __post_init__(self) -> None:
+        require(len(self.segments) > 0, "segments: expected at least one")
+
     def call(self, layer: int, rows: Rows, kv: KVView, slots: Tensor, scale: float, **terms: Any) -> LayerCall:
         """The call of one layer in this pass; terms: further fields of LayerCall."""
         return LayerCall(
@@ -79,7 +68,7 @@ def attend_layer(p: Pass, call: LayerCall, *, window: int | None = None, written
         that keep numbers for each key get them; their queries are zeros.
     With several segments the Outcome has no notes; the ledger has them.
     Raises Unsupported for a window in a layer with evicted keys, InvalidInput for segments that are not the rows of the
-    pass, and errors of the methods.
+    pass (see `check_segments`: on a GPU the caller answers for the values of an index), and errors of the methods.
     """
     if window is not None and call.evicted:
         raise Unsupported(
@@ -87,7 +76,7 @@ def attend_layer(p: Pass, call: LayerCall, *, window: int | None = None, written
             f"positions there; keep all keys of sliding-window layers"
         )
     if not p.layers:
-        _check_segments(p, call.rows.q.shape[0])
+        check_segments(p.segments, call.rows, len(call.slots))
     p.layers.add(call.layer)
     if len(p.segments) == 1 and p.segments[0].index is None:
         return _attend_segment(p, p.segments[0], call, window, written)
@@ -103,7 +92,10 @@ def _joined(p: Pass, call: LayerCall, window: int | None) -> Outcome:
         some, shared = call.take(segment.index).observer(), p.shared.setdefault(("segment", number), {})
         # one tensor of positions for all layers whose rows lie in the same slots, or LayerCall.once would never hit
         key = ("segment's rows", number, id(call.rows.pos))
-        _, seq, pos = p.shared.setdefault(key, (call.rows.pos, some.rows.seq, some.rows.pos))
+        if key not in p.shared:
+            check_runs(number, segment, some.rows)
+            p.shared[key] = call.rows.pos, some.rows.seq, some.rows.pos
+        _, seq, pos = p.shared[key]
         rows = replace(some.rows, seq=seq, pos=pos, runs=segment.runs)
         some = replace(some, rows=rows, phase=segment.phase, shared=shared)
         partial = _attend_segment(p, segment, some, window).partial
@@ -113,20 +105,6 @@ def _joined(p: Pass, call: LayerCall, window: int | None) -> Outcome:
         out[segment.index], lse[segment.index] = partial.out, partial.lse
     assert out is not None and lse is not None
     return Outcome(Partial(out, lse))
-
-
-def _check_segments(p: Pass, rows: int) -> None:
-    """Raise InvalidInput unless the segments are all rows of the pass. That no row is in two is left to the caller."""
-    parts = p.segments
-    whole = len(parts) == 1 and parts[0].index is None
-    if not whole and not (parts and all(s.index is not None and s.runs is not None for s in parts)):
-        raise InvalidInput("segments: expected one without an index, or several with an index and runs each")
-    counted = sum(len(s.index) for s in parts if s.index is not None)
-    if not whole and counted != rows:
-        raise InvalidInput(f"segments: expected all {rows} rows of the pass, each once, got {counted}")
-    methods = {(s.phase, s.method) for s in parts}
-    if len(methods) != len({s.phase for s in parts}):
-        raise InvalidInput("segments: expected one method for each phase; reports are by phase")
 
 
 def _attend_segment(

@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import Tensor
 
-from longreach.cache import SequenceState
-from longreach.errors import InvalidInput
+from longreach.cache import PerTokenState, SequenceState
+from longreach.errors import InvalidInput, Unsupported
 from longreach.methods.base import PromptObserver
 from longreach.methods.call import LayerCall
 from longreach.ops import KVView
@@ -19,10 +19,14 @@ class StateStore:
 
     Pass it to `KVCache(state=...)`, which then resets, truncates and rebuilds states together with their keys. An
     engine with its own memory calls the same methods. States end with the store.
+
+    shared_pages: whether sequences may share pages of keys, as prefix caches let them; KVCache never does. State of
+        blocks of keys is then refused where blocks do not divide pages: a block that reaches past a shared page would
+        describe the keys of one sequence to the other.
     """
 
-    def __init__(self, slots: int):
-        self.slots = slots
+    def __init__(self, slots: int, *, shared_pages: bool = False):
+        self.slots, self.shared_pages = slots, shared_pages
         self._states: dict[tuple[PromptObserver, int], SequenceState | None] = {}
         self._observed: dict[PromptObserver, list[int]] = {}
 
@@ -30,11 +34,15 @@ class StateStore:
         """The state of `method` for the layer of `call`, made at its first call.
 
         Another config counts as another method, as its state would differ.
+        Raises Unsupported where pages may be shared and the method's blocks of keys do not divide them.
         """
         place = (method, call.layer)
         if place not in self._states:
             with torch.inference_mode(False):  # it outlives the mode this pass runs in
-                self._states[place] = method.new_state(call, self.slots)
+                state = method.new_state(call, self.slots)
+            if self.shared_pages:
+                _check_blocks(method, state, call.kv)
+            self._states[place] = state
         return self._states[place]
 
     def states(self, methods: Collection[PromptObserver] = (), layer: int | None = None) -> list[SequenceState]:
@@ -143,3 +151,13 @@ class StateStore:
     @property
     def nbytes(self) -> int:
         return sum(state.nbytes for state in self.states())
+
+
+def _check_blocks(method: PromptObserver, state: SequenceState | None, kv: KVView) -> None:
+    """Raise Unsupported for state of blocks that reach past a page of a block table."""
+    if kv.block_table is not None and isinstance(state, PerTokenState) and kv.page % state.per:
+        raise Unsupported(
+            f"{method.name} keeps state for blocks of {state.per} keys, and sequences may share pages of {kv.page} "
+            f"slots: expected blocks that divide a page. Give the method smaller blocks, use pages of a multiple of "
+            f"{state.per} slots, or share no pages (StateStore(shared_pages=False))"
+        )
