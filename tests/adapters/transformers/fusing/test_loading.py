@@ -80,7 +80,11 @@ def test_layers_on_the_cpu(pinned: bool | None) -> None:
 SHARDS = [HeadShard(n, 1, 2) for n in range(2)] + [HeadShard.whole(2)]
 
 
-@pytest.mark.parametrize("shard", SHARDS, ids=lambda s: f"{s.first} of {s.total}, {s.count}")
+def named(shard: HeadShard | None) -> str:
+    return "no shard" if shard is None else f"{shard.first} of {shard.total}, {shard.count}"
+
+
+@pytest.mark.parametrize("shard", SHARDS, ids=named)
 def test_a_rank_loads_its_own_heads(shard: HeadShard) -> None:
     chunks, known = [chunk(n, seed) for seed, n in enumerate((3, 8, 8))], dict[int, HeadShard]()
     loading = Loading(chunks, torch.device("cpu"), 0, 5, known)
@@ -109,7 +113,7 @@ class InOrder:
     record = wait_event = wait_stream = nothing
 
 
-@pytest.mark.parametrize("shard", [None, *SHARDS], ids=repr)
+@pytest.mark.parametrize("shard", [None, *SHARDS], ids=named)
 @pytest.mark.parametrize("group", [1, 700, 1 << 28])  # a layer at a time, some, all
 def test_groups_of_layers_hold_what_they_should(
     shard: HeadShard | None, group: int, monkeypatch: pytest.MonkeyPatch
@@ -134,7 +138,7 @@ def test_groups_of_layers_hold_what_they_should(
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("shard", [None, SHARDS[1]], ids=repr)
+@pytest.mark.parametrize("shard", [None, SHARDS[1]], ids=named)
 @pytest.mark.parametrize("first", [0, 2])
 @pytest.mark.parametrize("group", [1, 3000, 1 << 28])  # a layer at a time, some, all
 def test_copies_ahead(first: int, group: int, shard: HeadShard | None, monkeypatch: pytest.MonkeyPatch) -> None:
