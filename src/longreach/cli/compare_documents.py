@@ -46,7 +46,9 @@ def compare_documents(args: argparse.Namespace) -> int:
 
             store = None if args.store is None else opened.enter_context(ChunkStore(args.store))
             where = environment(model.device)
-        with attach(model, fuse="pie") as session:  # any fusion method: no prompt is read here
+        # no prompt is read here: the method says only whether chunks get the dependence of their tokens
+        needed = any(spec.fuse is not None and spec.fuse.needs_dependence for spec in specs)
+        with attach(model, fuse="dependence" if needed else "pie") as session:
             documents = Documents(
                 session, tokenizer, system=system, store=store, chunk_tokens=args.chunk_tokens or CHUNK_TOKENS,
                 prefill_chunk=args.prefill_chunk_size,
