@@ -23,6 +23,7 @@ from longreach.evals.methods import specs
 from longreach.evals.prompting import fitted, prompt_tokens
 from longreach.evals.scores import diverges_at, result, tasks_entry
 from longreach.records import Journal
+from longreach.records.record import wilson
 from longreach.tasks.base import Count, Sample, all_of
 from longreach.testing.tiny import tiny_model, tiny_tokenizer
 from tests.tiers import swept
@@ -167,6 +168,9 @@ def test_draws_are_seeded_and_their_mean_counts(model: Any) -> None:
     ]}  # fmt: skip
     found = result([entry], None)
     assert found["score"] == 0.75 and found["decode_reads"] is None and found["seconds"]["per_token"] is None
+    assert found["interval_95"] == list(wilson(1.5, 2))  # of two prompts, not of four answers
+    few = [a for a in entry["answers"] if (a["number"], a["draw"]) != (1, 1)]
+    assert result([{**entry, "answers": few}], None)["score"] == 0.75  # each prompt counts once, however many its draws
 
 
 def test_a_crash_is_that_samples_failure(model: Any, monkeypatch: pytest.MonkeyPatch, once: dict[str, Any]) -> None:

@@ -102,6 +102,8 @@ def test_dense_is_the_plain_model(model: Any, texts: list[Text], chunk: int) -> 
     task, found = measured(model, texts, ["oracle_top_k k=1.0"], chunk)
     whole = len(texts[0].tokens) // (LENGTH - 1) + len(texts[1].tokens) // (LENGTH - 1)
     assert len(task.windows) == whole and all(w[0] == BOS_ID and len(w) == LENGTH for w in task.windows)
+    for number, window in enumerate(task.windows[: len(texts[0].tokens) // (LENGTH - 1)]):
+        assert window[1:] == list(texts[0].tokens[number * (LENGTH - 1) : (number + 1) * (LENGTH - 1)])
     expected = direct(model, task.windows)
     for result in found.values():
         read, decoded = result["prefill"], result["decode"]

@@ -36,6 +36,7 @@ def test_every_rank_returns_its_result() -> None:
     assert run_on_ranks("tests.testing.test_ranks:add_up", 10, {"second": 5}) == [(0, 2, 31.0), (1, 2, 31.0)]
 
 
+@pytest.mark.sweep
 def test_a_failing_rank_is_told_and_the_others_are_stopped(tmp_path: Path) -> None:
     started = time.monotonic()
     with pytest.raises(RankFailed, match=r"(?s)rank 1 ended with 1:.*ValueError: this rank is out of sorts"):
