@@ -303,7 +303,7 @@ def test_fusion_eviction_and_controls_in_one_record_and_report(longreach: Any, t
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        (["--method", "dense fuse=a4"], ["unknown fuse method 'a4'", "a3_deep, random, oracle, row_order"]),
+        (["--method", "dense fuse=a4"], ["unknown fuse method 'a4'", "dependence, random, oracle, row_order"]),
         (["--method", "streaming_llm/dense fuse=a3"], ["fuse=a3 with prefill=streaming_llm"]),
         (["--method", "mac evict=snapkv"], ["evict=snapkv with decode=mac"]),
         (["--chunks", "bos"], ["--chunks is for methods that fuse"]),

@@ -24,7 +24,7 @@ def test_tables_and_record(longreach: Any, tiny: Path, tmp_path: Path) -> None:
     found = json.loads(record.read_text())
     assert found["kind"] == "fusion" and found["config"]["chunks"] == "alone" and len(found["model"]["sha256"]) == 64
     assert found["config"]["layers"]["attention"] == [1] and "commit" in found
-    assert list(found["methods"])[:2] == ["dense fuse=full_reuse", "dense fuse=pie"] and len(found["methods"]) == 8
+    assert list(found["methods"])[:2] == ["dense fuse=full_reuse", "dense fuse=pie"] and len(found["methods"]) == 9
     assert found["methods"]["dense fuse=a3 fuse.ratio=0.3"]["fuse"]["ratio"] == 0.3
     assert [s["task"] for s in found["samples"]] == ["needle_sweep"] and found["samples"][0]["chunks"]
     for label, mine in found["results"].items():
