@@ -91,6 +91,7 @@ def _sparse_model(batch: int) -> Case:
 
 
 FUSIONS = ("full_reuse", "pie", "legolink", "cacheblend", "a3", "a3_deep", "dependence")
+CHOOSING = ("cacheblend", "a3", "dependence")
 METHODS = ("dense", "streaming_llm", "less_is_more", "omnikv", "quest", "loki", "kascade", "mac")
 EARLY = ("streaming_llm", "less_is_more")  # not slower than dense attention at 8K either
 AT_128K = {"streaming_llm": 0.75, "quest": 0.85, "loki": 0.95}
@@ -146,13 +147,15 @@ def _kascade_int8(batch: int, context: int, least: float | None = None) -> Case:
     return replace(case, name=f"kascade-int8-{_label(context)}-b{batch}", stack=stack, targets=targets)
 
 
-def _fusion(context: int, ratios: tuple[float, ...] = (0.05, 0.15)) -> Case:
+def _fusion(context: int, ratios: tuple[float, ...] = (0.05, 0.15), methods: tuple[str, ...] = FUSIONS) -> Case:
     """Time to the first token of a prompt of stored chunks, over an exact prefill of the same tokens."""
     least = {"a3 0.15": 3.5, "cacheblend 0.15": 3.5, "a3_deep 0.15": 3.5, "dependence 0.15": 4.0,
              "dependence 0.05": 7.0, "pie": 7.0} if context >= 16 * K else {}  # fmt: skip
+    most = methods if context == 6 * K else ()
+    choosing = (Target("ms of choosing", 0.1, f"{name} {ratios[0]:g}") for name in most)
     return Case(
-        f"fusion-{_label(context)}", FUSION, Shape(1, context), model=Model(), methods=FUSIONS, ratios=ratios,
-        targets=tuple(Target("speed over prefill", bound, name) for name, bound in least.items()),
+        f"fusion-{_label(context)}", FUSION, Shape(1, context), model=Model(), methods=methods, ratios=ratios,
+        targets=(*(Target("speed over prefill", bound, name) for name, bound in least.items()), *choosing),
     )  # fmt: skip
 
 
@@ -223,6 +226,7 @@ CASES: dict[str, Case] = {
         *(_user(batch, context * K) for context in (8, 32, 128) for batch in (1, 4)),
         _user(1, 32 * K, METHODS),
         _fusion(4 * K),
+        _fusion(6 * K, (0.15,), CHOOSING),
         _fusion(8 * K),
         _fusion(16 * K, (0.0, 0.05, 0.15, 0.3, 1.0)),
         _fusion(32 * K),

@@ -1,8 +1,8 @@
 """Run a case of the group "user": TTFT, TPOT and peak memory, compared with transformers' generate.
 
 A random prompt is really read. Three ways: transformers' generate (its own cache, sdpa), the same call on an attached
-model, and longreach.generate; the last one for every method of the case, and where the device captures steps, for dense
-attention also with a step captured piecewise. Memory is what torch has allocated at most:
+model, and longreach.generate; the last one for every method of the case. A case with a target for a step captured
+piecewise times longreach.generate so too, where the device captures steps. Memory is what torch has allocated at most:
 "prefill_peak" until the first token is there, "decode_peak" from then on.
 """
 
@@ -91,7 +91,7 @@ def run_user(bench: Decoding, case: Case, save: Callable[[dict[str, Any]], None]
             measure = partial(_longreach, bench, case, model, ids, method, answer, most)
             found = tried(bench, label, left_out, measure)
         keep(found and {**found, "name": label})
-    if "dense" in case.methods and captures(bench.device):
+    if any(target.of == PIECEWISE for target in case.targets) and captures(bench.device):
         measure = partial(_longreach, bench, case, model, ids, None, answer, most, graph="piecewise")
         found = tried(bench, PIECEWISE, left_out, measure)
         keep(found and {**found, "name": PIECEWISE})

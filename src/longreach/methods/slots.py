@@ -6,6 +6,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -20,13 +21,13 @@ from longreach.ops import KVView, Rows
 
 @dataclass(frozen=True, eq=False)
 class PromptParts:
-    """Which tokens of a prompt of N have stored keys and values. All [N] on the model's device.
+    """Which tokens of a prompt of N have stored keys and values. All on the model's device, [N] but for `at`.
 
-    stored: bool. exact: bool, the stored ones that are what a plain prefill makes, since all before their chunk is what
-    it was computed behind. before, after: int64, tokens of the same chunk before and after this one; 0 outside chunks.
-    question: the first token after the last chunk. dependence: float64, of each stored token how far its keys and
-    values move when other tokens stand before its chunk, 0 elsewhere; None where a chunk that is not exact was stored
-    without.
+    stored: bool; at: int64 [S], where it is true. exact: bool, the stored ones that are what a plain prefill makes,
+    since all before their chunk is what it was computed behind. before, after: int64, tokens of the same chunk before
+    and after this one; 0 outside chunks. question: the first token after the last chunk. dependence: float64, of each
+    stored token how far its keys and values move when other tokens stand before its chunk, 0 elsewhere; None where a
+    chunk that is not exact was stored without.
     """
 
     stored: Tensor
@@ -36,7 +37,11 @@ class PromptParts:
     question: int
     dependence: Tensor | None = None
 
-    @property
+    @cached_property
+    def at(self) -> Tensor:
+        return self.stored.nonzero()[:, 0]
+
+    @cached_property
     def candidates(self) -> Tensor:
         """bool [N]: the tokens that a ratio may be spent on."""
         return self.stored & ~self.exact
@@ -64,11 +69,13 @@ class Fusion(Configured, ABC):
         replace the stored ones; chosen tokens alone attend there and run from there on. 0: they run from the start.
     true_positions: whether stored keys are rotated to where their tokens stand, else to where they were computed.
     needs_dependence: whether chunks must be stored with the dependence of their tokens.
+    compares_values: whether stored values of the last full layer are needed to choose; they are then copied beforehand.
     """
 
     full_layers: ClassVar[int] = 0
     true_positions: ClassVar[bool] = True
     needs_dependence: ClassVar[bool] = False
+    compares_values: ClassVar[bool] = False
 
     def probes(self, layers: int) -> tuple[int, ...]:
         """Layers up to which the question runs to choose, one after the other; none for methods that do without.

@@ -50,9 +50,9 @@ class SnapKV(Eviction):
         if length <= self.capacity:
             return None
         lse, logits = call.op("score_keys")
-        scores = call.op("pooled_scores", lse=lse, logits=logits)[..., :length]
-        columns = torch.arange(length, device=scores.device)
-        votes = torch.where(columns <= call.rows.pos[:, None, None], scores, 0.0).sum(0)  # [G, N]
+        one = torch.zeros_like(call.rows.pos)
+        votes = call.op("pooled_scores", lse=lse, logits=logits, tile=one, tiles=1)[0, :, :length]  # [G, N]
+        columns = torch.arange(length, device=votes.device)
         half = self.kernel // 2
         if self.pool == "max":
             votes = F.max_pool1d(votes[None], self.kernel, stride=1, padding=half)[0]

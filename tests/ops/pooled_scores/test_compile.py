@@ -9,7 +9,7 @@ import json
 from unittest.mock import patch
 import torch
 from longreach.ops import Logits, Rows
-from longreach.ops.pooled_scores import triton, triton_kernels
+from longreach.ops.pooled_scores import triton, triton_kernels, triton_tiles
 from longreach.testing.compile import compiling
 from longreach.testing.inputs import random_kv
 
@@ -23,11 +23,11 @@ with patch.object(triton, "refuse", lambda *a: None):
             kept = Logits(torch.zeros(shape))
             if halves:
                 kept = Logits(torch.zeros(shape).half(), torch.zeros(2, 2, -(-kv.capacity // 64), group), 64)
-            with compiling(triton_kernels, "pool") as made:
-                triton.pooled_scores(
-                    rows, kv, scale=1.0, softcap=None, lse=torch.zeros(2, 2 * group), kept=kept, tile=None, tiles=None
-                )
-            found[f"{group} {halves}"] = [[m.metadata.shared, "cubin" in m.asm] for m in made]
+            given = {"scale": 1.0, "softcap": None, "lse": torch.zeros(2, 2 * group), "kept": kept}
+            with compiling(triton_kernels, "pool") as made, compiling(triton_tiles, "pool_tiles") as more:
+                triton.pooled_scores(rows, kv, **given, tile=None, tiles=None)
+                triton.pooled_scores(rows, kv, **given, tile=torch.arange(2), tiles=2)
+            found[f"{group} {halves}"] = [[m.metadata.shared, "cubin" in m.asm] for m in (*made, *more)]
 print(json.dumps(found))
 """
 
@@ -36,4 +36,5 @@ def test_compiles_for_an_h200() -> None:
     cases = printed(COMPILE)
     assert len(cases) == 10
     for case, kernels in cases.items():
-        assert len(kernels) == 1 and kernels[0][0] <= SHARED_MEMORY and kernels[0][1], (case, kernels)
+        assert len(kernels) == 2, (case, kernels)
+        assert all(shared <= SHARED_MEMORY and compiled for shared, compiled in kernels), (case, kernels)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from longreach.methods.slots import PromptParts
+from longreach.ops import top_k
 from longreach.ops.types import require
 
 
@@ -16,10 +17,16 @@ def check_ratio(ratio: object) -> None:
 
 
 def best(scores: Tensor, prompt: PromptParts, ratio: float) -> Tensor:
-    """bool [N]: the round(ratio N) candidates with the largest scores [N], all where there are fewer; ties go to the
-    earlier."""
+    """bool [N]: the round(ratio N) candidates with the largest scores [N], all where there are fewer.
+
+    Scores are compared in fp32; among equal ones the earlier token is chosen.
+    """
     candidates = prompt.candidates
-    ranked = scores.double().masked_fill(~candidates, -torch.inf).sort(descending=True, stable=True).indices
+    size, count = len(candidates), round(ratio * len(candidates))
     chosen = torch.zeros_like(candidates)
-    chosen[ranked[: round(ratio * len(candidates))]] = True
+    if count:
+        most, length = (torch.full((1, 1), number, device=scores.device) for number in (count, size))
+        ranked = scores.float().masked_fill(~candidates, -torch.inf)[None, None]
+        index, _ = top_k(ranked, most, length, capacity=count)
+        chosen[index[0, 0].long()] = True
     return chosen & candidates

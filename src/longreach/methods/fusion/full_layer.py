@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from longreach.methods.fusion.base import best, check_ratio
@@ -24,14 +25,16 @@ class CacheBlend(Fusion):
 
     name = "cacheblend"
     full_layers = 1
+    compares_values = True
 
     def __post_init__(self) -> None:
         check_ratio(self.ratio)
 
     def choose(self, prompt: PromptParts, layer: FullLayer | None) -> Tensor:
         assert layer is not None
-        moved = (layer.values[prompt.stored].float() - layer.stored_values().float()).square().sum((1, 2))
-        scores = moved.new_zeros(len(prompt.stored)).masked_scatter(prompt.stored, moved)
+        moved = layer.values[prompt.at].float() - layer.stored_values()  # in fp32
+        scores = moved.new_zeros(len(prompt.stored))
+        scores[prompt.at] = torch.linalg.vector_norm(moved, dim=(1, 2)).square()
         return best(layer.call.sum_over_ranks(scores), prompt, self.ratio)
 
 

@@ -9,20 +9,19 @@ from torch import Tensor
 from longreach.methods.call import LayerCall
 from longreach.methods.slots import PromptParts
 
-ROWS = 64  # of the question, scored at a time: [ROWS, G, N] scores are held
+ROWS = 64  # of the question, scored at a time: [ROWS, H, N] logits are held
 
 
 def attention_by_head(prompt: PromptParts, call: LayerCall) -> Tensor:
     """fp32 [N]: a softmax for each row of the call and query head, summed over them and over ranks."""
-    count = len(prompt.stored)
-    total = torch.zeros(count, dtype=torch.float32, device=call.rows.q.device)
-    columns = torch.arange(count, device=total.device)
-    for index in torch.arange(len(call.rows.pos), device=total.device).split(ROWS):
-        some = call.take(index)
+    total = call.rows.q.new_zeros(len(prompt.stored), dtype=torch.float32)
+    count = len(call.rows.pos)
+    for index in torch.arange(count, device=total.device).split(ROWS):
+        some = call if count <= ROWS else call.take(index)
         lse, logits = some.op("score_keys")
-        pooled = some.op("pooled_scores", lse=lse, logits=logits)[..., :count]
-        seen = columns <= some.rows.pos[:, None, None]  # what lies past a row may be anything
-        total += torch.where(seen, pooled, 0.0).sum((0, 1))
+        one = torch.zeros_like(some.rows.pos)
+        pooled = some.op("pooled_scores", lse=lse, logits=logits, tile=one, tiles=1)
+        total += pooled[0, :, : len(total)].sum(0)
     return call.sum_over_ranks(total)
 
 

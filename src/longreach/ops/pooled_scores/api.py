@@ -18,13 +18,12 @@ IMPLEMENTATIONS = Implementations(
 )
 
 
-def resolve(impl: str, rows: Rows, *, logits: Logits | None = None, tile: Tensor | None = None) -> str:
+def resolve(impl: str, rows: Rows, *, logits: Logits | None = None) -> str:
     """The implementation that `pooled_scores` with these arguments uses.
 
-    "auto" is Triton on a GPU for kept logits, each row by itself, and the reference for all else.
+    "auto" is Triton on a GPU for kept logits, and the reference for all else.
     """
-    kernel = logits is not None and tile is None
-    return IMPLEMENTATIONS.resolve(impl if impl != "auto" or kernel else "reference", rows.q.device)
+    return IMPLEMENTATIONS.resolve(impl if impl != "auto" or logits is not None else "reference", rows.q.device)
 
 
 def pooled_scores(
@@ -52,7 +51,7 @@ def pooled_scores(
 
     Returns fp32 [tiles, G, N], N = kv.capacity, 0 where nothing is seen. But without `tile`, what lies past the slots
     that a row reaches (at min(seq_lens, pos + 1) and above; after eviction at seq_lens and above) may be anything: the
-    reference leaves NaN there, so that its use shows. Triton takes kept logits only, and no tile.
+    reference leaves NaN there, so that its use shows. Triton takes kept logits only.
     Raises InvalidInput, UnknownName, Unsupported.
     """
     check_memory(rows, kv)
@@ -75,13 +74,14 @@ def pooled_scores(
     if logits is not None:
         check_kept(logits, rows, kv)
         require(lse is not None, "lse: kept logits are summed against the lse that came with them; give both")
-    compute = IMPLEMENTATIONS.get(resolve(impl, rows, logits=logits, tile=tile), rows.q.device)
+    compute = IMPLEMENTATIONS.get(resolve(impl, rows, logits=logits), rows.q.device)
     return compute(rows, kv, scale=scale, softcap=softcap, lse=lse, kept=logits, tile=tile, tiles=tiles)
 
 
 def _reads(
-    rows: Rows, kv: KVView, result: Tensor, lse: Tensor | None = None, logits: Logits | None = None
-) -> tuple[Read, ...]:
+    rows: Rows, kv: KVView, result: Tensor, lse: Tensor | None = None, logits: Logits | None = None,
+    tile: Tensor | None = None, tiles: int | None = None,
+) -> tuple[Read, ...]:  # fmt: skip
     """Kept logits spare the keys; without the normaliser the keys are read twice."""
     passes = 0 if logits is not None else 2 if lse is None else 1
     return (Read.of(kv, EVERYTHING, values=False),) * passes

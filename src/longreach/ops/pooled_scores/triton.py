@@ -10,6 +10,7 @@ from torch import Tensor
 
 from longreach.errors import Unsupported
 from longreach.ops.pooled_scores import triton_kernels as kernels
+from longreach.ops.pooled_scores import triton_tiles as by_tile
 from longreach.ops.types import KVView, Logits, Rows
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
@@ -17,11 +18,16 @@ INTERPRETED: bool = triton.knobs.runtime.interpret
 
 @dataclass(frozen=True)
 class Tuning:
-    """chunk: logits of a program's round; shares: programs that split a row's slots among them, at most."""
+    """chunk: logits of a program's round; shares: programs that split a row's slots among them, at most.
+
+    tile_slots, tile_rows: of a program's round where rows are summed by tile.
+    """
 
     chunk: int = 4096
     warps: int = 4
     shares: int = 64
+    tile_slots: int = 64
+    tile_rows: int = 8
     chained: bool = not INTERPRETED
 
 
@@ -37,29 +43,48 @@ def pooled_scores(
     tiles: int | None,
     tune: Tuning | None = None,
 ) -> Tensor:
-    if kept is None or lse is None or tile is not None:
+    if kept is None or lse is None:
         raise Unsupported(
-            "pooled_scores' Triton kernel sums kept logits, each row by itself: give the logits and the lse of "
-            "score_keys and no tile, or use impl='reference'"
+            "pooled_scores' Triton kernels sum kept logits: give the logits and the lse of score_keys, or use "
+            "impl='reference'"
         )
     refuse(rows, kept, lse)
     count, group = rows.q.shape[0], kv.group(rows)
-    pooled = rows.q.new_empty((count, kv.heads, kv.capacity), dtype=torch.float32)
+    pooled = rows.q.new_empty((count if tiles is None else tiles, kv.heads, kv.capacity), dtype=torch.float32)
     if not pooled.numel():
         return pooled
     t = tune or Tuning(chunk=16 * group if INTERPRETED else 4096)
     wide = triton.next_power_of_2(group)
-    slots = max(16, t.chunk // wide)
-    x, top = kept.x.contiguous(), kept.x if kept.top is None else kept.top.contiguous()
-    shares = min(t.shares, triton.cdiv(kv.capacity, slots))
+    top = kept.x if kept.top is None else kept.top.contiguous()
+    given = (
+        kept.x.contiguous(), top, lse.contiguous(), rows.seq.contiguous(), rows.pos.contiguous(),
+        kv.seq_lens.contiguous(),
+    )  # fmt: skip
+    more = {
+        "G": kv.heads, "GROUP": group, "WIDE": wide, "BLOCK": kept.block, "HALVES": kept.top is not None,
+        "EVICTED": kv.slot_pos is not None, "CHAINED": t.chained, "num_warps": t.warps,
+    } | ({"launch_pdl": True} if t.chained else {})  # fmt: skip
     with torch.cuda.device_of(rows.q):
-        kernels.pool[(count * kv.heads, shares)](
-            x, top, lse.contiguous(), rows.seq.contiguous(), rows.pos.contiguous(), kv.seq_lens.contiguous(), pooled,
-            kv.capacity, top.shape[2], G=kv.heads, GROUP=group, WIDE=wide, BLOCK=kept.block,
-            HALVES=kept.top is not None, EVICTED=kv.slot_pos is not None, BN=slots, CHAINED=t.chained,
-            num_warps=t.warps, **({"launch_pdl": True} if t.chained else {}),
-        )  # fmt: skip
+        if tile is None:
+            slots = max(16, t.chunk // wide)
+            shares = min(t.shares, triton.cdiv(kv.capacity, slots))
+            kernels.pool[(count * kv.heads, shares)](*given, pooled, kv.capacity, top.shape[2], BN=slots, **more)
+            return pooled
+        order, end = _by_tile(tile, pooled.shape[0])
+        slots = max(1, t.tile_slots * 4 // wide)
+        by_tile.pool_tiles[(pooled.shape[0] * kv.heads, triton.cdiv(kv.capacity, slots))](
+            *given, order, end, pooled, kv.capacity, top.shape[2], BN=slots, BR=t.tile_rows, **more
+        )
     return pooled
+
+
+def _by_tile(tile: Tensor, tiles: int) -> tuple[Tensor, Tensor]:
+    """int64 [R], the rows tile after tile, and [tiles], where those of each end."""
+    if tiles == 1:
+        order = torch.arange(len(tile), device=tile.device)
+        return order, torch.full((1,), len(tile), device=tile.device)
+    of, order = tile.long().sort(stable=True)
+    return order, torch.searchsorted(of, torch.arange(tiles, device=tile.device), right=True)
 
 
 def refuse(rows: Rows, kept: Logits, lse: Tensor) -> None:

@@ -127,7 +127,7 @@ def test_groups_of_layers_hold_what_they_should(
     chunks = [pool.add(chunk(n, seed, layers=7)) for seed, n in enumerate((8, 8, 3, 8))]
     held = [c for c in chunks if isinstance(c, PooledChunk)]
     shards = None if shard is None else dict.fromkeys(range(7), shard)
-    ahead = loading._Ahead(held, torch.device("cpu"), 2, 7, shards)
+    ahead = loading._Ahead(held, torch.device("cpu"), torch.cuda.Stream(), 2, 7, shards)
     assert len(ahead.bounds) > 1 or group > 700
     for layer in range(2, 7):
         for mine, want in zip(ahead.layer(layer), expected(chunks, layer), strict=True):
@@ -146,11 +146,18 @@ def test_copies_ahead(first: int, group: int, shard: HeadShard | None, monkeypat
     monkeypatch.setattr(loading, "GROUP_BYTES", group)
     pool, device = ChunkPool(1 << 26), torch.device("cuda")
     chunks = [pool.add(chunk(n, seed, layers=9)) for seed, n in enumerate((512, 512, 100, 512, 3))]
-    ahead = Loading(chunks, device, first, 9, None if shard is None else dict.fromkeys(range(9), shard))
+    shards = None if shard is None else dict.fromkeys(range(9), shard)
+    ahead = Loading(chunks, device, first, 9, shards, values=first - 1 if first else None)
     torch.cuda._sleep(20_000_000)  # the device is behind
+    early = ahead.values(first - 1).cpu() if first else None
     found = [ahead.layer(layer) for layer in range(first, 9)]
     for layer, pair in enumerate(found, first):
         for mine, want in zip(pair, expected(chunks, layer), strict=True):
             assert torch.equal(mine.cpu(), want if shard is None else shard.slice(want, 1))
-    assert ahead.bytes == sum(c.bytes for c in chunks) * (9 - first) // 9 // (1 if shard is None else 2)
+    layers = 9 - first
+    if early is not None:
+        want = expected(chunks, first - 1)[1]
+        assert torch.equal(early, want if shard is None else shard.slice(want, 1))
+        layers += 0.5
+    assert ahead.bytes == sum(c.bytes for c in chunks) * layers / 9 / (1 if shard is None else 2)
     assert ahead.waits and all(wait.seconds() >= 0 for wait in ahead.waits)

@@ -23,47 +23,71 @@ class Loading:
 
     On a CUDA device, chunks in page-locked memory (`ChunkPool`) are copied on a stream of their own, groups of layers
     of about GROUP_BYTES ahead of the layers that need them, into two buffers in turn; others are copied when a layer
-    asks. bytes: copied to the device so far.
+    asks.
 
     shards: for a tensor-parallel rank, by layer the KV heads that it holds: chunks hold all, and these alone are
     copied. An entry must be there when its layer is asked for; copies run ahead if all are there from the beginning.
+    values: a layer before `first` whose values alone are asked for; where copies run ahead they are the first.
     """
 
     def __init__(
         self, chunks: Sequence[Chunk], device: torch.device, first: int = 0, stop: int = 0,
-        shards: Mapping[int, HeadShard] | None = None,
+        shards: Mapping[int, HeadShard] | None = None, values: int | None = None,
     ):  # fmt: skip
         self.chunks, self.device, self.shards = list(chunks), device, shards
-        self.bytes = 0
+        self._asked = 0  # bytes copied when a layer asked, or as `values`
+        self._early: tuple[int, list[Tensor], torch.cuda.Event] | None = None
         held = [chunk for chunk in chunks if isinstance(chunk, PooledChunk) and chunk.memory.is_pinned()]
         ahead = device.type == "cuda" and first < stop and bool(chunks) and len(held) == len(self.chunks)
         if shards is not None:
-            ahead = ahead and all(layer in shards for layer in range(first, stop))
-        self._ahead = _Ahead(held, device, first, stop, shards) if ahead else None
+            ahead = ahead and all(layer in shards for layer in range(first if values is None else values, stop))
+        stream = torch.cuda.Stream(device) if ahead else None
+        if stream is not None and values is not None:
+            copied = torch.cuda.Event()
+            with torch.cuda.stream(stream):
+                some = self._values(values)
+                copied.record(stream)
+            self._early = values, some, copied
+        self._ahead = None if stream is None else _Ahead(held, device, stream, first, stop, shards)
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values [S, G, D] of a layer, S the chunks' tokens, G the KV heads of this rank."""
         if self._ahead is not None:
-            found = self._ahead.layer(layer)
-            self.bytes = self._ahead.bytes
-            return found
+            return self._ahead.layer(layer)
         pairs = [
             tuple(_own(x[layer], layer, self.shards).to(self.device) for x in (chunk.keys, chunk.values))
             for chunk in self.chunks
         ]
         if self.device.type != "cpu":
-            self.bytes += sum(k.nbytes + v.nbytes for k, v in pairs)
+            self._asked += sum(k.nbytes + v.nbytes for k, v in pairs)
         k, v = (torch.cat(x, 1).transpose(0, 1) for x in zip(*pairs, strict=True))
         return k, v
 
     def values(self, layer: int) -> Tensor:
         """Values [S, G, D] of one layer alone, out of turn."""
+        if self._early is None or self._early[0] != layer:
+            some = self._values(layer)
+        else:
+            _, some, copied = self._early
+            main = torch.cuda.current_stream(self.device)
+            main.wait_event(copied)
+            for value in some:
+                value.record_stream(main)
+        return torch.cat(some, 1).transpose(0, 1)
+
+    def _values(self, layer: int) -> list[Tensor]:
+        """A layer's values of each chunk, copied to the device on the current stream."""
         some = [
             _own(chunk.values[layer], layer, self.shards).to(self.device, non_blocking=True) for chunk in self.chunks
         ]
         if self.device.type != "cpu":
-            self.bytes += sum(v.nbytes for v in some)
-        return torch.cat(some, 1).transpose(0, 1)
+            self._asked += sum(v.nbytes for v in some)
+        return some
+
+    @property
+    def bytes(self) -> int:
+        """Copied to the device so far."""
+        return self._asked + (0 if self._ahead is None else self._ahead.bytes)
 
     @property
     def waits(self) -> list[Wait]:
@@ -100,13 +124,13 @@ class _Group:
 
 class _Ahead:
     def __init__(
-        self, chunks: list[PooledChunk], device: torch.device, first: int, stop: int,
+        self, chunks: list[PooledChunk], device: torch.device, stream: torch.cuda.Stream, first: int, stop: int,
         shards: Mapping[int, HeadShard] | None = None,
     ):  # fmt: skip
         self.chunks, self.device, self.shards, self.bytes = chunks, device, shards, 0
         alike = {} if shards is None else {len(chunk.tokens): chunk for chunk in chunks}
         self.starts = {length: self._own_starts(chunk, stop) for length, chunk in alike.items()}
-        self.stream = torch.cuda.Stream(device)
+        self.stream = stream
         self.alike = [list(some) for _, some in groupby(chunks, key=lambda chunk: len(chunk.tokens))]
         each = sum(self._starts(chunk)[stop] for chunk in chunks) * chunks[0].memory.element_size() / stop
         step = max(1, int(GROUP_BYTES / each))

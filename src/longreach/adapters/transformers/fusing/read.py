@@ -154,7 +154,7 @@ class _FusedPass:
         self.ids = torch.tensor([[token for prompt in prompts for token in prompt.ids]], device=self.device)
         self.positions = torch.cat([torch.arange(count, device=self.device) for count in self.counts])[None]
         self.parts: list[PromptParts] = [prompt.parts(self.device) for prompt in prompts]
-        self.at = self.parts[0].stored.nonzero()[:, 0]  # the stored tokens of each
+        self.at = self.parts[0].at  # the stored tokens of each
         self.turn_by = self.at
         if not fusion.true_positions:
             local = [prompt.local_positions(self.device) for prompt in prompts]  # each is checked
@@ -197,6 +197,7 @@ class _FusedPass:
         self.loading = Loading(
             [chunk for _, chunk in self.chunks], self.device, full + 1 if full else 0,
             len(self.layers) if self.probe is None else self.probe + 1, shards,
+            values=full if self.fusion.compares_values else None,
         )  # fmt: skip
         self.cache.reserve(self.counts, self.then)  # a probe gives memory back
         append = self.cache.kv.begin(range(len(self.counts)), self.counts)
