@@ -1,0 +1,231 @@
+# mypy: ignore-errors
+"""The Numba kernel of attend: one pass over the keys of each row and head, in chunks, with a running softmax."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numba import njit
+
+from longreach.ops.numba_math import INLINE, KERNEL, exp, prefetch, to_float
+
+CHUNK = 128  # keys whose logits are held at a time
+AHEAD = 12  # rows that are prefetched before they are read
+LINE = 64  # bytes
+
+
+@njit(**INLINE)
+def _spans(start, stop, first, some, slots):
+    """Slots first to first + some of the spans' slots, counted through; how many there are."""
+    n = 0
+    for s in range(start.shape[0]):
+        length = max(stop[s] - start[s], 0)
+        if first >= length:
+            first -= length
+            continue
+        take = min(length - first, some - n)
+        for i in range(take):
+            slots[n + i] = start[s] + first + i
+        n += take
+        first = 0
+        if n == some:
+            break
+    return n
+
+
+@njit(**INLINE)
+def _entries(index, weight, weighted, begin, block, reach, first, some, slots, added):
+    """Slots first to first + some of a list's that a row reaches, and their log-weights; how many there are."""
+    n = 0
+    for i in range(first, first + some):
+        entry = begin + i // block
+        slot = np.int64(index[entry]) * block + i % block
+        slots[n] = slot
+        added[n] = weight[entry] if weighted else np.float32(0.0)
+        n += 1 if 0 <= slot < reach else 0
+    return n
+
+
+@njit(**INLINE)
+def _row(memory, place, size, lines):
+    for line in range(lines):
+        prefetch(memory, place + line * size)
+
+
+@njit(**INLINE, fastmath=KERNEL["fastmath"])
+def _scores(k, places, n, q, s, dim, size, lines):
+    """s[h, c] = q[h] . k at places[c]; four heads at a time, so that a key is converted once for them."""
+    width = q.shape[0]
+    for c in range(n):
+        if c + AHEAD < n:
+            _row(k, places[c + AHEAD], size, lines)
+        row = k[places[c] : places[c] + dim]
+        h = 0
+        while h + 4 <= width:
+            a0 = a1 = a2 = a3 = np.float32(0.0)
+            q0, q1, q2, q3 = q[h], q[h + 1], q[h + 2], q[h + 3]
+            for d in range(dim):
+                x = to_float(row[d])
+                a0 += x * q0[d]
+                a1 += x * q1[d]
+                a2 += x * q2[d]
+                a3 += x * q3[d]
+            s[h, c], s[h + 1, c], s[h + 2, c], s[h + 3, c] = a0, a1, a2, a3
+            h += 4
+        while h < width:
+            a = np.float32(0.0)
+            one = q[h]
+            for d in range(dim):
+                a += to_float(row[d]) * one[d]
+            s[h, c] = a
+            h += 1
+
+
+@njit(**INLINE, fastmath=KERNEL["fastmath"])
+def _add_values(v, places, n, s, out, dim, size, lines):
+    """out[h] += s[h, c] v at places[c]."""
+    width = out.shape[0]
+    for c in range(n):
+        if c + AHEAD < n:
+            _row(v, places[c + AHEAD], size, lines)
+        row = v[places[c] : places[c] + dim]
+        h = 0
+        while h + 4 <= width:
+            p0, p1, p2, p3 = s[h, c], s[h + 1, c], s[h + 2, c], s[h + 3, c]
+            o0, o1, o2, o3 = out[h], out[h + 1], out[h + 2], out[h + 3]
+            for d in range(dim):
+                x = to_float(row[d])
+                o0[d] += p0 * x
+                o1[d] += p1 * x
+                o2[d] += p2 * x
+                o3[d] += p3 * x
+            h += 4
+        while h < width:
+            p, one = s[h, c], out[h]
+            for d in range(dim):
+                one[d] += p * to_float(row[d])
+            h += 1
+
+
+@njit(**INLINE, fastmath=KERNEL["fastmath"])
+def _soften(s, n, added, weighted, softcap, top, total, out, dim):
+    """Logits to weights over the largest logit so far; what was summed before is brought to the same scale."""
+    for h in range(out.shape[0]):
+        row = s[h]
+        if softcap > 0.0:
+            for c in range(n):
+                row[c] = softcap * np.float32(math.tanh(row[c] / softcap))
+        if weighted:
+            for c in range(n):
+                row[c] += added[c]
+        most = top[h]
+        for c in range(n):
+            most = max(most, row[c])
+        if most == np.float32(-np.inf):  # nothing weighs anything yet
+            for c in range(n):
+                row[c] = np.float32(0.0)
+            continue
+        if most > top[h]:
+            fewer = exp(top[h] - most)
+            total[h] *= fewer
+            one = out[h]
+            for d in range(dim):
+                one[d] *= fewer
+            top[h] = most
+        z = np.float32(0.0)
+        for c in range(n):
+            p = exp(row[c] - most)
+            row[c] = p
+            z += p
+        total[h] += z
+
+
+@njit(**INLINE)
+def _piece(w, q, memory, rows, which, softcap, results):
+    """Work item w: piece w % parts of what unit w // parts reads."""
+    k, v, k_strides, v_strides, table, paged, page = memory
+    seq, reach, share, mine = rows
+    spans, start, stop, index, weight, weighted, begin, length, block = which
+    top, total, out = results
+    parts, width, dim = out.shape[1:]
+    unit, part = w // parts, w % parts
+    row, head = unit // share, (unit % share) // mine
+    limit, size = reach[row], LINE // k.itemsize
+    lines = (dim + size - 1) // size
+    slots, places = np.empty(CHUNK, np.int64), np.empty(CHUNK, np.int64)
+    added, s = np.empty(CHUNK, np.float32), np.empty((width, CHUNK), np.float32)
+    o, m, z = out[unit, part], top[unit, part], total[unit, part]
+    o[:] = np.float32(0.0)
+    m[:] = np.float32(-np.inf)
+    z[:] = np.float32(0.0)
+    everything = not spans and length[unit] < 0
+    keys = limit
+    if spans:
+        keys = np.int64(0)
+        for i in range(start.shape[1]):
+            keys += max(stop[unit, i] - start[unit, i], 0)
+    elif not everything:
+        keys = length[unit] * block
+    at, end = keys * part // parts, keys * (part + 1) // parts
+    while at < end:
+        some = min(CHUNK, end - at)
+        if spans:
+            n = _spans(start[unit], stop[unit], at, some, slots)
+        elif everything:
+            n = some
+            for i in range(n):
+                slots[i] = at + i
+                added[i] = np.float32(0.0)
+        else:
+            n = _entries(index, weight, weighted, begin[unit], block, limit, at, some, slots, added)
+        at += some
+        for i in range(n):
+            place, slot = seq[row], slots[i]
+            if paged:
+                place, slot = table[seq[row], slot // page], slot % page
+            slots[i] = place * v_strides[0] + head * v_strides[1] + slot * v_strides[2]
+            places[i] = place * k_strides[0] + head * k_strides[1] + slot * k_strides[2]
+        _scores(k, places, n, q[unit], s, dim, size, lines)
+        _soften(s, n, added, weighted, softcap, m, z, o, dim)
+        _add_values(v, slots, n, s, o, dim, size, lines)
+
+
+@njit(**KERNEL)
+def attend(worker, workers, q, memory, rows, which, softcap, results):
+    """Every `workers`-th piece, from number `worker` on.
+
+    Unit = (row, head of the selection); each is read in pieces, which `merge` puts together.
+    q: float32 [units, width, D], scaled. memory: k, v flat; their strides of (page, head, slot) in elements; table
+    [B, pages], paged, page. rows: seq, reach of each; units a row, units a KV head. which: spans; start, stop
+    [units, S] of spans that do not overlap, cut to reach; else index, weight, weighted, begin and length [units] of
+    lists, -1 for everything; block. results, written: top, total [units, parts, width], out [units, parts, width, D].
+    """
+    for w in range(worker, q.shape[0] * results[2].shape[1], workers):
+        _piece(w, q, memory, rows, which, softcap, results)
+
+
+@njit(**KERNEL)
+def merge(top, total, out, lse, merged):
+    """The pieces of each unit: lse [units, width], merged [units, width, D]."""
+    units, parts, width, dim = out.shape
+    for unit in range(units):
+        for h in range(width):
+            most = np.float32(-np.inf)
+            for part in range(parts):
+                most = max(most, top[unit, part, h])
+            one = merged[unit, h]
+            one[:] = np.float32(0.0)
+            lse[unit, h] = np.float32(-np.inf)
+            if most == np.float32(-np.inf):
+                continue
+            z = np.float32(0.0)
+            for part in range(parts):
+                share = exp(top[unit, part, h] - most)
+                z += share * total[unit, part, h]
+                piece = out[unit, part, h]
+                for d in range(dim):
+                    one[d] += share * piece[d]
+            for d in range(dim):
+                one[d] /= z
+            lse[unit, h] = most + np.float32(math.log(z))

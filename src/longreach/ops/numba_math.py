@@ -1,0 +1,143 @@
+# mypy: ignore-errors
+"""What the Numba kernels of all ops share: loads of half-precision numbers, prefetching, exp, and threads.
+
+Half precision arrives as 16-bit integers: bfloat16 as uint16, float16 as int16.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+# sums may be reordered, or they would not be vectorised; NaN and infinities keep their meaning
+FAST = {"reassoc", "contract", "arcp", "nsz"}
+KERNEL = {"nogil": True, "cache": True, "error_model": "numpy", "boundscheck": False, "fastmath": FAST}
+INLINE = {"cache": True, "error_model": "numpy", "boundscheck": False, "forceinline": True}
+
+_pool: ThreadPoolExecutor | None = None  # Numba's own threads are one team a process, which sessions cannot share
+_making = threading.Lock()
+
+
+def in_threads(workers: int, kernel: Callable[..., Any], *args: Any) -> None:
+    """kernel(worker, workers, *args) for every worker, each in a thread of its own; the caller's is one of them.
+
+    Raises what a kernel raises, once all have ended.
+    """
+    if workers > 1:
+        others = [_threads().submit(kernel, worker, workers, *args) for worker in range(1, workers)]
+    else:
+        others = []
+    try:
+        kernel(0, workers, *args)
+    finally:
+        wait(others)
+    for other in others:
+        other.result()
+
+
+def _threads() -> ThreadPoolExecutor:
+    global _pool
+    with _making:
+        if _pool is None:
+            _pool = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="longreach-cpu")
+        return _pool
+
+
+def _forget() -> None:
+    """In a forked process: threads did not come along."""
+    global _pool, _making
+    _pool, _making = None, threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
+
+
+def flat(x: torch.Tensor) -> np.ndarray:
+    """All memory from a tensor's first element to its last, as one dimension: an element lies at sum(index * stride)."""
+    size = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+    whole = x.detach().as_strided((size,), (1,))
+    if x.dtype == torch.bfloat16:
+        return whole.view(torch.int16).numpy().view(np.uint16)
+    return whole.view(torch.int16).numpy() if x.dtype == torch.float16 else whole.numpy()
+
+
+@intrinsic
+def to_float(context, x):
+    """float32 of a bfloat16 (uint16), a float16 (int16) or a float32."""
+    if x == types.float32:
+        return types.float32(x), lambda context, builder, signature, args: args[0]
+    if x not in (types.uint16, types.int16):
+        return None
+    wide = ir.IntType(32)
+
+    def bfloat16(context, builder, signature, args):
+        return builder.bitcast(builder.shl(builder.zext(args[0], wide), ir.Constant(wide, 16)), ir.FloatType())
+
+    def float16(context, builder, signature, args):
+        """Without instructions for it, which not every CPU has: the exponent is shifted, and corrected by a product."""
+
+        def number(value):
+            return ir.Constant(wide, value)
+
+        bits = builder.zext(args[0], wide)
+        size = builder.shl(builder.and_(bits, number(0x7FFF)), number(13))
+        right = builder.fmul(builder.bitcast(size, ir.FloatType()), ir.Constant(ir.FloatType(), 2.0**112))
+        special = builder.icmp_unsigned("==", builder.and_(bits, number(0x7C00)), number(0x7C00))  # inf, NaN
+        right = builder.select(special, builder.or_(size, number(0x7F800000)), builder.bitcast(right, wide))
+        sign = builder.shl(builder.and_(bits, number(0x8000)), number(16))
+        return builder.bitcast(builder.or_(right, sign), ir.FloatType())
+
+    return types.float32(x), bfloat16 if x == types.uint16 else float16
+
+
+@intrinsic
+def prefetch(context, array, place):
+    """Ask for the cache line that holds array[place]."""
+
+    def generate(context, builder, signature, args):
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        pointer = builder.bitcast(builder.gep(data, [args[1]]), ir.IntType(8).as_pointer())
+        number = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [pointer.type, number, number, number])
+        function = builder.module.declare_intrinsic("llvm.prefetch", [pointer.type], kind)
+        builder.call(function, [pointer, *(ir.Constant(number, n) for n in (0, 3, 1))])  # to read, near, data
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp), generate
+
+
+@intrinsic
+def _as_float(context, bits):
+    def generate(context, builder, signature, args):
+        return builder.bitcast(args[0], ir.FloatType())
+
+    return types.float32(types.int32), generate
+
+
+@njit(**INLINE, fastmath={"contract"})
+def exp(x):
+    """exp of x <= 88 in float32, to two units in the last place; 0 below -87."""
+    near = max(x, np.float32(-87.0))
+    n = np.float32(math.floor(near * np.float32(1.44269504) + np.float32(0.5)))
+    f = near - n * np.float32(0.693359375)  # ln 2 in two parts
+    f = f - n * np.float32(-2.12194440e-4)
+    p = np.float32(1.9875691500e-4)
+    p = p * f + np.float32(1.3981999507e-3)
+    p = p * f + np.float32(8.3334519073e-3)
+    p = p * f + np.float32(4.1665795894e-2)
+    p = p * f + np.float32(1.6666665459e-1)
+    p = p * f + np.float32(5.0000001201e-1)
+    p = p * f * f + f + np.float32(1.0)
+    y = p * _as_float((np.int32(n) + np.int32(127)) << np.int32(23))
+    return y if x >= np.float32(-87.0) else np.float32(0.0)
