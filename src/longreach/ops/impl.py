@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -39,6 +40,16 @@ class Implementations:
 
     def get(self, impl: str, device: torch.device) -> Callable[..., Any]:
         return _load(self.paths[self.resolve(impl, device)])
+
+
+def compiles(device: torch.device) -> bool:
+    """Whether kernels compiled by Numba run there: on a CPU, where Numba is installed."""
+    return device.type == "cpu" and _installed("numba")
+
+
+@cache
+def _installed(package: str) -> bool:
+    return find_spec(package) is not None
 
 
 @cache

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from longreach.ops.attend.sdpa import sdpa_for
 from longreach.ops.checks import check_logits, check_memory
-from longreach.ops.impl import Implementations
+from longreach.ops.impl import Implementations, compiles
 from longreach.ops.selection import Bound, Selection, check_bound
 from longreach.ops.types import KVView, Partial, Rows, describe, require
 
@@ -19,6 +19,7 @@ IMPLEMENTATIONS = Implementations(
     {
         "reference": "longreach.ops.attend.reference:attend",
         "triton": "longreach.ops.attend.triton:attend",
+        "numba": "longreach.ops.attend.numba:attend",
         "sdpa_cudnn": "longreach.ops.attend.sdpa:cudnn",
         "sdpa_flash": "longreach.ops.attend.sdpa:flash",
     },
@@ -41,10 +42,15 @@ def resolve(
 ) -> str:
     """The implementation that `attend` with these arguments uses.
 
-    "auto" is the reference on a CPU and Triton on a GPU, but for plain dense prefill of long prompts, which goes to
-    torch's fastest exact kernel, cuDNN's, for whole prompts.
+    "auto" is Triton on a GPU, but for plain dense prefill of long prompts, which goes to torch's fastest exact kernel,
+    cuDNN's, for whole prompts. On a CPU it is Numba where that is installed, for few rows a sequence, and the reference
+    for all else.
     """
     name = IMPLEMENTATIONS.resolve(impl, rows.q.device)
+    if impl == "auto" and name == "reference" and compiles(rows.q.device):
+        from longreach.ops.attend.numba import suits
+
+        return "numba" if suits(rows, kv, selection, sink_logit) else name
     if impl == "auto" and name == "triton":
         return sdpa_for(rows, kv, selection, softcap, sink_logit) or name
     return name

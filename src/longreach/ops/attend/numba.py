@@ -12,6 +12,7 @@ from longreach.ops.partial import merge
 from longreach.ops.selection import Bound, Lists, PackedLists, Selection, Spans
 from longreach.ops.types import KVView, Partial, Rows
 
+ROWS = 8  # of a sequence: a matrix product of all keys serves more of them better
 LEAST = 512  # keys of a piece: fewer are not shared out among threads
 PIECES = 4  # for each thread, where there are enough keys: threads that are done early take another one
 
@@ -19,7 +20,7 @@ PIECES = 4  # for each thread, where there are enough keys: threads that are don
 def attend(
     rows: Rows, kv: KVView, selection: Selection, *, scale: float, softcap: float | None, sink_logit: Tensor | None
 ) -> Partial:
-    refuse(rows, kv)
+    refuse(rows, kv, sink_logit, getattr(selection, "log_weight", None))
     count, heads, dim = rows.q.shape
     group = kv.group(rows)
     alone = _head_axis(selection) > 1 and selection.per == "query"  # query heads of a group choose for themselves
@@ -116,6 +117,13 @@ def _places(selection: Lists | PackedLists, entry: Tensor) -> tuple[Tensor, Tens
     room = selection.index.shape[2]
     length = selection.count.long().reshape(-1)[entry]
     return entry * room, length.masked_fill(length > room, -1)
+
+
+def suits(rows: Rows, kv: KVView, selection: Selection, sink_logit: Tensor | None) -> bool:
+    """Whether this is the faster implementation on a CPU, and can compute it."""
+    few = len(rows.pos) <= ROWS * len(kv.seq_lens)
+    weight = getattr(selection, "log_weight", None)
+    return few and fits(rows, kv, sink_logit, weight) is None
 
 
 def fits(rows: Rows, kv: KVView, *tensors: Tensor | None) -> str | None:
