@@ -44,7 +44,7 @@ def figures(record: Record, file: str) -> Iterator[Block]:
     apart = f" {FAR} reuses the values of pie, but keys at other positions: one panel leaves it out."
     far = apart if any(method["fuse"]["name"] == FAR for method in record["methods"].values()) else ""
     ratios = sorted({ratio for method in record["methods"].values() if (ratio := ratio_of(method)) is not None})
-    for ratio in ratios or [None]:
+    for ratio in ratios or (None,):
         ours = [(n, family.name, x) for n, family in enumerate(kinds) for x in family.labels
                 if ratio_of(record["methods"][x]) in (None, ratio)]  # fmt: skip
         at = f"ratio {ratio:g}" if ratio is not None else ""
