@@ -307,6 +307,7 @@ def test_fusion_eviction_and_controls_in_one_record_and_report(longreach: Any, t
         (["--method", "streaming_llm/dense fuse=a3"], ["fuse=a3 with prefill=streaming_llm"]),
         (["--method", "mac evict=snapkv"], ["evict=snapkv with decode=mac"]),
         (["--chunks", "bos"], ["--chunks is for methods that fuse"]),
+        (["--chunk-ends", "tokens"], ["--chunk-ends is for prompts that are cut into chunks"]),
         (["--set", "fuse.ratio=0.3"], ["no method given has this option in its fuse slot"]),
         (["--set", "decode.k=1"], ["unknown slot in --set 'decode'", "known: fuse, evict"]),
         (["--method", "dense fuse=a3", "--equal-bytes", "quest"], ["--equal-bytes finds budgets over all keys"]),

@@ -305,6 +305,20 @@ def fused(model: Any) -> dict[str, Any]:
     return found
 
 
+def test_chunks_that_end_anywhere_are_full(model: Any) -> None:
+    def sizes(**more: Any) -> list[int]:
+        settings = Settings((120,), samples=1, chunk_tokens=20, **more)
+        made = Evaluation(model, tiny_tokenizer(), [Letters()], specs(["dense fuse=pie"]), settings)
+        made.build()
+        assert made.config()["chunk_ends"] == settings.chunk_ends
+        (sample,) = made.asked["letters"]
+        return [stop - start for start, stop in sample.chunks]
+
+    assert set(sizes(chunk_ends="tokens")[:-1]) == {20} != set(sizes()[:-1])
+    with pytest.raises(UnknownName, match="end of chunks"):
+        Settings((120,), chunk_ends="lines")
+
+
 def test_fused_answers_stand_beside_dense_ones_of_the_same_tokens(fused: dict[str, Any]) -> None:
     results = fused["letters"]["results"]
     assert list(results) == ["dense", *FUSED] and all(r["failed"] == 0 == r["alone"] for r in results.values())

@@ -63,6 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "without a fuse method: cut prompts all the same, as another record has them")  # fmt: skip
     parser.add_argument("--chunks", choices=("alone", "bos", "system"), help="what chunks are computed behind: "
                         "nothing, the tokenizer's first token, or the instructions (default system)")  # fmt: skip
+    parser.add_argument("--chunk-ends", choices=("text", "tokens"), default="text", help="where chunks end: text "
+                        "(default): with a paragraph or sentence if possible; tokens: where they are full")  # fmt: skip
     parser.add_argument("--equal-bytes", metavar="LABEL", help="give the other methods budgets with which they read as "
                         "many bytes while decoding as the method of this label (its --method text), found before "
                         "anything is asked, for answers half as long as they may be; methods whose budget is set "
@@ -117,7 +119,8 @@ def run(args: argparse.Namespace) -> int:
 
         batch = args.batch or fitting_batch(model, max(args.length), args.prefill_chunk_size)
         settings = Settings(args.length, args.samples, args.limit, args.seed, args.draws, args.temperature, batch,
-                            args.prefill_chunk_size, args.graph, chunk_tokens, args.chunks or "system")  # fmt: skip
+                            args.prefill_chunk_size, args.graph, chunk_tokens, args.chunks or "system",
+                            args.chunk_ends)  # fmt: skip
         evaluation = Evaluation(model, tokenizer, tasks, specs, settings, args.workers)
         about = {"model": model_info(model, args.model), "config": evaluation.config(), **environment(model.device)}
     tell_unapplied(evaluation.not_applied)
@@ -137,6 +140,8 @@ def _chunk_tokens(args: argparse.Namespace, specs: Any) -> int | None:
         return args.chunk_tokens or CHUNK_TOKENS
     if args.chunks is not None:
         raise InvalidInput("--chunks is for methods that fuse chunks; give one, such as --method 'dense fuse=a3'")
+    if args.chunk_ends != "text" and args.chunk_tokens is None:
+        raise InvalidInput("--chunk-ends is for prompts that are cut into chunks; give --chunk-tokens or a fuse method")
     chunk_tokens: int | None = args.chunk_tokens
     return chunk_tokens
 

@@ -31,6 +31,7 @@ from longreach.methods.fusion import PIE
 from longreach.tasks.base import Task
 
 Keep = Callable[[str, Any], None]
+CHUNK_ENDS = ("text", "tokens")
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ class Settings:
     for all of a data set and 20 of what is made; limit: at most. draws: answers to each prompt, more than one where
     temperature > 0 draws them. batch: prompts at a time. chunk: prompt tokens per pass. graph: see generate.
     chunk_tokens: cut the documents of prompts into chunks of at most so many tokens, for fusion; None to tokenise each
-    prompt as one text. chunks: what they are computed behind, where a method fuses them.
+    prompt as one text. chunks: what they are computed behind, where a method fuses them. chunk_ends: "text", where a
+    paragraph or sentence ends if possible, or "tokens", where a chunk is full.
     """
 
     lengths: tuple[int, ...]
@@ -53,12 +55,15 @@ class Settings:
     graph: bool | None = None
     chunk_tokens: int | None = None
     chunks: Behind = "system"
+    chunk_ends: str = CHUNK_ENDS[0]
 
     def __post_init__(self) -> None:
         if not self.lengths or len({*self.lengths}) < len(self.lengths):
             raise InvalidInput(f"lengths: expected some, each once, got {list(self.lengths)}")
         if self.chunks not in BEHIND:
             raise UnknownName("prefix of chunks", self.chunks, BEHIND)
+        if self.chunk_ends not in CHUNK_ENDS:
+            raise UnknownName("end of chunks", self.chunk_ends, CHUNK_ENDS)
         if not 0 <= self.temperature < float("inf"):
             raise InvalidInput(f"temperature: expected a number >= 0 (0 for greedy), got {self.temperature}")
         if self.draws > 1 and not self.temperature:
@@ -118,7 +123,10 @@ class Evaluation:
         """
         totals = {name: samples_of(t.task, self.settings.samples, self.settings.limit)
                   for name, t in self.tasks.items()}  # fmt: skip
-        maker = Maker(self.tasks, self.tokenizer, self.settings.seed, self.settings.chunk_tokens)
+        maker = Maker(
+            self.tasks, self.tokenizer, self.settings.seed, self.settings.chunk_tokens,
+            anywhere=self.settings.chunk_ends == "tokens",
+        )  # fmt: skip
         if self.workers:
             self._making = Workers(maker, totals, self.workers)
             self.asked = dict(self._making.samples)
@@ -293,7 +301,7 @@ class Evaluation:
         """What was asked for, as records keep it; not_applied: settings of the model's generation config left out."""
         names = {"chunk": "prefill_chunk_size"}
         left_out = {"graph", *(() if any(spec.fuse for spec in self.specs) else ("chunks",))}
-        left_out |= {"chunk_tokens"} if self.settings.chunk_tokens is None else set()
+        left_out |= {"chunk_tokens", "chunk_ends"} if self.settings.chunk_tokens is None else set()
         kept = {names.get(k, k): v for k, v in asdict(self.settings).items() if k not in left_out}
         lengths = {"length": self.settings.longest, "lengths": list(self.settings.lengths)}
         return {**kept, **lengths, "no_graph": self.settings.graph is False, "not_applied": self.not_applied}

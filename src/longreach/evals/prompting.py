@@ -96,12 +96,13 @@ class PromptCutter:
     """Prompts tokenised in parts: instructions, documents, question; the documents are cut into chunks.
 
     Special tokens, a chat template and instructions stand before the first chunk, the question after the last. A chunk
-    has `most` tokens at most and ends with a document, paragraph or sentence where it can (`Splitter`). Raises as
-    `frame` and `Splitter`.
+    has `most` tokens at most and ends with a document, paragraph or sentence where it can, or anywhere (`Splitter`).
+    Raises as `frame` and `Splitter`.
     """
 
-    def __init__(self, tokenizer: Any, most: int):
-        self._tokenizer, self._splitter, self._frame = tokenizer, Splitter(tokenizer, most), frame(tokenizer)
+    def __init__(self, tokenizer: Any, most: int, *, anywhere: bool = False):
+        self._tokenizer, self._frame = tokenizer, frame(tokenizer)
+        self._splitter = Splitter(tokenizer, most, anywhere=anywhere)
 
     def __call__(self, sample: Sample, in_chat: bool = True) -> TokenParts:
         """The parts of a sample's prompt. Raises InvalidInput where nothing asks after the documents."""
@@ -146,12 +147,16 @@ class Maker:
     """Makes the prompts of tasks, by name and number; the same whoever makes them, and in whatever order.
 
     chunk_tokens: of a document's chunk at most, where prompts are to be cut (`PromptCutter`); None where they are not.
+    anywhere: chunks end where they are full, not with sentences.
     """
 
-    def __init__(self, tasks: Mapping[str, AtLength], tokenizer: Any, seed: int, chunk_tokens: int | None = None):
+    def __init__(
+        self, tasks: Mapping[str, AtLength], tokenizer: Any, seed: int, chunk_tokens: int | None = None,
+        *, anywhere: bool = False,
+    ):  # fmt: skip
         self.tasks = dict(tasks)
         self._tokenizer, self._count, self._seed = tokenizer, Counter(tokenizer), seed
-        self._cut = None if chunk_tokens is None else PromptCutter(tokenizer, chunk_tokens)
+        self._cut = None if chunk_tokens is None else PromptCutter(tokenizer, chunk_tokens, anywhere=anywhere)
 
     def make(self, name: str, number: int, total: int) -> PromptSample:
         """Prompt `number` of `total` of a task. Raises as `fitted`."""

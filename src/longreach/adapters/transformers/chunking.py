@@ -81,13 +81,14 @@ class Splitter:
 
     most: tokens of a chunk at most. A chunk ends with the last paragraph that ends in the second half of that room,
     else with the last sentence, line or word there, else at the last border between two tokens that is one between
-    characters too. Raises Unsupported for a tokenizer that does not say where its tokens lie, InvalidInput.
+    characters too. anywhere: always at that border, so that all chunks but the last are full. Raises Unsupported for a
+    tokenizer that does not say where its tokens lie, InvalidInput.
     """
 
-    def __init__(self, tokenizer: Any, most: int = TOKENS):
+    def __init__(self, tokenizer: Any, most: int = TOKENS, *, anywhere: bool = False):
         if most < 1:
             raise InvalidInput(f"chunk tokens: expected at least 1, got {most}")
-        self.tokenizer, self.most = tokenizer, most
+        self.tokenizer, self.most, self.anywhere = tokenizer, most, anywhere
         self.core = _untrimmed(tokenizer)
 
     def split(self, text: str) -> Pieces:
@@ -129,7 +130,7 @@ class Splitter:
                     f"chunk tokens: {self.most} are too few, {text[begin:end][:20]!r} at character {begin} takes "
                     f"{borders[first + 1] - borders[first]} that cannot be parted; allow more"
                 )
-            if last < len(borders) - 1:
+            if last < len(borders) - 1 and not self.anywhere:
                 half = max(first + 1, bisect_left(borders, borders[first] + (self.most + 1) // 2))
                 last = min(range(min(half, last), last + 1), key=lambda n: (quality[n], -n))
             begin, end = places[first], places[last]

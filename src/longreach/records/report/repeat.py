@@ -22,13 +22,14 @@ OPTIONS = {
         "prefill_chunk_size",
         "chunk_tokens",
         "chunks",
+        "chunk_ends",
     ),
     "perplexity": ("length", "decode_tokens", "limit", "prefill_chunk_size"),
     "fidelity": ("question", "steps", "prefill_chunk_size", "chunk_tokens"),
     "attention": ("length", "samples", "rows", "seed", "prefill_chunk_size"),
     "fusion": ("length", "samples", "seed", "chunk_tokens", "chunks", "prefill_chunk_size"),
 }
-DEFAULTS = {"temperature": 0.0, "draws": 1}
+DEFAULTS = {"temperature": 0.0, "draws": 1, "chunk_ends": "text"}
 
 
 def repeat(records: Sequence[Record]) -> list[Block]:
