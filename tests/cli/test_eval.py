@@ -108,7 +108,7 @@ def test_answers_that_fail_are_an_exit_code_and_asked_again(
 
     monkeypatch.setattr(BatchReader, "read", too_many)
     result = longreach(*asked(tiny, "--method", "dense", "--batch", 2))
-    assert result.code == 0 and "4 answers were asked prompt by prompt, as their batch of 2 failed" in result.out
+    assert result.code == 0 and "4 answers were computed prompt by prompt, as their batch of 2 failed" in result.out
 
     def broken(self: Any, prompts: Any) -> Any:
         raise RuntimeError("all is broken")
@@ -251,7 +251,7 @@ def test_budgets_that_turn_out_unequal_are_told(longreach: Any, tiny: Path, monk
     to = "omnikv k=0.2 layers=[0]"
     result = longreach(*asked(tiny, "--method", to, "--method", "streaming_llm", "--equal-bytes", to, "--limit", 1))
     (line,) = result.err.splitlines()
-    assert result.code == 0 and line.startswith("longreach: streaming_llm window=") and "further apart than 2%" in line
+    assert result.code == 0 and line.startswith("longreach: streaming_llm window=") and "differ by more than 2%" in line
 
 
 @pytest.mark.parametrize(

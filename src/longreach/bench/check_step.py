@@ -146,7 +146,7 @@ def require_right(name: str, steps: Steps, first: Tensor, plain: Tensor, exact: 
     elif not torch.equal(values, steps.logits.amax(-1)):
         wrong = "a step did not choose the token that its logits prefer"
     elif float(behind.max()) > far and differ:
-        wrong = f"a token was chosen whose logit is {float(behind.max()):.3g} behind, more than {far:.3g}"
+        wrong = f"the logit of a chosen token is {float(behind.max()):.3g} behind the best, more than {far:.3g}"
     if wrong:
         raise WrongResult(f"{name}: {wrong}; its time does not count")
     return Verdict(steps.read.shape[1], differ, float(behind.max()), far, error, most, own)

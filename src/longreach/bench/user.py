@@ -262,7 +262,7 @@ def require_tokens(name: str, answer: Answer, tokens: Tensor, steps: int, most: 
     """How far tokens [B, new] are behind; raises WrongResult where that is more than rounding explains."""
     behind = answer.behind(tokens.cpu(), steps)
     if not behind <= most.behind:
-        what = f"a token was chosen whose logit is {behind:.3g} behind, more than {most.behind:.3g}"
+        what = f"the logit of a chosen token is {behind:.3g} behind the best, more than {most.behind:.3g}"
         raise WrongResult(f"{name}: {what}; its time does not count")
     return behind
 

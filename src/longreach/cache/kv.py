@@ -334,7 +334,7 @@ class KVCache:
 
     def _check_open(self, step: Append) -> None:
         ok = all(self._under_way[s] == step.number for s in step.host_slots)
-        why = "this pass is over: it was committed or aborted, or its slots were begun anew, cut or reset"
+        why = "this pass is over: it was committed or aborted, or its slots began another pass, were truncated or reset"
         require(ok, f"{why}; call begin again")
 
     def _drop(self, slots: Sequence[int]) -> None:

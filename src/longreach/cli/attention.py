@@ -26,8 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="tokens of a prompt, with room for its answer (default 4096)")  # fmt: skip
     parser.add_argument("--samples", type=positive, default=8, metavar="N",
                         help="prompts of each of two needle tasks (default 8)")  # fmt: skip
-    parser.add_argument("--rows", type=positive, default=64, metavar="N", help="positions looked at in the last "
-                        "quarter of each prompt's text, beside all those of its answer (default 64)")  # fmt: skip
+    parser.add_argument("--rows", type=positive, default=64, metavar="N", help="positions measured in the last "
+                        "quarter of each prompt's text, with all those of its answer (default 64)")  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of prompts and positions (default 0)")
     add_chunk_size(parser)
     parser.add_argument("--output", type=Path, metavar="FILE", help="write a record that `longreach report` reads")

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from longreach.bench.case import Case
 
 NAME = "bench"
-HELP = "measure speed beside other kernels, and keep the records"
+HELP = "measure speed against other kernels, and keep the records"
 EXAMPLES = (
     "longreach bench list",
     "longreach bench run dense-decode --out runs/bench",
     "longreach bench run list-10pct-128k-b1 --quick --without flashinfer",
     "longreach bench run chunk-store --out runs/bench    (needs no GPU, but 20 GB of disk, in --out)",
     "longreach bench run --tiny --out runs/bench     (any CPU: exercises the code, measures nothing)",
-    "longreach bench check    (records whose kernels have changed since, or that came from a dirty tree)",
+    "longreach bench check    (lists records of changed kernels or of a dirty tree)",
     "longreach bench readme   (write README's numbers from the records)",
 )
 ACTIONS = ("list", "run", "check", "readme")

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from longreach.evals.compare import Compare, Comparison
 
 NAME = "compare"
-HELP = "measure each method beside dense attention on your model and document"
+HELP = "compare each method with dense attention on your model and document"
 EXAMPLES = (
     "longreach compare --model mini --document notes.txt",
     "longreach compare --model ./Llama-3.1-8B-Instruct --document report.txt --question 'Who wrote it?' --json",
@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output",
         type=Path,
         metavar="FILE",
-        help="write a record that `longreach report` reads, when all is measured: what is interrupted begins anew",
+        help="write a record for `longreach report` at the end; an interrupted comparison starts again",
     )
     parser.add_argument("--steps", type=positive, default=32, metavar="N", help="decode steps compared (default 32)")
     parser.add_argument("--past-end", action="store_true", help="go on for all steps where dense attention's answer "
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
         return compare_documents(args)
     refuse_without_documents(args)
     if args.method is not None and (args.methods is not None or args.set):
-        raise InvalidInput("--method says it all: leave out --methods and --set")
+        raise InvalidInput("--method already names methods with their options: leave out --methods and --set")
     chosen = [name.strip() for name in args.methods.split(",") if name.strip()] if args.methods is not None else None
     document = read_document(args.document)
     check_questions([args.question])
@@ -138,7 +138,7 @@ def run(args: argparse.Namespace) -> int:
             out.print(f"-- {prefill} prefill: {duration(c.read_seconds)}, {read} of dense attention's bytes")
         table.row(_cells(c))
     ended = (
-        f", where dense attention's answer ended ({args.steps} were asked for; --past-end goes on)"
+        f", where dense attention's answer ended ({args.steps} requested; --past-end continues)"
         if steps < args.steps
         else ""
     )

@@ -81,7 +81,7 @@ def _specs(args: argparse.Namespace) -> Any:
 
     given = parse_settings(args.set, "slot", NAMED)
     if args.method is not None and args.methods is not None:
-        raise InvalidInput("--method says it all: leave out --methods")
+        raise InvalidInput("--method already names methods: leave out --methods")
     texts = args.method
     if texts is None:
         names = list(FUSIONS) if args.methods is None else [n.strip() for n in args.methods.split(",") if n.strip()]

@@ -61,7 +61,7 @@ def _introduce(demo: Demo, out: Any) -> None:
               f"a token) in which {len(demo.placed)} facts are hidden:")  # fmt: skip
     for depth, fact in demo.placed:
         out.print(f"  {depth:.0%} deep  {fact.statement}")
-    out.print(f"Each method is asked for each: {demo.placed[0][1].question.partition('?')[0]}?\n")
+    out.print(f"Each method answers for each: {demo.placed[0][1].question.partition('?')[0]}?\n")
 
 
 def _columns(demo: Demo) -> list[Column]:

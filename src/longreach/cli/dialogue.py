@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     parser.add_argument("--length", type=positive, default=4096, metavar="N", help="tokens of the text with the "
                         "needles (default 4096); questions and answers come on top")  # fmt: skip
-    parser.add_argument("--questions", type=positive, default=50, metavar="N", help="needles, each asked for once "
+    parser.add_argument("--questions", type=positive, default=50, metavar="N", help="needles, one question for each "
                         "(default 50: some 2000 tokens)")  # fmt: skip
     parser.add_argument("--own-answers", action="store_true", help="answers are the method's own words, and it goes on "
                         "from them; else the right ones are fed, the same to all")  # fmt: skip
@@ -128,7 +128,7 @@ def show(record: dict[str, Any], where: str) -> None:
     out.print(
         f"\n{several(config['samples'], 'dialogue')} of {several(config['questions'], 'question')} after "
         f"{config['length']} tokens of text, "
-        f"{decoded:.0f} tokens decoded in each. right: answers all of whose tokens were the likeliest; last 4th: of "
+        f"{decoded:.0f} tokens decoded in each. right: answers in which every token was the likeliest; last 4th: of "
         "the last quarter of a dialogue. KL: of next-token distributions, dense attention's first, in nats a decoded "
         "token; agree: the same likeliest token. keys, bytes: read while decoding, over dense attention's.",
         soft_wrap=True,

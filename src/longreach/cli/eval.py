@@ -60,14 +60,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "documents, and question, and all methods read the same tokens")  # fmt: skip
     add_slot_settings(parser)
     parser.add_argument("--chunk-tokens", type=positive, metavar="N", help="tokens of a chunk at most (default 512); "
-                        "without a fuse method: cut prompts all the same, as another record has them")  # fmt: skip
-    parser.add_argument("--chunks", choices=("alone", "bos", "system"), help="what chunks are computed behind: "
+                        "without a fuse method: cut prompts as well, to compare with a record of one")  # fmt: skip
+    parser.add_argument("--chunks", choices=("alone", "bos", "system"), help="prefix that chunks are computed behind: "
                         "nothing, the tokenizer's first token, or the instructions (default system)")  # fmt: skip
     parser.add_argument("--equal-bytes", metavar="LABEL", help="give the other methods budgets with which they read as "
-                        "many bytes while decoding as the method of this label (its --method text), found before "
-                        "anything is asked, for answers half as long as they may be; methods whose budget is set "
-                        "keep it, and kascade's variants their options. What reads too much with its least budget is "
-                        "left out: beside kascade on few layers give 'quest dense_layers=[0]' and "
+                        "many bytes while decoding as the method of this label (its --method text). Budgets are found "
+                        "before the first prompt, for answers of half the longest length. Budgets in a --method and "
+                        "options of kascade's variants stay. A method that reads too much with its least budget is "
+                        "left out: on shallow models compare kascade with 'quest dense_layers=[0]' and "
                         "'omnikv layers=[0,4]', or other layers")  # fmt: skip
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="draw answers (default 0: greedy)")
     parser.add_argument("--draws", type=positive, default=1, metavar="N",
@@ -210,11 +210,13 @@ def show(record: dict[str, Any], where: str) -> None:
     table.row(["bytes, decode", "", *(_share(tasks, label, "decode_reads") for label in labels)])
     table.row(["per token", "", *(_time(tasks, label) for label in labels)])
     if failed := _failed(record):
-        out.print(f"\n{failed} answers failed with an error and count as wrong; the record says which and why.")
+        out.print(
+            f"\n{failed} answers failed with an error and count as wrong; the record lists them with their errors."
+        )
     alone = sum(result["alone"] for task in tasks for result in task["results"].values())
     if alone:
         out.print(
-            f"\n{alone} answers were asked prompt by prompt, as their batch of {record['config']['batch']} failed."
+            f"\n{alone} answers were computed prompt by prompt, as their batch of {record['config']['batch']} failed."
         )
     _show_equal(record, out)
     prompts = sum(len(task["samples"]) for task in tasks)
@@ -241,7 +243,7 @@ def _tell_unequal(record: dict[str, Any]) -> None:
                 came = _mean_reads(tasks, label)
                 if wanted and came and abs(came / wanted - 1) > NEAR:
                     told = f"{label} read {percent(came)} of dense attention's bytes at {length} tokens"
-                    other = f"{equal['to']} {percent(wanted)}: further apart than {NEAR:.0%}"
+                    other = f"{equal['to']} {percent(wanted)}: they differ by more than {NEAR:.0%}"
                     print(f"longreach: {told}, {other}", file=sys.stderr)
 
 

@@ -104,9 +104,10 @@ def show(record: dict[str, Any]) -> None:
         for label, mine in results.items():
             table.row([label, *(_number(mine["layers"][name][n], ".2g") for n in shown)])
     out.print(
-        "\nMeans over prompts. chosen: recomputed tokens. of change: share of as many tokens whose keys and values a "
-        "plain prefill changes most. of top: share of the tokens that the question attends to most in the last third "
-        "of the layers; attention: of that attention on stored tokens. All layers and tasks are in the record."
+        "\nMeans over prompts. chosen: recomputed tokens. of change: the share of them among the equally "
+        "many tokens that a plain prefill changes most. of top: their share of the tokens that the question attends to "
+        "most in the last third of the layers; attention: their share of that attention on stored tokens. "
+        "All layers and tasks are in the record."
     )
     out.print(place(record))
 

@@ -157,7 +157,9 @@ def equalled(specs: Sequence[Spec], to: str, dry: DryRun) -> Equal:
     by_label = {spec.label: spec for spec in specs}
     if to not in by_label or by_label[to].decode.name == DENSE:
         known = ", ".join(label for label, s in by_label.items() if s.decode.name != DENSE)
-        raise InvalidInput(f"no sparse method {to!r} whose bytes others could equal; give one of: {known or 'none'}")
+        raise InvalidInput(
+            f"--equal-bytes: {to!r} is not one of the sparse methods being evaluated (known: {known or 'none'})"
+        )
     target, attended = dry.share(by_label[to].decode), None
     asked, found, unreachable, kept = list[Spec](), dict[str, Budget](), dict[str, str](), dict[str, str]()
     for label, spec in by_label.items():
@@ -166,7 +168,7 @@ def equalled(specs: Sequence[Spec], to: str, dry: DryRun) -> Equal:
         if label == to or method.name == DENSE or option is None:
             asked.append(spec)
             if label != to and method.name != DENSE:
-                kept[label] = f"{method.name} keeps what its options say"
+                kept[label] = f"{method.name} keeps its options"
         elif any(word.startswith(f"{option}=") for word in shlex.split(label)):
             asked.append(spec)
             kept[label] = f"its {option} was given"
@@ -216,12 +218,12 @@ def _nearest(method: AttentionMethod, option: str, target: float, dry: DryRun) -
     why = None
     said = f"{method.name} reads {share(step):.1%} of dense attention's bytes"
     if share(step) == share(1):  # near or not: with so little a method hardly chooses at all
-        why = f"{said} with its least budget, and {target:.1%} are asked for; {_less(method)}"
+        why = f"{said} with its least budget, and the target is {target:.1%}; {_less(method)}"
     elif abs(off) > NEAR:
         if step == STEPS:
-            why = f"{said} at most, and {target:.1%} are asked for"
+            why = f"{said} at most, and the target is {target:.1%}"
         else:
-            why = f"{said} with {option}={step / STEPS}, the nearest to {target:.1%}; ask at a longer --length"
+            why = f"{said} with {option}={step / STEPS}, the nearest to {target:.1%}; raise --length"
     return Budget(option, step / STEPS, share(step), why)
 
 

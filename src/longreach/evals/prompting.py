@@ -114,7 +114,9 @@ class PromptCutter:
         else:
             head, tail = before, asked + (f" {sample.begun}" if sample.begun else "")
         if not tail:
-            raise InvalidInput("a task whose text asks by itself has no question after its documents; leave it out")
+            raise InvalidInput(
+                "this task's text contains its question, so nothing follows its documents; leave the task out"
+            )
         ids, chunks = encode(self._tokenizer, head, special=not templated), list[tuple[int, int]]()
         for piece in self._splitter.split(documents).chunks:
             chunks.append((len(ids), len(ids) + len(piece.tokens)))

@@ -242,7 +242,7 @@ class LayerCall:
     def _term(self, name: str) -> Any:
         if name != "rotary":
             return getattr(self, name)
-        require(self.rotary is not None, "this call does not say how its rows were rotated, and the op needs it")
+        require(self.rotary is not None, "LayerCall.rotary is required: the op needs the rotation of the rows")
         assert self.rotary is not None
         return self.rotary()
 

@@ -71,4 +71,4 @@ def _alike(a: Partial, b: Partial) -> None:
     for x in (a, b):
         require(isinstance(x, Partial), f"expected a Partial, got {describe(x)}")
     same = a.out.shape == b.out.shape and a.out.dtype == b.out.dtype and a.out.device == b.out.device
-    require(same, f"partials must be alike: {describe(a.out)} and {describe(b.out)}")
+    require(same, f"partials: expected equal shape, dtype and device, got {describe(a.out)} and {describe(b.out)}")

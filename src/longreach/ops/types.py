@@ -249,7 +249,7 @@ class Logits:
         if top is None:
             require(x.dtype in (torch.float32, torch.float64), lambda: f"x: expected fp32 or fp64, got {describe(x)}")
             return
-        require(x.dtype == torch.float16, lambda: f"x: expected fp16 beside top, got {describe(x)}")
+        require(x.dtype == torch.float16, lambda: f"x: expected fp16 when top is given, got {describe(x)}")
         count = isinstance(self.block, int) and self.block >= 1
         require(count, lambda: f"block: expected a count of slots >= 1, got {self.block!r}")
         shape = (*x.shape[:2], -(-x.shape[2] // self.block), x.shape[3])

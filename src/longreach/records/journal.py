@@ -61,12 +61,14 @@ class Journal:
             run, *parts = [json.loads(line) for line in lines]
             done = {str(key): part for key, part in parts}
         except (ValueError, TypeError) as error:
-            raise InvalidInput(f"{self.path} is no journal of a run ({error}); remove it to start anew") from error
+            raise InvalidInput(
+                f"{self.path} is not the journal of a run ({error}); remove it to start again"
+            ) from error
         differs = _differing(run, self.run)
         if differs:
             raise InvalidInput(
                 f"{self.path} is of an interrupted run that differs in {', '.join(differs)}; repeat that run to finish "
-                f"it, remove the file to start anew, or choose another --output"
+                f"it, remove the file to start again, or choose another --output"
             )
         self.done = done
 

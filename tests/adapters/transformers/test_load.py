@@ -141,7 +141,7 @@ def test_tensors_that_nobody_uses_are_told(folder: Path) -> None:
 def test_devices(monkeypatch: pytest.MonkeyPatch, saved: Path) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert device_of("auto") == device_of("cpu") == torch.device("cpu")
-    with pytest.raises(InvalidInput, match="CUDA was asked for, but torch sees no GPU"):
+    with pytest.raises(InvalidInput, match="CUDA was requested, but torch finds no GPU"):
         load(saved, device="cuda")
     with pytest.raises(InvalidInput, match="'toaster' is no device; use 'cpu', 'cuda' or 'auto'"):
         load(saved, device="toaster")
@@ -150,7 +150,7 @@ def test_devices(monkeypatch: pytest.MonkeyPatch, saved: Path) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert device_of("auto").type == "cuda" and device_of("cuda:0").index == 0
-    with pytest.raises(InvalidInput, match="no 'cuda:1' here, torch sees 1 GPUs"):
+    with pytest.raises(InvalidInput, match="'cuda:1' does not exist; torch finds 1 GPUs"):
         device_of("cuda:1")
 
 

@@ -88,7 +88,7 @@ def _check_layer(step: Step, module: nn.Module, query: Tensor, key: Tensor, valu
         )
     if value.shape[3] != key.shape[3]:
         raise Unsupported(
-            f"{name} has values of {value.shape[3]} channels beside keys of {key.shape[3]}; longreach needs them equal"
+            f"{name} has values of {value.shape[3]} channels and keys of {key.shape[3]}; longreach needs them equal"
         )
     if not query.dtype == key.dtype == value.dtype:
         raise Unsupported(

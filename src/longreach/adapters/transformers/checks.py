@@ -90,7 +90,9 @@ def check_model(model: PreTrainedModel, decoder: PreTrainedModel, *, rotary: boo
         raise Unsupported(f"{name} has recurrent layers, whose state longreach's cache does not hold")
     strange = sorted(set(getattr(config, "layer_types", None) or ()) - set(KNOWN_LAYERS))
     if strange:
-        raise Unsupported(f"{name} has layers of type {', '.join(strange)}; longreach knows {', '.join(KNOWN_LAYERS)}")
+        raise Unsupported(
+            f"{name} has layers of type {', '.join(strange)}; longreach supports {', '.join(KNOWN_LAYERS)}"
+        )
     if getattr(config, "num_kv_shared_layers", 0):
         raise Unsupported(f"{name} shares keys and values between layers, which longreach does not implement")
     if config.output_attentions:

@@ -83,8 +83,8 @@ def _check_complete(path: Path, model: PreTrainedModel, found: dict[str, Any]) -
     for names, what in ((missing, "are missing from its weights"), (wrong, "have another shape in its weights")):
         if names:
             raise ModelFileError(
-                f"{path}: {len(names)} tensors that config.json asks for {what}, such as {names[0]}; "
-                f"config.json and weights belong to different models, or a file is lacking: fetch the model again"
+                f"{path}: {len(names)} tensors that config.json requires {what}, such as {names[0]}; "
+                f"config.json and weights belong to different models, or a file is missing: download the model again"
             )
     unused = sorted(found["unexpected_keys"])
     if unused:
@@ -107,10 +107,10 @@ def device_of(device: str) -> torch.device:
         raise InvalidInput(f"device: longreach runs on 'cpu' and 'cuda', not on {device!r}")
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise InvalidInput(
-            "device: CUDA was asked for, but torch sees no GPU; use --device cpu, or install a CUDA torch"
+            "device: CUDA was requested, but torch finds no GPU; use --device cpu, or install a CUDA torch"
         )
     if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
-        raise InvalidInput(f"device: no {device!r} here, torch sees {torch.cuda.device_count()} GPUs")
+        raise InvalidInput(f"device: {device!r} does not exist; torch finds {torch.cuda.device_count()} GPUs")
     return chosen
 
 

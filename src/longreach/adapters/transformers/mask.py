@@ -59,14 +59,14 @@ def pattern(
     patterns = [Pattern(w) for w in dict.fromkeys(windows) if isinstance(w, int)]
     patterns.insert(0 if local_size is None else len(patterns), Pattern())
     if mask_function is None:
-        raise Unsupported("the model asks for a mask without saying which one")
+        raise Unsupported("the model requests an attention mask without a mask function")
     q, k = _points(first, length, kv_offset + kv_length, [p.window for p in patterns if p.window is not None])
     try:
         rows = torch.arange(batch_size)[:, None]
         said = mask_function(rows, torch.zeros((), dtype=torch.long), q, k)
         allowed = torch.as_tensor(said).bool().cpu().expand(batch_size, len(q))
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
-        raise Unsupported(f"the model's mask function could not be asked what it masks: {error}") from error
+        raise Unsupported(f"the model's mask function failed on test positions: {error}") from error
     for candidate in patterns:
         meant = k <= q if candidate.window is None else (k <= q) & (k > q - candidate.window)
         if bool((allowed == meant).all()):

@@ -92,7 +92,7 @@ def frame(tokenizer: Any, system: str = "") -> Frame:
     head, found, rest = written.partition(place)
     if not found or place in rest:
         raise InvalidInput(
-            "the tokenizer's chat template does not show what a user says as it is, once; documents have no place in it"
+            "the chat template must contain the user's message once, unchanged; this one cannot hold documents"
         )
     return Frame(head, rest, True)
 

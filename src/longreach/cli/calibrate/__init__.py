@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import Any
 
 NAME = "calibrate"
-HELP = "find out about a model what a method needs to know, and keep it as a plan"
+HELP = "calibrate a method for a model and write a plan"
 KINDS = ("kascade", "loki", "mac")
 
 

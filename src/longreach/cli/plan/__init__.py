@@ -22,10 +22,10 @@ EXAMPLES = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     for module, name, help_text in (
-        (show, "show", "show what a plan says, and how it was made"),
+        (show, "show", "show a plan's contents, and how it was made"),
         (verify, "verify", "check that a plan is whole, and made for a model"),
         (choose, "choose", "choose other anchors of a kascade plan's calibration, and make a plan with them"),
-        (compare, "compare", "hold two kascade plans for one model, of different texts, beside each other"),
+        (compare, "compare", "compare two kascade plans for one model, calibrated on different texts"),
         (figures, "figures", "draw what a kascade or mac plan rests on, as the papers show it"),
     ):
         action = actions.add_parser(

@@ -16,7 +16,7 @@ VALUES = {  # kind of plan -> the values that it may have
             "taken"),
 }  # fmt: skip
 ROUNDING = 1e-5  # of fp32 sums
-ANEW = "take an undamaged copy, or calibrate anew"
+ANEW = "take an undamaged copy, or calibrate again"
 
 
 def check(plan: Plan) -> None:

@@ -236,14 +236,14 @@ def _show(document: dict[str, Any], where: dict[str, Any]) -> None:
     out.print(
         f"{document['chunks']} chunks of {model['name']} ({model['dtype']}, fingerprint {model['fingerprint'][:12]}, "
         f"taken in {duration(seconds['fingerprint'])}), {alone}; {done} tokens computed and stored in "
-        f"{duration(took)}. The store holds {document['others_in_store']} chunks besides, "
+        f"{duration(took)}. The store holds {document['others_in_store']} other chunks, "
         f"{size(document['store_bytes'])} in all.",
         soft_wrap=True,
     )
     if document["config"]["dependence"]:
         out.print(_dependence(document["dependence"]), soft_wrap=True)
     if document["recomputed"]:
-        out.print(f"{document['recomputed']} chunks were damaged in the store and are computed anew.", soft_wrap=True)
+        out.print(f"{document['recomputed']} chunks were damaged in the store and were computed again.", soft_wrap=True)
     out.print(place(where), soft_wrap=True)
 
 

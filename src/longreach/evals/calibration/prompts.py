@@ -78,9 +78,7 @@ def make(
         )
     limit = context_limit(model)
     if limit is not None and length > limit:
-        raise InvalidInput(
-            f"prompts of {length} tokens are asked for, and the model's context is {limit} tokens; lower --length"
-        )
+        raise InvalidInput(f"--length: expected at most {limit} tokens, the model's context, got {length}; lower it")
     parts, prompts = list[str](), list[Prompt]()
     if texts:
         read = [read_text(path, tokenizer) for path in texts]
@@ -129,7 +127,7 @@ def _asked(
     """A prompt with its right answer behind it: how the model answers is what methods have to keep."""
     most = len(task.fixed) if isinstance(task, Given) else total
     if total > most:
-        raise InvalidInput(f"{task.name} holds {most} samples, {total} asked for; ask for fewer --prompts")
+        raise InvalidInput(f"{task.name} holds {most} samples, {total} requested; lower --prompts")
     sample, prompt = fitted(task, tokenizer, length, seed, number, total, count=counter)
     joint = "" if sample.begun == "" and chat(tokenizer, ".") is not None else " "
     answer = tokenizer(joint + ", ".join(sample.answers), add_special_tokens=False, verbose=False).input_ids

@@ -13,7 +13,7 @@ from longreach.ops.types import require
 from longreach.plans import Plan
 
 KIND = "kascade"
-ANEW = "take another plan, or calibrate anew (longreach calibrate kascade)"
+ANEW = "take another plan, or calibrate again (longreach calibrate kascade)"
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class KascadePlan:
         _check_layers("layers", self.layers, len(self.head_map))
         _check_layers("anchors", self.anchors, len(self.head_map))
         strange = [n for n in self.anchors if n not in self.layers]
-        require(not strange, f"anchors: expected layers of full attention, got {strange} besides; {ANEW}")
+        require(not strange, f"anchors: expected layers of full attention, got {strange} as well; {ANEW}")
         require(
             self.anchors[0] == self.layers[0],
             f"anchors: expected the first to be {self.layers[0]}, the first layer of full attention, got "

@@ -113,7 +113,7 @@ class MAC(AttentionMethod):
         enough = self.band is not None or self.sinks is None or self.sinks >= plan.sinks
         require(
             enough,
-            f"sinks: expected at least {plan.sinks}, whose weight the plan's bands leave out, got {self.sinks}; "
+            f"sinks: expected at least {plan.sinks}, as the plan's bands leave out their weight, got {self.sinks}; "
             f"leave sinks out, or calibrate with --sinks {self.sinks}",
         )
         return plan

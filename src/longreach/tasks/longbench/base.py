@@ -58,7 +58,7 @@ class Fixed:
                 return _kept(shorter, round(keep / tokens, 4))
         raise InvalidInput(
             f"{self.name}, sample {sample.facts.get('id')}: {room} tokens of prompt leave no room for its context "
-            f"beside the question; ask for a longer --length"
+            f"and the question; raise --length"
         )
 
     def score(self, answer: str, sample: Sample) -> float:

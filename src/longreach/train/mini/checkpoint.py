@@ -90,7 +90,7 @@ def load(model: Llama, folder: Path) -> Trained:
         done = Trained(**json.loads(noted or ""))
     except (ValueError, TypeError) as error:
         raise ModelFileError(
-            f"{path} does not say how far its training had come; resume from one that training wrote"
+            f"{path} has no record of its training progress; resume from a checkpoint that training wrote"
         ) from error
     model.load_state_dict({name: w.float() for name, w in weights.items()})
     return done

@@ -55,7 +55,7 @@ class DecodeRun:
         self.compile = compiling.resolve(compile, captured=self._capture is not None)
         if self.compile != "none" and self._capture is None:
             raise Unsupported(
-                f"compile={compile!r} is for a captured step, and none is: {self._why_not}; leave compile out"
+                f"compile={compile!r} needs a captured step, and this one is not: {self._why_not}; leave compile out"
             )
         self._exactly = exactly
         self._decoder: Decoder | None = None
