@@ -16,7 +16,7 @@ from longreach.ops import Lists, Logits, Partial
 
 
 class Timed(NamedTuple):
-    """call: makes it anew from what those before it left. read: bytes, what they left for it among them."""
+    """call: repeats this pass from the results of those before it. read: bytes, including those results."""
 
     call: Callable[[], object]
     read: int

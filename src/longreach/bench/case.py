@@ -85,7 +85,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Model:
-    """A Llama's sizes beside its heads: of Llama-3.1-8B by default."""
+    """A Llama's sizes other than its heads: of Llama-3.1-8B by default."""
 
     layers: int = 32
     hidden: int = 4096
@@ -168,9 +168,9 @@ class Reuse:
 class Case:
     """One measurement of attend, of top_k, of a method's layers or step, or of a model's decode step.
 
-    also_rows: measured beside shape.rows in the same run. impls: attend's implementations that are measured.
-    replays: at most so many, where a call takes long. fill: as many sequences as fit into memory, whatever the shape
-    says (a model's case). methods: decode methods that a model's case compares, by name, or fusion methods, and their
+    also_rows: measured in addition to shape.rows in the same run. impls: attend's implementations that are measured.
+    replays: limit on replays, for long calls. fill: as many sequences as fit into memory, in place of the shape's
+    number (a model's case). methods: decode methods that a model's case compares, by name, or fusion methods, and their
     ratios. prefill_chunk: tokens of a pass over a prompt, where one pass does not fit. rivals: baseline -> the only
     settings to try; None: all of them.
     """
@@ -196,15 +196,15 @@ class Case:
 
     @property
     def prefill(self) -> bool:
-        """Whether its rows are a prompt's, whose positions the host knows."""
+        """Whether its rows are a prompt's, with positions on the host."""
         return self.group == "prefill"
 
     def by(self, impl: str) -> Case:
-        """The case measured by another implementation than it says, under a name of its own and without targets."""
+        """The case measured by another implementation, under a name of its own and without targets."""
         return replace(self, name=f"{self.name} impl={impl}", impls=(impl,), targets=())
 
     def but(self, **shape: Any) -> Case:
-        """The case with another shape and a name that says so. Its targets stay behind: they were set for the other."""
+        """The case with another shape, named in its name, and without targets: they were set for the first shape."""
         old = vars(self.shape)
         changed = {key: value for key, value in shape.items() if value not in (None, old[key])}
         if not changed:

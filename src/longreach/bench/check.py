@@ -39,7 +39,7 @@ def error(inputs: Inputs, memory: Memory, rows: int, out: Tensor, copy: int = 0)
 
 
 def exact(inputs: Inputs, memory: Memory, rows: int, copy: int, seq: int, head: int, row: int) -> Tensor:
-    """fp64 [query heads of the KV head, D]: the textbook formula over the keys that the row sees."""
+    """fp64 [query heads of the KV head, D]: the textbook formula over the keys visible to the row."""
     slots = inputs.seen(copy, seq, head, inputs.shape.context - rows + row)
     k, v = inputs.kv(copy, memory)
     if memory.page is None:

@@ -104,7 +104,7 @@ def judge_method(
     most: the error bound of a step of this model (relative, norms): each of two steps may err so much. steady: whether
     equal inputs but for rounding make equal choices. A method that scores drawn keys by a few of their coordinates
     makes others, and the captured step, whose parts are compiled, rounds otherwise: there that difference is recorded,
-    and the one of `uncompiled`, which rounds alike, is judged.
+    and the one of `uncompiled`, with the same rounding, is judged.
     """
 
     def apart(other: Tensor) -> float:

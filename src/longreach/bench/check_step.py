@@ -71,8 +71,8 @@ def passes(
 ) -> tuple[Tensor, Tensor]:
     """Logits [B, n, V] of tokens read [B, n] after `tokens` drawn keys: in the model's dtype, and in a wider one.
 
-    batch: sequences that keys were drawn for, of which the first B are computed, None: B. window: every row sees its
-    last so many keys, its own among them; None: all.
+    batch: sequences that keys were drawn for, of which the first B are computed, None: B. window: number of last keys
+    visible to each row, its own among them; None: all.
     """
     from longreach.adapters.transformers.synthetic import filled_dynamic_cache
 

@@ -3,7 +3,7 @@
 Both sides move the same bytes and take turns chunk by chunk, another one first each time. Put is compared with
 safetensors' save_file, fsync and rename; get with opening the very same file with safetensors. After each get every
 byte is touched (summed as integers), on both sides, for mapping a file reads nothing of it. Before a cold read the
-file's pages are dropped with posix_fadvise(POSIX_FADV_DONTNEED), and preadv2(RWF_NOWAIT) tells whether they are gone;
+file's pages are dropped with posix_fadvise(POSIX_FADV_DONTNEED), and preadv2(RWF_NOWAIT) shows whether they are gone;
 caches below the kernel (of a drive, of a virtual machine's host) stay as they are.
 """
 
@@ -244,7 +244,7 @@ def drop_pages(file: Path) -> bool:
 
 
 def _cached(fd: int, at: int) -> bool:
-    """Whether a page can be had without waiting; also where the file system cannot say (memory, overlays)."""
+    """Whether a page can be had without waiting; True also if the file system gives no answer (memory, overlays)."""
     try:
         os.preadv(fd, [bytearray(1)], at, os.RWF_NOWAIT)
     except BlockingIOError:

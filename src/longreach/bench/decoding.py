@@ -40,7 +40,7 @@ WARM = 16  # tokens before them: compiling and capturing lie there
 PROFILED = 2  # tokens after them whose kernels are counted, where there is no step to replay
 COMPARED = 1 << 18  # tokens of the sequences whose exact pass is made: its keys and values in fp32 take memory
 BASELINE = "transformers_static"
-BASELINE_SECONDS = 150.0  # of all cases of a run together; where the next may not fit, the record says so
+BASELINE_SECONDS = 150.0  # of all cases of a run together; the record names those that did not fit
 TOKENS_TEST = "tests/adapters/transformers/test_loop.py"  # fp32 tokens equal transformers', for every family
 
 
@@ -129,7 +129,7 @@ class Decoding:
         return weight_bytes(model), case.model.layers * bytes_needed(case)
 
     def described(self, case: Case, weights: int, kv: int) -> dict[str, Any]:
-        """What a record says of any case of a model."""
+        """A record's fields for any case of a model."""
         needed = weights + kv
         return {
             "shape": asdict(case.shape),
@@ -189,7 +189,7 @@ class Decoding:
     def _forced(
         self, case: Case, model: Any, ids: Tensor, dense: Timing
     ) -> tuple[list[dict[str, Any]], dict[str, float], dict[str, Any]]:
-        """MAC with forced hits in the same loop, what setting it up took, and what the record says of it besides."""
+        """MAC with forced hits in the same loop, its set-up times, and further fields of the record."""
         assert case.reuse is not None
         method = mac.forced(case)
         ours = self.step(case, model, ids, method)
@@ -301,7 +301,7 @@ class Decoding:
         """What one step of a decoder launches. triton: what its graphs do; None: the step is run as it is."""
         with decoder.run(_no_end(), 1), observed() as seen:
             kernels = profiled(lambda: decoder.step(capture=triton is not None), self.device)
-        triton = together((*(triton or ()), *seen.all))  # pieces' host work launches beside their graphs
+        triton = together((*(triton or ()), *seen.all))  # pieces' host work launches in addition to their graphs
         return Launched(triton, complete(kernels, triton))
 
     def _observed_step(self, session: Any, decoder: Any, first: Tensor, layers: LayerErrors) -> Tensor:

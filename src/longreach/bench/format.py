@@ -34,7 +34,7 @@ def outcome(target: dict[str, Any]) -> str:
 
 
 def remarks(result: dict[str, Any]) -> Iterator[str]:
-    """What else a case of MAC has to say: what was forced, all speeds, hit rates that pay, where a step's time goes."""
+    """Further lines of a case of MAC: what was forced, all speeds, hit rates that pay, where a step's time goes."""
     if "forced" in result:
         yield "hits are forced, for timing alone"
     if result.get("speed_over_fastest"):

@@ -105,7 +105,7 @@ class Inputs:
         return [torch.stack([one() for _ in range(count)]).view(form) for _ in range(self.copies)]
 
     def selection(self, copy: int, rows: int) -> Selection:
-        """What the case reads, as longreach says it. Lists serve all rows of their sequence."""
+        """The case's reads as a Selection. Lists serve all rows of their sequence."""
         reads = self.case.reads
         if reads.kind == "dense":
             return Spans.dense()
@@ -172,5 +172,5 @@ def least_read(case: Case) -> int:
 def flops_needed(case: Case) -> int:
     """Multiply-adds of dense attention, as two operations each: for q.k and for the sum of values."""
     shape = case.shape
-    keys = shape.rows * shape.context - shape.rows * (shape.rows - 1) // 2  # all that the rows see
+    keys = shape.rows * shape.context - shape.rows * (shape.rows - 1) // 2  # all keys visible to the rows
     return 4 * shape.batch * shape.heads * shape.dim * keys

@@ -87,7 +87,7 @@ class Profile:
             self._profiler.__enter__()
 
     def stop(self, parts: int = 1) -> dict[str, int] | None:
-        """Name -> times, of one of so many equal parts; None on the CPU."""
+        """Name -> times, of one of `parts` equal parts; None on the CPU."""
         if self._profiler is None:
             return None
         torch.cuda.synchronize(self.device)
@@ -106,13 +106,13 @@ def _prime() -> None:
 
 
 def counted(names: Iterable[str], parts: int = 1) -> dict[str, int]:
-    """Name -> times, of one of so many equal parts, rounded; most frequent first."""
+    """Name -> times, of one of `parts` equal parts, rounded; most frequent first."""
     found = Counter(name[:LONGEST] for name in names)
     return {name: max(1, round(times / parts)) for name, times in sorted(found.items(), key=lambda x: (-x[1], x[0]))}
 
 
 def each(launches: Iterable[Launch], parts: int) -> tuple[Launch, ...]:
-    """The launches of one of so many equal parts."""
+    """The launches of one of `parts` equal parts."""
     return tuple(replace(launch, times=max(1, round(launch.times / parts))) for launch in launches)
 
 

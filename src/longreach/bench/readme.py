@@ -93,7 +93,7 @@ def _rows(name: str, case: dict[str, Any], unforced: Skipped | None) -> list[str
     ours = [e for e in entries if e["who"] == "longreach"]
     mine = next(
         (e for e in ours if "keys_and_values_read" in e.get("settings", {})), ours[0]
-    )  # a method's, beside dense
+    )  # a method's, next to dense
     auto = f"{mine['name']}: " if "auto" in case or mine is not ours[0] else ""
     paged = _fastest(e for e in ours if e["name"].startswith("page "))
     other = _fastest(e for e in entries if e["who"] != "longreach")

@@ -1,6 +1,6 @@
 """Spot checks: is a group's record still right at today's commit? Measured again by one or two small cases on a GPU.
 
-A record is confirmed when each of our entries is as fast as it says, within WITHIN, and launches the same: as a ratio
+A record is confirmed when each of our entries repeats its speed, within WITHIN, and its launches: as a ratio
 to the fastest other kernel of the record where that is measured again too, else as a time. Confirmed in either
 direction: an entry that became faster is to be measured again as well.
 
@@ -39,7 +39,7 @@ class Compared:
 
 @dataclass(frozen=True)
 class Spot:
-    """A case measured again. faults: what besides speed differs: entries that are gone, other launches."""
+    """A case measured again. faults: differences other than speed: entries that are gone, other launches."""
 
     case: str
     entries: dict[str, Compared]

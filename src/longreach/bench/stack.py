@@ -60,7 +60,7 @@ class Layers:
         self._states: dict[tuple[int, int], SequenceState | None] = {}
 
     def state(self, layer: int, copy: int) -> SequenceState | None:
-        """A layer's over a copy of the inputs: it may hold something of every key. Made where it is asked for."""
+        """A layer's state over a copy of the inputs: it may hold data of every key. Made at first use."""
         place = layer, copy % self.inputs.copies
         if place not in self._states:
             call = self.call(layer, copy, {})

@@ -35,7 +35,7 @@ from longreach.tasks.haystack import paragraphs
 from longreach.tasks.haystack import sha256 as haystack_sha256
 
 FORMAT = 1
-SAMPLE = 100  # chunks of which computing is timed by itself, beside the model's own prefill
+SAMPLE = 100  # chunks of which computing is timed alone, next to the model's own prefill
 
 
 def measure(folder: Path, chunks: int, most: int, say: Callable[[str], None], model: str = "mini") -> dict[str, Any]:

@@ -117,7 +117,7 @@ class Answer:
     def behind(self, tokens: Tensor, steps: int) -> float:
         """How far tokens [B, new] are behind the best of these logits at most, each row until it first differs.
 
-        steps: at most so many tokens. Rows that the reference does not have are passed over.
+        steps: limit on tokens. Rows that the reference does not have are skipped.
         """
         worst = 0.0
         for row in range(len(self.logits[0])):

@@ -33,7 +33,7 @@ class ModelShape:
 
 
 class Evictable(Protocol):
-    """A method that says whether it decodes after eviction."""
+    """A method that declares whether it can decode after eviction."""
 
     @property
     def name(self) -> str: ...
@@ -211,7 +211,7 @@ class LayerCall:
 
     @property
     def context(self) -> Tensor:
-        """int64 [R]: the slots that each row can see."""
+        """int64 [R]: the slots visible to each row."""
         return self.once("context", lambda: self.rows.pos.long() + 1)
 
     def sum_over_ranks(self, x: Tensor) -> Tensor:

@@ -80,7 +80,7 @@ class Fusion(Configured, ABC):
     def probes(self, layers: int) -> tuple[int, ...]:
         """Layers up to which the question runs to choose, one after the other; none for methods that do without.
 
-        Raises InvalidInput for an option that does not fit a model of so many layers.
+        Raises InvalidInput for an option that does not fit the model's number of layers.
         """
         return ()
 
@@ -115,7 +115,7 @@ class LastRows(StatelessOnTruncate):
 
     def note(self, call: LayerCall) -> None:
         rows = call.rows
-        if rows.runs is not None:  # a host that knows where sequences end copies only their last rows
+        if rows.runs is not None:  # sequence ends are on the host: only the last rows are copied
             index, start = list[Tensor](), 0
             for run in rows.runs:
                 index.append(torch.arange(start + max(0, run.rows - self.size), start + run.rows))

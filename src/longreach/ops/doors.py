@@ -37,8 +37,8 @@ class Read(NamedTuple):
     """One pass over memory.
 
     selection: the slots read, None for memory that no selection names. key_bytes, value_bytes, metadata_bytes: bytes
-    read of each slot in each KV head. counted: int [R, G], the slots that each KV head streams, where a kernel has
-    counted them; it must equal what the selection says. other: further bytes of metadata, of each row [R] or of all
+    read of each slot in each KV head. counted: int [R, G], the slots that each KV head streams, if a kernel has
+    counted them; it must equal the selection's own count. other: further bytes of metadata, of each row [R] or of all
     rows together (int).
     """
 

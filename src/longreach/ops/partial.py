@@ -13,7 +13,7 @@ from longreach.ops.types import Partial, describe, require
 
 
 def merge(first: Partial, *others: Partial) -> Partial:
-    """The result over the union of disjoint key sets. Partials: out [R, H, D], lse [R, H], alike in shape.
+    """The result over the union of disjoint key sets. Partials: out [R, H, D], lse [R, H], all of one shape.
 
     lse = log sum_i exp(lse_i); out = sum_i exp(lse_i - lse) out_i. Associative and commutative up to
     rounding; an empty Partial changes nothing. Raises InvalidInput where shapes or dtypes differ.

@@ -60,7 +60,7 @@ class Spec(NamedTuple):
 
 @dataclass(frozen=True)
 class Head:
-    """What a chunk's header says. sums: checksums of each tensor, in the order of specs, which is that of the file."""
+    """A chunk's header. sums: checksums of each tensor, in the order of specs, which is that of the file."""
 
     key: ChunkKey
     specs: tuple[Spec, ...]
@@ -160,7 +160,7 @@ def header_length(first: bytes, size: int) -> int:
 
 
 def parse(head: bytes, size: int) -> Head:
-    """What a whole header says. Raises Broken unless it is one that we would write for a file of this size."""
+    """A complete header, parsed. Raises Broken unless it is one that we would write for a file of this size."""
     at = 8 + len(_START)
     if head[8:at] != _START:
         raise Broken("foreign", "its header is not that of a chunk")

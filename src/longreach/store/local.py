@@ -43,7 +43,7 @@ _BROKEN = re.compile(r"[0-9]{20}-[0-9a-f]{64}\.safetensors")
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A file's bytes, uint8 [size]; identity tells it from any other file of its name (None: it may be any)."""
+    """A file's bytes, uint8 [size]; identity: distinct from that of other files of its name, or None."""
 
     memory: Tensor
     identity: tuple[int, ...] | None
@@ -162,9 +162,9 @@ class LocalFolder:
     ) -> bool:
         """Put a file in its place, whole; False where one is there, other than `replaced`. Raises StoreFull.
 
-        No chunk gives way to one that is refused, unless the disk refuses room that it said it had. Broken ones that
-        were set aside all go before a full disk is told of. Under max_bytes the file that is replaced gives way before
-        other chunks.
+        No chunk gives way to one that is refused, unless the disk refuses room that it reported as free. All
+        broken ones that were set aside go before a full disk is reported. Under max_bytes the file that is replaced
+        gives way before other chunks.
         """
         try:
             return self._write(name, header, buffers, replaced)
@@ -229,7 +229,7 @@ class LocalFolder:
         return [name for name, folder in found if folder == is_chunk(name)]
 
     def left_alone(self) -> list[Ignored]:
-        """Foreign folders, and what is in writing/ without a living writer that could be told."""
+        """Foreign folders, and files in writing/ without a known living writer."""
         ours, found = (self.writing.name, self.aside.name), list[Ignored]()
         for entry in os.scandir(self.path):
             if entry.is_dir(follow_symlinks=False) and not is_chunk(entry.name) and entry.name not in ours:
@@ -274,7 +274,7 @@ class LocalFolder:
         """Remove leftovers, and the longest unused chunks down to a size; yields those chunks.
 
         broken: also all broken ones that were set aside. left: what may not be removed is added to it. Raises
-        PermissionError where max_bytes asks for some to go and none may.
+        PermissionError if max_bytes requires a removal and none is permitted.
         """
         with held(self.lock):
             self._collect()
@@ -304,7 +304,7 @@ class LocalFolder:
                 f"writing; raise it"
             )
         going = self._giving_way(self.max_bytes - begun - size, replaced)
-        disk = os.statvfs(self.writing)  # no room even after them? of no blocks: a filesystem that does not say
+        disk = os.statvfs(self.writing)  # no room even after them? of no blocks: a filesystem that does not report it
         if going and disk.f_blocks and size > disk.f_bavail * disk.f_frsize + sum(e.bytes for _, e in going):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         left = list[Ignored]()
@@ -328,7 +328,7 @@ class LocalFolder:
         return files[:count]
 
     def _evict(self, limit: int, left: list[Ignored], first: str | None = None) -> Iterator[Entry]:
-        """Remove what must give way to `limit`; yields chunks that were whole as far as anyone knows.
+        """Remove what must give way to `limit`; yields chunks that were not known to be broken.
 
         What may not be removed is passed over and added to `left`, and the next ones go in its stead.
         """
@@ -386,7 +386,7 @@ class LocalFolder:
         """Remove what dead processes left. What may not be opened or removed stays: it must not stop all writing."""
         self.writing.mkdir(exist_ok=True)
         for entry in filter(lambda e: writing.is_unfinished(e.name), self._begun()):
-            with contextlib.suppress(OSError):  # left_alone tells of it
+            with contextlib.suppress(OSError):  # left_alone reports it
                 if abandoned(Path(entry.path)) and _unlink(Path(entry.path)):
                     self.counts.add("leftovers_removed")
 
@@ -411,7 +411,7 @@ def _found(fd: int, memory_of: Callable[[int, int], Tensor]) -> StoredFile:
 
 
 def _map(fd: int, size: int) -> Tensor:
-    """Private pages of the file; torch opens it anew, by descriptor, and keeps nothing open."""
+    """Private pages of the file; torch opens it again, by descriptor, and keeps nothing open."""
     try:
         storage: Any = torch.UntypedStorage.from_file(f"/dev/fd/{fd}", False, size)
     except RuntimeError as error:
@@ -441,7 +441,7 @@ def is_chunk(file: str) -> bool:
 
 
 def is_broken(file: str) -> bool:
-    """Whether a file in set-aside/ was a chunk of ours, as name_aside told."""
+    """Whether a file in set-aside/ was a chunk of ours, by the name that name_aside gave it."""
     return _BROKEN.fullmatch(file) is not None
 
 

@@ -97,7 +97,7 @@ def claim(fd: int) -> None:
 
 
 def abandoned(path: Path) -> bool:
-    """Whether nobody holds a file that was claimed once. Raises OSError where that cannot be told."""
+    """Whether no process holds a file that was claimed once. Raises OSError if that cannot be found out."""
     try:
         fd = opened(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
     except FileNotFoundError:

@@ -19,8 +19,8 @@ from longreach.store.results import Counts, Entry, Ignored
 class Objects:
     """Chunks as objects NAME.safetensors below a root; set-aside/ holds what was found broken or foreign.
 
-    What makes the root a store is an object beside them, put before the first chunk: a root that holds anything else
-    and not that is refused. There are no locks, so nothing here counts, evicts or keeps the time of a use.
+    A marker object, put before the first chunk, makes the root a store: a root with other objects and no marker is
+    refused. There are no locks, so nothing here counts, evicts or keeps the time of a use.
     """
 
     promises = ("atomic puts",)

@@ -29,7 +29,7 @@ def text_of(location: Any) -> str:
 
 
 def _in_bytes(text: str) -> bool:
-    """Whether the system can be asked for a file of that name; bytes that are no UTF-8 come as surrogates, and can."""
+    """Whether the system accepts it as a file name; bytes that are not UTF-8 come as surrogates, and are accepted."""
     try:
         os.fsencode(text)
     except UnicodeEncodeError:
@@ -81,7 +81,7 @@ def folder_of(location: str, storage_options: dict[str, Any] | None) -> str | No
 
 def opened(location: str, storage_options: dict[str, Any] | None, **more: Any) -> tuple[Any, str]:
     """(fsspec filesystem, path in it) of a URL. Raises StoreError where fsspec, or the service's library, cannot open
-    it; InvalidInput where the library would look elsewhere than the URL says."""
+    it; InvalidInput if the library would use another place than the URL names."""
     from fsspec.core import url_to_fs
 
     try:
@@ -111,7 +111,7 @@ def conflict_message(location: object, strange: str) -> StoreError:
 
 
 def _known() -> set[str]:
-    """Protocols that fsspec knows."""
+    """Protocols that fsspec supports."""
     from fsspec.registry import known_implementations, registry
 
     return {*known_implementations, *registry}

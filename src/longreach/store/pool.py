@@ -28,7 +28,7 @@ class PooledChunk(Chunk):
 
 
 class ChunkPool:
-    """Chunks in page-locked host memory, which copies to a GPU need to run beside its kernels (A3, section 4).
+    """Chunks in page-locked host memory, which copies to a GPU need to overlap with its kernels (A3, section 4).
 
     max_bytes: of the chunks held. One that is in use stays valid when it leaves the pool. pinned: whether memory is
     page-locked; by default where there is a CUDA device. Page-locked memory is given out in powers of two: a chunk

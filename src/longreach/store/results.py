@@ -1,4 +1,4 @@
-"""What a store tells of itself."""
+"""Results and reports of a store."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Entry(NamedTuple):
 
 
 class ChunkInfo(NamedTuple):
-    """What a chunk's header says: its key, how many tokens it and its prefix have, how many layers, and whether it
+    """From a chunk's header: its key, how many tokens it and its prefix have, how many layers, and whether it
     holds the tokens' dependence."""
 
     key: ChunkKey

@@ -51,8 +51,8 @@ class ChunkStore:
     A file that is broken or foreign is warned of, counted in report(), moved to set-aside/ where it may be, and a miss.
     Broken chunks there have a cap of 256 MiB and give way where room is needed; foreign files are never deleted.
     An open store may be used in forked children (those of os.fork and what builds on it): they keep none of its locks,
-    and open URLs anew.
-    Raises StoreError where the place cannot be used (StoreFull where it has no room); work can go on without a store.
+    and open URLs again.
+    Raises StoreError if the place cannot be used (StoreFull if it has no room); work can go on without a store.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class ChunkStore:
         self._open = False
 
     def __contains__(self, key: ChunkKey) -> bool:
-        """Whether a file of that name is there; only get says whether it is whole."""
+        """Whether a file of that name is there; only get finds out whether it is whole."""
         with self._errors("look into"):
             return self._files.has(key.name)
 
@@ -141,9 +141,9 @@ class ChunkStore:
         """Store a chunk; it is on disk when this returns. False where it is there already, or came meanwhile.
 
         A chunk with dependence replaces one without, in one step: the one or the other is there, whole. One without
-        replaces none. A file that is there is looked at as get looks at it (checksums as `verify` says), set aside
-        where it is broken, and replaced. Raises StoreError where it is broken and cannot be set aside. Nothing is
-        evicted for a chunk that max_bytes or the folder's rights refuse.
+        replaces none. An existing file is checked as get checks it (checksums according to `verify`). If
+        it is broken, it is set aside and replaced. Raises StoreError where it is broken and cannot be set aside.
+        Nothing is evicted for a chunk that max_bytes or the folder's rights refuse.
         """
         new, replaces = False, chunk.dependence is not None
         with self._errors("write to"):
@@ -166,7 +166,7 @@ class ChunkStore:
             return self._files.entries()
 
     def about(self, name: str) -> ChunkInfo | None:
-        """What the header of an entry's file says; None where it is gone or no chunk (verify_all sets such aside).
+        """From the header of an entry's file; None if it is gone or not a chunk (verify_all sets such aside).
 
         Raises StoreError where the file cannot be read.
         """
@@ -183,8 +183,8 @@ class ChunkStore:
     def verify_all(self, progress: Callable[[int], None] | None = None) -> Verified:
         """Read every chunk and compare all checksums; set aside what is broken, misnamed or foreign. Counts as no use.
 
-        A file that the disk or its rights refuse to show is told among the broken, kind "unreadable", and the rest is
-        read. Foreign folders stay where they are, unread, and are told in left_alone, as is what stands in writing/
+        A file that the disk or its permissions refuse to open is reported among the broken, kind "unreadable", and the
+        rest is read. Foreign folders stay in place, unread, and are reported in left_alone, as are files in writing/
         without a living writer. progress: called with 1 after each file.
         """
         whole, total, broken = 0, 0, list[SetAside]()
@@ -220,10 +220,10 @@ class ChunkStore:
     ) -> Collected:
         """Remove what dead processes left, and the longest unused chunks down to max_bytes (None: the store's own).
 
-        set_aside: also all broken chunks in set-aside/, which otherwise go first of what max_bytes asks for.
-        left_alone tells of chunks that may not be removed, which are passed over, of what is in writing/ and is not the
-        store's or may not be opened or removed, and of foreign folders. Raises StoreError where max_bytes asks for some
-        to go and none may.
+        set_aside: also all broken chunks in set-aside/, which are otherwise the first to go under max_bytes.
+        left_alone names skipped chunks without permission to remove them, files in writing/ that are not the store's or
+        may not be opened or removed, and foreign folders. Raises StoreError if max_bytes requires a removal and none is
+        permitted.
         progress: called with 1 after each chunk removed.
         """
         _require_bytes(max_bytes, 0)

@@ -17,7 +17,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def no_room(error: OSError) -> bool:
-    """Whether it says that a disk, a quota or a limit is full."""
+    """Whether the error means that a disk, a quota or a limit is full."""
     return error.errno in _NO_ROOM
 
 

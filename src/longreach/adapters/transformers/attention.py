@@ -77,7 +77,7 @@ def _short(value: Any) -> str:
 
 
 def _check_layer(step: Step, module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> int:
-    """The layer's number, once it is sure that its keys are the new tokens' and lie where its number says."""
+    """The layer's number, after a check that its keys are the new tokens' and belong to that layer."""
     name, layer = type(module).__name__, getattr(module, "layer_idx", None)
     if not isinstance(layer, int):
         raise Unsupported(f"{name} has no layer_idx, so its keys have no place in the cache")
@@ -108,7 +108,7 @@ def _check_layer(step: Step, module: nn.Module, query: Tensor, key: Tensor, valu
 
 
 def _window(step: Step, layer: int, mask: Any, keyword: Any) -> int | None:
-    """The window of the layer; what its mask, its keyword and its configuration say must agree."""
+    """The window of the layer. Its mask, its keyword and its configuration must agree."""
     if not isinstance(mask, Pattern):
         what = "no mask at all" if mask is None else "a mask of its own"
         raise Unsupported(f"the model gives attention {what}; longreach handles 2-D padding masks [B, T] only")

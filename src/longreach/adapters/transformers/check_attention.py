@@ -28,7 +28,7 @@ def check_attention(module: nn.Module, query: Tensor, key: Tensor, kwargs: dict[
     eager = _own_eager(module)
     if eager is None:
         raise Unsupported(f"{name} has no eager_attention_forward to compare with, so its formula is unknown")
-    generator = torch.Generator().manual_seed(0)  # of its own: sampling must not see a moved seed
+    generator = torch.Generator().manual_seed(0)  # of its own: the user's sampling keeps its seed
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(query.device)

@@ -14,7 +14,7 @@ from longreach.errors import InvalidInput, Unsupported
 from longreach.methods.call import ModelShape
 
 KNOWN_LAYERS = ("full_attention", "sliding_attention")
-PLANNED_FOR = (  # fields of a configuration that are the same in all versions of transformers and tell models apart
+PLANNED_FOR = (  # fields of a configuration that identify a model in all versions of transformers
     "model_type",
     "vocab_size",
     "hidden_size",
@@ -50,7 +50,7 @@ def shape_of_config(config: Any) -> ModelShape:
 
 
 def config_hash(config: Any) -> str:
-    """By which a plan knows the models it was made for: those of another shape or rotary embedding have another."""
+    """Identifies the models that a plan was made for: another shape or rotary embedding gives another hash."""
     fields = {name: getattr(config, name, None) for name in PLANNED_FOR}
     return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()
 
@@ -114,7 +114,7 @@ def _check_places(name: str, model: PreTrainedModel) -> None:
 
 
 def check_pass(decoder: PreTrainedModel, kwargs: dict[str, Any]) -> None:
-    """Raise Unsupported where a forward pass asks for what longreach does not do."""
+    """Raise Unsupported if a forward pass requests anything that longreach does not do."""
     name = type(decoder).__name__
     wanted = kwargs.get("output_attentions")
     if decoder.config.output_attentions if wanted is None else wanted:

@@ -5,8 +5,8 @@ Buffers that no checkpoint holds count too: rotary frequencies follow from the c
 was loaded has rounded ones, and other keys than one loaded in bf16.
 
 All bytes are hashed, each time a process loads the model. Headers, sizes and samples would pass over a fine-tuned
-layer; a hash kept beside the files would have to trust their dates, and says nothing of what was loaded from them:
-another dtype, quantised weights, a merged adapter. It costs about a second a GB and core; threads share the tensors.
+layer; a hash stored with the files would have to trust their dates, and misses changes made while loading: another
+dtype, quantised weights, a merged adapter. It costs about a second a GB and core; threads share the tensors.
 
 Whether a model is still the one that was hashed is asked without reading it (`holds`): configuration and modules'
 numbers and words are the same, and no tensor was replaced, moved, cast, or written to as torch counts writes. Writes
@@ -18,8 +18,8 @@ chunk that is only read from the store: it is found by `holds` alone.
 
 Not in it: the tokenizer (a chunk's key holds tokens), names, special tokens and switches that change no key, the
 language-model head, hooks and functions put in the place of a layer's own, and what modules keep in attributes that are
-private (`_`) or neither int, float, bool nor str. A newer transformers whose configuration has another field, or whose
-modules keep another number, gives another fingerprint: chunks are then computed anew.
+private (`_`) or neither int, float, bool nor str. A newer transformers with another field in its
+configuration, or another number in its modules, gives another fingerprint: chunks are then computed again.
 
 Under tensor parallelism ranks gather the shards of a weight piece by piece and hash the whole, so that the digest is
 that of the model in one process. All ranks must call `fingerprint`; `holds` and `sampled_alike` look at a rank's own
@@ -186,13 +186,13 @@ def _config(decoder: PreTrainedModel) -> str:
 
 def _weights(decoder: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in (*decoder.named_parameters(), *decoder.named_buffers()):
-        if not name.endswith("inv_freq"):  # some kinds of rotary embedding write theirs anew with the length
+        if not name.endswith("inv_freq"):  # some kinds of rotary embedding recompute theirs with the length
             yield name, tensor
 
 
 @torch.no_grad()
 def _sample(decoder: nn.Module) -> str:
-    """Hash of SAMPLE bytes of every weight, an odd number of bytes apart: all bytes of an element have their turn."""
+    """Hash of SAMPLE bytes of every weight, at an odd stride, so that all bytes of an element are sampled."""
     pieces: dict[torch.device, list[Tensor]] = {}
     for _, weight in _weights(decoder):
         for part in _parts(weight.detach()):

@@ -29,7 +29,7 @@ OTHER_SEARCHES = (  # settings that choose another search than greedy and sampli
     "custom_generate",
 )
 PADDED_END = "attention_mask: a prompt ends with padding, which its answer would follow; pad on the left"
-DEFAULT_NEW = 20  # tokens, where neither the call nor the model says a limit
+DEFAULT_NEW = 20  # tokens, if neither the call nor the model sets a limit
 SERVING = ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager")
 
 
@@ -149,7 +149,7 @@ def _room(model: PreTrainedModel, given: dict[str, Any]) -> int:
 
 
 def refuse_search(model: PreTrainedModel, given: dict[str, Any]) -> None:
-    """Raise Unsupported for any search but greedy and sampling, and for caches asked for by name."""
+    """Raise Unsupported for any search but greedy and sampling, and for caches requested by name."""
     *asked, own = sources = _settings(model, given)
 
     def setting(name: str) -> Any:
@@ -167,7 +167,7 @@ def refuse_search(model: PreTrainedModel, given: dict[str, Any]) -> None:
     cache = _first(asked, "cache_implementation")
     if cache not in (None, "dynamic"):
         raise Unsupported(f"cache_implementation={cache!r}: longreach brings its own cache; leave it out")
-    if own.get("cache_implementation") is not None:  # a checkpoint's habit, which nobody asked for
+    if own.get("cache_implementation") is not None:  # set by the checkpoint, not by the caller
         given["cache_implementation"] = "dynamic"
 
 

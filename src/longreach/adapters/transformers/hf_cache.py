@@ -100,7 +100,9 @@ class LongreachCache(Cache):
         self.invalid: str | None = None  # why the cache can no longer be used, else None
         self._usual = self.eviction = eviction  # what evicts keys once a prompt is read
         self.protected = 0  # first tokens of a prompt that are not evicted
-        self.windows: Sequence[int] | None = None  # rows at the end of each prompt that vote; None: as the method says
+        self.windows: Sequence[int] | None = (
+            None  # rows at the end of each prompt that vote; None: the method's own number
+        )
         self._prompt_read = False  # rows of a prompt came since keys were evicted last
 
     def reserve(self, new: Sequence[int], columns: int) -> None:

@@ -2,7 +2,7 @@
 
 Causality, padding and windows are ours (positions, ragged rows, spans), so no [T, N] mask is needed. What the
 model means by its mask is asked of its mask function at chosen points, and handed to the layers as a Pattern:
-only the mask knows a layer's window for sure, since not every model passes it to attention as a keyword.
+only the mask shows a layer's window for sure, since not every model passes it to attention as a keyword.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def pattern(
 ) -> Pattern:
     """The pattern that the model's mask proved to be: causal, or causal within a window. Raises Unsupported.
 
-    local_size: transformers says by it that a window (or a chunk) is meant, also where the pass is shorter.
+    local_size: set by transformers for a window (or a chunk), even if the pass is shorter.
     """
     length, first = int(q_length), int(q_offset)
     windows = [local_size, getattr(config, "sliding_window", None)]
@@ -78,9 +78,9 @@ def pattern(
 
 
 def _points(first: int, length: int, stop: int, windows: list[int]) -> tuple[Tensor, Tensor]:
-    """Pairs (q, k) that tell patterns apart, on the CPU: each query with keys at every edge, a grid over the rest.
+    """Pairs (q, k) that distinguish patterns, on the CPU: each query with keys at every edge, a grid over the rest.
 
-    Chunks, packed sequences and blocks seen both ways differ from causal beside the diagonal, or at its start.
+    Chunks, packed sequences and bidirectional blocks differ from causal next to the diagonal, or at its start.
     """
     offsets = [1, 0, -1, *(d for w in windows for d in (1 - w, -w))]
     if length == 1:

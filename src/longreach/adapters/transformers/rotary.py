@@ -2,7 +2,7 @@
 
 A hook notes the (cos, sin) that a layer gets. How the layer turns channels by them is found out once, by
 running its projections on a few random tokens with no rotation and with a random one; it is then undone with
-ops.rope. A layer that turns nothing, or in a way ops.rope does not know, is thereby found and refused.
+ops.rope. So a layer without rotation, or with one that ops.rope does not support, is found and refused.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def captured(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], c
 
 
 def attention_modules(decoder: nn.Module) -> list[nn.Module]:
-    """The modules that attend, as transformers names them: they know the layer they are in."""
+    """The attention modules: those with "Attention" in their class name and a `layer_idx`."""
     return [
         module
         for module in decoder.modules()

@@ -29,9 +29,9 @@ APART = 3.0  # standard deviation of queries that are not to match; those of row
 
 class ForcedHits:
     """A layer for each copy of a case's inputs. The rows before the newest are in its ring, their queries far from the
-    newest one's; where a head is to hit, the row `gap` back has the very query that it asks with now.
+    newest one's; if a head is to hit, the row `gap` back has exactly its present query.
 
-    An entry's weight is about that of the keys read beside it, so that an error in either shows. hit: bool [B, H] of
+    An entry's weight is about that of the keys read with it, so that an error in either shows. hit: bool [B, H] of
     each copy; rests: bool [B, G]; reuse: bool [B, G], where an entry is taken: all heads hit, and do not rest.
     """
 
@@ -64,7 +64,7 @@ class ForcedHits:
         before = torch.arange(newest - ring.size, newest, device=draw.device)
         ring.stamp[:, before % ring.size] = before.int()
         ring.query.normal_(0, APART, generator=draw)
-        entries.out.normal_(0, math.sqrt(math.e / keys), generator=draw)  # as attention over so many normal keys
+        entries.out.normal_(0, math.sqrt(math.e / keys), generator=draw)  # as attention over `keys` normal keys
         entries.lse.normal_(math.log(keys) + 0.5, 0.1, generator=draw)
         hit = torch.rand(shape.batch, shape.heads, generator=draw, device=draw.device) < self.hits.rate
         if self.hits.misses != "none" and not self.hits.spread:

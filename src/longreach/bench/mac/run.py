@@ -1,4 +1,4 @@
-"""Run a case of MAC's step: appending, recovery, match, decision, attention, merge and ring, beside exact kernels.
+"""Run a case of MAC's step: appending, recovery, match, decision, attention, merge and ring, against exact kernels.
 
 The baselines attend and nothing more: their keys and values are appended already.
 """

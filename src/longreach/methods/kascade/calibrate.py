@@ -29,8 +29,8 @@ def tokens_needed(k: int, tile: int, group: int) -> int:
 class TileSimilarity:
     """Share of the weight of one prompt's tiles that lies on keys chosen in earlier layers.
 
-    layers, heads: of the model (KV heads). k: keys a tile chooses. tokens: of a tile. Passes over the prompt are begun
-    by `start`, and go through the layers in ascending order; in each pass every layer sees the same blocks of tiles.
+    layers, heads: of the model (KV heads). k: keys a tile chooses. tokens: of a tile. Passes over the prompt begin
+    with `start` and go through the layers in ascending order; in each pass every layer gets the same blocks of tiles.
     """
 
     def __init__(self, layers: int, heads: int, k: int, tokens: int, device: torch.device | str = "cpu"):
@@ -62,10 +62,11 @@ class TileSimilarity:
             self._least[other, :, layer] = torch.minimum(self._least[other, :, layer], share)
 
     def finish(self) -> Tensor:
-        """fp32 [L, G, L, G]: chosen in layer, head; wanted in layer, head: the least share over the tiles.
+        """fp32 [L, G, L, G]: keys chosen in (layer, head), for (layer, head): the least share over the tiles.
 
-        The share is of the weight on a tile's own best k keys and on the tile itself, which is attended to anyway. 1
-        where nothing was compared: for layers before the choosing one, and layers that were not added.
+        The weight found on the chosen keys, over that on the tile's own best k keys; both include the tile itself,
+        which is always attended to. 1 where nothing was compared: for layers before the choosing one, and layers that
+        were not added.
         """
         return self._least
 

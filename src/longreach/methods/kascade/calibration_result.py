@@ -21,11 +21,11 @@ from longreach.plans import Plan
 class CalibrationResult:
     """Means over prompts.
 
-    layers: those of full attention, ascending, n of them. heads: fp64 [n, G, n, G], what heads of later layers (behind)
-    find of what they want among the keys that heads of earlier ones (before) chose, the least over the tiles of a
-    prompt; 1 where nothing was compared. importance: fp64 [L], how much each layer's attention turns the residual
+    layers: those of full attention, ascending, n of them. heads: fp64 [n, G, n, G], the share of their best weight
+    that heads of later layers (last axes) find on the keys chosen by heads of earlier ones, the least over the tiles of
+    a prompt; 1 where nothing was compared. importance: fp64 [L], how much each layer's attention turns the residual
     stream. ranks: of tensor parallelism: heads take the keys of heads on their own rank only. weighted: whether layers
-    count by their importance when anchors are chosen, as in the paper, or alike.
+    count by their importance when anchors are chosen, as in the paper, or equally.
     Raises InvalidInput for ranks that do not divide the heads.
     """
 
@@ -132,7 +132,7 @@ def _mean(prompts: Sequence[Tensor]) -> Tensor:
 
 
 def check_ranks(ranks: int, heads: int) -> None:
-    """Raise InvalidInput unless so many ranks hold equal parts of the KV heads."""
+    """Raise InvalidInput unless `ranks` ranks hold equal parts of the KV heads."""
     require(
         is_count(ranks, 1) and heads % ranks == 0,
         f"ranks: expected a number that divides the {heads} KV heads, got {ranks!r}; choose another --ranks",

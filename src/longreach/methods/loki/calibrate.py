@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Moments(NamedTuple):
-    """Of so many keys of a text: their mean [..., D] and mean outer product [..., D, D], fp64."""
+    """Of a number of keys of a text: their mean [..., D] and mean outer product [..., D, D], fp64."""
 
     keys: int
     mean: Tensor
@@ -36,8 +36,8 @@ def together(parts: Sequence[Moments]) -> Moments:
 def principal(found: Moments) -> tuple[Tensor, Tensor]:
     """(basis [..., D, D], variance [..., D]): basis[..., i] is the direction of the i-th largest variance, fp64.
 
-    The covariance's eigenvectors (Loki, section 3): what all keys share shifts all scores of a query alike, and so
-    says nothing about which are large. Of a direction and its opposite, that whose largest part is positive.
+    The covariance's eigenvectors (Loki, section 3): a part common to all keys shifts all scores of a query equally, so
+    it does not change their order. Of a direction and its opposite, the one with a positive largest part.
     """
     covariance = found.product - found.mean[..., :, None] * found.mean[..., None, :]
     variance, basis = torch.linalg.eigh((covariance + covariance.mT) / 2)

@@ -39,7 +39,7 @@ class MAC(AttentionMethod):
     contexts and 0.75 for long answers). With scale="calibrated" it is near enough if the logits of the two queries
     differ by less than 1 - tau, as a root mean square over keys of the plan's energy for each layer, KV head and pair
     of channels; this has the same meaning in every model. Distances are of the queries' dtype: in bf16 equal queries
-    are some 0.6% of their length apart after recovery, so thresholds above 0.99 accept few of them.
+    differ by some 0.6% of their length after recovery, so thresholds above 0.99 accept few of them.
     window, band, tau=None: the plan's, layer by layer.
     plan: a file or a shipped plan's name; None: the shipped plan of the model. Used only if an option needs it.
     sinks: first tokens that entries leave out and every row reads. None: as many as the plan's bands leave out, else 0.

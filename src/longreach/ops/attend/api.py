@@ -63,7 +63,7 @@ def attend(
     """Attention of each row over its selected keys.
 
     logit = softcap(scale * q.k) + log_weight, softcap(x) = c tanh(x / c); out = sum softmax(logit) v;
-    lse = log sum exp(logit). A row sees only filled slots whose position does not exceed its own.
+    lse = log sum exp(logit). Only filled slots at positions up to a row's own are visible to it.
     Slots that no row of the call selects are never read; those that one selects must hold numbers for all.
 
     rows: q [R, H, D]; kv: k, v [P, G, page, D] of the same dtype and device, H a multiple (1 to 16) of G.

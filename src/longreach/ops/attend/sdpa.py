@@ -91,7 +91,7 @@ def _by_run(rows: Rows, kv: KVView, attend: Callable[[Tensor, Tensor, Tensor], t
 
 
 def _keys(memory: Tensor, kv: KVView, run: RowRange) -> Tensor:
-    """[1, G, N, D]: what a run sees of keys or values; a view where there is no block table."""
+    """[1, G, N, D]: keys or values visible to a run; a view if there is no block table."""
     stop = (run.first or 0) + run.rows
     if kv.block_table is None:
         return memory[run.seq : run.seq + 1, :, :stop]

@@ -144,7 +144,7 @@ class DecodeRun:
 def capture_for(session: Session, graph: GraphOption) -> tuple[Capture | None, str | None]:
     """How the decode step is captured, and why it is not one graph, else None.
 
-    Raises Unsupported where capture was asked for and the device has no CUDA graphs.
+    Raises Unsupported if capture was requested and the device has no CUDA graphs.
     """
     if graph is False:
         return None, "graph=False"
