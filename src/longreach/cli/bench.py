@@ -1,4 +1,4 @@
-"""`longreach bench`: measure named cases beside other kernels, keep records, check them, write README's numbers."""
+"""`longreach bench`: measure named cases against other kernels, keep records, check them, write README's numbers."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _spot(args: argparse.Namespace) -> int:
-    """Measure the spot cases of groups again, one group after another; a group that is confirmed says so at once."""
+    """Measure the spot cases of groups again, one group after another; a confirmed group is marked at once."""
     from longreach.bench.cases import CASES, SPOTS, tiny
     from longreach.bench.record import conditions, read
     from longreach.bench.runner import Runner

@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
         from longreach.records import check_writable, environment
 
         options = parse_settings(args.set, "method", METHODS)
-        for name in chosen or ():  # told before the model is loaded
+        for name in chosen or ():  # unknown names fail before the model is loaded
             method_class(name)
         specs = None if args.method is None else parse_specs(args.method)
         if args.output is not None:

@@ -46,7 +46,7 @@ def compare_documents(args: argparse.Namespace) -> int:
 
             store = None if args.store is None else opened.enter_context(ChunkStore(args.store))
             where = environment(model.device)
-        # no prompt is read here: the method says only whether chunks get the dependence of their tokens
+        # no prompt is read here: the method decides only whether chunks get the dependence of their tokens
         needed = any(spec.fuse is not None and spec.fuse.needs_dependence for spec in specs)
         with attach(model, fuse="dependence" if needed else "pie") as session:
             documents = Documents(

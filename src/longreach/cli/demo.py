@@ -1,4 +1,4 @@
-"""`longreach demo`: the main job on the shipped model, with every method beside dense."""
+"""`longreach demo`: the main job on the shipped model, with every method and dense attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`longreach dialogue`: needles asked for one after another, over thousands of decoded tokens, with every method."""
+"""`longreach dialogue`: questions for needles over thousands of decoded tokens, with every method."""
 
 from __future__ import annotations
 

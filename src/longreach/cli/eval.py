@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
 
     tasks = registry.choose(args.tasks)
     given = parse_settings(args.set, "slot", NAMED)
-    specs = None  # what is wrong there is told at once
+    specs = None  # errors there come before the model is loaded
     if args.method is not None or given:
         specs = parse_specs(args.method or (), settings=given, controls=CONTROLS)
     chunk_tokens = _chunk_tokens(args, specs or ())
@@ -132,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _chunk_tokens(args: argparse.Namespace, specs: Any) -> int | None:
-    """Tokens of a chunk; None where prompts are not cut. Raises InvalidInput for --chunks that nobody fuses."""
+    """Tokens of a chunk; None if prompts are not cut. Raises InvalidInput for --chunks without a fuse method."""
     if any(spec.fuse for spec in specs):
         return args.chunk_tokens or CHUNK_TOKENS
     if args.chunks is not None:
@@ -144,10 +144,10 @@ def _chunk_tokens(args: argparse.Namespace, specs: Any) -> int | None:
 def measured(
     evaluation: Any, about: dict[str, Any], output: Path | None, equal_to: str | None = None
 ) -> dict[str, Any]:
-    """The record, written to `output` where given; parts that an interrupted run left beside it are taken over.
+    """The record, written to `output` where given; parts from an interrupted run's journal are kept.
 
-    equal_to: the label of the method whose bytes others are to equal. Where answers failed the journal stays too, so
-    that the same command asks those again and no others.
+    equal_to: the label of the method whose bytes others are to equal. If answers failed the journal stays too, so
+    the same command computes only those again.
     """
     from longreach.evals.scores import tasks_entry
     from longreach.records import Journal, write
@@ -173,7 +173,7 @@ def measured(
 
 
 def _methods(evaluation: Any, equal_to: str | None) -> dict[str, Any]:
-    """What the record says of the methods, budgets found for them included."""
+    """The record's entries for the methods, with the budgets found for them."""
     said = dict[str, Any]()
     if equal_to is not None:
         from longreach.evals.budgets import equal_bytes

@@ -19,7 +19,7 @@ from longreach.ops import HeadShard, KVView, Rows
 from longreach.runtime import Ledger, Pass, Segment, drive
 
 BUDGETS = {"streaming_llm": "window", "quest": "k", "omnikv": "k", "less_is_more": "k", "loki": "k"}
-COUNTED = {"oracle_top_k": "k"}  # reads more than dense whatever it attends to: gets as many keys instead
+COUNTED = {"oracle_top_k": "k"}  # always reads more than dense: gets as many keys instead
 STEPS = 100_000  # budgets are multiples of 1 / STEPS of the context
 SAMPLES, ROWS = 4, 6  # prompts of each task whose lengths are looked at; steps of a dry run
 NEAR, ENOUGH = 0.02, 0.001  # how far from equal is still equal; where the search stops
@@ -30,7 +30,7 @@ class DryRun:
 
     Holds for methods whose reads depend on lengths alone, not on what keys and queries are.
 
-    contexts: lengths of the sequences of the steps, so many of them in a batch. windows: layer -> window of the layers
+    contexts: lengths of the sequences of the steps, in batches of `batch`. windows: layer -> window of the layers
     that no method attends for. dtype: of keys and values.
     """
 
@@ -111,12 +111,12 @@ class Budget:
 
 @dataclass(frozen=True)
 class Equal:
-    """Methods with budgets that make them read what another one does.
+    """Methods with budgets that make them read as many bytes as another method.
 
     to: its label; share: its bytes over dense attention's; attended: keys a row attends to over its context, where a
-    method gets as many keys, else None. specs: what is to be asked, found budgets in their labels. found: label ->
-    budget. unreachable, kept: methods that are not asked, or asked as they are, and why, by label: those whose budget
-    was given, and those for which none is looked for (kascade's variants).
+    method gets as many keys, else None. specs: the methods to run, found budgets in their labels. found: label ->
+    budget. unreachable, kept: label -> reason, of methods that are left out, and of those that run unchanged: with a
+    budget given by the user, or without one to search (kascade's variants).
     """
 
     to: str
@@ -228,6 +228,6 @@ def _nearest(method: AttentionMethod, option: str, target: float, dry: DryRun) -
 
 
 def _less(method: AttentionMethod) -> str:
-    """What to do where a method reads too much whatever it chooses."""
+    """What to do if a method reads too much with any budget."""
     layers = [name for name in ("dense_layers", "layers") if name in method.options()]
     return f"give it fewer layers that attend densely, by its option {layers[0]}" if layers else "give it fewer sinks"

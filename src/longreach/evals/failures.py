@@ -8,7 +8,7 @@ from longreach.errors import LongreachError, MeasurementFailed, OutOfMemory
 
 
 def failure(error: Exception, device: torch.device) -> str:
-    """What a record says of a crash of the model's code or ours: a failure of the sample that was measured.
+    """A record's text for a crash of the model's code or ours: a failure of the sample that was measured.
 
     Raises the error itself where the caller asked wrongly, MeasurementFailed where the device is lost with it.
     """

@@ -29,7 +29,7 @@ Keep = Callable[[str, Any], None]
 
 
 def _forget(name: str, part: Any) -> None:
-    """Texts that nobody keeps."""
+    """Keeps nothing."""
 
 
 def repeated(tokens: Sequence[int]) -> float:
@@ -76,7 +76,7 @@ class Generation:
         """Each method's part of a record by its label.
 
         Windows are read once for methods that share a prefill.
-        done: windows after which an interrupted run drew, by name; fresh ones are told to `keep` as they come.
+        done: windows after which an interrupted run drew, by name; `keep` is called with each new one.
         """
         drawn = dict[str, list[dict[str, Any]]]()
         for prefill, specs in by_prefill(self.specs):

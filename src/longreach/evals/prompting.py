@@ -57,7 +57,7 @@ class Counter:
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if not isinstance(backend, Tokenizer):
             return len(self._tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
-        if not self._known:  # a call of the whole tokenizer leaves the backend as it wants it: uncut, unpadded
+        if not self._known:  # a call of the whole tokenizer switches the backend's truncation and padding off
             self._tokenizer("", add_special_tokens=False, verbose=False)
         return len(backend.encode_batch_fast([text], add_special_tokens=False)[0])  # faster: no offsets
 
@@ -104,7 +104,7 @@ class PromptCutter:
         self._tokenizer, self._splitter, self._frame = tokenizer, Splitter(tokenizer, most), frame(tokenizer)
 
     def __call__(self, sample: Sample, in_chat: bool = True) -> TokenParts:
-        """The parts of a sample's prompt. Raises InvalidInput where nothing asks after the documents."""
+        """The parts of a sample's prompt. Raises InvalidInput if no question follows the documents."""
         templated = in_chat and self._frame.templated
         documents = sample.context[sample.instructions :].lstrip()
         before = sample.context[: len(sample.context) - len(documents)]
@@ -125,7 +125,8 @@ class PromptCutter:
 
 
 def samples_of(task: Task, samples: int | None, limit: int | None) -> int:
-    """How many samples a task is asked: all it holds, or DEFAULT, where `samples` does not say; `limit` at most."""
+    """Number of samples of a task: `samples`, at most those it holds; else all it holds, or DEFAULT; `limit` at
+    most."""
     most = len(task.fixed) if isinstance(task, Given) else samples or DEFAULT
     return min(most, samples or most, limit or most)
 

@@ -20,7 +20,7 @@ EXAMPLES = (
     "longreach calibrate kascade --model ./Llama-3.1-8B-Instruct --text book.txt --length 8192 --prompts 32 \\",
     "    --output llama.json --json",
 )
-FEW = 4  # tiles: the least over so many says little
+FEW = 4  # tiles: the least over so few means little
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""`longreach plan`: what is in a plan, whether it fits a model, and whether two plans say the same."""
+"""`longreach plan`: a plan's contents, whether it fits a model, and how far two plans agree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan must be beside what its method takes from it: no values that nobody reads, numbers that can be."""
+"""Checks of a plan beyond those of its method: no unused values, only possible numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`longreach plan compare`: two kascade plans for one model, calibrated on different texts, beside each other."""
+"""`longreach plan compare`: compare two kascade plans for one model, calibrated on different texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a kascade plan shows: layers and their heads, how alike layers are, what other budgets are worth."""
+"""What a kascade plan shows: layers and their heads, similarity of layers, the value of other budgets."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def about(plan: Plan) -> dict[str, Any]:
 
 
 def rows(chosen: KascadePlan, found: CalibrationResult) -> list[dict[str, Any]]:
-    """For each layer: its anchor (None where it takes no part), importance, and what of its want it finds there, among
-    the keys of the heads that the plan maps its heads to."""
+    """For each layer: its anchor (None where it takes no part), importance, and `served`: the share of its best
+    weight that it finds on the keys of the heads that the plan maps its heads to."""
     made = []
     for layer, importance in enumerate(found.importance.tolist()):
         anchor = chosen.anchor_of(layer) if layer in chosen.layers else None

@@ -1,4 +1,4 @@
-"""`longreach plan show`: what a plan says, and how it was made."""
+"""`longreach plan show`: a plan's contents, and how it was made."""
 
 from __future__ import annotations
 

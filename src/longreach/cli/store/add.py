@@ -156,7 +156,7 @@ def _fill(
 ) -> dict[str, tuple[str, str]]:
     """name of a chunk -> one of STATES, and one of DEPENDENCE.
 
-    Where the store fails, all that it has stays, and the error says how much.
+    If the store fails, its chunks stay, and the error names their number.
     """
     from longreach.adapters.transformers import DependenceMeter, get_or_compute
 
@@ -211,7 +211,7 @@ def _account(
 
 
 def _show(document: dict[str, Any], where: dict[str, Any]) -> None:
-    """A row a file, then what there is to know of borders, times and the rest of the store."""
+    """A row per file, then borders, times and the rest of the store."""
     out = console()
     columns = [Column("chars", 8), Column("tokens", 7), Column("chunks", 6),
                *(Column(state, max(6, len(state))) for state in STATES), Column("size", 8)]  # fmt: skip

@@ -43,8 +43,7 @@ class Prompt:
 def make(name: str, tokenizer: Any, length: int, seed: int, number: int, total: int, rows: int) -> Prompt:
     """Sample `number` of `total` of a needle task in at most `length` tokens, `rows` positions of its text drawn.
 
-    Raises InvalidInput where length or rows do not fit, Unsupported for a tokenizer that does not say where in the
-    text its tokens are.
+    Raises InvalidInput if length or rows do not fit, Unsupported for a tokenizer without text offsets.
     """
     if not getattr(tokenizer, "is_fast", False):
         raise Unsupported(

@@ -19,7 +19,7 @@ MOST = 1 << 24  # weights in memory at a time, of all query heads
 class Weights(NamedTuple):
     """Of some rows and the query heads of one KV head.
 
-    share: fp32 [r, group, n], softmax over the keys [0, n) that a row sees: it sums to 1 without the virtual sink.
+    share: fp32 [r, group, n], softmax over the keys [0, n) visible to a row: it sums to 1 without the virtual sink.
     sink: fp32 [r, group], what a virtual sink (GPT-OSS) takes of the whole; 0 where there is none.
     """
 
@@ -28,7 +28,7 @@ class Weights(NamedTuple):
 
 
 def window_of(call: LayerCall) -> int | None:
-    """The layer's sliding window; None where rows see everything before them."""
+    """The layer's sliding window; None if all earlier keys are visible."""
     (seen,) = call.meter.keys
     if not isinstance(seen, Spans) or len(seen.spans) != 1:
         raise Unsupported(f"attention weights of {type(seen).__name__}: only dense attention and windows are measured")

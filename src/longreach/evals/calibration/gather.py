@@ -25,7 +25,7 @@ from longreach.methods.dense import Dense
 class Gather(ABC):
     """What one kind of calibration takes from the prompts. For each: `begin`, its passes layer by layer, `finish`.
 
-    needs_pre_rope: whether `LayerCall.pre_rope` is asked for. needs_residuals: whether `residual` is to be called.
+    needs_pre_rope: whether it uses `LayerCall.pre_rope`. needs_residuals: whether `residual` is to be called.
     """
 
     needs_pre_rope: ClassVar[bool] = False
@@ -47,7 +47,7 @@ class Gather(ABC):
         """Attention adds `out` [T, width] to the residual stream x [T, width]; after `layer` in each pass."""
 
     def chunk(self, tokens: int) -> int:
-        """Tokens of a pass, where about so many are asked for."""
+        """Tokens of a pass, given about how many are requested."""
         return tokens
 
 
@@ -69,7 +69,7 @@ def gather(
 ) -> list[Any]:
     """What each prompt gave, in their order.
 
-    done: parts by the name of their prompt that an earlier run has made; keep(name, part) is told of each new one.
+    done: parts by the name of their prompt that an earlier run has made; keep(name, part) is called for each new one.
     """
     prompts, known = list(prompts), dict(done or {})
     waiting = [prompt for prompt in prompts if prompt.name not in known]

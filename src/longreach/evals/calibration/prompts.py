@@ -64,9 +64,9 @@ def make(
 
     least: tokens that a prompt must have to be of any use. seed: of the tasks' prompts; those of an evaluation with the
     same seed are the same. haystack: a text in which needles are hidden, in place of the one that evaluations use.
-    made: told how many more are made.
-    Raises InvalidInput, saying how many tokens are needed, where prompts are too short, texts hold too few, the model's
-    context is exceeded or nothing is to be read.
+    made: called with the number of prompts newly made.
+    Raises InvalidInput, with the number of tokens needed, if prompts are too short, texts hold too few, the model's
+    context is exceeded or there is nothing to read.
     """
     if not texts and not tasks:
         raise InvalidInput("nothing to calibrate on; give --text FILE, or --tasks")

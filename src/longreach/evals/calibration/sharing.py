@@ -35,7 +35,7 @@ MAPPINGS = ("mapped", "own", "all", "oracle")
 class Tile(NamedTuple):
     """One KV head's weights over a tile.
 
-    share [T, group, n]: softmax over the keys that a row sees; q [T, group, D]; k, v [n, D], all fp32; before: keys
+    share [T, group, n]: softmax over the keys visible to a row; q [T, group, D]; k, v [n, D], all fp32; before: keys
     before the tile.
     """
 
@@ -46,7 +46,7 @@ class Tile(NamedTuple):
     before: int
 
     def first(self, tokens: int) -> Tile:
-        """The tile of the first so many tokens."""
+        """The tile of the first `tokens` tokens."""
         return Tile(self.share[:tokens], self.q[:tokens], self.k, self.v, self.before)
 
 

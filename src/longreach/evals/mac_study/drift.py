@@ -55,7 +55,7 @@ class Likeliest(NamedTuple):
 
 
 def _forget(key: str, part: Any) -> None:
-    """A method that nobody keeps."""
+    """Keeps nothing."""
 
 
 class Drift:
@@ -86,7 +86,7 @@ class Drift:
     ) -> dict[str, Any]:
         """{"prompt_tokens", "edges" of the bins of steps, "methods": {name: see `_told`}}.
 
-        done: methods that an interrupted run measured, by `key`; fresh ones are told to `keep` as they come.
+        done: methods that an interrupted run measured, by `key`; `keep` is called with each new one.
         """
         found = {name: (done or {}).get(self.key(method)) for name, method in self.methods.items()}
         if None in found.values():

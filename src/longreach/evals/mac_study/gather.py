@@ -24,8 +24,8 @@ BANDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 @dataclass(frozen=True)
 class StudySettings:
-    """window: the widest that is looked through, and tokens before the first row that is looked at. band: at which ways
-    of matching are compared. sinks: first tokens that no entry holds. rows: so many of a prompt, evenly spaced."""
+    """window: the widest that is searched, and tokens before the first row measured. band: the one at which ways of
+    matching are compared. sinks: first tokens that no entry holds. rows: number measured in a prompt, evenly spaced."""
 
     window: int
     band: int

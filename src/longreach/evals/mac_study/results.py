@@ -47,7 +47,7 @@ class StudyData:
         return Samples(distance, torch.zeros_like(distance) if error is None else error, self.skipped(way, place, band))
 
     def skipped(self, way: Way, window: int, band: int) -> Tensor:
-        """[L, S, H]: keys of the entry over all that the row sees; (p - r)+ / m where no sinks are kept out."""
+        """[L, S, H]: keys of the entry over all visible to the row; (p - r)+ / m where no sinks are kept out."""
         keys = self.pos[:, None] - self.gap[way][:, window] + 1 - band - self.what.sinks
         return torch.where(self.gap[way][:, window] >= 0, keys.clamp(min=0), 0) / (self.pos[:, None] + 1)
 

@@ -87,8 +87,7 @@ class Decoder:
         self.done.logical_or_(self.ends[self.token])
 
     def step(self, *, capture: bool) -> None:
-        """One pass of the model. It leaves the next token's logits in `logits` [B, V] and, if greedy, that token in
-        `token`.
+        """One pass of the model: sets `logits` [B, V] of the next token and, if greedy, `token`.
 
         Raises Unsupported for a step that cannot be captured. After any error the step was not made.
         """

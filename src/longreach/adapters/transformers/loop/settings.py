@@ -8,9 +8,7 @@ from typing import Any
 from longreach.adapters.transformers.generate import OTHER_SEARCHES, refuse_search
 from longreach.errors import Unsupported
 
-SHAPING: dict[
-    str, Any
-] = {  # settings of transformers' generate that the loop has no option for -> value without effect
+SHAPING: dict[str, Any] = {  # settings of transformers' generate without an option here -> value without effect
     "guidance_scale": 1,
     "sequence_bias": None,
     "repetition_penalty": 1,
