@@ -125,8 +125,7 @@ class PromptCutter:
 
 
 def samples_of(task: Task, samples: int | None, limit: int | None) -> int:
-    """Number of samples of a task: `samples`, at most those it holds; else all it holds, or DEFAULT; `limit` at
-    most."""
+    """Number of samples of a task: `samples`, else all it holds or DEFAULT, and at most `limit`."""
     most = len(task.fixed) if isinstance(task, Given) else samples or DEFAULT
     return min(most, samples or most, limit or most)
 
