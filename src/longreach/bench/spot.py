@@ -88,7 +88,7 @@ def compare(case: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> Spot:
                 faults.append(f"{name}: its launches were not observed this time")
             else:
                 found = Launched.from_json(entry["launched"]).differences(Launched.from_json(current[name]["launched"]))
-                faults += [f"{name} launches otherwise: {what}" for what in found]
+                faults += [f"{name} has other launches: {what}" for what in found]
     return Spot(case, entries, tuple(faults))
 
 

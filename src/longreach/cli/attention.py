@@ -131,9 +131,9 @@ def show(record: dict[str, Any], drawn: list[Path]) -> None:
     sink = ", v. sink: the virtual sink's share of the whole" if sunk else ""
     out.print(
         f"\nMeans over query heads; shares are of the attention on keys{sink}. first: positions of the text; last: "
-        f"keys before the row; top: the heaviest; 95% in: how many of the heaviest hold so much. q: cosine similarity "
+        f"keys before the row; top: the heaviest; 95% in: number of heaviest keys with 95% of it. q: cosine similarity "
         f"of queries before rotation to the previous one and to the best of the last {results['recent_queries']}; "
-        f"match: rows where MAC-Attention would find one near enough (tau {results['taus'][0]:g}). retrieves: the "
+        f"match: rows with a match for MAC-Attention (tau {results['taus'][0]:g}). retrieves: the "
         f"layer's best retrieval head, and its score. {len(samples)} prompts; heads one by one, curves and agreement "
         f"of layers are in the record and the pictures."
     )

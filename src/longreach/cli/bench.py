@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help=f"records (default {RESULTS})")
     parser.add_argument("--without", action="append", default=[], metavar="BASELINE", help="leave a baseline out")
     parser.add_argument("--spot", action="store_true", help="check: measure one small case of each group again, on a "
-                        "GPU, and confirm the group's record where speed and launches are the same")  # fmt: skip
+                        "GPU, and confirm the group's record if speed and launches are the same")  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="fewer replays")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, on the CPU too; measures nothing")
     parser.add_argument("--impl", help="attend's implementation other than the case's (triton; with "
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     if args.spot and args.action != "check":
         raise InvalidInput(f"--spot belongs to bench check, not to bench {args.action}; leave it out")
     if args.names and not args.spot and args.action in ("check", "readme"):
-        raise InvalidInput(f"bench {args.action} takes no names; it looks at all records in --out")
+        raise InvalidInput(f"bench {args.action} takes no names; it reads all records in --out")
     return action(args)
 
 

@@ -76,7 +76,7 @@ def add_model(parser: argparse.ArgumentParser, required: bool = True) -> None:
 
 def add_device(parser: argparse.ArgumentParser) -> None:
     """--device."""
-    parser.add_argument("--device", default="auto", help="cpu, cuda or auto (default: cuda where there is a GPU)")
+    parser.add_argument("--device", default="auto", help="cpu, cuda or auto (default: cuda if there is a GPU)")
 
 
 def add_methods(parser: argparse.ArgumentParser) -> None:

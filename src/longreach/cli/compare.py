@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                       "method reads the same tokens")  # fmt: skip
     add_chunk_size(parser)
     parser.add_argument("--system", metavar="FILE", help="with --documents: UTF-8 text before them")
-    parser.add_argument("--store", metavar="DIR", help="with --documents: where chunks are kept (default: nowhere)")
+    parser.add_argument("--store", metavar="DIR", help="with --documents: the chunk store (default: none)")
     parser.add_argument("--chunk-tokens", type=positive, metavar="N", help="with --documents: of a chunk at most "
                         "(default 512)")  # fmt: skip
     parser.add_argument("--question", default=QUESTION, metavar="TEXT", help=f"default: {QUESTION!r}")
@@ -61,9 +61,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--method", action="append", metavar="SPEC", help="instead of --methods and --set: '[PREFILL/]"
                         "DECODE [option=value ...] [prefill.option=value ...] [evict=NAME] [evict.option=value ...]' "
                         "and, with --documents, fuse=NAME and fuse.option=value; may be given often")  # fmt: skip
-    parser.add_argument("--layers", action="store_true", help="measure each layer's and head's error on the same "
-                        "hidden states too, in decode steps and, where prefill is not dense, on rows of the prompt; "
-                        "times include it, and on a GPU steps are captured piecewise then")  # fmt: skip
+    parser.add_argument("--layers", action="store_true", help="also measure each layer's and head's error on "
+                        "the same hidden states, in decode steps and, if prefill is not dense, on rows of the prompt; "
+                        "times include it, and on a GPU steps are then captured piecewise")  # fmt: skip
     parser.add_argument(
         "--output",
         type=Path,
@@ -71,8 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="write a record for `longreach report` at the end; an interrupted comparison starts again",
     )
     parser.add_argument("--steps", type=positive, default=32, metavar="N", help="decode steps compared (default 32)")
-    parser.add_argument("--past-end", action="store_true", help="go on for all steps where dense attention's answer "
-                        "ends sooner")  # fmt: skip
+    parser.add_argument("--past-end", action="store_true", help="run all steps even if dense attention's answer "
+                        "ends earlier")  # fmt: skip
     add_graph(parser)
     add_json(parser)
 
@@ -145,8 +145,8 @@ def run(args: argparse.Namespace) -> int:
     out.print(
         f"\nKL: mean of KL(dense || method) of the next-token distributions of {steps} decode steps{ended}, in nats. "
         "diverges at: the first token of the answer, counted from 0, that the method itself would have chosen "
-        "differently. bytes: keys (K), values (V) and metadata that decoding read, over what dense attention reads. "
-        "1st tok: time to the first token, which methods with the same prefill share. per tok: time per token after it."
+        "differently. bytes: keys (K), values (V) and metadata read while decoding, over dense attention's. 1st tok: "
+        "time to the first token, measured once for methods with the same prefill. per tok: time per token after it."
     )
     _show_layers(out, comparisons)
     out.print(place(where))

@@ -72,12 +72,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="draw answers (default 0: greedy)")
     parser.add_argument("--draws", type=positive, default=1, metavar="N",
                         help="answers drawn to each prompt; the score is their mean (default 1)")  # fmt: skip
-    parser.add_argument("--batch", type=positive, metavar="N", help="prompts at a time (default: what memory holds)")
+    parser.add_argument(
+        "--batch", type=positive, metavar="N", help="prompts at a time (default: as many as memory holds)"
+    )
     add_chunk_size(parser)
     parser.add_argument("--workers", type=count, default=0, metavar="N", help="processes that make prompts while the "
                         "model answers, for a fast GPU (default 0: all are made before it does)")  # fmt: skip
-    parser.add_argument("--output", type=Path, metavar="FILE", help="the record, compressed where it ends in .gz; the "
-                        "same command goes on where an interrupted one stopped")  # fmt: skip
+    parser.add_argument("--output", type=Path, metavar="FILE", help="the record, compressed if it ends in .gz; the "
+                        "same command continues an interrupted run")  # fmt: skip
     add_graph(parser)
     add_json(parser)
 
@@ -224,7 +226,7 @@ def show(record: dict[str, Any], where: str) -> None:
     out.print(
         f"\n{prompts} prompts of at most {', '.join(map(str, lengths))} tokens with their answers "
         f"({sum(characters) / len(characters):.1f} characters a token). bytes: keys, values and metadata read, over "
-        f"what dense attention reads; mean over tasks. per token: mean time of a decode step, over tasks.",
+        f"dense attention's; mean over tasks. per token: mean time of a decode step, over tasks.",
         soft_wrap=True,
     )
     out.print(where)

@@ -39,8 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_slot_settings(parser)
     parser.add_argument("--chunk-tokens", type=positive, default=512, metavar="N", help="tokens of a chunk at most "
                         "(default 512)")  # fmt: skip
-    parser.add_argument("--chunks", choices=("alone", "bos", "system"), default="system", help="what chunks are "
-                        "computed behind, as in longreach eval (default system)")  # fmt: skip
+    parser.add_argument("--chunks", choices=("alone", "bos", "system"), default="system", help="prefix that "
+                        "chunks are computed behind, as in longreach eval (default system)")  # fmt: skip
     add_chunk_size(parser)
     parser.add_argument("--output", type=Path, metavar="FILE", help="write a record")
     add_json(parser)

@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="an option of a slot's method, such as decode.window=0.3 or fuse.ratio=0.3")  # fmt: skip
     parser.add_argument("--system", metavar="FILE", help="with --documents: UTF-8 text before them, behind which their "
                         "chunks are computed")  # fmt: skip
-    parser.add_argument("--store", metavar="DIR", help="with --documents: where chunks are kept (default: nowhere)")
+    parser.add_argument("--store", metavar="DIR", help="with --documents: the chunk store (default: none)")
     parser.add_argument("--chunk-tokens", type=positive, default=512, metavar="N", help="with --documents: of a chunk "
                         "at most (default 512)")  # fmt: skip
     parser.add_argument("--max-new-tokens", type=positive, default=128, metavar="N", help="longest answer, in tokens "

@@ -65,7 +65,7 @@ def _result(coming: Future[PromptSample]) -> PromptSample:
         return coming.result()
     except BrokenProcessPool as error:
         raise LongreachError(
-            "a process that makes prompts died (out of memory? what it wrote is above); use fewer --workers, or 0"
+            "a process that makes prompts died (out of memory? its output is above); use fewer --workers, or 0"
         ) from error
 
 

@@ -123,8 +123,8 @@ class LayerCall:
     def __post_init__(self) -> None:
         if self.kv.slot_pos is not None:
             raise Unsupported(
-                "kv: a layer is read in the order of its slots, and this view gives slots positions of their own "
-                "(slot_pos); compact what was kept, so that slots ascend with positions, and leave slot_pos out"
+                "kv: a layer is read in the order of its slots, and this view has other positions (slot_pos); "
+                "compact the kept entries, so that slots ascend with positions, and leave slot_pos out"
             )
 
     def attend(self, selection: Selection, *, kv: KVView | None = None, sink: bool = True) -> Partial:

@@ -84,7 +84,7 @@ class CrossLayerTopK(AttentionMethod):
     def __post_init__(self) -> None:
         if self.layers is not None:
             check_layers("layers", self.layers)
-            require(len(self.layers) > 0, "layers: expected at least one layer that chooses, got none")
+            require(len(self.layers) > 0, "layers: expected at least one layer that chooses keys, got none")
 
     def check(self, model: ModelShape) -> None:
         check_layers_of("layers", self.layers or (), model.layers)

@@ -40,7 +40,7 @@ class Journal:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None and self.path is not None and self.done:
-            error.add_note(f"what was done is in {self.path}: the same command goes on where this one stopped")
+            error.add_note(f"finished parts are in {self.path}: the same command continues from there")
 
     def add(self, key: str, part: Any) -> None:
         """Add a finished part. It is on disk when this returns."""

@@ -134,7 +134,7 @@ def test_broken_shards(sharded: Path, tmp_path: Path, harm: Callable[[Path], Any
 def test_tensors_that_nobody_uses_are_told(folder: Path) -> None:
     weights = {**load_file(folder / "model.safetensors"), "model.layers.0.extra": torch.zeros(2)}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.warns(UserWarning, match="uses 1 tensors of the checkpoint not at all, such as model.layers.0.extra"):
+    with pytest.warns(UserWarning, match="does not use 1 tensors of the checkpoint, such as model.layers.0.extra"):
         load(folder)
 
 

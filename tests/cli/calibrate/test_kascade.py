@@ -130,7 +130,7 @@ def test_interrupted_it_goes_on_where_it_stopped(
 
     monkeypatch.setattr(KascadeGather, "finish", dies)
     result = longreach(*asked(model, text, output))
-    assert result.code == 130 and "the same command goes on" in result.err
+    assert result.code == 130 and "the same command continues" in result.err
     assert not output.exists() and (tmp_path / "p.json.journal").is_file()
     monkeypatch.setattr(KascadeGather, "finish", finish)
     refused(longreach(*asked(model, text, output, "--k", 8)), "differs in settings.k", "p.json.journal")

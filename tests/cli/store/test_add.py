@@ -258,7 +258,7 @@ def test_an_interrupt_keeps_what_was_computed(
 
     monkeypatch.setattr(Precompute, "compute", interrupted)
     result = longreach(*adding(tiny, tmp_path / "store", book))
-    assert result.code == 130 and "2 of " in result.err and "the same command goes on from there" in result.err
+    assert result.code == 130 and "2 of " in result.err and "the same command continues from there" in result.err
     assert added(longreach, tiny, tmp_path / "store", book)["stored"] == 2
 
 

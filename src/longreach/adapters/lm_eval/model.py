@@ -187,7 +187,7 @@ def _loaded(pretrained: Any, tokenizer: Any, device: Any, dtype: Any) -> tuple[A
     if tokenizer is None or isinstance(tokenizer, str):
         raise InvalidInput("pretrained is a loaded model; give its loaded tokenizer too")
     if device is not None or dtype is not None:
-        raise InvalidInput("pretrained is a loaded model; device and dtype are for one that is to be loaded")
+        raise InvalidInput("pretrained is a loaded model: leave device and dtype out")
     return pretrained, tokenizer, str(getattr(pretrained, "name_or_path", ""))
 
 

@@ -93,7 +93,7 @@ def _check_layer(step: Step, module: nn.Module, query: Tensor, key: Tensor, valu
     if not query.dtype == key.dtype == value.dtype:
         raise Unsupported(
             f"{name} has queries, keys and values of {query.dtype}, {key.dtype} and {value.dtype} (autocast?); "
-            f"load the model in the dtype it is to run in"
+            f"load the model in the dtype that it runs in"
         )
     if layer in step.layers.layers:
         raise Unsupported(f"{name} attends twice in layer {layer} of one pass; longreach implements one")

@@ -89,7 +89,7 @@ def _check_complete(path: Path, model: PreTrainedModel, found: dict[str, Any]) -
     unused = sorted(found["unexpected_keys"])
     if unused:
         warnings.warn(
-            f"{path}: {type(model).__name__} uses {len(unused)} tensors of the checkpoint not at all, such as "
+            f"{path}: {type(model).__name__} does not use {len(unused)} tensors of the checkpoint, such as "
             f"{unused[0]}; check that config.json is this model's",
             stacklevel=3,
         )

@@ -34,7 +34,7 @@ def add_prompts(parser: argparse.ArgumentParser, output: bool = True) -> None:
     add_chunk_size(parser)
     if output:
         parser.add_argument("--output", type=Path, required=True, metavar="PLAN.json",
-                            help="the plan; the same command goes on where an interrupted one stopped")  # fmt: skip
+                            help="the plan; the same command continues an interrupted calibration")  # fmt: skip
     add_json(parser)
 
 

@@ -40,9 +40,9 @@ def show(plan: Plan, out: Console) -> None:
             row += [percent(values["accepted"][scale][n][at]) for scale in ("sqrt2d", "calibrated")]
         table.row(row)
     out.print(
-        "\nband: keys before a row that are never reused; none: no band that was tried is wide enough, the layer "
-        "reuses nothing. tau: queries match at a distance below sqrt(2 d) (1 - tau); in logits: where these differ "
-        "by less than 1 - tau"
+        "\nband: keys before a row that are always read; none: no band that was tried is wide enough, the layer "
+        "reuses nothing. tau: queries match at a distance below sqrt(2 d) (1 - tau); in logits: they match if these "
+        "differ by less than 1 - tau"
     )
     if made:
         out.print(

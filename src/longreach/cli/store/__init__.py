@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         (add, "add", "cut documents into chunks and store their keys and values"),
         (upkeep, "list", "show what is stored"),
         (upkeep, "verify", "read every chunk and compare all checksums; broken and foreign files are set aside, "
-                           "foreign folders only reported"),
+                           "foreign folders are only reported"),
         (upkeep, "gc", "remove what dead processes left, broken chunks set aside, and the longest unused ones"),
     ):  # fmt: skip
         action = actions.add_parser(

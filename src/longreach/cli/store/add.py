@@ -182,7 +182,7 @@ def _fill(
                 kept = "none" if got.chunk.dependence is None else "computed" if got.dependence_computed else "stored"
                 states[name] = got.state, kept
     except BaseException as error:  # Ctrl-C too
-        error.add_note(f"{len(states)} of {len(todo)} chunks are in the store; the same command goes on from there")
+        error.add_note(f"{len(states)} of {len(todo)} chunks are in the store; the same command continues from there")
         raise
     return states
 

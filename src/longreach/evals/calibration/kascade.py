@@ -94,7 +94,7 @@ def calibrated(parts: Sequence[Any]) -> CalibrationResult:
     """The mean over what prompts gave. Raises Unsupported for a model whose layers all have windows."""
     layers = [n for n, window in enumerate(parts[0]["windows"]) if window is None]
     if not layers:
-        raise Unsupported("every layer of this model has a sliding window: there is nothing that Kascade could spare")
+        raise Unsupported("every layer of this model has a sliding window, so Kascade cannot save reads")
     return CalibrationResult.mean(
         layers, [unpacked(p["similarity"]) for p in parts], [unpacked(p["importance"]) for p in parts]
     )

@@ -93,7 +93,7 @@ class MAC(AttentionMethod):
         check_plan_name(self.plan)
         require(
             self.plan is None or self.planned,
-            "plan: expected none, as nothing is taken from it; set window, band or tau to None, or scale='calibrated'",
+            "plan: expected None, as no option uses it; set window, band or tau to None, or scale='calibrated'",
         )
 
     @property

@@ -73,7 +73,7 @@ def pooled_scores(
         require(ok, lambda: f"lse: expected float [{count}, {heads}] on {rows.q.device}, got {describe(lse)}")
     if logits is not None:
         check_kept(logits, rows, kv)
-        require(lse is not None, "lse: kept logits are summed against the lse that came with them; give both")
+        require(lse is not None, "lse: kept logits need the lse that came with them; give both")
     compute = IMPLEMENTATIONS.get(resolve(impl, rows, logits=logits), rows.q.device)
     return compute(rows, kv, scale=scale, softcap=softcap, lse=lse, kept=logits, tile=tile, tiles=tiles)
 
