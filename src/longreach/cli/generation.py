@@ -111,8 +111,8 @@ def show(record: dict[str, Any], where: str) -> None:
         f"\n{config['steps']} tokens drawn by each method after {counted(config['windows'], 'window')} of "
         f"{config['length']} tokens, at temperature {config['temperature']:g}. nll: nats a token of its own text "
         "under dense attention; over: difference to dense attention's own text; last 4th: nll of the last quarter. "
-        "repeats: share of tokens completing an 8-gram already in the text. diverges: the first token that is not dense "
-        "attention's, median of windows. keys, bytes: read while decoding, over dense attention's.",
+        "repeats: share of tokens completing an 8-gram already in the text. diverges: the first token unlike "
+        "dense attention's, median of windows. keys, bytes: read while decoding, over dense attention's.",
         soft_wrap=True,
     )  # fmt: skip
     out.print(where)

@@ -19,8 +19,8 @@ EXAMPLES = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("records", nargs="+", type=Path, metavar="RECORD.json",
                         help="records of eval, perplexity, compare and attention, for one report")  # fmt: skip
-    parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="folder for report.html, report.md "
-                        "and pictures; earlier ones are replaced, other files stay")  # fmt: skip
+    parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="folder for report.html, "
+                        "report.md and pictures; earlier ones are replaced, other files stay")  # fmt: skip
     add_json(parser)
 
 

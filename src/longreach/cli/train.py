@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="DIR", type=Path, default=Path("runs/mini"), help="folder for the model")
     parser.add_argument("--minutes", type=float, default=26.0, help="time budget, compilation included (default 26)")
     parser.add_argument("--schedule", choices=SCHEDULES, default="grow", help="lengths and learning rates: grow (the "
-                        "default) starts from random weights, to 16K tokens; long continues from --start, to 32K")  # fmt: skip
+                        "default) goes from random weights to 16K tokens; long from --start to 32K")  # fmt: skip
     before = parser.add_mutually_exclusive_group()
     before.add_argument("--start", metavar="DIR", type=Path, help="begin the schedule with this model's weights")
     before.add_argument("--resume", metavar="DIR", type=Path, help="continue from a checkpoint of an interrupted "
