@@ -269,7 +269,7 @@ class KVCache:
 
     @property
     def page(self) -> int | None:
-        """Tokens in a page; None where one page holds a sequence, whatever its length."""
+        """Tokens in a page; None if one page holds a whole sequence."""
         return self.config.page if self.config.kind == "paged" else None
 
     def _begin(self, what: str, slots: Sequence[int], counts: Sequence[int], exact: bool = False) -> list[int]:

@@ -44,7 +44,7 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True)
 class Configured:
-    """Base of all methods, whatever slot they fill: a frozen dataclass of options that JSON can hold."""
+    """Base of methods for all slots: a frozen dataclass of options that JSON can hold."""
 
     name: ClassVar[str]
 

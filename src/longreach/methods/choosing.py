@@ -69,7 +69,7 @@ def gather_over_ranks(call: LayerCall, x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class CrossLayerTopK(AttentionMethod):
-    """Base of methods in which a few layers choose one set of keys for all heads, and later layers attend to it.
+    """Base of methods with one set of keys for all heads: a few layers choose it, later layers attend to it.
 
     Choosing layers attend densely, as do layers before the first of them.
 

@@ -49,7 +49,7 @@ class PromptParts:
 
 @dataclass(frozen=True, eq=False)
 class FullLayer:
-    """A layer in which tokens are chosen.
+    """A layer that chooses tokens to recompute.
 
     call: the question's rows over the keys of all tokens, which are in the cache. values: [N, G, D], computed for all
     tokens; in a probe of no rows. stored_values: makes those of the chunks, [S, G, D], S the stored tokens in ascending
@@ -102,7 +102,7 @@ class LastRows(StatelessOnTruncate):
         self.pos[slots] = -1
 
     def truncate(self, slots: Tensor, lengths: Tensor) -> None:
-        """The rows past the cut are forgotten. Lengths are in tokens: only what was never evicted from is cut there."""
+        """Forget the rows past the cut. Lengths are in tokens: only sequences without eviction are cut there."""
         here = self.pos[slots]
         self.pos[slots] = here.masked_fill(here >= lengths[:, None], -1)
 
@@ -174,7 +174,7 @@ class Eviction(PromptObserver, ABC):
         self, state: LastRows, view: KVView, slots: Sequence[int], lengths: Sequence[int], first: int,
         windows: Sequence[int] | None = None,
     ) -> dict[int, Tensor]:  # fmt: skip
-        """slot -> what its sequence keeps in one layer; sequences that keep all are left out.
+        """slot -> the entries its sequence keeps in one layer; sequences that keep all are left out.
 
         view: all sequences of the cache, by slot. lengths: slots in use of each of `slots`. windows: rows at the end of
         each prompt, at most `window`; None for `window` of all.

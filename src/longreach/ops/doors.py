@@ -1,4 +1,4 @@
-"""What a layer calls an op by: which arguments it fills in, who computes, and which bytes the op reads."""
+"""How a layer calls an op: the arguments it fills in, the implementation, and the bytes that the op reads."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Read(NamedTuple):
 
 
 def nothing(rows: Rows, kv: KVView, result: Any, *args: Any, **given: Any) -> tuple[Read, ...]:
-    """The reads of an op that consumes only what other ops of the call have just made."""
+    """The reads of an op that consumes only outputs of other ops in the same call."""
     return ()
 
 

@@ -1,4 +1,4 @@
-"""What the reference implementations share: rows walked one sequence at a time, bounded in memory."""
+"""Shared by the reference implementations: a walk over rows, one sequence at a time, in bounded memory."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class RotaryAngles(NamedTuple):
         return unrotate(x, self.cos[:, None], self.sin[:, None], layout=self.layout)
 
     def take(self, index: Tensor) -> RotaryAngles:
-        """That of the rows at `index` [r]."""
+        """The angles of the rows at `index` [r]."""
         return RotaryAngles(self.cos[index], self.sin[index], self.layout)
 
 

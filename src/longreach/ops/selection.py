@@ -136,7 +136,7 @@ def beyond(bound: Bound, rows: Rows, kv: KVView, stop: int, per: Per) -> Tensor:
 
 
 def visible(rows: Rows, kv: KVView, stop: int, per: Per) -> Tensor:
-    """bool, broadcasts to [R, heads, stop]: filled slots whose position does not exceed the row's."""
+    """bool, broadcasts to [R, heads, stop]: filled slots at positions up to the row's."""
     filled = torch.arange(stop, device=rows.pos.device) < kv.seq_lens[rows.seq.long()][:, None]
     return filled[:, None] & (slot_positions(rows, kv, stop, per) <= rows.pos[:, None, None])
 
@@ -155,7 +155,7 @@ class Spans(Selection):
 
     @property
     def is_dense(self) -> bool:
-        """Whether this is what `dense` makes."""
+        """Whether this equals `dense()`."""
         fixed = all(isinstance(bound.value, int) for span in self.spans for bound in span)
         return fixed and self.spans == (Span(absolute(0), relative(1)),)
 
@@ -233,7 +233,7 @@ class Lists(Selection):
 
     @property
     def overflowed(self) -> Tensor:
-        """bool [L, heads]: lists whose count exceeds the capacity."""
+        """bool [L, heads]: lists with a count above the capacity."""
         return self.count > self.index.shape[2]
 
     def check(self, rows: Rows, kv: KVView) -> None:
@@ -264,7 +264,7 @@ class Lists(Selection):
         return x if self.head_map is None else x[:, self.head_map.long()]
 
     def _entries(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Of each row: its entries and which of them are in use [R, heads, C], and whether it overflowed [R, heads]."""
+        """Each row's entries, whether they are in use [R, heads, C], and whether the row overflowed [R, heads]."""
         index, count = self._per_row(self.index).long(), self._per_row(self.count)
         over = count > index.shape[2]
         used = (torch.arange(index.shape[2], device=index.device) < count[..., None]) & ~over[..., None]

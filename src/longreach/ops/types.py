@@ -257,7 +257,7 @@ class Logits:
         require(ok, lambda: f"top: expected fp32 {list(shape)} on {x.device}, got {describe(top)}")
 
     def take(self, index: Tensor) -> Logits:
-        """Those of the rows at `index` [r]."""
+        """The rows at `index` [r]."""
         return Logits(self.x[index], None if self.top is None else self.top[index], self.block)
 
     def natural(self, stop: int) -> Tensor:

@@ -82,7 +82,7 @@ class ChunkStore:
 
     @property
     def promises(self) -> tuple[str, ...]:
-        """Which of PROMISES hold where this store is."""
+        """Those of PROMISES that hold for this store's place."""
         return self._files.promises
 
     def require(self, *promises: str) -> None:
@@ -109,11 +109,11 @@ class ChunkStore:
             return self._files.has(key.name)
 
     def get(self, key: ChunkKey) -> Chunk | None:
-        """The chunk, or None where there is none that is whole and right."""
+        """The chunk, or None if there is no whole and correct one."""
         return self._get(key).chunk
 
     def get_or_told(self, key: ChunkKey) -> Lookup:
-        """Like get, with what stood in the chunk's place where that was broken."""
+        """Like get, with the broken file in the chunk's place, if any."""
         return self._get(key)
 
     def load(self, key: ChunkKey) -> Lookup:
@@ -138,7 +138,7 @@ class ChunkStore:
         return Lookup(chunk, told)
 
     def put(self, chunk: Chunk) -> bool:
-        """Store a chunk; it is on disk when this returns. False where it is there already, or came meanwhile.
+        """Store a chunk; it is on disk when this returns. False if it is there already, or came meanwhile.
 
         A chunk with dependence replaces one without, in one step: the one or the other is there, whole. One without
         replaces none. An existing file is checked as get checks it (checksums according to `verify`). If
@@ -218,7 +218,7 @@ class ChunkStore:
         *,
         set_aside: bool = False,
     ) -> Collected:
-        """Remove what dead processes left, and the longest unused chunks down to max_bytes (None: the store's own).
+        """Remove files of dead processes, and the longest unused chunks down to max_bytes (None: the store's own).
 
         set_aside: also all broken chunks in set-aside/, which are otherwise the first to go under max_bytes.
         left_alone names skipped chunks without permission to remove them, files in writing/ that are not the store's or
@@ -242,7 +242,7 @@ class ChunkStore:
         return Collected(chunks, size, leftovers, broken, broken_bytes, tuple(left))
 
     def remove(self, key: ChunkKey) -> bool:
-        """Remove a chunk; False where there is none."""
+        """Remove a chunk; False if there is none."""
         with self._errors("remove from"):
             return self._files.remove(key.name)
 

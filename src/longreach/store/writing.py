@@ -77,7 +77,7 @@ def abort(fd: int, path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """What was renamed into a folder stays there when the power goes."""
+    """Make renames into a folder durable (power loss)."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)

@@ -151,7 +151,7 @@ class LongreachLM(HFLM):
         return super()._model_generate(context, max_length, stop, **generation)
 
     def get_model_info(self) -> dict[str, Any]:
-        """HFLM's, and what longreach did: methods, scoring, bytes read over dense attention's so far."""
+        """HFLM's information and longreach's: methods, scoring, bytes read over dense attention's so far."""
         return {**super().get_model_info(), "longreach": self.about()}
 
     def about(self) -> dict[str, Any]:

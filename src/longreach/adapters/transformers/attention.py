@@ -159,7 +159,7 @@ def _layer_call(
 
 
 def _written(step: Step, layer: int, call: LayerCall) -> LayerCall:
-    """Rows, with queries of zeros, for all tokens of a pass of which only some run in this layer."""
+    """Rows, with queries of zeros, for all tokens of a pass when only some run in this layer."""
     assert step.whole is not None
     place, q = step.whole.at(layer), call.rows.q
     zeros = q.new_zeros(()).expand(place.slot.shape[0], *q.shape[1:])

@@ -1,4 +1,4 @@
-"""What a model needs that longreach lacks, refused by name before anything is attached."""
+"""Refuses, by name and before attaching, models that need features longreach lacks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def text_config(model: PreTrainedModel) -> Any:
 
 
 def shape_of(model: PreTrainedModel) -> ModelShape:
-    """What methods check their options against."""
+    """The model's shape, for methods to check their options against."""
     return shape_of_config(text_config(model))
 
 
@@ -56,13 +56,13 @@ def config_hash(config: Any) -> str:
 
 
 def cache_windows(model: PreTrainedModel) -> dict[int, int]:
-    """layer -> window of the layers of which transformers' own cache keeps a window only."""
+    """layer -> window, for layers that transformers' own cache keeps only a window of."""
     layers: list[Any] = DynamicCache(config=text_config(model)).layers
     return {n: int(layer.sliding_window) for n, layer in enumerate(layers) if getattr(layer, "is_sliding", False)}
 
 
 def decoder_of(model: nn.Module) -> PreTrainedModel:
-    """The decoder whose forward pass longreach stands around. Raises InvalidInput, Unsupported."""
+    """The decoder that longreach wraps. Raises InvalidInput, Unsupported."""
     if not isinstance(model, PreTrainedModel):
         raise InvalidInput(
             f"expected a transformers model, got {type(model).__name__}; attach to the model itself, before "

@@ -175,7 +175,7 @@ def _borders(offsets: Sequence[tuple[int, int]], length: int) -> tuple[list[int]
 
 
 def _quality(text: str, places: Sequence[int]) -> list[int]:
-    """For each border the index in ENDS of what ends there."""
+    """For each border, the index in ENDS of the kind of end there."""
     found = [len(ENDS) - 1] * len(places)
 
     def mark(kind: str, spans: Iterable[tuple[int, int]]) -> None:
@@ -193,7 +193,7 @@ def _quality(text: str, places: Sequence[int]) -> list[int]:
 
 
 def _common(text: str, other: str) -> int:
-    """How many characters two texts share from their beginning."""
+    """Number of characters in the common prefix of two texts."""
     if text == other:
         return len(text)
     return next((n for n, (a, b) in enumerate(zip(text, other)) if a != b), min(len(text), len(other)))

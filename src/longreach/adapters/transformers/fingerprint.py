@@ -1,4 +1,4 @@
-"""What a model's keys and values depend on, as one hash: every weight of the decoder as it is in memory, its
+"""One hash of everything that a model's keys and values depend on: every weight of the decoder as it is in memory, its
 configuration, and the numbers and words that its modules keep (`self_attn.scaling`, `variance_epsilon`).
 
 Buffers that no checkpoint holds count too: rotary frequencies follow from the config, but a model cast to bf16 after it
@@ -103,7 +103,7 @@ class Fingerprint:
         return same and self.settings == _hashed(_settings(decoder))
 
     def sampled_alike(self, model: PreTrainedModel) -> bool:
-        """Whether SAMPLE bytes of every weight are what they were; one transfer to the host from each device."""
+        """Whether SAMPLE bytes of every weight are unchanged; one transfer to the host from each device."""
         return self.sample == _sample(decoder_of(model))
 
 
@@ -164,7 +164,7 @@ def _hashed(text: str) -> str:
 
 
 def _settings(decoder: PreTrainedModel) -> str:
-    """The configuration, then what the modules keep as plain numbers and words, sorted by name.
+    """The configuration, then the modules' plain numbers and words, sorted by name.
 
     What is False is left out: releases of transformers differ in which switches that are off they keep.
     """
@@ -178,7 +178,7 @@ def _settings(decoder: PreTrainedModel) -> str:
 
 
 def _config(decoder: PreTrainedModel) -> str:
-    """The decoder's configuration as JSON, without what has no effect and without private fields."""
+    """The decoder's configuration as JSON, without private fields and those without effect."""
     fields = decoder.config.to_dict()
     kept = {k: v for k, v in fields.items() if k not in WITHOUT_EFFECT and not k.startswith("_")}
     return json.dumps(kept, sort_keys=True, default=str)
@@ -233,7 +233,7 @@ def _at(storage: StorageWeakRef | None) -> int | None:
 
 
 def _digest(model: str, name: str, value: Any) -> str:
-    """Hash of one entry of a state dict: a tensor, or what quantised layers keep there."""
+    """Hash of one entry of a state dict: a tensor, or an object of quantised layers."""
     digest = hashlib.sha256()
     _feed(digest, value, f"{model}'s {name}")
     return digest.hexdigest()

@@ -35,7 +35,7 @@ SERVING = ("generate_batch", "init_continuous_batching", "continuous_batching_co
 
 @dataclass
 class PhaseTracker:
-    """Where prefill ends for the thread that decodes: at `columns` of the cache, or when `prompt_done`.
+    """The end of prefill for the thread that decodes: at `columns` of the cache, or when `prompt_done`.
 
     padded_end: whether a sequence of the pass under way ends with padding.
     room: columns that prompt and longest answer take, where that is known; reserved at the first pass.
@@ -64,7 +64,7 @@ class Generating(Protocol):
 
 
 class _PromptDone(LogitsProcessor):
-    """Called when the first token is about to be chosen: what was read until then is the prompt."""
+    """Called before the first token is chosen: all tokens read until then are the prompt."""
 
     def __init__(self, phases: PhaseTracker):
         self.phases = phases
@@ -126,7 +126,7 @@ def foreign_cache(cache: Any) -> str:
 
 
 def _settings(model: PreTrainedModel, given: dict[str, Any]) -> list[dict[str, Any]]:
-    """Where generate finds its settings: what it is called with, a configuration of the call, the model's own."""
+    """The sources of generate's settings: its arguments, the call's configuration, the model's own."""
     passed = given.get("generation_config")
     return [given, vars(passed) if passed else {}, vars(model.generation_config)]
 

@@ -127,7 +127,7 @@ class LongreachCache(Cache):
         self.states.mark_observed(methods, range(self.batch), before, self.kv.lengths)
 
     def evict_next(self, eviction: Eviction | None, protected: int, windows: Sequence[int] | None = None) -> None:
-        """How keys of the next prompts are evicted. protected: their first tokens, which stay. windows: rows at the end
+        """Set the eviction for the next prompts. protected: their first tokens, which stay. windows: rows at the end
         of each, at most the method's. `empty` undoes it."""
         if self.eviction is not None and self.eviction != eviction:
             self.states.drop(self.eviction)

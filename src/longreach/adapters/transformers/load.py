@@ -24,7 +24,7 @@ MINI = "longreach-mini"
 
 
 def model_path(model: str | Path) -> Path:
-    """The directory of a model; "mini" is the one shipped. Raises ModelFileError where it is none."""
+    """The directory of a model; "mini" is the one shipped. Raises ModelFileError if it is not one."""
     path = Path(str(files("longreach") / "models" / MINI)) if str(model) == "mini" else Path(model)
     if not path.is_dir():
         raise ModelFileError(f"no model directory at {path}; give a folder with config.json, or 'mini'")
@@ -96,7 +96,7 @@ def _check_complete(path: Path, model: PreTrainedModel, found: dict[str, Any]) -
 
 
 def device_of(device: str) -> torch.device:
-    """The torch device by name; "auto" takes the GPU where there is one. Raises InvalidInput where it is missing."""
+    """The torch device by name; "auto" takes the GPU if there is one. Raises InvalidInput if it is missing."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -116,7 +116,7 @@ def device_of(device: str) -> torch.device:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No bars and reports of transformers among our output; what matters in them is checked and raised."""
+    """Hides transformers' progress bars and reports; problems in them are checked and raised by us."""
     bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
     logging.set_verbosity_error()

@@ -23,7 +23,7 @@ class _NoTensor(Unsupported, AttributeError):
 
 @dataclass(frozen=True)
 class Pattern:
-    """What stands in the place of a mask: causal, within the last `window` tokens where there is one."""
+    """Replaces a mask: causal, within the last `window` tokens if there is a window."""
 
     window: int | None = None
 

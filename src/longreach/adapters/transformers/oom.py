@@ -36,5 +36,5 @@ def memory_errors() -> Iterator[None]:
 
 
 def stream_captures() -> bool:
-    """Whether what is called now is being captured in a CUDA graph: then nothing may be sent to the device."""
+    """Whether a CUDA graph is being captured: then nothing may be sent to the device."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -43,7 +43,7 @@ CHANGED = (
 
 
 class Precompute:
-    """Computes chunks on an attached model whose prefill is dense. The prefix is read once and kept in a cache.
+    """Computes chunks on an attached model with dense prefill. The prefix is read once and kept in a cache.
 
     prefix: int64 [P], tokens before every chunk, special ones included; what they are is part of every key, their own
         keys and values are not stored. chunk: tokens per pass; keys and values go to the host after each, so that
@@ -252,7 +252,7 @@ class Precompute:
 
 
 def _common(one: Tensor, other: Tensor) -> int:
-    """How many tokens two sequences share at their beginning."""
+    """Number of tokens in the common prefix of two sequences."""
     both = min(len(one), len(other))
     differ = (one[:both] != other[:both]).nonzero()
     return int(differ[0]) if len(differ) else both

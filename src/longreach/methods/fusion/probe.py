@@ -1,4 +1,4 @@
-"""Fusion that chooses by what the question attends to in a middle layer, over stored keys and values."""
+"""Fusion that chooses by the question's attention in a middle layer, over stored keys and values."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def compare(one: CalibrationResult, other: CalibrationResult, budget: int) -> Co
 
 
 def correlation(x: Tensor, y: Tensor) -> float | None:
-    """Pearson's; None where it is not defined."""
+    """Pearson's correlation; None if it is not defined."""
     if len(x) < 2 or bool((x == x[0]).all()) or bool((y == y[0]).all()):
         return None
     return float(torch.corrcoef(torch.stack([x, y]).double())[0, 1])

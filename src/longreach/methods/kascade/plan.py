@@ -18,7 +18,7 @@ ANEW = "take another plan, or calibrate again (longreach calibrate kascade)"
 
 @dataclass(frozen=True)
 class KascadePlan:
-    """The anchor layers, and the heads whose keys the other layers take.
+    """The anchor layers, and the head map of the other layers.
 
     anchors: layers that choose keys, ascending; the first is the first of `layers`, and attends densely.
     head_map [L][G]: the KV head of `anchor_of(layer)` whose keys a layer's KV head attends to. Many to one, over the
@@ -92,7 +92,7 @@ class KascadePlan:
         }
 
     def anchor_of(self, layer: int) -> int:
-        """The anchor whose keys a layer attends to: the last at or before it. layer: one of `layers`."""
+        """The anchor that chooses a layer's keys: the last at or before it. layer: one of `layers`."""
         return self.anchors[bisect_right(self.anchors, layer) - 1]
 
 

@@ -1,4 +1,4 @@
-"""Principal directions of keys, from what prompts have of them. Pure functions."""
+"""Principal directions of the keys of prompts. Pure functions."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Moments(NamedTuple):
 
 
 def moments(k: Tensor) -> Moments:
-    """Of keys [n, G, D]: [G, D] and [G, D, D]."""
+    """The moments of keys [n, G, D]: [G, D] and [G, D, D]."""
     k = k.double()
     return Moments(k.shape[0], k.mean(0), torch.einsum("ngd,nge->gde", k, k) / k.shape[0])
 
 
 def together(parts: Sequence[Moments]) -> Moments:
-    """Those of all texts, each key counting as much as any other."""
+    """The moments of all texts together, with equal weight for each key."""
     keys = sum(part.keys for part in parts)
 
     def mean(of: Sequence[Tensor]) -> Tensor:

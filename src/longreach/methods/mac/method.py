@@ -222,7 +222,7 @@ def _weight(energy: Tensor, call: LayerCall) -> Tensor:
 
 
 def _error(whole: Partial, dense: Partial, due: Tensor) -> Tensor:
-    """|o - dense| / |dense| [R, H] where it is due, else NaN."""
+    """|o - dense| / |dense| [R, H] for rows to be checked, else NaN."""
     apart = (whole.out - dense.out).norm(dim=-1) / dense.out.norm(dim=-1).clamp(min=1e-30)
     return torch.where(due[:, None], apart, torch.nan)
 

@@ -37,7 +37,7 @@ MAX_TURN = 1 << 24  # scores are negative turns: fp32 holds whole numbers up to 
 
 
 class Ballot(NamedTuple):
-    """What heads choose from.
+    """Input of a round robin's `top_k`.
 
     logits: fp32 [R, H, N], -inf at slots that are kept in any case. depth: int32 [R, H], keys that each head may name.
     scores: fp32 [R, N], 2 for the most recent slots, 1 for other first ones, -inf for all else. What lies past the
@@ -86,7 +86,7 @@ def spread_logits(
 def rank_round_robin(
     ballot: Ballot, index: Tensor, used: Tensor, *, first_head: int = 0, heads: int | None = None, impl: str = "auto"
 ) -> Tensor:
-    """The scores of all keys, fp32 [R, N]: ballot.scores, in which keys that heads name get the negative of their turn.
+    """The scores of all keys, fp32 [R, N]: ballot.scores, with the negative of its turn for each key that a head names.
 
     index, used: int32 [R, H, C] and [R, H] of `top_k(ballot.logits, ballot.depth, ...)`: each head's best keys, by
     ascending slot, which decides ties. first_head, heads: the number of this rank's first query head among all ranks'

@@ -1,4 +1,4 @@
-"""The front door of attend: checks what every implementation relies on, then hands over to one."""
+"""The entry point of attend: checks common to all implementations, then dispatch to one."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def prepare(
     sink_logit: Tensor | None = None,
     impl: str = "auto",
 ) -> Callable[[], Partial]:
-    """attend with these arguments, checked and planned once: each call attends to what the tensors hold then.
+    """attend with these arguments, checked and planned once: each call uses the tensors' contents at that time.
 
     For a step that runs again over the same tensors. The arguments and what is raised are those of `attend`.
     """

@@ -46,7 +46,7 @@ def cudnn(
 def flash(
     rows: Rows, kv: KVView, selection: Selection, *, scale: float, softcap: float | None, sink_logit: Tensor | None
 ) -> Partial:
-    """FlashAttention-2, for whole prompts and for chunks that follow what is in the cache."""
+    """FlashAttention-2, for whole prompts and for chunks after cached tokens."""
     refusal = _refusal(rows, kv, selection, softcap, sink_logit, "sdpa_flash")
     if refusal:
         raise Unsupported(refusal)

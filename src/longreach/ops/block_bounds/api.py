@@ -90,7 +90,7 @@ def score_blocks(
 def bound_and_score(
     rows: Rows, kv: KVView, low: Tensor, high: Tensor, per: int, *, slot: Tensor | None = None, impl: str = "auto"
 ) -> Tensor:
-    """`bound_newest`, then `score_blocks`: what a decode step needs of a layer.
+    """`bound_newest`, then `score_blocks`, as a decode step runs them in each layer.
 
     One kernel on a GPU if rows.runs shows that no sequence has two rows, else two kernels: a row may
     need the bounds of a block that another row of its sequence completes.

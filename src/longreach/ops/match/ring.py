@@ -1,4 +1,4 @@
-"""What nearest looks through: the last queries of each sequence, with their positions."""
+"""The memory that nearest searches: the last queries of each sequence, with their positions."""
 
 from __future__ import annotations
 

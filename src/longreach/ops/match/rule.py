@@ -1,4 +1,4 @@
-"""What a match is, and what comes of it."""
+"""The rule of a match, and its result."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NOTES = (
 
 
 def tie(dtype: torch.dtype) -> float:
-    """Squared distances up to this times |q|^2 are no larger than one another: what rounding makes of equal queries.
+    """Squared distances up to this times |q|^2 count as equal: equal queries may differ by it from rounding.
 
     With u the unit roundoff, a query before rotation comes back from a rotated one that was rounded three times (both
     products of a channel, each of its share of |q|^2, and their sum), is rounded once when it is recovered, and once
@@ -103,7 +103,7 @@ class Rule:
 
 
 class Matched(NamedTuple):
-    """What each row reads, and what it leaves. R rows, H query heads, G KV heads.
+    """The reads of each row, and the place of its own entry. R rows, H query heads, G KV heads.
 
     start: int32 [R, H], the slot from which the head attends, in addition to the sinks: p + 1 - band (always above
         `sinks`) if it reuses the entry of row p, else `sinks`. All heads of a KV head reuse one, or none does (they

@@ -21,7 +21,7 @@ ROTARY = "apply_rotary_pos_emb"  # what transformers' models name the function t
 
 
 def resolve(how: str, *, captured: bool) -> str:
-    """What `how` stands for: "auto" is the fastest for a step that is captured. Raises UnknownName."""
+    """The mode that `how` stands for: "auto" is the fastest for a captured step. Raises UnknownName."""
     if how == "auto":
         return AUTO if captured else "none"
     if how not in MODES:

@@ -1,4 +1,4 @@
-"""How the next token is chosen, and what ends an answer."""
+"""Choice of the next token, and the end of an answer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from longreach.errors import InvalidInput
 
 @dataclass(frozen=True)
 class Ends:
-    """eos: tokens that end an answer, none for an answer of full length; pad: what follows an end in a batch."""
+    """eos: tokens that end an answer, none for an answer of full length; pad: the token after an end in a batch."""
 
     eos: tuple[int, ...]
     pad: int

@@ -33,7 +33,7 @@ OF_A_DRAW: dict[str, Any] = {"top_k": 0, "top_p": 1}  # in addition to the tempe
 
 
 def unapplied(model: Any, *, sampled: bool, applied: Collection[str] = ()) -> dict[str, Any]:
-    """What transformers' generate would apply and greedy answers, or those drawn at a temperature alone, do not.
+    """Settings that transformers' generate would apply, but greedy or temperature-only sampling here does not.
 
     Settings by name, as JSON takes them. applied: those that the caller applies itself.
     """
