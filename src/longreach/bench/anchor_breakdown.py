@@ -23,7 +23,7 @@ class Timed(NamedTuple):
 
 
 def anchor_passes(method: Kascade, call: LayerCall, state: KascadeState, whole: Outcome) -> dict[str, Timed]:
-    """What an anchor that is not dense does, in turn. whole: what the method made of the same call.
+    """The passes of an anchor that is not dense, in order. whole: the method's own outcome of the same call.
 
     Raises WrongResult where the passes do not add up to that.
     """

@@ -1,4 +1,4 @@
-"""What a measurement is: shapes, what is read, who competes, and what must be reached."""
+"""A measurement's definition: shapes, reads, competitors and targets."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Reads:
-    """What a row attends to: all, sinks and a recent window, or a drawn share of all keys."""
+    """The keys a row attends to: all, sinks and a recent window, or a drawn share of all keys."""
 
     kind: Literal["dense", "window", "list"] = "dense"
     sinks: int = 0
@@ -45,7 +45,7 @@ class Reads:
 
 @dataclass(frozen=True)
 class Memory:
-    """How keys and values lie: page None is contiguous; heads first [P, G, page, D] or tokens first [P, page, G, D]."""
+    """Layout of keys and values: page None: contiguous; heads first [P, G, page, D] or tokens first [P, page, G, D]."""
 
     page: int | None = None
     order: Literal["heads", "tokens"] = "heads"
@@ -58,7 +58,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Target:
-    """What a case must reach. of: the entry of ours it is about; over: the entry, or whose entries, it is compared to.
+    """A target of a case. of: the entry of ours; over: the entry to compare with, or the owner of such entries.
 
     "speed over baseline" is over the faster of FlashInfer and FlashAttention-3, "speed over fastest" over the fastest
     of them and torch's kernels, "speed over" over one of ours, or over the best of one of theirs, "speed over prefill"
@@ -107,7 +107,7 @@ class Stack:
 
     @property
     def share(self) -> float:
-        """Of the keys that most layers read."""
+        """Share of the keys that most layers read."""
         return dict(self.options).get("k", 0.1)
 
 
@@ -134,7 +134,7 @@ class Hits:
     part: Literal["step", "attention"] = "step"
 
     def missing(self, shape: Shape) -> int:
-        """KV heads of the batch one of whose heads is to miss."""
+        """Number of KV heads of the batch with one head forced to miss."""
         return {"none": 0, "one": 1, "each": shape.batch}[self.misses]
 
     def span(self, shape: Shape, window: int) -> tuple[int, int]:

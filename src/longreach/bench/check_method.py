@@ -53,7 +53,7 @@ class LayerErrors:
 
 
 def attended(call: LayerCall) -> tuple[Selection, ...]:
-    """The keys whose values entered a layer's output: their union."""
+    """The keys with values in a layer's output: their union."""
     return call.meter.values
 
 

@@ -23,7 +23,7 @@ WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.floa
 
 @dataclass(frozen=True)
 class Steps:
-    """What a decoder did: tokens int64 [B, n] that it read and chose, with which logits [B, n, V]."""
+    """Steps of a decoder: tokens int64 [B, n] that it read and chose, and their logits [B, n, V]."""
 
     read: Tensor
     chosen: Tensor
@@ -125,7 +125,7 @@ def relative(got: Tensor, exact: Tensor) -> float:
 
 
 def require_right(name: str, steps: Steps, first: Tensor, plain: Tensor, exact: Tensor) -> Verdict:
-    """What the steps are worth; raises WrongResult where rounding does not explain them.
+    """The verdict on the steps; raises WrongResult if their errors exceed the rounding error.
 
     Rounding gives a logit an error of up to e in the model's own pass, so up to 2 e in a step: the step may prefer a
     token whose exact logit is 4 e behind the best.

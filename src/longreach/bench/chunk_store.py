@@ -41,7 +41,7 @@ _PAGE = 4096
 
 @dataclass(frozen=True)
 class Load:
-    """What is stored: chunks of a model with 32 layers, 8 KV heads of 128 channels (Llama-3.1-8B's) in bf16."""
+    """The stored data: chunks of a model with 32 layers, 8 KV heads of 128 channels (Llama-3.1-8B's) in bf16."""
 
     chunks: int = 1000
     tokens: int = 64
@@ -51,7 +51,7 @@ class Load:
 
     @property
     def bytes(self) -> int:
-        """Of a chunk's keys and values."""
+        """Bytes of a chunk's keys and values."""
         return 2 * self.layers * self.kv_heads * self.tokens * self.dim * 2
 
     def chunk(self, number: int) -> Chunk:

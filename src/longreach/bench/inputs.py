@@ -1,4 +1,4 @@
-"""What cases compute on: random keys and values in as many copies as cold caches need, seen in any layout."""
+"""Inputs of cases: random keys and values in as many copies as cold caches need, in any layout."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def bytes_needed(case: Case) -> int:
 
 
 def least_read(case: Case) -> int:
-    """Bytes of keys, values and, where it is looked through, the ring that the least of a case's hits reads."""
+    """Bytes of keys, values and, if searched, the ring, for the entry of a case's hits with the fewest reads."""
     shape, reuse = case.shape, case.reuse
     assert reuse is not None
     vector = shape.dim * WIDTHS[shape.dtype]

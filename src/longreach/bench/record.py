@@ -19,7 +19,7 @@ FORMAT = 1
 
 
 def conditions(device: torch.device, sources: Iterable[str] = ()) -> dict[str, Any]:
-    """What a case was measured with: commit, versions, device and its clocks.
+    """Conditions of a measurement: commit, versions, device and its clocks.
 
     sources: host code that is itself what is measured, of `records.sources.SOURCES`: its hashes are added.
     """

@@ -22,7 +22,7 @@ WITHIN = 0.03
 
 @dataclass(frozen=True)
 class Compared:
-    """One entry of ours, then and now: its speed over `against`, or its time in microseconds where that is None.
+    """One entry of ours, then and now: its speed over `against`, or its time in microseconds if that is None.
 
     off: share by which it is larger now (as a ratio: faster; as a time: slower).
     """
@@ -95,7 +95,7 @@ def compare(case: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> Spot:
 def confirmed(
     record: dict[str, Any], spots: Iterable[Spot], now: Mapping[str, Mapping[str, Any]], conditions: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """A group's record with what confirmed it, launches of old cases carried over.
+    """A group's record with its confirmation, launches of old cases carried over.
 
     now: spot case -> its new measurement. conditions: where those were made.
     """

@@ -1,4 +1,4 @@
-"""How many prompts fit into memory at a time."""
+"""Number of prompts that fit into memory at a time."""
 
 from __future__ import annotations
 

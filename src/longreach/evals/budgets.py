@@ -26,7 +26,7 @@ NEAR, ENOUGH = 0.02, 0.001  # how far from equal is still equal; where the searc
 
 
 class DryRun:
-    """What decode steps read by the methods' own account, without a model: keys and values are all the same.
+    """Bytes that decode steps read, counted without a model: keys and values are all the same.
 
     Holds for methods whose reads depend on lengths alone, not on what keys and queries are.
 
@@ -97,7 +97,7 @@ class ZeroStates:
 
 @dataclass(frozen=True)
 class Budget:
-    """What was found for a method: option=value reads `share` of dense attention's bytes, by the dry run.
+    """A budget found for a method: option=value reads `share` of dense attention's bytes, by the dry run.
 
     unreachable: why there is no value that comes near enough, or none but the least; value and share are then the
     nearest.
@@ -150,7 +150,7 @@ def equal_bytes(evaluation: Evaluation, to: str) -> Equal:
 
 
 def equalled(specs: Sequence[Spec], to: str, dry: DryRun) -> Equal:
-    """Budgets for the specs with which they read what the one labelled `to` reads.
+    """Budgets for the specs with which they read as many bytes as the one labelled `to`.
 
     A spec that sets its own budget keeps it. Raises InvalidInput where no spec is called `to`, or it is dense.
     """

@@ -150,7 +150,7 @@ class Compare:
                     )
 
     def _read(self, reader: Reader, fuse: Fusion | None, progress: Progress) -> tuple[Tensor, FusionReport | None]:
-        """Logits [V] after the prompt, and what became of its tokens where it was fused."""
+        """Logits [V] after the prompt, and the account of its tokens if it was fused."""
         session = reader.session
         with progress(f"reading, {session.prefill.name if fuse is None else fuse.name}", len(self.prompt)) as advance:
             if fuse is None:

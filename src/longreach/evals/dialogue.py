@@ -177,7 +177,7 @@ class Dialogue:
 
 
 class _Reference(NamedTuple):
-    """Dense attention's distributions and what it was fed."""
+    """Dense attention's distributions and input tokens."""
 
     found: list[Likeliest]
     fed: list[Tensor]

@@ -183,7 +183,7 @@ class Evaluation:
     def _part(
         self, session: Session, reader: BatchReader, specs: list[Spec], task: Task, asked: Sequence[PromptSample]
     ) -> list[dict[str, Any]]:
-        """Answers of all methods to a batch; where it fails, prompt by prompt: only what crashes is a failure."""
+        """Answers of all methods to a batch. If it fails, prompt by prompt: only those that crash are failures."""
         try:
             session.reset_report()
             logits = reader.read([a.prompt for a in asked])
@@ -219,7 +219,7 @@ class Evaluation:
         )
 
     def _fused(self, prompts: FusedPrompts, specs: list[Spec], task: Task, one: PromptSample) -> list[dict[str, Any]]:
-        """Answers of all fusion methods to a prompt, whose chunks are computed once."""
+        """Answers of all fusion methods to a prompt, with its chunks computed once."""
         device, session = self.model.device, prompts.session
         try:
             prompt = prompts.of(one.prompt, one.chunks)

@@ -1,4 +1,4 @@
-"""What went wrong while a model was measured: whose failure it is, and whether the device can go on."""
+"""Failures while a model is measured: their cause, and whether the device still works."""
 
 from __future__ import annotations
 

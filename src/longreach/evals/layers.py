@@ -1,4 +1,4 @@
-"""How far a method's attention is from dense attention on the same hidden states, layer by layer and head by head."""
+"""Error of a method's attention against dense attention on the same hidden states, by layer and head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which methods are measured: by name or as users write them on a command line, and grouped by how prompts are read."""
+"""The methods to measure: by name or as written on a command line, and grouped by how prompts are read."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _fusion(name: str | None, given: dict[str, Any], controls: Controls) -> Fusi
 def specs(
     texts: Iterable[str], *, settings: Mapping[str, Mapping[str, Any]] | None = None, controls: Controls | None = None
 ) -> list[Spec]:
-    """Each text's methods, dense first: it is what all are measured against. One label once.
+    """Each text's methods, dense first, as the others are compared with it. One label once.
 
     settings: {slot: {option: value}} of fuse and evict, for each method that has the option and does not set it itself.
     Raises as `parse`, and InvalidInput for a setting that no method takes.

@@ -207,7 +207,7 @@ class Perplexity:
     def _window(
         self, session: Session, reader: Reader, specs: list[Spec], window: list[int], advance: Advance
     ) -> dict[str, Any]:
-        """One window read, and its end decoded with every method, as JSON values; {"error": ...} for what crashed."""
+        """One window read, and its end decoded with every method, as JSON values; {"error": ...} after a crash."""
         session.reset_report()
         before, decoded = reader.read_seconds, dict[str, Any]()
         try:

@@ -86,7 +86,7 @@ def prompt_tokens(tokenizer: Any, sample: Sample, in_chat: bool = True) -> list[
 
 
 class TokenParts(NamedTuple):
-    """A prompt's tokens, and [start, stop) of the chunks of its documents; none where it is tokenised as one text."""
+    """A prompt's tokens, and [start, stop) of the chunks of its documents; none if it is tokenised as one text."""
 
     ids: tuple[int, ...]
     chunks: tuple[tuple[int, int], ...] = ()
@@ -145,7 +145,7 @@ def at_lengths(tasks: Iterable[Task], lengths: Sequence[int]) -> dict[str, AtLen
 
 
 class Maker:
-    """Makes the prompts of tasks, by name and number; the same whoever makes them, and in whatever order.
+    """Makes the prompts of tasks, by name and number; the same in any process and order.
 
     chunk_tokens: of a document's chunk at most, where prompts are to be cut (`PromptCutter`); None where they are not.
     """

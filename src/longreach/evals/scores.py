@@ -1,4 +1,4 @@
-"""From answers to scores: what a record of an evaluation holds of each task and method."""
+"""From answers to scores: an evaluation record's entries for each task and method."""
 
 from __future__ import annotations
 

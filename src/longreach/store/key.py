@@ -64,7 +64,7 @@ def unreadable(x: Tensor) -> str | None:
 
 @dataclass(frozen=True)
 class ChunkKey:
-    """Identifies a chunk: model fingerprint, name of the dtype ("bfloat16"), digests of the prefix and of its tokens."""
+    """Identifies a chunk: model fingerprint, name of the dtype ("bfloat16"), digests of prefix and tokens."""
 
     model: str
     dtype: str

@@ -1,4 +1,4 @@
-"""Where attention's weight lies: by place (first, last, how far back) and by size (the heaviest keys)."""
+"""Distribution of attention's weight: by place (first, last, distance) and by size (the heaviest keys)."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class Prompt:
 
     @property
     def rows(self) -> range:
-        """The positions whose next token is one of the answer."""
+        """The positions just before each token of the answer."""
         return range(len(self.tokens) - 1, len(self.tokens) - 1 + len(self.answer))
 
 

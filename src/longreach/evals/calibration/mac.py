@@ -1,4 +1,4 @@
-"""MAC's calibration: queries before rotation, what keys weigh, and where attention's weight lies."""
+"""MAC's calibration: queries before rotation, energy of keys, and weight on recent keys."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def windows_of(window: int) -> tuple[int, ...]:
 def calibrated(
     what: MACGather, parts: Sequence[Mapping[str, Any]], *, alpha: float, epsilon: float
 ) -> tuple[MACPlan, dict[str, Any]]:
-    """The plan of all prompts together, and what it rests on, as JSON holds it."""
+    """The plan of all prompts together, and the measurements behind it, as JSON."""
     tokens, rows = sum(p["tokens"] for p in parts), sum(p["rows"] for p in parts)
     energies = torch.stack([unpacked(p["energy"]) * (p["tokens"] / tokens) for p in parts]).sum(0)
     mass = torch.stack([unpacked(p["mass"]) for p in parts]).sum(0) / rows  # [L, H, bands]

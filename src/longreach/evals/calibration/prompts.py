@@ -1,4 +1,4 @@
-"""What a model reads when it is calibrated: windows of texts, and prompts of tasks with their right answers."""
+"""Prompts of a calibration: windows of texts, and prompts of tasks with their right answers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Prompts:
 
     @property
     def sha256(self) -> str:
-        """Of all tokens, as int64 in little-endian order, -1 after each prompt."""
+        """sha256 of all tokens, as int64 in little-endian order, -1 after each prompt."""
         digest = hashlib.sha256()
         for prompt in self.prompts:
             digest.update(np.asarray([*prompt.tokens, -1], dtype="<i8").tobytes())
@@ -124,7 +124,7 @@ def _hidden_in(task: Task, haystack: Path) -> Task:
 def _asked(
     task: Task, tokenizer: Any, length: int, seed: int, number: int, total: int, counter: Counter, least: int
 ) -> Prompt:
-    """A prompt with its right answer behind it: how the model answers is what methods have to keep."""
+    """A prompt followed by its right answer: methods have to preserve how the model answers."""
     most = len(task.fixed) if isinstance(task, Given) else total
     if total > most:
         raise InvalidInput(f"{task.name} holds {most} samples, {total} requested; lower --prompts")

@@ -1,4 +1,4 @@
-"""What chains of reuse come to: MAC's own decoding over a long generation, with and without its bound on them."""
+"""Errors from chains of reuse: MAC's own decoding over a long generation, with and without a limit on them."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Drift:
         return {"prompt_tokens": len(self.prompt), "edges": self.edges, "methods": found}
 
     def key(self, method: AttentionMethod) -> str:
-        """What a method's numbers are kept under."""
+        """The key of a method's numbers."""
         return f"drift, {self.steps} steps, seed {self.seed}, {json.dumps(method.to_json(), sort_keys=True)}"
 
     def _measure(self, chunk: int, progress: Progress, found: dict[str, Any], keep: Keep) -> None:
@@ -126,7 +126,7 @@ class Drift:
                 keep(self.key(method), found[name])
 
     def _draw(self, reader: Reader, first: Tensor, advance: Advance) -> None:
-        """The tokens, and what dense attention expected after each."""
+        """The tokens, and dense attention's distribution after each."""
         draw = torch.Generator(first.device).manual_seed(self.seed)
 
         def choose(logits: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A model reads prompts densely, and of some rows it is kept what MAC-Attention would find and make of it."""
+"""A model reads prompts densely; for some rows MAC-Attention's matches and their outputs are recorded."""
 
 from __future__ import annotations
 

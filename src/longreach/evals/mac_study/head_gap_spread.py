@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def head_gap_spread(gap: Tensor, accepted: Tensor, group: int) -> list[dict[str, float | None]]:
-    """Of each layer. gap, accepted: [L, S, H] of rows and query heads, `group` of which share a KV head.
+    """One entry per layer. gap, accepted: [L, S, H] of rows and query heads, `group` of which share a KV head.
 
     average: mean over rows of the median over accepted heads of p - m (-399: 399 tokens back). spread: median over rows
     and KV heads with two accepted heads or more of the standard deviation of p - m. alike: share of those KV heads
