@@ -20,7 +20,7 @@ class Fixed:
 
     fixed: its samples, in the order of the file. metric: how right an answer is, given what is expected.
     chat: whether a chat model is asked in its template. Few-shot and code sets are gone on with as plain text.
-    by: facts of samples by which the official results are told apart.
+    by: facts of samples by which the official results are split.
     """
 
     name: str
