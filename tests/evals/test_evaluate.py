@@ -261,7 +261,7 @@ def test_what_is_asked_wrongly_is_refused(model: Any, tmp_path: Path) -> None:
         with pytest.raises(InvalidInput, match="lengths: expected some, each once"):
             Settings(lengths)
     (tmp_path / "r.json.journal").write_text("no json\n")
-    with pytest.raises(InvalidInput, match=r"r\.json\.journal is no journal"):
+    with pytest.raises(InvalidInput, match=r"r\.json\.journal is not the journal"):
         Journal(tmp_path / "r.json", {})
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidInput, match="cannot write"):

@@ -39,8 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_slot_settings(parser)
     parser.add_argument("--chunk-tokens", type=positive, default=512, metavar="N", help="tokens of a chunk at most "
                         "(default 512)")  # fmt: skip
-    parser.add_argument("--chunks", choices=("alone", "bos", "system"), default="system", help="what chunks are "
-                        "computed behind, as in longreach eval (default system)")  # fmt: skip
+    parser.add_argument("--chunks", choices=("alone", "bos", "system"), default="system", help="prefix that "
+                        "chunks are computed behind, as in longreach eval (default system)")  # fmt: skip
     add_chunk_size(parser)
     parser.add_argument("--output", type=Path, metavar="FILE", help="write a record that `longreach report` reads")
     add_json(parser)
@@ -106,9 +106,10 @@ def show(record: dict[str, Any]) -> None:
         for label, mine in results.items():
             table.row([short_label(label), *(_number(mine["layers"][name][n], ".2g") for n in shown)])
     out.print(
-        "\nMeans over prompts. chosen: recomputed tokens. of change: share of as many tokens whose keys and values a "
-        "plain prefill changes most. of top: share of the tokens that the question attends to most in the last third "
-        "of the layers; attention: of that attention on stored tokens. All layers and tasks are in the record."
+        "\nMeans over prompts. chosen: recomputed tokens. of change: the share of them among the equally "
+        "many tokens that a plain prefill changes most. of top: their share of the tokens that the question attends to "
+        "most in the last third of the layers; attention: their share of that attention on stored tokens. "
+        "All layers and tasks are in the record."
     )
     out.print(place(record))
 

@@ -18,10 +18,9 @@ EXAMPLES = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("records", nargs="+", type=Path, metavar="RECORD.json",
-                        help="what eval, perplexity, compare, attention and fusion wrote (--output); one "
-                        "report")  # fmt: skip
-    parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="where report.html, report.md and "
-                        "pictures go; earlier ones are replaced, other files stay")  # fmt: skip
+                        help="records of eval, perplexity, compare, attention and fusion, for one report")  # fmt: skip
+    parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="folder for report.html, "
+                        "report.md and pictures; earlier ones are replaced, other files stay")  # fmt: skip
     add_json(parser)
 
 
