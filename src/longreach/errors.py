@@ -1,4 +1,4 @@
-"""Exceptions that users catch. Every message says what was expected, what came, and what to do."""
+"""Exceptions that users catch. Every message gives what was expected, what came, and what to do."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ConcurrentUse(LongreachError, RuntimeError):
 
 
 class OutOfMemory(LongreachError, MemoryError):
-    """Memory ran out; the message says what to lower. The cache holds what it held before the call."""
+    """Memory ran out; the message names the options to lower. The cache holds what it held before the call."""
 
 
 class ModelFileError(LongreachError, OSError):
@@ -53,7 +53,7 @@ class MeasurementFailed(LongreachError, RuntimeError):
 
 
 class StoreError(LongreachError, OSError):
-    """The chunk store cannot be opened, read or written; the message says why. Work can go on without it."""
+    """The chunk store cannot be opened, read or written; the message has the reason. Work can go on without it."""
 
 
 class ChunkLost(StoreError):

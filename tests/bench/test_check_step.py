@@ -51,7 +51,7 @@ def test_another_choice_is_seen(exact: torch.Tensor) -> None:
     logits[0, 1, 5] -= 0.5
     logits[0, 1, 1] += 0.5  # two that are one to the step, and 1 apart in truth
     undecided = Steps(torch.tensor([[7, 3, 1]]), torch.tensor([[3, 1, 2]]), logits)
-    with pytest.raises(WrongResult, match=r"whose logit is 1 behind, more than 0\.8"):
+    with pytest.raises(WrongResult, match=r"logit of a chosen token is 1 behind the best, more than 0\.8"):
         require_right("it", undecided, FIRST, exact + 0.2, exact)
     assert require_right("it", undecided, FIRST, exact + 0.3, exact).behind == 1
 

@@ -70,7 +70,7 @@ def test_windows_and_virtual_sinks_have_columns(longreach: Any, tmp_path: Path) 
         (["--length", 200], ["niah_single_2"]),
         (["--samples", 0], ["at least 1", "--samples"]),
         (["--rows", 0], ["at least 1", "--rows"]),
-        (["--rows", 4000], ["4000 asked for", "fewer --rows"]),
+        (["--rows", 4000], ["got 4000", "lower --rows"]),
         (["--output", "/proc/none/a.json"], ["cannot write /proc/none", "--output"]),
         (["--figures", "/proc/none"], ["cannot write pictures to /proc/none", "--figures"]),
         (["--prefill-chunk-size", 0], ["at least 1"]),

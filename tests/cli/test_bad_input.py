@@ -96,11 +96,11 @@ def test_cuda_asked_for_where_there_is_none(
 ) -> None:
     run = ["run", "--model", tiny, "--document", document, "--question", "Who?"]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    refused(longreach(*run, "--device", "cuda"), "CUDA was asked for", "--device cpu")
-    refused(longreach("demo", "--device", "cuda"), "CUDA was asked for", "--device cpu")
+    refused(longreach(*run, "--device", "cuda"), "CUDA was requested", "--device cpu")
+    refused(longreach("demo", "--device", "cuda"), "CUDA was requested", "--device cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    refused(longreach(*run, "--device", "cuda:1"), "no 'cuda:1' here", "1 GPUs")
+    refused(longreach(*run, "--device", "cuda:1"), "'cuda:1' does not exist", "1 GPUs")
 
 
 def cut(name: str, share: float) -> Callable[[Path], None]:

@@ -68,7 +68,7 @@ def test_the_same_command_twice_and_after_an_interrupt(
     with monkeypatch.context() as patch:
         patch.setattr(Evaluation, "_part", interrupted)
         stopped = longreach(*asked(tiny, *methods, "--output", record))
-    assert stopped.code == 130 and "r.json.journal: the same command goes on" in stopped.err
+    assert stopped.code == 130 and "r.json.journal: the same command continues" in stopped.err
     journal = tmp_path / "r.json.journal"
     assert not record.exists() and len(journal.read_text().splitlines()) == 4
     refused(longreach(*asked(tiny, *methods, "--output", record, "--seed", 1)), "differs in config", "remove the file")
@@ -108,7 +108,7 @@ def test_answers_that_fail_are_an_exit_code_and_asked_again(
 
     monkeypatch.setattr(BatchReader, "read", too_many)
     result = longreach(*asked(tiny, "--method", "dense", "--batch", 2))
-    assert result.code == 0 and "4 answers were asked prompt by prompt, as their batch of 2 failed" in result.out
+    assert result.code == 0 and "4 answers were computed prompt by prompt, as their batch of 2 failed" in result.out
 
     def broken(self: Any, prompts: Any) -> Any:
         raise RuntimeError("all is broken")
@@ -132,7 +132,7 @@ def test_a_lost_device_is_told_and_nothing_is_lost(
     monkeypatch.setattr(Evaluation, "_part", lost)
     result = longreach(*asked(tiny, "--method", "dense", "--output", tmp_path / "r.json"))
     assert result.code == 3 and result.out == "" and len(result.err.splitlines()) == 1
-    assert "inside a kernel; what was done is in" in result.err and "goes on" in result.err
+    assert "inside a kernel; finished parts are in" in result.err and "continues" in result.err
     assert len((tmp_path / "r.json.journal").read_text().splitlines()) == 1 + 2
 
 
@@ -251,7 +251,7 @@ def test_budgets_that_turn_out_unequal_are_told(longreach: Any, tiny: Path, monk
     to = "omnikv k=0.2 layers=[0]"
     result = longreach(*asked(tiny, "--method", to, "--method", "streaming_llm", "--equal-bytes", to, "--limit", 1))
     (line,) = result.err.splitlines()
-    assert result.code == 0 and line.startswith("longreach: streaming_llm window=") and "further apart than 2%" in line
+    assert result.code == 0 and line.startswith("longreach: streaming_llm window=") and "differ by more than 2%" in line
 
 
 @pytest.mark.parametrize(
@@ -307,6 +307,7 @@ def test_fusion_eviction_and_controls_in_one_record_and_report(longreach: Any, t
         (["--method", "streaming_llm/dense fuse=a3"], ["fuse=a3 with prefill=streaming_llm"]),
         (["--method", "mac evict=snapkv"], ["evict=snapkv with decode=mac"]),
         (["--chunks", "bos"], ["--chunks is for methods that fuse"]),
+        (["--chunk-ends", "tokens"], ["--chunk-ends is for prompts that are cut into chunks"]),
         (["--set", "fuse.ratio=0.3"], ["no method given has this option in its fuse slot"]),
         (["--set", "decode.k=1"], ["unknown slot in --set 'decode'", "known: fuse, evict"]),
         (["--method", "dense fuse=a3", "--equal-bytes", "quest"], ["--equal-bytes finds budgets over all keys"]),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from longreach.records.labels import short_label
 from tests.cli.test_bad_input import refused
 
 
@@ -28,7 +29,11 @@ def test_tables_and_record(longreach: Any, tiny: Path, tmp_path: Path) -> None:
     assert found["methods"]["dense fuse=a3 fuse.ratio=0.3"]["fuse"]["ratio"] == 0.3
     assert [s["task"] for s in found["samples"]] == ["needle_sweep"] and found["samples"][0]["chunks"]
     for label, mine in found["results"].items():
-        assert label in result.out and all(len(layers) == 2 for layers in mine["layers"].values())
+        assert short_label(label) in result.out and all(len(layers) == 2 for layers in mine["layers"].values())
+    drawn = longreach("report", record, "--output", tmp_path / "out")
+    assert drawn.code == 0, drawn.err
+    shown = (tmp_path / "out" / "report.md").read_text()
+    assert "fusion-layers.png" in shown and f"{found['results']['dense fuse=pie']['layers']['value'][1]:.3g}" in shown
     again = json.loads(longreach(*asked(tiny, "--json", "--chunks", "alone", "--set", "fuse.ratio=0.3")).out)
     assert again["results"] == found["results"]
 

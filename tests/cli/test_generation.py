@@ -64,7 +64,7 @@ def test_an_interrupted_command_goes_on(
     command = asked(tiny, book, "--output", record)
     monkeypatch.setattr(Generation, "_after", interrupted)
     stopped = longreach(*command)
-    assert stopped.code == 130 and "the same command goes on" in stopped.err and not record.exists()
+    assert stopped.code == 130 and "the same command continues" in stopped.err and not record.exists()
     refused(longreach(*command, "--steps", 9), "differs in config.steps")
     assert longreach(*command).code == 0 and len(calls) == 3 and not (tmp_path / "g.json.journal").exists()
     whole = json.loads(longreach(*asked(tiny, book, "--json")).out)

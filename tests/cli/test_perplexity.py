@@ -108,7 +108,7 @@ def test_an_interrupted_command_goes_on(
     command = asked(tiny, book, "--limit", 4, "--output", record)
     monkeypatch.setattr(Perplexity, "_window", interrupted)
     stopped = longreach(*command)
-    assert stopped.code == 130 and "the same command goes on" in stopped.err and not record.exists()
+    assert stopped.code == 130 and "the same command continues" in stopped.err and not record.exists()
     refused(longreach(*command, "--decode-tokens", 9), "differs in config.decode_tokens", "remove the file")
     assert longreach(*command).code == 0
     assert len(calls) == 3 + 2 and not (tmp_path / "p.json.journal").exists()

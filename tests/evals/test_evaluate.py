@@ -261,7 +261,7 @@ def test_what_is_asked_wrongly_is_refused(model: Any, tmp_path: Path) -> None:
         with pytest.raises(InvalidInput, match="lengths: expected some, each once"):
             Settings(lengths)
     (tmp_path / "r.json.journal").write_text("no json\n")
-    with pytest.raises(InvalidInput, match=r"r\.json\.journal is no journal"):
+    with pytest.raises(InvalidInput, match=r"r\.json\.journal is not the journal"):
         Journal(tmp_path / "r.json", {})
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidInput, match="cannot write"):
@@ -303,6 +303,20 @@ def fused(model: Any) -> dict[str, Any]:
     again = tasks_entry(made, made.run(json.loads(json.dumps(parts)), never))
     assert timeless(json.loads(json.dumps(again))) == timeless(json.loads(json.dumps(found)))
     return found
+
+
+def test_chunks_that_end_anywhere_are_full(model: Any) -> None:
+    def sizes(**more: Any) -> list[int]:
+        settings = Settings((120,), samples=1, chunk_tokens=20, **more)
+        made = Evaluation(model, tiny_tokenizer(), [Letters()], specs(["dense fuse=pie"]), settings)
+        made.build()
+        assert made.config()["chunk_ends"] == settings.chunk_ends
+        (sample,) = made.asked["letters"]
+        return [stop - start for start, stop in sample.chunks]
+
+    assert set(sizes(chunk_ends="tokens")[:-1]) == {20} != set(sizes()[:-1])
+    with pytest.raises(UnknownName, match="end of chunks"):
+        Settings((120,), chunk_ends="lines")
 
 
 def test_fused_answers_stand_beside_dense_ones_of_the_same_tokens(fused: dict[str, Any]) -> None:

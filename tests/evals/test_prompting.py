@@ -103,5 +103,5 @@ def test_a_cut_prompt_in_a_chat_template() -> None:
     plain = PromptCutter(tokenizer, 8)(sample, in_chat=False)
     assert tokenizer.decode(list(plain.ids), skip_special_tokens=True) == "Read. \n\nOne.\n\nTwo.\n\nWhich? It is"
     tokenizer.chat_template = None
-    with pytest.raises(InvalidInput, match="asks by itself"):
+    with pytest.raises(InvalidInput, match="text contains its question"):
         PromptCutter(tokenizer, 8)(Sample("One.", "", "", ()))

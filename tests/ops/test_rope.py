@@ -125,7 +125,7 @@ X, C = torch.zeros(5, 16), torch.zeros(5, 8)
         ([0.0], C, C, "x: .* got list"),
         (X, C.int(), C, "cos: expected a float tensor"),
         (X, C, 0.0, "sin: .* got float"),
-        (X, C, C[:, :4], "expected alike, got float32\\[5, 8\\].* and float32\\[5, 4\\]"),
+        (X, C, C[:, :4], "expected equal shapes, got float32\\[5, 8\\].* and float32\\[5, 4\\]"),
         (X, C.to(META), C.to(META), "cos, sin: expected on cpu like x"),
         (X, C, C.to(META), "cos, sin: expected on cpu like x"),
         (X[:, :8], C, C, "8 pairs need a head dim of at least 16"),

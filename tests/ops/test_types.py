@@ -171,7 +171,7 @@ TOP = torch.zeros(1, 2, 3, 4)
 LOGITS: list[tuple[tuple[Any, ...], str]] = [
     ((KEPT[0],), "x: expected \\[R, G, N, group\\], got float32\\[2, 10, 4\\]"),
     ((KEPT.half(),), "x: expected fp32 or fp64, got float16"),
-    ((KEPT, TOP, 4), "x: expected fp16 beside top, got float32"),
+    ((KEPT, TOP, 4), "x: expected fp16 when top is given, got float32"),
     ((KEPT.half(), TOP, 2), "top: expected fp32 \\[1, 2, 5, 4\\] on cpu, got float32\\[1, 2, 3, 4\\]"),
     ((KEPT.half(), TOP.double(), 4), "top: .* got float64"),
     ((KEPT.half(), TOP.to(META), 4), "top: .* got .*meta"),

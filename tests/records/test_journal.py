@@ -20,7 +20,7 @@ def test_who_ends_a_run_early_is_told_that_it_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "r.json"
     assert notes(path, 0) == [] and notes(None, 2) == []
     (told,) = notes(path, 2)
-    assert f"{path}.journal" in told and "the same command goes on where this one stopped" in told
+    assert f"{path}.journal" in told and "the same command continues from there" in told
     with Journal(path, {"seed": 0}) as journal:
         assert journal.done == {"0": [0], "1": [1]}
     journal.remove()

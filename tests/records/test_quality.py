@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from longreach.records.quality import quality, summary
+from tests.records.report import factory
 
 
 def result(score: float) -> dict[str, Any]:
@@ -47,3 +48,20 @@ def test_scores_of_every_method_and_what_is_beyond_the_model(tmp_path: Path) -> 
     methods.update({f"x k=[{n}]": {} for n in range(1, 16)})
     (tmp_path / "a.json").write_text(json.dumps(record))
     assert len(methods) == 17 and quality(tmp_path) == summary(tmp_path) == "No evaluations yet."
+
+
+def test_records_of_fused_prompts_have_a_row_for_each_method(tmp_path: Path) -> None:
+    content = factory.fused()
+    labels = {f"dense fuse=a3 fuse.ratio={n}": {**factory.DENSE, "fuse": {"name": "a3", "ratio": n}} for n in range(16)}
+    content["methods"] |= labels
+    for entry in content["tasks"].values():
+        entry["results"] |= dict.fromkeys(labels, entry["results"]["dense fuse=full_reuse"])
+    content["tasks"]["qa_1"]["results"]["dense evict=snapkv"]["kept"] = {"right": 0, "kept": 0}
+    (tmp_path / "a.json").write_text(json.dumps(content))
+    found = quality(tmp_path)
+    assert len(content["methods"]) > 16 and found.startswith("| method | `vt` | `qa_1` | mean |")
+    assert "| `dense` | 100% (51% to 100%) | 100% (51% to 100%) | 100% |" in found
+    assert "| `a3 ratio=0.3` | 75% (30% to 95%), 3 of 4 | 100% (51% to 100%), 4 of 4 | 88% |" in found
+    assert "| `dense evict=snapkv` | 25% (5% to 70%), 1 of 4 | 100% (51% to 100%) | 62% |" in found
+    assert "Chunks computed behind the system prompt." in found
+    assert summary(tmp_path) == "No evaluations yet."

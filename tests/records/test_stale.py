@@ -66,7 +66,7 @@ def test_a_record_without_a_commit_is_told(tmp_path: Path) -> None:
         ({"dirty": True}, "dirty tree"),
         ({"commit": None}, "no commit"),
         ({"sources": {"chunk_store": "0" * 64}}, "the sources of chunk_store have changed"),
-        ({"sources": {"chunk_stores": "0" * 64}}, "does not know"),
+        ({"sources": {"chunk_stores": "0" * 64}}, "does not exist in this version"),
         ({"entries": [entry(launch(sha256="0" * 64))]}, "kernel append_rows (ops/append/"),
         ({"entries": [entry(launch(sha256="0" * 64, kernel="attendd"))]}, "no longer exists"),
         ({"entries": [entry(launch()), {"who": "longreach", "name": "b"}]}, "before records held what was launched"),
@@ -91,7 +91,7 @@ def test_each_fault_is_named_with_its_case(tmp_path: Path, changes: dict[str, An
         ('{"kind": "bench", "cases": {"it": 1}}', "it", "is no measurement"),
         ('{"kind": "bench", "cases": {"it": {}}}', "it", "is no measurement"),
         ('{"kind": "bench", "cases": {"it": {"commit": "a", "kernels": {}}}}', "it", "is no measurement"),
-        ('{"commit": "a", "sources": [1]}', "", "does not know"),
+        ('{"commit": "a", "sources": [1]}', "", "does not exist in this version"),
         ('{"commit": 7}', "", "names no commit"),
     ],
 )

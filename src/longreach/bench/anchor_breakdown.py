@@ -16,14 +16,14 @@ from longreach.ops import Lists, Logits, Partial
 
 
 class Timed(NamedTuple):
-    """call: makes it anew from what those before it left. read: bytes, what they left for it among them."""
+    """call: repeats this pass from the results of those before it. read: bytes, including those results."""
 
     call: Callable[[], object]
     read: int
 
 
 def anchor_passes(method: Kascade, call: LayerCall, state: KascadeState, whole: Outcome) -> dict[str, Timed]:
-    """What an anchor that is not dense does, in turn. whole: what the method made of the same call.
+    """The passes of an anchor that is not dense, in order. whole: the method's own outcome of the same call.
 
     Raises WrongResult where the passes do not add up to that.
     """

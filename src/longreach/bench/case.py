@@ -1,4 +1,4 @@
-"""What a measurement is: shapes, what is read, who competes, and what must be reached."""
+"""A measurement's definition: shapes, reads, competitors and targets."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Reads:
-    """What a row attends to: all, sinks and a recent window, or a drawn share of all keys."""
+    """The keys a row attends to: all, sinks and a recent window, or a drawn share of all keys."""
 
     kind: Literal["dense", "window", "list"] = "dense"
     sinks: int = 0
@@ -45,7 +45,7 @@ class Reads:
 
 @dataclass(frozen=True)
 class Memory:
-    """How keys and values lie: page None is contiguous; heads first [P, G, page, D] or tokens first [P, page, G, D]."""
+    """Layout of keys and values: page None: contiguous; heads first [P, G, page, D] or tokens first [P, page, G, D]."""
 
     page: int | None = None
     order: Literal["heads", "tokens"] = "heads"
@@ -58,7 +58,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Target:
-    """What a case must reach. of: the entry of ours it is about; over: the entry, or whose entries, it is compared to.
+    """A target of a case. of: the entry of ours; over: the entry to compare with, or the owner of such entries.
 
     "speed over baseline" is over the faster of FlashInfer and FlashAttention-3, "speed over fastest" over the fastest
     of them and torch's kernels, "speed over" over one of ours, or over the best of one of theirs, "speed over prefill"
@@ -85,7 +85,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Model:
-    """A Llama's sizes beside its heads: of Llama-3.1-8B by default."""
+    """A Llama's sizes other than its heads: of Llama-3.1-8B by default."""
 
     layers: int = 32
     hidden: int = 4096
@@ -107,7 +107,7 @@ class Stack:
 
     @property
     def share(self) -> float:
-        """Of the keys that most layers read."""
+        """Share of the keys that most layers read."""
         return dict(self.options).get("k", 0.1)
 
 
@@ -134,7 +134,7 @@ class Hits:
     part: Literal["step", "attention"] = "step"
 
     def missing(self, shape: Shape) -> int:
-        """KV heads of the batch one of whose heads is to miss."""
+        """Number of KV heads of the batch with one head forced to miss."""
         return {"none": 0, "one": 1, "each": shape.batch}[self.misses]
 
     def span(self, shape: Shape, window: int) -> tuple[int, int]:
@@ -168,9 +168,9 @@ class Reuse:
 class Case:
     """One measurement of attend, of top_k, of a method's layers or step, or of a model's decode step.
 
-    also_rows: measured beside shape.rows in the same run. impls: attend's implementations that are measured.
-    replays: at most so many, where a call takes long. fill: as many sequences as fit into memory, whatever the shape
-    says (a model's case). methods: decode methods that a model's case compares, by name, or fusion methods, and their
+    also_rows: measured in addition to shape.rows in the same run. impls: attend's implementations that are measured.
+    replays: limit on replays, for long calls. fill: as many sequences as fit into memory, in place of the shape's
+    number (a model's case). methods: decode methods that a model's case compares, by name, or fusion methods, and their
     ratios. prefill_chunk: tokens of a pass over a prompt, where one pass does not fit. rivals: baseline -> the only
     settings to try; None: all of them.
     """
@@ -196,15 +196,15 @@ class Case:
 
     @property
     def prefill(self) -> bool:
-        """Whether its rows are a prompt's, whose positions the host knows."""
+        """Whether its rows are a prompt's, with positions on the host."""
         return self.group == "prefill"
 
     def by(self, impl: str) -> Case:
-        """The case measured by another implementation than it says, under a name of its own and without targets."""
+        """The case measured by another implementation, under a name of its own and without targets."""
         return replace(self, name=f"{self.name} impl={impl}", impls=(impl,), targets=())
 
     def but(self, **shape: Any) -> Case:
-        """The case with another shape and a name that says so. Its targets stay behind: they were set for the other."""
+        """The case with another shape, named in its name, and without targets: they were set for the first shape."""
         old = vars(self.shape)
         changed = {key: value for key, value in shape.items() if value not in (None, old[key])}
         if not changed:

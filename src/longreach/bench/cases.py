@@ -109,7 +109,7 @@ def _steps(batch: int, context: int) -> Case:
 
 
 def _user(batch: int, context: int, methods: tuple[str, ...] = ("dense",)) -> Case:
-    """What users get: time to the first token, time a token, peak memory."""
+    """Users' measures: TTFT, TPOT, peak memory."""
     name = f"user-{_label(context)}-b{batch}{'' if methods == ('dense',) else '-methods'}"
     targets = () if methods != ("dense",) else tuple(
         Target("peak memory over", 1.03, ours, "transformers generate")

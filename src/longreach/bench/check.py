@@ -11,7 +11,7 @@ from longreach.errors import LongreachError
 
 
 class WrongResult(LongreachError):
-    """What was to be timed computes something else."""
+    """The timed code computes a wrong result."""
 
 
 def bound(dtype: torch.dtype) -> float:
@@ -39,7 +39,7 @@ def error(inputs: Inputs, memory: Memory, rows: int, out: Tensor, copy: int = 0)
 
 
 def exact(inputs: Inputs, memory: Memory, rows: int, copy: int, seq: int, head: int, row: int) -> Tensor:
-    """fp64 [query heads of the KV head, D]: the textbook formula over the keys that the row sees."""
+    """fp64 [query heads of the KV head, D]: the textbook formula over the keys visible to the row."""
     slots = inputs.seen(copy, seq, head, inputs.shape.context - rows + row)
     k, v = inputs.kv(copy, memory)
     if memory.page is None:
@@ -54,7 +54,7 @@ def exact(inputs: Inputs, memory: Memory, rows: int, copy: int, seq: int, head: 
 
 
 def require_right(name: str, inputs: Inputs, memory: Memory, rows: int, out: Tensor) -> float:
-    """The error; raises WrongResult where it exceeds what rounding explains."""
+    """The error; raises WrongResult if it exceeds the rounding error."""
     off = error(inputs, memory, rows, out)
     most = bound(inputs.dtype)
     if not off <= most:

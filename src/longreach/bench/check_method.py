@@ -53,7 +53,7 @@ class LayerErrors:
 
 
 def attended(call: LayerCall) -> tuple[Selection, ...]:
-    """The keys whose values entered a layer's output: their union."""
+    """The keys with values in a layer's output: their union."""
     return call.meter.values
 
 
@@ -64,7 +64,9 @@ def layer_error(call: LayerCall, out: Tensor, selections: tuple[Selection, ...])
     out: [R, H, D], one row a sequence. Compared are the first and the last row, each with its first and last KV heads.
     """
     kv, group = call.kv, call.kv.group(call.rows)
-    require(call.softcap is None and call.sink_logit is None, "the check knows neither soft caps nor sinks; add them")
+    require(
+        call.softcap is None and call.sink_logit is None, "the check supports neither soft caps nor sinks; add them"
+    )
     if not bool(torch.isfinite(out).all()):
         return float("nan")
     worst = 0.0
@@ -87,7 +89,7 @@ def layer_error(call: LayerCall, out: Tensor, selections: tuple[Selection, ...])
 def _mask(selection: Selection, call: LayerCall, rows: Any, stop: int) -> Tensor:
     """bool [H, stop]: the slots that a row's query heads attend to."""
     heads = call.rows.q.shape[1]
-    require(getattr(selection, "log_weight", None) is None, "the check knows no log-weights; add them")
+    require(getattr(selection, "log_weight", None) is None, "the check does not support log-weights; add them")
     mask = selection.mask(rows, call.kv, stop)[0]
     return mask.expand(heads, -1) if mask.shape[0] == 1 else mask.repeat_interleave(heads // mask.shape[0], 0)
 
@@ -102,7 +104,7 @@ def judge_method(
     most: the error bound of a step of this model (relative, norms): each of two steps may err so much. steady: whether
     equal inputs but for rounding make equal choices. A method that scores drawn keys by a few of their coordinates
     makes others, and the captured step, whose parts are compiled, rounds otherwise: there that difference is recorded,
-    and the one of `uncompiled`, which rounds alike, is judged.
+    and the one of `uncompiled`, with the same rounding, is judged.
     """
 
     def apart(other: Tensor) -> float:

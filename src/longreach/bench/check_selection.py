@@ -1,4 +1,4 @@
-"""Whether keys that a method chose are those it should have, and attention over them is what it says: against fp64."""
+"""Checks, against fp64, that a method chose the right keys and that its output is attention over them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def listed(lists: Selection, seq: int, head: int) -> Tensor:
 
 
 def check_layer(kind: str, inputs: Inputs, memory: Memory, copy: int, call: LayerCall, outcome: Outcome) -> float:
-    """The largest relative error (norms) of a layer's output over the keys it says it read values of."""
+    """The largest relative error (norms) of a layer's output over the keys of the values that it reports as read."""
     worst, group = 0.0, inputs.shape.heads // inputs.shape.kv_heads
     selection = call.meter.values[0]
     for seq, head in sampled(inputs):

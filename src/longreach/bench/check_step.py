@@ -23,7 +23,7 @@ WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.floa
 
 @dataclass(frozen=True)
 class Steps:
-    """What a decoder did: tokens int64 [B, n] that it read and chose, with which logits [B, n, V]."""
+    """Steps of a decoder: tokens int64 [B, n] that it read and chose, and their logits [B, n, V]."""
 
     read: Tensor
     chosen: Tensor
@@ -71,8 +71,8 @@ def passes(
 ) -> tuple[Tensor, Tensor]:
     """Logits [B, n, V] of tokens read [B, n] after `tokens` drawn keys: in the model's dtype, and in a wider one.
 
-    batch: sequences that keys were drawn for, of which the first B are computed, None: B. window: every row sees its
-    last so many keys, its own among them; None: all.
+    batch: sequences that keys were drawn for, of which the first B are computed, None: B. window: number of last keys
+    visible to each row, its own among them; None: all.
     """
     from longreach.adapters.transformers.synthetic import filled_dynamic_cache
 
@@ -125,7 +125,7 @@ def relative(got: Tensor, exact: Tensor) -> float:
 
 
 def require_right(name: str, steps: Steps, first: Tensor, plain: Tensor, exact: Tensor) -> Verdict:
-    """What the steps are worth; raises WrongResult where rounding does not explain them.
+    """The verdict on the steps; raises WrongResult if their errors exceed the rounding error.
 
     Rounding gives a logit an error of up to e in the model's own pass, so up to 2 e in a step: the step may prefer a
     token whose exact logit is 4 e behind the best.
@@ -146,7 +146,7 @@ def require_right(name: str, steps: Steps, first: Tensor, plain: Tensor, exact: 
     elif not torch.equal(values, steps.logits.amax(-1)):
         wrong = "a step did not choose the token that its logits prefer"
     elif float(behind.max()) > far and differ:
-        wrong = f"a token was chosen whose logit is {float(behind.max()):.3g} behind, more than {far:.3g}"
+        wrong = f"the logit of a chosen token is {float(behind.max()):.3g} behind the best, more than {far:.3g}"
     if wrong:
         raise WrongResult(f"{name}: {wrong}; its time does not count")
     return Verdict(steps.read.shape[1], differ, float(behind.max()), far, error, most, own)

@@ -3,7 +3,7 @@
 Both sides move the same bytes and take turns chunk by chunk, another one first each time. Put is compared with
 safetensors' save_file, fsync and rename; get with opening the very same file with safetensors. After each get every
 byte is touched (summed as integers), on both sides, for mapping a file reads nothing of it. Before a cold read the
-file's pages are dropped with posix_fadvise(POSIX_FADV_DONTNEED), and preadv2(RWF_NOWAIT) tells whether they are gone;
+file's pages are dropped with posix_fadvise(POSIX_FADV_DONTNEED), and preadv2(RWF_NOWAIT) shows whether they are gone;
 caches below the kernel (of a drive, of a virtual machine's host) stay as they are.
 """
 
@@ -41,7 +41,7 @@ _PAGE = 4096
 
 @dataclass(frozen=True)
 class Load:
-    """What is stored: chunks of a model with 32 layers, 8 KV heads of 128 channels (Llama-3.1-8B's) in bf16."""
+    """The stored data: chunks of a model with 32 layers, 8 KV heads of 128 channels (Llama-3.1-8B's) in bf16."""
 
     chunks: int = 1000
     tokens: int = 64
@@ -51,7 +51,7 @@ class Load:
 
     @property
     def bytes(self) -> int:
-        """Of a chunk's keys and values."""
+        """Bytes of a chunk's keys and values."""
         return 2 * self.layers * self.kv_heads * self.tokens * self.dim * 2
 
     def chunk(self, number: int) -> Chunk:
@@ -244,7 +244,7 @@ def drop_pages(file: Path) -> bool:
 
 
 def _cached(fd: int, at: int) -> bool:
-    """Whether a page can be had without waiting; also where the file system cannot say (memory, overlays)."""
+    """Whether a page can be had without waiting; True also if the file system gives no answer (memory, overlays)."""
     try:
         os.preadv(fd, [bytearray(1)], at, os.RWF_NOWAIT)
     except BlockingIOError:

@@ -1,4 +1,4 @@
-"""A streamer that notes when tokens come, the peak memory until the first one, and what a token launches."""
+"""A streamer that records the times of tokens, the peak memory until the first one, and the launches of a token."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from longreach.ops import attend
 
 @dataclass(frozen=True)
 class Competitor:
-    """name: unique in its run; output: what a call returned -> [B * rows, H, D]."""
+    """name: unique in its run; output: a call's result -> [B * rows, H, D]."""
 
     name: str
     who: str

@@ -40,7 +40,7 @@ WARM = 16  # tokens before them: compiling and capturing lie there
 PROFILED = 2  # tokens after them whose kernels are counted, where there is no step to replay
 COMPARED = 1 << 18  # tokens of the sequences whose exact pass is made: its keys and values in fp32 take memory
 BASELINE = "transformers_static"
-BASELINE_SECONDS = 150.0  # of all cases of a run together; where the next may not fit, the record says so
+BASELINE_SECONDS = 150.0  # of all cases of a run together; the record names those that did not fit
 TOKENS_TEST = "tests/adapters/transformers/test_loop.py"  # fp32 tokens equal transformers', for every family
 
 
@@ -61,7 +61,7 @@ class Stepped:
 
     @property
     def timing(self) -> Timing:
-        """That of the captured step."""
+        """The timing of the captured step."""
         timing = self.entries[0]["timing"]
         assert isinstance(timing, Timing)
         return timing
@@ -129,7 +129,7 @@ class Decoding:
         return weight_bytes(model), case.model.layers * bytes_needed(case)
 
     def described(self, case: Case, weights: int, kv: int) -> dict[str, Any]:
-        """What a record says of any case of a model."""
+        """A record's fields for any case of a model."""
         needed = weights + kv
         return {
             "shape": asdict(case.shape),
@@ -141,7 +141,7 @@ class Decoding:
         }
 
     def model(self, case: Case) -> tuple[Any, float]:
-        """The case's model and the seconds it took to make; that of the case before where it is the same.
+        """The case's model and the seconds it took to make; the previous case's if it is the same.
 
         Raises InvalidInput for a shape that is no model's.
         """
@@ -167,7 +167,7 @@ class Decoding:
     def judge_steps(
         self, case: Case, model: Any, ids: Tensor, done: Steps, window: int | None = None
     ) -> tuple[Tensor, Verdict]:
-        """The exact logits of the first sequences, and what the steps are worth. window: as `passes` has it."""
+        """The exact logits of the first sequences, and the verdict on the steps. window: as in `passes`."""
         batch, tokens = case.shape.batch, case.shape.context
         count = max(1, min(batch, COMPARED // (tokens if window is None else window)))
         some = Steps(done.read[:count], done.chosen[:count], done.logits[:count])
@@ -176,7 +176,7 @@ class Decoding:
         return exact, require_right(case.name, some, ids[:count, tokens], plain, exact)
 
     def judge_method(self, name: str, case: Case, stepped: Stepped, dense: Verdict) -> MethodVerdict:
-        """What a method's steps are worth, by its layers. dense: the verdict on dense attention's step."""
+        """The verdict on a method's steps, by its layers. dense: the verdict on dense attention's step."""
         assert case.model is not None and stepped.layers is not None and stepped.eager is not None
         captured = stepped.done.logits[:, 0]
         steady = not name.endswith(" loki")  # its directions are drawn as well
@@ -189,7 +189,7 @@ class Decoding:
     def _forced(
         self, case: Case, model: Any, ids: Tensor, dense: Timing
     ) -> tuple[list[dict[str, Any]], dict[str, float], dict[str, Any]]:
-        """MAC with forced hits in the same loop, what setting it up took, and what the record says of it besides."""
+        """MAC with forced hits in the same loop, its set-up times, and further fields of the record."""
         assert case.reuse is not None
         method = mac.forced(case)
         ours = self.step(case, model, ids, method)
@@ -228,7 +228,7 @@ class Decoding:
     def step(
         self, case: Case, model: Any, ids: Tensor, decode: AttentionMethod | None = None, *, check_layers: bool = False
     ) -> Stepped:
-        """Time a method's step after ids [B, context + 1 or more], of which all but one are drawn keys.
+        """Time a method's step after ids [B, context + 1 or more], all but one of them drawn keys.
 
         decode: None for dense. check_layers: compare each layer's attention with fp64 in one step more.
         """
@@ -298,10 +298,10 @@ class Decoding:
         return Stepped(measured, done, setup, eager, layers, uncompiled)
 
     def launched_by(self, decoder: Any, triton: Any) -> Launched:
-        """What one step of a decoder launches. triton: what its graphs do; None: the step is run as it is."""
+        """Launches of one step of a decoder. triton: those of its graphs; None: the step runs without capture."""
         with decoder.run(_no_end(), 1), observed() as seen:
             kernels = profiled(lambda: decoder.step(capture=triton is not None), self.device)
-        triton = together((*(triton or ()), *seen.all))  # pieces' host work launches beside their graphs
+        triton = together((*(triton or ()), *seen.all))  # pieces' host work launches in addition to their graphs
         return Launched(triton, complete(kernels, triton))
 
     def _observed_step(self, session: Any, decoder: Any, first: Tensor, layers: LayerErrors) -> Tensor:
@@ -412,7 +412,7 @@ def entry_of(
     weights: int, kv: int, *, name: str, who: str, settings: dict[str, Any], timing: Timing, error: float,
     error_bound: float, **more: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """A record's entry. weights, kv: bytes that dense attention's step reads; a method's rate is of what it reads."""
+    """A record's entry. weights, kv: bytes that dense attention's step reads; a method's rate counts its own reads."""
     share = settings.get("keys_and_values_read")
     entry = {
         "name": name,

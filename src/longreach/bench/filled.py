@@ -15,7 +15,7 @@ def note_filled(cache: LongreachCache, method: AttentionMethod, model: ModelShap
     """Rebuild the state of `method` in each layer of a cache that was filled without a prompt.
 
     Without it, state that is made of the prompt's keys holds whatever its memory held before. State that is made of
-    queries (MAC's ring) is made by the first decode call, which sees the first new token.
+    queries (MAC's ring) is made by the first decode call, with the first new token.
     """
     slots = range(cache.batch)
     step = cache.kv.begin(slots, [0 for _ in slots])

@@ -9,14 +9,14 @@ from longreach.bench.case import MOST
 
 
 def goal(target: dict[str, Any]) -> str:
-    """What must be reached."""
+    """A target as text."""
     over = f" {target['over']}" if target["over"] else ""
     sign = "<=" if target["quantity"] in MOST else ">="
     return f"{target['of']}: {target['quantity']}{over} {sign} {target['bound']:g}"
 
 
 def rate(entry: dict[str, Any]) -> str:
-    """What a competitor did in a second: bytes read, or in prefill operations."""
+    """A competitor's rate per second: bytes read, or in prefill operations."""
     flops = entry.get("tflop_per_s")
     if flops is None:
         return f"{entry['tb_per_s']:.2f} TB/s" if "tb_per_s" in entry else "-"
@@ -24,7 +24,7 @@ def rate(entry: dict[str, Any]) -> str:
 
 
 def outcome(target: dict[str, Any]) -> str:
-    """What became of it."""
+    """A target's outcome as text."""
     if target["got"] is None:
         return "not known, a baseline was left out"
     than = f" (against {target['than']})" if target["than"] and not target["over"] else ""
@@ -34,7 +34,7 @@ def outcome(target: dict[str, Any]) -> str:
 
 
 def remarks(result: dict[str, Any]) -> Iterator[str]:
-    """What else a case of MAC has to say: what was forced, all speeds, hit rates that pay, where a step's time goes."""
+    """Further lines of a case of MAC: what was forced, all speeds, hit rates that pay, where a step's time goes."""
     if "forced" in result:
         yield "hits are forced, for timing alone"
     if result.get("speed_over_fastest"):

@@ -228,7 +228,7 @@ def _prefill(model: Any, ids: Tensor, session: Any = None) -> Tensor:
 
 
 def _timed(bench: Decoding, run: Run) -> tuple[Tensor, dict[str, Any]]:
-    """Logits, and the timing with what one run launches and the memory it takes."""
+    """Logits, and the timing with one run's launches and memory."""
     for _ in range(WARM):
         run()
     release(bench.device)
@@ -244,7 +244,7 @@ def _timed(bench: Decoding, run: Run) -> tuple[Tensor, dict[str, Any]]:
 
 
 def _chunks(bench: Decoding, case: Case, parts: Sequence[Tensor]) -> list[Any]:
-    """Chunks of these tokens, of drawn keys, values and dependence, in page-locked memory where there is a GPU."""
+    """Chunks of these tokens, of drawn keys, values and dependence, in page-locked memory if there is a GPU."""
     from longreach.store import Chunk, ChunkPool
 
     assert case.model is not None

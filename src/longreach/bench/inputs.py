@@ -1,4 +1,4 @@
-"""What cases compute on: random keys and values in as many copies as cold caches need, seen in any layout."""
+"""Inputs of cases: random keys and values in as many copies as cold caches need, in any layout."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Inputs:
         return [torch.stack([one() for _ in range(count)]).view(form) for _ in range(self.copies)]
 
     def selection(self, copy: int, rows: int) -> Selection:
-        """What the case reads, as longreach says it. Lists serve all rows of their sequence."""
+        """The case's reads as a Selection. Lists serve all rows of their sequence."""
         reads = self.case.reads
         if reads.kind == "dense":
             return Spans.dense()
@@ -160,7 +160,7 @@ def bytes_needed(case: Case) -> int:
 
 
 def least_read(case: Case) -> int:
-    """Bytes of keys, values and, where it is looked through, the ring that the least of a case's hits reads."""
+    """Bytes of keys, values and, if searched, the ring, for the entry of a case's hits with the fewest reads."""
     shape, reuse = case.shape, case.reuse
     assert reuse is not None
     vector = shape.dim * WIDTHS[shape.dtype]
@@ -172,5 +172,5 @@ def least_read(case: Case) -> int:
 def flops_needed(case: Case) -> int:
     """Multiply-adds of dense attention, as two operations each: for q.k and for the sum of values."""
     shape = case.shape
-    keys = shape.rows * shape.context - shape.rows * (shape.rows - 1) // 2  # all that the rows see
+    keys = shape.rows * shape.context - shape.rows * (shape.rows - 1) // 2  # all keys visible to the rows
     return 4 * shape.batch * shape.heads * shape.dim * keys

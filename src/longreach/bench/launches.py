@@ -1,4 +1,4 @@
-"""What a call launches: Triton kernels from their launches, all kernels of the GPU from torch's profiler."""
+"""Launches of a call: Triton kernels from their launches, all kernels of the GPU from torch's profiler."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Launches:
 
     @property
     def captured(self) -> tuple[Launch, ...]:
-        """Those made while a CUDA graph was captured: where one graph was, what its replay launches."""
+        """Launches made during a CUDA graph capture: for a single graph, those of its replay."""
         return together(launch for captured, launch in self._seen if captured)
 
 
@@ -57,7 +57,7 @@ def observed() -> Iterator[Launches]:
 
 
 def launched(call: Callable[[], object], device: torch.device) -> Launched:
-    """What one call launches. The call is made once, outside any CUDA graph, after warm-up."""
+    """Launches of one call. The call is made once, outside any CUDA graph, after warm-up."""
     with observed() as seen:
         on_device = profiled(call, device)
     return Launched(seen.all, complete(on_device, seen.all))
@@ -79,7 +79,7 @@ class Profile:
         self._profiler: Any = None
 
     def start(self) -> None:
-        """Begin with what is launched from now on."""
+        """Count launches from now on."""
         if self.device.type == "cuda":
             _prime()
             torch.cuda.synchronize(self.device)
@@ -87,7 +87,7 @@ class Profile:
             self._profiler.__enter__()
 
     def stop(self, parts: int = 1) -> dict[str, int] | None:
-        """Name -> times, of one of so many equal parts; None on the CPU."""
+        """Name -> times, of one of `parts` equal parts; None on the CPU."""
         if self._profiler is None:
             return None
         torch.cuda.synchronize(self.device)
@@ -106,18 +106,18 @@ def _prime() -> None:
 
 
 def counted(names: Iterable[str], parts: int = 1) -> dict[str, int]:
-    """Name -> times, of one of so many equal parts, rounded; most frequent first."""
+    """Name -> times, of one of `parts` equal parts, rounded; most frequent first."""
     found = Counter(name[:LONGEST] for name in names)
     return {name: max(1, round(times / parts)) for name, times in sorted(found.items(), key=lambda x: (-x[1], x[0]))}
 
 
 def each(launches: Iterable[Launch], parts: int) -> tuple[Launch, ...]:
-    """The launches of one of so many equal parts."""
+    """The launches of one of `parts` equal parts."""
     return tuple(replace(launch, times=max(1, round(launch.times / parts))) for launch in launches)
 
 
 def complete(on_device: dict[str, int] | None, launches: Iterable[Launch]) -> dict[str, int] | None:
-    """What a profile saw, or None where it lacks a launch that was made: then its count is no count."""
+    """A profile's kernels, or None if it lacks a launch that was made: then its count is wrong."""
     if on_device is None:
         return None
     made: Counter[str] = Counter()

@@ -8,7 +8,7 @@ import torch
 
 
 def allocated_bytes(device: torch.device) -> int | None:
-    """What is allocated now."""
+    """Bytes allocated now."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else None
 
 

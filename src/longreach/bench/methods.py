@@ -26,8 +26,8 @@ def method_for(
 ) -> Iterator[AttentionMethod | None]:
     """A decode method by its name, None for dense; its plan is on disk within the block.
 
-    Kascade's head map is random (`stack.planned`), Loki's directions are random and orthonormal. What a step costs does
-    not depend on what these plans say. forced: MAC's hits are forced, see `bench.mac.decoding`.
+    Kascade's head map is random (`stack.planned`), Loki's directions are random and orthonormal. The cost of a step
+    does not depend on these plans. forced: MAC's hits are forced, see `bench.mac.decoding`.
     """
     if name == "dense":
         yield None

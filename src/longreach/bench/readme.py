@@ -50,7 +50,7 @@ def markers(name: str) -> tuple[str, str]:
 
 
 def numbers(results: Path) -> str:
-    """Markdown: for each case our time, that on our best pages, the fastest rival's, what became of targets."""
+    """Markdown: for each case our time, that on our best pages, the fastest rival's, and the outcome of targets."""
     rows: list[str] = []
     unforced, forced = skipped(results), False
     places: dict[str, dict[str, str]] = {}
@@ -75,7 +75,7 @@ def numbers(results: Path) -> str:
 
 
 def _forced(unforced: Skipped | None) -> str:
-    """What stands below numbers of forced hits."""
+    """The text below numbers of forced hits."""
     text = "Forced: every head is made to hit, for timing alone, so keys read are no result."
     if unforced is None:
         return text
@@ -93,7 +93,7 @@ def _rows(name: str, case: dict[str, Any], unforced: Skipped | None) -> list[str
     ours = [e for e in entries if e["who"] == "longreach"]
     mine = next(
         (e for e in ours if "keys_and_values_read" in e.get("settings", {})), ours[0]
-    )  # a method's, beside dense
+    )  # a method's, next to dense
     auto = f"{mine['name']}: " if "auto" in case or mine is not ours[0] else ""
     paged = _fastest(e for e in ours if e["name"].startswith("page "))
     other = _fastest(e for e in entries if e["who"] != "longreach")

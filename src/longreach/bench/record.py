@@ -19,7 +19,7 @@ FORMAT = 1
 
 
 def conditions(device: torch.device, sources: Iterable[str] = ()) -> dict[str, Any]:
-    """What a case was measured with: commit, versions, device and its clocks.
+    """Conditions of a measurement: commit, versions, device and its clocks.
 
     sources: host code that is itself what is measured, of `records.sources.SOURCES`: its hashes are added.
     """
@@ -37,7 +37,7 @@ def conditions(device: torch.device, sources: Iterable[str] = ()) -> dict[str, A
 
 
 def _gpu() -> dict[str, str]:
-    """Driver and clocks as nvidia-smi tells them, under its names; empty where it cannot be run."""
+    """Driver and clocks as nvidia-smi reports them, under its names; empty if it cannot be run."""
     asked = ("driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem", "power.limit")
     command = ["nvidia-smi", "-i", "0", f"--query-gpu={','.join(asked)}", "--format=csv,noheader"]
     try:

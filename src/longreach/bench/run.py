@@ -30,7 +30,7 @@ def run_case(
     case: Case, device: torch.device, *, without: Iterable[str] = (), replays: int = REPLAYS, seed: int = 0,
     say: Say = lambda line: None, sweeps: Sweeps | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Measure a case. without: baselines left out, which the result names. sweeps: what earlier cases of the run found.
+    """Measure a case. without: baselines left out, which the result names. sweeps: results of the run's earlier cases.
 
     Raises Unsupported where a baseline cannot be loaded, BaselineFailed where it does not work, WrongResult for outputs
     of ours that are wrong before or any that are wrong after all were timed; OutOfMemory where a case does not fit.

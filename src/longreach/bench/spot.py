@@ -1,6 +1,6 @@
 """Spot checks: is a group's record still right at today's commit? Measured again by one or two small cases on a GPU.
 
-A record is confirmed when each of our entries is as fast as it says, within WITHIN, and launches the same: as a ratio
+A record is confirmed when each of our entries repeats its speed, within WITHIN, and its launches: as a ratio
 to the fastest other kernel of the record where that is measured again too, else as a time. Confirmed in either
 direction: an entry that became faster is to be measured again as well.
 
@@ -22,7 +22,7 @@ WITHIN = 0.03
 
 @dataclass(frozen=True)
 class Compared:
-    """One entry of ours, then and now: its speed over `against`, or its time in microseconds where that is None.
+    """One entry of ours, then and now: its speed over `against`, or its time in microseconds if that is None.
 
     off: share by which it is larger now (as a ratio: faster; as a time: slower).
     """
@@ -39,7 +39,7 @@ class Compared:
 
 @dataclass(frozen=True)
 class Spot:
-    """A case measured again. faults: what besides speed differs: entries that are gone, other launches."""
+    """A case measured again. faults: differences other than speed: entries that are gone, other launches."""
 
     case: str
     entries: dict[str, Compared]
@@ -88,14 +88,14 @@ def compare(case: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> Spot:
                 faults.append(f"{name}: its launches were not observed this time")
             else:
                 found = Launched.from_json(entry["launched"]).differences(Launched.from_json(current[name]["launched"]))
-                faults += [f"{name} launches otherwise: {what}" for what in found]
+                faults += [f"{name} has other launches: {what}" for what in found]
     return Spot(case, entries, tuple(faults))
 
 
 def confirmed(
     record: dict[str, Any], spots: Iterable[Spot], now: Mapping[str, Mapping[str, Any]], conditions: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """A group's record with what confirmed it, launches of old cases carried over.
+    """A group's record with its confirmation, launches of old cases carried over.
 
     now: spot case -> its new measurement. conditions: where those were made.
     """

@@ -60,7 +60,7 @@ class Layers:
         self._states: dict[tuple[int, int], SequenceState | None] = {}
 
     def state(self, layer: int, copy: int) -> SequenceState | None:
-        """A layer's over a copy of the inputs: it may hold something of every key. Made where it is asked for."""
+        """A layer's state over a copy of the inputs: it may hold data of every key. Made at first use."""
         place = layer, copy % self.inputs.copies
         if place not in self._states:
             call = self.call(layer, copy, {})
@@ -94,7 +94,7 @@ class Layers:
         return lambda: self.run(layer, copy, dict(shared))
 
     def passes(self, layer: int, copy: int) -> dict[str, Timed]:
-        """Those of an anchor that is not dense, by themselves."""
+        """The passes of an anchor that is not dense, measured alone."""
         assert isinstance(self.method, Kascade)
         state, (_, outcome) = self.state(layer, copy), self.run(layer, copy, {})
         assert isinstance(state, KascadeState)
@@ -191,7 +191,7 @@ def _kinds(plan: KascadePlan) -> dict[str, tuple[int, int]]:
 
 
 def _checked(layers: Layers, plan: KascadePlan, memory: Memory) -> dict[str, Any]:
-    """Of each kind of layer: the error of its output over the keys it attended to, and what its choice is worth."""
+    """For each kind of layer: the error of its output over the keys it attended to, and its chosen keys' weight."""
     done, worst, mass, method = layers.all(), 0.0, 1.0, layers.method
     assert isinstance(method, Kascade)
     mass_of = partial(check_selection, least=LEAST_MASS[method.scoring], sinks=method.sinks, recent=method.recent)

@@ -1,4 +1,4 @@
-"""Times of what `longreach store` does on the shipped model and haystack: fingerprint, cut, add, list, verify.
+"""Times of `longreach store` on the shipped model and haystack: fingerprint, cut, add, list, verify.
 
 `python -m longreach.bench.store_verbs --chunks 1000 --chunk-tokens 128 --folder DIR --output FILE`; DIR takes as many
 bytes as the record states, and is left there.
@@ -35,7 +35,7 @@ from longreach.tasks.haystack import paragraphs
 from longreach.tasks.haystack import sha256 as haystack_sha256
 
 FORMAT = 1
-SAMPLE = 100  # chunks of which computing is timed by itself, beside the model's own prefill
+SAMPLE = 100  # chunks of which computing is timed alone, next to the model's own prefill
 
 
 def measure(folder: Path, chunks: int, most: int, say: Callable[[str], None], model: str = "mini") -> dict[str, Any]:
@@ -98,7 +98,7 @@ def measure(folder: Path, chunks: int, most: int, say: Callable[[str], None], mo
 
 
 def _each(call: Callable[[Sequence[int]], Any], pieces: Sequence[Sequence[int]]) -> tuple[list[Any], list[float]]:
-    """What a call gives for every chunk, and how long each took."""
+    """A call's result for every chunk, and the time of each."""
     found, seconds = [], []
     for tokens in pieces:
         started = time.perf_counter()

@@ -74,7 +74,7 @@ def best(name: str, inputs: Inputs, say: Callable[[str], None]) -> tuple[list[Co
 
 
 class Sweeps:
-    """The sweeps of a run: settings are tried once for each shape, and its later cases compete with what they found."""
+    """The sweeps of a run: settings are tried once for each shape, and its later cases use the best of them."""
 
     def __init__(self) -> None:
         self._known: dict[Any, tuple[list[dict[str, Any]], list[Candidate]]] = {}

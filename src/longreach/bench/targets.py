@@ -1,4 +1,4 @@
-"""Whether a case reached what it must, and by how much it did not."""
+"""Whether a case reached its targets, and by how much it missed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WHOSE = (*RIVALS, "torch_sdpa")
 
 
 def judge(case: Case, entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each target what was got, from entries of one run: {**target, "got", "than", "reached", "missed_by"}.
+    """The result for each target, from entries of one run: {**target, "got", "than", "reached", "missed_by"}.
 
     missed_by: share of the bound, 0 where reached. got is None where the entry, or what it is compared with, is left
     out or not measured yet.
@@ -69,7 +69,7 @@ def _judged(target: Target, entries: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _peak_over(target: Target, entries: dict[str, dict[str, Any]]) -> tuple[float | None, str | None]:
-    """Peak memory over that of another entry, of the phase where that is more; None where one was not measured."""
+    """Peak memory over that of another entry, in the phase with the larger ratio; None if one was not measured."""
     both = [entries.get(name or "", {}).get("memory", {}) for name in (target.of, target.over)]
     mine, other = ([memory.get("prefill_peak"), memory.get("decode_peak")] for memory in both)
     if None in (*mine, *other):
@@ -85,6 +85,6 @@ def _result(target: Target, got: float | None, than: str | None) -> dict[str, An
 
 
 def _faster(rivals: list[dict[str, Any]], time: float) -> tuple[float, str]:
-    """How often `time` fits into that of the fastest rival, and which one that is."""
+    """Speed over the fastest rival, and that rival."""
     fastest = min(rivals, key=lambda e: e["microseconds"]["median"])
     return fastest["microseconds"]["median"] / time, fastest["name"]

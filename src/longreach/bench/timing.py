@@ -28,7 +28,7 @@ MOST_CALLS = 512  # of one graph
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds a call in each replay, how they were taken, and what one call launches (None: not observed)."""
+    """Seconds per call in each replay, the clock used, and one call's launches (None: not observed)."""
 
     seconds: tuple[float, ...]
     calls: int
@@ -63,7 +63,7 @@ class Timing:
         return self.quartiles[1]
 
     def microseconds(self, parts: int = 1) -> dict[str, Any]:
-        """Of one of the equal `parts` of a call, as records have them: median, quartiles and every replay in order."""
+        """Microseconds of one of the equal `parts` of a call, as in records: median, quartiles, replays in order."""
         replays = [1e6 * seconds / parts for seconds in self.seconds]
         low, high = self.quartiles
         return {
@@ -88,7 +88,7 @@ def l2_bytes(device: torch.device) -> int:
 
 
 def copies_needed(bytes_a_call: int, device: torch.device) -> int:
-    """Copies of inputs whose reads exceed the L2 L2_MULTIPLE times."""
+    """Number of input copies so that reads exceed L2_MULTIPLE times the L2."""
     return max(1, -(-L2_MULTIPLE * l2_bytes(device) // max(1, bytes_a_call)))
 
 

@@ -104,7 +104,7 @@ def captures(device: torch.device) -> bool:
 
 
 class Answer:
-    """A logits processor that keeps what a generate chose its first KEPT tokens from: logits [B, V] on the host."""
+    """A logits processor that keeps the logits [B, V] of a generate's first KEPT tokens, on the host."""
 
     def __init__(self) -> None:
         self.logits: list[Tensor] = []
@@ -117,7 +117,7 @@ class Answer:
     def behind(self, tokens: Tensor, steps: int) -> float:
         """How far tokens [B, new] are behind the best of these logits at most, each row until it first differs.
 
-        steps: at most so many tokens. Rows that the reference does not have are passed over.
+        steps: limit on tokens. Rows that the reference does not have are skipped.
         """
         worst = 0.0
         for row in range(len(self.logits[0])):
@@ -140,7 +140,7 @@ class Answer:
 
 
 class Rounding(NamedTuple):
-    """What rounding explains between two passes. logits: relative difference (norms); behind: how far the token that
+    """Rounding differences between two passes. logits: relative difference (norms); behind: how far the token that
     one chooses may be behind the best in the other's logits.
     """
 
@@ -259,10 +259,10 @@ def _longreach(
 
 
 def require_tokens(name: str, answer: Answer, tokens: Tensor, steps: int, most: Rounding) -> float:
-    """How far tokens [B, new] are behind; raises WrongResult where that is more than rounding explains."""
+    """How far tokens [B, new] are behind; raises WrongResult if that exceeds the rounding error."""
     behind = answer.behind(tokens.cpu(), steps)
     if not behind <= most.behind:
-        what = f"a token was chosen whose logit is {behind:.3g} behind, more than {most.behind:.3g}"
+        what = f"the logit of a chosen token is {behind:.3g} behind the best, more than {most.behind:.3g}"
         raise WrongResult(f"{name}: {what}; its time does not count")
     return behind
 

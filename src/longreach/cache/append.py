@@ -29,7 +29,7 @@ class Placement:
     runs: tuple[RowRange, ...] | None = None
 
     def take(self, index: Tensor, runs: tuple[RowRange, ...] | None = None) -> Placement:
-        """The placement of the rows at `index` [r]. runs: those rows, where the host knows of them."""
+        """The placement of the rows at `index` [r]. runs: those rows described on the host, or None."""
         slot, page, offset = (x[index] for x in (self.slot, self.page, self.offset))
         return Placement(slot, page, offset, self.seq_lens, self.table, self.starts, runs)
 

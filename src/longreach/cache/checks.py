@@ -36,7 +36,7 @@ def check_counts(what: str, slots: Any, total: int, counts: Any) -> None:
 
 
 def _length(x: Any) -> int | None:
-    """How many entries it has; None if it cannot have any."""
+    """Its number of entries; None if it has no length."""
     try:
         return len(x)
     except TypeError:

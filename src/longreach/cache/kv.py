@@ -60,13 +60,13 @@ class KVCache:
         self._moves = 0
         self._evicted = False  # whether some layer's memory was shrunk
         self._begun = 0
-        self._under_way = [0] * slots  # number of the pass that was begun on the slot and is not over; 0 for none
+        self._under_way = [0] * slots  # number of the unfinished pass on the slot; 0 for none
         self._overwritten: dict[int, int] = {}  # slot -> first position in use that the pass under way writes over
 
     def begin(self, slots: Sequence[int], counts: Sequence[int]) -> Append:
         """Make room for counts[b] new tokens of the sequence in slots[b]. Raises CapacityError, InvalidInput.
 
-        A pass that was begun on one of the slots and never committed counts as failed: see `abort`.
+        An unfinished pass on one of the slots counts as failed: see `abort`.
         """
         before = self._begin("begin", slots, counts)
         return self._append(slots, None, before, counts, counts, before)
@@ -269,7 +269,7 @@ class KVCache:
 
     @property
     def page(self) -> int | None:
-        """Tokens in a page; None where one page holds a sequence, whatever its length."""
+        """Tokens in a page; None if one page holds a whole sequence."""
         return self.config.page if self.config.kind == "paged" else None
 
     def _begin(self, what: str, slots: Sequence[int], counts: Sequence[int], exact: bool = False) -> list[int]:
@@ -308,7 +308,7 @@ class KVCache:
         return Append(self._ints(slots), seq, pos, found, *host, self._begun)
 
     def _held(self, layer: int) -> tuple[Tensor, Tensor]:
-        """K and V of a layer, [P, G, page, D], of the size that its layout says."""
+        """K and V of a layer, [P, G, page, D], of the layout's size."""
         self._check_layer(layer)
         held, pages = self.memory[layer], self.layouts[layer].pages
         if held is None:
@@ -334,7 +334,7 @@ class KVCache:
 
     def _check_open(self, step: Append) -> None:
         ok = all(self._under_way[s] == step.number for s in step.host_slots)
-        why = "this pass is over: it was committed or aborted, or its slots were begun anew, cut or reset"
+        why = "this pass is over: it was committed or aborted, or its slots began another pass, were truncated or reset"
         require(ok, f"{why}; call begin again")
 
     def _drop(self, slots: Sequence[int]) -> None:
@@ -357,7 +357,7 @@ class KVCache:
             self.state.truncate(slots, lengths)
 
     def _start_over_if_empty(self) -> None:
-        """Give all memory back and make layers alike again, where no slot holds anything."""
+        """If no slot holds anything, give all memory back, so that all layers have one layout again."""
         if not any(self.lengths) and not any(self._under_way):
             self.memory = [None] * len(self.memory)
             self.layouts = Layouts(len(self.memory), self.config.plan(len(self.lengths)))

@@ -34,7 +34,7 @@ class Layouts:
         return list({id(layout): layout for layout in self.of_layer}.values())
 
     def spread(self, each: Sequence[T]) -> tuple[T, ...]:
-        """From one thing for each group: one for each layer, or a single one where all layers are alike."""
+        """From one thing for each group: one for each layer, or a single one if all layers have the same layout."""
         number = {id(layout): g for g, layout in enumerate(self.groups())}
         return tuple(each[number[id(layout)]] for layout in self.of_layer) if len(number) > 1 else tuple(each)
 

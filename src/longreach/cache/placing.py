@@ -26,7 +26,7 @@ def placements(
     """Of rows at positions pos [R] of the sequences seq [R] of `slots`: one for all layers, or one for each.
 
     page: see `places`; before, added: tokens of each sequence before the pass, and new ones; runs: the rows by
-    position, as the host knows them.
+    position, described on the host.
     """
     groups, device, count = layouts.groups(), pos.device, pos.shape[0]
     if len(groups) > 1 and count % 2:  # a row more: each group begins at a multiple of 16 bytes, as one alone does

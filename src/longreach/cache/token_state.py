@@ -1,4 +1,4 @@
-"""State of methods for each token or block of tokens: memory page by page beside a layer's keys."""
+"""State of methods for each token or block of tokens: stored page by page like a layer's keys."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ AT_ONCE = 1 << 26  # numbers of keys from which units are computed at a time
 
 
 class PerTokenState(StatelessOnTruncate, ABC):
-    """Tensors [P, G, units, width] (or [P, G, units]) beside one layer's K and V: page p of them belongs to page p.
+    """Tensors [P, G, units, width] (or [P, G, units]) for one layer: their page p belongs to page p of K and V.
 
     A unit describes `per` consecutive slots of a sequence: bounds of a block, an 8-bit key, a code. It lies in the page
     of its first slot, which the view's block table finds. So pages may move between sequences, and sequences may share

@@ -26,8 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="tokens of a prompt, with room for its answer (default 4096)")  # fmt: skip
     parser.add_argument("--samples", type=positive, default=8, metavar="N",
                         help="prompts of each of two needle tasks (default 8)")  # fmt: skip
-    parser.add_argument("--rows", type=positive, default=64, metavar="N", help="positions looked at in the last "
-                        "quarter of each prompt's text, beside all those of its answer (default 64)")  # fmt: skip
+    parser.add_argument("--rows", type=positive, default=64, metavar="N", help="positions measured in the last "
+                        "quarter of each prompt's text, with all those of its answer (default 64)")  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of prompts and positions (default 0)")
     add_chunk_size(parser)
     parser.add_argument("--output", type=Path, metavar="FILE", help="write a record that `longreach report` reads")
@@ -131,9 +131,9 @@ def show(record: dict[str, Any], drawn: list[Path]) -> None:
     sink = ", v. sink: the virtual sink's share of the whole" if sunk else ""
     out.print(
         f"\nMeans over query heads; shares are of the attention on keys{sink}. first: positions of the text; last: "
-        f"keys before the row; top: the heaviest; 95% in: how many of the heaviest hold so much. q: cosine similarity "
+        f"keys before the row; top: the heaviest; 95% in: number of heaviest keys with 95% of it. q: cosine similarity "
         f"of queries before rotation to the previous one and to the best of the last {results['recent_queries']}; "
-        f"match: rows where MAC-Attention would find one near enough (tau {results['taus'][0]:g}). retrieves: the "
+        f"match: rows with a match for MAC-Attention (tau {results['taus'][0]:g}). retrieves: the "
         f"layer's best retrieval head, and its score. {len(samples)} prompts; heads one by one, curves and agreement "
         f"of layers are in the record and the pictures."
     )

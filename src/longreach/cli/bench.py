@@ -1,4 +1,4 @@
-"""`longreach bench`: measure named cases beside other kernels, keep records, check them, write README's numbers."""
+"""`longreach bench`: measure named cases against other kernels, keep records, check them, write README's numbers."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from longreach.bench.case import Case
 
 NAME = "bench"
-HELP = "measure speed beside other kernels, and keep the records"
+HELP = "measure speed against other kernels, and keep the records"
 EXAMPLES = (
     "longreach bench list",
     "longreach bench run dense-decode --out runs/bench",
     "longreach bench run list-10pct-128k-b1 --quick --without flashinfer",
     "longreach bench run chunk-store --out runs/bench    (needs no GPU, but 20 GB of disk, in --out)",
     "longreach bench run --tiny --out runs/bench     (any CPU: exercises the code, measures nothing)",
-    "longreach bench check    (records whose kernels have changed since, or that came from a dirty tree)",
+    "longreach bench check    (lists records of changed kernels or of a dirty tree)",
     "longreach bench readme   (write README's numbers from the records)",
 )
 ACTIONS = ("list", "run", "check", "readme")
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help=f"records (default {RESULTS})")
     parser.add_argument("--without", action="append", default=[], metavar="BASELINE", help="leave a baseline out")
     parser.add_argument("--spot", action="store_true", help="check: measure one small case of each group again, on a "
-                        "GPU, and confirm the group's record where speed and launches are the same")  # fmt: skip
+                        "GPU, and confirm the group's record if speed and launches are the same")  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="fewer replays")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, on the CPU too; measures nothing")
     parser.add_argument("--impl", help="attend's implementation other than the case's (triton; with "
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     if args.spot and args.action != "check":
         raise InvalidInput(f"--spot belongs to bench check, not to bench {args.action}; leave it out")
     if args.names and not args.spot and args.action in ("check", "readme"):
-        raise InvalidInput(f"bench {args.action} takes no names; it looks at all records in --out")
+        raise InvalidInput(f"bench {args.action} takes no names; it reads all records in --out")
     return action(args)
 
 
@@ -231,7 +231,7 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _spot(args: argparse.Namespace) -> int:
-    """Measure the spot cases of groups again, one group after another; a group that is confirmed says so at once."""
+    """Measure the spot cases of groups again, one group after another; a confirmed group is marked at once."""
     from longreach.bench.cases import CASES, SPOTS, tiny
     from longreach.bench.record import conditions, read
     from longreach.bench.runner import Runner

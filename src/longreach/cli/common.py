@@ -16,7 +16,7 @@ FAILED = 3  # exit code where a part of what was measured failed with an error o
 
 
 def exit_code(failed: int, what: str, output: Path | None) -> int:
-    """0, or FAILED where so many answers or windows failed; then it is said on standard error."""
+    """0, or FAILED with a line on stderr if `failed` answers or windows failed."""
     if not failed:
         return 0
     again = "" if output is None else "; the same command measures them again, and keeps the rest"
@@ -76,7 +76,7 @@ def add_model(parser: argparse.ArgumentParser, required: bool = True) -> None:
 
 def add_device(parser: argparse.ArgumentParser) -> None:
     """--device."""
-    parser.add_argument("--device", default="auto", help="cpu, cuda or auto (default: cuda where there is a GPU)")
+    parser.add_argument("--device", default="auto", help="cpu, cuda or auto (default: cuda if there is a GPU)")
 
 
 def add_methods(parser: argparse.ArgumentParser) -> None:

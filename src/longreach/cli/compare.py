@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from longreach.evals.compare import Compare, Comparison
 
 NAME = "compare"
-HELP = "measure each method beside dense attention on your model and document"
+HELP = "compare each method with dense attention on your model and document"
 EXAMPLES = (
     "longreach compare --model mini --document notes.txt",
     "longreach compare --model ./Llama-3.1-8B-Instruct --document report.txt --question 'Who wrote it?' --json",
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                       "method reads the same tokens")  # fmt: skip
     add_chunk_size(parser)
     parser.add_argument("--system", metavar="FILE", help="with --documents: UTF-8 text before them")
-    parser.add_argument("--store", metavar="DIR", help="with --documents: where chunks are kept (default: nowhere)")
+    parser.add_argument("--store", metavar="DIR", help="with --documents: the chunk store (default: none)")
     parser.add_argument("--chunk-tokens", type=positive, metavar="N", help="with --documents: of a chunk at most "
                         "(default 512)")  # fmt: skip
     parser.add_argument("--question", default=QUESTION, metavar="TEXT", help=f"default: {QUESTION!r}")
@@ -61,18 +61,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--method", action="append", metavar="SPEC", help="instead of --methods and --set: '[PREFILL/]"
                         "DECODE [option=value ...] [prefill.option=value ...] [evict=NAME] [evict.option=value ...]' "
                         "and, with --documents, fuse=NAME and fuse.option=value; may be given often")  # fmt: skip
-    parser.add_argument("--layers", action="store_true", help="measure each layer's and head's error on the same "
-                        "hidden states too, in decode steps and, where prefill is not dense, on rows of the prompt; "
-                        "times include it, and on a GPU steps are captured piecewise then")  # fmt: skip
+    parser.add_argument("--layers", action="store_true", help="also measure each layer's and head's error on "
+                        "the same hidden states, in decode steps and, if prefill is not dense, on rows of the prompt; "
+                        "times include it, and on a GPU steps are then captured piecewise")  # fmt: skip
     parser.add_argument(
         "--output",
         type=Path,
         metavar="FILE",
-        help="write a record that `longreach report` reads, when all is measured: what is interrupted begins anew",
+        help="write a record for `longreach report` at the end; an interrupted comparison starts again",
     )
     parser.add_argument("--steps", type=positive, default=32, metavar="N", help="decode steps compared (default 32)")
-    parser.add_argument("--past-end", action="store_true", help="go on for all steps where dense attention's answer "
-                        "ends sooner")  # fmt: skip
+    parser.add_argument("--past-end", action="store_true", help="run all steps even if dense attention's answer "
+                        "ends earlier")  # fmt: skip
     add_graph(parser)
     add_json(parser)
 
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
         return compare_documents(args)
     refuse_without_documents(args)
     if args.method is not None and (args.methods is not None or args.set):
-        raise InvalidInput("--method says it all: leave out --methods and --set")
+        raise InvalidInput("--method already names methods with their options: leave out --methods and --set")
     chosen = [name.strip() for name in args.methods.split(",") if name.strip()] if args.methods is not None else None
     document = read_document(args.document)
     check_questions([args.question])
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
         from longreach.records import check_writable, environment
 
         options = parse_settings(args.set, "method", METHODS)
-        for name in chosen or ():  # told before the model is loaded
+        for name in chosen or ():  # unknown names fail before the model is loaded
             method_class(name)
         specs = None if args.method is None else parse_specs(args.method)
         if args.output is not None:
@@ -138,15 +138,15 @@ def run(args: argparse.Namespace) -> int:
             out.print(f"-- {prefill} prefill: {duration(c.read_seconds)}, {read} of dense attention's bytes")
         table.row(_cells(c))
     ended = (
-        f", where dense attention's answer ended ({args.steps} were asked for; --past-end goes on)"
+        f", where dense attention's answer ended ({args.steps} requested; --past-end continues)"
         if steps < args.steps
         else ""
     )
     out.print(
         f"\nKL: mean of KL(dense || method) of the next-token distributions of {steps} decode steps{ended}, in nats. "
         "diverges at: the first token of the answer, counted from 0, that the method itself would have chosen "
-        "differently. bytes: keys (K), values (V) and metadata that decoding read, over what dense attention reads. "
-        "1st tok: time to the first token, which methods with the same prefill share. per tok: time per token after it."
+        "differently. bytes: keys (K), values (V) and metadata read while decoding, over dense attention's. 1st tok: "
+        "time to the first token, measured once for methods with the same prefill. per tok: time per token after it."
     )
     _show_layers(out, comparisons)
     out.print(place(where))

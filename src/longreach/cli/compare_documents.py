@@ -46,7 +46,7 @@ def compare_documents(args: argparse.Namespace) -> int:
 
             store = None if args.store is None else opened.enter_context(ChunkStore(args.store))
             where = environment(model.device)
-        # no prompt is read here: the method says only whether chunks get the dependence of their tokens
+        # no prompt is read here: the method decides only whether chunks get the dependence of their tokens
         needed = any(spec.fuse is not None and spec.fuse.needs_dependence for spec in specs)
         with attach(model, fuse="dependence" if needed else "pie") as session:
             documents = Documents(
@@ -81,7 +81,7 @@ def _specs(args: argparse.Namespace) -> Any:
 
     given = parse_settings(args.set, "slot", NAMED)
     if args.method is not None and args.methods is not None:
-        raise InvalidInput("--method says it all: leave out --methods")
+        raise InvalidInput("--method already names methods: leave out --methods")
     texts = args.method
     if texts is None:
         names = list(FUSIONS) if args.methods is None else [n.strip() for n in args.methods.split(",") if n.strip()]

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 def write_record(
     args: argparse.Namespace, model: Any, task: Compare, found: list[Comparison], where: Any, read: dict[str, Any]
 ) -> None:
-    """Write the record of a comparison to --output. read: what the config says of documents."""
+    """Write the record of a comparison to --output. read: the config's entries on documents."""
     from longreach.evals.model_info import model_info
     from longreach.records import write
 

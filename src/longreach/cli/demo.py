@@ -1,4 +1,4 @@
-"""`longreach demo`: the main job on the shipped model, with every method beside dense."""
+"""`longreach demo`: the main job on the shipped model, with every method and dense attention."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _introduce(demo: Demo, out: Any) -> None:
               f"a token) in which {len(demo.placed)} facts are hidden:")  # fmt: skip
     for depth, fact in demo.placed:
         out.print(f"  {depth:.0%} deep  {fact.statement}")
-    out.print(f"Each method is asked for each: {demo.placed[0][1].question.partition('?')[0]}?\n")
+    out.print(f"Each method answers for each: {demo.placed[0][1].question.partition('?')[0]}?\n")
 
 
 def _columns(demo: Demo) -> list[Column]:
@@ -94,8 +94,8 @@ def _explain(rows: list[Row], out: Any, where: str) -> None:
     costly = dict.fromkeys(row.decode for row in rows if row.decode_reads and row.decode_reads.total > 1.0)
     above = f" Above 100%: {'; '.join(f'{name}, {_why_more(name)}' for name in costly)}." if costly else ""
     out.print(
-        f"\nbytes: keys (K), values (V) and metadata that decoding read, over what dense attention reads.{above} "
-        "1st tok: time to the first token, reading the text included, which methods with the same prefill share. "
+        f"\nbytes: keys (K), values (V) and metadata read while decoding, over dense attention's.{above} "
+        "1st tok: time to the first token, including the prefill, measured once for methods with the same prefill. "
         "per tok: time per token after it. All methods run with their default options."
     )
     out.print(where)

@@ -1,4 +1,4 @@
-"""`longreach dialogue`: needles asked for one after another, over thousands of decoded tokens, with every method."""
+"""`longreach dialogue`: questions for needles over thousands of decoded tokens, with every method."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ FORMAT = 1
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     parser.add_argument("--length", type=positive, default=4096, metavar="N", help="tokens of the text with the "
-                        "needles (default 4096); questions and answers come on top")  # fmt: skip
-    parser.add_argument("--questions", type=positive, default=50, metavar="N", help="needles, each asked for once "
+                        "needles (default 4096); questions and answers are added to it")  # fmt: skip
+    parser.add_argument("--questions", type=positive, default=50, metavar="N", help="needles, one question for each "
                         "(default 50: some 2000 tokens)")  # fmt: skip
-    parser.add_argument("--own-answers", action="store_true", help="answers are the method's own words, and it goes on "
-                        "from them; else the right ones are fed, the same to all")  # fmt: skip
+    parser.add_argument("--own-answers", action="store_true", help="feed each method its own answers; by default "
+                        "all are fed the right ones")  # fmt: skip
     parser.add_argument("--samples", type=positive, default=1, metavar="N", help="dialogues (default 1)")
     parser.add_argument("--seed", type=count, default=0, metavar="N", help="which texts and needles (default 0)")
     add_methods(parser)
     add_chunk_size(parser)
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write a record; the same command goes on where an "
-                        "interrupted one stopped, dialogue by dialogue")  # fmt: skip
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write a record; the same command continues an "
+                        "interrupted run, dialogue by dialogue")  # fmt: skip
     add_graph(parser)
     add_json(parser)
 
@@ -128,7 +128,7 @@ def show(record: dict[str, Any], where: str) -> None:
     out.print(
         f"\n{several(config['samples'], 'dialogue')} of {several(config['questions'], 'question')} after "
         f"{config['length']} tokens of text, "
-        f"{decoded:.0f} tokens decoded in each. right: answers all of whose tokens were the likeliest; last 4th: of "
+        f"{decoded:.0f} tokens decoded in each. right: answers in which every token was the likeliest; last 4th: of "
         "the last quarter of a dialogue. KL: of next-token distributions, dense attention's first, in nats a decoded "
         "token; agree: the same likeliest token. keys, bytes: read while decoding, over dense attention's.",
         soft_wrap=True,

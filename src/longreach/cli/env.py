@@ -1,4 +1,4 @@
-"""`longreach env`: what a bug report or a record needs to know about this machine."""
+"""`longreach env`: this machine's description for bug reports and records."""
 
 from __future__ import annotations
 

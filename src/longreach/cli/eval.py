@@ -60,24 +60,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "documents, and question, and all methods read the same tokens")  # fmt: skip
     add_slot_settings(parser)
     parser.add_argument("--chunk-tokens", type=positive, metavar="N", help="tokens of a chunk at most (default 512); "
-                        "without a fuse method: cut prompts all the same, as another record has them")  # fmt: skip
-    parser.add_argument("--chunks", choices=("alone", "bos", "system"), help="what chunks are computed behind: "
+                        "without a fuse method: cut prompts as well, to compare with a record of one")  # fmt: skip
+    parser.add_argument("--chunks", choices=("alone", "bos", "system"), help="prefix that chunks are computed behind: "
                         "nothing, the tokenizer's first token, or the instructions (default system)")  # fmt: skip
+    parser.add_argument("--chunk-ends", choices=("text", "tokens"), default="text", help="where chunks end: text "
+                        "(default): with a paragraph or sentence if possible; tokens: where they are full")  # fmt: skip
     parser.add_argument("--equal-bytes", metavar="LABEL", help="give the other methods budgets with which they read as "
-                        "many bytes while decoding as the method of this label (its --method text), found before "
-                        "anything is asked, for answers half as long as they may be; methods whose budget is set "
-                        "keep it, and kascade's variants their options. What reads too much with its least budget is "
-                        "left out: beside kascade on few layers give 'quest dense_layers=[0]' and "
+                        "many bytes while decoding as the method of this label (its --method text). Budgets are found "
+                        "before the first prompt, for answers of half the longest length. Budgets in a --method and "
+                        "options of kascade's variants stay. A method that reads too much with its least budget is "
+                        "left out: on shallow models compare kascade with 'quest dense_layers=[0]' and "
                         "'omnikv layers=[0,4]', or other layers")  # fmt: skip
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="draw answers (default 0: greedy)")
     parser.add_argument("--draws", type=positive, default=1, metavar="N",
                         help="answers drawn to each prompt; the score is their mean (default 1)")  # fmt: skip
-    parser.add_argument("--batch", type=positive, metavar="N", help="prompts at a time (default: what memory holds)")
+    parser.add_argument(
+        "--batch", type=positive, metavar="N", help="prompts at a time (default: as many as memory holds)"
+    )
     add_chunk_size(parser)
     parser.add_argument("--workers", type=count, default=0, metavar="N", help="processes that make prompts while the "
                         "model answers, for a fast GPU (default 0: all are made before it does)")  # fmt: skip
-    parser.add_argument("--output", type=Path, metavar="FILE", help="the record, compressed where it ends in .gz; the "
-                        "same command goes on where an interrupted one stopped")  # fmt: skip
+    parser.add_argument("--output", type=Path, metavar="FILE", help="the record, compressed if it ends in .gz; the "
+                        "same command continues an interrupted run")  # fmt: skip
     add_graph(parser)
     add_json(parser)
 
@@ -96,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
 
     tasks = registry.choose(args.tasks)
     given = parse_settings(args.set, "slot", NAMED)
-    specs = None  # what is wrong there is told at once
+    specs = None  # errors there come before the model is loaded
     if args.method is not None or given:
         specs = parse_specs(args.method or (), settings=given, controls=CONTROLS)
     chunk_tokens = _chunk_tokens(args, specs or ())
@@ -117,7 +121,8 @@ def run(args: argparse.Namespace) -> int:
 
         batch = args.batch or fitting_batch(model, max(args.length), args.prefill_chunk_size)
         settings = Settings(args.length, args.samples, args.limit, args.seed, args.draws, args.temperature, batch,
-                            args.prefill_chunk_size, args.graph, chunk_tokens, args.chunks or "system")  # fmt: skip
+                            args.prefill_chunk_size, args.graph, chunk_tokens, args.chunks or "system",
+                            args.chunk_ends)  # fmt: skip
         evaluation = Evaluation(model, tokenizer, tasks, specs, settings, args.workers)
         about = {"model": model_info(model, args.model), "config": evaluation.config(), **environment(model.device)}
     tell_unapplied(evaluation.not_applied)
@@ -132,11 +137,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _chunk_tokens(args: argparse.Namespace, specs: Any) -> int | None:
-    """Tokens of a chunk; None where prompts are not cut. Raises InvalidInput for --chunks that nobody fuses."""
+    """Tokens of a chunk; None if prompts are not cut. Raises InvalidInput for --chunks without a fuse method."""
     if any(spec.fuse for spec in specs):
         return args.chunk_tokens or CHUNK_TOKENS
     if args.chunks is not None:
         raise InvalidInput("--chunks is for methods that fuse chunks; give one, such as --method 'dense fuse=a3'")
+    if args.chunk_ends != "text" and args.chunk_tokens is None:
+        raise InvalidInput("--chunk-ends is for prompts that are cut into chunks; give --chunk-tokens or a fuse method")
     chunk_tokens: int | None = args.chunk_tokens
     return chunk_tokens
 
@@ -144,10 +151,10 @@ def _chunk_tokens(args: argparse.Namespace, specs: Any) -> int | None:
 def measured(
     evaluation: Any, about: dict[str, Any], output: Path | None, equal_to: str | None = None
 ) -> dict[str, Any]:
-    """The record, written to `output` where given; parts that an interrupted run left beside it are taken over.
+    """The record, written to `output` where given; parts from an interrupted run's journal are kept.
 
-    equal_to: the label of the method whose bytes others are to equal. Where answers failed the journal stays too, so
-    that the same command asks those again and no others.
+    equal_to: the label of the method whose bytes others are to equal. If answers failed the journal stays too, so
+    the same command computes only those again.
     """
     from longreach.evals.scores import tasks_entry
     from longreach.records import Journal, write
@@ -173,7 +180,7 @@ def measured(
 
 
 def _methods(evaluation: Any, equal_to: str | None) -> dict[str, Any]:
-    """What the record says of the methods, budgets found for them included."""
+    """The record's entries for the methods, with the budgets found for them."""
     said = dict[str, Any]()
     if equal_to is not None:
         from longreach.evals.budgets import equal_bytes
@@ -210,11 +217,13 @@ def show(record: dict[str, Any], where: str) -> None:
     table.row(["bytes, decode", "", *(_share(tasks, label, "decode_reads") for label in labels)])
     table.row(["per token", "", *(_time(tasks, label) for label in labels)])
     if failed := _failed(record):
-        out.print(f"\n{failed} answers failed with an error and count as wrong; the record says which and why.")
+        out.print(
+            f"\n{failed} answers failed with an error and count as wrong; the record lists them with their errors."
+        )
     alone = sum(result["alone"] for task in tasks for result in task["results"].values())
     if alone:
         out.print(
-            f"\n{alone} answers were asked prompt by prompt, as their batch of {record['config']['batch']} failed."
+            f"\n{alone} answers were computed prompt by prompt, as their batch of {record['config']['batch']} failed."
         )
     _show_equal(record, out)
     prompts = sum(len(task["samples"]) for task in tasks)
@@ -222,7 +231,7 @@ def show(record: dict[str, Any], where: str) -> None:
     out.print(
         f"\n{prompts} prompts of at most {', '.join(map(str, lengths))} tokens with their answers "
         f"({sum(characters) / len(characters):.1f} characters a token). bytes: keys, values and metadata read, over "
-        f"what dense attention reads; mean over tasks. per token: mean time of a decode step, over tasks.",
+        f"dense attention's; mean over tasks. per token: mean time of a decode step, over tasks.",
         soft_wrap=True,
     )
     out.print(where)
@@ -241,7 +250,7 @@ def _tell_unequal(record: dict[str, Any]) -> None:
                 came = _mean_reads(tasks, label)
                 if wanted and came and abs(came / wanted - 1) > NEAR:
                     told = f"{label} read {percent(came)} of dense attention's bytes at {length} tokens"
-                    other = f"{equal['to']} {percent(wanted)}: further apart than {NEAR:.0%}"
+                    other = f"{equal['to']} {percent(wanted)}: they differ by more than {NEAR:.0%}"
                     print(f"longreach: {told}, {other}", file=sys.stderr)
 
 

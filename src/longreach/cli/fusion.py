@@ -39,10 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_slot_settings(parser)
     parser.add_argument("--chunk-tokens", type=positive, default=512, metavar="N", help="tokens of a chunk at most "
                         "(default 512)")  # fmt: skip
-    parser.add_argument("--chunks", choices=("alone", "bos", "system"), default="system", help="what chunks are "
-                        "computed behind, as in longreach eval (default system)")  # fmt: skip
+    parser.add_argument("--chunks", choices=("alone", "bos", "system"), default="system", help="prefix that "
+                        "chunks are computed behind, as in longreach eval (default system)")  # fmt: skip
     add_chunk_size(parser)
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write a record")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write a record that `longreach report` reads")
     add_json(parser)
 
 
@@ -86,27 +86,30 @@ def run(args: argparse.Namespace) -> int:
 
 
 def show(record: dict[str, Any]) -> None:
-    """A table of choices, and one of the question's attention by layer."""
+    """A table of choices, and tables of errors by layer."""
+    from longreach.records.labels import short_label
+
     out, results = console(), record["results"]
     table = Table(out, [Column("method", 36, left=True), Column("chosen", 7), Column("of change", 9),
                         Column(f"of top {record['config']['top']}", 9), Column("attention", 9)])  # fmt: skip
     table.header()
     for label, mine in results.items():
-        table.row([label, _number(mine["chosen"], ".0f"), percent(mine["hits_change"]),
+        table.row([short_label(label), _number(mine["chosen"], ".0f"), percent(mine["hits_change"]),
                    percent(mine["hits_attention"]), percent(mine["attention_chosen"])])  # fmt: skip
     layers = len(next(iter(results.values()))["layers"]["attention"])
     shown = sorted({round(n * (layers - 1) / 5) for n in range(6)})
-    for name, what in (("attention", "the question's attention"), ("key_reused", "reused keys"),
-                       ("value_reused", "reused values"), ("value_recomputed", "recomputed values")):  # fmt: skip
+    for name, what in (("attention", "the question's attention"), ("key", "keys of stored tokens"),
+                       ("value", "values of stored tokens"), ("value_recomputed", "recomputed values")):  # fmt: skip
         out.print(f"\nerror of {what}, over the norm of a plain prefill's, by layer:")
         table = Table(out, [Column("method", 36, left=True), *(Column(str(n), 7) for n in shown)])
         table.header()
         for label, mine in results.items():
-            table.row([label, *(_number(mine["layers"][name][n], ".2g") for n in shown)])
+            table.row([short_label(label), *(_number(mine["layers"][name][n], ".2g") for n in shown)])
     out.print(
-        "\nMeans over prompts. chosen: recomputed tokens. of change: share of as many tokens whose keys and values a "
-        "plain prefill changes most. of top: share of the tokens that the question attends to most in the last third "
-        "of the layers; attention: of that attention on stored tokens. All layers and tasks are in the record."
+        "\nMeans over prompts. chosen: recomputed tokens. of change: the share of them among the equally "
+        "many tokens that a plain prefill changes most. of top: their share of the tokens that the question attends to "
+        "most in the last third of the layers; attention: their share of that attention on stored tokens. "
+        "All layers and tasks are in the record."
     )
     out.print(place(record))
 

@@ -21,7 +21,7 @@ from longreach.cli.common import (
 from longreach.cli.show import Column, Table, console, duration, emit, percent, place, progress, waiting
 
 NAME = "generation"
-HELP = "let each method write on by itself for thousands of tokens: is its text as likely as dense attention's own?"
+HELP = "let each method generate thousands of tokens and measure how likely dense attention finds the text"
 EXAMPLES = (
     "longreach generation --model mini --text book.txt --method 'mac tau=0.75' --method quest",
     "longreach generation --model ./Llama-3.1-8B --text book.txt --length 32768 --steps 8192 --limit 8 --method mac \\",
@@ -43,8 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "(default 0)")  # fmt: skip
     add_methods(parser)
     add_chunk_size(parser)
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write a record; the same command goes on where an "
-                        "interrupted one stopped, window by window")  # fmt: skip
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write a record; the same command continues an "
+                        "interrupted run, window by window")  # fmt: skip
     add_graph(parser)
     add_json(parser)
 
@@ -109,10 +109,10 @@ def show(record: dict[str, Any], where: str) -> None:
         ])  # fmt: skip
     out.print(
         f"\n{config['steps']} tokens drawn by each method after {counted(config['windows'], 'window')} of "
-        f"{config['length']} tokens, at temperature {config['temperature']:g}. nll: nats a token of its own text when "
-        "dense attention reads it; over: above that of dense attention's own text; last 4th: nll of the last quarter. "
-        "repeats: tokens that end eight which the text held before. diverges: the first token that is not dense "
-        "attention's, median of windows. keys, bytes: read while decoding, over dense attention's.",
+        f"{config['length']} tokens, at temperature {config['temperature']:g}. nll: nats a token of its own text "
+        "under dense attention; over: difference to dense attention's own text; last 4th: nll of the last quarter. "
+        "repeats: share of tokens completing an 8-gram already in the text. diverges: the first token unlike "
+        "dense attention's, median of windows. keys, bytes: read while decoding, over dense attention's.",
         soft_wrap=True,
     )  # fmt: skip
     out.print(where)

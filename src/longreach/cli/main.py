@@ -17,9 +17,9 @@ VERBS = ("demo", "run", "compare", "eval", "perplexity", "dialogue", "generation
          "store", "calibrate", "plan", "methods", "bench", "env", "train")  # fmt: skip
 
 CODES = (
-    "exit codes: 0; 1 where `bench check`, `store verify` or `plan verify` found faults; 2 for errors of use or\n"
-    "input; 3 where a part of what was measured failed with an error of its own (the record counts it, and the same\n"
-    "command measures that part again); 130 when interrupted"
+    "exit codes: 0: done; 1: `bench check`, `store verify` or `plan verify` found faults; 2: wrong usage or input;\n"
+    "3: a part of the measurement failed (the record counts it, and the same command measures that part again);\n"
+    "130: interrupted"
 )
 
 

@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output",
         type=Path,
         metavar="FILE",
-        help="write a record that `longreach report` reads; the same command goes on where an interrupted one stopped",
+        help="write a record for `longreach report`; the same command continues an interrupted run",
     )
     add_graph(parser)
     add_json(parser)

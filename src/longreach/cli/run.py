@@ -33,7 +33,7 @@ EXAMPLES = (
     "    --question 'When?' --decode streaming_llm --set decode.window=0.3",
     "longreach run --model mini --documents a.txt b.txt --question 'Which of them names a code?' --fuse a3 \\",
     "    --evict snapkv --set evict.capacity=512 --store chunks",
-    "longreach methods    (what --fuse, --prefill, --evict, --decode and --set know)",
+    "longreach methods    (values of --fuse, --prefill, --evict, --decode and --set)",
 )
 SLOTS = ("fuse", "prefill", "evict", "decode")
 PHASES = ("prefill", "decode")
@@ -43,8 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     text = parser.add_mutually_exclusive_group(required=True)
     text.add_argument("--document", metavar="FILE", help="UTF-8 text; - for standard input")
-    text.add_argument("--documents", nargs="+", metavar="FILE", help="UTF-8 texts that are cut into chunks, whose keys "
-                      "and values are computed once, stored, and used wherever they stand in a prompt")  # fmt: skip
+    text.add_argument("--documents", nargs="+", metavar="FILE", help="UTF-8 texts, cut into chunks; a chunk's keys "
+                      "and values are computed once, stored, and used at any place in a prompt")  # fmt: skip
     add_chunk_size(parser)
     parser.add_argument("--question", required=True, action="append", metavar="TEXT", help="may be given several times")
     parser.add_argument("--fuse", metavar="NAME", help="how the chunks of --documents are used (default a3)")
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="an option of a slot's method, such as decode.window=0.3 or fuse.ratio=0.3")  # fmt: skip
     parser.add_argument("--system", metavar="FILE", help="with --documents: UTF-8 text before them, behind which their "
                         "chunks are computed")  # fmt: skip
-    parser.add_argument("--store", metavar="DIR", help="with --documents: where chunks are kept (default: nowhere)")
+    parser.add_argument("--store", metavar="DIR", help="with --documents: the chunk store (default: none)")
     parser.add_argument("--chunk-tokens", type=positive, default=512, metavar="N", help="with --documents: of a chunk "
                         "at most (default 512)")  # fmt: skip
     parser.add_argument("--max-new-tokens", type=positive, default=128, metavar="N", help="longest answer, in tokens "

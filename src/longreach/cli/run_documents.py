@@ -102,7 +102,7 @@ def _why_none_was_found(store: ChunkStore, entries: list[Entry], ours: Chunk) ->
             else:
                 kinds["of other documents"] += 1
     told = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
-    return f"longreach: the store had none of these chunks. Of its {kinds.total()} chunks used last are {told}."
+    return f"longreach: the store had none of these chunks. Of its {kinds.total()} most recently used chunks {told}."
 
 
 def _origins(documents: Documents, count: int) -> list[dict[str, Any]]:

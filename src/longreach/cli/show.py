@@ -28,7 +28,7 @@ def console() -> Console:
 
     class Output(Console):
         def on_broken_pipe(self) -> None:
-            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))  # rich would exit with 1; main knows better
+            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))  # rich would exit with 1; main handles it
 
     return Output(highlight=False, markup=False, emoji=False)
 

@@ -26,15 +26,15 @@ EXAMPLES = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", choices=["mini"], help="which recipe")
     parser.add_argument("--prepare", metavar="DIR", type=Path, help="build corpus and tokenizer into DIR")
-    parser.add_argument("--data", metavar="DIR", type=Path, help="what --prepare built; trains from it")
-    parser.add_argument("--out", metavar="DIR", type=Path, default=Path("runs/mini"), help="where the model goes")
+    parser.add_argument("--data", metavar="DIR", type=Path, help="folder made by --prepare; train from it")
+    parser.add_argument("--out", metavar="DIR", type=Path, default=Path("runs/mini"), help="folder for the model")
     parser.add_argument("--minutes", type=float, default=26.0, help="time budget, compilation included (default 26)")
     parser.add_argument("--schedule", choices=SCHEDULES, default="grow", help="lengths and learning rates: grow (the "
-                        "default) starts from nothing, to 16K tokens; long goes on from --start, to 32K")  # fmt: skip
+                        "default) goes from random weights to 16K tokens; long from --start to 32K")  # fmt: skip
     before = parser.add_mutually_exclusive_group()
     before.add_argument("--start", metavar="DIR", type=Path, help="begin the schedule with this model's weights")
-    before.add_argument("--resume", metavar="DIR", type=Path, help="go on from a checkpoint of an interrupted --out, "
-                        "at its place in the schedule; --minutes counts its own")  # fmt: skip
+    before.add_argument("--resume", metavar="DIR", type=Path, help="continue from a checkpoint of an interrupted "
+                        "--out, at its place in the schedule; --minutes includes the time before it")  # fmt: skip
     parser.add_argument("--workers", type=positive, default=14, help="processes that make batches (default 14)")
     add_device(parser)
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default 0)")

@@ -17,7 +17,7 @@ def add_card_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--logs", metavar="FILE", type=Path, nargs="+", default=[],
                         help="train.json of each run that led to --model, in order")  # fmt: skip
     parser.add_argument("--records", metavar="FILE", type=Path, nargs="+", default=[],
-                        help="what longreach eval wrote of --model (--output)")  # fmt: skip
+                        help="records of longreach eval on --model (--output)")  # fmt: skip
 
 
 def run_card(args: argparse.Namespace) -> int:

@@ -1,1 +1,1 @@
-"""What demo, run and compare measure."""
+"""Measurements of models and methods, for the command line."""

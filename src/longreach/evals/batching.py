@@ -1,4 +1,4 @@
-"""How many prompts fit into memory at a time."""
+"""Number of prompts that fit into memory at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WIDTHS = 24  # vectors of the model's width that a layer holds for each token of
 
 
 def fitting_batch(model: Any, length: int, chunk: int) -> int:
-    """A power of two: 1 on a CPU, which is busy with one prompt; on a GPU as many as fit beside the weights.
+    """A power of two: 1 on a CPU, which is busy with one prompt; on a GPU as many as fit into memory with the weights.
 
     What else is in that memory does not count: the same command is to give the same batch, for with the batch rounding
     changes, and with it an answer now and then. A batch that does not fit after all is asked prompt by prompt.

@@ -19,18 +19,18 @@ from longreach.ops import HeadShard, KVView, Rows
 from longreach.runtime import Ledger, Pass, Segment, drive
 
 BUDGETS = {"streaming_llm": "window", "quest": "k", "omnikv": "k", "less_is_more": "k", "loki": "k"}
-COUNTED = {"oracle_top_k": "k"}  # reads more than dense whatever it attends to: gets as many keys instead
+COUNTED = {"oracle_top_k": "k"}  # always reads more than dense: gets as many keys instead
 STEPS = 100_000  # budgets are multiples of 1 / STEPS of the context
 SAMPLES, ROWS = 4, 6  # prompts of each task whose lengths are looked at; steps of a dry run
 NEAR, ENOUGH = 0.02, 0.001  # how far from equal is still equal; where the search stops
 
 
 class DryRun:
-    """What decode steps read by the methods' own account, without a model: keys and values are all the same.
+    """Bytes that decode steps read, counted without a model: keys and values are all the same.
 
     Holds for methods whose reads depend on lengths alone, not on what keys and queries are.
 
-    contexts: lengths of the sequences of the steps, so many of them in a batch. windows: layer -> window of the layers
+    contexts: lengths of the sequences of the steps, in batches of `batch`. windows: layer -> window of the layers
     that no method attends for. dtype: of keys and values.
     """
 
@@ -97,7 +97,7 @@ class ZeroStates:
 
 @dataclass(frozen=True)
 class Budget:
-    """What was found for a method: option=value reads `share` of dense attention's bytes, by the dry run.
+    """A budget found for a method: option=value reads `share` of dense attention's bytes, by the dry run.
 
     unreachable: why there is no value that comes near enough, or none but the least; value and share are then the
     nearest.
@@ -111,12 +111,12 @@ class Budget:
 
 @dataclass(frozen=True)
 class Equal:
-    """Methods with budgets that make them read what another one does.
+    """Methods with budgets that make them read as many bytes as another method.
 
     to: its label; share: its bytes over dense attention's; attended: keys a row attends to over its context, where a
-    method gets as many keys, else None. specs: what is to be asked, found budgets in their labels. found: label ->
-    budget. unreachable, kept: methods that are not asked, or asked as they are, and why, by label: those whose budget
-    was given, and those for which none is looked for (kascade's variants).
+    method gets as many keys, else None. specs: the methods to run, found budgets in their labels. found: label ->
+    budget. unreachable, kept: label -> reason, of methods that are left out, and of those that run unchanged: with a
+    budget given by the user, or without one to search (kascade's variants).
     """
 
     to: str
@@ -150,14 +150,16 @@ def equal_bytes(evaluation: Evaluation, to: str) -> Equal:
 
 
 def equalled(specs: Sequence[Spec], to: str, dry: DryRun) -> Equal:
-    """Budgets for the specs with which they read what the one labelled `to` reads.
+    """Budgets for the specs with which they read as many bytes as the one labelled `to`.
 
     A spec that sets its own budget keeps it. Raises InvalidInput where no spec is called `to`, or it is dense.
     """
     by_label = {spec.label: spec for spec in specs}
     if to not in by_label or by_label[to].decode.name == DENSE:
         known = ", ".join(label for label, s in by_label.items() if s.decode.name != DENSE)
-        raise InvalidInput(f"no sparse method {to!r} whose bytes others could equal; give one of: {known or 'none'}")
+        raise InvalidInput(
+            f"--equal-bytes: {to!r} is not one of the sparse methods being evaluated (known: {known or 'none'})"
+        )
     target, attended = dry.share(by_label[to].decode), None
     asked, found, unreachable, kept = list[Spec](), dict[str, Budget](), dict[str, str](), dict[str, str]()
     for label, spec in by_label.items():
@@ -166,7 +168,7 @@ def equalled(specs: Sequence[Spec], to: str, dry: DryRun) -> Equal:
         if label == to or method.name == DENSE or option is None:
             asked.append(spec)
             if label != to and method.name != DENSE:
-                kept[label] = f"{method.name} keeps what its options say"
+                kept[label] = f"{method.name} keeps its options"
         elif any(word.startswith(f"{option}=") for word in shlex.split(label)):
             asked.append(spec)
             kept[label] = f"its {option} was given"
@@ -216,16 +218,16 @@ def _nearest(method: AttentionMethod, option: str, target: float, dry: DryRun) -
     why = None
     said = f"{method.name} reads {share(step):.1%} of dense attention's bytes"
     if share(step) == share(1):  # near or not: with so little a method hardly chooses at all
-        why = f"{said} with its least budget, and {target:.1%} are asked for; {_less(method)}"
+        why = f"{said} with its least budget, and the target is {target:.1%}; {_less(method)}"
     elif abs(off) > NEAR:
         if step == STEPS:
-            why = f"{said} at most, and {target:.1%} are asked for"
+            why = f"{said} at most, and the target is {target:.1%}"
         else:
-            why = f"{said} with {option}={step / STEPS}, the nearest to {target:.1%}; ask at a longer --length"
+            why = f"{said} with {option}={step / STEPS}, the nearest to {target:.1%}; raise --length"
     return Budget(option, step / STEPS, share(step), why)
 
 
 def _less(method: AttentionMethod) -> str:
-    """What to do where a method reads too much whatever it chooses."""
+    """What to do if a method reads too much with any budget."""
     layers = [name for name in ("dense_layers", "layers") if name in method.options()]
     return f"give it fewer layers that attend densely, by its option {layers[0]}" if layers else "give it fewer sinks"

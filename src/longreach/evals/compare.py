@@ -1,4 +1,4 @@
-"""Methods beside dense on one prompt: how far next-token distributions move, what is read, how long it takes."""
+"""Methods compared with dense on one prompt: divergence of next-token distributions, bytes read, time."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from longreach.methods.slots import Fusion
 
 @dataclass(frozen=True)
 class Comparison:
-    """One method beside dense over the same tokens: dense's own greedy continuation, fed to both.
+    """One method compared with dense over the same tokens: dense's own greedy continuation, fed to both.
 
     kl: mean over the decode steps of KL(dense || method) of the next-token distributions, in nats (natural log);
     kl_steps: its terms, the first of them for the token right after the prompt, which no decode step made.
@@ -44,7 +44,7 @@ class Comparison:
     read_seconds: reading the prompt, once for all methods with the same prefill: the time to the first token.
     seconds_per_token: mean decode step, None where all went into setting the loop up.
     layer_error: of decode steps, see `LayerErrors.to_json`; prefill_layer_error: of a sample of the prompt's rows, None
-    where the prompt is read densely. Both None where they were not asked for; with them, times include measuring them.
+    where the prompt is read densely. Both None unless requested; with them, times include measuring them.
     evict, fuse: configurations, None for none. fusion: what became of the tokens of a prompt with stored chunks.
     """
 
@@ -69,7 +69,7 @@ class Comparison:
 class Compare:
     """A prompt, and the methods to be compared on it over at most `steps` decode steps.
 
-    methods: None for all, but those that do not fit the model without options: `left_out` says which and why.
+    methods: None for all, but those that do not fit the model without options: `left_out` names them, with the reason.
     options: per method name. specs: instead of both, methods as `evals.methods` reads them, dense first.
     layers: measure errors layer by layer too, in steps captured piecewise at most. graph: as in `generate`. past_end:
     go on for all steps where dense attention's answer ends sooner.
@@ -150,7 +150,7 @@ class Compare:
                     )
 
     def _read(self, reader: Reader, fuse: Fusion | None, progress: Progress) -> tuple[Tensor, FusionReport | None]:
-        """Logits [V] after the prompt, and what became of its tokens where it was fused."""
+        """Logits [V] after the prompt, and the account of its tokens if it was fused."""
         session = reader.session
         with progress(f"reading, {session.prefill.name if fuse is None else fuse.name}", len(self.prompt)) as advance:
             if fuse is None:
@@ -168,7 +168,7 @@ class Compare:
         """Log-probabilities after the prompt and after each token of dense's answer, which the first call makes."""
         rows: list[Tensor] = []
         leading, answer = not self.reference, Answer()
-        forced = torch.tensor([*self.tokens, 0], device=first.device)  # the last is chosen, but read by nobody
+        forced = torch.tensor([*self.tokens, 0], device=first.device)  # the last is chosen, but never read
 
         def choose(logits: Tensor) -> Tensor:
             rows.append(logits[0].double().log_softmax(0))

@@ -43,7 +43,7 @@ class AnswerRow:
 
 @dataclass(frozen=True)
 class Row:
-    """One method, asked for every fact.
+    """One method's answers for every fact.
 
     read_seconds: reading the document, once for all methods with the same prefill. first_token_seconds: that and
     the question, mean over the questions; seconds_per_token: mean decode step, None where there was none.

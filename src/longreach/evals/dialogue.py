@@ -1,4 +1,4 @@
-"""A long generation with known answers: needles in a text, asked for one after another while decoding."""
+"""A long generation with known answers: questions for needles in a text, one after another while decoding."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Script(NamedTuple):
 
 def script(tokenizer: Any, length: int, questions: int, random: Random, count: Counter) -> Script:
     """A text of at most `length` tokens in which `questions` needles are hidden, and as many questions in another
-    order, each with its right answer. Raises InvalidInput where so many do not fit."""
+    order, each with its right answer. Raises InvalidInput if they do not fit."""
     keys, values = distinct(random, "word", questions), distinct(random, "number", questions)
     needles = list(zip(keys, values, strict=True))
     facts = [(random.random(), NEEDLE.format(attribute="number", key=key, value=value)) for key, value in needles]
@@ -67,10 +67,11 @@ def script(tokenizer: Any, length: int, questions: int, random: Random, count: C
 
 @dataclass
 class TokenScores:
-    """What a method expected of each token of the script [n]: its nll, whether it was the likeliest; beside dense
-    attention: the divergence of its distribution, whether the likeliest token is the same.
+    """Scores of each token of the script [n] by a method: its nll, and whether it was the likeliest. Against dense
+    attention: the divergence of the distributions, and whether the likeliest token is the same.
 
-    The latter are NaN once it has said something else than dense attention, where answers are its own."""
+    The latter two are NaN from the first token that differs from dense attention's, if answers are the method's own.
+    """
 
     nll: list[Tensor]
     right: list[Tensor]
@@ -104,11 +105,11 @@ def _turns(answers: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _forget(key: str, part: Any) -> None:
-    """A dialogue that nobody keeps."""
+    """Keeps nothing."""
 
 
 class Dialogue:
-    """`samples` texts of `length` tokens, each with `questions` needles that are asked for one after another.
+    """`samples` texts of `length` tokens, each with `questions` needles and a question for each, one after another.
 
     Questions and right answers are fed token by token, so that all methods go on from the same words; an answer is
     right where each of its tokens was the likeliest one, which is when greedy decoding gives it. So a wrong answer does
@@ -143,7 +144,7 @@ class Dialogue:
         """Of each method, by its label, what each sample gave (`Heard.to_json`), bytes read while decoding
         (`phase_bytes`), seconds_per_token, and what the method noted, {name: [layers]}, means over heads.
 
-        done: samples that an interrupted run measured, by name; fresh ones are told to `keep` as they come.
+        done: samples that an interrupted run measured, by name; `keep` is called with each new one.
         """
         parts = []
         for number, one in enumerate(self.scripts):
@@ -176,7 +177,7 @@ class Dialogue:
 
 
 class _Reference(NamedTuple):
-    """Dense attention's distributions and what it was fed."""
+    """Dense attention's distributions and input tokens."""
 
     found: list[Likeliest]
     fed: list[Tensor]
@@ -217,7 +218,7 @@ def _fed(
 
 
 def noted(session: Session) -> dict[str, list[float | None]]:
-    """What the method says of its layers while decoding, {name: [layers]}, means over heads."""
+    """The method's notes on its layers while decoding, {name: [layers]}, means over heads."""
     layers = [x for x in session.report().layers if x.phase == "decode"]
     found = {}
     for name in NOTED:

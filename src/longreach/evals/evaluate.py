@@ -31,6 +31,7 @@ from longreach.methods.fusion import PIE
 from longreach.tasks.base import Task
 
 Keep = Callable[[str, Any], None]
+CHUNK_ENDS = ("text", "tokens")
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,9 @@ class Settings:
     """lengths: tokens of prompt and answer together, each task asked at each. samples: of each task at a length, None
     for all of a data set and 20 of what is made; limit: at most. draws: answers to each prompt, more than one where
     temperature > 0 draws them. batch: prompts at a time. chunk: prompt tokens per pass. graph: see generate.
-    chunk_tokens: cut the documents of prompts into chunks of at most so many tokens, for fusion; None to tokenise each
-    prompt as one text. chunks: what they are computed behind, where a method fuses them.
+    chunk_tokens: cut the documents of prompts into chunks of at most this many tokens, for fusion; None to tokenise
+    each prompt as one text. chunks: what they are computed behind, where a method fuses them. chunk_ends: "text", with
+    a paragraph or sentence if possible, or "tokens", when a chunk is full.
     """
 
     lengths: tuple[int, ...]
@@ -53,12 +55,15 @@ class Settings:
     graph: bool | None = None
     chunk_tokens: int | None = None
     chunks: Behind = "system"
+    chunk_ends: str = CHUNK_ENDS[0]
 
     def __post_init__(self) -> None:
         if not self.lengths or len({*self.lengths}) < len(self.lengths):
             raise InvalidInput(f"lengths: expected some, each once, got {list(self.lengths)}")
         if self.chunks not in BEHIND:
             raise UnknownName("prefix of chunks", self.chunks, BEHIND)
+        if self.chunk_ends not in CHUNK_ENDS:
+            raise UnknownName("end of chunks", self.chunk_ends, CHUNK_ENDS)
         if not 0 <= self.temperature < float("inf"):
             raise InvalidInput(f"temperature: expected a number >= 0 (0 for greedy), got {self.temperature}")
         if self.draws > 1 and not self.temperature:
@@ -118,7 +123,10 @@ class Evaluation:
         """
         totals = {name: samples_of(t.task, self.settings.samples, self.settings.limit)
                   for name, t in self.tasks.items()}  # fmt: skip
-        maker = Maker(self.tasks, self.tokenizer, self.settings.seed, self.settings.chunk_tokens)
+        maker = Maker(
+            self.tasks, self.tokenizer, self.settings.seed, self.settings.chunk_tokens,
+            anywhere=self.settings.chunk_ends == "tokens",
+        )  # fmt: skip
         if self.workers:
             self._making = Workers(maker, totals, self.workers)
             self.asked = dict(self._making.samples)
@@ -140,9 +148,9 @@ class Evaluation:
             self._making.close()
 
     def run(self, done: dict[str, Any], keep: Keep, progress: Progress = unseen) -> dict[str, Any]:
-        """All parts, those in `done` as they are, fresh ones told to `keep` as they come. Parts are JSON values.
+        """All parts: those in `done`, and new ones, for which `keep` is called. Parts are JSON values.
 
-        One with an answer that failed is not told to `keep`, so that who goes on asks it again.
+        `keep` is not called for a part with a failed answer, so that a resumed run computes it again.
         Raises MeasurementFailed where the device is lost.
         """
         parts = dict(done)
@@ -159,7 +167,7 @@ class Evaluation:
                 progress(f"{what}, {counted(len(specs), 'method')}", len(open_parts)) as advance,
             ):
                 session.prepare(*(spec.decode for spec in specs))
-                # eviction moves memory, so that a captured step would be captured anew for every batch
+                # eviction moves memory, so every batch would need a new capture
                 reader = BatchReader(session, self.settings.chunk, graph=False if evict else self.settings.graph)
                 prompts = self._fused_prompts(session) if fuse else None
                 for key, name, first in open_parts:
@@ -183,7 +191,7 @@ class Evaluation:
     def _part(
         self, session: Session, reader: BatchReader, specs: list[Spec], task: Task, asked: Sequence[PromptSample]
     ) -> list[dict[str, Any]]:
-        """Answers of all methods to a batch; where it fails, prompt by prompt: only what crashes is a failure."""
+        """Answers of all methods to a batch. If it fails, prompt by prompt: only those that crash are failures."""
         try:
             session.reset_report()
             logits = reader.read([a.prompt for a in asked])
@@ -219,7 +227,7 @@ class Evaluation:
         )
 
     def _fused(self, prompts: FusedPrompts, specs: list[Spec], task: Task, one: PromptSample) -> list[dict[str, Any]]:
-        """Answers of all fusion methods to a prompt, whose chunks are computed once."""
+        """Answers of all fusion methods to a prompt, with its chunks computed once."""
         device, session = self.model.device, prompts.session
         try:
             prompt = prompts.of(one.prompt, one.chunks)
@@ -290,10 +298,10 @@ class Evaluation:
         return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7])
 
     def config(self) -> dict[str, Any]:
-        """What was asked for, as records keep it; not_applied: settings of the model's generation config left out."""
+        """The settings, as records keep them; not_applied: settings of the model's generation config left out."""
         names = {"chunk": "prefill_chunk_size"}
         left_out = {"graph", *(() if any(spec.fuse for spec in self.specs) else ("chunks",))}
-        left_out |= {"chunk_tokens"} if self.settings.chunk_tokens is None else set()
+        left_out |= {"chunk_tokens", "chunk_ends"} if self.settings.chunk_tokens is None else set()
         kept = {names.get(k, k): v for k, v in asdict(self.settings).items() if k not in left_out}
         lengths = {"length": self.settings.longest, "lengths": list(self.settings.lengths)}
         return {**kept, **lengths, "no_graph": self.settings.graph is False, "not_applied": self.not_applied}

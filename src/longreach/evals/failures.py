@@ -1,4 +1,4 @@
-"""What went wrong while a model was measured: whose failure it is, and whether the device can go on."""
+"""Failures while a model is measured: their cause, and whether the device still works."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from longreach.errors import LongreachError, MeasurementFailed, OutOfMemory
 
 
 def failure(error: Exception, device: torch.device) -> str:
-    """What a record says of a crash of the model's code or ours: a failure of the sample that was measured.
+    """A record's text for a crash of the model's code or ours: a failure of the sample that was measured.
 
     Raises the error itself where the caller asked wrongly, MeasurementFailed where the device is lost with it.
     """

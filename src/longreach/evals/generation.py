@@ -29,7 +29,7 @@ Keep = Callable[[str, Any], None]
 
 
 def _forget(name: str, part: Any) -> None:
-    """Texts that nobody keeps."""
+    """Keeps nothing."""
 
 
 def repeated(tokens: Sequence[int]) -> float:
@@ -39,7 +39,7 @@ def repeated(tokens: Sequence[int]) -> float:
 
 
 def first_divergence(tokens: Sequence[int], others: Sequence[int]) -> int | None:
-    """Where two texts first differ; None where they do not."""
+    """The first place at which two texts differ; None if they do not."""
     return next((at for at, (mine, theirs) in enumerate(zip(tokens, others, strict=True)) if mine != theirs), None)
 
 
@@ -76,7 +76,7 @@ class Generation:
         """Each method's part of a record by its label.
 
         Windows are read once for methods that share a prefill.
-        done: windows after which an interrupted run drew, by name; fresh ones are told to `keep` as they come.
+        done: windows after which an interrupted run drew, by name; `keep` is called with each new one.
         """
         drawn = dict[str, list[dict[str, Any]]]()
         for prefill, specs in by_prefill(self.specs):
@@ -93,7 +93,7 @@ class Generation:
         self, prefill: AttentionMethod, specs: Sequence[Spec], chunk: int, progress: Progress, done: Mapping[str, Any],
         keep: Keep,
     ) -> list[dict[str, Any]]:  # fmt: skip
-        """What these methods draw after each window, by their labels."""
+        """The texts that these methods draw after each window, by their labels."""
         parts = []
         with attach(self.model, prefill=prefill, cache=self.room) as session:
             session.prepare(*(spec.decode for spec in specs))
@@ -135,7 +135,7 @@ class Generation:
         return found
 
     def _sampler(self, number: int, first: Tensor) -> Callable[[Tensor], Tensor]:
-        """What draws a text after a window; first: its logits [V]."""
+        """The sampler of a text after a window; first: its logits [V]."""
         draw = torch.Generator(first.device).manual_seed(Random(f"{self.seed}/generation/{number}").getrandbits(63))
         ends = [token for token in stop_tokens(self.model, self.tokenizer) if token < len(first)]
         stop = torch.tensor(ends, dtype=torch.int64, device=first.device)
@@ -151,7 +151,7 @@ class Generation:
     def _judged(
         self, drawn: Mapping[str, Sequence[dict[str, Any]]], chunk: int, progress: Progress
     ) -> dict[str, list[list[float]]]:
-        """Of each method's texts, by its label, the sums of each (`Curve.sums_of`) when dense attention reads it."""
+        """By label, the sums of each of a method's texts (`Curve.sums_of`) under dense attention."""
         total = len(drawn) * len(self.windows) * (self.length + self.steps)
         with (
             attach(self.model, prefill=Dense(), cache=self.room) as session,

@@ -1,4 +1,4 @@
-"""How far a method's attention is from dense attention on the same hidden states, layer by layer and head by head."""
+"""Error of a method's attention against dense attention on the same hidden states, by layer and head."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class LayerErrors:
     """An observer of a session: relative errors |o - o_dense| / |o_dense| (norms over channels) of rows of a phase.
 
     The measure of MAC-Attention's Err(m): o and o_dense come from the same queries, keys and values, so errors of
-    earlier layers do not count again. A layer where the method attends densely, as it says, has none.
+    earlier layers do not count again. A layer with a dense reason has none.
     positions: bool [tokens], the rows that are measured; None for all.
     """
 

@@ -1,4 +1,4 @@
-"""Which methods are measured: by name or as users write them on a command line, and grouped by how prompts are read."""
+"""The methods to measure: by name or as written on a command line, and grouped by how prompts are read."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DENSE = "dense"
 NAMED = ("fuse", "evict")  # slots that a SPEC names as settings, fuse=a3
 OWNERS = ("prefill", *NAMED)  # slots whose options carry the slot's name, fuse.ratio=0.3
 Pairing = tuple[str, tuple[str, ...]]  # a prefill method, and the decode methods that answer after it
-Controls = Mapping[str, type[Fusion]]  # fusion that only measurements know, by name
+Controls = Mapping[str, type[Fusion]]  # fusion for measurements only, by name
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class Spec:
 def parse(text: str, controls: Controls | None = None) -> Spec:
     """The methods of "[PREFILL/]DECODE [option=value ...] [fuse=NAME] [evict=NAME] [SLOT.option=value ...]".
 
-    "oracle_top_k k=0.025 dense_layers=[0]", say, or "dense fuse=a3 fuse.ratio=0.3 evict=snapkv"; without PREFILL the
-    prompt is read densely. SLOT: prefill, fuse or evict. Values are JSON, Python's True, False and None, or plain
+    For example "oracle_top_k k=0.025 dense_layers=[0]", or "dense fuse=a3 fuse.ratio=0.3 evict=snapkv"; without PREFILL
+    the prompt is read densely. SLOT: prefill, fuse or evict. Values are JSON, Python's True, False and None, or plain
     words. controls: further names for fuse.
     Raises InvalidInput for what is none, UnknownName for methods and options that do not exist, Unsupported for methods
     that do not go together.
@@ -98,7 +98,7 @@ def _fusion(name: str | None, given: dict[str, Any], controls: Controls) -> Fusi
 def specs(
     texts: Iterable[str], *, settings: Mapping[str, Mapping[str, Any]] | None = None, controls: Controls | None = None
 ) -> list[Spec]:
-    """Each text's methods, dense first: it is what all are measured against. One label once.
+    """Each text's methods, dense first, as the others are compared with it. One label once.
 
     settings: {slot: {option: value}} of fuse and evict, for each method that has the option and does not set it itself.
     Raises as `parse`, and InvalidInput for a setting that no method takes.
@@ -131,7 +131,7 @@ def refuse_slots(specs: Iterable[Spec], slots: Collection[str], why: str) -> Non
 
 
 def by_prefill(chosen: Sequence[Spec]) -> list[tuple[AttentionMethod, list[Spec]]]:
-    """Those that read the prompt alike, together, in the order of first mention."""
+    """Grouped by prefill method, in the order of first mention."""
     groups: dict[AttentionMethod, list[Spec]] = {}
     for spec in chosen:
         groups.setdefault(spec.prefill, []).append(spec)
@@ -139,7 +139,7 @@ def by_prefill(chosen: Sequence[Spec]) -> list[tuple[AttentionMethod, list[Spec]
 
 
 def by_reading(chosen: Sequence[Spec], *, fused_together: bool = False) -> list[list[Spec]]:
-    """Those that read the prompt alike and evict alike, together, in the order of first mention.
+    """Grouped by how they read the prompt and evict, in the order of first mention.
 
     fused_together: one group of all with a fusion method.
     """

@@ -1,4 +1,4 @@
-"""What records say of a model."""
+"""A model's entry in records."""
 
 from __future__ import annotations
 

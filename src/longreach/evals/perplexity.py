@@ -29,7 +29,7 @@ Keep = Callable[[str, Any], None]
 
 
 def _forget(name: str, part: Any) -> None:
-    """Parts that nobody keeps."""
+    """Keeps nothing."""
 
 
 def perplexity(nll: float) -> float:
@@ -59,7 +59,7 @@ class Curve:
         return [float(nll[a - self.start : b - self.start].double().sum()) for a, b in pairs]
 
     def over(self, windows: Iterable[Sequence[float]]) -> dict[str, Any]:
-        """What a record says of windows with these sums."""
+        """A record's entry for windows with these sums."""
         for sums in windows:
             self.windows.append(sum(sums) / (self.stop - self.start))
             for i, (a, b) in enumerate(zip(self.edges, self.edges[1:], strict=False)):
@@ -70,7 +70,7 @@ class Curve:
     def to_json(self) -> dict[str, Any]:
         """perplexity = exp(nll), nll the mean over all tokens, by_window and by_position the same of their parts.
 
-        interval_95: of nll, by bootstrap over windows; None for one window, which tells nothing of others.
+        interval_95: of nll, by bootstrap over windows; None for a single window.
         """
         mean = sum(self.sums) / sum(self.tokens)
         rows = zip(self.edges, self.edges[1:], self.sums, self.tokens, strict=False)
@@ -115,7 +115,7 @@ def read_text(path: Path, tokenizer: Any) -> Text:
 
 
 def windows_of(texts: Sequence[Text], tokenizer: Any, length: int, limit: int | None = None) -> list[list[int]]:
-    """Texts cut into windows of `length` tokens, each begun with the tokenizer's beginning of text where it has one.
+    """Texts cut into windows of `length` tokens, each starting with the tokenizer's beginning of text if it has one.
 
     Raises InvalidInput where none is whole, or has room for a token of a text.
     """
@@ -163,10 +163,10 @@ class Perplexity:
     ) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
         """(each method's part of a record by its label, the windows that failed: method, window, error).
 
-        Windows are read once for methods that share a prefill. One that failed with some method is left out for all, so
-        that means are over the same tokens; a method that failed in all of them has no results.
-        done: windows that an interrupted run measured, by name; fresh ones are told to `keep` as they come, but for
-        those that failed. Raises MeasurementFailed where the device is lost, or no window is left.
+        Windows are read once for methods that share a prefill. A window that failed with one method is left out for
+        all, so that means are over the same tokens; a method that failed in all of them has no results.
+        done: windows that an interrupted run measured, by name; `keep` is called with each new one that did not fail.
+        Raises MeasurementFailed if the device is lost, or no window is left.
         """
         found: dict[str, list[dict[str, Any]]] = {}
         for prefill, specs in by_prefill(self.specs):
@@ -207,7 +207,7 @@ class Perplexity:
     def _window(
         self, session: Session, reader: Reader, specs: list[Spec], window: list[int], advance: Advance
     ) -> dict[str, Any]:
-        """One window read, and its end decoded with every method, as JSON values; {"error": ...} for what crashed."""
+        """One window read, and its end decoded with every method, as JSON values; {"error": ...} after a crash."""
         session.reset_report()
         before, decoded = reader.read_seconds, dict[str, Any]()
         try:
@@ -242,7 +242,7 @@ class Perplexity:
         return {"sums": sums, "bytes": read, "seconds": times.decode_seconds, "steps": times.steps}
 
     def _result(self, label: str, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """What a record says of a method over these windows."""
+        """A record's entry for a method over these windows."""
         mine = [part["decode"][label] for part in parts if self.decode_tokens]
         steps = sum(one["steps"] for one in mine)
         per_token = sum(one["seconds"] for one in mine) / steps if steps else None

@@ -1,4 +1,4 @@
-"""How long work tells that it goes on."""
+"""Progress of long work."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ def counted(number: int, what: str) -> str:
 
 @contextmanager
 def unseen(what: str, total: int) -> Iterator[Advance]:
-    """Progress that nobody watches."""
+    """Progress that is not shown."""
     yield lambda done: None

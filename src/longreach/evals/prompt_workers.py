@@ -56,7 +56,7 @@ class Workers:
         self.samples = {name: Awaited([coming[name, n] for n in range(total)]) for name, total in totals.items()}
 
     def close(self) -> None:
-        """End the processes; what they have not begun is not made."""
+        """End the processes; prompts not yet started are not made."""
         self._pool.shutdown(cancel_futures=True)
 
 
@@ -65,13 +65,13 @@ def _result(coming: Future[PromptSample]) -> PromptSample:
         return coming.result()
     except BrokenProcessPool as error:
         raise LongreachError(
-            "a process that makes prompts died (out of memory? what it wrote is above); use fewer --workers, or 0"
+            "a process that makes prompts died (out of memory? its output is above); use fewer --workers, or 0"
         ) from error
 
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Processes begun inside leave Ctrl-C to this one, which closes them; one that comes meanwhile waits."""
+    """Processes started inside leave Ctrl-C to this one, which closes them. Here it takes effect after the block."""
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
         return

@@ -57,7 +57,7 @@ class Counter:
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if not isinstance(backend, Tokenizer):
             return len(self._tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
-        if not self._known:  # a call of the whole tokenizer leaves the backend as it wants it: uncut, unpadded
+        if not self._known:  # a call of the whole tokenizer switches the backend's truncation and padding off
             self._tokenizer("", add_special_tokens=False, verbose=False)
         return len(backend.encode_batch_fast([text], add_special_tokens=False)[0])  # faster: no offsets
 
@@ -86,7 +86,7 @@ def prompt_tokens(tokenizer: Any, sample: Sample, in_chat: bool = True) -> list[
 
 
 class TokenParts(NamedTuple):
-    """A prompt's tokens, and [start, stop) of the chunks of its documents; none where it is tokenised as one text."""
+    """A prompt's tokens, and [start, stop) of the chunks of its documents; none if it is tokenised as one text."""
 
     ids: tuple[int, ...]
     chunks: tuple[tuple[int, int], ...] = ()
@@ -96,15 +96,16 @@ class PromptCutter:
     """Prompts tokenised in parts: instructions, documents, question; the documents are cut into chunks.
 
     Special tokens, a chat template and instructions stand before the first chunk, the question after the last. A chunk
-    has `most` tokens at most and ends with a document, paragraph or sentence where it can (`Splitter`). Raises as
-    `frame` and `Splitter`.
+    has `most` tokens at most and ends with a document, paragraph or sentence where it can, or anywhere (`Splitter`).
+    Raises as `frame` and `Splitter`.
     """
 
-    def __init__(self, tokenizer: Any, most: int):
-        self._tokenizer, self._splitter, self._frame = tokenizer, Splitter(tokenizer, most), frame(tokenizer)
+    def __init__(self, tokenizer: Any, most: int, *, anywhere: bool = False):
+        self._tokenizer, self._frame = tokenizer, frame(tokenizer)
+        self._splitter = Splitter(tokenizer, most, anywhere=anywhere)
 
     def __call__(self, sample: Sample, in_chat: bool = True) -> TokenParts:
-        """The parts of a sample's prompt. Raises InvalidInput where nothing asks after the documents."""
+        """The parts of a sample's prompt. Raises InvalidInput if no question follows the documents."""
         templated = in_chat and self._frame.templated
         documents = sample.context[sample.instructions :].lstrip()
         before = sample.context[: len(sample.context) - len(documents)]
@@ -114,7 +115,9 @@ class PromptCutter:
         else:
             head, tail = before, asked + (f" {sample.begun}" if sample.begun else "")
         if not tail:
-            raise InvalidInput("a task whose text asks by itself has no question after its documents; leave it out")
+            raise InvalidInput(
+                "this task's text contains its question, so nothing follows its documents; leave the task out"
+            )
         ids, chunks = encode(self._tokenizer, head, special=not templated), list[tuple[int, int]]()
         for piece in self._splitter.split(documents).chunks:
             chunks.append((len(ids), len(ids) + len(piece.tokens)))
@@ -123,7 +126,7 @@ class PromptCutter:
 
 
 def samples_of(task: Task, samples: int | None, limit: int | None) -> int:
-    """How many samples a task is asked: all it holds, or DEFAULT, where `samples` does not say; `limit` at most."""
+    """Number of samples of a task: `samples`, else all it holds or DEFAULT, and at most `limit`."""
     most = len(task.fixed) if isinstance(task, Given) else samples or DEFAULT
     return min(most, samples or most, limit or most)
 
@@ -143,15 +146,19 @@ def at_lengths(tasks: Iterable[Task], lengths: Sequence[int]) -> dict[str, AtLen
 
 
 class Maker:
-    """Makes the prompts of tasks, by name and number; the same whoever makes them, and in whatever order.
+    """Makes the prompts of tasks, by name and number; the same in any process and order.
 
     chunk_tokens: of a document's chunk at most, where prompts are to be cut (`PromptCutter`); None where they are not.
+    anywhere: chunks end where they are full, not with sentences.
     """
 
-    def __init__(self, tasks: Mapping[str, AtLength], tokenizer: Any, seed: int, chunk_tokens: int | None = None):
+    def __init__(
+        self, tasks: Mapping[str, AtLength], tokenizer: Any, seed: int, chunk_tokens: int | None = None,
+        *, anywhere: bool = False,
+    ):  # fmt: skip
         self.tasks = dict(tasks)
         self._tokenizer, self._count, self._seed = tokenizer, Counter(tokenizer), seed
-        self._cut = None if chunk_tokens is None else PromptCutter(tokenizer, chunk_tokens)
+        self._cut = None if chunk_tokens is None else PromptCutter(tokenizer, chunk_tokens, anywhere=anywhere)
 
     def make(self, name: str, number: int, total: int) -> PromptSample:
         """Prompt `number` of `total` of a task. Raises as `fitted`."""

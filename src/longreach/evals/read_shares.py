@@ -11,7 +11,7 @@ from longreach.runtime import Report
 
 @dataclass(frozen=True)
 class ReadShares:
-    """What a phase read, each over the bytes that dense attention reads (its keys are half of them)."""
+    """A phase's reads, each over the bytes that dense attention reads (its keys are half of them)."""
 
     total: float
     keys: float
@@ -25,7 +25,7 @@ class ReadShares:
 
     @classmethod
     def over(cls, read: Sequence[int] | None) -> ReadShares | None:
-        """Of what `phase_bytes` found, or sums of it."""
+        """The shares of a result of `phase_bytes`, or of sums of such results."""
         if not read or not read[-1]:
             return None
         keys, values, metadata, dense = read
@@ -46,6 +46,6 @@ def phase_bytes(report: Report, phase: Phase) -> list[int] | None:
 
 
 def shares(read: Sequence[Sequence[int] | None]) -> dict[str, float] | None:
-    """`Reads` as a record has them, of what `phase_bytes` found again and again; None where no phase had a step."""
+    """`Reads` as in a record, from repeated results of `phase_bytes`; None if no phase had a step."""
     total = ReadShares.over([sum(column) for column in zip(*(r for r in read if r), strict=True)])
     return None if total is None else asdict(total)

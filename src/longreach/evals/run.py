@@ -24,7 +24,7 @@ from longreach.evals.progress import Progress, unseen
 
 @dataclass(frozen=True)
 class QuestionAnswer:
-    """One question and what came of it. first_token_seconds counts from the question; the document was read before.
+    """One question and its answer. first_token_seconds counts from the question; the document was read before.
 
     stopped: the model ended its answer, max_new_tokens did not. setup_seconds: compiling and capturing the decode step.
     """

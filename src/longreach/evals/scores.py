@@ -1,4 +1,4 @@
-"""From answers to scores: what a record of an evaluation holds of each task and method."""
+"""From answers to scores: an evaluation record's entries for each task and method."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def result(entries: Sequence[dict[str, Any]], dense: dict[tuple[int, int], dict[
     """One method on one task. dense: its answers by (number, draw), None where this is dense itself.
 
     kept: answers that are wholly right with dense attention ("right"), and how many of them still are. alone: answers
-    to prompts that were asked one by one, since their batch failed (memory ran out, say). ran: the implementations of
+    to prompts that ran one by one, since their batch failed (for example, out of memory). ran: the implementations of
     attend that computed them.
     """
     raw = sorted((a for e in entries for a in e["answers"]), key=lambda a: (a["number"], a["draw"]))

@@ -1,1 +1,1 @@
-"""One method = one name = one file. base.py holds what a method is, registry.py who they are."""
+"""One method = one name = one file. base.py defines a method, registry.py lists them."""

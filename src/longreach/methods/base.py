@@ -44,7 +44,7 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True)
 class Configured:
-    """Base of all methods, whatever slot they fill: a frozen dataclass of options that JSON can hold."""
+    """Base of methods for all slots: a frozen dataclass of options that JSON can hold."""
 
     name: ClassVar[str]
 
@@ -69,7 +69,7 @@ class Configured:
 
 @dataclass(frozen=True)
 class PromptObserver(Configured):
-    """A method that may see the rows of prompts that another one attends for.
+    """A method that may observe the rows of prompts that another method attends for.
 
     keeps: the kind of its state. "tokens": numbers for each key, page by page (`PerTokenState`). "sequences": numbers
         for whole sequences, addressed by slot and reset when a slot is reused.
@@ -95,7 +95,7 @@ class PromptObserver(Configured):
 
         State of sequences does not depend on the capacity. In paged memory, state of tokens is that of as many slots
         as there are pages, and of a page's capacity. dtype: of keys. Heads are those of all ranks. Layers with a
-        sliding window keep no state, but are counted. Raises what `new_state` raises, for a plan that is missing say.
+        sliding window keep no state, but are counted. Raises what `new_state` raises, for example for a missing plan.
         """
         k = torch.empty(slots, model.kv_heads, capacity, model.head_dim, dtype=dtype, device="meta")  # takes no memory
         none = torch.empty(0, dtype=torch.int64, device="meta")
@@ -129,7 +129,7 @@ class AttentionMethod(PromptObserver, ABC):
     def workspace_bytes(self, model: ModelShape, rows: int, capacity: int, dtype: torch.dtype) -> int:
         """The most bytes of logits, scores and lists that one layer's decode call holds, beyond dense attention's.
 
-        rows: rows of the call, each of which can see `capacity` slots; dtype: of keys. Heads are those of all ranks.
+        rows: rows of the call, with `capacity` slots visible to each; dtype: of keys. Heads are those of all ranks.
         Of the Triton implementation; a few words a row (counts, positions) are left out.
         """
         return 0
@@ -139,7 +139,7 @@ class AttentionMethod(PromptObserver, ABC):
 
 
 def attend_densely(call: LayerCall, reason: str | None = None) -> Outcome:
-    """Exact attention over all keys that the rows can see. reason: why, for the report."""
+    """Exact attention over all keys visible to the rows. reason: why, for the report."""
     return Outcome(call.attend(EVERYTHING), reason)
 
 

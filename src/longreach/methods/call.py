@@ -33,7 +33,7 @@ class ModelShape:
 
 
 class Evictable(Protocol):
-    """A method that says whether it decodes after eviction."""
+    """A method that declares whether it can decode after eviction."""
 
     @property
     def name(self) -> str: ...
@@ -123,8 +123,8 @@ class LayerCall:
     def __post_init__(self) -> None:
         if self.kv.slot_pos is not None:
             raise Unsupported(
-                "kv: a layer is read in the order of its slots, and this view gives slots positions of their own "
-                "(slot_pos); compact what was kept, so that slots ascend with positions, and leave slot_pos out"
+                "kv: a layer is read in the order of its slots, and this view has other positions (slot_pos); "
+                "compact the kept entries, so that slots ascend with positions, and leave slot_pos out"
             )
 
     def attend(self, selection: Selection, *, kv: KVView | None = None, sink: bool = True) -> Partial:
@@ -211,7 +211,7 @@ class LayerCall:
 
     @property
     def context(self) -> Tensor:
-        """int64 [R]: the slots that each row can see."""
+        """int64 [R]: the slots visible to each row."""
         return self.once("context", lambda: self.rows.pos.long() + 1)
 
     def sum_over_ranks(self, x: Tensor) -> Tensor:
@@ -242,7 +242,7 @@ class LayerCall:
     def _term(self, name: str) -> Any:
         if name != "rotary":
             return getattr(self, name)
-        require(self.rotary is not None, "this call does not say how its rows were rotated, and the op needs it")
+        require(self.rotary is not None, "LayerCall.rotary is required: the op needs the rotation of the rows")
         assert self.rotary is not None
         return self.rotary()
 

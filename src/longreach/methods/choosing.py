@@ -69,7 +69,7 @@ def gather_over_ranks(call: LayerCall, x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class CrossLayerTopK(AttentionMethod):
-    """Base of methods in which a few layers choose one set of keys for all heads, and later layers attend to it.
+    """Base of methods with one set of keys for all heads: a few layers choose it, later layers attend to it.
 
     Choosing layers attend densely, as do layers before the first of them.
 
@@ -84,7 +84,7 @@ class CrossLayerTopK(AttentionMethod):
     def __post_init__(self) -> None:
         if self.layers is not None:
             check_layers("layers", self.layers)
-            require(len(self.layers) > 0, "layers: expected at least one layer that chooses, got none")
+            require(len(self.layers) > 0, "layers: expected at least one layer that chooses keys, got none")
 
     def check(self, model: ModelShape) -> None:
         check_layers_of("layers", self.layers or (), model.layers)

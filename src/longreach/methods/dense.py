@@ -11,7 +11,7 @@ from longreach.methods.call import LayerCall
 
 @dataclass(frozen=True)
 class Dense(AttentionMethod):
-    """Every row attends to all keys that it can see. It keeps no state."""
+    """Every row attends to all keys visible to it. It keeps no state."""
 
     name = "dense"
     phases = ("prefill", "decode")

@@ -52,7 +52,7 @@ def names(phase: Phase | None = None) -> tuple[str, ...]:
 
 
 def unfit(model: ModelShape) -> dict[str, str]:
-    """Methods whose default options do not fit a model, and why (for example: no plan is shipped for it)."""
+    """Name -> reason, for methods whose default options do not fit a model (for example: no plan is shipped for it)."""
     found = dict[str, str]()
     for name in METHODS:
         try:
@@ -141,7 +141,7 @@ def named(phase: Phase, method: str | AttentionMethod | None) -> AttentionMethod
 
 
 def options(settings: Sequence[str], where: str) -> dict[str, Any]:
-    """["k=0.1"] -> {"k": 0.1}. where: what InvalidInput blames for what is no setting, or set twice."""
+    """["k=0.1"] -> {"k": 0.1}. where: the source that InvalidInput names for a wrong setting, or one set twice."""
     found: dict[str, Any] = {}
     for setting in settings:
         key, equals, value = setting.partition("=")

@@ -49,7 +49,7 @@ class PromptParts:
 
 @dataclass(frozen=True, eq=False)
 class FullLayer:
-    """A layer in which tokens are chosen.
+    """A layer that chooses tokens to recompute.
 
     call: the question's rows over the keys of all tokens, which are in the cache. values: [N, G, D], computed for all
     tokens; in a probe of no rows. stored_values: makes those of the chunks, [S, G, D], S the stored tokens in ascending
@@ -80,7 +80,7 @@ class Fusion(Configured, ABC):
     def probes(self, layers: int) -> tuple[int, ...]:
         """Layers up to which the question runs to choose, one after the other; none for methods that do without.
 
-        Raises InvalidInput for an option that does not fit a model of so many layers.
+        Raises InvalidInput for an option that does not fit the model's number of layers.
         """
         return ()
 
@@ -102,7 +102,7 @@ class LastRows(StatelessOnTruncate):
         self.pos[slots] = -1
 
     def truncate(self, slots: Tensor, lengths: Tensor) -> None:
-        """The rows past the cut are forgotten. Lengths are in tokens: only what was never evicted from is cut there."""
+        """Forget the rows past the cut. Lengths are in tokens: only sequences without eviction are cut there."""
         here = self.pos[slots]
         self.pos[slots] = here.masked_fill(here >= lengths[:, None], -1)
 
@@ -115,7 +115,7 @@ class LastRows(StatelessOnTruncate):
 
     def note(self, call: LayerCall) -> None:
         rows = call.rows
-        if rows.runs is not None:  # a host that knows where sequences end copies only their last rows
+        if rows.runs is not None:  # sequence ends are on the host: only the last rows are copied
             index, start = list[Tensor](), 0
             for run in rows.runs:
                 index.append(torch.arange(start + max(0, run.rows - self.size), start + run.rows))
@@ -174,7 +174,7 @@ class Eviction(PromptObserver, ABC):
         self, state: LastRows, view: KVView, slots: Sequence[int], lengths: Sequence[int], first: int,
         windows: Sequence[int] | None = None,
     ) -> dict[int, Tensor]:  # fmt: skip
-        """slot -> what its sequence keeps in one layer; sequences that keep all are left out.
+        """slot -> the entries its sequence keeps in one layer; sequences that keep all are left out.
 
         view: all sequences of the cache, by slot. lengths: slots in use of each of `slots`. windows: rows at the end of
         each prompt, at most `window`; None for `window` of all.

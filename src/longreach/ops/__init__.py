@@ -1,4 +1,4 @@
-"""Pure functions over tensors. README.md beside this file fixes letters, layouts and tolerances."""
+"""Pure functions over tensors. README.md in this folder fixes letters, layouts and tolerances."""
 
 from longreach.ops.attend import (
     attend,

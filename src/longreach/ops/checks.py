@@ -1,4 +1,4 @@
-"""What several ops check of their arguments together, beyond what each type checks of itself."""
+"""Checks of several arguments together, shared by ops; each type checks itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a layer calls an op by: which arguments it fills in, who computes, and which bytes the op reads."""
+"""How a layer calls an op: the arguments it fills in, the implementation, and the bytes that the op reads."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Read(NamedTuple):
     """One pass over memory.
 
     selection: the slots read, None for memory that no selection names. key_bytes, value_bytes, metadata_bytes: bytes
-    read of each slot in each KV head. counted: int [R, G], the slots that each KV head streams, where a kernel has
-    counted them; it must equal what the selection says. other: further bytes of metadata, of each row [R] or of all
+    read of each slot in each KV head. counted: int [R, G], the slots that each KV head streams, if a kernel has
+    counted them; it must equal the selection's own count. other: further bytes of metadata, of each row [R] or of all
     rows together (int).
     """
 
@@ -59,7 +59,7 @@ class Read(NamedTuple):
 
 
 def nothing(rows: Rows, kv: KVView, result: Any, *args: Any, **given: Any) -> tuple[Read, ...]:
-    """The reads of an op that consumes only what other ops of the call have just made."""
+    """The reads of an op that consumes only outputs of other ops in the same call."""
     return ()
 
 

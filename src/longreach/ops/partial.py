@@ -13,7 +13,7 @@ from longreach.ops.types import Partial, describe, require
 
 
 def merge(first: Partial, *others: Partial) -> Partial:
-    """The result over the union of disjoint key sets. Partials: out [R, H, D], lse [R, H], alike in shape.
+    """The result over the union of disjoint key sets. Partials: out [R, H, D], lse [R, H], all of one shape.
 
     lse = log sum_i exp(lse_i); out = sum_i exp(lse_i - lse) out_i. Associative and commutative up to
     rounding; an empty Partial changes nothing. Raises InvalidInput where shapes or dtypes differ.
@@ -71,4 +71,4 @@ def _alike(a: Partial, b: Partial) -> None:
     for x in (a, b):
         require(isinstance(x, Partial), f"expected a Partial, got {describe(x)}")
     same = a.out.shape == b.out.shape and a.out.dtype == b.out.dtype and a.out.device == b.out.device
-    require(same, f"partials must be alike: {describe(a.out)} and {describe(b.out)}")
+    require(same, f"partials: expected equal shape, dtype and device, got {describe(a.out)} and {describe(b.out)}")

@@ -1,4 +1,4 @@
-"""What the reference implementations share: rows walked one sequence at a time, bounded in memory."""
+"""Shared by the reference implementations: a walk over rows, one sequence at a time, in bounded memory."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def steps(rows: Rows, kv: KVView) -> list[Tensor]:
 
 
 def reach(rows: Rows, kv: KVView) -> int:
-    """Slots [0, reach) hold all that these rows (of one sequence) can see."""
+    """Slots [0, reach) hold all keys visible to these rows (of one sequence)."""
     filled = int(kv.seq_lens[rows.seq[0]])
     return filled if kv.slot_pos is not None else max(0, min(filled, int(rows.pos.max()) + 1))
 
 
 def past_reach(rows: Rows, kv: KVView) -> Tensor:
-    """bool [R, 1, N]: slots past those a row can see, whatever their positions."""
+    """bool [R, 1, N]: slots past those visible to a row, whatever their positions."""
     limit = kv.seq_lens[rows.seq.long()].long()
     if kv.slot_pos is None:
         limit = torch.minimum(limit, rows.pos.long() + 1)

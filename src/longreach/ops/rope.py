@@ -29,7 +29,7 @@ class RotaryAngles(NamedTuple):
         return unrotate(x, self.cos[:, None], self.sin[:, None], layout=self.layout)
 
     def take(self, index: Tensor) -> RotaryAngles:
-        """That of the rows at `index` [r]."""
+        """The angles of the rows at `index` [r]."""
         return RotaryAngles(self.cos[index], self.sin[index], self.layout)
 
 
@@ -87,7 +87,7 @@ def _pairs(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> int:
         ok = isinstance(t, Tensor) and t.is_floating_point() and t.dim() >= 1
         require(ok, f"{name}: expected a float tensor, got {describe(t)}")
     pairs = cos.shape[-1]
-    require(cos.shape == sin.shape, f"cos, sin: expected alike, got {describe(cos)} and {describe(sin)}")
+    require(cos.shape == sin.shape, f"cos, sin: expected equal shapes, got {describe(cos)} and {describe(sin)}")
     on = cos.device == sin.device == x.device
     require(on, f"cos, sin: expected on {x.device} like x, got {describe(cos)} and {describe(sin)}")
     fits = 2 * pairs <= x.shape[-1]

@@ -1,7 +1,7 @@
 """Selection: which keys each row attends to, as spans or as lists.
 
-A selection names cache *slots*. Whatever it says, a row sees only filled slots whose position does not
-exceed its own. `mask` is the definition; every implementation of attend must agree with it.
+A selection names cache *slots*. Of these, only filled slots at positions up to a row's own are visible to it. `mask` is
+the definition; every implementation of attend must agree with it.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ def relative(offset: int | Tensor) -> Bound:
 
 
 class Span(NamedTuple):
-    """[start, stop), 0-based and half-open; empty where stop <= start, cut to what the row can see."""
+    """[start, stop), 0-based and half-open; empty if stop <= start, cut to the slots visible to the row."""
 
     start: Bound
     stop: Bound
 
 
 class Selection(ABC):
-    """What rows attend to. `per` says whether its head axis counts KV heads or query heads; 1 serves all."""
+    """What rows attend to. `per`: whether its head axis counts KV heads or query heads; length 1 serves all."""
 
     per: Per
 
@@ -117,7 +117,7 @@ def check_heads(size: int, per: Per, rows: Rows, kv: KVView, what: str) -> None:
 
 
 def slot_positions(rows: Rows, kv: KVView, stop: int, per: Per) -> Tensor:
-    """Position of each slot below `stop`, as the row's heads see it: int64, broadcasts to [R, heads, stop]."""
+    """Position of each slot below `stop`, for each of the row's heads: int64, broadcasts to [R, heads, stop]."""
     slots = torch.arange(stop, device=rows.pos.device)
     if kv.slot_pos is None:
         return slots[None, None]
@@ -136,7 +136,7 @@ def beyond(bound: Bound, rows: Rows, kv: KVView, stop: int, per: Per) -> Tensor:
 
 
 def visible(rows: Rows, kv: KVView, stop: int, per: Per) -> Tensor:
-    """bool, broadcasts to [R, heads, stop]: filled slots whose position does not exceed the row's."""
+    """bool, broadcasts to [R, heads, stop]: filled slots at positions up to the row's."""
     filled = torch.arange(stop, device=rows.pos.device) < kv.seq_lens[rows.seq.long()][:, None]
     return filled[:, None] & (slot_positions(rows, kv, stop, per) <= rows.pos[:, None, None])
 
@@ -150,12 +150,12 @@ class Spans(Selection):
 
     @classmethod
     def dense(cls) -> Spans:
-        """Everything a row can see: [0, pos + 1)."""
+        """Everything visible to a row: [0, pos + 1)."""
         return cls((Span(absolute(0), relative(1)),))
 
     @property
     def is_dense(self) -> bool:
-        """Whether this is what `dense` makes."""
+        """Whether this equals `dense()`."""
         fixed = all(isinstance(bound.value, int) for span in self.spans for bound in span)
         return fixed and self.spans == (Span(absolute(0), relative(1)),)
 
@@ -211,15 +211,15 @@ class Lists(Selection):
     """A list of keys, or of blocks of `block` consecutive keys, per row and head; entries are distinct.
 
     index: int [L, heads, C]; count: int [L, heads], entries in use. A count above the capacity C is an
-    overflow: the row then reads its dense span whatever the entries say, and `overflowed` shows it, so nothing
+    overflow: the row then reads its dense span instead of the entries, and `overflowed` shows it, so nothing
     is cut silently. Entries past the count may be anything.
     log_weight: float [L, heads, C] or None, added to the logit of every key of the entry.
     row_to_list: int [R], the list each row uses (tiles share one); None means row r uses list r.
     head_map: int [G] (per="kv") or [H], the entry of the head axis that each head uses: lists made in one layer serve
         another through its head map, many to one, and are not copied. None: head h uses entry h, or the only one.
-    all_visible: each row of a list can see every key that its entries in use name, but for the end of the row's newest
+    all_visible: every key that a list's entries in use name is visible to its rows, except the end of a row's newest
         block, which must be among them if blocks have more than one key. It must be true. The keys read are then
-        counted without a look at the entries, of which there may be many.
+        counted without reading the entries.
     """
 
     index: Tensor
@@ -233,7 +233,7 @@ class Lists(Selection):
 
     @property
     def overflowed(self) -> Tensor:
-        """bool [L, heads]: lists whose count exceeds the capacity."""
+        """bool [L, heads]: lists with a count above the capacity."""
         return self.count > self.index.shape[2]
 
     def check(self, rows: Rows, kv: KVView) -> None:
@@ -264,7 +264,7 @@ class Lists(Selection):
         return x if self.head_map is None else x[:, self.head_map.long()]
 
     def _entries(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Of each row: its entries and which of them are in use [R, heads, C], and whether it overflowed [R, heads]."""
+        """Each row's entries, whether they are in use [R, heads, C], and whether the row overflowed [R, heads]."""
         index, count = self._per_row(self.index).long(), self._per_row(self.count)
         over = count > index.shape[2]
         used = (torch.arange(index.shape[2], device=index.device) < count[..., None]) & ~over[..., None]
@@ -424,7 +424,7 @@ class PackedLists(Selection):
 
 
 def slots_seen(rows: Rows, kv: KVView) -> Tensor:
-    """int64 [R]: slots each row can see, where slots are positions."""
+    """int64 [R]: slots visible to each row, if slots are positions."""
     return torch.minimum(rows.pos.long() + 1, kv.seq_lens[rows.seq.long()].long()).clamp(min=0)
 
 

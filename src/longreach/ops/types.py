@@ -41,10 +41,10 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 
 
 class RowRange(NamedTuple):
-    """What the host knows of consecutive rows: `rows` of sequence `seq`, at positions first, first + 1, ...
+    """Consecutive rows, described on the host: `rows` of sequence `seq`, at positions first, first + 1, ...
 
-    first is given only where slots [0, first + rows) of the sequence are filled. None: only the device knows where they
-    are; their positions ascend, and may leave some out.
+    first is given only if slots [0, first + rows) of the sequence are filled. None: positions are on the device only;
+    they ascend, with gaps perhaps.
     """
 
     rows: int
@@ -58,8 +58,8 @@ class Rows:
 
     q: [R, H, D] float; seq: [R] int, the sequence each row belongs to, in [0, B);
     pos: [R] int, its absolute position. Causal limits and windows come from `pos`, never from row order.
-    runs: the same rows as the host knows them, run by run, or None. It must be true; it helps implementations to
-        choose tiles and kernels, and changes no result.
+    runs: the same rows described on the host, run by run, or None. They must be true; implementations choose tiles and
+        kernels by them. They change no result.
     """
 
     q: Tensor
@@ -249,7 +249,7 @@ class Logits:
         if top is None:
             require(x.dtype in (torch.float32, torch.float64), lambda: f"x: expected fp32 or fp64, got {describe(x)}")
             return
-        require(x.dtype == torch.float16, lambda: f"x: expected fp16 beside top, got {describe(x)}")
+        require(x.dtype == torch.float16, lambda: f"x: expected fp16 when top is given, got {describe(x)}")
         count = isinstance(self.block, int) and self.block >= 1
         require(count, lambda: f"block: expected a count of slots >= 1, got {self.block!r}")
         shape = (*x.shape[:2], -(-x.shape[2] // self.block), x.shape[3])
@@ -257,7 +257,7 @@ class Logits:
         require(ok, lambda: f"top: expected fp32 {list(shape)} on {x.device}, got {describe(top)}")
 
     def take(self, index: Tensor) -> Logits:
-        """Those of the rows at `index` [r]."""
+        """The rows at `index` [r]."""
         return Logits(self.x[index], None if self.top is None else self.top[index], self.block)
 
     def natural(self, stop: int) -> Tensor:

@@ -45,16 +45,18 @@ def _load(path: Path, kind: str, changed: int, size: int) -> Plan:
     try:
         return _read(document, path, kind)
     except InvalidInput as error:
-        raise InvalidInput(f"{path} is no plan that can be used: {error}") from error
+        raise InvalidInput(f"{path} is not a usable plan: {error}") from error
 
 
-ANEW = "take an undamaged copy, or calibrate anew"
+ANEW = "take an undamaged copy, or calibrate again"
 
 
 def _read(document: Any, path: Path, kind: str) -> Plan:
     version = document.get("format") if isinstance(document, dict) else None
     if isinstance(document, dict) and version != FORMAT:
-        raise InvalidInput(f"format: expected {FORMAT}, got {version!r}; calibrate anew with this version of longreach")
+        raise InvalidInput(
+            f"format: expected {FORMAT}, got {version!r}; calibrate again with this version of longreach"
+        )
     names = {
         "format": int,
         "kind": str,
@@ -146,7 +148,7 @@ def _stored(file: dict[str, Any], path: Path) -> dict[str, Tensor]:
     """The tensors of the arrays' file, whose bytes must be those that were written."""
     name = file["name"]
     if Path(name).name != name or not name.endswith(".safetensors"):
-        raise InvalidInput(f"file.name: expected a safetensors file beside the plan, got {name!r}; {ANEW}")
+        raise InvalidInput(f"file.name: expected a safetensors file in the plan's folder, got {name!r}; {ANEW}")
     try:
         content = path.with_name(name).read_bytes()
     except OSError as error:

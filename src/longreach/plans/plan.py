@@ -1,4 +1,4 @@
-"""A plan: what was found out about a model once, by calibration, and what a method needs to know of it."""
+"""A plan: values and arrays that a method needs about a model, found once by calibration."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Plan:
     """kind: the method it is for, one of KINDS. values: JSON values by name; arrays: tensors of DTYPES by name.
 
     What names and values mean is the kind's affair: each method has a typed view that checks them.
-    Raises UnknownName for another kind, InvalidInput for values that JSON cannot say and arrays that are not finite.
+    Raises UnknownName for another kind, InvalidInput for values that JSON cannot hold and arrays that are not finite.
     """
 
     kind: str

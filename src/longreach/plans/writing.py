@@ -1,7 +1,7 @@
-"""Plans on disk: one JSON file, and beside it one safetensors file for arrays that are large. No pickle.
+"""Plans on disk: one JSON file, and one safetensors file in the same folder for large arrays. No pickle.
 
-The safetensors file has the JSON's stem and the beginning of its own sha256 in its name, so that a plan which is
-written anew never shares it with the old one: what a crash leaves is the old plan or the new one, whole.
+The safetensors file has the JSON's stem and the beginning of its own sha256 in its name, so that a
+rewritten plan never shares it with the old one: a crash leaves the old plan or the new one, complete.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def write(
     except OSError as error:
         raise InvalidInput(f"cannot write {path}: {error.strerror}; choose another --output") from error
     if before is not None and (file is None or before.name != file["name"]):
-        with contextlib.suppress(OSError):  # an old plan's arrays that cannot be removed disturb nobody
+        with contextlib.suppress(OSError):  # an old plan's arrays that cannot be removed do no harm
             before.unlink(missing_ok=True)
 
 

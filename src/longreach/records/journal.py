@@ -40,7 +40,7 @@ class Journal:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None and self.path is not None and self.done:
-            error.add_note(f"what was done is in {self.path}: the same command goes on where this one stopped")
+            error.add_note(f"finished parts are in {self.path}: the same command continues from there")
 
     def add(self, key: str, part: Any) -> None:
         """Add a finished part. It is on disk when this returns."""
@@ -61,12 +61,14 @@ class Journal:
             run, *parts = [json.loads(line) for line in lines]
             done = {str(key): part for key, part in parts}
         except (ValueError, TypeError) as error:
-            raise InvalidInput(f"{self.path} is no journal of a run ({error}); remove it to start anew") from error
+            raise InvalidInput(
+                f"{self.path} is not the journal of a run ({error}); remove it to start again"
+            ) from error
         differs = _differing(run, self.run)
         if differs:
             raise InvalidInput(
                 f"{self.path} is of an interrupted run that differs in {', '.join(differs)}; repeat that run to finish "
-                f"it, remove the file to start anew, or choose another --output"
+                f"it, remove the file to start again, or choose another --output"
             )
         self.done = done
 

@@ -17,7 +17,7 @@ class Launch:
     """One Triton kernel with its launch settings, launched `times` times in a call.
 
     file: path below the package; None, as is sha256, for a kernel of another library. constants: constexpr
-    arguments by name; tuples and dtypes as text. options: launch options besides warps and stages.
+    arguments by name; tuples and dtypes as text. options: launch options other than warps and stages.
     """
 
     kernel: str

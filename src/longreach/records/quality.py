@@ -6,19 +6,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from longreach.records.labels import BEHIND, short_label
 from longreach.records.record import files, read
 
 LOST = 0.1  # with all scores below it, a task does not distinguish methods
 WORST = 3  # tasks named in a summary
-SWEEP = 16  # more methods are a sweep of options, too wide for a page: see `longreach report`
+SWEEP = 16  # more methods are a sweep of options, too wide for a page unless they fuse: see `longreach report`
 
 
 def quality(results: Path) -> str:
     """Markdown: for each record of kind "eval" in a folder, scores with 95% intervals by task and method.
 
-    Records with dense attention only and sweeps of options are left out.
+    In records of fused prompts a row is a method, else a task. Records with dense attention only and sweeps of options
+    are left out.
     """
-    return "\n\n".join(_table(path, record) for path, record in _compared(results)) or "No evaluations yet."
+    tables = ((_fused_table if _fused(record) else _table)(path, record) for path, record in _compared(results))
+    return "\n\n".join(tables) or "No evaluations yet."
 
 
 def summary(results: Path) -> str:
@@ -33,12 +36,12 @@ def summary(results: Path) -> str:
 def _compared(results: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
     for path in files(results):
         record = read(path)
-        if record.get("kind") == "eval" and 1 < len(record["methods"]) <= SWEEP:
+        if record.get("kind") == "eval" and (1 < len(record["methods"]) <= SWEEP or _fused(record)):
             yield path, record
 
 
 def _fused(record: dict[str, Any]) -> bool:
-    return any(" fuse=" in label for label in record["methods"])
+    return any("fuse" in method for method in record["methods"].values())
 
 
 def _summary(path: Path, record: dict[str, Any]) -> str:
@@ -88,6 +91,22 @@ def _table(path: Path, record: dict[str, Any]) -> str:
     hidden = f" Beyond the model (below {LOST:.0%} with every method), so without rows: {', '.join(lost)}; the bytes "
     beyond = f"{hidden}are those of all {len(tasks)} tasks." if lost else ""
     source = f"{_where(path, record)}.{beyond}"
+    return "\n".join([*(f"| {' | '.join(row)} |" for row in rows), "", source])
+
+
+def _fused_table(path: Path, record: dict[str, Any]) -> str:
+    labels, tasks, several = list(record["methods"]), record["tasks"], len(record["tasks"]) > 1
+    head = ["method", *(f"`{name}`" for name in tasks), *(["mean"] if several else [])]
+    rows = [head, ["---"] * len(head)]
+    for label, mean in zip(labels, _means(tasks, labels), strict=True):
+        mine = [task["results"][label] for task in tasks.values()]
+        kept = (f", {k['kept']} of {k['right']}" if (k := one["kept"]) and k["right"] else "" for one in mine)
+        scores = (f"{_score(one)}{told}" for one, told in zip(mine, kept, strict=True))
+        rows.append([f"`{short_label(label)}`", *scores, *([mean] if several else [])])
+    source = (
+        f"{_where(path, record)}. Chunks computed {BEHIND[record['config']['chunks']]}. After the interval: how many "
+        f"of the prompts that `dense` answers wholly right stay so."
+    )
     return "\n".join([*(f"| {' | '.join(row)} |" for row in rows), "", source])
 
 

@@ -45,7 +45,7 @@ def faults(measured: dict[str, Any]) -> Iterator[str]:
         yield f"came from a dirty tree at {commit[:12]}; commit, then {AGAIN}"
     for name, measured_hash in hashes.items() if isinstance(hashes, dict) else ((str(hashes), None),):
         if name not in SOURCES:
-            yield f"measured {name}, which this version does not know; {AGAIN}"
+            yield f"measured {name}, which does not exist in this version; {AGAIN}"
         elif measured_hash != source_hash(name):
             yield f"the sources of {name} have changed since; {AGAIN}"
 

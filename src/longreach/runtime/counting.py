@@ -42,7 +42,7 @@ class _Place(NamedTuple):
 
     @property
     def seen(self) -> Tensor:
-        """int64 [R]: the slots that each row sees."""
+        """int64 [R]: the slots visible to each row."""
         return torch.minimum(self.pos.long() + 1, self.lengths[self.seq.long()].long()).clamp(min=0)
 
 
@@ -136,7 +136,7 @@ class Counting:
     def _listed(self, rows: Rows, kv: KVView, where: _Place, lists: ListsInUse, factors: dict[int, int]) -> list[Term]:
         if lists.all_visible:
             slots, used, over = self._defer(lists, where)
-        else:  # a row may not see all slots that its list names, so each entry is read now
+        else:  # some listed slots may be invisible to a row, so each entry is read now
             slots, used, over = ((kind, len(self._counts)) for kind in ("listed", "entries", "over"))
             self._counts[slots] = self._total(lists.keys_read(rows, kv), where)
             self._counts[used] = self._total(entries_used(lists, kv), where)

@@ -1,4 +1,4 @@
-"""One forward pass: in each layer methods attend for its rows, observers see them, and reads are counted."""
+"""One forward pass: in each layer methods attend for its rows, observers get them, and reads are counted."""
 
 from __future__ import annotations
 

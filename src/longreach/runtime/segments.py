@@ -32,7 +32,7 @@ class Segment:
 
 
 def check_segments(segments: Sequence[Segment], rows: Rows, sequences: int) -> None:
-    """Raise InvalidInput unless the segments are all rows of a pass over so many sequences, each row once.
+    """Raise InvalidInput unless the segments hold all rows of a pass over `sequences` sequences, each row once.
 
     Facts of the host are checked on every device: the number of rows, the sequences of the runs, and, where the pass
     has runs too, the rows of each sequence. That every row is in exactly one segment is checked on a CPU only:

@@ -1,4 +1,4 @@
-"""What a stored chunk is and how it is named: by its content's causes, so that equal names mean equal chunks."""
+"""Stored chunks and their names: a name hashes all inputs of the content, so equal names mean equal chunks."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def unreadable(x: Tensor) -> str | None:
 
 @dataclass(frozen=True)
 class ChunkKey:
-    """Which chunk: the model's fingerprint, the dtype's name ("bfloat16"), digests of the prefix and of its tokens."""
+    """Identifies a chunk: model fingerprint, name of the dtype ("bfloat16"), digests of prefix and tokens."""
 
     model: str
     dtype: str

@@ -39,7 +39,7 @@ FIRST = 8 + len(_START)  # bytes that tell whose a file is
 
 
 class Broken(Exception):
-    """What makes bytes no chunk, or not this one. Never leaves the store: it turns into a miss. kind: a short name."""
+    """The bytes are not a chunk, or not this one. Never leaves the store: it becomes a miss. kind: a short name."""
 
     def __init__(self, kind: str, why: str):
         super().__init__(why)
@@ -60,7 +60,7 @@ class Spec(NamedTuple):
 
 @dataclass(frozen=True)
 class Head:
-    """What a chunk's header says. sums: checksums of each tensor, in the order of specs, which is that of the file."""
+    """A chunk's header. sums: checksums of each tensor, in the order of specs, which is that of the file."""
 
     key: ChunkKey
     specs: tuple[Spec, ...]
@@ -152,7 +152,7 @@ def is_ours(first: bytes) -> bool:
 
 
 def header_length(first: bytes, size: int) -> int:
-    """Of length field and header, from a file's first 8 bytes and its size."""
+    """Length of length field and header, from a file's first 8 bytes and its size."""
     length = int.from_bytes(first[:8], "little") if len(first) >= 8 else 0
     if not len(_START) + _DIGITS <= length <= min(MOST_HEADER, size - 8) or length % 8:
         raise Broken("foreign or truncated", f"no header of a chunk in its {size} bytes")
@@ -160,7 +160,7 @@ def header_length(first: bytes, size: int) -> int:
 
 
 def parse(head: bytes, size: int) -> Head:
-    """What a whole header says. Raises Broken unless it is one that we would write for a file of this size."""
+    """A complete header, parsed. Raises Broken unless it is one that we would write for a file of this size."""
     at = 8 + len(_START)
     if head[8:at] != _START:
         raise Broken("foreign", "its header is not that of a chunk")
@@ -245,7 +245,7 @@ def require(head: Head, key: ChunkKey) -> None:
 
 
 def _sum(spec: Spec, buffer: memoryview) -> str:
-    """Of a tensor's name, dtype and shape, and of its bytes."""
+    """Checksum of a tensor's name, dtype and shape, and of its bytes."""
     running = xxhash.xxh3_128(f"{spec.name} {spec.dtype} {list(spec.shape)}".encode())
     running.update(buffer)
     return running.hexdigest()

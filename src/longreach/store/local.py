@@ -43,14 +43,14 @@ _BROKEN = re.compile(r"[0-9]{20}-[0-9a-f]{64}\.safetensors")
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A file's bytes, uint8 [size]; identity tells it from any other file of its name (None: it may be any)."""
+    """A file's bytes, uint8 [size]; identity: distinct from that of other files of its name, or None."""
 
     memory: Tensor
     identity: tuple[int, ...] | None
 
 
 class LocalFolder:
-    """Reading, writing, counting and clearing of a folder. Raises OSError for what the system refuses."""
+    """Reading, writing, counting and clearing of a folder. Raises the system's OSErrors."""
 
     promises = ("memory mapping", "fsync and rename", "a size cap with LRU", "several processes", "atomic puts")
 
@@ -77,7 +77,7 @@ class LocalFolder:
             writing.sync_folder(folder.parent)
 
     def _others(self) -> list[str]:
-        """What is in the folder that no store makes, in writing/ too."""
+        """Foreign entries of the folder, in writing/ too."""
         folders, found = (self.writing.name, self.aside.name), list[str]()
         for entry in os.scandir(self.path):
             if entry.name in folders and entry.is_dir(follow_symlinks=False):
@@ -87,7 +87,7 @@ class LocalFolder:
         return found + [f"{self.writing.name}/{e.name}" for e in self._begun() if not writing.is_unfinished(e.name)]
 
     def _begun(self) -> list[os.DirEntry[str]]:
-        """What is in writing/; nothing where that is a link, for what it leads to is not the store's."""
+        """The entries of writing/; none if that is a link, as its target is not the store's."""
         return list(os.scandir(self.writing)) if self.writing.is_dir() and not self.writing.is_symlink() else []
 
     def file(self, name: str) -> Path:
@@ -97,7 +97,7 @@ class LocalFolder:
         return os.path.lexists(self.file(name))
 
     def read(self, name: str) -> StoredFile | None:
-        """Map a file, which is a use of it; None where there is none. What the caller writes to the pages stays his."""
+        """Map a file, which is a use of it; None if there is none. Writes to the pages stay private."""
         with self._opened(name) as fd:
             if fd is None:
                 return None
@@ -106,7 +106,7 @@ class LocalFolder:
             return found
 
     def load(self, name: str) -> StoredFile | None:
-        """Like read, into memory of its own: what becomes of the file later does not matter.
+        """Like read, but into memory: later changes to the file do not affect it.
 
         Raises OSError where the disk fails.
         """
@@ -127,7 +127,7 @@ class LocalFolder:
 
     @contextlib.contextmanager
     def _opened(self, name: str, flags: int = 0) -> Iterator[int | None]:
-        """A descriptor: all that is done to a file is done to the same one, whatever happens to its name meanwhile.
+        """A descriptor, so that all operations are on the same file, even if its name changes meanwhile.
 
         Raises Broken where nothing can be opened there.
         """
@@ -151,7 +151,7 @@ class LocalFolder:
             os.close(fd)
 
     def _use(self, fd: int) -> None:
-        """Where the time may not be kept, the report counts it."""
+        """If the time cannot be set, the report counts it."""
         try:
             os.utime(fd, ns=(time.time_ns(), os.fstat(fd).st_mtime_ns))
         except OSError:
@@ -162,9 +162,9 @@ class LocalFolder:
     ) -> bool:
         """Put a file in its place, whole; False where one is there, other than `replaced`. Raises StoreFull.
 
-        No chunk gives way to one that is refused, unless the disk refuses room that it said it had. Broken ones that
-        were set aside all go before a full disk is told of. Under max_bytes the file that is replaced gives way before
-        other chunks.
+        No chunk gives way to one that is refused, unless the disk refuses room that it reported as free. All
+        broken ones that were set aside go before a full disk is reported. Under max_bytes the file that is replaced
+        gives way before other chunks.
         """
         try:
             return self._write(name, header, buffers, replaced)
@@ -203,14 +203,14 @@ class LocalFolder:
         return new
 
     def _is(self, name: str, file: StoredFile) -> bool:
-        """Whether this very file is in its place; of a link, what it leads to."""
+        """Whether this very file is in its place; for a link, its target."""
         try:
             return _identity(self.file(name).stat()) == file.identity
         except FileNotFoundError:
             return False
 
     def sync(self) -> None:
-        """What is in its place stays there when the power goes, whoever put it."""
+        """Make the folder's entries durable (power loss), whichever process put them."""
         writing.sync_folder(self.path)
 
     def entries(self) -> list[Entry]:
@@ -229,7 +229,7 @@ class LocalFolder:
         return [name for name, folder in found if folder == is_chunk(name)]
 
     def left_alone(self) -> list[Ignored]:
-        """Foreign folders, and what is in writing/ without a living writer that could be told."""
+        """Foreign folders, and files in writing/ without a known living writer."""
         ours, found = (self.writing.name, self.aside.name), list[Ignored]()
         for entry in os.scandir(self.path):
             if entry.is_dir(follow_symlinks=False) and not is_chunk(entry.name) and entry.name not in ours:
@@ -274,7 +274,7 @@ class LocalFolder:
         """Remove leftovers, and the longest unused chunks down to a size; yields those chunks.
 
         broken: also all broken ones that were set aside. left: what may not be removed is added to it. Raises
-        PermissionError where max_bytes asks for some to go and none may.
+        PermissionError if max_bytes requires a removal and none is permitted.
         """
         with held(self.lock):
             self._collect()
@@ -304,7 +304,7 @@ class LocalFolder:
                 f"writing; raise it"
             )
         going = self._giving_way(self.max_bytes - begun - size, replaced)
-        disk = os.statvfs(self.writing)  # no room even after them? of no blocks: a filesystem that does not say
+        disk = os.statvfs(self.writing)  # no room even after them? of no blocks: a filesystem that does not report it
         if going and disk.f_blocks and size > disk.f_bavail * disk.f_frsize + sum(e.bytes for _, e in going):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         left = list[Ignored]()
@@ -314,12 +314,12 @@ class LocalFolder:
             raise PermissionError(errno.EACCES, f"{left[0].file} {left[0].why}")
 
     def _all(self, first: str | None = None) -> list[tuple[Path, Entry]]:
-        """Broken chunks, then `first`, then the longest unused: the order in which they give way."""
+        """Files in the order of removal: broken chunks, then `first`, then the longest unused."""
         entries = sorted(self.entries(), key=lambda e: e.name != first)
         return [*self._broken(), *((self.file(e.name), e) for e in entries)]
 
     def _giving_way(self, limit: int, first: str | None) -> list[tuple[Path, Entry]]:
-        """What must go so that all the rest is at most `limit` bytes."""
+        """The files to remove so that the rest is at most `limit` bytes."""
         files = self._all(first)
         total, count = sum(e.bytes for _, e in files), 0
         while total > limit and count < len(files):
@@ -328,7 +328,7 @@ class LocalFolder:
         return files[:count]
 
     def _evict(self, limit: int, left: list[Ignored], first: str | None = None) -> Iterator[Entry]:
-        """Remove what must give way to `limit`; yields chunks that were whole as far as anyone knows.
+        """Remove what must give way to `limit`; yields chunks that were not known to be broken.
 
         What may not be removed is passed over and added to `left`, and the next ones go in its stead.
         """
@@ -368,7 +368,7 @@ class LocalFolder:
         return sorted(found)
 
     def _remove(self, broken: Sequence[tuple[Path, Entry]], left: list[Ignored]) -> int:
-        """How many there were to remove, and could be."""
+        """Number of files removed."""
         removed = [entry for path, entry in broken if self._unlinked(path, left)]
         for entry in removed:
             self.counts.gone(entry.bytes)
@@ -383,10 +383,10 @@ class LocalFolder:
             return False
 
     def _collect(self) -> None:
-        """Remove what dead processes left. What may not be opened or removed stays: it must not stop all writing."""
+        """Remove files of dead processes. Files without permission stay: they must not stop all writing."""
         self.writing.mkdir(exist_ok=True)
         for entry in filter(lambda e: writing.is_unfinished(e.name), self._begun()):
-            with contextlib.suppress(OSError):  # left_alone tells of it
+            with contextlib.suppress(OSError):  # left_alone reports it
                 if abandoned(Path(entry.path)) and _unlink(Path(entry.path)):
                     self.counts.add("leftovers_removed")
 
@@ -411,7 +411,7 @@ def _found(fd: int, memory_of: Callable[[int, int], Tensor]) -> StoredFile:
 
 
 def _map(fd: int, size: int) -> Tensor:
-    """Private pages of the file; torch opens it anew, by descriptor, and keeps nothing open."""
+    """Private pages of the file; torch opens it again, by descriptor, and keeps nothing open."""
     try:
         storage: Any = torch.UntypedStorage.from_file(f"/dev/fd/{fd}", False, size)
     except RuntimeError as error:
@@ -441,12 +441,12 @@ def is_chunk(file: str) -> bool:
 
 
 def is_broken(file: str) -> bool:
-    """Whether a file in set-aside/ was a chunk of ours, as name_aside told."""
+    """Whether a file in set-aside/ was a chunk of ours, by the name that name_aside gave it."""
     return _BROKEN.fullmatch(file) is not None
 
 
 def name_aside(file: str, ours: bool) -> str:
-    """What a file is called in set-aside/. ours: whether it looks like our making, by its first bytes."""
+    """A file's name in set-aside/. ours: whether its first bytes look like a chunk's."""
     return f"{time.time_ns():020d}-{'' if ours and is_chunk(file) else 'foreign-'}{file}"
 
 

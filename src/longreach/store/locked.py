@@ -1,4 +1,4 @@
-"""Locks that die with their process (flock), however it dies and whatever namespace its number belongs to.
+"""Locks that end with their process (flock), however it ends and in any PID namespace.
 
 A lock of flock belongs to what was opened, which a forked child shares: by itself the child would hold the lock for as
 long as it lives, whatever becomes of its parent. So a lock is given back by name, not by closing alone, and a child
@@ -27,7 +27,7 @@ _lockable: set[int] = set()  # descriptors of this process on which a lock is or
 
 
 class LockGone(OSError):
-    """The file whose lock is wanted is not there any more."""
+    """The file to lock no longer exists."""
 
     def __init__(self, path: Path):
         super().__init__(errno.ENOENT, f"its lock file {path} is gone (deleted, or moved with the folder)")
@@ -48,7 +48,7 @@ def opened(path: Path, flags: int) -> int:
 
 
 def let_go(fd: int) -> None:
-    """Unlock and close what `opened` gave; nothing in a child that was forked meanwhile, which has closed it."""
+    """Unlock and close the descriptor of `opened`. No effect in a child forked meanwhile, which has closed it."""
     with unforked:
         if fd in _lockable:
             _lockable.remove(fd)
@@ -97,7 +97,7 @@ def claim(fd: int) -> None:
 
 
 def abandoned(path: Path) -> bool:
-    """Whether nobody holds a file that was claimed once. Raises OSError where that cannot be told."""
+    """Whether no process holds a file that was claimed once. Raises OSError if that cannot be found out."""
     try:
         fd = opened(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
     except FileNotFoundError:

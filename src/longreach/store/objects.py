@@ -19,8 +19,8 @@ from longreach.store.results import Counts, Entry, Ignored
 class Objects:
     """Chunks as objects NAME.safetensors below a root; set-aside/ holds what was found broken or foreign.
 
-    What makes the root a store is an object beside them, put before the first chunk: a root that holds anything else
-    and not that is refused. There are no locks, so nothing here counts, evicts or keeps the time of a use.
+    A marker object, put before the first chunk, makes the root a store: a root with other objects and no marker is
+    refused. There are no locks, so nothing here counts, evicts or keeps the time of a use.
     """
 
     promises = ("atomic puts",)
@@ -50,7 +50,7 @@ class Objects:
         return self._is_object(self._path(name))
 
     def read(self, name: str) -> StoredFile | None:
-        """The whole object, in memory of its own; None where there is none."""
+        """The whole object, in memory; None if there is none."""
         with self._told():
             try:
                 data = bytearray(self.fs.cat_file(self._path(name)))
@@ -82,7 +82,7 @@ class Objects:
         return True
 
     def _mark(self) -> None:
-        """Make the root a store, where it is none yet and may become one."""
+        """Make the root a store, if it is not one yet and may become one."""
         if self._is_object(self.marker):
             return
         self._require_no_others()
@@ -91,13 +91,13 @@ class Objects:
             self.fs.pipe_file(self.marker, b"a chunk store of longreach\n")
 
     def _require_no_others(self) -> None:
-        """Raise StoreError where the root holds what no store makes."""
+        """Raise StoreError if the root holds foreign objects."""
         names = [*self._files(self.root), *self._files(self.root, "directory")]
         if strange := [n for n in names if not is_chunk(n) and n not in (MARKER, "set-aside")]:
             raise conflict_message(self.location, strange[0])
 
     def sync(self) -> None:
-        """What was put is kept by the service."""
+        """No effect: the service keeps its objects."""
 
     def entries(self) -> list[Entry]:
         found = self._files(self.root)
@@ -149,7 +149,7 @@ class Objects:
         return True
 
     def clear(self, max_bytes: int | None, broken: bool, left: list[Ignored]) -> Generator[Entry, None, None]:
-        """Only what was set aside has a cap here. left: what may not be removed is added to it."""
+        """Only objects set aside have a cap here. left: objects that may not be removed are added to it."""
         if max_bytes is not None:
             raise Unsupported(no_cap(self.location))
         self._cap_set_aside(-1 if broken else SET_ASIDE_BYTES, left)

@@ -1,4 +1,4 @@
-"""What a location names: a folder, or objects behind a URL. What a store cannot stand on is refused by name."""
+"""Locations: a folder, or objects behind a URL. Unsuitable places are refused by name."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def text_of(location: Any) -> str:
 
 
 def _in_bytes(text: str) -> bool:
-    """Whether the system can be asked for a file of that name; bytes that are no UTF-8 come as surrogates, and can."""
+    """Whether the system accepts it as a file name; bytes that are not UTF-8 come as surrogates, and are accepted."""
     try:
         os.fsencode(text)
     except UnicodeEncodeError:
@@ -38,7 +38,7 @@ def _in_bytes(text: str) -> bool:
 
 
 def home(folder: str) -> Path:
-    """A folder's path, ~ being a user's home. Raises InvalidInput where there is no such user."""
+    """A folder's path, ~ being a user's home. Raises InvalidInput if there is no such user."""
     try:
         return Path(folder).expanduser()
     except RuntimeError as error:
@@ -46,7 +46,7 @@ def home(folder: str) -> Path:
 
 
 def folder_of(location: str, storage_options: dict[str, Any] | None) -> str | None:
-    """The folder that a location names, None where it is a URL to be `opened`. Raises InvalidInput, Unsupported."""
+    """The folder that a location names, None for a URL to be `opened`. Raises InvalidInput, Unsupported."""
     front = _FRONT.match(location)
     protocol, url = (front[1], bool(front[2])) if front else ("", False)
     known = protocol in _known()
@@ -81,7 +81,7 @@ def folder_of(location: str, storage_options: dict[str, Any] | None) -> str | No
 
 def opened(location: str, storage_options: dict[str, Any] | None, **more: Any) -> tuple[Any, str]:
     """(fsspec filesystem, path in it) of a URL. Raises StoreError where fsspec, or the service's library, cannot open
-    it; InvalidInput where the library would look elsewhere than the URL says."""
+    it; InvalidInput if the library would use another place than the URL names."""
     from fsspec.core import url_to_fs
 
     try:
@@ -99,19 +99,19 @@ def opened(location: str, storage_options: dict[str, Any] | None, **more: Any) -
 
 
 def absent_message(location: object) -> StoreError:
-    """Where a store was to be opened and none is to be made."""
+    """Message for create=False without a store."""
     return StoreError(f"there is no chunk store at {location}; `longreach store add` makes one")
 
 
 def conflict_message(location: object, strange: str) -> StoreError:
-    """Where there is something else: other people's files are neither chunks nor to be set aside."""
+    """Message for a place with other files: they are neither chunks nor to be set aside."""
     return StoreError(
         f"{location} is no chunk store, it holds {strange}; name an empty folder, or an empty place behind a URL"
     )
 
 
 def _known() -> set[str]:
-    """Protocols that fsspec knows."""
+    """Protocols that fsspec supports."""
     from fsspec.registry import known_implementations, registry
 
     return {*known_implementations, *registry}

@@ -18,7 +18,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PooledChunk(Chunk):
-    """A chunk whose keys and values lie in one piece of memory [elements], layer by layer, keys before values.
+    """A chunk with keys and values in one piece of memory [elements], layer by layer, keys before values.
 
     starts: where each layer starts in it, and where the last one ends.
     """
@@ -28,7 +28,7 @@ class PooledChunk(Chunk):
 
 
 class ChunkPool:
-    """Chunks in page-locked host memory, which copies to a GPU need to run beside its kernels (A3, section 4).
+    """Chunks in page-locked host memory, which copies to a GPU need to overlap with its kernels (A3, section 4).
 
     max_bytes: of the chunks held. One that is in use stays valid when it leaves the pool. pinned: whether memory is
     page-locked; by default where there is a CUDA device. Page-locked memory is given out in powers of two: a chunk
@@ -61,7 +61,7 @@ class ChunkPool:
             return chunk
 
     def add(self, chunk: Chunk) -> Chunk:
-        """The chunk in the pool's memory, in the place of one of its key; itself where it is larger than the pool."""
+        """The chunk in the pool's memory, replacing one of its key; the given chunk if it is larger than the pool."""
         size = self._size(chunk)
         if size > self.max_bytes:
             return chunk

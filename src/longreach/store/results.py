@@ -1,4 +1,4 @@
-"""What a store tells of itself."""
+"""Results and reports of a store."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Entry(NamedTuple):
 
 
 class ChunkInfo(NamedTuple):
-    """What a chunk's header says: its key, how many tokens it and its prefix have, how many layers, and whether it
+    """From a chunk's header: its key, how many tokens it and its prefix have, how many layers, and whether it
     holds the tokens' dependence."""
 
     key: ChunkKey
@@ -31,7 +31,7 @@ class ChunkInfo(NamedTuple):
 
 
 class SetAside(NamedTuple):
-    """A file that was found to be no chunk, or not the one of its name: what kind of fault, why, what became of it.
+    """A file that is not a chunk, or not the one of its name: kind of fault, reason, and outcome.
 
     kind: "unreadable" where the disk or its rights refuse it. moved: whether it is in set-aside/ now. became: "set
     aside", "gone meanwhile" or "left in place (REASON)".
@@ -45,14 +45,14 @@ class SetAside(NamedTuple):
 
 
 class Lookup(NamedTuple):
-    """What was found under a key: the chunk, None where there is none; and the broken file that stood in its place."""
+    """Result of a look-up: the chunk, None if there is none; and the broken file in its place, if any."""
 
     chunk: Chunk | None
     broken: SetAside | None
 
 
 class Ignored(NamedTuple):
-    """What is in a store's folder and is neither a chunk nor what the store would set aside or remove; and why."""
+    """An entry of a store's folder that is neither a chunk nor to be set aside or removed; and why."""
 
     file: str
     why: str
@@ -60,7 +60,7 @@ class Ignored(NamedTuple):
 
 @dataclass(frozen=True)
 class Verified:
-    """What verify_all found. bytes: of all files read."""
+    """Result of verify_all. bytes: of all files read."""
 
     whole: int
     bytes: int

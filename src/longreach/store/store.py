@@ -51,8 +51,8 @@ class ChunkStore:
     A file that is broken or foreign is warned of, counted in report(), moved to set-aside/ where it may be, and a miss.
     Broken chunks there have a cap of 256 MiB and give way where room is needed; foreign files are never deleted.
     An open store may be used in forked children (those of os.fork and what builds on it): they keep none of its locks,
-    and open URLs anew.
-    Raises StoreError where the place cannot be used (StoreFull where it has no room); work can go on without a store.
+    and open URLs again.
+    Raises StoreError if the place cannot be used (StoreFull if it has no room); work can go on without a store.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class ChunkStore:
 
     @property
     def promises(self) -> tuple[str, ...]:
-        """Which of PROMISES hold where this store is."""
+        """Those of PROMISES that hold for this store's place."""
         return self._files.promises
 
     def require(self, *promises: str) -> None:
@@ -104,16 +104,16 @@ class ChunkStore:
         self._open = False
 
     def __contains__(self, key: ChunkKey) -> bool:
-        """Whether a file of that name is there; only get says whether it is whole."""
+        """Whether a file of that name is there; only get finds out whether it is whole."""
         with self._errors("look into"):
             return self._files.has(key.name)
 
     def get(self, key: ChunkKey) -> Chunk | None:
-        """The chunk, or None where there is none that is whole and right."""
+        """The chunk, or None if there is no whole and correct one."""
         return self._get(key).chunk
 
     def get_or_told(self, key: ChunkKey) -> Lookup:
-        """Like get, with what stood in the chunk's place where that was broken."""
+        """Like get, with the broken file in the chunk's place, if any."""
         return self._get(key)
 
     def load(self, key: ChunkKey) -> Lookup:
@@ -138,12 +138,12 @@ class ChunkStore:
         return Lookup(chunk, told)
 
     def put(self, chunk: Chunk) -> bool:
-        """Store a chunk; it is on disk when this returns. False where it is there already, or came meanwhile.
+        """Store a chunk; it is on disk when this returns. False if it is there already, or came meanwhile.
 
         A chunk with dependence replaces one without, in one step: the one or the other is there, whole. One without
-        replaces none. A file that is there is looked at as get looks at it (checksums as `verify` says), set aside
-        where it is broken, and replaced. Raises StoreError where it is broken and cannot be set aside. Nothing is
-        evicted for a chunk that max_bytes or the folder's rights refuse.
+        replaces none. An existing file is checked as get checks it (checksums according to `verify`). If
+        it is broken, it is set aside and replaced. Raises StoreError where it is broken and cannot be set aside.
+        Nothing is evicted for a chunk that max_bytes or the folder's rights refuse.
         """
         new, replaces = False, chunk.dependence is not None
         with self._errors("write to"):
@@ -166,7 +166,7 @@ class ChunkStore:
             return self._files.entries()
 
     def about(self, name: str) -> ChunkInfo | None:
-        """What the header of an entry's file says; None where it is gone or no chunk (verify_all sets such aside).
+        """From the header of an entry's file; None if it is gone or not a chunk (verify_all sets such aside).
 
         Raises StoreError where the file cannot be read.
         """
@@ -183,8 +183,8 @@ class ChunkStore:
     def verify_all(self, progress: Callable[[int], None] | None = None) -> Verified:
         """Read every chunk and compare all checksums; set aside what is broken, misnamed or foreign. Counts as no use.
 
-        A file that the disk or its rights refuse to show is told among the broken, kind "unreadable", and the rest is
-        read. Foreign folders stay where they are, unread, and are told in left_alone, as is what stands in writing/
+        A file that the disk or its permissions refuse to open is reported among the broken, kind "unreadable", and the
+        rest is read. Foreign folders stay in place, unread, and are reported in left_alone, as are files in writing/
         without a living writer. progress: called with 1 after each file.
         """
         whole, total, broken = 0, 0, list[SetAside]()
@@ -218,12 +218,12 @@ class ChunkStore:
         *,
         set_aside: bool = False,
     ) -> Collected:
-        """Remove what dead processes left, and the longest unused chunks down to max_bytes (None: the store's own).
+        """Remove files of dead processes, and the longest unused chunks down to max_bytes (None: the store's own).
 
-        set_aside: also all broken chunks in set-aside/, which otherwise go first of what max_bytes asks for.
-        left_alone tells of chunks that may not be removed, which are passed over, of what is in writing/ and is not the
-        store's or may not be opened or removed, and of foreign folders. Raises StoreError where max_bytes asks for some
-        to go and none may.
+        set_aside: also all broken chunks in set-aside/, which are otherwise the first to go under max_bytes.
+        left_alone names skipped chunks without permission to remove them, files in writing/ that are not the store's or
+        may not be opened or removed, and foreign folders. Raises StoreError if max_bytes requires a removal and none is
+        permitted.
         progress: called with 1 after each chunk removed.
         """
         _require_bytes(max_bytes, 0)
@@ -242,7 +242,7 @@ class ChunkStore:
         return Collected(chunks, size, leftovers, broken, broken_bytes, tuple(left))
 
     def remove(self, key: ChunkKey) -> bool:
-        """Remove a chunk; False where there is none."""
+        """Remove a chunk; False if there is none."""
         with self._errors("remove from"):
             return self._files.remove(key.name)
 

@@ -17,7 +17,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def no_room(error: OSError) -> bool:
-    """Whether it says that a disk, a quota or a limit is full."""
+    """Whether the error means that a disk, a quota or a limit is full."""
     return error.errno in _NO_ROOM
 
 
@@ -77,7 +77,7 @@ def abort(fd: int, path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """What was renamed into a folder stays there when the power goes."""
+    """Make renames into a folder durable (power loss)."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)

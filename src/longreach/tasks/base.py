@@ -58,7 +58,7 @@ class Task(Protocol):
 
 @runtime_checkable
 class GoesThrough(Protocol):
-    """A task whose samples are a series (of depths, of items): it wants to know which of how many is asked for.
+    """A task whose samples are a series (of depths, of items): it gets the number of the sample and of all samples.
 
     seed: the same for all of a run.
     """
@@ -84,7 +84,7 @@ class Given(Protocol):
 
 @runtime_checkable
 class Grouped(Protocol):
-    """A task whose scores are told apart by facts of its samples: `by` names them ("difficulty", say)."""
+    """A task with scores split by facts of its samples: `by` names them (for example "difficulty")."""
 
     @property
     def by(self) -> tuple[str, ...]: ...

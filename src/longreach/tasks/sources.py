@@ -1,4 +1,4 @@
-"""Where a task's texts come from, so that a record says which file it was."""
+"""Sources of a task's texts, so that a record names the file."""
 
 from __future__ import annotations
 

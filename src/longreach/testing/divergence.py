@@ -24,7 +24,7 @@ def assert_tied(model: Any, ours: Tensor, theirs: Tensor) -> None:
     At the first token in which a row differs, both ways read the same context. There the two choices must be tied
     within the model's rounding: e is the largest error of a logit of the model's own pass over that context against
     fp64 with the same weights. Either way may err twice as much as that pass in either logit, so the exact logits of
-    the two choices may be 4 e + 4 e apart in all, and no other token may be further ahead of them.
+    the two choices may differ by 4 e + 4 e in all, and no other token may be further ahead of them.
     """
     exact_model = None
     for row, other in zip(ours, theirs, strict=True):

@@ -1,6 +1,6 @@
 """What attend and pooled_scores ought to give, in fp64 and plain loops. Shares no code with any implementation.
 
-`seen_keys` spells out which keys a row sees, slot by slot; the rest is the textbook formula over them.
+`seen_keys` lists the keys visible to a row, slot by slot; the rest is the textbook formula over them.
 """
 
 from __future__ import annotations

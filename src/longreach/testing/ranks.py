@@ -1,6 +1,6 @@
 """Run a function on several gloo ranks, each a process of its own on this machine, and get what they return.
 
-Ranks meet in a file, not at a port, so that any number of launches can run beside each other.
+Ranks meet in a file, not at a port, so that any number of launches can run at the same time.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _main(function: str, rank: int, world: int, folder: Path, seconds: float) ->
     arguments = pickle.loads((folder / "arguments").read_bytes())
     result = getattr(import_module(module), name)(rank, world, *arguments)
     (folder / f"result-{rank}").write_bytes(pickle.dumps(result))
-    dist.barrier()  # none leaves while another still wants to hear from it
+    dist.barrier()  # no rank ends while another still needs it
     dist.destroy_process_group()
 
 

@@ -72,7 +72,7 @@ def random_lists(
 ) -> Lists:
     """Distinct entries in no order, every third list empty; shared: one list a sequence, else one a row.
 
-    one: a head axis of 1. mapped: a head axis of so many entries, any of which may serve a head.
+    one: a head axis of 1. mapped: a head axis of this many entries, any of which may serve a head.
     overflow: share of the lists whose count exceeds the capacity; their entries are poison.
     """
     dice = random.Random(seed)

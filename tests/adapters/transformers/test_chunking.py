@@ -128,6 +128,14 @@ def test_where_chunks_end() -> None:
         assert (text[piece.start : piece.stop], piece.end) == (first, end), text
 
 
+def test_chunks_may_end_anywhere() -> None:
+    text = "One two. Three four five.\n\nSix seven eight. Nine."
+    pieces = Splitter(tokenizer("bytes"), 7, anywhere=True).split(text)
+    assert pieces.joined == pieces.tokens and [len(p.tokens) for p in pieces.chunks[:-1]] == [7] * (
+        len(pieces.chunks) - 1
+    )
+
+
 def test_a_space_that_leads_the_next_word_goes_with_it() -> None:
     """GPT-2's tokenizers trim such spaces from the places they report."""
     text = "The hen laid an egg. The fox slept. " * 20

@@ -158,7 +158,7 @@ def test_sessions_models_and_templates_that_do_not_do() -> None:
     other = copy.copy(tokenizer)
     other.chat_template = "{{ messages | length }}"
     with attach(model, fuse="a3") as session:
-        with pytest.raises(InvalidInput, match="documents have no place in it"):
+        with pytest.raises(InvalidInput, match="cannot hold documents"):
             Documents(session, other)
         other.chat_template = "{{ raise_exception('no system role') }}"
         with pytest.raises(ModelFileError, match="no system role"):

@@ -134,14 +134,14 @@ def test_broken_shards(sharded: Path, tmp_path: Path, harm: Callable[[Path], Any
 def test_tensors_that_nobody_uses_are_told(folder: Path) -> None:
     weights = {**load_file(folder / "model.safetensors"), "model.layers.0.extra": torch.zeros(2)}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.warns(UserWarning, match="uses 1 tensors of the checkpoint not at all, such as model.layers.0.extra"):
+    with pytest.warns(UserWarning, match="does not use 1 tensors of the checkpoint, such as model.layers.0.extra"):
         load(folder)
 
 
 def test_devices(monkeypatch: pytest.MonkeyPatch, saved: Path) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert device_of("auto") == device_of("cpu") == torch.device("cpu")
-    with pytest.raises(InvalidInput, match="CUDA was asked for, but torch sees no GPU"):
+    with pytest.raises(InvalidInput, match="CUDA was requested, but torch finds no GPU"):
         load(saved, device="cuda")
     with pytest.raises(InvalidInput, match="'toaster' is no device; use 'cpu', 'cuda' or 'auto'"):
         load(saved, device="toaster")
@@ -150,7 +150,7 @@ def test_devices(monkeypatch: pytest.MonkeyPatch, saved: Path) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert device_of("auto").type == "cuda" and device_of("cuda:0").index == 0
-    with pytest.raises(InvalidInput, match="no 'cuda:1' here, torch sees 1 GPUs"):
+    with pytest.raises(InvalidInput, match="'cuda:1' does not exist; torch finds 1 GPUs"):
         device_of("cuda:1")
 
 

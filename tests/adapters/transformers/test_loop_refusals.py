@@ -109,6 +109,8 @@ def test_an_unknown_option_is_an_error_that_lists_the_known_ones() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there the step is captured")
 def test_fusion_that_nothing_would_use_is_refused_and_what_was_used_is_told() -> None:
-    with pytest.raises(Unsupported, match=r"compile='compile' is for a captured step, and none is.*leave compile out"):
+    with pytest.raises(
+        Unsupported, match=r"compile='compile' needs a captured step, and this one is not.*leave compile out"
+    ):
         generate(model_of("llama"), prompt(), max_new_tokens=2, compile="compile")
     assert generate(model_of("llama"), prompt(), max_new_tokens=2).compile == "none"

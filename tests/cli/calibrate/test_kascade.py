@@ -87,7 +87,7 @@ def test_tasks_are_read_beside_text(longreach: Any, model: Path, text: Path, tmp
         (["--ranks", 3], ["ranks", "divides the 2 KV heads", "got 3", "--ranks"]),
         (["--prompts", 30], ["30 prompts of 301 tokens are 9000 tokens", "book.txt", "--text"]),
         (["--length", 32], ["32 tokens are too short", "33 tokens are needed", "--length"]),
-        (["--length", 9000], ["9000 tokens", "context is 4096", "lower --length"]),
+        (["--length", 9000], ["at most 4096 tokens, the model's context", "got 9000"]),
         (["--k", 0], ["at least 1", "--k"]),
         (["--tile", "x"], ["whole number", "--tile"]),
         (["--text", "/no/such.txt"], ["cannot read /no/such.txt"]),
@@ -130,7 +130,7 @@ def test_interrupted_it_goes_on_where_it_stopped(
 
     monkeypatch.setattr(KascadeGather, "finish", dies)
     result = longreach(*asked(model, text, output))
-    assert result.code == 130 and "the same command goes on" in result.err
+    assert result.code == 130 and "the same command continues" in result.err
     assert not output.exists() and (tmp_path / "p.json.journal").is_file()
     monkeypatch.setattr(KascadeGather, "finish", finish)
     refused(longreach(*asked(model, text, output, "--k", 8)), "differs in settings.k", "p.json.journal")
@@ -167,7 +167,7 @@ def test_heads_stay_on_their_rank(longreach: Any, model: Path, text: Path, tmp_p
 def test_layers_may_count_alike(longreach: Any, model: Path, text: Path, tmp_path: Path) -> None:
     output = tmp_path / "p.json"
     result = longreach(*asked(model, text, output, "--unweighted"))
-    assert result.code == 0 and "all alike" in " ".join(result.out.split())
+    assert result.code == 0 and "equal weights" in " ".join(result.out.split())
     plan = load_plan(output, "kascade")
     found = CalibrationResult.of(plan)
     assert not found.weighted and KascadePlan.of(plan) == found.plan(2, 16, 32)

@@ -90,7 +90,7 @@ def test_what_was_damaged_is_computed_anew_and_told(
     bad = {"flipped": good[:-9] + bytes([good[-9] ^ 1]) + good[-8:], "truncated": good[:-64], "foreign": b"no chunk"}
     victim.write_bytes(bad[how])
     result = longreach(*adding(tiny, store, book))
-    assert result.code == 0 and "1 chunks were damaged in the store and are computed anew" in result.out
+    assert result.code == 0 and "1 chunks were damaged in the store and were computed again" in result.out
     assert victim.name in result.err and "set aside" in result.err
     assert victim.read_bytes() == good
     said = added(longreach, tiny, store, book)
@@ -258,7 +258,7 @@ def test_an_interrupt_keeps_what_was_computed(
 
     monkeypatch.setattr(Precompute, "compute", interrupted)
     result = longreach(*adding(tiny, tmp_path / "store", book))
-    assert result.code == 130 and "2 of " in result.err and "the same command goes on from there" in result.err
+    assert result.code == 130 and "2 of " in result.err and "the same command continues from there" in result.err
     assert added(longreach, tiny, tmp_path / "store", book)["stored"] == 2
 
 

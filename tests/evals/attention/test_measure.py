@@ -144,7 +144,7 @@ def test_queries_of_a_layer_whose_rotation_is_unknown_are_left_out(monkeypatch: 
         ({"rows": 0}, "rows: expected at least 1, got 0"),
         ({"length": 5000}, "context is 4096"),
         ({"length": 300}, "niah_single_2"),
-        ({"rows": 4000}, "ask for fewer --rows"),
+        ({"rows": 4000}, "lower --rows"),
     ],
 )
 def test_bad_input(options: dict[str, Any], words: str) -> None:
@@ -156,7 +156,7 @@ def test_a_tokenizer_that_does_not_say_where_its_tokens_are() -> None:
     class Slow:
         is_fast = False
 
-    with pytest.raises(Unsupported, match="Slow does not say where"):
+    with pytest.raises(Unsupported, match="Slow gives no text offsets"):
         Attention(tiny_model("llama"), Slow(), length=LENGTH, samples=1, rows=2)
 
 

@@ -41,6 +41,11 @@ def test_nothing_recomputed_everything_and_what_moves_most(record: dict[str, Any
     assert whole["hits_change"] == whole["hits_attention"] == pytest.approx(1) == whole["attention_chosen"]
     assert max(whole["layers"]["attention"] + whole["layers"]["key_recomputed"]) < 1e-4
     assert whole["layers"]["key_reused"] == [None] * 4
+    for kind in ("key", "value"):  # of all stored tokens, recomputed or not
+        assert pie["layers"][kind] == pie["layers"][f"{kind}_reused"]
+        assert whole["layers"][kind] == whole["layers"][f"{kind}_recomputed"]
+        either = [oracle["layers"][f"{kind}_{part}"][2] for part in ("recomputed", "reused")]
+        assert min(either) < oracle["layers"][kind][2] < max(either)
     assert oracle["hits_change"] == 1 and random["hits_change"] < 0.6
     assert a3["layers"]["key_reused"][1] < 1e-5  # the second layer is computed for all tokens
     assert oracle["layers"]["value_recomputed"][2] < random["layers"]["value_reused"][2]

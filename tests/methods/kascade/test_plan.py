@@ -78,7 +78,7 @@ def rows(**changed: Any) -> list[Any]:
 def test_what_does_not_fit_is_named(change: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(InvalidInput) as error:
         KascadePlan.of(made(**change))
-    for word in (*words, "calibrate anew"):
+    for word in (*words, "calibrate again"):
         assert word in str(error.value)
 
 

@@ -70,7 +70,7 @@ def test_it_reads_what_a_plan_says(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_named(change: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(InvalidInput) as error:
         MACPlan.of(made(**change))
-    for word in (*words, "calibrate anew"):
+    for word in (*words, "calibrate again"):
         assert word in str(error.value)
 
 

@@ -76,7 +76,7 @@ def test_what_they_cannot_do_is_refused() -> None:
     q = torch.randn(300, 2, 64, device=PLACE, dtype=torch.bfloat16)
     rows = Rows(q, torch.zeros(300, device=PLACE).long(), torch.arange(300, device=PLACE), (RowRange(300, 0, 0),))
     for changed, selection, message in (
-        (replace(rows, runs=None), Spans.dense(), "runs and their positions"),
+        (replace(rows, runs=None), Spans.dense(), "Rows.runs"),
         (rows, Spans.window(9), "must be Spans.dense"),
         (replace(rows, runs=(RowRange(300, 0, 7),)), Spans.dense(), "whole prompts"),
     ):

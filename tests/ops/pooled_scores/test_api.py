@@ -32,7 +32,7 @@ TILE = torch.tensor([0, 1, 1, 0])
         ({"lse": torch.zeros(4, 4, dtype=torch.int64)}, "lse: .* got int64"),
         ({"lse": torch.zeros(4, 4, device=META)}, "lse: .* got .*meta"),
         ({"lse": 0.0}, "lse: .* got float"),
-        ({"logits": Logits(torch.zeros(4, 2, 10, 2))}, "lse: kept logits are summed against the lse that came with"),
+        ({"logits": Logits(torch.zeros(4, 2, 10, 2))}, "lse: kept logits need the lse that came with"),
         ({"logits": Logits(torch.zeros(3, 2, 10, 2))}, r"logits: expected .* = \[4, 2, 10, 2\] on cpu, got .*\[3, 2,"),
         ({"logits": torch.zeros(4, 2, 10, 2)}, "logits: expected Logits, got float32"),
     ],

@@ -6,11 +6,13 @@ import json
 import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 from longreach.records import wilson
 from longreach.records.report.blocks import SIGNS, Block, Figure, Table, Text
+from longreach.records.report.fusion_shape import LAYERS
 from longreach.records.report.reading import KINDS, Record
 from longreach.records.report.schema import check
 
@@ -108,6 +110,54 @@ def perplexity(methods: Mapping[str, Any] = METHODS, decode: bool = True) -> dic
     }  # fmt: skip
     files = [{"name": "book.txt", "sha256": "cd" * 32, "tokens": 4096, "characters": 16000}]
     return {**about("perplexity", methods), "files": files, "results": results}
+
+
+FUSED: dict[str, Any] = {
+    "dense": DENSE,
+    "dense fuse=full_reuse": {**DENSE, "fuse": {"name": "full_reuse"}},
+    "dense fuse=a3 fuse.ratio=0.3": {**DENSE, "fuse": {"name": "a3", "ratio": 0.3, "heads": "each"}},
+    "dense fuse=a3 fuse.ratio=0.15": {**DENSE, "fuse": {"name": "a3", "ratio": 0.15, "heads": "each"}},
+    "dense fuse=a3 evict=snapkv": {**DENSE, "fuse": {"name": "a3", "ratio": 0.15, "heads": "each"},
+                                   "evict": {"name": "snapkv", "capacity": 1024}},
+    "dense evict=snapkv": {**DENSE, "evict": {"name": "snapkv", "capacity": 1024}},
+}  # fmt: skip
+
+
+def fused(length: int = 4096, **config: Any) -> dict[str, Any]:
+    """Two tasks; of "vt" dense gets 4 right, full_reuse 0, a3 1 and 3, evicted ones 1."""
+    rights = dict(zip(FUSED, (4, 0, 3, 1, 1, 1), strict=True))
+
+    def one(label: str, right: int) -> dict[str, Any]:
+        ratio = FUSED[label].get("fuse", {}).get("ratio", 0.0)
+        counts = {"tokens": 4000.0, "exact": 500.0, "recomputed": 4000 * ratio, "reused": 3400 - 4000 * ratio,
+                  "computed": 100.0}  # fmt: skip
+        kept = None if label == "dense" else {"right": 4, "kept": right}
+        became = {"fusion": {**counts, "key_error": [None], "value_error": [0.1]}} if "fuse" in FUSED[label] else {}
+        return result(label, [answer(n, float(n < right)) for n in range(4)], kept=kept, **became)
+
+    tasks = {"vt": task({x: one(x, n) for x, n in rights.items()}), "qa_1": task({x: one(x, 4) for x in rights})}
+    record = evaluation(tasks, length, methods=deepcopy(FUSED))
+    record["config"] |= {"chunks": "system", "chunk_tokens": 512, **config}
+    return record
+
+
+def fusion(layers: int = 4) -> dict[str, Any]:
+    """Two prompts of two tasks, 1000 tokens each; full_reuse chooses nothing."""
+    methods = {x: deepcopy(m) for x, m in FUSED.items() if "fuse" in m and "evict" not in m}
+
+    def one(ratio: float) -> dict[str, Any]:
+        choice = {"chosen": 1000 * ratio, "hits_change": ratio or None, "hits_attention": 2 * ratio,
+                  "attention_chosen": 1.5 * ratio}  # fmt: skip
+        errors = {name: [None, *(n * (1 - ratio) / 10 for n in range(1, layers))] for name in LAYERS}
+        tasks = {t: {**choice, "hits_attention": ratio * n} for n, t in enumerate(("vt", "qa_1"))}
+        return {**choice, "layers": errors, "tasks": tasks}
+
+    config = {"length": 1024, "samples": 1, "seed": 0, "chunk_tokens": 256, "chunks": "bos", "prefill_chunk_size": 512,
+              "top": 64, "layers": {"change": [1, 2], "attention": [3]}}  # fmt: skip
+    samples = [{"task": t, "number": 0, "tokens": 1000, "question_tokens": 40} for t in ("vt", "qa_1")]
+    results = {x: one(m["fuse"].get("ratio", 0.0)) for x, m in methods.items()}
+    return {**about("fusion", methods), "config": config, "tasks": {"vt": "RULER", "qa_1": "RULER"},
+            "samples": samples, "results": results}  # fmt: skip
 
 
 def fidelity(layers: int = 4, heads: int = 6, steps: int = 32) -> dict[str, Any]:

@@ -10,7 +10,16 @@ from typing import Any
 import pytest
 
 from longreach.errors import InvalidInput
-from longreach.records.report import attention_figures, depth, fidelity, perplexity, report, scores
+from longreach.records.report import (
+    attention_figures,
+    depth,
+    fidelity,
+    fused,
+    fusion_figures,
+    perplexity,
+    report,
+    scores,
+)
 from tests.records.report import factory
 
 ANYTHING = [
@@ -26,13 +35,23 @@ def places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 @pytest.mark.parametrize(
     "content",
-    [factory.small(), factory.sweep(1024), factory.perplexity(), factory.fidelity(2, 2, 4), factory.attention()],
+    [
+        factory.small(),
+        factory.sweep(1024),
+        factory.perplexity(),
+        factory.fidelity(2, 2, 4),
+        factory.attention(),
+        factory.fused(),
+        factory.fusion(),
+    ],
 )
 def test_no_record_is_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: dict[str, Any]) -> None:
     for module in (
         attention_figures,
         depth,
         fidelity,
+        fused,
+        fusion_figures,
         perplexity,
         scores,
     ):  # pictures of odd numbers have their own tests

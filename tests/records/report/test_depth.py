@@ -86,6 +86,25 @@ def test_tasks_with_one_needle_by_fifths(drawn: list[Any]) -> None:
     assert panels[0].values[2] == (0.5, 1.0, None, None, 1.0)
 
 
+def test_fused_methods_have_maps_under_short_names(drawn: list[Any]) -> None:
+    content, places = factory.fused(), [0.0, 0.25, 0.75, 1.0]
+    sweeps = {}
+    for length in (1024, 4096):
+        one = {**content["tasks"]["vt"], "task": "needle_sweep", "length": length}
+        sweeps[f"needle_sweep@{length}"] = {**one, "samples": [
+            {**s, "facts": {"depth": d}} for s, d in zip(one["samples"], places, strict=True)
+        ]}  # fmt: skip
+    content["tasks"], content["config"]["lengths"] = sweeps, [1024, 4096]
+    depths(groups([record_of(content)])[0], "eval")
+    panels = drawn[0][0]
+    assert [p.title for p in panels] == ["1 dense", "2 full_reuse", "3 a3 ratio=0.3", "4 a3 ratio=0.15",
+                                         "5 a3 evict=snapkv", "6 dense evict=snapkv"]  # fmt: skip
+    assert panels[2].values == ((1.0, 1.0), (1.0, 1.0), (1.0, 1.0), (0.0, 0.0)) and panels[2].columns == (
+        "1024",
+        "4096",
+    )
+
+
 @pytest.mark.parametrize(
     ("facts", "expected"),
     [

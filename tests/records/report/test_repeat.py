@@ -67,6 +67,14 @@ def test_the_command_of_compare_has_all_options_of_methods() -> None:
     assert [parse(m).to_json() for m in args.method[3:]] == [parse(label).to_json() for label in labels]
 
 
+def test_the_command_of_fusion() -> None:
+    content = factory.fusion()
+    args = arguments(content)
+    assert (args.verb, args.tasks, args.length, args.samples, args.seed) == ("fusion", "vt,qa_1=FILE", 1024, 1, 0)
+    assert (args.chunk_tokens, args.chunks, args.prefill_chunk_size) == (256, "bos", 512)
+    assert args.method == list(content["methods"])
+
+
 def test_the_command_of_attention() -> None:
     content = factory.attention()
     args = arguments(content)

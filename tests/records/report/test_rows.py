@@ -23,6 +23,13 @@ def test_lengths_of_one_model_stand_together_and_other_seeds_and_methods_apart()
     assert found[0].lengths == [1024, 4096] and [row.length for row in found[0].rows] == [1024, 4096]
 
 
+def test_fused_prompts_of_other_chunks_stand_apart() -> None:
+    records = [factory.fused(), factory.fused(8192), factory.fused(chunks="alone"), factory.fused(chunk_tokens=256)]
+    found = groups([record_of(content, str(n)) for n, content in enumerate(records)])
+    assert [[r.name for r in g.records] for g in found] == [["0", "1"], ["2"], ["3"]]
+    assert {g.dense for g in found} == {"dense"}
+
+
 def test_the_mean_weighs_tasks_alike_and_its_interval_counts_all_samples() -> None:
     (group,) = groups([record_of(evaluation({
         "a": scored({**ALL, "streaming_llm window=0.1": 5}, of=10), "b": scored({**ALL, "dense": 0}, of=10),

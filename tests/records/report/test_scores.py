@@ -113,3 +113,25 @@ def test_long_names_are_cut_in_tables() -> None:
     methods = {"dense": factory.DENSE, long: factory.METHODS["oracle_top_k k=0.025"]}
     found = blocks(evaluation({"vt": scored({"dense": 1, long: 1})}, methods=methods))
     assert all(len(text) < 120 for text in only(found, Table, "Scores").head)
+
+
+def test_many_methods_are_rows() -> None:
+    labels = ["dense", *(f"streaming_llm window={n}" for n in range(1, 19))]
+    methods = {x: factory.METHODS["dense"] if x == "dense" else {
+        "prefill": {"name": "dense"}, "decode": {"name": "streaming_llm", "window": n},
+    } for n, x in enumerate(labels)}  # fmt: skip
+    rights = {x: n % 5 for n, x in enumerate(labels)}
+    found = blocks(evaluation({"vt": scored(rights), "cwe": scored(rights)}, methods=methods))
+    table = only(found, Table, "Scores")
+    assert table.head == ("", "vt", "cwe", "mean of all 2") and table.texts == 1
+    assert cells(table)["n"] == ["4", "4", ""] and cells(table)["4 streaming_llm window=3"][0].startswith("75.0%")
+    assert only(found, Table, "Bytes read in decode").head == ("", "vt", "cwe")
+
+
+def test_fused_methods_go_by_short_names_and_their_prefill_is_not_compared() -> None:
+    content = factory.fused()
+    for entry in content["tasks"].values():
+        entry["results"]["dense fuse=full_reuse"]["prefill_reads"] = factory.reads(0.1)
+    found = blocks(content)
+    assert only(found, Table, "Scores").head[4:7] == ("1 dense", "2 full_reuse", "3 a3 ratio=0.3")
+    assert "eval-quality-prefill.png" not in [b.file for b in found if isinstance(b, Figure)]

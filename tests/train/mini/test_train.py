@@ -67,7 +67,7 @@ def test_train_writes_a_transformers_model_and_resumes_from_it(data: Path, tmp_p
     ids = torch.tensor([tokenizer("One 1234567.").input_ids])
     assert ids[0, 0] == 1 and torch.isfinite(model(ids).logits).all()
     still = replace(SCHEDULE, peak_lr=0.0, final_lr=0.0)  # what is written is then what was read
-    with pytest.raises(LongreachError, match=r"of its schedule, all of the 0\.03 asked for; give more --minutes"):
+    with pytest.raises(LongreachError, match=r"of its schedule, all of the 0\.03 requested; give more --minutes"):
         train(data, more, minutes=0.03, schedule=still, resume=out, **options)
     longer = (log["seconds"] + 1) / 60  # so this is its last second, where sequences are long
     again = train(data, more, minutes=longer, schedule=still, resume=out, say=said.append, **options)
@@ -157,7 +157,7 @@ def test_resuming_from_what_training_did_not_write_is_refused(data: Path, tmp_pa
         checkpoint.load(other, tmp_path / "nowhere")
     weights = {name: w.detach().bfloat16() for name, w in Llama(SHAPE).state_dict().items()}
     save_file(weights, tmp_path / "model.safetensors")  # as transformers writes it
-    with pytest.raises(ModelFileError, match="does not say how far"):
+    with pytest.raises(ModelFileError, match="no record of its training progress"):
         checkpoint.load(Llama(SHAPE), tmp_path)
 
 
@@ -165,7 +165,7 @@ def test_resuming_from_what_training_did_not_write_is_refused(data: Path, tmp_pa
 def test_weights_with_another_header_are_refused(noted: str, tmp_path: Path) -> None:
     weights = {name: w.detach().bfloat16() for name, w in Llama(SHAPE).state_dict().items()}
     save_file(weights, tmp_path / "model.safetensors", metadata={"training": noted})
-    with pytest.raises(ModelFileError, match="does not say how far"):
+    with pytest.raises(ModelFileError, match="no record of its training progress"):
         checkpoint.load(Llama(SHAPE), tmp_path)
 
 

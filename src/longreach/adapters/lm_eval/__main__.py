@@ -9,7 +9,7 @@ from longreach.errors import LongreachError
 
 
 def main() -> int:
-    """Run `lm-eval` with this process's arguments; what is asked for wrongly ends it in a line, with exit code 2."""
+    """Run `lm-eval` with this process's arguments; wrong ones end it with a one-line error and exit code 2."""
     try:
         from longreach.adapters.lm_eval import LongreachLM  # noqa: F401 - importing it registers it
 

@@ -31,8 +31,8 @@ class LongreachLM(HFLM):
 
     pretrained: a model directory, "mini", or a loaded model (then with its tokenizer).
     prefill, decode: a configured method or its text, "oracle_top_k k=0.1 dense_layers=[0]"; None for dense.
-    scoring: what log-likelihoods are made by. "prefill": context and continuation are read in passes of many tokens,
-        so that only the prefill method acts, whatever decode is. "decode": continuations are read token by token, and
+    scoring: how log-likelihoods are computed. "prefill": context and continuation are read in passes of many tokens,
+        so only the prefill method acts, and decode has no effect. "decode": continuations are read token by token, and
         the decode method makes every score. Text that is generated is always decoded.
     cache: layout of the KV cache, or its kind ("contiguous", "paged"). impl: who computes attention.
     prefill_chunk_size: prompt tokens per pass. device: "auto" takes the GPU where there is one.
@@ -41,7 +41,7 @@ class LongreachLM(HFLM):
 
     Methods stay attached until `close` (or the end of `with`, or of this object); then the model is as before, and
     evaluates no more.
-    Results say under "longreach" in their config which methods ran, and what they read over what dense attention reads.
+    Results list under "longreach" in their config the methods and their bytes read over dense attention's.
     Raises Unsupported for what HFLM can and this cannot, by name; InvalidInput, UnknownName, ModelFileError.
     """
 
@@ -119,7 +119,7 @@ class LongreachLM(HFLM):
         return [scores[number] for number in range(len(requests))]
 
     def _groups(self, requests: list[Request]) -> list[tuple[tuple[int, ...], list[int]]]:
-        """(context, numbers of the requests with it), longest first. Contexts with nothing to share stay apart."""
+        """(context, numbers of the requests with it), longest first. Unshared contexts form groups of one."""
         groups: dict[Any, tuple[tuple[int, ...], list[int]]] = {}
         over: list[int] = []
         for number, (_, context, continuation) in enumerate(requests):
@@ -151,7 +151,7 @@ class LongreachLM(HFLM):
         return super()._model_generate(context, max_length, stop, **generation)
 
     def get_model_info(self) -> dict[str, Any]:
-        """HFLM's, and what longreach did: methods, scoring, bytes read over dense attention's so far."""
+        """HFLM's information and longreach's: methods, scoring, bytes read over dense attention's so far."""
         return {**super().get_model_info(), "longreach": self.about()}
 
     def about(self) -> dict[str, Any]:
@@ -187,7 +187,7 @@ def _loaded(pretrained: Any, tokenizer: Any, device: Any, dtype: Any) -> tuple[A
     if tokenizer is None or isinstance(tokenizer, str):
         raise InvalidInput("pretrained is a loaded model; give its loaded tokenizer too")
     if device is not None or dtype is not None:
-        raise InvalidInput("pretrained is a loaded model; device and dtype are for one that is to be loaded")
+        raise InvalidInput("pretrained is a loaded model: leave device and dtype out")
     return pretrained, tokenizer, str(getattr(pretrained, "name_or_path", ""))
 
 

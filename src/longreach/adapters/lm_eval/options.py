@@ -1,4 +1,4 @@
-"""What a user of the harness may ask for: methods as text, and options of its transformers model that do not apply."""
+"""Options of the harness's user: methods as text, and options of its transformers model that do not apply."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ REFUSED = {  # option of HFLM -> why
 
 
 def check_options(options: dict[str, Any]) -> None:
-    """Raise Unsupported for what cannot be done, naming it, UnknownName for what is no option."""
+    """Raise Unsupported for options that are not supported, UnknownName for unknown ones."""
     if options.pop("backend", "default") not in ("default", "causal"):
         raise Unsupported("backend: longreach attaches to decoder-only models; leave it out")
     for name in [n for n in options if n in REFUSED]:

@@ -51,7 +51,8 @@ class Scorer:
     def _continue(
         self, cache: LongreachCache, before: Tensor, read: Sequence[Tokens], wanted: Sequence[Tokens]
     ) -> list[Score]:
-        """Scores of the tokens wanted [B], each made where the one beside it is read; the cache is then as before."""
+        """Scores of the tokens `wanted` [B], by the logits at the same places of `read`; the cache is then as
+        before."""
         ids, mask = self._rectangle(read)
         targets, _ = self._rectangle(wanted)
         whole, width, columns = torch.cat([before, mask], 1), before.shape[1], ids.shape[1]
@@ -79,7 +80,7 @@ class Scorer:
         return out.logits
 
     def _empty_cache(self, batch: int) -> LongreachCache:
-        """The last batch's cache where it has the size, so that memory is not taken anew for each."""
+        """An empty cache for `batch` rows: the last batch's if it has that size, so its memory is used again."""
         if self._cache is None or self._cache.batch != batch:
             self._cache = None
             self._cache = self.session.new_cache(batch)

@@ -220,7 +220,7 @@ class Session:
         self.observers = tuple(dict.fromkeys(m for m in (*self.observers, *decodes) if m.observes_prompt))
 
     def _check_method(self, method: AttentionMethod) -> None:
-        """Raise as `switch` where the model does not fit a decode method, and note what the method needs of it."""
+        """Raise as `switch` if the model does not fit a decode method, and note the method's needs."""
         method.check(self._shape)
         check_eviction(self.evict, method, fused=self.fuse is not None)
         if method.needs_pre_rope and not self._notes_rotary:
@@ -250,7 +250,7 @@ class Session:
     # the forward pass
 
     def _wrap_model(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """What follows the decoder (logits of a whole prompt) may fail too: then the cache is as it was."""
+        """Also roll the cache back if the part after the decoder (logits of a whole prompt) fails."""
         signature = inspect.signature(forward)
 
         @functools.wraps(forward)

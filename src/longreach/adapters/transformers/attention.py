@@ -77,7 +77,7 @@ def _short(value: Any) -> str:
 
 
 def _check_layer(step: Step, module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> int:
-    """The layer's number, once it is sure that its keys are the new tokens' and lie where its number says."""
+    """The layer's number, after a check that its keys are the new tokens' and belong to that layer."""
     name, layer = type(module).__name__, getattr(module, "layer_idx", None)
     if not isinstance(layer, int):
         raise Unsupported(f"{name} has no layer_idx, so its keys have no place in the cache")
@@ -88,12 +88,12 @@ def _check_layer(step: Step, module: nn.Module, query: Tensor, key: Tensor, valu
         )
     if value.shape[3] != key.shape[3]:
         raise Unsupported(
-            f"{name} has values of {value.shape[3]} channels beside keys of {key.shape[3]}; longreach needs them equal"
+            f"{name} has values of {value.shape[3]} channels and keys of {key.shape[3]}; longreach needs them equal"
         )
     if not query.dtype == key.dtype == value.dtype:
         raise Unsupported(
             f"{name} has queries, keys and values of {query.dtype}, {key.dtype} and {value.dtype} (autocast?); "
-            f"load the model in the dtype it is to run in"
+            f"load the model in the dtype that it runs in"
         )
     if layer in step.layers.layers:
         raise Unsupported(f"{name} attends twice in layer {layer} of one pass; longreach implements one")
@@ -108,7 +108,7 @@ def _check_layer(step: Step, module: nn.Module, query: Tensor, key: Tensor, valu
 
 
 def _window(step: Step, layer: int, mask: Any, keyword: Any) -> int | None:
-    """The window of the layer; what its mask, its keyword and its configuration say must agree."""
+    """The window of the layer. Its mask, its keyword and its configuration must agree."""
     if not isinstance(mask, Pattern):
         what = "no mask at all" if mask is None else "a mask of its own"
         raise Unsupported(f"the model gives attention {what}; longreach handles 2-D padding masks [B, T] only")
@@ -159,7 +159,7 @@ def _layer_call(
 
 
 def _written(step: Step, layer: int, call: LayerCall) -> LayerCall:
-    """Rows, with queries of zeros, for all tokens of a pass of which only some run in this layer."""
+    """Rows, with queries of zeros, for all tokens of a pass when only some run in this layer."""
     assert step.whole is not None
     place, q = step.whole.at(layer), call.rows.q
     zeros = q.new_zeros(()).expand(place.slot.shape[0], *q.shape[1:])

@@ -28,7 +28,7 @@ def check_attention(module: nn.Module, query: Tensor, key: Tensor, kwargs: dict[
     eager = _own_eager(module)
     if eager is None:
         raise Unsupported(f"{name} has no eager_attention_forward to compare with, so its formula is unknown")
-    generator = torch.Generator().manual_seed(0)  # of its own: sampling must not see a moved seed
+    generator = torch.Generator().manual_seed(0)  # of its own: the user's sampling keeps its seed
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(query.device)
@@ -40,7 +40,7 @@ def check_attention(module: nn.Module, query: Tensor, key: Tensor, kwargs: dict[
     try:
         theirs = eager(module, q, k, v, mask, **{**given, "dropout": 0.0})[0].double()
     except Exception as error:
-        raise Unsupported(f"{name}'s eager attention, asked for its formula, failed: {error}") from error
+        raise Unsupported(f"{name}'s eager attention failed when longreach checked its formula: {error}") from error
     ours = _definition(q, k, v, mask, kwargs)
     if theirs.shape != ours.shape or not torch.allclose(theirs, ours, rtol=0.0, atol=TOLERANCE):
         raise Unsupported(

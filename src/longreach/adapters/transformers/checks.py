@@ -1,4 +1,4 @@
-"""What a model needs that longreach lacks, refused by name before anything is attached."""
+"""Refuses, by name and before attaching, models that need features longreach lacks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from longreach.errors import InvalidInput, Unsupported
 from longreach.methods.call import ModelShape
 
 KNOWN_LAYERS = ("full_attention", "sliding_attention")
-PLANNED_FOR = (  # fields of a configuration that are the same in all versions of transformers and tell models apart
+PLANNED_FOR = (  # fields of a configuration that identify a model in all versions of transformers
     "model_type",
     "vocab_size",
     "hidden_size",
@@ -33,7 +33,7 @@ def text_config(model: PreTrainedModel) -> Any:
 
 
 def shape_of(model: PreTrainedModel) -> ModelShape:
-    """What methods check their options against."""
+    """The model's shape, for methods to check their options against."""
     return shape_of_config(text_config(model))
 
 
@@ -50,19 +50,19 @@ def shape_of_config(config: Any) -> ModelShape:
 
 
 def config_hash(config: Any) -> str:
-    """By which a plan knows the models it was made for: those of another shape or rotary embedding have another."""
+    """Identifies the models that a plan was made for: another shape or rotary embedding gives another hash."""
     fields = {name: getattr(config, name, None) for name in PLANNED_FOR}
     return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def cache_windows(model: PreTrainedModel) -> dict[int, int]:
-    """layer -> window of the layers of which transformers' own cache keeps a window only."""
+    """layer -> window, for layers that transformers' own cache keeps only a window of."""
     layers: list[Any] = DynamicCache(config=text_config(model)).layers
     return {n: int(layer.sliding_window) for n, layer in enumerate(layers) if getattr(layer, "is_sliding", False)}
 
 
 def decoder_of(model: nn.Module) -> PreTrainedModel:
-    """The decoder whose forward pass longreach stands around. Raises InvalidInput, Unsupported."""
+    """The decoder that longreach wraps. Raises InvalidInput, Unsupported."""
     if not isinstance(model, PreTrainedModel):
         raise InvalidInput(
             f"expected a transformers model, got {type(model).__name__}; attach to the model itself, before "
@@ -90,7 +90,9 @@ def check_model(model: PreTrainedModel, decoder: PreTrainedModel, *, rotary: boo
         raise Unsupported(f"{name} has recurrent layers, whose state longreach's cache does not hold")
     strange = sorted(set(getattr(config, "layer_types", None) or ()) - set(KNOWN_LAYERS))
     if strange:
-        raise Unsupported(f"{name} has layers of type {', '.join(strange)}; longreach knows {', '.join(KNOWN_LAYERS)}")
+        raise Unsupported(
+            f"{name} has layers of type {', '.join(strange)}; longreach supports {', '.join(KNOWN_LAYERS)}"
+        )
     if getattr(config, "num_kv_shared_layers", 0):
         raise Unsupported(f"{name} shares keys and values between layers, which longreach does not implement")
     if config.output_attentions:
@@ -112,7 +114,7 @@ def _check_places(name: str, model: PreTrainedModel) -> None:
 
 
 def check_pass(decoder: PreTrainedModel, kwargs: dict[str, Any]) -> None:
-    """Raise Unsupported where a forward pass asks for what longreach does not do."""
+    """Raise Unsupported if a forward pass requests anything that longreach does not do."""
     name = type(decoder).__name__
     wanted = kwargs.get("output_attentions")
     if decoder.config.output_attentions if wanted is None else wanted:

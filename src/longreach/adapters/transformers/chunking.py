@@ -3,7 +3,7 @@
 A document is tokenised once, as a whole, and cut between tokens. So its chunks' tokens, joined, are its tokens, and
 their texts, joined, are its text; a tokenizer that merges across a border, or puts a space before a text that stands
 alone, has nothing to change: a chunk ends at the best place that is a border of the whole document's tokens. The report
-says which chunks' texts the tokenizer would split otherwise if given alone.
+names the chunks that the tokenizer would split differently if given their text alone.
 """
 
 from __future__ import annotations
@@ -81,13 +81,14 @@ class Splitter:
 
     most: tokens of a chunk at most. A chunk ends with the last paragraph that ends in the second half of that room,
     else with the last sentence, line or word there, else at the last border between two tokens that is one between
-    characters too. Raises Unsupported for a tokenizer that does not say where its tokens lie, InvalidInput.
+    characters too. anywhere: always at that border, so that all chunks but the last are full. Raises Unsupported for a
+    tokenizer without text offsets, InvalidInput.
     """
 
-    def __init__(self, tokenizer: Any, most: int = TOKENS):
+    def __init__(self, tokenizer: Any, most: int = TOKENS, *, anywhere: bool = False):
         if most < 1:
             raise InvalidInput(f"chunk tokens: expected at least 1, got {most}")
-        self.tokenizer, self.most = tokenizer, most
+        self.tokenizer, self.most, self.anywhere = tokenizer, most, anywhere
         self.core = _untrimmed(tokenizer)
 
     def split(self, text: str) -> Pieces:
@@ -129,7 +130,7 @@ class Splitter:
                     f"chunk tokens: {self.most} are too few, {text[begin:end][:20]!r} at character {begin} takes "
                     f"{borders[first + 1] - borders[first]} that cannot be parted; allow more"
                 )
-            if last < len(borders) - 1:
+            if last < len(borders) - 1 and not self.anywhere:
                 half = max(first + 1, bisect_left(borders, borders[first] + (self.most + 1) // 2))
                 last = min(range(min(half, last), last + 1), key=lambda n: (quality[n], -n))
             begin, end = places[first], places[last]
@@ -144,7 +145,7 @@ def split(text: str, tokenizer: Any, most: int = TOKENS) -> Pieces:
 
 
 def _untrimmed(tokenizer: Any) -> Tokenizer:
-    """A copy of the tokenizer's core that tells where tokens lie with their spaces: post-processing trims them off."""
+    """A copy of the tokenizer's core with offsets that include spaces: post-processing trims them off."""
     core = getattr(tokenizer, "backend_tokenizer", None)
     if not isinstance(core, Tokenizer):
         raise Unsupported(
@@ -175,7 +176,7 @@ def _borders(offsets: Sequence[tuple[int, int]], length: int) -> tuple[list[int]
 
 
 def _quality(text: str, places: Sequence[int]) -> list[int]:
-    """For each border the index in ENDS of what ends there."""
+    """For each border, the index in ENDS of the kind of end there."""
     found = [len(ENDS) - 1] * len(places)
 
     def mark(kind: str, spans: Iterable[tuple[int, int]]) -> None:
@@ -193,7 +194,7 @@ def _quality(text: str, places: Sequence[int]) -> list[int]:
 
 
 def _common(text: str, other: str) -> int:
-    """How many characters two texts share from their beginning."""
+    """Number of characters in the common prefix of two texts."""
     if text == other:
         return len(text)
     return next((n for n, (a, b) in enumerate(zip(text, other)) if a != b), min(len(text), len(other)))

@@ -1,4 +1,4 @@
-"""How much the tokens of a chunk depend on what stands before it: computed once, when a chunk is stored."""
+"""Dependence of a chunk's tokens on preceding text: computed once, when a chunk is stored."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def movement(chunk: Chunk, again: Chunk) -> Tensor:
 
 
 def other_chunk(documents: Sequence[Sequence[Tokens]], document: int, piece: int) -> Tokens | None:
-    """The chunk behind which a document's chunk is run once more; None where there is no other.
+    """The chunk to run a document's chunk behind, once more; None if there is no other.
 
     documents: the tokens of each chunk of each document. It is the first chunk of its document; for that one itself,
     the first of another document. A chunk of the same tokens is taken only if there is nothing else.

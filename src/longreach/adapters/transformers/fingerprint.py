@@ -1,12 +1,12 @@
-"""What a model's keys and values depend on, as one hash: every weight of the decoder as it is in memory, its
+"""One hash of everything that a model's keys and values depend on: every weight of the decoder as it is in memory, its
 configuration, and the numbers and words that its modules keep (`self_attn.scaling`, `variance_epsilon`).
 
 Buffers that no checkpoint holds count too: rotary frequencies follow from the config, but a model cast to bf16 after it
 was loaded has rounded ones, and other keys than one loaded in bf16.
 
 All bytes are hashed, each time a process loads the model. Headers, sizes and samples would pass over a fine-tuned
-layer; a hash kept beside the files would have to trust their dates, and says nothing of what was loaded from them:
-another dtype, quantised weights, a merged adapter. It costs about a second a GB and core; threads share the tensors.
+layer; a hash stored with the files would have to trust their dates, and misses changes made while loading: another
+dtype, quantised weights, a merged adapter. It costs about a second a GB and core; threads share the tensors.
 
 Whether a model is still the one that was hashed is asked without reading it (`holds`): configuration and modules'
 numbers and words are the same, and no tensor was replaced, moved, cast, or written to as torch counts writes. Writes
@@ -18,8 +18,8 @@ chunk that is only read from the store: it is found by `holds` alone.
 
 Not in it: the tokenizer (a chunk's key holds tokens), names, special tokens and switches that change no key, the
 language-model head, hooks and functions put in the place of a layer's own, and what modules keep in attributes that are
-private (`_`) or neither int, float, bool nor str. A newer transformers whose configuration has another field, or whose
-modules keep another number, gives another fingerprint: chunks are then computed anew.
+private (`_`) or neither int, float, bool nor str. A newer transformers with another field in its
+configuration, or another number in its modules, gives another fingerprint: chunks are then computed again.
 
 Under tensor parallelism ranks gather the shards of a weight piece by piece and hash the whole, so that the digest is
 that of the model in one process. All ranks must call `fingerprint`; `holds` and `sampled_alike` look at a rank's own
@@ -103,7 +103,7 @@ class Fingerprint:
         return same and self.settings == _hashed(_settings(decoder))
 
     def sampled_alike(self, model: PreTrainedModel) -> bool:
-        """Whether SAMPLE bytes of every weight are what they were; one transfer to the host from each device."""
+        """Whether SAMPLE bytes of every weight are unchanged; one transfer to the host from each device."""
         return self.sample == _sample(decoder_of(model))
 
 
@@ -164,7 +164,7 @@ def _hashed(text: str) -> str:
 
 
 def _settings(decoder: PreTrainedModel) -> str:
-    """The configuration, then what the modules keep as plain numbers and words, sorted by name.
+    """The configuration, then the modules' plain numbers and words, sorted by name.
 
     What is False is left out: releases of transformers differ in which switches that are off they keep.
     """
@@ -178,7 +178,7 @@ def _settings(decoder: PreTrainedModel) -> str:
 
 
 def _config(decoder: PreTrainedModel) -> str:
-    """The decoder's configuration as JSON, without what has no effect and without private fields."""
+    """The decoder's configuration as JSON, without private fields and those without effect."""
     fields = decoder.config.to_dict()
     kept = {k: v for k, v in fields.items() if k not in WITHOUT_EFFECT and not k.startswith("_")}
     return json.dumps(kept, sort_keys=True, default=str)
@@ -186,13 +186,13 @@ def _config(decoder: PreTrainedModel) -> str:
 
 def _weights(decoder: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in (*decoder.named_parameters(), *decoder.named_buffers()):
-        if not name.endswith("inv_freq"):  # some kinds of rotary embedding write theirs anew with the length
+        if not name.endswith("inv_freq"):  # some kinds of rotary embedding recompute theirs with the length
             yield name, tensor
 
 
 @torch.no_grad()
 def _sample(decoder: nn.Module) -> str:
-    """Hash of SAMPLE bytes of every weight, an odd number of bytes apart: all bytes of an element have their turn."""
+    """Hash of SAMPLE bytes of every weight, at an odd stride, so that all bytes of an element are sampled."""
     pieces: dict[torch.device, list[Tensor]] = {}
     for _, weight in _weights(decoder):
         for part in _parts(weight.detach()):
@@ -233,7 +233,7 @@ def _at(storage: StorageWeakRef | None) -> int | None:
 
 
 def _digest(model: str, name: str, value: Any) -> str:
-    """Hash of one entry of a state dict: a tensor, or what quantised layers keep there."""
+    """Hash of one entry of a state dict: a tensor, or an object of quantised layers."""
     digest = hashlib.sha256()
     _feed(digest, value, f"{model}'s {name}")
     return digest.hexdigest()

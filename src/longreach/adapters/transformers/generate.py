@@ -29,13 +29,13 @@ OTHER_SEARCHES = (  # settings that choose another search than greedy and sampli
     "custom_generate",
 )
 PADDED_END = "attention_mask: a prompt ends with padding, which its answer would follow; pad on the left"
-DEFAULT_NEW = 20  # tokens, where neither the call nor the model says a limit
+DEFAULT_NEW = 20  # tokens, if neither the call nor the model sets a limit
 SERVING = ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager")
 
 
 @dataclass
 class PhaseTracker:
-    """Where prefill ends for the thread that decodes: at `columns` of the cache, or when `prompt_done`.
+    """The end of prefill for the thread that decodes: at `columns` of the cache, or when `prompt_done`.
 
     padded_end: whether a sequence of the pass under way ends with padding.
     room: columns that prompt and longest answer take, where that is known; reserved at the first pass.
@@ -64,7 +64,7 @@ class Generating(Protocol):
 
 
 class _PromptDone(LogitsProcessor):
-    """Called when the first token is about to be chosen: what was read until then is the prompt."""
+    """Called before the first token is chosen: all tokens read until then are the prompt."""
 
     def __init__(self, phases: PhaseTracker):
         self.phases = phases
@@ -126,7 +126,7 @@ def foreign_cache(cache: Any) -> str:
 
 
 def _settings(model: PreTrainedModel, given: dict[str, Any]) -> list[dict[str, Any]]:
-    """Where generate finds its settings: what it is called with, a configuration of the call, the model's own."""
+    """The sources of generate's settings: its arguments, the call's configuration, the model's own."""
     passed = given.get("generation_config")
     return [given, vars(passed) if passed else {}, vars(model.generation_config)]
 
@@ -149,7 +149,7 @@ def _room(model: PreTrainedModel, given: dict[str, Any]) -> int:
 
 
 def refuse_search(model: PreTrainedModel, given: dict[str, Any]) -> None:
-    """Raise Unsupported for any search but greedy and sampling, and for caches asked for by name."""
+    """Raise Unsupported for any search but greedy and sampling, and for caches requested by name."""
     *asked, own = sources = _settings(model, given)
 
     def setting(name: str) -> Any:
@@ -167,7 +167,7 @@ def refuse_search(model: PreTrainedModel, given: dict[str, Any]) -> None:
     cache = _first(asked, "cache_implementation")
     if cache not in (None, "dynamic"):
         raise Unsupported(f"cache_implementation={cache!r}: longreach brings its own cache; leave it out")
-    if own.get("cache_implementation") is not None:  # a checkpoint's habit, which nobody asked for
+    if own.get("cache_implementation") is not None:  # set by the checkpoint, not by the caller
         given["cache_implementation"] = "dynamic"
 
 

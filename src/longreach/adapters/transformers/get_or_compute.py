@@ -46,8 +46,9 @@ def get_or_compute(
 ) -> ChunkResult:
     """The chunk of these tokens; computed and stored if the store (None for none) does not have it whole.
 
-    behind: tokens between the prefix and the chunk in a prompt. The store is asked for a chunk computed behind the
-    prefix and them, which is exact there, then for one behind the prefix alone; the latter is what is computed. exact:
+    behind: tokens between the prefix and the chunk in a prompt. The store is searched for a chunk computed behind
+    the prefix and them, which is exact there, then for one behind the prefix alone. A missing chunk is computed behind
+    the prefix alone. exact:
     ask for the former alone, and compute that.
     dependence: a meter and the other chunk's tokens. A chunk behind the prefix alone that lacks its dependence gets it,
     and replaces the stored one.
@@ -100,7 +101,7 @@ def get_or_compute(
 
 
 def _puts(ranks: Ranks | None, wanting: bool) -> bool:
-    """Whether this process puts a chunk into its store: the first rank that wants to."""
+    """Whether this process puts a chunk into its store: the first rank with `wanting`."""
     if ranks is None:
         return wanting
     all_wanting = ranks.all_values(wanting)
@@ -118,7 +119,7 @@ class _Found(NamedTuple):
 
     @property
     def number(self) -> int:
-        """Tells chunks apart that ranks may find in the place of each other; 0 for none."""
+        """Identifies the chunk among those that different ranks may find for one request; 0 for none."""
         if self.chunk is None:
             return 0
         return 2 * len(self.chunk.prefix) + 2 + (self.chunk.dependence is not None)

@@ -100,7 +100,9 @@ class LongreachCache(Cache):
         self.invalid: str | None = None  # why the cache can no longer be used, else None
         self._usual = self.eviction = eviction  # what evicts keys once a prompt is read
         self.protected = 0  # first tokens of a prompt that are not evicted
-        self.windows: Sequence[int] | None = None  # rows at the end of each prompt that vote; None: as the method says
+        self.windows: Sequence[int] | None = (
+            None  # rows at the end of each prompt that vote; None: the method's own number
+        )
         self._prompt_read = False  # rows of a prompt came since keys were evicted last
 
     def reserve(self, new: Sequence[int], columns: int) -> None:
@@ -125,7 +127,7 @@ class LongreachCache(Cache):
         self.states.mark_observed(methods, range(self.batch), before, self.kv.lengths)
 
     def evict_next(self, eviction: Eviction | None, protected: int, windows: Sequence[int] | None = None) -> None:
-        """How keys of the next prompts are evicted. protected: their first tokens, which stay. windows: rows at the end
+        """Set the eviction for the next prompts. protected: their first tokens, which stay. windows: rows at the end
         of each, at most the method's. `empty` undoes it."""
         if self.eviction is not None and self.eviction != eviction:
             self.states.drop(self.eviction)

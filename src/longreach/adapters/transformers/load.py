@@ -24,7 +24,7 @@ MINI = "longreach-mini"
 
 
 def model_path(model: str | Path) -> Path:
-    """The directory of a model; "mini" is the one shipped. Raises ModelFileError where it is none."""
+    """The directory of a model; "mini" is the one shipped. Raises ModelFileError if it is not one."""
     path = Path(str(files("longreach") / "models" / MINI)) if str(model) == "mini" else Path(model)
     if not path.is_dir():
         raise ModelFileError(f"no model directory at {path}; give a folder with config.json, or 'mini'")
@@ -83,20 +83,20 @@ def _check_complete(path: Path, model: PreTrainedModel, found: dict[str, Any]) -
     for names, what in ((missing, "are missing from its weights"), (wrong, "have another shape in its weights")):
         if names:
             raise ModelFileError(
-                f"{path}: {len(names)} tensors that config.json asks for {what}, such as {names[0]}; "
-                f"config.json and weights belong to different models, or a file is lacking: fetch the model again"
+                f"{path}: {len(names)} tensors that config.json requires {what}, such as {names[0]}; "
+                f"config.json and weights belong to different models, or a file is missing: download the model again"
             )
     unused = sorted(found["unexpected_keys"])
     if unused:
         warnings.warn(
-            f"{path}: {type(model).__name__} uses {len(unused)} tensors of the checkpoint not at all, such as "
+            f"{path}: {type(model).__name__} does not use {len(unused)} tensors of the checkpoint, such as "
             f"{unused[0]}; check that config.json is this model's",
             stacklevel=3,
         )
 
 
 def device_of(device: str) -> torch.device:
-    """The torch device by name; "auto" takes the GPU where there is one. Raises InvalidInput where it is missing."""
+    """The torch device by name; "auto" takes the GPU if there is one. Raises InvalidInput if it is missing."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -107,16 +107,16 @@ def device_of(device: str) -> torch.device:
         raise InvalidInput(f"device: longreach runs on 'cpu' and 'cuda', not on {device!r}")
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise InvalidInput(
-            "device: CUDA was asked for, but torch sees no GPU; use --device cpu, or install a CUDA torch"
+            "device: CUDA was requested, but torch finds no GPU; use --device cpu, or install a CUDA torch"
         )
     if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
-        raise InvalidInput(f"device: no {device!r} here, torch sees {torch.cuda.device_count()} GPUs")
+        raise InvalidInput(f"device: {device!r} does not exist; torch finds {torch.cuda.device_count()} GPUs")
     return chosen
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No bars and reports of transformers among our output; what matters in them is checked and raised."""
+    """Hides transformers' progress bars and reports; problems in them are checked and raised by us."""
     bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
     logging.set_verbosity_error()

@@ -2,7 +2,7 @@
 
 Causality, padding and windows are ours (positions, ragged rows, spans), so no [T, N] mask is needed. What the
 model means by its mask is asked of its mask function at chosen points, and handed to the layers as a Pattern:
-only the mask knows a layer's window for sure, since not every model passes it to attention as a keyword.
+only the mask shows a layer's window for sure, since not every model passes it to attention as a keyword.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class _NoTensor(Unsupported, AttributeError):
 
 @dataclass(frozen=True)
 class Pattern:
-    """What stands in the place of a mask: causal, within the last `window` tokens where there is one."""
+    """Replaces a mask: causal, within the last `window` tokens if there is a window."""
 
     window: int | None = None
 
@@ -52,21 +52,21 @@ def pattern(
 ) -> Pattern:
     """The pattern that the model's mask proved to be: causal, or causal within a window. Raises Unsupported.
 
-    local_size: transformers says by it that a window (or a chunk) is meant, also where the pass is shorter.
+    local_size: set by transformers for a window (or a chunk), even if the pass is shorter.
     """
     length, first = int(q_length), int(q_offset)
     windows = [local_size, getattr(config, "sliding_window", None)]
     patterns = [Pattern(w) for w in dict.fromkeys(windows) if isinstance(w, int)]
     patterns.insert(0 if local_size is None else len(patterns), Pattern())
     if mask_function is None:
-        raise Unsupported("the model asks for a mask without saying which one")
+        raise Unsupported("the model requests an attention mask without a mask function")
     q, k = _points(first, length, kv_offset + kv_length, [p.window for p in patterns if p.window is not None])
     try:
         rows = torch.arange(batch_size)[:, None]
         said = mask_function(rows, torch.zeros((), dtype=torch.long), q, k)
         allowed = torch.as_tensor(said).bool().cpu().expand(batch_size, len(q))
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
-        raise Unsupported(f"the model's mask function could not be asked what it masks: {error}") from error
+        raise Unsupported(f"the model's mask function failed on test positions: {error}") from error
     for candidate in patterns:
         meant = k <= q if candidate.window is None else (k <= q) & (k > q - candidate.window)
         if bool((allowed == meant).all()):
@@ -78,9 +78,9 @@ def pattern(
 
 
 def _points(first: int, length: int, stop: int, windows: list[int]) -> tuple[Tensor, Tensor]:
-    """Pairs (q, k) that tell patterns apart, on the CPU: each query with keys at every edge, a grid over the rest.
+    """Pairs (q, k) that distinguish patterns, on the CPU: each query with keys at every edge, a grid over the rest.
 
-    Chunks, packed sequences and blocks seen both ways differ from causal beside the diagonal, or at its start.
+    Chunks, packed sequences and bidirectional blocks differ from causal next to the diagonal, or at its start.
     """
     offsets = [1, 0, -1, *(d for w in windows for d in (1 - w, -w))]
     if length == 1:

@@ -31,10 +31,10 @@ def memory_errors() -> Iterator[None]:
         said = (str(error).splitlines() or [type(error).__name__])[0]
         raise OutOfMemory(
             "memory ran out; the cache holds what it held before. Lower prefill_chunk_size (try 2048), the batch, "
-            f"max_new_tokens (room for it is made at once) or the length of the prompt. torch said: {said}"
+            f"max_new_tokens (its memory is allocated at once) or the length of the prompt. torch's error: {said}"
         ) from error
 
 
 def stream_captures() -> bool:
-    """Whether what is called now is being captured in a CUDA graph: then nothing may be sent to the device."""
+    """Whether a CUDA graph is being captured: then nothing may be sent to the device."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

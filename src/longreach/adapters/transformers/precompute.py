@@ -43,7 +43,7 @@ CHANGED = (
 
 
 class Precompute:
-    """Computes chunks on an attached model whose prefill is dense. The prefix is read once and kept in a cache.
+    """Computes chunks on an attached model with dense prefill. The prefix is read once and kept in a cache.
 
     prefix: int64 [P], tokens before every chunk, special ones included; what they are is part of every key, their own
         keys and values are not stored. chunk: tokens per pass; keys and values go to the host after each, so that
@@ -56,7 +56,7 @@ class Precompute:
     gather after each pass; one that finds changed weights makes all raise.
 
     Raises InvalidInput (a model in training mode among others), Unsupported (weights that changed since their
-    fingerprint was taken; a model whose keys know their position otherwise than by rotation).
+    fingerprint was taken; a model with positions in its keys other than by rotation).
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Precompute:
         raise InvalidInput(f"{longer}; cut it into smaller ones (--chunk-tokens)")
 
     def room(self, taken: int) -> int | None:
-        """Tokens that may be computed together beside `taken`; None for no limit."""
+        """Tokens that may be computed together in addition to `taken`; None for no limit."""
         limits = [n for n in (context_limit(self.session.model), _short_context(self.session.model)) if n is not None]
         return min(limits) - taken if limits else None
 
@@ -143,7 +143,7 @@ class Precompute:
         behind: Sequence[int] | Tensor = (),
     ) -> Chunk:
         """The chunk of these tokens, behind the prefix and `behind`. progress: called with the tokens that each pass
-        read. Of the tokens before it, those are read anew that differ from the chunk's computed last.
+        read. Of the tokens before it, only those that differ from the last computed chunk's are read again.
 
         Raises OutOfMemory, Unsupported (keys or values that are no finite numbers; weights changed meanwhile). Whatever
         it raises, the prefix is forgotten, and read again with the next chunk: it may be of weights that are refused.
@@ -216,7 +216,7 @@ class Precompute:
 
     @torch.no_grad()
     def _forward(self, tokens: Tensor) -> None:
-        """A pass of the decoder alone: nobody wants logits."""
+        """A pass of the decoder alone, without logits."""
         ids = tokens[None].to(self.session.model.device)
         self._decoder(input_ids=ids, past_key_values=self._cache, use_cache=True)
 
@@ -252,7 +252,7 @@ class Precompute:
 
 
 def _common(one: Tensor, other: Tensor) -> int:
-    """How many tokens two sequences share at their beginning."""
+    """Number of tokens in the common prefix of two sequences."""
     both = min(len(one), len(other))
     differ = (one[:both] != other[:both]).nonzero()
     return int(differ[0]) if len(differ) else both

@@ -296,6 +296,6 @@ class BatchReader:
 
 
 def _ends(session: Session, stop: Sequence[int]) -> Ends:
-    """Where answers end: stop tokens that the model's vocabulary lacks are left out."""
+    """The ends of answers, without stop tokens that the model's vocabulary lacks."""
     size = vocabulary_of(session.model)
     return Ends(tuple(token for token in stop if token < size), 0)

@@ -64,7 +64,7 @@ def chat(tokenizer: Any, turn: str, system: str = "") -> str | None:
 
 @dataclass(frozen=True)
 class Frame:
-    """What stands around the documents of a prompt. templated: by the chat template, which brings special tokens.
+    """The text around the documents of a prompt. templated: by the chat template, which brings special tokens.
 
     head: before the documents. rest: after the question; before it, without a template.
     """
@@ -74,12 +74,12 @@ class Frame:
     templated: bool
 
     def tail(self, question: str) -> str:
-        """What follows the documents."""
+        """The part after the documents."""
         return f"{question}{self.rest}" if self.templated else f"Question: {question}{self.rest}"
 
 
 def frame(tokenizer: Any, system: str = "") -> Frame:
-    """The parts of prompts whose documents and question change.
+    """The constant parts of prompts with changing documents and question.
 
     Raises InvalidInput for a chat template that does not show a user's turn as it is, in one place.
     """
@@ -92,7 +92,7 @@ def frame(tokenizer: Any, system: str = "") -> Frame:
     head, found, rest = written.partition(place)
     if not found or place in rest:
         raise InvalidInput(
-            "the tokenizer's chat template does not show what a user says as it is, once; documents have no place in it"
+            "the chat template must contain the user's message once, unchanged; this one cannot hold documents"
         )
     return Frame(head, rest, True)
 

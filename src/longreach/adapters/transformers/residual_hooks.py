@@ -1,4 +1,4 @@
-"""What attention adds to the residual stream, layer by layer, as a model is run."""
+"""Hooks on attention's contribution to the residual stream, layer by layer."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A hook notes the (cos, sin) that a layer gets. How the layer turns channels by them is found out once, by
 running its projections on a few random tokens with no rotation and with a random one; it is then undone with
-ops.rope. A layer that turns nothing, or in a way ops.rope does not know, is thereby found and refused.
+ops.rope. So a layer without rotation, or with one that ops.rope does not support, is found and refused.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def probing() -> bool:
 
 @dataclass(frozen=True)
 class Rotation:
-    """How a layer rotates: the layout of channels, and how cos and sin hold their pairs."""
+    """A layer's rotation: the layout of channels, and of pairs in cos and sin."""
 
     layout: Layout
     stored: Stored
@@ -59,7 +59,7 @@ class Rotation:
 
 
 def find_rotation(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rotation | str:
-    """How the attention module rotates, asked with the arguments it is about to be called with; or why not known."""
+    """The rotation of the attention module, found with the arguments of its next call; or why it is unknown."""
     name = f"{type(module).__name__} (layer {getattr(module, 'layer_idx', '?')})"
     cos, _ = kwargs["position_embeddings"]
     width = cos.shape[-1]
@@ -107,7 +107,7 @@ def _projected(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
 
 @torch.no_grad()
 def captured(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], cos: Tensor, sin: Tensor) -> Captured:
-    """What an attention module, called with these arguments, would attend with, were its rotation cos and sin.
+    """The input of an attention module's attention with these arguments, if its rotation were cos and sin.
 
     Nothing is attended and nothing put into a cache. Raises Unsupported where it does not reach our attention.
     """
@@ -125,7 +125,7 @@ def captured(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], c
 
 
 def attention_modules(decoder: nn.Module) -> list[nn.Module]:
-    """The modules that attend, as transformers names them: they know the layer they are in."""
+    """The attention modules: those with "Attention" in their class name and a `layer_idx`."""
     return [
         module
         for module in decoder.modules()

@@ -93,7 +93,7 @@ class Step:
 
     @property
     def columns(self) -> int:
-        """Columns, padding included, that the pass and what came before it fill."""
+        """Columns, padding included, filled by the pass and before it."""
         return self.width + (0 if self.cache is None else self.cache.seen)
 
     def column_mask(self) -> Tensor | None:
@@ -162,7 +162,7 @@ def current() -> Step:
 
 
 def plain_append(counts: list[int], device: torch.device) -> Append:
-    """Where tokens are in a pass without a cache: sequence b holds tokens [0, counts[b])."""
+    """Placement of tokens in a pass without a cache: sequence b holds tokens [0, counts[b])."""
     new = torch.tensor(counts, dtype=torch.int64, device=device)
     batch, starts = len(counts), (0,) * len(counts)
     seq = torch.repeat_interleave(torch.arange(batch, device=device), new, output_size=sum(counts))

@@ -1,7 +1,7 @@
 """A Llama of any size with random weights, and caches filled with random keys and values: for measuring speed.
 
-A prompt of 128K tokens takes longer to read than its decoding takes to measure; what a step costs does not depend on
-what the keys say.
+A prompt of 128K tokens takes longer to read than its decoding takes to measure; the cost of a step does not depend
+on the keys' values.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def weight_bytes(model: PreTrainedModel) -> int:
 
 
 def logit_spread(tokens: int) -> float:
-    """Standard deviation of attention logits with which about KEYS of so many keys share most of the weight."""
+    """Standard deviation of attention logits with which about KEYS of `tokens` keys share most of the weight."""
     return math.sqrt(max(math.log(tokens / KEYS), 0.0))
 
 
@@ -87,7 +87,7 @@ def filled_dynamic_cache(
 ) -> DynamicCache:
     """transformers' cache of any length, holding the same columns as `fill` puts.
 
-    sequences: the first so many alone; last: their last so many columns alone. What is left out takes no memory.
+    sequences: only that many first ones; last: only that many last columns. The rest takes no memory.
     """
     cache = DynamicCache(config=model.config)
     for layer, both in enumerate(kv_of(model, batch, tokens, seed)):

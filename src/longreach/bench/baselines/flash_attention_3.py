@@ -53,7 +53,7 @@ def candidates(inputs: Inputs) -> list[tuple[dict[str, Any], Any]]:
 
 
 def _build(inputs: Inputs, memory: Memory, settings: dict[str, Any]) -> Competitor:
-    """settings: scheduled: told lengths on the device and a schedule for them, as in decoding, or shapes alone."""
+    """settings: scheduled: True gives lengths on the device and a schedule, as in decoding; False shapes alone."""
     shape, splits = inputs.shape, settings["splits"]
     ops: Any = torch.ops._vllm_fa3_C
     starts = torch.arange(shape.batch + 1, dtype=torch.int32, device=inputs.device) * shape.rows

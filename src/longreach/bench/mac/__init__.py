@@ -1,1 +1,1 @@
-"""MAC-Attention timed with forced hits: its step beside exact kernels, and in a model's compiled loop."""
+"""MAC-Attention timed with forced hits: its step against exact kernels, and in a model's compiled loop."""

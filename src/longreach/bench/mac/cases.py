@@ -1,4 +1,4 @@
-"""MAC's cases: what the paper measured (Figure 6, Table 5, Figure 7), hit rates, and one long miss among hits."""
+"""MAC's cases: those of the paper (Figure 6, Table 5, Figure 7), hit rates, and one long miss among hits."""
 
 from __future__ import annotations
 
@@ -92,6 +92,6 @@ def _model(batch: int | None, least: float | None) -> Case:
 
 
 def tiny(reuse: Reuse) -> Reuse:
-    """What fits a context of 256 tokens."""
+    """Hits that fit a context of 256 tokens."""
     hits = (replace(h, gap=min(h.gap, 20), band=16, share=h.share and max(h.share, 0.1)) for h in reuse.hits)
     return Reuse(tuple(hits), window=64)

@@ -1,4 +1,4 @@
-"""Whether a forced step is the step: who reuses, what is read, outputs and new entries, all against fp64."""
+"""Checks of a forced step against fp64: the reusing heads, keys read, outputs and new entries."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def sampled(reuse: Tensor) -> list[tuple[int, int]]:
 
 
 def exact(planted: ForcedHits, copy: int, seq: int, head: int) -> tuple[Tensor, Tensor]:
-    """fp64 [query heads of the KV head, D] each: what the row attends to with what it goes on from, and its entry."""
+    """fp64 [query heads of the KV head, D] each: the row's output, merged with the reused entry, and its new entry."""
     inputs, state = planted.inputs, planted.states[copy]
     shape, group = inputs.shape, inputs.shape.heads // inputs.shape.kv_heads
     own = torch.arange(head * group, (head + 1) * group, device=inputs.device)

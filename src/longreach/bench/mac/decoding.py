@@ -24,8 +24,8 @@ RESERVED = 3 << 30  # bytes left for what a step makes
 
 @dataclass(frozen=True)
 class ForcedMAC(MAC):
-    """MAC whose rings hold the rows before the first one that it sees, with empty entries, and which takes the row
-    `back` rows back, hit or not."""
+    """MAC with forced hits: rings are pre-filled with empty entries, and every row reuses the row `back` positions
+    earlier."""
 
     back: int = 350
 
@@ -59,7 +59,7 @@ def window(case: Case) -> int:
 
 
 def as_many_as_fit(case: Case, device: torch.device) -> int:
-    """Sequences whose keys, values and rings fit beside what is in memory, with room to draw a layer's keys.
+    """Number of sequences whose keys, values and rings fit into free memory, with room to draw a layer's keys.
 
     On the CPU the case's own. Raises OutOfMemory where not even one fits.
     """

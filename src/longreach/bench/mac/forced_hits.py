@@ -1,4 +1,4 @@
-"""MAC's step over a case's inputs, with hits that are forced: the match finds what was planted in the ring."""
+"""MAC's step over a case's inputs, with forced hits: the match finds queries planted in the ring."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ APART = 3.0  # standard deviation of queries that are not to match; those of row
 
 class ForcedHits:
     """A layer for each copy of a case's inputs. The rows before the newest are in its ring, their queries far from the
-    newest one's; where a head is to hit, the row `gap` back has the very query that it asks with now.
+    newest one's; if a head is to hit, the row `gap` back has exactly its present query.
 
-    An entry's weight is about that of the keys read beside it, so that an error in either shows. hit: bool [B, H] of
+    An entry's weight is about that of the keys read with it, so that an error in either shows. hit: bool [B, H] of
     each copy; rests: bool [B, G]; reuse: bool [B, G], where an entry is taken: all heads hit, and do not rest.
     """
 
@@ -64,7 +64,7 @@ class ForcedHits:
         before = torch.arange(newest - ring.size, newest, device=draw.device)
         ring.stamp[:, before % ring.size] = before.int()
         ring.query.normal_(0, APART, generator=draw)
-        entries.out.normal_(0, math.sqrt(math.e / keys), generator=draw)  # as attention over so many normal keys
+        entries.out.normal_(0, math.sqrt(math.e / keys), generator=draw)  # as attention over `keys` normal keys
         entries.lse.normal_(math.log(keys) + 0.5, 0.1, generator=draw)
         hit = torch.rand(shape.batch, shape.heads, generator=draw, device=draw.device) < self.hits.rate
         if self.hits.misses != "none" and not self.hits.spread:
@@ -80,7 +80,7 @@ class ForcedHits:
         return hit, rests
 
     def place(self, state: LayerState) -> int:
-        """Where in the ring the row lies that hits find."""
+        """Place in the ring of the row that hits find."""
         return (self.inputs.shape.context - 1 - self.gap) % state.ring.size
 
     def run(self, copy: int, ledger: Ledger | None = None) -> tuple[LayerCall, Outcome]:
@@ -122,7 +122,7 @@ class ForcedHits:
         return lambda: call.observer().op("match", state.ring, state.rule, weight=state.weight)
 
     def attention(self, copy: int) -> Call:
-        """What follows the match alone: attention, merged with the entries, which are brought up to date."""
+        """The part after the match: attention, merged with the entries, and their update."""
         call, state = self.calls[copy], self.states[copy]
         found = call.op("match", state.ring, state.rule, weight=state.weight)
         spans = Spans((Span(absolute(found.start), relative(1)),), "query")
@@ -139,7 +139,7 @@ class ForcedHits:
         return [make(copy) for copy in range(self.inputs.copies)]
 
     def described(self) -> dict[str, Any]:
-        """What was forced, for the record."""
+        """The forced hits, for the record."""
         hit, reuse, rests = (float(torch.stack(x).float().mean()) for x in (self.hit, self.reuse, self.rests))
         told = {"gap": self.gap, "band": self.band, "heads_that_hit": hit, "kv_heads_that_reuse": reuse}
         return {**told, "kv_heads_that_rest": rests, "resting_in_the_long_run": self.resting}

@@ -1,4 +1,4 @@
-"""Where a decode step's time goes with MAC and without: attention's parts by themselves, the rest what is left."""
+"""Parts of a decode step's time with MAC and without: attention's parts measured alone, and the rest."""
 
 from __future__ import annotations
 

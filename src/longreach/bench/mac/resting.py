@@ -11,7 +11,7 @@ HEADS, ROWS, SETTLED = 512, 3072, 1024  # simulated accounts, their rows, and th
 
 def resting_share(rule: Rule, rate: float, group: int, context: int, gap: int) -> float:
     """Of the rows of KV heads with `group` query heads, each of which finds the row `gap` back with probability `rate`,
-    all independently; contexts of `context` tokens. The accounts are those that `Rule` says. 0 without a guard."""
+    all independently; contexts of `context` tokens. Accounts as in `Rule`. 0 without a guard."""
     if rule.patience == float("inf"):
         return 0.0
     draw = torch.Generator().manual_seed(0)

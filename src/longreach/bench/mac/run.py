@@ -1,4 +1,4 @@
-"""Run a case of MAC's step: appending, recovery, match, decision, attention, merge and ring, beside exact kernels.
+"""Run a case of MAC's step: appending, recovery, match, decision, attention, merge and ring, against exact kernels.
 
 The baselines attend and nothing more: their keys and values are appended already.
 """
@@ -94,7 +94,7 @@ def run_mac(
 
 
 def check_room(case: Case, device: torch.device) -> None:
-    """Raise OutOfMemory, with what it takes, where the copies of keys, values and rings do not fit into the GPU."""
+    """Raise OutOfMemory, with the bytes needed, if the copies of keys, values and rings do not fit into the GPU."""
     reuse, shape = case.reuse, case.shape
     assert reuse is not None
     if device.type != "cuda":
@@ -109,7 +109,7 @@ def check_room(case: Case, device: torch.device) -> None:
 
 
 def speeds(entries: list[dict[str, Any]]) -> dict[str, Any]:
-    """How often each entry of ours fits into the time of the fastest other kernel; empty where there is none."""
+    """Speed of each entry of ours over the fastest other kernel; empty if there is none."""
     others = [e for e in entries if e["who"] != "longreach"]
     if not others:
         return {}

@@ -3,8 +3,8 @@
 A kind of plan is a file of this folder and a name in KINDS. The file has HELP, EXAMPLES, `add_arguments(parser)`, which
 calls `common.add_prompts`, and `run(args) -> int`, which makes a `common.Work`, lets it gather (a `Gather` of
 evals/calibration/<kind>.py takes what it needs of each prompt), makes values and arrays of the parts (pure functions of
-methods/<kind>/calibrate.py) and gives them to `Work.save`. Prompts, progress, the journal and what a plan says of its
-making are the same for all kinds.
+methods/<kind>/calibrate.py) and gives them to `Work.save`. Prompts, progress, the journal and a plan's account of its
+calibration are the same for all kinds.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import Any
 
 NAME = "calibrate"
-HELP = "find out about a model what a method needs to know, and keep it as a plan"
+HELP = "calibrate a method for a model and write a plan"
 KINDS = ("kascade", "loki", "mac")
 
 

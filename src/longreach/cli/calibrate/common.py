@@ -1,4 +1,4 @@
-"""What all kinds of calibration share: arguments, prompts, the journal, and what a plan says of its making."""
+"""What all kinds of calibration share: arguments, prompts, the journal, and a plan's account of its calibration."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def add_prompts(parser: argparse.ArgumentParser, output: bool = True) -> None:
-    """--model, what is read, --output where asked for, --json."""
+    """--model, texts and tasks, --output if `output`, --json."""
     add_model(parser)
     parser.add_argument("--text", type=Path, action="append", default=[], metavar="FILE",
                         help="UTF-8 text, cut into windows; may be given several times")  # fmt: skip
@@ -34,7 +34,7 @@ def add_prompts(parser: argparse.ArgumentParser, output: bool = True) -> None:
     add_chunk_size(parser)
     if output:
         parser.add_argument("--output", type=Path, required=True, metavar="PLAN.json",
-                            help="the plan; the same command goes on where an interrupted one stopped")  # fmt: skip
+                            help="the plan; the same command continues an interrupted calibration")  # fmt: skip
     add_json(parser)
 
 
@@ -43,7 +43,7 @@ class Work:
 
     settings: further options that what is gathered depends on. least: tokens that a prompt must have, of the model's
     shape. fits: raises where the options do not fit the model, before its weights are loaded. record: what is written
-    in place of a plan, the journal beside it (default: the plan, args.output).
+    in place of a plan; the journal is in its folder (default: the plan, args.output).
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Work:
         return f"{self.output}: prompts read in {duration(self.seconds)}{rest}"
 
     def tell(self, plan: Plan) -> int:
-        """Show the plan that was made, as --json says."""
+        """Show the plan that was made, as JSON with --json."""
         from longreach.cli.plan.show import describe, show
 
         if self.args.json:
@@ -129,7 +129,7 @@ class Work:
     def save(self, values: Mapping[str, Any], arrays: Mapping[str, Any], **settings: Any) -> Plan:
         """The plan, written to --output; then nothing is left to be gone on with.
 
-        settings: options that the plan depends on beside those it was gathered with.
+        settings: options that the plan depends on in addition to those of `gather`.
         """
         import longreach
         from longreach.plans import Made, Plan, PlannedModel

@@ -14,20 +14,20 @@ from longreach.errors import InvalidInput
 if TYPE_CHECKING:
     from longreach.methods.call import ModelShape
 
-HELP = "choose Kascade's anchor layers and head map by how much of what layers want others choose"
+HELP = "choose Kascade's anchor layers and head map by how much attention weight layers find among each other's keys"
 EXAMPLES = (
     "longreach calibrate kascade --model mini --tasks vt,cwe --text book.txt --budget 2 --output plan.json",
     "longreach calibrate kascade --model ./Llama-3.1-8B-Instruct --text book.txt --length 8192 --prompts 32 \\",
     "    --output llama.json --json",
 )
-FEW = 4  # tiles: the least over so many says little
+FEW = 4  # tiles: the least over so few means little
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_prompts(parser)
     parser.add_argument("--budget", type=int, default=5, metavar="N", help="layers that choose keys, the first layer "
                         "among them (default 5)")  # fmt: skip
-    parser.add_argument("--unweighted", action="store_true", help="let all layers count alike when anchors are chosen, "
+    parser.add_argument("--unweighted", action="store_true", help="weight all layers equally when anchors are chosen, "
                         "not by how much their attention turns the residual stream")  # fmt: skip
     parser.add_argument("--ranks", type=positive, default=1, metavar="N", help="of tensor parallelism: heads take keys "
                         "of heads on their own rank only (default 1)")  # fmt: skip

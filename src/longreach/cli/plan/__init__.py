@@ -1,4 +1,4 @@
-"""`longreach plan`: what is in a plan, whether it fits a model, and whether two plans say the same."""
+"""`longreach plan`: a plan's contents, whether it fits a model, and how far two plans agree."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import argparse
 from longreach.cli.plan import choose, compare, figures, show, verify
 
 NAME = "plan"
-HELP = "look at plans: what calibration found out about a model"
+HELP = "show, check and compare plans, the results of calibration"
 EXAMPLES = (
     "longreach plan show kascade-longreach-mini",
     "longreach plan show plan.json --output similarity.png",
-    "longreach plan verify plan.json --model ./Llama-3.1-8B-Instruct --json    (exit code 1 where it does not fit)",
+    "longreach plan verify plan.json --model ./Llama-3.1-8B-Instruct --json    (exit code 1 if it does not fit)",
     "longreach plan choose plan.json --budget 4 --output four.json",
     "longreach plan compare plan.json other.json --budget 5",
     "longreach plan figures plan.json --model mini --tasks vt,cwe --output figures",
@@ -22,11 +22,11 @@ EXAMPLES = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     for module, name, help_text in (
-        (show, "show", "show what a plan says, and how it was made"),
+        (show, "show", "show a plan's contents, and how it was made"),
         (verify, "verify", "check that a plan is whole, and made for a model"),
         (choose, "choose", "choose other anchors of a kascade plan's calibration, and make a plan with them"),
-        (compare, "compare", "hold two kascade plans for one model, of different texts, beside each other"),
-        (figures, "figures", "draw what a kascade or mac plan rests on, as the papers show it"),
+        (compare, "compare", "compare two kascade plans for one model, calibrated on different texts"),
+        (figures, "figures", "draw the papers' figures behind a kascade or mac plan"),
     ):
         action = actions.add_parser(
             name, help=help_text, description=help_text[0].upper() + help_text[1:] + ".", allow_abbrev=False

@@ -1,4 +1,4 @@
-"""What a plan must be beside what its method takes from it: no values that nobody reads, numbers that can be."""
+"""Checks of a plan beyond those of its method: no unused values, only possible numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VALUES = {  # kind of plan -> the values that it may have
             "taken"),
 }  # fmt: skip
 ROUNDING = 1e-5  # of fp32 sums
-ANEW = "take an undamaged copy, or calibrate anew"
+ANEW = "take an undamaged copy, or calibrate again"
 
 
 def check(plan: Plan) -> None:

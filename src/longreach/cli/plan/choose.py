@@ -25,10 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     which.add_argument("--budget", type=int, metavar="N", help="the best N anchors")
     which.add_argument("--evenly", type=int, metavar="N", help="N anchors at even distances")
     which.add_argument("--anchors", type=_layers, metavar="L,L", help="these layers")
-    parser.add_argument("--heads", choices=HEADS, default="mapped", help="whose keys a head takes: those of the head "
+    parser.add_argument("--heads", choices=HEADS, default="mapped", help="keys that a head takes: those of the head "
                         "that serves it best (the default), or those of the head with its own number")  # fmt: skip
     parser.add_argument("--weighted", choices=("yes", "no"), help="whether layers count by how much their attention "
-                        "turns the residual stream, or all alike (default: as before)")  # fmt: skip
+                        "turns the residual stream, or all equally (default: as before)")  # fmt: skip
     parser.add_argument("--ranks", type=positive, metavar="N", help="of tensor parallelism: heads take keys of heads "
                         "on their own rank only (default: as many as before)")  # fmt: skip
     parser.add_argument("--output", type=Path, required=True, metavar="PLAN.json", help="the new plan")

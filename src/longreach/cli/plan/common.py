@@ -1,4 +1,4 @@
-"""Plans as users name them, and what knows the kinds of plans."""
+"""Plans as users name them, and the modules of each kind."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def add_plan(parser: argparse.ArgumentParser, name: str = "plan") -> None:
 
 
 def located(name: str) -> tuple[Path, str]:
-    """(file, kind) of a plan by path or shipped name. Raises InvalidInput where there is none, or no kind is said."""
+    """(file, kind) of a plan by path or shipped name. Raises InvalidInput if there is none, or it has no kind."""
     from longreach.plans import KINDS, shipped
 
     known = {stem: path for kind in KINDS for stem, path in shipped(kind).items()}
@@ -46,7 +46,7 @@ def located(name: str) -> tuple[Path, str]:
 
 
 def _kind(path: Path) -> str:
-    """The kind that a file says it is; what cannot be read as a plan at all is left to who loads it."""
+    """The kind in the file; errors of a file that is not a plan come from loading it."""
     from longreach.plans import KINDS
 
     try:

@@ -1,4 +1,4 @@
-"""`longreach plan compare`: two kascade plans for one model, calibrated on different texts, beside each other."""
+"""`longreach plan compare`: compare two kascade plans for one model, calibrated on different texts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_plan(parser)
     add_plan(parser, "other")
     parser.add_argument("--budget", type=positive, metavar="N",
-                        help="anchors to choose of each anew (default: as many as PLAN has)")  # fmt: skip
+                        help="anchors to choose for each plan (default: as many as PLAN has)")  # fmt: skip
     add_json(parser)
 
 
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     out.print(
         f"\n{found.shared} of {budget} anchors are the same. kept: what these anchors are worth on the other's "
         f"similarities, over the best that is possible there. With the first's anchors {percent(found.heads)} of the "
-        f"heads are mapped alike, and the first's map gives {percent(found.given)} of the best by the other's "
+        f"heads are mapped the same, and the first's map gives {percent(found.given)} of the best by the other's "
         f"similarities. Correlation of similarities {_number(found.similarity)}, of importance "
         f"{_number(found.importance)}."
     )

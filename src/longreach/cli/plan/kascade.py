@@ -1,4 +1,4 @@
-"""What a kascade plan shows: layers and their heads, how alike layers are, what other budgets are worth."""
+"""What a kascade plan shows: layers and their heads, similarity of layers, the value of other budgets."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def about(plan: Plan) -> dict[str, Any]:
 
 
 def rows(chosen: KascadePlan, found: CalibrationResult) -> list[dict[str, Any]]:
-    """For each layer: its anchor (None where it takes no part), importance, and what of its want it finds there, among
-    the keys of the heads that the plan maps its heads to."""
+    """For each layer: its anchor (None where it takes no part), importance, and `served`: the share of its best
+    weight that it finds on the keys of the heads that the plan maps its heads to."""
     made = []
     for layer, importance in enumerate(found.importance.tolist()):
         anchor = chosen.anchor_of(layer) if layer in chosen.layers else None
@@ -81,13 +81,13 @@ def show(plan: Plan, out: Console) -> None:
         mark = " <" if row["anchors"] == list(chosen.anchors) else ""
         anchors = " ".join(map(str, row["anchors"]))
         table.row([percent(row["value"]), percent(row["bytes"]), percent(row["even_value"]), f"{anchors}{mark}"])
-    counted = "weighted by importance, over all layers" if found.weighted else "mean over layers, all alike"
+    counted = "weighted by importance, over all layers" if found.weighted else "mean over layers, equal weights"
     out.print(
-        f"\nserved: what heads find of the weight they want among the keys that the heads they are mapped to choose "
-        f"({chosen.k} keys a tile of {chosen.tile} query rows, the least over the tiles of a prompt, mean over heads "
-        f"and prompts). importance: 1 - cos of the residual stream before and after attention. value: served, "
-        f"each head by the one that serves it best, {counted}; even: of as many evenly spaced anchors; bytes: that "
-        f"decoding reads of dense attention's at {SHARE:.0%} of the keys."
+        "\nserved: weight that a head finds on the keys chosen by the head that it is mapped to, over that on its own "
+        f"best keys ({chosen.k} keys a tile of {chosen.tile} query rows, the least over the tiles of a prompt, mean "
+        "over heads and prompts). importance: 1 - cos of the residual stream before and after attention. value: "
+        f"served, each head by the one that serves it best, {counted}; even: of as many evenly spaced anchors; bytes: "
+        f"that decoding reads of dense attention's at {SHARE:.0%} of the keys."
     )
 
 

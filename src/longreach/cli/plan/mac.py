@@ -40,12 +40,12 @@ def show(plan: Plan, out: Console) -> None:
             row += [percent(values["accepted"][scale][n][at]) for scale in ("sqrt2d", "calibrated")]
         table.row(row)
     out.print(
-        "\nband: keys before a row that are always read anew; none: no band that was tried is wide enough, the layer "
-        "reuses nothing. tau: near enough is below sqrt(2 d) (1 - tau); in logits: where these differ by less than "
-        "1 - tau"
+        "\nband: keys before a row that are always read; none: no band that was tried is wide enough, the layer "
+        "reuses nothing. tau: queries match at a distance below sqrt(2 d) (1 - tau); in logits: they match if these "
+        "differ by less than 1 - tau"
     )
     if made:
         out.print(
             f"weight: on the band, without the first {values['sinks']} tokens, none where there is no band; accepted: "
-            f"rows with one near enough in the window"
+            f"rows with a match in the window"
         )

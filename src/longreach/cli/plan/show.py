@@ -1,4 +1,4 @@
-"""`longreach plan show`: what a plan says, and how it was made."""
+"""`longreach plan show`: a plan's contents, and how it was made."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_plan(parser)
-    parser.add_argument("--output", type=Path, metavar="FILE.png", help="draw how alike layers are into a picture "
+    parser.add_argument("--output", type=Path, metavar="FILE.png", help="draw the similarity of layers "
                         "(kascade; extra `report`)")  # fmt: skip
     add_json(parser)
 

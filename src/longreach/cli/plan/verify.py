@@ -51,10 +51,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def other_dtype(plan: Plan, model: Path) -> str | None:
-    """What to know where a plan's distances are those of another dtype than the model's configuration says."""
+    """A warning if a plan's distances are of another dtype than the model's configuration."""
     config = json.loads((model / "config.json").read_bytes())
     stated = (part.get(name) for part in (config, config.get("text_config") or {}) for name in ("dtype", "torch_dtype"))
     mine, made = next((x for x in stated if x is not None), None), plan.made.settings.get("dtype")
     if plan.kind != "mac" or mine is None or made is None or mine == made:
         return None
-    return f"it was calibrated in {made}, and the model is stored in {mine}: what is accepted there may differ a little"
+    return f"it was calibrated in {made}, and the model is stored in {mine}: its matches may differ a little"

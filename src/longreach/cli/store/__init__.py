@@ -21,10 +21,10 @@ EXAMPLES = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     for module, name, help_text in (
-        (add, "add", "cut documents into chunks and store what the model makes of each"),
+        (add, "add", "cut documents into chunks and store their keys and values"),
         (upkeep, "list", "show what is stored"),
-        (upkeep, "verify", "read every chunk and compare all checksums; broken files are set aside, foreign ones too, "
-                           "foreign folders only told"),
+        (upkeep, "verify", "read every chunk and compare all checksums; broken and foreign files are set aside, "
+                           "foreign folders are only reported"),
         (upkeep, "gc", "remove what dead processes left, broken chunks set aside, and the longest unused ones"),
     ):  # fmt: skip
         action = actions.add_parser(

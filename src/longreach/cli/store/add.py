@@ -156,7 +156,7 @@ def _fill(
 ) -> dict[str, tuple[str, str]]:
     """name of a chunk -> one of STATES, and one of DEPENDENCE.
 
-    Where the store fails, all that it has stays, and the error says how much.
+    If the store fails, its chunks stay, and the error names their number.
     """
     from longreach.adapters.transformers import DependenceMeter, get_or_compute
 
@@ -182,7 +182,7 @@ def _fill(
                 kept = "none" if got.chunk.dependence is None else "computed" if got.dependence_computed else "stored"
                 states[name] = got.state, kept
     except BaseException as error:  # Ctrl-C too
-        error.add_note(f"{len(states)} of {len(todo)} chunks are in the store; the same command goes on from there")
+        error.add_note(f"{len(states)} of {len(todo)} chunks are in the store; the same command continues from there")
         raise
     return states
 
@@ -211,7 +211,7 @@ def _account(
 
 
 def _show(document: dict[str, Any], where: dict[str, Any]) -> None:
-    """A row a file, then what there is to know of borders, times and the rest of the store."""
+    """A row per file, then borders, times and the rest of the store."""
     out = console()
     columns = [Column("chars", 8), Column("tokens", 7), Column("chunks", 6),
                *(Column(state, max(6, len(state))) for state in STATES), Column("size", 8)]  # fmt: skip
@@ -236,14 +236,14 @@ def _show(document: dict[str, Any], where: dict[str, Any]) -> None:
     out.print(
         f"{document['chunks']} chunks of {model['name']} ({model['dtype']}, fingerprint {model['fingerprint'][:12]}, "
         f"taken in {duration(seconds['fingerprint'])}), {alone}; {done} tokens computed and stored in "
-        f"{duration(took)}. The store holds {document['others_in_store']} chunks besides, "
+        f"{duration(took)}. The store holds {document['others_in_store']} other chunks, "
         f"{size(document['store_bytes'])} in all.",
         soft_wrap=True,
     )
     if document["config"]["dependence"]:
         out.print(_dependence(document["dependence"]), soft_wrap=True)
     if document["recomputed"]:
-        out.print(f"{document['recomputed']} chunks were damaged in the store and are computed anew.", soft_wrap=True)
+        out.print(f"{document['recomputed']} chunks were damaged in the store and were computed again.", soft_wrap=True)
     out.print(place(where), soft_wrap=True)
 
 

@@ -121,7 +121,7 @@ def _ago(last_used: float | None) -> str:
 def _verify(args: argparse.Namespace, store: ChunkStore) -> int:
     started = time.perf_counter()
     with progress("verifying", len(store.entries())) as advance, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="chunk store ")  # each file is told below
+        warnings.filterwarnings("ignore", message="chunk store ")  # each file is reported below
         found = store.verify_all(advance)
     took = time.perf_counter() - started
     status = BROKEN if found.broken else 0

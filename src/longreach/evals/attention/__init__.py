@@ -1,4 +1,4 @@
-"""What sparse attention depends on, measured on a model: sinks, recency, heavy keys, retrieval heads, reuse."""
+"""A model's properties that sparse attention depends on: sinks, recency, heavy keys, retrieval heads, reuse."""
 
 from longreach.evals.attention.measure import Attention
 

@@ -1,4 +1,4 @@
-"""Whether layers want the same keys: what choosing keys in one layer for others (Kascade) relies on."""
+"""Whether layers attend most to the same keys, as Kascade assumes when one layer chooses keys for others."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class Agreement:
     """Over rows, how much of the K heaviest keys of each KV head are among those of each head of another layer.
 
     Heads are KV heads, by the sum of the weights of their query heads, as Kascade pools them when it decodes. Blocks of
-    rows are begun by `start` and go through the layers in ascending order.
+    rows begin with `start` and go through the layers in ascending order.
     """
 
     def __init__(self, kinds: int, layers: int, heads: int, device: torch.device):
-        shape = (kinds, layers, heads, layers, heads)  # chosen in layer, head; wanted in layer, head
+        shape = (kinds, layers, heads, layers, heads)  # keys chosen in (layer, head), for (layer, head)
         self.recall = torch.zeros(shape, dtype=torch.float64, device=device)
         self.mass = torch.zeros_like(self.recall)
         self.rows = torch.zeros(kinds, dtype=torch.float64, device=device)
@@ -29,7 +29,7 @@ class Agreement:
         self.rows.index_add_(0, kind, torch.ones(len(kind), dtype=torch.float64, device=kind.device))
 
     def add(self, kind: Tensor, pooled: Tensor) -> None:
-        """The next layer's weights fp32 [r, G, n], 0 on what a row does not see."""
+        """The next layer's weights fp32 [r, G, n], 0 on keys invisible to a row."""
         layer, (count, heads, keys) = len(self._chosen), pooled.shape
         top = pooled.topk(min(K, keys), -1)
         there = top.values > 0  # a window, or a short text, holds fewer
@@ -51,7 +51,8 @@ class Agreement:
                     self.recall[:, layer, :, other].index_add_(0, kind[part], turned)
 
     def maps(self, kind: int) -> dict[str, list[list[float | None]]]:
-        """[chosen in layer][wanted in layer]: each head takes the keys of the head that serves it best over all rows.
+        """[layer that chooses][layer that takes]: each head takes the keys of the head that serves it best over all
+        rows.
 
         recall: the share of its K heaviest keys that are among the chosen. mass: the weight of the chosen keys over
         that of its own K heaviest, for layers after the choosing one (Kascade's similarity, but means over rows); None

@@ -1,4 +1,4 @@
-"""Where attention's weight lies: by place (first, last, how far back) and by size (the heaviest keys)."""
+"""Distribution of attention's weight: by place (first, last, distance) and by size (the heaviest keys)."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def distances(length: int) -> list[int]:
 def by_place(share: Tensor, pos: Tensor, edges: list[int]) -> dict[str, Tensor]:
     """fp64 of weights [r, h, n], which sum to 1, of rows at positions `pos` [r].
 
-    sinks [r, h]: on the first SINKS positions. windows [r, h, len(WINDOWS)]: on the last so many keys. distance
-    [r, h, bins]: on keys so far back, those among the first SINKS left out, so that with them they make 1.
+    sinks [r, h]: on the first SINKS positions. windows [r, h, len(WINDOWS)]: on that many last keys. distance
+    [r, h, bins]: on keys at that distance, those among the first SINKS left out, so that with them they make 1.
     """
     total = torch.nn.functional.pad(share.cumsum(-1, dtype=torch.float64), (1, 0))  # [.., i]: on the keys before i
 
@@ -45,7 +45,7 @@ def by_place(share: Tensor, pos: Tensor, edges: list[int]) -> dict[str, Tensor]:
 def by_size(share: Tensor) -> dict[str, Tensor]:
     """fp64 of weights [r, h, n], which sum to 1.
 
-    tops [r, h, len(TOPS)]: on the heaviest so many keys. cover [r, h]: how many of the heaviest hold COVER.
+    tops [r, h, len(TOPS)]: on that many heaviest keys. cover [r, h]: how many of the heaviest hold COVER.
     """
     held = share.sort(-1, descending=True).values.cumsum(-1, dtype=torch.float64)
     tops = [held[..., min(k, share.shape[-1]) - 1] for k in TOPS]

@@ -77,9 +77,9 @@ def _write(reader: Reader, logits: Tensor, answer: tuple[int, ...]) -> int:
 
 
 def results(watch: AttentionProbe) -> dict[str, Any]:
-    """What was measured: lists are [layers][query heads], with one more level for several numbers each.
+    """The measurements: lists are [layers][query heads], with one more level for several numbers each.
 
-    Weights are shares of what falls on keys; what a virtual sink takes of the whole stands apart. None: not measured.
+    Weights are shares of the weight on keys. A virtual sink's share of the whole is separate. None: not measured.
     """
     return {
         "windows": watch.windows,

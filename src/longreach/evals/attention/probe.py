@@ -1,4 +1,4 @@
-"""What is measured of each layer as prompts pass through it."""
+"""Measurements of each layer as prompts pass through it."""
 
 from __future__ import annotations
 

@@ -36,19 +36,18 @@ class Prompt:
 
     @property
     def rows(self) -> range:
-        """The positions whose next token is one of the answer."""
+        """The positions just before each token of the answer."""
         return range(len(self.tokens) - 1, len(self.tokens) - 1 + len(self.answer))
 
 
 def make(name: str, tokenizer: Any, length: int, seed: int, number: int, total: int, rows: int) -> Prompt:
     """Sample `number` of `total` of a needle task in at most `length` tokens, `rows` positions of its text drawn.
 
-    Raises InvalidInput where length or rows do not fit, Unsupported for a tokenizer that does not say where in the
-    text its tokens are.
+    Raises InvalidInput if length or rows do not fit, Unsupported for a tokenizer without text offsets.
     """
     if not getattr(tokenizer, "is_fast", False):
         raise Unsupported(
-            f"{type(tokenizer).__name__} does not say where in a text its tokens are, so needles cannot be found; save "
+            f"{type(tokenizer).__name__} gives no text offsets of its tokens, so needles cannot be located; save "
             f"the model with a fast tokenizer (tokenizer.json)"
         )
     niah = task(name)
@@ -67,7 +66,7 @@ def make(name: str, tokenizer: Any, length: int, seed: int, number: int, total: 
     late = range(max(1, int(LATE * end)), end)
     if rows > len(late):
         raise InvalidInput(
-            f"rows: {rows} asked for, the last quarter of the text has {len(late)}; ask for fewer --rows"
+            f"rows: expected at most {len(late)}, the last quarter of the text, got {rows}; lower --rows"
         )
     drawn = Random(f"{seed}/{name}/{number}/rows").sample(late, rows)
     return Prompt(name, number, tuple(ids[:first]), tuple(ids[first : last + 1]), (inside[0], inside[-1] + 1),

@@ -1,4 +1,4 @@
-"""How like queries before rotation are to those a little earlier: what MAC-Attention's matching relies on."""
+"""Similarity of queries before rotation to recent ones, which MAC-Attention's matching relies on."""
 
 from __future__ import annotations
 

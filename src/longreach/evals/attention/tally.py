@@ -1,4 +1,4 @@
-"""Means over rows, kept on the device until they are asked for."""
+"""Means over rows, kept on the device until they are read."""
 
 from __future__ import annotations
 

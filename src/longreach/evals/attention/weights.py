@@ -17,9 +17,9 @@ MOST = 1 << 24  # weights in memory at a time, of all query heads
 
 
 class Weights(NamedTuple):
-    """Of some rows and the query heads of one KV head.
+    """Attention weights of some rows and the query heads of one KV head.
 
-    share: fp32 [r, group, n], softmax over the keys [0, n) that a row sees: it sums to 1 without the virtual sink.
+    share: fp32 [r, group, n], softmax over the keys [0, n) visible to a row: it sums to 1 without the virtual sink.
     sink: fp32 [r, group], what a virtual sink (GPT-OSS) takes of the whole; 0 where there is none.
     """
 
@@ -28,7 +28,7 @@ class Weights(NamedTuple):
 
 
 def window_of(call: LayerCall) -> int | None:
-    """The layer's sliding window; None where rows see everything before them."""
+    """The layer's sliding window; None if all earlier keys are visible."""
     (seen,) = call.meter.keys
     if not isinstance(seen, Spans) or len(seen.spans) != 1:
         raise Unsupported(f"attention weights of {type(seen).__name__}: only dense attention and windows are measured")
@@ -41,7 +41,7 @@ def blocks(index: Tensor, heads: int, keys: int, most: int = MOST) -> Iterator[T
 
 
 def weights(call: LayerCall, index: Tensor, head: int, keys: int) -> Weights:
-    """Of the rows `index` [r] of a call with one sequence and KV head `head`, over slots [0, keys)."""
+    """Weights of the rows `index` [r] of a call with one sequence and KV head `head`, over slots [0, keys)."""
     rows, kv = call.rows.take(index), call.kv
     group = kv.group(rows)
     mine = slice(head * group, (head + 1) * group)

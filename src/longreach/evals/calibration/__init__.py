@@ -1,5 +1,5 @@
-"""Calibration: a model reads prompts, and what a kind of plan needs to know is taken from it as they pass.
+"""Calibration: a model reads prompts, and the numbers for a kind of plan are gathered as they pass.
 
-`prompts` says what is read, `gather` reads it and keeps a journal, and each kind of plan has a file with its `Gather`
+`prompts` makes the prompts, `gather` reads them and keeps a journal, and each kind of plan has a file with its `Gather`
 here and its pure functions in methods/<kind>/calibrate.py.
 """

@@ -1,4 +1,4 @@
-"""A model reads prompts densely, one after another, and a calibration takes from each what it needs."""
+"""A model reads prompts densely, one after another, and a calibration gathers data from each."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from longreach.methods.dense import Dense
 
 
 class Gather(ABC):
-    """What one kind of calibration takes from the prompts. For each: `begin`, its passes layer by layer, `finish`.
+    """The data that one kind of calibration gathers from prompts. For each: `begin`, its passes layer by layer,
+    `finish`.
 
-    needs_pre_rope: whether `LayerCall.pre_rope` is asked for. needs_residuals: whether `residual` is to be called.
+    needs_pre_rope: whether it uses `LayerCall.pre_rope`. needs_residuals: whether `residual` is to be called.
     """
 
     needs_pre_rope: ClassVar[bool] = False
@@ -41,13 +42,13 @@ class Gather(ABC):
 
     @abstractmethod
     def finish(self) -> Any:
-        """What the prompt gave, as JSON holds it (tensors by `packed`): a line of the journal."""
+        """The prompt's data as JSON (tensors by `packed`): a line of the journal."""
 
     def residual(self, layer: int, x: Tensor, out: Tensor) -> None:  # noqa: B027 - most need it not
         """Attention adds `out` [T, width] to the residual stream x [T, width]; after `layer` in each pass."""
 
     def chunk(self, tokens: int) -> int:
-        """Tokens of a pass, where about so many are asked for."""
+        """Tokens of a pass, given about how many are requested."""
         return tokens
 
 
@@ -67,9 +68,9 @@ def gather(
     done: Mapping[str, Any] | None = None,
     keep: Callable[[str, Any], None] = lambda name, part: None,
 ) -> list[Any]:
-    """What each prompt gave, in their order.
+    """The data of each prompt, in order.
 
-    done: parts by the name of their prompt that an earlier run has made; keep(name, part) is told of each new one.
+    done: parts by the name of their prompt that an earlier run has made; keep(name, part) is called for each new one.
     """
     prompts, known = list(prompts), dict(done or {})
     waiting = [prompt for prompt in prompts if prompt.name not in known]
@@ -106,6 +107,6 @@ def packed(x: Tensor) -> dict[str, Any]:
 
 
 def unpacked(part: Mapping[str, Any]) -> Tensor:
-    """What `packed` made a text of."""
+    """The inverse of `packed`."""
     content = zlib.decompress(base64.b64decode(part["zlib"]))
     return torch.from_numpy(np.frombuffer(content, dtype=part["dtype"]).reshape(part["shape"]).copy())

@@ -1,4 +1,4 @@
-"""Kascade's calibration: tiles of every layer, whose keys they would choose, and how much attention matters."""
+"""Kascade's calibration: similarity of layers over tiles, and importance of their attention."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from longreach.ops.pooled_scores import pooled_scores
 
 
 class KascadeGather(Gather):
-    """Of each prompt: what `TileSimilarity` found, the mean of `change` in each layer, and which layers have windows.
+    """For each prompt: the result of `TileSimilarity`, the mean of `change` in each layer, and the layers with windows.
 
     k: keys a tile chooses; tile: query rows of a tile, the query heads of a KV head counted.
     """
@@ -91,10 +91,10 @@ class KascadeGather(Gather):
 
 
 def calibrated(parts: Sequence[Any]) -> CalibrationResult:
-    """The mean over what prompts gave. Raises Unsupported for a model whose layers all have windows."""
+    """The mean over prompts. Raises Unsupported for a model whose layers all have windows."""
     layers = [n for n, window in enumerate(parts[0]["windows"]) if window is None]
     if not layers:
-        raise Unsupported("every layer of this model has a sliding window: there is nothing that Kascade could spare")
+        raise Unsupported("every layer of this model has a sliding window, so Kascade cannot save reads")
     return CalibrationResult.mean(
         layers, [unpacked(p["similarity"]) for p in parts], [unpacked(p["importance"]) for p in parts]
     )

@@ -16,7 +16,7 @@ from longreach.methods.loki.plan import LokiPlan
 
 
 class LokiGather(Gather):
-    """Of each prompt: how many keys it has, their means [L, G, D] and the upper halves of their covariances."""
+    """For each prompt: its number of keys, their means [L, G, D] and the upper halves of their covariances."""
 
     def __init__(self, shape: ModelShape):
         self.shape = shape

@@ -1,4 +1,4 @@
-"""MAC's calibration: queries before rotation, what keys weigh, and where attention's weight lies."""
+"""MAC's calibration: queries before rotation, energy of keys, and weight on recent keys."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from longreach.methods.mac.plan import SCALES, MACPlan, Scale
 
 
 class MACGather(Gather):
-    """Of each prompt, layer by layer: the mean energy of the keys, the weight on the last keys of some rows, and how
-    far apart queries are: those of rows that have nothing to do with each other, and of rows and their nearest in each
-    window.
+    """Of each prompt, layer by layer: the mean energy of the keys, the weight on the last keys of some rows, and the
+    distances of queries: between unrelated rows, and between a row and its nearest in each window.
 
     rows: how many of each prompt are looked at, evenly spaced over what follows the first `window` tokens, and the
-    first 2 `widest`: a band as long as what a row sees would hold all of its weight. window: the widest; rows at least
-    so far apart are taken as unrelated. widest: the widest band. sinks: first tokens whose weight does not count.
+    first 2 `widest`: a band as long as a row's context would hold all of its weight. window: the widest; rows at least
+    this many positions from each other count as unrelated. widest: the widest band. sinks: first tokens, left out of
+    the weight.
     A prompt's distances in logits are by its own keys' energies, those to the nearest rows by the keys read so far.
     """
 
@@ -108,7 +108,7 @@ class MACGather(Gather):
         }
 
     def _weight(self, layer: int, scale: Scale, tokens: int) -> Tensor:
-        """What queries are multiplied by, after so many tokens: fp32 [H, D], or [1, 1] for nothing."""
+        """The factor of queries after `tokens` tokens: fp32 [H, D], or [1, 1] for none."""
         total = self._energy[layer]
         if scale == "sqrt2d":
             return total.new_ones(1, 1, dtype=torch.float32)
@@ -123,7 +123,7 @@ def windows_of(window: int) -> tuple[int, ...]:
 def calibrated(
     what: MACGather, parts: Sequence[Mapping[str, Any]], *, alpha: float, epsilon: float
 ) -> tuple[MACPlan, dict[str, Any]]:
-    """The plan of all prompts together, and what it rests on, as JSON holds it."""
+    """The plan of all prompts together, and the measurements behind it, as JSON."""
     tokens, rows = sum(p["tokens"] for p in parts), sum(p["rows"] for p in parts)
     energies = torch.stack([unpacked(p["energy"]) * (p["tokens"] / tokens) for p in parts]).sum(0)
     mass = torch.stack([unpacked(p["mass"]) for p in parts]).sum(0) / rows  # [L, H, bands]

@@ -1,4 +1,4 @@
-"""What is lost where each row of each layer attends to the keys that weigh most in it: Figure 2 of Kascade."""
+"""Loss if each row of each layer attends only to its heaviest keys: Figure 2 of Kascade."""
 
 from __future__ import annotations
 

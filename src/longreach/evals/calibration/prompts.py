@@ -1,4 +1,4 @@
-"""What a model reads when it is calibrated: windows of texts, and prompts of tasks with their right answers."""
+"""Prompts of a calibration: windows of texts, and prompts of tasks with their right answers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Prompts:
 
     @property
     def sha256(self) -> str:
-        """Of all tokens, as int64 in little-endian order, -1 after each prompt."""
+        """sha256 of all tokens, as int64 in little-endian order, -1 after each prompt."""
         digest = hashlib.sha256()
         for prompt in self.prompts:
             digest.update(np.asarray([*prompt.tokens, -1], dtype="<i8").tobytes())
@@ -64,9 +64,9 @@ def make(
 
     least: tokens that a prompt must have to be of any use. seed: of the tasks' prompts; those of an evaluation with the
     same seed are the same. haystack: a text in which needles are hidden, in place of the one that evaluations use.
-    made: told how many more are made.
-    Raises InvalidInput, saying how many tokens are needed, where prompts are too short, texts hold too few, the model's
-    context is exceeded or nothing is to be read.
+    made: called with the number of prompts newly made.
+    Raises InvalidInput, with the number of tokens needed, if prompts are too short, texts hold too few, the model's
+    context is exceeded or there is nothing to read.
     """
     if not texts and not tasks:
         raise InvalidInput("nothing to calibrate on; give --text FILE, or --tasks")
@@ -78,9 +78,7 @@ def make(
         )
     limit = context_limit(model)
     if limit is not None and length > limit:
-        raise InvalidInput(
-            f"prompts of {length} tokens are asked for, and the model's context is {limit} tokens; lower --length"
-        )
+        raise InvalidInput(f"--length: expected at most {limit} tokens, the model's context, got {length}; lower it")
     parts, prompts = list[str](), list[Prompt]()
     if texts:
         read = [read_text(path, tokenizer) for path in texts]
@@ -126,10 +124,10 @@ def _hidden_in(task: Task, haystack: Path) -> Task:
 def _asked(
     task: Task, tokenizer: Any, length: int, seed: int, number: int, total: int, counter: Counter, least: int
 ) -> Prompt:
-    """A prompt with its right answer behind it: how the model answers is what methods have to keep."""
+    """A prompt followed by its right answer: methods have to preserve how the model answers."""
     most = len(task.fixed) if isinstance(task, Given) else total
     if total > most:
-        raise InvalidInput(f"{task.name} holds {most} samples, {total} asked for; ask for fewer --prompts")
+        raise InvalidInput(f"{task.name} holds {most} samples, {total} requested; lower --prompts")
     sample, prompt = fitted(task, tokenizer, length, seed, number, total, count=counter)
     joint = "" if sample.begun == "" and chat(tokenizer, ".") is not None else " "
     answer = tokenizer(joint + ", ".join(sample.answers), add_special_tokens=False, verbose=False).input_ids

@@ -1,4 +1,4 @@
-"""What is lost when queries of a tile share keys, by how they choose them: Figures 5 and 6 of Kascade on any model.
+"""Loss if the queries of a tile share keys, by way of choosing: Figures 5 and 6 of Kascade on any model.
 
 And when each row chooses by itself in each layer: Figure 2.
 
@@ -35,7 +35,7 @@ MAPPINGS = ("mapped", "own", "all", "oracle")
 class Tile(NamedTuple):
     """One KV head's weights over a tile.
 
-    share [T, group, n]: softmax over the keys that a row sees; q [T, group, D]; k, v [n, D], all fp32; before: keys
+    share [T, group, n]: softmax over the keys visible to a row; q [T, group, D]; k, v [n, D], all fp32; before: keys
     before the tile.
     """
 
@@ -46,7 +46,7 @@ class Tile(NamedTuple):
     before: int
 
     def first(self, tokens: int) -> Tile:
-        """The tile of the first so many tokens."""
+        """The tile of the first `tokens` tokens."""
         return Tile(self.share[:tokens], self.q[:tokens], self.k, self.v, self.before)
 
 
@@ -101,7 +101,7 @@ class SharingGather(Gather):
         return (-(-2 * LEAST // self.span) + 1) * self.span
 
     def starts(self, length: int) -> list[int]:
-        """Where tiles begin in a prompt: whole ones, at multiples of the largest size."""
+        """Starts of the tiles measured in a prompt: whole ones, at multiples of the largest size."""
         last = length // self.span - 1
         first = max(-(-2 * LEAST // self.span), last // 4)
         count = min(self.tiles, last - first + 1)

@@ -28,7 +28,7 @@ from longreach.tasks.base import Task
 
 TOP = 64  # tokens that the question attends to most
 DIGITS = 6  # significant
-LAYERS = ("attention", "key_recomputed", "value_recomputed", "key_reused", "value_reused")
+LAYERS = ("attention", "key", "value", "key_recomputed", "value_recomputed", "key_reused", "value_reused")
 CHOICES = ("chosen", "hits_change", "hits_attention", "attention_chosen")
 
 
@@ -141,8 +141,9 @@ class FusionStudy:
         """Of a method, means over prompts.
 
         layers: by layer, attention: norm of the difference of the question's attention maps, over the plain map's;
-        key_recomputed, value_recomputed, key_reused, value_reused: norm of the difference of keys and values from plain
-        ones over the norm of these, over stored tokens that are not exact; None where there are none.
+        key, value: norm of the difference of keys and values from plain ones over the norm of these, over all stored
+        tokens that are not exact; key_recomputed, value_recomputed, key_reused, value_reused: the same over those of
+        them that were recomputed and over the others. None if there are no such tokens.
         chosen: recomputed tokens. hits_change: share of as many tokens that a plain prefill moves most that were
         chosen. hits_attention: share of the TOP tokens that were, to which the plain question attends most in the last
         third of the layers; attention_chosen: share of that attention on stored inexact tokens that is on chosen ones.
@@ -175,15 +176,16 @@ class FusionStudy:
             session.on_layer = None
         assert reader.cache is not None
         parts = prompt.parts(self.model.device)
-        again = chosen[-1] & parts.candidates
+        there = parts.candidates
+        again = chosen[-1] & there
         for means in into:
             for name, value in _choices(again, parts, truth).items():
                 means.add(name, 0, value)
         for layer, (mine, plain) in enumerate(zip(held(reader.cache), truth.memory, strict=True)):
             values = {"attention": _off(seen.maps[layer], truth.maps[layer])}
             for kind, a, b in zip(("key", "value"), mine, plain, strict=True):
-                for where, mask in (("recomputed", again), ("reused", parts.candidates & ~again)):
-                    values[f"{kind}_{where}"] = _off(a[mask], b[mask]) if bool(mask.any()) else None
+                for where, mask in (("", there), ("_recomputed", again), ("_reused", there & ~again)):
+                    values[f"{kind}{where}"] = _off(a[mask], b[mask]) if bool(mask.any()) else None
             for means in into:
                 for name, value in values.items():
                     means.add(name, layer, value)

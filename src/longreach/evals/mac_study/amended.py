@@ -1,4 +1,4 @@
-"""What a row's output becomes where the result of an earlier row stands for the keys before that row's band."""
+"""A row's output if an earlier row's result replaces the keys before that row's band."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ IMPL = "reference"  # a few rows, and fp32 logits: errors of reuse alone
 
 
 def steps(call: LayerCall, index: Tensor) -> Sequence[Tensor]:
-    """Rows `index` [r] in blocks whose logits are at most MOST (but one row at least)."""
+    """Rows `index` [r] in blocks with at most MOST logits (but one row at least)."""
     return index.split(max(1, MOST // (call.rows.q.shape[1] * call.kv.capacity)))
 
 

@@ -1,4 +1,4 @@
-"""What chains of reuse come to: MAC's own decoding over a long generation, with and without its bound on them."""
+"""Errors from chains of reuse: MAC's own decoding over a long generation, with and without a limit on them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Likeliest(NamedTuple):
 
 
 def _forget(key: str, part: Any) -> None:
-    """A method that nobody keeps."""
+    """Keeps nothing."""
 
 
 class Drift:
@@ -86,7 +86,7 @@ class Drift:
     ) -> dict[str, Any]:
         """{"prompt_tokens", "edges" of the bins of steps, "methods": {name: see `_told`}}.
 
-        done: methods that an interrupted run measured, by `key`; fresh ones are told to `keep` as they come.
+        done: methods that an interrupted run measured, by `key`; `keep` is called with each new one.
         """
         found = {name: (done or {}).get(self.key(method)) for name, method in self.methods.items()}
         if None in found.values():
@@ -94,7 +94,7 @@ class Drift:
         return {"prompt_tokens": len(self.prompt), "edges": self.edges, "methods": found}
 
     def key(self, method: AttentionMethod) -> str:
-        """What a method's numbers are kept under."""
+        """The key of a method's numbers."""
         return f"drift, {self.steps} steps, seed {self.seed}, {json.dumps(method.to_json(), sort_keys=True)}"
 
     def _measure(self, chunk: int, progress: Progress, found: dict[str, Any], keep: Keep) -> None:
@@ -126,7 +126,7 @@ class Drift:
                 keep(self.key(method), found[name])
 
     def _draw(self, reader: Reader, first: Tensor, advance: Advance) -> None:
-        """The tokens, and what dense attention expected after each."""
+        """The tokens, and dense attention's distribution after each."""
         draw = torch.Generator(first.device).manual_seed(self.seed)
 
         def choose(logits: Tensor) -> Tensor:

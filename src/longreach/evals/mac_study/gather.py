@@ -1,4 +1,4 @@
-"""A model reads prompts densely, and of some rows it is kept what MAC-Attention would find and make of it."""
+"""A model reads prompts densely; for some rows MAC-Attention's matches and their outputs are recorded."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ BANDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 @dataclass(frozen=True)
 class StudySettings:
-    """window: the widest that is looked through, and tokens before the first row that is looked at. band: at which ways
-    of matching are compared. sinks: first tokens that no entry holds. rows: so many of a prompt, evenly spaced."""
+    """window: the widest that is searched, and tokens before the first row measured. band: the one at which ways of
+    matching are compared. sinks: first tokens that no entry holds. rows: number measured in a prompt, evenly spaced."""
 
     window: int
     band: int

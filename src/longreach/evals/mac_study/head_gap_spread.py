@@ -1,4 +1,4 @@
-"""How far apart the query heads of a KV head match: Table 6 of the paper."""
+"""Spread of the gaps at which the query heads of a KV head match: Table 6 of the paper."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from torch import Tensor
 
 
 def head_gap_spread(gap: Tensor, accepted: Tensor, group: int) -> list[dict[str, float | None]]:
-    """Of each layer. gap, accepted: [L, S, H] of rows and query heads, `group` of which share a KV head.
+    """One entry per layer. gap, accepted: [L, S, H] of rows and query heads, `group` of which share a KV head.
 
     average: mean over rows of the median over accepted heads of p - m (-399: 399 tokens back). spread: median over rows
-    and KV heads with two accepted heads or more of the standard deviation of p - m. alike: share of those KV heads all
-    of whose accepted heads found the same row. None where there are none.
+    and KV heads with two accepted heads or more of the standard deviation of p - m. alike: share of those KV heads
+    with the same row for all accepted heads. None if there are none.
     """
     return [_of_layer(g.double(), a, group) for g, a in zip(gap, accepted, strict=True)]
 

@@ -42,7 +42,7 @@ class Recent:
     kept: RowHistory | None = None
 
     def extend(self, call: LayerCall) -> RowHistory:
-        """What was kept and the rows of the pass; then the last `size` of them are kept."""
+        """The kept rows and those of the pass; then the last `size` of them are kept."""
         assert call.rotary is not None
         turn, q, first = call.rotary(), call.rows.q, int(call.rows.pos[0])
         if self.kept is not None:
@@ -56,7 +56,7 @@ class Recent:
 
 
 def compared(way: Way, known: RowHistory, weight: Tensor) -> Tensor:
-    """[N, H, D]: queries of which squared L2 is taken.
+    """[N, H, D]: the queries that squared L2 compares.
 
     sqrt2d, calibrated: before rotation, in channels or (times weight [H, D]) in logits, as the method does; post: after
     rotation; cosine: before rotation, all of length 1, so that d^2 = 2 (1 - cos).

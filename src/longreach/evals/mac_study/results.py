@@ -1,4 +1,4 @@
-"""The numbers of MAC-Attention's figures, from what prompts gave. Lists by layer have the layers of full attention."""
+"""The numbers of MAC-Attention's figures, from the prompts' data. Lists by layer have the layers of full attention."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SKIPPED = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 
 
 class StudyData:
-    """What all prompts gave, of the layers of full attention. Rows S are those of all prompts."""
+    """The data of all prompts, for the layers of full attention. Rows S are those of all prompts."""
 
     def __init__(self, what: StudySettings, plan: MACPlan, shape: ModelShape, parts: Sequence[Mapping[str, Any]]):
         self.what, self.plan, self.shape = what, plan, shape
@@ -47,7 +47,7 @@ class StudyData:
         return Samples(distance, torch.zeros_like(distance) if error is None else error, self.skipped(way, place, band))
 
     def skipped(self, way: Way, window: int, band: int) -> Tensor:
-        """[L, S, H]: keys of the entry over all that the row sees; (p - r)+ / m where no sinks are kept out."""
+        """[L, S, H]: keys of the entry over all visible to the row; (p - r)+ / m where no sinks are kept out."""
         keys = self.pos[:, None] - self.gap[way][:, window] + 1 - band - self.what.sinks
         return torch.where(self.gap[way][:, window] >= 0, keys.clamp(min=0), 0) / (self.pos[:, None] + 1)
 
@@ -64,7 +64,7 @@ class StudyData:
 
 
 def results(found: StudyData, tau: float) -> dict[str, Any]:
-    """All of it. tau: the threshold in sqrt(2 d) of what has but one."""
+    """All results. tau: the threshold, in sqrt(2 d), of those at a single one."""
     what, dim = found.what, found.shape.head_dim
     paper = limit_of("sqrt2d", tau, dim)
     limits: dict[Scale, float | Tensor] = {"sqrt2d": paper, "calibrated": found.taus("calibrated")}
@@ -108,7 +108,7 @@ def _thresholds(found: StudyData, scale: Scale) -> dict[str, Any]:
 
 
 def _windows(found: StudyData, scale: Scale, limit: float | Tensor) -> dict[str, Any]:
-    """Acceptance and skipped share [L][windows]; reused [L]: what the group rule leaves of it in the widest."""
+    """Acceptance and skipped share [L][windows]; reused [L]: matches left by the group rule in the widest."""
     accepted, skipped = [], []
     for place in range(len(found.what.windows)):
         samples = found.samples(scale, place)

@@ -1,4 +1,4 @@
-"""Thresholds swept over what was sampled: how much is accepted, skipped, and how wrong it makes outputs.
+"""Sweeps of thresholds over the samples: share accepted, share skipped, and error of outputs.
 
 A sample is a row and query head of a layer with its nearest earlier row: distance, error of the output that reuses it,
 and the share of the context that is then not read (the paper's (p - r)+ / m). Misses are exact and read everything.
@@ -32,7 +32,7 @@ class Point(NamedTuple):
 
 
 def point(samples: Samples, accepted: Tensor) -> Point:
-    """What accepting these samples (bool, of their shape) comes to."""
+    """The result of accepting these samples (bool, of their shape)."""
     n, hits = max(1, accepted.numel()), int(accepted.sum())
     error, skipped = (float((x.double() * accepted).sum()) for x in (samples.error, samples.skipped))
     return Point(hits / n, skipped / n, error / n, error / hits if hits else None)

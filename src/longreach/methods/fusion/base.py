@@ -1,4 +1,4 @@
-"""What fusion methods share: how a ratio is spent."""
+"""Shared by fusion methods: how a ratio is spent."""
 
 from __future__ import annotations
 

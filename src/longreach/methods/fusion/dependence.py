@@ -1,4 +1,4 @@
-"""Fusion that chooses by what was measured when chunks were stored: how much each token depends on what is before."""
+"""Fusion that chooses by each token's dependence on preceding text, measured when its chunk was stored."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from longreach.methods.slots import FullLayer, Fusion, PromptParts
 
 @dataclass(frozen=True)
 class Dependence(Fusion):
-    """Recompute the tokens whose keys and values moved most when their chunk was run behind another one.
+    """Recompute the tokens with the largest change of keys and values when their chunk ran behind another one.
 
     Beyond the papers: each chunk is run a second time when it is stored, and the movement of its tokens in the middle
     layers is stored with it. So the choice needs no question, no probe and no layer that runs for all tokens, and is

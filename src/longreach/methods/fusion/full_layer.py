@@ -1,4 +1,4 @@
-"""Fusion that chooses by what the second layer makes of all tokens: CacheBlend and A3."""
+"""Fusion that computes all tokens up to the second layer and chooses there: CacheBlend and A3."""
 
 from __future__ import annotations
 

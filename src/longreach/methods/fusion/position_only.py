@@ -14,7 +14,7 @@ from longreach.ops.types import require
 
 @dataclass(frozen=True)
 class FullReuse(Fusion):
-    """Stored keys at the positions that they were computed at; only what is not stored runs (A3, section 2.2).
+    """Stored keys at the positions that they were computed at; only tokens that are not stored run (A3, section 2.2).
 
     The paper's own code reuses the question too and runs its last token alone; here the question runs, so that this
     scores far above the paper's.
@@ -29,7 +29,7 @@ class FullReuse(Fusion):
 
 @dataclass(frozen=True)
 class PIE(Fusion):
-    """Stored keys at their true positions; only what is not stored runs (arXiv 2407.03157)."""
+    """Stored keys at their true positions; only tokens that are not stored run (arXiv 2407.03157)."""
 
     name = "pie"
 

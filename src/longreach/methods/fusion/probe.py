@@ -1,4 +1,4 @@
-"""Fusion that chooses by what the question attends to in a middle layer, over stored keys and values."""
+"""Fusion that chooses by the question's attention in a middle layer, over stored keys and values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from longreach.ops.types import require
 class A3Deep(Fusion):
     """Recompute the tokens that the question attends to most in a middle layer; no layer runs for all tokens.
 
-    Beyond the paper (arXiv 2511.17560, whose App. C says that its second layer may be too early): first the question
+    Beyond the paper (arXiv 2511.17560; its App. C finds that the second layer may be too early): first the question
     alone runs, over stored keys at their true positions, up to `layer` and chooses there; then the chosen tokens run
     from layer 0. ratio: of the whole prompt's tokens. layer: None for a third of the depth. rounds: how often it
     chooses; from the second time on the tokens chosen before run with the question.

@@ -1,4 +1,4 @@
-"""Number of keys that Kascade chooses (section 4.1), and the heads whose scores it sums."""
+"""Number of keys that Kascade chooses (section 4.1), and the heads that it sums scores over."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def tile_tokens(tile: int, group: int) -> int:
 
 
 def tokens_needed(k: int, tile: int, group: int) -> int:
-    """The fewest tokens of a prompt in which a tile has more than k keys before it; else all choices are equal."""
+    """The fewest tokens of a prompt with more than k keys before some tile; with fewer all choices are equal."""
     tokens = tile_tokens(tile, group)
     return (k // tokens + 1) * tokens + 1
 
@@ -29,8 +29,8 @@ def tokens_needed(k: int, tile: int, group: int) -> int:
 class TileSimilarity:
     """Share of the weight of one prompt's tiles that lies on keys chosen in earlier layers.
 
-    layers, heads: of the model (KV heads). k: keys a tile chooses. tokens: of a tile. Passes over the prompt are begun
-    by `start`, and go through the layers in ascending order; in each pass every layer sees the same blocks of tiles.
+    layers, heads: of the model (KV heads). k: keys a tile chooses. tokens: of a tile. Passes over the prompt begin
+    with `start` and go through the layers in ascending order; in each pass every layer gets the same blocks of tiles.
     """
 
     def __init__(self, layers: int, heads: int, k: int, tokens: int, device: torch.device | str = "cpu"):
@@ -62,16 +62,17 @@ class TileSimilarity:
             self._least[other, :, layer] = torch.minimum(self._least[other, :, layer], share)
 
     def finish(self) -> Tensor:
-        """fp32 [L, G, L, G]: chosen in layer, head; wanted in layer, head: the least share over the tiles.
+        """fp32 [L, G, L, G]: keys chosen in (layer, head), for (layer, head): the least share over the tiles.
 
-        The share is of the weight on a tile's own best k keys and on the tile itself, which is attended to anyway. 1
-        where nothing was compared: for layers before the choosing one, and layers that were not added.
+        The weight found on the chosen keys, over that on the tile's own best k keys; both include the tile itself,
+        which is always attended to. 1 where nothing was compared: for layers before the choosing one, and layers that
+        were not added.
         """
         return self._least
 
 
 def own_mass(pooled: Tensor, before: Tensor, tokens: int) -> Tensor:
-    """Of pooled weights [t, G, n], what falls on the `tokens` keys from before[t] on: [t, G]."""
+    """Sum of pooled weights [t, G, n] on the `tokens` keys from before[t] on: [t, G]."""
     at = before[:, None] + torch.arange(tokens, device=pooled.device)
     inside = at < pooled.shape[-1]  # the last tile of a text may be cut short
     index = at.clamp(max=pooled.shape[-1] - 1)[:, None].expand(-1, pooled.shape[1], -1)
@@ -79,7 +80,7 @@ def own_mass(pooled: Tensor, before: Tensor, tokens: int) -> Tensor:
 
 
 def mass_on(pooled: Tensor, chosen: Tensor) -> Tensor:
-    """Of weights [t, G, n], what each head has on the keys that each head of a layer chose [t, A, k]: [t, A, G]."""
+    """Sum of each head's weights [t, G, n] on the keys that each head of a layer chose [t, A, k]: [t, A, G]."""
     heads, others = pooled.shape[1], chosen.shape[1]
     index = chosen.long()[:, :, None].expand(-1, -1, heads, -1)
     return pooled[:, None].expand(-1, others, -1, -1).gather(-1, index).sum(-1)
@@ -102,7 +103,7 @@ def block_tiles(heads: int, keys: int) -> int:
 def memory(
     layers: int, heads: int, group: int, keys: int, *, k: int, tokens: int, chunk: int, width: int, head_dim: int
 ) -> int:
-    """Bytes that calibration holds at most beyond what the model takes to read a prompt densely.
+    """Bytes that calibration holds at most, in addition to the model's own for a dense prefill.
 
     heads: KV heads, of `group` query heads each; keys: tokens of a prompt; chunk: those of a pass, tokens: of a tile;
     width: channels of the residual stream. In the order of the sum: pooled scores of one block of tiles, and what

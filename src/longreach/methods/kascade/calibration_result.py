@@ -21,11 +21,11 @@ from longreach.plans import Plan
 class CalibrationResult:
     """Means over prompts.
 
-    layers: those of full attention, ascending, n of them. heads: fp64 [n, G, n, G], what heads of later layers (behind)
-    find of what they want among the keys that heads of earlier ones (before) chose, the least over the tiles of a
-    prompt; 1 where nothing was compared. importance: fp64 [L], how much each layer's attention turns the residual
+    layers: those of full attention, ascending, n of them. heads: fp64 [n, G, n, G], the share of their best weight
+    that heads of later layers (last axes) find on the keys chosen by heads of earlier ones, the least over the tiles of
+    a prompt; 1 where nothing was compared. importance: fp64 [L], how much each layer's attention turns the residual
     stream. ranks: of tensor parallelism: heads take the keys of heads on their own rank only. weighted: whether layers
-    count by their importance when anchors are chosen, as in the paper, or alike.
+    count by their importance when anchors are chosen, as in the paper, or equally.
     Raises InvalidInput for ranks that do not divide the heads.
     """
 
@@ -40,13 +40,13 @@ class CalibrationResult:
 
     @classmethod
     def mean(cls, layers: Sequence[int], heads: Sequence[Tensor], importance: Sequence[Tensor]) -> CalibrationResult:
-        """Of what each prompt gave; heads: [L, G, L, G] each, of all layers. Summed in the order of the prompts."""
+        """The mean over prompts; heads: [L, G, L, G] each, of all layers. Summed in the order of the prompts."""
         kept = torch.tensor(list(layers))
         return cls(tuple(layers), _mean(heads)[kept][:, :, kept], _mean(importance))
 
     @classmethod
     def of(cls, plan: Plan) -> CalibrationResult:
-        """What a plan keeps of it. Raises InvalidInput where the plan lacks it."""
+        """The result stored in a plan. Raises InvalidInput if the plan lacks it."""
         layers = KascadePlan.of(plan).layers
         n, kv = len(layers), plan.model.kv_heads
         found = []
@@ -66,7 +66,7 @@ class CalibrationResult:
 
     @cached_property
     def weights(self) -> Tensor:
-        """fp64 [n]: what the layers of full attention count: their importance, or 1."""
+        """fp64 [n]: the weights of the layers of full attention: their importance, or 1."""
         found = self.importance[torch.tensor(self.layers)]
         return found if self.weighted else torch.ones_like(found)
 
@@ -83,7 +83,7 @@ class CalibrationResult:
 
     @cached_property
     def similarity(self) -> Tensor:
-        """S of Algorithm 1, fp64 [n, n]: `plain`, each column times what the layer counts that it is for."""
+        """S of Algorithm 1, fp64 [n, n]: `plain`, each column times its layer's weight."""
         return self.plain * self.weights
 
     def best_heads(self, layer: int, anchor: int) -> tuple[int, ...]:
@@ -103,7 +103,7 @@ class CalibrationResult:
         return found
 
     def values(self, chosen: KascadePlan) -> dict[str, Any]:
-        """Those of a plan for this: what `KascadePlan.of` and `of` read back."""
+        """A plan's values for this, as `KascadePlan.of` and `of` read them back."""
         return {**chosen.values(), "ranks": self.ranks, "weighted": self.weighted}
 
     def plan(self, budget: int, k: int, tile: int) -> KascadePlan:
@@ -132,7 +132,7 @@ def _mean(prompts: Sequence[Tensor]) -> Tensor:
 
 
 def check_ranks(ranks: int, heads: int) -> None:
-    """Raise InvalidInput unless so many ranks hold equal parts of the KV heads."""
+    """Raise InvalidInput unless `ranks` ranks hold equal parts of the KV heads."""
     require(
         is_count(ranks, 1) and heads % ranks == 0,
         f"ranks: expected a number that divides the {heads} KV heads, got {ranks!r}; choose another --ranks",

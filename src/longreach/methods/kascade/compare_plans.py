@@ -16,9 +16,9 @@ from longreach.ops.types import require
 class Comparison:
     """anchors: those of each, layer numbers. shared: how many layers are anchors in both.
 
-    kept: what the value of the first's anchors is on the second's similarities, over the best that is possible there,
-    and the other way round. heads: of the heads of layers that reuse keys, with the first's anchors, the share that
-    both map alike; given: what the heads that the first maps to give, over the best, by the second's similarities.
+    kept: the value of the first's anchors on the second's similarities, over the best possible there, and the other way
+    round. heads: with the first's anchors, the share of heads of reuse layers that both map to the same head. given:
+    the second's similarity of the heads that the first maps to, over its best.
     similarity, importance: Pearson's correlation of the similarities of pairs of different layers, unweighted, and of
     the importance; None for fewer than two numbers, or numbers that are all the same.
     """
@@ -71,7 +71,7 @@ def compare(one: CalibrationResult, other: CalibrationResult, budget: int) -> Co
 
 
 def correlation(x: Tensor, y: Tensor) -> float | None:
-    """Pearson's; None where it is not defined."""
+    """Pearson's correlation; None if it is not defined."""
     if len(x) < 2 or bool((x == x[0]).all()) or bool((y == y[0]).all()):
         return None
     return float(torch.corrcoef(torch.stack([x, y]).double())[0, 1])

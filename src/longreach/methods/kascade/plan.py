@@ -13,12 +13,12 @@ from longreach.ops.types import require
 from longreach.plans import Plan
 
 KIND = "kascade"
-ANEW = "take another plan, or calibrate anew (longreach calibrate kascade)"
+ANEW = "take another plan, or calibrate again (longreach calibrate kascade)"
 
 
 @dataclass(frozen=True)
 class KascadePlan:
-    """The anchor layers, and the heads whose keys the other layers take.
+    """The anchor layers, and the head map of the other layers.
 
     anchors: layers that choose keys, ascending; the first is the first of `layers`, and attends densely.
     head_map [L][G]: the KV head of `anchor_of(layer)` whose keys a layer's KV head attends to. Many to one, over the
@@ -38,7 +38,7 @@ class KascadePlan:
         _check_layers("layers", self.layers, len(self.head_map))
         _check_layers("anchors", self.anchors, len(self.head_map))
         strange = [n for n in self.anchors if n not in self.layers]
-        require(not strange, f"anchors: expected layers of full attention, got {strange} besides; {ANEW}")
+        require(not strange, f"anchors: expected layers of full attention, got {strange} as well; {ANEW}")
         require(
             self.anchors[0] == self.layers[0],
             f"anchors: expected the first to be {self.layers[0]}, the first layer of full attention, got "
@@ -92,7 +92,7 @@ class KascadePlan:
         }
 
     def anchor_of(self, layer: int) -> int:
-        """The anchor whose keys a layer attends to: the last at or before it. layer: one of `layers`."""
+        """The anchor that chooses a layer's keys: the last at or before it. layer: one of `layers`."""
         return self.anchors[bisect_right(self.anchors, layer) - 1]
 
 

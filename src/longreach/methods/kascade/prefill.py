@@ -3,7 +3,7 @@
 A tile is the rows of a sequence at positions [n T, (n + 1) T), T = max(1, tile // group) tokens: cut at absolute
 positions. With P = n T the tokens before it, h the query heads of KV head g and r the tile's rows:
 
-    s[g, n] = sum_{r, h} exp(logit[r, h, n] - lse[r, h])    n < P; the lse is over all that row r sees
+    s[g, n] = sum_{r, h} exp(logit[r, h, n] - lse[r, h])    n < P; the lse is over all keys visible to row r
     k(P)    = min(max(floor(k P), min_keys), P)
     I[g]    = the k(P) largest of s[g, .]
     out[r]  = attention over I[g] and [P, pos(r)]

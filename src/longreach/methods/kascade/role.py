@@ -70,6 +70,6 @@ def check_shard(plan: KascadePlan, shard: HeadShard) -> None:
                 raise Unsupported(
                     f"kascade: with {shard.count} of {shard.total} KV heads a rank, head {head} of layer {layer} would "
                     f"need the keys that head {other} of layer {plan.anchor_of(layer)} chooses on another rank; use "
-                    f"heads='all', which makes one choice for all ranks, or a plan for so many ranks "
+                    f"heads='all', which makes one choice for all ranks, or a plan for this number of ranks "
                     f"(longreach calibrate kascade --ranks {shard.total // shard.count})"
                 )

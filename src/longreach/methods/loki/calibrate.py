@@ -1,4 +1,4 @@
-"""Principal directions of keys, from what prompts have of them. Pure functions."""
+"""Principal directions of the keys of prompts. Pure functions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Moments(NamedTuple):
-    """Of so many keys of a text: their mean [..., D] and mean outer product [..., D, D], fp64."""
+    """Of a number of keys of a text: their mean [..., D] and mean outer product [..., D, D], fp64."""
 
     keys: int
     mean: Tensor
@@ -18,13 +18,13 @@ class Moments(NamedTuple):
 
 
 def moments(k: Tensor) -> Moments:
-    """Of keys [n, G, D]: [G, D] and [G, D, D]."""
+    """The moments of keys [n, G, D]: [G, D] and [G, D, D]."""
     k = k.double()
     return Moments(k.shape[0], k.mean(0), torch.einsum("ngd,nge->gde", k, k) / k.shape[0])
 
 
 def together(parts: Sequence[Moments]) -> Moments:
-    """Those of all texts, each key counting as much as any other."""
+    """The moments of all texts together, with equal weight for each key."""
     keys = sum(part.keys for part in parts)
 
     def mean(of: Sequence[Tensor]) -> Tensor:
@@ -36,8 +36,8 @@ def together(parts: Sequence[Moments]) -> Moments:
 def principal(found: Moments) -> tuple[Tensor, Tensor]:
     """(basis [..., D, D], variance [..., D]): basis[..., i] is the direction of the i-th largest variance, fp64.
 
-    The covariance's eigenvectors (Loki, section 3): what all keys share shifts all scores of a query alike, and so
-    says nothing about which are large. Of a direction and its opposite, that whose largest part is positive.
+    The covariance's eigenvectors (Loki, section 3): a part common to all keys shifts all scores of a query equally, so
+    it does not change their order. Of a direction and its opposite, the one with a positive largest part.
     """
     covariance = found.product - found.mean[..., :, None] * found.mean[..., None, :]
     variance, basis = torch.linalg.eigh((covariance + covariance.mT) / 2)

@@ -11,7 +11,7 @@ from longreach.ops.types import describe, require
 from longreach.plans import Plan
 
 KIND = "loki"
-ANEW = "take another plan, or calibrate anew (longreach calibrate loki)"
+ANEW = "take another plan, or calibrate again (longreach calibrate loki)"
 
 
 @dataclass(frozen=True, eq=False)

@@ -99,7 +99,7 @@ def nearest(q: Tensor, before: Tensor, windows: Sequence[int]) -> Tensor:
 
 
 def tau_of(scale: Scale, distance: float, dim: int) -> float:
-    """The threshold whose squared distance is this, at least 0; OF_EQUALS for a distance of 0."""
+    """The threshold for this squared distance, at least 0; OF_EQUALS for a distance of 0."""
     unit = 2.0 * dim if scale == "sqrt2d" else 1.0
     return max(0.0, 1.0 - math.sqrt(distance / unit)) if distance else OF_EQUALS
 

@@ -39,7 +39,7 @@ class MAC(AttentionMethod):
     contexts and 0.75 for long answers). With scale="calibrated" it is near enough if the logits of the two queries
     differ by less than 1 - tau, as a root mean square over keys of the plan's energy for each layer, KV head and pair
     of channels; this has the same meaning in every model. Distances are of the queries' dtype: in bf16 equal queries
-    are some 0.6% of their length apart after recovery, so thresholds above 0.99 accept few of them.
+    differ by some 0.6% of their length after recovery, so thresholds above 0.99 accept few of them.
     window, band, tau=None: the plan's, layer by layer.
     plan: a file or a shipped plan's name; None: the shipped plan of the model. Used only if an option needs it.
     sinks: first tokens that entries leave out and every row reads. None: as many as the plan's bands leave out, else 0.
@@ -93,7 +93,7 @@ class MAC(AttentionMethod):
         check_plan_name(self.plan)
         require(
             self.plan is None or self.planned,
-            "plan: expected none, as nothing is taken from it; set window, band or tau to None, or scale='calibrated'",
+            "plan: expected None, as no option uses it; set window, band or tau to None, or scale='calibrated'",
         )
 
     @property
@@ -113,7 +113,7 @@ class MAC(AttentionMethod):
         enough = self.band is not None or self.sinks is None or self.sinks >= plan.sinks
         require(
             enough,
-            f"sinks: expected at least {plan.sinks}, whose weight the plan's bands leave out, got {self.sinks}; "
+            f"sinks: expected at least {plan.sinks}, as the plan's bands leave out their weight, got {self.sinks}; "
             f"leave sinks out, or calibrate with --sinks {self.sinks}",
         )
         return plan
@@ -222,7 +222,7 @@ def _weight(energy: Tensor, call: LayerCall) -> Tensor:
 
 
 def _error(whole: Partial, dense: Partial, due: Tensor) -> Tensor:
-    """|o - dense| / |dense| [R, H] where it is due, else NaN."""
+    """|o - dense| / |dense| [R, H] for rows to be checked, else NaN."""
     apart = (whole.out - dense.out).norm(dim=-1) / dense.out.norm(dim=-1).clamp(min=1e-30)
     return torch.where(due[:, None], apart, torch.nan)
 

@@ -17,7 +17,7 @@ KIND = "mac"
 Scale = Literal["sqrt2d", "calibrated"]
 SCALES: tuple[Scale, ...] = get_args(Scale)
 MOST = 1 << 24  # windows, bands and other numbers of tokens are below it
-ANEW = "take another plan, or calibrate anew (longreach calibrate mac)"
+ANEW = "take another plan, or calibrate again (longreach calibrate mac)"
 
 
 @dataclass(frozen=True, eq=False)

@@ -30,7 +30,9 @@ def last_rows(call: LayerCall, size: int) -> LayerCall | None:
 
 def _index(rows: Rows, seq_lens: Tensor, keep: int) -> tuple[Tensor | None, tuple[RowRange, ...] | None]:
     """The last `keep` rows of each sequence and their runs; None for all rows. seq_lens: [B], with the rows counted."""
-    if rows.runs is None or any(run.first is None and run.rows > 1 for run in rows.runs):  # only the device knows
+    if rows.runs is None or any(
+        run.first is None and run.rows > 1 for run in rows.runs
+    ):  # positions are on the device only
         return (rows.pos.long() >= seq_lens[rows.seq.long()].long() - keep).nonzero()[:, 0], None
     if all(run.rows <= keep for run in rows.runs):
         return None, rows.runs

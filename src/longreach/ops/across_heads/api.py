@@ -1,8 +1,8 @@
 """One score a key for all heads: the front doors of largest_log_prob, spread_logits and rank_round_robin.
 
 A round robin lets each head name its best key, then its second best, and so on (LessIsMore: Yang et al., 2025, arXiv
-2508.07101). A key's turn is the least, over the heads that name it, of rank * heads + head. Only keys that some head
-ranks below the number of keys wanted can be among the first, so no row is sorted:
+2508.07101). A key's turn is the least, over the heads that name it, of rank * heads + head. To choose n keys, only the
+n best of each head matter, so no row is sorted:
 
 1. `spread_logits`: logits by head, keys that are kept in any case left out, and how many keys each head may name;
 2. `top_k` of them: each head's best keys, in no order;
@@ -37,7 +37,7 @@ MAX_TURN = 1 << 24  # scores are negative turns: fp32 holds whole numbers up to 
 
 
 class Ballot(NamedTuple):
-    """What heads choose from.
+    """Input of a round robin's `top_k`.
 
     logits: fp32 [R, H, N], -inf at slots that are kept in any case. depth: int32 [R, H], keys that each head may name.
     scores: fp32 [R, N], 2 for the most recent slots, 1 for other first ones, -inf for all else. What lies past the
@@ -68,9 +68,9 @@ def spread_logits(
 ) -> Ballot:
     """The ballot of a round robin for `count` keys of each row.
 
-    count, recent: int [R], keys wanted in all, and the most recent ones, which are kept in any case; first: so many
-    first slots are as well. most: the largest count, known to the host; a larger one counts as `most`.
-    A head may name as many keys as are wanted beyond those, at most all others.
+    count, recent: int [R], number of keys to choose in all, and of most recent ones that are always kept. first: number
+    of first slots that are always kept. most: the largest count, on the host; a larger count is cut to it.
+    A head may name as many keys as remain to be chosen, at most all others.
     """
     _check(rows, kv, logits)
     for name, x in (("count", count), ("recent", recent)):
@@ -86,7 +86,7 @@ def spread_logits(
 def rank_round_robin(
     ballot: Ballot, index: Tensor, used: Tensor, *, first_head: int = 0, heads: int | None = None, impl: str = "auto"
 ) -> Tensor:
-    """The scores of all keys, fp32 [R, N]: ballot.scores, in which keys that heads name get the negative of their turn.
+    """The scores of all keys, fp32 [R, N]: ballot.scores, with the negative of its turn for each key that a head names.
 
     index, used: int32 [R, H, C] and [R, H] of `top_k(ballot.logits, ballot.depth, ...)`: each head's best keys, by
     ascending slot, which decides ties. first_head, heads: the number of this rank's first query head among all ranks'

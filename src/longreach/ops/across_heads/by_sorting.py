@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def rank(logits: Tensor, scores: Tensor, index: Tensor, used: Tensor, first_head: int, heads: int) -> Tensor:
-    """scores [R, N], in which keys that heads name get the negative of their turn. No device sync.
+    """scores [R, N], with the negative of its turn for each key that a head names. No device sync.
 
     logits: [R, H, N]; index: int [R, H, C], ascending slots; used: int [R, H].
     """

@@ -43,7 +43,7 @@ def attend_amend(
     sink_logit: Tensor | None = None,
     impl: str = "auto",
 ) -> tuple[Partial, Tensor]:
-    """attend over the selected keys and those of an entry; what lies before `split`, merged with it, is a new entry.
+    """attend over the selected keys and those of an entry; the part before `split`, merged with it, is a new entry.
 
     The complete and amend steps of MAC-Attention (sections 3.3 and 3.4) in one pass over the keys, where the paper
     subtracts: entry' = entry[take] + attention over the selected keys before the split; result = entry' + attention

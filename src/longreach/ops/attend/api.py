@@ -1,4 +1,4 @@
-"""The front door of attend: checks what every implementation relies on, then hands over to one."""
+"""The entry point of attend: checks common to all implementations, then dispatch to one."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def attend(
     """Attention of each row over its selected keys.
 
     logit = softcap(scale * q.k) + log_weight, softcap(x) = c tanh(x / c); out = sum softmax(logit) v;
-    lse = log sum exp(logit). A row sees only filled slots whose position does not exceed its own.
+    lse = log sum exp(logit). Only filled slots at positions up to a row's own are visible to it.
     Slots that no row of the call selects are never read; those that one selects must hold numbers for all.
 
     rows: q [R, H, D]; kv: k, v [P, G, page, D] of the same dtype and device, H a multiple (1 to 16) of G.
@@ -94,7 +94,7 @@ def prepare(
     sink_logit: Tensor | None = None,
     impl: str = "auto",
 ) -> Callable[[], Partial]:
-    """attend with these arguments, checked and planned once: each call attends to what the tensors hold then.
+    """attend with these arguments, checked and planned once: each call uses the tensors' contents at that time.
 
     For a step that runs again over the same tensors. The arguments and what is raised are those of `attend`.
     """

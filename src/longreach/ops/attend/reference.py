@@ -1,4 +1,4 @@
-"""attend in plain PyTorch, differentiable (through lse too), to be read beside the papers.
+"""attend in plain PyTorch, differentiable (through lse too), to be compared with the papers.
 
 A step gathers only the slots that some row of it chooses; what no row chooses is never touched.
 """

@@ -27,7 +27,7 @@ def score_and_pool(
     sink_logit: Tensor | None = None,
     impl: str = "auto",
 ) -> Tensor:
-    """Post-softmax scores of all keys that each row sees, summed over the query heads of each KV head.
+    """Post-softmax scores of all keys visible to each row, summed over the query heads of each KV head.
 
     `score_keys`, then `pooled_scores` with the lse and logits it gives, in two kernels on a GPU instead of three: the
     second one computes the lse that it needs itself. Values are never read.

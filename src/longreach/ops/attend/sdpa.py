@@ -46,7 +46,7 @@ def cudnn(
 def flash(
     rows: Rows, kv: KVView, selection: Selection, *, scale: float, softcap: float | None, sink_logit: Tensor | None
 ) -> Partial:
-    """FlashAttention-2, for whole prompts and for chunks that follow what is in the cache."""
+    """FlashAttention-2, for whole prompts and for chunks after cached tokens."""
     refusal = _refusal(rows, kv, selection, softcap, sink_logit, "sdpa_flash")
     if refusal:
         raise Unsupported(refusal)
@@ -65,11 +65,11 @@ def _refusal(
     if rows.q.device.type != "cuda" or rows.q.dtype not in (torch.bfloat16, torch.float16):
         return f"{impl} takes bf16 and fp16 on CUDA devices, got {describe(rows.q)}; use impl='triton'"
     if rows.runs is None or any(run.first is None for run in rows.runs):
-        return f"{impl} takes Rows whose runs and their positions the host knows (Rows.runs); use impl='triton'"
+        return f"{impl} needs Rows.runs with their first positions on the host; use impl='triton'"
     if not isinstance(selection, Spans) or not selection.is_dense:
         return f"{impl} attends to everything: the selection must be Spans.dense(); use impl='triton'"
     if softcap is not None or sink_logit is not None or kv.slot_pos is not None:
-        return f"{impl} knows no softcap, no sink logit and no evicted slots; use impl='triton'"
+        return f"{impl} supports no softcap, no sink logit and no evicted slots; use impl='triton'"
     if torch.is_grad_enabled() and any(x.requires_grad for x in (rows.q, kv.k, kv.v)):
         return f"{impl} is not differentiable through lse; use impl='reference', or torch.no_grad()"
     return None
@@ -91,7 +91,7 @@ def _by_run(rows: Rows, kv: KVView, attend: Callable[[Tensor, Tensor, Tensor], t
 
 
 def _keys(memory: Tensor, kv: KVView, run: RowRange) -> Tensor:
-    """[1, G, N, D]: what a run sees of keys or values; a view where there is no block table."""
+    """[1, G, N, D]: keys or values visible to a run; a view if there is no block table."""
     stop = (run.first or 0) + run.rows
     if kv.block_table is None:
         return memory[run.seq : run.seq + 1, :, :stop]

@@ -36,7 +36,7 @@ def attend_with_logits(
     sink_logit: Tensor | None = None,
     impl: str = "auto",
 ) -> tuple[Partial, Logits]:
-    """attend over all that each row sees, and the logits of those keys for later passes of the same call.
+    """attend over all keys visible to each row, and their logits for later passes of the same call.
 
     For a few rows a sequence: the logits take H N fp16 (fp32 for fp32 inputs and in the reference) a row. Arguments,
     result and errors are as in `attend`.

@@ -45,7 +45,7 @@ def units_per_page(page: int, per: int) -> int:
 def bound_blocks(
     kv: KVView, low: Tensor, high: Tensor, seq: Tensor, block: Tensor, per: int, *, impl: str = "auto"
 ) -> None:
-    """Compute the bounds of the named blocks anew, in place. seq, block: int [n]. One kernel on a GPU.
+    """Recompute the bounds of the named blocks, in place. seq, block: int [n]. One kernel on a GPU.
 
     Bounds cover the filled slots of a block. Nothing is written for a block without any. Naming a block twice is safe.
     """
@@ -65,7 +65,7 @@ def bound_blocks(
 def bound_newest(
     rows: Rows, kv: KVView, low: Tensor, high: Tensor, per: int, *, slot: Tensor | None = None, impl: str = "auto"
 ) -> None:
-    """Compute the bounds of each row's newest block anew, in place. One kernel on a GPU."""
+    """Recompute the bounds of each row's newest block, in place. One kernel on a GPU."""
     slot = _check_rows(rows, kv, low, high, per, slot)
     BOUNDING.get(impl, kv.k.device)(kv, low, high, rows.seq, slot, per, in_slots=True)
 
@@ -90,9 +90,9 @@ def score_blocks(
 def bound_and_score(
     rows: Rows, kv: KVView, low: Tensor, high: Tensor, per: int, *, slot: Tensor | None = None, impl: str = "auto"
 ) -> Tensor:
-    """`bound_newest`, then `score_blocks`: what a decode step needs of a layer.
+    """`bound_newest`, then `score_blocks`, as a decode step runs them in each layer.
 
-    One kernel on a GPU where the host knows that no sequence has two rows (rows.runs), two kernels else: a row may
+    One kernel on a GPU if rows.runs shows that no sequence has two rows, else two kernels: a row may
     need the bounds of a block that another row of its sequence completes.
     """
     slot = _check_rows(rows, kv, low, high, per, slot)
@@ -104,7 +104,7 @@ def bound_and_score(
     return scores
 
 
-BOUND_AND_SCORE = Op(bound_and_score, SCORING)  # callers count its reads, which are alike in all layers
+BOUND_AND_SCORE = Op(bound_and_score, SCORING)  # callers count its reads, which are the same in all layers
 
 
 def _check_bounds(kv: KVView, low: Tensor, high: Tensor, per: int) -> None:

@@ -13,7 +13,7 @@ AT_ONCE = 1 << 24  # values gathered at a time
 def bound_blocks(
     kv: KVView, low: Tensor, high: Tensor, seq: Tensor, block: Tensor, per: int, *, in_slots: bool
 ) -> None:
-    """in_slots: `block` holds slots, each of which stands for the block that min(slot, filled - 1) lies in."""
+    """in_slots: `block` holds slots; each stands for the block of slot min(slot, filled - 1)."""
     seq, block, filled = seq.long(), block.long(), kv.seq_lens.long()
     if in_slots:
         block = torch.minimum(block, filled[seq] - 1).div(per, rounding_mode="floor")

@@ -40,8 +40,8 @@ def nearest(
     disturbs no other. Sums are fp32 and in a fixed order, so results are the same at every call. Distances that
     rounding explains are 0, and so ties: squared ones up to `tie(dtype)` |query|^2.
 
-    query: [R, H, D] of the ring's dtype, as queries in the ring are (before rotation, scaled alike); slot, pos: int
-    [R], the ring's sequence and the position of each; window: at most C.
+    query: [R, H, D] of the ring's dtype, as queries in the ring are (before rotation, with the same scale); slot, pos:
+    int [R], the ring's sequence and the position of each; window: at most C.
     Raises InvalidInput for what does not fit, UnknownName for an unknown impl.
     """
     _check_ring(ring, window)

@@ -1,4 +1,4 @@
-"""nearest and match in plain PyTorch, to be read beside the paper (section 3.2)."""
+"""nearest and match in plain PyTorch, to be compared with the paper (section 3.2)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What nearest looks through: the last queries of each sequence, with their positions."""
+"""The memory that nearest searches: the last queries of each sequence, with their positions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEEPEST = 32767  # depths are counted no further
 class Ring:
     """The rows of each sequence that may be matched, S sequences, C rows of each: the row at position p lies at p % C.
 
-    It is there where stamp says so; what lies elsewhere may be anything, NaN too.
+    A row is present if its stamp is its position. Other entries may hold anything, NaN too.
     query: [S, H, C, D] float; stamp: int32 [S, C], the row's position, -1 for none.
     depth: int16 [S, H, C], how many reuses a row's entry descends from, 0 if it is exact (DEEPEST: that or more).
     credit: fp32 (fp64 for fp64 queries) [S, G, C], the profit guard's account after the row, see `Rule`; inf: full.

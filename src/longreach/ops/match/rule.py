@@ -1,4 +1,4 @@
-"""What a match is, and what comes of it."""
+"""The rule of a match, and its result."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NOTES = (
 
 
 def tie(dtype: torch.dtype) -> float:
-    """Squared distances up to this times |q|^2 are no larger than one another: what rounding makes of equal queries.
+    """Squared distances up to this times |q|^2 count as equal: equal queries may differ by it from rounding.
 
     With u the unit roundoff, a query before rotation comes back from a rotated one that was rounded three times (both
     products of a channel, each of its share of |q|^2, and their sum), is rounded once when it is recovered, and once
@@ -46,7 +46,7 @@ class Nearest(NamedTuple):
     """The nearest earlier row of each row and head.
 
     distance: squared L2, fp32 (fp64 for fp64) [R, H], inf for none, 0 up to what rounding makes of equal queries (see
-    `tie`); position: int32 [R, H], where the row found is, -1 for none; it lies at position % C of the ring.
+    `tie`); position: int32 [R, H], the row found, -1 for none; it lies at position % C of the ring.
     """
 
     distance: Tensor
@@ -55,19 +55,19 @@ class Nearest(NamedTuple):
 
 @dataclass(frozen=True)
 class Rule:
-    """When the entry of an earlier row stands for what a row would attend to, one layer's numbers.
+    """When a row reuses the cached attention of an earlier row: one layer's numbers.
 
-    The row at position m looks through the rows at [m - window, m), at those whose entry is not empty: the entry of
-    row p is over slots [sinks, p + 1 - band). limit: squared distance below which a row is near enough, as it is
-    measured in the ring's dtype (see `tie`); 0: none is.
-    min_context: tokens of context below which nothing is looked for. deepest: entries of this depth are not taken,
-    None: all are. near, far: the gaps m - p that are taken (the whole window is looked through all the same).
-    patience, reuses, rest, price: the profit guard. A KV head has an account. A search that finds nothing costs 1; one
-    whose rows are all reused earns the keys it saves over its own cost in keys, which is `price` times the rows looked
-    through (the paper's Eq. 9 is where both are equal), less 1. Below 0 it rests for `rest` rows and then has one
-    search. The account is full at first, and holds at most `patience`, or what `reuses` reuses of the whole context
-    earn where that is more: where one pays for many searches in vain, as many may be in vain by chance. A head that
-    finds nothing any more rests after so many searches. patience=inf: there is no guard.
+    The row at position m searches the rows at [m - window, m) that have an entry. The entry of row p covers slots
+    [sinks, p + 1 - band). limit: squared distance below which a row matches, measured in the ring's dtype (see `tie`);
+    0: no row matches.
+    min_context: context in tokens below which there is no search. deepest: entries of this depth are not reused;
+    None: no limit. near, far: the gaps m - p that are accepted (the whole window is searched all the same).
+    patience, reuses, rest, price: the profit guard. Each KV head has an account. A search without a match costs 1. A
+    search with a match in every query head earns (keys saved) / (its own cost in keys) - 1; the cost is `price` times
+    the rows searched (both are equal in the paper's Eq. 9). Below 0 the head rests for `rest` rows and then searches
+    once. The account is full at first. It holds at most the larger of `patience` and the earnings of `reuses` reuses of
+    the whole context: where one match pays for many searches, as many may fail by chance. A head that no longer matches
+    rests after that many searches. patience=inf: there is no guard.
     """
 
     window: int
@@ -103,10 +103,11 @@ class Rule:
 
 
 class Matched(NamedTuple):
-    """What each row reads, and what it leaves. R rows, H query heads, G KV heads.
+    """The reads of each row, and the place of its own entry. R rows, H query heads, G KV heads.
 
-    start: int32 [R, H], the slot from which the head attends (sinks apart): p + 1 - band, always above `sinks`, if it
-        reuses the entry of row p, else `sinks`. All heads of a KV head reuse one, or none does (they share a stream).
+    start: int32 [R, H], the slot from which the head attends, in addition to the sinks: p + 1 - band (always above
+        `sinks`) if it reuses the entry of row p, else `sinks`. All heads of a KV head reuse one, or none does (they
+        share a stream).
     read_entry: int32 [R, H], the entry reused, as a row of memory [S * H * C], -1 for none; write_entry: the row of
         memory that the row's own entry belongs in.
     reads: int32 [R, G, 2]: keys that the KV head streams, and bytes of the ring (entries with them) that it reads.

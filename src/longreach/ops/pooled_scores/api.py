@@ -38,7 +38,7 @@ def pooled_scores(
     tiles: int | None = None,
     impl: str = "auto",
 ) -> Tensor:
-    """Post-softmax scores of all keys a row can see, summed over the query heads of each KV head.
+    """Post-softmax scores of all keys visible to a row, summed over the query heads of each KV head.
 
     s[t, g, n] = sum over rows r of tile t and query heads h of g of exp(logit[r, h, n] - lse[r, h])
     (Kascade, section 3.4-3.5; H2O and SnapKV vote the same way).
@@ -49,9 +49,9 @@ def pooled_scores(
         not read at all.
     tile: int [R], the tile each row belongs to, with `tiles` the number of tiles; None: each row its own.
 
-    Returns fp32 [tiles, G, N], N = kv.capacity, 0 where nothing is seen. But without `tile`, what lies past the slots
-    that a row reaches (at min(seq_lens, pos + 1) and above; after eviction at seq_lens and above) may be anything: the
-    reference leaves NaN there, so that its use shows. Triton takes kept logits only.
+    Returns fp32 [tiles, G, N], N = kv.capacity, 0 where nothing is visible. But without `tile`, what lies past the
+    slots that a row reaches (at min(seq_lens, pos + 1) and above; after eviction at seq_lens and above) may be
+    anything: the reference leaves NaN there, so that its use shows. Triton takes kept logits only.
     Raises InvalidInput, UnknownName, Unsupported.
     """
     check_memory(rows, kv)
@@ -73,7 +73,7 @@ def pooled_scores(
         require(ok, lambda: f"lse: expected float [{count}, {heads}] on {rows.q.device}, got {describe(lse)}")
     if logits is not None:
         check_kept(logits, rows, kv)
-        require(lse is not None, "lse: kept logits are summed against the lse that came with them; give both")
+        require(lse is not None, "lse: kept logits need the lse that came with them; give both")
     compute = IMPLEMENTATIONS.get(resolve(impl, rows, logits=logits), rows.q.device)
     return compute(rows, kv, scale=scale, softcap=softcap, lse=lse, kept=logits, tile=tile, tiles=tiles)
 

@@ -28,7 +28,7 @@ def top_k(
     last: int = 0,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """The columns of each row's k largest scores, in ascending order: what `Lists` takes as index and count.
+    """The columns of each row's k largest scores, in ascending order, as index and count for `Lists`.
 
     x: [L, heads, N], the last dimension contiguous, fp32, fp16 or bf16 (compared as fp32, which changes no order).
     count: int [L, heads], k of each row, on the device; a k below 0 counts as 0, one above the length as the length.

@@ -9,6 +9,8 @@ from longreach.records.report.attention import attention
 from longreach.records.report.blocks import Block, Heading, Text
 from longreach.records.report.depth import depths
 from longreach.records.report.fidelity import fidelity
+from longreach.records.report.fused import fused
+from longreach.records.report.fusion import fusion
 from longreach.records.report.header import header
 from longreach.records.report.parts import parts
 from longreach.records.report.perplexity import perplexity
@@ -32,9 +34,9 @@ def build(records: Sequence[Record]) -> list[Block]:
         if len(evaluations) > 1:
             blocks.append(Text(f"From {', '.join(names)}. Records stand in one table where "
                                f"model, methods, seed and way of drawing are the same."))  # fmt: skip
-        blocks += [*scores(group, file), *parts(group), *depths(group, file), *reused(group, file)]
+        blocks += [*scores(group, file), *fused(group, file), *parts(group), *depths(group, file), *reused(group, file)]
     sections = (("perplexity", "Perplexity", perplexity), ("fidelity", "Fidelity", fidelity),
-                ("attention", "Attention", attention))  # fmt: skip
+                ("attention", "Attention", attention), ("fusion", "Fusion", fusion))  # fmt: skip
     for kind, title, section in sections:
         chosen = [r for r in records if r.kind == kind]
         for number, record in enumerate(chosen, 1):

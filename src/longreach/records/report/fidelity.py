@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from longreach.records.labels import short_label
 from longreach.records.report.blocks import Block, Cell, Figure, Text, table
 from longreach.records.report.format import finite, number, percent, seconds
 from longreach.records.report.plots import CurvePanel, MapPanel, Scale, Series, curves, maps
@@ -28,7 +29,8 @@ def fidelity(record: Record, file: str) -> list[Block]:
         "differently. error: |o - o_dense| / |o_dense| of a head's output on the same hidden states, over decode "
         "steps; mean over layers and heads, and the largest of all steps with its layer and head."
     )]  # fmt: skip
-    series = [Series(x, n, x == record.dense, tuple(map(float, range(len(kl)))), kl, results[x]["first_divergence"])
+    series = [Series(short_label(x), n, x == record.dense, tuple(map(float, range(len(kl)))), kl,
+                     results[x]["first_divergence"])
               for n, _, x in labels if x != record.dense and (kl := _kl(results[x]["kl_steps"]))]  # fmt: skip
     if series:
         panel = CurvePanel("KL(dense || method)", "token of the answer", "KL (nats)", tuple(series), log=True)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from longreach.records.labels import short_label
 from longreach.records.report.blocks import Block, Cell, Figure, Text, table
 from longreach.records.report.format import cropped, finite, number, percent, seconds
 from longreach.records.report.plots import CurvePanel, Series, curves
@@ -79,12 +80,13 @@ def _panels(record: Record, labels: Sequence[str], phase: str) -> list[CurvePane
     if not found:
         return []
     place = {label: n for n, label in enumerate(record.labels)}
-    series = [Series(x, place[x], x == dense, tuple(c), tuple(c.values())) for x, c in found.items()]
+    series = [Series(short_label(x), place[x], x == dense, tuple(c), tuple(c.values())) for x, c in found.items()]
     panels = [CurvePanel(phase, "position (tokens)", "nll (nats a token)", tuple(series))]
     if dense in found and len(found) > 1:
         base = found[dense]
-        apart = [Series(x, place[x], False, tuple(p for p in c if p in base), tuple(v - base[p] for p, v in c.items()
-                        if p in base)) for x, c in found.items() if x != dense]  # fmt: skip
+        apart = [Series(short_label(x), place[x], False, tuple(p for p in c if p in base),
+                        tuple(v - base[p] for p, v in c.items() if p in base))
+                 for x, c in found.items() if x != dense]  # fmt: skip
         panels.append(CurvePanel(f"{phase}, over dense's", "position (tokens)", "nll - dense's (nats a token)",
                                  tuple(apart)))  # fmt: skip
     return panels

@@ -10,6 +10,7 @@ from typing import Any
 from longreach.errors import InvalidInput
 from longreach.records.record import read
 from longreach.records.report.attention_shape import ATTENTION, check_attention
+from longreach.records.report.fusion_shape import FUSION, FUSION_CONFIG, check_fusion
 from longreach.records.report.schema import Each, Items, Maybe, Mismatch, Number, Perhaps, check
 
 FORMAT = 1
@@ -18,6 +19,7 @@ VERBS = {
     "perplexity": "longreach perplexity",
     "fidelity": "longreach compare",
     "attention": "longreach attention",
+    "fusion": "longreach fusion",
 }
 
 SHARE, COUNT = Number(0, 1), Number(0, 1 << 62)
@@ -33,10 +35,13 @@ ABOUT = {
     "versions": Each(Maybe(str)),
     "device": {"type": str, "name": str, "threads": int},
 }
-METHODS = {"methods": Each({"prefill": METHOD, "decode": METHOD}, least=1)}
+FUSE = {"name": str, "ratio": Perhaps(SHARE)}
+METHODS = {"methods": Each({"prefill": METHOD, "decode": METHOD, "fuse": Perhaps(FUSE), "evict": Perhaps(METHOD)},
+                           least=1)}  # fmt: skip
 ANSWER = {"number": int, "draw": int, "text": str, "score": SHARE, "tokens": int, "diverges_at": Maybe(int),
           "error": Maybe(str)}  # fmt: skip
 PART = {"score": SHARE, "interval_95": Items(SHARE, exactly=2), "samples": int}
+BECAME = {name: COUNT for name in ("tokens", "exact", "recomputed", "reused", "computed")}
 RESULT = {
     "score": SHARE,
     "interval_95": Items(SHARE, exactly=2),
@@ -50,6 +55,8 @@ RESULT = {
     "not_captured": Perhaps(Maybe(str)),
     "seconds": SECONDS,
     "by": Perhaps(Each(Each(PART))),
+    "kept": Perhaps(Maybe({"right": int, "kept": int})),
+    "fusion": Perhaps(BECAME),
 }
 SAMPLE = {"number": int, "tokens": int, "expected": Items(str), "facts": dict}
 TASK = {
@@ -85,6 +92,7 @@ KINDS: dict[str, dict[str, Any]] = {
                    "failed": Perhaps(Items({"method": str, "window": int, "error": str}))},
     "fidelity": {**ABOUT, **METHODS, "results": Each(FIDELITY, least=1)},
     "attention": {**ABOUT, **LENGTH, **ATTENTION},
+    "fusion": {**ABOUT, **METHODS, **FUSION, "config": FUSION_CONFIG},
 }  # fmt: skip
 
 
@@ -106,10 +114,11 @@ class Record:
 
     @property
     def dense(self) -> str | None:
-        """The label of dense attention in both phases, if it was measured."""
+        """The label of dense attention in both phases, with all tokens computed and kept, if it was measured."""
         found = [
-            k for k, m in self.content["methods"].items() if m["prefill"]["name"] == m["decode"]["name"] == "dense"
-        ]
+            k for k, m in self.content["methods"].items()
+            if m["prefill"]["name"] == m["decode"]["name"] == "dense" and not ("fuse" in m or "evict" in m)
+        ]  # fmt: skip
         return found[0] if found else None
 
     @property
@@ -125,7 +134,7 @@ def load_all(paths: Sequence[Path]) -> list[Record]:
     once = list({path.resolve(): path for path in paths}.values())
     if not once:
         raise InvalidInput(
-            "no records; name some that longreach eval, perplexity, compare or attention wrote (--output)"
+            "no records; name some that longreach eval, perplexity, compare, attention or fusion wrote (--output)"
         )
     names = [path.name for path in once]
     return [load(path, path.name if names.count(path.name) == 1 else str(path)) for path in once]
@@ -157,6 +166,8 @@ def load(path: Path, name: str | None = None) -> Record:
         check(content, KINDS[kind])
         if kind == "attention":
             check_attention(content["results"])
+        elif kind == "fusion":
+            check_fusion(content)
         else:
             _check_labels(content)
     except Mismatch as error:

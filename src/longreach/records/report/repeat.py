@@ -22,12 +22,14 @@ OPTIONS = {
         "prefill_chunk_size",
         "chunk_tokens",
         "chunks",
+        "chunk_ends",
     ),
     "perplexity": ("length", "decode_tokens", "limit", "prefill_chunk_size"),
     "fidelity": ("question", "steps", "prefill_chunk_size", "chunk_tokens"),
     "attention": ("length", "samples", "rows", "seed", "prefill_chunk_size"),
+    "fusion": ("length", "samples", "seed", "chunk_tokens", "chunks", "prefill_chunk_size"),
 }
-DEFAULTS = {"temperature": 0.0, "draws": 1}
+DEFAULTS = {"temperature": 0.0, "draws": 1, "chunk_ends": "text"}
 
 
 def repeat(records: Sequence[Record]) -> list[Block]:
@@ -58,7 +60,7 @@ def _command(record: Record) -> str:
         value = ",".join(map(str, record.lengths)) if name == "length" else config.get(name)
         if value is not None and value != DEFAULTS.get(name):
             words += [f"--{name.replace('_', '-')}", str(value)]
-    words += [f"--{name.replace('_', '-')}" for name in ("layers", "past_end", "no_graph") if config.get(name)]
+    words += [f"--{name.replace('_', '-')}" for name in ("layers", "past_end", "no_graph") if config.get(name) is True]
     # labels of compare may lack options; those of eval and perplexity are complete method specifications
     exact = record.kind == "fidelity"
     named = record["methods"].items() if record.kind != "attention" else ()
@@ -68,6 +70,8 @@ def _command(record: Record) -> str:
 
 
 def _input(record: Record) -> list[str]:
+    if record.kind == "fusion":
+        return ["--tasks", ",".join(dict.fromkeys(map(_task, record["tasks"])))]
     if record.kind == "eval":
         tasks = [entry.get("task", name) for name, entry in record["tasks"].items()]
         return ["--tasks", ",".join(dict.fromkeys(map(_task, tasks)))]

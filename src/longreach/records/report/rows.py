@@ -100,7 +100,10 @@ def groups(records: Sequence[Record]) -> list[Group]:
     found: dict[str, list[Record]] = {}
     for record in records:
         if record.kind == "eval":
-            config = {k: record["config"].get(k) for k in ("seed", "draws", "temperature")}
+            fused = any("fuse" in method for method in record["methods"].values())
+            names = ("seed", "draws", "temperature", *(("chunk_tokens", "chunks") if fused else ()))
+            config = {name: record["config"].get(name) for name in names}
+            config |= {"chunk_ends": record["config"].get("chunk_ends", "text")} if fused else {}
             key = [record["model"]["sha256"], record["model"]["dtype"], config, list(record["methods"].items())]
             found.setdefault(json.dumps(key, sort_keys=True), []).append(record)
     made = []

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
+from longreach.records.labels import short_label
 from longreach.records.report.blocks import Block, Cell, Figure, Table, Text, table
 from longreach.records.report.format import cropped, interval, percent, seconds, times
 from longreach.records.report.plots import CurvePanel, Point, PointPanel, Series, curves, points
@@ -13,11 +15,12 @@ from longreach.records.report.rows import LOST, Group, Row, Summary, summary
 NO_DENSE = "No method of these records is dense in prefill and decode, so nothing is compared with dense attention."
 FURTHEST = 512  # tokens of answers drawn
 LABEL = 80  # characters of a method's name
+WIDE = 18  # columns of a table
 
 
 def numbered(labels: Sequence[str]) -> list[str]:
     """Methods as tables and pictures name them."""
-    return [f"{n} {cropped(label, LABEL)}" for n, label in enumerate(labels, 1)]
+    return [f"{n} {cropped(short_label(label), LABEL)}" for n, label in enumerate(labels, 1)]
 
 
 def scores(group: Group, file: str) -> list[Block]:
@@ -80,7 +83,16 @@ def _scores(group: Group) -> Table:
             within = [row for row in at if row.task not in group.lost(length)]
             if 1 < len(within) < len(at):
                 rows.append(_means(group, within, f"mean of the {len(within)} within reach{where}"))
-    return table("Scores", [*_head(group), *numbered(group.labels)], rows)
+    return _readable(table("Scores", [*_head(group), *numbered(group.labels)], rows))
+
+
+def _readable(wide: Table) -> Table:
+    """The table, with a row for each column if it has too many of them for a page."""
+    if len(wide.head) <= WIDE:
+        return wide
+    names, *columns = zip(*wide.rows, strict=True)
+    rows = [(Cell(name), *column) for name, column in zip(wide.head[1:], columns, strict=True)]
+    return replace(wide, head=("", *(cell.text for cell in names)), rows=tuple(rows))
 
 
 def _means(group: Group, rows: Sequence[Row], name: str) -> list[str | Cell]:
@@ -136,7 +148,7 @@ def _by_task(group: Group, title: str, text: Callable[[dict[str, Any]], str]) ->
     rows = [[row.task, *([f"{row.length}"] if several else []), *(text(row.result(x)) for x in group.labels)]
             for row in group.rows]  # fmt: skip
     head = ["task", *(["length"] if several else []), *numbered(group.labels)]
-    return table(title, head, rows, folded=True)
+    return _readable(table(title, head, rows, folded=True))
 
 
 def _share(field: str) -> Callable[[dict[str, Any]], str]:
@@ -144,14 +156,19 @@ def _share(field: str) -> Callable[[dict[str, Any]], str]:
 
 
 def _quality(group: Group, sums: dict[int, list[Summary]], file: str) -> list[Block]:
-    """A picture for each phase in which some method reads a different amount than dense attention."""
+    """A picture for each phase in which some method reads a different amount than dense attention.
+
+    The prefill of a fused prompt reads for fewer rows, so its share of dense attention's bytes is not comparable.
+    """
+    methods = group.records[0]["methods"]
     blocks: list[Block] = []
     for phase in ("decode", "prefill"):
         panels = []
         for length, found in sums.items():
             reads = {s.label: s.decode if phase == "decode" else s.prefill for s in found}
-            shown = [Point(s.label, n, s.label == group.dense, r["total"], s.score, *s.interval)
-                     for n, s in enumerate(found) if (r := reads[s.label]) and r["total"] > 0]  # fmt: skip
+            shown = [Point(short_label(s.label), n, s.label == group.dense, r["total"], s.score, *s.interval)
+                     for n, s in enumerate(found) if (r := reads[s.label]) and r["total"] > 0
+                     and not (phase == "prefill" and "fuse" in methods[s.label])]  # fmt: skip
             if any(abs(p.x - 1) > 1e-9 for p in shown):
                 tasks = len(group.at(length))
                 panels.append(PointPanel(f"{length} tokens, {tasks} task{'s' * (tasks > 1)}", tuple(shown)))
@@ -179,7 +196,7 @@ def _same_for(group: Group, file: str) -> list[Block]:
         for place, label in enumerate(group.labels):
             if found := apart.get(label):
                 left = tuple(sum(n is None or n >= step for n in found) / len(found) for step in steps)
-                series.append(Series(label, place, False, tuple(map(float, steps)), left))
+                series.append(Series(short_label(label), place, False, tuple(map(float, steps)), left))
         panels.append(CurvePanel(f"{length} tokens", "tokens of the answer", "answers still as dense's",
                                  tuple(series), steps=True, share=True))  # fmt: skip
     if not panels:

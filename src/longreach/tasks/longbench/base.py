@@ -20,7 +20,7 @@ class Fixed:
 
     fixed: its samples, in the order of the file. metric: how right an answer is, given what is expected.
     chat: whether a chat model is asked in its template. Few-shot and code sets are gone on with as plain text.
-    by: facts of samples by which the official results are told apart.
+    by: facts of samples by which the official results are split.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Fixed:
                 return _kept(shorter, round(keep / tokens, 4))
         raise InvalidInput(
             f"{self.name}, sample {sample.facts.get('id')}: {room} tokens of prompt leave no room for its context "
-            f"beside the question; ask for a longer --length"
+            f"and the question; raise --length"
         )
 
     def score(self, answer: str, sample: Sample) -> float:

@@ -1,7 +1,7 @@
 # ruff: noqa: RUF001 - Chinese punctuation
 """LongBench's 21 data sets (Bai et al., 2023): what is asked, how long answers are, what measures them.
 
-Questions are worded anew and shorter, but for what answers are judged by: "unanswerable" and yes or no in qasper,
+Questions are reworded and shorter, except the words that answers are judged by: "unanswerable" and yes or no in qasper,
 "Paragraph 3", a bare number, and the plain continuation in few-shot and code sets.
 """
 

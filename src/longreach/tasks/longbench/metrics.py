@@ -84,7 +84,7 @@ def classification(answer: str, expected: str, classes: Sequence[str]) -> float:
 
 
 def code_similarity(answer: str, expected: str) -> float:
-    """How alike the answer's first line of code and the expected one are: 2 M / T, M characters in common order."""
+    """Similarity of the answer's first line of code and the expected one: 2 M / T, M characters in common order."""
     lines = answer.lstrip("\n").split("\n")
     line = next((each for each in lines if not any(mark in each for mark in COMMENTS)), "")
     return import_module("rapidfuzz.fuzz").ratio(line, expected) / 100

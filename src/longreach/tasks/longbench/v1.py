@@ -16,7 +16,7 @@ from longreach.tasks.sources import of_file
 
 FIELDS = {"input": str, "context": str, "answers": list, "length": int, "dataset": str, "language": str, "_id": str}
 EVEN = "_e"  # LongBench-E: the same data sets, evenly spread over lengths
-RANGES = ((4000, "0-4k"), (8000, "4-8k"))  # words, below which a text is of that range; its results are told by them
+RANGES = ((4000, "0-4k"), (8000, "4-8k"))  # words, below which a text is of that range; results are split by them
 BEYOND = "8k+"
 
 
@@ -49,7 +49,7 @@ def _tasks(path: Path) -> list[Fixed]:
 
 
 def _named(path: Path, dataset: str) -> str:
-    """LongBench-E's files are told by their name where their lines are not."""
+    """LongBench-E's files are recognised by name, as their lines do not differ from LongBench's."""
     return f"longbench_{path.stem if path.stem == dataset + EVEN else dataset}"
 
 
@@ -85,7 +85,7 @@ def _sample(about: Dataset, entry: Entry) -> Sample:
 
 
 def length_range(words: int) -> str:
-    """The range of LongBench-E that a text of so many words is in."""
+    """The range of LongBench-E for a text of `words` words."""
     return next((name for below, name in RANGES if words < below), BEYOND)
 
 

@@ -68,7 +68,7 @@ def _value(random: Random, used: str = "") -> str:
 
 
 def names(random: Random, number: int, letters: int) -> list[str]:
-    """Different names of so many capitals."""
+    """Different names of `letters` capitals."""
     found: dict[str, None] = {}
     while len(found) < number:
         found["".join(random.choice(ascii_uppercase) for _ in range(letters))] = None

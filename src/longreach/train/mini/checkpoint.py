@@ -15,10 +15,10 @@ from longreach.errors import ModelFileError
 from longreach.train.mini.model import Llama
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
-CORPUS = "corpus.json"  # beside a model: what it was trained on, as `prepare` wrote it
-MANIFEST = "manifest.json"  # the same, beside the training data
+CORPUS = "corpus.json"  # in a model's folder: its training data, as `prepare` wrote it
+MANIFEST = "manifest.json"  # the same, in the folder of the training data
 DATA_FILES = (*TOKENIZER_FILES, "prose.bin.xz", "code.bin.xz", "words.json", MANIFEST)  # what `prepare` writes
-LOG = "train.json"  # beside a model: the log of its last run
+LOG = "train.json"  # in a model's folder: the log of its last run
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Trained:
 
 
 def save(model: Llama, folder: Path, data: Path, done: Trained) -> None:
-    """Write a complete model directory; each file is replaced at once, so that a reader never sees half of one.
+    """Write a complete model directory; each file is replaced at once, so that a reader never gets half of one.
 
     done: noted in the weights' header, for `load` to go on from. The weights come last: where they are, all is.
     """
@@ -90,7 +90,7 @@ def load(model: Llama, folder: Path) -> Trained:
         done = Trained(**json.loads(noted or ""))
     except (ValueError, TypeError) as error:
         raise ModelFileError(
-            f"{path} does not say how far its training had come; resume from one that training wrote"
+            f"{path} has no record of its training progress; resume from a checkpoint that training wrote"
         ) from error
     model.load_state_dict({name: w.float() for name, w in weights.items()})
     return done

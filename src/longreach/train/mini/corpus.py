@@ -175,7 +175,7 @@ def build(
         limit_files: at most this many files of each package (for tests); None means all.
         packages: which of PACKAGES are read.
         held_out: further paragraphs that the training text shall not overlap with.
-        say: told what is being done.
+        say: called with each step of the work.
     """
     missing = [name for name in packages if name != "cpython" and not util.find_spec(IMPORTED_AS.get(name, name))]
     if missing:

@@ -1,4 +1,4 @@
-"""What training sequences are made from: a tokenizer, real text, keys and words kept apart from evaluation's."""
+"""What training sequences are made from: a tokenizer, real text, keys and words that evaluation does not use."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def hidden(
 
 
 def closed(materials: Materials, context: list[int]) -> list[int]:
-    """The context with an empty line after it; its last word's tokens are made anew, since "." and breaks merge."""
+    """The context with an empty line after it; its last word is tokenised again, since "." and breaks merge."""
     start = len(context) - 1
     while start > 0 and not materials.tokenizer.decode([context[start]]).startswith(" "):
         start -= 1

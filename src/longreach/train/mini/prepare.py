@@ -89,7 +89,7 @@ def prepare(
 
 
 def take(texts: list[str], characters: int) -> Iterator[str]:
-    """Texts from the front until so many characters are reached."""
+    """Texts from the front until `characters` characters are reached."""
     for text in texts:
         if characters <= 0:
             return

@@ -185,7 +185,7 @@ def train(
     done = replace(done, schedule=name, began=done.began if start is None else done.seconds)
     if (spent := done.seconds - done.began) >= minutes * 60:
         raise LongreachError(
-            f"{resume} was trained for {spent / 60:.1f} minutes of its schedule, all of the {minutes:g} asked for; "
+            f"{resume} was trained for {spent / 60:.1f} minutes of its schedule, all of the {minutes:g} requested; "
             f"give more --minutes, its own included, to go on with it"
         )
     if before is not None and (out / checkpoint.LOG).is_file() and out.resolve() == before.resolve():

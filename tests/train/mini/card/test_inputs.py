@@ -140,6 +140,6 @@ def test_weights_that_do_not_say_how_far_they_came(made: Made) -> None:
 
     path = made.model / "model.safetensors"
     save_file(load_file(path), path, metadata={"training": json.dumps({"epochs": 3})})
-    with pytest.raises(ModelFileError, match="does not say how far"):
+    with pytest.raises(ModelFileError, match="no record of its training progress"):
         read(made.model, made.logs, made.records)
     assert Trained() != LAST

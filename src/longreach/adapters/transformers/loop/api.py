@@ -194,8 +194,7 @@ def _prompt(session: Session, ids: Any, mask: Any, past: LongreachCache | None) 
             raise InvalidInput(f"past_key_values: {past.invalid}")
         if columns >= ids.shape[1]:
             raise InvalidInput(
-                f"input_ids: expected what the cache holds ({columns} columns) and at least one token more, got "
-                f"{ids.shape[1]} columns"
+                f"input_ids: expected the cache's {columns} columns and at least one more, got {ids.shape[1]} columns"
             )
     if mask is None:
         mask = torch.ones_like(ids)

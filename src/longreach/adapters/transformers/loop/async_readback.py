@@ -59,5 +59,5 @@ class _Late:
 
 
 def read_back(token: Tensor, ahead: int | None = None) -> _AtOnce | _Late:
-    """What brings the tokens [B] of every step to the host. ahead: steps to be under way, by default AHEAD."""
+    """A reader that brings the tokens [B] of every step to the host. ahead: steps in flight, by default AHEAD."""
     return _Late(token, AHEAD if ahead is None else ahead) if token.device.type == "cuda" else _AtOnce()

@@ -21,7 +21,7 @@ ROTARY = "apply_rotary_pos_emb"  # what transformers' models name the function t
 
 
 def resolve(how: str, *, captured: bool) -> str:
-    """What `how` stands for: "auto" is the fastest for a step that is captured. Raises UnknownName."""
+    """The mode that `how` stands for: "auto" is the fastest for a captured step. Raises UnknownName."""
     if how == "auto":
         return AUTO if captured else "none"
     if how not in MODES:
@@ -31,7 +31,7 @@ def resolve(how: str, *, captured: bool) -> str:
 
 @contextmanager
 def compiled_parts(model: nn.Module, how: str) -> Iterator[None]:
-    """Within this block the model's parts are fused as `how` says; afterwards they are what they were.
+    """Within this block the model's parts are compiled according to `how`; afterwards they are as before.
 
     "compile": norms, feed-forward blocks and the rotation of queries and keys are compiled. Modules of one class share
     what is compiled. A part that has hooks, or a forward of its own, is left as it is.

@@ -35,7 +35,7 @@ class Decoder:
     next, `take` takes tokens chosen outside. All of it works on fixed buffers and reads no length from the host, so
     that the captured step is the step.
 
-    capture: how `step` is captured where that is asked for: "full", one CUDA graph; "piecewise", a graph for each
+    capture: how `step` is captured on request: "full", one CUDA graph; "piecewise", a graph for each
     stretch between two attentions, with attention itself launched by the host at every step; None: it is not.
     """
 
@@ -87,7 +87,7 @@ class Decoder:
         self.done.logical_or_(self.ends[self.token])
 
     def step(self, *, capture: bool) -> None:
-        """One pass of the model; `logits` [B, V] then say what may come next, and (greedily) `token` what comes.
+        """One pass of the model: sets `logits` [B, V] of the next token and, if greedy, `token`.
 
         Raises Unsupported for a step that cannot be captured. After any error the step was not made.
         """
@@ -160,7 +160,7 @@ class Decoder:
         except BaseException as error:
             self.cache.abandon(self._step())  # the pass could not: nothing reaches the device while a stream captures
             cause: BaseException = error
-            while cause.__context__ is not None:  # ending the capture fails too, and says less
+            while cause.__context__ is not None:  # ending the capture fails too, with a less useful error
                 cause = cause.__context__
             self._refuse(error, cause)
             raise
@@ -203,7 +203,7 @@ class Decoder:
         self.cache.abandon(self._step())
 
     def _refuse(self, error: BaseException, cause: BaseException) -> None:
-        """Raise Unsupported where `error` says that the step cannot be captured; it was caused by `cause`."""
+        """Raise Unsupported if `error` means that the step cannot be captured; it was caused by `cause`."""
         if isinstance(error, RuntimeError) and not isinstance(error, LongreachError):
             raise Unsupported(
                 f"the decode step of {type(self.session.model).__name__} with {self.method.name} cannot be captured in "

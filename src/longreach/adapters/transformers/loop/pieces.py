@@ -26,8 +26,9 @@ class Graph(Protocol):
 class Pieces:
     """One step as an ordered list of graphs and host work.
 
-    `recording` runs a step and records it: each graph is replayed as soon as it is recorded, so host work always sees
-    the tensors of a real step. Within that block `cut` and `host` name the host work. `replay` runs the step again.
+    `recording` runs a step and records it: each graph is replayed as soon as it is recorded, so host work always
+    gets the tensors of a real step. Within that block `cut` and `host` name the host work. `replay` runs the step
+    again.
 
     All graphs share one memory pool. A block that is freed while graph i is recorded may be reused by graph i or a
     later one, never by an earlier one. That is safe because every replay runs all pieces in the recorded order on one

@@ -23,7 +23,7 @@ def prefill(
 ) -> Tensor:
     """Logits [B, V] after prompts ids [B, T], padded on the left where mask [B, T] is 0.
 
-    Columns that the cache holds are passed over. chunk: columns per pass, None for all; progress is told of each.
+    Columns that the cache holds are passed over. chunk: columns per pass, None for all; progress is called for each.
     """
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     for first in range(cache.columns, ids.shape[1], chunk or ids.shape[1]):

@@ -55,7 +55,7 @@ class DecodeRun:
         self.compile = compiling.resolve(compile, captured=self._capture is not None)
         if self.compile != "none" and self._capture is None:
             raise Unsupported(
-                f"compile={compile!r} is for a captured step, and none is: {self._why_not}; leave compile out"
+                f"compile={compile!r} needs a captured step, and this one is not: {self._why_not}; leave compile out"
             )
         self._exactly = exactly
         self._decoder: Decoder | None = None
@@ -144,7 +144,7 @@ class DecodeRun:
 def capture_for(session: Session, graph: GraphOption) -> tuple[Capture | None, str | None]:
     """How the decode step is captured, and why it is not one graph, else None.
 
-    Raises Unsupported where capture was asked for and the device has no CUDA graphs.
+    Raises Unsupported if capture was requested and the device has no CUDA graphs.
     """
     if graph is False:
         return None, "graph=False"

@@ -1,4 +1,4 @@
-"""How the next token is chosen, and what ends an answer."""
+"""Choice of the next token, and the end of an answer."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from longreach.errors import InvalidInput
 
 @dataclass(frozen=True)
 class Ends:
-    """eos: tokens that end an answer, none for an answer of full length; pad: what follows an end in a batch."""
+    """eos: tokens that end an answer, none for an answer of full length; pad: the token after an end in a batch."""
 
     eos: tuple[int, ...]
     pad: int
 
 
 def ends_of(model: Any, eos: int | Sequence[int] | None, pad: int | None, vocabulary: int) -> Ends:
-    """What the caller says, else the model's generation config; pad: else the first end. Raises InvalidInput."""
+    """The caller's settings, else the model's generation config; pad: else the first end. Raises InvalidInput."""
     own = model.generation_config
     ids = own.eos_token_id if eos is None else eos
     found = () if ids is None else tuple(ids) if isinstance(ids, (Sequence, set)) else (ids,)
@@ -52,7 +52,7 @@ class Sampler:
         top_p: float | None,
         generator: torch.Generator | None,
     ):
-        """None: what the model's generation config says, else transformers' own default (1.0, 50, 1.0)."""
+        """None: the model's generation config, else transformers' own default (1.0, 50, 1.0)."""
         own = model.generation_config
         values = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
         defaults = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}

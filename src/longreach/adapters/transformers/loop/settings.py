@@ -8,7 +8,7 @@ from typing import Any
 from longreach.adapters.transformers.generate import OTHER_SEARCHES, refuse_search
 from longreach.errors import Unsupported
 
-SHAPING: dict[str, Any] = {  # what transformers' generate reads besides what the loop's own options say -> no effect
+SHAPING: dict[str, Any] = {  # settings of transformers' generate without an option here -> value without effect
     "guidance_scale": 1,
     "sequence_bias": None,
     "repetition_penalty": 1,
@@ -29,13 +29,13 @@ SHAPING: dict[str, Any] = {  # what transformers' generate reads besides what th
 }
 SAMPLING: dict[str, Any] = {"min_p": None, "top_h": None, "typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0}
 SEARCHING: dict[str, Any] = {"num_beams": 1, **dict.fromkeys(OTHER_SEARCHES)}
-OF_A_DRAW: dict[str, Any] = {"top_k": 0, "top_p": 1}  # besides the temperature
+OF_A_DRAW: dict[str, Any] = {"top_k": 0, "top_p": 1}  # in addition to the temperature
 
 
 def unapplied(model: Any, *, sampled: bool, applied: Collection[str] = ()) -> dict[str, Any]:
-    """What transformers' generate would apply and greedy answers, or those drawn at a temperature alone, do not.
+    """Settings that transformers' generate would apply, but greedy or temperature-only sampling here does not.
 
-    Settings by name, as JSON takes them. applied: those that the caller sees to.
+    Settings by name, as JSON takes them. applied: those that the caller applies itself.
     """
     idle = SHAPING | SEARCHING | (SAMPLING | OF_A_DRAW if sampled else {"do_sample": False})
     found = {name: value for name, value in _active(model, idle).items() if name not in applied}

@@ -24,21 +24,23 @@ FORMAT = 1
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_plan(parser)
     add_prompts(parser, output=False)
-    parser.add_argument("--tiles", type=positive, metavar="N", help="kascade: tiles looked at in each prompt "
+    parser.add_argument("--tiles", type=positive, metavar="N", help="kascade: tiles measured in each prompt "
                         "(default 8)")  # fmt: skip
-    parser.add_argument("--rows", type=positive, metavar="N", help="mac: rows looked at in each prompt (default 32)")
+    parser.add_argument("--rows", type=positive, metavar="N", help="mac: rows measured in each prompt (default 32)")
     parser.add_argument("--window", type=positive, metavar="N", help="mac: the widest window (default 2048); rows "
-                        "that are looked at lie behind so many tokens")  # fmt: skip
-    parser.add_argument("--band", type=positive, metavar="N", help="mac: the band where one is meant (default 256)")
-    parser.add_argument("--tau", type=float, metavar="X", help="mac: the threshold, in sqrt(2 d), where one is meant "
-                        "(default 0.75)")  # fmt: skip
+                        "measured come after at least this many tokens")  # fmt: skip
+    parser.add_argument(
+        "--band", type=positive, metavar="N", help="mac: the band of figures at a single band (default 256)"
+    )
+    parser.add_argument("--tau", type=float, metavar="X", help="mac: the threshold, in sqrt(2 d), of figures at a "
+                        "single threshold (default 0.75)")  # fmt: skip
     parser.add_argument("--sinks", type=count, metavar="N", help="mac: first tokens that no entry holds (default 0)")
     parser.add_argument("--steps", type=count, metavar="N", help="mac: tokens to generate after the first prompt, for "
                         "depth and drift (default 256; 0: none)")  # fmt: skip
     parser.add_argument("--depth", type=positive, action="append", metavar="N", help="mac: a limit on chains of reuse "
-                        "there, beside none; may be given several times (default 32)")  # fmt: skip
-    parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="where the pictures and a record "
-                        "go; the same command goes on where an interrupted one stopped")  # fmt: skip
+                        "there, measured in addition to no limit; may be given several times (default 32)")  # fmt: skip
+    parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="folder for the pictures and a "
+                        "record; the same command continues an interrupted run")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:

@@ -90,9 +90,9 @@ def show(found: dict[str, Any]) -> None:
     out.print()
     out.print(
         "w: the share of a row's weight on the keys it attends to; e: error of the output, |o' - o| / |o|. pre, post: "
-        "a tile of so many query rows chooses 10% of the keys before it by scores pooled before or after the softmax, "
-        "in every layer but the first. Layers that reuse an anchor's keys take those of the head they are mapped to "
-        "(mapped), of the head of their own number (own), one set of all heads (all), or choose themselves (oracle). "
-        "best keys: rows attend to those that weigh most in their own layer: in every layer, with the first layer "
-        "dense, and in that alone."
+        "a tile of that many query rows chooses 10% of the keys before it by scores pooled before or after the "
+        "softmax, in every layer but the first. Layers that reuse an anchor's keys take those of the head they are "
+        "mapped to (mapped), of the head of their own number (own), one set of all heads (all), or choose themselves "
+        "(oracle). best keys: rows attend to those that weigh most in their own layer: in every layer, with the first "
+        "layer dense, and in that alone."
     )

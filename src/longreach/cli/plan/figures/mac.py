@@ -44,7 +44,7 @@ def measure(args: argparse.Namespace, plan: Plan) -> tuple[Work, dict[str, Any]]
     what = ReuseGather(work.shape, view, asked)
     parts = work.gather(what)
     if not layers_of(parts):
-        raise InvalidInput("every layer of this model has a sliding window: there is nothing that MAC could reuse")
+        raise InvalidInput("every layer of this model has a sliding window, so MAC cannot reuse anything")
     work.settings |= {"tau": args.tau, "steps": args.steps, "depth": list(args.depth)}
     found = results(StudyData(asked, view, work.shape, parts), args.tau)
     if drift is None:
@@ -111,9 +111,9 @@ def show(found: dict[str, Any]) -> None:
         _show_drift(out, found["drift"])
     out.print(
         f"{found['rows']} rows; the nearest of the {found['windows'][-1]} rows before each, a band of {found['band']} "
-        "keys. accepted: rows and heads with one near enough; reused: those all of whose KV head's query heads have "
-        "one; skipped: keys not read, misses counted as 0, (p - r)+ / m; error: |o' - o| / |o| of reused outputs, or, "
-        "where keys are compared that are read, of all, misses being exact. gap, spread: Table 6 of the paper, p - m. "
+        "keys. accepted: rows and heads with a match; reused: those with a match in all query heads of the KV head; "
+        "skipped: keys not read, misses counted as 0, (p - r)+ / m; error: |o' - o| / |o| of reused outputs, or, in "
+        "comparisons by keys read, of all outputs, misses being exact. gap, spread: Table 6 of the paper, p - m. "
         "tau: sqrt(2 d) (1 - tau) (sqrt2d), 1 - tau in logits (calibrated); plan: its own thresholds, by layer."
     )
 

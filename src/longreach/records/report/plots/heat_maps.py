@@ -48,7 +48,7 @@ def maps(panels: Sequence[MapPanel], xlabel: str, ylabel: str, scale: Scale) -> 
     rows, columns = max(len(p.rows) for p in panels), max(len(p.columns) for p in panels)
     numbers = rows * columns <= ANNOTATED
     cell_width, cell_height = (0.44, 0.27) if numbers else (max(0.09, 3.2 / columns), max(0.09, 3.2 / rows))
-    names = min(3.2, 0.075 * max(len(r) for p in panels for r in p.rows) + 0.35)
+    names = min(3.65, 0.075 * max(len(r) for p in panels for r in p.rows) + 0.35)
     same = all(p.rows == panels[0].rows for p in panels)
     width = max(1.7, min(WIDEST - names, cell_width * columns))
     height = max(0.5, min(9.0, cell_height * rows))
@@ -123,7 +123,7 @@ def _names(axes: Axes, panel: MapPanel, named: bool, rows: int) -> None:
     for axis, texts, most in ((axes.yaxis, panel.rows, 36), (axes.xaxis, panel.columns, 24)):
         step = -(-len(texts) // most)
         places = list(range(0, len(texts), step))
-        shown = [name(texts[i], 40) for i in places] if named or axis is axes.xaxis else [""] * len(places)
+        shown = [name(texts[i]) for i in places] if named or axis is axes.xaxis else [""] * len(places)
         axis.set_ticks(places, shown)
     if max(len(t) for t in panel.columns) > 4:
         for label in axes.get_xticklabels():

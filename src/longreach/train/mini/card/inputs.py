@@ -145,7 +145,7 @@ def _trained(model: Path) -> Trained:
         raise ModelFileError(f"cannot read {path} ({error}); give --model a directory that training wrote") from error
     except (ValueError, TypeError, KeyError) as error:
         raise ModelFileError(
-            f"{path} does not say how far its training had come, so no log can be matched with it; give --model a "
+            f"{path} has no record of its training progress, so no log can be matched with it; give --model a "
             f"directory that longreach train mini wrote"
         ) from error
 

@@ -1,4 +1,4 @@
-"""What the model card says of scores: tables by task and length, and what lies below."""
+"""The model card's part on scores: tables by task and length, and the text below them."""
 
 from __future__ import annotations
 

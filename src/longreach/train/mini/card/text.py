@@ -1,4 +1,4 @@
-"""The text of the model card; what it says of scores is in scores.py."""
+"""The text of the model card; its part on scores is in scores.py."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Wordings are the evaluation's and others; words of keys and real text are not the evaluation's. What is drawn letter by
 letter (numbers, codes, names of variables, people and towns) comes from other seeds. Lists to count in are of common
-English words, as the evaluation's are, and share many with them: which of them come often is drawn anew each time.
+English words, as the evaluation's are, and share many with them: which of them come often is drawn each time.
 """
 
 from __future__ import annotations

@@ -1,0 +1,33 @@
+"""Short names of methods."""
+
+from __future__ import annotations
+
+import pytest
+
+from longreach.evals.fusion import CONTROLS
+from longreach.methods.registry import EVICTIONS, FUSIONS, eviction_class, fusion_class
+from longreach.records.labels import short_label
+
+
+@pytest.mark.parametrize(
+    ("label", "short"),
+    [
+        ("dense", "dense"),
+        ("dense fuse=a3", "a3"),
+        ("dense fuse=a3 fuse.heads=joint fuse.ratio=0.15", "a3 heads=joint ratio=0.15"),
+        ("dense fuse=a3 evict=snapkv evict.capacity=64", "a3 evict=snapkv capacity=64"),
+        ("dense evict=snapkv evict.capacity=64", "dense evict=snapkv capacity=64"),
+        ("dense fuse.ratio=0.15 fuse=a3", "ratio=0.15 a3"),
+        ("quest fuse=a3 fuse.ratio=0.15", "quest fuse=a3 fuse.ratio=0.15"),
+        ("kascade/dense prefill.k=0.1", "kascade/dense prefill.k=0.1"),
+    ],
+)
+def test_labels_lose_the_names_of_slots(label: str, short: str) -> None:
+    assert short_label(label) == short
+
+
+def test_no_option_of_fusion_is_one_of_eviction() -> None:
+    """Short labels drop the slot from both."""
+    fusion = {option for made in (*map(fusion_class, FUSIONS), *CONTROLS.values()) for option in made.options()}
+    eviction = {option for name in EVICTIONS for option in eviction_class(name).options()}
+    assert "ratio" in fusion and "capacity" in eviction and not fusion & eviction
