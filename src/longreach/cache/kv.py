@@ -315,7 +315,7 @@ class KVCache:
             raise InvalidInput(f"layer {layer} holds no keys yet; append first")
         if (held[0].shape[0], held[0].shape[2]) == (pages.total, pages.size):
             return held
-        k, v = (x[: pages.total, :, : pages.size] for x in held)  # it is larger where growth failed in a later layer
+        k, v = (x[: pages.total, :, : pages.size] for x in held)  # it is larger if growth failed in a later layer
         return k, v
 
     def view_of_all(self, layer: int) -> KVView:

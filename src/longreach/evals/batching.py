@@ -9,7 +9,7 @@ import torch
 from longreach.adapters.transformers import shape_of
 
 MOST = 32
-SHARE = 0.8  # of what the weights leave; the rest is left to kernels' workspaces and fragmentation
+SHARE = 0.8  # of the memory free of weights; the rest is for kernels' workspaces and fragmentation
 WIDTHS = 24  # vectors of the model's width that a layer holds for each token of a pass
 
 
@@ -26,7 +26,7 @@ def fitting_batch(model: Any, length: int, chunk: int) -> int:
     keys_and_values = 2 * shape.layers * shape.kv_heads * shape.head_dim * length * size
     width = shape.query_heads * shape.head_dim
     vocabulary = model.get_output_embeddings().weight.shape[0]
-    activations = chunk * width * WIDTHS * size + vocabulary * 12  # logits, and what choosing makes of them
+    activations = chunk * width * WIDTHS * size + vocabulary * 12  # logits, and temporaries of sampling
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     room = torch.cuda.get_device_properties(model.device).total_memory - weights
     fitting = int(SHARE * room) // (keys_and_values + activations)

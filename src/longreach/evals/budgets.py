@@ -21,8 +21,8 @@ from longreach.runtime import Ledger, Pass, Segment, drive
 BUDGETS = {"streaming_llm": "window", "quest": "k", "omnikv": "k", "less_is_more": "k", "loki": "k"}
 COUNTED = {"oracle_top_k": "k"}  # always reads more than dense: gets as many keys instead
 STEPS = 100_000  # budgets are multiples of 1 / STEPS of the context
-SAMPLES, ROWS = 4, 6  # prompts of each task whose lengths are looked at; steps of a dry run
-NEAR, ENOUGH = 0.02, 0.001  # how far from equal is still equal; where the search stops
+SAMPLES, ROWS = 4, 6  # prompts of each task whose lengths are used; steps of a dry run
+NEAR, ENOUGH = 0.02, 0.001  # relative difference that counts as equal; the search's tolerance
 
 
 class DryRun:
@@ -212,7 +212,7 @@ def _nearest(method: AttentionMethod, option: str, target: float, dry: DryRun) -
         part = (target - share(low)) / (share(high) - share(low)) if straight else 0.5
         middle = min(max(low + round(part * (high - low)), low + 1), high - 1)
         low, high = (middle, high) if share(middle) < target else (low, middle)
-        straight = not straight  # bytes grow almost in proportion; where they leap, halving finds the leap
+        straight = not straight  # bytes grow almost in proportion; halving handles jumps
     step = min((low, high), key=lambda n: abs(share(n) - target))
     off = share(step) / target - 1
     why = None

@@ -34,7 +34,7 @@ from longreach.tasks.needle import ASKED, BEGUN, INTRO_ALL, NEEDLE
 from longreach.tasks.ruler.niah import distinct
 
 Keep = Callable[[str, Any], None]
-NOTED = ("searched", "acceptance", "reuse", "skipped", "gap")  # what methods may note of a layer, head by head
+NOTED = ("searched", "acceptance", "reuse", "skipped", "gap")  # notes of methods on a layer, head by head
 
 
 class Script(NamedTuple):

@@ -24,7 +24,7 @@ from longreach.methods.slots import Eviction, Fusion, check_eviction, check_fusi
 
 DENSE = "dense"
 NAMED = ("fuse", "evict")  # slots that a SPEC names as settings, fuse=a3
-OWNERS = ("prefill", *NAMED)  # slots whose options carry the slot's name, fuse.ratio=0.3
+OWNERS = ("prefill", *NAMED)  # slots with options by name: fuse.ratio=0.3
 Pairing = tuple[str, tuple[str, ...]]  # a prefill method, and the decode methods that answer after it
 Controls = Mapping[str, type[Fusion]]  # fusion for measurements only, by name
 

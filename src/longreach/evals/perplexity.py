@@ -24,7 +24,7 @@ from longreach.methods.base import AttentionMethod
 from longreach.records import bootstrap
 
 BINS = 16  # of positions
-MOST = 709.0  # nats, whose exponential is still a float
+MOST = 709.0  # nats: the largest with a finite exponential
 Keep = Callable[[str, Any], None]
 
 
@@ -214,7 +214,7 @@ class Perplexity:
             with reader.rollback():
                 whole = self._whole().sums_of(reader.score(window, advance).cpu())
                 seconds, prompt = reader.read_seconds - before, window[: -self.decode_tokens - 1]
-                # what the prefill or a method made of the end must not be there before it
+                # state that the prefill or a method made from the end must not exist before it
                 exact = session.prefill.chunked_prefill_exact
                 rings = any(method.keeps == "sequences" for method in session.observers)
                 if self.decode_tokens and (not exact or rings):
@@ -268,7 +268,7 @@ class Perplexity:
 
         def choose(logits: Tensor) -> Tensor:
             at = min(next(calls), len(rest) - 1)
-            if at:  # what comes before the first token that is fed was read, not decoded
+            if at:  # tokens before the first fed one were read, not decoded
                 found.append(-logits[0].float().log_softmax(0)[rest[at]])
             return rest[at : at + 1]
 

@@ -14,7 +14,7 @@ from typing import overload
 from longreach.errors import LongreachError
 from longreach.evals.prompting import Maker, PromptSample
 
-_maker: Maker  # of this process, where it is a worker
+_maker: Maker  # of this process, if it is a worker
 
 
 class Awaited(Sequence[PromptSample]):

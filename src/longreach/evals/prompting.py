@@ -25,7 +25,7 @@ class PromptSample:
     number: int
     sample: Sample
     prompt: tuple[int, ...]
-    chunks: tuple[tuple[int, int], ...] = ()  # [start, stop) of the documents' chunks, where prompts are cut
+    chunks: tuple[tuple[int, int], ...] = ()  # [start, stop) of the documents' chunks, if prompts are cut
 
     def to_json(self) -> dict[str, Any]:
         text = [self.sample.context, self.sample.question, self.sample.begun]

@@ -95,7 +95,7 @@ class LastRows(StatelessOnTruncate):
     def __init__(self, call: LayerCall, size: int, slots: int):
         device = call.rows.q.device
         self.size, self.call = size, call
-        self.q = call.rows.q.new_zeros(slots, size + 1, *call.rows.q.shape[1:])  # the last entry takes what is older
+        self.q = call.rows.q.new_zeros(slots, size + 1, *call.rows.q.shape[1:])  # the last entry takes older rows
         self.pos = torch.full((slots, size + 1), -1, dtype=torch.int64, device=device)
 
     def reset(self, slots: Tensor) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from longreach.errors import InvalidInput
 
-WORDS = {"True": True, "False": False, "None": None}  # Python's spelling of what JSON spells in lower case
+WORDS = {"True": True, "False": False, "None": None}  # Python's spelling of JSON's constants
 
 
 def value_of(text: str, where: str) -> Any:

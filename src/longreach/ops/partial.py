@@ -57,7 +57,7 @@ def remove(whole: Partial, part: Partial) -> Partial:
     size = _finite(whole.lse).abs() + _finite(part.lse).abs()
     ratio = part.lse - _finite(whole.lse)
     gone = (-torch.expm1(ratio) <= torch.finfo(ratio.dtype).eps * (4.0 + size)) | whole.is_empty
-    left = -torch.expm1(ratio.masked_fill(gone, -torch.inf))  # 1 - s, and 1 where nothing is left
+    left = -torch.expm1(ratio.masked_fill(gone, -torch.inf))  # 1 - s, and 1 if nothing is left
     lse = (whole.lse + torch.log(left)).masked_fill(gone, -torch.inf)
     out = (whole.out - (1.0 - left)[..., None] * part.out) / left[..., None]
     return Partial(out.masked_fill(gone[..., None], 0.0), lse)

@@ -90,7 +90,7 @@ def _joined(p: Pass, call: LayerCall, window: int | None) -> Outcome:
     for number, segment in enumerate(p.segments):
         assert segment.index is not None
         some, shared = call.take(segment.index).observer(), p.shared.setdefault(("segment", number), {})
-        # one tensor of positions for all layers whose rows lie in the same slots, or LayerCall.once would never hit
+        # one tensor of positions for all layers with rows in the same slots, so that LayerCall.once can hit
         key = ("segment's rows", number, id(call.rows.pos))
         if key not in p.shared:
             check_runs(number, segment, some.rows)

@@ -35,7 +35,7 @@ DEPENDENCE = "dependence"
 _START = b'{"__metadata__":{"header_xxh128":"'
 _DIGITS = 32
 _ZEROS = "0" * _DIGITS
-FIRST = 8 + len(_START)  # bytes that tell whose a file is
+FIRST = 8 + len(_START)  # bytes that identify a file as ours
 
 
 class Broken(Exception):

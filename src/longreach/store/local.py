@@ -260,7 +260,7 @@ class LocalFolder:
         path = self.path / file
         with held(self.lock):
             try:
-                if identity is not None and _identity(path.stat()) != identity:  # of a link, what it leads to
+                if identity is not None and _identity(path.stat()) != identity:  # of a link: its target's
                     return False
                 self.aside.mkdir(exist_ok=True)
                 os.rename(path, self.aside / name_aside(file, _is_ours(path)))
@@ -379,7 +379,7 @@ class LocalFolder:
         try:
             with held(self.lock):
                 return self._remove(self._broken(), []) > 0
-        except OSError:  # the disk being full is what to tell of
+        except OSError:  # the full disk is the error to report
             return False
 
     def _collect(self) -> None:
@@ -395,7 +395,7 @@ class LocalFolder:
         total, broken = 0, self._broken()
         for number, one in enumerate(reversed(broken)):
             total += one[1].bytes
-            if number and total > SET_ASIDE_BYTES:  # the newest stays, whatever its size, to be looked at
+            if number and total > SET_ASIDE_BYTES:  # the newest stays for inspection, at any size
                 self._remove([one], left)
 
 

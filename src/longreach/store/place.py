@@ -9,7 +9,7 @@ from typing import Any
 
 from longreach.errors import InvalidInput, StoreError, Unsupported
 
-MARKER = ".longreach-chunk-store"  # what makes a folder, or a place behind a URL, a store; a folder's is its lock too
+MARKER = ".longreach-chunk-store"  # the marker of a store, in a folder or behind a URL; a folder's is its lock too
 # a put of an object is shown whole or not at all: Amazon's, Google's and Azure's services, and fsspec's own memory
 ATOMIC = ("memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")
 CACHING = ("simplecache", "filecache", "blockcache", "cached")

@@ -147,7 +147,7 @@ class ChunkStore:
         """
         new, replaces = False, chunk.dependence is not None
         with self._errors("write to"):
-            for _ in range(TRIES if replaces else 1):  # what comes meanwhile may be without dependence again
+            for _ in range(TRIES if replaces else 1):  # a chunk put meanwhile may again lack dependence
                 there = self._there(chunk.key)
                 if there is not None and not (replaces and there.chunk.dependence is None):
                     self._files.sync()  # who put it may have died before that

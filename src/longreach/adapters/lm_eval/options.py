@@ -9,7 +9,7 @@ import torch
 
 from longreach.errors import InvalidInput, UnknownName, Unsupported
 
-PASSED_ON = (  # of HFLM's options, those that mean here what they mean there
+PASSED_ON = (  # HFLM's options with the same meaning here
     "add_bos_token",
     "chat_template_args",
     "enable_thinking",

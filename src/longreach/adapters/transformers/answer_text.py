@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-HALF = "\ufffd"  # what a tokenizer shows for a character whose last bytes are still to come
+HALF = "\ufffd"  # a tokenizer's text for a character with bytes still missing
 
 
 def pieces(tokens: Iterable[int], tokenizer: Any, stop: Sequence[str] = ()) -> Iterator[str]:

@@ -47,7 +47,7 @@ from longreach.runtime import Ledger, Pass, Report, Segment
 from longreach.runtime.forward import LayerHook
 
 MARK = "_longreach_session"
-ATTENTION = "_attn_implementation_internal"  # where transformers' configurations name their attention
+ATTENTION = "_attn_implementation_internal"  # the field of transformers' configurations that names their attention
 _ABSENT = object()
 
 
@@ -107,7 +107,7 @@ class Session:
         self.impl = impl
         self.ledger = Ledger()
         self.on_layer: LayerHook | None = None  # called after each layer with (phase, call, outcome)
-        self.next_step: Step | None = None  # the next pass, where the decode loop or fusion has made it
+        self.next_step: Step | None = None  # the next pass, if the decode loop or fusion has made it
         self.static_caches: dict[int, LongreachCache] = {}  # batch -> the cache that the decode loop reuses
         self._decoder, self._layers = decoder, self._shape.layers
         self.facts = ModelFacts(self._shape, cache_windows(model))
@@ -180,7 +180,7 @@ class Session:
             while self._undo:
                 self._undo.pop()()
 
-    # what users ask of it
+    # public methods
 
     def report(self, decode: str | AttentionMethod | None = None) -> Report:
         """Bytes read so far, per layer and phase, and the bytes that dense attention reads.

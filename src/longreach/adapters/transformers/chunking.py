@@ -19,11 +19,11 @@ from tokenizers import Tokenizer
 
 from longreach.errors import InvalidInput, Unsupported
 
-TOKENS = 512  # of a chunk at most, where nothing else is said
+TOKENS = 512  # default limit of a chunk
 PARAGRAPH = re.compile(r"\n[^\S\n]*\n\s*")
 SENTENCE = re.compile(r"[.!?\u2026][\"'\u201d\u2019)\]]*(?:\s+|$)|[\u3002\uff01\uff1f][\u300d\u300f\u201d]*\s*")
 LINE = re.compile(r"\n")
-ENDS = ("document", "paragraph", "sentence", "line", "word", "token")  # what a chunk ends with, best first
+ENDS = ("document", "paragraph", "sentence", "line", "word", "token")  # ends of chunks, best first
 
 
 @dataclass(frozen=True)

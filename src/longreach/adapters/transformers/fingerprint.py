@@ -116,7 +116,7 @@ def fingerprint(model: PreTrainedModel) -> Fingerprint:
             f"{name} has an adapter that is not merged: which one is on, and how strongly, is in no weight; merge it "
             f"into the model first (merge_and_unload)"
         )
-    seen = _seen(decoder)  # first: what is written to while it is hashed does not hold afterwards
+    seen = _seen(decoder)  # first: weights written to during hashing then count as changed
     sample, settings = _sample(decoder), _settings(decoder)
     state = _unsaved(decoder) | decoder.state_dict()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -214,14 +214,14 @@ def _parts(weight: Tensor) -> list[Tensor]:
     if type(weight) in (Tensor, nn.Parameter):
         return [weight]
     if not hasattr(weight, "__tensor_flatten__"):
-        return []  # of which no fingerprint can be taken
+        return []  # not supported in fingerprints
     return [part for name in weight.__tensor_flatten__()[0] for part in _parts(getattr(weight, name))]
 
 
 def _seen(decoder: nn.Module) -> tuple[Seen, ...]:
     found = []
     for name, tensor in _weights(decoder):
-        held = _parts(tensor) if is_dtensor(tensor) else [tensor]  # a rank's own shard is what is written to
+        held = _parts(tensor) if is_dtensor(tensor) else [tensor]  # writes go to a rank's own shard
         writes = sum(-1 if part.is_inference() else part._version for part in held)
         plain = len(held) == 1 and type(held[0]) in (Tensor, nn.Parameter)
         found.append((name, ref(tensor), writes, StorageWeakRef(held[0].untyped_storage()) if plain else None))

@@ -70,7 +70,7 @@ class _PromptDone(LogitsProcessor):
         self.phases = phases
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        if self.phases.padded_end:  # generate makes a mask of its own where it finds padding tokens
+        if self.phases.padded_end:  # generate makes its own mask if it finds padding tokens
             raise InvalidInput(PADDED_END)
         self.phases.prompt_done = True
         return scores

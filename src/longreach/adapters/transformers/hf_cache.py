@@ -93,12 +93,12 @@ class LongreachCache(Cache):
         self.states = StateStore(batch)
         self.kv = KVCache(layers, batch, config, device, self.states)
         self.batch, self.owner = batch, owner
-        self.real: list[Tensor | int] = []  # column by column: bool [B, T] on the host, or T where all are real
+        self.real: list[Tensor | int] = []  # column by column: bool [B, T] on the host, or T if all are real
         self.columns = 0
         self.as_if: int | None = None
         self.decoders: dict[Hashable, Any] = {}  # the decode loop's steps over this cache; they end with it
         self.invalid: str | None = None  # why the cache can no longer be used, else None
-        self._usual = self.eviction = eviction  # what evicts keys once a prompt is read
+        self._usual = self.eviction = eviction  # evicts keys after a prompt
         self.protected = 0  # first tokens of a prompt that are not evicted
         self.windows: Sequence[int] | None = (
             None  # rows at the end of each prompt that vote; None: the method's own number

@@ -141,7 +141,7 @@ def load(model: str | Path, *, device: str = "cpu", dtype: torch.dtype | None = 
     _check_generation(path)
     wanted = dtype if dtype is not None else (torch.float32 if place.type == "cpu" else "auto")
     part = "config and weights"
-    auto: Any = AutoModelForCausalLM  # typed as if it gave the model alone, without what was found
+    auto: Any = AutoModelForCausalLM  # typed as if it returned only the model
     try:
         with _quiet():
             loaded, found = auto.from_pretrained(

@@ -176,7 +176,7 @@ class Precompute:
                 ) from error
             self._read = torch.cat([before, tokens])
         keys, values = found.layers(len(self._attending))
-        self._require_sample()  # after the passes: what changed meanwhile shows too
+        self._require_sample()  # after the passes, to find changes made meanwhile
         key = ChunkKey.of(self.fingerprint.digest, self.session.model.dtype, before, tokens)
         return Chunk(key, before, tokens, keys, values)
 

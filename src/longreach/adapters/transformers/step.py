@@ -108,7 +108,7 @@ class Step:
         assert self.whole is None and self.packed is not None and self.real is None
         runs = tuple(RowRange(count, seq) for seq, count in enumerate(counts))
         self.whole, self.append, self.shape = self.append, self.append.take(index, runs), (1, len(index))
-        self.layers.shared.clear()  # what earlier layers left for later ones belongs to other rows
+        self.layers.shared.clear()  # earlier layers' results for later ones belong to other rows
 
     def rows(self, x: Tensor) -> Tensor:
         """[B, heads, T, D] as the model has it -> the real tokens, packed [R, heads, D]."""

@@ -50,12 +50,12 @@ class AttentionProbe:
         self._needle[start:stop] = torch.tensor(prompt.tokens[start:stop], device=self.device)
         self._next = torch.full((end,), NOT_COPIED, dtype=torch.int64, device=self.device)
         for row, token in zip(prompt.rows, prompt.answer, strict=True):
-            if token in held:  # a tokenizer may cut the answer otherwise where it stands alone
+            if token in held:  # a tokenizer may split the answer differently on its own
                 self._next[row] = token
 
     def __call__(self, phase: Phase, call: LayerCall, outcome: Outcome) -> None:
         pos = call.rows.pos.long()
-        if call.layer <= self._layer or self._layer < 0:  # the first layer of a pass: what holds for all of them
+        if call.layer <= self._layer or self._layer < 0:  # the first layer of a pass: values common to all layers
             self._last = int(pos[-1])
             inside = pos.clamp(max=len(self._wanted) - 1)  # decoding may run past the answer
             self._index = (self._wanted[inside] & (pos < len(self._wanted))).nonzero().flatten()

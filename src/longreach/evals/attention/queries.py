@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 RECENT = 1024  # queries that are looked back at; MAC-Attention's default
-TAUS = (0.45, 0.75)  # its defaults where context is heavy and where generation is
+TAUS = (0.45, 0.75)  # its defaults for long prompts and for long generation
 MOST = 1 << 24  # products of queries in memory at a time
 
 

@@ -47,7 +47,7 @@ class KascadeGather(Gather):
             self._found = TileSimilarity(
                 self.shape.layers, self.shape.kv_heads, self.k, self.tokens, call.rows.q.device
             )
-        if call.layer <= self._layer:  # the first of a pass: where its rows are holds for all layers
+        if call.layer <= self._layer:  # the first of a pass: positions are the same for all layers
             self._start(call.rows, call.kv)
         self._layer = call.layer
         self._windows[call.layer] = window_of(call)

@@ -27,7 +27,7 @@ from longreach.methods.kascade.plan import KascadePlan
 
 SIZES = (2, 4, 8, 16, 32, 64, 128, 256)  # query rows of a tile, the query heads of a KV head counted
 SHARES = (0.025, 0.05, 0.1, 0.2, 0.3)  # of the keys before a tile that it chooses
-SHARE, LEAST = 0.1, 128  # what Kascade chooses: min(max(0.1 P, 128), P) of P keys
+SHARE, LEAST = 0.1, 128  # Kascade's choice: min(max(0.1 P, 128), P) of P keys
 POOLINGS = ("pre", "post")
 MAPPINGS = ("mapped", "own", "all", "oracle")
 

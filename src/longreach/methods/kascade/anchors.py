@@ -41,7 +41,7 @@ def choose(similarity: Tensor, budget: int) -> AnchorSet:
     def segment(first: int, stop: int) -> float:
         return served[first][stop] - served[first][first]
 
-    # best[j]: the value of layers before j with m anchors, the m-th of which ends there; came[m][j]: where it begins
+    # best[j]: the best value of layers before j with m anchors; came[m][j]: where the last of these anchors begins
     best = {stop: segment(0, stop) for stop in range(1, layers + 1)}
     came = []
     for _ in range(budget - 1):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from longreach.ops import reference_chunks
 
-K = 64  # keys of a tile by whose weight layers are compared
+K = 64  # keys of a tile; layers are compared by the weight on them
 TILE = 128  # query rows of a tile, the query heads of a KV head counted
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from longreach.ops.match import DEPTHS, NOTES
 
-COLUMNS = (*NOTES, "band_mass", "weighed", "error", "probed")  # the last two where rows are probed
+COLUMNS = (*NOTES, "band_mass", "weighed", "error", "probed")  # the last two only if rows are probed
 AT = {name: number for number, name in enumerate(COLUMNS)}
 
 
@@ -19,7 +19,7 @@ def columns(notes: Tensor, whole: Tensor, before: Tensor, *apart: Tensor) -> Ten
     mass = 1.0 - torch.exp(before - whole)
     for x in apart:
         mass = mass - torch.exp(x - whole)
-    # an entry's mass is an estimate, and a row whose query was NaN has none
+    # an entry's mass is an estimate; NaN for a NaN query
     weighed = (notes[..., AT["reused"]] == 0) & (mass == mass)
     more = (torch.where(weighed, mass, 0.0), weighed)
     return torch.cat([notes, *(x.to(notes.dtype)[..., None] for x in more)], -1)

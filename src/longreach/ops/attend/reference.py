@@ -126,7 +126,7 @@ def _columns(
     x = x.masked_fill(~mask[:, :, columns].transpose(0, 1), -torch.inf)
     if not columns.numel():  # one column that weighs nothing, so that out stays a function of q
         x, v = pad(x, (0, 1), value=-torch.inf), pad(v, (0, 0, 0, 1))
-    # the maximum is a constant of the formula: no gradient; where no key weighs anything exp(-inf) = 0
+    # the maximum cancels out: no gradient; without keys exp(-inf) = 0
     top = x.detach().amax(-1, keepdim=True).clamp(min=torch.finfo(dtype).min)
     p = torch.exp(x - top)
     total = p.sum(-1, keepdim=True)

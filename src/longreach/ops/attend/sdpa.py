@@ -96,6 +96,6 @@ def _keys(memory: Tensor, kv: KVView, run: RowRange) -> Tensor:
     if kv.block_table is None:
         return memory[run.seq : run.seq + 1, :, :stop]
     pages = kv.block_table[run.seq, : -(-stop // kv.page)].long()
-    if stop <= kv.page:  # contiguous memory, whose one page may be far longer than what is filled
+    if stop <= kv.page:  # contiguous memory: its one page may be far longer than the filled part
         return memory[:, :, :stop].index_select(0, pages)
     return memory[pages].transpose(0, 1).flatten(1, 2)[None, :, :stop]

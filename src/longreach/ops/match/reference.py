@@ -27,7 +27,7 @@ def _nearest(
     dtype = accumulator(ring.query.dtype)
     gap = torch.arange(1, window + 1, device=pos.device)
     distances, positions = [], []
-    for r in range(query.shape[0]):  # a row at a time: [H, window, D] is what it takes
+    for r in range(query.shape[0]):  # a row at a time: it needs [H, window, D]
         s, at = slot[r].long(), pos[r].long() - gap
         place = at % ring.size
         fits = (ring.stamp[s][place] == at) & (at >= max(oldest, 0)) & (gap >= near) & (gap <= far)

@@ -11,15 +11,15 @@ from torch import Tensor
 
 from longreach.ops.types import require
 
-DEPTHS = (0, 1, 2, 4, 8, 16, 32)  # where the bins of the depth histogram begin
+DEPTHS = (0, 1, 2, 4, 8, 16, 32)  # starts of the depth histogram's bins
 NOTES = (
     "matched",  # whether the row was looked for at all
     "accepted",  # whether the head's nearest row was near enough
     "reused",  # and so were those of all heads of its KV head
-    "accepted_share",  # of the context, the part between sinks and the band of the row found; 0 where none was accepted
-    "skipped_share",  # the same where it was reused: what the head does not read
+    "accepted_share",  # share of the context between sinks and the matched row's band; 0 without a match
+    "skipped_share",  # the same, if it was reused: the share that the head does not read
     "gap",  # positions back to the row that was accepted
-    "gap_spread",  # standard deviation of the gaps of a KV head's query heads, where all were accepted
+    "gap_spread",  # standard deviation of the gaps of a KV head's query heads, if all matched
     "head_keys",  # keys that the head takes part in
     "stream_keys",  # keys that its KV head reads
     "resting",  # whether the profit guard kept the row from being looked for

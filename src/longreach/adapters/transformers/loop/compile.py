@@ -17,7 +17,7 @@ from longreach.errors import UnknownName
 MODES = ("none", "compile")
 AUTO = "compile"
 HOST_EXPERTS = ("eager", "grouped_mm")
-ROTARY = "apply_rotary_pos_emb"  # what transformers' models name the function that rotates queries and keys
+ROTARY = "apply_rotary_pos_emb"  # name of the function that rotates queries and keys in transformers' models
 
 
 def resolve(how: str, *, captured: bool) -> str:

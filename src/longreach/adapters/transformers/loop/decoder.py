@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from longreach.adapters.transformers.attach import Session
 
 Capture = Literal["full", "piecewise"]
-WARM = 2  # steps run as they are before one is captured: what is compiled or made at first use must be there by then
+WARM = 2  # uncaptured warm-up steps: compilation and allocations at first use must precede capture
 
 
 class Decoder:
@@ -58,7 +58,7 @@ class Decoder:
         self.warm = 0
         self.capture_seconds = 0.0
         self.weights = weights_of(session.model)
-        self._recorded: Step | None = None  # the step whose layers the pieces' host work belongs to
+        self._recorded: Step | None = None  # the step that the pieces' host work belongs to
 
     @property
     def usable(self) -> bool:
