@@ -33,7 +33,7 @@ DOORS = {
 }
 # rooms whose members stand side by side, and the members that all others may import
 SHARED = {
-    "ops": {"types", "selection", "impl", "reference_chunks", "partial", "rope", "checks", "doors"},
+    "ops": {"types", "selection", "impl", "reference_chunks", "partial", "rope", "checks", "doors", "numba_math"},
     "methods": {"base", "call", "choosing", "registry", "slots", "values"},
     "adapters": set[str](),
 }
@@ -68,6 +68,9 @@ def complaints(place: tuple[str, ...], name: str) -> list[str]:
     if top == "triton":
         kernels = room == "ops" and place[-1].startswith("triton")
         return [] if kernels else ["only ops/**/triton*.py may"]
+    if top in ("numba", "llvmlite"):
+        kernels = room == "ops" and place[-1].startswith("numba")
+        return [] if kernels else ["only ops/**/numba*.py may"]
     if top in DOORS and "/".join(place[:2]) != DOORS[top]:
         return [f"only {DOORS[top]} may"]
     if top != "longreach":
@@ -80,7 +83,7 @@ def complaints(place: tuple[str, ...], name: str) -> list[str]:
     if other != room:
         return ["is a sibling room"] if RANK[other] == RANK[room] else []
     found = []
-    if place[-1].startswith("triton") and "reference" in rest:
+    if place[-1].startswith(("triton", "numba")) and "reference" in rest:
         found.append("is the reference, which no kernel imports")
     open_door = BUILT_ON.get((room, member)) == target and len(rest) <= 3
     if room in SHARED and target not in SHARED[room] and member not in ("__init__", target) and not open_door:
@@ -218,6 +221,8 @@ def test_the_source_keeps_the_rules() -> None:
         ("adapters/transformers_more/x.py", "import transformers", "only adapters/transformers"),
         ("evals/x.py", "from lm_eval.api import model", "only adapters/lm_eval"),
         ("cache/kv.py", "import triton", "only ops"),
+        ("ops/attend/api.py", "from numba import njit", "only ops"),
+        ("ops/attend/numba_kernels.py", "from longreach.ops.attend.reference import attend", "reference"),
         ("ops/attend/api.py", "import triton.language as tl", "only ops"),
         ("ops/attend/triton_decode.py", "from longreach.ops.attend.reference import attend", "reference"),
         ("ops/a.py", "from .attend import attend", "relative"),

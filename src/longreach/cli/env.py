@@ -31,10 +31,11 @@ def gather() -> dict[str, Any]:
     from longreach.records import environment
 
     found = {"longreach": longreach.__version__, **environment("cpu")}
-    try:
-        found["versions"]["triton"] = metadata.version("triton")
-    except metadata.PackageNotFoundError:
-        found["versions"]["triton"] = None
+    for package in ("triton", "numba"):
+        try:
+            found["versions"][package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found["versions"][package] = None
     found["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     found["package"] = str(Path(longreach.__file__).parent)
     try:

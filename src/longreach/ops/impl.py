@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from longreach.errors import UnknownName
+from longreach.errors import UnknownName, Unsupported
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,8 @@ class Implementations:
             raise UnknownName(f"impl of {self.op}", impl, ("auto", *self.paths))
         if name == "reference" and device.type != "cpu":
             _warn_slow(self.op, device.type)
+        if name == "numba" and not _installed("numba"):
+            raise Unsupported(f"impl 'numba' of {self.op} needs Numba, which is not here: pip install 'longreach[cpu]'")
         return name
 
     def get(self, impl: str, device: torch.device) -> Callable[..., Any]:

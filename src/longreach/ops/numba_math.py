@@ -33,10 +33,7 @@ def in_threads(workers: int, kernel: Callable[..., Any], *args: Any) -> None:
 
     Raises what a kernel raises, once all have ended.
     """
-    if workers > 1:
-        others = [_threads().submit(kernel, worker, workers, *args) for worker in range(1, workers)]
-    else:
-        others = []
+    others = [_threads().submit(kernel, worker, workers, *args) for worker in range(1, workers)]
     try:
         kernel(0, workers, *args)
     finally:
@@ -64,7 +61,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def flat(x: torch.Tensor) -> np.ndarray:
-    """All memory from a tensor's first element to its last, as one dimension: an element lies at sum(index * stride)."""
+    """All memory from a tensor's first element to its last, in one dimension; an element lies at sum(index * stride)."""
     size = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
     whole = x.detach().as_strided((size,), (1,))
     if x.dtype == torch.bfloat16:
