@@ -61,7 +61,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def flat(x: torch.Tensor) -> np.ndarray:
-    """All memory from a tensor's first element to its last, in one dimension; an element lies at sum(index * stride)."""
+    """The memory from a tensor's first element to its last; the element at an index lies at sum(index * stride)."""
     size = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
     whole = x.detach().as_strided((size,), (1,))
     if x.dtype == torch.bfloat16:
