@@ -57,12 +57,12 @@ $(VENV)/.run: pyproject.toml $(VENV)/.torch
 	@touch $@
 
 $(VENV)/.test: pyproject.toml $(VENV)/.torch
-	@echo "installing longreach, its dependencies and test tools into $(VENV) (about 490 MB)"
+	@echo "installing longreach, its dependencies and test tools into $(VENV) (about 550 MB)"
 	@$(VENV)/bin/python $(PIP) -c constraints.txt -e ".[dev]"
 	@touch $@ $(VENV)/.run
 
 $(OLDEST)/.test: constraints-oldest.txt pyproject.toml $(OLDEST)/.torch
-	@echo "installing longreach with the oldest supported transformers into $(OLDEST) (about 490 MB)"
+	@echo "installing longreach with the oldest supported transformers into $(OLDEST) (about 550 MB)"
 	@$(OLDEST)/bin/python $(PIP) -c constraints-oldest.txt -e ".[dev]"
 	@touch $@
 
