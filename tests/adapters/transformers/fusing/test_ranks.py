@@ -37,7 +37,7 @@ FUSIONS: dict[str, Fusion] = {
 }  # fmt: skip
 EVICTIONS = {"": None, " snapkv": SnapKV(capacity=90)}
 OWN, OTHERS = ("pie", "a3", "cacheblend"), ("a3", "dependence")  # with each eviction; from the others' store
-NEW = 4
+NEW = 5
 
 
 def cases(family: str, own: bool) -> list[tuple[str, str]]:
