@@ -41,6 +41,7 @@ from longreach.errors import ConcurrentUse, InvalidInput, Unsupported
 from longreach.methods.call import LayerCall
 from longreach.methods.slots import FullLayer, Fusion, PromptParts
 from longreach.ops import HeadShard, KVView, RotaryAngles, Rows
+from longreach.runtime import Pending
 
 
 @dataclass(frozen=True)
@@ -182,6 +183,7 @@ class _FusedPass:
         self.recomputed: list[int] = []  # how many each prompt has
         self.placing: list[Append] = []  # for each prompt, the stored tokens' part of the pass
         self.before: tuple[Tensor, Tensor] | None = None  # what was placed where tokens are recomputed
+        self.counted: Pending | None = None  # what probes have read, for the next pass to commit
         self.errors: dict[int, Tensor] = {}  # layer -> [B, 4], norms: of key and value differences, and of both
 
     def run(self) -> Tensor:
@@ -209,8 +211,11 @@ class _FusedPass:
         )  # fmt: skip
         self.cache.reserve(self.counts, self.then)  # a probe gives memory back
         append = self.cache.kv.begin(range(len(self.counts)), self.counts)
+        layers = session.new_pass(self.cache, False)
+        if self.probe is not None:  # nothing of it is kept, so that no method needs to observe it
+            layers = replace(layers, segments=(replace(layers.segments[0], observers=()),), reads_of=self.fusion)
         self.step = Step(
-            session.new_pass(self.cache, False), session.facts, (1, self.ids.shape[1]), None, append, self.cache,
+            layers, session.facts, (1, self.ids.shape[1]), None, append, self.cache,
             packed=tuple(self.counts),
         )  # fmt: skip
         session.next_step = self.step
@@ -298,6 +303,8 @@ class _FusedPass:
             if not (isinstance(pair, tuple) and len(pair) == 2):
                 raise Unsupported(f"{type(module).__name__} (layer {number}) gets no pair (cos, sin) to rotate by")
             self.angles = pair
+            if number == 0 and self.counted is not None:
+                self.session.ledger.resume(self.counted)
             if number == self.fusion.full_layers:
                 self._choose(None if number == 0 else self._computed(number, module, args, kwargs))
                 if args:
@@ -386,15 +393,19 @@ class _FusedPass:
         self.cache.kv.append(layer, self.step.append, k, v)
         stored = lru_cache(1)(lambda: self.loading.values(layer))
         calls = [self._question(layer, found, number) for number in range(len(self.prompts))]
-        raise _Probed(self._choices([FullLayer(call, v[:0], stored) for call in calls]))
+        chosen = self._choices([FullLayer(call, v[:0], stored) for call in calls])
+        self.counted = self.session.ledger.put_aside()
+        raise _Probed(chosen)
 
     def _choices(self, layers: Sequence[FullLayer] | None) -> list[Tensor]:
         """bool [N] of each prompt: the stored tokens that are recomputed, the same on all ranks, which run together."""
         with together(self.ranks):
-            found = [
-                self.fusion.choose(parts, None if layers is None else layers[number]) & parts.candidates
-                for number, parts in enumerate(self.parts)
-            ]
+            found = list[Tensor]()
+            for number, parts in enumerate(self.parts):
+                layer = None if layers is None else layers[number]
+                found.append(self.fusion.choose(parts, layer) & parts.candidates)
+                if layer is not None:
+                    self.session.ledger.add_observer("prefill", layer.call, self.fusion)
         return found if self.ranks is None else list(self.ranks.first(torch.cat(found)).split(self.counts))
 
     def _shard(self, layer: int, key: Tensor) -> HeadShard:
