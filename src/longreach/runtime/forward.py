@@ -55,6 +55,11 @@ class Pass:
     def __post_init__(self) -> None:
         require(len(self.segments) > 0, "segments: expected at least one")
 
+    @property
+    def observes_tokens(self) -> bool:
+        """Whether an observer keeps numbers for each key."""
+        return any(observer.keeps == "tokens" for segment in self.segments for observer in segment.observers)
+
     def call(self, layer: int, rows: Rows, kv: KVView, slots: Tensor, scale: float, **terms: Any) -> LayerCall:
         """The call of one layer in this pass; terms: further fields of LayerCall."""
         return LayerCall(

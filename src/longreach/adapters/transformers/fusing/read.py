@@ -36,7 +36,7 @@ from longreach.adapters.transformers.rotary import (
     probing,
 )
 from longreach.adapters.transformers.step import Step
-from longreach.cache import Append
+from longreach.cache import Append, Placement
 from longreach.errors import ConcurrentUse, InvalidInput, Unsupported
 from longreach.methods.call import LayerCall
 from longreach.methods.slots import FullLayer, Fusion, PromptParts
@@ -175,7 +175,9 @@ class _FusedPass:
         self.ends: list[int] = []  # where the tokens of each prompt end among those that run
         self.last = torch.empty(len(prompts), dtype=torch.int64, device=self.device)  # of each prompt: its logits count
         self.angles: tuple[Tensor, Tensor] | None = None  # of all tokens, in the layer under way
-        self.narrowed: dict[int, tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]] = {}  # id of cos -> whole, cut
+        self.narrowed: dict[int, tuple[Tensor, Tensor]] = {}  # id of what layers get for all tokens -> whole, cut
+        # of a layer, and there the recomputed tokens' page and offset
+        self.places: tuple[Placement, Tensor, Tensor] | None = None
         self.turns: dict[tuple[int, Rotation], tuple[Tensor, RotaryAngles]] = {}  # (id of cos, how) -> cos, the turns
         self.loading = Loading((), self.device)
         self.loaded_bytes, self.waits = 0, list[Wait]()
@@ -198,7 +200,7 @@ class _FusedPass:
 
     def _pass(self) -> Tensor:
         session = self.session
-        self.index = self.again = self.before = None
+        self.index = self.again = self.before = self.places = None
         self.placing, self.ends = [], self.starts[1:]
         self.narrowed.clear()
         self.turns.clear()
@@ -314,17 +316,21 @@ class _FusedPass:
             if self.index is not None:
                 kwargs = {**kwargs, "position_embeddings": self._narrowed(pair)}
                 if isinstance(kwargs.get("position_ids"), Tensor):
-                    kwargs["position_ids"] = kwargs["position_ids"][:, self.index]
+                    kwargs["position_ids"] = self._cut(kwargs["position_ids"])
             return args, kwargs
 
         return cut
 
     def _narrowed(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """(cos, sin) of the tokens that run; layers share them as they share those of all tokens."""
-        known = self.narrowed.get(id(pair[0]))
+        cos, sin = pair
+        return self._cut(cos), self._cut(sin)
+
+    def _cut(self, x: Tensor) -> Tensor:
+        """[1, T, ...] of all tokens -> of those that run; made once for all layers that get the same tensor."""
+        known = self.narrowed.get(id(x))
         if known is None:
-            cos, sin = (x[:, self.index] for x in pair)
-            known = self.narrowed[id(pair[0])] = pair, (cos, sin)
+            known = self.narrowed[id(x)] = x, x[:, self.index]
         return known[1]
 
     def _computed(
@@ -454,7 +460,9 @@ class _FusedPass:
         assert self.step.whole is not None
         kv, place = self.cache.kv.view(layer, self.step.whole), self.step.whole.at(layer)
         assert self.again is not None
-        page, offset = place.page[self.again], place.offset[self.again]
+        if self.places is None or self.places[0] is not place:  # layers of an empty cache share theirs
+            self.places = place, place.page[self.again], place.offset[self.again]
+        _, page, offset = self.places
         return kv.k[page, :, offset], kv.v[page, :, offset]
 
     def _rotation(
