@@ -40,6 +40,16 @@ class OutOfMemory(LongreachError, MemoryError):
     """Memory ran out; the message names the options to lower. The cache holds what it held before the call."""
 
 
+class OtherRankFailed(LongreachError, RuntimeError):
+    """Another tensor-parallel rank failed in a call that all ranks make together. rank: its number; why: its error."""
+
+    def __init__(self, rank: int, ranks: int, why: str):
+        super().__init__(
+            f"rank {rank} of {ranks} failed: {why}; all ranks gave the call up and hold what they held before"
+        )
+        self.rank, self.why = rank, why
+
+
 class ModelFileError(LongreachError, OSError):
     """A model directory, checkpoint or tokenizer file is missing, broken or foreign."""
 

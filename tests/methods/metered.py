@@ -26,7 +26,10 @@ def passes_of(call: LayerCall, column: str) -> list[list[list[int]]]:
     for rows, kv, part, read in call.meter.noted:
         if read.selection is not None and getattr(read, column):
             slots = read.selection.keys_read(rows, kv)
-            assert read.counted is None or torch.equal(read.counted.long(), slots)
+            if isinstance(read.counted, int):
+                assert read.counted == int(slots.sum())
+            else:
+                assert read.counted is None or torch.equal(read.counted.long(), slots)
             whole = torch.zeros(call.rows.pos.shape[0], kv.heads, dtype=torch.int64)
             found.append(whole.index_add_(0, torch.arange(len(whole)) if part is None else part, slots).tolist())
     return found

@@ -17,7 +17,9 @@ from longreach.methods.fusion.base import best
 from longreach.methods.registry import FUSIONS, choose_fusion, fusion_class
 from longreach.methods.slots import FullLayer, Fusion, PromptParts
 from longreach.ops import KVView, Rows
+from longreach.runtime.counting import host_bytes
 from longreach.testing.inputs import random_kv
+from tests.methods.metered import passes_of
 from tests.ops.attend.kernels import here
 
 SYSTEM, LENGTHS, QUESTION = 4, (9, 14, 11), 5
@@ -93,6 +95,28 @@ def test_a3_takes_what_the_question_attends_to(method: Fusion, page: int | None,
     x = torch.einsum("rhd,nhd->rhn", rows.q.double(), keys(kv).repeat_interleave(H // G, 1)) * 0.3
     x = x.masked_fill(torch.arange(N) > rows.pos[:, None, None], -torch.inf)
     assert chosen(method.choose(parts(), seen)) == top(x.softmax(-1).sum((0, 1)), round(0.2 * N))
+
+
+@pytest.mark.parametrize("question", [QUESTION, 70], ids=["few rows", "more rows than are scored at a time"])
+@pytest.mark.parametrize("method", [A3(), A3(heads="joint"), A3Deep()], ids=repr)
+def test_a3_reads_the_keys_that_the_question_sees_and_no_values(method: Fusion, question: int) -> None:
+    """Counted by hand; and values are poisoned."""
+    kv, pos = random_kv([N + question], heads=G, dim=D), torch.arange(N, N + question)
+    stored, exact = torch.zeros(2, N + question, dtype=torch.bool)
+    stored[SYSTEM:N] = True
+    prompt = PromptParts(stored, exact, torch.zeros_like(exact), torch.zeros_like(exact), question=N)
+    rows = Rows(torch.randn(question, H, D), torch.zeros_like(pos), pos)
+
+    def chosen_by(kv: KVView) -> tuple[Tensor, LayerCall]:
+        call = LayerCall(1, rows, kv, torch.arange(1), 0.3)
+        return method.choose(prompt, FullLayer(call, torch.zeros(0), lambda: torch.zeros(0))), call
+
+    want, call = chosen_by(kv)
+    found = passes_of(call, "key_bytes")
+    assert torch.tensor(found).sum(0).tolist() == [[int(p) + 1] * G for p in pos]
+    vector = D * kv.k.element_size()
+    assert host_bytes(call.meter.noted) == (vector * G * sum(int(p) + 1 for p in pos), 0, 0)
+    assert torch.equal(chosen_by(replace(kv, v=torch.full_like(kv.v, torch.nan)))[0], want)
 
 
 def test_a3_with_one_softmax_for_all_heads() -> None:

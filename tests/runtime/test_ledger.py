@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from longreach import Quest
+from longreach import A3, Quest, SnapKV
 from longreach.methods.base import Notes, Outcome
 from longreach.methods.call import LayerCall
 from longreach.ops import KVView, Lists, PackedLists, Partial, Rows, Selection, Spans, absolute, relative
@@ -257,6 +257,34 @@ def test_a_report_in_the_middle_of_a_pass_is_that_of_whole_passes() -> None:
             ledger.commit()
     assert asked.report() == plain.report()
     assert {layer.steps for layer in asked.report().layers} == {2} and len(asked._sums) == 1
+
+
+def test_reads_that_the_host_counted_need_no_op_and_are_in_reports_of_all_methods() -> None:
+    """Of methods that choose; those of an observer are in the reports for it alone."""
+    ledger, ops = Ledger(), list[str]()
+    add(ledger, call(), Step((DENSE,), (DENSE,)), phase="prefill")
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            ops.append(str(op))
+            return op(*args, **kwargs or {})
+
+    made = call()
+    with Seen():
+        for who, count in ((A3(), 5), (A3(), 6), (SnapKV(), 100), (Quest(), 1000)):
+            one = made.observer()
+            one.count_read(Read(DENSE, 2, 3, 4, counted=count))
+            ledger.add_observer("prefill", one, who)
+    assert not ops
+    ledger.commit()
+    plain, (quest,) = ledger.report().layers[0], ledger.report(Quest()).layers
+    exact = 2 * (10 + 4) * VECTOR
+    assert (plain.key_bytes, plain.value_bytes, plain.metadata_bytes) == (exact + 222, exact + 333, 444)
+    assert plain.method == "some+a3+snapkv" and plain.dense_bytes == 2 * exact and plain.rows == 2
+    assert (quest.key_bytes, quest.method) == (exact + 2222, "some+a3+snapkv+quest")
+    ledger.add_eviction(call(), SnapKV())
+    ledger.reset()
+    assert not ledger.report().layers
 
 
 def test_a_pass_in_which_counting_starts_from_zero_counts_whole() -> None:

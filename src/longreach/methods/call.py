@@ -155,15 +155,15 @@ class LayerCall:
         *args: Any,
         kv: KVView | None = None,
         rows: Rows | None = None,
-        counted: Tensor | None = None,
+        counted: Tensor | int | None = None,
         metadata: bool = False,
         **given: Any,
     ) -> Any:
         """The result of an op of longreach.ops, given this layer's rows, view and logit terms as far as it takes them.
 
         args, given: the op's other arguments. kv, rows: instead of the layer's. counted: int [R, G], the slots that
-        each KV head reads, if a kernel has counted them already. metadata: `kv` holds the method's own numbers rather
-        than keys and values, and counts as metadata.
+        each KV head reads, if a kernel has counted them already; a number: all of them, if the host knows.
+        metadata: `kv` holds the method's own numbers rather than keys and values, and counts as metadata.
         Raises UnknownName for an unknown op, InvalidInput for a view on another device, and what the op raises.
         """
         op, kv = op_named(name), self._view(kv)

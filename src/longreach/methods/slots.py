@@ -15,7 +15,7 @@ from torch import Tensor
 from longreach.cache import StatelessOnTruncate
 from longreach.errors import Unsupported
 from longreach.methods.base import AttentionMethod, Configured, PromptObserver
-from longreach.methods.call import LayerCall
+from longreach.methods.call import LayerCall, Meter
 from longreach.ops import KVView, Rows
 
 
@@ -87,6 +87,11 @@ class Fusion(Configured, ABC):
     @abstractmethod
     def choose(self, prompt: PromptParts, layer: FullLayer | None) -> Tensor:
         """bool [N]: the stored tokens that are recomputed. layer: the last full one or the probe's; else None."""
+
+
+def slots_seen(first: int, rows: int) -> int:
+    """Slots that consecutive rows see, added up: the first row lies in slot `first`, each next one in the next slot."""
+    return rows * (2 * first + rows + 1) // 2
 
 
 class LastRows(StatelessOnTruncate):
@@ -166,26 +171,28 @@ class Eviction(PromptObserver, ABC):
     def keep(self, call: LayerCall, length: int, first: int, last: int) -> Tensor | None:
         """int64 [G, n]: the slots of a sequence that each KV head keeps, ascending; None for all.
 
-        call: rows at the prompt's end over the layer's keys; the sequence holds `length` slots. The `first` and `last`
-        of them are to stay. Raises InvalidInput where these are more than may stay.
+        call: rows at the prompt's end, in its last slots, over the layer's keys; the sequence holds `length` slots. The
+        `first` and `last` of them are to stay. Raises InvalidInput where these are more than may stay.
         """
 
     def kept(
         self, state: LastRows, view: KVView, slots: Sequence[int], lengths: Sequence[int], first: int,
-        windows: Sequence[int] | None = None,
+        windows: Sequence[int] | None = None, meter: Meter | None = None,
     ) -> dict[int, Tensor]:  # fmt: skip
         """slot -> the entries its sequence keeps in one layer; sequences that keep all are left out.
 
         view: all sequences of the cache, by slot. lengths: slots in use of each of `slots`. windows: rows at the end of
-        each prompt, at most `window`; None for `window` of all.
+        each prompt, at most `window`; None for `window` of all. meter: counts what choosing reads; None for one of its
+        own.
         """
-        found = dict[int, Tensor]()
+        found, meter = dict[int, Tensor](), Meter() if meter is None else meter
         windows = [self.window] * len(slots) if windows is None else windows
         for slot, length, window in zip(slots, lengths, windows, strict=True):
             rows = state.rows(slot, slot, length, window)
             if not len(rows.pos):
                 continue
-            call = replace(state.call, rows=rows, kv=view, slots=torch.arange(len(view.seq_lens), device=view.k.device))
+            addresses = torch.arange(len(view.seq_lens), device=view.k.device)
+            call = replace(state.call, rows=rows, kv=view, slots=addresses, meter=meter)
             index = self.keep(call, length, min(first, length), min(window, length))
             if index is not None:
                 found[slot] = index

@@ -12,7 +12,7 @@ from torch import Tensor
 from longreach.errors import InvalidInput
 from longreach.methods.base import is_count
 from longreach.methods.call import LayerCall
-from longreach.methods.slots import Eviction
+from longreach.methods.slots import Eviction, slots_seen
 from longreach.ops.types import require
 
 
@@ -49,9 +49,12 @@ class SnapKV(Eviction):
         self.check_parts(length, first, last)
         if length <= self.capacity:
             return None
-        lse, logits = call.op("score_keys")
-        one = torch.zeros_like(call.rows.pos)
-        votes = call.op("pooled_scores", lse=lse, logits=logits, tile=one, tiles=1)[0, :, :length]  # [G, N]
+        rows, one = len(call.rows.pos), torch.zeros_like(call.rows.pos)
+        seen = call.kv.heads * slots_seen(length - rows, rows)
+        lse, logits = call.op("score_keys", counted=seen)
+        votes = call.op("pooled_scores", lse=lse, logits=logits, tile=one, tiles=1, counted=seen)[
+            0, :, :length
+        ]  # [G, N]
         columns = torch.arange(length, device=votes.device)
         half = self.kernel // 2
         if self.pool == "max":

@@ -38,20 +38,27 @@ class Read(NamedTuple):
 
     selection: the slots read, None for memory that no selection names. key_bytes, value_bytes, metadata_bytes: bytes
     read of each slot in each KV head. counted: int [R, G], the slots that each KV head streams, if a kernel has
-    counted them; it must equal the selection's own count. other: further bytes of metadata, of each row [R] or of all
-    rows together (int).
+    counted them; it must equal the selection's own count. A number (int): the slots of all rows and KV heads together,
+    if the host has them; such a read is counted without the device. other: further bytes of metadata, of each row [R]
+    or of all rows together (int).
     """
 
     selection: Selection | None = None
     key_bytes: int = 0
     value_bytes: int = 0
     metadata_bytes: int = 0
-    counted: Tensor | None = None
+    counted: Tensor | int | None = None
     other: int | Tensor = 0
 
     @classmethod
     def of(
-        cls, kv: KVView, selection: Selection, *, keys: bool = True, values: bool = True, counted: Tensor | None = None
+        cls,
+        kv: KVView,
+        selection: Selection,
+        *,
+        keys: bool = True,
+        values: bool = True,
+        counted: Tensor | int | None = None,
     ) -> Read:
         """Keys or values of a view, or both in one pass."""
         vector = kv.k.shape[3] * kv.k.element_size()

@@ -1,9 +1,9 @@
 """A pass over the layers of a model, without any engine: methods, their state, and the bytes they read."""
 
 from longreach.runtime.forward import Pass, attend_layer, drive
-from longreach.runtime.ledger import Ledger
+from longreach.runtime.ledger import Ledger, Pending
 from longreach.runtime.report import LayerReport, Report
 from longreach.runtime.segments import Segment
 from longreach.runtime.state import StateStore
 
-__all__ = ["LayerReport", "Ledger", "Pass", "Report", "Segment", "StateStore", "attend_layer", "drive"]
+__all__ = ["LayerReport", "Ledger", "Pass", "Pending", "Report", "Segment", "StateStore", "attend_layer", "drive"]

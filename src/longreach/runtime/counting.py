@@ -76,8 +76,9 @@ class Counting:
         self._alive: list[Any] = []  # keeps objects whose ids are in names alive
 
     def add(self, place: Any, noted: Sequence[Noted], call: LayerCall, dense: Selection | None) -> None:
-        """Count the reads of one layer. dense: the selection of exact attention; None for an observer."""
-        terms = [term for one in noted for term in self._terms(one)]
+        """Count the reads of one layer that the host has not counted. dense: the selection of exact attention; None for
+        an observer."""
+        terms = [term for one in noted if not isinstance(one.read.counted, int) for term in self._terms(one)]
         if dense is not None:
             vector, where = call.kv.k.shape[3] * call.kv.k.element_size(), self._place(call.rows, call.kv, call.index)
             terms += self._slots(call.rows, call.kv, where, dense, {DENSE: 2 * vector})
@@ -115,7 +116,7 @@ class Counting:
         factors = {column: factor for column, factor in factors.items() if factor}
         if read.selection is None:
             return terms
-        if read.counted is not None:
+        if isinstance(read.counted, Tensor):
             return terms + [Term(column, self._sum_later(read.counted, where), n) for column, n in factors.items()]
         return terms + self._slots(noted.rows, noted.kv, where, read.selection, factors)
 
@@ -271,6 +272,17 @@ class Counting:
     def _ended(self, index: Tensor | None) -> Tensor:
         assert self.ended is not None
         return self.ended if index is None else self.ended[index]
+
+
+def host_bytes(noted: Sequence[Noted]) -> tuple[int, int, int]:
+    """Bytes of keys, values and metadata of the reads that the host has counted."""
+    keys = values = metadata = 0
+    for one in noted:
+        read, count = one.read, one.read.counted
+        if isinstance(count, int):
+            keys, values = keys + count * read.key_bytes, values + count * read.value_bytes
+            metadata += count * read.metadata_bytes
+    return keys, values, metadata
 
 
 def entries_used(lists: ListsInUse, kv: KVView) -> Tensor:

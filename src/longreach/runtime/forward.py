@@ -11,7 +11,7 @@ from torch import Tensor
 
 from longreach.cache import SequenceState
 from longreach.errors import Unsupported
-from longreach.methods.base import Outcome, PromptObserver
+from longreach.methods.base import Configured, Outcome, PromptObserver
 from longreach.methods.call import LayerCall, ModelShape, Phase
 from longreach.ops import KVView, Partial, Rows, Spans
 from longreach.ops.doors import EVERYTHING
@@ -37,6 +37,8 @@ class Pass:
     ledger: counts reads; None for a pass that is not counted. impl: implementation of ops, or "auto".
     on_layer: called after each layer and segment. prompt_tokens_left: as in LayerCall.
     shared: values that layers leave for later layers. layers: those that have attended.
+    reads_of: the method for which the pass is made, to choose tokens by it: its reads count as that method's, beside
+    those of the pass that puts the prompt into the cache. None for any other pass.
     """
 
     segments: tuple[Segment, ...]
@@ -48,9 +50,15 @@ class Pass:
     prompt_tokens_left: int = 0
     shared: dict[Hashable, Any] = field(default_factory=dict)
     layers: set[int] = field(default_factory=set)
+    reads_of: Configured | None = None
 
     def __post_init__(self) -> None:
         require(len(self.segments) > 0, "segments: expected at least one")
+
+    @property
+    def observes_tokens(self) -> bool:
+        """Whether an observer keeps numbers for each key."""
+        return any(observer.keeps == "tokens" for segment in self.segments for observer in segment.observers)
 
     def call(self, layer: int, rows: Rows, kv: KVView, slots: Tensor, scale: float, **terms: Any) -> LayerCall:
         """The call of one layer in this pass; terms: further fields of LayerCall."""
@@ -122,7 +130,9 @@ def _attend_segment(
             observer.observe_prompt(own, _state(p, observer, own))
         if p.ledger is not None:
             p.ledger.add_observer(segment.phase, own, observer)
-    if p.ledger is not None:
+    if p.ledger is not None and p.reads_of is not None:
+        p.ledger.add_observer(segment.phase, call, p.reads_of)
+    elif p.ledger is not None:
         p.ledger.add(segment.phase, call, method, outcome, dense)
     if p.on_layer is not None:
         p.on_layer(segment.phase, call, outcome)

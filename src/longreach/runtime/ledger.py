@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from longreach.methods.base import Notes, Outcome, PromptObserver
+from longreach.methods.base import AttentionMethod, Configured, Notes, Outcome, PromptObserver
 from longreach.methods.call import LayerCall, Phase
 from longreach.ops import Selection
-from longreach.runtime.counting import COLUMNS, Counting
+from longreach.runtime.counting import COLUMNS, Counting, host_bytes
 from longreach.runtime.report import LayerReport, Report
 
-Place = tuple[Phase, int, PromptObserver | None]  # phase, layer, and the observer that read it, else None
+Place = tuple[Phase, int, Configured | None]  # phase, layer, and who read it beside the method that attends, else None
 ADDED = ("key_bytes", "value_bytes", "metadata_bytes", "overflowed_lists")  # columns that observers add to
 
 
@@ -27,6 +28,7 @@ class LayerTally:
     steps: int = 0
     dense_reasons: set[str] = field(default_factory=set)
     notes: Notes | None = None  # without tensors: how the sums are reported
+    read: tuple[int, int, int] = (0, 0, 0)  # bytes of keys, values and metadata that the host counted
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,14 @@ class HostCount:
     impl: str
     dense_reason: str | None = None
     notes: Notes | None = None  # without tensors
+    read: tuple[int, int, int] = (0, 0, 0)  # bytes of keys, values and metadata
+
+
+class Pending(NamedTuple):
+    """Layers that were counted and wait for a pass to commit them."""
+
+    noted: list[HostCount]
+    counting: Counting
 
 
 class Ledger:
@@ -70,17 +80,38 @@ class Ledger:
         with torch.inference_mode(False):
             self._counting.add(place, call.meter.noted, call, dense)
         how = None if notes is None else notes._replace(tensors=())
-        self._noted.append(HostCount(place, method, _impls(call), outcome.dense_reason, how))
+        read = host_bytes(call.meter.noted)
+        self._noted.append(HostCount(place, method, _impls(call), outcome.dense_reason, how, read))
         if notes is not None:
             self._notes.append((place, notes))
 
-    def add_observer(self, phase: Phase, call: LayerCall, observer: PromptObserver) -> None:
-        """Count a method's reads while it observed a layer's rows. They are in the reports for that method."""
+    def add_observer(self, phase: Phase, call: LayerCall, observer: Configured) -> None:
+        """Count a method's reads while it observed a layer's rows. They are in the reports for that method; those of a
+        method that fuses or evicts are in all reports."""
         place = (phase, call.layer, observer)
-        if call.meter.noted:
+        if not all(isinstance(one.read.counted, int) for one in call.meter.noted):
             with torch.inference_mode(False):
                 self._counting.add(place, call.meter.noted, call, None)
-        self._noted.append(HostCount(place, observer.name, _impls(call)))
+        self._noted.append(HostCount(place, observer.name, _impls(call), read=host_bytes(call.meter.noted)))
+
+    def add_eviction(self, call: LayerCall, eviction: Configured) -> None:
+        """Count what an eviction read to choose, between two passes."""
+        under_way = self.put_aside()
+        try:
+            self.add_observer("prefill", call, eviction)
+            self.commit()
+        finally:
+            self.resume(under_way)
+
+    def put_aside(self) -> Pending:
+        """Take what the current pass has counted out of it, for a later pass to commit (`resume`)."""
+        found = Pending(self._noted, self._counting)
+        self._noted, self._counting = [], Counting()
+        return found
+
+    def resume(self, pending: Pending) -> None:
+        """Begin a pass with what an earlier one counted."""
+        self._noted, self._counting = list(pending.noted), pending.counting
 
     def observed_all(self, observer: PromptObserver) -> bool:
         """Whether a method observed all passes over prompts that count."""
@@ -103,10 +134,11 @@ class Ledger:
         if not noted:
             return ()
         with torch.inference_mode(False):
-            places, columns = counting.columns(self._coefficients)
-            if places not in self._sums:
-                self._sums[places] = torch.zeros_like(columns)
-            self._sums[places] += columns
+            if counting.layers:  # else the host has counted all
+                places, columns = counting.columns(self._coefficients)
+                if places not in self._sums:
+                    self._sums[places] = torch.zeros_like(columns)
+                self._sums[places] += columns
             self._add_notes(counting.ended)
         return tuple(noted)
 
@@ -137,6 +169,7 @@ class Ledger:
             tally.impls.add(n.impl)
             tally.steps += 1
             tally.notes = n.notes or tally.notes
+            tally.read = tuple(map(sum, zip(tally.read, n.read, strict=True)))  # type: ignore[assignment]
             if n.dense_reason:
                 tally.dense_reasons.add(n.dense_reason)
 
@@ -152,7 +185,8 @@ class Ledger:
     def report(self, observer: PromptObserver | None = None) -> Report:
         """The report of all committed passes, layer by layer. The pass under way is not in it and goes on unchanged.
 
-        observer: the reads of this method while it observed prompts are included, else of none.
+        observer: the reads of this method while it observed prompts are included. Those by which tokens were chosen,
+        for fusion and for eviction, always are.
         """
         totals, notes = self._totals(), self._note_totals()
         layers = []
@@ -161,11 +195,13 @@ class Ledger:
             if reader is not None:
                 continue
             read, method, impls = dict(totals[place]), tally.method, tally.impls
-            observed = totals.get((phase, layer, observer), {}) if observer else {}
-            if any(observed.get(name) for name in ADDED):
-                other = self.tallies[phase, layer, observer]
-                read |= {name: read[name] + observed[name] for name in ADDED}
-                method, impls = f"{method}+{other.method}", impls | other.impls
+            for at, other in self.tallies.items():
+                who, observed = at[2], totals[at]
+                counts = who is not None and (who == observer or not isinstance(who, AttentionMethod))
+                if at[:2] == (phase, layer) and counts and any(observed[name] for name in ADDED):
+                    read |= {name: read[name] + observed[name] for name in ADDED}
+                    method = method if other.method in method.split("+") else f"{method}+{other.method}"
+                    impls = impls | other.impls
             note_sums = None if tally.notes is None else notes.get((tally.notes.columns, place))
             layers.append(LayerReport(
                 phase=phase, layer=layer, method=method, impl=", ".join(sorted(impls)), steps=tally.steps, **read,
@@ -178,6 +214,8 @@ class Ledger:
     def _totals(self) -> dict[Place, dict[str, int]]:
         """Place -> column -> sum over all passes. Waits for the device."""
         totals = {place: dict.fromkeys(COLUMNS, 0) for place in self.tallies}
+        for place, tally in self.tallies.items():
+            totals[place].update(zip(COLUMNS, tally.read, strict=False))  # the first columns
         for places, columns in self._sums.items():
             for place, row in zip(places, columns.tolist(), strict=True):
                 if place in totals:

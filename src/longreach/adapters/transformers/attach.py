@@ -187,6 +187,7 @@ class Session:
 
         Every completed pass counts, also those of answers that were rolled back. A pass that fails does not count, nor
         does one that is still running, from whose `on_layer` hook this may be called.
+        What was read to choose the tokens of fused prompts and the keys that are evicted is in the prefill phase.
         Bytes that a decode method read while observing the prompt are included, for one method: `decode` (a method or
         its name), or the session's own. Raises InvalidInput for a method that observes prompts and has not observed all
         of this one (see `prepare`).

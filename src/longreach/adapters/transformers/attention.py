@@ -49,7 +49,7 @@ def longreach_attention(
         check_attention(module, query, key, kwargs)
         step.facts.checked.add(layer)
     call = _layer_call(step, layer, module, query, key, value, kwargs)
-    written = None if step.whole is None else _written(step, layer, call)
+    written = _written(step, layer, call) if step.whole is not None and step.layers.observes_tokens else None
 
     def attend() -> Tensor:  # in a step that is captured in pieces the host runs it again at each replay
         return step.rectangle(attend_layer(step.layers, call.observer(), window=window, written=written).partial.out)

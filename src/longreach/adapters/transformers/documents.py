@@ -21,6 +21,7 @@ from longreach.adapters.transformers.placement import BETWEEN, ChunkPlace, place
 from longreach.adapters.transformers.precompute import Precompute
 from longreach.adapters.transformers.prompt_reader import CHUNK, Advance, Answer, BatchReader, Reader
 from longreach.adapters.transformers.prompt_tokens import check_length, document_head, encode, stop_strings, stop_tokens
+from longreach.adapters.transformers.ranks import together
 from longreach.errors import ChunkLost, InvalidInput, StoreError
 from longreach.store import Chunk, ChunkPool, ChunkStore
 
@@ -74,6 +75,10 @@ class Documents:
     pool: where chunks wait to be copied to the model's device, to be shared by Documents whose chunks may be the same;
     on a CUDA device by default one of its own.
 
+    Under tensor parallelism every rank makes the same calls. Where one fails, all raise: that one its own error, the
+    others OtherRankFailed. Documents, caches and stores are then as after any error. An error in the middle of a
+    pass or of decoding is not shared: the others wait until the process group's timeout (see `ranks.py`).
+
     `origins` says of each chunk where it came from. Raises InvalidInput (no fusion method, a chat template that has no
     place for documents), and what Precompute and Splitter raise.
     """
@@ -109,6 +114,10 @@ class Documents:
         progress is told how many tokens more are done, of `count`. Raises InvalidInput for no document or an empty one,
         and as get_or_compute. Whatever it raises, Ctrl-C included, no document is added; what was stored stays.
         """
+        with together(self._work.ranks):
+            self._read(texts, progress, exact)
+
+    def _read(self, texts: Sequence[str], progress: Advance, exact: bool) -> None:
         if isinstance(texts, str) or not texts:
             raise InvalidInput("expected a list of documents with at least one text in it")
         for number, text in enumerate(texts):
@@ -160,13 +169,15 @@ class Documents:
         """The answer, piece by piece; afterwards `account` says what it took.
 
         Every question begins with an empty cache, so that eviction for one does not touch the next. A chunk that cannot
-        be loaded is fetched or computed again, and the pass begun anew; `origins` and `account` then say so. Raises
+        be loaded is fetched or computed again, and the pass begun anew; `origins` and `account` then say so; not under
+        tensor parallelism, where it is an error. Raises
         InvalidInput (also where prompt and answer exceed the model's context, and for a model in training mode),
         Unsupported (weights changed since the chunks were computed), and as `fusing.read`.
         """
-        self._work.require_model()
-        prompt, model = self.prompt(question), self.session.model
-        check_length(model, len(prompt.ids), max_new_tokens)
+        with together(self._work.ranks):
+            self._work.require_model()
+            prompt = self.prompt(question)
+            check_length(self.session.model, len(prompt.ids), max_new_tokens)
         self.account = None
         return self._answer(prompt, question, max_new_tokens)
 
@@ -178,19 +189,21 @@ class Documents:
         question as `ask` does. Times in the accounts are those of the whole batch. Raises as `ask`, and InvalidInput
         for no questions.
         """
-        if isinstance(questions, str) or not questions:
-            raise InvalidInput("expected a list of questions with at least one in it")
-        self._work.require_model()
-        prompts, model = [self.prompt(question) for question in questions], self.session.model
-        for prompt in prompts:
-            check_length(model, len(prompt.ids), max_new_tokens)
-        self.accounts = []
-        if self._batches is None or self._batches[0] != len(prompts):  # memory of another batch size is given back
-            self._batches = len(prompts), BatchReader(self.session, self._reader.chunk, graph=self._reader.graph)
-        started, reader = now(model), self._batches[1]
-        (logits, reports), lost = self._retried(
-            lambda prompts: reader.read_fused_batch(prompts, then=max_new_tokens - 1), prompts, questions
-        )
+        model = self.session.model
+        with together(self._work.ranks):
+            if isinstance(questions, str) or not questions:
+                raise InvalidInput("expected a list of questions with at least one in it")
+            self._work.require_model()
+            prompts = [self.prompt(question) for question in questions]
+            for prompt in prompts:
+                check_length(model, len(prompt.ids), max_new_tokens)
+            self.accounts = []
+            if self._batches is None or self._batches[0] != len(prompts):  # memory of another batch size is given back
+                self._batches = len(prompts), BatchReader(self.session, self._reader.chunk, graph=self._reader.graph)
+            started, reader = now(model), self._batches[1]
+            (logits, reports), lost = self._retried(
+                lambda prompts: reader.read_fused_batch(prompts, then=max_new_tokens - 1), prompts, questions
+            )
         read_seconds = now(model) - started
         batch = reader.answer(logits, max_new_tokens, stop_tokens(model, self.tokenizer))
         first = now(model) - started - batch.setup_seconds - batch.decode_seconds
@@ -211,7 +224,8 @@ class Documents:
             try:
                 return read(prompts), len(lost)
             except ChunkLost as error:
-                if error.chunk in lost:  # what was brought back is in memory
+                # one brought back is in memory; other ranks may wait in the middle of the pass
+                if error.chunk in lost or self._work.ranks is not None:
                     raise
                 lost.add(error.chunk)
                 self._bring_back(error.chunk)
@@ -234,7 +248,8 @@ class Documents:
             return read(self.session, reader.cache, prompts[0], then=max_new_tokens - 1)
 
         started = now(model)
-        (logits, report), lost = self._retried(read_one, [prompt], [question])
+        with together(self._work.ranks):
+            (logits, report), lost = self._retried(read_one, [prompt], [question])
         read_seconds = now(model) - started
         stop, first = stop_tokens(model, self.tokenizer), 0.0
 

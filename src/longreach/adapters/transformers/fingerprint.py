@@ -43,7 +43,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import PreTrainedModel
 
 from longreach.adapters.transformers.checks import decoder_of
-from longreach.adapters.transformers.shard import ranks_of
+from longreach.adapters.transformers.ranks import ranks_of
 from longreach.adapters.transformers.sharded_weights import gathered, is_dtensor, is_sharded, local_of
 from longreach.errors import Unsupported
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from longreach.adapters.transformers.dependence import DependenceMeter
 from longreach.adapters.transformers.precompute import NOTHING, Precompute
 from longreach.adapters.transformers.prompt_reader import Advance
-from longreach.adapters.transformers.shard import Ranks
+from longreach.adapters.transformers.ranks import Ranks, together
 from longreach.errors import StoreError
 from longreach.store import Chunk, ChunkPool, ChunkStore
 from longreach.store.key import ChunkKey, as_ids
@@ -57,47 +57,47 @@ def get_or_compute(
 
     Under tensor parallelism every rank must call it for the same chunks, with stores that are one folder. A chunk is
     taken if every rank has found it, with its dependence or without; otherwise all ranks compute it together, so that
-    none waits for another. The first rank that lacks it puts it into its store, before any rank goes on.
+    none waits for another. The first rank that lacks it puts it into its store, before any rank goes on. An error on
+    one rank makes all raise (OtherRankFailed), but for one inside a pass; what was stored stays.
     progress: called with the tokens done; the chunk's, and with `dependence` as many again. Raises as
     Precompute.compute does, also where the store has the chunk (weights that changed have another key); what is wrong
     with the store is returned, so that the caller can go on without it.
     """
     tokens, behind = as_ids(tokens), as_ids(behind)
-    target = behind if exact else NOTHING
-    work.check(tokens, target)
-    places = [behind] if exact or not len(behind) else [behind, NOTHING]
-    keys = [] if store is None and pool is None and work.ranks is None else work.keys(tokens, places)
-    found = _find(store, pool, keys, mapped and pool is None)
-    lacking = found.chunk is None
-    if work.ranks is not None and len({*work.ranks.all_values(found.number)}) > 1:
-        found = _Found(None, found.broken, found.error)
-    chunk, error = found.chunk, found.error
-    state: State = "stored" if chunk is not None else "recomputed" if found.broken else "computed"
-    state = "held" if found.held else state
-    if chunk is None:
-        chunk = work.compute(tokens, progress, target)
-    else:
-        progress(len(tokens))
-    measured = False
-    if dependence is not None:
-        meter, other = dependence
-        measured = chunk.dependence is None and len(chunk.prefix) == len(work.prefix)
-        if measured:
-            chunk = meter.measured(chunk, other, progress)
+    with together(work.ranks):  # at its end the chunk is in the store, before another rank looks for it again
+        target = behind if exact else NOTHING
+        work.check(tokens, target)
+        places = [behind] if exact or not len(behind) else [behind, NOTHING]
+        keys = [] if store is None and pool is None and work.ranks is None else work.keys(tokens, places)
+        found = _find(store, pool, keys, mapped and pool is None)
+        lacking = found.chunk is None
+        if work.ranks is not None and len({*work.ranks.all_values(found.number)}) > 1:
+            found = _Found(None, found.broken, found.error)
+        chunk, error = found.chunk, found.error
+        state: State = "stored" if chunk is not None else "recomputed" if found.broken else "computed"
+        state = "held" if found.held else state
+        if chunk is None:
+            chunk = work.compute(tokens, progress, target)
         else:
             progress(len(tokens))
-    if pool is not None and (state != "held" or measured):
-        chunk = pool.add(chunk)
-    new = state not in ("held", "stored") or measured
-    if new and _puts(work.ranks, store is not None and error is None and (lacking or measured)):
-        assert store is not None
-        try:
-            store.put(chunk)
-        except StoreError as refusal:
-            error = refusal
-    if new and work.ranks is not None:
-        work.ranks.all_values(0)  # the chunk is in the store before another rank looks for it again
-    return ChunkResult(chunk, state, error, measured)
+        measured = False
+        if dependence is not None:
+            meter, other = dependence
+            measured = chunk.dependence is None and len(chunk.prefix) == len(work.prefix)
+            if measured:
+                chunk = meter.measured(chunk, other, progress)
+            else:
+                progress(len(tokens))
+        if pool is not None and (state != "held" or measured):
+            chunk = pool.add(chunk)
+        new = state not in ("held", "stored") or measured
+        if new and _puts(work.ranks, store is not None and error is None and (lacking or measured)):
+            assert store is not None
+            try:
+                store.put(chunk)
+            except StoreError as refusal:
+                error = refusal
+        return ChunkResult(chunk, state, error, measured)
 
 
 def _puts(ranks: Ranks | None, wanting: bool) -> bool:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,8 +19,9 @@ from longreach.adapters.transformers.step import Step, current
 from longreach.cache import CacheConfig, KVCache
 from longreach.errors import ConcurrentUse, InvalidInput, LongreachError, Unsupported
 from longreach.methods.base import AttentionMethod, PromptObserver
+from longreach.methods.call import Meter
 from longreach.methods.slots import Eviction, LastRows
-from longreach.runtime import StateStore
+from longreach.runtime import Ledger, StateStore
 
 
 class _Layer(CacheLayerMixin):
@@ -82,11 +84,17 @@ class _Layer(CacheLayerMixin):
         self._refuse("cache offloading")
 
 
+class CacheOwner(Protocol):
+    """The session that a cache belongs to. ledger: counts what evictions read."""
+
+    ledger: Ledger
+
+
 class LongreachCache(Cache):
     """The cache of one batch on an attached model. Pass it as `past_key_values` to continue it."""
 
     def __init__(
-        self, layers: int, batch: int, config: CacheConfig, device: torch.device, owner: object,
+        self, layers: int, batch: int, config: CacheConfig, device: torch.device, owner: CacheOwner,
         eviction: Eviction | None = None,
     ):  # fmt: skip
         super().__init__(layers=[_Layer(self, i) for i in range(layers)])
@@ -150,8 +158,11 @@ class LongreachCache(Cache):
                 assert isinstance(state, LastRows)
                 lengths = self.kv.slots_in_use(layer)
                 view = self.kv.view_of_all(layer)
-                kept = self.eviction.kept(state, view, slots, lengths, self.protected, self.windows)
-                del view
+                meter = Meter()
+                kept = self.eviction.kept(state, view, slots, lengths, self.protected, self.windows, meter)
+                if meter.noted:
+                    self.owner.ledger.add_eviction(replace(state.call, meter=meter), self._usual or self.eviction)
+                del view, meter  # which refer to the layer's old memory
                 del state
                 self.states.drop(self.eviction, layer)  # it refers to the layer's old memory
                 if kept:

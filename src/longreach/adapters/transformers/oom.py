@@ -7,15 +7,17 @@ from contextlib import contextmanager
 
 import torch
 
-from longreach.errors import OutOfMemory
+from longreach.errors import OtherRankFailed, OutOfMemory
 
 
 def out_of_memory(error: BaseException) -> bool:
     """Whether torch ran out of memory, on a GPU or on the CPU."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return not isinstance(error, OutOfMemory)
+    if not isinstance(error, RuntimeError) or isinstance(error, OtherRankFailed):  # which quotes another rank's error
+        return False
     text = str(error)
-    return isinstance(error, RuntimeError) and ("can't allocate memory" in text or "not enough memory" in text)
+    return "can't allocate memory" in text or "not enough memory" in text
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from longreach.adapters.transformers.fingerprint import Fingerprint, fingerprint
 from longreach.adapters.transformers.oom import memory_errors
 from longreach.adapters.transformers.prompt_reader import CHUNK, Advance
 from longreach.adapters.transformers.prompt_tokens import context_limit
+from longreach.adapters.transformers.ranks import Ranks, in_pass, ranks_of, together
 from longreach.adapters.transformers.rotary import (
     Rotation,
     attention_modules,
@@ -30,7 +31,6 @@ from longreach.adapters.transformers.rotary import (
     find_rotation,
     probing,
 )
-from longreach.adapters.transformers.shard import Ranks, ranks_of
 from longreach.errors import InvalidInput, OutOfMemory, Unsupported
 from longreach.ops import HeadShard, rotate
 from longreach.store.key import Chunk, ChunkKey, as_ids
@@ -53,7 +53,8 @@ class Precompute:
     Chunks are computed one by one: a pass of 512 tokens fills a GPU, and what a chunk holds depends on no neighbour.
 
     Under tensor parallelism every rank must make the same calls. Each gets chunks of all KV heads, which the ranks
-    gather after each pass; one that finds changed weights makes all raise.
+    gather in each pass. An error on one rank makes all raise, but for one inside a pass (see `ranks.py`) and while the
+    fingerprint is taken.
 
     Raises InvalidInput (a model in training mode among others), Unsupported (weights that changed since their
     fingerprint was taken; a model with positions in its keys other than by rotation).
@@ -151,7 +152,8 @@ class Precompute:
         ids, before = as_ids(tokens), self._before(behind)
         self._check(ids, before)
         try:
-            return self._compute(ids, before, progress)
+            with together(self.ranks):
+                return self._compute(ids, before, progress)
         except BaseException:
             self._cache, self._read = self.session.new_cache(1), NOTHING
             raise
@@ -207,7 +209,10 @@ class Precompute:
 
     def _read_before(self, before: Tensor) -> None:
         """Bring the cache to hold exactly these tokens."""
-        self._cache.drop_columns(self._cache.columns - _common(self._read, before))
+        common = _common(self._read, before)
+        if self.ranks is not None:  # one may have failed when the others had read more
+            common = min(self.ranks.all_values(common))
+        self._cache.drop_columns(self._cache.columns - common)
         if self._cache.columns == len(before):
             return
         for first in range(self._cache.columns, len(before), self.pass_tokens):
@@ -218,7 +223,8 @@ class Precompute:
     def _forward(self, tokens: Tensor) -> None:
         """A pass of the decoder alone, without logits."""
         ids = tokens[None].to(self.session.model.device)
-        self._decoder(input_ids=ids, past_key_values=self._cache, use_cache=True)
+        with in_pass(self.ranks):
+            self._decoder(input_ids=ids, past_key_values=self._cache, use_cache=True)
 
     def _all_heads(self, shard: HeadShard, x: Tensor) -> Tensor:
         """[G, T, D] of this rank's KV heads -> of all."""

@@ -39,7 +39,7 @@ def check_step(planted: ForcedHits, copy: int) -> float:
 
 def keys_counted(call: LayerCall) -> Tensor:
     """int [B, G]: the keys that each KV head read, as the match has counted them."""
-    (counted,) = (noted.read.counted for noted in call.meter.noted if noted.read.counted is not None)
+    (counted,) = (noted.read.counted for noted in call.meter.noted if isinstance(noted.read.counted, Tensor))
     return counted
 
 

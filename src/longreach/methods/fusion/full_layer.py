@@ -11,6 +11,7 @@ from torch import Tensor
 from longreach.methods.fusion.base import best, check_ratio
 from longreach.methods.fusion.scores import attention_by_head, attention_of_all_heads
 from longreach.methods.slots import FullLayer, Fusion, PromptParts
+from longreach.ops.doors import Read
 from longreach.ops.types import require
 
 
@@ -32,7 +33,9 @@ class CacheBlend(Fusion):
 
     def choose(self, prompt: PromptParts, layer: FullLayer | None) -> Tensor:
         assert layer is not None
-        moved = layer.values[prompt.at].float() - layer.stored_values()  # in fp32
+        own, stored = layer.values[prompt.at], layer.stored_values()
+        layer.call.count_read(Read(value_bytes=own.element_size(), counted=own.numel() + stored.numel()))
+        moved = own.float() - stored  # in fp32
         scores = moved.new_zeros(len(prompt.stored))
         scores[prompt.at] = torch.linalg.vector_norm(moved, dim=(1, 2)).square()
         return best(layer.call.sum_over_ranks(scores), prompt, self.ratio)

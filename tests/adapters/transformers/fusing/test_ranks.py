@@ -1,16 +1,27 @@
-"""Fusion under tensor parallelism: two ranks give one process's tokens, and find each other's chunks."""
+"""Fusion under tensor parallelism: two ranks give one process's tokens, find each other's chunks, and fail together.
+
+Starting ranks takes longer than what they do here, so the ranks of the first family run all checks one after the other.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from longreach import A3, PIE, CacheBlend, ChunkStore, Dependence, Documents, FullReuse, SnapKV, attach
 from longreach.adapters.transformers.fingerprint import fingerprint
-from longreach.errors import StoreError, Unsupported
+from longreach.adapters.transformers.fusing.loading import Loading
+from longreach.adapters.transformers.fusing.read import _FusedPass
+from longreach.adapters.transformers.ranks import Ranks, in_pass, together
+from longreach.errors import ChunkLost, OtherRankFailed, StoreError, Unsupported
 from longreach.methods.fusion import A3Deep
 from longreach.methods.slots import Fusion
 from longreach.testing.ranks import run_on_ranks
@@ -26,7 +37,7 @@ FUSIONS: dict[str, Fusion] = {
 }  # fmt: skip
 EVICTIONS = {"": None, " snapkv": SnapKV(capacity=90)}
 OWN, OTHERS = ("pie", "a3", "cacheblend"), ("a3", "dependence")  # with each eviction; from the others' store
-NEW = 6
+NEW = 5
 
 
 def cases(family: str, own: bool) -> list[tuple[str, str]]:
@@ -91,17 +102,44 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }
 
 
+class Launch(NamedTuple):
+    """What one process found, and each of two ranks, by function."""
+
+    one: dict[str, Any]
+    two: list[dict[str, Any]]
+
+
+def several(rank: int, world: int, calls: list[tuple[str, tuple[Any, ...]]]) -> dict[str, Any]:
+    """Results of functions of this module, called one after the other."""
+    return {name: globals()[name](rank, world, *arguments) for name, arguments in calls}
+
+
+@pytest.fixture(scope="module")
+def launched(folders: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Launch]:
+    """The family's answers by one process, which fills a store, and by two ranks, which fill another; each then uses
+    the other's. The first family's ranks go on to what goes wrong."""
+
+    def launch(family: str) -> Launch:
+        if family not in known:
+            place = tmp_path_factory.mktemp("stores")
+            folder, by_one, by_two = folders[family], str(place / "one"), str(place / "two")
+            first = answers(0, 1, family, folder, by_one, None)
+            calls: list[tuple[str, tuple[Any, ...]]] = [("answers", (family, folder, by_two, by_one))]
+            if family == FAMILIES[0]:
+                calls += [(name, (folder, str(place / "own"))) for name in ("misses", "failures")] + [("blocks", ())]
+            two = run_on_ranks(f"{HERE}:several", calls, seconds=400.0)
+            known[family] = Launch(first | answers(0, 1, family, folder, by_one, by_two), two)
+        return known[family]
+
+    known = dict[str, Launch]()
+    return launch
+
+
 @pytest.fixture(scope="module", params=["llama", *(pytest.param(f, marks=pytest.mark.sweep) for f in FAMILIES[1:])])
-def results(
-    request: pytest.FixtureRequest, folders: dict[str, str], tmp_path_factory: pytest.TempPathFactory
-) -> tuple[str, list[dict[str, Any]]]:
-    """The family, and what one process found, which filled a store, and two ranks, which filled another. Each then
-    used the other's."""
-    family = request.param
-    by_one, by_two = (str(tmp_path_factory.mktemp("stores") / name) for name in ("one", "two"))
-    first = answers(0, 1, family, folders[family], by_one, None)
-    two = run_on_ranks(f"{HERE}:answers", family, folders[family], by_two, by_one, seconds=400.0)
-    return family, [first | answers(0, 1, family, folders[family], by_one, by_two), *two]
+def results(request: pytest.FixtureRequest, launched: Callable[[str], Launch]) -> tuple[str, list[dict[str, Any]]]:
+    """The family, and what one process and two ranks answered."""
+    one, two = launched(request.param)
+    return request.param, [one, *(found["answers"] for found in two)]
 
 
 def test_two_ranks_give_one_processes_tokens(results: Any) -> None:
@@ -201,8 +239,8 @@ def fails(*args: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def missed(folders: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_on_ranks(f"{HERE}:misses", folders["llama"], str(tmp_path_factory.mktemp("own")), seconds=200.0)
+def missed(launched: Callable[[str], Launch]) -> list[dict[str, Any]]:
+    return [found["misses"] for found in launched(FAMILIES[0]).two]
 
 
 def test_what_one_rank_lacks_all_compute(missed: list[dict[str, Any]]) -> None:
@@ -228,3 +266,184 @@ def test_changed_weights_on_one_rank_are_refused_on_all(missed: list[dict[str, A
         assert "have changed since" in one["read"] and "have changed since" in one["ask"]
         assert "2 ranks of this LlamaModel hold different weights" in one["ranks differ"]
     assert found[0]["digest then"] == found[1]["digest then"]
+
+
+# one rank fails
+
+
+class Failed(NamedTuple):
+    """An error of a rank: its class, text and notes; the documents, and columns of the cache, that it left."""
+
+    kind: str
+    text: str
+    notes: str
+    documents: int
+    columns: int
+
+
+class Case(NamedTuple):
+    """What fails on one rank: (target, name) raises `error` in the place of what it does, or after it."""
+
+    rank: int
+    error: BaseException
+    said: str  # to the other rank
+    target: str
+    name: str
+    after: bool = False
+
+
+READ = {  # while a document is added, of which there is one
+    "a chunk is fetched": Case(1, RuntimeError("a torn page"), "RuntimeError: a torn page", "store", "load"),
+    "between passes": Case(1, KeyboardInterrupt(), "KeyboardInterrupt", "progress", "done"),
+    "a full disk": Case(0, OSError(28, "No space"), "OSError: [Errno 28] No space", "store", "put"),
+    "keys": Case(1, MemoryError("keys"), "MemoryError: keys", "work", "keys"),
+}
+ASK = {  # while a question is asked
+    "its prompt": Case(1, ValueError("none"), "ValueError: none", "documents", "prompt"),
+    "room": Case(1, MemoryError("no room"), "OutOfMemory: memory ran out", "cache", "reserve"),
+    "a chunk is lost": Case(0, ChunkLost(1, "gone"), "ChunkLost: chunk 1 of the prompt", "Loading", "__init__"),
+    "choosing": Case(1, KeyboardInterrupt(), "KeyboardInterrupt", "A3", "choose"),
+    "chosen": Case(0, torch.OutOfMemoryError("no room"), "OutOfMemoryError: no room", "A3", "choose", after=True),
+    "the report": Case(1, RuntimeError("bad\ncard, " + 2000 * "x"), "RuntimeError: bad\ncard", "pass", "reports"),
+}
+
+
+@contextmanager
+def raising(case: Case, target: Any, here: bool) -> Iterator[None]:
+    stored, left = getattr(target, case.name), [case.error] if here else []
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        found = stored(*args, **kwargs) if case.after or not left else None
+        if left:
+            raise left.pop()
+        return found
+
+    with patch.object(target, case.name, failing):
+        yield
+    assert not left, f"{case.name} was not called"
+
+
+def failures(rank: int, world: int, folder: str, place: str) -> dict[str, Any]:
+    """By case what each rank raised, and answers in between."""
+    model, found = model_in(folder, world), dict[str, Any]()
+    with attach(model, fuse=A3(ratio=0.2)) as session, ChunkStore(Path(place) / "failures") as store:
+        documents = Documents(
+            session, tiny_tokenizer(), system=SYSTEM, store=store, chunk_tokens=16, prefill_chunk=5,
+            known=fingerprint(model),
+        )  # fmt: skip
+        cache, progress = documents._reader.cache, Mock()
+        targets = {
+            "store": store, "progress": progress, "work": documents._work, "documents": documents, "cache": cache,
+            "Loading": Loading, "A3": A3, "pass": _FusedPass,
+        }  # fmt: skip
+
+        def answer() -> list[int]:
+            list(documents.ask(QUESTION, NEW))
+            assert documents.account is not None
+            return documents.account.answer.tokens
+
+        def failing(name: str, call: Callable[[], Any], case: Case) -> None:
+            try:
+                with raising(case, targets[case.target], rank == case.rank):
+                    call()
+            except BaseException as error:
+                notes = " ".join(note for one in (error, error.__cause__) for note in getattr(one, "__notes__", ()))
+                batches = [] if documents._batches is None else documents._batches[1]._caches.values()
+                columns = sum(one.columns for one in (cache, *batches))
+                found[name] = Failed(type(error).__name__, str(error), notes, len(documents.chunks), columns)
+
+        documents.read(TEXTS[:1])
+        found["first answer"] = answer()
+        for name, case in READ.items():
+            failing(name, lambda: documents.read(TEXTS[1:2], lambda done: progress.done(done)), case)
+        found["answer after READ"] = answer()
+        documents.read(TEXTS[1:2])
+        found["second answer"] = answer()
+        for name, case in ASK.items():
+            failing(name, answer, case)
+            if case.target != "cache":
+                failing(f"{name}, of several", lambda: documents.ask_all(["Code?", QUESTION], NEW), case)
+        found["answer after ASK"] = answer()
+        documents.ask_all(["Code?", QUESTION], NEW)
+        found["batch after ASK"] = documents.accounts[1].answer.tokens
+        model.train(rank == 0)  # a choice that is one rank's alone
+        for name, call in {"read": lambda: documents.read(TEXTS[2:]), "ask": answer}.items():
+            try:
+                call()
+            except Exception as error:
+                found[f"{name} in training mode"] = str(error)
+    return found
+
+
+def blocks(rank: int, world: int) -> dict[str, Any]:
+    """What each rank raises in nested blocks, and within a pass, which the group's timeout ends."""
+    ranks, found = Ranks(dist.group.WORLD, torch.device("cpu")), dict[str, Any]()  # type: ignore[arg-type]
+    try:
+        with together(ranks), together(ranks):
+            found["values"], found["sum"] = ranks.all_values(rank - 5), ranks.sum(torch.tensor([1.5])).item()
+            if rank:
+                raise StoreError("öl" * 600)
+            ranks.all_values(1)
+            found["came too far"] = True
+    except (StoreError, OtherRankFailed) as error:
+        found["nested"] = type(error).__name__, str(error)
+        with together(ranks), in_pass(ranks):  # an error is announced though another is being handled
+            found["handled"] = [ranks.all_values(rank)]
+        try:
+            with together(ranks):
+                assert rank == 0, "again"
+        except (AssertionError, OtherRankFailed) as again:
+            found["again"] = str(again)
+    alone = Ranks(dist.new_group(timeout=timedelta(seconds=1)), torch.device("cpu"))  # type: ignore[arg-type]
+    try:
+        with together(alone), in_pass(alone):
+            if rank:
+                raise KeyboardInterrupt
+            dist.all_reduce(torch.ones(1), group=alone.group)
+    except BaseException as error:
+        found["in a pass"] = type(error).__name__, " ".join(error.__notes__)
+    return found
+
+
+@pytest.fixture(scope="module")
+def failed(launched: Callable[[str], Launch]) -> list[dict[str, Any]]:
+    return [found["failures"] for found in launched(FAMILIES[0]).two]
+
+
+@pytest.mark.parametrize("name", [*READ, *ASK, *(f"{name}, of several" for name in ASK if name != "room")])
+def test_an_error_on_one_rank_is_raised_by_both(name: str, failed: list[dict[str, Any]]) -> None:
+    case = (READ | ASK)[name.removesuffix(", of several")]
+    mine, other = failed[case.rank][name], failed[1 - case.rank][name]
+    assert mine.kind == case.said.partition(":")[0] or mine.kind == "OutOfMemory"
+    assert f"rank {case.rank} of 2; the other ranks raise OtherRankFailed" in mine.notes
+    assert other.kind == "OtherRankFailed" and not other.notes
+    assert other.text.startswith(f"rank {case.rank} of 2 failed: {case.said}")
+    assert mine.documents == other.documents == (1 if name in READ else 2)
+    before = name in READ or case.target == "documents"  # before the cache is emptied for the prompt
+    assert mine.columns == other.columns and bool(mine.columns) == before
+
+
+def test_after_errors_answers_are_those_from_before(failed: list[dict[str, Any]]) -> None:
+    one, two = failed
+    for first, then in (("first answer", "answer after READ"), ("second answer", "answer after ASK")):
+        assert one[first] == two[first] == one[then] == two[then]
+    assert one["batch after ASK"] == two["batch after ASK"] == one["second answer"]
+    for what in ("read", "ask"):
+        said = [found[f"{what} in training mode"] for found in failed]
+        assert said[0].startswith("the model is in training mode")
+        assert said[1].startswith("rank 0 of 2 failed: InvalidInput: the model is in training mode")
+
+
+def test_an_error_in_a_pass_is_left_to_the_groups_timeout(launched: Callable[[str], Launch]) -> None:
+    waiting, alone = (found["blocks"]["in a pass"] for found in launched(FAMILIES[0]).two)
+    assert alone[0] == "KeyboardInterrupt" and "The other ranks wait in it until" in alone[1]
+    assert waiting[0] == "RuntimeError", "gloo's timeout"
+
+
+def test_blocks_are_nested_and_repeated(launched: Callable[[str], Launch]) -> None:
+    found = [found["blocks"] for found in launched(FAMILIES[0]).two]
+    for rank, one in enumerate(found):
+        assert one["values"] == [-5, -4] and one["sum"] == 3.0 and "came too far" not in one
+        assert one["nested"][0] == ("OtherRankFailed", "StoreError")[rank] and one["handled"] == [[0, 1]]
+        assert one["again"].startswith(("rank 1 of 2 failed: AssertionError: again", "again")[rank])
+    assert "StoreError: " + "öl" * 300 in found[0]["nested"][1]

@@ -26,6 +26,7 @@ from longreach.adapters.transformers.fusing.loading import Loading, Wait
 from longreach.adapters.transformers.fusing.prompt import FusedPrompt
 from longreach.adapters.transformers.hf_cache import LongreachCache
 from longreach.adapters.transformers.oom import memory_errors
+from longreach.adapters.transformers.ranks import Ranks, in_pass, ranks_of, together
 from longreach.adapters.transformers.rotary import (
     Captured,
     Rotation,
@@ -34,13 +35,13 @@ from longreach.adapters.transformers.rotary import (
     find_rotation,
     probing,
 )
-from longreach.adapters.transformers.shard import ranks_of
 from longreach.adapters.transformers.step import Step
-from longreach.cache import Append
+from longreach.cache import Append, Placement
 from longreach.errors import ConcurrentUse, InvalidInput, Unsupported
 from longreach.methods.call import LayerCall
 from longreach.methods.slots import FullLayer, Fusion, PromptParts
 from longreach.ops import HeadShard, KVView, RotaryAngles, Rows
+from longreach.runtime import Pending
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,9 @@ def read(session: Session, cache: LongreachCache, prompt: FusedPrompt, *, then: 
     chunk of other layers, heads or dtype than the model's, more tokens that must stay than the eviction method keeps),
     Unsupported (a model whose layers get no pair (cos, sin), or that is not its kind of decoder), OutOfMemory,
     ConcurrentUse. That chunks are of this very model is not checked here: their keys name its fingerprint.
-    Under tensor parallelism every rank must read the same prompt; the first one's choice of tokens is that of all.
+    Under tensor parallelism every rank must read the same prompt; the first one's choice of tokens is that of all. An
+    error on one rank before a pass, while tokens are chosen or after a pass makes all raise (OtherRankFailed). An error
+    within a pass does not: the other ranks wait in the model's collectives until the process group's timeout.
     """
     logits, reports = read_batch(session, cache, [prompt], then=then)
     return logits[0], reports[0]
@@ -90,26 +93,23 @@ def read_batch(
     prompt (longrope, dynamic) are those of the longest, as in any batch. Raises as `read`, and InvalidInput for no
     prompts, or ones whose chunks are not the same at the same places.
     """
-    if session.fuse is None:
-        raise InvalidInput("the session has no fusion method; attach with fuse='a3' or another one")
-    _check_shared(prompts)
-    if cache.columns or cache.batch != len(prompts):
-        one = len(prompts) == 1
-        what = "a fused prompt begins" if one else f"{len(prompts)} fused prompts begin"
-        raise InvalidInput(
-            f"{what} an empty cache of {'one sequence' if one else f'{len(prompts)} sequences'}; this one holds "
-            f"{cache.columns} columns of {cache.batch}"
-        )
+    ranks = ranks_of(decoder_of(session.model))
+    with together(ranks):
+        _check(session, cache, prompts)
+    assert session.fuse is not None
     counts = [len(prompt.ids) for prompt in prompts]
     try:
-        with memory_errors(), session.prompt_end(max(counts)), cache.restored_on_error(), torch.no_grad():
+        with (
+            together(ranks), memory_errors(), session.prompt_end(max(counts)), cache.restored_on_error(),
+            torch.no_grad(),
+        ):  # fmt: skip
             if session.evict is not None:  # the question's rows vote
                 asking = [count - prompt.question for count, prompt in zip(counts, prompts, strict=True)]
                 first = min((start for start, _ in prompts[0].chunks), default=0)
                 for count, last in zip(counts, asking, strict=True):
                     session.evict.check_parts(count, first, last)
                 cache.evict_next(replace(session.evict, window=max(asking)), first, asking)
-            fused = _FusedPass(session, cache, prompts, session.fuse, then)
+            fused = _FusedPass(session, cache, prompts, session.fuse, ranks, then)
             return fused.run(), fused.reports()
     except ConcurrentUse:  # the cache is another caller's
         raise
@@ -118,7 +118,9 @@ def read_batch(
         raise
 
 
-def _check_shared(prompts: Sequence[FusedPrompt]) -> None:
+def _check(session: Session, cache: LongreachCache, prompts: Sequence[FusedPrompt]) -> None:
+    if session.fuse is None:
+        raise InvalidInput("the session has no fusion method; attach with fuse='a3' or another one")
     if not prompts:
         raise InvalidInput("expected at least one fused prompt, got none")
     first, *others = [[(start, chunk.key) for start, chunk in prompt.chunks] for prompt in prompts]
@@ -128,6 +130,13 @@ def _check_shared(prompts: Sequence[FusedPrompt]) -> None:
                 f"prompts of a batch share their chunks, and prompt {number} has others than prompt 0, or has them "
                 f"elsewhere; read it in a batch of its own"
             )
+    if cache.columns or cache.batch != len(prompts):
+        one = len(prompts) == 1
+        what = "a fused prompt begins" if one else f"{len(prompts)} fused prompts begin"
+        raise InvalidInput(
+            f"{what} an empty cache of {'one sequence' if one else f'{len(prompts)} sequences'}; this one holds "
+            f"{cache.columns} columns of {cache.batch}"
+        )
 
 
 class _Probed(Exception):
@@ -140,13 +149,13 @@ class _Probed(Exception):
 
 class _FusedPass:
     def __init__(
-        self, session: Session, cache: LongreachCache, prompts: Sequence[FusedPrompt], fusion: Fusion, then: int
-    ):
-        self.session, self.cache, self.prompts, self.fusion = session, cache, prompts, fusion
+        self, session: Session, cache: LongreachCache, prompts: Sequence[FusedPrompt], fusion: Fusion,
+        ranks: Ranks | None, then: int,
+    ):  # fmt: skip
+        self.session, self.cache, self.prompts, self.fusion, self.ranks = session, cache, prompts, fusion, ranks
         model = session.model
         self.device = model.device
         self.attending, self.layers = _modules(session)
-        self.ranks = ranks_of(decoder_of(model))
         self.chunks = prompts[0].chunks
         self._check_chunks()
         self.counts = [len(prompt.ids) for prompt in prompts]
@@ -166,7 +175,9 @@ class _FusedPass:
         self.ends: list[int] = []  # where the tokens of each prompt end among those that run
         self.last = torch.empty(len(prompts), dtype=torch.int64, device=self.device)  # of each prompt: its logits count
         self.angles: tuple[Tensor, Tensor] | None = None  # of all tokens, in the layer under way
-        self.narrowed: dict[int, tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]] = {}  # id of cos -> whole, cut
+        self.narrowed: dict[int, tuple[Tensor, Tensor]] = {}  # id of what layers get for all tokens -> whole, cut
+        # of a layer, and there the recomputed tokens' page and offset
+        self.places: tuple[Placement, Tensor, Tensor] | None = None
         self.turns: dict[tuple[int, Rotation], tuple[Tensor, RotaryAngles]] = {}  # (id of cos, how) -> cos, the turns
         self.loading = Loading((), self.device)
         self.loaded_bytes, self.waits = 0, list[Wait]()
@@ -174,6 +185,7 @@ class _FusedPass:
         self.recomputed: list[int] = []  # how many each prompt has
         self.placing: list[Append] = []  # for each prompt, the stored tokens' part of the pass
         self.before: tuple[Tensor, Tensor] | None = None  # what was placed where tokens are recomputed
+        self.counted: Pending | None = None  # what probes have read, for the next pass to commit
         self.errors: dict[int, Tensor] = {}  # layer -> [B, 4], norms: of key and value differences, and of both
 
     def run(self) -> Tensor:
@@ -188,7 +200,7 @@ class _FusedPass:
 
     def _pass(self) -> Tensor:
         session = self.session
-        self.index = self.again = self.before = None
+        self.index = self.again = self.before = self.places = None
         self.placing, self.ends = [], self.starts[1:]
         self.narrowed.clear()
         self.turns.clear()
@@ -201,13 +213,16 @@ class _FusedPass:
         )  # fmt: skip
         self.cache.reserve(self.counts, self.then)  # a probe gives memory back
         append = self.cache.kv.begin(range(len(self.counts)), self.counts)
+        layers = session.new_pass(self.cache, False)
+        if self.probe is not None:  # nothing of it is kept, so that no method needs to observe it
+            layers = replace(layers, segments=(replace(layers.segments[0], observers=()),), reads_of=self.fusion)
         self.step = Step(
-            session.new_pass(self.cache, False), session.facts, (1, self.ids.shape[1]), None, append, self.cache,
+            layers, session.facts, (1, self.ids.shape[1]), None, append, self.cache,
             packed=tuple(self.counts),
         )  # fmt: skip
         session.next_step = self.step
         try:
-            with self._hooks():
+            with self._hooks(), in_pass(self.ranks):
                 # `last` is filled when the tokens that run are chosen, on the way to the logits
                 out = session.model(
                     input_ids=self.ids, position_ids=self.positions, past_key_values=self.cache, use_cache=True,
@@ -222,7 +237,7 @@ class _FusedPass:
     def reports(self) -> list[FusionReport]:
         """Of each prompt. Waits for the device."""
         placed = list(self.errors)
-        norms = torch.stack([self._of_all_heads(layer) for layer in placed]).tolist() if placed else []
+        norms = self._of_all_heads(torch.stack(list(self.errors.values()))).tolist() if placed else []
         by_layer = dict(zip(placed, norms, strict=True))
         waited = sum(wait.seconds() for wait in self.waits)
         return [self._report(number, by_layer, waited) for number in range(len(self.prompts))]
@@ -237,10 +252,13 @@ class _FusedPass:
             tuple(value for _, value in shares), self.loaded_bytes, waited,
         )  # fmt: skip
 
-    def _of_all_heads(self, layer: int) -> Tensor:
-        """Norms [B, 4] of a layer's errors, over the KV heads of all ranks."""
-        own = self.errors[layer]
-        return own if self.ranks is None else self.session.facts.shards[layer].sum(own.square()).sqrt()
+    def _of_all_heads(self, own: Tensor) -> Tensor:
+        """Norms [L, B, 4] of the layers' errors over this rank's KV heads -> over those of all ranks."""
+        if self.ranks is None:
+            return own
+        shards = [self.session.facts.shards[layer] for layer in self.errors]
+        holders = own.new_tensor([self.ranks.size * shard.count / shard.total for shard in shards])  # of each head
+        return self.ranks.sum(own.square() / holders[:, None, None]).sqrt()
 
     def _check_chunks(self) -> None:
         for number, (start, chunk) in enumerate(self.chunks):
@@ -287,6 +305,8 @@ class _FusedPass:
             if not (isinstance(pair, tuple) and len(pair) == 2):
                 raise Unsupported(f"{type(module).__name__} (layer {number}) gets no pair (cos, sin) to rotate by")
             self.angles = pair
+            if number == 0 and self.counted is not None:
+                self.session.ledger.resume(self.counted)
             if number == self.fusion.full_layers:
                 self._choose(None if number == 0 else self._computed(number, module, args, kwargs))
                 if args:
@@ -296,17 +316,21 @@ class _FusedPass:
             if self.index is not None:
                 kwargs = {**kwargs, "position_embeddings": self._narrowed(pair)}
                 if isinstance(kwargs.get("position_ids"), Tensor):
-                    kwargs["position_ids"] = kwargs["position_ids"][:, self.index]
+                    kwargs["position_ids"] = self._cut(kwargs["position_ids"])
             return args, kwargs
 
         return cut
 
     def _narrowed(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """(cos, sin) of the tokens that run; layers share them as they share those of all tokens."""
-        known = self.narrowed.get(id(pair[0]))
+        cos, sin = pair
+        return self._cut(cos), self._cut(sin)
+
+    def _cut(self, x: Tensor) -> Tensor:
+        """[1, T, ...] of all tokens -> of those that run; made once for all layers that get the same tensor."""
+        known = self.narrowed.get(id(x))
         if known is None:
-            cos, sin = (x[:, self.index] for x in pair)
-            known = self.narrowed[id(pair[0])] = pair, (cos, sin)
+            known = self.narrowed[id(x)] = x, x[:, self.index]
         return known[1]
 
     def _computed(
@@ -336,7 +360,7 @@ class _FusedPass:
             layer, Rows(q, torch.zeros_like(slots), slots), kv, step.append.slots[one],
             q.shape[2] ** -0.5 if scale is None else float(scale),
             softcap=found.terms.get("softcap"), sink_logit=found.terms.get("s_aux"),
-            shard=self._shard(layer, found.key),
+            shard=self._agreeing(self._shard(layer, found.key)),
         )  # fmt: skip
 
     def _choose(self, full: Sequence[FullLayer] | None) -> None:
@@ -375,19 +399,28 @@ class _FusedPass:
         self.cache.kv.append(layer, self.step.append, k, v)
         stored = lru_cache(1)(lambda: self.loading.values(layer))
         calls = [self._question(layer, found, number) for number in range(len(self.prompts))]
-        raise _Probed(self._choices([FullLayer(call, v[:0], stored) for call in calls]))
+        chosen = self._choices([FullLayer(call, v[:0], stored) for call in calls])
+        self.counted = self.session.ledger.put_aside()
+        raise _Probed(chosen)
 
     def _choices(self, layers: Sequence[FullLayer] | None) -> list[Tensor]:
         """bool [N] of each prompt: the stored tokens that are recomputed, the same on all ranks, which run together."""
-        found = list[Tensor]()
-        for number, parts in enumerate(self.parts):
-            chosen = self.fusion.choose(parts, None if layers is None else layers[number]) & parts.candidates
-            found.append(chosen if self.ranks is None else self.ranks.first(chosen))
-        return found
+        with together(self.ranks):
+            found = list[Tensor]()
+            for number, parts in enumerate(self.parts):
+                layer = None if layers is None else layers[number]
+                found.append(self.fusion.choose(parts, layer) & parts.candidates)
+                if layer is not None:
+                    self.session.ledger.add_observer("prefill", layer.call, self.fusion)
+        return found if self.ranks is None else list(self.ranks.first(torch.cat(found)).split(self.counts))
 
     def _shard(self, layer: int, key: Tensor) -> HeadShard:
         """The KV heads that this rank holds of a layer whose keys arrive as `key` [1, G, T, D]."""
         return self.session.facts.shard(layer, self.attending[layer], key.shape[1])
+
+    def _agreeing(self, shard: HeadShard) -> HeadShard:
+        """The shard, whose sums over ranks raise on all of them where one failed to come to its own."""
+        return shard if self.ranks is None or shard.count == shard.total else replace(shard, sum=self.ranks.sum)
 
     def _place(self, layer: int, rotation: Rotation | None) -> None:
         assert self.step.whole is not None and self.again is not None
@@ -427,7 +460,9 @@ class _FusedPass:
         assert self.step.whole is not None
         kv, place = self.cache.kv.view(layer, self.step.whole), self.step.whole.at(layer)
         assert self.again is not None
-        page, offset = place.page[self.again], place.offset[self.again]
+        if self.places is None or self.places[0] is not place:  # layers of an empty cache share theirs
+            self.places = place, place.page[self.again], place.offset[self.again]
+        _, page, offset = self.places
         return kv.k[page, :, offset], kv.v[page, :, offset]
 
     def _rotation(
