@@ -33,7 +33,20 @@ DOORS = {
 }
 # rooms whose members stand side by side, and the members that all others may import
 SHARED = {
-    "ops": {"types", "selection", "impl", "reference_chunks", "partial", "rope", "checks", "doors", "numba_math"},
+    "ops": {
+        "types",
+        "selection",
+        "impl",
+        "reference_chunks",
+        "partial",
+        "rope",
+        "checks",
+        "doors",
+        "numba_inputs",
+        "numba_math",
+        "numba_pool",
+        "numba_pool_kernels",
+    },
     "methods": {"base", "call", "choosing", "registry", "slots", "values"},
     "adapters": set[str](),
 }

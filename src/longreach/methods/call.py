@@ -168,10 +168,10 @@ class LayerCall:
         """
         op, kv = op_named(name), self._view(kv)
         rows = rows or self.rows
-        impl = op.implementations.resolve(self._impl_of(op), rows.q.device)
         first = {"rows": rows, "kv": kv, "slots": self.slots}
         places = [first[term] for term in op.layer if term in first]
         terms = {term: self._term(term) for term in op.layer if term not in first}
+        impl = self._chosen(op, *places, *args, *terms.values(), *given.values())
         result = op.run(*places, *args, **{**terms, **given}, impl=impl)
         self.meter.kernels_used.add(impl)
         for read in op.reads(rows, kv, result, *args, **given):
@@ -234,10 +234,12 @@ class LayerCall:
     def computes(self, name: str, impl: str) -> bool:
         """Whether `impl` would compute an op of this call."""
         op = op_named(name)
-        return op.implementations.resolve(self._impl_of(op), self.rows.q.device) == impl
+        return self._chosen(op, self.rows, self.kv) == impl
 
-    def _impl_of(self, op: Op) -> str:
-        return self.impl if self.impl in op.implementations.paths else "auto"
+    def _chosen(self, op: Op, *given: Any) -> str:
+        """The implementation that computes an op of these arguments."""
+        impl = self.impl if self.impl in op.implementations.paths else "auto"
+        return op.implementations.choose(impl, self.rows.q.device, *given)
 
     def _term(self, name: str) -> Any:
         if name != "rotary":

@@ -66,7 +66,7 @@ class OracleTopK(AttentionMethod):
     def _scores(self, call: LayerCall) -> Tensor:
         """fp32 [R, G, N]. Two passes over the keys are counted, also where kept logits spare the second."""
         lse = None if call.sink_logit is None else call.attend(EVERYTHING).lse
-        if not call.computes("pooled_scores", "triton"):
+        if call.computes("score_keys", "reference"):
             return call.op("pooled_scores", lse=lse)
         own, logits = call.op("score_keys")
         if lse is None:

@@ -17,10 +17,14 @@ from longreach.errors import UnknownName, Unsupported
 
 @dataclass(frozen=True)
 class Implementations:
-    """The implementations of one op: name -> "module:function", imported on first use."""
+    """The implementations of one op: name -> "module:function", imported on first use.
+
+    numba_needs: an argument of this type is required by the Numba kernel, None for no such argument.
+    """
 
     op: str
     paths: dict[str, str]
+    numba_needs: type | None = None
 
     def names(self) -> tuple[str, ...]:
         return tuple(self.paths)
@@ -40,8 +44,22 @@ class Implementations:
             raise Unsupported(f"impl 'numba' of {self.op} needs Numba, which is not here: pip install 'longreach[cpu]'")
         return name
 
-    def get(self, impl: str, device: torch.device) -> Callable[..., Any]:
-        return _load(self.paths[self.resolve(impl, device)])
+    def choose(self, impl: str, device: torch.device, *given: Any) -> str:
+        """The same for an op of the arguments `given`: "auto" on a CPU is Numba where that is installed and suits them.
+
+        given: all arguments that are tensors or hold some.
+        """
+        name = self.resolve(impl, device)
+        if impl == "auto" and given and "numba" in self.paths and compiles(device):
+            from longreach.ops.numba_inputs import suits
+
+            complete = self.numba_needs is None or any(isinstance(x, self.numba_needs) for x in given)
+            return "numba" if complete and suits(*given) else name
+        return name
+
+    def get(self, impl: str, device: torch.device, *given: Any) -> Callable[..., Any]:
+        """The implementation that `choose` names."""
+        return _load(self.paths[self.choose(impl, device, *given)])
 
 
 def compiles(device: torch.device) -> bool:

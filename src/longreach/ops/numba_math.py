@@ -28,11 +28,13 @@ _pool: ThreadPoolExecutor | None = None  # Numba's own threads are one team a pr
 _making = threading.Lock()
 
 
-def in_threads(workers: int, kernel: Callable[..., Any], *args: Any) -> None:
+def in_threads(workers: int, kernel: Callable[..., None], *args: Any) -> None:
     """kernel(worker, workers, *args) for every worker, each in a thread of its own; the caller's is one of them.
 
     Raises what a kernel raises, once all have ended.
     """
+    if workers == 1:
+        return kernel(0, 1, *args)
     others = [_threads().submit(kernel, worker, workers, *args) for worker in range(1, workers)]
     try:
         kernel(0, workers, *args)
@@ -125,7 +127,7 @@ def _as_float(context, bits):
 @njit(**INLINE, fastmath={"contract"})
 def exp(x):
     """exp of x <= 88 in float32, to two units in the last place; 0 below -87."""
-    near = max(x, np.float32(-87.0))
+    near = np.float32(-87.0) if x < np.float32(-87.0) else x  # NaN stays NaN
     n = np.float32(math.floor(near * np.float32(1.44269504) + np.float32(0.5)))
     f = near - n * np.float32(0.693359375)  # ln 2 in two parts
     f = f - n * np.float32(-2.12194440e-4)
@@ -137,4 +139,4 @@ def exp(x):
     p = p * f + np.float32(5.0000001201e-1)
     p = p * f * f + f + np.float32(1.0)
     y = p * _as_float((np.int32(n) + np.int32(127)) << np.int32(23))
-    return y if x >= np.float32(-87.0) else np.float32(0.0)
+    return np.float32(0.0) if x < np.float32(-87.0) else y

@@ -296,6 +296,8 @@ class Lists(Selection):
                 f"list entry {entry} lies outside the {int(blocks[row])} {unit} that sequence {int(rows.seq[row])} "
                 f"holds (row at position {int(rows.pos[row])}); was the list made for another cache?"
             )
+        if bool(((index[..., 1:] > index[..., :-1]) | ~used[..., 1:]).all()):  # ascending lists spare the sort
+            return
         ordered = torch.where(used, index, -1 - column).sort(-1).values  # spare ones are distinct, no entry is negative
         twice = (ordered[..., 1:] == ordered[..., :-1]).any(-1)
         if bool(twice.any()):

@@ -17,7 +17,8 @@ from longreach.testing.inputs import random_kv, random_rows
 from longreach.testing.oracle import exact_attend
 from tests.ops.attend.kernels import HALF, PLACE, held_to, here
 
-impls = pytest.mark.parametrize("impl", ["reference", "triton"])
+on_a_cpu = pytest.mark.skipif(PLACE != "cpu", reason="Numba's kernels run on a CPU")
+impls = pytest.mark.parametrize("impl", ["reference", "triton", pytest.param("numba", marks=on_a_cpu)])
 SCALE, MEMORY = 0.25, 50
 
 

@@ -210,3 +210,12 @@ def test_what_the_kernel_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(impl, "_installed", lambda package: package != "numba")
     with pytest.raises(Unsupported, match=r"needs Numba.*pip install 'longreach\[cpu\]'"):
         attend(random_rows(kv, 2), kv, Spans.dense(), scale=1.0, impl="numba")
+
+
+def test_query_heads_with_the_same_spans_and_others() -> None:
+    """Heads of a group that share a span read its keys together, others each for itself."""
+    kv = random_kv([60, 31], heads=2, dim=16, page=8)
+    rows = replace(random_rows(kv, 2, group=2), seq=torch.arange(2), pos=torch.tensor([59, 30]))
+    for starts in ([[9, 9, 3, 3], [0, 0, 20, 20]], [[9, 9, 3, 4], [0, 0, 20, 20]]):
+        first = torch.tensor(starts)
+        check(rows, kv, Spans((Span(absolute(0), absolute(2)), Span(absolute(first), relative(1))), "query"))

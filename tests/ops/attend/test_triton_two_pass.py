@@ -196,7 +196,7 @@ def test_what_the_kernels_cannot_do_is_refused() -> None:
 
 def test_kernels_are_named() -> None:
     for op in (WITH_LOGITS_IMPLEMENTATIONS, SCORE_IMPLEMENTATIONS, FROM_LOGITS_IMPLEMENTATIONS):
-        assert op.names() == ("reference", "triton")
+        assert op.names() == ("reference", "triton", "numba")
         expected = "triton" if PLACE == "cuda" else "reference"
         assert op.resolve("auto", torch.device(PLACE)) == expected
 

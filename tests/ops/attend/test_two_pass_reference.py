@@ -38,11 +38,11 @@ def test_groups_and_dtypes(group: int, dtype: torch.dtype) -> None:
 def test_over_everything_it_is_the_dense_result() -> None:
     kv = random_kv([33, 0, 21], heads=2, dim=16, page=5)
     rows = random_rows(kv, 6, group=3)
-    shape: dict[str, Any] = {"scale": 0.3, "softcap": 2.0}
+    shape: dict[str, Any] = {"scale": 0.3, "softcap": 2.0, "impl": "reference"}
     sink = torch.randn(6)
     whole, kept = attend_with_logits(rows, kv, **shape, sink_logit=sink)
     dense = attend(rows, kv, Spans.dense(), **shape, sink_logit=sink)
-    again = attend_from_logits(rows, kv, Spans.dense(), kept, sink_logit=sink)
+    again = attend_from_logits(rows, kv, Spans.dense(), kept, sink_logit=sink, impl="reference")
     lse, _ = score_keys(rows, kv, **shape, sink_logit=sink)
     assert torch.equal(whole.out, dense.out) and torch.equal(whole.lse, dense.lse)
     torch.testing.assert_close(again.out, dense.out)
@@ -54,10 +54,10 @@ def test_values_are_not_read_to_score_nor_keys_for_values() -> None:
     kv = random_kv([33, 21], heads=2, dim=16, page=5)
     rows = random_rows(kv, 5)
     lists = random_lists(rows, kv, seed=3)
-    lse, kept = score_keys(rows, kv, scale=0.3)
-    want = attend_from_logits(rows, kv, lists, kept)
+    lse, kept = score_keys(rows, kv, scale=0.3, impl="reference")
+    want = attend_from_logits(rows, kv, lists, kept, impl="reference")
     no_values = replace(kv, v=torch.full_like(kv.v, torch.nan))
-    again, same = score_keys(rows, no_values, scale=0.3)
+    again, same = score_keys(rows, no_values, scale=0.3, impl="reference")
     assert torch.equal(again, lse) and torch.equal(same.x.nan_to_num(7.0), kept.x.nan_to_num(7.0))
     spoilt = replace(kv, k=torch.full_like(kv.k, torch.nan), v=kv.v.clone())
     read = lists.streamed(rows, kv)
@@ -65,19 +65,19 @@ def test_values_are_not_read_to_score_nor_keys_for_values() -> None:
         for g in range(2):
             used = read[rows.seq == b][:, g].any(0)
             poison(spoilt, b, g, (n for n in range(length) if not bool(used[n])))
-    got = attend_from_logits(rows, spoilt, lists, kept)
+    got = attend_from_logits(rows, spoilt, lists, kept, impl="reference")
     assert torch.equal(got.out, want.out) and torch.equal(got.lse, want.lse)
     b, g, n = int(rows.seq[int(read.any(2).any(1).nonzero()[0])]), *read.any(0).nonzero()[0].tolist()
     mine = read[rows.seq == b][:, g].any(0)
     poison(spoilt, b, g, [int(mine.nonzero()[0])] if bool(mine.any()) else [n])
-    assert bool(attend_from_logits(rows, spoilt, lists, kept).out.isnan().any())
+    assert bool(attend_from_logits(rows, spoilt, lists, kept, impl="reference").out.isnan().any())
 
 
 def test_nothing_is_seen() -> None:
     kv = random_kv([0, 5], heads=2, dim=8)
     rows = Rows(torch.randn(2, 4, 8), torch.tensor([0, 1]), torch.tensor([3, -1]))
-    lse, kept = score_keys(rows, kv, scale=1.0)
+    lse, kept = score_keys(rows, kv, scale=1.0, impl="reference")
     assert bool((lse == -torch.inf).all())
-    assert bool(attend_from_logits(rows, kv, Spans.dense(), kept).is_empty.all())
+    assert bool(attend_from_logits(rows, kv, Spans.dense(), kept, impl="reference").is_empty.all())
     assert bool(kept.x.isnan().all())  # past what a row reaches lies nothing that may be used
     assert score_keys(random_rows(kv, 0), kv, scale=1.0)[0].shape == (0, 4)

@@ -18,6 +18,7 @@ AMEND_IMPLEMENTATIONS = Implementations(
     {
         "reference": "longreach.ops.attend.amend_reference:attend_amend",
         "triton": "longreach.ops.attend.triton_amend:attend_amend",
+        "numba": "longreach.ops.attend.numba:attend_amend",
     },
 )
 
@@ -75,7 +76,8 @@ def attend_amend(
         if device.type == "cpu" and x.numel():
             low, high, most = int(x.min()), int(x.max()), entries.lse.numel()
             require(low >= -1 and high < most, lambda: f"{name}: expected in [-1, {most}), got {low} to {high}")
-    compute = AMEND_IMPLEMENTATIONS.get(impl, device)
+    weight = getattr(selection, "log_weight", None)
+    compute = AMEND_IMPLEMENTATIONS.get(impl, device, rows, kv, weight, entries, sink_logit)
     return compute(
         rows, kv, selection, split, entries, read_entry, write_entry, scale=scale, softcap=softcap,
         sink_logit=sink_logit

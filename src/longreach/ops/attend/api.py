@@ -10,7 +10,7 @@ from torch import Tensor
 
 from longreach.ops.attend.sdpa import sdpa_for
 from longreach.ops.checks import check_logits, check_memory
-from longreach.ops.impl import Implementations, compiles
+from longreach.ops.impl import Implementations
 from longreach.ops.selection import Bound, Selection, check_bound
 from longreach.ops.types import KVView, Partial, Rows, describe, require
 
@@ -46,11 +46,8 @@ def resolve(
     cuDNN's, for whole prompts. On a CPU it is Numba where that is installed, for few rows a sequence, and the reference
     for all else.
     """
-    name = IMPLEMENTATIONS.resolve(impl, rows.q.device)
-    if impl == "auto" and name == "reference" and compiles(rows.q.device):
-        from longreach.ops.attend.numba import suits
-
-        return "numba" if suits(rows, kv, selection, sink_logit) else name
+    weight = getattr(selection, "log_weight", None)
+    name = IMPLEMENTATIONS.choose(impl, rows.q.device, rows, kv, weight, sink_logit)
     if impl == "auto" and name == "triton":
         return sdpa_for(rows, kv, selection, softcap, sink_logit) or name
     return name

@@ -2,75 +2,152 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from longreach.errors import Unsupported
 from longreach.ops.attend import numba_kernels as kernels
-from longreach.ops.numba_math import flat, in_threads
+from longreach.ops.attend.amend import Entries
+from longreach.ops.numba_inputs import floats, memory_of, reach_of, refuse
+from longreach.ops.numba_inputs import integers as ints
+from longreach.ops.numba_math import in_threads
 from longreach.ops.partial import merge
-from longreach.ops.selection import Bound, Lists, PackedLists, Selection, Spans
-from longreach.ops.types import KVView, Partial, Rows
+from longreach.ops.selection import Bound, Lists, PackedLists, Selection, Span, Spans
+from longreach.ops.types import KVView, Logits, Partial, Rows
 
-ROWS = 8  # of a sequence: a matrix product of all keys serves more of them better
 LEAST = 512  # keys of a piece: fewer are not shared out among threads
 PIECES = 4  # for each thread, where there are enough keys: threads that are done early take another one
+NO_SPANS, NO_LISTS, NO_INDEX = np.zeros((1, 1), np.int64), np.zeros(1, np.int64), np.zeros(1, np.int32)
+NO_WEIGHT, NO_LOGITS = np.zeros(1, np.float32), np.zeros((1, 1, 1, 1), np.float32)
 
 
 def attend(
     rows: Rows, kv: KVView, selection: Selection, *, scale: float, softcap: float | None, sink_logit: Tensor | None
 ) -> Partial:
-    refuse(rows, kv, sink_logit, getattr(selection, "log_weight", None))
+    refuse("attend", rows, kv, sink_logit, getattr(selection, "log_weight", None))
+    return add_sink(_attend(rows, kv, selection, scale, float(softcap or 0.0)), sink_logit)
+
+
+def attend_amend(
+    rows: Rows, kv: KVView, selection: Selection, split: Bound, entries: Entries, read_entry: Tensor,
+    write_entry: Tensor, *,
+    scale: float, softcap: float | None, sink_logit: Tensor | None,
+) -> tuple[Partial, Tensor]:  # fmt: skip
+    refuse("attend_amend", rows, kv, sink_logit, getattr(selection, "log_weight", None), entries)
+    before, after = (_attend(rows, kv, selection, scale, float(softcap or 0.0), part=(split, i)) for i in (0, 1))
+    none, at = read_entry < 0, read_entry.clamp(min=0).long()
+    earlier = Partial(entries.out[at].masked_fill(none[..., None], 0.0), entries.lse[at].masked_fill(none, -torch.inf))
+    before = merge(before, earlier)
+    some = write_entry >= 0
+    places = write_entry[some].long()
+    entries.out[places], entries.lse[places] = before.out[some], before.lse[some]
+    return add_sink(merge(before, after), sink_logit), before.lse
+
+
+def attend_from_logits(
+    rows: Rows, kv: KVView, selection: Selection, kept: Logits, *, sink_logit: Tensor | None
+) -> Partial:
+    refuse("attend_from_logits", rows, kv, sink_logit, getattr(selection, "log_weight", None), kept)
+    return add_sink(_attend(rows, kv, selection, 1.0, 0.0, kept=floats(kept.x)), sink_logit)
+
+
+def _attend(
+    rows: Rows,
+    kv: KVView,
+    selection: Selection,
+    scale: float,
+    softcap: float,
+    *,
+    kept: np.ndarray | None = None,
+    part: tuple[Bound, int] | None = None,
+) -> Partial:
+    """kept: [R, G, N, group], the logits where they are known; else keys are read.
+
+    part: a bound, and 0 for the selected slots before it, 1 for those from it on; None for all of them.
+    """
     count, heads, dim = rows.q.shape
     group = kv.group(rows)
-    alone = _head_axis(selection) > 1 and selection.per == "query"  # query heads of a group choose for themselves
+    if isinstance(selection, Spans) and selection.per == "query" and group > 1:
+        same = _per_group(selection, group, *(part or ())[:1])
+        if same is not None:
+            ends = same[: 2 * len(selection.spans)]
+            selection = Spans(tuple(Span(*pair) for pair in zip(ends[::2], ends[1::2], strict=True)), "kv")
+            part = part if part is None else (same[-1], part[1])
+    alone = _head_axis(selection, part) > 1 and selection.per == "query"  # query heads of a group choose for themselves
     units, width = (heads, 1) if alone else (kv.heads, group)
-    reach = torch.minimum(kv.seq_lens[rows.seq.long()].long(), rows.pos.long() + 1).clamp(min=0)
+    reach = reach_of(rows, kv)
+    low, high = _by_unit(np.zeros((count, 1, 1), np.int64), units), _by_unit(reach[:, None, None], units)
+    if part is not None:
+        cut = _by_unit(np.minimum(_slot(part[0], rows), reach[:, None])[..., None], units)
+        low, high = (cut, high) if part[1] else (low, cut)
     spans = isinstance(selection, Spans)
-    start = stop = torch.zeros(1, 1, dtype=torch.int64)
-    begin = length = torch.zeros(1, dtype=torch.int64)
-    index, weight, block = torch.zeros(1, dtype=torch.int32), torch.zeros(1), 1
-    weighted = False
+    start = stop = NO_SPANS
+    begin, length, index, weight, weighted, block = NO_LISTS, NO_LISTS, NO_INDEX, NO_WEIGHT, False, 1
     if isinstance(selection, Spans):
-        start, stop = (x.expand(-1, units, -1).flatten(0, 1) for x in _slots(selection, rows, reach))
-        most = (stop - start).clamp(min=0).sum(1)
+        start, stop = (_by_unit(x, units) for x in _slots(selection, rows, reach))
+        if part is not None:
+            start, stop = np.maximum(start, low), np.minimum(stop, high)
     elif isinstance(selection, (Lists, PackedLists)):
-        entry = _entry(selection, count, units)
-        begin, length = _places(selection, entry.reshape(-1))
-        index, block = selection.index.to(torch.int32).reshape(-1), selection.block
+        begin, length = _places(selection, count, units)
+        index, block = np.ascontiguousarray(selection.index.numpy(), np.int32).reshape(-1), selection.block
         if selection.log_weight is not None:
-            weight, weighted = selection.log_weight.float().reshape(-1), True
-        most = torch.where(length < 0, reach.repeat_interleave(units), length * block)
+            weight, weighted = floats(selection.log_weight).reshape(-1), True
     else:
         raise Unsupported(f"attend's Numba kernel takes spans and lists, got {type(selection).__name__}")
-    q = (rows.q.float() * scale).view(count * units, width, dim)
-    table = kv.seq_lens.new_zeros(1, 1) if kv.block_table is None else kv.block_table
-    memory = (
-        flat(kv.k), flat(kv.v), kv.k.stride()[:3], kv.v.stride()[:3], table.long().contiguous().numpy(),
-        kv.block_table is not None, kv.page,
-    )  # fmt: skip
-    given = (rows.seq.long().contiguous().numpy(), reach.numpy(), units, group if alone else 1)
-    which = (
-        spans, start.contiguous().numpy(), stop.contiguous().numpy(), index.contiguous().numpy(),
-        weight.contiguous().numpy(), weighted, begin.contiguous().numpy(), length.contiguous().numpy(), block,
-    )  # fmt: skip
-    workers, parts = torch.get_num_threads(), 1
+    q = (rows.q.detach().float() * scale).contiguous().view(count * units, width, dim)
+    given = (ints(rows.seq), low[:, 0], high[:, 0], units, group if alone else 1)
+    which = (spans, start, stop, index, weight, weighted, begin, length, block)
+    workers, most = torch.get_num_threads(), 0
     if workers > 1 and count:
-        parts = max(1, min(-(-PIECES * workers // (count * units)), -(-int(most.max()) // LEAST)))
-    top, total = torch.empty(2, count * units, parts, width).unbind()
-    out = torch.empty(count * units, parts, width, dim)
-    results = (top.numpy(), total.numpy(), out.numpy())
-    in_threads(workers, kernels.attend, q.numpy(), memory, given, which, float(softcap or 0.0), results)
+        if spans:
+            most = int(np.maximum(stop - start, 0).sum(1).max())
+        else:
+            most = int(np.where(length < 0, high[:, 0], length * block).max())
+    parts = count_parts(workers, count * units, most)
+    top, total = np.empty((2, count * units, parts, width), np.float32)
+    results = (top, total, np.empty((count * units, parts, width, dim), np.float32))
+    known = (kept is not None, NO_LOGITS if kept is None else kept)
+    in_threads(workers, kernels.attend, q.numpy(), memory_of(kv), given, which, softcap, known, results)
     lse, whole = torch.empty(count * units, width), torch.empty(count * units, width, dim)
     kernels.merge(*results, lse.numpy(), whole.numpy())
-    result = Partial(whole.view(count, heads, dim), lse.view(count, heads))
+    return Partial(whole.view(count, heads, dim), lse.view(count, heads))
+
+
+def count_parts(workers: int, units: int, most: int) -> int:
+    """Pieces that each of `units` streams of at most `most` keys is read in."""
+    return max(1, min(-(-PIECES * workers // units), -(-most // LEAST))) if workers > 1 and units else 1
+
+
+def add_sink(result: Partial, sink_logit: Tensor | None) -> Partial:
     if sink_logit is None:
         return result
     return merge(result, Partial(torch.zeros_like(result.out), sink_logit.float().expand_as(result.lse)))
 
 
-def _head_axis(selection: Selection) -> int:
-    """Entries of the selection's head axis, after its head map."""
+def _by_unit(x: np.ndarray, units: int) -> np.ndarray:
+    """[R, 1 or heads, S] as [R * units, S]."""
+    rows, _, spans = x.shape
+    return np.ascontiguousarray(np.broadcast_to(x, (rows, units, spans))).reshape(rows * units, spans)
+
+
+def _per_group(spans: Spans, group: int, *bounds: Bound) -> tuple[Bound, ...] | None:
+    """The bounds [R, KV heads or 1] where all query heads of each KV head have the same, so that keys are read once."""
+    found = []
+    for bound in (*(bound for span in spans.spans for bound in span), *bounds):
+        if isinstance(bound.value, Tensor) and bound.value.shape[1] > 1:
+            each = bound.value.unflatten(1, (-1, group))
+            if not bool((each == each[..., :1]).all()):
+                return None
+            bound = Bound(each[..., 0], bound.relative)
+        found.append(bound)
+    return tuple(found)
+
+
+def _head_axis(selection: Selection, part: tuple[Bound, int] | None) -> int:
+    """Entries of the head axis of the selection, after its head map, and of the bound that it is cut at."""
+    if part is not None and isinstance(part[0].value, Tensor) and part[0].value.shape[1] > 1:
+        return part[0].value.shape[1]
     if isinstance(selection, Spans):
         bounds = (bound.value for span in selection.spans for bound in span)
         return max((value.shape[1] for value in bounds if isinstance(value, Tensor)), default=1)
@@ -80,68 +157,39 @@ def _head_axis(selection: Selection) -> int:
     return selection.index.shape[1] if isinstance(selection, Lists) else selection.heads
 
 
-def _slots(selection: Spans, rows: Rows, reach: Tensor) -> tuple[Tensor, Tensor]:
+def _slot(bound: Bound, rows: Rows) -> np.ndarray:
+    """int64 [R, 1 or heads], 0 for what lies before the first slot."""
+    value = ints(bound.value) if isinstance(bound.value, Tensor) else np.full((1, 1), bound.value)
+    at: np.ndarray = np.maximum(value + ints(rows.pos)[:, None] * bound.relative, 0)
+    return at
+
+
+def _slots(selection: Spans, rows: Rows, reach: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """int64 [R, heads, S]: start and stop of spans that do not overlap, cut to what a row reaches."""
-
-    def slot(bound: Bound) -> Tensor:
-        value = bound.value if isinstance(bound.value, Tensor) else torch.full((1, 1), bound.value)
-        return torch.minimum((value.long() + rows.pos.long()[:, None] * bound.relative).clamp(min=0), reach[:, None])
-
-    ends = [slot(bound) for span in selection.spans for bound in span]
+    ends = [np.minimum(_slot(bound, rows), reach[:, None]) for span in selection.spans for bound in span]
     if not ends:
-        return torch.zeros(2, len(rows.pos), 1, 0, dtype=torch.int64).unbind()  # type: ignore[return-value]
-    both = torch.stack(torch.broadcast_tensors(*ends), -1)
+        return (np.zeros((len(reach), 1, 0), np.int64),) * 2
+    both = np.stack(np.broadcast_arrays(*ends), -1)
     start, stop = both[..., 0::2], both[..., 1::2]
     if len(selection.spans) > 1:
-        start, order = start.sort(-1)
-        stop = stop.gather(-1, order).cummax(-1).values
-        start = torch.cat([start[..., :1], torch.maximum(start[..., 1:], stop[..., :-1])], -1)
+        order = np.argsort(start, -1)
+        start = np.take_along_axis(start, order, -1)
+        stop = np.maximum.accumulate(np.take_along_axis(stop, order, -1), -1)
+        start = np.concatenate([start[..., :1], np.maximum(start[..., 1:], stop[..., :-1])], -1)
     return start, stop
 
 
-def _entry(selection: Lists | PackedLists, count: int, units: int) -> Tensor:
-    """int64 [R, units]: the list that each row and head uses, counted list by list and head by head."""
-    of = torch.arange(count) if selection.row_to_list is None else selection.row_to_list.long()
+def _places(selection: Lists | PackedLists, count: int, units: int) -> tuple[np.ndarray, np.ndarray]:
+    """int64 [R * units]: where the list of a row and head begins in `index`, and its length, -1 where it overflowed."""
+    of = np.arange(count) if selection.row_to_list is None else ints(selection.row_to_list)
     heads = selection.index.shape[1] if isinstance(selection, Lists) else selection.heads
-    head = torch.arange(units) if heads > 1 else torch.zeros(units, dtype=torch.int64)
+    head = np.arange(units) if heads > 1 else np.zeros(units, np.int64)
     if selection.head_map is not None:
-        head = selection.head_map.long().expand(units)
-    return of[:, None] * heads + head
-
-
-def _places(selection: Lists | PackedLists, entry: Tensor) -> tuple[Tensor, Tensor]:
-    """int64 like `entry` [n]: where a list begins in `index`, and its length, -1 where it overflowed."""
+        head = np.broadcast_to(ints(selection.head_map), units)
+    entry = (of[:, None] * heads + head).reshape(-1)
     if isinstance(selection, PackedLists):
-        offsets = selection.offsets.long()
+        offsets = ints(selection.offsets)
         return offsets[entry], offsets[entry + 1] - offsets[entry]
     room = selection.index.shape[2]
-    length = selection.count.long().reshape(-1)[entry]
-    return entry * room, length.masked_fill(length > room, -1)
-
-
-def suits(rows: Rows, kv: KVView, selection: Selection, sink_logit: Tensor | None) -> bool:
-    """Whether this is the faster implementation on a CPU, and can compute it."""
-    few = len(rows.pos) <= ROWS * len(kv.seq_lens)
-    weight = getattr(selection, "log_weight", None)
-    return few and fits(rows, kv, sink_logit, weight) is None
-
-
-def fits(rows: Rows, kv: KVView, *tensors: Tensor | None) -> str | None:
-    """Why these rows cannot be computed here; None if they can."""
-    if rows.q.device.type != "cpu":
-        return f"it runs on a CPU, got {rows.q.device}"
-    if rows.q.dtype == torch.float64:
-        return "it computes in fp32; for fp64 use impl='reference'"
-    if kv.slot_pos is not None:
-        return "it takes slots in the order of their positions; compact what was kept, or use impl='reference'"
-    given = (rows.q, kv.k, kv.v, *tensors)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
-        return "it has no backward pass and an input requires a gradient; use impl='reference', or torch.no_grad()"
-    return None
-
-
-def refuse(rows: Rows, kv: KVView, *tensors: Tensor | None) -> None:
-    """Raise Unsupported for what the kernel cannot do and the reference can."""
-    why = fits(rows, kv, *tensors)
-    if why is not None:
-        raise Unsupported(f"attend's Numba kernel: {why}")
+    length = ints(selection.count).reshape(-1)[entry]
+    return entry * room, np.where(length > room, -1, length)

@@ -35,15 +35,15 @@ def _spans(start, stop, first, some, slots):
 
 
 @njit(**INLINE)
-def _entries(index, weight, weighted, begin, block, reach, first, some, slots, added):
-    """Slots first to first + some of a list's that a row reaches, and their log-weights; how many there are."""
+def _entries(index, weight, weighted, begin, block, low, high, first, some, slots, added):
+    """Slots first to first + some of a list's that lie in [low, high), and their log-weights; how many there are."""
     n = 0
     for i in range(first, first + some):
         entry = begin + i // block
         slot = np.int64(index[entry]) * block + i % block
         slots[n] = slot
         added[n] = weight[entry] if weighted else np.float32(0.0)
-        n += 1 if 0 <= slot < reach else 0
+        n += 1 if low <= slot < high else 0
     return n
 
 
@@ -142,16 +142,25 @@ def _soften(s, n, added, weighted, softcap, top, total, out, dim):
 
 
 @njit(**INLINE)
-def _piece(w, q, memory, rows, which, softcap, results):
+def _known(x, slots, n, first, s):
+    """s[h, c] = x[slots[c], first + h]."""
+    for c in range(n):
+        for h in range(s.shape[0]):
+            s[h, c] = x[slots[c], first + h]
+
+
+@njit(**INLINE)
+def _piece(w, q, memory, rows, which, softcap, known, results):
     """Work item w: piece w % parts of what unit w // parts reads."""
     k, v, k_strides, v_strides, table, paged, page = memory
-    seq, reach, share, mine = rows
+    seq, low, high, share, mine = rows
     spans, start, stop, index, weight, weighted, begin, length, block = which
+    given, x = known
     top, total, out = results
     parts, width, dim = out.shape[1:]
     unit, part = w // parts, w % parts
     row, head = unit // share, (unit % share) // mine
-    limit, size = reach[row], LINE // k.itemsize
+    size = LINE // k.itemsize
     lines = (dim + size - 1) // size
     slots, places = np.empty(CHUNK, np.int64), np.empty(CHUNK, np.int64)
     added, s = np.empty(CHUNK, np.float32), np.empty((width, CHUNK), np.float32)
@@ -160,7 +169,7 @@ def _piece(w, q, memory, rows, which, softcap, results):
     m[:] = np.float32(-np.inf)
     z[:] = np.float32(0.0)
     everything = not spans and length[unit] < 0
-    keys = limit
+    keys = max(high[unit] - low[unit], 0)
     if spans:
         keys = np.int64(0)
         for i in range(start.shape[1]):
@@ -168,6 +177,7 @@ def _piece(w, q, memory, rows, which, softcap, results):
     elif not everything:
         keys = length[unit] * block
     at, end = keys * part // parts, keys * (part + 1) // parts
+    first, here = np.int64(-page), seq[row]  # the last slot's page: its first slot, and where it lies
     while at < end:
         some = min(CHUNK, end - at)
         if spans:
@@ -175,34 +185,41 @@ def _piece(w, q, memory, rows, which, softcap, results):
         elif everything:
             n = some
             for i in range(n):
-                slots[i] = at + i
+                slots[i] = low[unit] + at + i
                 added[i] = np.float32(0.0)
         else:
-            n = _entries(index, weight, weighted, begin[unit], block, limit, at, some, slots, added)
+            n = _entries(index, weight, weighted, begin[unit], block, low[unit], high[unit], at, some, slots, added)
         at += some
+        if given:
+            _known(x[row, head], slots, n, unit % share % mine, s)
         for i in range(n):
             place, slot = seq[row], slots[i]
             if paged:
-                place, slot = table[seq[row], slot // page], slot % page
+                if not 0 <= slot - first < page:
+                    first = slot // page * page
+                    here = table[seq[row], slot // page]
+                place, slot = here, slot - first
             slots[i] = place * v_strides[0] + head * v_strides[1] + slot * v_strides[2]
             places[i] = place * k_strides[0] + head * k_strides[1] + slot * k_strides[2]
-        _scores(k, places, n, q[unit], s, dim, size, lines)
+        if not given:
+            _scores(k, places, n, q[unit], s, dim, size, lines)
         _soften(s, n, added, weighted, softcap, m, z, o, dim)
         _add_values(v, slots, n, s, o, dim, size, lines)
 
 
 @njit(**KERNEL)
-def attend(worker, workers, q, memory, rows, which, softcap, results):
+def attend(worker, workers, q, memory, rows, which, softcap, known, results):
     """Every `workers`-th piece, from number `worker` on.
 
     Unit = (row, head of the selection); each is read in pieces, which `merge` puts together.
     q: float32 [units, width, D], scaled. memory: k, v flat; their strides of (page, head, slot) in elements; table
-    [B, pages], paged, page. rows: seq, reach of each; units a row, units a KV head. which: spans; start, stop
-    [units, S] of spans that do not overlap, cut to reach; else index, weight, weighted, begin and length [units] of
-    lists, -1 for everything; block. results, written: top, total [units, parts, width], out [units, parts, width, D].
+    [B, pages], paged, page. rows: seq of each row; low, high of each unit, the slots that may be read; units a row,
+    units a KV head. which: spans; start, stop [units, S] of spans that do not overlap, cut to low and high; else index,
+    weight, weighted, begin and length [units] of lists, -1 for everything; block. known: whether logits are known, and
+    then float32 [R, G, N, group]. results, written: top, total [units, parts, width], out [units, parts, width, D].
     """
     for w in range(worker, q.shape[0] * results[2].shape[1], workers):
-        _piece(w, q, memory, rows, which, softcap, results)
+        _piece(w, q, memory, rows, which, softcap, known, results)
 
 
 @njit(**KERNEL)

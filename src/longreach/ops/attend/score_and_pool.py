@@ -14,6 +14,7 @@ IMPLEMENTATIONS = Implementations(
     {
         "reference": "longreach.ops.attend.score_and_pool_reference:score_and_pool",
         "triton": "longreach.ops.attend.triton_score_and_pool:score_and_pool",
+        "numba": "longreach.ops.attend.numba_two_pass:score_and_pool",
     },
 )
 
@@ -37,7 +38,7 @@ def score_and_pool(
     """
     check_memory(rows, kv)
     check_logits(scale, softcap, rows, sink_logit)
-    compute = IMPLEMENTATIONS.get(impl, rows.q.device)
+    compute = IMPLEMENTATIONS.get(impl, rows.q.device, rows, kv, sink_logit)
     scores: Tensor = compute(rows, kv, scale=scale, softcap=softcap, sink_logit=sink_logit)
     return scores
 

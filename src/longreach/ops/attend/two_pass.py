@@ -17,14 +17,14 @@ from longreach.ops.selection import Selection
 from longreach.ops.types import KVView, Logits, Partial, Rows, ScoringKeys, describe, require
 
 
-def _named(op: str, reference: str) -> Implementations:
-    files = {"reference": reference, "triton": "triton_two_pass"}
+def _named(op: str, reference: str, numba: str) -> Implementations:
+    files = {"reference": reference, "triton": "triton_two_pass", "numba": numba}
     return Implementations(op, {name: f"longreach.ops.attend.{file}:{op}" for name, file in files.items()})
 
 
-WITH_LOGITS_IMPLEMENTATIONS = _named("attend_with_logits", "two_pass_reference")
-SCORE_IMPLEMENTATIONS = _named("score_keys", "two_pass_reference")
-FROM_LOGITS_IMPLEMENTATIONS = _named("attend_from_logits", "reference")
+WITH_LOGITS_IMPLEMENTATIONS = _named("attend_with_logits", "two_pass_reference", "numba_two_pass")
+SCORE_IMPLEMENTATIONS = _named("score_keys", "two_pass_reference", "numba_two_pass")
+FROM_LOGITS_IMPLEMENTATIONS = _named("attend_from_logits", "reference", "numba")
 
 
 def attend_with_logits(
@@ -43,7 +43,7 @@ def attend_with_logits(
     """
     check_memory(rows, kv)
     check_logits(scale, softcap, rows, sink_logit)
-    compute = WITH_LOGITS_IMPLEMENTATIONS.get(impl, rows.q.device)
+    compute = WITH_LOGITS_IMPLEMENTATIONS.get(impl, rows.q.device, rows, kv, sink_logit)
     return compute(rows, kv, scale=scale, softcap=softcap, sink_logit=sink_logit)
 
 
@@ -69,7 +69,7 @@ def score_keys(
     check_logits(scale, softcap, rows, sink_logit)
     if keys is not None:
         check_scoring(keys, kv)
-    compute = SCORE_IMPLEMENTATIONS.get(impl, rows.q.device)
+    compute = SCORE_IMPLEMENTATIONS.get(impl, rows.q.device, rows, kv, sink_logit, keys)
     return compute(rows, kv, scale=scale, softcap=softcap, sink_logit=sink_logit, keys=keys)
 
 
@@ -92,7 +92,8 @@ def attend_from_logits(
     selection.check(rows, kv)
     check_kept(logits, rows, kv)
     check_logits(1.0, None, rows, sink_logit)
-    compute = FROM_LOGITS_IMPLEMENTATIONS.get(impl, rows.q.device)
+    weight = getattr(selection, "log_weight", None)
+    compute = FROM_LOGITS_IMPLEMENTATIONS.get(impl, rows.q.device, rows, kv, weight, logits, sink_logit)
     return compute(rows, kv, selection, logits, sink_logit=sink_logit)
 
 

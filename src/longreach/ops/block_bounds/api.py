@@ -29,7 +29,7 @@ from longreach.ops.types import INTS, KVView, Rows, describe, require
 
 
 def _named(op: str) -> Implementations:
-    files = {name: f"longreach.ops.block_bounds.{name}:{op}" for name in ("reference", "triton")}
+    files = {name: f"longreach.ops.block_bounds.{name}:{op}" for name in ("reference", "triton", "numba")}
     return Implementations(op, files)
 
 
@@ -59,7 +59,7 @@ def bound_blocks(
         require(
             first >= 0 and last < kv.sequences, lambda: f"seq: expected in [0, B={kv.sequences}), got {first} to {last}"
         )
-    BOUNDING.get(impl, kv.k.device)(kv, low, high, seq, block, per, in_slots=False)
+    BOUNDING.get(impl, kv.k.device, kv.k, low, high)(kv, low, high, seq, block, per, in_slots=False)
 
 
 def bound_newest(
@@ -67,7 +67,7 @@ def bound_newest(
 ) -> None:
     """Recompute the bounds of each row's newest block, in place. One kernel on a GPU."""
     slot = _check_rows(rows, kv, low, high, per, slot)
-    BOUNDING.get(impl, kv.k.device)(kv, low, high, rows.seq, slot, per, in_slots=True)
+    BOUNDING.get(impl, kv.k.device, rows, kv.k, low, high)(kv, low, high, rows.seq, slot, per, in_slots=True)
 
 
 def score_blocks(
@@ -83,7 +83,9 @@ def score_blocks(
     their bounds are not read. fp64 for fp64 inputs. One kernel on a GPU.
     """
     slot = _check_rows(rows, kv, low, high, per, slot)
-    scores: Tensor = SCORING.get(impl, kv.k.device)(rows, kv, low, high, per, slot=slot, newest=False)
+    scores: Tensor = SCORING.get(impl, kv.k.device, rows, kv.k, low, high)(
+        rows, kv, low, high, per, slot=slot, newest=False
+    )
     return scores
 
 
@@ -99,8 +101,10 @@ def bound_and_score(
     runs = [run.seq for run in rows.runs or () for _ in range(run.rows)]
     single = rows.runs is not None and len(set(runs)) == len(runs)
     if not single:
-        BOUNDING.get(impl, kv.k.device)(kv, low, high, rows.seq, slot, per, in_slots=True)
-    scores: Tensor = SCORING.get(impl, kv.k.device)(rows, kv, low, high, per, slot=slot, newest=single)
+        BOUNDING.get(impl, kv.k.device, rows, kv.k, low, high)(kv, low, high, rows.seq, slot, per, in_slots=True)
+    scores: Tensor = SCORING.get(impl, kv.k.device, rows, kv.k, low, high)(
+        rows, kv, low, high, per, slot=slot, newest=single
+    )
     return scores
 
 

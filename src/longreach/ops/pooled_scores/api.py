@@ -14,16 +14,22 @@ IMPLEMENTATIONS = Implementations(
     {
         "reference": "longreach.ops.pooled_scores.reference:pooled_scores",
         "triton": "longreach.ops.pooled_scores.triton:pooled_scores",
+        "numba": "longreach.ops.pooled_scores.numba:pooled_scores",
     },
+    numba_needs=Logits,
 )
 
 
-def resolve(impl: str, rows: Rows, *, logits: Logits | None = None) -> str:
+def resolve(
+    impl: str, rows: Rows, *, kv: KVView | None = None, lse: Tensor | None = None, logits: Logits | None = None
+) -> str:
     """The implementation that `pooled_scores` with these arguments uses.
 
-    "auto" is Triton on a GPU for kept logits, and the reference for all else.
+    "auto" for kept logits is Triton on a GPU and Numba on a CPU, and the reference for all else.
     """
-    return IMPLEMENTATIONS.resolve(impl if impl != "auto" or logits is not None else "reference", rows.q.device)
+    if logits is None:
+        return IMPLEMENTATIONS.resolve("reference" if impl == "auto" else impl, rows.q.device)
+    return IMPLEMENTATIONS.choose(impl, rows.q.device, rows, kv, lse, logits)
 
 
 def pooled_scores(
@@ -51,7 +57,7 @@ def pooled_scores(
 
     Returns fp32 [tiles, G, N], N = kv.capacity, 0 where nothing is visible. But without `tile`, what lies past the
     slots that a row reaches (at min(seq_lens, pos + 1) and above; after eviction at seq_lens and above) may be
-    anything: the reference leaves NaN there, so that its use shows. Triton takes kept logits only.
+    anything: the reference leaves NaN there, so that its use shows. Triton and Numba take kept logits only.
     Raises InvalidInput, UnknownName, Unsupported.
     """
     check_memory(rows, kv)
@@ -74,7 +80,7 @@ def pooled_scores(
     if logits is not None:
         check_kept(logits, rows, kv)
         require(lse is not None, "lse: kept logits need the lse that came with them; give both")
-    compute = IMPLEMENTATIONS.get(resolve(impl, rows, logits=logits), rows.q.device)
+    compute = IMPLEMENTATIONS.get(resolve(impl, rows, kv=kv, lse=lse, logits=logits), rows.q.device)
     return compute(rows, kv, scale=scale, softcap=softcap, lse=lse, kept=logits, tile=tile, tiles=tiles)
 
 

@@ -14,7 +14,7 @@ MOST_COLUMNS = 1 << 30
 
 IMPLEMENTATIONS = Implementations(
     "top_k",
-    {"reference": "longreach.ops.top_k.reference:top_k", "triton": "longreach.ops.top_k.triton:top_k"},
+    {name: f"longreach.ops.top_k.{name}:top_k" for name in ("reference", "triton", "numba")},
 )
 
 
@@ -68,7 +68,7 @@ def top_k(
     if length.device.type == "cpu" and length.numel():  # elsewhere reading values would cost a sync
         low, high = int(length.min()), int(length.max())
         require(low >= 0 and high <= columns, lambda: f"length: expected in [0, N={columns}], got {low} to {high}")
-    compute = IMPLEMENTATIONS.get(impl, x.device)
+    compute = IMPLEMENTATIONS.get(impl, x.device, x)
     return compute(x, count, length, first=first, last=last, capacity=capacity)
 
 
