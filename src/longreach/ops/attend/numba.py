@@ -39,11 +39,11 @@ def attend(
         begin, length = _places(selection, entry.reshape(-1))
         index, block = selection.index.to(torch.int32).reshape(-1), selection.block
         if selection.log_weight is not None:
-            weight, weighted = selection.log_weight.float().reshape(-1), True
+            weight, weighted = selection.log_weight.detach().float().reshape(-1), True
         most = torch.where(length < 0, reach.repeat_interleave(units), length * block)
     else:
         raise Unsupported(f"attend's Numba kernel takes spans and lists, got {type(selection).__name__}")
-    q = (rows.q.float() * scale).view(count * units, width, dim)
+    q = (rows.q.detach().float() * scale).reshape(count * units, width, dim).contiguous()
     table = kv.seq_lens.new_zeros(1, 1) if kv.block_table is None else kv.block_table
     memory = (
         flat(kv.k), flat(kv.v), kv.k.stride()[:3], kv.v.stride()[:3], table.long().contiguous().numpy(),
