@@ -26,6 +26,7 @@ OPS = {
     "pooled_scores": "longreach.ops.pooled_scores:POOLED_SCORES",
     "project": "longreach.ops.project:PROJECT",
     "rank_round_robin": "longreach.ops.across_heads:RANK_ROUND_ROBIN",
+    "sample": "longreach.ops.sample:SAMPLE",
     "score_and_pool": "longreach.ops.attend:SCORE_AND_POOL",
     "score_keys": "longreach.ops.attend:SCORE_KEYS",
     "spread_logits": "longreach.ops.across_heads:SPREAD_LOGITS",
