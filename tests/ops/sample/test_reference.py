@@ -56,7 +56,7 @@ def test_any_case(seed: int) -> None:
     assert found.used.tolist() == [[size, size]]
     want = inclusion(scores, size, uniform, power, first, last)
     for head in range(2):
-        index = found.index[0, head, :size].tolist()
+        index = found.columns[0, head, :size].tolist()
         assert index == sorted(set(index)) and all(0 <= i < n for i in index)
         assert {i for i, pi in enumerate(want) if pi > 1 - 1e-9} <= {*index} or size == 0
         got = found.log_weight[0, head, :size].double().neg().exp().tolist()
@@ -76,19 +76,19 @@ def test_frequencies_are_the_probabilities_and_sums_unbiased(power: float, first
     )  # fmt: skip
     assert bool((found.used == count).all())
     seen = torch.zeros(columns, dtype=torch.float64)
-    seen.index_add_(0, found.index.flatten().long(), torch.ones(times * count, dtype=torch.float64))
+    seen.index_add_(0, found.columns.flatten().long(), torch.ones(times * count, dtype=torch.float64))
     pi = torch.tensor(inclusion(x.tolist(), count, 0.05, power, first, last), dtype=torch.float64)
     z = (seen / times - pi) / (pi * (1 - pi) / times).clamp(min=1e-12).sqrt()
     assert bool((seen[pi == 1] == times).all()) and float(z.abs().max()) < 4.5
-    sums = (value[found.index[:, 0].long()] * found.log_weight[:, 0].double().exp()).sum(-1)
+    sums = (value[found.columns[:, 0].long()] * found.log_weight[:, 0].double().exp()).sum(-1)
     assert abs(float(sums.mean() - value.sum())) < 4 * float(sums.std()) / times**0.5
 
 
 def test_a_count_above_the_capacity_is_an_overflow() -> None:
     found = sample(torch.rand(1, 1, 9), torch.tensor([[5]]), torch.tensor([9]), torch.zeros(1, 1), capacity=3)
-    assert found.index.shape == (1, 1, 3) and int(found.used) == 5
+    assert found.columns.shape == (1, 1, 3) and int(found.used) == 5
     none = sample(torch.rand(0, 2, 9), torch.zeros(0, 2).long(), torch.zeros(0).long(), torch.zeros(0, 2), capacity=3)
-    assert none.index.shape == (0, 2, 3)
+    assert none.columns.shape == (0, 2, 3)
     empty = sample(torch.rand(1, 1, 4), torch.tensor([[2]]), torch.tensor([0]), torch.zeros(1, 1), capacity=3)
     assert int(empty.used) == 0
 

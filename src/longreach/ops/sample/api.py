@@ -14,9 +14,9 @@ IMPLEMENTATIONS = Implementations("sample", {"reference": "longreach.ops.sample.
 
 
 class Sampled(NamedTuple):
-    """What `Lists` takes: index int32 [L, heads, C] ascending, used int32 [L, heads], log_weight fp32 [L, heads, C]."""
+    """What `Lists` takes: columns int32 [L, heads, C] ascending, used int32 [L, heads], log_weight fp32 [L, heads, C]."""
 
-    index: Tensor
+    columns: Tensor
     used: Tensor
     log_weight: Tensor
 
