@@ -14,7 +14,7 @@ IMPLEMENTATIONS = Implementations("sample", {"reference": "longreach.ops.sample.
 
 
 class Sampled(NamedTuple):
-    """What `Lists` takes: columns int32 [L, heads, C] ascending, used int32 [L, heads], log_weight fp32 [L, heads, C]."""
+    """What `Lists` takes: columns int32 and log_weight fp32 [L, heads, C], ascending columns; used int32 [L, heads]."""
 
     columns: Tensor
     used: Tensor
