@@ -23,7 +23,8 @@ class SnapKV(Eviction):
     capacity: keys that each KV head keeps, those that stay in any case included: the system prompt and the question of
     a fused prompt, else the last `window` rows. Votes are post-softmax scores summed over rows and the query heads of a
     KV head, then pooled over `kernel` neighbours (odd) among the keys that may leave, so that a kept key's context
-    stays with it: by their maximum, or their mean. A3's code (arXiv 2511.17560) repeats keys for each query head before it evicts; here KV heads choose.
+    stays with it: by their maximum, or their mean. A3's code (arXiv 2511.17560) repeats keys for each query head before
+    it evicts; here KV heads choose.
     """
 
     capacity: int = 1024
