@@ -179,6 +179,7 @@ def weigh(
     tables, found: those of `collide`, with entries that name slots of the view. centre: float [B, G, D], subtracted from
     keys in fp32; it must be the one their codes were computed with.
     floor: in [0, 1); a smaller u counts as this much. It bounds the weights, and biases keys with u below it.
+    On a CPU raises SelectionError for entries that name slots that are not in use.
     """
     check_memory(rows, kv)
     require(isinstance(tables, HashTables), lambda: f"tables: expected HashTables, got {describe(tables)}")
@@ -187,9 +188,17 @@ def weigh(
     _check_group(rows, tables)
     same = tables.heads == kv.heads
     require(same, lambda: f"tables: expected the view's {kv.heads} KV heads, got {tables.heads}")
-    found.lists().check(rows, kv)
-    ok = found.met.dtype == torch.uint8 and found.met.shape == found.index.shape
-    require(ok, lambda: f"found.met: expected uint8 {list(found.index.shape)}, got {describe(found.met)}")
+    heads = kv.heads if found.per == "kv" else rows.q.shape[1]
+    entries = (*rows.q.shape[:1], heads, *found.index.shape[2:])
+    for name, dtype, wanted in (
+        ("index", torch.int32, entries),
+        ("met", torch.uint8, entries),
+        ("count", torch.int32, entries[:2]),
+    ):
+        part = getattr(found, name)
+        ok = part.dtype == dtype and part.shape == wanted and part.device == kv.k.device
+        wants = f"{dtype} {list(wanted)} on {kv.k.device}"
+        require(ok, lambda: f"found.{name}: expected {wants}, as collide gives it, got {describe(part)}")
     shape = (kv.sequences, kv.heads, kv.k.shape[3])
     ok = isinstance(centre, Tensor) and centre.is_floating_point() and centre.shape == shape
     ok = ok and centre.device == kv.k.device

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from longreach.errors import SelectionError
 from longreach.ops.numba_math import flat, in_threads
 from longreach.ops.selection import Per
 from longreach.ops.simhash import numba_kernels as kernels
@@ -94,12 +95,20 @@ def weigh(
         np.array(f.ratios, np.float32), np.array(f.binomials, np.float32), np.float32(max(floor, TINY)),
     )  # fmt: skip
     weight = torch.empty(found.index.shape)
+    seq = rows.seq.long()
+    wrong = np.full(_workers(), -1)
     in_threads(
-        _workers(), kernels.weigh, q.contiguous().numpy(), void.view(count * lists, width).numpy(), memory,
-        rows.seq.long().contiguous().numpy(), (lists, heads // (kv.heads * width)),
+        len(wrong), kernels.weigh, q.contiguous().numpy(), void.view(count * lists, width).numpy(), memory,
+        seq.contiguous().numpy(), kv.seq_lens[seq].long().numpy(), (lists, heads // (kv.heads * width)),
         (found.index.contiguous().numpy(), found.met.contiguous().numpy(), found.count.contiguous().numpy()),
-        law, weight.numpy(),
+        law, weight.numpy(), wrong,
     )  # fmt: skip
+    if (wrong >= 0).any():
+        row = int(wrong.max())
+        raise SelectionError(
+            f"found: expected entries below {int(kv.seq_lens[seq[row]])}, the slots in use of sequence {int(seq[row])} "
+            f"(row {row}), got others; were the keys found in tables of another cache?"
+        )
     return weight
 
 

@@ -30,37 +30,46 @@ def pack(worker, workers, signs, void, bits, codes):
 
 
 @njit(**INLINE)
-def _sort(ids, offsets, code, begin, at, kept, old, cursor):
-    """A segment's ids [entries] and offsets: its old entries with ids below `kept`, and keys from `at` on with `code`."""
+def _sort(ids, offsets, code, begin, at, lost, kept, old, cursor):
+    """Add keys from `at` on with `code` to a segment's ids and offsets, of whose entries those with ids below `kept` stay.
+
+    lost: whether there are others, past a truncation.
+    """
     buckets = cursor.shape[0]
+    if kept == 0:
+        offsets[:] = 0
+    old[: offsets[buckets]] = ids[: offsets[buckets]]
     for b in range(buckets):
-        cursor[b] = 0
-    n = np.int64(offsets[buckets]) if kept > 0 else 0
-    for j in range(n):
-        old[j] = ids[j]
-    for b in range(buckets if kept > 0 else 0):
-        for j in range(np.int64(offsets[b]), np.int64(offsets[b + 1])):
-            cursor[b] += 1 if old[j] < kept else 0
+        cursor[b] = np.int64(offsets[b + 1]) - np.int64(offsets[b])
+    if lost:
+        for b in range(buckets):
+            for i in old[offsets[b] : offsets[b + 1]]:
+                cursor[b] -= 1 if i >= kept else 0
     for i in range(code.shape[0]):
         cursor[code[i]] += 1
-    total = 0
-    first = np.int64(0)  # of the bucket's old entries: their offsets are overwritten as we go
+    total, first = np.int64(0), np.int64(0)  # first: of the bucket's old entries, whose offset is overwritten here
     for b in range(buckets):
-        here = cursor[b]
-        last = np.int64(offsets[b + 1]) if kept > 0 else 0
-        cursor[b] = total
+        last, here = np.int64(offsets[b + 1]), cursor[b]
         offsets[b] = total
-        for j in range(first, last):
-            if old[j] < kept:
-                ids[cursor[b]] = old[j]
-                cursor[b] += 1
+        cursor[b] = total
+        if lost:
+            for i in old[first:last]:
+                if i < kept:
+                    ids[cursor[b]] = i
+                    cursor[b] += 1
+        else:
+            moved, there = old[first:last], ids[total : total + last - first]
+            for j in range(moved.shape[0]):
+                there[j] = moved[j]
+            cursor[b] += last - first
         first = last
         total += here
     offsets[buckets] = total
+    ahead = at - begin
     for i in range(code.shape[0]):
-        b = code[i]
-        ids[cursor[b]] = at - begin + i
-        cursor[b] += 1
+        place = cursor[code[i]]
+        ids[place] = ahead + i
+        cursor[code[i]] = place + np.uint64(1)
 
 
 @njit(**KERNEL)
@@ -72,7 +81,7 @@ def build(worker, workers, ids, id_strides, offsets, offset_strides, geometry, c
     """
     size, buckets = geometry
     entries, heads, tables = codes.shape[:3]
-    old, cursor = np.empty(size, np.uint16), np.empty(buckets, np.int64)
+    old, cursor = np.empty(size, np.uint16), np.empty(buckets, np.uint64)
     for item in range(worker, entries * heads * tables, workers):
         s, g, table = item // (heads * tables), item // tables % heads, item % tables
         place = seq[s] * id_strides[0] + g * id_strides[1] + table * id_strides[2]
@@ -83,9 +92,11 @@ def build(worker, workers, ids, id_strides, offsets, offset_strides, geometry, c
             begin, end = segment * size, min((segment + 1) * size, stop[s])
             kept = at - begin if max(begin, lowest) < at else 0  # nothing is there before the first key
             its = where + segment * offset_strides[3]
+            edges = offsets[its : its + buckets + 1]
+            lost = kept > 0 and np.int64(edges[buckets]) > at - max(begin, lowest)
             _sort(
-                ids[place + begin : place + begin + size], offsets[its : its + buckets + 1],
-                codes[s, g, table, at - start[s] : end - start[s]], begin, at, kept, old, cursor,
+                ids[place + begin : place + begin + size], edges, codes[s, g, table, at - start[s] : end - start[s]],
+                begin, at, lost, kept, old, cursor,
             )  # fmt: skip
             at = end
 
@@ -305,12 +316,14 @@ def _cosines(k, places, n, centre, q, size, lines, squares, s):
 
 
 @njit(**KERNEL)
-def weigh(worker, workers, q, void, memory, seq, shape, found, law, weight):
+def weigh(worker, workers, q, void, memory, seq, reach, shape, found, law, weight, wrong):
     """The log-weight of every sampled key: of each list, every `workers`-th chunk.
 
     q: float32 [R * lists, width, D], of norm 1, or 0 where void [R * lists, width]. memory: k flat, its strides of
-    (page, head, slot); table [B, pages], paged, page; centre float32 [B, G, D]. seq: int64 [R]. shape: lists a row,
-    lists a KV head. found: index, met [R, lists, C], count [R, lists]. law: see `add_inclusion`. weight: float32 [R, lists, C].
+    (page, head, slot); table [B, pages], paged, page; centre float32 [B, G, D]. seq, reach: int64 [R], and the
+    slots in use of the sequence. shape: lists a row, lists a KV head. found: index, met [R, lists, C], count [R, lists].
+    law: see `add_inclusion`. weight, written: float32 [R, lists, C]; wrong, written: int64 [workers], a row that names a
+    slot not in use, else -1.
     """
     k, strides, table, paged, page, centres = memory
     index, met, count = found
@@ -332,6 +345,9 @@ def weigh(worker, workers, q, void, memory, seq, shape, found, law, weight):
             some = min(CHUNK, n - first)
             for c in range(some):
                 slot, place = np.int64(entries[first + c]), b
+                if not 0 <= slot < reach[row]:
+                    wrong[worker] = row
+                    slot = 0
                 if paged:
                     place, slot = table[b, slot // page], slot % page
                 places[c] = place * strides[0] + head * strides[1] + slot * strides[2]

@@ -106,6 +106,7 @@ def _collisions(tables: HashTables, b: int, g: int, code: Tensor, stop: int) -> 
 def weigh(
     rows: Rows, kv: KVView, tables: HashTables, found: Collisions, centre: Tensor, *, floor: float
 ) -> Tensor:
+    found.lists().check_entries(rows, kv)
     heads, group = rows.q.shape[1], kv.group(rows)
     lists, each = (kv.heads, group) if found.per == "kv" else (heads, 1)
     used = (found.count <= found.index.shape[2])[..., None]
