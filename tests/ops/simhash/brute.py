@@ -1,11 +1,10 @@
-"""What simhash promises, written out: codes by dot products, collisions by comparing all codes, u by whole fractions."""
+"""What simhash promises: codes by dot products, collisions by comparing all codes, u in whole fractions."""
 
 from __future__ import annotations
 
 import math
 from fractions import Fraction
 
-import torch
 from torch import Tensor
 
 

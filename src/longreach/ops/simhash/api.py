@@ -1,22 +1,22 @@
 """Sampling keys by locality-sensitive hashing: the front doors of codes, build, collide and weigh.
 
-A decode step of MagicPIG (Chen et al., 2024, arXiv 2410.16179) hashes the queries (`codes`), looks up the keys that fall
-into the same buckets (`collide`), and gives each the log-weight that makes attention over the sample unbiased (`weigh`).
-`build` adds new keys to the tables. Given the same codes, all implementations choose the same keys.
+A decode step of MagicPIG (Chen et al., 2024, arXiv 2410.16179) hashes the queries (`codes`), looks up the keys that
+fall into the same buckets (`collide`), and gives each the log-weight that makes attention over the sample unbiased
+(`weigh`). `build` adds new keys to the tables. Given the same codes, all implementations choose the same keys.
 
 A vector is *void* if its squared norm in fp32 is zero or not finite: zeros, NaN, infinities. Its code is 0 in all
-tables. Two void vectors always collide, so u = 1; a void and another vector have p = 1/2, which is how often they do. So
-void vectors are sampled without bias, and weights are always finite.
+tables. Two void vectors always collide, so u = 1. A void and another vector have p = 1/2, which is how often they do.
+So void vectors are sampled without bias, and weights are always finite.
 
-Nothing waits for the device in kernels, and their launches depend on shapes alone. No gradient flows through any result.
+No gradient flows through any result.
 All raise InvalidInput for shapes, dtypes and devices that do not fit, and UnknownName for an unknown impl.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -44,7 +44,8 @@ COLLIDING = _named("collide")
 WEIGHING = _named("weigh")
 
 
-class Collisions(NamedTuple):
+@dataclass(frozen=True)
+class Collisions:
     """Keys sampled for each row, as `Lists` take them.
 
     index: int32 [R, heads, C], ascending positions; count: int32 [R, heads], entries in use. A count above C is an
@@ -82,7 +83,9 @@ def codes(x: Tensor, projections: Tensor, *, centre: Tensor | None = None, impl:
     dim = x.shape[-1]
     ok = isinstance(projections, Tensor) and projections.dtype == torch.bfloat16 and projections.dim() == 3
     ok = ok and projections.shape[2] == dim and projections.device == x.device
-    require(ok, lambda: f"projections: expected bf16 [tables, bits, D={dim}] on {x.device}, got {describe(projections)}")
+    require(
+        ok, lambda: f"projections: expected bf16 [tables, bits, D={dim}] on {x.device}, got {describe(projections)}"
+    )
     check_law(projections.shape[1], projections.shape[0], 1)
     if centre is not None:
         ok = isinstance(centre, Tensor) and centre.is_floating_point() and centre.device == x.device
@@ -98,10 +101,10 @@ def build(tables: HashTables, codes: Tensor, seq: Tensor, count: Tensor, *, impl
     """Add keys to the tables, in place: key t of entry s gets position max(stop, first) + t of sequence seq[s].
 
     codes: uint16 [S, T, G, tables]; seq: int [S], distinct sequences; count: int [S], the first `count` of the T keys
-    are added. Only segments that receive keys are written, so what is in the tables depends on the keys alone and not on
-    the calls that added them. It raises `tables.stop`.
-    Values are checked on a CPU: InvalidInput for sequences named twice or out of range, counts outside [0, T], keys past
-    the N positions that a sequence can have, and codes of 2^bits or more. On a GPU they must be valid.
+    are added. It raises `tables.stop`. Only segments that receive keys are written. The tables depend on the keys
+    alone, not on the calls that added them.
+    On a CPU values are checked. InvalidInput is raised for sequences named twice or out of range, counts outside
+    [0, T], keys past the N positions of a sequence, and codes of 2^bits or more. On a GPU they must be valid.
     """
     require(isinstance(tables, HashTables), lambda: f"tables: expected HashTables, got {describe(tables)}")
     shape = (tables.heads, tables.tables)
@@ -118,7 +121,8 @@ def build(tables: HashTables, codes: Tensor, seq: Tensor, count: Tensor, *, impl
         require(len(seq.unique()) == len(seq), lambda: f"seq: expected distinct sequences, got {seq.tolist()}")
         low, high, most = int(count.min()), int(count.max()), codes.shape[1]
         require(low >= 0 and high <= most, lambda: f"count: expected in [0, T={most}], got {low} to {high}")
-        end, room = int((tables.stop[seq.long()].clamp(min=tables.first) + count).max()), tables.ids.shape[3]
+        start, room = tables.stop[seq.long()].clamp(min=tables.first), tables.ids.shape[3]
+        end = int(torch.where(count > 0, start + count, 0).max())
         require(end <= room, lambda: f"count: expected keys at positions below N={room}, got some up to {end - 1}")
         _check_codes(codes, tables)
     BUILDING.get(impl, tables.ids.device)(tables, codes, seq, count)
@@ -157,7 +161,8 @@ def collide(
         _check_codes(codes, tables)
     per: Per = "kv" if share == "group" else "query"
     found = COLLIDING.get(impl, rows.q.device)(rows, tables, codes, capacity=capacity, least=least, per=per)
-    return Collisions(*found[:2], per, *found[2:], least)
+    index, count, met, looked_up = found
+    return Collisions(index, count, per, met, looked_up, least)
 
 
 @torch.no_grad()
@@ -173,11 +178,12 @@ def weigh(
 ) -> Tensor:
     """The log-weights of sampled keys: fp32, like found.index; anything at entries that are not in use.
 
-    For a list per query head: -log u, u being `inclusion` of p = 1 - acos(cos(q, k - centre)) / pi. For one per KV head:
-    log(met / sum of its query heads' u); as E[met] is that sum, this is unbiased however the heads' samples correlate.
+    u is `inclusion` of p = 1 - acos(cos(q, k - centre)) / pi. In a list per query head, the log-weight is -log u. In
+    a list per KV head it is log(met / sum of its query heads' u). The mean of met is that sum, so this is unbiased,
+    however the heads' samples correlate.
 
-    tables, found: those of `collide`, with entries that name slots of the view. centre: float [B, G, D], subtracted from
-    keys in fp32; it must be the one their codes were computed with.
+    tables, found: those of `collide`, with entries that name slots of the view. centre: float [B, G, D], subtracted
+    from keys in fp32. It must be the one their codes were computed with.
     floor: in [0, 1); a smaller u counts as this much. It bounds the weights, and biases keys with u below it.
     On a CPU raises SelectionError for entries that name slots that are not in use.
     """
@@ -228,7 +234,10 @@ def _check_codes(codes: Tensor, tables: HashTables) -> None:
         require(fits, lambda: f"codes: expected below 2^bits = {1 << tables.bits}, got larger ones")
 
 
-def _codes_read(rows: object, kv: object, result: Tensor, x: Tensor, projections: Tensor, **given: object) -> tuple:  # type: ignore[type-arg]
+def _codes_reads(
+    rows: Rows, kv: KVView, found: Tensor, x: Tensor, projections: Tensor, **given: object
+) -> tuple[Read, ...]:
+    """The directions, once for all rows."""
     return (Read(other=projections.numel() * projections.element_size()),)
 
 
@@ -237,7 +246,7 @@ def _collide_reads(
 ) -> tuple[Read, ...]:
     """Two offsets for each query head, table and segment, and the ids of the buckets."""
     stop = tables.stop[rows.seq.long()]
-    segments = torch.where(stop > tables.first, -(-stop // tables.size), 0)
+    segments = torch.where(stop > tables.first, -(-stop // tables.size) - tables.first // tables.size, 0)
     look_ups = segments.long() * (rows.q.shape[1] * tables.tables * 2 * tables.offsets.element_size())
     return (Read(other=look_ups + 2 * found.looked_up.sum(1)),)
 
@@ -252,6 +261,6 @@ def _weigh_reads(
     return Read.of(kv, selection, values=False), Read(other=len(rows.pos) * one)
 
 
-CODES = Op(codes, CODING, (), _codes_read)
+CODES = Op(codes, CODING, (), _codes_reads)
 COLLIDE = Op(collide, COLLIDING, ("rows",), _collide_reads)
 WEIGH = Op(weigh, WEIGHING, reads=_weigh_reads)

@@ -72,9 +72,7 @@ def collide(
     return joined, used.sum(2, dtype=torch.int32), times, looked_up.sum(2, dtype=torch.int32)
 
 
-def weigh(
-    rows: Rows, kv: KVView, tables: HashTables, found: Collisions, centre: Tensor, *, floor: float
-) -> Tensor:
+def weigh(rows: Rows, kv: KVView, tables: HashTables, found: Collisions, centre: Tensor, *, floor: float) -> Tensor:
     count, heads, dim = rows.q.shape
     group = kv.group(rows)
     width = group if found.per == "kv" else 1
@@ -89,11 +87,6 @@ def weigh(
         flat(k), k.stride()[:3], table.long().contiguous().numpy(), kv.block_table is not None, kv.page,
         centre.float().contiguous().numpy(),
     )  # fmt: skip
-    f = form(tables.tables, found.least)
-    law = (
-        tables.bits, tables.tables, found.least, np.float32(f.split), np.float32(f.scale),
-        np.array(f.ratios, np.float32), np.array(f.binomials, np.float32), np.float32(max(floor, TINY)),
-    )  # fmt: skip
     weight = torch.empty(found.index.shape)
     seq = rows.seq.long()
     wrong = np.full(_workers(), -1)
@@ -101,7 +94,7 @@ def weigh(
         len(wrong), kernels.weigh, q.contiguous().numpy(), void.view(count * lists, width).numpy(), memory,
         seq.contiguous().numpy(), kv.seq_lens[seq].long().numpy(), (lists, heads // (kv.heads * width)),
         (found.index.contiguous().numpy(), found.met.contiguous().numpy(), found.count.contiguous().numpy()),
-        law, weight.numpy(), wrong,
+        law(tables.bits, tables.tables, found.least, floor), weight.numpy(), wrong,
     )  # fmt: skip
     if (wrong >= 0).any():
         row = int(wrong.max())
@@ -110,6 +103,15 @@ def weigh(
             f"(row {row}), got others; were the keys found in tables of another cache?"
         )
     return weight
+
+
+def law(bits: int, tables: int, least: int, floor: float) -> tuple[object, ...]:
+    """The constants of u, as the kernels take them."""
+    f = form(tables, least)
+    return (
+        bits, tables, least, np.float32(f.split), np.float32(f.scale), np.array(f.ratios, np.float32),
+        np.array(f.binomials, np.float32), np.float32(max(floor, TINY)),
+    )  # fmt: skip
 
 
 def _memory(tables: HashTables) -> tuple[object, ...]:

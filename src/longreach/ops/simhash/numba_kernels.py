@@ -31,14 +31,16 @@ def pack(worker, workers, signs, void, bits, codes):
 
 @njit(**INLINE)
 def _sort(ids, offsets, code, begin, at, lost, kept, old, cursor):
-    """Add keys from `at` on with `code` to a segment's ids and offsets, of whose entries those with ids below `kept` stay.
+    """Add keys from `at` on with `code` to a segment's ids and offsets. Entries with ids below `kept` stay.
 
     lost: whether there are others, past a truncation.
     """
     buckets = cursor.shape[0]
     if kept == 0:
-        offsets[:] = 0
-    old[: offsets[buckets]] = ids[: offsets[buckets]]
+        for b in range(buckets + 1):
+            offsets[b] = 0
+    for j in range(offsets[buckets]):
+        old[j] = ids[j]
     for b in range(buckets):
         cursor[b] = np.int64(offsets[b + 1]) - np.int64(offsets[b])
     if lost:
@@ -150,10 +152,10 @@ def collide(
 
     A piece is a list, or if results have as many parts as there are segments, one segment of a list.
     ids, offsets, geometry: as in `build`. codes: uint16 [R, H, tables]. seq, stop: int64 [R]. shape: KV heads, query
-    heads of each, segments, HashTables.first. results, written: index int32, met uint8 [R, lists, parts, room], used and
-    looked_up int32 [R, lists, parts].
+    heads of each, segments, HashTables.first. results, written: index int32, met uint8 [R, lists, parts, room], used
+    and looked_up int32 [R, lists, parts].
     """
-    size, buckets = geometry
+    size = geometry[0]
     heads, group, segments, lowest = shape
     index, met, used, looked_up = results
     rows, lists, parts = index.shape[:3]
@@ -166,15 +168,16 @@ def collide(
         n, read = 0, 0
         for segment in range(part if parts > 1 else 0, part + 1 if parts > 1 else segments):
             begin = segment * size
-            if stop[r] <= max(begin, lowest):
-                break
+            if begin + size <= lowest or stop[r] <= max(begin, lowest):
+                continue
             place = seq[r] * id_strides[0] + g * id_strides[1] + begin
             where = seq[r] * offset_strides[0] + g * offset_strides[1] + segment * offset_strides[3]
             for h in range(li * width, (li + 1) * width):
                 read += _count(
                     ids[place:], id_strides[2], offsets[where:], offset_strides[2], codes[r, h], least, times, hits
                 )  # fmt: skip
-                times[:] = 0
+                for i in range(size):
+                    times[i] = 0
             n = _list(hits, words, min(stop[r] - begin, size), begin, index[r, li, part], met[r, li, part], n)
         used[r, li, part] = n
         looked_up[r, li, part] = read
@@ -281,6 +284,13 @@ def add_inclusion(p, n, law, x, y, z, total):
         total[c] += max(small if x[c] < split else large, floor)
 
 
+@njit(**KERNEL)
+def total_inclusion(p, law, total):
+    """`add_inclusion` as Python calls it; p is overwritten."""
+    x, y, z = np.empty(len(p), np.float32), np.empty(len(p), np.float32), np.empty(len(p), np.float32)
+    add_inclusion(p, len(p), law, x, y, z, total)
+
+
 @njit(**INLINE, fastmath=KERNEL["fastmath"])
 def _cosines(k, places, n, centre, q, size, lines, squares, s):
     """s[h, c] = q[h] . (k at places[c] - centre), and squares[c] of that key; four heads at a time."""
@@ -320,10 +330,10 @@ def weigh(worker, workers, q, void, memory, seq, reach, shape, found, law, weigh
     """The log-weight of every sampled key: of each list, every `workers`-th chunk.
 
     q: float32 [R * lists, width, D], of norm 1, or 0 where void [R * lists, width]. memory: k flat, its strides of
-    (page, head, slot); table [B, pages], paged, page; centre float32 [B, G, D]. seq, reach: int64 [R], and the
-    slots in use of the sequence. shape: lists a row, lists a KV head. found: index, met [R, lists, C], count [R, lists].
-    law: see `add_inclusion`. weight, written: float32 [R, lists, C]; wrong, written: int64 [workers], a row that names a
-    slot not in use, else -1.
+    (page, head, slot); table [B, pages], paged, page; centre float32 [B, G, D]. seq, reach: int64 [R], the sequences
+    and their slots in use. shape: lists a row, lists a KV head. found: index, met [R, lists, C], count [R, lists].
+    law: see `add_inclusion`. weight, written: float32 [R, lists, C]; wrong, written: int64 [workers], a row that names
+    a slot not in use, else -1.
     """
     k, strides, table, paged, page, centres = memory
     index, met, count = found

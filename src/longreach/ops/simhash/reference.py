@@ -91,8 +91,9 @@ def collide(
 
 def _collisions(tables: HashTables, b: int, g: int, code: Tensor, stop: int) -> tuple[Tensor, int]:
     """In how many tables each position below `stop` shares the bucket of a query: int64 [stop]; and the ids read."""
-    found, read = [torch.zeros(0, dtype=torch.int64, device=code.device)], 0
-    for begin in range(0, stop if stop > tables.first else 0, tables.size):
+    lowest = tables.first // tables.size * tables.size
+    found, read = [torch.zeros(min(lowest, max(stop, 0)), dtype=torch.int64, device=code.device)], 0
+    for begin in range(lowest, stop if stop > tables.first else 0, tables.size):
         offsets = tables.offsets[b, g, :, begin // tables.size].long()
         begins, ends = (offsets.gather(1, code[:, None] + i)[:, 0].tolist() for i in (0, 1))
         ids = tables.ids[b, g, :, begin:]
@@ -103,9 +104,7 @@ def _collisions(tables: HashTables, b: int, g: int, code: Tensor, stop: int) -> 
     return torch.nn.functional.pad(times, (0, max(stop, 0) - len(times))), read
 
 
-def weigh(
-    rows: Rows, kv: KVView, tables: HashTables, found: Collisions, centre: Tensor, *, floor: float
-) -> Tensor:
+def weigh(rows: Rows, kv: KVView, tables: HashTables, found: Collisions, centre: Tensor, *, floor: float) -> Tensor:
     found.lists().check_entries(rows, kv)
     heads, group = rows.q.shape[1], kv.group(rows)
     lists, each = (kv.heads, group) if found.per == "kv" else (heads, 1)

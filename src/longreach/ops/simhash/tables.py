@@ -33,15 +33,15 @@ def projections(dim: int, bits: int, tables: int, seed: int) -> Tensor:
 class HashTables:
     """Hash tables of B sequences, in memory given by the caller: for each bucket the keys whose code it is.
 
-    Positions are cut into segments of `size`: segment s holds positions [s size, (s + 1) size). In each segment, KV head
-    and table, bucket c holds entries ids[offsets[c] : offsets[c + 1]] of the segment's columns.
+    Positions are cut into segments: segment s holds positions [s size, (s + 1) size). In each segment, KV head and
+    table, bucket c holds entries ids[offsets[c] : offsets[c + 1]] of the segment's columns.
 
     ids: uint16 [B, G, tables, N], position - s size of each key, ascending within a bucket. N: positions a sequence can
         have; segment s has columns [s size, (s + 1) size).
     offsets: [B, G, tables, ceil(N / size), 2^bits + 1], uint16, or int32 if size is 65,536.
     stop: int32 [B]. Positions [first, stop) are in the tables. `build` raises it. The owner may lower it: keys at
-        and past it are then never returned, and the next `build` continues there. `stop <= first` is empty, whatever ids
-        and offsets hold.
+        and past it are then never returned, and the next `build` continues there. With stop <= first a sequence has no
+        keys, whatever ids and offsets hold.
     first: positions below it are never in the tables (sink tokens).
     ids and offsets may be strided views whose last dimension is contiguous, such as one layer of a larger tensor.
     torch cannot index_put uint16: view it as int16 to move slots.
