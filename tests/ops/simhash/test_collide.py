@@ -67,7 +67,7 @@ def test_any_case(impl: str, share: Any, seed: int, workers: None) -> None:
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("share", ["own", "group"])
-@pytest.mark.parametrize("number", [255, 256, 257, 300])
+@pytest.mark.parametrize("number", [223, 224, 257, 300, 1024])
 def test_a_key_in_every_table(impl: str, share: Any, number: int) -> None:
     """A query equal to a key meets it once, however many tables hold it: more than a byte counts."""
     drawn = projections(8, 6, number, 0)

@@ -13,6 +13,7 @@ from longreach.ops.numba_math import INLINE, KERNEL, bits_of, exp, float_of, pre
 CHUNK = 128  # keys that are weighed at a time
 AHEAD = 12  # keys that are prefetched before they are read
 TABLES_AHEAD = 6  # tables whose buckets are prefetched before they are read; offsets twice as far
+COUNTED = 224  # tables after which counts are cut to `least`: bytes hold the next ones too
 LINE = 64  # bytes
 
 
@@ -105,7 +106,7 @@ def build(worker, workers, ids, id_strides, offsets, offset_strides, geometry, c
 
 @njit(**INLINE)
 def _count(ids, id_stride, offsets, offset_stride, codes, least, times, hits):
-    """Tables that hold each key of a segment, up to `least`, and one hit more for those that reach it; the ids read."""
+    """Count the tables that hold each key of a segment, and a hit for keys that reach `least`. Returns the ids read."""
     tables = codes.shape[0]
     looked_up = 0
     for table in range(tables):
@@ -122,8 +123,11 @@ def _count(ids, id_stride, offsets, offset_stride, codes, least, times, hits):
         for j in range(bucket.shape[0]):
             i = bucket[j]
             n = times[i]
-            times[i] = n + np.uint8(1 if n < least else 0)  # a byte must hold it, however many tables there are
+            times[i] = n + np.uint8(1)
             hits[i] += np.uint8(1 if n + 1 == least else 0)
+        if table % COUNTED == COUNTED - 1:
+            for i in range(times.shape[0]):
+                times[i] = min(times[i], np.uint8(least))
     return looked_up
 
 
