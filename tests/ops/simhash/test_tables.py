@@ -106,6 +106,26 @@ def test_only_named_sequences_are_written(impl: str) -> None:
     held_to(tables, torch.stack([codes[i].view(torch.int16) for i in (0, 1, 0, 0)]).view(torch.uint16))
 
 
+@pytest.mark.parametrize("done", [0, 1])
+def test_an_interrupted_build(done: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C once one of two threads has done its tables: the next build finds what was there before."""
+    numba: Any = pytest.importorskip("longreach.ops.simhash.numba")
+    tables, codes, others = empty(2, 80, 3, 16, 4), random_codes(2, 80, 3), random_codes(2, 80, 3, seed=1)
+    both, count = torch.arange(2), torch.tensor([30, 25])
+    build(tables, codes[:, 4:34], both, count, impl="numba")
+
+    def interrupted(workers: int, kernel: Any, *args: Any) -> None:
+        kernel(done, 2, *args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(numba, "in_threads", interrupted)
+        build(tables, cut(others, 4 + count, count), both, count, impl="numba")
+    assert tables.stop.tolist() == [34, 29]
+    build(tables, cut(codes, 4 + count, count), both, count, impl="numba")
+    held_to(tables, codes)
+
+
 @pytest.mark.parametrize("impl", IMPLS)
 def test_nothing_to_add(impl: str) -> None:
     tables = HashTables.empty(2, 2, 8, bits=3, tables=5)

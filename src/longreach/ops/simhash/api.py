@@ -102,7 +102,8 @@ def build(tables: HashTables, codes: Tensor, seq: Tensor, count: Tensor, *, impl
 
     codes: uint16 [S, T, G, tables]; seq: int [S], distinct sequences; count: int [S], the first `count` of the T keys
     are added. It raises `tables.stop`. Only segments that receive keys are written. The tables depend on the keys
-    alone, not on the calls that added them.
+    alone, not on the calls that added them. Where the Numba kernels are interrupted or fail, `stop` and the keys below
+    it are what they were.
     On a CPU values are checked. InvalidInput is raised for sequences named twice or out of range, counts outside
     [0, T], keys past the N positions of a sequence, and codes of 2^bits or more. On a GPU they must be valid.
     """
@@ -228,10 +229,11 @@ def _check_sequences(name: str, seq: Tensor, tables: HashTables) -> None:
 
 def _check_codes(codes: Tensor, tables: HashTables) -> None:
     if tables.bits < 16 and codes.numel():
-        high = int((codes if codes.is_contiguous() else codes.contiguous()).view(torch.int16).max())
-        low = int((codes if codes.is_contiguous() else codes.contiguous()).view(torch.int16).min())
-        fits = low >= 0 and high < 1 << tables.bits
-        require(fits, lambda: f"codes: expected below 2^bits = {1 << tables.bits}, got larger ones")
+        low, high = codes.contiguous().view(torch.int16).aminmax()  # those of 2^15 and more are negative there
+        require(
+            int(low) >= 0 and int(high) < 1 << tables.bits,
+            lambda: f"codes: expected below 2^bits = {1 << tables.bits}, got larger ones",
+        )
 
 
 def _codes_reads(
