@@ -1,5 +1,6 @@
 """Pure functions over tensors. README.md in this folder fixes letters, layouts and tolerances."""
 
+from longreach.ops import simhash
 from longreach.ops.attend import (
     attend,
     attend_from_logits,
@@ -49,6 +50,7 @@ __all__ = [
     "sample",
     "score_keys",
     "shift",
+    "simhash",
     "top_k",
     "uniforms",
     "unrotate",
