@@ -123,4 +123,3 @@ def test_dependence_is_computed_on_the_way_and_told(
     for said, computed in zip(found, (4, 0), strict=True):
         assert sum(d["stored"] for d in said["documents"]) == 4
         assert sum(d["dependence_computed"] for d in said["documents"]) == computed
-        assert said["answers"][0]["lost_chunks"] == 0

@@ -124,7 +124,7 @@ def _answer(question: str, text: str, account: Account) -> dict[str, Any]:
     answer = account.answer
     return {
         "question": question, "answer": text, "tokens": len(answer.tokens), "stopped": answer.stopped,
-        "prompt": asdict(account.fusion), "lost_chunks": account.lost, "read_seconds": account.read_seconds,
+        "prompt": asdict(account.fusion), "read_seconds": account.read_seconds,
         "first_token_seconds": account.first_token_seconds, "seconds_per_token": answer.seconds_per_token,
         "setup_seconds": answer.setup_seconds,
     }  # fmt: skip

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, TypeVar
-
-from torch import Tensor
+from typing import Any
 
 from longreach.adapters.transformers.answer_text import pieces
 from longreach.adapters.transformers.attach import Session
@@ -22,24 +20,20 @@ from longreach.adapters.transformers.precompute import Precompute
 from longreach.adapters.transformers.prompt_reader import CHUNK, Advance, Answer, BatchReader, Reader
 from longreach.adapters.transformers.prompt_tokens import check_length, document_head, encode, stop_strings, stop_tokens
 from longreach.adapters.transformers.ranks import together
-from longreach.errors import ChunkLost, InvalidInput, StoreError
+from longreach.errors import InvalidInput, StoreError
 from longreach.store import Chunk, ChunkPool, ChunkStore
-
-Read = TypeVar("Read")
 
 
 @dataclass(frozen=True)
 class Account:
     """What an answer took. fusion: what became of the prompt's tokens. first_token_seconds: from the question on;
-    read_seconds: of them, until the prompt was in the cache. answer: tokens and times of decoding. lost: chunks that
-    could not be loaded and were fetched or computed again; each time the prompt's pass began anew.
+    read_seconds: of them, until the prompt was in the cache. answer: tokens and times of decoding.
     """
 
     fusion: FusionReport
     read_seconds: float
     first_token_seconds: float
     answer: Answer
-    lost: int = 0
 
 
 @dataclass(frozen=True)
@@ -100,7 +94,6 @@ class Documents:
         self._reader = Reader(session, prefill_chunk, graph=graph)
         self._batches: tuple[int, BatchReader] | None = None  # for so many questions
         self._documents: list[list[tuple[int, ...]]] = []  # tokens of each chunk of each
-        self._places: list[ChunkPlace] = []  # of all chunks
         self.chunks: list[list[Chunk]] = []  # of each document
         self.origins: list[ChunkOrigin] = []
         self.account: Account | None = None  # of the last answer of `ask`
@@ -124,7 +117,7 @@ class Documents:
             if not isinstance(text, str) or not text.strip():
                 raise InvalidInput(f"document {len(self.chunks) + number} is empty or no text; leave it out")
         documents = [*self._documents, *([p.tokens for p in self._splitter.split(t).chunks] for t in texts)]
-        new = places(documents, self._between)[len(self._places) :]
+        new = places(documents, self._between)[len(self.origins) :]
         for place in new:
             self._work.check(place.tokens, place.before if exact else ())
         found, origins = [list[Chunk]() for _ in texts], list[ChunkOrigin]()
@@ -132,7 +125,7 @@ class Documents:
             got = self._chunk(place, exact, progress)
             found[place.document - len(self.chunks)].append(got.chunk)
             origins.append(self._origin(place, got))
-        self._documents, self._places = documents, [*self._places, *new]
+        self._documents = documents
         self.chunks, self.origins = [*self.chunks, *found], [*self.origins, *origins]
 
     def _chunk(self, place: ChunkPlace, exact: bool, progress: Advance = lambda done: None) -> ChunkResult:
@@ -168,9 +161,7 @@ class Documents:
     def ask(self, question: str, max_new_tokens: int = 128) -> Iterator[str]:
         """The answer, piece by piece; afterwards `account` says what it took.
 
-        Every question begins with an empty cache, so that eviction for one does not touch the next. A chunk that cannot
-        be loaded is fetched or computed again, and the pass begun anew; `origins` and `account` then say so; not under
-        tensor parallelism, where it is an error. Raises
+        Every question begins with an empty cache, so that eviction for one does not touch the next. Raises
         InvalidInput (also where prompt and answer exceed the model's context, and for a model in training mode),
         Unsupported (weights changed since the chunks were computed), and as `fusing.read`.
         """
@@ -179,7 +170,7 @@ class Documents:
             prompt = self.prompt(question)
             check_length(self.session.model, len(prompt.ids), max_new_tokens)
         self.account = None
-        return self._answer(prompt, question, max_new_tokens)
+        return self._answer(prompt, max_new_tokens)
 
     def ask_all(self, questions: Sequence[str], max_new_tokens: int = 128) -> list[str]:
         """The answers to several questions, read and decoded as one batch; `accounts` then says what each took.
@@ -201,9 +192,7 @@ class Documents:
             if self._batches is None or self._batches[0] != len(prompts):  # memory of another batch size is given back
                 self._batches = len(prompts), BatchReader(self.session, self._reader.chunk, graph=self._reader.graph)
             started, reader = now(model), self._batches[1]
-            (logits, reports), lost = self._retried(
-                lambda prompts: reader.read_fused_batch(prompts, then=max_new_tokens - 1), prompts, questions
-            )
+            logits, reports = reader.read_fused_batch(prompts, then=max_new_tokens - 1)
         read_seconds = now(model) - started
         batch = reader.answer(logits, max_new_tokens, stop_tokens(model, self.tokenizer))
         first = now(model) - started - batch.setup_seconds - batch.decode_seconds
@@ -212,44 +201,15 @@ class Documents:
             answer = Answer([], False, first, batch.setup_seconds, batch.decode_seconds, batch.steps)
             noted = _noted(tokens, stopped, answer)
             texts.append("".join(pieces(noted, self.tokenizer, stop_strings(model))))
-            self.accounts.append(Account(report, read_seconds, first, answer, lost))
+            self.accounts.append(Account(report, read_seconds, first, answer))
         return texts
 
-    def _retried(
-        self, read: Callable[[list[FusedPrompt]], Read], prompts: list[FusedPrompt], questions: Sequence[str]
-    ) -> tuple[Read, int]:
-        """What `read` makes of prompts, and how many chunks were lost on the way and brought back."""
-        lost = set[int]()
-        while True:
-            try:
-                return read(prompts), len(lost)
-            except ChunkLost as error:
-                # one brought back is in memory; other ranks may wait in the middle of the pass
-                if error.chunk in lost or self._work.ranks is not None:
-                    raise
-                lost.add(error.chunk)
-                self._bring_back(error.chunk)
-                prompts = [self.prompt(question) for question in questions]
-
-    def _bring_back(self, number: int) -> None:
-        """Fetch a chunk again, or compute it, as it was: behind the head alone or behind everything before it."""
-        place = self._places[number]
-        chunks = self.chunks[place.document]
-        piece = number - sum(len(others) for others in self.chunks[: place.document])
-        got = self._chunk(place, exact=len(chunks[piece].prefix) > len(self.head))
-        chunks[piece] = got.chunk
-        self.origins[number] = self._origin(place, got)
-
-    def _answer(self, prompt: FusedPrompt, question: str, max_new_tokens: int) -> Iterator[str]:
+    def _answer(self, prompt: FusedPrompt, max_new_tokens: int) -> Iterator[str]:
         reader, answer, model = self._reader, Answer(), self.session.model
-
-        def read_one(prompts: list[FusedPrompt]) -> tuple[Tensor, FusionReport]:
-            reader.cache.empty()
-            return read(self.session, reader.cache, prompts[0], then=max_new_tokens - 1)
-
         started = now(model)
         with together(self._work.ranks):
-            (logits, report), lost = self._retried(read_one, [prompt], [question])
+            reader.cache.empty()
+            logits, report = read(self.session, reader.cache, prompt, then=max_new_tokens - 1)
         read_seconds = now(model) - started
         stop, first = stop_tokens(model, self.tokenizer), 0.0
 
@@ -266,7 +226,7 @@ class Documents:
         with closing(reader.decode(logits, max_new_tokens, answer, stop)) as tokens:
             yield from pieces(until_stop(tokens), self.tokenizer, stop_strings(model))
         answer.first_token_seconds = first
-        self.account = Account(report, read_seconds, first, answer, lost)
+        self.account = Account(report, read_seconds, first, answer)
 
 
 def _noted(tokens: Sequence[int], stopped: bool, answer: Answer) -> Iterator[int]:
