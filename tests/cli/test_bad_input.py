@@ -81,6 +81,13 @@ def test_documents(
 
 
 @pytest.mark.parametrize("verb", ["run", "compare"])
+@pytest.mark.parametrize("given", ["--document", "--documents"])
+def test_a_question_that_is_no_utf8(longreach: Any, tiny: Path, document: Path, given: str, verb: str) -> None:
+    result = longreach(verb, "--model", tiny, given, document, "--question", "\udcff what")
+    refused(result, "question", "bytes that are no UTF-8")
+
+
+@pytest.mark.parametrize("verb", ["run", "compare"])
 def test_a_document_longer_than_the_context(longreach: Any, tiny: Path, tmp_path: Path, verb: str) -> None:
     path = tmp_path / "long.txt"
     path.write_text("word " * 1000)

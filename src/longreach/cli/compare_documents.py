@@ -53,6 +53,7 @@ def compare_documents(args: argparse.Namespace) -> int:
                 session, tokenizer, system=system, store=store, chunk_tokens=args.chunk_tokens or CHUNK_TOKENS,
                 prefill_chunk=args.prefill_chunk_size,
             )  # fmt: skip
+            documents.question_tokens(args.question)  # refused before documents are read
             with progress("reading documents", documents.count(texts)) as advance:
                 documents.read(texts, advance)
             prompt = documents.prompt(args.question)

@@ -50,6 +50,8 @@ def run_documents(args: argparse.Namespace, options: dict[str, dict[str, Any]]) 
                 session, tokenizer, system=system, store=store, chunk_tokens=args.chunk_tokens,
                 prefill_chunk=args.prefill_chunk_size, known=known, graph=args.graph,
             )  # fmt: skip
+        for question in args.question:
+            documents.question_tokens(question)  # refused before documents are read
         left_out = unapplied(model, sampled=False, applied=("stop_strings",))
         tell_unapplied(left_out)
         started = time.perf_counter()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ from longreach.adapters.transformers.precompute import Precompute
 from longreach.adapters.transformers.prompt_reader import CHUNK, Advance, Answer, BatchReader, Reader
 from longreach.adapters.transformers.prompt_tokens import check_length, document_head, encode, stop_strings, stop_tokens
 from longreach.adapters.transformers.ranks import together
-from longreach.errors import InvalidInput, StoreError
+from longreach.errors import ConcurrentUse, InvalidInput, StoreError
 from longreach.store import Chunk, ChunkPool, ChunkStore
 
 
@@ -93,6 +94,7 @@ class Documents:
         self._between = encode(tokenizer, BETWEEN, special=False)
         self._reader = Reader(session, prefill_chunk, graph=graph)
         self._batches: tuple[int, BatchReader] | None = None  # for so many questions
+        self._answering = threading.Lock()  # held while the cache belongs to an answer
         self._documents: list[list[tuple[int, ...]]] = []  # tokens of each chunk of each
         self.chunks: list[list[Chunk]] = []  # of each document
         self.origins: list[ChunkOrigin] = []
@@ -148,28 +150,34 @@ class Documents:
         return tokens if self._meter is None else 2 * tokens
 
     def prompt(self, question: str) -> FusedPrompt:
-        """The prompt of a question about all documents. Raises InvalidInput for none of either."""
-        if not isinstance(question, str) or not question.strip():
-            raise InvalidInput("the question is empty; ask something")
+        """The prompt of a question about all documents. Raises InvalidInput for no documents; as question_tokens."""
         if not self.chunks:
             raise InvalidInput("no documents were read; call read first")
         parts: list[Any] = [self.head]
         for number, chunks in enumerate(self.chunks):
             parts += [*([self._between] if number else []), *chunks]
-        return FusedPrompt.of([*parts, encode(self.tokenizer, BETWEEN + self._frame.tail(question), special=False)])
+        return FusedPrompt.of([*parts, self.question_tokens(question)])
+
+    def question_tokens(self, question: str) -> list[int]:
+        """The tokens behind the documents: the question, and the rest of the chat template. Raises InvalidInput."""
+        if not isinstance(question, str) or not question.strip():
+            raise InvalidInput("the question is empty; ask something")
+        if any("\ud800" <= c <= "\udfff" for c in question):
+            raise InvalidInput("the question must be text; this one holds bytes that are no UTF-8")
+        return encode(self.tokenizer, BETWEEN + self._frame.tail(question), special=False)
 
     def ask(self, question: str, max_new_tokens: int = 128) -> Iterator[str]:
         """The answer, piece by piece; afterwards `account` says what it took.
 
         Every question begins with an empty cache, so that eviction for one does not touch the next. Raises
-        InvalidInput (also where prompt and answer exceed the model's context, and for a model in training mode),
-        Unsupported (weights changed since the chunks were computed), and as `fusing.read`.
+        ConcurrentUse (another answer is in progress; it goes on), InvalidInput (also where prompt and answer exceed the
+        model's context, and for a model in training mode), Unsupported (weights changed since the chunks were
+        computed), and as `fusing.read`.
         """
         with together(self._work.ranks):
             self._work.require_model()
             prompt = self.prompt(question)
             check_length(self.session.model, len(prompt.ids), max_new_tokens)
-        self.account = None
         return self._answer(prompt, max_new_tokens)
 
     def ask_all(self, questions: Sequence[str], max_new_tokens: int = 128) -> list[str]:
@@ -181,20 +189,23 @@ class Documents:
         for no questions.
         """
         model = self.session.model
-        with together(self._work.ranks):
-            if isinstance(questions, str) or not questions:
-                raise InvalidInput("expected a list of questions with at least one in it")
-            self._work.require_model()
-            prompts = [self.prompt(question) for question in questions]
-            for prompt in prompts:
-                check_length(model, len(prompt.ids), max_new_tokens)
-            self.accounts = []
-            if self._batches is None or self._batches[0] != len(prompts):  # memory of another batch size is given back
-                self._batches = len(prompts), BatchReader(self.session, self._reader.chunk, graph=self._reader.graph)
-            started, reader = now(model), self._batches[1]
-            logits, reports = reader.read_fused_batch(prompts, then=max_new_tokens - 1)
-        read_seconds = now(model) - started
-        batch = reader.answer(logits, max_new_tokens, stop_tokens(model, self.tokenizer))
+        with ExitStack() as stack:
+            with together(self._work.ranks):
+                if isinstance(questions, str) or not questions:
+                    raise InvalidInput("expected a list of questions with at least one in it")
+                self._work.require_model()
+                prompts = [self.prompt(question) for question in questions]
+                for prompt in prompts:
+                    check_length(model, len(prompt.ids), max_new_tokens)
+                stack.enter_context(self._exclusive())
+                self.accounts = []
+                if self._batches is None or self._batches[0] != len(prompts):  # frees memory of another batch size
+                    reader = BatchReader(self.session, self._reader.chunk, graph=self._reader.graph)
+                    self._batches = len(prompts), reader
+                started, reader = now(model), self._batches[1]
+                logits, reports = reader.read_fused_batch(prompts, then=max_new_tokens - 1)
+            read_seconds = now(model) - started
+            batch = reader.answer(logits, max_new_tokens, stop_tokens(model, self.tokenizer))
         first = now(model) - started - batch.setup_seconds - batch.decode_seconds
         texts = []
         for tokens, stopped, report in zip(batch.tokens, batch.stopped, reports, strict=True):
@@ -204,29 +215,45 @@ class Documents:
             self.accounts.append(Account(report, read_seconds, first, answer))
         return texts
 
+    @contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        """A block of one answer. Raises ConcurrentUse while another is in progress, before anything is changed."""
+        if not self._answering.acquire(blocking=False):
+            raise ConcurrentUse(
+                "an answer from these documents is in progress; finish or close it first, or use other Documents on "
+                "another model object"
+            )
+        try:
+            yield
+        finally:
+            self._answering.release()
+
     def _answer(self, prompt: FusedPrompt, max_new_tokens: int) -> Iterator[str]:
         reader, answer, model = self._reader, Answer(), self.session.model
         started = now(model)
-        with together(self._work.ranks):
-            reader.cache.empty()
-            logits, report = read(self.session, reader.cache, prompt, then=max_new_tokens - 1)
-        read_seconds = now(model) - started
-        stop, first = stop_tokens(model, self.tokenizer), 0.0
+        with ExitStack() as stack:
+            with together(self._work.ranks):
+                stack.enter_context(self._exclusive())
+                self.account = None
+                reader.cache.empty()
+                logits, report = read(self.session, reader.cache, prompt, then=max_new_tokens - 1)
+            read_seconds = now(model) - started
+            stop, first = stop_tokens(model, self.tokenizer), 0.0
 
-        def until_stop(tokens: Iterator[int]) -> Iterator[int]:
-            nonlocal first
-            for token in tokens:
-                first = first or now(model) - started
-                answer.stopped = token in stop
-                if answer.stopped:
-                    return
-                answer.tokens.append(token)
-                yield token
+            def until_stop(tokens: Iterator[int]) -> Iterator[int]:
+                nonlocal first
+                for token in tokens:
+                    first = first or now(model) - started
+                    answer.stopped = token in stop
+                    if answer.stopped:
+                        return
+                    answer.tokens.append(token)
+                    yield token
 
-        with closing(reader.decode(logits, max_new_tokens, answer, stop)) as tokens:
-            yield from pieces(until_stop(tokens), self.tokenizer, stop_strings(model))
-        answer.first_token_seconds = first
-        self.account = Account(report, read_seconds, first, answer)
+            with closing(reader.decode(logits, max_new_tokens, answer, stop)) as tokens:
+                yield from pieces(until_stop(tokens), self.tokenizer, stop_strings(model))
+            answer.first_token_seconds = first
+            self.account = Account(report, read_seconds, first, answer)
 
 
 def _noted(tokens: Sequence[int], stopped: bool, answer: Answer) -> Iterator[int]:
