@@ -98,6 +98,19 @@ def test_a_document_longer_than_the_context(longreach: Any, tiny: Path, tmp_path
     refused(result, f"document and question are {tokens} tokens", "may take 20", "context is 4096 tokens", over)
 
 
+@pytest.mark.parametrize("verb", ["run", "compare"])
+def test_documents_longer_than_the_context_are_refused_before_chunks_are_computed(
+    longreach: Any, tiny: Path, tmp_path: Path, verb: str
+) -> None:
+    path, store = tmp_path / "long.txt", tmp_path / "store"
+    path.write_text("word " * 812)
+    for new, question in ((40, "Who?"), (1, "who " * 20)):
+        room = ["--max-new-tokens", new] if verb == "run" else ["--steps", new]
+        result = longreach(verb, "--model", tiny, "--documents", path, "--question", question, "--store", store, *room)
+        refused(result, "the documents are 4060 tokens", "context is 4096 tokens; shorten the documents by")
+        assert not [*store.rglob("*.safetensors")]
+
+
 def test_cuda_asked_for_where_there_is_none(
     longreach: Any, tiny: Path, document: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

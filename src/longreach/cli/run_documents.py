@@ -50,14 +50,13 @@ def run_documents(args: argparse.Namespace, options: dict[str, dict[str, Any]]) 
                 session, tokenizer, system=system, store=store, chunk_tokens=args.chunk_tokens,
                 prefill_chunk=args.prefill_chunk_size, known=known, graph=args.graph,
             )  # fmt: skip
-        for question in args.question:
-            documents.question_tokens(question)  # refused before documents are read
+        longest = max(len(documents.question_tokens(question)) for question in args.question)
         left_out = unapplied(model, sampled=False, applied=("stop_strings",))
         tell_unapplied(left_out)
         started = time.perf_counter()
         before = [] if store is None else store.entries()
         with progress("reading documents", documents.count(texts)) as advance:
-            documents.read(texts, advance)
+            documents.read(texts, advance, reserve=longest + args.max_new_tokens)
         read_seconds = time.perf_counter() - started
         if store is not None and before and all(origin.state != "stored" for origin in documents.origins):
             print(_why_none_was_found(store, before, documents.chunks[0][0]), file=sys.stderr)

@@ -206,8 +206,15 @@ def test_questions_that_cannot_be_asked() -> None:
         with pytest.raises(InvalidInput, match="the question must be text; this one holds bytes that are no UTF-8"):
             documents.ask("\udcff what")
         for question, new in ((QUESTION, 5000), ("x" * 5000, 5)):
-            with pytest.raises(InvalidInput, match="but the model's context is"):
-                documents.ask(question, new)
+            for ask in (documents.ask, lambda question, new: documents.ask_all([question], new)):
+                with pytest.raises(
+                    InvalidInput, match=r"context is 4096 tokens; shorten the question or the answer by"
+                ):
+                    ask(question, new)
+        for new in (0, -1, 1.5, True, None):
+            for ask in (documents.ask, lambda question, new: documents.ask_all([question], new)):
+                with pytest.raises(InvalidInput, match=f"max_new_tokens: expected a count >= 1, got {new}"):
+                    ask(QUESTION, new)  # type: ignore[arg-type]
 
 
 def test_sessions_models_and_templates_that_do_not_do() -> None:

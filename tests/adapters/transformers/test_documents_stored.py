@@ -242,9 +242,23 @@ def test_documents_longer_than_the_context() -> None:
         with pytest.raises(InvalidInput, match=r"is longer than the model's context of 100 tokens.*--chunk-tokens"):
             documents(session, chunk_tokens=90).read([FIRST, "long " * 30], told.append)
         assert told == []
-        mine.read(["A longer one. " * 20])
-        with pytest.raises(InvalidInput, match=r"but the model's context is 100 tokens; shorten the document by \d+"):
-            mine.ask(QUESTION)
+        too_long = r"the model's context is 100 tokens; shorten the documents by {} tokens"
+        room = 100 - len(mine.head)
+        with pytest.raises(InvalidInput, match=too_long.format(5)):
+            mine.read(["x" * (room + 4)], told.append)
+        with pytest.raises(InvalidInput, match=too_long.format(20)):
+            mine.read(["x" * (room - 10)], told.append, reserve=30)
+        mine.read(["x" * (room - 11)])
+        with pytest.raises(InvalidInput, match=too_long.format(12)):
+            mine.read(["y" * 20], told.append)  # with the separator
+        assert told == [] and len(mine.chunks) == 1, "refused before anything is computed"
+        with pytest.raises(InvalidInput, match=too_long.format(r"\d+")):
+            mine.ask("?", 5)
+        mine.clear()
+        with pytest.raises(InvalidInput, match="no documents were read"):
+            mine.ask("?", 5)
+        mine.read(["Short."])
+        assert (mine.chunks[0][0].tokens.numel(), len(mine.origins)) == (6, 1) and asked(mine, "?", 5)
         with pytest.raises(
             InvalidInput, match=r"prefix of 124 is longer than the model's context of 100 tokens; shorten the system"
         ):

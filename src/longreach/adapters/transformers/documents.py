@@ -19,7 +19,13 @@ from longreach.adapters.transformers.loop.run import now
 from longreach.adapters.transformers.placement import BETWEEN, ChunkPlace, places
 from longreach.adapters.transformers.precompute import Precompute
 from longreach.adapters.transformers.prompt_reader import CHUNK, Advance, Answer, BatchReader, Reader
-from longreach.adapters.transformers.prompt_tokens import check_length, document_head, encode, stop_strings, stop_tokens
+from longreach.adapters.transformers.prompt_tokens import (
+    context_limit,
+    document_head,
+    encode,
+    stop_strings,
+    stop_tokens,
+)
 from longreach.adapters.transformers.ranks import together
 from longreach.errors import ConcurrentUse, InvalidInput, StoreError
 from longreach.store import Chunk, ChunkPool, ChunkStore
@@ -101,18 +107,26 @@ class Documents:
         self.account: Account | None = None  # of the last answer of `ask`
         self.accounts: list[Account] = []  # of the last answers of `ask_all`
 
-    def read(self, texts: Sequence[str], progress: Advance = lambda done: None, *, exact: bool = False) -> None:
+    def read(
+        self, texts: Sequence[str], progress: Advance = lambda done: None, *, exact: bool = False, reserve: int = 1
+    ) -> None:  # fmt: skip
         """Add documents. Their chunks come from the store, or are computed and stored on the way.
 
         exact: chunks are computed behind everything before them, and stored so: later prompts that begin with the same
         system prompt and documents recompute none of them, in other prompts they are not used.
-        progress is told how many tokens more are done, of `count`. Raises InvalidInput for no document or an empty one,
-        and as get_or_compute. Whatever it raises, Ctrl-C included, no document is added; what was stored stays.
+        progress: called with the number of further tokens that are done, of `count`. reserve: tokens of the model's
+        context that must be left for a question and its answer. Raises InvalidInput for no document, an empty one, or
+        more tokens than the context has room for, before anything is computed; and as get_or_compute. Whatever it
+        raises, Ctrl-C included, no document is added; what was stored stays.
         """
         with together(self._work.ranks):
-            self._read(texts, progress, exact)
+            self._read(texts, progress, exact, reserve)
 
-    def _read(self, texts: Sequence[str], progress: Advance, exact: bool) -> None:
+    def clear(self) -> None:
+        """Remove all documents. Their chunks stay in the store and the pool."""
+        self._documents, self.chunks, self.origins = [], [], []
+
+    def _read(self, texts: Sequence[str], progress: Advance, exact: bool, reserve: int) -> None:
         if isinstance(texts, str) or not texts:
             raise InvalidInput("expected a list of documents with at least one text in it")
         for number, text in enumerate(texts):
@@ -122,6 +136,7 @@ class Documents:
         new = places(documents, self._between)[len(self.origins) :]
         for place in new:
             self._work.check(place.tokens, place.before if exact else ())
+        self._check_length(len(new[-1].before) + len(new[-1].tokens), reserve)
         found, origins = [list[Chunk]() for _ in texts], list[ChunkOrigin]()
         for place in new:
             got = self._chunk(place, exact, progress)
@@ -166,6 +181,23 @@ class Documents:
             raise InvalidInput("the question must be text; this one holds bytes that are no UTF-8")
         return encode(self.tokenizer, BETWEEN + self._frame.tail(question), special=False)
 
+    def _check_prompt(self, prompt: FusedPrompt, max_new_tokens: int) -> None:
+        """Raise InvalidInput if prompt and answer exceed the model's context."""
+        if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+            raise InvalidInput(f"max_new_tokens: expected a count >= 1, got {max_new_tokens!r}")
+        self._check_length(prompt.question - len(self.head), len(prompt.ids) - prompt.question + max_new_tokens)
+
+    def _check_length(self, documents: int, rest: int) -> None:
+        """Raise InvalidInput if tokens of documents, and `rest` for question and answer, exceed the model's context."""
+        limit, head = context_limit(self.session.model), len(self.head)
+        if limit is None or (over := head + documents + rest - limit) <= 0:
+            return
+        what = "the documents" if head + rest < limit else "the question or the answer"
+        raise InvalidInput(
+            f"the documents are {documents} tokens, the system prompt is {head}, and question and answer take at least "
+            f"{rest}, but the model's context is {limit} tokens; shorten {what} by {over} tokens"
+        )
+
     def ask(self, question: str, max_new_tokens: int = 128) -> Iterator[str]:
         """The answer, piece by piece; afterwards `account` says what it took.
 
@@ -177,7 +209,7 @@ class Documents:
         with together(self._work.ranks):
             self._work.require_model()
             prompt = self.prompt(question)
-            check_length(self.session.model, len(prompt.ids), max_new_tokens)
+            self._check_prompt(prompt, max_new_tokens)
         return self._answer(prompt, max_new_tokens)
 
     def ask_all(self, questions: Sequence[str], max_new_tokens: int = 128) -> list[str]:
@@ -196,7 +228,7 @@ class Documents:
                 self._work.require_model()
                 prompts = [self.prompt(question) for question in questions]
                 for prompt in prompts:
-                    check_length(model, len(prompt.ids), max_new_tokens)
+                    self._check_prompt(prompt, max_new_tokens)
                 stack.enter_context(self._exclusive())
                 self.accounts = []
                 if self._batches is None or self._batches[0] != len(prompts):  # frees memory of another batch size
