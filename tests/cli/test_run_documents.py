@@ -111,7 +111,12 @@ def test_a_store_of_another_model_dtype_or_system_prompt_is_told(
         assert "the store had none" not in again.err and "4 of 4 chunks were stored" in again.err
     third = tmp_path / "third.txt"
     third.write_text("A fox.")
-    assert "of other documents" in longreach(*asked(tiny, [third], "--store", store)).err
+    other = longreach(*asked(tiny, [third, third], "--store", store)).err
+    assert "the store had none of these chunks" in other and "of other documents, or cut otherwise" in other
+    for path in store.rglob("*.safetensors"):
+        path.write_bytes(path.read_bytes()[:-9])
+    broken = longreach(*asked(tiny, texts, "--store", store))
+    assert broken.code == 0 and "the store had none" not in broken.err
 
 
 def test_dependence_is_computed_on_the_way_and_told(

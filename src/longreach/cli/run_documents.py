@@ -58,7 +58,7 @@ def run_documents(args: argparse.Namespace, options: dict[str, dict[str, Any]]) 
         with progress("reading documents", documents.count(texts)) as advance:
             documents.read(texts, advance, reserve=longest + args.max_new_tokens)
         read_seconds = time.perf_counter() - started
-        if store is not None and before and all(origin.state != "stored" for origin in documents.origins):
+        if store is not None and before and _had_none(before, documents):
             print(_why_none_was_found(store, before, documents.chunks[0][0]), file=sys.stderr)
         for error in {str(origin.error) for origin in documents.origins if origin.error is not None}:
             print(f"longreach: the store could not be used, chunks were computed: {error}", file=sys.stderr)
@@ -87,6 +87,13 @@ def run_documents(args: argparse.Namespace, options: dict[str, dict[str, Any]]) 
     return 0
 
 
+def _had_none(entries: list[Entry], documents: Documents) -> bool:
+    """Whether a store with these entries had none of the documents' chunks, broken ones included."""
+    names = {entry.name for entry in entries}
+    used = any(chunk.key.name in names for chunks in documents.chunks for chunk in chunks)
+    return not used and all(origin.state != "recomputed" for origin in documents.origins)
+
+
 def _why_none_was_found(store: ChunkStore, entries: list[Entry], ours: Chunk) -> str:
     """One line: what the chunks are of that a store had before ours were put into it, judged by those used last."""
     kinds = Counter[str]()
@@ -101,7 +108,7 @@ def _why_none_was_found(store: ChunkStore, entries: list[Entry], ours: Chunk) ->
             elif about.key.prefix != ours.key.prefix:
                 kinds["behind another system prompt or other documents"] += 1
             else:
-                kinds["of other documents"] += 1
+                kinds["of other documents, or cut otherwise"] += 1
     told = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
     return f"longreach: the store had none of these chunks. Of its {kinds.total()} most recently used chunks {told}."
 
