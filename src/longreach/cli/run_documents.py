@@ -139,11 +139,17 @@ def _answer(question: str, text: str, account: Account) -> dict[str, Any]:
 
 
 def _summarise(documents: Documents, seconds: float, accounts: list[Account]) -> None:
-    """One line on stderr: what became of the prompt's tokens, and the times."""
+    """One line on stderr: counts of chunks (repeated ones count once) and of the prompt's tokens, and the times."""
     from rich.console import Console
 
-    first, states = accounts[0].fusion, [origin.state for origin in documents.origins]
-    kept = f"{states.count('stored')} of {len(states)} chunks were stored, the others took {duration(seconds)}"
+    first = accounts[0].fusion
+    chunks = [chunk for each in documents.chunks for chunk in each]
+    origins = dict(reversed([(chunk.key, o) for chunk, o in zip(chunks, documents.origins, strict=True)])).values()
+    stored = sum(origin.state in ("held", "stored") for origin in origins)
+    done = [f"{stored} stored", f"{len(origins) - stored} computed"]
+    if measured := sum(origin.dependence_computed for origin in origins):
+        done.append(f"dependence of {measured} measured")
+    kept = f"Chunks: {', '.join(done)}, in {duration(seconds)}"
     rates = [a.answer.seconds_per_token for a in accounts if a.answer.seconds_per_token is not None]
     Console(stderr=True, highlight=False, markup=False).print(
         f"\n{kept}. Prompt: {first.tokens} tokens, {first.exact} exact as stored, {first.reused} reused, "
