@@ -182,8 +182,8 @@ def test_threads_that_ask_at_once_get_their_answer_or_are_refused() -> None:
     [
         ([], "expected a list of documents with at least one text"),
         ("one text", "expected a list of documents"),
-        ([TEXTS[0], "  \n"], "document 1 is empty or no text"),
-        ([b"bytes"], "document 0 is empty or no text"),
+        ([TEXTS[0], "  \n"], "document 1 is empty; leave it out"),
+        ([b"bytes"], "document 0: expected text [(]str[)], got bytes; decode it first"),
         (["\ud800"], "this one holds bytes that are no UTF-8"),
     ],
 )
@@ -227,14 +227,33 @@ def test_sessions_models_and_templates_that_do_not_do() -> None:
         with pytest.raises(InvalidInput, match="cannot hold documents"):
             Documents(session, other)
         other.chat_template = "{{ raise_exception('no system role') }}"
-        with pytest.raises(ModelFileError, match="no system role"):
+        with pytest.raises(ModelFileError, match=r"no system role.*leave the system prompt out"):
             Documents(session, other, system=SYSTEM)
+        with pytest.raises(ModelFileError, match=r"no system role'?\); mend it or remove it"):
+            Documents(session, other)
         model.train()
         try:
             with pytest.raises(InvalidInput, match="training mode"):
                 Documents(session, tokenizer)
         finally:
             model.eval()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"system": None}, "system: expected text .*got None"),
+        ({"system": b"x"}, "system: expected text"),
+        ({"chunk_tokens": "a"}, "chunk tokens: expected a count >= 1, got 'a'"),
+        ({"chunk_tokens": 0}, "chunk tokens: expected a count >= 1, got 0"),
+        ({"chunk_tokens": 1.5}, "chunk tokens: expected a count >= 1, got 1.5"),
+        ({"store": "folder"}, "store: expected a ChunkStore or None, got 'folder'; open it with"),
+        ({"pool": 3}, "pool: expected a ChunkPool or None, got 3"),
+    ],
+)
+def test_arguments_of_other_types(given: dict[str, Any], message: str) -> None:
+    with attach(model_of("llama"), fuse=PIE()) as session, pytest.raises(InvalidInput, match=message):
+        Documents(session, tiny_tokenizer(), **given)
 
 
 def test_frames() -> None:

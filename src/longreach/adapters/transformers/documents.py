@@ -80,8 +80,8 @@ class Documents:
     others OtherRankFailed. Documents, caches and stores are then as after any error. An error in the middle of a
     pass or of decoding is not shared: the others wait until the process group's timeout (see `ranks.py`).
 
-    `origins` says of each chunk where it came from. Raises InvalidInput (no fusion method, a chat template that has no
-    place for documents), and what Precompute and Splitter raise.
+    `origins` has the source of each chunk. Raises InvalidInput (no fusion method, an argument of another type, a chat
+    template that has no place for documents), and what Precompute and Splitter raise.
     """
 
     def __init__(
@@ -91,6 +91,12 @@ class Documents:
     ):  # fmt: skip
         if session.fuse is None:
             raise InvalidInput("documents are read by a fusion method; attach with fuse='a3' or another one")
+        if not isinstance(system, str):
+            raise InvalidInput(f"system: expected text (str), '' for none, got {system!r}")
+        if store is not None and not isinstance(store, ChunkStore):
+            raise InvalidInput(f"store: expected a ChunkStore or None, got {store!r}; open it with ChunkStore(folder)")
+        if pool is not None and not isinstance(pool, ChunkPool):
+            raise InvalidInput(f"pool: expected a ChunkPool or None, got {pool!r}")
         self.session, self.tokenizer, self.store = session, tokenizer, store
         self.pool = ChunkPool() if pool is None and session.model.device.type == "cuda" else pool
         self._frame, self.head = document_head(tokenizer, system)
@@ -130,8 +136,11 @@ class Documents:
         if isinstance(texts, str) or not texts:
             raise InvalidInput("expected a list of documents with at least one text in it")
         for number, text in enumerate(texts):
-            if not isinstance(text, str) or not text.strip():
-                raise InvalidInput(f"document {len(self.chunks) + number} is empty or no text; leave it out")
+            name = f"document {len(self.chunks) + number}"
+            if not isinstance(text, str):
+                raise InvalidInput(f"{name}: expected text (str), got {type(text).__name__}; decode it first")
+            if not text.strip():
+                raise InvalidInput(f"{name} is empty; leave it out")
         documents = [*self._documents, *([p.tokens for p in self._splitter.split(t).chunks] for t in texts)]
         new = places(documents, self._between)[len(self.origins) :]
         for place in new:
