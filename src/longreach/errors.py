@@ -66,13 +66,5 @@ class StoreError(LongreachError, OSError):
     """The chunk store cannot be opened, read or written; the message has the reason. Work can go on without it."""
 
 
-class ChunkLost(StoreError):
-    """A stored chunk could not be read while a prompt's chunks were loaded. chunk: its number in the prompt."""
-
-    def __init__(self, chunk: int, why: str):
-        super().__init__(f"chunk {chunk} of the prompt could not be loaded: {why}; compute it again")
-        self.chunk = chunk
-
-
 class StoreFull(StoreError):
     """The disk, a quota or max_bytes has no room for a chunk; nothing of it was stored."""

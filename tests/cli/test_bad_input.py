@@ -81,6 +81,13 @@ def test_documents(
 
 
 @pytest.mark.parametrize("verb", ["run", "compare"])
+@pytest.mark.parametrize("given", ["--document", "--documents"])
+def test_a_question_that_is_no_utf8(longreach: Any, tiny: Path, document: Path, given: str, verb: str) -> None:
+    result = longreach(verb, "--model", tiny, given, document, "--question", "\udcff what")
+    refused(result, "question", "bytes that are no UTF-8")
+
+
+@pytest.mark.parametrize("verb", ["run", "compare"])
 def test_a_document_longer_than_the_context(longreach: Any, tiny: Path, tmp_path: Path, verb: str) -> None:
     path = tmp_path / "long.txt"
     path.write_text("word " * 1000)
@@ -89,6 +96,19 @@ def test_a_document_longer_than_the_context(longreach: Any, tiny: Path, tmp_path
     tokens = 1 + len(("word " * 1000).rstrip() + "\n\nQuestion: Who?\nAnswer:")
     over = f"shorten the document by {tokens + 20 - 4096} tokens"
     refused(result, f"document and question are {tokens} tokens", "may take 20", "context is 4096 tokens", over)
+
+
+@pytest.mark.parametrize("verb", ["run", "compare"])
+def test_documents_longer_than_the_context_are_refused_before_chunks_are_computed(
+    longreach: Any, tiny: Path, tmp_path: Path, verb: str
+) -> None:
+    path, store = tmp_path / "long.txt", tmp_path / "store"
+    path.write_text("word " * 812)
+    for new, question in ((40, "Who?"), (1, "who " * 20)):
+        room = ["--max-new-tokens", new] if verb == "run" else ["--steps", new]
+        result = longreach(verb, "--model", tiny, "--documents", path, "--question", question, "--store", store, *room)
+        refused(result, "the documents are 4060 tokens", "context is 4096 tokens; shorten the documents by")
+        assert not [*store.rglob("*.safetensors")]
 
 
 def test_cuda_asked_for_where_there_is_none(

@@ -108,19 +108,28 @@ def test_a_store_of_another_model_dtype_or_system_prompt_is_told(
         result = longreach(*asked(tiny, texts, "--store", store, *more))
         assert result.code == 0 and "the store had none of these chunks" in result.err and why in result.err
         again = longreach(*asked(tiny, texts, "--store", store, *more))
-        assert "the store had none" not in again.err and "4 of 4 chunks were stored" in again.err
+        assert "the store had none" not in again.err and "Chunks: 4 stored, 0 computed, in " in again.err
     third = tmp_path / "third.txt"
     third.write_text("A fox.")
-    assert "of other documents" in longreach(*asked(tiny, [third], "--store", store)).err
+    other = longreach(*asked(tiny, [third, third], "--store", store)).err
+    assert "the store had none of these chunks" in other and "of other documents, or cut otherwise" in other
+    for path in store.rglob("*.safetensors"):
+        path.write_bytes(path.read_bytes()[:-9])
+    broken = longreach(*asked(tiny, texts, "--store", store))
+    assert broken.code == 0 and "the store had none" not in broken.err
 
 
 def test_dependence_is_computed_on_the_way_and_told(
     longreach: Any, tiny: Path, texts: list[Path], tmp_path: Path
 ) -> None:
     more = ("--json", "--store", tmp_path / "store")
+    twice = (*asked(tiny, [*texts, *texts]), "--store", tmp_path / "other")
+    assert "Chunks: 0 stored, 4 computed, in " in longreach(*twice).err, "a document given twice counts once"
+    assert "Chunks: 4 stored, 0 computed, in " in longreach(*twice).err
+    measured = longreach(*twice, "--fuse", "dependence").err
+    assert "Chunks: 4 stored, 0 computed, dependence of 4 measured, in " in measured
     longreach(*asked(tiny, texts, *more))
     found = [json.loads(longreach(*asked(tiny, texts, *more, "--fuse", "dependence")).out) for _ in range(2)]
     for said, computed in zip(found, (4, 0), strict=True):
         assert sum(d["stored"] for d in said["documents"]) == 4
         assert sum(d["dependence_computed"] for d in said["documents"]) == computed
-        assert said["answers"][0]["lost_chunks"] == 0

@@ -21,7 +21,7 @@ from longreach.methods.oracle_top_k import OracleTopK
 from longreach.methods.quest import Quest
 from longreach.methods.streaming_llm import StreamingLLM
 from longreach.ops import Selection
-from tests.methods.drive import HEADS, KV_HEADS, exact, largest_value, shares, slots_read
+from tests.methods.drive import HEADS, KV_HEADS, exact, largest_value, shares, slots_read, weighted
 
 CONTEXT = 61  # tokens of a sequence with planted keys
 HEAVY = 9.0  # their logit: e^9 against the sum of about 100 of all others
@@ -71,8 +71,14 @@ class Case:
         return (shares(call) * ~read).sum(-1)
 
     def predicted(self, call: LayerCall, outcome: Outcome) -> Tensor:
-        """[R, H], bound on |out - dense|: with mass m missed, out is the mean over the rest, so 2 m max|v|."""
-        return 2 * self.missed(call) * largest_value(call)
+        """[R, H], bound on |out - dense|: the distance of weights and probabilities, summed, times max|v|.
+
+        Without log-weights, and with mass m missed, that is 2 m max|v|.
+        """
+        given = shares(call)
+        weights = given * weighted(call, self.attended(call))
+        weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-300) * given.sum(-1, keepdim=True)
+        return (weights - given).abs().sum(-1) * largest_value(call)
 
 
 class Reuse(Case):
@@ -105,9 +111,16 @@ CASES = {
         heavy=(2, MIDDLE, CONTEXT - 3),
         lost=Lost(OracleTopK(k=1), {20: HEAVY, 40: HEAVY + 0.7}, 20),
         attended=last_values_read,
-        variants=(OracleTopK(k=0.2, heads="all"), OracleTopK(k=5, dense_layers=(1,))),
+        variants=(
+            OracleTopK(k=0.2, heads="all"),
+            OracleTopK(k=5, dense_layers=(1,)),
+            OracleTopK(k=0.3, choose="sample"),
+            OracleTopK(k=9, heads="all", choose="sample", seed=3),
+        ),
         refused=(
             {"heads": "some"},
+            {"choose": "best"},
+            *({"seed": x} for x in (-1, 0.5, None)),
             {"dense_layers": (-1,)},
             {"dense_layers": 0},
             {"dense_layers": ("0",)},
@@ -152,8 +165,10 @@ CASES = {
         default=Loki(),
         heavy=(2, MIDDLE, CONTEXT - 3),
         lost=Lost(Loki(k=2), {20: HEAVY, 40: HEAVY + 0.7}, 20),
-        variants=(Loki(k=0.3, rank=1.0), Loki(k=7, rank=6, dense_layers=(0,))),
+        variants=(Loki(k=0.3, rank=1.0), Loki(k=7, rank=6, dense_layers=(0,)), Loki(k=0.2, rank=8, choose="sample")),
         refused=(
+            {"choose": "best"},
+            {"seed": -1},
             *({"dense_layers": x} for x in BAD_LAYERS),
             *({"plan": x} for x in ("", 3, True)),
             *({"rank": x} for x in BAD_BUDGETS),
@@ -170,8 +185,11 @@ CASES = {
             Kascade(k=0.2, min_keys=4, heads="all", dense_below=20),
             Kascade(k=7, sinks=2, recent=3, dense_layers=(2,)),
             Kascade(k=0.1, min_keys=5, scoring="int8"),
+            Kascade(k=0.2, min_keys=6, sinks=1, choose="sample"),
         ),
         refused=(
+            {"choose": "best"},
+            {"seed": -1},
             {"heads": "some"},
             {"scoring": "int4"},
             *({"plan": x} for x in ("", 3, True)),

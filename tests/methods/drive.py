@@ -229,6 +229,19 @@ def slots_read(call: LayerCall, selections: Sequence[Selection]) -> Tensor:
     return found
 
 
+def weighted(call: LayerCall, selections: Sequence[Selection]) -> Tensor:
+    """fp64 [R, H, N]: exp(log-weight) of slots that some of the selections give to a row, 0 for the others."""
+    stop = int(call.kv.seq_lens.max())
+    found = torch.zeros(*call.rows.q.shape[:2], stop, dtype=torch.float64)
+    for selection in selections:
+        weight = selection.chosen(call.rows, call.kv, stop)[1]
+        mine = selection.mask(call.rows, call.kv, stop).double()
+        mine = mine if weight is None else mine * weight.double().exp()
+        mine = mine.expand(-1, mine.shape[1] if mine.shape[1] > 1 else KV_HEADS, -1)
+        found = torch.maximum(found, mine.repeat_interleave(HEADS // mine.shape[1], 1))
+    return found
+
+
 def largest_value(call: LayerCall) -> float:
     """max |v| over the slots in use."""
     values = []

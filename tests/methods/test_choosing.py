@@ -9,7 +9,7 @@ import torch
 
 from longreach.errors import InvalidInput
 from longreach.methods.base import budget
-from longreach.methods.choosing import best_keys, check_layers, check_layers_of, max_keys, placed
+from longreach.methods.choosing import check_layers, check_layers_of, keys_for_budget, max_keys, placed
 from longreach.methods.dense import Dense
 from tests.methods.one_layer import Layers, highest
 
@@ -22,7 +22,7 @@ def test_the_best_keys_of_each_row(last: int) -> None:
     ((call, _),) = layers.decode([1, 0])
     scores = torch.randn(2, 3, call.kv.capacity)
     scores[0, :, 10:], scores[1, :, 45:] = torch.nan, torch.nan
-    found = best_keys(call, scores, 0.2, last=last)
+    found = keys_for_budget(call, scores, 0.2, last=last)
     assert found.index.shape == (2, 3, max_keys(0.2, call.kv.capacity)) and found.all_visible
     for row, (context, count) in enumerate(((10, 2), (45, 9))):
         for head in range(3):

@@ -438,10 +438,11 @@ def bytes_read(calls: Sequence[LayerCall], vector: int) -> list[int]:
             columns[column] += int(streamed.sum()) * size
         lists = read.selection
         if isinstance(lists, (Lists, PackedLists)):
-            assert lists.per == "kv" and lists.log_weight is None, "say here what its entries are"
+            assert lists.per == "kv", "say here what its entries are"
+            weight = 0 if lists.log_weight is None else lists.log_weight.element_size()
             stop = -(-kv.capacity // lists.block) * lists.block
             blocks = lists.streamed(rows, kv, stop).unflatten(-1, (-1, lists.block)).any(-1)
-            columns[2] += int(blocks.sum()) * lists.index.element_size()
+            columns[2] += int(blocks.sum()) * (lists.index.element_size() + weight)
     columns[3] = 2 * vector * int(Spans.dense().streamed(calls[0].rows, calls[0].kv).sum())
     return columns
 

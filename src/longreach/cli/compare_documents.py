@@ -53,8 +53,9 @@ def compare_documents(args: argparse.Namespace) -> int:
                 session, tokenizer, system=system, store=store, chunk_tokens=args.chunk_tokens or CHUNK_TOKENS,
                 prefill_chunk=args.prefill_chunk_size,
             )  # fmt: skip
+            reserve = len(documents.question_tokens(args.question)) + args.steps
             with progress("reading documents", documents.count(texts)) as advance:
-                documents.read(texts, advance)
+                documents.read(texts, advance, reserve=reserve)
             prompt = documents.prompt(args.question)
         for error in {str(origin.error) for origin in documents.origins if origin.error is not None}:
             print(f"longreach: the store could not be used, chunks were computed: {error}", file=sys.stderr)

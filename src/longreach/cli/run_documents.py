@@ -50,14 +50,15 @@ def run_documents(args: argparse.Namespace, options: dict[str, dict[str, Any]]) 
                 session, tokenizer, system=system, store=store, chunk_tokens=args.chunk_tokens,
                 prefill_chunk=args.prefill_chunk_size, known=known, graph=args.graph,
             )  # fmt: skip
+        longest = max(len(documents.question_tokens(question)) for question in args.question)
         left_out = unapplied(model, sampled=False, applied=("stop_strings",))
         tell_unapplied(left_out)
         started = time.perf_counter()
         before = [] if store is None else store.entries()
         with progress("reading documents", documents.count(texts)) as advance:
-            documents.read(texts, advance)
+            documents.read(texts, advance, reserve=longest + args.max_new_tokens)
         read_seconds = time.perf_counter() - started
-        if store is not None and before and all(origin.state != "stored" for origin in documents.origins):
+        if store is not None and before and _had_none(before, documents):
             print(_why_none_was_found(store, before, documents.chunks[0][0]), file=sys.stderr)
         for error in {str(origin.error) for origin in documents.origins if origin.error is not None}:
             print(f"longreach: the store could not be used, chunks were computed: {error}", file=sys.stderr)
@@ -86,6 +87,13 @@ def run_documents(args: argparse.Namespace, options: dict[str, dict[str, Any]]) 
     return 0
 
 
+def _had_none(entries: list[Entry], documents: Documents) -> bool:
+    """Whether a store with these entries had none of the documents' chunks, broken ones included."""
+    names = {entry.name for entry in entries}
+    used = any(chunk.key.name in names for chunks in documents.chunks for chunk in chunks)
+    return not used and all(origin.state != "recomputed" for origin in documents.origins)
+
+
 def _why_none_was_found(store: ChunkStore, entries: list[Entry], ours: Chunk) -> str:
     """One line: what the chunks are of that a store had before ours were put into it, judged by those used last."""
     kinds = Counter[str]()
@@ -100,7 +108,7 @@ def _why_none_was_found(store: ChunkStore, entries: list[Entry], ours: Chunk) ->
             elif about.key.prefix != ours.key.prefix:
                 kinds["behind another system prompt or other documents"] += 1
             else:
-                kinds["of other documents"] += 1
+                kinds["of other documents, or cut otherwise"] += 1
     told = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
     return f"longreach: the store had none of these chunks. Of its {kinds.total()} most recently used chunks {told}."
 
@@ -124,18 +132,24 @@ def _answer(question: str, text: str, account: Account) -> dict[str, Any]:
     answer = account.answer
     return {
         "question": question, "answer": text, "tokens": len(answer.tokens), "stopped": answer.stopped,
-        "prompt": asdict(account.fusion), "lost_chunks": account.lost, "read_seconds": account.read_seconds,
+        "prompt": asdict(account.fusion), "read_seconds": account.read_seconds,
         "first_token_seconds": account.first_token_seconds, "seconds_per_token": answer.seconds_per_token,
         "setup_seconds": answer.setup_seconds,
     }  # fmt: skip
 
 
 def _summarise(documents: Documents, seconds: float, accounts: list[Account]) -> None:
-    """One line on stderr: what became of the prompt's tokens, and the times."""
+    """One line on stderr: counts of chunks (repeated ones count once) and of the prompt's tokens, and the times."""
     from rich.console import Console
 
-    first, states = accounts[0].fusion, [origin.state for origin in documents.origins]
-    kept = f"{states.count('stored')} of {len(states)} chunks were stored, the others took {duration(seconds)}"
+    first = accounts[0].fusion
+    chunks = [chunk for each in documents.chunks for chunk in each]
+    origins = dict(reversed([(chunk.key, o) for chunk, o in zip(chunks, documents.origins, strict=True)])).values()
+    stored = sum(origin.state in ("held", "stored") for origin in origins)
+    done = [f"{stored} stored", f"{len(origins) - stored} computed"]
+    if measured := sum(origin.dependence_computed for origin in origins):
+        done.append(f"dependence of {measured} measured")
+    kept = f"Chunks: {', '.join(done)}, in {duration(seconds)}"
     rates = [a.answer.seconds_per_token for a in accounts if a.answer.seconds_per_token is not None]
     Console(stderr=True, highlight=False, markup=False).print(
         f"\n{kept}. Prompt: {first.tokens} tokens, {first.exact} exact as stored, {first.reused} reused, "

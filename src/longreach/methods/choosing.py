@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -13,9 +13,10 @@ from longreach.cache import SequenceState
 from longreach.errors import InvalidInput
 from longreach.methods.base import AttentionMethod, Outcome, attend_densely, budget, is_count, logits_bytes
 from longreach.methods.call import LayerCall, ModelShape
-from longreach.ops import Lists, Partial
+from longreach.ops import Lists, Partial, uniforms
 from longreach.ops.types import Logits, require
 
+Choose = Literal["top", "sample"]
 OTHER_KEYS = "after eviction a slot holds other keys in each head and layer"
 
 
@@ -39,17 +40,47 @@ def max_keys(amount: int | float, capacity: int) -> int:
     return min(capacity, int(amount * capacity) + 1 if isinstance(amount, float) else amount)
 
 
-def best_keys(call: LayerCall, scores: Tensor, k: int | float, *, last: int = 0) -> Lists:
-    """The highest-scoring keys of each row, as many as budget `k` gives for its context. Ties go to the older key.
+def check_choice(choose: object, seed: object) -> None:
+    """Raise InvalidInput unless `choose` is "top" or "sample" and `seed` a count."""
+    require(choose in ("top", "sample"), f"choose: expected 'top' or 'sample', got {choose!r}")
+    require(is_count(seed), f"seed: expected a count, got {seed!r}")
 
-    scores: float [R, heads, N]; entries past a row's context may hold anything. last: number of newest keys that are
-    always chosen.
-    """
+
+def keys_for_budget(
+    call: LayerCall, scores: Tensor, k: int | float, *, last: int = 0, choose: Choose = "top", seed: int = 0
+) -> Lists:
+    """Keys of each row, as many as budget `k` gives for its context; see `chosen_keys`."""
     heads = scores.shape[1]
     count = call.once(("budget", k, heads), lambda: budget(k, call.context)[:, None].repeat(1, heads))
     capacity = max_keys(k, call.kv.capacity)
-    index, used = call.op("top_k", scores.float(), count, call.context, last=last, capacity=capacity)
-    return Lists(index, used, all_visible=True)
+    return chosen_keys(call, scores.float(), count, last=last, capacity=capacity, choose=choose, seed=seed)
+
+
+def chosen_keys(
+    call: LayerCall, scores: Tensor, count: Tensor, *, capacity: int, first: int = 0, last: int = 0,
+    choose: Choose = "top", seed: int = 0, power: float = 1.0,
+) -> Lists:  # fmt: skip
+    """`count` [R, heads] keys of each row by scores fp32 [R, heads, N]; what lies past a row's context may be anything.
+
+    choose: "top", those with the largest scores, ties to the older one; "sample", drawn by their scores to `power` and
+    weighted, so that softmax's sums over them are unbiased (`ops.sample`), by random numbers that follow from the seed,
+    the layer, the row's position and the KV head. first, last: oldest and newest keys that are always chosen.
+    """
+    if choose == "top":
+        index, used = call.op("top_k", scores, count, call.context, first=first, last=last, capacity=capacity)
+        return Lists(index, used, all_visible=True)
+    before = 0 if call.shard is None else call.shard.first
+    heads = torch.arange(scores.shape[1], device=scores.device) + (before if scores.shape[1] > 1 else 0)
+    offset = uniforms(seed, call.layer, call.rows.pos, heads)
+    index, used, weight = call.op(
+        "sample", scores, count, call.context, offset, first=first, last=last, power=power, capacity=capacity
+    )
+    return Lists(index, used, weight, all_visible=True)
+
+
+def sampling_bytes(choose: Choose, rows: int, heads: int, capacity: int) -> int:
+    """Memory that drawing keys takes in addition to choosing the best."""
+    return 0 if choose == "top" else 160 * rows * heads * capacity  # fp64 probabilities, their sums and order
 
 
 def placed(layers: tuple[int, ...], of: int, count: int) -> tuple[int, ...]:

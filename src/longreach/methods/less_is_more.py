@@ -9,7 +9,7 @@ from torch import Tensor
 
 from longreach.methods.base import budget, check_budget, is_count, logits_bytes
 from longreach.methods.call import LayerCall, ModelShape
-from longreach.methods.choosing import CrossLayerTopK, best_keys, gather_over_ranks, max_keys
+from longreach.methods.choosing import CrossLayerTopK, gather_over_ranks, keys_for_budget, max_keys
 from longreach.ops import HeadShard, Lists, Partial
 from longreach.ops.types import Logits, require
 
@@ -56,7 +56,7 @@ class LessIsMore(CrossLayerTopK):
         scores = gather_over_ranks(
             call, call.op("rank_round_robin", ballot, index, used, first_head=first, heads=heads)
         ).amax(1)
-        return best_keys(call, scores[:, None], self.k)
+        return keys_for_budget(call, scores[:, None], self.k)
 
     def workspace_bytes(self, model: ModelShape, rows: int, capacity: int, dtype: torch.dtype) -> int:
         votes = logits_bytes(model, rows, capacity, dtype) + 4 * rows * model.query_heads * max_keys(self.k, capacity)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from longreach.methods.base import check_budget
 from longreach.methods.call import LayerCall
-from longreach.methods.choosing import CrossLayerTopK, best_keys, gather_over_ranks
+from longreach.methods.choosing import CrossLayerTopK, gather_over_ranks, keys_for_budget
 from longreach.ops import Lists, Partial
 from longreach.ops.types import Logits
 
@@ -41,4 +41,4 @@ class OmniKV(CrossLayerTopK):
 
     def select_keys(self, call: LayerCall, whole: Partial, logits: Logits) -> Lists:
         largest = call.op("largest_log_prob", whole.lse, logits)  # [R, N]
-        return best_keys(call, gather_over_ranks(call, largest).amax(1, keepdim=True), self.k, last=1)
+        return keys_for_budget(call, gather_over_ranks(call, largest).amax(1, keepdim=True), self.k, last=1)

@@ -11,7 +11,15 @@ from torch import Tensor
 from longreach.cache import SequenceState
 from longreach.methods.base import AttentionMethod, Outcome, attend_densely, check_budget, is_count, logits_bytes
 from longreach.methods.call import LayerCall, ModelShape
-from longreach.methods.choosing import OTHER_KEYS, best_keys, check_layers_of, max_keys
+from longreach.methods.choosing import (
+    OTHER_KEYS,
+    Choose,
+    check_choice,
+    check_layers_of,
+    keys_for_budget,
+    max_keys,
+    sampling_bytes,
+)
 from longreach.ops.doors import EVERYTHING, Read
 from longreach.ops.types import require
 
@@ -22,7 +30,7 @@ class OracleTopK(AttentionMethod):
 
     k: a count, or a fraction of the row's context. dense_layers: layers that attend densely ((0,) changes the result:
     Kascade, Fig. 2). heads: "kv" chooses per KV head, "all" one set for all heads of all ranks. Ties go to the older
-    key.
+    key. choose: "top", or "sample": keys are drawn by their scores and weighted (`choosing.chosen_keys`), by `seed`.
 
     It costs more than dense attention and shows quality, not speed. Two passes over all keys are counted (for the
     softmax's normaliser and for the scores; an implementation that keeps the logits saves the second), then the
@@ -33,6 +41,8 @@ class OracleTopK(AttentionMethod):
     k: int | float = 0.1
     dense_layers: tuple[int, ...] = ()
     heads: Literal["kv", "all"] = "kv"
+    choose: Choose = "top"
+    seed: int = 0
 
     name = "oracle_top_k"
     phases = ("decode",)
@@ -41,6 +51,7 @@ class OracleTopK(AttentionMethod):
     def __post_init__(self) -> None:
         check_budget("k", self.k)
         require(self.heads in ("kv", "all"), f"heads: expected 'kv' or 'all', got {self.heads!r}")
+        check_choice(self.choose, self.seed)
         ok = isinstance(self.dense_layers, tuple) and all(is_count(n) for n in self.dense_layers)
         require(ok, f"dense_layers: expected a tuple of layer numbers, got {self.dense_layers!r}")
 
@@ -52,6 +63,7 @@ class OracleTopK(AttentionMethod):
 
     def workspace_bytes(self, model: ModelShape, rows: int, capacity: int, dtype: torch.dtype) -> int:
         chosen = 4 * rows * model.kv_heads * (capacity + max_keys(self.k, capacity) + 1)
+        chosen += sampling_bytes(self.choose, rows, model.kv_heads, capacity)
         return logits_bytes(model, rows, capacity, dtype) + chosen
 
     def run(self, call: LayerCall, state: SequenceState | None) -> Outcome:
@@ -61,7 +73,7 @@ class OracleTopK(AttentionMethod):
         scores = self._scores(call)
         if self.heads == "all":
             scores = call.sum_over_ranks(scores.sum(1, keepdim=True))
-        return Outcome(call.attend(best_keys(call, scores, self.k)))
+        return Outcome(call.attend(keys_for_budget(call, scores, self.k, choose=self.choose, seed=self.seed)))
 
     def _scores(self, call: LayerCall) -> Tensor:
         """fp32 [R, G, N]. Two passes over the keys are counted, also where kept logits spare the second."""

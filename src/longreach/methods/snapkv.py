@@ -22,8 +22,9 @@ class SnapKV(Eviction):
 
     capacity: keys that each KV head keeps, those that stay in any case included: the system prompt and the question of
     a fused prompt, else the last `window` rows. Votes are post-softmax scores summed over rows and the query heads of a
-    KV head, then pooled over `kernel` neighbours (odd), so that a kept key's context stays with it: by their maximum,
-    or their mean. A3's code (arXiv 2511.17560) repeats keys for each query head before it evicts; here KV heads choose.
+    KV head, then pooled over `kernel` neighbours (odd) among the keys that may leave, so that a kept key's context
+    stays with it: by their maximum, or their mean. A3's code (arXiv 2511.17560) repeats keys for each query head before
+    it evicts; here KV heads choose.
     """
 
     capacity: int = 1024
@@ -52,15 +53,12 @@ class SnapKV(Eviction):
         rows, one = len(call.rows.pos), torch.zeros_like(call.rows.pos)
         seen = call.kv.heads * slots_seen(length - rows, rows)
         lse, logits = call.op("score_keys", counted=seen)
-        votes = call.op("pooled_scores", lse=lse, logits=logits, tile=one, tiles=1, counted=seen)[
-            0, :, :length
-        ]  # [G, N]
-        columns = torch.arange(length, device=votes.device)
-        half = self.kernel // 2
+        scores = call.op("pooled_scores", lse=lse, logits=logits, tile=one, tiles=1, counted=seen)
+        votes, half = scores[0, :, first : length - last], self.kernel // 2  # [G, what may leave]
         if self.pool == "max":
             votes = F.max_pool1d(votes[None], self.kernel, stride=1, padding=half)[0]
         else:
             votes = F.avg_pool1d(votes[None], self.kernel, stride=1, padding=half, count_include_pad=False)[0]
-        stays = (columns < first) | (columns >= length - last)
-        ranked = votes.masked_fill(stays, torch.inf).sort(descending=True, stable=True).indices
-        return ranked[:, : self.capacity].sort().values
+        best = votes.sort(descending=True, stable=True).indices[:, : self.capacity - first - last] + first
+        columns = torch.arange(length, device=votes.device).expand(len(votes), -1)
+        return torch.cat([columns[:, :first], best.sort().values, columns[:, length - last :]], 1)

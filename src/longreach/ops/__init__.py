@@ -1,5 +1,6 @@
 """Pure functions over tensors. README.md in this folder fixes letters, layouts and tolerances."""
 
+from longreach.ops import simhash
 from longreach.ops.attend import (
     attend,
     attend_from_logits,
@@ -12,6 +13,7 @@ from longreach.ops.attend import (
 from longreach.ops.partial import merge, remove, shift
 from longreach.ops.pooled_scores import pooled_scores
 from longreach.ops.rope import RotaryAngles, angles, reposition, rotate, unrotate
+from longreach.ops.sample import sample, uniforms
 from longreach.ops.selection import Bound, Lists, PackedLists, Selection, Span, Spans, absolute, relative
 from longreach.ops.top_k import top_k
 from longreach.ops.types import HeadShard, KVView, Logits, Partial, RowRange, Rows, ScoringKeys
@@ -45,8 +47,11 @@ __all__ = [
     "remove",
     "reposition",
     "rotate",
+    "sample",
     "score_keys",
     "shift",
+    "simhash",
     "top_k",
+    "uniforms",
     "unrotate",
 ]

@@ -26,8 +26,12 @@ OPS = {
     "pooled_scores": "longreach.ops.pooled_scores:POOLED_SCORES",
     "project": "longreach.ops.project:PROJECT",
     "rank_round_robin": "longreach.ops.across_heads:RANK_ROUND_ROBIN",
+    "sample": "longreach.ops.sample:SAMPLE",
     "score_and_pool": "longreach.ops.attend:SCORE_AND_POOL",
     "score_keys": "longreach.ops.attend:SCORE_KEYS",
+    "simhash_codes": "longreach.ops.simhash:CODES",
+    "simhash_collide": "longreach.ops.simhash:COLLIDE",
+    "simhash_weigh": "longreach.ops.simhash:WEIGH",
     "spread_logits": "longreach.ops.across_heads:SPREAD_LOGITS",
     "top_k": "longreach.ops.top_k:TOP_K",
 }

@@ -20,11 +20,13 @@ class Implementations:
     """The implementations of one op: name -> "module:function", imported on first use.
 
     numba_needs: an argument of this type is required by the Numba kernel, None for no such argument.
+    compiled: "auto" on a CPU is Numba where that is installed, whatever the arguments.
     """
 
     op: str
     paths: dict[str, str]
     numba_needs: type | None = None
+    compiled: bool = False
 
     def names(self) -> tuple[str, ...]:
         return tuple(self.paths)
@@ -32,9 +34,11 @@ class Implementations:
     def resolve(self, impl: str, device: torch.device) -> str:
         """The name `impl` stands for on `device`: "auto" is Triton on a GPU if the op has kernels, else the reference.
 
+        On a CPU it is Numba for ops that are `compiled`, where Numba is installed.
         The reference on a GPU is resolved with a warning.
         """
         kernels = "triton" if device.type == "cuda" and "triton" in self.paths else "reference"
+        kernels = "numba" if self.compiled and compiles(device) else kernels
         name = kernels if impl == "auto" else impl
         if name not in self.paths:
             raise UnknownName(f"impl of {self.op}", impl, ("auto", *self.paths))

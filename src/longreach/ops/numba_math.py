@@ -117,11 +117,23 @@ def prefetch(context, array, place):
 
 
 @intrinsic
-def _as_float(context, bits):
+def float_of(context, bits):
+    """The float32 with these bits (int32)."""
+
     def generate(context, builder, signature, args):
         return builder.bitcast(args[0], ir.FloatType())
 
     return types.float32(types.int32), generate
+
+
+@intrinsic
+def bits_of(context, x):
+    """The bits of a float32, as int32."""
+
+    def generate(context, builder, signature, args):
+        return builder.bitcast(args[0], ir.IntType(32))
+
+    return types.int32(types.float32), generate
 
 
 @njit(**INLINE, fastmath={"contract"})
@@ -138,5 +150,5 @@ def exp(x):
     p = p * f + np.float32(1.6666665459e-1)
     p = p * f + np.float32(5.0000001201e-1)
     p = p * f * f + f + np.float32(1.0)
-    y = p * _as_float((np.int32(n) + np.int32(127)) << np.int32(23))
+    y = p * float_of((np.int32(n) + np.int32(127)) << np.int32(23))
     return np.float32(0.0) if x < np.float32(-87.0) else y

@@ -284,7 +284,7 @@ def test_two_generate_calls_at_once_are_refused() -> None:
         worker = threading.Thread(target=work)
         worker.start()
         assert inside.wait(30)
-        with pytest.raises(ConcurrentUse, match="two generate calls at once"):
+        with pytest.raises(ConcurrentUse, match="two answers at once on one attached model; finish or close"):
             model.generate(prompt(), max_new_tokens=6)
         with pytest.raises(ConcurrentUse, match="while another thread generates"):
             model(prompt())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import longreach
 from longreach import A3, PIE, ChunkPool, ChunkStore, Documents, SnapKV, attach
 from longreach.adapters.transformers.prompt_reader import Answer, Reader
 from longreach.adapters.transformers.prompt_tokens import frame
-from longreach.errors import InvalidInput, ModelFileError, StoreError
+from longreach.errors import ConcurrentUse, InvalidInput, ModelFileError, StoreError
 from longreach.testing.tiny import tiny_tokenizer
 from tests.adapters.transformers.reference import model_of
 
@@ -117,6 +119,61 @@ def test_a_broken_chunk_is_computed_again_and_a_store_that_fails_is_told(
         assert {str(o.error) for o in told.origins} == {"the disk is gone"} and asked(told)
 
 
+# answers at the same time
+
+
+def test_a_second_answer_is_refused_and_the_first_goes_on() -> None:
+    with attach(model_of("llama"), fuse=A3(ratio=0.2)) as session:
+        documents = Documents(session, tiny_tokenizer(), chunk_tokens=16)
+        documents.read(TEXTS)
+        want, account = asked(documents), documents.account
+        batch = documents.ask_all([QUESTION, "Who?"], 4)
+        accounts = documents.accounts
+        first = documents.ask(QUESTION, 12)
+        text, refused = next(first), list[ConcurrentUse]()
+
+        def refuse(call: Callable[[], Any]) -> None:
+            with pytest.raises(ConcurrentUse, match="finish or close it first") as error:
+                call()
+            refused.append(error.value)
+
+        calls = (lambda: asked(documents, "And who?"), lambda: documents.ask_all([QUESTION, "Who?"], 4))
+        for call in calls:
+            refuse(call)
+            thread = threading.Thread(target=refuse, args=(call,))
+            thread.start()
+            thread.join()
+        assert len(refused) == 4 and documents.account is None and documents.accounts is accounts
+        assert text + "".join(first) == want and account is not None
+        assert documents.account is not None and documents.account.answer.tokens == account.answer.tokens
+        first = documents.ask(QUESTION, 12)
+        next(first)
+        first.close()  # type: ignore[attr-defined]
+        assert documents.ask_all([QUESTION, "Who?"], 4) == batch and asked(documents) == want
+
+
+def test_threads_that_ask_at_once_get_their_answer_or_are_refused() -> None:
+    with attach(model_of("llama"), fuse=PIE()) as session:
+        documents = Documents(session, tiny_tokenizer(), chunk_tokens=16)
+        documents.read(TEXTS)
+        want, together, found = asked(documents), threading.Barrier(4), list[str]()
+
+        def work() -> None:
+            together.wait(30)
+            try:
+                found.append(asked(documents))
+            except ConcurrentUse as error:
+                found.append(type(error).__name__)
+
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(found) == 4 and want in found and {*found} <= {want, "ConcurrentUse"}
+        assert asked(documents) == want
+
+
 # bad input
 
 
@@ -125,8 +182,8 @@ def test_a_broken_chunk_is_computed_again_and_a_store_that_fails_is_told(
     [
         ([], "expected a list of documents with at least one text"),
         ("one text", "expected a list of documents"),
-        ([TEXTS[0], "  \n"], "document 1 is empty or no text"),
-        ([b"bytes"], "document 0 is empty or no text"),
+        ([TEXTS[0], "  \n"], "document 1 is empty; leave it out"),
+        ([b"bytes"], "document 0: expected text [(]str[)], got bytes; decode it first"),
         (["\ud800"], "this one holds bytes that are no UTF-8"),
     ],
 )
@@ -146,9 +203,18 @@ def test_questions_that_cannot_be_asked() -> None:
         documents.read(TEXTS)
         with pytest.raises(InvalidInput, match="the question is empty"):
             documents.ask(" ")
+        with pytest.raises(InvalidInput, match="the question must be text; this one holds bytes that are no UTF-8"):
+            documents.ask("\udcff what")
         for question, new in ((QUESTION, 5000), ("x" * 5000, 5)):
-            with pytest.raises(InvalidInput, match="but the model's context is"):
-                documents.ask(question, new)
+            for ask in (documents.ask, lambda question, new: documents.ask_all([question], new)):
+                with pytest.raises(
+                    InvalidInput, match=r"context is 4096 tokens; shorten the question or the answer by"
+                ):
+                    ask(question, new)
+        for new in (0, -1, 1.5, True, None):
+            for ask in (documents.ask, lambda question, new: documents.ask_all([question], new)):
+                with pytest.raises(InvalidInput, match=f"max_new_tokens: expected a count >= 1, got {new}"):
+                    ask(QUESTION, new)  # type: ignore[arg-type]
 
 
 def test_sessions_models_and_templates_that_do_not_do() -> None:
@@ -161,14 +227,33 @@ def test_sessions_models_and_templates_that_do_not_do() -> None:
         with pytest.raises(InvalidInput, match="cannot hold documents"):
             Documents(session, other)
         other.chat_template = "{{ raise_exception('no system role') }}"
-        with pytest.raises(ModelFileError, match="no system role"):
+        with pytest.raises(ModelFileError, match=r"no system role.*leave the system prompt out"):
             Documents(session, other, system=SYSTEM)
+        with pytest.raises(ModelFileError, match=r"no system role'?\); mend it or remove it"):
+            Documents(session, other)
         model.train()
         try:
             with pytest.raises(InvalidInput, match="training mode"):
                 Documents(session, tokenizer)
         finally:
             model.eval()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"system": None}, "system: expected text .*got None"),
+        ({"system": b"x"}, "system: expected text"),
+        ({"chunk_tokens": "a"}, "chunk tokens: expected a count >= 1, got 'a'"),
+        ({"chunk_tokens": 0}, "chunk tokens: expected a count >= 1, got 0"),
+        ({"chunk_tokens": 1.5}, "chunk tokens: expected a count >= 1, got 1.5"),
+        ({"store": "folder"}, "store: expected a ChunkStore or None, got 'folder'; open it with"),
+        ({"pool": 3}, "pool: expected a ChunkPool or None, got 3"),
+    ],
+)
+def test_arguments_of_other_types(given: dict[str, Any], message: str) -> None:
+    with attach(model_of("llama"), fuse=PIE()) as session, pytest.raises(InvalidInput, match=message):
+        Documents(session, tiny_tokenizer(), **given)
 
 
 def test_frames() -> None:

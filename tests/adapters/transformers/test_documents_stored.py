@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +10,11 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from longreach import A3, PIE, ChunkStore, Dependence, Documents, SnapKV, attach
+from longreach import A3, PIE, ChunkPool, ChunkStore, Dependence, Documents, attach
 from longreach.adapters.transformers import Precompute
 from longreach.adapters.transformers.fusing import read
-from longreach.adapters.transformers.fusing.loading import Loading
 from longreach.adapters.transformers.prompt_reader import Reader
-from longreach.errors import ChunkLost, InvalidInput, StoreError, Unsupported
+from longreach.errors import InvalidInput, Unsupported
 from longreach.store.local import LocalFolder
 from longreach.testing.tiny import tiny_model, tiny_tokenizer
 from tests.adapters.transformers.fusing.test_read import held
@@ -145,12 +142,17 @@ def test_a_document_given_twice_is_stored_once_and_placed_twice(fusion: Any, tmp
 # lost and broken chunks
 
 
+@pytest.mark.parametrize("max_bytes", [None, 1, 20_000])  # of the pool: none, smaller than a chunk, than all chunks
 @pytest.mark.parametrize("how", ["removed", "truncated", "changed"])
-def test_what_becomes_of_files_after_they_were_read_does_not_matter(how: str, tmp_path: Path) -> None:
+def test_what_becomes_of_files_after_they_were_read_does_not_matter(
+    how: str, max_bytes: int | None, tmp_path: Path
+) -> None:
+    pool = None if max_bytes is None else ChunkPool(max_bytes, pinned=False)
     with attach(model_of("llama"), fuse=PIE()) as session, ChunkStore(tmp_path) as store:
         documents(session, store).read(TEXTS)
-        mine = documents(session, store)
+        mine = documents(session, store, pool=pool)
         mine.read(TEXTS)
+        assert max_bytes is None or len(pool or ()) < len(mine.origins), "some chunks have left the pool"
         want = asked(mine)
         for path in tmp_path.glob("*.safetensors"):
             if how == "removed":
@@ -183,64 +185,6 @@ def test_a_disk_that_fails_to_read_a_chunk_is_told_and_the_chunk_computed(
         with pytest.warns(UserWarning, match="the disk fails to read it"):
             mine.read(TEXTS)
         assert states(mine).count("recomputed") == 1 and asked(mine) == asked(first)
-
-
-def losing(monkeypatch: pytest.MonkeyPatch, lost: list[int], hook: Callable[[], None] = lambda: None) -> None:
-    """Loading of layer 1 fails for these chunks, one after the other."""
-    stored = Loading.layer
-
-    def failing(self: Loading, layer: int) -> Any:
-        if layer == 1 and lost:
-            hook()
-            raise ChunkLost(lost.pop(0), "Input/output error")
-        return stored(self, layer)
-
-    monkeypatch.setattr(Loading, "layer", failing)
-
-
-@pytest.mark.parametrize("broken", [False, True])
-@pytest.mark.parametrize("exact", [False, True])
-@pytest.mark.parametrize("fusion", [PIE(), Dependence(ratio=0.3)], ids=repr)
-def test_a_chunk_lost_in_the_middle_of_a_pass_is_brought_back_and_the_pass_begun_anew(
-    fusion: Any, exact: bool, broken: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From the store where that has it whole, else computed, as it was: the answer is the same."""
-    with attach(model_of("llama"), fuse=fusion, evict=SnapKV(capacity=150)) as session, ChunkStore(tmp_path) as store:
-        first = documents(session, store)
-        first.read(TEXTS, exact=exact)
-        mine = documents(session, store)
-        mine.read(TEXTS)
-        want, prompt = asked(mine), mine.prompt(QUESTION)
-        assert mine.account is not None and mine.account.lost == 0
-
-        def damage() -> None:
-            if broken:
-                for path in tmp_path.glob("*.safetensors"):
-                    os.truncate(path, 100)
-
-        losing(monkeypatch, [4, 1], damage)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            assert asked(mine) == want
-        assert mine.account.lost == 2
-        again = {n for n, state in enumerate(states(mine)) if state == "recomputed"}
-        assert again == ({1, 4} if broken else set())
-        assert [o.exact for o in mine.origins] == [True] + [exact] * (len(mine.origins) - 1)
-        for (_, old), (_, new) in zip(prompt.chunks, mine.prompt(QUESTION).chunks, strict=True):
-            assert old.key == new.key
-            for a, b in zip((*old.keys, *old.values), (*new.keys, *new.values), strict=True):
-                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-        assert asked(mine) == want
-
-
-def test_a_chunk_that_is_lost_again_and_again_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    with attach(model_of("llama"), fuse=PIE()) as session:
-        mine = documents(session)
-        mine.read(TEXTS)
-        losing(monkeypatch, [2, 2])
-        with pytest.raises(StoreError, match="chunk 2 of the prompt could not be loaded: Input/output error"):
-            asked(mine)
-        assert mine._reader.cache.columns == 0 and asked(mine)
 
 
 # models that are not the chunks'
@@ -298,9 +242,23 @@ def test_documents_longer_than_the_context() -> None:
         with pytest.raises(InvalidInput, match=r"is longer than the model's context of 100 tokens.*--chunk-tokens"):
             documents(session, chunk_tokens=90).read([FIRST, "long " * 30], told.append)
         assert told == []
-        mine.read(["A longer one. " * 20])
-        with pytest.raises(InvalidInput, match=r"but the model's context is 100 tokens; shorten the document by \d+"):
-            mine.ask(QUESTION)
+        too_long = r"the model's context is 100 tokens; shorten the documents by {} tokens"
+        room = 100 - len(mine.head)
+        with pytest.raises(InvalidInput, match=too_long.format(5)):
+            mine.read(["x" * (room + 4)], told.append)
+        with pytest.raises(InvalidInput, match=too_long.format(20)):
+            mine.read(["x" * (room - 10)], told.append, reserve=30)
+        mine.read(["x" * (room - 11)])
+        with pytest.raises(InvalidInput, match=too_long.format(12)):
+            mine.read(["y" * 20], told.append)  # with the separator
+        assert told == [] and len(mine.chunks) == 1, "refused before anything is computed"
+        with pytest.raises(InvalidInput, match=too_long.format(r"\d+")):
+            mine.ask("?", 5)
+        mine.clear()
+        with pytest.raises(InvalidInput, match="no documents were read"):
+            mine.ask("?", 5)
+        mine.read(["Short."])
+        assert (mine.chunks[0][0].tokens.numel(), len(mine.origins)) == (6, 1) and asked(mine, "?", 5)
         with pytest.raises(
             InvalidInput, match=r"prefix of 124 is longer than the model's context of 100 tokens; shorten the system"
         ):

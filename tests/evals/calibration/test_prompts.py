@@ -75,7 +75,7 @@ def test_the_hash_tells_prompts_apart() -> None:
         ((50, 60), "", {"count": 1}, ["1 prompt of 100 tokens are 99 tokens", "hold 50 + 60, enough for 0"]),
         ((500,), "", {"least": 129}, ["prompts of 100 tokens are too short", "129 tokens are needed", "--length"]),
         ((500,), "", {"count": 0}, ["prompts: expected at least 1, got 0"]),
-        ((500,), "", {"length": 5000}, ["context is 4096"]),
+        ((500,), "", {"length": 5000}, ["expected at most 4096 tokens, the model's context"]),
         ((), "vt", {"length": 60}, ["vt"]),
         ((), "niah_single_1", {"length": 800, "least": 799}, ["niah_single_1: a prompt of", "799 are needed"]),
     ],

@@ -92,4 +92,4 @@ def test_reads_of_one_prompt_by_any_method(session: Session) -> None:
     assert reader.cache is not None and reader.cache.kv.slots_in_use(0) == [20]
     _, again, _ = prompts.read(prompt, A3(0.4))
     assert torch.equal(again, right) and session.evict is None
-    assert session.report().fraction("prefill") == pytest.approx(1.0)
+    assert 1 < session.report().fraction("prefill") < 1.1  # the prompt's own attention, and what choosing read

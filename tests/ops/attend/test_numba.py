@@ -130,6 +130,23 @@ def test_half_precision_is_read_exactly() -> None:
         torch.testing.assert_close(got, v[0, 0].float(), rtol=0, atol=0, equal_nan=True)
 
 
+def test_arguments_that_are_not_contiguous() -> None:
+    def spread(x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([x, x], -1)[..., 0]
+
+    kv = random_kv([50, 31], heads=2, dim=16, page=8)
+    rows = random_rows(kv, 5)
+    assert kv.block_table is not None
+    kv = replace(kv, seq_lens=spread(kv.seq_lens), block_table=spread(kv.block_table))
+    q = rows.q.transpose(0, 1).contiguous().transpose(0, 1)
+    rows = Rows(q, spread(rows.seq), spread(rows.pos))
+    lists = random_lists(rows, kv, weighted=True)
+    assert lists.log_weight is not None
+    lists = replace(lists, index=spread(lists.index), count=spread(lists.count), log_weight=spread(lists.log_weight))
+    check(rows, kv, lists, sink_logit=spread(torch.randn(4)))
+    check(replace(rows, q=spread(rows.q)), kv, Spans.window(9))
+
+
 def test_sessions_in_several_threads(workers: int) -> None:
     """They share the pool of threads; each result is its own."""
     kv = random_kv([900], heads=2, dim=32)

@@ -235,7 +235,10 @@ class Session:
         None: every pass is prefill until `prompt_done` is set on the PhaseTracker that is yielded.
         """
         if not self._generating.acquire(blocking=False):
-            raise ConcurrentUse("two generate calls at once on one attached model; use one model object per thread")
+            raise ConcurrentUse(
+                "two answers at once on one attached model; finish or close the previous one first, or use one model "
+                "object per thread"
+            )
         self._phases = PhaseTracker(threading.get_ident(), columns)
         try:
             yield self._phases

@@ -86,8 +86,8 @@ class Splitter:
     """
 
     def __init__(self, tokenizer: Any, most: int = TOKENS, *, anywhere: bool = False):
-        if most < 1:
-            raise InvalidInput(f"chunk tokens: expected at least 1, got {most}")
+        if isinstance(most, bool) or not isinstance(most, int) or most < 1:
+            raise InvalidInput(f"chunk tokens: expected a count >= 1, got {most!r}")
         self.tokenizer, self.most, self.anywhere = tokenizer, most, anywhere
         self.core = _untrimmed(tokenizer)
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
-
-from torch import Tensor
+from typing import Any
 
 from longreach.adapters.transformers.answer_text import pieces
 from longreach.adapters.transformers.attach import Session
@@ -20,26 +19,28 @@ from longreach.adapters.transformers.loop.run import now
 from longreach.adapters.transformers.placement import BETWEEN, ChunkPlace, places
 from longreach.adapters.transformers.precompute import Precompute
 from longreach.adapters.transformers.prompt_reader import CHUNK, Advance, Answer, BatchReader, Reader
-from longreach.adapters.transformers.prompt_tokens import check_length, document_head, encode, stop_strings, stop_tokens
+from longreach.adapters.transformers.prompt_tokens import (
+    context_limit,
+    document_head,
+    encode,
+    stop_strings,
+    stop_tokens,
+)
 from longreach.adapters.transformers.ranks import together
-from longreach.errors import ChunkLost, InvalidInput, StoreError
+from longreach.errors import ConcurrentUse, InvalidInput, StoreError
 from longreach.store import Chunk, ChunkPool, ChunkStore
-
-Read = TypeVar("Read")
 
 
 @dataclass(frozen=True)
 class Account:
     """What an answer took. fusion: what became of the prompt's tokens. first_token_seconds: from the question on;
-    read_seconds: of them, until the prompt was in the cache. answer: tokens and times of decoding. lost: chunks that
-    could not be loaded and were fetched or computed again; each time the prompt's pass began anew.
+    read_seconds: of them, until the prompt was in the cache. answer: tokens and times of decoding.
     """
 
     fusion: FusionReport
     read_seconds: float
     first_token_seconds: float
     answer: Answer
-    lost: int = 0
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,8 @@ class Documents:
     others OtherRankFailed. Documents, caches and stores are then as after any error. An error in the middle of a
     pass or of decoding is not shared: the others wait until the process group's timeout (see `ranks.py`).
 
-    `origins` says of each chunk where it came from. Raises InvalidInput (no fusion method, a chat template that has no
-    place for documents), and what Precompute and Splitter raise.
+    `origins` has the source of each chunk. Raises InvalidInput (no fusion method, an argument of another type, a chat
+    template that has no place for documents), and what Precompute and Splitter raise.
     """
 
     def __init__(
@@ -90,6 +91,12 @@ class Documents:
     ):  # fmt: skip
         if session.fuse is None:
             raise InvalidInput("documents are read by a fusion method; attach with fuse='a3' or another one")
+        if not isinstance(system, str):
+            raise InvalidInput(f"system: expected text (str), '' for none, got {system!r}")
+        if store is not None and not isinstance(store, ChunkStore):
+            raise InvalidInput(f"store: expected a ChunkStore or None, got {store!r}; open it with ChunkStore(folder)")
+        if pool is not None and not isinstance(pool, ChunkPool):
+            raise InvalidInput(f"pool: expected a ChunkPool or None, got {pool!r}")
         self.session, self.tokenizer, self.store = session, tokenizer, store
         self.pool = ChunkPool() if pool is None and session.model.device.type == "cuda" else pool
         self._frame, self.head = document_head(tokenizer, system)
@@ -99,40 +106,52 @@ class Documents:
         self._between = encode(tokenizer, BETWEEN, special=False)
         self._reader = Reader(session, prefill_chunk, graph=graph)
         self._batches: tuple[int, BatchReader] | None = None  # for so many questions
+        self._answering = threading.Lock()  # held while the cache belongs to an answer
         self._documents: list[list[tuple[int, ...]]] = []  # tokens of each chunk of each
-        self._places: list[ChunkPlace] = []  # of all chunks
         self.chunks: list[list[Chunk]] = []  # of each document
         self.origins: list[ChunkOrigin] = []
         self.account: Account | None = None  # of the last answer of `ask`
         self.accounts: list[Account] = []  # of the last answers of `ask_all`
 
-    def read(self, texts: Sequence[str], progress: Advance = lambda done: None, *, exact: bool = False) -> None:
+    def read(
+        self, texts: Sequence[str], progress: Advance = lambda done: None, *, exact: bool = False, reserve: int = 1
+    ) -> None:  # fmt: skip
         """Add documents. Their chunks come from the store, or are computed and stored on the way.
 
         exact: chunks are computed behind everything before them, and stored so: later prompts that begin with the same
         system prompt and documents recompute none of them, in other prompts they are not used.
-        progress is told how many tokens more are done, of `count`. Raises InvalidInput for no document or an empty one,
-        and as get_or_compute. Whatever it raises, Ctrl-C included, no document is added; what was stored stays.
+        progress: called with the number of further tokens that are done, of `count`. reserve: tokens of the model's
+        context that must be left for a question and its answer. Raises InvalidInput for no document, an empty one, or
+        more tokens than the context has room for, before anything is computed; and as get_or_compute. Whatever it
+        raises, Ctrl-C included, no document is added; what was stored stays.
         """
         with together(self._work.ranks):
-            self._read(texts, progress, exact)
+            self._read(texts, progress, exact, reserve)
 
-    def _read(self, texts: Sequence[str], progress: Advance, exact: bool) -> None:
+    def clear(self) -> None:
+        """Remove all documents. Their chunks stay in the store and the pool."""
+        self._documents, self.chunks, self.origins = [], [], []
+
+    def _read(self, texts: Sequence[str], progress: Advance, exact: bool, reserve: int) -> None:
         if isinstance(texts, str) or not texts:
             raise InvalidInput("expected a list of documents with at least one text in it")
         for number, text in enumerate(texts):
-            if not isinstance(text, str) or not text.strip():
-                raise InvalidInput(f"document {len(self.chunks) + number} is empty or no text; leave it out")
+            name = f"document {len(self.chunks) + number}"
+            if not isinstance(text, str):
+                raise InvalidInput(f"{name}: expected text (str), got {type(text).__name__}; decode it first")
+            if not text.strip():
+                raise InvalidInput(f"{name} is empty; leave it out")
         documents = [*self._documents, *([p.tokens for p in self._splitter.split(t).chunks] for t in texts)]
-        new = places(documents, self._between)[len(self._places) :]
+        new = places(documents, self._between)[len(self.origins) :]
         for place in new:
             self._work.check(place.tokens, place.before if exact else ())
+        self._check_length(len(new[-1].before) + len(new[-1].tokens), reserve)
         found, origins = [list[Chunk]() for _ in texts], list[ChunkOrigin]()
         for place in new:
             got = self._chunk(place, exact, progress)
             found[place.document - len(self.chunks)].append(got.chunk)
             origins.append(self._origin(place, got))
-        self._documents, self._places = documents, [*self._places, *new]
+        self._documents = documents
         self.chunks, self.origins = [*self.chunks, *found], [*self.origins, *origins]
 
     def _chunk(self, place: ChunkPlace, exact: bool, progress: Advance = lambda done: None) -> ChunkResult:
@@ -155,31 +174,52 @@ class Documents:
         return tokens if self._meter is None else 2 * tokens
 
     def prompt(self, question: str) -> FusedPrompt:
-        """The prompt of a question about all documents. Raises InvalidInput for none of either."""
-        if not isinstance(question, str) or not question.strip():
-            raise InvalidInput("the question is empty; ask something")
+        """The prompt of a question about all documents. Raises InvalidInput for no documents; as question_tokens."""
         if not self.chunks:
             raise InvalidInput("no documents were read; call read first")
         parts: list[Any] = [self.head]
         for number, chunks in enumerate(self.chunks):
             parts += [*([self._between] if number else []), *chunks]
-        return FusedPrompt.of([*parts, encode(self.tokenizer, BETWEEN + self._frame.tail(question), special=False)])
+        return FusedPrompt.of([*parts, self.question_tokens(question)])
+
+    def question_tokens(self, question: str) -> list[int]:
+        """The tokens behind the documents: the question, and the rest of the chat template. Raises InvalidInput."""
+        if not isinstance(question, str) or not question.strip():
+            raise InvalidInput("the question is empty; ask something")
+        if any("\ud800" <= c <= "\udfff" for c in question):
+            raise InvalidInput("the question must be text; this one holds bytes that are no UTF-8")
+        return encode(self.tokenizer, BETWEEN + self._frame.tail(question), special=False)
+
+    def _check_prompt(self, prompt: FusedPrompt, max_new_tokens: int) -> None:
+        """Raise InvalidInput if prompt and answer exceed the model's context."""
+        if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+            raise InvalidInput(f"max_new_tokens: expected a count >= 1, got {max_new_tokens!r}")
+        self._check_length(prompt.question - len(self.head), len(prompt.ids) - prompt.question + max_new_tokens)
+
+    def _check_length(self, documents: int, rest: int) -> None:
+        """Raise InvalidInput if tokens of documents, and `rest` for question and answer, exceed the model's context."""
+        limit, head = context_limit(self.session.model), len(self.head)
+        if limit is None or (over := head + documents + rest - limit) <= 0:
+            return
+        what = "the documents" if head + rest < limit else "the question or the answer"
+        raise InvalidInput(
+            f"the documents are {documents} tokens, the system prompt is {head}, and question and answer take at least "
+            f"{rest}, but the model's context is {limit} tokens; shorten {what} by {over} tokens"
+        )
 
     def ask(self, question: str, max_new_tokens: int = 128) -> Iterator[str]:
         """The answer, piece by piece; afterwards `account` says what it took.
 
-        Every question begins with an empty cache, so that eviction for one does not touch the next. A chunk that cannot
-        be loaded is fetched or computed again, and the pass begun anew; `origins` and `account` then say so; not under
-        tensor parallelism, where it is an error. Raises
-        InvalidInput (also where prompt and answer exceed the model's context, and for a model in training mode),
-        Unsupported (weights changed since the chunks were computed), and as `fusing.read`.
+        Every question begins with an empty cache, so that eviction for one does not touch the next. Raises
+        ConcurrentUse (another answer is in progress; it goes on), InvalidInput (also where prompt and answer exceed the
+        model's context, and for a model in training mode), Unsupported (weights changed since the chunks were
+        computed), and as `fusing.read`.
         """
         with together(self._work.ranks):
             self._work.require_model()
             prompt = self.prompt(question)
-            check_length(self.session.model, len(prompt.ids), max_new_tokens)
-        self.account = None
-        return self._answer(prompt, question, max_new_tokens)
+            self._check_prompt(prompt, max_new_tokens)
+        return self._answer(prompt, max_new_tokens)
 
     def ask_all(self, questions: Sequence[str], max_new_tokens: int = 128) -> list[str]:
         """The answers to several questions, read and decoded as one batch; `accounts` then says what each took.
@@ -190,83 +230,71 @@ class Documents:
         for no questions.
         """
         model = self.session.model
-        with together(self._work.ranks):
-            if isinstance(questions, str) or not questions:
-                raise InvalidInput("expected a list of questions with at least one in it")
-            self._work.require_model()
-            prompts = [self.prompt(question) for question in questions]
-            for prompt in prompts:
-                check_length(model, len(prompt.ids), max_new_tokens)
-            self.accounts = []
-            if self._batches is None or self._batches[0] != len(prompts):  # memory of another batch size is given back
-                self._batches = len(prompts), BatchReader(self.session, self._reader.chunk, graph=self._reader.graph)
-            started, reader = now(model), self._batches[1]
-            (logits, reports), lost = self._retried(
-                lambda prompts: reader.read_fused_batch(prompts, then=max_new_tokens - 1), prompts, questions
-            )
-        read_seconds = now(model) - started
-        batch = reader.answer(logits, max_new_tokens, stop_tokens(model, self.tokenizer))
+        with ExitStack() as stack:
+            with together(self._work.ranks):
+                if isinstance(questions, str) or not questions:
+                    raise InvalidInput("expected a list of questions with at least one in it")
+                self._work.require_model()
+                prompts = [self.prompt(question) for question in questions]
+                for prompt in prompts:
+                    self._check_prompt(prompt, max_new_tokens)
+                stack.enter_context(self._exclusive())
+                self.accounts = []
+                if self._batches is None or self._batches[0] != len(prompts):  # frees memory of another batch size
+                    reader = BatchReader(self.session, self._reader.chunk, graph=self._reader.graph)
+                    self._batches = len(prompts), reader
+                started, reader = now(model), self._batches[1]
+                logits, reports = reader.read_fused_batch(prompts, then=max_new_tokens - 1)
+            read_seconds = now(model) - started
+            batch = reader.answer(logits, max_new_tokens, stop_tokens(model, self.tokenizer))
         first = now(model) - started - batch.setup_seconds - batch.decode_seconds
         texts = []
         for tokens, stopped, report in zip(batch.tokens, batch.stopped, reports, strict=True):
             answer = Answer([], False, first, batch.setup_seconds, batch.decode_seconds, batch.steps)
             noted = _noted(tokens, stopped, answer)
             texts.append("".join(pieces(noted, self.tokenizer, stop_strings(model))))
-            self.accounts.append(Account(report, read_seconds, first, answer, lost))
+            self.accounts.append(Account(report, read_seconds, first, answer))
         return texts
 
-    def _retried(
-        self, read: Callable[[list[FusedPrompt]], Read], prompts: list[FusedPrompt], questions: Sequence[str]
-    ) -> tuple[Read, int]:
-        """What `read` makes of prompts, and how many chunks were lost on the way and brought back."""
-        lost = set[int]()
-        while True:
-            try:
-                return read(prompts), len(lost)
-            except ChunkLost as error:
-                # one brought back is in memory; other ranks may wait in the middle of the pass
-                if error.chunk in lost or self._work.ranks is not None:
-                    raise
-                lost.add(error.chunk)
-                self._bring_back(error.chunk)
-                prompts = [self.prompt(question) for question in questions]
+    @contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        """A block of one answer. Raises ConcurrentUse while another is in progress, before anything is changed."""
+        if not self._answering.acquire(blocking=False):
+            raise ConcurrentUse(
+                "an answer from these documents is in progress; finish or close it first, or use other Documents on "
+                "another model object"
+            )
+        try:
+            yield
+        finally:
+            self._answering.release()
 
-    def _bring_back(self, number: int) -> None:
-        """Fetch a chunk again, or compute it, as it was: behind the head alone or behind everything before it."""
-        place = self._places[number]
-        chunks = self.chunks[place.document]
-        piece = number - sum(len(others) for others in self.chunks[: place.document])
-        got = self._chunk(place, exact=len(chunks[piece].prefix) > len(self.head))
-        chunks[piece] = got.chunk
-        self.origins[number] = self._origin(place, got)
-
-    def _answer(self, prompt: FusedPrompt, question: str, max_new_tokens: int) -> Iterator[str]:
+    def _answer(self, prompt: FusedPrompt, max_new_tokens: int) -> Iterator[str]:
         reader, answer, model = self._reader, Answer(), self.session.model
-
-        def read_one(prompts: list[FusedPrompt]) -> tuple[Tensor, FusionReport]:
-            reader.cache.empty()
-            return read(self.session, reader.cache, prompts[0], then=max_new_tokens - 1)
-
         started = now(model)
-        with together(self._work.ranks):
-            (logits, report), lost = self._retried(read_one, [prompt], [question])
-        read_seconds = now(model) - started
-        stop, first = stop_tokens(model, self.tokenizer), 0.0
+        with ExitStack() as stack:
+            with together(self._work.ranks):
+                stack.enter_context(self._exclusive())
+                self.account = None
+                reader.cache.empty()
+                logits, report = read(self.session, reader.cache, prompt, then=max_new_tokens - 1)
+            read_seconds = now(model) - started
+            stop, first = stop_tokens(model, self.tokenizer), 0.0
 
-        def until_stop(tokens: Iterator[int]) -> Iterator[int]:
-            nonlocal first
-            for token in tokens:
-                first = first or now(model) - started
-                answer.stopped = token in stop
-                if answer.stopped:
-                    return
-                answer.tokens.append(token)
-                yield token
+            def until_stop(tokens: Iterator[int]) -> Iterator[int]:
+                nonlocal first
+                for token in tokens:
+                    first = first or now(model) - started
+                    answer.stopped = token in stop
+                    if answer.stopped:
+                        return
+                    answer.tokens.append(token)
+                    yield token
 
-        with closing(reader.decode(logits, max_new_tokens, answer, stop)) as tokens:
-            yield from pieces(until_stop(tokens), self.tokenizer, stop_strings(model))
-        answer.first_token_seconds = first
-        self.account = Account(report, read_seconds, first, answer, lost)
+            with closing(reader.decode(logits, max_new_tokens, answer, stop)) as tokens:
+                yield from pieces(until_stop(tokens), self.tokenizer, stop_strings(model))
+            answer.first_token_seconds = first
+            self.account = Account(report, read_seconds, first, answer)
 
 
 def _noted(tokens: Sequence[int], stopped: bool, answer: Answer) -> Iterator[int]:

@@ -59,7 +59,10 @@ def chat(tokenizer: Any, turn: str, system: str = "") -> str | None:
         )
     except Exception as error:  # a template is a program of the model's: it may raise anything
         why = f"{type(error).__name__}: {error}"
-        raise ModelFileError(f"the tokenizer's chat template failed ({why}); mend it or remove it") from error
+        remedy = (
+            "leave the system prompt out (--system) if the template takes none, else mend it" if system else "mend it"
+        )
+        raise ModelFileError(f"the tokenizer's chat template failed ({why}); {remedy} or remove it") from error
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,8 @@ class Noted(Fusion):
     name = "noted"
 
     def __post_init__(self) -> None:
-        for name in ("full_layers", "true_positions", "needs_dependence"):  # of the class elsewhere, here of `of`
+        names = ("full_layers", "true_positions", "needs_dependence", "compares_values")
+        for name in names:  # of the class elsewhere, here of `of`
             object.__setattr__(self, name, getattr(self.of, name))
 
     def probes(self, layers: int) -> tuple[int, ...]:

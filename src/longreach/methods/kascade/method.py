@@ -35,7 +35,15 @@ from longreach.methods.base import (
     logits_bytes,
 )
 from longreach.methods.call import LayerCall, ModelShape
-from longreach.methods.choosing import OTHER_KEYS, check_layers, check_layers_of
+from longreach.methods.choosing import (
+    OTHER_KEYS,
+    Choose,
+    check_choice,
+    check_layers,
+    check_layers_of,
+    chosen_keys,
+    sampling_bytes,
+)
 from longreach.methods.kascade.budget import KeyBudget
 from longreach.methods.kascade.plan import KIND, KascadePlan
 from longreach.methods.kascade.prefill import PromptTiles, choose_for_tiles, tiles_of
@@ -69,6 +77,8 @@ class Kascade(AttentionMethod):
     dense_layers: layers that attend densely, in addition to the first anchor. Anchors among them still choose keys.
     scoring: "exact", or "int8": in decode an 8-bit copy of the anchors' keys is scored; attention reads the original
         keys. The copy is written during prefill and decode. The report counts it as metadata.
+    choose: in decode: "top", or "sample": keys are drawn by the square root of their scores in the anchor, and weighted
+        (`choosing.chosen_keys`), by `seed`. Scores of another layer are no better a guess than that.
 
     A prompt read in chunks gives the same sets as read at once if chunks end at tile ends, at multiples of
     tile // group tokens (plan.tile = 128 rows, the query heads of a KV head counted). A tile that two chunks share is
@@ -84,6 +94,8 @@ class Kascade(AttentionMethod):
     dense_below: int = 0
     dense_layers: tuple[int, ...] = ()
     scoring: Literal["exact", "int8"] = "exact"
+    choose: Choose = "top"
+    seed: int = 0
 
     name = "kascade"
     phases = ("prefill", "decode")
@@ -106,6 +118,7 @@ class Kascade(AttentionMethod):
         require(is_count(self.dense_below), f"dense_below: expected a count, got {self.dense_below!r}")
         check_layers("dense_layers", self.dense_layers)
         require(self.scoring in ("exact", "int8"), f"scoring: expected 'exact' or 'int8', got {self.scoring!r}")
+        check_choice(self.choose, self.seed)
 
     @property
     def observes_prompt(self) -> bool:  # type: ignore[override]  # only the 8-bit copy depends on the prompt's keys
@@ -159,6 +172,7 @@ class Kascade(AttentionMethod):
     def workspace_bytes(self, model: ModelShape, rows: int, capacity: int, dtype: torch.dtype) -> int:
         heads, chosen = 1 if self.heads == "all" else model.kv_heads, self.budget.max_keys(capacity)
         scores = 4 * rows * (model.kv_heads * capacity + heads * (capacity + chosen + 1))
+        scores += sampling_bytes(self.choose, rows, heads, capacity)
         return logits_bytes(model, rows, capacity, dtype) + scores
 
     def _anchor(self, call: LayerCall, state: KascadeState) -> Outcome:
@@ -180,10 +194,10 @@ class Kascade(AttentionMethod):
         heads = scores.shape[1]
         count = call.once((self, heads), lambda: budget.keys(call.context, call.context)[:, None].repeat(1, heads))
         capacity = budget.max_keys(call.kv.capacity)
-        index, used = call.op(
-            "top_k", scores, count, call.context, first=self.sinks, last=self.recent, capacity=capacity
-        )
-        chosen = Lists(index, used, all_visible=True)
+        chosen = chosen_keys(
+            call, scores, count, first=self.sinks, last=self.recent, capacity=capacity, choose=self.choose,
+            seed=self.seed, power=0.5,
+        )  # fmt: skip
         call.shared[self] = AnchorSelection(call.layer, chosen)
         return chosen
 

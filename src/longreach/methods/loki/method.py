@@ -11,7 +11,15 @@ from longreach.cache import PerTokenState, SequenceState
 from longreach.errors import InvalidInput
 from longreach.methods.base import AttentionMethod, Outcome, attend_densely, check_budget, check_plan_name, logits_bytes
 from longreach.methods.call import LayerCall, ModelShape
-from longreach.methods.choosing import best_keys, check_layers, check_layers_of, max_keys
+from longreach.methods.choosing import (
+    Choose,
+    check_choice,
+    check_layers,
+    check_layers_of,
+    keys_for_budget,
+    max_keys,
+    sampling_bytes,
+)
 from longreach.methods.loki.plan import KIND, LokiPlan
 from longreach.ops import KVView, Rows
 from longreach.ops.project import pad_basis, project_keys
@@ -30,6 +38,7 @@ class Loki(AttentionMethod):
     k: the budget, a count of keys or a fraction of the row's context (the paper: 0.25). rank: directions, a count or a
     fraction of the head dim (0.25 is the paper's 32 of 128). plan: a file or a shipped plan's name; None: the shipped
     plan of the model. dense_layers: layers that attend densely (the paper has none).
+    choose: "top", or "sample": keys are drawn by their scores and weighted (`choosing.chosen_keys`), by `seed`.
     With grouped queries the softmax probabilities of the scores are summed over the query heads of a KV head, which
     share one list; the paper chooses for each query head.
     Metadata read: `rank` coordinates of every key of the context, and the directions once a pass. The newest key is
@@ -41,6 +50,8 @@ class Loki(AttentionMethod):
     rank: int | float = 0.25
     plan: str | None = None
     dense_layers: tuple[int, ...] = ()
+    choose: Choose = "top"
+    seed: int = 0
 
     name = "loki"
     phases = ("decode",)
@@ -52,6 +63,7 @@ class Loki(AttentionMethod):
         check_budget("rank", self.rank)
         check_plan_name(self.plan)
         check_layers("dense_layers", self.dense_layers)
+        check_choice(self.choose, self.seed)
 
     def check(self, model: ModelShape) -> None:
         check_layers_of("dense_layers", self.dense_layers, model.layers)
@@ -80,10 +92,12 @@ class Loki(AttentionMethod):
         q = call.op("project", state.basis, state["keys"])
         here = Rows(q, call.rows.seq, call.rows.pos, call.rows.runs)
         scores = call.op("score_and_pool", kv=state.view(call.kv), rows=here, metadata=True)
-        return Outcome(call.attend(best_keys(call, scores, self.k, last=1)))
+        chosen = keys_for_budget(call, scores, self.k, last=1, choose=self.choose, seed=self.seed)
+        return Outcome(call.attend(chosen))
 
     def workspace_bytes(self, model: ModelShape, rows: int, capacity: int, dtype: torch.dtype) -> int:
         chosen = 4 * rows * model.kv_heads * (capacity + max_keys(self.k, capacity) + 1)
+        chosen += sampling_bytes(self.choose, rows, model.kv_heads, capacity)
         return logits_bytes(model, rows, capacity, dtype) + chosen
 
     def _directions(self, dim: int) -> int:

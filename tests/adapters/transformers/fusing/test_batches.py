@@ -12,7 +12,7 @@ from longreach import CacheConfig, Documents, Quest, SnapKV, attach
 from longreach.adapters.transformers.fusing import FusedPrompt, FusionReport, read_batch
 from longreach.adapters.transformers.fusing.loading import Loading
 from longreach.adapters.transformers.prompt_reader import BatchReader
-from longreach.errors import ChunkLost, InvalidInput
+from longreach.errors import InvalidInput
 from longreach.methods.base import AttentionMethod
 from longreach.methods.fusion import A3, PIE, A3Deep, CacheBlend, Dependence, FullReuse, LegoLink
 from longreach.methods.mac import MAC
@@ -83,12 +83,26 @@ def test_each_prompt_is_read_as_if_it_were_alone(name: str, fusion: Fusion) -> N
     ids=lambda m: m.name,
 )
 def test_decode_methods_and_pages(decode: AttentionMethod, config: CacheConfig) -> None:
-    model = model_of("llama")
+    model, compared = model_of("llama"), 0
     prompts = batch_of(model)
+    if isinstance(decode, MAC):  # questions as long as its window, of tokens that differ
+        draw = torch.Generator().manual_seed(7)
+        asked = [torch.randperm(200, generator=draw)[:n] for n in (24, 31, 26)]
+        prompts = [replace(p, ids=(*p.ids[: p.question], *q.tolist())) for p, q in zip(prompts, asked, strict=True)]
     for fusion in (A3(ratio=0.2), A3Deep(ratio=0.2)):
         *_, answers = together(model, prompts, fusion, decode=decode, config=config)
         for answer, prompt in zip(answers, prompts, strict=True):
-            assert answer == fused(model, prompt, fusion, decode=decode, new=NEW, config=config)[3]
+            want = fused(model, prompt, fusion, decode=decode, new=NEW, config=config)[3]
+            same = NEW if decode.name == "quest" else before_a_tie([*prompt.ids, *want], len(prompt.ids))
+            assert answer[:same] == want[:same]
+            compared += same
+    assert compared >= 4 * NEW
+
+
+def before_a_tie(ids: list[int], start: int) -> int:
+    """How many tokens follow from `start` on until MAC's window holds one twice: their queries in the first layer are
+    alike, and rounding decides which of the two is nearer to another."""
+    return next((n - start for n in range(start, len(ids)) if len({*ids[n - 24 : n]}) < 24), len(ids) - start)
 
 
 def test_prompts_choose_for_themselves() -> None:
@@ -119,7 +133,7 @@ def test_questions_at_once_have_the_answers_that_they_have_alone(fusion: Fusion,
             found = [(t, a.answer.tokens, a.fusion.recomputed) for t, a in zip(texts, documents.accounts, strict=True)]
             assert found == [want[n] for n in order]
         for account in documents.accounts:
-            assert 0 < account.read_seconds <= account.first_token_seconds and account.lost == 0
+            assert 0 < account.read_seconds <= account.first_token_seconds
         assert "".join(documents.ask(QUESTIONS[0], 10)) == want[0][0]
 
 
@@ -204,12 +218,12 @@ def test_a_batch_that_is_none() -> None:
         assert cache.columns == 0 and read_batch(session, cache, [one, two])[0].shape[0] == 2
 
 
-def test_a_pass_that_fails_leaves_an_empty_cache_and_a_lost_chunk_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, lost, stored = model_of("llama"), list[int](), Loading.layer
+def test_a_pass_that_fails_leaves_an_empty_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, failures, stored = model_of("llama"), list[OSError](), Loading.layer
 
     def failing(self: Loading, layer: int) -> Any:
-        if layer == 1 and lost:
-            raise ChunkLost(lost.pop(0), "Input/output error")
+        if layer == 1 and failures:
+            raise failures.pop()
         return stored(self, layer)
 
     monkeypatch.setattr(Loading, "layer", failing)
@@ -218,15 +232,9 @@ def test_a_pass_that_fails_leaves_an_empty_cache_and_a_lost_chunk_comes_back(mon
         cache = session.new_cache(3)
         want, _ = read_batch(session, cache, prompts)
         cache.empty()
-        lost.append(0)
-        with pytest.raises(ChunkLost):
+        failures.append(OSError(5, "Input/output error"))
+        with pytest.raises(OSError, match="Input/output error"):
             read_batch(session, cache, prompts)
         assert cache.columns == 0 and not any(cache.kv.lengths)
         again, _ = read_batch(session, cache, prompts)
         assert torch.equal(again, want)
-        documents = Documents(session, tiny_tokenizer(), system=SYSTEM, chunk_tokens=16)
-        documents.read(TEXTS)
-        texts = documents.ask_all(QUESTIONS, 6)
-        lost += [2, 0]
-        assert documents.ask_all(QUESTIONS, 6) == texts
-        assert [account.lost for account in documents.accounts] == [2] * 3

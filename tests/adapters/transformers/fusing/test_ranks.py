@@ -21,7 +21,7 @@ from longreach.adapters.transformers.fingerprint import fingerprint
 from longreach.adapters.transformers.fusing.loading import Loading
 from longreach.adapters.transformers.fusing.read import _FusedPass
 from longreach.adapters.transformers.ranks import Ranks, in_pass, together
-from longreach.errors import ChunkLost, OtherRankFailed, StoreError, Unsupported
+from longreach.errors import OtherRankFailed, StoreError, Unsupported
 from longreach.methods.fusion import A3Deep
 from longreach.methods.slots import Fusion
 from longreach.testing.ranks import run_on_ranks
@@ -301,7 +301,7 @@ READ = {  # while a document is added, of which there is one
 ASK = {  # while a question is asked
     "its prompt": Case(1, ValueError("none"), "ValueError: none", "documents", "prompt"),
     "room": Case(1, MemoryError("no room"), "OutOfMemory: memory ran out", "cache", "reserve"),
-    "a chunk is lost": Case(0, ChunkLost(1, "gone"), "ChunkLost: chunk 1 of the prompt", "Loading", "__init__"),
+    "loading": Case(0, RuntimeError("no stream"), "RuntimeError: no stream", "Loading", "__init__"),
     "choosing": Case(1, KeyboardInterrupt(), "KeyboardInterrupt", "A3", "choose"),
     "chosen": Case(0, torch.OutOfMemoryError("no room"), "OutOfMemoryError: no room", "A3", "choose", after=True),
     "the report": Case(1, RuntimeError("bad\ncard, " + 2000 * "x"), "RuntimeError: bad\ncard", "pass", "reports"),

@@ -1,0 +1,72 @@
+"""The front door of sample."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from longreach.ops.doors import Op
+from longreach.ops.impl import Implementations
+from longreach.ops.types import INTS, describe, require
+
+IMPLEMENTATIONS = Implementations("sample", {"reference": "longreach.ops.sample.reference:sample"})
+
+
+class Sampled(NamedTuple):
+    """What `Lists` takes: columns int32 and log_weight fp32 [L, heads, C], ascending columns; used int32 [L, heads]."""
+
+    columns: Tensor
+    used: Tensor
+    log_weight: Tensor
+
+
+def sample(
+    x: Tensor, count: Tensor, length: Tensor, offset: Tensor, *, capacity: int, uniform: float = 0.05,
+    power: float = 1.0, first: int = 0, last: int = 0, impl: str = "auto",
+) -> Sampled:  # fmt: skip
+    """Columns of each row drawn without replacement by systematic sampling, with probabilities from scores.
+
+    A column of [0, length) is included with probability pi = min(1, c p), p = (1 - uniform) x^power / sum x^power +
+    uniform / n over the n columns that may be drawn, and c such that the probabilities sum to count: columns at 1 are
+    certain. log_weight = -log pi, so that a sum over the sample weighted by exp(log_weight) is unbiased (Horvitz and
+    Thompson, 1952). Ascending columns are drawn by one offset a row: i where floor(pi_0 + .. + pi_i + offset) grows
+    (Madow, 1949). So the sample has exactly `count` columns, and two near each other are seldom drawn together.
+
+    x: [L, heads, N] fp32, scores >= 0; negative ones and NaN count as 0. count: int [L, heads], below 0 as 0, above the
+    length as the length. length: int [L]. offset: float [L, heads] in [0, 1), see `uniforms`. first, last: columns at
+    both ends of the length that are certain, as part of the count; where it is smaller, the last ones come first.
+    capacity: entries of a list; a count above it is the overflow of `Lists`: the row then reads everything.
+    uniform: in (0, 1], the share of the count that is spread evenly, so that no weight exceeds n / (uniform count).
+    power: > 0; below 1 for scores that are less sure, such as those of another layer.
+
+    Entries past a list's end may be anything. Nothing waits for the device. Raises InvalidInput for shapes, dtypes,
+    devices and numbers that do not fit, UnknownName.
+    """
+    ok = isinstance(x, Tensor) and x.dim() == 3 and x.is_floating_point()
+    require(ok, lambda: f"x: expected float [L, heads, N], got {describe(x)}")
+    lists, heads, columns = x.shape
+    ok = isinstance(count, Tensor) and count.dtype in INTS and count.shape == (lists, heads)
+    require(ok, lambda: f"count: expected int32 or int64 [L={lists}, heads={heads}], got {describe(count)}")
+    ok = isinstance(length, Tensor) and length.dtype in INTS and length.shape == (lists,)
+    require(ok, lambda: f"length: expected int32 or int64 [L={lists}], got {describe(length)}")
+    ok = isinstance(offset, Tensor) and offset.is_floating_point() and offset.shape == (lists, heads)
+    require(ok, lambda: f"offset: expected float [L={lists}, heads={heads}], got {describe(offset)}")
+    for name, tensor in (("count", count), ("length", length), ("offset", offset)):
+        require(tensor.device == x.device, lambda: f"{name}: expected on {x.device} like x, got {describe(tensor)}")
+    for name, number, least in (("first", first, 0), ("last", last, 0), ("capacity", capacity, 1)):
+        require(
+            isinstance(number, int) and number >= least, lambda: f"{name}: expected an int >= {least}, got {number!r}"
+        )
+    require(0 < uniform <= 1, lambda: f"uniform: expected a number in (0, 1], got {uniform!r}")
+    require(0 < power < float("inf"), lambda: f"power: expected a number above 0, got {power!r}")
+    if length.device.type == "cpu" and length.numel():  # elsewhere reading values would cost a sync
+        low, high = int(length.min()), int(length.max())
+        require(low >= 0 and high <= columns, lambda: f"length: expected in [0, N={columns}], got {low} to {high}")
+        inside = not offset.numel() or (float(offset.min()) >= 0 and float(offset.max()) < 1)
+        require(inside, lambda: f"offset: expected in [0, 1), got {float(offset.min())} to {float(offset.max())}")
+    compute = IMPLEMENTATIONS.get(impl, x.device)
+    return compute(x, count, length, offset, capacity=capacity, uniform=uniform, power=power, first=first, last=last)
+
+
+SAMPLE = Op(sample, IMPLEMENTATIONS, ())
