@@ -238,7 +238,8 @@ class LayerCall:
 
     def _chosen(self, op: Op, *given: Any) -> str:
         """The implementation that computes an op of these arguments."""
-        impl = self.impl if self.impl in op.implementations.paths else "auto"
+        named = self.impl in op.implementations.paths and self.impl != "numba"  # which takes no 8-bit copy of keys, say
+        impl = self.impl if named else "auto"
         return op.implementations.choose(impl, self.rows.q.device, *given)
 
     def _term(self, name: str) -> Any:
