@@ -109,8 +109,8 @@ def _why_none_was_found(store: ChunkStore, entries: list[Entry], ours: Chunk) ->
                 kinds["behind another system prompt or other documents"] += 1
             else:
                 kinds["of other documents, or cut otherwise"] += 1
-    told = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
-    return f"longreach: the store had none of these chunks. Of its {kinds.total()} most recently used chunks {told}."
+    shown = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+    return f"longreach: the store had none of these chunks. Of its {kinds.total()} most recently used chunks {shown}."
 
 
 def _origins(documents: Documents, count: int) -> list[dict[str, Any]]:

@@ -194,7 +194,7 @@ def test_a_document_longer_than_any_context() -> None:
 def test_what_cannot_be_cut_is_refused() -> None:
     with pytest.raises(InvalidInput, match="3 are too few, '🦊' at character 2 takes 4"):
         split("ab🦊cd", tokenizer("bytes"), 3)
-    with pytest.raises(InvalidInput, match="at least 1"):
+    with pytest.raises(InvalidInput, match="expected a count >= 1, got 0"):
         split("a", tokenizer("bytes"), 0)
     with pytest.raises(InvalidInput, match="no UTF-8"):
         split("a\ud83d", tokenizer("bytes"))

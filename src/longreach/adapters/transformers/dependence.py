@@ -76,9 +76,9 @@ def other_chunk(documents: Sequence[Sequence[Tokens]], document: int, piece: int
             yield documents[document][0]
         yield from (chunks[0] for number, chunks in enumerate(documents) if number != document and chunks)
 
-    mine, alike = tuple(documents[document][piece]), None
+    mine, same = tuple(documents[document][piece]), None
     for tokens in found():
         if tuple(tokens) != mine:
             return tokens
-        alike = tokens
-    return alike
+        same = tokens
+    return same

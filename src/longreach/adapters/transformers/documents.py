@@ -208,7 +208,7 @@ class Documents:
         )
 
     def ask(self, question: str, max_new_tokens: int = 128) -> Iterator[str]:
-        """The answer, piece by piece; afterwards `account` says what it took.
+        """The answer, piece by piece; afterwards `account` has its tokens and times.
 
         Every question begins with an empty cache, so that eviction for one does not touch the next. Raises
         ConcurrentUse (another answer is in progress; it goes on), InvalidInput (also where prompt and answer exceed the
@@ -222,7 +222,8 @@ class Documents:
         return self._answer(prompt, max_new_tokens)
 
     def ask_all(self, questions: Sequence[str], max_new_tokens: int = 128) -> list[str]:
-        """The answers to several questions, read and decoded as one batch; `accounts` then says what each took.
+        """The answers to several questions, read and decoded as one batch; `accounts` then has the tokens and
+        times of each.
 
         Each answer is that of `ask`, up to rounding. Chunks are copied to the device once for all
         questions, and placed for each, which keeps keys and values of its own: the cache takes as much memory for each

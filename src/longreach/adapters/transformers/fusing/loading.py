@@ -23,7 +23,7 @@ class Loading:
 
     On a CUDA device, chunks in page-locked memory (`ChunkPool`) are copied on a stream of their own, groups of layers
     of about GROUP_BYTES ahead of the layers that need them, into two buffers in turn; others are copied when a layer
-    asks.
+    is requested.
 
     shards: for a tensor-parallel rank, by layer the KV heads that it holds: chunks hold all, and these alone are
     copied. An entry must be there when its layer is asked for; copies run ahead if all are there from the beginning.
@@ -128,10 +128,10 @@ class _Ahead:
         shards: Mapping[int, HeadShard] | None = None,
     ):  # fmt: skip
         self.chunks, self.device, self.shards, self.bytes = chunks, device, shards, 0
-        alike = {} if shards is None else {len(chunk.tokens): chunk for chunk in chunks}
-        self.starts = {length: self._own_starts(chunk, stop) for length, chunk in alike.items()}
+        by_length = {} if shards is None else {len(chunk.tokens): chunk for chunk in chunks}
+        self.starts = {length: self._own_starts(chunk, stop) for length, chunk in by_length.items()}
         self.stream = stream
-        self.alike = [list(some) for _, some in groupby(chunks, key=lambda chunk: len(chunk.tokens))]
+        self.equal_lengths = [list(some) for _, some in groupby(chunks, key=lambda chunk: len(chunk.tokens))]
         each = sum(self._starts(chunk)[stop] for chunk in chunks) * chunks[0].memory.element_size() / stop
         step = max(1, int(GROUP_BYTES / each))
         self.bounds = [(n, min(n + step, stop)) for n in range(first, stop, step)]
@@ -141,11 +141,11 @@ class _Ahead:
         self.stream.wait_stream(torch.cuda.current_stream(device))  # buffers may be memory that is still in use
         for buffer in self.buffers:
             buffer.record_stream(self.stream)  # a pass may fail while copies are under way
-        self.begun = 0
-        self.under_way: list[_Group] = []
+        self.started = 0
+        self.in_flight: list[_Group] = []
         self.waits: list[Wait] = []
         for _ in range(count):
-            self._begin()
+            self._start_next()
 
     def _own_starts(self, chunk: PooledChunk, stop: int) -> tuple[int, ...]:
         """As PooledChunk.starts, of this rank's KV heads alone."""
@@ -157,12 +157,12 @@ class _Ahead:
         return chunk.starts if self.shards is None else self.starts[len(chunk.tokens)]
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        while self.under_way[0].stop <= layer:
-            self.under_way.pop(0)
+        while self.in_flight[0].stop <= layer:
+            self.in_flight.pop(0)
             # all that reads the group has been launched: the buffer may be filled again behind it
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
-            self._begin()
-        group = self.under_way[0]
+            self._start_next()
+        group = self.in_flight[0]
         if layer == group.first:
             main = torch.cuda.current_stream(self.device)
             wait = Wait(*(torch.cuda.Event(enable_timing=True) for _ in range(2)))
@@ -172,11 +172,11 @@ class _Ahead:
             self.waits.append(wait)
         return self._gathered(group, layer)
 
-    def _begin(self) -> None:
+    def _start_next(self) -> None:
         """Copy the next group, if there is one."""
-        if self.begun == len(self.bounds):
+        if self.started == len(self.bounds):
             return
-        (first, stop), buffer, start = self.bounds[self.begun], self.buffers[self.begun % len(self.buffers)], 0
+        (first, stop), buffer, start = self.bounds[self.started], self.buffers[self.started % len(self.buffers)], 0
         copied = torch.cuda.Event()
         with torch.cuda.stream(self.stream):
             for chunk in self.chunks:
@@ -185,8 +185,8 @@ class _Ahead:
                     start += len(part)
             copied.record(self.stream)
         self.bytes += start * buffer.element_size()
-        self.begun += 1
-        self.under_way.append(_Group(first, stop, buffer, copied))
+        self.started += 1
+        self.in_flight.append(_Group(first, stop, buffer, copied))
 
     def _parts(self, chunk: PooledChunk, first: int, stop: int) -> list[Tensor]:
         """What is copied of layers [first, stop): all at once, or each layer's keys and values of this rank's heads."""
@@ -203,15 +203,15 @@ class _Ahead:
         )
         k, v = (group.memory.new_empty(tokens, heads, width) for width in (dim, value_dim))
         start = token = 0
-        for some in self.alike:
+        for some in self.equal_lengths:
             count, length = len(some), len(some[0].tokens)
             starts = self._starts(some[0])
             each = starts[group.stop] - starts[group.first]
             parts = group.memory[start : start + count * each].view(count, each)
-            at, here = starts[layer] - starts[group.first], slice(token, token + count * length)
+            offset, here = starts[layer] - starts[group.first], slice(token, token + count * length)
             for out, width in ((k, dim), (v, value_dim)):
-                part = parts[:, at : at + heads * length * width].unflatten(1, (heads, length, width))
+                part = parts[:, offset : offset + heads * length * width].unflatten(1, (heads, length, width))
                 out[here].view(count, length, heads, width).copy_(part.transpose(1, 2))
-                at += heads * length * width
+                offset += heads * length * width
             start, token = start + count * each, token + count * length
         return k, v

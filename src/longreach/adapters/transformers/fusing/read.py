@@ -5,7 +5,7 @@ attention modules place what is stored of a layer before its own keys are writte
 a decoder layer is the parent of an attention module.
 
 Several prompts over the same chunks run as one pass: their tokens stand one behind the other in one row of the model,
-and attention keeps the sequences apart. Each layer's stored keys and values are loaded once and placed for each.
+and attention separates the sequences. Each layer's stored keys and values are loaded once and placed for each.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class FusionReport:
     key_error, value_error: for each layer whose stored keys and values were placed, how far they were off at the
     recomputed tokens: norm of the difference over norm of the recomputed; None where none was.
     loaded_bytes: of stored keys and values that were copied to the model's device; waited_seconds: how long its stream
-    waited for copies that ran beside it (see `Loading`). Prompts of a batch share both. Under tensor parallelism the
+    waited for copies on the other stream (see `Loading`). Prompts of a batch share both. Under tensor parallelism the
     errors are of all KV heads, bytes and seconds of this rank.
     """
 
@@ -75,7 +75,7 @@ def read(session: Session, cache: LongreachCache, prompt: FusedPrompt, *, then: 
     chunk of other layers, heads or dtype than the model's, more tokens that must stay than the eviction method keeps),
     Unsupported (a model whose layers get no pair (cos, sin), or that is not its kind of decoder), OutOfMemory,
     ConcurrentUse. That chunks are of this very model is not checked here: their keys name its fingerprint.
-    Under tensor parallelism every rank must read the same prompt; the first one's choice of tokens is that of all. An
+    Under tensor parallelism every rank must read the same prompt; the first rank chooses the tokens for all. An
     error on one rank before a pass, while tokens are chosen or after a pass makes all raise (OtherRankFailed). An error
     within a pass does not: the other ranks wait in the model's collectives until the process group's timeout.
     """
@@ -163,14 +163,14 @@ class _FusedPass:
         self.ids = torch.tensor([[token for prompt in prompts for token in prompt.ids]], device=self.device)
         self.positions = torch.cat([torch.arange(count, device=self.device) for count in self.counts])[None]
         self.parts: list[PromptParts] = [prompt.parts(self.device) for prompt in prompts]
-        self.at = self.parts[0].at  # the stored tokens of each
-        self.turn_by = self.at
+        self.stored_index = self.parts[0].at  # the stored tokens of each
+        self.rotated_to = self.stored_index  # positions that stored keys are rotated to
         if not fusion.true_positions:
             local = [prompt.local_positions(self.device) for prompt in prompts]  # each is checked
-            self.turn_by = local[0][self.at]
+            self.rotated_to = local[0][self.stored_index]
         self.then = then
         self.probe: int | None = None  # the layer up to which the pass under way runs, to choose there
-        self.given: list[Tensor] | None = None  # what a probe has chosen, for each prompt
+        self.chosen: list[Tensor] | None = None  # what a probe has chosen, for each prompt
         self.index: Tensor | None = None  # the tokens that run, once chosen
         self.ends: list[int] = []  # where the tokens of each prompt end among those that run
         self.last = torch.empty(len(prompts), dtype=torch.int64, device=self.device)  # of each prompt: its logits count
@@ -178,13 +178,14 @@ class _FusedPass:
         self.narrowed: dict[int, tuple[Tensor, Tensor]] = {}  # id of what layers get for all tokens -> whole, cut
         # of a layer, and there the recomputed tokens' page and offset
         self.places: tuple[Placement, Tensor, Tensor] | None = None
-        self.turns: dict[tuple[int, Rotation], tuple[Tensor, RotaryAngles]] = {}  # (id of cos, how) -> cos, the turns
+        # (id of cos, how a layer rotates) -> cos, angles of the stored tokens
+        self.stored_angles: dict[tuple[int, Rotation], tuple[Tensor, RotaryAngles]] = {}
         self.loading = Loading((), self.device)
         self.loaded_bytes, self.waits = 0, list[Wait]()
-        self.again: Tensor | None = None  # the recomputed tokens of all prompts
-        self.recomputed: list[int] = []  # how many each prompt has
+        self.recomputed_index: Tensor | None = None  # the recomputed tokens of all prompts
+        self.recomputed_counts: list[int] = []  # how many each prompt has
         self.placing: list[Append] = []  # for each prompt, the stored tokens' part of the pass
-        self.before: tuple[Tensor, Tensor] | None = None  # what was placed where tokens are recomputed
+        self.placed: tuple[Tensor, Tensor] | None = None  # what was placed where tokens are recomputed
         self.counted: Pending | None = None  # what probes have read, for the next pass to commit
         self.errors: dict[int, Tensor] = {}  # layer -> [B, 4], norms: of key and value differences, and of both
 
@@ -194,16 +195,16 @@ class _FusedPass:
             try:
                 self._pass()
             except _Probed as found:
-                self.given = found.chosen
+                self.chosen = found.chosen
         self.probe = None
         return self._pass()
 
     def _pass(self) -> Tensor:
         session = self.session
-        self.index = self.again = self.before = self.places = None
+        self.index = self.recomputed_index = self.placed = self.places = None
         self.placing, self.ends = [], self.starts[1:]
         self.narrowed.clear()
-        self.turns.clear()
+        self.stored_angles.clear()
         full = self.fusion.full_layers
         shards = None if self.ranks is None else session.facts.shards
         self.loading = Loading(
@@ -243,7 +244,7 @@ class _FusedPass:
         return [self._report(number, by_layer, waited) for number in range(len(self.prompts))]
 
     def _report(self, number: int, norms: dict[int, list[list[float]]], waited: float) -> FusionReport:
-        parts, count, again = self.parts[number], self.counts[number], self.recomputed[number]
+        parts, count, again = self.parts[number], self.counts[number], self.recomputed_counts[number]
         stored, exact = int(parts.stored.sum()), int(parts.exact.sum())
         errors = {n: (k / key, v / value) for n, some in norms.items() for k, v, key, value in [some[number]] if again}
         shares = [errors.get(layer, (None, None)) for layer in range(len(self.layers))]
@@ -364,13 +365,13 @@ class _FusedPass:
         )  # fmt: skip
 
     def _choose(self, full: Sequence[FullLayer] | None) -> None:
-        chosen = [torch.zeros_like(parts.stored) for parts in self.parts] if self.given is None else self.given
+        chosen = [torch.zeros_like(parts.stored) for parts in self.parts] if self.chosen is None else self.chosen
         if self.chunks and not self.fusion.probes(len(self.layers)):
             chosen = self._choices(full)
         each = list(zip(self.starts, chosen, self.parts, strict=False))
         again = [start + some.nonzero()[:, 0] for start, some, _ in each]
         index = [start + (some | ~parts.stored).nonzero()[:, 0] for start, some, parts in each]
-        self.again, self.recomputed = torch.cat(again), [len(some) for some in again]
+        self.recomputed_index, self.recomputed_counts = torch.cat(again), [len(some) for some in again]
         self.index, counts = torch.cat(index), [len(some) for some in index]
         self.ends = list(accumulate(counts))
         self.last.copy_(torch.tensor(self.ends) - 1)
@@ -380,7 +381,7 @@ class _FusedPass:
         """Before an attention module: place what is stored of the layer; what runs writes its own over it."""
 
         def place(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if probing() or self.index is None or not len(self.at):
+            if probing() or self.index is None or not len(self.stored_index):
                 return
             if number == self.fusion.full_layers > 0:  # keys and values of all tokens are there
                 return
@@ -423,35 +424,35 @@ class _FusedPass:
         return shard if self.ranks is None or shard.count == shard.total else replace(shard, sum=self.ranks.sum)
 
     def _place(self, layer: int, rotation: Rotation | None) -> None:
-        assert self.step.whole is not None and self.again is not None
+        assert self.step.whole is not None and self.recomputed_index is not None
         k, v = self.loading.layer(layer)
-        turns = None if rotation is None else self._turns(rotation)
+        angles = None if rotation is None else self._stored_angles(rotation)
         if not self.placing:
-            self.placing = [self.step.whole.take(start + self.at) for start in self.starts[:-1]]
+            self.placing = [self.step.whole.take(start + self.stored_index) for start in self.starts[:-1]]
         for placing in self.placing:
-            self.cache.kv.append(layer, placing, k, v, angles=turns)
-        self.before = self._held(layer) if len(self.again) else None
+            self.cache.kv.append(layer, placing, k, v, angles=angles)
+        self.placed = self._held(layer) if len(self.recomputed_index) else None
 
-    def _turns(self, rotation: Rotation) -> RotaryAngles:
-        """By what stored keys are turned; layers share it as they share the angles of all tokens."""
+    def _stored_angles(self, rotation: Rotation) -> RotaryAngles:
+        """The angles that stored keys are rotated by; layers share them as they share those of all tokens."""
         assert self.angles is not None
         name = id(self.angles[0]), rotation
-        if name not in self.turns:
-            cos, sin = (rotation.pairs(x)[0, self.turn_by] for x in self.angles)
-            self.turns[name] = self.angles[0], RotaryAngles(cos, sin, rotation.layout)
-        return self.turns[name][1]
+        if name not in self.stored_angles:
+            cos, sin = (rotation.pairs(x)[0, self.rotated_to] for x in self.angles)
+            self.stored_angles[name] = self.angles[0], RotaryAngles(cos, sin, rotation.layout)
+        return self.stored_angles[name][1]
 
     def _attended(self, number: int) -> Callable[..., Any]:
         """After an attention module: how far what was placed was off, where it was recomputed."""
 
         def compare(module: nn.Module, args: Any, output: Any) -> None:
-            if probing() or self.before is None:
+            if probing() or self.placed is None:
                 return
             after = self._held(number)
-            apart = torch._foreach_sub(after, self.before)
-            parts = [part for x in (*apart, *after) for part in x.split(self.recomputed)]
+            differences = torch._foreach_sub(after, self.placed)
+            parts = [part for x in (*differences, *after) for part in x.split(self.recomputed_counts)]
             norms = torch.stack(torch._foreach_norm(parts, dtype=torch.float32))
-            self.errors[number], self.before = norms.view(4, -1).T, None
+            self.errors[number], self.placed = norms.view(4, -1).T, None
 
         return compare
 
@@ -459,9 +460,9 @@ class _FusedPass:
         """Keys and values [r, G, D] that the cache holds of the recomputed tokens."""
         assert self.step.whole is not None
         kv, place = self.cache.kv.view(layer, self.step.whole), self.step.whole.at(layer)
-        assert self.again is not None
+        assert self.recomputed_index is not None
         if self.places is None or self.places[0] is not place:  # layers of an empty cache share theirs
-            self.places = place, place.page[self.again], place.offset[self.again]
+            self.places = place, place.page[self.recomputed_index], place.offset[self.recomputed_index]
         _, page, offset = self.places
         return kv.k[page, :, offset], kv.v[page, :, offset]
 
@@ -477,7 +478,7 @@ class _FusedPass:
             return found
         if "does not rotate" in found:
             return None
-        raise Unsupported(f"stored keys cannot be turned to their positions: {found}")
+        raise Unsupported(f"stored keys cannot be rotated to their positions: {found}")
 
 
 def _sequence(kv: KVView, one: slice) -> KVView:
