@@ -10,7 +10,7 @@ import math
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,7 @@ _making = threading.Lock()
 def in_threads(workers: int, kernel: Callable[..., None], *args: Any) -> None:
     """kernel(worker, workers, *args) for every worker, each in a thread of its own; the caller's is one of them.
 
-    Raises what a kernel raises, once all have ended.
+    Raises what a kernel raises, and KeyboardInterrupt, once all have ended: they write to memory of the caller.
     """
     if workers == 1:
         return kernel(0, 1, *args)
@@ -39,9 +39,20 @@ def in_threads(workers: int, kernel: Callable[..., None], *args: Any) -> None:
     try:
         kernel(0, workers, *args)
     finally:
-        wait(others)
+        _wait(others)
     for other in others:
         other.result()
+
+
+def _wait(others: list[Future[None]]) -> None:
+    interrupt = None
+    while any(not other.done() for other in others):
+        try:
+            wait(others)
+        except KeyboardInterrupt as error:  # kernels take milliseconds
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
 
 
 def _threads() -> ThreadPoolExecutor:

@@ -111,7 +111,7 @@ def test_means_leave_out_what_is_not_there() -> None:
     ("text", "message"),
     [
         ("quest fuse=a3", "'quest fuse=a3': expected 'dense fuse=NAME'"),
-        ("dense fuse=row_order", "expected 'dense fuse=NAME'"),
+        ("dense fuse=row_order", "'dense fuse=row_order': the rows of row_order do not see"),
         ("streaming_llm", "expected 'dense fuse=NAME'"),
         ("dense fuse=a3 evict=snapkv", "before keys are evicted"),
         ("dense fuse=a3_deep fuse.layer=4", "layer: expected a layer"),

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -175,6 +176,26 @@ def test_an_error_in_a_thread_is_raised() -> None:
 
     with pytest.raises(ValueError, match="worker 1 of 3"):
         numba_math.in_threads(3, fails)
+
+
+def test_ctrl_c_waits_for_kernels_in_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended, real, calls = list[int](), numba_math.wait, list[int]()
+
+    def slow(worker: int, workers: int) -> None:
+        if worker:
+            time.sleep(0.2)
+            ended.append(worker)
+
+    def interrupted(others: Any) -> Any:
+        calls.append(len(others))
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return real(others)
+
+    monkeypatch.setattr(numba_math, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        numba_math.in_threads(3, slow)
+    assert sorted(ended) == [1, 2] and len(calls) == 2
 
 
 FORKED = """

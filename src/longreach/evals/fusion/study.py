@@ -97,7 +97,10 @@ class FusionStudy:
         refuse_slots(specs, NAMED[1:], "this looks at prompts as they are read, before keys are evicted")
         self.specs = [spec for spec in specs if spec.fuse is not None]
         for spec in specs:
-            if spec.decode.name != DENSE or isinstance(spec.fuse, RowOrder) or (not spec.fuse and spec.label != DENSE):
+            if isinstance(spec.fuse, RowOrder):
+                raise InvalidInput(f"{spec.label!r}: the rows of row_order do not see what their positions say, so that "
+                                   f"this cannot compare them layer by layer; longreach eval takes it")  # fmt: skip
+            if spec.decode.name != DENSE or (not spec.fuse and spec.label != DENSE):
                 raise InvalidInput(f"{spec.label!r}: expected 'dense fuse=NAME', of a method or random or oracle")
         if not self.specs:
             raise InvalidInput("no fusion method; give one, such as 'dense fuse=a3'")
