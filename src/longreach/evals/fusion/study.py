@@ -98,8 +98,10 @@ class FusionStudy:
         self.specs = [spec for spec in specs if spec.fuse is not None]
         for spec in specs:
             if isinstance(spec.fuse, RowOrder):
-                raise InvalidInput(f"{spec.label!r}: the rows of row_order do not see what their positions say, so that "
-                                   f"this cannot compare them layer by layer; longreach eval takes it")  # fmt: skip
+                raise InvalidInput(
+                    f"{spec.label!r}: the rows of row_order do not see what their positions say, so this cannot compare "
+                    f"them layer by layer; longreach eval takes it"
+                )
             if spec.decode.name != DENSE or (not spec.fuse and spec.label != DENSE):
                 raise InvalidInput(f"{spec.label!r}: expected 'dense fuse=NAME', of a method or random or oracle")
         if not self.specs:
