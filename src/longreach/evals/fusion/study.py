@@ -99,8 +99,8 @@ class FusionStudy:
         for spec in specs:
             if isinstance(spec.fuse, RowOrder):
                 raise InvalidInput(
-                    f"{spec.label!r}: the rows of row_order do not see what their positions say, so this cannot compare "
-                    f"them layer by layer; longreach eval takes it"
+                    f"{spec.label!r}: the rows of row_order do not see what their positions say, so this cannot "
+                    f"compare them layer by layer; longreach eval takes it"
                 )
             if spec.decode.name != DENSE or (not spec.fuse and spec.label != DENSE):
                 raise InvalidInput(f"{spec.label!r}: expected 'dense fuse=NAME', of a method or random or oracle")
