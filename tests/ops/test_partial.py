@@ -224,10 +224,10 @@ def test_fp64_stays_fp64() -> None:
 
 META = torch.device("meta")
 OTHERS = [
-    (Partial.empty(R, H, D + 1), "alike: float32\\[3, 2, 8\\].* and float32\\[3, 2, 9\\]"),
-    (Partial.empty(R, 1, D), "alike"),
-    (Partial.empty(R, H, D, dtype=torch.float64), "alike.* float64"),
-    (Partial.empty(R, H, D, device=META), "alike.* meta"),
+    (Partial.empty(R, H, D + 1), "equal shape, dtype and device, got float32\\[3, 2, 8\\].* and float32\\[3, 2, 9\\]"),
+    (Partial.empty(R, 1, D), "equal shape"),
+    (Partial.empty(R, H, D, dtype=torch.float64), "equal shape.* float64"),
+    (Partial.empty(R, H, D, device=META), "equal shape.* meta"),
 ]
 
 

@@ -65,7 +65,10 @@ def test_sinks_that_stay_in_the_module_are_noticed(monkeypatch: pytest.MonkeyPat
 @torch.no_grad()
 def test_a_formula_that_cannot_be_asked_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modeling_llama, "eager_attention_forward", _fails)
-    with attach(model_of("llama")), pytest.raises(Unsupported, match="failed: 'alibi'"):
+    with (
+        attach(model_of("llama")),
+        pytest.raises(Unsupported, match="failed when longreach checked its formula: 'alibi'"),
+    ):
         model_of("llama")(prompt())
     monkeypatch.setattr(modeling_llama, "eager_attention_forward", None)
     with attach(model_of("llama")), pytest.raises(Unsupported, match="its formula is unknown"):

@@ -119,6 +119,18 @@ def test_what_no_row_names_is_never_read() -> None:
         assert torch.equal(before.out, after.out) and torch.equal(before.lse, after.lse)
 
 
+def test_nan_shows() -> None:
+    """In a key that is read, alone or beside others: it must not look like a key without weight."""
+    kv = random_kv([300], heads=1, dim=16)
+    kv.k[0, 0, 10] = torch.nan
+    rows = Rows(torch.randn(1, 2, 16), torch.zeros(1, dtype=torch.int64), torch.tensor([299]))
+    for spans in (((10, 11),), ((0, 300),), ((0, 5), (200, 300))):
+        selection = Spans(tuple(Span(absolute(a), absolute(b)) for a, b in spans))
+        got = attend(rows, kv, selection, scale=0.2, impl="numba")
+        read = any(a <= 10 < b for a, b in spans)
+        assert bool(got.lse.isnan().all()) == read and bool(got.out.isnan().all()) == read
+
+
 def test_half_precision_is_read_exactly() -> None:
     """Every float16, subnormal, infinite and NaN ones too: an attention over one key gives its value."""
     bits = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16)

@@ -122,9 +122,12 @@ def _soften(s, n, added, weighted, softcap, top, total, out, dim):
         most = top[h]
         for c in range(n):
             most = max(most, row[c])
-        if most == np.float32(-np.inf):  # nothing weighs anything yet
+        if most == np.float32(-np.inf):  # nothing weighs anything yet, but NaN must stay NaN
             for c in range(n):
-                row[c] = np.float32(0.0)
+                row[c] = np.float32(0.0) if row[c] == row[c] else row[c]
+                total[h] += row[c]
+            if total[h] != total[h]:
+                top[h] = np.float32(0.0)
             continue
         if most > top[h]:
             fewer = exp(top[h] - most)
