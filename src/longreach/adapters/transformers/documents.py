@@ -122,7 +122,7 @@ class Documents:
         system prompt and documents recompute none of them, in other prompts they are not used.
         progress: called with the number of further tokens that are done, of `count`. reserve: tokens of the model's
         context that must be left for a question and its answer. Raises InvalidInput for no document, an empty one, or
-        more tokens than the context has room for, before anything is computed; and as get_or_compute. Whatever it
+        documents too long for the context, before computing any chunk; and as get_or_compute. Whatever it
         raises, Ctrl-C included, no document is added; what was stored stays.
         """
         with together(self._work.ranks):

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from longreach import A3, PIE, CacheBlend, ChunkStore, Dependence, Documents, FullReuse, SnapKV, attach
 from longreach.adapters.transformers.fingerprint import fingerprint
 from longreach.adapters.transformers.fusing.loading import Loading
-from longreach.adapters.transformers.fusing.read import _FusedPass
+from longreach.adapters.transformers.fusing.one_pass import FusedPass
 from longreach.adapters.transformers.ranks import Ranks, in_pass, together
 from longreach.errors import OtherRankFailed, StoreError, Unsupported
 from longreach.methods.fusion import A3Deep
@@ -334,7 +334,7 @@ def failures(rank: int, world: int, folder: str, place: str) -> dict[str, Any]:
         cache, progress = documents._reader.cache, Mock()
         targets = {
             "store": store, "progress": progress, "work": documents._work, "documents": documents, "cache": cache,
-            "Loading": Loading, "A3": A3, "pass": _FusedPass,
+            "Loading": Loading, "A3": A3, "pass": FusedPass,
         }  # fmt: skip
 
         def answer() -> list[int]:

@@ -40,7 +40,8 @@ class Loading:
         held = [chunk for chunk in chunks if isinstance(chunk, PooledChunk) and chunk.memory.is_pinned()]
         ahead = device.type == "cuda" and first < stop and bool(chunks) and len(held) == len(self.chunks)
         if shards is not None:
-            ahead = ahead and all(layer in shards for layer in range(first if values is None else values, stop))
+            needed = range(first if values is None else values, stop)
+            ahead = ahead and all(layer in shards for layer in needed)
         stream = torch.cuda.Stream(device) if ahead else None
         if stream is not None and values is not None:
             copied = torch.cuda.Event()
