@@ -28,11 +28,11 @@ layouts = pytest.mark.parametrize("config", LAYOUTS.values(), ids=LAYOUTS)
 Held = dict[int, list[Tokens]]
 
 
-def evict(cache: KVCache, want: Held, layer: int, counts: dict[int, int]) -> None:
+def evict(cache: KVCache, want: Held, layer: int, counts: dict[int, int], room: int = 0) -> None:
     """Keep random slots, as many as counts say, in the cache and in what it should hold."""
     used = cache.slots_in_use(layer)
     index = {slot: random_kept(used[slot], n) for slot, n in counts.items()}
-    cache.keep(layer, list(index), list(index.values()))
+    cache.keep(layer, list(index), list(index.values()), room)
     for slot, i in index.items():
         want[slot][layer] = taken(want[slot][layer], i)
 
@@ -229,6 +229,23 @@ def test_reserved_room_and_runs_of_passes_after_eviction(config: CacheConfig) ->
     cache.end_run(run)
     assert cache.lengths[0] == 82 and cache.slots_in_use(1)[0] == 36
     assert [len(layout.pages.held[0]) for layout in cache.layouts.groups()] <= pages
+
+
+@layouts
+def test_room_is_left_for_tokens_to_come_and_no_more(config: CacheConfig) -> None:
+    cache, room = KVCache(2, 2, config), 30
+    want = fill(cache, [0, 1], [290, 200])
+    for layer in range(2):
+        kept = {0: 40 + layer, 1: 31}
+        evict(cache, want, layer, kept, room)
+        page = cache.page or 40 + layer + room
+        pages = sum(-(-(n + room) // page) for n in kept.values()) if cache.page else 2
+        if config.pages is None:
+            assert cache.layouts[layer].pages.total == pages and cache.layouts[layer].pages.size == page
+    generation = cache.generation
+    for _ in range(room):
+        more(cache, want, [0, 1], [1, 1])
+    assert cache.generation == generation and right(cache, want)
 
 
 # cutting

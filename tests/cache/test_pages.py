@@ -89,6 +89,10 @@ def test_shrunk_pages_are_as_many_as_are_needed() -> None:
     assert pages.shrunk([0, 0, 0]).held == [[], [], []] and pages.shrunk([0, 0, 0]).free == [0]
     full = pages.shrunk([16, 5, 4]).shrunk([15, 5, 4])
     assert full.total == 7 and full.free == [], "nothing is free, nothing is renumbered"
+    roomy = pages.shrunk([2, 5, 0], room=4)
+    assert roomy.held == [[0], [1, 2], []] and (roomy.total, roomy.free) == (5, [4, 3]), "a page more for both"
+    assert pages.shrunk([2, 5, 4], room=400).total == 16, "no more than before"
+    assert pages.shrunk([2, 5, 4], room=400).held[1] == pages.held[1][:2], "memory of that size keeps its numbers"
 
 
 def test_a_shrunk_pool_of_a_given_size_keeps_its_pages() -> None:
@@ -103,6 +107,7 @@ def test_shrunk_contiguous_memory_is_as_long_as_the_longest_sequence() -> None:
     pages = Pages(slots=2, size=40, total=2, contiguous=True, limit=40)
     assert (pages.shrunk([3, 7]).size, pages.shrunk([0, 0]).size) == (7, 1)
     assert pages.shrunk([3, 7]).sizes_for({0: 30}) == (40, 2), "doubled, but for the limit"
+    assert (pages.shrunk([3, 7], room=5).size, pages.shrunk([3, 7], room=50).size) == (12, 40)
 
 
 def test_a_pool_of_limited_sequences_never_gets_more_pages_than_they_can_fill() -> None:

@@ -164,7 +164,8 @@ def _evict(batch: int) -> Case:
     ours = "longreach.generate, snapkv"
     faster = (Target("speed over", 1.4, ours, "longreach.generate"),) if batch == 16 else ()
     targets = (Target("% of KV held", 20.0, ours), *faster)
-    return Case(f"evict-7k-b{batch}", EVICT, Shape(batch, 7 * K), model=Model(), targets=targets)
+    shape, chunk = Shape(batch, 7 * K), K if batch > 16 else None
+    return Case(f"evict-7k-b{batch}", EVICT, shape, model=Model(), targets=targets, prefill_chunk=chunk)
 
 
 def _kascade_table(context: int, percent: int, least: float) -> Case:

@@ -25,6 +25,7 @@ from longreach.bench.user import (
     WARM_UP,
     Answer,
     as_entry,
+    chunked,
     require_tokens,
     rounding,
     timed,
@@ -51,6 +52,7 @@ def run_evict(bench: Decoding, case: Case, save: Callable[[dict[str, Any]], None
     def result() -> dict[str, Any]:
         return {
             **bench.described(case, weights, kv),
+            **chunked(case),
             "capacity": CAPACITY,
             "check": {"how": CHECKED, "behind_bound": most},
             "left_out": dict(left_out),
@@ -93,7 +95,7 @@ def _measure(
     with attach(model, evict=evict) as session:
 
         def run(prompt: Tensor, clock: Any) -> None:
-            made.append(generate(session, prompt, max_new_tokens=NEW, eos_token_id=(), streamer=clock))
+            made.append(generate(session, prompt, max_new_tokens=NEW, eos_token_id=(), streamer=clock, **chunked(case)))
 
         run(ids[:, :WARM_UP], None)
         session.static_caches.clear()

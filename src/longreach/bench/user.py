@@ -64,7 +64,7 @@ def run_user(bench: Decoding, case: Case, save: Callable[[dict[str, Any]], None]
     def result() -> dict[str, Any]:
         return {
             **bench.described(case, weights, kv),
-            **_chunked(case),
+            **chunked(case),
             "check": {"how": CHECKED, "logits_bound": most.logits, "behind_bound": most.behind},
             "left_out": dict(left_out),
             "timing": {"how": "host clock, token by token", "replays": TIMED, "warm_up": NEW - TIMED},
@@ -193,7 +193,7 @@ def _transformers(bench: Decoding, case: Case, model: Any, ids: Tensor, answer: 
     answer.logits.clear()
     clock, taken = timed(bench, lambda clock: model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW + PROFILED, do_sample=False, streamer=clock,
-        logits_processor=[answer], **_chunked(case),
+        logits_processor=[answer], **chunked(case),
     ), (NEW, PROFILED))  # fmt: skip
     settings = {"attention": model.config._attn_implementation, "cache": "its own"}
     return as_entry(THEIRS, "transformers", clock, taken, settings, clock.launched)
@@ -214,7 +214,7 @@ def _attached(bench: Decoding, case: Case, model: Any, ids: Tensor, answer: Answ
         run(ids[:, :WARM_UP], 4)
         clock, taken = timed(
             bench,
-            lambda clock: run(ids, NEW + PROFILED, streamer=clock, logits_processor=[mine], **_chunked(case)),
+            lambda clock: run(ids, NEW + PROFILED, streamer=clock, logits_processor=[mine], **chunked(case)),
             (NEW, PROFILED),
         )
     require_tokens(case.name, answer, found[-1][:, ids.shape[1] :], KEPT, most)
@@ -240,7 +240,7 @@ def _longreach(
 
         def run(prompt: Tensor, clock: Clock | None) -> None:
             made = generate(
-                session, prompt, max_new_tokens=NEW, eos_token_id=(), streamer=clock, graph=graph, **_chunked(case)
+                session, prompt, max_new_tokens=NEW, eos_token_id=(), streamer=clock, graph=graph, **chunked(case)
             )
             captured.append(made.captured)
             found.append(made.tokens)
@@ -284,7 +284,7 @@ def timed(
     return clock, {"ttft_seconds": clock.times[1] - started, "memory": memory}
 
 
-def _chunked(case: Case) -> dict[str, Any]:
+def chunked(case: Case) -> dict[str, Any]:
     return {} if case.prefill_chunk is None else {"prefill_chunk_size": case.prefill_chunk}
 
 

@@ -222,11 +222,12 @@ class KVCache:
         if self._evicted:
             self._start_over_if_empty()
 
-    def keep(self, layer: int, slots: Sequence[int], index: Sequence[Tensor] | Tensor) -> None:
+    def keep(self, layer: int, slots: Sequence[int], index: Sequence[Tensor] | Tensor, room: int = 0) -> None:
         """Evict all keys and values of a layer but those in the given slots, and release their memory.
 
         index: for each sequence int64 [G, n], on the cache's device: the slots that each KV head keeps, ascending; n
-        may differ from sequence to sequence. Not during a pass. Syncs with the device, to check `index`.
+        may differ from sequence to sequence. room: tokens to come in each sequence; their memory is not released, so
+        that it need not be taken again. Not during a pass. Syncs with the device, to check `index`.
         Raises, with nothing changed: Unsupported if a state cannot follow; InvalidInput for slots not in use, kept
         twice or out of order, or if no slot is kept.
         """
@@ -240,7 +241,7 @@ class KVCache:
         if not kept:
             return
         before = self.layouts[layer]
-        after = before.evicted(self.lengths, {s: i.shape[1] for s, i in kept.items()})
+        after = before.evicted(self.lengths, {s: i.shape[1] for s, i in kept.items()}, room)
         with torch.inference_mode(False), torch.no_grad():
             self.memory[layer] = compacted(memory, before, after, kept)
         del memory  # before state is rebuilt, which may take memory of its own

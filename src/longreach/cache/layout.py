@@ -56,10 +56,13 @@ class Layout:
             self.dropped[slot] = self.evicted_at[slot] = 0
         self.pages.release(slot, length - self.dropped[slot])
 
-    def evicted(self, lengths: list[int], kept: dict[int, int]) -> Layout:
-        """The layout after eviction in sequences of `lengths` tokens: slot -> slots kept. Its memory is shrunk."""
+    def evicted(self, lengths: list[int], kept: dict[int, int], room: int = 0) -> Layout:
+        """The layout after eviction in sequences of `lengths` tokens: slot -> slots kept.
+
+        Its memory is shrunk to what is kept and `room` further tokens of each sequence.
+        """
         dropped, at = list(self.dropped), list(self.evicted_at)
         for slot, count in kept.items():
             dropped[slot], at[slot] = lengths[slot] - count, lengths[slot]
-        pages = self.pages.shrunk([n - d for n, d in zip(lengths, dropped, strict=True)])
+        pages = self.pages.shrunk([n - d for n, d in zip(lengths, dropped, strict=True)], room)
         return Layout(pages, dropped, at)

@@ -72,21 +72,23 @@ class Pages:
             self.free += self.held[slot][keep:][::-1]
             del self.held[slot][keep:]
 
-    def shrunk(self, lengths: list[int]) -> Pages:
-        """The same sequences, cut to `lengths`, in no more memory than they need. A pool of `most` pages keeps them.
+    def shrunk(self, lengths: list[int], room: int = 0) -> Pages:
+        """The same sequences, cut to `lengths`, in no more memory than `room` further tokens of each need.
 
-        Pages of a sequence keep their order; those of a pool that gets smaller are renumbered.
+        Never in more memory than before. A pool of `most` pages keeps them. Pages of a sequence keep their order; those
+        of a pool that gets smaller are renumbered.
         """
         if self.contiguous:
-            return Pages(self.slots, max(1, *lengths), self.total, True, self.limit)
+            return Pages(self.slots, min(self.size, max(1, *lengths) + room), self.total, True, self.limit)
         new = deepcopy(self)
         for slot, length in enumerate(lengths):
             new.release(slot, length)
-        if new.most is None and new.free:  # then the pool gets smaller: memory of the same size keeps its numbers
+        used = new.total - len(new.free)
+        total = max(1, used + sum(new._missing(slot, n + room) for slot, n in enumerate(lengths) if n))
+        if new.most is None and total < new.total:  # memory of the same size keeps its numbers
             numbers = count()
             new.held = [list(islice(numbers, len(pages))) for pages in new.held]
-            used = next(numbers)
-            new.total, new.free = max(1, used), [] if used else [0]
+            new.total, new.free = total, list(range(used, total))[::-1]
         return new
 
 

@@ -82,6 +82,21 @@ def test_decoding_attends_to_what_was_kept_at_positions_after_the_prompt(config:
     assert made.tokens[0].tolist() == by_mask(model, tokens, NEW)
 
 
+@pytest.mark.parametrize("capacity", [None, 80], ids=["growing", "fixed"])
+@pytest.mark.parametrize("page", [None, 5], ids=["contiguous", "paged"])
+def test_memory_after_eviction_is_that_of_kept_keys_and_the_answer(page: int | None, capacity: int | None) -> None:
+    model, tokens, slots = model_of("llama"), random_tokens(2, 60, seed=4), 16 + NEW - 1
+    config = CacheConfig(capacity=capacity) if page is None else CacheConfig("paged", page=page, capacity=capacity)
+    held = slots if page is None else -(-slots // page) * page
+    with attach(model, evict=First(), cache=config) as session:
+        generate(session, tokens, max_new_tokens=NEW)
+        cache = session.static_caches[2]
+        assert [layout.pages.size * layout.pages.total for layout in cache.kv.layouts.groups()] == [2 * held]
+        mine = session.new_cache(2)
+        model.generate(tokens, past_key_values=mine, max_new_tokens=NEW, do_sample=False)
+        assert [layout.pages.size * layout.pages.total for layout in mine.kv.layouts.groups()] == [2 * held]
+
+
 @torch.no_grad()
 def by_mask(model: Any, tokens: Tensor, new: int) -> list[int]:
     """Greedy tokens of llama, written out, where KV head g forgets the prompt as `First` says."""

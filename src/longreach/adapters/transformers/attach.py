@@ -316,7 +316,7 @@ class Session:
         decoding = length == 1 and past > 0 if phases is None else phases.decoding(past, length)
         if decoding and cache is not None:
             cache.check_observed(self.decode)
-            cache.evict_prompt()
+            cache.evict_prompt(room=0 if phases is None else max(0, phases.room - past))
         mask = given.get("attention_mask")
         mask = mask.to(tokens.device) if isinstance(mask, Tensor) else mask
         real, counts = real_tokens(
@@ -325,9 +325,9 @@ class Session:
         )  # fmt: skip
         if phases is not None:
             phases.padded_end = real is not None and not bool(real[:, -1].all())
-            if cache is not None and phases.room:
+            if cache is not None and phases.room and not phases.reserved:
                 cache.reserve(counts, max(0, phases.room - past - length))
-                phases.room = 0
+                phases.reserved = True
         left = 0 if phases is None or phases.columns is None else max(0, phases.columns - past - length)
         append = plain_append(counts, tokens.device) if cache is None else cache.kv.begin(range(batch), counts)
         return Step(self.new_pass(cache, decoding, left), self.facts, (batch, length), real, append, cache)

@@ -38,7 +38,8 @@ class PhaseTracker:
     """The end of prefill for the thread that decodes: at `columns` of the cache, or when `prompt_done`.
 
     padded_end: whether a sequence of the pass under way ends with padding.
-    room: columns that prompt and longest answer take, where that is known; reserved at the first pass.
+    room: columns that prompt and longest answer take, where that is known. reserved: whether the cache has that room;
+    it is reserved at the first pass.
     """
 
     thread: int
@@ -46,6 +47,7 @@ class PhaseTracker:
     prompt_done: bool = False
     padded_end: bool = False
     room: int = 0
+    reserved: bool = False
 
     def decoding(self, past: int, length: int) -> bool:
         if self.columns is not None:

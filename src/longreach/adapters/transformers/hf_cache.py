@@ -141,9 +141,10 @@ class LongreachCache(Cache):
             self.states.drop(self.eviction)
         self.eviction, self.protected, self.windows = eviction, protected, windows
 
-    def evict_prompt(self) -> None:
+    def evict_prompt(self, room: int = 0) -> None:
         """Evict keys of the prompt that was read last, if that was not done yet. Syncs with the device.
 
+        room: tokens of the answer; their memory is not released.
         Raises what the eviction method and `KVCache.keep` raise; a state that cannot follow is refused before any layer
         is evicted from.
         """
@@ -166,7 +167,7 @@ class LongreachCache(Cache):
                 del state
                 self.states.drop(self.eviction, layer)  # it refers to the layer's old memory
                 if kept:
-                    self.kv.keep(layer, list(kept), list(kept.values()))
+                    self.kv.keep(layer, list(kept), list(kept.values()), room)
         self.states.drop(self.eviction)  # a later prompt's rows make new ones
         self._prompt_read = False
 

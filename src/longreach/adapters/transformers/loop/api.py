@@ -220,7 +220,6 @@ def _own_cache(session: Session, batch: int, columns: int) -> LongreachCache:
         return kept
     session.static_caches.pop(batch, None)
     kept = None  # its memory goes before more is taken
-    pages = -(-room // config.page) * batch if config.kind == "paged" and config.pages is None else config.pages
-    fresh = session.new_cache(batch, replace(config, capacity=room, pages=pages))
+    fresh = session.new_cache(batch, replace(config, capacity=room))
     session.static_caches[batch] = fresh
     return fresh

@@ -91,7 +91,7 @@ class DecodeRun:
         cache holds the prompt. To be closed where it is not read to its end (contextlib.closing).
         Raises CapacityError, OutOfMemory, Unsupported (a step that cannot be captured).
         """
-        cache.evict_prompt()
+        cache.evict_prompt(room=self.new - 1)
         decoder = self._decoder = decoder_for(
             self.session,
             cache,
