@@ -38,7 +38,7 @@ def parts(exact: int = 1) -> PromptParts:
         before[part] = torch.arange(length)
         after[part] = torch.arange(length).flip(0)
         start += length
-    return PromptParts(*(here(x) for x in (stored, sure, before, after)), question=N - QUESTION)  # type: ignore[misc]
+    return PromptParts(stored, sure, before, after, question=N - QUESTION, device=here(stored).device)
 
 
 def layer(page: int | None = None, impl: str = "auto") -> tuple[FullLayer, Rows, KVView, Tensor, Tensor]:
@@ -64,8 +64,9 @@ def top(scores: Tensor, count: int, exact: int = 1) -> set[int]:
     return set(sorted(free, key=lambda n: (-float(scores[n]), n))[:count])
 
 
-def chosen(mask: Tensor) -> set[int]:
-    return set(mask.nonzero()[:, 0].tolist())
+def chosen(index: Tensor) -> set[int]:
+    assert index.dtype == torch.int64 and bool((index.diff() > 0).all()), "ascending, none twice"
+    return set(index.tolist())
 
 
 def test_position_only() -> None:
@@ -136,6 +137,15 @@ def test_a_ratio_is_of_all_tokens_and_never_spent_on_exact_ones() -> None:
         assert got == top(torch.zeros(N), round(ratio * N), exact) and len(got) == count
 
 
+@pytest.mark.parametrize("worst", [torch.nan, -torch.inf])
+def test_scores_that_are_no_numbers_come_last_but_before_what_is_no_candidate(worst: float) -> None:
+    scores = torch.rand(N)
+    scores[torch.tensor([1, 14, 20, 30, N - 1])] = worst
+    ranked = scores.nan_to_num(nan=-1.0, neginf=-1.0)
+    for ratio in (0.2, 0.5, 1.0):
+        assert chosen(best(here(scores), parts(), ratio)) == top(ranked, round(ratio * N))
+
+
 @pytest.mark.parametrize("name", FUSIONS)
 def test_configurations_round_trip_through_json(name: str) -> None:
     method = fusion_class(name).make()
@@ -175,8 +185,8 @@ def test_names() -> None:
 
 @pytest.mark.parametrize("ratio", [0.0, 0.15, 0.4, 1.0])
 def test_dependence_takes_the_tokens_that_moved_most(ratio: float) -> None:
-    moved = torch.rand(N, dtype=torch.float64).masked_fill(~parts().stored.cpu(), 0.0)
-    prompt = replace(parts(), dependence=here(moved))
+    moved = torch.rand(N, dtype=torch.float64).masked_fill(~parts().stored, 0.0)
+    prompt = replace(parts(), dependence=moved)
     assert chosen(Dependence(ratio=ratio).choose(prompt, None)) == top(moved, round(ratio * N))
     assert Dependence().full_layers == 0 and Dependence().probes(12) == () and Dependence.needs_dependence
     with pytest.raises(InvalidInput, match="were stored without dependence; precompute them with it"):

@@ -21,13 +21,13 @@ from longreach.ops import KVView, Rows
 
 @dataclass(frozen=True, eq=False)
 class PromptParts:
-    """Which tokens of a prompt of N have stored keys and values. All on the model's device, [N] but for `at`.
+    """Which tokens of a prompt of N have stored keys and values. Fields are [N], on the host; properties on `device`.
 
-    stored: bool; at: int64 [S], where it is true. exact: bool, the stored ones that are what a plain prefill makes,
-    since all before their chunk is what it was computed behind. before, after: int64, tokens of the same chunk before
-    and after this one; 0 outside chunks. question: the first token after the last chunk. dependence: float64, of each
-    stored token how far its keys and values move when other tokens stand before its chunk, 0 elsewhere; None where a
-    chunk that is not exact was stored without.
+    stored: bool. exact: bool, the stored ones that are what a plain prefill makes, since all before their chunk is what
+    it was computed behind. before, after: int64, tokens of the same chunk before and after this one; 0 outside chunks.
+    question: the first token after the last chunk. dependence: float64, of each stored token how far its keys and
+    values move when other tokens stand before its chunk, 0 elsewhere; None where a chunk that is not exact was stored
+    without. device: the model's.
     """
 
     stored: Tensor
@@ -36,15 +36,30 @@ class PromptParts:
     after: Tensor
     question: int
     dependence: Tensor | None = None
+    device: torch.device = torch.device("cpu")
 
     @cached_property
     def at(self) -> Tensor:
-        return self.stored.nonzero()[:, 0]
+        """int64 [S]: the stored tokens."""
+        return self.index(self.stored)
+
+    @cached_property
+    def computed(self) -> Tensor:
+        """int64 [N - S]: the other tokens."""
+        return self.index(~self.stored)
 
     @cached_property
     def candidates(self) -> Tensor:
         """bool [N]: the tokens that a ratio may be spent on."""
-        return self.stored & ~self.exact
+        return (self.stored & ~self.exact).to(self.device, non_blocking=True)
+
+    @cached_property
+    def candidate_count(self) -> int:
+        return int((self.stored & ~self.exact).sum())
+
+    def index(self, mask: Tensor) -> Tensor:
+        """int64: where a mask [N] on the host is true, as an index on `device`. Does not wait for the device."""
+        return mask.nonzero()[:, 0].to(self.device, non_blocking=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +101,11 @@ class Fusion(Configured, ABC):
 
     @abstractmethod
     def choose(self, prompt: PromptParts, layer: FullLayer | None) -> Tensor:
-        """bool [N]: the stored tokens that are recomputed. layer: the last full one or the probe's; else None."""
+        """int64 [r]: the stored tokens that are recomputed, ascending; none that is exact. layer: the last full one or
+        the probe's; else None.
+
+        Their number depends on the prompt alone, so that the host never waits for the device.
+        """
 
 
 def slots_seen(first: int, rows: int) -> int:

@@ -91,11 +91,11 @@ class Ranks:
         return x
 
     def first(self, x: Tensor) -> Tensor:
-        """Rank 0's bool tensor on all ranks; each gives one of the same shape. Raises OtherRankFailed."""
-        shared = x.to(torch.uint8)
+        """Rank 0's tensor on all ranks; each gives one of the same shape and dtype. Raises OtherRankFailed."""
+        shared = x.clone()
         with in_pass(self):
             dist.broadcast(shared, group_src=0, group=self.group)
-        return shared.bool()
+        return shared
 
     def gathered(self, x: Tensor) -> Tensor:
         """[count, ...] of each rank -> [size * count, ...] in the order of ranks. For layers of a pass, which have no

@@ -90,7 +90,7 @@ class FusedPrompts:
         """A reader whose cache holds the prompt, to answer from, and logits [1, V] after it; raises as `fusing.read`.
 
         The session's report begins with it. What controls need of a plain prefill comes first, in neither the report
-        nor `reader.read_seconds`. noted: receives each choice of the method, bool [N].
+        nor `reader.read_seconds`. noted: receives each choice of the method, int64 [r].
         """
         fusion, prefill = resolved(fuse, lambda: self.moved(prompt))
         if noted is not None:

@@ -38,7 +38,7 @@ class RandomChoice(Fusion):
         name = hashlib.sha256(f"{self.seed}/{len(prompt.stored)}/{prompt.question}".encode())
         draw = torch.Generator().manual_seed(int.from_bytes(name.digest()[:7]))
         scores = torch.rand(len(prompt.stored), generator=draw)  # on the host: the same on every device
-        return best(scores.to(prompt.stored.device), prompt, self.ratio)
+        return best(scores.to(prompt.device), prompt, self.ratio)
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class ByScore(Fusion):
 
 @dataclass(frozen=True, eq=False)
 class Noted(Fusion):
-    """A fusion method whose choices are appended to `choices`, bool [N]."""
+    """A fusion method whose choices are appended to `choices`."""
 
     of: Fusion
     choices: list[Tensor]

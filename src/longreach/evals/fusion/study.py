@@ -182,7 +182,7 @@ class FusionStudy:
         assert reader.cache is not None
         parts = prompt.parts(self.model.device)
         there = parts.candidates
-        again = chosen[-1] & there
+        again = torch.zeros_like(there).index_fill(0, chosen[-1], True)
         for means in into:
             for name, value in _choices(again, parts, truth).items():
                 means.add(name, 0, value)
@@ -205,7 +205,7 @@ def _choices(again: Tensor, parts: PromptParts, truth: Truth) -> Mapping[str, fl
 
     def hits(scores: Tensor, count: int) -> float | None:
         top = best(scores, parts, count / len(there))
-        return int((top & again).sum()) / int(top.sum()) if bool(top.any()) else None
+        return int(again[top].sum()) / len(top) if len(top) else None
 
     on = float(truth.attention[there].sum())
     return {

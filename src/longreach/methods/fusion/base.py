@@ -17,16 +17,17 @@ def check_ratio(ratio: object) -> None:
 
 
 def best(scores: Tensor, prompt: PromptParts, ratio: float) -> Tensor:
-    """bool [N]: the round(ratio N) candidates with the largest scores [N], all where there are fewer.
+    """int64 [r], ascending: the round(ratio N) candidates with the largest scores [N], all where there are fewer.
 
-    Scores are compared in fp32; among equal ones the earlier token is chosen.
+    Scores are compared in fp32; among equal ones the earlier token is chosen. NaN is smaller than all numbers.
     """
-    candidates = prompt.candidates
-    size, count = len(candidates), round(ratio * len(candidates))
-    chosen = torch.zeros_like(candidates)
-    if count:
-        most, length = (torch.full((1, 1), number, device=scores.device) for number in (count, size))
-        ranked = scores.float().masked_fill(~candidates, -torch.inf)[None, None]
-        index, _ = top_k(ranked, most, length, capacity=count)
-        chosen[index[0, 0].long()] = True
-    return chosen & candidates
+    size = len(prompt.stored)
+    count = min(round(ratio * size), prompt.candidate_count)
+    if not count:
+        return prompt.at[:0]
+    least = torch.finfo(torch.float32).min
+    ranked = scores.float().nan_to_num(nan=least, posinf=torch.inf, neginf=least)
+    ranked = ranked.masked_fill(~prompt.candidates, -torch.inf)
+    most, length = (torch.full((1, 1), number, device=scores.device) for number in (count, size))
+    index, _ = top_k(ranked[None, None], most, length, capacity=count)
+    return index[0, 0].long()

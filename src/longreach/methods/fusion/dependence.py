@@ -34,4 +34,4 @@ class Dependence(Fusion):
                 "dependence: the prompt has chunks that are not exact and were stored without dependence; precompute "
                 "them with it (`longreach store add --dependence`, or Documents in a session with this method)"
             )
-        return best(prompt.dependence, prompt, self.ratio)
+        return best(prompt.dependence.to(prompt.device, non_blocking=True), prompt, self.ratio)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from longreach.methods.base import is_count
@@ -24,7 +23,7 @@ class FullReuse(Fusion):
     true_positions = False
 
     def choose(self, prompt: PromptParts, layer: FullLayer | None) -> Tensor:
-        return torch.zeros_like(prompt.stored)
+        return prompt.at[:0]
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class PIE(Fusion):
     name = "pie"
 
     def choose(self, prompt: PromptParts, layer: FullLayer | None) -> Tensor:
-        return torch.zeros_like(prompt.stored)
+        return prompt.at[:0]
 
 
 @dataclass(frozen=True)
@@ -51,4 +50,5 @@ class LegoLink(Fusion):
             require(is_count(getattr(self, name)), f"{name}: expected a count >= 0, got {getattr(self, name)!r}")
 
     def choose(self, prompt: PromptParts, layer: FullLayer | None) -> Tensor:
-        return prompt.candidates & ((prompt.before < self.first) | (prompt.after < self.last))
+        ends = (prompt.before < self.first) | (prompt.after < self.last)
+        return prompt.index(prompt.stored & ~prompt.exact & ends)

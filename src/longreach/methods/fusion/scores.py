@@ -43,7 +43,7 @@ def attention_of_all_heads(prompt: PromptParts, call: LayerCall) -> Tensor:
     call.count_read(Read.of(call.kv, EVERYTHING, values=False, counted=seen))
     heads = rows.q.shape[1] if call.shard is None else group * call.shard.total
     logits = call.sum_over_ranks(q @ keys.T) * (heads * rows.q.shape[2]) ** -0.5
-    first = prompt.stored.int().argmax()
+    first = int(prompt.stored.int().argmax())
     logits = logits.masked_fill((slots > rows.pos[:, None]) | (slots < first), -torch.inf)
     scores = logits.softmax(-1).sum(0)
     return F.avg_pool1d(scores[None, None], 5, stride=1, padding=2, count_include_pad=False)[0, 0]

@@ -167,9 +167,7 @@ class Given(Fusion):
     name = "given"
 
     def choose(self, prompt: PromptParts, layer: FullLayer | None) -> Tensor:
-        chosen = torch.zeros_like(prompt.stored)
-        chosen[list(self.tokens)] = True
-        return chosen
+        return torch.tensor(self.tokens, device=prompt.device)
 
 
 def test_recomputed_tokens_see_what_stands_before_them_and_nothing_after() -> None:

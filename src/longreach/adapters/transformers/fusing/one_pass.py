@@ -292,16 +292,17 @@ class FusedPass:
         )  # fmt: skip
 
     def _choose(self, full: Sequence[FullLayer] | None) -> None:
-        chosen = [torch.zeros_like(parts.stored) for parts in self.parts] if self.chosen is None else self.chosen
+        """Set what runs from here on. Counts are known on the host, so nothing waits for the device."""
+        chosen = [parts.at[:0] for parts in self.parts] if self.chosen is None else self.chosen
         if self.chunks and not self.fusion.probes(len(self.layers)):
             chosen = self._choices(full)
         each = list(zip(self.starts, chosen, self.parts, strict=False))
-        again = [start + some.nonzero()[:, 0] for start, some, _ in each]
-        index = [start + (some | ~parts.stored).nonzero()[:, 0] for start, some, parts in each]
-        self.recomputed_index, self.recomputed_counts = torch.cat(again), [len(some) for some in again]
+        index = [start + torch.cat([some, parts.computed]).sort().values for start, some, parts in each]
+        self.recomputed_index = torch.cat([start + some for start, some, _ in each])
+        self.recomputed_counts = [len(some) for some in chosen]
         self.index, counts = torch.cat(index), [len(some) for some in index]
         self.ends = list(accumulate(counts))
-        self.last.copy_(torch.tensor(self.ends) - 1)
+        self.last.copy_(torch.tensor(self.ends) - 1, non_blocking=True)
         self.step.narrow(self.index, counts)
 
     def _attention(self, number: int) -> Callable[..., Any]:
@@ -332,15 +333,17 @@ class FusedPass:
         raise _Probed(chosen)
 
     def _choices(self, layers: Sequence[FullLayer] | None) -> list[Tensor]:
-        """bool [N] of each prompt: the stored tokens that are recomputed, the same on all ranks, which run together."""
+        """int64 [r] of each prompt: the stored tokens that are recomputed, the same on all ranks, which run together."""
         with together(self.ranks):
             found = list[Tensor]()
             for number, parts in enumerate(self.parts):
                 layer = None if layers is None else layers[number]
-                found.append(self.fusion.choose(parts, layer) & parts.candidates)
+                found.append(self.fusion.choose(parts, layer))
                 if layer is not None:
                     self.session.ledger.add_observer("prefill", layer.call, self.fusion)
-        return found if self.ranks is None else list(self.ranks.first(torch.cat(found)).split(self.counts))
+        if self.ranks is None:
+            return found
+        return list(self.ranks.first(torch.cat(found)).split([len(some) for some in found]))
 
     def _shard(self, layer: int, key: Tensor) -> HeadShard:
         """The KV heads that this rank holds of a layer whose keys arrive as `key` [1, G, T, D]."""

@@ -66,7 +66,7 @@ class FusedPrompt:
         return max((start + len(chunk.tokens) for start, chunk in self.chunks), default=0)
 
     def parts(self, device: torch.device) -> PromptParts:
-        """For a fusion method, on the model's device."""
+        """For a fusion method. device: the model's."""
         count, ids = len(self.ids), torch.tensor(self.ids)
         stored, exact = torch.zeros(2, count, dtype=torch.bool)
         before, after = torch.zeros(2, count, dtype=torch.int64)
@@ -81,9 +81,8 @@ class FusedPrompt:
                 dependence[here] = chunk.dependence
             known &= sure or chunk.dependence is not None
         return PromptParts(
-            stored.to(device), exact.to(device), before.to(device), after.to(device), self.question,
-            dependence.to(device) if known else None,
-        )  # fmt: skip
+            stored, exact, before, after, self.question, dependence if known else None, device
+        )
 
     def local_positions(self, device: torch.device) -> Tensor:
         """int64 [N]: where each stored token was computed, behind its chunk's prefix; its own position elsewhere.
