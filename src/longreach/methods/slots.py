@@ -36,7 +36,7 @@ class PromptParts:
     after: Tensor
     question: int
     dependence: Tensor | None = None
-    device: torch.device = torch.device("cpu")
+    device: torch.device | str = "cpu"
 
     @cached_property
     def at(self) -> Tensor:

@@ -24,6 +24,8 @@ POINTERS = {
     torch.int16: "*i16",
     torch.int32: "*i32",
     torch.int64: "*i64",
+    torch.uint8: "*u8",
+    torch.uint16: "*u16",
     torch.bool: "*i1",
 }
 

@@ -152,5 +152,7 @@ def test_what_does_not_fit_is_refused(wrong: dict[str, Any], message: str) -> No
 
 def test_an_unknown_implementation_is_refused() -> None:
     case = hashed([30])
-    with pytest.raises(UnknownName, match=r"unknown impl of simhash\.collide 'scan'; known: auto, reference, numba"):
+    with pytest.raises(
+        UnknownName, match=r"unknown impl of simhash\.collide 'scan'; known: auto, reference, triton, numba"
+    ):
         collide(case.rows, case.tables, case.queries, capacity=8, impl="scan")

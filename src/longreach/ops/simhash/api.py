@@ -34,7 +34,7 @@ MOST_KEYS = 1 << 30
 
 
 def _named(op: str) -> Implementations:
-    paths = {name: f"longreach.ops.simhash.{name}:{op}" for name in ("reference", "numba")}
+    paths = {name: f"longreach.ops.simhash.{name}:{op}" for name in ("reference", "triton", "numba")}
     return Implementations(f"simhash.{op}", paths, compiled=True)
 
 

@@ -80,9 +80,7 @@ class FusedPrompt:
             if chunk.dependence is not None:
                 dependence[here] = chunk.dependence
             known &= sure or chunk.dependence is not None
-        return PromptParts(
-            stored, exact, before, after, self.question, dependence if known else None, device
-        )
+        return PromptParts(stored, exact, before, after, self.question, dependence if known else None, device)
 
     def local_positions(self, device: torch.device) -> Tensor:
         """int64 [N]: where each stored token was computed, behind its chunk's prefix; its own position elsewhere.

@@ -1,0 +1,150 @@
+"""simhash on the GPU. Nothing waits for the device; all may be captured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from longreach.errors import Unsupported
+from longreach.ops.selection import Per
+from longreach.ops.simhash import triton_kernels as kernels
+from longreach.ops.simhash.api import Collisions
+from longreach.ops.simhash.probability import TINY, form
+from longreach.ops.simhash.tables import HashTables
+from longreach.ops.types import KVView, Rows
+
+INTERPRETED: bool = kernels.INTERPRETED.value
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """vectors: hashed by a program; moved: ids that a build moves at a time; new: keys whose order it finds at a time;
+    bucket: ids of a bucket that are read at a time; listed: positions of a list's round; weighed: keys of a program.
+    """
+
+    vectors: int = 64
+    moved: int = 256
+    new: int = 32
+    bucket: int = 64
+    listed: int = 1024
+    weighed: int = 64
+
+
+def codes(x: Tensor, projections: Tensor, centre: Tensor | None, *, tune: Tuning | None = None) -> Tensor:
+    refuse(x, *(() if centre is None else (centre,)))
+    tables, bits, dim = projections.shape
+    out = x.new_empty((*x.shape[:-1], tables), dtype=torch.uint16)
+    if not out.numel():
+        return out
+    t = tune or Tuning()
+    vectors = _four(x)
+    centres = vectors if centre is None else _four(centre.expand(x.shape))
+    drawn = projections.float() if INTERPRETED else projections.contiguous()  # the interpreter gets bf16 wrong
+    count = out.numel() // tables
+    with torch.cuda.device_of(x):
+        kernels.codes[(triton.cdiv(count, t.vectors), tables)](
+            vectors, vectors.stride(), centres, centres.stride(), drawn, out, count, vectors.shape[2], vectors.shape[1],
+            TABLES=tables, BITS=bits, BITS2=16, D=dim, D2=max(16, triton.next_power_of_2(dim)),
+            CENTRED=centre is not None, BM=t.vectors,
+        )  # fmt: skip
+    return out
+
+
+def _four(x: Tensor) -> Tensor:
+    """[..., D] as [outer, middle, inner, D], a view if x has up to four dimensions."""
+    if x.dim() > 4:
+        return x.flatten(0, -4)
+    return x[(None,) * (4 - x.dim())]
+
+
+def build(tables: HashTables, codes: Tensor, seq: Tensor, count: Tensor, *, tune: Tuning | None = None) -> None:
+    refuse(tables.ids)
+    if not codes.numel():
+        return
+    t, where, buckets = tune or Tuning(), seq.long(), 1 << tables.bits
+    start = tables.stop[where].clamp(min=tables.first)
+    stop = start + count.to(start.dtype)
+    programs = len(seq) * tables.heads * tables.tables
+    cursors = torch.empty(programs, buckets, dtype=torch.int32, device=codes.device)
+    with torch.cuda.device_of(codes):
+        kernels.build[(programs,)](
+            *_memory(tables), codes, codes.stride(), where, start, stop, cursors, tables.heads, tables.tables,
+            tables.first, SIZE=tables.size, BUCKETS=buckets, BB=min(buckets, 1024), BN=t.moved, BK=t.new, num_warps=1,
+        )  # fmt: skip
+    tables.stop.index_copy_(0, where, stop)
+
+
+def collide(
+    rows: Rows, tables: HashTables, codes: Tensor, *, capacity: int, least: int, per: Per, tune: Tuning | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    refuse(tables.ids)
+    t, (count, heads), device = tune or Tuning(), rows.q.shape[:2], codes.device
+    lists = tables.heads if per == "kv" else heads
+    index = torch.empty(count, lists, capacity, dtype=torch.int32, device=device)
+    met = torch.empty(count, lists, capacity, dtype=torch.uint8, device=device)
+    used, looked_up = torch.zeros(2, count, lists, dtype=torch.int32, device=device)
+    if not count:
+        return index, used, met, looked_up
+    columns, seq = tables.ids.shape[3], rows.seq.contiguous()
+    times = torch.zeros(count, heads, columns, dtype=torch.int32, device=device)
+    width = heads // lists
+    with torch.cuda.device_of(codes):
+        kernels.look_up[(count * heads, tables.tables)](
+            *_memory(tables), codes.contiguous(), seq, tables.stop, times, looked_up, columns, heads, tables.heads,
+            tables.tables, tables.first, WIDTH=width, SIZE=tables.size, BN=t.bucket, num_warps=1,
+        )  # fmt: skip
+        kernels.gather[(count * lists,)](
+            times, seq, tables.stop, index, used, met, columns, capacity, tables.first, lists, least, WIDTH=width,
+            BN=t.listed,
+        )  # fmt: skip
+    return index, used, met, looked_up
+
+
+def weigh(
+    rows: Rows, kv: KVView, tables: HashTables, found: Collisions, centre: Tensor, *, floor: float,
+    tune: Tuning | None = None,
+) -> Tensor:  # fmt: skip
+    refuse(rows.q, kv.k, centre)
+    count, heads, dim = rows.q.shape
+    per_kv = 1 if found.per == "kv" else kv.group(rows)
+    lists, room = kv.heads * per_kv, found.index.shape[2]
+    weight = torch.empty(found.index.shape, dtype=torch.float32, device=kv.k.device)
+    if not weight.numel():
+        return weight
+    t, table = tune or Tuning(), kv.block_table
+    q = rows.q if rows.q.stride(2) == 1 else rows.q.contiguous()
+    with torch.cuda.device_of(kv.k):
+        kernels.weigh[(count * lists, triton.cdiv(room, t.weighed))](
+            q, q.stride()[:2], kv.k, kv.k.stride()[:3], centre.float().contiguous(), rows.seq.contiguous(),
+            kv.seq_lens if table is None else table, 0 if table is None else table.stride(0),
+            found.index.contiguous(), found.met.contiguous(), found.count.contiguous(), weight, room, lists,
+            max(floor, TINY), WIDTH=heads // lists, PER_KV=per_kv, D=dim, D2=triton.next_power_of_2(dim),
+            PAGED=table is not None, PAGE=kv.page, LAW=_law(tables, found.least), BC=t.weighed,
+        )  # fmt: skip
+    return weight
+
+
+def _law(tables: HashTables, least: int) -> tuple[Any, ...]:
+    f = form(tables.tables, least)
+    return tables.tables, least, tables.bits, f.split, f.scale, f.ratios, f.binomials
+
+
+def _memory(tables: HashTables) -> tuple[Any, ...]:
+    return tables.ids, tables.ids.stride()[:3], tables.offsets, tables.offsets.stride()[:4]
+
+
+def refuse(*tensors: Tensor) -> None:
+    """Raise Unsupported for what these kernels cannot do and the reference can."""
+    if any(x.dtype == torch.float64 for x in tensors):
+        raise Unsupported("simhash's Triton kernels compute in fp32; for fp64 use impl='reference'")
+    if tensors[0].device.type != "cuda" and not INTERPRETED:
+        raise Unsupported(
+            f"simhash's Triton kernels run on CUDA devices, got {tensors[0].device}; use impl='reference' "
+            f"(or set TRITON_INTERPRET=1 before longreach is used, to debug them)"
+        )
+    if INTERPRETED and any(x.dtype == torch.bfloat16 for x in tensors):
+        raise Unsupported("simhash under TRITON_INTERPRET=1: the interpreter gets bf16 wrong; use fp16 or fp32")

@@ -1,0 +1,350 @@
+# mypy: ignore-errors
+"""The Triton kernels of simhash."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # kernels run in Python, on CPU tensors
+
+
+@triton.jit
+def codes(
+    x, x_strides, centre, centre_strides, projections, out, count, inner, middle, TABLES: tl.constexpr,
+    BITS: tl.constexpr, BITS2: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, CENTRED: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """One table's codes of BM vectors. x, centre: [outer, middle, inner, D] by strides; out: [count, TABLES]."""
+    n = tl.program_id(0) * BM + tl.arange(0, BM)
+    table = tl.program_id(1)
+    there = n < count
+    d = tl.arange(0, D2)
+    some = there[:, None] & (d < D)[None, :]
+    a, b, c = (n // (inner * middle)).to(tl.int64), (n // inner % middle).to(tl.int64), (n % inner).to(tl.int64)
+    place = a * x_strides[0] + b * x_strides[1] + c * x_strides[2]
+    v = tl.load(x + place[:, None] + (d * x_strides[3])[None, :], mask=some, other=0.0).to(tl.float32)
+    if CENTRED:
+        place = a * centre_strides[0] + b * centre_strides[1] + c * centre_strides[2]
+        at = centre + place[:, None] + (d * centre_strides[3])[None, :]
+        v -= tl.load(at, mask=some, other=0.0).to(tl.float32)
+    square = tl.sum(v * v, 1)
+    usable = (square > 0.0) & (square < float("inf"))
+    v = tl.where(usable[:, None], v, 0.0)
+    bit = tl.arange(0, BITS2)
+    row = projections + (table * BITS + bit)[:, None] * D + d[None, :]
+    w = tl.load(row, mask=(bit < BITS)[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
+    signs = tl.dot(v, tl.trans(w), input_precision="ieee") > 0.0
+    code = tl.sum(tl.where(signs & (bit < BITS)[None, :], 1 << bit[None, :], 0), 1)
+    tl.store(out + n.to(tl.int64) * TABLES + table, code.to(tl.uint16), mask=there)
+
+
+@triton.jit
+def _forget(place, edges, kept, BUCKETS: tl.constexpr, BN: tl.constexpr):
+    """Remove a segment's ids from `kept` on. Ids ascend in a bucket, so those that stay are its first ones."""
+    lane = tl.arange(0, BN)
+    total = tl.full((), 0, tl.int32)
+    first = total
+    for bucket in range(BUCKETS):
+        last = tl.load(edges + bucket + 1).to(tl.int32)
+        stays = tl.full((), 0, tl.int32)
+        for j in range(first, last, BN):
+            there = j + lane < last
+            i = tl.load(place + j + lane, mask=there, other=0)
+            stay = there & (i.to(tl.int32) < kept)
+            tl.debug_barrier()  # all have read what others write over
+            tl.store(place + total + stays + lane, i, mask=stay)
+            stays += tl.sum(stay.to(tl.int32), 0)
+            tl.debug_barrier()
+        tl.debug_barrier()
+        tl.store(edges + bucket, total.to(edges.dtype.element_ty))
+        total += stays
+        first = last
+    tl.debug_barrier()
+    tl.store(edges + BUCKETS, total.to(edges.dtype.element_ty))
+    tl.debug_barrier()
+
+
+@triton.jit
+def _count_new(codes, stride, at, end, cursor, BUCKETS: tl.constexpr, BB: tl.constexpr, BN: tl.constexpr):
+    """cursor[b]: how many of the keys [at, end) have a code below b."""
+    lane = tl.arange(0, BN)
+    wide = tl.arange(0, BB)
+    for b in range(0, BUCKETS, BB):
+        tl.store(cursor + b + wide, tl.zeros([BB], tl.int32), mask=b + wide < BUCKETS)
+    tl.debug_barrier()
+    for p in range(at, end, BN):
+        there = p + lane < end
+        code = tl.load(codes + (p + lane).to(tl.int64) * stride, mask=there, other=0).to(tl.int32)
+        tl.atomic_add(cursor + code, 1, mask=there, sem="relaxed")
+    tl.debug_barrier()
+    before = 0
+    for b in range(0, BUCKETS, BB):
+        there = b + wide < BUCKETS
+        n = tl.load(cursor + b + wide, mask=there, other=0, cache_modifier=".cg")  # atomics pass the first cache by
+        tl.store(cursor + b + wide, tl.cumsum(n, 0) - n + before, mask=there)
+        before += tl.sum(n, 0)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _make_room(place, edges, cursor, new, BUCKETS: tl.constexpr, BN: tl.constexpr):
+    """Move each bucket behind the new keys of those below it, the last one first; cursor[b] becomes its end."""
+    lane = tl.arange(0, BN)
+    last = tl.load(edges + BUCKETS).to(tl.int32)
+    tl.debug_barrier()
+    tl.store(edges + BUCKETS, (last + new).to(edges.dtype.element_ty))
+    for back in range(BUCKETS):
+        bucket = BUCKETS - 1 - back
+        first = tl.load(edges + bucket).to(tl.int32)
+        by = tl.load(cursor + bucket, cache_modifier=".cg")
+        tl.debug_barrier()
+        tl.store(edges + bucket, (first + by).to(edges.dtype.element_ty))
+        tl.store(cursor + bucket, last + by)
+        if by > 0:
+            for j in range(0, last - first, BN):
+                high = last - j
+                low = tl.maximum(first, high - BN)
+                there = low + lane < high
+                i = tl.load(place + low + lane, mask=there, other=0)
+                tl.debug_barrier()  # all have read what others write over
+                tl.store(place + low + by + lane, i, mask=there)
+                tl.debug_barrier()
+        last = first
+    tl.debug_barrier()
+
+
+@triton.jit
+def _add_new(codes, stride, at, end, begin, place, cursor, BN: tl.constexpr):
+    """Put the ids of the keys [at, end) at the ends of their buckets, in order."""
+    lane = tl.arange(0, BN)
+    for p in range(at, end, BN):
+        there = p + lane < end
+        code = tl.load(codes + (p + lane).to(tl.int64) * stride, mask=there, other=0).to(tl.int32)
+        base = tl.load(cursor + code, mask=there, other=0, cache_modifier=".cg")
+        same = (code[:, None] == code[None, :]) & there[None, :] & there[:, None]
+        rank = tl.sum((same & (lane[None, :] < lane[:, None])).to(tl.int32), 1)
+        others = tl.sum(same.to(tl.int32), 1)
+        tl.debug_barrier()
+        tl.store(place + base + rank, (p + lane - begin).to(tl.uint16), mask=there)
+        tl.store(cursor + code, base + others, mask=there & (rank + 1 == others))
+        tl.debug_barrier()
+
+
+@triton.jit
+def build(
+    ids, id_strides, offsets, offset_strides, codes, code_strides, seq, start, stop, cursors, heads, tables, lowest,
+    SIZE: tl.constexpr, BUCKETS: tl.constexpr, BB: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Add keys [start, stop) of an entry to one table of one KV head; nothing is touched where there are none.
+
+    Strides: of ids (sequence, head, table); of offsets (sequence, head, table, segment); of codes (entry, key, head,
+    table). cursors: int32 [programs, BUCKETS], scratch. lowest: HashTables.first.
+    """
+    program = tl.program_id(0)
+    s, g, table = program // (heads * tables), program // tables % heads, program % tables
+    b = tl.load(seq + s).to(tl.int64)
+    at, last = tl.load(start + s).to(tl.int32), tl.load(stop + s).to(tl.int32)
+    row = ids + b * id_strides[0] + g * id_strides[1] + table * id_strides[2]
+    its = offsets + b * offset_strides[0] + g * offset_strides[1] + table * offset_strides[2]
+    cursor = cursors + program.to(tl.int64) * BUCKETS
+    mine = codes + s.to(tl.int64) * code_strides[0] + g * code_strides[2] + table * code_strides[3]
+    mine -= at.to(tl.int64) * code_strides[1]  # by position
+    wide = tl.arange(0, BB)
+    while at < last:
+        begin = at // SIZE * SIZE
+        end = tl.minimum(begin + SIZE, last)
+        edges = its + (at // SIZE).to(tl.int64) * offset_strides[3]
+        place = row + begin
+        held = at - tl.maximum(begin, lowest)  # keys that the segment should have
+        if held > 0:
+            if tl.load(edges + BUCKETS).to(tl.int32) > held:
+                _forget(place, edges, at - begin, BUCKETS, BN)
+        else:
+            for k in range(0, BUCKETS + 1, BB):
+                tl.store(edges + k + wide, tl.zeros([BB], edges.dtype.element_ty), mask=k + wide <= BUCKETS)
+            tl.debug_barrier()
+        _count_new(mine, code_strides[1], at, end, cursor, BUCKETS, BB, BN)
+        _make_room(place, edges, cursor, end - at, BUCKETS, BN)
+        _add_new(mine, code_strides[1], at, end, begin, place, cursor, BK)
+        at = end
+
+
+@triton.jit
+def look_up(
+    ids, id_strides, offsets, offset_strides, codes, seq, stop, times, looked_up, capacity, H, G, tables, lowest,
+    WIDTH: tl.constexpr, SIZE: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Count one more table for each key of a query's buckets.
+
+    codes: uint16 [R, H, tables]. times: int32 [R, H, capacity]; looked_up: int32 [R, H // WIDTH]; both start at 0.
+    """
+    item, table = tl.program_id(0), tl.program_id(1)
+    r, h = item // H, item % H
+    b = tl.load(seq + r).to(tl.int64)
+    last = tl.load(stop + b)
+    if last > lowest:
+        g = h // (H // G)
+        code = tl.load(codes + item.to(tl.int64) * tables + table).to(tl.int32)
+        row = ids + b * id_strides[0] + g * id_strides[1] + table * id_strides[2]
+        its = offsets + b * offset_strides[0] + g * offset_strides[1] + table * offset_strides[2] + code
+        mine = times + item.to(tl.int64) * capacity
+        lane = tl.arange(0, BN)
+        read = 0
+        for begin in range(lowest // SIZE * SIZE, last, SIZE):
+            edges = its + (begin // SIZE) * offset_strides[3]
+            first, end = tl.load(edges).to(tl.int32), tl.load(edges + 1).to(tl.int32)
+            read += end - first
+            for j in range(first, end, BN):
+                there = j + lane < end
+                at = begin + tl.load(row + begin + j + lane, mask=there, other=0).to(tl.int32)
+                tl.atomic_add(mine + at, 1, mask=there & (at < last), sem="relaxed")
+        tl.atomic_add(looked_up + item // WIDTH, read, sem="relaxed")
+
+
+@triton.jit
+def gather(
+    times, seq, stop, index, count, met, columns, room, lowest, lists, least, WIDTH: tl.constexpr, BN: tl.constexpr
+):
+    """A list: the keys that a head of it met in `least` tables, ascending, and how many heads did.
+
+    times: [R, lists * WIDTH, columns]; index, met: [R, lists, room], of which the first `count` are written.
+    """
+    item = tl.program_id(0).to(tl.int64)
+    last = tl.load(stop + tl.load(seq + item // lists).to(tl.int64))
+    lane = tl.arange(0, BN)
+    n = 0
+    for begin in range(lowest, last, BN):
+        at = begin + lane
+        heads = tl.zeros([BN], tl.int32)
+        for h in range(WIDTH):
+            heads += (tl.load(times + (item * WIDTH + h) * columns + at, mask=at < last, other=0) >= least).to(tl.int32)
+        hit = heads > 0
+        place = n + tl.cumsum(hit.to(tl.int32), 0) - 1
+        keep = hit & (place < room)
+        tl.store(index + item * room + place, at, mask=keep)
+        tl.store(met + item * room + place, heads.to(tl.uint8), mask=keep)
+        n += tl.sum(hit.to(tl.int32), 0)
+    tl.store(count + item, n)
+
+
+@triton.jit
+def log(x):
+    """Natural log of positive normal fp32, to two units in the last place; the hardware's errs in small results."""
+    whole = x.to(tl.int32, bitcast=True)
+    e = (((whole >> 23) & 255) - 127).to(tl.float32)
+    m = ((whole & 0x007FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
+    large = m > 1.41421356
+    e = tl.where(large, e + 1.0, e)
+    f = tl.where(large, m * 0.5, m) - 1.0
+    z = f * f
+    y = 7.0376836292e-2 * f - 1.1514610310e-1
+    y = y * f + 1.1676998740e-1
+    y = y * f - 1.2420140846e-1
+    y = y * f + 1.4249322787e-1
+    y = y * f - 1.6668057665e-1
+    y = y * f + 2.0000714765e-1
+    y = y * f - 2.4999993993e-1
+    y = y * f + 3.3333331174e-1
+    y = y * f * z + e * -2.12194440e-4 - 0.5 * z
+    return f + y + e * 0.693359375  # ln 2 in two parts
+
+
+@triton.jit
+def _log_rest(x):
+    """log(1 - x) of x in [0, 1]: Kahan's form corrects the rounding of 1 - x. At 1 it is the log of 2^-126."""
+    q = 1.0 - x
+    lost = 1.0 - q  # what was taken off
+    right = tl.where(lost > 0.0, x / tl.where(lost > 0.0, lost, 1.0), 1.0)
+    return tl.where(lost > 0.0, log(tl.maximum(q, 1.1754943508222875e-38)) * right, -x)
+
+
+@triton.jit
+def agreement(c):
+    """1 - acos(c) / pi, without the difference where it is small (Abramowitz and Stegun, 4.4.46)."""
+    a = tl.minimum(tl.abs(c), 1.0)
+    y = -0.0012624911 * a + 0.0066700901
+    y = y * a - 0.0170881256
+    y = y * a + 0.0308918810
+    y = y * a - 0.0501743046
+    y = y * a + 0.0889789874
+    y = y * a - 0.2145988016
+    y = y * a + 1.5707963050
+    small = tl.sqrt(1.0 - a) * y * 0.31830989
+    return tl.where(c > 0.0, 1.0 - small, small)
+
+
+@triton.jit
+def inclusion(p, LAW: tl.constexpr):
+    """u of p, as probability.inclusion states it. LAW: tables, least, bits, split, scale, ratios, binomials."""
+    TABLES: tl.constexpr = LAW[0]
+    LEAST: tl.constexpr = LAW[1]
+    BITS: tl.constexpr = LAW[2]
+    SPLIT: tl.constexpr = LAW[3]
+    SCALE: tl.constexpr = LAW[4]
+    RATIOS: tl.constexpr = LAW[5]
+    BINOMIALS: tl.constexpr = LAW[6]
+    x = p
+    for _ in tl.static_range(BITS - 1):
+        x *= p
+    r = x / tl.maximum(1.0 - x, 1.1754943508222875e-38)
+    series = tl.full(p.shape, 1.0, tl.float32)
+    for i in tl.static_range(len(RATIOS)):
+        series = 1.0 + RATIOS[len(RATIOS) - 1 - i] * r * series
+    for _ in tl.static_range(LEAST):
+        series *= SCALE * x
+    rest, power = tl.zeros(p.shape, tl.float32), tl.full(p.shape, 1.0, tl.float32)
+    for j in tl.static_range(LEAST):
+        rest = rest * (1.0 - x) + BINOMIALS[j] * power
+        power *= x
+    left = _log_rest(x)
+    small = series * tl.exp((TABLES - LEAST) * left)
+    large = 1.0 - tl.exp((TABLES - LEAST + 1) * left) * rest
+    return tl.where(x < SPLIT, small, large)
+
+
+@triton.jit
+def weigh(
+    q, q_strides, k, k_strides, centre, seq, table, table_row, index, met, count, weight, room, lists, floor,
+    WIDTH: tl.constexpr, PER_KV: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, PAGED: tl.constexpr,
+    PAGE: tl.constexpr, LAW: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """Log-weights of BC entries of a list. PER_KV: lists of a KV head. centre: fp32 [B, G, D]. LAW: see `inclusion`."""
+    item = tl.program_id(0)
+    n = tl.load(count + item)
+    first = tl.program_id(1) * BC
+    if (n <= room) & (first < n):
+        r, li = item // lists, item % lists
+        g = (li // PER_KV).to(tl.int64)
+        b = tl.load(seq + r).to(tl.int64)
+        c = first + tl.arange(0, BC)
+        there = c < n
+        entry = item.to(tl.int64) * room + c
+        slot = tl.load(index + entry, mask=there, other=0)
+        if PAGED:
+            page = tl.load(table + b * table_row + slot // PAGE, mask=there, other=0).to(tl.int64)
+            place = page * k_strides[0] + (slot % PAGE).to(tl.int64) * k_strides[2]
+        else:
+            place = b * k_strides[0] + slot.to(tl.int64) * k_strides[2]
+        d = tl.arange(0, D2)
+        some = d < D
+        row = k + (place + g * k_strides[1])[:, None] + d[None, :]
+        v = tl.load(row, mask=there[:, None] & some[None, :], other=0.0).to(tl.float32)
+        heads = (lists // PER_KV).to(tl.int64)
+        v -= tl.load(centre + (b * heads + g) * D + d, mask=some, other=0.0)[None, :]
+        square = tl.sum(tl.where(some[None, :], v * v, 0.0), 1)
+        usable = (square > 0.0) & (square < float("inf"))
+        v = tl.where(usable[:, None] & some[None, :], v, 0.0)
+        length = tl.sqrt(tl.where(usable, square, 1.0))
+        total = tl.zeros([BC], tl.float32)
+        for h in range(WIDTH):
+            mine = q + r * q_strides[0] + (li * WIDTH + h) * q_strides[1]
+            x = tl.load(mine + d, mask=some, other=0.0).to(tl.float32)
+            own = tl.sum(x * x, 0)
+            known = (own > 0.0) & (own < float("inf"))
+            x = tl.where(known, x / tl.sqrt(tl.where(known, own, 1.0)), 0.0)
+            cosine = tl.sum(v * x[None, :], 1) / length
+            cosine = tl.where(usable, cosine, tl.where(known, 0.0, 1.0))
+            u = inclusion(agreement(cosine), LAW)
+            total += tl.maximum(u, floor)
+        times = tl.load(met + entry, mask=there, other=1).to(tl.float32)
+        tl.store(weight + entry, log(times) - log(total), mask=there)

@@ -1,0 +1,223 @@
+"""The Triton kernels give the reference's keys and weights: in Python on a CPU, for real on a GPU."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from longreach.errors import Unsupported
+from longreach.ops.simhash import Collisions, HashTables, build, codes, collide, projections, weigh
+from tests.ops.attend.kernels import HALF, PLACE, here, needs_gpu
+from tests.ops.simhash.cases import Case, cut, hashed
+from tests.ops.simhash.test_tables import held_to, random_codes
+
+
+def fresh(sequences: int, capacity: int, bits: int, size: int, first: int, tables: int = 5) -> HashTables:
+    """Tables in memory that holds poison, as one layer of a larger tensor."""
+    ids = torch.full((sequences, 2, 2, tables, capacity), 0x2BCD, dtype=torch.int16).view(torch.uint16)
+    shape = (sequences, 2, 2, tables, -(-capacity // size), (1 << bits) + 1)
+    poison = torch.full(shape, 0x2BCD, dtype=torch.int32 if size == 65536 else torch.int16)
+    offsets = poison if size == 65536 else poison.view(torch.uint16)
+    return HashTables(
+        ids.to(PLACE)[:, 1], offsets.to(PLACE)[:, 1], torch.full((sequences,), first, dtype=torch.int32, device=PLACE),
+        size, first,
+    )  # fmt: skip
+
+
+def back(tables: HashTables) -> HashTables:
+    return HashTables(tables.ids.cpu(), tables.offsets.cpu(), tables.stop.cpu(), tables.size, tables.first)
+
+
+def add(tables: HashTables, codes: Tensor, seq: Tensor, count: Tensor) -> None:
+    build(tables, here(codes), here(seq), here(count), impl="triton")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize("bits", [1, 5, 16])
+@pytest.mark.parametrize("dim", [8, 24])
+def test_codes(dtype: torch.dtype, bits: int, dim: int) -> None:
+    """Strided keys of several heads with a centre; queries; vectors without a direction."""
+    draw = torch.Generator().manual_seed(bits)
+    drawn = projections(dim, bits, 3, 1)
+    x = torch.randn(2, 5, 3, dim + 4, generator=draw).to(dtype)[..., :dim].transpose(1, 2)
+    x[0, 0, 1], x[1, 2, 3, 0], x[0, 1, 0, 1] = 0, torch.nan, torch.inf
+    for centre in (None, torch.randn(2, 3, 1, dim, generator=draw), torch.randn(dim, generator=draw).to(dtype)):
+        want = codes(x, drawn, centre=centre, impl="reference")
+        got = codes(here(x), here(drawn), centre=None if centre is None else here(centre), impl="triton")
+        assert torch.equal(got.cpu().long(), want.long())
+    for some in (x[0, 0, 0], x[0, 0], x[:, :, None], x[:0]):
+        assert torch.equal(
+            codes(here(some), here(drawn), impl="triton").cpu().long(), codes(some, drawn, impl="reference").long()
+        )
+
+
+@pytest.mark.parametrize("size", [8, 32, 65536])
+@pytest.mark.parametrize("first", [0, 5])
+def test_keys_come_in_any_chunks(size: int, first: int) -> None:
+    known = random_codes(3, 90, bits=3, tables=2)
+    tables = fresh(3, 90, 3, size, first, tables=2)
+    at, every = torch.full((3,), first), torch.arange(3)
+    for steps in ([0, 0, 0], [1, 0, 30], [7, 2, 0], [40, 40, 40], [90 - first - 48, 1, 0]):
+        count = torch.tensor(steps)
+        add(tables, cut(known, at, count), every, count)
+        at = at + count
+        assert tables.stop.tolist() == at.tolist()
+        held_to(back(tables), known)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_truncated_tables_go_on(seed: int) -> None:
+    """Cut anywhere, again and again; other keys follow. Sequences that are not named keep all bytes."""
+    dice = random.Random(seed)
+    bits, size, first = dice.choice((1, 2, 4)), dice.choice((8, 16, 65536)), dice.choice((0, 4, 20))
+    tables, known = fresh(4, 80, bits, size, first, tables=2), random_codes(4, 80, bits, tables=2, seed=seed)
+    others, at = known.view(torch.int16).clone(), torch.full((4,), first)
+    untouched = [x[0].clone() for x in (tables.ids, tables.offsets)]
+    for turn in range(5):
+        slots = torch.tensor(dice.sample((1, 2, 3), dice.choice((1, 2))))
+        count = torch.tensor([dice.randrange(0, 81 - int(at[s])) for s in slots])
+        new = random_codes(len(slots), 80, bits, tables=2, seed=100 * seed + turn).view(torch.int16)
+        for i, s in enumerate(slots.tolist()):
+            others[s, at[s] : at[s] + count[i]] = new[i, : count[i]]
+        add(tables, new[:, : max(1, int(count.max()))].view(torch.uint16), slots, count)
+        at[slots] += count
+        assert tables.stop.tolist() == at.tolist()
+        for s in slots[count > 0].tolist():  # the others may still hold what was cut off
+            here_alone = HashTables(*(x[s : s + 1] for x in (tables.ids, tables.offsets, tables.stop)), size, first)
+            held_to(back(here_alone), others[s : s + 1].view(torch.uint16))
+        for s in (1, 2, 3):
+            at[s] = dice.choice((int(at[s]), dice.randrange(first, int(at[s]) + 1)))
+        tables.stop.copy_(at)
+    assert all(torch.equal(x[0], y) for x, y in zip((tables.ids, tables.offsets), untouched, strict=True))
+
+
+def test_many_keys_of_one_code() -> None:
+    """More than are ordered, counted or moved at a time."""
+    known = torch.zeros(1, 700, 2, 1, dtype=torch.int16)
+    known[0, ::7] = 1
+    known[0, 350:] = 3
+    tables = fresh(1, 700, 2, 65536, 0, tables=1)
+    at = 0
+    for count in (300, 1, 399):
+        add(tables, known[:, at : at + count].view(torch.uint16), torch.tensor([0]), torch.tensor([count]))
+        at += count
+        held_to(back(tables), known.view(torch.uint16))
+
+
+def moved(case: Case) -> Case:
+    t = case.tables
+    tables = HashTables(t.ids.to(PLACE), t.offsets.to(PLACE), t.stop.to(PLACE), t.size, t.first)
+    return Case(here(case.rows), here(case.kv), here(case.centre), tables, here(case.queries), case.keys)
+
+
+def same(got: Collisions, want: Collisions) -> None:
+    assert torch.equal(got.count.cpu(), want.count) and torch.equal(got.looked_up.cpu(), want.looked_up)
+    fits = want.count <= want.index.shape[2]
+    used = fits[..., None] & (torch.arange(want.index.shape[2]) < want.count[..., None])
+    for mine, theirs in ((got.index, want.index), (got.met, want.met)):
+        assert mine.dtype == theirs.dtype and torch.equal(mine.cpu()[used], theirs[used])
+
+
+@pytest.mark.parametrize("share", ["own", "group"])
+@pytest.mark.parametrize("seed", range(8))
+def test_the_same_keys_and_weights(share: Any, seed: int) -> None:
+    dice = random.Random(seed)
+    case = hashed(
+        [dice.choice((1, 3, 4, 40, 77)) for _ in range(dice.choice((1, 3)))], group=dice.choice((1, 2, 5)),
+        count=dice.choice((1, 3)), bits=dice.choice((1, 2, 4)), number=dice.choice((3, 9)),
+        size=dice.choice((8, 16, 65536)), first=dice.choice((0, 3, 20)), page=dice.choice((None, 7)), seed=seed,
+        dtype=dice.choice((torch.float32, torch.float16)),
+    )  # fmt: skip
+    if dice.random() < 0.5:
+        case.tables.stop.sub_(dice.randrange(20))
+    there = moved(case)
+    for least, capacity, floor in ((1, 100, 0.0), (2, 100, 0.1), (2, 3, 0.0), (3, 40, 0.0)):
+        how = {"share": share, "least": least, "capacity": capacity}
+        want = collide(case.rows, case.tables, case.queries, **how, impl="reference")
+        got = collide(there.rows, there.tables, there.queries, **how, impl="triton")
+        same(got, want)
+        weights = weigh(there.rows, there.kv, there.tables, got, there.centre, floor=floor, impl="triton").cpu()
+        exact = weigh(case.rows, case.kv, case.tables, want, case.centre, floor=floor, impl="reference")
+        used = (want.count <= capacity)[..., None] & (torch.arange(capacity) < want.count[..., None])
+        torch.testing.assert_close(weights[used], exact[used], rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("bits", [1, 8, 11])
+@pytest.mark.parametrize("number", [20, 150])
+def test_weights_of_rare_and_of_sure_keys(bits: int, number: int) -> None:
+    """From a key equal to the query to one opposite to it, and vectors without a direction: fp32 keeps 5 digits of u.
+
+    The cosine's own rounding moves u of rare keys by bits times as much, so it is compared with exact cosines.
+    """
+    angle = torch.linspace(0, torch.pi, 60, dtype=torch.float64)
+    k = torch.stack([angle.cos(), angle.sin()], 1)
+    k = torch.cat([k * torch.logspace(-3, 3, 60)[:, None], torch.tensor([[0, 0], [torch.inf, 0], [torch.nan, 1]])])
+    case = hashed([63], group=1, count=1, bits=2, number=number, size=65536, first=0)
+    tables = HashTables.empty(1, 2, 70, bits=bits, tables=number)
+    tables.stop.fill_(63)
+    kv = case.kv
+    kv.k.zero_()
+    kv.k[0, :, :63, :2] = k.float()
+    q = torch.zeros(1, 2, 16)
+    q[..., 0] = 3.0
+    index = torch.arange(63, dtype=torch.int32).expand(1, 2, -1).contiguous()
+    found = Collisions(
+        index, torch.full((1, 2), 63, dtype=torch.int32), "query", torch.ones_like(index, dtype=torch.uint8),
+        torch.zeros(1, 2, dtype=torch.int32), 2,
+    )  # fmt: skip
+    rows = type(case.rows)(q, torch.tensor([0]), torch.tensor([62]))
+    centre = torch.zeros(1, 2, 16)
+    wide = type(kv)(kv.k.double(), kv.v.double(), kv.seq_lens)
+    exact = weigh(type(rows)(q.double(), rows.seq, rows.pos), wide, tables, found, centre, impl="reference")
+    there = HashTables(here(tables.ids), here(tables.offsets), here(tables.stop), tables.size)
+    gone = Collisions(*(here(x) if isinstance(x, Tensor) else x for x in vars(found).values()))
+    got = weigh(here(rows), here(kv), there, gone, here(centre), impl="triton").cpu()
+    assert bool(got.isfinite().all())
+    close = (got - exact).abs() <= 1e-5 + 2e-6 * bits * exact.abs().clamp(min=1)
+    assert bool(close[..., :50].all()) and bool(close[..., 60:].all()), (got - exact).abs().amax(0)
+
+
+def test_what_the_kernels_cannot_do_is_refused() -> None:
+    case = moved(hashed([30]))
+    with pytest.raises(Unsupported, match="for fp64 use impl='reference'"):
+        codes(case.rows.q.double(), projections(16, 4, 9, 0).to(PLACE), impl="triton")
+    found = collide(case.rows, case.tables, case.queries, capacity=30, impl="triton")
+    wide = (type(case.rows)(case.rows.q.double(), case.rows.seq, case.rows.pos),
+            type(case.kv)(case.kv.k.double(), case.kv.v.double(), case.kv.seq_lens))  # fmt: skip
+    with pytest.raises(Unsupported, match="for fp64 use impl='reference'"):
+        weigh(*wide, case.tables, found, case.centre, impl="triton")
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_captured_step_follows_tables_that_grow() -> None:
+    """One graph: keys are added, looked up and weighed; replayed, it gives what separate calls give."""
+    case = hashed([70, 66], bits=3, size=16, first=3)
+    there, every = moved(case), torch.arange(2, device=PLACE)
+    tables = fresh(2, 75, 3, 16, 3, tables=9)
+    mirror = HashTables(*(x.clone() for x in (tables.ids, tables.offsets, tables.stop)), 16, 3)
+    keys, count = here(case.keys[:, 3:63]).view(torch.int16), torch.full((2,), 2, device=PLACE)
+    new = keys[:, :2].clone()
+
+    def step(into: HashTables) -> tuple[Collisions, Tensor]:
+        build(into, new.view(torch.uint16), every, count, impl="triton")
+        found = collide(there.rows, into, there.queries, capacity=75, impl="triton")
+        return found, weigh(there.rows, there.kv, into, found, there.centre, impl="triton")
+
+    step(HashTables(*(x.clone() for x in (tables.ids, tables.offsets, tables.stop)), 16, 3))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found, weights = step(tables)
+    for at in range(0, 60, 2):
+        new.copy_(keys[:, at : at + 2])
+        count.fill_(at % 4 // 2 + 1)
+        graph.replay()
+        want, exact = step(mirror)
+        assert torch.equal(tables.stop, mirror.stop)
+        same(found, Collisions(*(x.cpu() if isinstance(x, Tensor) else x for x in vars(want).values())))
+        used = torch.arange(75, device=PLACE) < found.count[..., None]
+        assert torch.equal(weights[used], exact[used])
