@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from longreach.bench.case import PREFILLS, Case, Shape, Target
+from longreach.bench.case import PREFILLS, Case, Model, Shape, Target
 from longreach.bench.cases import CASES, FUSIONS, tiny
 from longreach.bench.decoding import Decoding
 from longreach.bench.evict import run_evict
@@ -36,6 +37,18 @@ def test_a_fused_prompt(bench: Decoding) -> None:
     assert all(entry["microseconds"]["median"] > 0 for entry in result["entries"])
     assert result["loads"]["bytes"] == result["chunk_bytes"] and 0 <= result["loads"]["dropped"] <= 1
     assert result["loads"]["page_cache_seconds"] > 0 < result["loads"]["disk_seconds"]
+
+
+def test_ratio_1_gives_the_logits_of_a_prefill(bench: Decoding) -> None:
+    """The prompt's first chunk counts as exact, so every method keeps its stored keys and values at any ratio."""
+    methods = ("cacheblend", "a3", "a3_deep", "dependence")
+    model = Model(layers=4, hidden=64, feed_forward=128, vocabulary=128)
+    case = replace(tiny(CASES["fusion-4k"]), model=model, methods=methods, ratios=(0.0, 1.0))
+    errors = {e["name"]: e for e in run_fusion(bench, case, lambda result: None)["entries"]}
+    for name in methods:
+        whole = errors[f"{name} 1"]
+        assert whole["settings"]["exact"] == 64 and whole["settings"]["reused"] == 0
+        assert whole["error"] <= whole["error_bound"] < 0.1 * errors[f"{name} 0"]["error"]
 
 
 def test_an_evicted_prompt(bench: Decoding) -> None:

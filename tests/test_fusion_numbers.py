@@ -1,0 +1,247 @@
+"""The tables of docs/fusion.md hold the numbers of the records that the page names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longreach.bench.case import PREFILLS
+from longreach.records.labels import short_label
+from longreach.records.record import read
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "fusion.md").read_text()
+EXACT = "exact prefill"  # the faster of the two baselines
+NEEDLES = ("niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_3", "niah_multiquery")
+SHARED = {4096: ("vt", "qa_synthetic_1", "qa_synthetic_2", "niah_multikey_3", "niah_multivalue"),
+          16384: ("vt", "qa_synthetic_1", "qa_synthetic_2", "niah_multikey_3")}  # fmt: skip
+SNAPKV, A3 = "dense evict=snapkv", "a3 ratio=0.15"
+RATIOS = (0.05, 0.15, 0.3)
+Row = tuple[str, ...]
+
+
+@cache
+def record(name: str) -> Any:
+    (path,) = (ROOT / "benchmarks/results").glob(f"{name}.json*")
+    return read(path)
+
+
+@cache
+def results(name: str, task: str) -> dict[str, Any]:
+    """A task's results by short label."""
+    (found,) = (entry for entry in record(name)["tasks"].values() if entry["task"] == task)
+    return {short_label(label): result for label, result in found["results"].items()}
+
+
+def share(x: float) -> str:
+    return f"{100 * x:.0f}%"
+
+
+def score(name: str, tasks: Sequence[str], method: str, first: int | None = None) -> float | None:
+    """Mean over tasks of the mean over the first prompts; None for a method that the record lacks."""
+    found = [results(name, task).get(method) for task in tasks]
+    if not all(found):
+        return None
+    scores = [[answer["score"] for answer in result["answers"][:first]] for result in found if result]
+    return sum(sum(some) / len(some) for some in scores) / len(scores)
+
+
+def score_text(name: str, tasks: Sequence[str], method: str, first: int | None = None) -> str:
+    found = score(name, tasks, method, first)
+    return "-" if found is None else share(found)
+
+
+def kept(name: str, method: str) -> str:
+    every = [results(name, entry["task"])[method]["kept"] for entry in record(name)["tasks"].values()]
+    return "-" if method == "dense" else f"{sum(k['kept'] for k in every)} of {sum(k['right'] for k in every)}"
+
+
+@cache
+def case(length: str) -> dict[str, Any]:
+    return {entry["name"]: entry for entry in record("fusion")["cases"][f"fusion-{length.lower()}"]["entries"]}
+
+
+def milliseconds(length: str, method: str) -> float:
+    names = PREFILLS if method == EXACT else (method,)
+    return float(min(case(length)[name]["microseconds"]["median"] for name in names)) / 1e3
+
+
+def time_row(method: str) -> Row:
+    cells = []
+    for length in ("4K", "8K", "16K", "32K"):
+        if method != EXACT and method not in case(length):
+            cells.append("-")
+            continue
+        mine, exact = milliseconds(length, method), milliseconds(length, EXACT)
+        cells.append(f"{mine:.0f} ms" + ("" if method == EXACT else f", {exact / mine:.1f}x"))
+    return tuple(cells)
+
+
+def parts_row(method: str) -> Row:
+    entry = case("16K")[method]
+    settings, ms = entry["settings"], entry["settings"]["milliseconds"]
+    rest = ms["all"] - ms["layer 0"] - ms["choose"]
+    return (
+        f"{entry['launched']['kernels']:,}", f"{settings['loaded_bytes'] / 1e9:.2f} GB",
+        f"{ms['waited for copies']:.2f} ms", f"{ms['layer 0']:.1f} ms", f"{ms['choose']:.2f} ms", f"{rest:.0f} ms",
+    )  # fmt: skip
+
+
+def targets_row(row: str) -> Row:
+    quantity, _, where = row.rpartition(", ")
+    method = quantity.removeprefix("choosing, ")
+    (target,) = (t for t in record("fusion")["cases"][f"fusion-{where.lower()}"]["targets"] if t["of"] == method)
+    choosing = method != quantity
+    shown = (lambda x: f"{x:g} ms") if choosing else (lambda x: f"{x:g}x")
+    got = f"{target['got']:.2f} ms" if choosing else f"{target['got']:.1f}x"
+    return shown(target["bound"]), got, "reached" if target["reached"] else "missed"
+
+
+def disk_row(length: str) -> Row:
+    loads = record("fusion")["cases"][f"fusion-{length.lower()}"]["loads"]
+    exact = milliseconds(length, EXACT) / 1e3
+    return f"{loads['bytes'] / 1e9:.2f} GB", f"{loads['disk_seconds']:.1f} s", f"{exact:.2f} s"
+
+
+def tasks_4k_row(method: str) -> Row:
+    name = "mini-fusion-tasks-4096"
+    groups = NEEDLES, ("niah_multikey_2",), ("niah_multivalue",), ("vt",)
+    return (*(score_text(name, tasks, method) for tasks in groups), kept(name, method))
+
+
+def tasks_16k_row(method: str) -> Row:
+    name = "mini-fusion-tasks-16384"
+    tasks = "niah_multikey_3", "niah_multivalue", "vt", "cwe", "qa_synthetic_1", "qa_synthetic_2"
+    return (*(score_text(name, (task,), method) for task in tasks), kept(name, method))
+
+
+def ratios_row(method: str) -> Row:
+    name = "mini-fusion-ratios-4096"
+    tasks = "vt", "qa_synthetic_1", "qa_synthetic_2"
+    if method in results(name, "vt"):
+        return tuple(score_text(name, (task,), method) for task in tasks)
+    each = [[score(name, (task,), f"{method} ratio={ratio:g}") for ratio in RATIOS] for task in tasks]
+    return tuple(", ".join(share(x) for x in some if x is not None) for some in each)
+
+
+def behind_row(method: str) -> Row:
+    cells = []
+    for length, tasks in SHARED.items():
+        for record_name in (f"mini-fusion-tasks-alone-{length}", f"mini-fusion-tasks-bos-{length}"):
+            cells.append(score_text(record_name, tasks, method))
+        first = len(results(record_name, "vt")["dense"]["answers"])
+        by = {task: f"mini-fusion-tasks-{length}" for task in tasks}
+        if length == 4096:
+            by |= dict.fromkeys(("qa_synthetic_1", "qa_synthetic_2"), "mini-fusion-ratios-4096")
+        some = [score(name, (task,), method, first) for task, name in by.items()]
+        known = [x for x in some if x is not None]
+        cells.append(share(sum(known) / len(known)) if len(known) == len(some) else "-")
+    return tuple(cells)
+
+
+def sum_row(row: str) -> Row:
+    length, behind = row.split(", ")
+    name = f"mini-fusion-tasks-{behind.split()[-1].lower()}-{int(length[:-1]) * 1024}"
+    lost = []
+    for entry in record(name)["tasks"].values():
+        mine = results(name, entry["task"])
+        one, other, both = (mine["dense"]["score"] - mine[x]["score"] for x in (A3, SNAPKV, f"{A3} evict=snapkv"))
+        lost.append((one, other, one + other, max(one, other), both))
+    return tuple(f"{100 * sum(x) / len(x):.0f}" for x in zip(*lost, strict=True))
+
+
+def hits_row(method: str) -> Row:
+    mine = {short_label(label): result for label, result in record("mini-fusion-layers-4096")["results"].items()}[
+        method
+    ]
+    errors = mine["layers"]["attention"]
+    change = "-" if mine["hits_change"] is None else share(mine["hits_change"])
+    return share(mine["hits_attention"]), change, f"{sum(errors) / len(errors):.2f}"
+
+
+def full_chunks_row(method: str) -> Row:
+    mine = results("mini-fusion-vt-full-chunks-4096", "vt")[method]
+    return (f"{share(mine['score'])}, {mine['kept']['kept']}/{mine['kept']['right']}",)
+
+
+EXPECTED: dict[Row, Callable[[str], Row]] = {
+    ("method", "4K", "8K", "16K", "32K"): time_row,
+    ("method", "kernels", "copied", "waited for copies", "first layer", "choosing", "the rest"): parts_row,
+    ("target", "bound", "got", ""): targets_row,
+    ("length", "keys and values", "from disk into memory", "exact prefill"): disk_row,
+    ("method", "six needle tasks", "`niah_multikey_2`", "`niah_multivalue`", "`vt`", "answers kept"): tasks_4k_row,
+    ("method", "`niah_multikey_3`", "`niah_multivalue`", "`vt`", "`cwe`", "`qa_synthetic_1`", "`qa_synthetic_2`",
+     "answers kept"): tasks_16k_row,
+    ("method", "`vt`", "`qa_synthetic_1`", "`qa_synthetic_2`"): ratios_row,
+    ("method", "4K, alone", "4K, BOS", "4K, system", "16K, alone", "16K, BOS", "16K, system"): behind_row,
+    ("chunks", "`a3` alone", "`snapkv` alone", "their sum", "the larger, by task", "both together"): sum_row,
+    ("method", "attended to most", "change most", "error of attention"): hits_row,
+    ("method", "score, answers kept"): full_chunks_row,
+}  # fmt: skip
+
+
+def cells(line: str) -> Row:
+    return tuple(cell.strip() for cell in line.strip().strip("|").split("|"))
+
+
+def tables() -> Iterator[tuple[Row, list[Row]]]:
+    """Head and rows of each table in the sections with measurements."""
+    first, last = (PAGE.index(f"\n## {title}\n") for title in ("How fast", "Measure it on your model"))
+    for block in re.findall(r"(?m)(?:^\|.*\n)+", PAGE[first:last]):
+        head, _, *rows = map(cells, block.splitlines())
+        yield head, rows
+
+
+def test_every_table_is_compared_with_records() -> None:
+    assert sorted(head for head, _ in tables()) == sorted(EXPECTED)
+
+
+@pytest.mark.parametrize(("head", "rows"), [pytest.param(*table, id=table[0][1]) for table in tables()])
+def test_numbers_are_those_of_the_records(head: Row, rows: list[Row]) -> None:
+    assert rows
+    for name, *found in rows:
+        assert tuple(found) == EXPECTED[head](name.strip("`")), name
+
+
+def test_every_missed_target_is_named() -> None:
+    targets = [
+        ("choosing, " * ("choosing" in target["quantity"]) + f"{target['of']}, {name.split('-')[1].upper()}", target)
+        for name, case in record("fusion")["cases"].items()
+        for target in case["targets"]
+    ]
+    (rows,) = (rows for head, rows in tables() if head[0] == "target")
+    assert {name for name, target in targets if not target["reached"]} == {row[0] for row in rows}
+    assert f"the other {len(targets) - len(rows)} are reached" in PAGE
+
+
+def test_needles_are_kept_by_all() -> None:
+    for entry in record("mini-fusion-needles")["tasks"].values():
+        assert {result["score"] for result in entry["results"].values()} == {1.0}
+    assert "every method keeps all 44 needles" in PAGE
+
+
+def test_ways_to_sum_heads_are_compared_in_pairs() -> None:
+    """Older records hold some of the same prompts, and are left out."""
+    tasks = [path.name.split(".")[0] for path in (ROOT / "benchmarks/results").glob("mini-fusion-tasks-*")]
+    differences = []
+    for name in ("mini-fusion-ratios-4096", "mini-fusion-needles", *tasks):
+        for task in record(name)["tasks"].values():
+            for label, result in task["results"].items():
+                if " fuse.heads=joint" in label:
+                    each = task["results"][label.replace(" fuse.heads=joint", "")]
+                    pairs = zip(each["answers"], result["answers"], strict=True)
+                    differences += [b["score"] - a["score"] for a, b in pairs]
+    better, worse = (sum(sign * x > 1e-9 for x in differences) for sign in (1, -1))
+    mean = 100 * sum(differences) / len(differences)
+    text = f"{len(differences)} pairs of answers: `joint` is better in {better}, worse in {worse}, "
+    assert f"{text}by {mean:.1f} points in the mean" in " ".join(PAGE.split())
+
+
+def test_pictures_exist_and_are_shown() -> None:
+    shown = set(re.findall(r"\]\((fusion/[\w.-]+\.png)\)", PAGE))
+    assert shown == {f"fusion/{path.name}" for path in (ROOT / "docs/fusion").iterdir()}
