@@ -333,7 +333,7 @@ class FusedPass:
         raise _Probed(chosen)
 
     def _choices(self, layers: Sequence[FullLayer] | None) -> list[Tensor]:
-        """int64 [r] of each prompt: the stored tokens that are recomputed; the same on all ranks, as they run together."""
+        """int64 [r] of each prompt: stored tokens that are recomputed; the same on all ranks, as they run together."""
         with together(self.ranks):
             found = list[Tensor]()
             for number, parts in enumerate(self.parts):
