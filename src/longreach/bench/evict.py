@@ -1,7 +1,8 @@
 """Run a case of the group "evict": answers after a long prompt, with all its keys and with those that SnapKV keeps.
 
 A random prompt is really read; host clock, token by token. Besides the time of a token and the bytes that the cache
-holds, a record has what answers of some lengths take in all, so that it shows from which length on eviction pays.
+holds, a record has what answers of some lengths take in all, so that it shows from which length on eviction pays; and
+how long an answer fits: what was made, and as many tokens as the memory that was free at the peak of decoding holds.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 from longreach.bench.case import Case
 from longreach.bench.decoding import Decoding, entry_of
 from longreach.bench.launches import observed
-from longreach.bench.memory import release
+from longreach.bench.memory import release, total_bytes
 from longreach.bench.targets import judge
 from longreach.bench.user import (
     NEW,
@@ -112,7 +113,9 @@ def _measure(
     step = entry["timing"].median
     seconds = {str(n): taken["ttft_seconds"] + (n - 1) * step for n in LENGTHS}
     whole = bench.bytes(case, model)[1]
+    peak = taken["memory"]["decode_peak"]
+    more = None if peak is None else (total_bytes(bench.device) - peak) // (whole // case.shape.context)
     return {
-        **entry, "error": behind, "error_bound": most, "kv_bytes": held, "kv_percent": 100 * held / whole,
+        **entry, "tokens_that_fit": None if more is None else NEW + more, "error": behind, "error_bound": most, "kv_bytes": held, "kv_percent": 100 * held / whole,
         "tokens_per_second": len(ids) / step, "answer_seconds": seconds,
     }  # fmt: skip

@@ -161,7 +161,8 @@ class _Reader:
         return {**counts, "waited_microseconds": 1e6 * r.waited_seconds}
 
     def parts(self, bench: Decoding) -> dict[str, float]:
-        """Milliseconds of the device, in one more read: all of it, its first layer, the choice, waiting for copies."""
+        """Milliseconds of the device, in one more read: all of it, its first layer, placing, the choice, waiting for
+        copies; "recompute" is the rest."""
         from longreach.adapters.transformers.checks import decoder_of
         from longreach.adapters.transformers.rotary import attention_modules
 
@@ -172,7 +173,9 @@ class _Reader:
             self.read()
             marks.mark("end")
         found = marks.milliseconds()
-        found["waited for copies"] = 1e3 * self.report.waited_seconds
+        if found:
+            found["waited for copies"] = 1e3 * self.report.waited_seconds
+            found["recompute"] = 2 * found["all"] - sum(found.values())
         return found
 
 
@@ -182,18 +185,28 @@ class _Marks:
     def __init__(self, device: torch.device):
         self.cuda = device.type == "cuda"
         self.at: dict[str, Any] = {}
+        self.placed: list[tuple[Any, Any]] = []  # before and after stored keys and values of a layer are placed
 
     def mark(self, name: str) -> None:
         if self.cuda:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self.at[name] = event
+            self.at[name] = _now()
 
     @contextmanager
     def around(self, first: torch.nn.Module, second: torch.nn.Module, fusion: Any) -> Iterator[None]:
-        """Within this block: when the first two layers begin to attend, and when tokens begin and end to be chosen."""
+        """Within this block: when the first two layers begin to attend, when tokens begin and end to be chosen, and when
+        placing begins and ends."""
+        from longreach.cache import KVCache
+
         kind: Any = type(fusion)
-        plain = kind.choose
+        plain, append = kind.choose, KVCache.append
+
+        def place(cache: KVCache, *args: Any, angles: Any = None, **given: Any) -> None:
+            if angles is None or not self.cuda:
+                append(cache, *args, angles=angles, **given)
+                return
+            before = _now()
+            append(cache, *args, angles=angles, **given)
+            self.placed.append((before, _now()))
 
         def choose(*args: Any) -> Any:
             self.mark("choosing")
@@ -205,11 +218,11 @@ class _Marks:
             module.register_forward_pre_hook(lambda *_, name=name: None if name in self.at else self.mark(name))
             for name, module in (("first", first), ("second", second))
         ]
-        kind.choose = choose
+        kind.choose, KVCache.append = choose, place  # type: ignore[method-assign]
         try:
             yield
         finally:
-            kind.choose = plain
+            kind.choose, KVCache.append = plain, append  # type: ignore[method-assign]
             for hook in hooks:
                 hook.remove()
 
@@ -218,10 +231,17 @@ class _Marks:
             return {}
         torch.cuda.synchronize()
         spans = {"all": ("start", "end"), "layer 0": ("first", "second"), "choose": ("choosing", "chosen")}
-        return {
+        found = {
             name: float(self.at[a].elapsed_time(self.at[b]))
             for name, (a, b) in spans.items() if a in self.at and b in self.at
         }  # fmt: skip
+        return found | {"place": sum(float(before.elapsed_time(after)) for before, after in self.placed)}
+
+
+def _now() -> Any:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 @torch.no_grad()

@@ -17,6 +17,11 @@ def peak_bytes(device: torch.device) -> int | None:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
+def total_bytes(device: torch.device) -> int:
+    """Bytes of a GPU's memory."""
+    return int(torch.cuda.get_device_properties(device).total_memory)
+
+
 def reset_peak(device: torch.device) -> None:
     """Measure the peak from now on."""
     if device.type == "cuda":
