@@ -116,6 +116,7 @@ def _measure(
     peak = taken["memory"]["decode_peak"]
     more = None if peak is None else (total_bytes(bench.device) - peak) // (whole // case.shape.context)
     return {
-        **entry, "tokens_that_fit": None if more is None else NEW + more, "error": behind, "error_bound": most, "kv_bytes": held, "kv_percent": 100 * held / whole,
+        **entry, "tokens_that_fit": None if more is None else NEW + more,
+        "error": behind, "error_bound": most, "kv_bytes": held, "kv_percent": 100 * held / whole,
         "tokens_per_second": len(ids) / step, "answer_seconds": seconds,
     }  # fmt: skip

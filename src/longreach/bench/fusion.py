@@ -193,19 +193,19 @@ class _Marks:
 
     @contextmanager
     def around(self, first: torch.nn.Module, second: torch.nn.Module, fusion: Any) -> Iterator[None]:
-        """Within this block: when the first two layers begin to attend, when tokens begin and end to be chosen, and when
-        placing begins and ends."""
+        """Within this block: when the first two layers begin to attend, and when choosing and placing begin and end."""
         from longreach.cache import KVCache
 
         kind: Any = type(fusion)
-        plain, append = kind.choose, KVCache.append
+        cache: Any = KVCache
+        plain, append = kind.choose, cache.append
 
-        def place(cache: KVCache, *args: Any, angles: Any = None, **given: Any) -> None:
+        def place(held: Any, *args: Any, angles: Any = None, **given: Any) -> None:
             if angles is None or not self.cuda:
-                append(cache, *args, angles=angles, **given)
+                append(held, *args, angles=angles, **given)
                 return
             before = _now()
-            append(cache, *args, angles=angles, **given)
+            append(held, *args, angles=angles, **given)
             self.placed.append((before, _now()))
 
         def choose(*args: Any) -> Any:
@@ -218,11 +218,11 @@ class _Marks:
             module.register_forward_pre_hook(lambda *_, name=name: None if name in self.at else self.mark(name))
             for name, module in (("first", first), ("second", second))
         ]
-        kind.choose, KVCache.append = choose, place  # type: ignore[method-assign]
+        kind.choose, cache.append = choose, place
         try:
             yield
         finally:
-            kind.choose, KVCache.append = plain, append  # type: ignore[method-assign]
+            kind.choose, cache.append = plain, append
             for hook in hooks:
                 hook.remove()
 
