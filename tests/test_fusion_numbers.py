@@ -155,6 +155,12 @@ def sum_row(row: str) -> Row:
     return tuple(f"{100 * sum(x) / len(x):.0f}" for x in zip(*lost, strict=True))
 
 
+def evicted_row(task: str) -> Row:
+    alone, fused = results("mini-fusion-snapkv-4096", task), results("mini-fusion-tasks-4096", task)
+    both = f"{A3} evict=snapkv"
+    return tuple(share(each["score"]) for each in (fused["dense"], alone["pie"], alone[SNAPKV], fused[A3], fused[both]))
+
+
 def hits_row(method: str) -> Row:
     mine = {short_label(label): result for label, result in record("mini-fusion-layers-4096")["results"].items()}[
         method
@@ -180,6 +186,7 @@ EXPECTED: dict[Row, Callable[[str], Row]] = {
     ("method", "`vt`", "`qa_synthetic_1`", "`qa_synthetic_2`"): ratios_row,
     ("method", "4K, alone", "4K, BOS", "4K, system", "16K, alone", "16K, BOS", "16K, system"): behind_row,
     ("chunks", "`a3` alone", "`snapkv` alone", "their sum", "the larger, by task", "both together"): sum_row,
+    ("task", "`dense`", "`pie`", "`snapkv`", "`a3 ratio=0.15`", "`a3` and `snapkv`"): evicted_row,
     ("method", "attended to most", "change most", "error of attention"): hits_row,
     ("method", "score, answers kept"): full_chunks_row,
 }  # fmt: skip
@@ -223,6 +230,16 @@ def test_needles_are_kept_by_all() -> None:
     for entry in record("mini-fusion-needles")["tasks"].values():
         assert {result["score"] for result in entry["results"].values()} == {1.0}
     assert "every method keeps all 44 needles" in PAGE
+
+
+def test_counting_words_needs_no_recomputation() -> None:
+    cwe, fwe = ({name: share(each["score"]) for name, each in results("mini-fusion-words-4096", task).items()}
+                for task in ("cwe", "fwe"))  # fmt: skip
+    others = sorted(value for name, value in cwe.items() if name not in ("dense", "full_reuse"))
+    text = f"`cwe` is {cwe['dense']} with `dense`, {cwe['full_reuse']} with `full_reuse`, and {others[0]} to {others[-1]} "
+    assert text in " ".join(PAGE.split())
+    assert {value for name, value in fwe.items() if "snapkv" not in name} == {"93%"}
+    assert {value for name, value in fwe.items() if "snapkv" in name} == {"87%"}
 
 
 def test_ways_to_sum_heads_are_compared_in_pairs() -> None:
