@@ -236,7 +236,9 @@ def test_counting_words_needs_no_recomputation() -> None:
     cwe, fwe = ({name: share(each["score"]) for name, each in results("mini-fusion-words-4096", task).items()}
                 for task in ("cwe", "fwe"))  # fmt: skip
     others = sorted(value for name, value in cwe.items() if name not in ("dense", "full_reuse"))
-    text = f"`cwe` is {cwe['dense']} with `dense`, {cwe['full_reuse']} with `full_reuse`, and {others[0]} to {others[-1]} "
+    text = (
+        f"`cwe` is {cwe['dense']} with `dense`, {cwe['full_reuse']} with `full_reuse`, and {others[0]} to {others[-1]} "
+    )
     assert text in " ".join(PAGE.split())
     assert {value for name, value in fwe.items() if "snapkv" not in name} == {"93%"}
     assert {value for name, value in fwe.items() if "snapkv" in name} == {"87%"}
