@@ -277,7 +277,7 @@ def tiny(case: Case) -> Case:
                    dtype="float32")  # fmt: skip
     stack = case.stack and replace(case.stack, anchors=(0, 2), layers=4)
     model = case.model and Model(4 if stack else 2, 64, 96, 264)
-    reuse = case.reuse and mac.tiny(case.reuse)
+    reuse = case.reuse and replace(mac.tiny(case.reuse), window=128 if model else 64)  # a model's steps fit the ring
     return replace(
         cut,
         name=case.name,

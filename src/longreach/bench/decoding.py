@@ -80,6 +80,11 @@ class Decoding:
         self.spent, self.last = 0.0, 0.0
         self._model: tuple[Any, Any, float] | None = None
 
+    @property
+    def rows(self) -> int:
+        """The most tokens that are decoded before the cache is cut back to the context."""
+        return self.steps + WARM + 1
+
     def run(self, case: Case) -> dict[str, Any]:
         """Measure a case; the result as a record's part. Raises WrongResult where the step errs beyond rounding."""
         model, model_seconds = self.model(case)
@@ -191,7 +196,7 @@ class Decoding:
     ) -> tuple[list[dict[str, Any]], dict[str, float], dict[str, Any]]:
         """MAC with forced hits in the same loop, its set-up times, and further fields of the record."""
         assert case.reuse is not None
-        method = mac.forced(case)
+        method = mac.forced(case, self.rows)
         ours = self.step(case, model, ids, method)
         _, verdict = self.judge_steps(case, model, ids, ours.done, mac.window(case))
         named = ours.named("mac: ", error=verdict.error, error_bound=verdict.error_bound)
@@ -239,7 +244,7 @@ class Decoding:
         from longreach.cache import CacheConfig
 
         batch, tokens = case.shape.batch, case.shape.context
-        room = self.steps + WARM + 1
+        room = self.rows
         capture = self.device.type == "cuda"
         room_for_all = CacheConfig(capacity=tokens + room)
         with attach(model, decode=decode, cache=room_for_all, impl=case.impls[0]) as session:

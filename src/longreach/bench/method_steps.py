@@ -60,7 +60,7 @@ def run_method_steps(bench: Decoding, case: Case, save: Callable[[dict[str, Any]
 
     for name in case.methods:
         try:
-            with method_for(name, case, shape, bench.seed, forced=True) as method:
+            with method_for(name, case, shape, bench.seed, forced_steps=bench.rows) as method:
                 layers = name not in (DENSE, FORCED)
                 stepped = bench.step(case, model, ids, method, check_layers=layers)
             more: dict[str, Any] = {}

@@ -22,12 +22,13 @@ FORCED = "mac"  # random queries match nothing, so its hits can be forced
 
 @contextmanager
 def method_for(
-    name: str, case: Case, model: ModelShape, seed: int, *, forced: bool = False
+    name: str, case: Case, model: ModelShape, seed: int, *, forced_steps: int | None = None
 ) -> Iterator[AttentionMethod | None]:
     """A decode method by its name, None for dense; its plan is on disk within the block.
 
     Kascade's head map is random (`stack.planned`), Loki's directions are random and orthonormal. The cost of a step
-    does not depend on these plans. forced: MAC's hits are forced, see `bench.mac.decoding`.
+    does not depend on these plans. forced_steps: steps that run with forced hits of MAC (`bench.mac.decoding.forced`);
+    None: hits are not forced.
     """
     if name == "dense":
         yield None
@@ -39,8 +40,8 @@ def method_for(
             path = Path(folder) / "loki.json"
             loki_plan(model, seed).save(path)
             yield choose("decode", name, plan=str(path))
-    elif name == FORCED and forced:
-        yield mac.forced(case)
+    elif name == FORCED and forced_steps is not None:
+        yield mac.forced(case, forced_steps)
     else:
         yield choose("decode", name)
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from longreach.bench.case import USER, Case
 from longreach.bench.cases import CASES, tiny
 from longreach.bench.check import WrongResult
-from longreach.bench.decoding import Decoding
+from longreach.bench.decoding import REPLAYS, Decoding
 from longreach.bench.mac import decoding as mac
-from longreach.errors import OutOfMemory
+from longreach.cache.ring import RowRing
+from longreach.errors import InvalidInput, OutOfMemory
 from longreach.methods.mac.state import LayerState
 
 CASE = tiny(CASES["8b-mac-128k-b4"])
@@ -80,3 +83,22 @@ def test_as_many_sequences_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     memory.free = one
     with pytest.raises(OutOfMemory, match="not one sequence of 131072"):
         mac.as_many_as_fit(case, GPU)
+
+
+FORCED = [case for case in CASES.values() if case.model and case.reuse and case.group != USER]
+
+
+@pytest.mark.parametrize("case", [*FORCED, *map(tiny, FORCED)], ids=lambda case: f"{case.name} {case.shape.context}")
+def test_steps_leave_the_row_to_reuse_in_the_ring(case: Case) -> None:
+    made = bench(steps=REPLAYS)
+    method = mac.forced(case, made.rows)
+    ring = RowRing(1, 1, 1, 1, method.window, torch.empty(0)).ring
+    after = range(case.shape.context + made.rows - ring.size, case.shape.context)  # rows that a cut leaves
+    assert case.shape.context - method.back in after
+
+
+def test_a_row_that_steps_overwrite_is_refused() -> None:
+    for changed, steps in ((CASE, 117), (replace(CASE, shape=replace(CASE.shape, context=20)), 1)):
+        with pytest.raises(InvalidInput, match="forced hits 20 rows back need a context of more than 20"):
+            mac.forced(changed, steps)
+    assert mac.forced(CASE, 116).window == 128

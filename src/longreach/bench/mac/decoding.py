@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from longreach.bench.case import Case
-from longreach.cache.ring import RowRing
-from longreach.errors import OutOfMemory
+from longreach.cache.ring import SPARE, RowRing
+from longreach.errors import InvalidInput, OutOfMemory
 from longreach.methods.call import LayerCall
 from longreach.methods.mac import MAC
 from longreach.methods.mac.state import LayerState
@@ -45,10 +45,20 @@ class ForcedMAC(MAC):
         return state
 
 
-def forced(case: Case) -> ForcedMAC:
-    """The method of a case's first hits."""
+def forced(case: Case, steps: int) -> ForcedMAC:
+    """The method of a case's first hits.
+
+    steps: decode steps that run before the cache is cut back to the context. A cut does not bring back rows that they
+    overwrote in the ring, and the first step after it reuses the row `gap` back: raises InvalidInput if that is gone.
+    """
     assert case.reuse is not None
-    gap, band = case.reuse.hits[0].span(case.shape, case.reuse.window)
+    window, context = case.reuse.window, case.shape.context
+    gap, band = case.reuse.hits[0].span(case.shape, window)
+    if gap + steps > window + SPARE or gap >= context:
+        raise InvalidInput(
+            f"{case.name}: {steps} steps with forced hits {gap} rows back need a context of more than {gap} tokens "
+            f"and a window of at least {gap + steps - SPARE} rows; got a context of {context} and a window of {window}"
+        )
     return ForcedMAC(window=case.reuse.window, band=band, min_context=0, back=gap)
 
 
