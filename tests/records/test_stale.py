@@ -137,4 +137,4 @@ def test_cases_that_were_carried_over_count_by_the_spot_case(tmp_path: Path) -> 
         ("spot", True), ("other", True),
     ]  # fmt: skip
     write(tmp_path / "a.json", record)
-    assert {fault.part for fault in stale(tmp_path) if "cannot be read" in fault.why} == {"spot", "other"}
+    assert {fault.part for fault in stale(tmp_path) if "record no longer holds" in fault.why} == {"spot", "other"}

@@ -48,11 +48,18 @@ def _gpu() -> dict[str, str]:
 
 
 def add(path: Path, group: str, case: str, result: dict[str, Any]) -> None:
-    """Put a case's result into its group's record; the record's other cases stay as they are."""
+    """Put a case's result into its group's record; the record's other cases stay as they are.
+
+    A spot check of the case's earlier result no longer counts: it is removed from `confirmed`, and with the last one
+    `confirmed` itself.
+    """
     record: dict[str, Any] = {"kind": "bench", "format": FORMAT, "group": group, "cases": {}}
     if path.is_file():
         record = read(path)
     record["cases"][case] = result
+    spots = record.get("confirmed", {}).get("cases", {})
+    if spots.pop(case, None) is not None and not spots:
+        del record["confirmed"]
     write(path, record)
 
 

@@ -19,6 +19,10 @@ NO_LAUNCHES = (
     "was measured before records held what was launched; confirm its group on a GPU (longreach bench check --spot "
     "{group}) or measure it again"
 )
+UNCONFIRMED = (
+    "counts by a spot check that its record no longer holds; confirm its group on a GPU (longreach bench check --spot "
+    "{group}) or measure it again"
+)
 
 
 class Fault(NamedTuple):
@@ -71,6 +75,9 @@ def faults_of_case(record: dict[str, Any], case: dict[str, Any]) -> Iterator[str
     """
     yield from faults(case)
     if "sources" in case:
+        return
+    if "carried_over" in case and "confirmed" not in record:
+        yield UNCONFIRMED.format(group=record.get("group"))
         return
     try:
         launches = launches_of(case)
