@@ -11,8 +11,11 @@ from longreach.adapters.transformers import synthetic
 from longreach.adapters.transformers.loop.decoder import Decoder
 from longreach.bench.cases import CASES, tiny
 from longreach.bench.check import WrongResult
+from longreach.bench.check_method import LayerErrors
+from longreach.bench.check_step import Steps, Verdict
 from longreach.bench.clock import Clock
-from longreach.bench.decoding import Decoding
+from longreach.bench.decoding import BANDWIDTH, Decoding, Stepped, entry_of
+from longreach.bench.timing import Timing
 from longreach.cache import DecodeBuffers, KVCache
 from longreach.errors import InvalidInput
 from longreach.methods.base import Outcome
@@ -175,3 +178,28 @@ def test_a_step_says_what_it_launches_and_how_often() -> None:
     assert step["launched"] == loop["launched"] == {"kernels": None, "triton": [], "device": None}
     assert all(len(e["microseconds"]["replays"]) == 16 for e in (step, loop, theirs))
     assert step["memory"] == {"before": None, "decode_peak": None}
+
+
+def test_the_timed_step_is_judged_by_the_one_without_capture() -> None:
+    made, case = bench(), tiny(CASES["8b-kascade-128k-b1"])
+    layers = LayerErrors()
+    layers.worst, layers.bound = dict.fromkeys(range(4), 1e-6), 1e-4
+    captured, eager = torch.full((2, 1, 5), 1.01), torch.ones(2, 5)
+    stepped = Stepped([], Steps(torch.empty(0), torch.empty(0), captured), {}, eager, layers)
+    dense = Verdict(1, 0, 0.0, 0.0, 0.0, 0.006, 0.0)
+    assert made.judge_method("a: kascade", case, stepped, dense).of_captured == pytest.approx(0.01, rel=1e-4)
+    twice = replace(stepped, done=replace(stepped.done, logits=2 * captured))
+    with pytest.raises(
+        WrongResult, match=r"the captured step's logits differ from the uncaptured step's by 1\.02e\+00"
+    ):
+        made.judge_method("a: kascade", case, twice, dense)
+    assert made.judge_method("a: loki", case, twice, dense).of_captured_bound is None  # rounding changes its keys
+
+
+def test_a_rate_counts_the_keys_that_are_read() -> None:
+    timing = Timing.of([2e-12] * 3, 1, "by hand")
+    given = {"name": "it", "who": "longreach", "timing": timing, "error": 0.0, "error_bound": 0.0}
+    dense = entry_of(100, 300, settings={}, **given)
+    sparse = entry_of(100, 300, settings={"keys_and_values_read": 0.5}, **given)
+    assert (dense["tb_per_s"], sparse["tb_per_s"]) == (200, 125)
+    assert dense["share_of_limit"] == pytest.approx(200e12 / BANDWIDTH) and "share_of_limit" not in sparse

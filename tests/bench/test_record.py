@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from longreach.bench.case import Target
+from longreach.bench.cases import CASES
 from longreach.bench.record import add, read
 from longreach.bench.spot import compare
 from longreach.errors import InvalidInput
@@ -56,3 +59,14 @@ def test_committed_records_are_confirmed_for_the_numbers_they_hold(path: Path) -
         measured = record["cases"][case]
         then = {name: compared.then for name, compared in compare(case, measured, measured).entries.items()}
         assert then == pytest.approx({name: entry["then"] for name, entry in entries.items()}), case
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
+def test_committed_records_are_judged_by_todays_targets(path: Path) -> None:
+    record: dict[str, Any] = json.loads(path.read_text())
+    for name in CASES.keys() & record.get("cases", {}).keys():
+        now = [asdict(target) for target in CASES[name].targets]
+        then = [
+            {key: target[key] for key in asdict(Target("", 0.0, ""))} for target in record["cases"][name]["targets"]
+        ]
+        assert then == now, name

@@ -10,14 +10,19 @@ import pytest
 import torch
 
 from longreach.adapters.transformers.loop import decoder, run
-from longreach.bench import user
+from longreach.bench import clock, user
 from longreach.bench.case import Target
 from longreach.bench.cases import CASES, METHODS, tiny
 from longreach.bench.check import WrongResult
+from longreach.bench.clock import Clock
 from longreach.bench.decoding import Decoding
 from longreach.bench.targets import judge
-from longreach.bench.user import ATTACHED, OURS, PIECEWISE, THEIRS, Answer, rounding, run_user
+from longreach.bench.user import ATTACHED, OURS, PIECEWISE, THEIRS, UNCHECKED, Answer, rounding, run_user
+from longreach.errors import OutOfMemory
+from longreach.methods.base import AttentionMethod, Outcome
+from longreach.methods.call import LayerCall
 from longreach.methods.dense import Dense
+from longreach.methods.quest import Quest
 from tests.adapters.transformers.fake_graph import FakeGraph
 
 CASE = tiny(CASES["user-8k-b4"])
@@ -48,6 +53,77 @@ def test_all_ways_have_times_memory_and_checked_tokens(bench: Decoding) -> None:
         assert 0 <= entry["error"] <= entry["error_bound"] < 1e-3
         assert entry["ttft_seconds"] > 0 and len(entry["microseconds"]["replays"]) == 2
         assert entry["memory"] == {"before": None, "prefill_peak": None, "decode_peak": None}  # a CPU's
+
+
+def test_methods_are_checked_by_their_layers_or_say_why_not(bench: Decoding) -> None:
+    result = run_user(bench, replace(CASE, methods=("quest", "mac")), lambda result: None)
+    quest, mac = result["entries"][2:]
+    assert 0 < quest["error"] <= quest["error_bound"] and "unchecked" not in quest
+    assert (mac["error"], mac["error_bound"], mac["unchecked"]) == (None, None, UNCHECKED["mac"])
+
+
+def test_a_method_whose_layer_is_off_makes_no_record(bench: Decoding, monkeypatch: pytest.MonkeyPatch) -> None:
+    scaled_after(Quest, monkeypatch, CASE.shape.context - 1, 1.001)
+    with pytest.raises(WrongResult, match=r"quest: attention of layer \d is off by 1.00e-03"):
+        run_user(bench, replace(CASE, methods=("quest",)), lambda result: None)
+
+
+def scaled_after(method: type[AttentionMethod], monkeypatch: pytest.MonkeyPatch, pos: int, factor: float) -> None:
+    """Attention of all rows past a position is off by a factor."""
+    run = method.run
+
+    def off(self: Any, call: LayerCall, state: Any) -> Outcome:
+        outcome = run(self, call, state)
+        factors = torch.where(call.rows.pos > pos, factor, 1.0)[:, None, None]
+        return outcome._replace(partial=replace(outcome.partial, out=outcome.partial.out * factors))
+
+    monkeypatch.setattr(method, "run", off)
+
+
+def does_not_fit(*given: Any, **options: Any) -> dict[str, Any]:
+    raise OutOfMemory("it does not fit")
+
+
+@pytest.mark.parametrize("way", ["_attached", "_longreach"])
+@pytest.mark.parametrize(("tokens", "refused"), [(3, True), (4, False)])
+def test_the_logits_of_four_tokens_are_compared(
+    way: str, tokens: int, refused: bool, bench: Decoding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prompt makes the first token, the steps at positions 256, 257 and 258 the others."""
+    other = {"_attached": "_longreach", "_longreach": "_attached"}[way]
+    monkeypatch.setattr(user, other, does_not_fit)
+    scaled_after(Dense, monkeypatch, CASE.shape.context + tokens - 2, 1.01)
+    if refused:
+        with pytest.raises(WrongResult, match="logits differ from transformers' by"):
+            run_user(bench, CASE, lambda result: None)
+    else:
+        assert len(run_user(bench, CASE, lambda result: None)["entries"]) == 2
+
+
+def test_peaks_are_of_one_way_and_one_phase(bench: Decoding, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Allocations of an earlier way, or of the prompt, do not count."""
+    peak = [1000]  # of an earlier way
+
+    def reset(device: torch.device) -> None:
+        peak[0] = 10  # allocated all the time
+
+    def allocate(size: int) -> None:
+        peak[0] = max(peak[0], 10 + size)
+
+    for module in (user, clock):
+        monkeypatch.setattr(module, "reset_peak", reset)
+        monkeypatch.setattr(module, "peak_bytes", lambda device: peak[0])
+    monkeypatch.setattr(user, "allocated_bytes", lambda device: 10)
+
+    def generate(clock: Clock) -> None:
+        clock.put(torch.zeros(1))  # the prompt
+        allocate(300)
+        clock.put(torch.zeros(1))
+        allocate(50)
+        clock.put(torch.zeros(1))
+
+    _, taken = user.timed(bench, generate, None)
+    assert taken["memory"] == {"before": 10, "prefill_peak": 310, "decode_peak": 60}
 
 
 def test_piecewise_is_a_way_where_steps_are_captured(bench: Decoding, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,8 @@ class WrongResult(LongreachError):
 
 
 def bound(dtype: torch.dtype) -> float:
-    """Relative error (norms) that rounding explains: weights and results rounded once each to `dtype`."""
-    return max(2 * torch.finfo(dtype).eps / 2, 1e-4)
+    """Relative error (norms) that rounding explains: weights and results rounded once each to `dtype`, eps / 2 each."""
+    return max(torch.finfo(dtype).eps, 1e-4)
 
 
 @torch.no_grad()

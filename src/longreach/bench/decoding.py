@@ -17,7 +17,7 @@ from torch import Tensor
 
 from longreach.bench.case import Case
 from longreach.bench.check import WrongResult
-from longreach.bench.check_method import LayerErrors, MethodVerdict, judge_method
+from longreach.bench.check_method import UNSTEADY, LayerErrors, MethodVerdict, judge_method
 from longreach.bench.check_step import Steps, Verdict, passes, relative, require_right, run_steps
 from longreach.bench.clock import Clock
 from longreach.bench.filled import note_filled
@@ -184,7 +184,7 @@ class Decoding:
         """The verdict on a method's steps, by its layers. dense: the verdict on dense attention's step."""
         assert case.model is not None and stepped.layers is not None and stepped.eager is not None
         captured = stepped.done.logits[:, 0]
-        steady = not name.endswith(" loki")  # its directions are drawn as well
+        steady = name.rpartition(" ")[2] not in UNSTEADY
         layers = case.model.layers
         return judge_method(
             name, stepped.layers, stepped.eager, captured, dense.error_bound, layers, steady=steady,
@@ -283,7 +283,7 @@ class Decoding:
             eager, layers, uncompiled = None, LayerErrors() if check_layers else None, None
             if layers is not None:
                 cache.drop_columns(cache.columns - tokens)
-                eager = self._observed_step(session, decoder, ids[:, tokens], layers)
+                eager = self.observed_step(session, decoder, ids[:, tokens], layers)
             if layers is not None and capture:
                 plain = decoder_for(session, cache, room, sampled=False, compile="none", capture="full")
                 for _ in range(2):  # the first run captures on its way
@@ -309,7 +309,7 @@ class Decoding:
         triton = together((*(triton or ()), *seen.all))  # pieces' host work launches in addition to their graphs
         return Launched(triton, complete(kernels, triton))
 
-    def _observed_step(self, session: Any, decoder: Any, first: Tensor, layers: LayerErrors) -> Tensor:
+    def observed_step(self, session: Any, decoder: Any, first: Tensor, layers: LayerErrors) -> Tensor:
         """Logits [B, V] of one step from the tokens first [B], run as it is, with a hook in every layer."""
         session.on_layer = layers
         try:
@@ -414,10 +414,13 @@ def _no_end() -> Any:
 
 
 def entry_of(
-    weights: int, kv: int, *, name: str, who: str, settings: dict[str, Any], timing: Timing, error: float,
-    error_bound: float, **more: Any,
+    weights: int, kv: int, *, name: str, who: str, settings: dict[str, Any], timing: Timing, error: float | None,
+    error_bound: float | None, **more: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """A record's entry. weights, kv: bytes that dense attention's step reads; a method's rate counts its own reads."""
+    """A record's entry. weights, kv: bytes that dense attention's step reads; a method's rate counts its own reads.
+
+    error: None for an entry that is not checked; `more` then has the reason, unchecked.
+    """
     share = settings.get("keys_and_values_read")
     entry = {
         "name": name,

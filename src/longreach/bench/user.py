@@ -8,7 +8,7 @@ piecewise times longreach.generate so too, where the device captures steps. Memo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,7 +18,8 @@ from torch import Tensor
 
 from longreach.bench.case import Case
 from longreach.bench.check import WrongResult
-from longreach.bench.check_step import WIDER, computing_in, relative
+from longreach.bench.check_method import UNSTEADY, LayerErrors, judge_method
+from longreach.bench.check_step import WIDER, computing_in, relative, run_steps
 from longreach.bench.clock import Clock
 from longreach.bench.decoding import Decoding, entry_of
 from longreach.bench.launches import observed
@@ -35,22 +36,28 @@ if TYPE_CHECKING:
 
 NEW, TIMED = 24, 16  # tokens of an answer; of these, the last ones are timed
 PROFILED = 2  # tokens more, whose kernels are counted
-KEPT = 4  # first tokens that are checked
+KEPT = 4  # first tokens that are checked, those after the first one by decode steps
 WARM_UP = 256  # tokens of a prompt that is read before anything is timed
 ROUNDING = 512, 16  # tokens of the prompt by which rounding is measured, and how many of their logits
 THEIRS, ATTACHED, OURS = "transformers generate", "attach + model.generate", "longreach.generate"
 PIECEWISE = f"{OURS}, piecewise"
 CHECKED = (
-    "against transformers' own answer while the tokens agree: attach + model.generate by its logits (relative, norms), "
-    "longreach.generate by how far its tokens are behind the best of transformers' logits"
+    "dense: logits against those of transformers' own answer while the tokens agree (relative, norms), of longreach's "
+    "decoder in steps repeated after those that are timed; its tokens by how far they are behind the best of "
+    "transformers' logits. Methods: attention of every layer of a repeated step against fp64 over the keys that the "
+    "method chose, and that step's logits against the captured step's"
 )
+UNCHECKED = {  # methods whose steps are not checked, and why
+    "mac": "its output holds reused results, so it cannot be compared with attention over the keys it reads; `steps` "
+    "checks its step with forced hits"
+}
 
 
 def run_user(bench: Decoding, case: Case, save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """Measure a case; the result as a record's part, also given to `save` after each way.
 
-    Raises WrongResult where tokens are chosen that rounding does not explain. A way that does not fit into memory is
-    named under left_out; if it is transformers', its answer to the first prompt alone is the reference.
+    Raises WrongResult where tokens, logits or attention differ by more than rounding explains. A way that does not fit
+    into memory is named under left_out; if it is transformers', its answer to the first prompt alone is the reference.
     """
     from longreach.adapters.transformers import shape_of
 
@@ -106,8 +113,8 @@ def captures(device: torch.device) -> bool:
 class Answer:
     """A logits processor that keeps the logits [B, V] of a generate's first KEPT tokens, on the host."""
 
-    def __init__(self) -> None:
-        self.logits: list[Tensor] = []
+    def __init__(self, logits: Iterable[Tensor] = ()) -> None:
+        self.logits = list(logits)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         if len(self.logits) < KEPT:  # the copy would slow the tokens that are timed
@@ -218,12 +225,8 @@ def _attached(bench: Decoding, case: Case, model: Any, ids: Tensor, answer: Answ
             (NEW, PROFILED),
         )
     require_tokens(case.name, answer, found[-1][:, ids.shape[1] :], KEPT, most)
-    off = answer.off(mine)
-    if not off <= most.logits:
-        what = f"logits differ from transformers' by {off:.2e}, more than {most.logits:.2e}"
-        raise WrongResult(f"{case.name}: {what}; its time does not count")
     measured = as_entry(ATTACHED, "longreach", clock, taken, {"impl": "auto"}, clock.launched)
-    return {**measured, "error": off, "error_bound": most.logits}
+    return {**measured, **require_logits(case.name, answer, mine, most)}
 
 
 @torch.no_grad()
@@ -231,7 +234,7 @@ def _longreach(
     bench: Decoding, case: Case, model: Any, ids: Tensor, method: AttentionMethod | None, answer: Answer,
     most: Rounding, graph: GraphOption = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """longreach.generate. method: None for dense; of others only the first token, made by the prompt, is checked."""
+    """longreach.generate. method: None for dense. After the run its first steps are repeated, and these are checked."""
     from longreach.adapters.transformers import attach
     from longreach.adapters.transformers.loop import generate
 
@@ -250,21 +253,50 @@ def _longreach(
         with ExitStack() as observing:  # observing slows what the host launches, pieces' attention too
             seen = observing.enter_context(observed())
             clock, taken = timed(bench, lambda clock: run(ids, clock), None, {NEW - TIMED: observing.close})
-        (decoder,) = session.static_caches[len(ids)].decoders.values()
+        cache = session.static_caches[len(ids)]
+        (decoder,) = cache.decoders.values()
         launched = bench.launched_by(decoder, None if decoder.graph is None else seen.captured)
-    behind = require_tokens(case.name, answer, found[-1], KEPT if method is None else 1, most)
+        require_tokens(case.name, answer, found[-1], KEPT if method is None else 1, most)
+        first = found[-1][:, 0].to(ids.device)
+        first[: len(answer.logits[0])] = answer.logits[0].argmax(-1).to(first)  # as transformers went on
+
+        def repeat(count: int) -> Tensor:
+            cache.drop_columns(cache.columns - ids.shape[1])
+            return run_steps(decoder, first, capture=decoder.graph is not None, count=count).logits
+
+        if method is None:
+            mine = Answer(repeat(KEPT - 1).cpu().unbind(1))
+            checked: dict[str, Any] = require_logits(case.name, Answer(answer.logits[1:]), mine, most)
+        elif method.name in UNCHECKED:
+            checked = {"error": None, "error_bound": None, "unchecked": UNCHECKED[method.name]}
+        else:
+            captured_logits, layers = repeat(1)[:, 0], LayerErrors()
+            cache.drop_columns(cache.columns - ids.shape[1])
+            eager = bench.observed_step(session, decoder, first, layers)
+            verdict = judge_method(
+                f"{case.name}: {method.name}", layers, eager, captured_logits, most.logits / 2,
+                model.config.num_hidden_layers, steady=method.name not in UNSTEADY,
+            )  # fmt: skip
+            checked = {"error": verdict.error, "error_bound": verdict.error_bound}
     settings = {"impl": "auto", "captured": captured[-1]}
-    measured = as_entry(OURS, "longreach", clock, taken, settings, launched)
-    return {**measured, "error": behind, "error_bound": most.behind}
+    return {**as_entry(OURS, "longreach", clock, taken, settings, launched), **checked}
 
 
-def require_tokens(name: str, answer: Answer, tokens: Tensor, steps: int, most: Rounding) -> float:
-    """How far tokens [B, new] are behind; raises WrongResult if that exceeds the rounding error."""
+def require_tokens(name: str, answer: Answer, tokens: Tensor, steps: int, most: Rounding) -> None:
+    """Raise WrongResult if tokens [B, new] are further behind than rounding explains."""
     behind = answer.behind(tokens.cpu(), steps)
     if not behind <= most.behind:
         what = f"the logit of a chosen token is {behind:.3g} behind the best, more than {most.behind:.3g}"
         raise WrongResult(f"{name}: {what}; its time does not count")
-    return behind
+
+
+def require_logits(name: str, answer: Answer, mine: Answer, most: Rounding) -> dict[str, float]:
+    """An entry's error, that of its logits, and its bound; raises WrongResult if the error exceeds it."""
+    off = answer.off(mine)
+    if not off <= most.logits:
+        what = f"logits differ from transformers' by {off:.2e}, more than {most.logits:.2e}"
+        raise WrongResult(f"{name}: {what}; its time does not count")
+    return {"error": off, "error_bound": most.logits}
 
 
 def timed(

@@ -13,6 +13,7 @@ from longreach.bench.inputs import bytes_needed
 from longreach.bench.mac import run
 from longreach.bench.run import run_case
 from longreach.bench.sweep import Sweeps
+from longreach.cache.ring import RowRing
 from longreach.errors import InvalidInput, OutOfMemory
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -82,6 +83,24 @@ def test_what_does_not_fit_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     free[0] = bytes_needed(case)
     with pytest.raises(OutOfMemory, match=r"mac-share-256k-b32.* the GPU has 32 left"):
         run.check_room(case, GPU)
+
+
+def test_rings_are_counted_among_what_has_to_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, copies = CASES["mac-table-32k-b1"], 5
+    assert case.reuse is not None and len(case.reuse.hits) == 4
+    shape = case.shape
+    like = torch.empty(0, dtype=torch.bfloat16)
+    ring = RowRing(1, shape.heads, shape.kv_heads, shape.dim, case.reuse.window, like).bytes_per_sequence
+    kv = run.RESERVED + copies * bytes_needed(case)
+    monkeypatch.setattr(run, "copies_needed", lambda read, device: copies)
+    for rings, fits in ((1.05, True), (0.9, False)):
+        free = kv + int(rings * copies * 4 * shape.batch * ring)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 0))
+        if fits:
+            run.check_room(case, GPU)
+        else:
+            with pytest.raises(OutOfMemory, match="keys, values and rings take"):
+                run.check_room(case, GPU)
 
 
 def test_several_rows_are_refused() -> None:
