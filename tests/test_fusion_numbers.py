@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from longreach.bench.case import PREFILLS
 from longreach.records.labels import short_label
-from longreach.records.record import read
+from tests.doc_tables import ROOT, Row, record, section, tables
 
-ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "fusion.md").read_text()
 EXACT = "exact prefill"  # the faster of the two baselines
 NEEDLES = ("niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_3", "niah_multiquery")
@@ -22,13 +20,6 @@ SHARED = {4096: ("vt", "qa_synthetic_1", "qa_synthetic_2", "niah_multikey_3", "n
           16384: ("vt", "qa_synthetic_1", "qa_synthetic_2", "niah_multikey_3")}  # fmt: skip
 SNAPKV, A3 = "dense evict=snapkv", "a3 ratio=0.15"
 RATIOS = (0.05, 0.15, 0.3)
-Row = tuple[str, ...]
-
-
-@cache
-def record(name: str) -> Any:
-    (path,) = (ROOT / "benchmarks/results").glob(f"{name}.json*")
-    return read(path)
 
 
 @cache
@@ -192,23 +183,14 @@ EXPECTED: dict[Row, Callable[[str], Row]] = {
 }  # fmt: skip
 
 
-def cells(line: str) -> Row:
-    return tuple(cell.strip() for cell in line.strip().strip("|").split("|"))
-
-
-def tables() -> Iterator[tuple[Row, list[Row]]]:
-    """Head and rows of each table in the sections with measurements."""
-    first, last = (PAGE.index(f"\n## {title}\n") for title in ("How fast", "Measure it on your model"))
-    for block in re.findall(r"(?m)(?:^\|.*\n)+", PAGE[first:last]):
-        head, _, *rows = map(cells, block.splitlines())
-        yield head, rows
+TABLES = list(tables(section(PAGE, "How fast", "Measure it on your model")))
 
 
 def test_every_table_is_compared_with_records() -> None:
-    assert sorted(head for head, _ in tables()) == sorted(EXPECTED)
+    assert sorted(head for head, _ in TABLES) == sorted(EXPECTED)
 
 
-@pytest.mark.parametrize(("head", "rows"), [pytest.param(*table, id=table[0][1]) for table in tables()])
+@pytest.mark.parametrize(("head", "rows"), [pytest.param(*table, id=table[0][1]) for table in TABLES])
 def test_numbers_are_those_of_the_records(head: Row, rows: list[Row]) -> None:
     assert rows
     for name, *found in rows:
@@ -221,7 +203,7 @@ def test_every_missed_target_is_named() -> None:
         for name, case in record("fusion")["cases"].items()
         for target in case["targets"]
     ]
-    (rows,) = (rows for head, rows in tables() if head[0] == "target")
+    (rows,) = (rows for head, rows in TABLES if head[0] == "target")
     assert {name for name, target in targets if not target["reached"]} == {row[0] for row in rows}
     assert f"the other {len(targets) - len(rows)} are reached" in PAGE
 
