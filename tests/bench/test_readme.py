@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from longreach.bench.readme import PAGES, markers, numbers, rewritten, update
+from longreach.bench.readme_models import WAYS, models
 from longreach.bench.record import add
 from longreach.errors import InvalidInput
 
@@ -38,10 +39,34 @@ def test_a_row_has_our_best_pages_beside_contiguous_memory_and_the_fastest_other
     assert f"| {name} | 9.0 us, 1.00 TB/s | - | - | - | - |" in written and "impl=" not in written
 
 
+def test_whole_models_have_a_line_a_case(tmp_path: Path) -> None:
+    def entry(name: str, us: float, **more: Any) -> dict[str, Any]:
+        return {"name": name, "microseconds": {"median": us}, **more}
+
+    case = {"shape": {"context": 8192, "batch": 4}, "device": {"name": "abacus"}, "commit": "c" * 40, "targets": []}
+    peaks = (20 << 30, 10 << 30), (5 << 30, 30 << 30), (1 << 30, 2 << 30)
+    ways = [
+        entry(name, us, ttft_seconds=us / 4e3, memory={"prefill_peak": prefill, "decode_peak": decode})
+        for name, us, (prefill, decode) in zip(WAYS, (8000.0, 6000.0, 2000.0), peaks, strict=True)
+    ]
+    add(tmp_path / "user.json", "user", "user-8k-b4", {**case, "entries": ways})
+    add(tmp_path / "user.json", "user", "user-8k-b1", {**case, "entries": ways[1:]})  # one did not fit
+    add(tmp_path / "user.json", "user", "user-8k-b4-methods", {**case, "entries": ways})
+    targets = [{"of": "quest", "reached": False, "missed_by": 0.25}, {"of": "loki", "reached": True, "missed_by": 0}]
+    some = [entry("dense", 4000.0), entry("quest", 5000.0), entry("loki", 3000.0)]
+    add(tmp_path / "steps.json", "steps", "steps-8k-b4", {**case, "entries": some, "targets": targets})
+    written = models(tmp_path)
+    assert written.count("| 8K, batch 4 |") == 2 and "batch 1" not in written
+    assert "| 8K, batch 4 | 2.00, 1.50, 0.50 | 8.00, 6.00, 2.00 | 20.00, 30.00, 2.00 | - |" in written
+    assert "| 8K, batch 4 | 4.00 | - | - | - | 1.25 | 0.75 | - | - | quest by 25.0% |" in written
+    assert written.endswith("`steps`, measured on abacus, commit cccccccccccc.")
+
+
 def test_only_what_lies_between_the_markers_changes(tmp_path: Path) -> None:
-    (a, b), (c, d) = markers("records"), markers("quality")
-    text = f"before {a}\nold\n{b} between {c}{d} after"
-    new = f"before {a}\n{numbers(tmp_path)}\n{b} between {c}\nNo evaluations yet.\n{d} after"
+    (a, b), (c, d), (e, f) = markers("records"), markers("quality"), markers("models")
+    text = f"before {a}\nold\n{b} between {c}{d} after {e}{f}"
+    nothing = f"{e}\nNo measurements yet.\n{f}"
+    new = f"before {a}\n{numbers(tmp_path)}\n{b} between {c}\nNo evaluations yet.\n{d} after {nothing}"
     assert rewritten(text, tmp_path, PAGES["README.md"]) == new
     with pytest.raises(InvalidInput, match="put them back"):
         rewritten("no markers", tmp_path, ("records",))

@@ -9,13 +9,14 @@ from typing import Any
 from longreach.bench.case import EVICT, FUSION, STEPS, USER
 from longreach.bench.cases import CASES, GROUPS
 from longreach.bench.format import goal, outcome, rate
+from longreach.bench.readme_models import models
 from longreach.bench.record import read
 from longreach.errors import InvalidInput
 from longreach.records.quality import quality, summary
 from longreach.records.record import files
 from longreach.records.skipped import Skipped, skipped
 
-APART = STEPS, USER, FUSION, EVICT  # their entries are many, and compare with one another
+APART = STEPS, USER, FUSION, EVICT  # their entries are many, and compare with one another; `models` has the first two
 
 
 def update(page: Path, results: Path) -> bool:
@@ -122,5 +123,5 @@ def _versions(versions: dict[str, str]) -> str:
     return ", ".join(f"{name} {versions[name]}" for name in names if versions.get(name))
 
 
-WRITTEN = {"records": numbers, "quality": summary, "tasks": quality}
-PAGES = {"README.md": ("records", "quality"), "quality.md": ("tasks",)}
+WRITTEN = {"models": models, "records": numbers, "quality": summary, "tasks": quality}
+PAGES = {"README.md": ("models", "records", "quality"), "quality.md": ("tasks",)}

@@ -1,0 +1,83 @@
+"""README's tables of whole models: what a user gets (`user`), and a captured step of every method (`steps`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from longreach.bench.case import STEPS, USER
+from longreach.bench.cases import METHODS
+from longreach.bench.record import read
+from longreach.bench.user import ATTACHED, OURS, THEIRS
+
+WAYS = THEIRS, ATTACHED, OURS
+Entries = dict[str, dict[str, Any]]
+
+
+def models(results: Path) -> str:
+    """Markdown: a table of each of the two records, and where it was measured.
+
+    Without the case of `user` with all methods; a record that is not there is left out.
+    """
+    written = []
+    for group, table in ((USER, users), (STEPS, steps)):
+        path = results / f"{group}.json"
+        if path.is_file():
+            cases: dict[str, Any] = read(path)["cases"]
+            shown = {name: case for name, case in cases.items() if not name.endswith("-methods")}
+            written.append("\n".join([*table(shown), "", measured(group, shown)]))
+    return "\n\n".join(written) or "No measurements yet."
+
+
+def users(cases: dict[str, Any]) -> list[str]:
+    """A line for each case that has all ways: transformers' generate, the same call attached, longreach.generate."""
+    lines = ["| prompt | TTFT, s | ms a token | peak memory, GiB | missed |", "|---|---|---|---|---|"]
+    for case in cases.values():
+        entries = by_name(case)
+        if not entries.keys() >= set(WAYS):
+            continue
+        each = [entries[way] for way in WAYS]
+        peaks = [max(entry["memory"]["prefill_peak"], entry["memory"]["decode_peak"]) / 2**30 for entry in each]
+        cells = (
+            ", ".join(f"{entry['ttft_seconds']:.2f}" for entry in each),
+            ", ".join(f"{entry['microseconds']['median'] / 1e3:.2f}" for entry in each),
+            ", ".join(f"{peak:.2f}" for peak in peaks),
+            missed(case),
+        )
+        lines.append(f"| {prompt(case)} | {' | '.join(cells)} |")
+    return lines
+
+
+def steps(cases: dict[str, Any]) -> list[str]:
+    """A line for each case: dense attention's step, each method's over it, and the targets that were missed."""
+    methods = METHODS[1:]
+    lines = [f"| keys | dense, ms | {' | '.join(methods)} | missed |", f"|---|---|{'---|' * len(methods)}---|"]
+    for case in cases.values():
+        entries = by_name(case)
+        dense = entries["dense"]["microseconds"]["median"]
+        over = [f"{entries[m]['microseconds']['median'] / dense:.2f}" if m in entries else "-" for m in methods]
+        cells = [prompt(case), f"{dense / 1e3:.2f}", *over, missed(case)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def missed(case: dict[str, Any]) -> str:
+    """The targets that were missed, and by how much."""
+    return ", ".join(f"{t['of']} by {t['missed_by']:.1%}" for t in case["targets"] if t["reached"] is False) or "-"
+
+
+def measured(group: str, cases: dict[str, Any]) -> str:
+    """The devices and commits of a record."""
+    where: dict[str, dict[str, None]] = {}
+    for case in cases.values():
+        where.setdefault(case["device"]["name"], {})[(case["commit"] or "unknown")[:12]] = None
+    places = "; ".join(f"{device}, commit{'s' * (len(c) > 1)} {', '.join(c)}" for device, c in where.items())
+    return f"`{group}`, measured on {places}."
+
+
+def by_name(case: dict[str, Any]) -> Entries:
+    return {entry["name"]: entry for entry in case["entries"]}
+
+
+def prompt(case: dict[str, Any]) -> str:
+    return f"{case['shape']['context'] >> 10}K, batch {case['shape']['batch']}"
