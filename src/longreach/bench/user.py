@@ -282,12 +282,13 @@ def _longreach(
     return {**as_entry(OURS, "longreach", clock, taken, settings, launched), **checked}
 
 
-def require_tokens(name: str, answer: Answer, tokens: Tensor, steps: int, most: Rounding) -> None:
-    """Raise WrongResult if tokens [B, new] are further behind than rounding explains."""
+def require_tokens(name: str, answer: Answer, tokens: Tensor, steps: int, most: Rounding) -> float:
+    """How far tokens [B, new] are behind; raises WrongResult if rounding does not explain that."""
     behind = answer.behind(tokens.cpu(), steps)
     if not behind <= most.behind:
         what = f"the logit of a chosen token is {behind:.3g} behind the best, more than {most.behind:.3g}"
         raise WrongResult(f"{name}: {what}; its time does not count")
+    return behind
 
 
 def require_logits(name: str, answer: Answer, mine: Answer, most: Rounding) -> dict[str, float]:
