@@ -27,6 +27,7 @@ _NAMES = {
     "Loki": "longreach.methods.loki",
     "Kascade": "longreach.methods.kascade",
     "MAC": "longreach.methods.mac",
+    "MagicPIG": "longreach.methods.magicpig",
     "FullReuse": "longreach.methods.fusion",
     "PIE": "longreach.methods.fusion",
     "LegoLink": "longreach.methods.fusion",
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     from longreach.methods.loki import Loki as Loki
     from longreach.methods.mac import MAC as MAC
     from longreach.methods.omnikv import OmniKV as OmniKV
+    from longreach.methods.magicpig import MagicPIG as MagicPIG
     from longreach.methods.oracle_top_k import OracleTopK as OracleTopK
     from longreach.methods.quest import Quest as Quest
     from longreach.methods.snapkv import SnapKV as SnapKV

@@ -24,6 +24,7 @@ METHODS = {
     "loki": "longreach.methods.loki:Loki",
     "kascade": "longreach.methods.kascade:Kascade",
     "mac": "longreach.methods.mac:MAC",
+    "magicpig": "longreach.methods.magicpig:MagicPIG",
 }
 FUSIONS = {
     "full_reuse": "longreach.methods.fusion:FullReuse",
