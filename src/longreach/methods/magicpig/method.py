@@ -182,6 +182,7 @@ class MagicPIG(AttentionMethod):
 
     def workspace_bytes(self, model: ModelShape, rows: int, capacity: int, dtype: torch.dtype) -> int:
         lists = model.kv_heads if self.share == "group" else model.query_heads
-        entry = 4 + 1 + 4  # its index, the heads that sampled it, its weight
-        codes = 2 * model.query_heads * self.tables
-        return rows * (lists * max_keys(self.capacity, capacity) * entry + codes) if self.bits else 0
+        entry = 4 + 1 + 4 + 2  # its index, the heads that sampled it, its weight, and what counts it
+        results = 3 * 4 * model.query_heads * (model.head_dim + 1)  # of two passes of attention, and merged
+        other = 2 * model.query_heads * self.tables + 4 * model.head_dim * (model.kv_heads + model.query_heads)
+        return rows * (lists * max_keys(self.capacity, capacity) * entry + results + other) if self.bits else 0

@@ -14,7 +14,7 @@ from longreach.methods.call import LayerCall, Noted
 from longreach.ops import Lists
 from longreach.ops.simhash import Collisions
 
-COLUMNS = ("sampled_head", "sampled_group", "overflowed", "search", "attention")
+COLUMNS = ("sampled_head", "sampled_group", "overflowed", "search", "attention", "rows")
 AT = {name: number for number, name in enumerate(COLUMNS)}
 Summary = Callable[[Tensor, int], dict[str, Any]]
 
@@ -26,7 +26,7 @@ def notes(call: LayerCall, found: Collisions, lists: Lists, began: int, searched
     context = call.context[:, None].double()
     fits = found.count <= found.index.shape[2]
     if found.per == "kv":
-        used = torch.arange(found.index.shape[2], device=found.met.device) < found.count[..., None]
+        used = torch.arange(found.index.shape[2], dtype=torch.int32, device=found.met.device) < found.count[..., None]
         head = torch.where(used, found.met, 0).sum(-1, dtype=torch.int64) / group
         union, over = found.count, ~fits
     else:
@@ -36,7 +36,7 @@ def notes(call: LayerCall, found: Collisions, lists: Lists, began: int, searched
     columns = [torch.where(over > 0, torch.nan, x / context).nan_to_num(1.0) for x in (head, union)]
     noted = call.meter.noted
     bytes_of = [_bytes(call, some)[:, None].expand(-1, heads) / heads for some in (noted[began:searched], noted[searched:])]
-    return Notes((torch.stack([*columns, over, *bytes_of], -1),), _same, summary)
+    return Notes((torch.stack([*columns, over, *bytes_of, torch.ones_like(over)], -1),), _same, summary)
 
 
 def _same(x: Tensor) -> Tensor:
@@ -67,7 +67,8 @@ def summary_of(table_bytes: int, key_value_bytes: int) -> Summary:
 
 
 def _summary(sums: Tensor, rows: int, *, table_bytes: int, key_value_bytes: int) -> dict[str, Any]:
-    """The report's values for one layer. sums: fp64 [G, C] of COLUMNS over `rows` rows; lists are by KV head.
+    """The report's values for one layer. sums: fp64 [G, C] of COLUMNS; lists are by KV head. rows: of the layer, those
+    included that attended densely since no key had left the recent tokens; these are in no value.
 
     sampled_head, sampled_group: mean share of the context that a query head sampled, and that any query head of the
     KV head did; 1 for a row that overflowed. overflowed: share of rows that sampled more than a list holds and attended
@@ -75,7 +76,7 @@ def _summary(sums: Tensor, rows: int, *, table_bytes: int, key_value_bytes: int)
     both over all rows and KV heads. table_bytes_per_sequence, table_share: memory of the tables and of the centre, and
     over that of keys and values.
     """
-    mean = sums / max(rows, 1)
+    mean = sums / sums[:, AT["rows"]].clamp(min=1)[:, None]
     head, group = (float(mean[:, AT[name]].mean()) for name in ("sampled_head", "sampled_group"))
     share = table_bytes / key_value_bytes
     return {
