@@ -18,6 +18,7 @@ from longreach.methods.loki import Loki
 from longreach.methods.mac import MAC
 from longreach.methods.magicpig import MagicPIG
 from longreach.methods.omnikv import OmniKV
+from longreach.methods.oracle_sampling import OracleSampling
 from longreach.methods.oracle_top_k import OracleTopK
 from longreach.methods.quest import Quest
 from longreach.methods.streaming_llm import StreamingLLM
@@ -125,6 +126,21 @@ CASES = {
             {"dense_layers": (-1,)},
             {"dense_layers": 0},
             {"dense_layers": ("0",)},
+            *({"k": x} for x in BAD_BUDGETS),
+        ),
+    ),
+    # its default draws so few keys of contexts as short as these that it misses some of the heavy ones
+    "oracle_sampling": Case(
+        everything=OracleSampling(k=1.0, draw="systematic"),
+        default=OracleSampling(k=0.5),
+        heavy=(2, MIDDLE, CONTEXT - 3),
+        lost=Lost(OracleSampling(k=1, seed=1), {20: HEAVY, 40: HEAVY + 0.7}, 20),
+        attended=last_values_read,
+        variants=(OracleSampling(k=9, seed=3, dense_layers=(1,)), OracleSampling(k=0.2, draw="systematic")),
+        refused=(
+            {"draw": "best"},
+            *({"seed": x} for x in (-1, 0.5, None)),
+            *({"dense_layers": x} for x in BAD_LAYERS),
             *({"k": x} for x in BAD_BUDGETS),
         ),
     ),

@@ -47,7 +47,8 @@ WORKING = [
     OracleTopK(k=0.3),
 ]
 REFUSING = [Kascade(k=5, min_keys=5), Kascade(k=5, min_keys=5, scoring="int8"), OmniKV(k=5, layers=(0,)),
-            LessIsMore(k=5, layers=(0,)), OracleTopK(k=5, heads="all"), MagicPIG(bits=4, tables=9, local=4, seal=4)]  # fmt: skip
+            LessIsMore(k=5, layers=(0,)), OracleTopK(k=5, heads="all"),
+            MagicPIG(bits=4, tables=9, local=4, seal=4)]  # fmt: skip
 each_cache = pytest.mark.parametrize("config", CACHES.values(), ids=CACHES)
 impls = ["reference", "triton"]
 

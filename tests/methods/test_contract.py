@@ -396,12 +396,16 @@ def test_what_the_report_calls_unread_is_unread(method: AttentionMethod, config:
 @every_config
 @every_cache
 def test_what_the_report_calls_read_is_read(method: AttentionMethod, config: CacheConfig) -> None:
-    """Poison in a key or value that weighs something is seen by the row that reads it, in that layer and head."""
+    """Poison in a key or value that weighs something is seen by the row that reads it, in that layer and head.
+
+    Of values, those that are attended to: others may be read for the softmax's normaliser alone.
+    """
     dice = random.Random(0)
     for cache, who, turns in scenes(method, config):
         plain = again(cache, who, turns)
         for layer, (call, outcome) in enumerate(zip(plain.calls, plain.outcomes, strict=True)):
-            for what, selections in (("k", call.meter.keys), ("v", call.meter.values)):
+            attended = CASES[method.name].attended(call) if who is method else call.meter.values
+            for what, selections in (("k", call.meter.keys), ("v", attended)):
                 row = dice.randrange(call.rows.pos.shape[0])
                 seq, head = int(call.rows.seq[row]), dice.randrange(call.kv.heads)
                 group = slice(2 * head, 2 * head + 2)

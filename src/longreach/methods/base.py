@@ -111,11 +111,15 @@ class AttentionMethod(PromptObserver, ABC):
     """Base of methods that fill the prefill or decode slot. Subclasses are frozen dataclasses of options.
 
     A method that observes prompts gets in `observe_prompt` the rows that its own `run` does not attend for.
+
+    capture: whether a decode step is captured in one CUDA graph, or attention runs on the host at each replay.
+    reads_follow_lengths: whether the bytes that it reads depend on lengths alone, so that a dry run can count them.
     """
 
     phases: ClassVar[tuple[Phase, ...]]
     capture: ClassVar[Literal["full", "piecewise"]] = "full"
     needs_pre_rope: ClassVar[bool] = False
+    reads_follow_lengths: ClassVar[bool] = True
     chunked_prefill_exact: ClassVar[bool] = True
 
     @abstractmethod

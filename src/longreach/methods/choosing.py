@@ -14,6 +14,7 @@ from longreach.errors import InvalidInput
 from longreach.methods.base import AttentionMethod, Outcome, attend_densely, budget, is_count, logits_bytes
 from longreach.methods.call import LayerCall, ModelShape
 from longreach.ops import Lists, Partial, uniforms
+from longreach.ops.doors import EVERYTHING, Read
 from longreach.ops.types import Logits, require
 
 Choose = Literal["top", "sample"]
@@ -76,6 +77,22 @@ def chosen_keys(
         "sample", scores, count, call.context, offset, first=first, last=last, power=power, capacity=capacity
     )
     return Lists(index, used, weight, all_visible=True)
+
+
+def exact_scores(call: LayerCall) -> Tensor:
+    """fp32 [R, G, N]: softmax probabilities of all keys, summed over the query heads of a KV head.
+
+    Two passes over the keys are counted, also where kept logits spare the second.
+    """
+    lse = None if call.sink_logit is None else call.attend(EVERYTHING).lse
+    if call.computes("score_keys", "reference"):
+        found: Tensor = call.op("pooled_scores", lse=lse)
+        return found
+    own, logits = call.op("score_keys")
+    if lse is None:
+        call.count_read(Read.of(call.kv, EVERYTHING, values=False))
+    found = call.op("pooled_scores", lse=own if lse is None else lse, logits=logits)
+    return found
 
 
 def sampling_bytes(choose: Choose, rows: int, heads: int, capacity: int) -> int:

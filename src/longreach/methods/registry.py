@@ -18,6 +18,7 @@ METHODS = {
     "dense": "longreach.methods.dense:Dense",
     "streaming_llm": "longreach.methods.streaming_llm:StreamingLLM",
     "oracle_top_k": "longreach.methods.oracle_top_k:OracleTopK",
+    "oracle_sampling": "longreach.methods.oracle_sampling:OracleSampling",
     "quest": "longreach.methods.quest:Quest",
     "omnikv": "longreach.methods.omnikv:OmniKV",
     "less_is_more": "longreach.methods.less_is_more:LessIsMore",

@@ -21,6 +21,7 @@ OPS = {
     "attend_from_logits": "longreach.ops.attend:FROM_LOGITS",
     "attend_with_logits": "longreach.ops.attend:WITH_LOGITS",
     "bound_and_score": "longreach.ops.block_bounds:BOUND_AND_SCORE",
+    "draw": "longreach.ops.sample:DRAW",
     "largest_log_prob": "longreach.ops.across_heads:LARGEST_LOG_PROB",
     "match": "longreach.ops.match:MATCH",
     "pooled_scores": "longreach.ops.pooled_scores:POOLED_SCORES",

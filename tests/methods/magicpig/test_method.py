@@ -126,8 +126,9 @@ def test_the_report_of_a_layer() -> None:
         context = call.context.double()[:, None]
         union = (found.keys_read(call.rows, call.kv) / context).mean(0)
         torch.testing.assert_close(torch.tensor(said["sampled_group"], dtype=torch.float64), union)
-        alone = weights(MagicPIG.make(**SMALL, share="own"), call, 0, 70), weights(
-            MagicPIG.make(**SMALL, share="own"), call, 1, 41
+        alone = (
+            weights(MagicPIG.make(**SMALL, share="own"), call, 0, 70),
+            weights(MagicPIG.make(**SMALL, share="own"), call, 1, 41),
         )
         for head in range(2):
             mine = []
@@ -157,7 +158,7 @@ def test_eviction_is_refused() -> None:
     layers = Layers(method, slots=2)
     layers.read([0], [50])
     layers.keep(0, 0, 20)
-    with pytest.raises(Unsupported, match="magicpig: after eviction a slot holds other keys.*tables name keys by"):
+    with pytest.raises(Unsupported, match=r"magicpig: after eviction a slot holds other keys.*tables name keys by"):
         layers.decode([0])
     layers.cache.reset([0])
     layers.read([0], [40])

@@ -207,7 +207,9 @@ def test_reads_of_hashing_are_counted() -> None:
     layers = Layers(METHOD, slots=1)
 
     def keys_hashed(call: Any, lists: Sequence[Any]) -> int:
-        spans = [r for r in lists if r.read.key_bytes and not r.read.value_bytes and not isinstance(r.read.selection, Lists)]
+        spans = [
+            r for r in lists if r.read.key_bytes and not r.read.value_bytes and not isinstance(r.read.selection, Lists)
+        ]
         return sum(int(r.read.selection.keys_read(call.rows, call.kv)[:, 0].sum()) for r in spans)
 
     layers.read([0], [39])

@@ -78,6 +78,7 @@ class MagicPIG(AttentionMethod):
     capture = "piecewise"  # collide and build work on the host where they have no Triton kernels
     keeps = "tokens"
     observes_prompt = True
+    reads_follow_lengths = False
 
     def __post_init__(self) -> None:
         for name, least, most in (

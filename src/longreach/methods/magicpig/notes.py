@@ -35,7 +35,9 @@ def notes(call: LayerCall, found: Collisions, lists: Lists, began: int, searched
     over = over.double()
     columns = [torch.where(over > 0, torch.nan, x / context).nan_to_num(1.0) for x in (head, union)]
     noted = call.meter.noted
-    bytes_of = [_bytes(call, some)[:, None].expand(-1, heads) / heads for some in (noted[began:searched], noted[searched:])]
+    bytes_of = [
+        _bytes(call, some)[:, None].expand(-1, heads) / heads for some in (noted[began:searched], noted[searched:])
+    ]
     return Notes((torch.stack([*columns, over, *bytes_of, torch.ones_like(over)], -1),), _same, summary)
 
 
