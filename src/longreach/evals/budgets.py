@@ -152,8 +152,8 @@ def equal_bytes(evaluation: Evaluation, to: str) -> Equal:
 def equalled(specs: Sequence[Spec], to: str, dry: DryRun) -> Equal:
     """Budgets for the specs with which they read as many bytes as the one labelled `to`.
 
-    A spec that sets its own budget keeps it. Raises InvalidInput where no spec is called `to`, or it is dense, or what it
-    reads depends on more than lengths.
+    A spec that sets its own budget keeps it. Raises InvalidInput where no spec is called `to`, it is dense, or its
+    reads depend on more than lengths.
     """
     by_label = {spec.label: spec for spec in specs}
     if to not in by_label or by_label[to].decode.name == DENSE:

@@ -30,6 +30,7 @@ OPS = {
     "sample": "longreach.ops.sample:SAMPLE",
     "score_and_pool": "longreach.ops.attend:SCORE_AND_POOL",
     "score_keys": "longreach.ops.attend:SCORE_KEYS",
+    "simhash_build": "longreach.ops.simhash:BUILD",
     "simhash_codes": "longreach.ops.simhash:CODES",
     "simhash_collide": "longreach.ops.simhash:COLLIDE",
     "simhash_weigh": "longreach.ops.simhash:WEIGH",

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from longreach import CacheConfig, MagicPIG
 from longreach.cache import KVCache
+from longreach.methods.call import LayerCall
 from longreach.methods.dense import Dense
 from longreach.methods.magicpig import state as state_module
 from longreach.methods.magicpig.state import LayerTables
@@ -177,23 +178,23 @@ def test_steps_over_fixed_buffers(config: CacheConfig) -> None:
         torch.testing.assert_close(mine, torch.stack([o.partial.out for o in plain.outcomes]), rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("when", ["codes", "build"])
+@pytest.mark.parametrize("when", ["before", "after"])
 def test_an_interrupt_while_keys_are_sealed(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pass fails, and the next one is what it would have been."""
     whole, cache, fresh = text(100, seed=7), new_cache(), new_cache()
     prompt(cache, whole, 63)
     prompt(fresh, whole, 63)
-    original, calls = state_module.build, [0]
+    original, calls = LayerCall.op, [0]
 
-    def fails(*given: Any, **options: Any) -> None:
-        calls[0] += 1
-        if calls[0] == 2:  # in the second layer
-            if when == "build":
-                original(*given, **options)
-            raise KeyboardInterrupt
-        original(*given, **options)
+    def fails(self: LayerCall, name: str, *given: Any, **options: Any) -> Any:
+        calls[0] += name == "simhash_build"
+        if calls[0] < 2 or name != "simhash_build":
+            return original(self, name, *given, **options)
+        if when == "after":  # in the second layer
+            original(self, name, *given, **options)
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(state_module, "build", fails)
+    monkeypatch.setattr(LayerCall, "op", fails)
     with pytest.raises(KeyboardInterrupt):
         decode(cache, whole, 1)
     monkeypatch.undo()

@@ -13,7 +13,7 @@ from longreach.methods.magicpig.holds import Hold
 from longreach.methods.magicpig.notes import Summary, summary_of
 from longreach.methods.magicpig.schedule import Schedule
 from longreach.ops import KVView
-from longreach.ops.simhash import HashTables, build
+from longreach.ops.simhash import HashTables
 
 SEGMENT = 1 << 14  # positions of a segment: sealing sorts the last one again, and a look-up visits all of them
 AT_ONCE = 1 << 12  # keys that are copied and hashed at a time
@@ -116,7 +116,6 @@ class LayerTables(StatelessOnTruncate):
         """Add the keys up to `stop`, segment by segment."""
         tables, at = self.tables, self.stop[hold.slot]
         slot = torch.tensor([hold.slot], device=tables.ids.device)
-        impl = "reference" if call.impl == "reference" else "auto"
         while at < stop:
             end = min((at // tables.size + 1) * tables.size, stop)
             found = []
@@ -126,7 +125,7 @@ class LayerTables(StatelessOnTruncate):
             sorted_before = at - max(at // tables.size * tables.size, tables.first)
             call.read_bytes(sorted_before * tables.heads * tables.tables * tables.ids.element_size())
             codes = found[0] if len(found) == 1 else torch.cat([x.view(torch.int16) for x in found]).view(torch.uint16)
-            build(tables, codes[None], slot, slot.new_tensor([end - at]), impl=impl)
+            call.op("simhash_build", tables, codes[None], slot, slot.new_tensor([end - at]))
             at = self.stop[hold.slot] = end
 
     def _cut(self, slot: int, stop: int) -> None:
