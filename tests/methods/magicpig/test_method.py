@@ -16,8 +16,10 @@ from longreach.methods.magicpig.state import LayerTables
 from longreach.methods.registry import named
 from longreach.ops import Lists
 from longreach.runtime import Segment
+from tests.methods.drive import outputs, read_text, text
 from tests.methods.magicpig.plain import attended, centred_on, sealed, weights
 from tests.methods.one_layer import CACHES, Layers
+from tests.ops.attend.kernels import PLACE
 
 SMALL = {"bits": 4, "tables": 9, "local": 8, "seal": 8, "dense_layers": ()}
 every_cache = pytest.mark.parametrize("config", CACHES.values(), ids=CACHES)
@@ -141,6 +143,18 @@ def test_the_report_of_a_layer() -> None:
         keys = 2 * 2 * state.capacity * 16 * 4
         assert said["table_share"] == said["table_bytes_per_sequence"] / keys
         assert said["search_bytes"] > 0 and said["attention_bytes"] > 0
+
+
+@pytest.mark.parametrize("share", ["own", pytest.param("group", marks=pytest.mark.sweep)])
+def test_triton(share: str) -> None:
+    """All of a step by Triton's kernels, sealing included: the keys of the reference."""
+    method = MagicPIG(bits=3, tables=3, local=4, seal=8, share=share, dense_layers=())  # type: ignore[arg-type]
+    whole, results = text(22, seed=8), []
+    for impl, place in (("reference", "cpu"), ("triton", PLACE)):
+        passes = read_text(method, whole.to(place), impl=impl)
+        results.append(outputs(passes).cpu())
+    assert {name for call in passes[-1].calls for name in call.meter.kernels_used} == {"triton"}
+    torch.testing.assert_close(*results, rtol=0, atol=1e-5)
 
 
 def test_presets_and_text() -> None:

@@ -150,7 +150,11 @@ class MagicPIG(AttentionMethod):
         )
         # by the row's own context, as the room of a list depends on the other sequences of the batch
         limit = call.once((self, "limit"), lambda: budget(self.capacity, call.context)[:, None])
-        found = replace(found, count=torch.where(found.count > limit, capacity + 1, found.count).int())
+        fits = found.count <= limit
+        found = replace(found, count=torch.where(fits, found.count, capacity + 1))
+        if found.count.device.type == "cpu":  # reading it costs nothing, and shorter lists are counted faster
+            room = max(1, int(torch.where(fits, found.count, 0).max()))
+            found = replace(found, index=found.index[..., :room].contiguous(), met=found.met[..., :room].contiguous())
         lists = found.lists(
             call.op("simhash_weigh", tables, found, state.centre[call.slots.long()], floor=self.floor)
         )  # fmt: skip
@@ -182,8 +186,13 @@ class MagicPIG(AttentionMethod):
         return "in dense_layers" if call.layer in (layers or ()) else None
 
     def workspace_bytes(self, model: ModelShape, rows: int, capacity: int, dtype: torch.dtype) -> int:
-        lists = model.kv_heads if self.share == "group" else model.query_heads
-        entry = 4 + 1 + 4 + 2  # its index, the heads that sampled it, its weight, and what counts it
+        if not self.bits:
+            return 0
+        listed = max_keys(self.capacity, capacity) * (model.kv_heads if self.share == "group" else model.query_heads)
+        # look-ups count matches of every position; afterwards an entry has an index, the number of heads that sampled
+        # it, a weight, and what counts it
+        counters = 4 * model.query_heads * capacity + (4 + 1) * listed
         results = 3 * 4 * model.query_heads * (model.head_dim + 1)  # of two passes of attention, and merged
-        other = 2 * model.query_heads * self.tables + 4 * model.head_dim * (model.kv_heads + model.query_heads)
-        return rows * (lists * max_keys(self.capacity, capacity) * entry + results + other) if self.bits else 0
+        inputs = 4 * model.head_dim * (model.kv_heads + model.query_heads)
+        codes = 2 * model.query_heads * self.tables
+        return rows * (codes + max(counters, (4 + 1 + 4 + 2) * listed + results + inputs))
