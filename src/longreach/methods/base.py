@@ -95,8 +95,9 @@ class PromptObserver(Configured):
         """Bytes of state that all layers of a model keep for `slots` sequences, one page of `capacity` slots each.
 
         State of sequences does not depend on the capacity. In paged memory, state that is kept page by page is that of
-        as many slots as there are pages, and of a page's capacity; hash tables are by slot there too. dtype: of keys. Heads are those of all ranks. Layers with a
-        sliding window keep no state, but are counted. Raises what `new_state` raises, for example for a missing plan.
+        as many slots as there are pages, and of a page's capacity; hash tables are by slot there too. dtype: of keys.
+        Heads are those of all ranks. Layers with a sliding window keep no state, but are counted. Raises what
+        `new_state` raises, for example for a missing plan.
         """
         k = torch.empty(slots, model.kv_heads, capacity, model.head_dim, dtype=dtype, device="meta")  # takes no memory
         none = torch.empty(0, dtype=torch.int64, device="meta")

@@ -70,6 +70,8 @@ class OracleTopK(AttentionMethod):
             return attend_densely(call, "in dense_layers")
         call.refuse_evicted(self)
         scores = exact_scores(call)
-        if self.heads == "all":
+        one_set = self.heads == "all"
+        if one_set:
             scores = call.sum_over_ranks(scores.sum(1, keepdim=True))
-        return Outcome(call.attend(keys_for_budget(call, scores, self.k, choose=self.choose, seed=self.seed)))
+        chosen = keys_for_budget(call, scores, self.k, choose=self.choose, seed=self.seed, one_set=one_set)
+        return Outcome(call.attend(chosen))
