@@ -21,12 +21,14 @@ _NAMES = {
     "Dense": "longreach.methods.dense",
     "StreamingLLM": "longreach.methods.streaming_llm",
     "OracleTopK": "longreach.methods.oracle_top_k",
+    "OracleSampling": "longreach.methods.oracle_sampling",
     "Quest": "longreach.methods.quest",
     "OmniKV": "longreach.methods.omnikv",
     "LessIsMore": "longreach.methods.less_is_more",
     "Loki": "longreach.methods.loki",
     "Kascade": "longreach.methods.kascade",
     "MAC": "longreach.methods.mac",
+    "MagicPIG": "longreach.methods.magicpig",
     "FullReuse": "longreach.methods.fusion",
     "PIE": "longreach.methods.fusion",
     "LegoLink": "longreach.methods.fusion",
@@ -58,7 +60,9 @@ if TYPE_CHECKING:
     from longreach.methods.less_is_more import LessIsMore as LessIsMore
     from longreach.methods.loki import Loki as Loki
     from longreach.methods.mac import MAC as MAC
+    from longreach.methods.magicpig import MagicPIG as MagicPIG
     from longreach.methods.omnikv import OmniKV as OmniKV
+    from longreach.methods.oracle_sampling import OracleSampling as OracleSampling
     from longreach.methods.oracle_top_k import OracleTopK as OracleTopK
     from longreach.methods.quest import Quest as Quest
     from longreach.methods.snapkv import SnapKV as SnapKV

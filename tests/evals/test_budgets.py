@@ -151,6 +151,12 @@ def test_there_must_be_somebody_to_be_equal_to(to: str) -> None:
         equalled(specs(["streaming_llm", "quest"]), to, DryRun(SHAPE, [200], dtype=torch.float32))
 
 
+@pytest.mark.parametrize("to", ["magicpig bits=8", "mac", "oracle_sampling"])
+def test_bytes_that_depend_on_keys_are_not_found_from_lengths(to: str) -> None:
+    with pytest.raises(InvalidInput, match=f"what '{to}' reads depends on keys and queries"):
+        equalled(specs(["streaming_llm", to]), to, DryRun(SHAPE, [200], dtype=torch.float32))
+
+
 def test_every_budget_is_an_option() -> None:
     for name, option in {**BUDGETS, **COUNTED}.items():
         assert name in METHODS and isinstance(method_class(name).options()[option], float)

@@ -16,7 +16,9 @@ from longreach.methods.kascade import Kascade
 from longreach.methods.less_is_more import LessIsMore
 from longreach.methods.loki import Loki
 from longreach.methods.mac import MAC
+from longreach.methods.magicpig import MagicPIG
 from longreach.methods.omnikv import OmniKV
+from longreach.methods.oracle_sampling import OracleSampling
 from longreach.methods.oracle_top_k import OracleTopK
 from longreach.methods.quest import Quest
 from longreach.methods.streaming_llm import StreamingLLM
@@ -127,6 +129,21 @@ CASES = {
             *({"k": x} for x in BAD_BUDGETS),
         ),
     ),
+    # its default draws so few keys of contexts as short as these that it misses some of the heavy ones
+    "oracle_sampling": Case(
+        everything=OracleSampling(k=1.0, draw="systematic"),
+        default=OracleSampling(k=0.5),
+        heavy=(2, MIDDLE, CONTEXT - 3),
+        lost=Lost(OracleSampling(k=1, seed=1), {20: HEAVY, 40: HEAVY + 0.7}, 20),
+        attended=last_values_read,
+        variants=(OracleSampling(k=9, seed=3, dense_layers=(1,)), OracleSampling(k=0.2, draw="systematic")),
+        refused=(
+            {"draw": "best"},
+            *({"seed": x} for x in (-1, 0.5, None)),
+            *({"dense_layers": x} for x in BAD_LAYERS),
+            *({"k": x} for x in BAD_BUDGETS),
+        ),
+    ),
     "quest": Case(
         everything=Quest(k=1.0),
         default=Quest(),
@@ -223,6 +240,32 @@ CASES = {
             *({"probe_every": x} for x in (-1, 0.5, None)),
             *({"scale": x} for x in ("cosine", None, 2)),
             *({"plan": x} for x in ("", 3, True, "plan.json")),
+        ),
+    ),
+    # its default attends densely in contexts as short as these, so "default" is a small one
+    "magicpig": Case(
+        everything=MagicPIG(bits=0),
+        default=MagicPIG(bits=5, tables=12, local=8, seal=8, dense_layers=()),
+        heavy=(1, CONTEXT - 5),
+        lost=Lost(MagicPIG(bits=16, tables=2, local=8, seal=8, dense_layers=()), {MIDDLE: HEAVY}, MIDDLE),
+        variants=(
+            MagicPIG(bits=4, tables=9, share="own", sinks=1, local=4, seal=16, centre=7, dense_layers=(1,)),
+            MagicPIG(bits=3, tables=5, least=1, sinks=0, local=8, seal=8, centre=0, floor=0.1, seed=3),
+            MagicPIG(bits=4, tables=20, local=8, seal=8, capacity=15, dense_layers=()),
+        ),
+        refused=(
+            *({"bits": x} for x in (-1, 17, 2.0, True, None)),
+            *({"tables": x} for x in (0, 1025, 2.0, True, None)),
+            *({"least": x} for x in (0, 17, -1, 1.0, True, None)),
+            *({"share": x} for x in ("kv", None, 2)),
+            *({"sinks": x} for x in (-1, 0.5, True, None)),
+            *({"local": x} for x in (0, -1, 0.5, True, None)),
+            *({"seal": x} for x in (0, -1, 0.5, True, None)),
+            *({"centre": x} for x in (-1, 0.5, True, None)),
+            *({"floor": x} for x in (-0.1, 1.0, float("nan"), True, None)),
+            *({"capacity": x} for x in BAD_BUDGETS),
+            *({"seed": x} for x in (-1, 1 << 32, 0.5, True, None)),
+            *({"dense_layers": x} for x in BAD_LAYERS),
         ),
     ),
 }

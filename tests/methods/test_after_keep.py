@@ -9,7 +9,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from longreach import MAC, Kascade, LessIsMore, Loki, OmniKV, OracleTopK, Quest, StreamingLLM, runtime
+from longreach import (
+    MAC,
+    Kascade,
+    LessIsMore,
+    Loki,
+    MagicPIG,
+    OmniKV,
+    OracleSampling,
+    OracleTopK,
+    Quest,
+    StreamingLLM,
+    runtime,
+)
 from longreach.cache import DecodeBuffers, KVCache
 from longreach.errors import Unsupported
 from longreach.methods.base import AttentionMethod
@@ -45,9 +57,11 @@ WORKING = [
     Loki(k=0.4, rank=6),
     Loki(k=5),
     OracleTopK(k=0.3),
+    OracleSampling(k=1.0, draw="systematic"),
 ]
 REFUSING = [Kascade(k=5, min_keys=5), Kascade(k=5, min_keys=5, scoring="int8"), OmniKV(k=5, layers=(0,)),
-            LessIsMore(k=5, layers=(0,)), OracleTopK(k=5, heads="all")]  # fmt: skip
+            LessIsMore(k=5, layers=(0,)), OracleTopK(k=5, heads="all"),
+            MagicPIG(bits=4, tables=9, local=4, seal=4)]  # fmt: skip
 each_cache = pytest.mark.parametrize("config", CACHES.values(), ids=CACHES)
 impls = ["reference", "triton"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from longreach.errors import InvalidInput
 from longreach.methods.base import budget
 from longreach.methods.choosing import check_layers, check_layers_of, keys_for_budget, max_keys, placed
 from longreach.methods.dense import Dense
+from longreach.ops import HeadShard
 from tests.methods.one_layer import Layers, highest
 
 
@@ -29,6 +31,34 @@ def test_the_best_keys_of_each_row(last: int) -> None:
             assert int(found.count[row, head]) == count
             want = [*highest(scores[row, head, : context - last], count - last), *range(context - last, context)]
             assert found.index[row, head, :count].tolist() == want
+
+
+def test_ranks_draw_the_keys_of_one_process() -> None:
+    """Draws follow the number of a head in the whole model, also on a rank of one head."""
+    layers = Layers(Dense(), heads=3, slots=2)
+    layers.read([0, 1], [44, 9])
+    ((call, _),) = layers.decode([1, 0])
+    scores = torch.rand(2, 3, call.kv.capacity)
+    whole = keys_for_budget(call, scores, 9, choose="sample", seed=4)
+    for first, count in ((0, 1), (1, 2), (2, 1)):
+        rank = replace(call, shard=HeadShard(first, count, 3))
+        found = keys_for_budget(rank, scores[:, first : first + count], 9, choose="sample", seed=4)
+        assert torch.equal(found.index, whole.index[:, first : first + count])
+        assert found.log_weight is not None and whole.log_weight is not None
+        assert torch.equal(found.log_weight, whole.log_weight[:, first : first + count])
+    same = torch.rand(1, 1, call.kv.capacity).expand(2, 3, -1)
+    apart = keys_for_budget(call, same, 9, choose="sample", seed=4).index
+    assert not torch.equal(apart[:, 0], apart[:, 1])
+
+
+def test_one_set_for_all_ranks_is_drawn_alike() -> None:
+    layers = Layers(Dense(), slots=1)
+    layers.read([0], [44])
+    ((call, _),) = layers.decode([0])
+    scores = torch.rand(1, 1, call.kv.capacity)
+    ranks = [replace(call, shard=HeadShard(first, 2, 6)) for first in (0, 2, 4)]
+    found = [keys_for_budget(x, scores, 9, choose="sample", one_set=True).index for x in (call, *ranks)]
+    assert all(torch.equal(found[0], x) for x in found)
 
 
 @pytest.mark.parametrize("amount", [1, 7, 1000, 0.1, 0.37, 1.0])

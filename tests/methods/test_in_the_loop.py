@@ -12,6 +12,7 @@ from longreach.cache import CacheConfig
 from longreach.methods.base import AttentionMethod
 from longreach.methods.less_is_more import LessIsMore
 from longreach.methods.loki import Loki
+from longreach.methods.magicpig import MagicPIG
 from longreach.methods.omnikv import OmniKV
 from longreach.methods.quest import Quest
 from longreach.testing.tiny import random_tokens
@@ -22,6 +23,7 @@ METHODS = [
     OmniKV(k=9, layers=(0,)),
     LessIsMore(k=0.2, layers=(1,)),
     Loki(k=0.2, rank=6),
+    MagicPIG(bits=7, tables=6, local=8, seal=8, dense_layers=(0,)),
 ]
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from longreach import MAC, Kascade, LessIsMore, Loki, OmniKV, OracleTopK, Quest, StreamingLLM
+from longreach import MAC, Kascade, LessIsMore, Loki, MagicPIG, OmniKV, OracleTopK, Quest, StreamingLLM
 from longreach.cache import CacheConfig, SequenceState
 from longreach.methods.base import AttentionMethod, PromptObserver
 from longreach.methods.call import LayerCall
@@ -28,6 +28,7 @@ METHODS = [
     OmniKV(k=0.3, layers=(0,)),
     LessIsMore(k=0.3, layers=(0,)),
     OracleTopK(k=0.3),
+    MagicPIG(bits=6, tables=9, local=8, seal=8, dense_layers=()),
 ]
 
 

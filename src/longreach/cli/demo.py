@@ -67,7 +67,7 @@ def _introduce(demo: Demo, out: Any) -> None:
 def _columns(demo: Demo) -> list[Column]:
     facts = [Column(f"at {depth:.0%}", 13, left=True) for depth, _ in demo.placed]
     shares = [Column(title, 6, wide=True) for title in ("K", "V", "meta")]
-    return [Column("decode", 14, left=True), *facts, Column("bytes", 6), *shares, Column("1st tok", 7),
+    return [Column("decode", 15, left=True), *facts, Column("bytes", 6), *shares, Column("1st tok", 7),
             Column("per tok", 7)]  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from longreach.ops import HeadShard, KVView, Rows
 from longreach.runtime import Ledger, Pass, Segment, drive
 
 BUDGETS = {"streaming_llm": "window", "quest": "k", "omnikv": "k", "less_is_more": "k", "loki": "k"}
-COUNTED = {"oracle_top_k": "k"}  # always reads more than dense: gets as many keys instead
+COUNTED = {"oracle_top_k": "k", "oracle_sampling": "k"}  # always reads more than dense: gets as many keys instead
 STEPS = 100_000  # budgets are multiples of 1 / STEPS of the context
 SAMPLES, ROWS = 4, 6  # prompts of each task whose lengths are used; steps of a dry run
 NEAR, ENOUGH = 0.02, 0.001  # relative difference that counts as equal; the search's tolerance
@@ -152,13 +152,19 @@ def equal_bytes(evaluation: Evaluation, to: str) -> Equal:
 def equalled(specs: Sequence[Spec], to: str, dry: DryRun) -> Equal:
     """Budgets for the specs with which they read as many bytes as the one labelled `to`.
 
-    A spec that sets its own budget keeps it. Raises InvalidInput where no spec is called `to`, or it is dense.
+    A spec that sets its own budget keeps it. Raises InvalidInput where no spec is called `to`, it is dense, or its
+    reads depend on more than lengths.
     """
     by_label = {spec.label: spec for spec in specs}
     if to not in by_label or by_label[to].decode.name == DENSE:
         known = ", ".join(label for label, s in by_label.items() if s.decode.name != DENSE)
         raise InvalidInput(
             f"--equal-bytes: {to!r} is not one of the sparse methods being evaluated (known: {known or 'none'})"
+        )
+    if not by_label[to].decode.reads_follow_lengths:
+        raise InvalidInput(
+            f"--equal-bytes: what {to!r} reads depends on keys and queries, and budgets are found from lengths alone; "
+            f"name another method, and set the options of this one so that it reads as much"
         )
     target, attended = dry.share(by_label[to].decode), None
     asked, found, unreachable, kept = list[Spec](), dict[str, Budget](), dict[str, str](), dict[str, str]()

@@ -71,8 +71,9 @@ class Configured:
 class PromptObserver(Configured):
     """A method that may observe the rows of prompts that another method attends for.
 
-    keeps: the kind of its state. "tokens": numbers for each key, page by page (`PerTokenState`). "sequences": numbers
-        for whole sequences, addressed by slot and reset when a slot is reused.
+    keeps: the kind of its state. "tokens": what follows from the keys in the cache, and can be made again of them: page
+        by page (`PerTokenState`), or by slot (MagicPIG's tables). "sequences": numbers for whole sequences, addressed
+        by slot and reset when a slot is reused.
     observes_prompt: whether its state depends on the prompt, so that `observe_prompt` is called during prefill.
     """
 
@@ -93,9 +94,10 @@ class PromptObserver(Configured):
     def state_bytes(self, model: ModelShape, slots: int, capacity: int, dtype: torch.dtype) -> int:
         """Bytes of state that all layers of a model keep for `slots` sequences, one page of `capacity` slots each.
 
-        State of sequences does not depend on the capacity. In paged memory, state of tokens is that of as many slots
-        as there are pages, and of a page's capacity. dtype: of keys. Heads are those of all ranks. Layers with a
-        sliding window keep no state, but are counted. Raises what `new_state` raises, for example for a missing plan.
+        State of sequences does not depend on the capacity. In paged memory, state that is kept page by page is that of
+        as many slots as there are pages, and of a page's capacity; hash tables are by slot there too. dtype: of keys.
+        Heads are those of all ranks. Layers with a sliding window keep no state, but are counted. Raises what
+        `new_state` raises, for example for a missing plan.
         """
         k = torch.empty(slots, model.kv_heads, capacity, model.head_dim, dtype=dtype, device="meta")  # takes no memory
         none = torch.empty(0, dtype=torch.int64, device="meta")
@@ -111,11 +113,15 @@ class AttentionMethod(PromptObserver, ABC):
     """Base of methods that fill the prefill or decode slot. Subclasses are frozen dataclasses of options.
 
     A method that observes prompts gets in `observe_prompt` the rows that its own `run` does not attend for.
+
+    capture: whether a decode step is captured in one CUDA graph, or attention runs on the host at each replay.
+    reads_follow_lengths: whether the bytes that it reads depend on lengths alone, so that a dry run can count them.
     """
 
     phases: ClassVar[tuple[Phase, ...]]
     capture: ClassVar[Literal["full", "piecewise"]] = "full"
     needs_pre_rope: ClassVar[bool] = False
+    reads_follow_lengths: ClassVar[bool] = True
     chunked_prefill_exact: ClassVar[bool] = True
 
     @abstractmethod

@@ -14,6 +14,7 @@ from longreach.errors import InvalidInput
 from longreach.methods.base import AttentionMethod, Outcome, attend_densely, budget, is_count, logits_bytes
 from longreach.methods.call import LayerCall, ModelShape
 from longreach.ops import Lists, Partial, uniforms
+from longreach.ops.doors import EVERYTHING, Read
 from longreach.ops.types import Logits, require
 
 Choose = Literal["top", "sample"]
@@ -47,35 +48,55 @@ def check_choice(choose: object, seed: object) -> None:
 
 
 def keys_for_budget(
-    call: LayerCall, scores: Tensor, k: int | float, *, last: int = 0, choose: Choose = "top", seed: int = 0
-) -> Lists:
+    call: LayerCall, scores: Tensor, k: int | float, *, last: int = 0, choose: Choose = "top", seed: int = 0,
+    one_set: bool = False,
+) -> Lists:  # fmt: skip
     """Keys of each row, as many as budget `k` gives for its context; see `chosen_keys`."""
     heads = scores.shape[1]
     count = call.once(("budget", k, heads), lambda: budget(k, call.context)[:, None].repeat(1, heads))
     capacity = max_keys(k, call.kv.capacity)
-    return chosen_keys(call, scores.float(), count, last=last, capacity=capacity, choose=choose, seed=seed)
+    return chosen_keys(
+        call, scores.float(), count, last=last, capacity=capacity, choose=choose, seed=seed, one_set=one_set
+    )
 
 
 def chosen_keys(
     call: LayerCall, scores: Tensor, count: Tensor, *, capacity: int, first: int = 0, last: int = 0,
-    choose: Choose = "top", seed: int = 0, power: float = 1.0,
+    choose: Choose = "top", seed: int = 0, power: float = 1.0, one_set: bool = False,
 ) -> Lists:  # fmt: skip
     """`count` [R, heads] keys of each row by scores fp32 [R, heads, N]; what lies past a row's context may be anything.
 
     choose: "top", those with the largest scores, ties to the older one; "sample", drawn by their scores to `power` and
     weighted, so that softmax's sums over them are unbiased (`ops.sample`), by random numbers that follow from the seed,
     the layer, the row's position and the KV head. first, last: oldest and newest keys that are always chosen.
+    one_set: whether there is one list for all heads of all ranks, so that all ranks must draw the same one.
     """
     if choose == "top":
         index, used = call.op("top_k", scores, count, call.context, first=first, last=last, capacity=capacity)
         return Lists(index, used, all_visible=True)
-    before = 0 if call.shard is None else call.shard.first
-    heads = torch.arange(scores.shape[1], device=scores.device) + (before if scores.shape[1] > 1 else 0)
+    before = 0 if call.shard is None or one_set else call.shard.first
+    heads = torch.arange(before, before + scores.shape[1], device=scores.device)
     offset = uniforms(seed, call.layer, call.rows.pos, heads)
     index, used, weight = call.op(
         "sample", scores, count, call.context, offset, first=first, last=last, power=power, capacity=capacity
     )
     return Lists(index, used, weight, all_visible=True)
+
+
+def exact_scores(call: LayerCall) -> Tensor:
+    """fp32 [R, G, N]: softmax probabilities of all keys, summed over the query heads of a KV head.
+
+    Two passes over the keys are counted, also where kept logits spare the second.
+    """
+    lse = None if call.sink_logit is None else call.attend(EVERYTHING).lse
+    if call.computes("score_keys", "reference"):
+        found: Tensor = call.op("pooled_scores", lse=lse)
+        return found
+    own, logits = call.op("score_keys")
+    if lse is None:
+        call.count_read(Read.of(call.kv, EVERYTHING, values=False))
+    found = call.op("pooled_scores", lse=own if lse is None else lse, logits=logits)
+    return found
 
 
 def sampling_bytes(choose: Choose, rows: int, heads: int, capacity: int) -> int:

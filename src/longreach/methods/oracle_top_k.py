@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from longreach.cache import SequenceState
 from longreach.methods.base import AttentionMethod, Outcome, attend_densely, check_budget, is_count, logits_bytes
@@ -16,11 +15,11 @@ from longreach.methods.choosing import (
     Choose,
     check_choice,
     check_layers_of,
+    exact_scores,
     keys_for_budget,
     max_keys,
     sampling_bytes,
 )
-from longreach.ops.doors import EVERYTHING, Read
 from longreach.ops.types import require
 
 
@@ -70,17 +69,9 @@ class OracleTopK(AttentionMethod):
         if call.layer in self.dense_layers:
             return attend_densely(call, "in dense_layers")
         call.refuse_evicted(self)
-        scores = self._scores(call)
-        if self.heads == "all":
+        scores = exact_scores(call)
+        one_set = self.heads == "all"
+        if one_set:
             scores = call.sum_over_ranks(scores.sum(1, keepdim=True))
-        return Outcome(call.attend(keys_for_budget(call, scores, self.k, choose=self.choose, seed=self.seed)))
-
-    def _scores(self, call: LayerCall) -> Tensor:
-        """fp32 [R, G, N]. Two passes over the keys are counted, also where kept logits spare the second."""
-        lse = None if call.sink_logit is None else call.attend(EVERYTHING).lse
-        if call.computes("score_keys", "reference"):
-            return call.op("pooled_scores", lse=lse)
-        own, logits = call.op("score_keys")
-        if lse is None:
-            call.count_read(Read.of(call.kv, EVERYTHING, values=False))
-        return call.op("pooled_scores", lse=own if lse is None else lse, logits=logits)
+        chosen = keys_for_budget(call, scores, self.k, choose=self.choose, seed=self.seed, one_set=one_set)
+        return Outcome(call.attend(chosen))

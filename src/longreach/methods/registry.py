@@ -18,12 +18,14 @@ METHODS = {
     "dense": "longreach.methods.dense:Dense",
     "streaming_llm": "longreach.methods.streaming_llm:StreamingLLM",
     "oracle_top_k": "longreach.methods.oracle_top_k:OracleTopK",
+    "oracle_sampling": "longreach.methods.oracle_sampling:OracleSampling",
     "quest": "longreach.methods.quest:Quest",
     "omnikv": "longreach.methods.omnikv:OmniKV",
     "less_is_more": "longreach.methods.less_is_more:LessIsMore",
     "loki": "longreach.methods.loki:Loki",
     "kascade": "longreach.methods.kascade:Kascade",
     "mac": "longreach.methods.mac:MAC",
+    "magicpig": "longreach.methods.magicpig:MagicPIG",
 }
 FUSIONS = {
     "full_reuse": "longreach.methods.fusion:FullReuse",

@@ -196,7 +196,7 @@ class Kascade(AttentionMethod):
         capacity = budget.max_keys(call.kv.capacity)
         chosen = chosen_keys(
             call, scores, count, first=self.sinks, last=self.recent, capacity=capacity, choose=self.choose,
-            seed=self.seed, power=0.5,
+            seed=self.seed, power=0.5, one_set=self.heads == "all",
         )  # fmt: skip
         call.shared[self] = AnchorSelection(call.layer, chosen)
         return chosen

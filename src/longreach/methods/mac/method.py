@@ -71,6 +71,7 @@ class MAC(AttentionMethod):
     keeps = "sequences"
     needs_pre_rope = True
     observes_prompt = True
+    reads_follow_lengths = False
 
     def __post_init__(self) -> None:
         for name, least in (

@@ -11,6 +11,7 @@ from longreach.ops.impl import Implementations
 from longreach.ops.types import INTS, describe, require
 
 IMPLEMENTATIONS = Implementations("sample", {"reference": "longreach.ops.sample.reference:sample"})
+DRAWING = Implementations("draw", {"reference": "longreach.ops.sample.reference:draw"})
 
 
 class Sampled(NamedTuple):
@@ -43,6 +44,39 @@ def sample(
     Entries past a list's end may be anything. Nothing waits for the device. Raises InvalidInput for shapes, dtypes,
     devices and numbers that do not fit, UnknownName.
     """
+    _check_scores(x, count, length)
+    _check_numbers("offset", offset, x, ())
+    for name, number, least in (("first", first, 0), ("last", last, 0), ("capacity", capacity, 1)):
+        require(
+            isinstance(number, int) and number >= least, lambda: f"{name}: expected an int >= {least}, got {number!r}"
+        )
+    require(0 < uniform <= 1, lambda: f"uniform: expected a number in (0, 1], got {uniform!r}")
+    require(0 < power < float("inf"), lambda: f"power: expected a number above 0, got {power!r}")
+    compute = IMPLEMENTATIONS.get(impl, x.device)
+    return compute(x, count, length, offset, capacity=capacity, uniform=uniform, power=power, first=first, last=last)
+
+
+def draw(x: Tensor, count: Tensor, length: Tensor, numbers: Tensor, *, impl: str = "auto") -> Sampled:
+    """Columns of each row drawn independently, with replacement, with probabilities p proportional to scores.
+
+    The oracle sampling of MagicPIG (Chen et al., 2024, arXiv 2410.16179, Def. 3.1). A column that `times` of the count
+    draws hit is listed once, with log_weight = log(times / (count p)): a sum over the list weighted by exp(log_weight)
+    is unbiased. Columns of score 0 are never drawn; a row of zeros draws all columns alike.
+
+    x, count, length: as in `sample`, but count may exceed the length. numbers: float [L, heads, C] in [0, 1), one for
+    each draw; those past the count are not used, and a count above C is C. The result's `used` is the number of
+    distinct columns, its capacity C.
+
+    Nothing waits for the device. Raises InvalidInput for shapes, dtypes and devices that do not fit, UnknownName.
+    """
+    _check_scores(x, count, length)
+    draws = numbers.shape[2:] if isinstance(numbers, Tensor) and numbers.dim() == 3 else ("C",)
+    _check_numbers("numbers", numbers, x, tuple(draws))
+    compute = DRAWING.get(impl, x.device)
+    return compute(x, count, length, numbers)
+
+
+def _check_scores(x: Tensor, count: Tensor, length: Tensor) -> None:
     ok = isinstance(x, Tensor) and x.dim() == 3 and x.is_floating_point()
     require(ok, lambda: f"x: expected float [L, heads, N], got {describe(x)}")
     lists, heads, columns = x.shape
@@ -50,23 +84,23 @@ def sample(
     require(ok, lambda: f"count: expected int32 or int64 [L={lists}, heads={heads}], got {describe(count)}")
     ok = isinstance(length, Tensor) and length.dtype in INTS and length.shape == (lists,)
     require(ok, lambda: f"length: expected int32 or int64 [L={lists}], got {describe(length)}")
-    ok = isinstance(offset, Tensor) and offset.is_floating_point() and offset.shape == (lists, heads)
-    require(ok, lambda: f"offset: expected float [L={lists}, heads={heads}], got {describe(offset)}")
-    for name, tensor in (("count", count), ("length", length), ("offset", offset)):
+    for name, tensor in (("count", count), ("length", length)):
         require(tensor.device == x.device, lambda: f"{name}: expected on {x.device} like x, got {describe(tensor)}")
-    for name, number, least in (("first", first, 0), ("last", last, 0), ("capacity", capacity, 1)):
-        require(
-            isinstance(number, int) and number >= least, lambda: f"{name}: expected an int >= {least}, got {number!r}"
-        )
-    require(0 < uniform <= 1, lambda: f"uniform: expected a number in (0, 1], got {uniform!r}")
-    require(0 < power < float("inf"), lambda: f"power: expected a number above 0, got {power!r}")
     if length.device.type == "cpu" and length.numel():  # elsewhere reading values would cost a sync
         low, high = int(length.min()), int(length.max())
         require(low >= 0 and high <= columns, lambda: f"length: expected in [0, N={columns}], got {low} to {high}")
-        inside = not offset.numel() or (float(offset.min()) >= 0 and float(offset.max()) < 1)
-        require(inside, lambda: f"offset: expected in [0, 1), got {float(offset.min())} to {float(offset.max())}")
-    compute = IMPLEMENTATIONS.get(impl, x.device)
-    return compute(x, count, length, offset, capacity=capacity, uniform=uniform, power=power, first=first, last=last)
+
+
+def _check_numbers(name: str, numbers: Tensor, x: Tensor, more: tuple[int | str, ...]) -> None:
+    lists, heads, _ = x.shape
+    ok = isinstance(numbers, Tensor) and numbers.is_floating_point() and numbers.shape == (lists, heads, *more)
+    shape = ", ".join([f"L={lists}", f"heads={heads}", *map(str, more)])
+    require(ok, lambda: f"{name}: expected float [{shape}], got {describe(numbers)}")
+    require(numbers.device == x.device, lambda: f"{name}: expected on {x.device} like x, got {describe(numbers)}")
+    if numbers.device.type == "cpu" and numbers.numel():
+        low, high = float(numbers.min()), float(numbers.max())
+        require(low >= 0 and high < 1, lambda: f"{name}: expected in [0, 1), got {low} to {high}")
 
 
 SAMPLE = Op(sample, IMPLEMENTATIONS, ())
+DRAW = Op(draw, DRAWING, ())

@@ -32,6 +32,27 @@ def sample(
     return Sampled(index.to(torch.int32).contiguous(), used.to(torch.int32), weight.float())
 
 
+def draw(x: Tensor, count: Tensor, length: Tensor, numbers: Tensor) -> Sampled:
+    columns, draws = x.shape[2], numbers.shape[2]
+    column = torch.arange(columns, device=x.device)
+    inside = column < length.long()[:, None, None]
+    score = torch.where(inside, x.double().nan_to_num(0.0, posinf=0.0, neginf=0.0).clamp(min=0), 0.0)
+    score = torch.where(score.sum(-1, keepdim=True) > 0, score, inside.double())
+    score = torch.nn.functional.pad(score, (0, 1))  # a column for what is not drawn
+    total = score.cumsum(-1)
+    whole = total[..., -1:]
+    # the first column whose sum exceeds a share below the whole one, which has a score
+    hit = torch.searchsorted(total, numbers.double() * whole, right=True)
+    wanted = torch.where(whole > 0, count.long().clamp(min=0, max=draws)[..., None], 0)
+    place = torch.where(torch.arange(draws, device=x.device) < wanted, hit.clamp(max=columns), columns)
+    times = torch.zeros(score.shape, dtype=torch.int64, device=x.device).scatter_add(2, place, torch.ones_like(place))
+    found = torch.where(times[..., :columns] > 0, column, columns).sort(-1).values
+    index = torch.nn.functional.pad(found, (0, max(0, draws - columns)), value=columns)[..., :draws]
+    weight = times.gather(-1, index).double().log() - (score.gather(-1, index) / whole).log() - wanted.double().log()
+    used = (times[..., :columns] > 0).sum(-1, dtype=torch.int32)
+    return Sampled(index.to(torch.int32).contiguous(), used, weight.float())
+
+
 def probabilities(x: Tensor, used: Tensor, end: Tensor, uniform: float, power: float, first: int, last: int) -> Tensor:
     """fp64 [L, heads, N]: of each column, 0 past the length. They sum to `used` [L, heads]."""
     columns = x.shape[2]

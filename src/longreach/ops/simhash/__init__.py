@@ -1,10 +1,11 @@
 """simhash: keys sampled by locality-sensitive hashing, with the probability of each (MagicPIG)."""
 
-from longreach.ops.simhash.api import CODES, COLLIDE, WEIGH, Collisions, build, codes, collide, weigh
+from longreach.ops.simhash.api import BUILD, CODES, COLLIDE, WEIGH, Collisions, build, codes, collide, weigh
 from longreach.ops.simhash.probability import inclusion
 from longreach.ops.simhash.tables import HashTables, projections
 
 __all__ = [
+    "BUILD",
     "CODES",
     "COLLIDE",
     "WEIGH",

@@ -263,6 +263,7 @@ def _weigh_reads(
     return Read.of(kv, selection, values=False), Read(other=len(rows.pos) * one)
 
 
+BUILD = Op(build, BUILDING, ())  # what it moves of old entries is counted by the caller, who knows how many there were
 CODES = Op(codes, CODING, (), _codes_reads)
 COLLIDE = Op(collide, COLLIDING, ("rows",), _collide_reads)
 WEIGH = Op(weigh, WEIGHING, reads=_weigh_reads)

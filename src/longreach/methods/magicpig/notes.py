@@ -1,0 +1,93 @@
+"""What a layer's report holds about sampling: shares of the context, search bytes, memory of the tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longreach.methods.base import Notes
+from longreach.methods.call import LayerCall, Noted
+from longreach.ops import Lists
+from longreach.ops.simhash import Collisions
+
+COLUMNS = ("sampled_head", "sampled_group", "overflowed", "search", "attention", "rows")
+AT = {name: number for number, name in enumerate(COLUMNS)}
+Summary = Callable[[Tensor, int], dict[str, Any]]
+
+
+def notes(call: LayerCall, found: Collisions, lists: Lists, began: int, searched: int, summary: Summary) -> Notes:
+    """Notes of a layer's rows. began, searched: reads that the call had noted before the search, and after it."""
+    heads = call.kv.heads
+    group = call.rows.q.shape[1] // heads
+    context = call.context[:, None].double()
+    fits = found.count <= found.index.shape[2]
+    if found.per == "kv":
+        used = torch.arange(found.index.shape[2], dtype=torch.int32, device=found.met.device) < found.count[..., None]
+        head = torch.where(used, found.met, 0).sum(-1, dtype=torch.int64) / group
+        union, over = found.count, ~fits
+    else:
+        union = lists.keys_read(call.rows, call.kv)
+        head, over = (x.double().unflatten(1, (heads, group)).mean(2) for x in (found.count, ~fits))
+    over = over.double()
+    columns = [torch.where(over > 0, torch.nan, x / context).nan_to_num(1.0) for x in (head, union)]
+    noted = call.meter.noted
+    bytes_of = [
+        _bytes(call, some)[:, None].expand(-1, heads) / heads for some in (noted[began:searched], noted[searched:])
+    ]
+    return Notes((torch.stack([*columns, over, *bytes_of, torch.ones_like(over)], -1),), _same, summary)
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+def _bytes(call: LayerCall, noted: Sequence[Noted]) -> Tensor:
+    """fp64 [R]: bytes of keys, values and metadata of these reads; those of all rows together in equal parts."""
+    rows = call.rows.pos.shape[0]
+    total = torch.zeros(rows, dtype=torch.float64, device=call.rows.pos.device)
+    for _, kv, _, read in noted:
+        other = read.other
+        total += other.double() if isinstance(other, Tensor) else other / max(1, rows)
+        if read.selection is not None:
+            each = read.key_bytes + read.value_bytes + read.metadata_bytes
+            total += each * read.selection.keys_read(call.rows, kv).double().sum(1)
+        if isinstance(read.selection, Lists):
+            lists = read.selection
+            weight = 0 if lists.log_weight is None else lists.log_weight.element_size()
+            used = lists.count.masked_fill(lists.overflowed, 0).double().sum(1)
+            total += used * (lists.index.element_size() + weight)
+    return total
+
+
+def summary_of(table_bytes: int, key_value_bytes: int) -> Summary:
+    """table_bytes, key_value_bytes: memory of one sequence at the capacity of the tables, in one layer."""
+    return partial(_summary, table_bytes=table_bytes, key_value_bytes=key_value_bytes)
+
+
+def _summary(sums: Tensor, rows: int, *, table_bytes: int, key_value_bytes: int) -> dict[str, Any]:
+    """The report's values for one layer. sums: fp64 [G, C] of COLUMNS; lists are by KV head. rows: of the layer, those
+    included that attended densely since no key had left the recent tokens; these are in no value.
+
+    sampled_head, sampled_group: mean share of the context that a query head sampled, and that any query head of the
+    KV head did; 1 for a row that overflowed. overflowed: share of rows that sampled more than a list holds and attended
+    densely. search_bytes: look-ups and weights, keys read again for the weights included; attention_bytes: the rest;
+    both over all rows and KV heads. table_bytes_per_sequence, table_share: memory of the tables and of the centre, and
+    over that of keys and values.
+    """
+    mean = sums / sums[:, AT["rows"]].clamp(min=1)[:, None]
+    head, group = (float(mean[:, AT[name]].mean()) for name in ("sampled_head", "sampled_group"))
+    share = table_bytes / key_value_bytes
+    return {
+        "note": f"sampled {head:.2%} a head, {group:.2%} a group; tables {share:.0%} of KV",
+        "sampled_head": mean[:, AT["sampled_head"]].tolist(),
+        "sampled_group": mean[:, AT["sampled_group"]].tolist(),
+        "overflowed": mean[:, AT["overflowed"]].tolist(),
+        "search_bytes": round(float(sums[:, AT["search"]].sum())),
+        "attention_bytes": round(float(sums[:, AT["attention"]].sum())),
+        "table_bytes_per_sequence": table_bytes,
+        "table_share": share,
+    }

@@ -1,0 +1,202 @@
+"""Decoding over sampled keys, against the definition."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from longreach.errors import InvalidInput, Unsupported
+from longreach.methods.call import LayerCall
+from longreach.methods.magicpig import PRESETS, MagicPIG
+from longreach.methods.magicpig import state as state_module
+from longreach.methods.magicpig.state import LayerTables
+from longreach.methods.registry import named
+from longreach.ops import Lists
+from longreach.runtime import Segment
+from tests.methods.drive import outputs, read_text, text
+from tests.methods.magicpig.plain import attended, centred_on, sealed, weights
+from tests.methods.one_layer import CACHES, Layers
+from tests.ops.attend.kernels import PLACE
+
+SMALL = {"bits": 4, "tables": 9, "local": 8, "seal": 8, "dense_layers": ()}
+every_cache = pytest.mark.parametrize("config", CACHES.values(), ids=CACHES)
+ROUNDING = {torch.float32: 1e-4, torch.float16: 1e-3, torch.bfloat16: 1e-3}  # inputs are exact, sums in fp32
+
+
+def check(method: MagicPIG, done: Sequence[tuple[LayerCall, Any]], before: Sequence[int]) -> int:
+    """Every row against its definition; how many keys were left out. before: tokens of each sequence."""
+    left_out = 0
+    for call, outcome in done:
+        for row in range(call.rows.pos.shape[0]):
+            log_weight = weights(method, call, row, before[int(call.rows.seq[row])])
+            out, lse = attended(call, row, log_weight)
+            near = {"rtol": 0, "atol": ROUNDING[call.rows.q.dtype]}
+            torch.testing.assert_close(outcome.partial.out[row].double(), out, **near)
+            torch.testing.assert_close(outcome.partial.lse[row].double(), lse, **near)
+            left_out += int((log_weight == -torch.inf).sum())
+    return left_out
+
+
+@pytest.mark.covering
+@every_cache
+@pytest.mark.parametrize("group", [1, 2, 3, 16])
+@pytest.mark.parametrize("share", ["own", "group"])
+@pytest.mark.parametrize("dtype", ROUNDING)
+def test_rows_of_a_batch(config: Any, group: int, share: str, dtype: torch.dtype) -> None:
+    """Ragged, over steps in which keys enter the tables; one sequence is shorter than sinks and recent tokens."""
+    method = MagicPIG.make(**{**SMALL, "bits": 8 if group == 16 else 4}, share=share)
+    layers = Layers(method, group=group, config=config, dtype=dtype, slots=4)
+    lengths = {3: 43, 0: 20, 2: 5}
+    layers.read(list(lengths), list(lengths.values()))
+    for _ in range(8):
+        left_out = check(method, layers.decode(list(lengths)), list(lengths.values()))
+        lengths = {slot: n + 1 for slot, n in lengths.items()}
+        assert left_out
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        MagicPIG(bits=5, tables=6, least=1, local=4, seal=16, centre=0, seed=7, dense_layers=()),
+        MagicPIG(bits=3, tables=9, least=3, sinks=0, local=1, seal=1, centre=5, floor=0.2, dense_layers=()),
+        MagicPIG(bits=5, tables=12, sinks=11, local=5, seal=3, capacity=0.1, share="own", dense_layers=()),
+        MagicPIG(bits=5, tables=12, local=5, seal=3, capacity=8, dense_layers=()),
+        MagicPIG(bits=10, tables=75, local=8, seal=8, dense_layers=()),
+    ],
+    ids=repr,
+)
+def test_options(method: MagicPIG) -> None:
+    layers = Layers(method, slots=1)
+    layers.read([0], [49])
+    for n in range(49, 53):
+        assert check(method, layers.decode([0]), [n])
+
+
+def test_several_new_tokens_at_once() -> None:
+    """All rows of a pass attend by the tables that were there before it."""
+    method = MagicPIG.make(**SMALL)
+    layers = Layers(method, slots=2)
+    layers.read([0, 1], [30, 44])
+    done = layers._pass(Segment("decode", method), [1, 0], [21, 2], {})
+    assert check(method, done, [44, 30])
+    assert check(method, layers.decode([0, 1]), [32, 65])
+
+
+def test_an_overflow_attends_densely_and_is_counted() -> None:
+    method = MagicPIG(bits=1, tables=30, local=8, seal=8, capacity=5, dense_layers=())
+    layers = Layers(method, slots=1)
+    layers.read([0], [60])
+    ((call, outcome),) = layers.decode([0])
+    assert check(method, [(call, outcome)], [60]) == 0
+    lists = call.meter.values[-1]
+    assert isinstance(lists, Lists) and bool(lists.overflowed.all())
+    columns = outcome.notes.columns(*(x[None] for x in outcome.notes.tensors)).sum(1)[0]
+    said = outcome.notes.summary(columns, 1)
+    assert said["overflowed"] == [1.0, 1.0] and said["sampled_group"] == said["sampled_head"] == [1.0, 1.0]
+
+
+def test_a_short_context_is_dense() -> None:
+    method = MagicPIG(local=16, seal=8, dense_layers=())
+    layers = Layers(method, slots=1)
+    layers.read([0], [20])
+    ((call, outcome),) = layers.decode([0])
+    assert outcome.dense_reason == "no key has left the recent tokens" and check(method, [(call, outcome)], [20]) == 0
+
+
+def test_layers_without_tables() -> None:
+    layers = Layers(MagicPIG(), layers=6, slots=1)  # 0 and 16 of 32
+    layers.read([0], [9])
+    reasons = [outcome.dense_reason for _, outcome in layers.decode([0])]
+    assert [n for n, reason in enumerate(reasons) if reason == "in dense_layers"] == [0, 3]
+    assert Layers(MagicPIG(bits=0)).method.state_bytes(layers.model, 3, 100, torch.float32) == 0
+
+
+def test_the_report_of_a_layer() -> None:
+    """Shares are those of the lists, and search and attention bytes sum to what the call read."""
+    for share in ("own", "group"):
+        method = MagicPIG.make(**SMALL, share=share)
+        layers = Layers(method, slots=2, heads=2, group=3)
+        layers.read([0, 1], [70, 41])
+        ((call, outcome),) = layers.decode([0, 1])
+        found = call.meter.values[-1]
+        assert isinstance(found, Lists)
+        columns = outcome.notes.columns(*(x[None] for x in outcome.notes.tensors)).sum(1)[0]
+        said = outcome.notes.summary(columns, 2)
+        context = call.context.double()[:, None]
+        union = (found.keys_read(call.rows, call.kv) / context).mean(0)
+        torch.testing.assert_close(torch.tensor(said["sampled_group"], dtype=torch.float64), union)
+        alone = (
+            weights(MagicPIG.make(**SMALL, share="own"), call, 0, 70),
+            weights(MagicPIG.make(**SMALL, share="own"), call, 1, 41),
+        )
+        for head in range(2):
+            mine = []
+            for row, n in enumerate((70, 41)):
+                some = alone[row][3 * head : 3 * head + 3, method.sinks : sealed(method, n)]
+                mine.append(float((some > -torch.inf).sum()) / 3 / (n + 1))
+            assert said["sampled_head"][head] == pytest.approx(sum(mine) / 2)
+        state = layers.state()
+        assert isinstance(state, LayerTables)
+        keys = 2 * 2 * state.capacity * 16 * 4
+        assert said["table_share"] == said["table_bytes_per_sequence"] / keys
+        assert said["search_bytes"] > 0 and said["attention_bytes"] > 0
+
+
+@pytest.mark.parametrize("share", ["own", pytest.param("group", marks=pytest.mark.sweep)])
+def test_triton(share: str) -> None:
+    """All of a step by Triton's kernels, sealing included: the keys of the reference."""
+    method = MagicPIG(bits=3, tables=3, local=4, seal=8, share=share, dense_layers=())  # type: ignore[arg-type]
+    whole, results = text(22, seed=8), []
+    for impl, place in (("reference", "cpu"), ("triton", PLACE)):
+        passes = read_text(method, whole.to(place), impl=impl)
+        results.append(outputs(passes).cpu())
+    assert {name for call in passes[-1].calls for name in call.meter.kernels_used} == {"triton"}
+    torch.testing.assert_close(*results, rtol=0, atol=1e-5)
+
+
+def test_presets_and_text() -> None:
+    for bits, tables in PRESETS:
+        method = named("decode", f"magicpig bits={bits} tables={tables}")
+        assert isinstance(method, MagicPIG) and (method.bits, method.tables) == (bits, tables)
+    default = named("decode", "magicpig")
+    assert isinstance(default, MagicPIG) and (default.bits, default.tables, default.share) == (10, 75, "group")
+    with pytest.raises(InvalidInput, match=r"least: expected an int in \[1, 2\] for tables=2, got 3"):
+        MagicPIG(tables=2, least=3)
+
+
+def test_eviction_is_refused() -> None:
+    method = MagicPIG.make(**SMALL)
+    layers = Layers(method, slots=2)
+    layers.read([0], [50])
+    layers.keep(0, 0, 20)
+    with pytest.raises(Unsupported, match=r"magicpig: after eviction a slot holds other keys.*tables name keys by"):
+        layers.decode([0])
+    layers.cache.reset([0])
+    layers.read([0], [40])
+    assert check(method, layers.decode([0]), [40])
+
+
+def test_centres_of_short_contexts() -> None:
+    method = MagicPIG(centre=100, sinks=4, seal=8, local=1)
+    ends = [(stop, centred_on(method, stop)) for stop in (4, 8, 16, 24, 32, 96, 104, 112)]
+    assert ends == [(4, 4), (8, 8), (16, 16), (24, 16), (32, 32), (96, 64), (104, 104), (112, 104)]
+    assert all(method.schedule.centre_stop(stop) == end for stop, end in ends)
+    assert [method.schedule.stop(n) for n in range(200)] == [sealed(method, n) for n in range(200)]
+
+
+def test_segments_and_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts longer than a segment and than what is hashed at a time, in any chunks."""
+    monkeypatch.setattr(state_module, "SEGMENT", 16)
+    monkeypatch.setattr(state_module, "AT_ONCE", 5)
+    method = MagicPIG.make(**SMALL, centre=21)
+    for chunks in ([90], [1, 60, 29], [13] * 6 + [12]):
+        layers = Layers(method, slots=2, seed=3)
+        keys, at = layers.random(90, 2, 16), 0
+        for count in chunks:
+            layers.read([1], [count], k=keys[at : at + count])
+            at += count
+        for n in range(90, 94):
+            assert check(method, layers.decode([1]), [n])

@@ -1,0 +1,222 @@
+"""Hash tables that grow with a sequence, and follow what a cache does to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from longreach import CacheConfig, MagicPIG
+from longreach.cache import KVCache
+from longreach.methods.call import LayerCall
+from longreach.methods.dense import Dense
+from longreach.methods.magicpig import state as state_module
+from longreach.methods.magicpig.state import LayerTables
+from longreach.ops import Lists
+from longreach.ops.simhash import HashTables
+from tests.methods.drive import Pass, Text, Turn, in_phase, new_cache, outputs, read_text, run, states_of, text
+from tests.methods.magicpig.plain import sealed
+from tests.methods.one_layer import CACHES, Layers
+from tests.methods.test_after_keep import Static
+
+METHOD = MagicPIG(bits=4, tables=9, local=8, seal=8, centre=40, dense_layers=())
+each_cache = pytest.mark.parametrize("config", CACHES.values(), ids=CACHES)
+
+
+def prompt(cache: KVCache, whole: Text, count: int, slot: int = 0) -> Pass:
+    return run(cache, in_phase(METHOD, "prefill"), [Turn(whole, slot, count)], phase="prefill")
+
+
+def decode(cache: KVCache, whole: Text, steps: int, slot: int = 0) -> Tensor:
+    return outputs([run(cache, METHOD, [Turn(whole, slot)], phase="decode") for _ in range(steps)])
+
+
+def tables_of(cache: KVCache) -> list[LayerTables]:
+    found = states_of(cache).states((METHOD,))
+    assert all(isinstance(state, LayerTables) for state in found)
+    return found  # type: ignore[return-value]
+
+
+def alike(a: HashTables, b: HashTables, slot: int, end: int) -> bool:
+    """Whether two tables of one segment hold the same keys of a sequence, those up to `end`."""
+    if end <= a.first:
+        return True
+    edges = torch.equal(a.offsets[slot].int(), b.offsets[slot].int())
+    entries = end - a.first
+    return edges and torch.equal(a.ids[slot, :, :, :entries].int(), b.ids[slot, :, :, :entries].int())
+
+
+@each_cache
+@pytest.mark.parametrize("cut", [100, 60, 41, 20, 5, 1])
+def test_truncation(cut: int, config: CacheConfig) -> None:
+    """Across the ends of blocks, and back to where the centre was another: as if the rest had never been."""
+    whole, cache, fresh = text(130, seed=1), new_cache(config), new_cache(config)
+    prompt(cache, whole, 90)
+    decode(cache, whole, 14)
+    cache.truncate([0], [cut])
+    assert all(state.stop[0] <= max(cut - METHOD.local, METHOD.sinks) for state in tables_of(cache))
+    prompt(fresh, whole, cut)
+    found, want = decode(cache, whole, 12), decode(fresh, whole, 12)
+    torch.testing.assert_close(found, want, rtol=0, atol=2e-5)
+    for one, other in zip(tables_of(cache), tables_of(fresh), strict=True):
+        assert one.stop == other.stop and one.centred == other.centred
+        assert torch.equal(one.centre, other.centre) and alike(one.tables, other.tables, 0, one.stop[0])
+
+
+def test_a_slot_begins_anew() -> None:
+    cache = new_cache()
+    prompt(cache, text(80, seed=1), 70)
+    decode(cache, text(80, seed=1), 2)
+    cache.reset([0])
+    assert all(state.stop == [METHOD.sinks] and not state.centre.any() for state in tables_of(cache))
+    other = text(60, seed=2)
+    torch.testing.assert_close(outputs(read_text(METHOD, other, cache=cache)), outputs(read_text(METHOD, other)))
+
+
+@each_cache
+def test_further_prompts(config: CacheConfig) -> None:
+    """Decoding between prompts changes nothing in the tables, nor does decoding without having observed."""
+    whole, cache, straight, late = text(140, seed=3), *(new_cache(config) for _ in range(3))
+    prompt(cache, whole, 40)
+    decode(cache, whole, 9)
+    prompt(cache, whole, 60)
+    prompt(straight, whole, 109)
+    run(late, Dense(), [Turn(whole, 0, 109)], phase="prefill")
+    want = decode(straight, whole, 10)
+    for other in (cache, late):
+        torch.testing.assert_close(decode(other, whole, 10), want, rtol=0, atol=2e-5)
+
+
+@each_cache
+def test_generation_has_no_length_limit(config: CacheConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a prompt of one token on, past segments, doublings of the memory and the last change of the centre."""
+    monkeypatch.setattr(state_module, "SEGMENT", 64)
+    layers = Layers(METHOD, slots=2, config=config)
+    layers.read([1], [1])
+    sampled = 0
+    for n in range(1, 700):
+        ((call, outcome),) = layers.decode([1])
+        state = layers.state()
+        assert isinstance(state, LayerTables)
+        assert state.stop[1] == int(state.tables.stop[1]) == sealed(METHOD, n + 1)
+        assert bool(outcome.dense_reason) == (sealed(METHOD, n) == METHOD.sinks)
+        sampled += 0 if outcome.dense_reason else int(call.meter.values[-1].count.sum())  # type: ignore[union-attr]
+    assert sampled and state.capacity >= 700 and state.generation > 0 and state.centred[1] == 44
+    assert state.nbytes == sum(x.nbytes for x in (*_tensors(state.tables), state.centre, state.projections))
+
+
+def _tensors(tables: HashTables) -> list[Tensor]:
+    return [tables.ids, tables.offsets, tables.stop]
+
+
+def test_state_bytes() -> None:
+    """They are known before anything is allocated, and grow with the capacity."""
+    layers = Layers(METHOD, slots=3, config=CacheConfig(capacity=500), layers=2)
+    layers.read([0], [20])
+    declared = METHOD.state_bytes(layers.model, 3, 500, torch.float32)
+    assert declared == layers.states.nbytes
+    assert declared < METHOD.state_bytes(layers.model, 3, 1000, torch.float32)
+
+
+@pytest.mark.parametrize("bad", [0.0, torch.nan, torch.inf, -torch.inf])
+def test_bad_keys_do_not_poison_the_tables(bad: float) -> None:
+    """The centre leaves them out, and rows of other sequences, and rows after truncation, never notice."""
+    whole, clean, cache = text(100, seed=4), new_cache(slots=2), new_cache(slots=2)
+    spoilt = Text(whole.q, whole.k.clone(), whole.v)
+    spoilt.k[:, 20:23, 1] = bad
+    for other, mine in ((clean, whole), (cache, spoilt)):
+        prompt(other, whole, 50, slot=1)
+        prompt(other, mine, 60)
+    torch.testing.assert_close(decode(cache, whole, 5, slot=1), decode(clean, whole, 5, slot=1), rtol=0, atol=0)
+    for state in tables_of(cache):
+        assert bool(state.centre.isfinite().all())
+    decode(cache, whole, 10)
+    kept = text(100, seed=4)
+    assert all(alike(a.tables, b.tables, 1, a.stop[1]) for a, b in zip(tables_of(cache), tables_of(clean), strict=True))
+    for other in (cache, clean):
+        other.truncate([0], [18])
+        prompt(other, kept, 40)
+    torch.testing.assert_close(decode(cache, kept, 5), decode(clean, kept, 5), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("bad", [0.0, torch.nan])
+def test_bad_queries_do_not_poison_the_tables(bad: float) -> None:
+    layers, other = (Layers(METHOD, slots=1, seed=6) for _ in range(2))
+    for one in (layers, other):
+        one.read([0], [60])
+    q = layers.random(1, 4, 16)
+    good, odd = other.decode([0], q=q)[0], layers.decode([0], q=torch.full_like(q, bad))[0]
+    other.draw.set_state(layers.draw.get_state())
+    assert bool(odd[1].partial.out.isnan().any()) == (bad != bad)
+    lists = odd[0].meter.values[-1]
+    assert isinstance(lists, Lists) and not bool(lists.log_weight[0, 0, : int(lists.count[0, 0])].isnan().any())  # type: ignore[index]
+    assert torch.equal(good[0].kv.seq_lens, odd[0].kv.seq_lens)
+    for a, b in zip(_tensors(layers.state().tables), _tensors(other.state().tables), strict=True):  # type: ignore[attr-defined]
+        assert torch.equal(a.int()[..., :1], b.int()[..., :1])
+
+
+@each_cache
+def test_steps_over_fixed_buffers(config: CacheConfig) -> None:
+    """Positions that are on the device only, as in a captured step; blocks are sealed within it."""
+    texts, lengths, slots = {1: text(80, seed=1), 0: text(70, seed=2)}, {1: 40, 0: 13}, [1, 0]
+    caches = [new_cache(config, slots=2) for _ in range(2)]
+    for cache in caches:
+        for slot in slots:
+            prompt(cache, texts[slot], lengths[slot], slot)
+    want = [run(caches[0], METHOD, [Turn(texts[s], s) for s in slots], phase="decode") for _ in range(20)]
+    static = Static(caches[1], METHOD, slots, width=20 if config.kind == "paged" else 1)
+
+    def tokens(n: int) -> Text:
+        each = [Text(*(x[:, lengths[s] + n] for x in (texts[s].q, texts[s].k, texts[s].v))) for s in slots]
+        return Text(*(torch.stack(x, 1) for x in zip(*((t.q, t.k, t.v) for t in each), strict=True)))
+
+    got = static.decode([tokens(n) for n in range(20)], False)
+    for mine, plain in zip(got, want, strict=True):
+        torch.testing.assert_close(mine, torch.stack([o.partial.out for o in plain.outcomes]), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_interrupt_while_keys_are_sealed(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pass fails, and the next one is what it would have been."""
+    whole, cache, fresh = text(100, seed=7), new_cache(), new_cache()
+    prompt(cache, whole, 63)
+    prompt(fresh, whole, 63)
+    original, calls = LayerCall.op, [0]
+
+    def fails(self: LayerCall, name: str, *given: Any, **options: Any) -> Any:
+        calls[0] += name == "simhash_build"
+        if calls[0] < 2 or name != "simhash_build":
+            return original(self, name, *given, **options)
+        if when == "after":  # in the second layer
+            original(self, name, *given, **options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LayerCall, "op", fails)
+    with pytest.raises(KeyboardInterrupt):
+        decode(cache, whole, 1)
+    monkeypatch.undo()
+    step = cache.begin([0], [1])  # the unfinished pass counts as failed
+    cache.abort(step)
+    torch.testing.assert_close(decode(cache, whole, 20), decode(fresh, whole, 20), rtol=0, atol=2e-5)
+
+
+def test_reads_of_hashing_are_counted() -> None:
+    """A key is read when it enters the tables, and again where the centre changes."""
+    layers = Layers(METHOD, slots=1)
+
+    def keys_hashed(call: Any, lists: Sequence[Any]) -> int:
+        spans = [
+            r for r in lists if r.read.key_bytes and not r.read.value_bytes and not isinstance(r.read.selection, Lists)
+        ]
+        return sum(int(r.read.selection.keys_read(call.rows, call.kv)[:, 0].sum()) for r in spans)
+
+    layers.read([0], [39])
+    found = []
+    for _ in range(20):
+        ((call, _),) = layers.decode([0])
+        found.append(keys_hashed(call, call.meter.noted))
+    # at 40 tokens the first 32 are in the tables, and the centre, of 16 until now, is made of them
+    assert found[0] == 28 + 28 and found[8] == 8 and found[16] == 40 + 44 and sum(found) == 56 + 8 + 84
