@@ -245,13 +245,13 @@ CASES = {
     # its default attends densely in contexts as short as these, so "default" is a small one
     "magicpig": Case(
         everything=MagicPIG(bits=0),
-        default=MagicPIG(bits=5, tables=12, local=8, seal=8, dense_layers=()),
+        default=MagicPIG(bits=5, tables=12, local=8, seal=8, centre=8, dense_layers=()),
         heavy=(1, CONTEXT - 5),
-        lost=Lost(MagicPIG(bits=16, tables=2, local=8, seal=8, dense_layers=()), {MIDDLE: HEAVY}, MIDDLE),
+        lost=Lost(MagicPIG(bits=16, tables=2, local=8, seal=8, centre=8, dense_layers=()), {MIDDLE: HEAVY}, MIDDLE),
         variants=(
             MagicPIG(bits=4, tables=9, share="own", sinks=1, local=4, seal=16, centre=7, dense_layers=(1,)),
             MagicPIG(bits=3, tables=5, least=1, sinks=0, local=8, seal=8, centre=0, floor=0.1, seed=3),
-            MagicPIG(bits=4, tables=20, local=8, seal=8, capacity=15, dense_layers=()),
+            MagicPIG(bits=4, tables=20, local=8, seal=8, centre=8, capacity=15, dense_layers=()),
         ),
         refused=(
             *({"bits": x} for x in (-1, 17, 2.0, True, None)),

@@ -61,7 +61,7 @@ WORKING = [
 ]
 REFUSING = [Kascade(k=5, min_keys=5), Kascade(k=5, min_keys=5, scoring="int8"), OmniKV(k=5, layers=(0,)),
             LessIsMore(k=5, layers=(0,)), OracleTopK(k=5, heads="all"),
-            MagicPIG(bits=4, tables=9, local=4, seal=4)]  # fmt: skip
+            MagicPIG(bits=4, tables=9, local=4, seal=4, centre=8)]  # fmt: skip
 each_cache = pytest.mark.parametrize("config", CACHES.values(), ids=CACHES)
 impls = ["reference", "triton"]
 

@@ -36,7 +36,7 @@ OF_TOKENS = [
     Quest(k=8, page=4, dense_layers=()),
     Loki(k=6, rank=4),
     Kascade(k=5, min_keys=5, scoring="int8"),
-    MagicPIG(bits=4, tables=9, local=8, seal=8, dense_layers=()),
+    MagicPIG(bits=4, tables=9, local=8, seal=8, centre=8, dense_layers=()),
 ]
 RING = MAC(window=40, band=3, tau=0.0, min_context=0)
 POSITIONS = {"some": [20, 21, 37, 58], "to the end": list(range(30, PROMPT)), "all": list(range(PROMPT))}

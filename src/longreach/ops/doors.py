@@ -33,6 +33,7 @@ OPS = {
     "simhash_build": "longreach.ops.simhash:BUILD",
     "simhash_codes": "longreach.ops.simhash:CODES",
     "simhash_collide": "longreach.ops.simhash:COLLIDE",
+    "simhash_seal": "longreach.ops.simhash:SEAL",
     "simhash_weigh": "longreach.ops.simhash:WEIGH",
     "spread_logits": "longreach.ops.across_heads:SPREAD_LOGITS",
     "top_k": "longreach.ops.top_k:TOP_K",

@@ -14,22 +14,13 @@ from tests.methods.one_layer import keys_of
 
 
 def sealed(method: MagicPIG, tokens: int) -> int:
-    """The end of the keys in tables, found by appending one token after the other."""
-    stop = method.sinks
+    """The end of the keys in tables, found by appending one token after the other: each may bring one block."""
+    stop = 0
     for n in range(1, tokens + 1):
-        if n - method.local > stop and (n - method.local) % method.seal == 0:
-            stop = n - method.local
-    return stop
-
-
-def centred_on(method: MagicPIG, stop: int) -> int:
-    """The end of the keys whose mean is the centre."""
-    if not method.centre or stop <= method.sinks:
-        return method.sinks
-    end = method.seal
-    while 2 * end <= stop:
-        end *= 2
-    return method.sinks + method.centre if stop >= method.sinks + method.centre else end if end > method.sinks else stop
+        left = n - method.local
+        if left >= method.sinks + method.centre and left >= stop + method.seal:
+            stop += method.seal
+    return max(stop, method.sinks)
 
 
 def inclusion(method: MagicPIG, cosine: float) -> float:
@@ -46,8 +37,9 @@ def weights(method: MagicPIG, call: LayerCall, row: int, tokens: int) -> Tensor:
     """
     keys, group = keys_of(call, row), call.rows.q.shape[1] // call.kv.heads
     stop, heads = sealed(method, tokens), call.rows.q.shape[1]
-    centre = keys[method.sinks : centred_on(method, stop)]
-    centre = centre.mean(0).float().double() if len(centre) else torch.zeros_like(keys[0])
+    centre = torch.zeros_like(keys[0])
+    if method.centre and stop > method.sinks:
+        centre = keys[method.sinks :][: method.centre].mean(0).float().double()
     directions = projections(keys.shape[2], method.bits, method.tables, method.seed).double()
     found = torch.zeros(heads, keys.shape[0], dtype=torch.float64)
     found[:, method.sinks : stop] = -torch.inf

@@ -15,13 +15,14 @@ from longreach.methods.magicpig import state as state_module
 from longreach.methods.magicpig.state import LayerTables
 from longreach.methods.registry import named
 from longreach.ops import Lists
+from longreach.ops.simhash import sealing
 from longreach.runtime import Segment
 from tests.methods.drive import outputs, read_text, text
-from tests.methods.magicpig.plain import attended, centred_on, sealed, weights
+from tests.methods.magicpig.plain import attended, sealed, weights
 from tests.methods.one_layer import CACHES, Layers
 from tests.ops.attend.kernels import PLACE
 
-SMALL = {"bits": 4, "tables": 9, "local": 8, "seal": 8, "dense_layers": ()}
+SMALL = {"bits": 4, "tables": 9, "local": 8, "seal": 8, "centre": 16, "dense_layers": ()}
 every_cache = pytest.mark.parametrize("config", CACHES.values(), ids=CACHES)
 ROUNDING = {torch.float32: 1e-4, torch.float16: 1e-3, torch.bfloat16: 1e-3}  # inputs are exact, sums in fp32
 
@@ -62,9 +63,9 @@ def test_rows_of_a_batch(config: Any, group: int, share: str, dtype: torch.dtype
     [
         MagicPIG(bits=5, tables=6, least=1, local=4, seal=16, centre=0, seed=7, dense_layers=()),
         MagicPIG(bits=3, tables=9, least=3, sinks=0, local=1, seal=1, centre=5, floor=0.2, dense_layers=()),
-        MagicPIG(bits=5, tables=12, sinks=11, local=5, seal=3, capacity=0.1, share="own", dense_layers=()),
-        MagicPIG(bits=5, tables=12, local=5, seal=3, capacity=8, dense_layers=()),
-        MagicPIG(bits=10, tables=75, local=8, seal=8, dense_layers=()),
+        MagicPIG(bits=5, tables=12, sinks=11, local=5, seal=3, centre=9, capacity=0.1, share="own", dense_layers=()),
+        MagicPIG(bits=5, tables=12, local=5, seal=3, centre=9, capacity=8, dense_layers=()),
+        MagicPIG(bits=10, tables=75, local=8, seal=8, centre=9, dense_layers=()),
     ],
     ids=repr,
 )
@@ -86,7 +87,7 @@ def test_several_new_tokens_at_once() -> None:
 
 
 def test_an_overflow_attends_densely_and_is_counted() -> None:
-    method = MagicPIG(bits=1, tables=30, local=8, seal=8, capacity=5, dense_layers=())
+    method = MagicPIG(bits=1, tables=30, local=8, seal=8, centre=16, capacity=5, dense_layers=())
     layers = Layers(method, slots=1)
     layers.read([0], [60])
     ((call, outcome),) = layers.decode([0])
@@ -103,7 +104,9 @@ def test_a_short_context_is_dense() -> None:
     layers = Layers(method, slots=1)
     layers.read([0], [20])
     ((call, outcome),) = layers.decode([0])
-    assert outcome.dense_reason == "no key has left the recent tokens" and check(method, [(call, outcome)], [20]) == 0
+    assert check(method, [(call, outcome)], [20]) == 0
+    columns = outcome.notes.columns(*(x[None] for x in outcome.notes.tensors)).sum(1)[0]
+    assert not columns.any()  # such rows are in no value of the report
 
 
 def test_layers_without_tables() -> None:
@@ -148,7 +151,7 @@ def test_the_report_of_a_layer() -> None:
 @pytest.mark.parametrize("share", ["own", pytest.param("group", marks=pytest.mark.sweep)])
 def test_triton(share: str) -> None:
     """All of a step by Triton's kernels, sealing included: the keys of the reference."""
-    method = MagicPIG(bits=3, tables=3, local=4, seal=8, share=share, dense_layers=())  # type: ignore[arg-type]
+    method = MagicPIG(bits=3, tables=3, local=4, seal=4, centre=6, share=share, dense_layers=())  # type: ignore[arg-type]
     whole, results = text(22, seed=8), []
     for impl, place in (("reference", "cpu"), ("triton", PLACE)):
         passes = read_text(method, whole.to(place), impl=impl)
@@ -179,19 +182,18 @@ def test_eviction_is_refused() -> None:
     assert check(method, layers.decode([0]), [40])
 
 
-def test_centres_of_short_contexts() -> None:
-    method = MagicPIG(centre=100, sinks=4, seal=8, local=1)
-    ends = [(stop, centred_on(method, stop)) for stop in (4, 8, 16, 24, 32, 96, 104, 112)]
-    assert ends == [(4, 4), (8, 8), (16, 16), (24, 16), (32, 32), (96, 64), (104, 104), (112, 104)]
-    assert all(method.schedule.centre_stop(stop) == end for stop, end in ends)
-    assert [method.schedule.stop(n) for n in range(200)] == [sealed(method, n) for n in range(200)]
+def test_when_blocks_enter() -> None:
+    for options in ((4, 1, 8, 100), (0, 1, 1, 5), (11, 5, 3, 9), (4, 64, 256, 0), (300, 8, 16, 0)):
+        method = MagicPIG(**dict(zip(("sinks", "local", "seal", "centre"), options, strict=True)))  # type: ignore[arg-type]
+        found = method.schedule.stop(torch.arange(700))
+        assert found.tolist() == [sealed(method, n) for n in range(700)]
 
 
 def test_segments_and_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts longer than a segment and than what is hashed at a time, in any chunks."""
     monkeypatch.setattr(state_module, "SEGMENT", 16)
-    monkeypatch.setattr(state_module, "AT_ONCE", 5)
-    method = MagicPIG.make(**SMALL, centre=21)
+    monkeypatch.setattr(sealing, "AT_ONCE", 5)
+    method = MagicPIG.make(**{**SMALL, "centre": 21})
     for chunks in ([90], [1, 60, 29], [13] * 6 + [12]):
         layers = Layers(method, slots=2, seed=3)
         keys, at = layers.random(90, 2, 16), 0

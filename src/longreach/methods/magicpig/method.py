@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
+from torch import Tensor
 
 from longreach.cache import SequenceState
 from longreach.errors import InvalidInput
 from longreach.methods.base import AttentionMethod, Outcome, attend_densely, budget, check_budget, is_count
 from longreach.methods.call import LayerCall, ModelShape
 from longreach.methods.choosing import OTHER_KEYS, check_layers, check_layers_of, max_keys, placed
-from longreach.methods.magicpig.holds import Hold, holds_of
 from longreach.methods.magicpig.notes import notes
 from longreach.methods.magicpig.schedule import Schedule
 from longreach.methods.magicpig.state import LayerTables
 from longreach.ops import Rows, Span, Spans, absolute, merge, relative
-from longreach.ops.doors import Read
 from longreach.ops.simhash import projections
 from longreach.ops.simhash.api import Share
 from longreach.ops.simhash.probability import MOST_BITS, MOST_LEAST, MOST_TABLES
@@ -27,6 +25,7 @@ from longreach.ops.types import require
 
 PRESETS = ((8, 75), (9, 120), (10, 75), (10, 150), (10, 220), (11, 300))  # (bits, tables) of the paper, and (10, 75)
 PAPER = ((0, 16), 32)  # dense layers, of so many
+PROMPT = 1 << 12  # keys of a prompt that are hashed at a time
 
 
 @dataclass(frozen=True)
@@ -46,17 +45,17 @@ class MagicPIG(AttentionMethod):
     query head attends to its own sample (the paper).
     sinks, local: first and last tokens that are always attended to; they are in no table.
     seal: a token that leaves the last `local` is attended to until its block of `seal` positions is complete, which
-    enters the tables then.
-    centre: keys are hashed less the mean of the first `centre` keys after the sinks, of each KV head. In a context of
-    fewer keys it is the mean of the first seal, 2 seal, 4 seal ... positions. 0: they are not centred. The paper takes
-    the mean of the prompt, which depends on how the prompt is cut into chunks.
+    enters the tables at the next token.
+    centre: keys are hashed less the mean of the first `centre` keys after the sinks, of each KV head. No block enters
+    before these have left the last `local`. 0: keys are not centred. The paper takes the mean of the prompt, which
+    depends on how the prompt is cut into chunks.
     floor: a smaller u counts as this much: it bounds the weights, and biases keys below it.
     capacity: the most keys a list holds, a count or a fraction of the row's context. A row that samples more attends
     densely in that head; the report counts it.
     dense_layers: layers that attend densely. None: the paper's (0 and 16 of 32), at the same relative depth.
 
-    A context that is all sinks, recent and unsealed tokens is attended to densely. Eviction is refused: tables name
-    keys by their slot, and keys of one slot differ from head to head after it.
+    All of a context that has no block in the tables is attended to. Eviction is refused: tables name keys by their
+    slot, and keys of one slot differ from head to head after it.
     Metadata read: projections, look-ups in the tables, lists. Keys are read to weigh them, to attend, and to be hashed.
     """
 
@@ -67,7 +66,7 @@ class MagicPIG(AttentionMethod):
     sinks: int = 4
     local: int = 64
     seal: int = 256
-    centre: int = 4096
+    centre: int = 1024
     floor: float = 0.0
     capacity: int | float = 0.5
     seed: int = 0
@@ -75,7 +74,6 @@ class MagicPIG(AttentionMethod):
 
     name = "magicpig"
     phases = ("decode",)
-    capture = "piecewise"  # collide and build work on the host where they have no Triton kernels
     keeps = "tokens"
     observes_prompt = True
     reads_follow_lengths = False
@@ -123,22 +121,15 @@ class MagicPIG(AttentionMethod):
     def observe_prompt(self, call: LayerCall, state: SequenceState | None) -> None:
         if isinstance(state, LayerTables) and not call.evicted:
             state.ensure_capacity(call.kv)
-            self._follow(call, state, [(hold, hold.after) for hold in holds_of(call)])
+            state.follow(call, call.once("magicpig: tokens after", lambda: _after(call)), PROMPT)
 
     def run(self, call: LayerCall, state: SequenceState | None) -> Outcome:
         if not isinstance(state, LayerTables):
             return attend_densely(call, self._dense_reason(call))
         call.refuse_evicted(self)
         state.ensure_capacity(call.kv)
-        holds = holds_of(call)
-        self._follow(call, state, [(hold, hold.before) for hold in holds])
-        if all(state.stop[hold.slot] <= self.sinks for hold in holds):
-            outcome = attend_densely(call, "no key has left the recent tokens")
-        else:
-            outcome = self._sampled(call, state)
-        # after attention, which has just read the keys that enter the tables now
-        self._follow(call, state, [(hold, hold.after) for hold in holds])
-        return outcome
+        state.follow(call, call.once("magicpig: tokens before", lambda: _before(call)), self.seal)
+        return self._sampled(call, state)
 
     def _sampled(self, call: LayerCall, state: LayerTables) -> Outcome:
         began, tables = len(call.meter.noted), state.tables
@@ -160,21 +151,13 @@ class MagicPIG(AttentionMethod):
         )  # fmt: skip
         searched = len(call.meter.noted)
         over, start = lists.overflowed, tables.stop[by_slot.seq.long()].long().clamp(min=self.sinks)[:, None]
+        sampled = start > self.sinks
         # a list that overflowed is attended to as everything, so nothing is left for the spans
         sinks = torch.where(over, 0, self.sinks)
         rest = torch.where(over, call.context[:, None], start)
         always = Spans((Span(absolute(0), absolute(sinks)), Span(absolute(rest), relative(1))), lists.per)
         whole = merge(call.attend(always), call.attend(lists, sink=False))
-        return Outcome(whole, notes=notes(call, found, lists, began, searched, state.summary))
-
-    def _follow(self, call: LayerCall, state: LayerTables, lengths: Sequence[tuple[Hold, int]]) -> None:
-        """Bring the tables to these lengths, and count the keys that were read for it."""
-        with torch.inference_mode(False), torch.no_grad():
-            read = state.follow(call, lengths)
-        for hold, start, stop in read:
-            bounds = torch.zeros(2, len(call.rows.pos), 1, dtype=torch.int64, device=call.rows.pos.device)
-            bounds[0, hold.row], bounds[1, hold.row] = start, stop
-            call.count_read(Read.of(call.kv, Spans((Span(*map(absolute, bounds)),)), values=False))
+        return Outcome(whole, notes=notes(call, found, lists, sampled, began, searched, state.summary))
 
     def _dense_reason(self, call: LayerCall) -> str | None:
         """Why a layer has no tables; None if it has."""
@@ -196,3 +179,17 @@ class MagicPIG(AttentionMethod):
         inputs = 4 * model.head_dim * (model.kv_heads + model.query_heads)
         codes = 2 * model.query_heads * self.tables
         return rows * (codes + max(counters, (4 + 1 + 4 + 2) * listed + results + inputs))
+
+
+def _after(call: LayerCall) -> Tensor:
+    """int64 [B]: tokens with those of the pass, 0 for a sequence that has no rows."""
+    none = torch.zeros(call.kv.sequences, dtype=torch.int64, device=call.rows.pos.device)
+    return none.scatter_reduce_(0, call.rows.seq.long(), call.context, "amax")
+
+
+def _before(call: LayerCall) -> Tensor:
+    """int64 [B]: tokens that come before the first row, 0 for a sequence that has none."""
+    never = torch.iinfo(torch.int64).max
+    first = torch.full((call.kv.sequences,), never, dtype=torch.int64, device=call.rows.pos.device)
+    first.scatter_reduce_(0, call.rows.seq.long(), call.rows.pos.long(), "amin")
+    return torch.where(first == never, 0, first)

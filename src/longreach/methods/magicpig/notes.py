@@ -19,8 +19,12 @@ AT = {name: number for number, name in enumerate(COLUMNS)}
 Summary = Callable[[Tensor, int], dict[str, Any]]
 
 
-def notes(call: LayerCall, found: Collisions, lists: Lists, began: int, searched: int, summary: Summary) -> Notes:
-    """Notes of a layer's rows. began, searched: reads that the call had noted before the search, and after it."""
+def notes(
+    call: LayerCall, found: Collisions, lists: Lists, sampled: Tensor, began: int, searched: int, summary: Summary
+) -> Notes:
+    """Notes of a layer's rows. sampled: bool [R, 1], rows of sequences with keys in the tables; others count for
+    nothing. began, searched: reads that the call had noted before the search, and after it.
+    """
     heads = call.kv.heads
     group = call.rows.q.shape[1] // heads
     context = call.context[:, None].double()
@@ -38,7 +42,8 @@ def notes(call: LayerCall, found: Collisions, lists: Lists, began: int, searched
     bytes_of = [
         _bytes(call, some)[:, None].expand(-1, heads) / heads for some in (noted[began:searched], noted[searched:])
     ]
-    return Notes((torch.stack([*columns, over, *bytes_of, torch.ones_like(over)], -1),), _same, summary)
+    found_of = torch.stack([*columns, over, *bytes_of, torch.ones_like(over)], -1)
+    return Notes((torch.where(sampled[..., None], found_of, 0),), _same, summary)
 
 
 def _same(x: Tensor) -> Tensor:
@@ -70,7 +75,7 @@ def summary_of(table_bytes: int, key_value_bytes: int) -> Summary:
 
 def _summary(sums: Tensor, rows: int, *, table_bytes: int, key_value_bytes: int) -> dict[str, Any]:
     """The report's values for one layer. sums: fp64 [G, C] of COLUMNS; lists are by KV head. rows: of the layer, those
-    included that attended densely since no key had left the recent tokens; these are in no value.
+    included of sequences without keys in the tables, which are in no value.
 
     sampled_head, sampled_group: mean share of the context that a query head sampled, and that any query head of the
     KV head did; 1 for a row that overflowed. overflowed: share of rows that sampled more than a list holds and attended

@@ -1,16 +1,19 @@
-"""When keys enter the hash tables, and which keys their centre is the mean of."""
+"""When keys enter the hash tables."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 
 @dataclass(frozen=True)
 class Schedule:
-    """Both follow from the number of tokens alone, so chunks, batches and truncation do not change them.
+    """It follows from the number of tokens alone, so chunks, batches and truncation do not change it.
 
     sinks: first keys, never in the tables. local: last keys, not in the tables. seal: keys enter in blocks of `seal`,
-    cut at multiples of it. centre: most keys of the mean; 0: keys are not centred.
+    cut at multiples of it. centre: keys of the mean that is subtracted; no block enters before they have left `local`.
     """
 
     sinks: int
@@ -18,19 +21,16 @@ class Schedule:
     seal: int
     centre: int
 
-    def stop(self, length: int) -> int:
-        """Keys [sinks, stop) of a sequence of `length` tokens are in the tables; `sinks` if there are none."""
-        return max((length - self.local) // self.seal * self.seal, self.sinks)
+    @property
+    def start(self) -> int:
+        """The number of tokens at which the first block enters the tables."""
+        return self.local + max(self.seal, self.sinks + self.centre)
 
-    def centre_stop(self, stop: int) -> int:
-        """Keys [sinks, centre_stop) make the centre of tables that end at `stop`; `sinks` for no centre.
+    def stop(self, tokens: Tensor) -> Tensor:
+        """Keys [sinks, stop) of sequences of so many tokens are in the tables; `sinks` if there are none.
 
-        The first `centre` keys, once they are there. Before that, the first seal, 2 seal, 4 seal ... positions: the
-        centre of a short context changes each time the context doubles, and all its keys are hashed again.
+        One block enters with the token that makes `start`, and one with each token after it until all complete blocks
+        have: so a decode step never adds more than one block a row.
         """
-        if not self.centre or stop <= self.sinks:
-            return self.sinks
-        if stop >= self.sinks + self.centre:
-            return self.sinks + self.centre
-        doubled = self.seal << (stop // self.seal).bit_length() - 1
-        return doubled if doubled > self.sinks else stop
+        complete = torch.div(tokens - self.local, self.seal, rounding_mode="floor")
+        return torch.minimum(complete, tokens - self.start + 1).mul(self.seal).clamp(min=self.sinks)

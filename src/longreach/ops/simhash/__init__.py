@@ -1,6 +1,6 @@
 """simhash: keys sampled by locality-sensitive hashing, with the probability of each (MagicPIG)."""
 
-from longreach.ops.simhash.api import BUILD, CODES, COLLIDE, WEIGH, Collisions, build, codes, collide, weigh
+from longreach.ops.simhash.api import BUILD, CODES, COLLIDE, SEAL, WEIGH, Collisions, build, codes, collide, seal, weigh
 from longreach.ops.simhash.probability import inclusion
 from longreach.ops.simhash.tables import HashTables, projections
 
@@ -8,6 +8,7 @@ __all__ = [
     "BUILD",
     "CODES",
     "COLLIDE",
+    "SEAL",
     "WEIGH",
     "Collisions",
     "HashTables",
@@ -16,5 +17,6 @@ __all__ = [
     "collide",
     "inclusion",
     "projections",
+    "seal",
     "weigh",
 ]

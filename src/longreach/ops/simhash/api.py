@@ -1,8 +1,9 @@
-"""Sampling keys by locality-sensitive hashing: the front doors of codes, build, collide and weigh.
+"""Sampling keys by locality-sensitive hashing: the front doors of codes, build, seal, collide and weigh.
 
 A decode step of MagicPIG (Chen et al., 2024, arXiv 2410.16179) hashes the queries (`codes`), looks up the keys that
 fall into the same buckets (`collide`), and gives each the log-weight that makes attention over the sample unbiased
-(`weigh`). `build` adds new keys to the tables. Given the same codes, all implementations choose the same keys.
+(`weigh`). `build` adds new keys to the tables by their codes; `seal` hashes those of a cache and adds them. Given the
+same codes, all implementations choose the same keys.
 
 A vector is *void* if its squared norm in fp32 is zero or not finite: zeros, NaN, infinities. Its code is 0 in all
 tables. Two void vectors always collide, so u = 1. A void and another vector have p = 1/2, which is how often they do.
@@ -41,6 +42,7 @@ def _named(op: str) -> Implementations:
 CODING = _named("codes")
 BUILDING = _named("build")
 COLLIDING = _named("collide")
+SEALING = _named("seal")
 WEIGHING = _named("weigh")
 
 
@@ -127,6 +129,69 @@ def build(tables: HashTables, codes: Tensor, seq: Tensor, count: Tensor, *, impl
         require(end <= room, lambda: f"count: expected keys at positions below N={room}, got some up to {end - 1}")
         _check_codes(codes, tables)
     BUILDING.get(impl, tables.ids.device)(tables, codes, seq, count)
+
+
+@torch.no_grad()
+def seal(
+    kv: KVView,
+    slots: Tensor,
+    tables: HashTables,
+    projections: Tensor,
+    centre: Tensor,
+    stop: Tensor,
+    *,
+    centred: int,
+    block: int = 1 << 12,
+    impl: str = "auto",
+) -> Tensor:
+    """Add keys of a view to the tables, in place: those of sequence b up to position stop[b], hashed less its centre.
+
+    slots: int [B], distinct: the sequence in the tables and in centre, for each of the view. stop: int [B]. A sequence
+    whose tables reach stop[b] already keeps them as they are; keys of a view below stop[b] must be there.
+    projections: bf16 [tables, bits, D]. centre: fp32 [sequences of the tables, G, D], contiguous. When the first keys
+    of a sequence enter the tables, it becomes the mean of keys [first, first + centred), those left out that are not
+    finite; `centred` = 0 leaves it alone. These keys must be there too.
+    block: keys that the Triton kernel hashes at a time; it needs 2 B G tables block bytes.
+    Returns the ends of the tables before: int32 [B].
+    Nothing waits for a GPU, where the amount of work follows from values on the device. Where an exception interrupts
+    it, `tables.stop` is right for each sequence.
+    On a CPU InvalidInput is raised for a stop past the keys of a sequence or past the tables' N positions.
+    """
+    require(isinstance(kv, KVView), lambda: f"kv: expected a KVView, got {describe(kv)}")
+    require(isinstance(tables, HashTables), lambda: f"tables: expected HashTables, got {describe(tables)}")
+    require(kv.slot_pos is None, "kv: expected slots in the order of positions, got slot_pos; hashing has no eviction")
+    heads, dim, at = kv.heads, kv.k.shape[3], kv.k.device
+    ok = tables.heads == heads and tables.ids.device == at
+    require(ok, lambda: f"tables: expected {heads} KV heads on {at}, got {tables.heads} on {tables.ids.device}")
+    shape = (tables.tables, tables.bits, dim)
+    ok = isinstance(projections, Tensor) and projections.dtype == torch.bfloat16 and projections.shape == shape
+    ok = ok and projections.device == at
+    require(ok, lambda: f"projections: expected bf16 {list(shape)} on {at}, got {describe(projections)}")
+    shape = (tables.ids.shape[0], heads, dim)
+    ok = isinstance(centre, Tensor) and centre.dtype == torch.float32 and centre.shape == shape
+    ok = ok and centre.is_contiguous() and centre.device == at
+    require(ok, lambda: f"centre: expected contiguous fp32 {list(shape)} on {at}, got {describe(centre)}")
+    for name, x in (("slots", slots), ("stop", stop)):
+        ok = isinstance(x, Tensor) and x.dtype in INTS and x.shape == (kv.sequences,) and x.device == at
+        require(ok, lambda: f"{name}: expected int32 or int64 [B={kv.sequences}] on {at}, got {describe(x)}")
+    for name, least in (("centred", 0), ("block", 1)):
+        value = centred if name == "centred" else block
+        ok = isinstance(value, int) and not isinstance(value, bool) and value >= least
+        require(ok, lambda: f"{name}: expected an int >= {least}, got {value!r}")
+    if at.type == "cpu" and slots.numel():
+        _check_sequences("slots", slots, tables)
+        require(len(slots.unique()) == len(slots), lambda: f"slots: expected distinct ones, got {slots.tolist()}")
+        first = tables.stop[slots.long()] <= tables.first
+        needed = torch.where(first & (stop > tables.first), stop.clamp(min=tables.first + centred), stop)
+        there = kv.seq_lens.clamp(max=tables.ids.shape[3])
+        require(
+            bool((needed <= there).all()),
+            lambda: f"stop: expected at most the {there.tolist()} keys there, got {needed.tolist()}, centres included",
+        )
+    found: Tensor = SEALING.get(impl, at)(
+        kv, slots, tables, projections, centre, stop, centred=centred, block=block
+    )  # fmt: skip
+    return found
 
 
 @torch.no_grad()
@@ -263,7 +328,34 @@ def _weigh_reads(
     return Read.of(kv, selection, values=False), Read(other=len(rows.pos) * one)
 
 
+def _seal_reads(
+    rows: Rows,
+    kv: KVView,
+    held: Tensor,
+    tables: HashTables,
+    projections: Tensor,
+    centre: Tensor,
+    stop: Tensor,
+    *,
+    centred: int,
+    **given: object,
+) -> tuple[Read, ...]:
+    """Keys that are hashed, those of the centre, and the ids of their segment that are moved; at each last row."""
+    start = held.long().clamp(min=tables.first)
+    new = (stop - start).clamp(min=0)
+    keys = new + centred * ((held <= tables.first) & (new > 0))
+    moved = torch.where(new > 0, start - (start // tables.size * tables.size).clamp(min=tables.first), 0)
+    one = projections.shape[0] * projections.shape[1] * projections.shape[2] * projections.element_size()
+    amount = keys * (kv.heads * kv.k.shape[3] * kv.k.element_size()) + moved * (
+        tables.heads * tables.tables * tables.ids.element_size()
+    )
+    amount += (new > 0) * one
+    seq = rows.seq.long()
+    return (Read(other=torch.where(rows.pos + 1 == kv.seq_lens[seq], amount[seq], 0)),)
+
+
 BUILD = Op(build, BUILDING, ())  # what it moves of old entries is counted by the caller, who knows how many there were
 CODES = Op(codes, CODING, (), _codes_reads)
 COLLIDE = Op(collide, COLLIDING, ("rows",), _collide_reads)
+SEAL = Op(seal, SEALING, ("kv", "slots"), _seal_reads)
 WEIGH = Op(weigh, WEIGHING, reads=_weigh_reads)

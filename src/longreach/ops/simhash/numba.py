@@ -10,6 +10,7 @@ from longreach.errors import SelectionError
 from longreach.ops.numba_math import flat, in_threads
 from longreach.ops.selection import Per
 from longreach.ops.simhash import numba_kernels as kernels
+from longreach.ops.simhash import sealing
 from longreach.ops.simhash.api import Collisions
 from longreach.ops.simhash.probability import TINY, form
 from longreach.ops.simhash.tables import HashTables
@@ -44,6 +45,13 @@ def build(tables: HashTables, codes: Tensor, seq: Tensor, count: Tensor) -> None
         tables.first,
     )  # fmt: skip
     tables.stop[where] = stop.int()
+
+
+def seal(
+    kv: KVView, slots: Tensor, tables: HashTables, projections: Tensor, centre: Tensor, stop: Tensor, *, centred: int,
+    block: int,
+) -> Tensor:  # fmt: skip
+    return sealing.seal(codes, build, kv, slots, tables, projections, centre, stop, centred)
 
 
 def collide(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from longreach.ops.selection import Per
+from longreach.ops.simhash import sealing
 from longreach.ops.simhash.api import Collisions
 from longreach.ops.simhash.probability import TINY, inclusion
 from longreach.ops.simhash.tables import HashTables
@@ -62,6 +63,13 @@ def _sorted(
     order = (code << 16 | ids).sort(-1).indices
     edges = torch.arange(buckets + 1, device=code.device).expand(*code.shape[:2], -1).contiguous()
     return torch.searchsorted(code.gather(2, order), edges), ids.gather(2, order)
+
+
+def seal(
+    kv: KVView, slots: Tensor, tables: HashTables, projections: Tensor, centre: Tensor, stop: Tensor, *, centred: int,
+    block: int,
+) -> Tensor:  # fmt: skip
+    return sealing.seal(codes, build, kv, slots, tables, projections, centre, stop, centred)
 
 
 def collide(

@@ -22,8 +22,9 @@ INTERPRETED: bool = kernels.INTERPRETED.value
 
 @dataclass(frozen=True)
 class Tuning:
-    """vectors: hashed by a program; moved: ids that a build moves at a time; new: keys whose order it finds at a time;
-    bucket: ids of a bucket that are read at a time; listed: positions of a list's round; weighed: keys of a program.
+    """How many at a time. vectors: hashed by a program; moved: ids that a build moves; new: keys whose order it finds;
+    bucket: ids read from a bucket; listed: positions of a list's round; weighed: keys of a program; sealed: keys that
+    are hashed as they enter the tables.
     """
 
     vectors: int = 64
@@ -32,6 +33,7 @@ class Tuning:
     bucket: int = 64
     listed: int = 1024
     weighed: int = 64
+    sealed: int = 16
 
 
 def codes(x: Tensor, projections: Tensor, centre: Tensor | None, *, tune: Tuning | None = None) -> Tensor:
@@ -76,6 +78,37 @@ def build(tables: HashTables, codes: Tensor, seq: Tensor, count: Tensor, *, tune
             tables.first, SIZE=tables.size, BUCKETS=buckets, BB=min(buckets, 1024), BN=t.moved, BK=t.new, num_warps=1,
         )  # fmt: skip
     tables.stop.index_copy_(0, where, stop)
+
+
+def seal(
+    kv: KVView, slots: Tensor, tables: HashTables, projections: Tensor, centre: Tensor, stop: Tensor, *, centred: int,
+    block: int, tune: Tuning | None = None,
+) -> Tensor:  # fmt: skip
+    refuse(kv.k)
+    t, where, buckets = tune or Tuning(), slots.long(), 1 << tables.bits
+    held = tables.stop.index_select(0, where)
+    dim, bits, programs = kv.k.shape[3], projections.shape[1], len(slots) * tables.heads * tables.tables
+    stop = stop.to(held.dtype)
+    cursors = torch.empty(programs, buckets, dtype=torch.int32, device=held.device)
+    codes = torch.empty(programs, block, dtype=torch.uint16, device=held.device)
+    table = kv.block_table
+    keys = (
+        kv.k, kv.k.stride()[:3], kv.seq_lens if table is None else table, 0 if table is None else table.stride(0)
+    )  # fmt: skip
+    drawn = projections.float() if INTERPRETED else projections.contiguous()  # the interpreter gets bf16 wrong
+    memory = {"D": dim, "D2": max(16, triton.next_power_of_2(dim)), "PAGED": table is not None, "PAGE": kv.page}
+    with torch.cuda.device_of(kv.k):
+        if centred:
+            kernels.average[(len(slots), kv.heads)](
+                *keys, where, tables.stop, stop, centre, tables.first, centred, **memory, BN=t.weighed,
+            )  # fmt: skip
+        kernels.seal[(programs,)](
+            *_memory(tables), *keys, centre, drawn, where, tables.stop, stop, cursors, codes, tables.heads,
+            tables.tables, tables.first, BITS=bits, BITS2=16, **memory, SIZE=tables.size, BUCKETS=buckets, ROOM=block,
+            BB=min(buckets, 1024), BN=t.moved, BK=t.new, BV=t.sealed, num_warps=1,
+        )  # fmt: skip
+    tables.stop.index_copy_(0, where, torch.maximum(held, stop))
+    return held
 
 
 def collide(

@@ -27,15 +27,30 @@ def codes(
         place = a * centre_strides[0] + b * centre_strides[1] + c * centre_strides[2]
         at = centre + place[:, None] + (d * centre_strides[3])[None, :]
         v -= tl.load(at, mask=some, other=0.0).to(tl.float32)
+    bit = tl.arange(0, BITS2)
+    row = projections + (table * BITS + bit)[:, None] * D + d[None, :]
+    w = tl.load(row, mask=(bit < BITS)[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
+    tl.store(out + n.to(tl.int64) * TABLES + table, _coded(v, w, BITS, BITS2), mask=there)
+
+
+@triton.jit
+def _coded(v, w, BITS: tl.constexpr, BITS2: tl.constexpr):
+    """uint16 [vectors]: the signs of the products of vectors [vectors, D] and directions [BITS2, D], in fp32."""
     square = tl.sum(v * v, 1)
     usable = (square > 0.0) & (square < float("inf"))
     v = tl.where(usable[:, None], v, 0.0)
     bit = tl.arange(0, BITS2)
-    row = projections + (table * BITS + bit)[:, None] * D + d[None, :]
-    w = tl.load(row, mask=(bit < BITS)[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
     signs = tl.dot(v, tl.trans(w), input_precision="ieee") > 0.0
-    code = tl.sum(tl.where(signs & (bit < BITS)[None, :], 1 << bit[None, :], 0), 1)
-    tl.store(out + n.to(tl.int64) * TABLES + table, code.to(tl.uint16), mask=there)
+    return tl.sum(tl.where(signs & (bit < BITS)[None, :], 1 << bit[None, :], 0), 1).to(tl.uint16)
+
+
+@triton.jit
+def _place(k_strides, table, table_row, b, at, there, PAGED: tl.constexpr, PAGE: tl.constexpr):
+    """Where the keys of a sequence's positions lie, for KV head 0."""
+    if PAGED:
+        page = tl.load(table + b * table_row + at // PAGE, mask=there, other=0).to(tl.int64)
+        return page * k_strides[0] + (at % PAGE).to(tl.int64) * k_strides[2]
+    return b * k_strides[0] + at.to(tl.int64) * k_strides[2]
 
 
 @triton.jit
@@ -131,6 +146,29 @@ def _add_new(codes, stride, at, end, begin, place, cursor, BN: tl.constexpr):
 
 
 @triton.jit
+def _add(
+    row, its, its_stride, codes, stride, at, end, lowest, cursor, SIZE: tl.constexpr, BUCKETS: tl.constexpr,
+    BB: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Add the keys [at, end) of one segment to one table, whose ids begin at row and offsets at its."""
+    begin = at // SIZE * SIZE
+    edges = its + (at // SIZE).to(tl.int64) * its_stride
+    place = row + begin
+    held = at - tl.maximum(begin, lowest)  # keys that the segment should have
+    wide = tl.arange(0, BB)
+    if held > 0:
+        if tl.load(edges + BUCKETS).to(tl.int32) > held:
+            _forget(place, edges, at - begin, BUCKETS, BN)
+    else:
+        for k in range(0, BUCKETS + 1, BB):
+            tl.store(edges + k + wide, tl.zeros([BB], edges.dtype.element_ty), mask=k + wide <= BUCKETS)
+        tl.debug_barrier()
+    _count_new(codes, stride, at, end, cursor, BUCKETS, BB, BN)
+    _make_room(place, edges, cursor, end - at, BUCKETS, BN)
+    _add_new(codes, stride, at, end, begin, place, cursor, BK)
+
+
+@triton.jit
 def build(
     ids, id_strides, offsets, offset_strides, codes, code_strides, seq, start, stop, cursors, heads, tables, lowest,
     SIZE: tl.constexpr, BUCKETS: tl.constexpr, BB: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
@@ -149,24 +187,75 @@ def build(
     cursor = cursors + program.to(tl.int64) * BUCKETS
     mine = codes + s.to(tl.int64) * code_strides[0] + g * code_strides[2] + table * code_strides[3]
     mine -= at.to(tl.int64) * code_strides[1]  # by position
-    wide = tl.arange(0, BB)
     while at < last:
-        begin = at // SIZE * SIZE
-        end = tl.minimum(begin + SIZE, last)
-        edges = its + (at // SIZE).to(tl.int64) * offset_strides[3]
-        place = row + begin
-        held = at - tl.maximum(begin, lowest)  # keys that the segment should have
-        if held > 0:
-            if tl.load(edges + BUCKETS).to(tl.int32) > held:
-                _forget(place, edges, at - begin, BUCKETS, BN)
-        else:
-            for k in range(0, BUCKETS + 1, BB):
-                tl.store(edges + k + wide, tl.zeros([BB], edges.dtype.element_ty), mask=k + wide <= BUCKETS)
-            tl.debug_barrier()
-        _count_new(mine, code_strides[1], at, end, cursor, BUCKETS, BB, BN)
-        _make_room(place, edges, cursor, end - at, BUCKETS, BN)
-        _add_new(mine, code_strides[1], at, end, begin, place, cursor, BK)
+        end = tl.minimum(at // SIZE * SIZE + SIZE, last)
+        _add(row, its, offset_strides[3], mine, code_strides[1], at, end, lowest, cursor, SIZE, BUCKETS, BB, BN, BK)
         at = end
+
+
+@triton.jit
+def average(
+    k, k_strides, table, table_row, slots, held, stop, centre, lowest, count, D: tl.constexpr, D2: tl.constexpr,
+    PAGED: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """The mean of keys [lowest, lowest + count) of a sequence and KV head, if its first keys enter the tables now.
+
+    slots, stop: [B]; held: [slots], the last stop; centre: fp32 [slots, G, D]. Keys that are not finite are left out.
+    """
+    b, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot = tl.load(slots + b).to(tl.int64)
+    if (tl.load(held + slot) <= lowest) & (tl.load(stop + b) > lowest):
+        d = tl.arange(0, D2)
+        total, used = tl.zeros([D2], tl.float64), tl.full((), 0, tl.int32)
+        for begin in range(lowest, lowest + count, BN):
+            at = begin + tl.arange(0, BN)
+            there = at < lowest + count
+            place = _place(k_strides, table, table_row, b, at, there, PAGED, PAGE) + g * k_strides[1]
+            some = there[:, None] & (d < D)[None, :]
+            v = tl.load(k + place[:, None] + d[None, :], mask=some, other=0.0).to(tl.float32)
+            finite = there & (tl.sum((v - v != 0.0).to(tl.int32), 1) == 0)
+            total += tl.sum(tl.where(finite[:, None], v, 0.0).to(tl.float64), 0)
+            used += tl.sum(finite.to(tl.int32), 0)
+        mean = (total / tl.maximum(used, 1).to(tl.float64)).to(tl.float32)
+        tl.store(centre + (slot * tl.num_programs(1) + g) * D + d, mean, mask=d < D)
+
+
+@triton.jit
+def seal(
+    ids, id_strides, offsets, offset_strides, k, k_strides, table, table_row, centre, projections, slots, held, stop,
+    cursors, codes, heads, tables, lowest, BITS: tl.constexpr, BITS2: tl.constexpr, D: tl.constexpr, D2: tl.constexpr,
+    PAGED: tl.constexpr, PAGE: tl.constexpr, SIZE: tl.constexpr, BUCKETS: tl.constexpr, ROOM: tl.constexpr,
+    BB: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """Hash the keys [held, stop) of a sequence for one table of one KV head, and add them, ROOM at a time.
+
+    slots, stop: [B]; held: [slots]. cursors: int32 [programs, BUCKETS], codes: uint16 [programs, ROOM], scratch.
+    """
+    program = tl.program_id(0)
+    b, g, t = (program // (heads * tables)).to(tl.int64), program // tables % heads, program % tables
+    slot = tl.load(slots + b).to(tl.int64)
+    at, last = tl.maximum(tl.load(held + slot), lowest).to(tl.int32), tl.load(stop + b).to(tl.int32)
+    if at < last:
+        row = ids + slot * id_strides[0] + g * id_strides[1] + t * id_strides[2]
+        its = offsets + slot * offset_strides[0] + g * offset_strides[1] + t * offset_strides[2]
+        cursor, mine = cursors + program.to(tl.int64) * BUCKETS, codes + program.to(tl.int64) * ROOM
+        d, bit = tl.arange(0, D2), tl.arange(0, BITS2)
+        rows = projections + (t * BITS + bit)[:, None] * D + d[None, :]
+        w = tl.load(rows, mask=(bit < BITS)[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
+        c = tl.load(centre + (slot * heads + g) * D + d, mask=d < D, other=0.0)
+        while at < last:
+            end = tl.minimum(tl.minimum(at // SIZE * SIZE + SIZE, last), at + ROOM)
+            for begin in range(at, end, BV):
+                p = begin + tl.arange(0, BV)
+                there = p < end
+                place = _place(k_strides, table, table_row, b, p, there, PAGED, PAGE) + g * k_strides[1]
+                some = there[:, None] & (d < D)[None, :]
+                v = tl.load(k + place[:, None] + d[None, :], mask=some, other=0.0).to(tl.float32)
+                code = _coded(tl.where(some, v - c[None, :], 0.0), w, BITS, BITS2)
+                tl.store(mine + p - at, code, mask=there)
+            tl.debug_barrier()
+            _add(row, its, offset_strides[3], mine - at, 1, at, end, lowest, cursor, SIZE, BUCKETS, BB, BN, BK)
+            at = end
 
 
 @triton.jit
@@ -320,11 +409,7 @@ def weigh(
         there = c < n
         entry = item.to(tl.int64) * room + c
         slot = tl.load(index + entry, mask=there, other=0)
-        if PAGED:
-            page = tl.load(table + b * table_row + slot // PAGE, mask=there, other=0).to(tl.int64)
-            place = page * k_strides[0] + (slot % PAGE).to(tl.int64) * k_strides[2]
-        else:
-            place = b * k_strides[0] + slot.to(tl.int64) * k_strides[2]
+        place = _place(k_strides, table, table_row, b, slot, there, PAGED, PAGE)
         d = tl.arange(0, D2)
         some = d < D
         row = k + (place + g * k_strides[1])[:, None] + d[None, :]
