@@ -178,7 +178,8 @@ class MagicPIG(AttentionMethod):
         results = 3 * 4 * model.query_heads * (model.head_dim + 1)  # of two passes of attention, and merged
         inputs = 4 * model.head_dim * (model.kv_heads + model.query_heads)
         codes = 2 * model.query_heads * self.tables
-        return rows * (codes + max(counters, (4 + 1 + 4 + 2) * listed + results + inputs))
+        sealing = model.kv_heads * self.tables * ((4 << self.bits) + 2 * self.seal)  # places of buckets, and codes
+        return rows * max(sealing, codes + max(counters, (4 + 1 + 4 + 2) * listed + results + inputs))
 
 
 def _after(call: LayerCall) -> Tensor:
