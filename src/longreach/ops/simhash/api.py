@@ -182,8 +182,8 @@ def seal(
         _check_sequences("slots", slots, tables)
         require(len(slots.unique()) == len(slots), lambda: f"slots: expected distinct ones, got {slots.tolist()}")
         held = tables.stop[slots.long()].clamp(min=tables.first)
-        least = torch.where(held == tables.first, tables.first + centred, 0)
-        needed = torch.where(stop > held, torch.maximum(stop, least), 0)
+        for_centre = torch.where(held == tables.first, tables.first + centred, 0)
+        needed = torch.where(stop > held, torch.maximum(stop, for_centre), 0)
         there = kv.seq_lens.clamp(max=tables.ids.shape[3])
         require(
             bool((needed <= there).all()),
