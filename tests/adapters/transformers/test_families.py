@@ -176,4 +176,4 @@ def test_the_tests_can_see_attention(family: str) -> None:
             hook.remove()
     assert len(hooks) == 2
     same = (mean.tokens == eager_one(family).answer.tokens).float().mean()
-    assert same <= 0.1, f"{same:.0%} of the tokens do not depend on attention"
+    assert same <= 0.2, f"{same:.0%} of the tokens do not depend on attention"
