@@ -13,7 +13,7 @@ import longreach
 from longreach import attach
 from longreach.adapters.transformers import Answer, Reader
 from longreach.cache import StatelessOnTruncate
-from longreach.errors import InvalidInput
+from longreach.errors import InvalidInput, UnknownName
 from longreach.methods.base import AttentionMethod, Outcome, attend_densely
 from longreach.methods.call import LayerCall
 from longreach.testing.tiny import random_tokens, tiny_model
@@ -97,6 +97,26 @@ def test_methods_to_come_observe_too(model: Any) -> None:
         for method in (Watchful(1), Watchful(2), Watchful(1)):  # each forgets its answer, the others' it never saw
             session.switch(method)
             assert ask(reader) == want
+
+
+def test_methods_to_come_may_be_named(model: Any) -> None:
+    with attach(model) as session:
+        session.prepare("quest", "streaming_llm", longreach.Quest(k=7))
+        assert session.observers == (longreach.Quest(), longreach.Quest(k=7))
+        for wrong, message in (("quests", "unknown decode method 'quests'"), ("snapkv", "unknown decode method")):
+            with pytest.raises(UnknownName, match=message):
+                session.prepare("mac", wrong)
+        assert session.observers == (longreach.Quest(), longreach.Quest(k=7))
+
+
+def test_a_switch_back_needs_no_prompt_again(model: Any) -> None:
+    """Methods go on observing what is read while another one decodes."""
+    with attach(model, decode=Watchful()) as session:
+        session.switch("dense")
+        reader = Reader(session)
+        reader.read(DOCUMENT)
+        session.switch(Watchful())
+        assert len(ask(reader)) == 6
 
 
 def test_a_method_that_missed_tokens_is_refused(model: Any) -> None:

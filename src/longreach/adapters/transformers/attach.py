@@ -205,20 +205,25 @@ class Session:
         self.ledger.reset()
 
     def switch(self, decode: str | AttentionMethod | None, **options: Any) -> None:
-        """Decode with another method from now on, and count from zero. Caches stay valid. Raises as `attach`."""
+        """Decode with another method from now on, and count from zero. Caches stay valid. Raises as `attach`.
+
+        Methods that observe prompts go on observing, at the cost that `prepare` names, after a switch to another one:
+        a switch back to them then needs no prompt to be read again. To end that, close the session and attach again.
+        """
         chosen = choose("decode", decode, **options)
         self.prepare(chosen)
         self.decode = chosen
         self.reset_report()
 
-    def prepare(self, *decodes: AttentionMethod) -> None:
-        """Let these decode methods observe prompts from now on, so that `switch` can name them later.
+    def prepare(self, *decodes: str | AttentionMethod) -> None:
+        """Let these decode methods, or those of these names, observe prompts from now on, for `switch` to name later.
 
         The state of each costs memory and time. A method without state may be named too. Raises as `switch`.
         """
-        for method in decodes:
+        chosen = [choose("decode", method) for method in decodes]
+        for method in chosen:
             self._check_method(method)
-        self.observers = tuple(dict.fromkeys(m for m in (*self.observers, *decodes) if m.observes_prompt))
+        self.observers = tuple(dict.fromkeys(m for m in (*self.observers, *chosen) if m.observes_prompt))
 
     def _check_method(self, method: AttentionMethod) -> None:
         """Raise as `switch` if the model does not fit a decode method, and note the method's needs."""
