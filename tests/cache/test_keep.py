@@ -360,7 +360,11 @@ def rows(*slots: int) -> Tensor:
         (0, None, [rows(1)], "a sequence of ints as slots, got None"),
         (0, [0, 0], [rows(1), rows(2)], r"distinct slots and an index for each, got slots \[0, 0\]"),
         (0, [3], [rows(1)], r"expected slots in \[0, 3\), got \[3\]"),
-        (2, [0], [rows(1)], r"layer: expected in \[0, 2\), got 2"),
+        (2, [0], [rows(1)], r"layer: expected an int in \[0, 2\), got 2"),
+        ("a", [0], [rows(1)], r"layer: expected an int in \[0, 2\), got 'a'"),
+        (0.0, [0], [rows(1)], r"layer: expected an int in \[0, 2\), got 0.0"),
+        (True, [0], [rows(1)], r"layer: expected an int in \[0, 2\), got True"),
+        (0, [True], [rows(1)], r"a sequence of ints as slots, got \[True\]"),
         (1, [0], [rows(1)], "layer 1 holds no keys yet"),
     ],
 )

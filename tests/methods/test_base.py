@@ -118,6 +118,30 @@ def test_a_view_on_another_device_is_refused() -> None:
         now.op("score_keys", kv=far)
 
 
+def test_memory_of_other_heads_or_sequences_is_refused() -> None:
+    """Rows would read heads that are not theirs, or a sequence that the pass has not."""
+    now, kv = call(), call().kv
+    wide = replace(kv, k=kv.k.repeat(1, 2, 1, 1), v=kv.v.repeat(1, 2, 1, 1))
+    many = replace(kv, seq_lens=kv.seq_lens.repeat(2), block_table=torch.zeros(2, 1, dtype=torch.int64))
+    heads, sequences = kv.heads, kv.sequences
+    for other, got in ((wide, f"{2 * heads} and {sequences}"), (many, f"{heads} and {2 * sequences}")):
+        expected = f"kv: expected a view of {heads} KV heads and {sequences} sequences like the layer's, got {got}"
+        with pytest.raises(InvalidInput, match=expected):
+            now.attend(Spans.dense(), kv=other)
+    nothing: Any = kv.k
+    for read in (lambda: now.attend(Spans.dense(), kv=nothing), lambda: now.op("score_keys", kv=nothing)):
+        with pytest.raises(InvalidInput, match=r"kv: expected a KVView, got float32\["):
+            read()
+
+
+@pytest.mark.parametrize("amount", [1.5, True, -1, None, torch.ones(1), torch.ones(2, dtype=torch.int64)], ids=repr)
+def test_only_whole_bytes_are_counted(amount: Any) -> None:
+    now = call().observer()
+    with pytest.raises(InvalidInput, match=r"amount: expected .*int .*R=1\].* got "):
+        now.read_bytes(amount)
+    assert now.meter.noted == []
+
+
 def test_a_selection_of_another_cache_is_refused() -> None:
     """Its lists are of other rows, or name slots that this view has not."""
     now = call()

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from longreach import A3, Quest, SnapKV
+from longreach.errors import InvalidInput
 from longreach.methods.base import Notes, Outcome
 from longreach.methods.call import LayerCall
 from longreach.ops import KVView, Lists, PackedLists, Partial, Rows, Selection, Spans, absolute, relative
@@ -101,7 +102,7 @@ def test_a_group_of_query_heads_streams_its_keys_once() -> None:
 def test_metadata_may_differ_from_row_to_row() -> None:
     assert reported(Step(metadata=100)).metadata_bytes == 100
     assert reported(Step(metadata=torch.tensor([30, 12]))).metadata_bytes == 42
-    with pytest.raises(TypeError, match="expected int"):
+    with pytest.raises(InvalidInput, match=r"amount: expected int \[R=2\].*got float32"):
         reported(Step(metadata=torch.tensor([0.5, 0.25])))
 
 

@@ -13,12 +13,17 @@ from longreach.errors import InvalidInput
 from longreach.ops.types import INTS, describe, require
 
 
+def is_int(x: Any, least: int | None = None) -> bool:
+    """Whether x is an int (a bool is none) of at least `least`."""
+    return isinstance(x, Integral) and not isinstance(x, bool) and (least is None or int(x) >= least)
+
+
 def check_slots(what: str, slots: Any, total: int, noun: str = "", each: Any = ()) -> None:
     """Raise InvalidInput unless slots are distinct ints in [0, total), and `each` has as many entries if it has a noun.
 
     what: the call; noun: what an entry is, for the message.
     """
-    named = all(isinstance(s, Integral) for s in slots) if _length(slots) is not None else False
+    named = all(is_int(s) for s in slots) if _length(slots) is not None else False
     require(named, lambda: f"{what}: expected a sequence of ints as slots, got {_short(slots)}")
     asked = f"{what}: expected distinct slots" + (f" and {noun} for each" if noun else "")
     count = _length(each)
@@ -31,7 +36,7 @@ def check_slots(what: str, slots: Any, total: int, noun: str = "", each: Any = (
 def check_counts(what: str, slots: Any, total: int, counts: Any) -> None:
     """Raise InvalidInput unless slots are as in `check_slots`, and counts an int >= 0 for each."""
     check_slots(what, slots, total, "a number", counts)
-    ok = all(isinstance(n, Integral) and int(n) >= 0 for n in counts)
+    ok = all(is_int(n, 0) for n in counts)
     require(ok, lambda: f"{what}: expected ints >= 0 as numbers, got {_short(counts)}")
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from longreach.cache.append import Append
-from longreach.cache.checks import check_counts, check_rows, check_slots, checked_kept, checked_positions
+from longreach.cache.checks import check_counts, check_rows, check_slots, checked_kept, checked_positions, is_int
 from longreach.cache.compact import compacted
 from longreach.cache.config import CacheConfig
 from longreach.cache.layout import Layout
@@ -228,10 +228,13 @@ class KVCache:
         index: for each sequence int64 [G, n], on the cache's device: the slots that each KV head keeps, ascending; n
         may differ from sequence to sequence. room: tokens to come in each sequence; their memory is not released, so
         that it need not be taken again. Not during a pass. Syncs with the device, to check `index`.
+        Do not evict from layers with a sliding window. The cache has no record of windows, so it drops the keys, and
+        `runtime.attend_layer` refuses the layer's next pass: slots are no positions there. Only `reset` helps then.
         Raises, with nothing changed: Unsupported if a state cannot follow; InvalidInput for slots not in use, kept
         twice or out of order, or if no slot is kept.
         """
         check_slots("keep", slots, len(self.lengths), "an index", index)
+        require(is_int(room, 0), lambda: f"keep: room: expected an int >= 0, got {room!r}")
         busy = [s for s, number in enumerate(self._under_way) if number]
         require(not busy, f"keep: a pass is under way in slots {busy}; commit or abort it first")
         memory = self._held(layer)
@@ -331,7 +334,8 @@ class KVCache:
         return min(self.lengths[slot], self._overwritten.get(slot, self.lengths[slot]))
 
     def _check_layer(self, layer: int) -> None:
-        require(0 <= layer < len(self.memory), f"layer: expected in [0, {len(self.memory)}), got {layer}")
+        ok = is_int(layer, 0) and layer < len(self.memory)
+        require(ok, lambda: f"layer: expected an int in [0, {len(self.memory)}), got {layer!r}")
 
     def _check_open(self, step: Append) -> None:
         ok = all(self._under_way[s] == step.number for s in step.host_slots)

@@ -12,7 +12,7 @@ from longreach.errors import Unsupported
 from longreach.ops import HeadShard, KVView, Partial, RotaryAngles, Rows, Selection, Spans
 from longreach.ops.attend import prepare, resolve
 from longreach.ops.doors import Op, Read, op_named
-from longreach.ops.types import describe, require
+from longreach.ops.types import INTS, describe, require
 
 Phase = Literal["prefill", "decode"]
 T = TypeVar("T")
@@ -130,12 +130,12 @@ class LayerCall:
     def attend(self, selection: Selection, *, kv: KVView | None = None, sink: bool = True) -> Partial:
         """ops.attend with this layer's logits. A method that merges several results takes the sink once.
 
-        kv: another view than the layer's, on the same device: other memory of the same heads.
-        Raises InvalidInput for a view on another device, and what ops.attend raises.
+        kv: another view than the layer's, on the same device: other memory of the same KV heads and sequences.
+        Raises InvalidInput for another view than that, and what ops.attend raises.
         """
         last = self.prepared[0] if self.prepared and kv is None else None
         if last is None or last.selection is not selection or last.sink is not sink:
-            last = self._prepare(selection, self._view(kv), sink)
+            last = self._prepare(selection, self._memory(kv), sink)
             if kv is None and isinstance(selection, Spans):  # lists may be copied to prepare them
                 self.prepared[:] = [last]
         partial = last.run()
@@ -182,7 +182,15 @@ class LayerCall:
         return result
 
     def read_bytes(self, amount: int | Tensor) -> None:
-        """Count metadata that no op of the call reads: bytes of each row, int [R], or of all rows together (int)."""
+        """Count metadata that no op of the call reads: bytes of each row, int [R] or [R, ...] to be summed over a row,
+        or of all rows together (int). Raises InvalidInput."""
+        rows = self.rows.pos.shape
+        if isinstance(amount, Tensor):
+            ok = amount.dtype in INTS and amount.shape[:1] == rows
+            require(ok, lambda: f"amount: expected int [R={rows[0]}] or [R, ...], got {describe(amount)}")
+        else:
+            ok = isinstance(amount, int) and not isinstance(amount, bool) and amount >= 0
+            require(ok, lambda: f"amount: expected bytes, an int >= 0 or int [R={rows[0]}], got {amount!r}")
         self._note(self.kv, Read(other=amount))
 
     def count_read(self, read: Read) -> None:
@@ -227,8 +235,21 @@ class LayerCall:
     def _view(self, kv: KVView | None) -> KVView:
         if kv is None:
             return self.kv
+        require(isinstance(kv, KVView), lambda: f"kv: expected a KVView, got {describe(kv)}")
         on = kv.k.device == self.rows.q.device
         require(on, f"kv: expected a view on {self.rows.q.device} like the rows, got {describe(kv.k)}")
+        return kv
+
+    def _memory(self, kv: KVView | None) -> KVView:
+        """A view that the rows may attend to."""
+        if kv is None:
+            return self.kv
+        kv, own = self._view(kv), self.kv
+        require(
+            (kv.heads, kv.sequences) == (own.heads, own.sequences),
+            lambda: f"kv: expected a view of {own.heads} KV heads and {own.sequences} sequences like the layer's, got "
+            f"{kv.heads} and {kv.sequences}",
+        )
         return kv
 
     def computes(self, name: str, impl: str) -> bool:
