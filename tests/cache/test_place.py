@@ -10,6 +10,7 @@ from torch import Tensor
 
 from longreach.cache import CacheConfig, KVCache, StatelessOnTruncate
 from longreach.errors import CapacityError, InvalidInput, Unsupported
+from longreach.ops import KVView
 from longreach.ops.rope import RotaryAngles
 from tests.cache.drive import (
     DIM,
@@ -103,6 +104,35 @@ def test_a_pass_places_other_rows_in_other_layers(config: CacheConfig) -> None:
     assert all(same(held(cache, slot), want[slot]) for slot in (0, 1))
     part = step.take(index)
     assert part.pos.tolist() == [20, 3, 21, 8, 17] and part.at(1).slot.tolist() == part.pos.tolist()
+
+
+class Copies(StatelessOnTruncate):
+    """A copy of the keys of one layer of one page a sequence, kept by what `written` says alone."""
+
+    def __init__(self, like: Tensor):
+        self.keys = torch.full_like(like, torch.nan)
+
+    def written(self, layer: int, view: KVView, seq: Tensor, slot: Tensor) -> None:
+        page, offset = view.locate(seq, slot)
+        self.keys[page, :, offset] = view.k[page, :, offset]
+
+
+def test_state_gets_the_sequence_and_slot_of_each_row_that_is_written() -> None:
+    """Rows of several sequences, appended in parts and in an order of their own."""
+    cache = KVCache(1, 3)
+    fill(cache, [0, 1, 2], [20, 9, 15])
+    memory = cache.memory[0]
+    assert memory is not None
+    cache.state = state = Copies(memory[0])
+    positions = {2: [3, 14], 0: [0, 5, 19], 1: [8]}
+    step = cache.place(list(positions), list(positions.values()), overwrite=True)
+    for rows in ([4, 1], [5], [3, 0, 2]):
+        cache.append(0, step, *random_tokens(len(rows)), rows=torch.tensor(rows))
+    cache.commit(step)
+    for slot, at in positions.items():
+        (page,) = cache.layouts[0].pages.held[slot]
+        assert torch.equal(state.keys[page][:, at], memory[0][page][:, at])
+    assert int((~state.keys.isnan()).sum()) == 6 * HEADS * DIM, "no other keys"
 
 
 class Ends(StatelessOnTruncate):

@@ -247,8 +247,10 @@ class LayerCall:
         kv, own = self._view(kv), self.kv
         require(
             (kv.heads, kv.sequences) == (own.heads, own.sequences),
-            lambda: f"kv: expected a view of {own.heads} KV heads and {own.sequences} sequences like the layer's, got "
-            f"{kv.heads} and {kv.sequences}",
+            lambda: (
+                f"kv: expected a view of {own.heads} KV heads and {own.sequences} sequences like the layer's, got "
+                f"{kv.heads} and {kv.sequences}"
+            ),
         )
         return kv
 
