@@ -90,10 +90,21 @@ def test_keys_under_its_results_cannot_be_evicted() -> None:
     state = ring()
     cache = KVCache(1, 3, state=state)
     fill(cache, [0], [9])
+    note(state, 0, [7, 8])
     before = Snapshot(cache)
     with pytest.raises(Unsupported, match="layer 0 keeps results of attention over earlier keys"):
         cache.keep(0, [0], [random_kept(9, 3)])
     assert before.unchanged(cache)
+
+
+def test_an_empty_ring_blocks_no_eviction() -> None:
+    state = ring()
+    cache = KVCache(1, 3, state=state)
+    fill(cache, [0, 1], [9, 5])
+    note(state, 1, [3, 4])
+    cache.reset([1])
+    cache.keep(0, [0], [random_kept(9, 3)])
+    assert cache.slots_in_use(0)[0] == 3
 
 
 @pytest.mark.parametrize(

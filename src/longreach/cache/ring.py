@@ -69,13 +69,15 @@ class RowRing:
         """The rows of the pass are noted as they attend."""
 
     def check_keep(self, layer: int) -> None:
-        raise Unsupported(
-            f"layer {layer} keeps results of attention over earlier keys (MAC's ring), which cannot be evicted "
-            f"from them; evict in layers without a ring"
-        )
+        """Only an empty ring permits it. Syncs with the device, as `KVCache.keep` does."""
+        if bool((self.ring.stamp >= 0).any()):
+            raise Unsupported(
+                f"layer {layer} keeps results of attention over earlier keys (MAC's ring), which cannot be evicted "
+                f"from them; evict in layers without a ring"
+            )
 
     def kept(self, layer: int, view: KVView) -> None:
-        """Never called: see `check_keep`."""
+        """The ring is empty, see `check_keep`."""
 
     def snapshot(self) -> Callable[[], None]:
         """Copy everything; calling the result writes the copy back to the same memory."""

@@ -13,6 +13,8 @@ from longreach.methods.base import PromptObserver
 from longreach.methods.call import LayerCall
 from longreach.ops import KVView
 
+Place = tuple[PromptObserver, int]  # a method and a layer
+
 
 class StateStore:
     """A SequenceState made of the states of all methods and layers, for `slots` sequences.
@@ -27,7 +29,8 @@ class StateStore:
 
     def __init__(self, slots: int, *, shared_pages: bool = False):
         self.slots, self.shared_pages = slots, shared_pages
-        self._states: dict[tuple[PromptObserver, int], SequenceState | None] = {}
+        self._states: dict[Place, SequenceState | None] = {}
+        self._generation = 0  # of states that were dropped
         self._observed: dict[PromptObserver, list[int]] = {}
 
     def get(self, method: PromptObserver, call: LayerCall) -> SequenceState | None:
@@ -59,6 +62,17 @@ class StateStore:
             del self._states[place]
         if layer is None:
             self._observed.pop(method, None)
+
+    @property
+    def places(self) -> frozenset[Place]:
+        """The methods and layers that have state, to be passed to `drop_since`."""
+        return frozenset(self._states)
+
+    def drop_since(self, before: Collection[Place]) -> None:
+        """Forget states that were made since `places` returned `before`."""
+        for place in self.places.difference(before):
+            state = self._states.pop(place)
+            self._generation += 0 if state is None else state.generation + 1
 
     # what a method has observed
 
@@ -146,7 +160,7 @@ class StateStore:
 
     @property
     def generation(self) -> int:
-        return sum(state.generation for state in self.states())
+        return self._generation + sum(state.generation for state in self.states())
 
     @property
     def nbytes(self) -> int:

@@ -13,7 +13,7 @@ import longreach
 from longreach import MAC, attach
 from longreach.adapters.transformers import Answer, BatchReader, Reader
 from longreach.cache.ring import SPARE, RowRing
-from longreach.errors import InvalidInput
+from longreach.errors import InvalidInput, Unsupported
 from longreach.methods.base import Outcome
 from longreach.methods.call import LayerCall
 from longreach.methods.mac.diagnostics import AT
@@ -275,3 +275,52 @@ def test_a_plan_for_another_model_is_refused(model: Any, tmp_path: Any) -> None:
         attach(model, decode=MAC(band=None, plan="nowhere.json"))
     with attach(model, decode=MAC(tau=None, plan="mac-tiny")):
         pass
+
+
+@pytest.mark.parametrize("evicted", [True, False])
+def test_a_refused_answer_leaves_no_ring_behind(model: Any, evicted: bool) -> None:
+    """A cache that another method filled: after the refusal it is as it was, and keys can be evicted from it."""
+    tokens = random_tokens(1, 24)
+    with attach(model) as session, torch.no_grad():
+        cache = session.new_cache()
+        model(tokens[:, :20], past_key_values=cache)
+        some = torch.arange(9).expand(model.config.num_key_value_heads, -1)
+        if evicted:
+            cache.kv.keep(1, [0], [some])
+        session.switch(SMALL)
+        passes = list[str]()
+        session.on_layer = lambda phase, call, outcome: passes.append(phase)
+        with pytest.raises(InvalidInput, match="holds 20 tokens of which it observed the first 0 only"):
+            longreach.generate(session, tokens, max_new_tokens=3, past_key_values=cache)
+        assert not passes, "refused before the prompt is read"
+        with pytest.raises(
+            Unsupported if evicted else InvalidInput, match=r"keys that were dropped|observed the first 0"
+        ):
+            model.generate(tokens, max_new_tokens=3, past_key_values=cache, do_sample=False)
+        assert cache.columns == 20 and cache.states.nbytes == 0
+        session.switch("dense")
+        for layer in range(LAYERS):
+            cache.kv.keep(layer, [0], [some[:, :7]])
+        assert cache.kv.slots_in_use(1) == [7]
+
+
+def test_a_failed_answer_takes_the_step_of_its_rings_along(model: Any) -> None:
+    """Rings made within a call that failed are gone; the next call makes others, and no step reads the old ones."""
+    tokens = random_tokens(1, 24)
+    with attach(model, decode=SMALL) as session:
+        want = longreach.generate(session, tokens, max_new_tokens=6).tokens
+    with attach(model, decode=SMALL) as session:
+        cache, fails = session.new_cache(), [False]
+
+        def fail(phase: str, call: LayerCall, outcome: Outcome) -> None:
+            if phase == "decode" and fails[0] and call.context[0] == 27:
+                raise RuntimeError("the hook fails")
+
+        session.on_layer = fail
+        fails[0] = True
+        with pytest.raises(RuntimeError, match="the hook fails"):
+            longreach.generate(session, tokens, max_new_tokens=6, past_key_values=cache)
+        assert cache.states.nbytes == 0
+        fails[0] = False
+        again = longreach.generate(session, tokens, max_new_tokens=6, past_key_values=cache)
+        assert torch.equal(again.tokens, want) and cache.states.nbytes > 0

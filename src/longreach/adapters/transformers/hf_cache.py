@@ -239,12 +239,13 @@ class LongreachCache(Cache):
 
     @contextmanager
     def restored_on_error(self, *, states: bool = False) -> Iterator[None]:
-        """Within this block, an error (Ctrl-C too) leaves the cache with the columns it had.
+        """Within this block, an error (Ctrl-C too) leaves the cache with the columns it had, and no state of methods
+        that was made within it.
 
         states: also restore the state of methods, which takes a copy as in `rollback`. Without it MAC afterwards has
         fewer rows to match, by the number that was read.
         """
-        columns, restore = self.columns, self._snapshot() if states else None
+        columns, made, restore = self.columns, self.states.places, self._snapshot() if states else None
         try:
             yield
         except ConcurrentUse:  # the columns of another caller, who goes on
@@ -252,6 +253,7 @@ class LongreachCache(Cache):
         except BaseException:
             try:
                 self._roll_back(columns, restore)
+                self.states.drop_since(made)
             except LongreachError as refusal:
                 self._invalidate(refusal)
             raise

@@ -128,6 +128,7 @@ class MAC(AttentionMethod):
             plan = self._plan_for(call.model)
             if self.band is None and plan.band[call.layer] is None:
                 return None
+        call.refuse_evicted(self)  # before a ring is made, which would block evictions
         weight = None if plan is None or self.scale == "sqrt2d" else _weight(plan.energy[call.layer], call)
         rule = self._rule(call.layer, plan, heads // call.kv.heads, k)
         return LayerState(slots, heads, call.kv.heads, k.shape[3], rule, weight, k)

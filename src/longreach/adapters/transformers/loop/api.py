@@ -145,6 +145,7 @@ def generate(
 
     with session.prompt_end(ids.shape[1]), memory_errors():
         cache = past_key_values or _own_cache(session, ids.shape[0], ids.shape[1] + max_new_tokens)
+        cache.check_observed(session.decode)
         with cache.restored_on_error(states=True):
             started = now(model)
             first = mask[:, cache.columns :].sum(1).tolist()
