@@ -365,18 +365,20 @@ def rows(*slots: int) -> Tensor:
         (0.0, [0], [rows(1)], r"layer: expected an int in \[0, 2\), got 0.0"),
         (True, [0], [rows(1)], r"layer: expected an int in \[0, 2\), got True"),
         (0, [True], [rows(1)], r"a sequence of ints as slots, got \[True\]"),
-        (1, [0], [rows(1)], "layer 1 holds no keys yet"),
     ],
 )
 def test_what_cannot_be_kept_is_refused(layer: int, slots: Any, index: Any, message: str) -> None:
     cache = KVCache(2, 3)
-    step = cache.begin([0, 1], [9, 4])
-    cache.append(0, step, torch.randn(13, HEADS, DIM), torch.randn(13, HEADS, DIM))
-    cache.commit(step)
+    fill(cache, [0, 1], [9, 4])
     before, generation = Snapshot(cache), cache.generation
     with pytest.raises(InvalidInput, match=message):
         cache.keep(layer, slots, index)
     assert before.unchanged(cache) and cache.generation == generation
+
+
+def test_an_empty_cache_keeps_nothing() -> None:
+    with pytest.raises(InvalidInput, match="layer 1 holds no keys yet"):
+        KVCache(2, 3).keep(1, [0], [rows(1)])
 
 
 def test_a_rectangle_of_slots_may_be_given_as_one_tensor() -> None:

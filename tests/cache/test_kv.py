@@ -605,4 +605,5 @@ def test_runs_say_of_each_row_what_the_device_knows(config: CacheConfig) -> None
         step = cache.begin([2, 0, 1], counts)
         told = [(b, first + n) for rows, b, first in step.at(0).runs for n in range(rows)]
         assert told == list(zip(step.seq.tolist(), step.pos.tolist(), strict=True))
+        write(cache, step)
         cache.commit(step)

@@ -116,6 +116,8 @@ def run(
 
     done = runtime.drive(layers, calls())
     cache.commit(step)
+    slots = [t.slot for t in turns]
+    states_of(cache).mark_observed((method, *observers), slots, start, [cache.lengths[s] for s in slots])
     return Pass([call for call, _ in done], [outcome for _, outcome in done])
 
 

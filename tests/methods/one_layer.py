@@ -86,7 +86,10 @@ class Layers:
         except BaseException:
             self.cache.abort(step)
             raise
+        before = [self.cache.lengths[s] for s in slots]
         self.cache.commit(step)
+        who = (segment.method, *segment.observers)
+        self.states.mark_observed(who, slots, before, [self.cache.lengths[s] for s in slots])
         return done
 
 

@@ -61,8 +61,9 @@ class ToyEngine:
         """One pass: the next `count` tokens of each request, in an order of the engine's own."""
         work = self.dice.sample(work, len(work))
         for request, count in work:
-            if not request.read:  # the slot begins anew
+            if not request.out:  # the slot begins anew; what is read already lies in shared pages
                 self.states.reset(torch.tensor([request.slot]))
+                self.states.mark_observed([self.decode], [request.slot], [0], [request.read])
             while len(request.pages) * PAGE < request.read + count:
                 request.pages.append(self.free.pop())
         slots = torch.tensor([request.slot for request, _ in work])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections import Counter
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -42,7 +43,7 @@ class Append:
     pos: int64 [R], absolute position; placements: one for all layers, or one for each layer.
     counts: rows of each sequence; added: new tokens of each, fewer where rows overwrite tokens; starts: tokens before
         the pass, None if only on the device; host_slots: `slots`. All on the host, and of the whole pass.
-    number: identifies the pass within its cache.
+    number: identifies the pass within its cache. written: layer -> rows that were appended to it so far.
     """
 
     slots: Tensor
@@ -54,6 +55,7 @@ class Append:
     host_slots: tuple[int, ...]
     starts: tuple[int, ...] | None = None
     number: int = -1
+    written: Counter[int] = field(default_factory=Counter)
 
     def at(self, layer: int) -> Placement:
         """Places of the rows in `layer`; the same object for layers that hold the same slots."""

@@ -167,6 +167,7 @@ class KVCache:
                 append(*held, k, v, place.page, place.offset)
             else:
                 ops_place(*held, k, v, place.page, place.offset, angles)
+        step.written[layer] += count
         if any(slot in self._overwritten for slot in step.host_slots):
             seq = step.seq if rows is None else step.seq[rows]
             self.state.written(layer, self.view(layer, step), seq, place.slot)
@@ -177,8 +178,21 @@ class KVCache:
         return KVView(*self._held(layer), place.seq_lens, place.table)
 
     def commit(self, step: Append, *, over: bool = True) -> None:
-        """Make the pass's tokens count. over=False: another pass of its run follows."""
+        """Make the pass's tokens count. over=False: another pass of its run follows.
+
+        Raises InvalidInput if a layer got fewer rows than the pass has new tokens: it would hold no key for some. Passes
+        of a run are not checked, as a captured one appends on the device alone.
+        """
         self._check_open(step)
+        new = sum(step.added)
+        missing = [layer for layer in range(len(self.memory)) if over and step.written[layer] < new]
+        require(
+            not missing,
+            lambda: (
+                f"commit: expected the pass's {new} new tokens appended to every layer, got fewer in layers "
+                f"{missing}; append them first, or abort the pass"
+            ),
+        )
         for slot, n in zip(step.host_slots, step.added, strict=True):
             self.lengths[slot] += n
             if over:

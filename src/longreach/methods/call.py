@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
-from longreach.errors import Unsupported
+from longreach.errors import InvalidInput, Unsupported
 from longreach.ops import HeadShard, KVView, Partial, RotaryAngles, Rows, Selection, Spans
 from longreach.ops.attend import prepare, resolve
 from longreach.ops.doors import Op, Read, op_named
@@ -222,6 +222,14 @@ class LayerCall:
         """int64 [R]: the slots visible to each row."""
         return self.once("context", lambda: self.rows.pos.long() + 1)
 
+    def angles(self) -> RotaryAngles:
+        """The angles by which the rows were rotated. Raises InvalidInput for a call without `rotary`."""
+        if self.rotary is None:
+            raise InvalidInput(
+                "LayerCall.rotary is required: the method needs the rotation of the rows; pass a function"
+            )
+        return self.rotary()
+
     def sum_over_ranks(self, x: Tensor) -> Tensor:
         """x, pooled over this rank's KV heads, summed over all ranks."""
         return x if self.shard is None else self.shard.sum(x)
@@ -266,11 +274,7 @@ class LayerCall:
         return op.implementations.choose(impl, self.rows.q.device, *given)
 
     def _term(self, name: str) -> Any:
-        if name != "rotary":
-            return getattr(self, name)
-        require(self.rotary is not None, "LayerCall.rotary is required: the op needs the rotation of the rows")
-        assert self.rotary is not None
-        return self.rotary()
+        return self.angles() if name == "rotary" else getattr(self, name)
 
     def _note(self, kv: KVView, read: Read) -> None:
         self.meter.noted.append(Noted(self.rows, kv, self.index, read))

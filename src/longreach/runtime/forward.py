@@ -11,7 +11,7 @@ from torch import Tensor
 
 from longreach.cache import SequenceState
 from longreach.errors import Unsupported
-from longreach.methods.base import Configured, Outcome, PromptObserver
+from longreach.methods.base import Configured, Outcome, PromptObserver, is_count
 from longreach.methods.call import LayerCall, ModelShape, Phase
 from longreach.ops import KVView, Partial, Rows, Spans
 from longreach.ops.doors import EVERYTHING
@@ -32,7 +32,7 @@ class States(Protocol):
 class Pass:
     """One forward pass over the layers of a model.
 
-    segments: the methods and their rows; together they cover all rows of the pass, each once.
+    segments: the methods and their rows; together they cover all rows of the pass, each once. Methods must fit `model`.
     states: state of methods; None for a pass without a cache, whose methods get fresh state.
     ledger: counts reads; None for a pass that is not counted. impl: implementation of ops, or "auto".
     on_layer: called after each layer and segment. prompt_tokens_left: as in LayerCall.
@@ -54,6 +54,14 @@ class Pass:
 
     def __post_init__(self) -> None:
         require(len(self.segments) > 0, "segments: expected at least one")
+        if self.model is not None:
+            for segment in self.segments:
+                segment.check(self.model)
+
+    def restart(self) -> None:
+        """Forget what layers left, for a step that is recorded once and runs again."""
+        self.shared.clear()
+        self.layers.clear()
 
     @property
     def observes_tokens(self) -> bool:
@@ -75,9 +83,20 @@ def attend_layer(p: Pass, call: LayerCall, *, window: int | None = None, written
     written: rows for all tokens whose keys the pass has written, if these are more than the rows of the call. Observers
         that keep numbers for each key get them; their queries are zeros.
     With several segments the Outcome has no notes; the ledger has them.
-    Raises Unsupported for a window in a layer with evicted keys, InvalidInput for segments that are not the rows of the
-    pass (see `check_segments`: on a GPU the caller answers for the values of an index), and errors of the methods.
+    Raises Unsupported for a window in a layer with evicted keys, and errors of the methods. Raises InvalidInput for a
+    layer that has attended in this pass already, for segments that are not the rows of the pass (see `check_segments`:
+    on a GPU the caller answers for the values of an index), and for a method that has missed tokens (see
+    `StateStore.get`).
     """
+    ok = window is None or is_count(window, 1)
+    require(ok, lambda: f"window: layer {call.layer}: expected a count of tokens >= 1, or None, got {window!r}")
+    require(
+        call.layer not in p.layers,
+        lambda: (
+            f"layer {call.layer} has attended in this pass already; make a Pass for each forward pass, and one call "
+            f"for all rows of a layer"
+        ),
+    )
     if window is not None and call.evicted:
         raise Unsupported(
             f"layer {call.layer} attends to a window of {window} tokens, and keys of it were dropped: slots are not "

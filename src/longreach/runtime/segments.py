@@ -5,23 +5,28 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from longreach.errors import InvalidInput
 from longreach.methods.base import AttentionMethod, PromptObserver
-from longreach.methods.call import Phase
+from longreach.methods.call import ModelShape, Phase
 from longreach.ops import Rows
 from longreach.ops.types import RowRange, describe, require
+
+PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
 @dataclass(frozen=True)
 class Segment:
     """Rows of a pass that one method attends for.
 
-    observers: decode methods that observe the rows. index: int64 [r] on the device of the rows, their numbers in the
-    pass, ascending; None for all. runs: these rows' runs on the host, by slot; required with an index.
+    phase: one that the method fills. observers: decode methods that observe the rows. index: int64 [r] on the device of
+    the rows, their numbers in the pass, ascending; None for all. runs: these rows' runs on the host, by slot; required
+    with an index.
     """
 
     phase: Phase
@@ -29,6 +34,33 @@ class Segment:
     observers: tuple[PromptObserver, ...] = ()
     index: Tensor | None = None
     runs: tuple[RowRange, ...] | None = None
+
+    def __post_init__(self) -> None:
+        method, phase = self.method, self.phase
+        require(phase in PHASES, lambda: f"phase: expected one of {', '.join(PHASES)}, got {phase!r}")
+        ok = isinstance(method, AttentionMethod)
+        require(ok, lambda: f"method: expected a configured attention method, such as Quest(), got {method!r}")
+        require(
+            phase in method.phases,
+            lambda: (
+                f"method: expected one for {phase}, got {method.name}, which is for {', '.join(method.phases)} alone"
+            ),
+        )
+        for observer in self.observers:
+            ok = isinstance(observer, PromptObserver)
+            require(ok, lambda: f"observers: expected configured methods that observe prompts, got {observer!r}")  # noqa: B023
+
+    def check(self, model: ModelShape) -> None:
+        """Raise InvalidInput if an option of a method does not fit the model."""
+        for method in (self.method, *self.observers):
+            if isinstance(method, AttentionMethod):
+                _check_method(method, model)
+
+
+@lru_cache
+def _check_method(method: AttentionMethod, model: ModelShape) -> None:
+    """Once for each method and model that fit: a check may look for a plan, and a pass makes it at every step."""
+    method.check(model)
 
 
 def check_segments(segments: Sequence[Segment], rows: Rows, sequences: int) -> None:

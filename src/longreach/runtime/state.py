@@ -37,8 +37,13 @@ class StateStore:
         """The state of `method` for the layer of `call`, made at its first call.
 
         Another config counts as another method, as its state would differ.
+        Raises InvalidInput where rows to decode follow tokens that the method should have observed and has not. That is
+        found out from `rows.runs`, on a CPU else from `rows.pos`. On other devices the slots of the sequences are not
+        read: there it is enough if the method has observed as many tokens of any sequence.
         Raises Unsupported where pages may be shared and the method's blocks of keys do not divide them.
         """
+        if call.phase == "decode" and method.observes_prompt:
+            call.once(("observed", method), lambda: self._check_call(method, call))
         place = (method, call.layer)
         if place not in self._states:
             with torch.inference_mode(False):  # it outlives the mode this pass runs in
@@ -101,8 +106,18 @@ class StateStore:
                 raise InvalidInput(
                     f"{method.name} decodes with state that it makes of the prompt, and this cache holds {held} tokens "
                     f"of which it observed the first {upto[slot]} only; attach with it (session.prepare for methods to "
-                    f"switch to) before the prompt is read"
+                    f"switch to; without a session: Segment.observers, then mark_observed) before the prompt is read"
                 )
+
+    def _check_call(self, method: PromptObserver, call: LayerCall) -> None:
+        rows, on_host = call.rows, call.slots.device.type == "cpu"
+        firsts = [] if rows.runs is None else [(run.seq, run.first) for run in rows.runs if run.first is not None]
+        if rows.runs is None and on_host:
+            firsts = list(zip(rows.seq.tolist(), rows.pos.tolist(), strict=True))
+        first = dict(sorted(firsts, reverse=True))  # of each sequence, as the least comes last
+        observed = self._observed.get(method, [0])
+        slots = call.slots.tolist() if on_host else [observed.index(max(observed))] * call.slots.shape[0]
+        self.check_observed(method, [slots[seq] for seq in first], list(first.values()))
 
     # SequenceState
 

@@ -163,8 +163,7 @@ class MAC(AttentionMethod):
             return
         rule = state.rule
         with torch.no_grad():
-            assert some.rotary is not None
-            query = recovered(some.rows.q, some.rotary(), state.weight, state.ring.query.dtype)
+            query = recovered(some.rows.q, some.angles(), state.weight, state.ring.query.dtype)
             entry = some.attend(Spans((Span(absolute(rule.sinks), relative(1 - rule.band)),)), sink=False)
             state.note(some.slots[some.rows.seq.long()], some.rows.pos, query, entry, math.inf)
 

@@ -137,7 +137,7 @@ class Decoder:
 
     def _begin(self, step: Step) -> None:
         """Before the layers, at every step that the host takes part in."""
-        step.layers.shared.clear()
+        step.layers.restart()
         step.layers.on_layer = self.session.on_layer
         self.session.ledger.mask_rows(self.done)  # a sequence that has ended still goes through the model, uncounted
 
