@@ -178,7 +178,7 @@ class Static:
         self.outs = torch.zeros_like(self.q)
 
     def run(self) -> None:
-        self.layers.shared.clear()
+        self.layers.restart()
         for layer in range(LAYERS):
             self.cache.append(layer, self.buffers.append, self.k[layer], self.v[layer])
             call = call_of(self.cache, self.layers, layer, self.buffers.append, self.q[layer], self.k[layer])

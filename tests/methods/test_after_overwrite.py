@@ -100,6 +100,10 @@ def test_results_over_old_keys_are_not_reused(positions: Sequence[int], config: 
     overwrite(cache, new, positions)
     prompt(short, RING, new, positions[0])  # rows before the first overwritten token are still right
     run(short, Dense(), [Turn(new, SLOT, PROMPT - positions[0])], phase="prefill")
+    for one in (cache, short):
+        with pytest.raises(InvalidInput, match=f"holds 60 tokens of which it observed the first {positions[0]} only"):
+            run(one, RING, [Turn(new, SLOT)])
+        states_of(one).mark_observed([RING], [SLOT], [positions[0]], [PROMPT])  # with no row of them in the ring
     assert torch.equal(decoded(cache, RING, new), decoded(short, RING, new))
 
 
@@ -107,7 +111,8 @@ def test_queries_kept_for_eviction_end_before_the_first_overwritten_token() -> N
     evict, whole, cache = SnapKV(window=16), text(PROMPT), new_cache(slots=2)
     step = cache.begin([0, SLOT], [PROMPT, PROMPT])
     q, k = whole.q[0].repeat(2, 1, 1), whole.k[0].repeat(2, 1, 1)
-    cache.append(0, step, k, k)
+    for layer in range(LAYERS):
+        cache.append(layer, step, k, k)
     call = call_of(cache, Pass((Segment("prefill", Dense()),), MODEL, states_of(cache)), 0, step, q, k)
     state = states_of(cache).get(evict, call)
     assert isinstance(state, LastRows)

@@ -242,8 +242,9 @@ class KVCache:
         index: for each sequence int64 [G, n], on the cache's device: the slots that each KV head keeps, ascending; n
         may differ from sequence to sequence. room: tokens to come in each sequence; their memory is not released, so
         that it need not be taken again. Not during a pass. Syncs with the device, to check `index`.
-        Do not evict from layers with a sliding window. The cache has no record of windows, so it drops the keys, and
-        `runtime.attend_layer` refuses the layer's next pass: slots are no positions there. Only `reset` helps then.
+        Layers with a sliding window must keep all keys, as slots are not positions after eviction. A
+        `runtime.StateStore` refuses to evict once such a layer has attended. With another state the caller must not:
+        `runtime.attend_layer` refuses the layer's later passes, and only `reset` helps then.
         Raises, with nothing changed: Unsupported if a state cannot follow; InvalidInput for slots not in use, kept
         twice or out of order, or if no slot is kept.
         """

@@ -18,6 +18,7 @@ from longreach.ops.doors import EVERYTHING
 from longreach.ops.types import require
 from longreach.runtime.ledger import Ledger
 from longreach.runtime.segments import Segment, check_runs, check_segments
+from longreach.runtime.state import StateStore
 
 LayerHook = Callable[[Phase, LayerCall, Outcome], None]
 
@@ -79,7 +80,8 @@ class Pass:
 def attend_layer(p: Pass, call: LayerCall, *, window: int | None = None, written: LayerCall | None = None) -> Outcome:
     """Attention of all rows of one layer, in the order of the rows. Keys and values must be in the cache.
 
-    window: the layer's sliding window in tokens, else None. With a window every method attends densely within it.
+    window: the layer's sliding window in tokens, else None. With a window every method attends densely within it, and
+        a cache whose state is the pass's StateStore evicts no keys of the layer.
     written: rows for all tokens whose keys the pass has written, if these are more than the rows of the call. Observers
         that keep numbers for each key get them; their queries are zeros.
     With several segments the Outcome has no notes; the ledger has them.
@@ -102,6 +104,8 @@ def attend_layer(p: Pass, call: LayerCall, *, window: int | None = None, written
             f"layer {call.layer} attends to a window of {window} tokens, and keys of it were dropped: slots are not "
             f"positions there; keep all keys of sliding-window layers"
         )
+    if window is not None and isinstance(p.states, StateStore):
+        p.states.note_window(call.layer, window)
     if not p.layers:
         check_segments(p.segments, call.rows, len(call.slots))
     p.layers.add(call.layer)

@@ -32,18 +32,23 @@ class StateStore:
         self._states: dict[Place, SequenceState | None] = {}
         self._generation = 0  # of states that were dropped
         self._observed: dict[PromptObserver, list[int]] = {}
+        self._windows: dict[int, int] = {}  # layer -> its sliding window
 
     def get(self, method: PromptObserver, call: LayerCall) -> SequenceState | None:
         """The state of `method` for the layer of `call`, made at its first call.
 
         Another config counts as another method, as its state would differ.
-        Raises InvalidInput where rows to decode follow tokens that the method should have observed and has not. That is
-        found out from `rows.runs`, on a CPU else from `rows.pos`. On other devices the slots of the sequences are not
-        read: there it is enough if the method has observed as many tokens of any sequence.
+        Raises InvalidInput if a method that observes prompts decodes rows after tokens that it has not observed. The
+        tokens before a row are taken from `rows.runs`, or on a CPU from `rows.pos`; without both there is no check. After
+        eviction these are slots, of which there are fewer. Other devices' `slots` are not read, as that would be a
+        sync: there the method must have observed as many tokens of some sequence.
         Raises Unsupported where pages may be shared and the method's blocks of keys do not divide them.
         """
         if call.phase == "decode" and method.observes_prompt:
-            call.once(("observed", method), lambda: self._check_call(method, call))
+            key = ("observed", id(method), id(call.rows.pos))  # once a pass, for layers with rows in the same slots
+            if key not in call.shared:
+                self._check_call(method, call)
+                call.shared[key] = method, call.rows.pos  # an id is unique while its object lives
         place = (method, call.layer)
         if place not in self._states:
             with torch.inference_mode(False):  # it outlives the mode this pass runs in
@@ -110,14 +115,19 @@ class StateStore:
                 )
 
     def _check_call(self, method: PromptObserver, call: LayerCall) -> None:
-        rows, on_host = call.rows, call.slots.device.type == "cpu"
-        firsts = [] if rows.runs is None else [(run.seq, run.first) for run in rows.runs if run.first is not None]
-        if rows.runs is None and on_host:
+        """Raise InvalidInput if the method has missed tokens before the first row of a sequence of the call."""
+        rows, on_host, firsts = call.rows, call.slots.device.type == "cpu", list[tuple[int, int]]()
+        if rows.runs is not None:
+            firsts = [(run.seq, run.first) for run in rows.runs if run.first is not None and run.rows]
+        elif on_host:
             firsts = list(zip(rows.seq.tolist(), rows.pos.tolist(), strict=True))
-        first = dict(sorted(firsts, reverse=True))  # of each sequence, as the least comes last
-        observed = self._observed.get(method, [0])
-        slots = call.slots.tolist() if on_host else [observed.index(max(observed))] * call.slots.shape[0]
-        self.check_observed(method, [slots[seq] for seq in first], list(first.values()))
+        first = dict(sorted(firsts, reverse=True))  # the least of each sequence, as it comes last
+        if on_host:
+            each = call.slots.tolist()
+            self.check_observed(method, [each[seq] for seq in first], list(first.values()))
+        elif first:
+            observed = self._observed.get(method, [0])
+            self.check_observed(method, [observed.index(max(observed))], [max(first.values())])
 
     # SequenceState
 
@@ -155,7 +165,16 @@ class StateStore:
             for slot, length in zip(slots.tolist(), lengths, strict=True):
                 upto[slot] = min(upto[slot], length)
 
+    def note_window(self, layer: int, window: int) -> None:
+        """Record that a layer attends within a sliding window. `KVCache.keep` then refuses to evict keys of it."""
+        self._windows[layer] = window
+
     def check_keep(self, layer: int) -> None:
+        if layer in self._windows:
+            raise Unsupported(
+                f"layer {layer} attends to a sliding window of {self._windows[layer]} tokens, and slots are not positions "
+                f"after eviction; keep all keys of sliding-window layers"
+            )
         for state in self.states(layer=layer):
             state.check_keep(layer)
 
