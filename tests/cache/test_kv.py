@@ -598,6 +598,37 @@ def test_layouts_that_make_no_sense_are_refused(options: dict[str, Any], message
         CacheConfig(**options)
 
 
+@pytest.mark.parametrize("rows", [None, 2], ids=["no rows", "some rows"])
+def test_a_layer_that_lacks_keys_of_the_pass_is_not_committed(rows: int | None) -> None:
+    cache = KVCache(3, 2)
+    step = cache.begin([1, 0], [3, 2])
+    k, v = torch.randn(2, 5, HEADS, DIM)
+    for layer in (0, 2):
+        cache.append(layer, step, k, v)
+    if rows is not None:
+        cache.append(1, step, k[:rows], v[:rows], rows=torch.arange(rows))
+    with pytest.raises(
+        InvalidInput, match=r"the pass's 5 new tokens appended to every layer, got fewer in layers \[1\]"
+    ):
+        cache.commit(step)
+    assert cache.lengths == [0, 0]
+    cache.append(1, step, k[rows or 0 :], v[rows or 0 :], rows=torch.arange(rows or 0, 5))
+    cache.commit(step)
+    assert cache.lengths == [2, 3]
+
+
+def test_a_pass_of_overwritten_tokens_alone_needs_no_other_layer() -> None:
+    cache = KVCache(2, 1)
+    step = cache.begin([0], [4])
+    for layer in range(2):
+        cache.append(layer, step, *torch.randn(2, 4, HEADS, DIM))
+    cache.commit(step)
+    step = cache.place([0], [[1, 2]], overwrite=True)
+    cache.append(0, step, *torch.randn(2, 2, HEADS, DIM))
+    cache.commit(step)
+    assert cache.lengths == [4]
+
+
 @layouts
 def test_runs_say_of_each_row_what_the_device_knows(config: CacheConfig) -> None:
     cache = KVCache(1, 3, config)

@@ -180,8 +180,8 @@ class KVCache:
     def commit(self, step: Append, *, over: bool = True) -> None:
         """Make the pass's tokens count. over=False: another pass of its run follows.
 
-        Raises InvalidInput if a layer got fewer rows than the pass has new tokens: it would hold no key for some. Passes
-        of a run are not checked, as a captured one appends on the device alone.
+        Raises InvalidInput if fewer rows were appended to a layer than the pass has new tokens. Passes of a run are not
+        checked, as a captured one appends on the device alone.
         """
         self._check_open(step)
         new = sum(step.added)

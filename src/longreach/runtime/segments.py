@@ -47,8 +47,8 @@ class Segment:
             ),
         )
         for observer in self.observers:
-            ok = isinstance(observer, PromptObserver)
-            require(ok, lambda: f"observers: expected configured methods that observe prompts, got {observer!r}")  # noqa: B023
+            if not isinstance(observer, PromptObserver):
+                raise InvalidInput(f"observers: expected configured methods that observe prompts, got {observer!r}")
 
     def check(self, model: ModelShape) -> None:
         """Raise InvalidInput if an option of a method does not fit the model."""

@@ -39,9 +39,9 @@ class StateStore:
 
         Another config counts as another method, as its state would differ.
         Raises InvalidInput if a method that observes prompts decodes rows after tokens that it has not observed. The
-        tokens before a row are taken from `rows.runs`, or on a CPU from `rows.pos`; without both there is no check. After
-        eviction these are slots, of which there are fewer. Other devices' `slots` are not read, as that would be a
-        sync: there the method must have observed as many tokens of some sequence.
+        number of tokens before a row comes from `rows.runs`, or on a CPU from `rows.pos`; with neither there is no
+        check. After eviction both count the kept slots only. `slots` on another device is not read, as that would be a
+        sync: there it is enough that the method has observed as many tokens of some sequence.
         Raises Unsupported where pages may be shared and the method's blocks of keys do not divide them.
         """
         if call.phase == "decode" and method.observes_prompt:
@@ -172,8 +172,8 @@ class StateStore:
     def check_keep(self, layer: int) -> None:
         if layer in self._windows:
             raise Unsupported(
-                f"layer {layer} attends to a sliding window of {self._windows[layer]} tokens, and slots are not positions "
-                f"after eviction; keep all keys of sliding-window layers"
+                f"layer {layer} attends to a sliding window of {self._windows[layer]} tokens, and slots are not "
+                f"positions after eviction; keep all keys of sliding-window layers"
             )
         for state in self.states(layer=layer):
             state.check_keep(layer)

@@ -209,6 +209,20 @@ def test_layers_with_a_window_keep_all() -> None:
     assert used == [63 if window else 43 for window in windows] and any(windows) and not all(windows)
 
 
+def test_a_cache_evicts_no_keys_of_layers_with_a_window() -> None:
+    model, tokens = model_of("gemma2"), random_tokens(1, 60, seed=4)
+    layer = model.config.layer_types.index("sliding_attention")
+    with attach(model) as session:
+        cache = session.new_cache()
+        generate(session, tokens, max_new_tokens=4, past_key_values=cache)
+        held = cache.kv.slots_in_use(layer)
+        some = torch.arange(9).expand(model.config.num_key_value_heads, -1)
+        with pytest.raises(Unsupported, match=rf"layer {layer} attends to a sliding window of \d+ tokens"):
+            cache.kv.keep(layer, [0], [some])
+        assert cache.kv.slots_in_use(layer) == held and not cache.kv.evicted(layer)
+        generate(session, random_tokens(1, 64, seed=4), max_new_tokens=4, past_key_values=cache)
+
+
 @pytest.mark.parametrize("decode", [Dense(), StreamingLLM(), Quest(k=0.3, page=4), OracleTopK(k=0.3)], ids=repr)
 @pytest.mark.parametrize("fusion", [None, PIE()], ids=repr)
 def test_every_method_that_works_over_kept_slots_runs(decode: AttentionMethod, fusion: Fusion | None) -> None:
