@@ -227,7 +227,7 @@ def test_what_a_search_pays() -> None:
 def test_several_new_tokens_at_once_are_attended_to_exactly() -> None:
     whole, cache = text(40, seed=8), new_cache()
     read_text(BASE, whole, chunks=[20], steps=3, cache=cache)
-    turn = run(cache, BASE, [Turn(whole, 0, 5)])
+    turn = run(cache, BASE, [Turn(whole, 0, 5)], phase="decode")
     for call, outcome in zip(turn.calls, turn.outcomes, strict=True):
         assert outcome.dense_reason == "several new tokens at once"
         assert_close(outcome.partial, exact(call))
@@ -261,6 +261,7 @@ def test_after_eviction_it_refuses() -> None:
     """A prompt that was read densely, keys of which were dropped; the layers that kept theirs go on."""
     cache, whole = new_cache(), text(40, seed=8)
     run(cache, Dense(), [Turn(whole, 0, 20)])
+    drive.states_of(cache).mark_observed([BASE], [0], [0], [20])  # with no row of them in a ring
     cache.keep(1, [0], [torch.arange(9).expand(drive.KV_HEADS, -1)])
     for method in (BASE, in_phase(BASE, "prefill")):
         with pytest.raises(Unsupported, match=r"mac: its entries hold attention over keys that were dropped"):
