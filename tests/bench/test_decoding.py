@@ -16,7 +16,7 @@ from longreach.bench.check_step import Steps, Verdict
 from longreach.bench.clock import Clock
 from longreach.bench.decoding import BANDWIDTH, Decoding, Stepped, entry_of
 from longreach.bench.timing import Timing
-from longreach.cache import DecodeBuffers, KVCache
+from longreach.cache import Append, DecodeBuffers, KVCache
 from longreach.errors import InvalidInput
 from longreach.methods.base import Outcome
 from longreach.methods.call import LayerCall
@@ -139,9 +139,10 @@ def test_a_step_that_appends_nothing_is_seen(monkeypatch: pytest.MonkeyPatch) ->
     """Where tokens go is made up, so memory that nobody wrote is read in their place."""
     append = KVCache.append
 
-    def skips(self: KVCache, layer: int, step: object, k: torch.Tensor, v: torch.Tensor) -> None:
+    def skips(self: KVCache, layer: int, step: Append, k: torch.Tensor, v: torch.Tensor) -> None:
         if k.shape[0] > 1 or self.lengths[0] < 256:  # a prompt
-            append(self, layer, step, k, v)  # type: ignore[arg-type]
+            append(self, layer, step, k, v)
+        step.written[layer] = k.shape[0]  # or the first step, which is begun by itself, would not be committed
 
     monkeypatch.setattr(KVCache, "append", skips)
     with pytest.raises(WrongResult, match="logits differ"):
