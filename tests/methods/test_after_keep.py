@@ -172,6 +172,7 @@ class Static:
     def __init__(self, cache: KVCache, method: AttentionMethod, slots: Sequence[int], width: int):
         device, batch = cache.device, len(slots)
         self.cache, self.buffers = cache, DecodeBuffers(cache, slots, width)
+        self.method, self.slots = method, slots
         self.layers = runtime.Pass((runtime.Segment("decode", method),), MODEL, states_of(cache))
         self.q = torch.zeros(LAYERS, batch, HEADS, DIM, device=device)
         self.k, self.v = torch.zeros(2, LAYERS, batch, KV_HEADS, DIM, device=device)
@@ -197,7 +198,10 @@ class Static:
                 with torch.cuda.graph(graph):
                     self.run()
             self.run() if graph is None else graph.replay()
+            before = [self.cache.lengths[s] for s in self.slots]
             self.buffers.count()
+            after = [self.cache.lengths[s] for s in self.slots]
+            states_of(self.cache).mark_observed((self.method,), self.slots, before, after)
             made.append(self.outs.clone())
         self.buffers.close()
         return made
