@@ -128,11 +128,12 @@ class MagicPIG(AttentionMethod):
             return attend_densely(call, self._dense_reason(call))
         call.refuse_evicted(self)
         state.ensure_capacity(call.kv)
+        began = len(call.meter.noted)
         state.follow(call, call.once("magicpig: tokens before", lambda: _before(call)), self.seal)
-        return self._sampled(call, state)
+        return self._sampled(call, state, began)
 
-    def _sampled(self, call: LayerCall, state: LayerTables) -> Outcome:
-        began, tables = len(call.meter.noted), state.tables
+    def _sampled(self, call: LayerCall, state: LayerTables, began: int) -> Outcome:
+        tables = state.tables
         by_slot = Rows(call.rows.q, call.slots[call.rows.seq.long()], call.rows.pos)
         codes = call.op("simhash_codes", call.rows.q, state.projections)
         capacity = max_keys(self.capacity, call.kv.capacity)

@@ -79,7 +79,8 @@ def _summary(sums: Tensor, rows: int, *, table_bytes: int, key_value_bytes: int)
 
     sampled_head, sampled_group: mean share of the context that a query head sampled, and that any query head of the
     KV head did; 1 for a row that overflowed. overflowed: share of rows that sampled more than a list holds and attended
-    densely. search_bytes: look-ups and weights, keys read again for the weights included; attention_bytes: the rest;
+    densely. search_bytes: look-ups and weights, with keys read again for the weights and to be hashed; attention_bytes:
+    the rest;
     both over all rows and KV heads. table_bytes_per_sequence, table_share: memory of the tables and of the centre, and
     over that of keys and values.
     """
