@@ -125,16 +125,9 @@ def note(values: dict[str, Any]) -> str:
     return f"relative error {error:.1%}" + (f", {redone:.1%} redone" if redone else "")
 
 
-def error_bar_bytes(
-    model: ModelShape, rows: int, listed: int, error_bars: bool, redo: float | None, *, kept: bool = False
-) -> int:
-    """Memory that error bars take for `rows` rows. listed: entries of a row's lists. kept: whether the lists have their
-    factors anyway.
-    """
-    if not error_bars and redo is None:
-        return 0
-    result = 4 * model.query_heads * (model.head_dim + 1)
-    return rows * ((0 if kept else 4 * listed) + (2 * result if redo is not None else 0))
+def redo_bytes(model: ModelShape, rows: int, redo: float | None) -> int:
+    """Memory that dense attention for rows with large errors takes: its result, and the two put together."""
+    return 0 if redo is None else 2 * 4 * rows * model.query_heads * (model.head_dim + 1)
 
 
 def _same(x: Tensor) -> Tensor:

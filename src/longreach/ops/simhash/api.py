@@ -290,7 +290,9 @@ def weigh(
     require(ok, lambda: f"centre: expected float [B, G, D] = {list(shape)} on {kv.k.device}, got {describe(centre)}")
     ok = isinstance(floor, (int, float)) and math.isfinite(floor) and 0 <= floor < 1
     require(ok, lambda: f"floor: expected a number in [0, 1), got {floor!r}")
-    weights: tuple[Tensor, Tensor] = WEIGHING.get(impl, kv.k.device)(rows, kv, tables, found, centre, floor=float(floor))
+    weights: tuple[Tensor, Tensor] = WEIGHING.get(impl, kv.k.device)(
+        rows, kv, tables, found, centre, floor=float(floor)
+    )
     return Weights(*weights)
 
 

@@ -339,8 +339,8 @@ def weigh(worker, workers, q, void, memory, seq, reach, shape, found, law, weigh
     q: float32 [R * lists, width, D], of norm 1, or 0 where void [R * lists, width]. memory: k flat, its strides of
     (page, head, slot); table [B, pages], paged, page; centre float32 [B, G, D]. seq, reach: int64 [R], the sequences
     and their slots in use. shape: lists a row, lists a KV head. found: index, met [R, lists, C], count [R, lists].
-    law: see `add_inclusion`. weight, factor, written: float32 [R, lists, C]; wrong, written: int64 [workers], a row that
-    names a slot not in use, else -1.
+    law: see `add_inclusion`. weight, factor, written: float32 [R, lists, C]; wrong, written: int64 [workers], a row
+    that names a slot not in use, else -1.
     """
     k, strides, table, paged, page, centres = memory
     index, met, count = found

@@ -92,7 +92,7 @@ def _reads(
 ) -> tuple[Read, ...]:
     """Keys and values of lists that did not overflow, with the lists, and the factors of their entries."""
     used = torch.where(lists.overflowed, 0, lists.count)
-    width, number = list_numbers(rows, kv, lists)
+    _, number = list_numbers(rows, kv, lists)
     entries = used.flatten()[number].long().sum(1)
     return Read.of(kv, replace(lists, count=used)), Read(other=entries * factor.element_size())
 
