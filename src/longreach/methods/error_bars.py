@@ -61,14 +61,17 @@ def measured(
     factor: Tensor,
     redo: float | None,
     *,
+    candidates: Tensor,
+    draws: Tensor | None = None,
     multiplier: float = 1.0,
-    empty: Tensor | None = None,
 ) -> tuple[Partial, ErrorBars]:
     """Attention with its error bars; where they exceed `redo`, dense attention instead.
 
-    whole: attention over sampled lists and certain keys. factor: of the lists' entries. multiplier: of the standard
-    error. empty: bool [R, H], heads that could have sampled keys and sampled none: their relative error is unknown, and
-    counts as 1.
+    whole: attention over sampled lists and certain keys. factor: of the lists' entries. candidates: int [R, 1], the
+    keys from which a list takes its own. If it takes some of them, and none by chance, nothing is known about the
+    others: the relative error then counts as 1. draws: int like lists.count, sizes of samples that are all that is
+    attended to: one of a single draw shows no deviation, so its error counts as 1 too. None: other keys are attended to
+    as well. multiplier: of the standard error.
     A KV head is redone for a row if the error of any of its query heads exceeds `redo`.
     """
     began = len(call.meter.noted)
@@ -76,8 +79,7 @@ def measured(
     reads, heads = slice(began, len(call.meter.noted)), call.kv.heads
     error = multiplier * variance.sqrt()
     relative = torch.where(error == 0, 0, error / torch.linalg.vector_norm(whole.out, dim=-1))
-    if empty is not None:
-        relative = relative.masked_fill(empty, 1.0)
+    relative = relative.masked_fill(_unknown(lists, factor, candidates, draws, relative.shape[1]), 1.0)
     if redo is None:
         redone = torch.zeros(relative.shape[0], heads, dtype=torch.bool, device=relative.device)
         return whole, ErrorBars(relative, redone, reads)
@@ -89,12 +91,26 @@ def measured(
     return Partial(out, torch.where(taken, dense.lse, whole.lse)), ErrorBars(relative, redone, reads)
 
 
-def outcome(call: LayerCall, whole: Partial, lists: Lists, error_bars: bool, redo: float | None) -> Outcome:
-    """The outcome of attention over lists, with error bars if the options ask for them."""
+def _unknown(lists: Lists, factor: Tensor, candidates: Tensor, draws: Tensor | None, heads: int) -> Tensor:
+    """bool [R, heads]: query heads whose sample shows nothing about the keys that it left out."""
+    assert lists.row_to_list is None  # rows of decode have lists of their own
+    used = torch.arange(factor.shape[2], dtype=torch.int32, device=factor.device) < lists.count[..., None]
+    unknown = ~(used & (factor > 0)).any(2)
+    unknown = unknown if draws is None else unknown | (draws < 2)
+    unknown = unknown & (lists.count < candidates) & ~lists.overflowed
+    unknown = unknown if lists.head_map is None else unknown[:, lists.head_map.long()]
+    return unknown.repeat_interleave(heads // unknown.shape[1], 1)
+
+
+def outcome(
+    call: LayerCall, whole: Partial, lists: Lists, error_bars: bool, redo: float | None, draws: Tensor | None = None
+) -> Outcome:
+    """The outcome of attention over lists, with error bars if the options ask for them. draws: None: lists.count."""
     if not error_bars and redo is None:
         return Outcome(whole)
     assert isinstance(lists, SampledLists) and lists.factor is not None  # check_error_bars refuses other lists
-    whole, bars = measured(call, whole, lists, lists.factor, redo)
+    draws = lists.count if draws is None else draws
+    whole, bars = measured(call, whole, lists, lists.factor, redo, candidates=call.context[:, None], draws=draws)
     return Outcome(whole, notes=Notes((columns(bars),), _same, _summary))
 
 

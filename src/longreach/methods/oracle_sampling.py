@@ -84,13 +84,14 @@ class OracleSampling(AttentionMethod):
         if call.layer in self.dense_layers:
             return attend_densely(call, "in dense_layers")
         scores = exact_scores(call)
-        if self.draw == "iid":
-            drawn: Lists = self._drawn(call, scores)
-        else:
-            drawn = keys_for_budget(call, scores, self.k, choose="sample", seed=self.seed)
-        return outcome(call, call.attend(drawn), drawn, self.error_bars, self.redo)
+        if self.draw == "systematic":
+            lists: Lists = keys_for_budget(call, scores, self.k, choose="sample", seed=self.seed)
+            return outcome(call, call.attend(lists), lists, self.error_bars, self.redo)
+        lists, draws = self._drawn(call, scores)
+        return outcome(call, call.attend(lists), lists, self.error_bars, self.redo, draws)
 
-    def _drawn(self, call: LayerCall, scores: Tensor) -> SampledLists:
+    def _drawn(self, call: LayerCall, scores: Tensor) -> tuple[SampledLists, Tensor]:
+        """Lists, and how often each was drawn from, int [R, G]."""
         heads, draws = scores.shape[1], max_keys(self.k, call.kv.capacity)
         first = 0 if call.shard is None else call.shard.first
         number = torch.arange(first, first + heads, device=scores.device)[:, None] * DRAWS
@@ -98,4 +99,4 @@ class OracleSampling(AttentionMethod):
         numbers = uniforms(self.seed, call.layer, call.rows.pos, number).unflatten(1, (heads, draws))
         count = call.once((self, "draws"), lambda: budget(self.k, call.context)[:, None].repeat(1, heads))
         index, used, weight, factor = call.op("draw", scores.float(), count, call.context, numbers)
-        return SampledLists(index, used, weight, all_visible=True, factor=factor)
+        return SampledLists(index, used, weight, all_visible=True, factor=factor), count

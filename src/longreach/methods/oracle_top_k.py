@@ -61,6 +61,10 @@ class OracleTopK(AttentionMethod):
         ok = isinstance(self.dense_layers, tuple) and all(is_count(n) for n in self.dense_layers)
         require(ok, f"dense_layers: expected a tuple of layer numbers, got {self.dense_layers!r}")
 
+    @property
+    def reads_follow_lengths(self) -> bool:  # type: ignore[override]  # how many rows are redone depends on keys
+        return self.redo is None
+
     def check(self, model: ModelShape) -> None:
         check_layers_of("dense_layers", self.dense_layers, model.layers)
 

@@ -132,6 +132,10 @@ class Kascade(AttentionMethod):
         return self.scoring == "int8"
 
     @property
+    def reads_follow_lengths(self) -> bool:  # type: ignore[override]  # how many rows are redone depends on keys
+        return self.redo is None
+
+    @property
     def budget(self) -> KeyBudget:
         return KeyBudget(self.k, self.min_keys, self.dense_below, self.sinks, self.recent, self.heads == "all")
 

@@ -72,6 +72,10 @@ class Loki(AttentionMethod):
         check_choice(self.choose, self.seed)
         check_error_bars(self.error_bars, self.redo, sampled=self.choose == "sample")
 
+    @property
+    def reads_follow_lengths(self) -> bool:  # type: ignore[override]  # how many rows are redone depends on keys
+        return self.redo is None
+
     def check(self, model: ModelShape) -> None:
         check_layers_of("dense_layers", self.dense_layers, model.layers)
         self._directions(model.head_dim)

@@ -26,9 +26,9 @@ from longreach.ops.types import require
 
 PRESETS = ((8, 75), (9, 120), (10, 75), (10, 150), (10, 220), (11, 300))  # (bits, tables) of the paper, and (10, 75)
 PAPER = ((0, 16), 32)  # dense layers, of so many
-# Keys that lie near each other collide together, which the sum over keys of their variances leaves out. The standard
-# error is larger by about this much: tests/methods/magicpig/test_error_bars.py measures it.
-NEIGHBOURS = 1.27
+# Keys near each other collide together, which a sum of the keys' variances leaves out. In longreach-mini the error is
+# 1.2 to 1.4 times that sum's root; with 1.5 two bars cover most outputs (tests/methods/magicpig/test_error_bars.py).
+NEIGHBOURS = 1.5
 PROMPT = 1 << 12  # keys of a prompt that are hashed at a time
 
 
@@ -58,8 +58,8 @@ class MagicPIG(AttentionMethod):
     densely in that head; the report counts it.
     error_bars: the report gives the standard error of the output (`methods.error_bars`), at the cost of reading the
     sampled keys and values once more. It is that over draws of the directions, so it persists over steps too.
-    redo: rows whose relative error exceeds this attend densely in that KV head; it includes error_bars. A head that
-    samples no key has no estimate, which counts as 1.
+    redo: rows whose relative error exceeds this attend densely in that KV head; it includes error_bars. If a head
+    samples no key its error is unknown, and counts as 1.
     dense_layers: layers that attend densely. None: the paper's (0 and 16 of 32), at the same relative depth.
 
     All of a context that has no block in the tables is attended to. Eviction is refused: tables name keys by their
@@ -168,9 +168,8 @@ class MagicPIG(AttentionMethod):
         always = Spans((Span(absolute(0), absolute(sinks)), Span(absolute(rest), relative(1))), lists.per)
         whole, bars = merge(call.attend(always), call.attend(lists, sink=False)), None
         if self.error_bars or self.redo is not None:
-            empty = ((found.count == 0) & sampled).repeat_interleave(call.rows.q.shape[1] // found.count.shape[1], 1)
             whole, bars = measured(
-                call, whole, lists, weights.factor, self.redo, multiplier=NEIGHBOURS, empty=empty
+                call, whole, lists, weights.factor, self.redo, candidates=start - self.sinks, multiplier=NEIGHBOURS
             )  # fmt: skip
         return Outcome(whole, notes=notes(call, found, lists, sampled, began, searched, state.summary, bars))
 
