@@ -147,7 +147,7 @@ CASES = {
         variants=(
             OracleSampling(k=9, seed=3, dense_layers=(1,)),
             OracleSampling(k=0.2, draw="systematic", error_bars=True),
-            OracleSampling(k=0.3, redo=0.3),
+            OracleSampling(k=0.3, redo=0.8),
         ),
         refused=(
             *BAD_BARS,
@@ -274,7 +274,7 @@ CASES = {
             MagicPIG(bits=4, tables=9, share="own", sinks=1, local=4, seal=16, centre=7, dense_layers=(1,)),
             MagicPIG(bits=3, tables=5, least=1, sinks=0, local=8, seal=8, centre=0, floor=0.1, seed=3, error_bars=True),
             MagicPIG(bits=4, tables=20, local=8, seal=8, centre=8, capacity=15, dense_layers=()),
-            MagicPIG(bits=4, tables=9, share="own", local=8, seal=8, centre=8, dense_layers=(), redo=0.5),
+            MagicPIG(bits=4, tables=9, share="own", local=8, seal=8, centre=8, dense_layers=(), redo=1.2),
         ),
         refused=(
             *BAD_BARS,

@@ -28,8 +28,6 @@ METHODS = [
     OmniKV(k=0.3, layers=(0,)),
     LessIsMore(k=0.3, layers=(0,)),
     OracleTopK(k=0.3),
-    OracleTopK(k=0.3, choose="sample", redo=0.1),
-    Kascade(k=0.3, min_keys=8, choose="sample", redo=0.1),
     MagicPIG(bits=6, tables=9, local=8, seal=8, centre=16, dense_layers=()),
     MagicPIG(bits=6, tables=9, local=8, seal=8, centre=16, dense_layers=(), redo=0.1),
 ]
