@@ -110,7 +110,7 @@ def test_a_short_context_is_dense() -> None:
 
 
 def test_layers_without_tables() -> None:
-    layers = Layers(MagicPIG(), layers=6, slots=1)  # 0 and 16 of 32
+    layers = Layers(MagicPIG(tables=75), layers=6, slots=1)  # 0 and 16 of 32
     layers.read([0], [9])
     reasons = [outcome.dense_reason for _, outcome in layers.decode([0])]
     assert [n for n, reason in enumerate(reasons) if reason == "in dense_layers"] == [0, 3]
