@@ -23,7 +23,7 @@ METHODS = [
     OmniKV(k=9, layers=(0,)),
     LessIsMore(k=0.2, layers=(1,)),
     Loki(k=0.2, rank=6),
-    MagicPIG(bits=7, tables=6, local=8, seal=8, dense_layers=(0,)),
+    MagicPIG(bits=7, tables=6, local=8, seal=8, centre=16, dense_layers=(0,)),
 ]
 
 

@@ -20,6 +20,7 @@ from tests.methods.drive import Pass, Text, Turn, in_phase, new_cache, outputs, 
 from tests.methods.magicpig.plain import sealed
 from tests.methods.one_layer import CACHES, Layers
 from tests.methods.test_after_keep import Static
+from tests.ops.attend.kernels import needs_gpu
 
 METHOD = MagicPIG(bits=4, tables=9, local=8, seal=8, centre=28, dense_layers=())
 each_cache = pytest.mark.parametrize("config", CACHES.values(), ids=CACHES)
@@ -161,10 +162,12 @@ def test_bad_queries_do_not_poison_the_tables(bad: float) -> None:
 
 
 @each_cache
-def test_steps_over_fixed_buffers(config: CacheConfig) -> None:
-    """Positions that are on the device only, as in a captured step; blocks are sealed within it."""
-    texts, lengths, slots = {1: text(80, seed=1), 0: text(70, seed=2)}, {1: 40, 0: 13}, [1, 0]
-    caches = [new_cache(config, slots=2) for _ in range(2)]
+@pytest.mark.parametrize("captured", [False, pytest.param(True, marks=[pytest.mark.gpu, needs_gpu])])
+def test_steps_over_fixed_buffers(config: CacheConfig, captured: bool) -> None:
+    """Positions that are on the device only, as in a captured step; blocks enter the tables within it."""
+    device, slots = "cuda" if captured else "cpu", [1, 0]
+    texts, lengths = {1: text(80, seed=1).to(device), 0: text(70, seed=2).to(device)}, {1: 40, 0: 23}
+    caches = [new_cache(config, slots=2, device=device) for _ in range(2)]
     for cache in caches:
         for slot in slots:
             prompt(cache, texts[slot], lengths[slot], slot)
@@ -175,7 +178,10 @@ def test_steps_over_fixed_buffers(config: CacheConfig) -> None:
         each = [Text(*(x[:, lengths[s] + n] for x in (texts[s].q, texts[s].k, texts[s].v))) for s in slots]
         return Text(*(torch.stack(x, 1) for x in zip(*((t.q, t.k, t.v) for t in each), strict=True)))
 
-    got = static.decode([tokens(n) for n in range(20)], False)
+    before = [state.tables.stop.tolist() for state in tables_of(caches[1])]
+    got = static.decode([tokens(n) for n in range(20)], captured)
+    after = [state.tables.stop.tolist() for state in tables_of(caches[1])]
+    assert all(a[slot] < b[slot] for a, b in zip(before, after, strict=True) for slot in slots)
     for mine, plain in zip(got, want, strict=True):
         torch.testing.assert_close(mine, torch.stack([o.partial.out for o in plain.outcomes]), rtol=0, atol=2e-5)
 

@@ -20,7 +20,7 @@ from tests.methods.magicpig.plain import inclusion
 from tests.methods.one_layer import Layers, keys_of
 
 KEYS, DIM, HEADS, GROUP = 300, 16, 2, 3
-METHOD = MagicPIG(bits=6, tables=20, sinks=4, local=8, seal=8, capacity=1.0, dense_layers=())
+METHOD = MagicPIG(bits=6, tables=20, sinks=4, local=8, seal=8, centre=200, capacity=1.0, dense_layers=())
 
 
 class Draw(NamedTuple):
@@ -77,7 +77,7 @@ def test_keys_are_sampled_as_often_as_said(seeds: int) -> None:
     """In every decade of u, with standard errors of the draws, as keys near each other collide together."""
     call, method = layer(), replace(METHOD, share="own", centre=0)
     keys, heads = keys_of(call, 0), HEADS * GROUP
-    stop = method.schedule.stop(KEYS)
+    stop = int(method.schedule.stop(torch.tensor(KEYS)))
     q = call.rows.q[0].double()
     cosine = torch.stack(
         [torch.nn.functional.cosine_similarity(keys[4:stop, h // GROUP], q[h : h + 1], dim=-1) for h in range(heads)]

@@ -8,7 +8,7 @@ COMPILE = """
 import json
 from unittest.mock import patch
 import torch
-from longreach.ops.simhash import HashTables, build, codes, collide, projections, triton, triton_kernels, weigh
+from longreach.ops.simhash import HashTables, build, codes, collide, projections, seal, triton, triton_kernels, weigh
 from longreach.testing.compile import compiling
 from longreach.testing.inputs import random_kv, random_rows
 
@@ -23,11 +23,14 @@ with patch.object(triton, "refuse", lambda *a: None):
         rows, centre = random_rows(kv, 2, group=group), torch.zeros(2, 2, dim)
         memory = HashTables.empty(2, 2, 200, bits=bits, tables=tables, size=size, first=4)
         drawn, one = projections(dim, bits, tables, 0), torch.arange(2)
-        with compiling(triton_kernels, "codes", "build", "look_up", "gather", "weigh") as made:
+        with compiling(triton_kernels, "codes", "build", "average", "seal", "look_up", "gather", "weigh") as made:
             queries = codes(rows.q, drawn, impl="triton")
             keys = codes(kv.k.unflatten(0, (1, -1))[:, :2], drawn, centre=centre[:, :, None], impl="triton")
             new = torch.zeros(2, 5, 2, tables, dtype=torch.uint16)
             build(memory, new, one, one, impl="triton")
+            stop = torch.full((2,), 40)
+            means = torch.zeros(2, 2, dim)
+            seal(kv, one, memory, drawn, means, stop, centred=16, block=256, impl="triton")
             got = collide(rows, memory, torch.zeros_like(queries), capacity=64, share=share, impl="triton")
             weigh(rows, kv, memory, got, centre, impl="triton")
         found[f"{dim} {group} {dtype} {page} {bits} {tables} {size} {share}"] = [
@@ -41,5 +44,7 @@ def test_compiles_for_an_h200() -> None:
     cases = printed(COMPILE)
     assert len(cases) == 5
     for case, kernels in cases.items():
-        assert [name for name, _, _ in kernels] == ["codes", "codes", "build", "look_up", "gather", "weigh"], case
+        assert [name for name, _, _ in kernels] == [
+            "codes", "codes", "build", "average", "seal", "look_up", "gather", "weigh"
+        ], case  # fmt: skip
         assert all(shared <= SHARED_MEMORY and cubin for _, shared, cubin in kernels), (case, kernels)

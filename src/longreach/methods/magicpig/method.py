@@ -268,7 +268,9 @@ class MagicPIG(AttentionMethod):
         results = 3 * 4 * model.query_heads * (model.head_dim + 1)  # of two passes of attention, and merged
         inputs = 4 * model.head_dim * (model.kv_heads + model.query_heads)
         codes = 2 * model.query_heads * tables
-        return rows * (codes + max(counters, (4 + 1 + 4 + 2) * listed + results + inputs))
+        # places of buckets, and codes
+        sealing = model.kv_heads * max(tables * ((4 << bits) + 2 * self.seal) for bits, tables in pairs if bits)
+        return rows * max(sealing, codes + max(counters, (4 + 1 + 4 + 2) * listed + results + inputs))
 
 
 def _after(call: LayerCall) -> Tensor:

@@ -181,8 +181,9 @@ def seal(
     if at.type == "cpu" and slots.numel():
         _check_sequences("slots", slots, tables)
         require(len(slots.unique()) == len(slots), lambda: f"slots: expected distinct ones, got {slots.tolist()}")
-        first = tables.stop[slots.long()] <= tables.first
-        needed = torch.where(first & (stop > tables.first), stop.clamp(min=tables.first + centred), stop)
+        held = tables.stop[slots.long()].clamp(min=tables.first)
+        for_centre = torch.where(held == tables.first, tables.first + centred, 0)
+        needed = torch.where(stop > held, torch.maximum(stop, for_centre), 0)
         there = kv.seq_lens.clamp(max=tables.ids.shape[3])
         require(
             bool((needed <= there).all()),

@@ -45,7 +45,7 @@ def codes(x: Tensor, projections: Tensor, centre: Tensor | None, *, tune: Tuning
     t = tune or Tuning()
     vectors = _four(x)
     centres = vectors if centre is None else _four(centre.expand(x.shape))
-    drawn = projections.float() if INTERPRETED else projections.contiguous()  # the interpreter gets bf16 wrong
+    drawn = projections.contiguous().view(torch.int16)
     count = out.numel() // tables
     with torch.cuda.device_of(x):
         kernels.codes[(triton.cdiv(count, t.vectors), tables)](
@@ -95,7 +95,7 @@ def seal(
     keys = (
         kv.k, kv.k.stride()[:3], kv.seq_lens if table is None else table, 0 if table is None else table.stride(0)
     )  # fmt: skip
-    drawn = projections.float() if INTERPRETED else projections.contiguous()  # the interpreter gets bf16 wrong
+    drawn = projections.contiguous().view(torch.int16)
     memory = {"D": dim, "D2": max(16, triton.next_power_of_2(dim)), "PAGED": table is not None, "PAGE": kv.page}
     with torch.cuda.device_of(kv.k):
         if centred:

@@ -28,9 +28,16 @@ def codes(
         at = centre + place[:, None] + (d * centre_strides[3])[None, :]
         v -= tl.load(at, mask=some, other=0.0).to(tl.float32)
     bit = tl.arange(0, BITS2)
-    row = projections + (table * BITS + bit)[:, None] * D + d[None, :]
-    w = tl.load(row, mask=(bit < BITS)[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
+    w = _directions(projections, table, bit, d, BITS, D)
     tl.store(out + n.to(tl.int64) * TABLES + table, _coded(v, w, BITS, BITS2), mask=there)
+
+
+@triton.jit
+def _directions(projections, table, bit, d, BITS: tl.constexpr, D: tl.constexpr):
+    """fp32 [bits, dims]: a table's directions, of bf16 given as int16: the interpreter has no arithmetic of bf16."""
+    row = projections + (table * BITS + bit)[:, None] * D + d[None, :]
+    w = tl.load(row, mask=(bit < BITS)[:, None] & (d < D)[None, :], other=0)
+    return (w.to(tl.int32) << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -240,8 +247,7 @@ def seal(
         its = offsets + slot * offset_strides[0] + g * offset_strides[1] + t * offset_strides[2]
         cursor, mine = cursors + program.to(tl.int64) * BUCKETS, codes + program.to(tl.int64) * ROOM
         d, bit = tl.arange(0, D2), tl.arange(0, BITS2)
-        rows = projections + (t * BITS + bit)[:, None] * D + d[None, :]
-        w = tl.load(rows, mask=(bit < BITS)[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
+        w = _directions(projections, t, bit, d, BITS, D)
         c = tl.load(centre + (slot * heads + g) * D + d, mask=d < D, other=0.0)
         while at < last:
             end = tl.minimum(tl.minimum(at // SIZE * SIZE + SIZE, last), at + ROOM)
