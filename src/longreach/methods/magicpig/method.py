@@ -23,7 +23,7 @@ from longreach.methods.base import (
 from longreach.methods.call import LayerCall, ModelShape
 from longreach.methods.choosing import OTHER_KEYS, check_layers, check_layers_of, max_keys, placed
 from longreach.methods.magicpig.notes import notes
-from longreach.methods.magicpig.plan import DENSE, KIND, MagicPIGPlan, Options, Pair
+from longreach.methods.magicpig.plan import DENSE, KIND, MagicPIGPlan, Options, Pair, chosen_for, view
 from longreach.methods.magicpig.schedule import Schedule
 from longreach.methods.magicpig.state import LayerTables
 from longreach.ops import Rows, Span, Spans, absolute, merge, relative
@@ -140,7 +140,7 @@ class MagicPIG(AttentionMethod):
         check_layers_of("dense_layers", self.dense_layers or (), model.layers)
         plan = self.plan_for(model)
         if plan is not None and self.budget is not None:
-            plan.choose(self.budget, plan.memory)
+            chosen_for(plan, self.budget, plan.element)
 
     @property
     def pair(self) -> Pair:
@@ -159,7 +159,7 @@ class MagicPIG(AttentionMethod):
         if self.plan is None and self.budget is None and shipped_for(KIND, model) is None:
             return None
         try:
-            found = MagicPIGPlan.of(find(KIND, self.plan, model))
+            found = view(find(KIND, self.plan, model))
         except InvalidInput as error:
             if self.plan is None and self.budget is not None:
                 raise InvalidInput(f"budget={self.budget:g} needs a plan: {error}") from error
@@ -196,9 +196,7 @@ class MagicPIG(AttentionMethod):
     def _pairs(self, model: ModelShape, element: int) -> tuple[Pair, ...] | None:
         """The plan's pair of each layer, None where no plan is used. element: bytes of a number in the cache."""
         plan = self.plan_for(model)
-        if plan is None or self.budget is None:
-            return None if plan is None else plan.chosen
-        return plan.choose(self.budget, plan.memory, element)
+        return None if plan is None else chosen_for(plan, self.budget, element)
 
     def eviction_refusal(self) -> str:
         return f"{OTHER_KEYS}, and its tables name keys by their slot"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -238,3 +238,15 @@ class MagicPIGPlan:
 
 VALUES = ("bits", "tables", *(f.name for f in fields(Options)), "budget", "memory", "length", "element", "layers",
           "pairs")  # fmt: skip
+
+
+@lru_cache(maxsize=32)
+def view(plan: Plan) -> MagicPIGPlan:
+    """`MagicPIGPlan.of`, once for each plan that is loaded."""
+    return MagicPIGPlan.of(plan)
+
+
+@lru_cache(maxsize=32)
+def chosen_for(plan: MagicPIGPlan, budget: float | None, element: int) -> tuple[Pair, ...]:
+    """The pair of each layer: the plan's own, or chosen for a budget within the plan's memory."""
+    return plan.chosen if budget is None else plan.choose(budget, plan.memory, element)
