@@ -83,8 +83,8 @@ def show(plan: Plan, out: Console) -> None:
     out.print(
         f"\n{options}. error: expected error of the output of attention over its norm, mean over KV heads; dense "
         f"layers have none. search, attention: bytes over dense attention's after {view.length} tokens, in a cache of "
-        f"{8 * view.element} bits. memory: of the tables, over keys and values. Errors are of single rows, for keys "
-        f"that are sampled independently; measured ones are about 1.2 times as large."
+        f"{8 * view.element} bits. memory: of the tables, over keys and values. Errors are for keys that are "
+        f"sampled independently; keys that lie close together are not, so measured errors are larger."
     )
 
 

@@ -59,8 +59,8 @@ def expected_error(
     of share^2 |v - out|^2 times the variance of the key's weight. That is 1/u - 1 for a sample of each query head
     (options.share = "own"). For m heads out of a group that sampled it, weighted by m / sum of u, it is
     sum of u (1 - u) / (sum of u)^2, with the heads taken as independent.
-    Keys that lie close together are sampled together, so measured squared errors are larger, about 1.4 times on
-    longreach-mini.
+    Keys that lie close together are sampled together, so measured errors are larger: 1.2 to 1.6 times on
+    longreach-mini, the more the more keys are sampled.
     """
     out = share @ v.float()
     spread = (v.float().square().sum(-1) - 2 * (out @ v.float().T) + out.square().sum(-1, keepdim=True)).clamp(min=0)

@@ -97,10 +97,10 @@ class MagicPIGPlan:
         for n, pair in enumerate(self.chosen):
             ok = pair == DENSE or (pair in self.pairs and n in self.layers)
             require(ok, f"bits, tables: expected one of the pairs or 0, 0 in layer {n}, got {pair}; {ANEW}")
-        for name, value in (("budget", self.budget), ("memory", self.memory)):
-            ok = isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
-            ok = (ok and (name == "memory" or value <= 1)) or (name == "memory" and value is None)
-            require(ok, f"{name}: expected a share of dense attention's, got {value!r}; {ANEW}")
+        ok = _positive(self.budget) and self.budget <= 1
+        require(ok, f"budget: expected a share of dense attention's bytes in (0, 1], got {self.budget!r}; {ANEW}")
+        ok = self.memory is None or _positive(self.memory)
+        require(ok, f"memory: expected a share > 0 of keys and values, or null, got {self.memory!r}; {ANEW}")
         for name in ("length", "element"):
             value = getattr(self, name)
             require(is_count(value, 1), f"{name}: expected a count >= 1, got {value!r}; {ANEW}")
@@ -238,6 +238,10 @@ class MagicPIGPlan:
 
 VALUES = ("bits", "tables", *(f.name for f in fields(Options)), "budget", "memory", "length", "element", "layers",
           "pairs")  # fmt: skip
+
+
+def _positive(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
 
 
 @lru_cache(maxsize=32)
