@@ -21,7 +21,7 @@ from longreach.plans import Plan
 
 KIND = "magicpig"
 DENSE = (0, 0)  # the pair of a layer without tables
-ANEW = "take another plan, or calibrate again (longreach calibrate magicpig)"
+HELP = "take another plan, or calibrate again (longreach calibrate magicpig)"
 ARRAYS = ("error", "sampled", "sampled_heads", "looked_up")
 Pair = tuple[int, int]  # bits, tables
 
@@ -43,8 +43,8 @@ class Options:
                                   ("local", 1, 1 << 24), ("seal", 1, 1 << 24), ("centre", 0, 1 << 24)):  # fmt: skip
             value = getattr(self, name)
             ok = isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
-            require(ok, f"{name}: expected an int in [{least}, {most}], got {value!r}; {ANEW}")
-        require(self.share in ("own", "group"), f"share: expected 'own' or 'group', got {self.share!r}; {ANEW}")
+            require(ok, f"{name}: expected an int in [{least}, {most}], got {value!r}; {HELP}")
+        require(self.share in ("own", "group"), f"share: expected 'own' or 'group', got {self.share!r}; {HELP}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,32 +78,32 @@ class MagicPIGPlan:
     looked_up: Tensor
 
     def __post_init__(self) -> None:
-        require(len(self.pairs) > 0, f"pairs: expected at least one, got none; {ANEW}")
+        require(len(self.pairs) > 0, f"pairs: expected at least one, got none; {HELP}")
         for pair in self.pairs:
-            require(self._possible(pair), f"pairs: expected [bits, tables] within the limits, got {pair!r}; {ANEW}")
-        require(len(set(self.pairs)) == len(self.pairs), f"pairs: expected each once, got {self.pairs}; {ANEW}")
+            require(self._possible(pair), f"pairs: expected [bits, tables] within the limits, got {pair!r}; {HELP}")
+        require(len(set(self.pairs)) == len(self.pairs), f"pairs: expected each once, got {self.pairs}; {HELP}")
         query, kv, _ = self.heads
         shape = [len(self.chosen), kv, len(self.pairs)]
         for name in ARRAYS:
             x = getattr(self, name)
             ok = isinstance(x, Tensor) and x.is_floating_point() and list(x.shape) == shape
-            require(ok, f"{name}: expected float {shape}, got {describe(x)}; {ANEW}")
+            require(ok, f"{name}: expected float {shape}, got {describe(x)}; {HELP}")
             most = {"sampled": 1.0, "sampled_heads": query / kv}.get(name, float("inf"))
             low, high = (float(x.min()), float(x.max())) if x.numel() else (0.0, 0.0)
             ok = low >= 0 and high <= most * 1.00001
-            require(ok, f"{name}: expected numbers in [0, {most}], got {low:.6g} to {high:.6g}; {ANEW}")
+            require(ok, f"{name}: expected numbers in [0, {most}], got {low:.6g} to {high:.6g}; {HELP}")
         ok = all(is_count(n) and n < shape[0] for n in self.layers) and list(self.layers) == sorted(set(self.layers))
-        require(ok, f"layers: expected ascending layers from 0 to {shape[0] - 1}, got {list(self.layers)}; {ANEW}")
+        require(ok, f"layers: expected ascending layers from 0 to {shape[0] - 1}, got {list(self.layers)}; {HELP}")
         for n, pair in enumerate(self.chosen):
             ok = pair == DENSE or (pair in self.pairs and n in self.layers)
-            require(ok, f"bits, tables: expected one of the pairs or 0, 0 in layer {n}, got {pair}; {ANEW}")
+            require(ok, f"bits, tables: expected one of the pairs or 0, 0 in layer {n}, got {pair}; {HELP}")
         ok = _positive(self.budget) and self.budget <= 1
-        require(ok, f"budget: expected a share of dense attention's bytes in (0, 1], got {self.budget!r}; {ANEW}")
+        require(ok, f"budget: expected a share of dense attention's bytes in (0, 1], got {self.budget!r}; {HELP}")
         ok = self.memory is None or _positive(self.memory)
-        require(ok, f"memory: expected a share > 0 of keys and values, or null, got {self.memory!r}; {ANEW}")
+        require(ok, f"memory: expected a share > 0 of keys and values, or null, got {self.memory!r}; {HELP}")
         for name in ("length", "element"):
             value = getattr(self, name)
-            require(is_count(value, 1), f"{name}: expected a count >= 1, got {value!r}; {ANEW}")
+            require(is_count(value, 1), f"{name}: expected a count >= 1, got {value!r}; {HELP}")
 
     def _possible(self, pair: object) -> bool:
         if not (isinstance(pair, tuple) and len(pair) == 2):
@@ -119,16 +119,16 @@ class MagicPIGPlan:
         require(plan.kind == KIND, f"expected a plan for {KIND}, got one for {plan.kind}; give the right file")
         values, model = plan.values, plan.model
         for name in VALUES:
-            require(name in values, f"the plan lacks the value {name!r}; {ANEW}")
+            require(name in values, f"the plan lacks the value {name!r}; {HELP}")
         for name in ARRAYS:
-            require(name in plan.arrays, f"the plan lacks the array {name!r}; {ANEW}")
+            require(name in plan.arrays, f"the plan lacks the array {name!r}; {HELP}")
         for name in ("bits", "tables", "pairs", "layers"):
-            require(isinstance(values[name], list), f"{name}: expected a list, got {values[name]!r}; {ANEW}")
+            require(isinstance(values[name], list), f"{name}: expected a list, got {values[name]!r}; {HELP}")
         for name in ("bits", "tables"):
             fits = len(values[name]) == model.layers
             require(
                 fits,
-                f"{name}: expected one for each of {model.layers} layers, got {len(values[name])}; {ANEW}",
+                f"{name}: expected one for each of {model.layers} layers, got {len(values[name])}; {HELP}",
             )
         return cls(
             chosen=tuple(zip(values["bits"], values["tables"], strict=True)),
