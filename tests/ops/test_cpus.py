@@ -42,7 +42,9 @@ def test_a_cpu_without_avx2(tmp_path: Path) -> None:
     """Kernels compiled for any CPU of its kind choose the same keys, and compute the same up to rounding."""
     pytest.importorskip("numba")
     sampled(tmp_path / "here")
-    code = f"from pathlib import Path; from tests.ops.test_cpus import sampled; sampled(Path({str(tmp_path / 'there')!r}))"
+    code = (
+        f"from pathlib import Path; from tests.ops.test_cpus import sampled; sampled(Path({str(tmp_path / 'there')!r}))"
+    )
     changed = {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": "", "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
     _python(code, **changed)
     here, there = (torch.load(tmp_path / name) for name in ("here", "there"))
@@ -106,7 +108,8 @@ try:
         refused = ""
 except Unsupported as error:
     refused = str(error)
-print(json.dumps({"ran": ran, "said": [str(w.message) for w in seen if "longreach" in str(w.message)], "refused": refused}))
+said = [str(w.message) for w in seen if "longreach" in str(w.message)]
+print(json.dumps({"ran": ran, "said": said, "refused": refused}))
 """
 
 

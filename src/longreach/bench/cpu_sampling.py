@@ -76,7 +76,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--contexts", type=int, nargs="*", default=list(CONTEXTS), metavar="KEYS")
     parser.add_argument("--threads", type=int, nargs="+", default=sorted({1, os.cpu_count() or 1}), metavar="N")
     parser.add_argument("--rounds", type=int, default=12, help="calls of each that are timed")
-    parser.add_argument("--decoded", type=int, default=DECODED, metavar="TOKENS", help="context of mini; 0: leave it out")
+    parser.add_argument(
+        "--decoded", type=int, default=DECODED, metavar="TOKENS", help="context of mini; 0: leave it out"
+    )
     parser.add_argument("--repeats", type=int, default=5, help="answers of each method that are timed")
     parser.add_argument("--output", type=Path, required=True, help="the record")
     args = parser.parse_args(argv)

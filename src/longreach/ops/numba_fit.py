@@ -21,7 +21,10 @@ def few(*given: Any) -> bool:
 
 
 def unfit(*given: Any, fp64: bool = False) -> str | None:
-    """Why Numba kernels cannot compute an op of these arguments; None if they can. fp64: whether it takes such inputs."""
+    """Why Numba kernels cannot compute an op of these arguments; None if they can.
+
+    fp64: whether they compute in fp64.
+    """
     wants = torch.is_grad_enabled()
     for x in given:
         if isinstance(x, KVView) and x.slot_pos is not None:

@@ -1,4 +1,4 @@
-"""sample, reference and Numba, against its definition: probabilities found by bisection, and frequencies over many draws."""
+"""sample, reference and Numba, against its definition: probabilities by bisection, frequencies over many draws."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Times of MagicPIG's attention step on a CPU: by our kernels, by the same for AVX2, and of dense attention by torch."""
+"""Times of MagicPIG's attention step on a CPU: by our kernels, by those for AVX2, and of dense attention by torch."""
 
 from __future__ import annotations
 
@@ -153,7 +153,8 @@ def line(case: dict[str, Any]) -> str:
         f"{case['shape']['context']:>7} {case['threads']:>2} thr. {preset.name:15} "
         f"{1e3 * seconds['ours']['median']:7.2f} ms ({', '.join(f'{k} {1e3 * v:.2f}' for k, v in parts.items())}); "
         f"matmul {1e3 * seconds[MATMUL]['median']:.1f}, {ratios['dense']:.1f}x; SDPA {ratios['sdpa']:.0f}x; "
-        f"AVX2 {ratios['avx2']:.2f}; keys {case['keys_read']:.2%}, rows {case['rows_bytes_per_second'] / 1e9:.2f} GB/s, "
+        f"AVX2 {ratios['avx2']:.2f}; keys {case['keys_read']:.2%}, "
+        f"rows {case['rows_bytes_per_second'] / 1e9:.2f} GB/s, "
         f"copy {case['copied_bytes_per_second'] / 1e9:.1f}; off {case['from_dense']['mean']:.3f}"
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ class Step:
         marks.append(time.perf_counter())
         whole = merge(kept, sampled)
         marks.append(time.perf_counter())
-        return Result(whole, lists, tuple(b - a for a, b in zip(marks, marks[1:], strict=False)))
+        return Result(whole, lists, tuple(b - a for a, b in pairwise(marks)))
 
     def reads(self, lists: Lists) -> dict[str, Any]:
         """rows: of keys that attend gathers, as often as it does. keys_read: share of all keys that a KV head reads at

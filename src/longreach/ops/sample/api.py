@@ -10,6 +10,7 @@ from longreach.ops.doors import Op
 from longreach.ops.impl import Implementations
 from longreach.ops.types import INTS, describe, require
 
+
 def _named(op: str) -> Implementations:
     paths = {name: f"longreach.ops.sample.{name}:{op}" for name in ("reference", "numba")}
     return Implementations(op, paths, fp64=True)
