@@ -28,7 +28,7 @@ def sampled(path: Path) -> None:
     for dtype in (torch.bfloat16, torch.float16):
         case = hashed([200, 77], dtype=dtype, size=64, impl="numba")
         got = collide(case.rows, case.tables, case.queries, capacity=200, impl="numba")
-        weight = weigh(case.rows, case.kv, case.tables, got, case.centre, impl="numba")
+        weight = weigh(case.rows, case.kv, case.tables, got, case.centre, impl="numba").log_weight
         used = torch.arange(got.index.shape[2]) < got.count[..., None]
         whole = attend(case.rows, case.kv, got.lists(torch.where(used, weight, 0.0)), scale=0.25, impl="numba")
         found[str(dtype)] = {

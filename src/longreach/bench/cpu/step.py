@@ -52,7 +52,7 @@ class Step:
         room = max(1, int(found.count.max()))  # as the method does: shorter lists are checked and counted faster
         found = replace(found, index=found.index[..., :room].contiguous(), met=found.met[..., :room].contiguous())
         marks.append(time.perf_counter())
-        lists = found.lists(weigh(rows, kv, self.tables, found, problem.centre, impl=impl))
+        lists = found.lists(weigh(rows, kv, self.tables, found, problem.centre, impl=impl).log_weight)
         marks.append(time.perf_counter())
         sampled = attend(rows, kv, lists, scale=scale, impl=impl)
         kept = attend(rows, kv, self.always, scale=scale, impl=impl)

@@ -17,23 +17,24 @@ def sample(
 ) -> Sampled:  # fmt: skip
     used = torch.minimum(count.long().clamp(min=0), length.long()[:, None])
     columns = torch.empty(*x.shape[:2], capacity, dtype=torch.int32)
-    weight = torch.empty(columns.shape)
+    weight, factor = torch.empty(2, *columns.shape).unbind()
     in_threads(
         torch.get_num_threads(), kernels.sample, _scores(x), used.numpy(), integers(length),
         offset.double().contiguous().numpy(), (float(uniform), float(power), first, last),
-        (columns.numpy(), weight.numpy()),
+        (columns.numpy(), weight.numpy(), factor.numpy()),
     )  # fmt: skip
-    return Sampled(columns, used.to(torch.int32), weight)
+    return Sampled(columns, used.to(torch.int32), weight, factor)
 
 
 def draw(x: Tensor, count: Tensor, length: Tensor, numbers: Tensor) -> Sampled:
     columns = torch.empty(numbers.shape, dtype=torch.int32)
-    weight, used = torch.empty(columns.shape), torch.empty(columns.shape[:2], dtype=torch.int32)
+    weight, factor = torch.empty(2, *columns.shape).unbind()
+    used = torch.empty(columns.shape[:2], dtype=torch.int32)
     in_threads(
         torch.get_num_threads(), kernels.draw, _scores(x), integers(count), integers(length),
-        numbers.double().contiguous().numpy(), (columns.numpy(), weight.numpy(), used.numpy()),
+        numbers.double().contiguous().numpy(), (columns.numpy(), weight.numpy(), factor.numpy(), used.numpy()),
     )  # fmt: skip
-    return Sampled(columns, used, weight)
+    return Sampled(columns, used, weight, factor)
 
 
 def _scores(x: Tensor) -> object:

@@ -39,9 +39,9 @@ def draw(worker, workers, x, count, length, numbers, results):
     """Independent draws of every `workers`-th row; see `sample.draw`.
 
     x: [L, heads, N]. count: int64 [L, heads]. length: int64 [L]. numbers: float64 [L, heads, C]. results, written:
-    columns int32, log-weights float32 [L, heads, C], used int32 [L, heads].
+    columns int32, log-weights and factors float32 [L, heads, C], used int32 [L, heads].
     """
-    columns, weights, used = results
+    columns, weights, factors, used = results
     lists, heads, size = x.shape
     total, times = np.empty(size, np.float64), np.zeros(size, np.int32)
     for item in range(worker, lists * heads, workers):
@@ -68,6 +68,7 @@ def draw(worker, workers, x, count, length, numbers, results):
                 continue
             p = (1.0 if even else _score(x[row, h, c])) / whole
             columns[row, h, found] = c
+            factors[row, h, found] = 1.0 / np.float64(times[c])
             weights[row, h, found] = math.log(np.float64(times[c])) - math.log(p) - math.log(np.float64(wanted))
             times[c] = 0
             found += 1
@@ -79,9 +80,9 @@ def sample(worker, workers, x, count, length, offset, numbers, results):
     """Systematic samples of every `workers`-th row; see `sample.sample`.
 
     x, count, length: as in `draw`; counts are at most the lengths. offset: float64 [L, heads]. numbers: uniform, power,
-    first, last. results: as in `draw`, for lists of C columns; a row with a larger count is left out.
+    first, last. results: as in `draw`, without used, for lists of C columns; a row with a larger count is left out.
     """
-    columns, weights = results
+    columns, weights, factors = results
     uniform, power, first, last = numbers
     lists, heads, size = x.shape
     pi = np.empty(size, np.float64)
@@ -130,6 +131,7 @@ def sample(worker, workers, x, count, length, offset, numbers, results):
         for c in range(n):
             if c < begin or c >= end:
                 columns[row, h, found], weights[row, h, found] = c, np.float32(0.0)
+                factors[row, h, found] = np.float32(0.0)
                 found += 1
                 continue
             take = pi[c] >= 1.0
@@ -141,4 +143,5 @@ def sample(worker, workers, x, count, length, offset, numbers, results):
                 before = step
             if take and found < columns.shape[2]:
                 columns[row, h, found], weights[row, h, found] = c, -math.log(pi[c])
+                factors[row, h, found] = 1.0 - pi[c]
                 found += 1
