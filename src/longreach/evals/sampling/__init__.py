@@ -1,4 +1,4 @@
-"""Sampling of attention measured: its mass, estimators with exact scores, geometry of keys, and the library's methods."""
+"""Sampling of attention: mass of the best keys, estimators with exact scores, geometry of keys, methods."""
 
 from longreach.evals.sampling.study import SamplingStudy
 

@@ -68,15 +68,18 @@ def iid(exact: Exact, random: torch.Generator) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
-def best_of_group(exact: Exact, count: Tensor, place: Tensor | None = None) -> Tensor:
+def best_of_group(exact: Exact, count: Tensor, always: Tensor | None = None) -> Tensor:
     """The error, fp64 [R, H], of the `count` int [R, G] best keys of each KV head by pooled weights.
 
-    place: `ranks` of the pooled weights, where they are known.
+    always: bool [R, G, n], keys that are read in addition to these.
     """
-    place = ranks(exact.pooled()) if place is None else place
+    pooled = exact.pooled()
+    if always is not None:
+        pooled = pooled.masked_fill(always, -1.0)
+    mask = ranks(pooled) < count[..., None]
+    mask = mask if always is None else mask | always
     group = exact.share.shape[1] // count.shape[1]
-    mask = (place < count[..., None]).float().repeat_interleave(group, 1)
-    return exact.error(exact.estimate(mask))
+    return exact.error(exact.estimate(mask.float().repeat_interleave(group, 1)))
 
 
 def ranks(x: Tensor) -> Tensor:

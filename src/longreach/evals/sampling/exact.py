@@ -50,7 +50,7 @@ class Exact:
         return cls(logits, share, sink, out, k, v, rows.pos.long() + 1)
 
     def estimate(self, weight: Tensor) -> Tensor:
-        """[R, H, D]: the output if each key's exp(logit) counts `weight` times, fp32 [R, H, n]: softmax over a sample."""
+        """[R, H, D]: softmax over a sample, each key counted `weight` times, fp32 [R, H, n]."""
         share = self.share * weight
         total = share.sum(-1) + self.sink
         return _values(share, self.v) / total.clamp(min=1e-30)[..., None]

@@ -21,6 +21,7 @@ from longreach.methods.magicpig import PRESETS, MagicPIG
 from longreach.methods.oracle_sampling import OracleSampling
 from longreach.methods.oracle_top_k import OracleTopK
 from longreach.methods.quest import Quest
+from longreach.ops import Selection
 from longreach.ops.doors import EVERYTHING
 from longreach.ops.types import RowRange, Rows
 from longreach.runtime.ledger import Ledger
@@ -28,6 +29,7 @@ from longreach.runtime.ledger import Ledger
 LADDER = (0.01, 0.02, 0.05, 0.1, 0.2)  # budgets of keys of methods that take one
 DRAWS = (0.02, 0.05, 0.1, 0.3, 1.0)  # of oracle_sampling draw=iid, which reads fewer keys than it draws
 PAPER_4 = ((10, 240), (9, 120), (8, 65), (7, 35))  # bits and tables that read 4% in the paper (Table 11)
+GROUP, OWN = "magicpig share=group", "magicpig share=own"  # lines
 BITS, TABLES = (7, 8, 9, 10, 11), 120  # Table 12
 
 
@@ -55,8 +57,8 @@ def presets(centre: int, seed: int) -> Iterator[Trial]:
     """Each preset, with own lists, with lists of groups, without centring, and without weights."""
     for bits, tables in PRESETS:
         name, method = f"magicpig bits={bits} tables={tables}", magicpig(bits, tables, centre, seed)
-        yield Trial(f"{name} share=own", "magicpig share=own", replace(method, share="own"))
-        yield Trial(f"{name} share=group", "magicpig share=group", method)
+        yield Trial(f"{name} share=own", OWN, replace(method, share="own"))
+        yield Trial(f"{name} share=group", GROUP, method)
         yield Trial(f"{name} share=group centre=0", "magicpig centre=0", replace(method, centre=0))
         yield Trial(f"{name} share=group, no weights", "magicpig, no weights", method, weights=False)
 
@@ -65,8 +67,8 @@ def pairs(some: Sequence[tuple[int, int]], centre: int, seed: int) -> Iterator[T
     """Pairs of bits and tables, with own lists and with lists of groups."""
     for bits, tables in some:
         name, method = f"magicpig bits={bits} tables={tables}", magicpig(bits, tables, centre, seed)
-        yield Trial(f"{name} share=own", "magicpig share=own", replace(method, share="own"))
-        yield Trial(f"{name} share=group", "magicpig share=group", method)
+        yield Trial(f"{name} share=own", OWN, replace(method, share="own"))
+        yield Trial(f"{name} share=group", GROUP, method)
 
 
 def others(seed: int) -> Iterator[Trial]:
@@ -116,15 +118,13 @@ class Tried:
         self.ledger = Ledger()
         self.errors: list[list[Tensor]] = [[] for _ in range(layers)]
 
-    def run(self, trial: Trial, call: LayerCall, exact: Exact, state: SequenceState | None) -> Tensor:
-        """Run the method on a call of its own; int64 [R, G], the keys whose values it read."""
+    def run(self, trial: Trial, call: LayerCall, exact: Exact, state: SequenceState | None) -> list[Selection]:
+        """Run the method on a call of its own; returns the selections whose values it read."""
         call = call if trial.weights else Unweighted.of(call)
         outcome = trial.method.run(call, state)
         self.ledger.add("decode", call, trial.method.name, outcome, EVERYTHING)
         self.errors[call.layer].append(exact.error(outcome.partial.out))
-        reads = [noted for noted in call.meter.noted if noted.read.value_bytes and noted.read.selection is not None]
-        none = call.rows.pos.new_zeros((len(call.rows.pos), call.kv.heads), dtype=torch.int64)
-        return sum((n.read.selection.keys_read(n.rows, n.kv) for n in reads if n.read.selection is not None), none)
+        return list(call.meter.values)
 
     def results(self, trial: Trial, layers: int) -> dict[str, Any]:
         """See `SamplingStudy.run`."""

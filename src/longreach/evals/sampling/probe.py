@@ -13,13 +13,14 @@ from longreach.cache import SequenceState
 from longreach.evals.attention.weights import window_of
 from longreach.evals.sampling import estimators
 from longreach.evals.sampling.angles import Angles
-from longreach.evals.sampling.estimators import BUDGETS, DRAWS, SHARES, best_of_group, mass_of_best, ranks
+from longreach.evals.sampling.estimators import BUDGETS, DRAWS, SHARES, best_of_group, mass_of_best
 from longreach.evals.sampling.exact import Exact
 from longreach.evals.sampling.geometry import KeyGeometry, ranges
-from longreach.evals.sampling.panel import Trial, Tried, own_call, state_of, summary
+from longreach.evals.sampling.panel import GROUP, Trial, Tried, own_call, state_of, summary
 from longreach.methods.base import Outcome
 from longreach.methods.call import LayerCall, ModelShape, Phase
 from longreach.methods.magicpig.schedule import Schedule
+from longreach.ops import Selection, Spans
 
 ESTIMATORS = ("top_k", "iid", "systematic")
 
@@ -62,7 +63,8 @@ class SamplingProbe:
         self.ranges: dict[str, list[list[Tensor]]] = _lists(("value_distance", "logits"), shape.layers)
         self.estimates: dict[str, list[list[Tensor]]] = _lists(ESTIMATORS, shape.layers)  # [R, H, budgets, 2]
         self.tried = {trial.label: Tried(shape.layers) for trial in trials}
-        self.same_keys: dict[str, list[list[Tensor]]] = {}  # errors of top-k at as many keys as a group reads
+        groups = [trial.label for trial in trials if trial.line == GROUP]
+        self.same_keys, self.in_place = _lists(groups, shape.layers), _lists(groups, shape.layers)
         self._first = self._end = 0
         self._layer, self._shared = shape.layers, dict[Hashable, Any]()
 
@@ -104,20 +106,29 @@ class SamplingProbe:
             self.estimates[name][layer].append(torch.stack([torch.stack(pair, -1) for pair in found], 2))
 
     def _try(self, call: LayerCall, exact: Exact) -> None:
-        states, place = dict[Hashable, SequenceState | None](), ranks(exact.pooled())
+        states = dict[Hashable, SequenceState | None]()
         left = [trial.tables for trial in self.trials]
         for number, trial in enumerate(self.trials):
             mine = own_call(call, self._shared)
             if trial.tables not in states:
                 states[trial.tables] = state_of(trial.method, mine)
-            keys = self.tried[trial.label].run(trial, mine, exact, states[trial.tables])
+            read = self.tried[trial.label].run(trial, mine, exact, states[trial.tables])
             if trial.tables not in left[number + 1 :]:
                 del states[trial.tables]  # tables of all presets at a time take more memory than the model
-            if trial.line == "magicpig share=group":
-                errors = self.same_keys.setdefault(trial.label, [])  # by layer, in the order of layers
-                while len(errors) < self.shape.layers:
-                    errors.append([])
-                errors[call.layer].append(best_of_group(exact, keys, place))
+            if trial.line == GROUP:
+                self._compare(trial.label, mine, exact, read)
+
+    def _compare(self, label: str, call: LayerCall, exact: Exact, read: list[Selection]) -> None:
+        """Exact top-k at as many keys as MagicPIG reads, and with the best keys in place of those that it samples."""
+        counts = [selection.keys_read(call.rows, call.kv) for selection in read]
+        total = torch.stack(counts).sum(0)
+        self.same_keys[label][call.layer].append(best_of_group(exact, total))
+        always = torch.zeros_like(exact.pooled(), dtype=torch.bool)
+        for selection, count in zip(read, counts, strict=True):
+            if isinstance(selection, Spans):
+                always |= selection.mask(call.rows, call.kv, always.shape[-1])
+                total = total - count
+        self.in_place[label][call.layer].append(best_of_group(exact, total, always))
 
     def results(self) -> dict[str, Any]:
         """See `SamplingStudy.run`."""
@@ -134,6 +145,7 @@ class SamplingProbe:
             "geometry": self.geometry.results(),
             "methods": {trial.label: self.tried[trial.label].results(trial, count) for trial in self.trials},
             "top_k_same_keys": {label: summary(errors) for label, errors in self.same_keys.items()},
+            "top_k_in_place": {label: summary(errors) for label, errors in self.in_place.items()},
         }  # fmt: skip
 
 

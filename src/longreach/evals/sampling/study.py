@@ -7,12 +7,11 @@ from contextlib import contextmanager
 from random import Random
 from typing import Any
 
-from longreach.adapters.transformers import CHUNK, Reader, Session, attach, check_length, shape_of
+from longreach.adapters.transformers import CHUNK, Advance, Reader, Session, attach, check_length, shape_of
 from longreach.cache import CacheConfig
 from longreach.errors import InvalidInput, Unsupported
 from longreach.evals.progress import Progress, unseen
 from longreach.evals.prompting import Maker, at_lengths
-from longreach.evals.sampling.angles import Angles
 from longreach.evals.sampling.geometry import KeyGeometry
 from longreach.evals.sampling.panel import BITS, PAPER_4, TABLES, Trial, fitting, others, pairs, presets
 from longreach.evals.sampling.probe import AngleProbe, FirstKeys, SamplingProbe
@@ -24,6 +23,10 @@ DIGITS = 6  # significant
 CENTRE = MagicPIG.centre
 EQUAL = 0.04  # share of the keys that a query head samples, at which pairs of bits and tables are compared
 TOKENS = 16  # with which short texts begin, for the direction of the first key
+
+
+def _unseen(done: int) -> None:
+    """Progress that is not shown."""
 
 
 class SamplingStudy:
@@ -78,15 +81,15 @@ class SamplingStudy:
         the context, [layers][KV heads]; search and attention, shares of dense attention's bytes; table_share, memory
         over that of keys and values.
         top_k_same_keys: by label of a method with share=group, errors of the exact best keys, as many as that method
-        reads for each row and KV head. left_out: why methods were not run, by name. fitted: {"share", "pairs"}.
+        reads for each row and KV head. top_k_in_place: the same, with the method's exact part and as many of the best
+        other keys as it samples. left_out: why methods were not run, by name. fitted: {"share", "pairs"}.
         """
         samples, room = list[dict[str, Any]](), CacheConfig(capacity=self.length)
         with attach(self.model, cache=room) as session:
             fitted = self._fitted(session, chunk, progress) if self.ablations else []
             trials = self._all(fitted)
             asked = [(task, one) for task, some in self.prompts.items() for one in some]
-            passes = sum(-(-self.rows // chunk) for _ in asked)
-            reader = Reader(session, chunk, graph=False)
+            reader, passes = Reader(session, chunk, graph=False), -(-self.rows // chunk) * len(asked)
             with progress("measuring", passes * self.shape.layers) as advance:
                 probe = SamplingProbe(self.shape, trials, self.seed, advance)
                 for task, one in asked:
@@ -107,22 +110,19 @@ class SamplingStudy:
         return list(trials.values())
 
     def _fitted(self, session: Session, chunk: int, progress: Progress) -> list[tuple[int, int]]:
-        """For each number of bits the tables with which a query head samples EQUAL of the keys, by a prompt of each
-        task."""
+        """For each number of bits the tables with which a query head samples EQUAL of the first prompt's keys."""
+        prompt = next(iter(self.prompts.values()))[0].prompt
         probe, reader = AngleProbe(self.schedule), Reader(session, chunk, graph=False)
-        some = [prompts[0] for prompts in self.prompts.values()]
-        with progress("finding tables", sum(len(one.prompt) for one in some)) as advance:
-            for one in some:
-                probe.first = len(one.prompt) - self.rows
-                self._read(reader, one.prompt, probe)
-                advance(len(one.prompt))
-        return [(bits, _tables(probe.angles, bits)) for bits in BITS]
+        probe.first = len(prompt) - self.rows
+        with progress("finding tables", len(prompt)) as advance:
+            self._read(reader, prompt, probe, advance)
+        return [(bits, probe.angles.tables_for(bits, EQUAL)) for bits in BITS]
 
-    def _read(self, reader: Reader, tokens: Sequence[int], hook: LayerHook) -> None:
-        """Read a prompt, the measured rows in passes of their own."""
+    def _read(self, reader: Reader, tokens: Sequence[int], hook: LayerHook, advance: Advance = _unseen) -> None:
+        """Read a prompt, the measured rows in passes of their own. advance: by tokens."""
         with reader.rollback(), hooked(reader.session, hook):
-            reader.read(tokens[: -self.rows], then=self.rows)
-            reader.read(tokens[-self.rows :])
+            reader.read(tokens[: -self.rows], advance, then=self.rows)
+            reader.read(tokens[-self.rows :], advance)
 
     def _first_keys(self, reader: Reader, geometry: KeyGeometry) -> None:
         """First keys of texts that begin with other tokens. The first key follows from the first token alone."""
@@ -131,10 +131,6 @@ class SamplingStudy:
         for token in Random(self.seed).sample(tokens, min(TOKENS, len(tokens))):
             with reader.rollback(), hooked(reader.session, FirstKeys(geometry)):
                 reader.read([token])
-
-
-def _tables(angles: Angles, bits: int) -> int:
-    return angles.tables_for(bits, EQUAL)
 
 
 @contextmanager
@@ -153,5 +149,3 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_rounded(inner) for inner in value]
     return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
-
-
