@@ -47,7 +47,7 @@ SHARED = {
         "numba_pool",
         "numba_pool_kernels",
     },
-    "methods": {"base", "call", "choosing", "registry", "slots", "values"},
+    "methods": {"base", "call", "choosing", "error_bars", "registry", "slots", "values"},
     "adapters": set[str](),
 }
 BUILT_ON = {("adapters", "lm_eval"): "transformers"}  # member -> the sibling whose front door, no more, it may use

@@ -183,3 +183,13 @@ def test_an_evaluations_record_is_as_equal_as_was_found(model: Any, batch: int) 
         assert reads(label) == pytest.approx(budget.share, rel=NEAR)
         if "oracle" not in label:
             assert reads(label) == pytest.approx(reads(to), rel=NEAR)
+
+
+def test_budgets_of_methods_that_redo_rows() -> None:
+    """How many rows attend densely depends on keys: such a method keeps its options, and none is set equal to it."""
+    dry = DryRun(SHAPE, [200], dtype=torch.float32)
+    redo = "loki choose=sample redo=0.2"
+    found = equalled(specs(["streaming_llm", redo]), "streaming_llm", dry)
+    assert found.kept == {redo: "loki keeps its options"} and not found.found
+    with pytest.raises(InvalidInput, match="depends on keys and queries"):
+        equalled(specs(["streaming_llm", redo]), redo, dry)

@@ -95,6 +95,11 @@ class Reuse(Case):
 
 BAD_LAYERS: tuple[Any, ...] = ((-1,), 0, ("0",), (1, 0), (1, 1), (True,))
 BAD_BUDGETS: tuple[Any, ...] = (0, -3, 0.0, 1.5, -0.1, float("nan"), True, "all", None)
+BAD_BARS: tuple[dict[str, Any], ...] = (
+    *({"redo": x} for x in (-0.1, float("nan"), float("inf"), True, "0.1")),
+    *({"error_bars": x} for x in (1, None, "yes")),
+)
+UNSAMPLED: tuple[dict[str, Any], ...] = ({"error_bars": True}, {"redo": 0.1}, {"redo": 0.0})  # with choose="top"
 MIDDLE = CONTEXT // 2
 
 CASES = {
@@ -117,12 +122,15 @@ CASES = {
             OracleTopK(k=0.2, heads="all"),
             OracleTopK(k=5, dense_layers=(1,)),
             OracleTopK(k=0.3, choose="sample"),
-            OracleTopK(k=9, heads="all", choose="sample", seed=3),
+            OracleTopK(k=9, heads="all", choose="sample", seed=3, error_bars=True),
+            OracleTopK(k=0.2, choose="sample", redo=0.4),
         ),
         refused=(
             {"heads": "some"},
             {"choose": "best"},
             *({"seed": x} for x in (-1, 0.5, None)),
+            *BAD_BARS,
+            *UNSAMPLED,
             {"dense_layers": (-1,)},
             {"dense_layers": 0},
             {"dense_layers": ("0",)},
@@ -136,8 +144,13 @@ CASES = {
         heavy=(2, MIDDLE, CONTEXT - 3),
         lost=Lost(OracleSampling(k=1, seed=1), {20: HEAVY, 40: HEAVY + 0.7}, 20),
         attended=last_values_read,
-        variants=(OracleSampling(k=9, seed=3, dense_layers=(1,)), OracleSampling(k=0.2, draw="systematic")),
+        variants=(
+            OracleSampling(k=9, seed=3, dense_layers=(1,)),
+            OracleSampling(k=0.2, draw="systematic", error_bars=True),
+            OracleSampling(k=0.3, redo=0.8),
+        ),
         refused=(
+            *BAD_BARS,
             {"draw": "best"},
             *({"seed": x} for x in (-1, 0.5, None)),
             *({"dense_layers": x} for x in BAD_LAYERS),
@@ -182,8 +195,14 @@ CASES = {
         default=Loki(),
         heavy=(2, MIDDLE, CONTEXT - 3),
         lost=Lost(Loki(k=2), {20: HEAVY, 40: HEAVY + 0.7}, 20),
-        variants=(Loki(k=0.3, rank=1.0), Loki(k=7, rank=6, dense_layers=(0,)), Loki(k=0.2, rank=8, choose="sample")),
+        variants=(
+            Loki(k=0.3, rank=1.0),
+            Loki(k=7, rank=6, dense_layers=(0,)),
+            Loki(k=0.2, rank=8, choose="sample", redo=0.4),
+        ),
         refused=(
+            *BAD_BARS,
+            *UNSAMPLED,
             {"choose": "best"},
             {"seed": -1},
             *({"dense_layers": x} for x in BAD_LAYERS),
@@ -203,8 +222,11 @@ CASES = {
             Kascade(k=7, sinks=2, recent=3, dense_layers=(2,)),
             Kascade(k=0.1, min_keys=5, scoring="int8"),
             Kascade(k=0.2, min_keys=6, sinks=1, choose="sample"),
+            Kascade(k=0.2, min_keys=6, heads="all", choose="sample", redo=0.5),
         ),
         refused=(
+            *BAD_BARS,
+            *UNSAMPLED,
             {"choose": "best"},
             {"seed": -1},
             {"heads": "some"},
@@ -250,10 +272,12 @@ CASES = {
         lost=Lost(MagicPIG(bits=16, tables=2, local=8, seal=8, centre=8, dense_layers=()), {MIDDLE: HEAVY}, MIDDLE),
         variants=(
             MagicPIG(bits=4, tables=9, share="own", sinks=1, local=4, seal=16, centre=7, dense_layers=(1,)),
-            MagicPIG(bits=3, tables=5, least=1, sinks=0, local=8, seal=8, centre=0, floor=0.1, seed=3),
+            MagicPIG(bits=3, tables=5, least=1, sinks=0, local=8, seal=8, centre=0, floor=0.1, seed=3, error_bars=True),
             MagicPIG(bits=4, tables=20, local=8, seal=8, centre=8, capacity=15, dense_layers=()),
+            MagicPIG(bits=4, tables=9, share="own", local=8, seal=8, centre=8, dense_layers=(), redo=1.2),
         ),
         refused=(
+            *BAD_BARS,
             *({"bits": x} for x in (-1, 17, 2.0, True, None)),
             *({"tables": x} for x in (0, 1025, 2.0, True, None)),
             *({"least": x} for x in (0, 17, -1, 1.0, True, None)),

@@ -29,6 +29,7 @@ METHODS = [
     LessIsMore(k=0.3, layers=(0,)),
     OracleTopK(k=0.3),
     MagicPIG(bits=6, tables=9, local=8, seal=8, centre=16, dense_layers=()),
+    MagicPIG(bits=6, tables=9, local=8, seal=8, centre=16, dense_layers=(), redo=0.1),
 ]
 
 

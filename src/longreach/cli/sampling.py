@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         model, tokenizer = load_model(args)
     with waiting("making prompts"):
         from longreach.evals.model_info import model_info
-        from longreach.evals.sampling import SamplingStudy
+        from longreach.evals.sampling_study import SamplingStudy
         from longreach.records import environment
 
         study = SamplingStudy(model, tokenizer, tasks, length=args.length, samples=args.samples, rows=args.rows,

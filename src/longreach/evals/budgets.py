@@ -152,8 +152,8 @@ def equal_bytes(evaluation: Evaluation, to: str) -> Equal:
 def equalled(specs: Sequence[Spec], to: str, dry: DryRun) -> Equal:
     """Budgets for the specs with which they read as many bytes as the one labelled `to`.
 
-    A spec that sets its own budget keeps it. Raises InvalidInput where no spec is called `to`, it is dense, or its
-    reads depend on more than lengths.
+    A spec that sets its own budget keeps it, as does one whose reads depend on more than lengths. Raises InvalidInput
+    where no spec is called `to`, it is dense, or its reads depend on more than lengths.
     """
     by_label = {spec.label: spec for spec in specs}
     if to not in by_label or by_label[to].decode.name == DENSE:
@@ -170,7 +170,9 @@ def equalled(specs: Sequence[Spec], to: str, dry: DryRun) -> Equal:
     asked, found, unreachable, kept = list[Spec](), dict[str, Budget](), dict[str, str](), dict[str, str]()
     for label, spec in by_label.items():
         method = spec.decode
-        option = BUDGETS.get(method.name) or COUNTED.get(method.name)
+        option = COUNTED.get(method.name)
+        if option is None and method.reads_follow_lengths:
+            option = BUDGETS.get(method.name)
         if label == to or method.name == DENSE or option is None:
             asked.append(spec)
             if label != to and method.name != DENSE:

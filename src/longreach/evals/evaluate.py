@@ -27,6 +27,7 @@ from longreach.evals.progress import Progress, counted, unseen
 from longreach.evals.prompt_workers import Workers
 from longreach.evals.prompting import Maker, PromptSample, at_lengths, samples_of
 from longreach.evals.read_shares import kernels_used, phase_bytes
+from longreach.evals.sampling import sampling_of
 from longreach.methods.fusion import PIE
 from longreach.tasks.base import Task
 
@@ -284,11 +285,13 @@ class Evaluation:
                     "number": one.number, "draw": draw, "text": text.strip(), "score": task.score(text, one.sample),
                     "tokens": len(tokens), "stopped": stopped, "ids": list(tokens), "error": None,
                 })  # fmt: skip
+        report = session.report()
         return {
             "label": spec.label,
             "answers": answers,
-            "decode_bytes": phase_bytes(session.report(), "decode"),
-            "decode_ran": kernels_used(session.report(), "decode"),
+            "decode_bytes": phase_bytes(report, "decode"),
+            "decode_ran": kernels_used(report, "decode"),
+            "sampling": sampling_of(report),
             "not_captured": why,
             "seconds": {"read": reader.read_seconds, "decode": took, "steps": steps, "setup": setup},
         }

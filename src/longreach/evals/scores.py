@@ -10,6 +10,7 @@ from typing import Any
 from longreach.evals.evaluate import Evaluation
 from longreach.evals.methods import DENSE
 from longreach.evals.read_shares import ReadShares
+from longreach.evals.sampling import mean_of
 from longreach.records import wilson
 from longreach.tasks.base import Grouped
 
@@ -77,6 +78,11 @@ def result(entries: Sequence[dict[str, Any]], dense: dict[tuple[int, int], dict[
         "kept": kept,
         "prefill_reads": _reads([e["prefill_bytes"] for e in entries]),
         "decode_reads": _reads([e["decode_bytes"] for e in entries]),
+        **(
+            {}
+            if (sampled := mean_of([e["sampling"] for e in entries if e.get("sampling")])) is None
+            else {"sampling": sampled}
+        ),
         **_fusion([e["fusion"] for e in entries if "fusion" in e]),
         "ran": {phase: sorted({how for e in entries for how in e.get(f"{phase}_ran", ())}) for phase in PHASES},
         "not_captured": next((why for e in entries if (why := e.get("not_captured"))), None),

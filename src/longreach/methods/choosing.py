@@ -13,6 +13,7 @@ from longreach.cache import SequenceState
 from longreach.errors import InvalidInput
 from longreach.methods.base import AttentionMethod, Outcome, attend_densely, budget, is_count, logits_bytes
 from longreach.methods.call import LayerCall, ModelShape
+from longreach.methods.error_bars import SampledLists
 from longreach.ops import Lists, Partial, uniforms
 from longreach.ops.doors import EVERYTHING, Read
 from longreach.ops.types import Logits, require
@@ -68,7 +69,8 @@ def chosen_keys(
 
     choose: "top", those with the largest scores, ties to the older one; "sample", drawn by their scores to `power` and
     weighted, so that softmax's sums over them are unbiased (`ops.sample`), by random numbers that follow from the seed,
-    the layer, the row's position and the KV head. first, last: oldest and newest keys that are always chosen.
+    the layer, the row's position and the KV head; then the lists are SampledLists.
+    first, last: oldest and newest keys that are always chosen.
     one_set: whether there is one list for all heads of all ranks, so that all ranks must draw the same one.
     """
     if choose == "top":
@@ -77,10 +79,10 @@ def chosen_keys(
     before = 0 if call.shard is None or one_set else call.shard.first
     heads = torch.arange(before, before + scores.shape[1], device=scores.device)
     offset = uniforms(seed, call.layer, call.rows.pos, heads)
-    index, used, weight = call.op(
+    index, used, weight, factor = call.op(
         "sample", scores, count, call.context, offset, first=first, last=last, power=power, capacity=capacity
     )
-    return Lists(index, used, weight, all_visible=True)
+    return SampledLists(index, used, weight, all_visible=True, factor=factor)
 
 
 def exact_scores(call: LayerCall) -> Tensor:

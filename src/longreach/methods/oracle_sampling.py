@@ -27,6 +27,7 @@ from longreach.methods.choosing import (
     max_keys,
     sampling_bytes,
 )
+from longreach.methods.error_bars import SampledLists, check_error_bars, outcome, redo_bytes
 from longreach.ops import Lists, uniforms
 from longreach.ops.types import require
 
@@ -44,6 +45,8 @@ class OracleSampling(AttentionMethod):
     Both are unbiased over seeds. Where each query head has a KV head of its own, "iid" is the mean of the drawn values.
     seed: with the layer, the row's position and the KV head it fixes the draw.
     dense_layers: layers that attend densely.
+    error_bars: the report gives the standard error of the output (`methods.error_bars`), at the cost of reading the
+    sampled keys and values twice. redo: rows whose relative error exceeds this attend densely; it includes error_bars.
 
     Like `oracle_top_k` it reads all keys twice to know their scores, and shows quality, not speed.
     """
@@ -52,6 +55,8 @@ class OracleSampling(AttentionMethod):
     draw: Literal["iid", "systematic"] = "iid"
     seed: int = 0
     dense_layers: tuple[int, ...] = ()
+    error_bars: bool = False
+    redo: float | None = None
 
     name = "oracle_sampling"
     phases = ("decode",)
@@ -64,12 +69,13 @@ class OracleSampling(AttentionMethod):
         require(self.draw in ("iid", "systematic"), f"draw: expected 'iid' or 'systematic', got {self.draw!r}")
         require(is_count(self.seed), f"seed: expected a count, got {self.seed!r}")
         check_layers("dense_layers", self.dense_layers)
+        check_error_bars(self.error_bars, self.redo)
 
     def check(self, model: ModelShape) -> None:
         check_layers_of("dense_layers", self.dense_layers, model.layers)
 
     def workspace_bytes(self, model: ModelShape, rows: int, capacity: int, dtype: torch.dtype) -> int:
-        scores = 4 * rows * model.kv_heads * capacity
+        scores = 4 * rows * model.kv_heads * capacity + redo_bytes(model, rows, self.redo)
         return logits_bytes(model, rows, capacity, dtype) + scores + sampling_bytes(
             "sample", rows, model.kv_heads, capacity
         )  # fmt: skip
@@ -78,16 +84,19 @@ class OracleSampling(AttentionMethod):
         if call.layer in self.dense_layers:
             return attend_densely(call, "in dense_layers")
         scores = exact_scores(call)
-        if self.draw == "iid":
-            return Outcome(call.attend(self._drawn(call, scores)))
-        return Outcome(call.attend(keys_for_budget(call, scores, self.k, choose="sample", seed=self.seed)))
+        if self.draw == "systematic":
+            lists: Lists = keys_for_budget(call, scores, self.k, choose="sample", seed=self.seed)
+            return outcome(call, call.attend(lists), lists, self.error_bars, self.redo)
+        lists, draws = self._drawn(call, scores)
+        return outcome(call, call.attend(lists), lists, self.error_bars, self.redo, draws)
 
-    def _drawn(self, call: LayerCall, scores: Tensor) -> Lists:
+    def _drawn(self, call: LayerCall, scores: Tensor) -> tuple[SampledLists, Tensor]:
+        """Lists, and how often each was drawn from, int [R, G]."""
         heads, draws = scores.shape[1], max_keys(self.k, call.kv.capacity)
         first = 0 if call.shard is None else call.shard.first
         number = torch.arange(first, first + heads, device=scores.device)[:, None] * DRAWS
         number = (number + torch.arange(draws, device=scores.device)).flatten()
         numbers = uniforms(self.seed, call.layer, call.rows.pos, number).unflatten(1, (heads, draws))
         count = call.once((self, "draws"), lambda: budget(self.k, call.context)[:, None].repeat(1, heads))
-        index, used, weight = call.op("draw", scores.float(), count, call.context, numbers)
-        return Lists(index, used, weight, all_visible=True)
+        index, used, weight, factor = call.op("draw", scores.float(), count, call.context, numbers)
+        return SampledLists(index, used, weight, all_visible=True, factor=factor), count

@@ -20,6 +20,7 @@ from longreach.methods.choosing import (
     max_keys,
     sampling_bytes,
 )
+from longreach.methods.error_bars import check_error_bars, outcome, redo_bytes
 from longreach.ops.types import require
 
 
@@ -30,6 +31,9 @@ class OracleTopK(AttentionMethod):
     k: a count, or a fraction of the row's context. dense_layers: layers that attend densely ((0,) changes the result:
     Kascade, Fig. 2). heads: "kv" chooses per KV head, "all" one set for all heads of all ranks. Ties go to the older
     key. choose: "top", or "sample": keys are drawn by their scores and weighted (`choosing.chosen_keys`), by `seed`.
+    error_bars: with choose="sample": the report gives the standard error of the output (`methods.error_bars`), at the
+    cost of reading the sampled keys and values twice. redo: rows whose relative error exceeds this attend densely; it
+    includes error_bars.
 
     It costs more than dense attention and shows quality, not speed. Two passes over all keys are counted (for the
     softmax's normaliser and for the scores; an implementation that keeps the logits saves the second), then the
@@ -42,6 +46,8 @@ class OracleTopK(AttentionMethod):
     heads: Literal["kv", "all"] = "kv"
     choose: Choose = "top"
     seed: int = 0
+    error_bars: bool = False
+    redo: float | None = None
 
     name = "oracle_top_k"
     phases = ("decode",)
@@ -51,8 +57,13 @@ class OracleTopK(AttentionMethod):
         check_budget("k", self.k)
         require(self.heads in ("kv", "all"), f"heads: expected 'kv' or 'all', got {self.heads!r}")
         check_choice(self.choose, self.seed)
+        check_error_bars(self.error_bars, self.redo, sampled=self.choose == "sample")
         ok = isinstance(self.dense_layers, tuple) and all(is_count(n) for n in self.dense_layers)
         require(ok, f"dense_layers: expected a tuple of layer numbers, got {self.dense_layers!r}")
+
+    @property
+    def reads_follow_lengths(self) -> bool:  # type: ignore[override]  # how many rows are redone depends on keys
+        return self.redo is None
 
     def check(self, model: ModelShape) -> None:
         check_layers_of("dense_layers", self.dense_layers, model.layers)
@@ -62,7 +73,7 @@ class OracleTopK(AttentionMethod):
 
     def workspace_bytes(self, model: ModelShape, rows: int, capacity: int, dtype: torch.dtype) -> int:
         chosen = 4 * rows * model.kv_heads * (capacity + max_keys(self.k, capacity) + 1)
-        chosen += sampling_bytes(self.choose, rows, model.kv_heads, capacity)
+        chosen += sampling_bytes(self.choose, rows, model.kv_heads, capacity) + redo_bytes(model, rows, self.redo)
         return logits_bytes(model, rows, capacity, dtype) + chosen
 
     def run(self, call: LayerCall, state: SequenceState | None) -> Outcome:
@@ -74,4 +85,4 @@ class OracleTopK(AttentionMethod):
         if one_set:
             scores = call.sum_over_ranks(scores.sum(1, keepdim=True))
         chosen = keys_for_budget(call, scores, self.k, choose=self.choose, seed=self.seed, one_set=one_set)
-        return Outcome(call.attend(chosen))
+        return outcome(call, call.attend(chosen), chosen, self.error_bars, self.redo)

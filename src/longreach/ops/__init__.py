@@ -17,6 +17,7 @@ from longreach.ops.sample import sample, uniforms
 from longreach.ops.selection import Bound, Lists, PackedLists, Selection, Span, Spans, absolute, relative
 from longreach.ops.top_k import top_k
 from longreach.ops.types import HeadShard, KVView, Logits, Partial, RowRange, Rows, ScoringKeys
+from longreach.ops.variance import sampling_variance
 
 __all__ = [
     "Bound",
@@ -48,6 +49,7 @@ __all__ = [
     "reposition",
     "rotate",
     "sample",
+    "sampling_variance",
     "score_keys",
     "shift",
     "simhash",

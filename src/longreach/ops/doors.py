@@ -28,6 +28,7 @@ OPS = {
     "project": "longreach.ops.project:PROJECT",
     "rank_round_robin": "longreach.ops.across_heads:RANK_ROUND_ROBIN",
     "sample": "longreach.ops.sample:SAMPLE",
+    "sampling_variance": "longreach.ops.variance:SAMPLING_VARIANCE",
     "score_and_pool": "longreach.ops.attend:SCORE_AND_POOL",
     "score_keys": "longreach.ops.attend:SCORE_KEYS",
     "simhash_build": "longreach.ops.simhash:BUILD",

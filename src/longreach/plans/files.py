@@ -41,14 +41,14 @@ def _load(path: Path, kind: str, changed: int, size: int) -> Plan:
     except OSError as error:
         raise InvalidInput(f"cannot read the plan {path}: {error.strerror}; check the path") from error
     except (ValueError, RecursionError) as error:
-        raise InvalidInput(f"{path} is no plan: no valid JSON ({error}); {ANEW}") from error
+        raise InvalidInput(f"{path} is no plan: no valid JSON ({error}); {HELP}") from error
     try:
         return _read(document, path, kind)
     except InvalidInput as error:
         raise InvalidInput(f"{path} is not a usable plan: {error}") from error
 
 
-ANEW = "take an undamaged copy, or calibrate again"
+HELP = "take an undamaged copy, or calibrate again"
 
 
 def _read(document: Any, path: Path, kind: str) -> Plan:
@@ -72,7 +72,7 @@ def _read(document: Any, path: Path, kind: str) -> Plan:
     model = _fields(top["model"], {"name": str, "config": str, **dict.fromkeys(SIZES, int)}, "model")
     for size in SIZES:
         if model[size] < 1:
-            raise InvalidInput(f"model.{size}: expected at least 1, got {model[size]}; {ANEW}")
+            raise InvalidInput(f"model.{size}: expected at least 1, got {model[size]}; {HELP}")
     words = dict.fromkeys(("data", "sha256", "longreach", "torch", "transformers", "device"), str)
     made = _fields(top["made"], {**words, "tokens": int, "seed": int, "settings": dict, "commit": (str, None)}, "made")
     arrays = _arrays(top["arrays"], top["file"], path)
@@ -85,17 +85,17 @@ SIZES = ("layers", "query_heads", "kv_heads", "head_dim")
 def _fields(document: Any, expected: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The document, which must have just these fields, of these types (None: null may stand there)."""
     if not isinstance(document, dict):
-        raise InvalidInput(f"{where}: expected an object, got {_type(document)}; {ANEW}")
+        raise InvalidInput(f"{where}: expected an object, got {_type(document)}; {HELP}")
     for name in expected:
         if name not in document:
-            raise InvalidInput(f"{where} lacks the field {name!r}; {ANEW}")
+            raise InvalidInput(f"{where} lacks the field {name!r}; {HELP}")
     for name, value in document.items():
         if name not in expected:
-            raise InvalidInput(f"{where} has the unknown field {name!r}; known: {', '.join(expected)}; {ANEW}")
+            raise InvalidInput(f"{where} has the unknown field {name!r}; known: {', '.join(expected)}; {HELP}")
         kinds = expected[name] if isinstance(expected[name], tuple) else (expected[name],)
         if not any(value is None if k is None else type(value) is k for k in kinds):
             wanted = " or ".join(_type(None) if k is None else NAMES[k] for k in kinds)
-            raise InvalidInput(f"{where}, field {name!r}: expected {wanted}, got {_type(value)}; {ANEW}")
+            raise InvalidInput(f"{where}, field {name!r}: expected {wanted}, got {_type(value)}; {HELP}")
     return document
 
 
@@ -121,26 +121,26 @@ def _arrays(said: dict[str, Any], file: dict[str, Any] | None, path: Path) -> di
         fields_of = _fields(about, {"dtype": str, "shape": list, "numbers": (list, None)}, where)
         dtype, shape, numbers = fields_of["dtype"], fields_of["shape"], fields_of["numbers"]
         if dtype not in DTYPES:
-            raise InvalidInput(f"{where}: expected dtype {', '.join(DTYPES)}, got {dtype!r}; {ANEW}")
+            raise InvalidInput(f"{where}: expected dtype {', '.join(DTYPES)}, got {dtype!r}; {HELP}")
         if not all(type(n) is int and n >= 0 for n in shape):
-            raise InvalidInput(f"{where}: expected a shape of whole numbers, got {shape}; {ANEW}")
+            raise InvalidInput(f"{where}: expected a shape of whole numbers, got {shape}; {HELP}")
         if numbers is None:
             x = stored.pop(name, None)
             if x is None:
-                raise InvalidInput(f"{where} is missing from the file of arrays; {ANEW}")
+                raise InvalidInput(f"{where} is missing from the file of arrays; {HELP}")
             if x.dtype != DTYPES[dtype] or list(x.shape) != shape:
-                raise InvalidInput(f"{where}: {dtype} {shape} expected, {x.dtype} {list(x.shape)} stored; {ANEW}")
+                raise InvalidInput(f"{where}: {dtype} {shape} expected, {x.dtype} {list(x.shape)} stored; {HELP}")
             found[name] = x
             continue
         whole = not DTYPES[dtype].is_floating_point
         if len(numbers) != math.prod(shape) or not all(type(n) in ((int,) if whole else (int, float)) for n in numbers):
-            raise InvalidInput(f"{where}: expected {math.prod(shape)} numbers of {dtype}, got others; {ANEW}")
+            raise InvalidInput(f"{where}: expected {math.prod(shape)} numbers of {dtype}, got others; {HELP}")
         try:
             found[name] = torch.tensor(numbers, dtype=DTYPES[dtype]).reshape(shape)
         except (RuntimeError, OverflowError) as error:
-            raise InvalidInput(f"{where}: expected numbers that {dtype} holds, got others; {ANEW}") from error
+            raise InvalidInput(f"{where}: expected numbers that {dtype} holds, got others; {HELP}") from error
     if stored:
-        raise InvalidInput(f"the file of arrays holds {', '.join(sorted(stored))}, which the plan does not; {ANEW}")
+        raise InvalidInput(f"the file of arrays holds {', '.join(sorted(stored))}, which the plan does not; {HELP}")
     return found
 
 
@@ -148,14 +148,14 @@ def _stored(file: dict[str, Any], path: Path) -> dict[str, Tensor]:
     """The tensors of the arrays' file, whose bytes must be those that were written."""
     name = file["name"]
     if Path(name).name != name or not name.endswith(".safetensors"):
-        raise InvalidInput(f"file.name: expected a safetensors file in the plan's folder, got {name!r}; {ANEW}")
+        raise InvalidInput(f"file.name: expected a safetensors file in the plan's folder, got {name!r}; {HELP}")
     try:
         content = path.with_name(name).read_bytes()
     except OSError as error:
         raise InvalidInput(f"its arrays {name} cannot be read ({error.strerror}); keep both files together") from error
     if hashlib.sha256(content).hexdigest() != file["sha256"]:
-        raise InvalidInput(f"its arrays {name} are damaged: their sha256 is another than the plan names; {ANEW}")
+        raise InvalidInput(f"its arrays {name} are damaged: their sha256 is another than the plan names; {HELP}")
     try:
         return safetensors.load(content)
     except SafetensorError as error:
-        raise InvalidInput(f"its arrays {name} are no safetensors file ({error}); {ANEW}") from error
+        raise InvalidInput(f"its arrays {name} are no safetensors file ({error}); {HELP}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,16 +27,16 @@ METHOD = MagicPIG(bits=4, tables=9, local=8, seal=8, centre=28, dense_layers=())
 each_cache = pytest.mark.parametrize("config", CACHES.values(), ids=CACHES)
 
 
-def prompt(cache: KVCache, whole: Text, count: int, slot: int = 0) -> Pass:
-    return run(cache, in_phase(METHOD, "prefill"), [Turn(whole, slot, count)], phase="prefill")
+def prompt(cache: KVCache, whole: Text, count: int, slot: int = 0, method: MagicPIG = METHOD) -> Pass:
+    return run(cache, in_phase(method, "prefill"), [Turn(whole, slot, count)], phase="prefill")
 
 
 def decode(cache: KVCache, whole: Text, steps: int, slot: int = 0) -> Tensor:
     return outputs([run(cache, METHOD, [Turn(whole, slot)], phase="decode") for _ in range(steps)])
 
 
-def tables_of(cache: KVCache) -> list[LayerTables]:
-    found = states_of(cache).states((METHOD,))
+def tables_of(cache: KVCache, method: MagicPIG = METHOD) -> list[LayerTables]:
+    found = states_of(cache).states((method,))
     assert all(isinstance(state, LayerTables) for state in found)
     return found  # type: ignore[return-value]
 
@@ -164,24 +165,27 @@ def test_bad_queries_do_not_poison_the_tables(bad: float) -> None:
 
 @each_cache
 @pytest.mark.parametrize("captured", [False, pytest.param(True, marks=[pytest.mark.gpu, needs_gpu])])
-def test_steps_over_fixed_buffers(config: CacheConfig, captured: bool) -> None:
-    """Positions that are on the device only, as in a captured step; blocks enter the tables within it."""
+@pytest.mark.parametrize("method", [METHOD, replace(METHOD, redo=0.9)], ids=["plain", "redo"])
+def test_steps_over_fixed_buffers(config: CacheConfig, captured: bool, method: MagicPIG) -> None:
+    """Positions that are on the device only, as in a captured step; blocks enter the tables within it, and rows with
+    large errors attend densely.
+    """
     device, slots = "cuda" if captured else "cpu", [1, 0]
     texts, lengths = {1: text(80, seed=1).to(device), 0: text(70, seed=2).to(device)}, {1: 40, 0: 23}
     caches = [new_cache(config, slots=2, device=device) for _ in range(2)]
     for cache in caches:
         for slot in slots:
-            prompt(cache, texts[slot], lengths[slot], slot)
-    want = [run(caches[0], METHOD, [Turn(texts[s], s) for s in slots], phase="decode") for _ in range(20)]
-    static = Static(caches[1], METHOD, slots, width=20 if config.kind == "paged" else 1)
+            prompt(cache, texts[slot], lengths[slot], slot, method)
+    want = [run(caches[0], method, [Turn(texts[s], s) for s in slots], phase="decode") for _ in range(20)]
+    static = Static(caches[1], method, slots, width=20 if config.kind == "paged" else 1)
 
     def tokens(n: int) -> Text:
         each = [Text(*(x[:, lengths[s] + n] for x in (texts[s].q, texts[s].k, texts[s].v))) for s in slots]
         return Text(*(torch.stack(x, 1) for x in zip(*((t.q, t.k, t.v) for t in each), strict=True)))
 
-    before = [state.tables.stop.tolist() for state in tables_of(caches[1])]
+    before = [state.tables.stop.tolist() for state in tables_of(caches[1], method)]
     got = static.decode([tokens(n) for n in range(20)], captured)
-    after = [state.tables.stop.tolist() for state in tables_of(caches[1])]
+    after = [state.tables.stop.tolist() for state in tables_of(caches[1], method)]
     assert all(a[slot] < b[slot] for a, b in zip(before, after, strict=True) for slot in slots)
     for mine, plain in zip(got, want, strict=True):
         torch.testing.assert_close(mine, torch.stack([o.partial.out for o in plain.outcomes]), rtol=0, atol=2e-5)

@@ -35,6 +35,7 @@ def test_draws_are_those_of_the_distribution_function() -> None:
             assert found.columns[r, h, :used].tolist() == sorted(hits)
             want = [math.log(hits[i] / (n * float(p[i]))) for i in sorted(hits)]
             assert found.log_weight[r, h, :used].tolist() == pytest.approx(want, abs=1e-5)
+            assert found.factor[r, h, :used].tolist() == pytest.approx([1 / hits[i] for i in sorted(hits)])
             assert all(p[i] > 0 for i in hits)
 
 

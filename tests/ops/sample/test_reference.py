@@ -61,6 +61,7 @@ def test_any_case(seed: int) -> None:
         assert {i for i, pi in enumerate(want) if pi > 1 - 1e-9} <= {*index} or size == 0
         got = found.log_weight[0, head, :size].double().neg().exp().tolist()
         assert got == pytest.approx([want[i] for i in index], rel=1e-5)
+        assert found.factor[0, head, :size].tolist() == pytest.approx([1 - want[i] for i in index], abs=1e-6)
 
 
 @pytest.mark.parametrize(("power", "first", "last"), [(1.0, 0, 0), (0.5, 2, 5)])

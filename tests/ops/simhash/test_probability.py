@@ -112,7 +112,7 @@ def test_keys_are_sampled_as_often_as_u_says(impl: str, least: int) -> None:
         query = codes(q, drawn, impl=impl)
         for sharing, weights in (("own", own), ("group", together)):
             found = collide(rows, tables, query, least=least, share=sharing, capacity=keys, impl=impl)  # type: ignore[arg-type]
-            weight = weigh(rows, kv, tables, found, centre, impl=impl).exp()
+            weight = weigh(rows, kv, tables, found, centre, impl=impl).log_weight.exp()
             for li, n in enumerate(found.count[0].tolist()):
                 index = found.index[0, li, :n].long()
                 (weights[seed] if sharing == "group" else weights[seed, li])[index] = weight[0, li, :n]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from longreach.errors import Unsupported
-from longreach.ops.simhash import Collisions, HashTables, build, codes, collide, projections, weigh
+from longreach.ops.simhash import Collisions, HashTables, Weights, build, codes, collide, projections, weigh
 from tests.ops.attend.kernels import HALF, PLACE, here, needs_gpu
 from tests.ops.simhash.cases import Case, cut, hashed
 from tests.ops.simhash.test_tables import held_to, random_codes
@@ -140,10 +140,11 @@ def test_the_same_keys_and_weights(share: Any, seed: int) -> None:
         want = collide(case.rows, case.tables, case.queries, **how, impl="reference")
         got = collide(there.rows, there.tables, there.queries, **how, impl="triton")
         same(got, want)
-        weights = weigh(there.rows, there.kv, there.tables, got, there.centre, floor=floor, impl="triton").cpu()
+        weights = weigh(there.rows, there.kv, there.tables, got, there.centre, floor=floor, impl="triton")
         exact = weigh(case.rows, case.kv, case.tables, want, case.centre, floor=floor, impl="reference")
         used = (want.count <= capacity)[..., None] & (torch.arange(capacity) < want.count[..., None])
-        torch.testing.assert_close(weights[used], exact[used], rtol=2e-5, atol=2e-5)
+        for mine, right in zip(weights, exact, strict=True):
+            torch.testing.assert_close(mine.cpu()[used], right[used], rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("bits", [1, 8, 11])
@@ -172,10 +173,11 @@ def test_weights_of_rare_and_of_sure_keys(bits: int, number: int) -> None:
     rows = type(case.rows)(q, torch.tensor([0]), torch.tensor([62]))
     centre = torch.zeros(1, 2, 16)
     wide = type(kv)(kv.k.double(), kv.v.double(), kv.seq_lens)
-    exact = weigh(type(rows)(q.double(), rows.seq, rows.pos), wide, tables, found, centre, impl="reference")
+    exact, rest = weigh(type(rows)(q.double(), rows.seq, rows.pos), wide, tables, found, centre, impl="reference")
     there = HashTables(here(tables.ids), here(tables.offsets), here(tables.stop), tables.size)
     gone = Collisions(*(here(x) if isinstance(x, Tensor) else x for x in vars(found).values()))
-    got = weigh(here(rows), here(kv), there, gone, here(centre), impl="triton").cpu()
+    got, factor = (x.cpu() for x in weigh(here(rows), here(kv), there, gone, here(centre), impl="triton"))
+    torch.testing.assert_close(factor, rest, rtol=0, atol=1e-5)
     assert bool(got.isfinite().all())
     close = (got - exact).abs() <= 1e-5 + 2e-6 * bits * exact.abs().clamp(min=1)
     assert bool(close[..., :50].all()) and bool(close[..., 60:].all()), (got - exact).abs().amax(0)
@@ -203,7 +205,7 @@ def test_a_captured_step_follows_tables_that_grow() -> None:
     keys, count = here(case.keys[:, 3:63]).view(torch.int16), torch.full((2,), 2, device=PLACE)
     new = keys[:, :2].clone()
 
-    def step(into: HashTables) -> tuple[Collisions, Tensor]:
+    def step(into: HashTables) -> tuple[Collisions, Weights]:
         build(into, new.view(torch.uint16), every, count, impl="triton")
         found = collide(there.rows, into, there.queries, capacity=75, impl="triton")
         return found, weigh(there.rows, there.kv, into, found, there.centre, impl="triton")
@@ -220,4 +222,4 @@ def test_a_captured_step_follows_tables_that_grow() -> None:
         assert torch.equal(tables.stop, mirror.stop)
         same(found, Collisions(*(x.cpu() if isinstance(x, Tensor) else x for x in vars(want).values())))
         used = torch.arange(75, device=PLACE) < found.count[..., None]
-        assert torch.equal(weights[used], exact[used])
+        assert all(torch.equal(mine[used], right[used]) for mine, right in zip(weights, exact, strict=True))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from longreach.errors import InvalidInput, SelectionError
 from longreach.ops import KVView, Rows, Spans, attend
-from longreach.ops.simhash import Collisions, collide, weigh
+from longreach.ops.simhash import Collisions, Weights, collide, weigh
 from longreach.testing.inputs import poison
 from tests.ops.simhash.brute import probability
 from tests.ops.simhash.cases import IMPLS, Case, hashed
@@ -27,9 +27,9 @@ def cosine(q: Tensor, k: Tensor) -> float:
     return min(1.0, max(-1.0, float((q.double() @ k.double()) / (q.double().norm() * k.double().norm()))))
 
 
-def held_to(weights: Tensor, found: Collisions, case: Case, floor: float = 0.0) -> int:
-    """Every weight in use, by the definition; how many there were."""
-    assert weights.shape == found.index.shape and weights.dtype == torch.float32
+def held_to(weights: Weights, found: Collisions, case: Case, floor: float = 0.0) -> int:
+    """Every weight and factor in use, by the definition; how many there were."""
+    assert all(x.shape == found.index.shape and x.dtype == torch.float32 for x in weights)
     group, checked = case.rows.q.shape[1] // 2, 0
     each = group if found.per == "kv" else 1
     for r, b in enumerate(case.rows.seq.tolist()):
@@ -39,12 +39,14 @@ def held_to(weights: Tensor, found: Collisions, case: Case, floor: float = 0.0) 
                 g, slot = li * each // group, found.index[r, li, i]
                 page, offset = case.kv.locate(torch.tensor(b), slot.long())
                 k = case.kv.k[page, g, offset].double() - case.centre[b, g]
-                u = 0.0
+                u, square = 0.0, 0.0
                 for h in range(li * each, (li + 1) * each):
                     p = math.acos(-cosine(case.rows.q[r, h], k)) / math.pi
-                    u += max(float(probability(p, case.tables.bits, case.tables.tables, found.least)), floor)
+                    one = max(float(probability(p, case.tables.bits, case.tables.tables, found.least)), floor)
+                    u, square = u + one, square + one**2
                 wanted = math.log(int(found.met[r, li, i]) / u)
-                assert abs(float(weights[r, li, i]) - wanted) < 1e-4, (r, li, i)
+                assert abs(float(weights.log_weight[r, li, i]) - wanted) < 1e-4, (r, li, i)
+                assert abs(float(weights.factor[r, li, i]) - (1 - square / u)) < 2e-5, (r, li, i)
                 checked += 1
     return checked
 
@@ -72,7 +74,7 @@ def test_other_rules(impl: str, least: int) -> None:
     assert held_to(weights, found, case) > 20
 
 
-def ends(impl: str, share: Any) -> Tensor:
+def ends(impl: str, share: Any) -> Weights:
     """Weights of keys equal to the queries, opposite to them, zero, NaN and infinite. Two of the queries are void."""
     case = hashed([12], count=3)
     q = torch.randn(1, 1, 16).expand(3, 4, 16).clone()
@@ -93,14 +95,17 @@ def ends(impl: str, share: Any) -> Tensor:
 @pytest.mark.parametrize("impl", IMPLS)
 def test_ends(impl: str) -> None:
     """A key equal to the query has weight 1. Void vectors have finite weights, and change no other."""
-    weights = ends(impl, "own")
+    weights, factor = ends(impl, "own")
+    assert factor.isfinite().all() and factor.min() >= 0 and factor.max() <= 1
+    assert factor[0, :, 0].abs().max() < 1e-6 and torch.equal(factor[1:, :, 3:6], torch.zeros(2, 4, 3))
     assert weights.isfinite().all()
     assert weights[0, :, 0].abs().max() < 1e-6 and weights[0, :, 2].abs().max() < 1e-6
     assert torch.equal(weights[1:, :, 3:6], torch.zeros(2, 4, 3))  # void beside void: always sampled
     half = -math.log(float(probability(0.5, 4, 9, 2)))
     assert (weights[0, :, 3:6] - half).abs().max() < 1e-5 and (weights[1:, :, :3] - half).abs().max() < 1e-5
     assert (weights[0, :, 1] > 20).all()  # opposite, and never sampled but in rounding
-    together = ends(impl, "group")
+    together, factor = ends(impl, "group")
+    assert factor.isfinite().all() and factor.min() >= 0 and factor.max() <= 1
     assert together.isfinite().all() and torch.equal(together[1:, :, 3:6], torch.full((2, 2, 3), -math.log(2)).float())
 
 
@@ -121,7 +126,8 @@ def test_only_named_keys_are_read(impl: str) -> None:
         named = set(found.index[:, heads][~spare[:, heads]].tolist())
         poison(case.kv, 0, g, set(range(60)) - named)
     weights = weigh(case.rows, case.kv, case.tables, found, case.centre, impl=impl)
-    assert torch.equal(weights[~spare], wanted[~spare]) and weights[~spare].isfinite().all()
+    for got, want in zip(weights, wanted, strict=True):
+        assert torch.equal(got[~spare], want[~spare]) and got[~spare].isfinite().all()
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -140,7 +146,8 @@ def test_everything_sampled_is_dense(impl: str) -> None:
     """A table of one bit each and least = 1: nearly all keys are met, with weights near 1, and attention takes them."""
     case = hashed([60], bits=1, number=64, first=0)
     found = collide(case.rows, case.tables, case.queries, least=1, capacity=60, impl=impl)
-    weights = weigh(case.rows, case.kv, case.tables, found, case.centre, impl=impl)
+    weights, factor = weigh(case.rows, case.kv, case.tables, found, case.centre, impl=impl)
+    assert factor.min() >= 0 and factor.max() < 0.02
     assert (found.count == 60).all() and weights.min() > math.log(2 / 2) - 1e-6 and weights.max() < 0.01
     lists = found.lists(weights)
     rows = Rows(case.rows.q, case.rows.seq, torch.full((3,), 59))

@@ -16,7 +16,7 @@ VALUES = {  # kind of plan -> the values that it may have
             "taken"),
 }  # fmt: skip
 ROUNDING = 1e-5  # of fp32 sums
-ANEW = "take an undamaged copy, or calibrate again"
+HELP = "take an undamaged copy, or calibrate again"
 
 
 def check(plan: Plan) -> None:
@@ -26,7 +26,7 @@ def check(plan: Plan) -> None:
         if known is not None and name not in known:
             raise InvalidInput(
                 f"the plan has the unknown value {name!r}; known of {plan.kind} are: {', '.join(known) or 'none'}; "
-                f"{ANEW}"
+                f"{HELP}"
             )
     if plan.kind == "kascade":
         _check_kascade(plan)
@@ -37,10 +37,10 @@ def _check_kascade(plan: Plan) -> None:
         numbers: Any = plan.values.get(name)
         strange = [n for n in numbers if type(n) is not int or n < 0] if isinstance(numbers, list) else []
         if strange:
-            raise InvalidInput(f"{name}: expected layer numbers, whole and from 0 on, got {strange[0]!r}; {ANEW}")
+            raise InvalidInput(f"{name}: expected layer numbers, whole and from 0 on, got {strange[0]!r}; {HELP}")
     ranks, heads = plan.values.get("ranks", 1), plan.model.kv_heads
     if type(ranks) is not int or ranks < 1 or heads % ranks:
-        raise InvalidInput(f"ranks: expected a number that divides the {heads} KV heads, got {ranks!r}; {ANEW}")
+        raise InvalidInput(f"ranks: expected a number that divides the {heads} KV heads, got {ranks!r}; {HELP}")
     for name, most in (("similarity", 1), ("importance", 2)):
         x = plan.arrays.get(name)
         if x is None or not x.numel():
@@ -48,4 +48,4 @@ def _check_kascade(plan: Plan) -> None:
         low, high = float(x.min()), float(x.max())
         if low < -ROUNDING or high > most + ROUNDING:
             came = f"{low:.6g} to {high:.6g}"
-            raise InvalidInput(f"array {name!r}: expected numbers in [0, {most}], got {came}; {ANEW}")
+            raise InvalidInput(f"array {name!r}: expected numbers in [0, {most}], got {came}; {HELP}")

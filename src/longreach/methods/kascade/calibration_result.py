@@ -12,7 +12,7 @@ from torch import Tensor
 
 from longreach.methods.base import is_count
 from longreach.methods.kascade.anchors import choose
-from longreach.methods.kascade.plan import ANEW, KascadePlan
+from longreach.methods.kascade.plan import HELP, KascadePlan
 from longreach.ops.types import describe, require
 from longreach.plans import Plan
 
@@ -51,13 +51,13 @@ class CalibrationResult:
         n, kv = len(layers), plan.model.kv_heads
         found = []
         for name, shape in (("similarity", (n, kv, n, kv)), ("importance", (plan.model.layers,))):
-            require(name in plan.arrays, f"the plan lacks the array {name!r}; {ANEW}")
+            require(name in plan.arrays, f"the plan lacks the array {name!r}; {HELP}")
             x = plan.arrays[name]
-            require(tuple(x.shape) == shape, f"array {name!r}: expected {list(shape)}, got {describe(x)}; {ANEW}")
+            require(tuple(x.shape) == shape, f"array {name!r}: expected {list(shape)}, got {describe(x)}; {HELP}")
             found.append(x.double())
         heads, importance = found
         weighted = plan.values.get("weighted", True)
-        require(isinstance(weighted, bool), f"weighted: expected true or false, got {weighted!r}; {ANEW}")
+        require(isinstance(weighted, bool), f"weighted: expected true or false, got {weighted!r}; {HELP}")
         return cls(layers, heads, importance, plan.values.get("ranks", 1), weighted)
 
     def arrays(self) -> dict[str, Tensor]:

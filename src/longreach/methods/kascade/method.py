@@ -44,6 +44,7 @@ from longreach.methods.choosing import (
     chosen_keys,
     sampling_bytes,
 )
+from longreach.methods.error_bars import check_error_bars, outcome, redo_bytes
 from longreach.methods.kascade.budget import KeyBudget
 from longreach.methods.kascade.plan import KIND, KascadePlan
 from longreach.methods.kascade.prefill import PromptTiles, choose_for_tiles, tiles_of
@@ -79,6 +80,9 @@ class Kascade(AttentionMethod):
         keys. The copy is written during prefill and decode. The report counts it as metadata.
     choose: in decode: "top", or "sample": keys are drawn by the square root of their scores in the anchor, and weighted
         (`choosing.chosen_keys`), by `seed`. Scores of another layer are no better a guess than that.
+    error_bars: in decode with choose="sample": the report gives the standard error of the output
+        (`methods.error_bars`), at the cost of reading the sampled keys and values twice.
+    redo: in decode, rows whose relative error exceeds this attend densely; it includes error_bars.
 
     A prompt read in chunks gives the same sets as read at once if chunks end at tile ends, at multiples of
     tile // group tokens (plan.tile = 128 rows, the query heads of a KV head counted). A tile that two chunks share is
@@ -96,6 +100,8 @@ class Kascade(AttentionMethod):
     scoring: Literal["exact", "int8"] = "exact"
     choose: Choose = "top"
     seed: int = 0
+    error_bars: bool = False
+    redo: float | None = None
 
     name = "kascade"
     phases = ("prefill", "decode")
@@ -119,10 +125,15 @@ class Kascade(AttentionMethod):
         check_layers("dense_layers", self.dense_layers)
         require(self.scoring in ("exact", "int8"), f"scoring: expected 'exact' or 'int8', got {self.scoring!r}")
         check_choice(self.choose, self.seed)
+        check_error_bars(self.error_bars, self.redo, sampled=self.choose == "sample")
 
     @property
     def observes_prompt(self) -> bool:  # type: ignore[override]  # only the 8-bit copy depends on the prompt's keys
         return self.scoring == "int8"
+
+    @property
+    def reads_follow_lengths(self) -> bool:  # type: ignore[override]  # how many rows are redone depends on keys
+        return self.redo is None
 
     @property
     def budget(self) -> KeyBudget:
@@ -172,7 +183,7 @@ class Kascade(AttentionMethod):
     def workspace_bytes(self, model: ModelShape, rows: int, capacity: int, dtype: torch.dtype) -> int:
         heads, chosen = 1 if self.heads == "all" else model.kv_heads, self.budget.max_keys(capacity)
         scores = 4 * rows * (model.kv_heads * capacity + heads * (capacity + chosen + 1))
-        scores += sampling_bytes(self.choose, rows, heads, capacity)
+        scores += sampling_bytes(self.choose, rows, heads, capacity) + redo_bytes(model, rows, self.redo)
         return logits_bytes(model, rows, capacity, dtype) + scores
 
     def _anchor(self, call: LayerCall, state: KascadeState) -> Outcome:
@@ -183,9 +194,11 @@ class Kascade(AttentionMethod):
             return Outcome(whole, state.role.dense)
         if state.copy is not None:
             lse, logits = call.op("score_keys", keys=state.copy.scoring)
-            return Outcome(call.attend(self._choose(call, lse, logits)))
+            chosen = self._choose(call, lse, logits)
+            return outcome(call, call.attend(chosen), chosen, self.error_bars, self.redo)
         lse, logits = call.op("score_keys")
-        return Outcome(call.op("attend_from_logits", self._choose(call, lse, logits), logits))
+        chosen = self._choose(call, lse, logits)
+        return outcome(call, call.op("attend_from_logits", chosen, logits), chosen, self.error_bars, self.redo)
 
     def _choose(self, call: LayerCall, lse: Tensor, logits: Logits) -> Lists:
         """The keys of each row, for this layer and those after it."""
@@ -222,7 +235,8 @@ class Kascade(AttentionMethod):
         lists = left.lists if role.head_map is None else replace(left.lists, head_map=role.head_map)
         if call.phase == "prefill":
             return Outcome(self._over(call, lists, self._tiles(call, state)))
-        return Outcome(call.attend(lists))
+        assert isinstance(lists, Lists)  # rows of decode choose for themselves
+        return outcome(call, call.attend(lists), lists, self.error_bars, self.redo)
 
     def _over(self, call: LayerCall, chosen: Lists | PackedLists, tiles: PromptTiles) -> Partial:
         """Attention to the keys that tiles chose before them, and to the tiles' own keys."""

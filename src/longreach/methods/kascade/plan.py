@@ -13,7 +13,7 @@ from longreach.ops.types import require
 from longreach.plans import Plan
 
 KIND = "kascade"
-ANEW = "take another plan, or calibrate again (longreach calibrate kascade)"
+HELP = "take another plan, or calibrate again (longreach calibrate kascade)"
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class KascadePlan:
         _check_layers("layers", self.layers, len(self.head_map))
         _check_layers("anchors", self.anchors, len(self.head_map))
         strange = [n for n in self.anchors if n not in self.layers]
-        require(not strange, f"anchors: expected layers of full attention, got {strange} as well; {ANEW}")
+        require(not strange, f"anchors: expected layers of full attention, got {strange} as well; {HELP}")
         require(
             self.anchors[0] == self.layers[0],
             f"anchors: expected the first to be {self.layers[0]}, the first layer of full attention, got "
-            f"{self.anchors[0]}; {ANEW}",
+            f"{self.anchors[0]}; {HELP}",
         )
         heads = len(self.head_map[0]) if isinstance(self.head_map[0], tuple) else 0
         reusing = {n for n in self.layers if n not in self.anchors}
@@ -51,15 +51,15 @@ class KascadePlan:
             require(
                 whole,
                 f"head_map of layer {layer}: expected {heads or 'some'} KV heads below {heads}, one for each head, got "
-                f"{row!r}; {ANEW}",
+                f"{row!r}; {HELP}",
             )
             require(
                 layer in reusing or row == tuple(range(heads)),
                 f"head_map of layer {layer}, which takes no other layer's keys: expected each head its own, got "
-                f"{row!r}; {ANEW}",
+                f"{row!r}; {HELP}",
             )
         for name, value in (("k", self.k), ("tile", self.tile)):
-            require(is_count(value, 1), f"{name}: expected a count from 1 to {2**31 - 1}, got {value!r}; {ANEW}")
+            require(is_count(value, 1), f"{name}: expected a count from 1 to {2**31 - 1}, got {value!r}; {HELP}")
 
     @classmethod
     def of(cls, plan: Plan) -> KascadePlan:
@@ -77,7 +77,7 @@ class KascadePlan:
         wanted = (plan.model.layers, plan.model.kv_heads)
         require(
             size == wanted,
-            f"head_map: expected {wanted[0]} layers of {wanted[1]} KV heads, got {size[0]} of {size[1]}; {ANEW}",
+            f"head_map: expected {wanted[0]} layers of {wanted[1]} KV heads, got {size[0]} of {size[1]}; {HELP}",
         )
         return found
 
@@ -98,21 +98,22 @@ class KascadePlan:
 
 def _check_layers(name: str, layers: tuple[int, ...], count: int) -> None:
     some = isinstance(layers, tuple) and len(layers) > 0
-    require(some, f"{name}: expected at least one layer number, got {layers!r}; {ANEW}")
+    require(some, f"{name}: expected at least one layer number, got {layers!r}; {HELP}")
     known = all(is_count(n) and n < count for n in layers)
-    require(known, f"{name}: expected layer numbers from 0 to {count - 1}, got {layers}; {ANEW}")
-    require(all(a < b for a, b in pairwise(layers)), f"{name}: expected ascending and distinct, got {layers}; {ANEW}")
+    require(known, f"{name}: expected layer numbers from 0 to {count - 1}, got {layers}; {HELP}")
+    require(all(a < b for a, b in pairwise(layers)), f"{name}: expected ascending and distinct, got {layers}; {HELP}")
 
 
 def _value(values: Mapping[str, Any], name: str) -> Any:
-    require(name in values, f"the plan lacks the value {name!r}; {ANEW}")
+    require(name in values, f"the plan lacks the value {name!r}; {HELP}")
     return values[name]
 
 
 def _list(values: Mapping[str, Any], name: str) -> list[Any]:
     found = _value(values, name)
     require(
-        isinstance(found, list) and len(found) > 0, f"{name}: expected a list, not an empty one, got {found!r}; {ANEW}"
+        isinstance(found, list) and len(found) > 0,
+        f"{name}: expected a list, not an empty one, got {found!r}; {HELP}",
     )
     return found
 
@@ -122,6 +123,6 @@ def _numbers(values: Mapping[str, Any], name: str) -> tuple[int, ...]:
 
 
 def _row(row: object, layer: int) -> tuple[int, ...]:
-    require(isinstance(row, list), f"head_map of layer {layer}: expected a list of KV heads, got {row!r}; {ANEW}")
+    require(isinstance(row, list), f"head_map of layer {layer}: expected a list of KV heads, got {row!r}; {HELP}")
     assert isinstance(row, list)
     return tuple(row)

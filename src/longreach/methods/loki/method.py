@@ -20,6 +20,7 @@ from longreach.methods.choosing import (
     max_keys,
     sampling_bytes,
 )
+from longreach.methods.error_bars import check_error_bars, outcome, redo_bytes
 from longreach.methods.loki.plan import KIND, LokiPlan
 from longreach.ops import KVView, Rows
 from longreach.ops.project import pad_basis, project_keys
@@ -39,6 +40,9 @@ class Loki(AttentionMethod):
     fraction of the head dim (0.25 is the paper's 32 of 128). plan: a file or a shipped plan's name; None: the shipped
     plan of the model. dense_layers: layers that attend densely (the paper has none).
     choose: "top", or "sample": keys are drawn by their scores and weighted (`choosing.chosen_keys`), by `seed`.
+    error_bars: with choose="sample": the report gives the standard error of the output (`methods.error_bars`), at the
+    cost of reading the sampled keys and values twice. redo: rows whose relative error exceeds this attend densely; it
+    includes error_bars.
     With grouped queries the softmax probabilities of the scores are summed over the query heads of a KV head, which
     share one list; the paper chooses for each query head.
     Metadata read: `rank` coordinates of every key of the context, and the directions once a pass. The newest key is
@@ -52,6 +56,8 @@ class Loki(AttentionMethod):
     dense_layers: tuple[int, ...] = ()
     choose: Choose = "top"
     seed: int = 0
+    error_bars: bool = False
+    redo: float | None = None
 
     name = "loki"
     phases = ("decode",)
@@ -64,6 +70,11 @@ class Loki(AttentionMethod):
         check_plan_name(self.plan)
         check_layers("dense_layers", self.dense_layers)
         check_choice(self.choose, self.seed)
+        check_error_bars(self.error_bars, self.redo, sampled=self.choose == "sample")
+
+    @property
+    def reads_follow_lengths(self) -> bool:  # type: ignore[override]  # how many rows are redone depends on keys
+        return self.redo is None
 
     def check(self, model: ModelShape) -> None:
         check_layers_of("dense_layers", self.dense_layers, model.layers)
@@ -93,11 +104,11 @@ class Loki(AttentionMethod):
         here = Rows(q, call.rows.seq, call.rows.pos, call.rows.runs)
         scores = call.op("score_and_pool", kv=state.view(call.kv), rows=here, metadata=True)
         chosen = keys_for_budget(call, scores, self.k, last=1, choose=self.choose, seed=self.seed)
-        return Outcome(call.attend(chosen))
+        return outcome(call, call.attend(chosen), chosen, self.error_bars, self.redo)
 
     def workspace_bytes(self, model: ModelShape, rows: int, capacity: int, dtype: torch.dtype) -> int:
         chosen = 4 * rows * model.kv_heads * (capacity + max_keys(self.k, capacity) + 1)
-        chosen += sampling_bytes(self.choose, rows, model.kv_heads, capacity)
+        chosen += sampling_bytes(self.choose, rows, model.kv_heads, capacity) + redo_bytes(model, rows, self.redo)
         return logits_bytes(model, rows, capacity, dtype) + chosen
 
     def _directions(self, dim: int) -> int:

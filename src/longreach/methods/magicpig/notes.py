@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longreach.methods import error_bars
 from longreach.methods.base import Notes
 from longreach.methods.call import LayerCall, Noted
+from longreach.methods.error_bars import ErrorBars
 from longreach.ops import Lists
 from longreach.ops.simhash import Collisions
 
@@ -20,10 +22,12 @@ Summary = Callable[[Tensor, int], dict[str, Any]]
 
 
 def notes(
-    call: LayerCall, found: Collisions, lists: Lists, sampled: Tensor, began: int, searched: int, summary: Summary
-) -> Notes:
+    call: LayerCall, found: Collisions, lists: Lists, sampled: Tensor, began: int, searched: int, summary: Summary,
+    bars: ErrorBars | None = None,
+) -> Notes:  # fmt: skip
     """Notes of a layer's rows. sampled: bool [R, 1], rows of sequences with keys in the tables; others count for
-    nothing. began, searched: reads that the call had noted before the search, and after it.
+    nothing. began, searched: reads that the call had noted before the search, and after it. bars: if the options ask
+    for them.
     """
     heads = call.kv.heads
     group = call.rows.q.shape[1] // heads
@@ -38,11 +42,12 @@ def notes(
         head, over = (x.double().unflatten(1, (heads, group)).mean(2) for x in (found.count, ~fits))
     over = over.double()
     columns = [torch.where(over > 0, torch.nan, x / context).nan_to_num(1.0) for x in (head, union)]
-    noted = call.meter.noted
-    bytes_of = [
-        _bytes(call, some)[:, None].expand(-1, heads) / heads for some in (noted[began:searched], noted[searched:])
-    ]
-    found_of = torch.stack([*columns, over, *bytes_of, torch.ones_like(over)], -1)
+    noted, spread = call.meter.noted, slice(searched, searched) if bars is None else bars.reads
+    reads = [noted[began:searched], noted[searched : spread.start] + noted[spread.stop :], noted[spread]]
+    search, attention, more = (_bytes(call, some)[:, None].expand(-1, heads) / heads for some in reads)
+    found_of = torch.stack([*columns, over, search, attention, torch.ones_like(over)], -1)
+    if bars is not None:
+        found_of = torch.cat([found_of, more[..., None], error_bars.columns(bars)], -1)
     return Notes((torch.where(sampled[..., None], found_of, 0),), _same, summary)
 
 
@@ -79,15 +84,22 @@ def _summary(sums: Tensor, rows: int, *, table_bytes: int, key_value_bytes: int)
 
     sampled_head, sampled_group: mean share of the context that a query head sampled, and that any query head of the
     KV head did; 1 for a row that overflowed. overflowed: share of rows that sampled more than a list holds and attended
-    densely. search_bytes: look-ups and weights, keys read again for the weights included; attention_bytes: the rest;
+    densely. search_bytes: look-ups and weights, with keys read again for the weights and to be hashed; attention_bytes:
+    the rest;
     both over all rows and KV heads. table_bytes_per_sequence, table_share: memory of the tables and of the centre, and
-    over that of keys and values.
+    over that of keys and values. With error bars also those of `error_bars.summary`, and error_bar_bytes: read to
+    estimate them.
     """
     mean = sums / sums[:, AT["rows"]].clamp(min=1)[:, None]
     head, group = (float(mean[:, AT[name]].mean()) for name in ("sampled_head", "sampled_group"))
     share = table_bytes / key_value_bytes
+    bars = dict[str, Any]()
+    if sums.shape[1] > len(COLUMNS):
+        bars = {"error_bar_bytes": round(float(sums[:, len(COLUMNS)].sum()))}
+        bars |= error_bars.summary(sums[:, len(COLUMNS) + 1 :])
+    said = f"; {error_bars.note(bars)}" if bars else ""
     return {
-        "note": f"sampled {head:.2%} a head, {group:.2%} a group; tables {share:.0%} of KV",
+        "note": f"sampled {head:.2%} a head, {group:.2%} a group; tables {share:.0%} of KV{said}",
         "sampled_head": mean[:, AT["sampled_head"]].tolist(),
         "sampled_group": mean[:, AT["sampled_group"]].tolist(),
         "overflowed": mean[:, AT["overflowed"]].tolist(),
@@ -95,4 +107,5 @@ def _summary(sums: Tensor, rows: int, *, table_bytes: int, key_value_bytes: int)
         "attention_bytes": round(float(sums[:, AT["attention"]].sum())),
         "table_bytes_per_sequence": table_bytes,
         "table_share": share,
+        **bars,
     }

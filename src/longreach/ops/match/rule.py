@@ -28,15 +28,14 @@ NOTES = (
 
 
 def tie(dtype: torch.dtype) -> float:
-    """Squared distances up to this times |q|^2 count as equal: equal queries may differ by it from rounding.
+    """Squared distances up to this times |q|^2 count as equal: rounding makes equal queries differ by that much.
 
-    With u the unit roundoff, a query before rotation comes back from a rotated one that was rounded three times (both
-    products of a channel, each of its share of |q|^2, and their sum), is rounded once when it is recovered, and once
-    more after `weight`: a relative error of at most (sqrt 2 + 1 + 1 + 1) u < 4.5 u, and of sqrt(4/3) u root mean
-    square, as each rounding has u / sqrt 3 at most. Of two queries it is sqrt(8/3) u = 1.6 u. The bound is 4 u, and 8 u
-    where the projection's sums are kept in the dtype, for they are added up in another order in a batch of another size
-    (in fp32 3.8 u between a pass over a prompt and a step). weight is one for both channels of a pair. dtype: the
-    ring's.
+    Let u be the unit roundoff. A rotated query is rounded three times: both products of a channel pair and their sum.
+    Recovering the query before rotation rounds once, `weight` rounds once more. The relative error is at most
+    (sqrt 2 + 1 + 1 + 1) u < 4.5 u. Its root mean square is sqrt(4/3) u, as one rounding has at most u / sqrt 3. For
+    the difference of two queries it is sqrt(8/3) u = 1.6 u. The bound is 4 u. It is 8 u where the projection's sums are
+    kept in the dtype: another batch size adds them in another order (in fp32 a prompt's pass and a step differ by
+    3.8 u). `weight` is one number for both channels of a pair. dtype: the ring's.
     """
     units = 8 if dtype in (torch.float32, torch.float64) else 4
     return (units * torch.finfo(dtype).eps / 2) ** 2
@@ -58,16 +57,17 @@ class Rule:
     """When a row reuses the cached attention of an earlier row: one layer's numbers.
 
     The row at position m searches the rows at [m - window, m) that have an entry. The entry of row p covers slots
-    [sinks, p + 1 - band). limit: squared distance below which a row matches, measured in the ring's dtype (see `tie`);
-    0: no row matches.
-    min_context: context in tokens below which there is no search. deepest: entries of this depth are not reused;
-    None: no limit. near, far: the gaps m - p that are accepted (the whole window is searched all the same).
-    patience, reuses, rest, price: the profit guard. Each KV head has an account. A search without a match costs 1. A
-    search with a match in every query head earns (keys saved) / (its own cost in keys) - 1; the cost is `price` times
-    the rows searched (both are equal in the paper's Eq. 9). Below 0 the head rests for `rest` rows and then searches
-    once. The account is full at first. It holds at most the larger of `patience` and the earnings of `reuses` reuses of
-    the whole context: where one match pays for many searches, as many may fail by chance. A head that no longer matches
-    rests after that many searches. patience=inf: there is no guard.
+    [sinks, p + 1 - band).
+    limit: squared distance below which a row matches, in the ring's dtype (see `tie`). 0: no row matches.
+    min_context: context in tokens below which there is no search.
+    deepest: entries of this depth are not reused. None: no limit.
+    near, far: the gaps m - p that are accepted. The whole window is searched in any case.
+    patience, reuses, rest, price: the profit guard. Each KV head has an account, which is full at first. A search
+    without a match costs 1. A search with a match in every query head earns (keys saved) / (its own cost in keys) - 1.
+    Its cost is `price` times the rows searched; in the paper's Eq. 9 price is 1. Below 0 the head rests for `rest` rows
+    and then searches once. The account holds at most `patience`, or the earnings of `reuses` reuses of the whole
+    context if that is more: one match can pay for many searches that fail by chance. A head that stops matching rests
+    after that many searches. patience=inf: there is no guard.
     """
 
     window: int

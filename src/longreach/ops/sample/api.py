@@ -15,11 +15,15 @@ DRAWING = Implementations("draw", {"reference": "longreach.ops.sample.reference:
 
 
 class Sampled(NamedTuple):
-    """What `Lists` takes: columns int32 and log_weight fp32 [L, heads, C], ascending columns; used int32 [L, heads]."""
+    """What `Lists` takes: columns int32 and log_weight fp32 [L, heads, C], ascending columns; used int32 [L, heads].
+
+    factor: fp32 [L, heads, C], of each column's squared deviation in the variance of a sum (`sampling_variance`).
+    """
 
     columns: Tensor
     used: Tensor
     log_weight: Tensor
+    factor: Tensor
 
 
 def sample(
@@ -33,6 +37,8 @@ def sample(
     certain. log_weight = -log pi, so that a sum over the sample weighted by exp(log_weight) is unbiased (Horvitz and
     Thompson, 1952). Ascending columns are drawn by one offset a row: i where floor(pi_0 + .. + pi_i + offset) grows
     (Madow, 1949). So the sample has exactly `count` columns, and two near each other are seldom drawn together.
+    factor = 1 - pi: the variance as if columns were drawn independently, as is usual for systematic samples (Hartley
+    and Rao, 1962); 0 for certain ones.
 
     x: [L, heads, N] fp32, scores >= 0; negative ones and NaN count as 0. count: int [L, heads], below 0 as 0, above the
     length as the length. length: int [L]. offset: float [L, heads] in [0, 1), see `uniforms`. first, last: columns at
@@ -61,7 +67,7 @@ def draw(x: Tensor, count: Tensor, length: Tensor, numbers: Tensor, *, impl: str
 
     The oracle sampling of MagicPIG (Chen et al., 2024, arXiv 2410.16179, Def. 3.1). A column that `times` of the count
     draws hit is listed once, with log_weight = log(times / (count p)): a sum over the list weighted by exp(log_weight)
-    is unbiased. Columns of score 0 are never drawn; a row of zeros draws all columns alike.
+    is unbiased. Columns of score 0 are never drawn; a row of zeros draws all columns alike. factor = 1 / times.
 
     x, count, length: as in `sample`, but count may exceed the length. numbers: float [L, heads, C] in [0, 1), one for
     each draw; those past the count are not used, and a count above C is C. The result's `used` is the number of

@@ -28,8 +28,8 @@ def sample(
     drawn = steps > torch.nn.functional.pad(steps, (1, -1))
     place = torch.where(certain | drawn, column, columns).sort(-1).values
     index = torch.nn.functional.pad(place, (0, max(0, capacity - columns)), value=0)[..., :capacity]
-    weight = -pi.gather(-1, index.clamp(max=max(0, columns - 1))).log() if columns else index.double()
-    return Sampled(index.to(torch.int32).contiguous(), used.to(torch.int32), weight.float())
+    pi = pi.gather(-1, index.clamp(max=max(0, columns - 1))) if columns else index.double()
+    return Sampled(index.to(torch.int32).contiguous(), used.to(torch.int32), -pi.log().float(), (1 - pi).float())
 
 
 def draw(x: Tensor, count: Tensor, length: Tensor, numbers: Tensor) -> Sampled:
@@ -48,9 +48,10 @@ def draw(x: Tensor, count: Tensor, length: Tensor, numbers: Tensor) -> Sampled:
     times = torch.zeros(score.shape, dtype=torch.int64, device=x.device).scatter_add(2, place, torch.ones_like(place))
     found = torch.where(times[..., :columns] > 0, column, columns).sort(-1).values
     index = torch.nn.functional.pad(found, (0, max(0, draws - columns)), value=columns)[..., :draws]
-    weight = times.gather(-1, index).double().log() - (score.gather(-1, index) / whole).log() - wanted.double().log()
+    hits = times.gather(-1, index).double()
+    weight = hits.log() - (score.gather(-1, index) / whole).log() - wanted.double().log()
     used = (times[..., :columns] > 0).sum(-1, dtype=torch.int32)
-    return Sampled(index.to(torch.int32).contiguous(), used, weight.float())
+    return Sampled(index.to(torch.int32).contiguous(), used, weight.float(), (1 / hits).float())
 
 
 def probabilities(x: Tensor, used: Tensor, end: Tensor, uniform: float, power: float, first: int, last: int) -> Tensor:

@@ -1,6 +1,19 @@
 """simhash: keys sampled by locality-sensitive hashing, with the probability of each (MagicPIG)."""
 
-from longreach.ops.simhash.api import BUILD, CODES, COLLIDE, SEAL, WEIGH, Collisions, build, codes, collide, seal, weigh
+from longreach.ops.simhash.api import (
+    BUILD,
+    CODES,
+    COLLIDE,
+    SEAL,
+    WEIGH,
+    Collisions,
+    Weights,
+    build,
+    codes,
+    collide,
+    seal,
+    weigh,
+)
 from longreach.ops.simhash.probability import inclusion
 from longreach.ops.simhash.tables import HashTables, projections
 
@@ -12,6 +25,7 @@ __all__ = [
     "WEIGH",
     "Collisions",
     "HashTables",
+    "Weights",
     "build",
     "codes",
     "collide",

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,6 +68,17 @@ class Collisions:
     def lists(self, log_weight: Tensor | None = None) -> Lists:
         """The lists with weights. The tables must hold only keys that are visible to the rows."""
         return Lists(self.index, self.count, log_weight, self.per, all_visible=self.per == "kv")
+
+
+class Weights(NamedTuple):
+    """Numbers of sampled keys, fp32 like `Collisions.index`; anything at entries that are not in use.
+
+    log_weight: added to the key's logit. factor: 1 - u, of the key's squared deviation in the variance of the output
+    (`sampling_variance`).
+    """
+
+    log_weight: Tensor
+    factor: Tensor
 
 
 @torch.no_grad()
@@ -242,12 +253,13 @@ def weigh(
     *,
     floor: float = 0.0,
     impl: str = "auto",
-) -> Tensor:
-    """The log-weights of sampled keys: fp32, like found.index; anything at entries that are not in use.
+) -> Weights:
+    """The log-weights of sampled keys, and the factors of their variance.
 
     u is `inclusion` of p = 1 - acos(cos(q, k - centre)) / pi. In a list per query head, the log-weight is -log u. In
     a list per KV head it is log(met / sum of its query heads' u). The mean of met is that sum, so this is unbiased,
-    however the heads' samples correlate.
+    however the heads' samples correlate. The factor is 1 - u, and in a list per KV head 1 - sum u^2 / sum u. That is
+    the variance if the query heads sample the key together, and too much if they do so independently.
 
     tables, found: those of `collide`, with entries that name slots of the view. centre: float [B, G, D], subtracted
     from keys in fp32. It must be the one their codes were computed with.
@@ -278,8 +290,10 @@ def weigh(
     require(ok, lambda: f"centre: expected float [B, G, D] = {list(shape)} on {kv.k.device}, got {describe(centre)}")
     ok = isinstance(floor, (int, float)) and math.isfinite(floor) and 0 <= floor < 1
     require(ok, lambda: f"floor: expected a number in [0, 1), got {floor!r}")
-    weights: Tensor = WEIGHING.get(impl, kv.k.device)(rows, kv, tables, found, centre, floor=float(floor))
-    return weights
+    weights: tuple[Tensor, Tensor] = WEIGHING.get(impl, kv.k.device)(
+        rows, kv, tables, found, centre, floor=float(floor)
+    )
+    return Weights(*weights)
 
 
 def _check_group(rows: Rows, tables: HashTables) -> None:
@@ -320,7 +334,7 @@ def _collide_reads(
 
 
 def _weigh_reads(
-    rows: Rows, kv: KVView, weights: Tensor, tables: HashTables, found: Collisions, centre: Tensor, **given: object
+    rows: Rows, kv: KVView, weights: Weights, tables: HashTables, found: Collisions, centre: Tensor, **given: object
 ) -> tuple[Read, ...]:
     """The keys of lists that did not overflow, and a centre for each row and KV head."""
     fits = found.count <= found.index.shape[2]

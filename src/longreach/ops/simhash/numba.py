@@ -80,7 +80,9 @@ def collide(
     return joined, used.sum(2, dtype=torch.int32), times, looked_up.sum(2, dtype=torch.int32)
 
 
-def weigh(rows: Rows, kv: KVView, tables: HashTables, found: Collisions, centre: Tensor, *, floor: float) -> Tensor:
+def weigh(
+    rows: Rows, kv: KVView, tables: HashTables, found: Collisions, centre: Tensor, *, floor: float
+) -> tuple[Tensor, Tensor]:
     count, heads, dim = rows.q.shape
     group = kv.group(rows)
     width = group if found.per == "kv" else 1
@@ -95,14 +97,14 @@ def weigh(rows: Rows, kv: KVView, tables: HashTables, found: Collisions, centre:
         flat(k), k.stride()[:3], table.long().contiguous().numpy(), kv.block_table is not None, kv.page,
         centre.float().contiguous().numpy(),
     )  # fmt: skip
-    weight = torch.empty(found.index.shape)
+    weight, factor = torch.empty(2, *found.index.shape)
     seq = rows.seq.long()
     wrong = np.full(_workers(), -1)
     in_threads(
         len(wrong), kernels.weigh, q.contiguous().numpy(), void.view(count * lists, width).numpy(), memory,
         seq.contiguous().numpy(), kv.seq_lens[seq].long().numpy(), (lists, heads // (kv.heads * width)),
         (found.index.contiguous().numpy(), found.met.contiguous().numpy(), found.count.contiguous().numpy()),
-        law(tables.bits, tables.tables, found.least, floor), weight.numpy(), wrong,
+        law(tables.bits, tables.tables, found.least, floor), weight.numpy(), factor.numpy(), wrong,
     )  # fmt: skip
     if (wrong >= 0).any():
         row = int(wrong.max())
@@ -110,7 +112,7 @@ def weigh(rows: Rows, kv: KVView, tables: HashTables, found: Collisions, centre:
             f"found: expected entries below {int(kv.seq_lens[seq[row]])}, the slots in use of sequence {int(seq[row])} "
             f"(row {row}), got others; were the keys found in tables of another cache?"
         )
-    return weight
+    return weight, factor
 
 
 def law(bits: int, tables: int, least: int, floor: float) -> tuple[object, ...]:

@@ -251,8 +251,9 @@ def agreement(c):
 
 
 @njit(**INLINE, fastmath={"contract"})
-def add_inclusion(p, n, law, x, y, z, total):
-    """total[c] += max(u, floor) of p[c], for c below n, as probability.inclusion states it; x, y, z are scratch.
+def add_inclusion(p, n, law, x, y, z, total, spread):
+    """total[c] += u and spread[c] += u (1 - u), for c below n. u: as probability.inclusion states it for p[c], at least
+    floor. x, y, z are scratch.
 
     Written as loops over the keys without branches, which are vectorised.
     """
@@ -285,14 +286,16 @@ def add_inclusion(p, n, law, x, y, z, total):
         rest = _log_rest(x[c])
         small = y[c] * exp(few * rest)
         large = np.float32(1.0) - exp(many * rest) * z[c]
-        total[c] += max(small if x[c] < split else large, floor)
+        u = max(small if x[c] < split else large, floor)
+        total[c] += u
+        spread[c] += u * (np.float32(1.0) - u)
 
 
 @njit(**KERNEL)
 def total_inclusion(p, law, total):
     """`add_inclusion` as Python calls it; p is overwritten."""
     x, y, z = np.empty(len(p), np.float32), np.empty(len(p), np.float32), np.empty(len(p), np.float32)
-    add_inclusion(p, len(p), law, x, y, z, total)
+    add_inclusion(p, len(p), law, x, y, z, total, np.zeros(len(p), np.float32))
 
 
 @njit(**INLINE, fastmath=KERNEL["fastmath"])
@@ -330,14 +333,14 @@ def _cosines(k, places, n, centre, q, size, lines, squares, s):
 
 
 @njit(**KERNEL)
-def weigh(worker, workers, q, void, memory, seq, reach, shape, found, law, weight, wrong):
-    """The log-weight of every sampled key: of each list, every `workers`-th chunk.
+def weigh(worker, workers, q, void, memory, seq, reach, shape, found, law, weight, factor, wrong):
+    """The log-weight and factor of every sampled key: of each list, every `workers`-th chunk.
 
     q: float32 [R * lists, width, D], of norm 1, or 0 where void [R * lists, width]. memory: k flat, its strides of
     (page, head, slot); table [B, pages], paged, page; centre float32 [B, G, D]. seq, reach: int64 [R], the sequences
     and their slots in use. shape: lists a row, lists a KV head. found: index, met [R, lists, C], count [R, lists].
-    law: see `add_inclusion`. weight, written: float32 [R, lists, C]; wrong, written: int64 [workers], a row that names
-    a slot not in use, else -1.
+    law: see `add_inclusion`. weight, factor, written: float32 [R, lists, C]; wrong, written: int64 [workers], a row
+    that names a slot not in use, else -1.
     """
     k, strides, table, paged, page, centres = memory
     index, met, count = found
@@ -348,10 +351,11 @@ def weigh(worker, workers, q, void, memory, seq, reach, shape, found, law, weigh
     places = np.empty(CHUNK, np.int64)
     s, total, squares = np.empty((width, CHUNK), np.float32), np.empty(CHUNK, np.float32), np.empty(CHUNK, np.float32)
     x, y, z = np.empty(CHUNK, np.float32), np.empty(CHUNK, np.float32), np.empty(CHUNK, np.float32)
+    spread = np.empty(CHUNK, np.float32)
     for unit in range(units):
         row, li = unit // lists, unit % lists
         head, b = li // mine, seq[row]
-        entries, times, out = index[row, li], met[row, li], weight[row, li]
+        entries, times, out, off = index[row, li], met[row, li], weight[row, li], factor[row, li]
         n = np.int64(count[row, li])
         if n > entries.shape[0]:
             continue
@@ -365,7 +369,7 @@ def weigh(worker, workers, q, void, memory, seq, reach, shape, found, law, weigh
                 if paged:
                     place, slot = table[b, slot // page], slot % page
                 places[c] = place * strides[0] + head * strides[1] + slot * strides[2]
-                total[c] = np.float32(0.0)
+                total[c] = spread[c] = np.float32(0.0)
             _cosines(k, places, some, centres[b, head], q[unit], size, lines, squares, s)
             for h in range(width):
                 p, nothing = s[h], void[unit, h]
@@ -374,6 +378,7 @@ def weigh(worker, workers, q, void, memory, seq, reach, shape, found, law, weigh
                     usable = square > np.float32(0.0) and square < np.float32(np.inf)
                     cosine = p[c] / np.float32(math.sqrt(square)) if usable else np.float32(1.0 if nothing else 0.0)
                     p[c] = agreement(cosine)
-                add_inclusion(p, some, law, x, y, z, total)
+                add_inclusion(p, some, law, x, y, z, total, spread)
             for c in range(some):
                 out[first + c] = log(np.float32(times[first + c])) - log(total[c])
+                off[first + c] = spread[c] / total[c]

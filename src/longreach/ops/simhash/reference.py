@@ -112,13 +112,15 @@ def _collisions(tables: HashTables, b: int, g: int, code: Tensor, stop: int) -> 
     return torch.nn.functional.pad(times, (0, max(stop, 0) - len(times))), read
 
 
-def weigh(rows: Rows, kv: KVView, tables: HashTables, found: Collisions, centre: Tensor, *, floor: float) -> Tensor:
+def weigh(
+    rows: Rows, kv: KVView, tables: HashTables, found: Collisions, centre: Tensor, *, floor: float
+) -> tuple[Tensor, Tensor]:
     found.lists().check_entries(rows, kv)
     heads, group = rows.q.shape[1], kv.group(rows)
     lists, each = (kv.heads, group) if found.per == "kv" else (heads, 1)
     used = (found.count <= found.index.shape[2])[..., None]
     used = used & (torch.arange(found.index.shape[2], device=kv.k.device) < found.count[..., None])
-    weight = torch.zeros(found.index.shape, device=kv.k.device)
+    weight, factor = torch.zeros(2, *found.index.shape, device=kv.k.device)
     wide = accumulator(kv.k.dtype)
     for r, b in enumerate(rows.seq.tolist()):
         for item in range(lists):
@@ -131,7 +133,8 @@ def weigh(rows: Rows, kv: KVView, tables: HashTables, found: Collisions, centre:
             u = inclusion(p, tables.bits, tables.tables, found.least).clamp(min=max(floor, TINY))
             met = found.met[r, item, used[r, item]]
             weight[r, item, used[r, item]] = (met.to(wide).log() - u.sum(0).log()).float()
-    return weight
+            factor[r, item, used[r, item]] = ((u * (1 - u)).sum(0) / u.sum(0)).float()
+    return weight, factor
 
 
 def cosine(q: Tensor, k: Tensor) -> Tensor:

@@ -140,25 +140,25 @@ def collide(
 def weigh(
     rows: Rows, kv: KVView, tables: HashTables, found: Collisions, centre: Tensor, *, floor: float,
     tune: Tuning | None = None,
-) -> Tensor:  # fmt: skip
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     refuse(rows.q, kv.k, centre)
     count, heads, dim = rows.q.shape
     per_kv = 1 if found.per == "kv" else kv.group(rows)
     lists, room = kv.heads * per_kv, found.index.shape[2]
-    weight = torch.empty(found.index.shape, dtype=torch.float32, device=kv.k.device)
+    weight, factor = torch.empty(2, *found.index.shape, dtype=torch.float32, device=kv.k.device)
     if not weight.numel():
-        return weight
+        return weight, factor
     t, table = tune or Tuning(), kv.block_table
     q = rows.q if rows.q.stride(2) == 1 else rows.q.contiguous()
     with torch.cuda.device_of(kv.k):
         kernels.weigh[(count * lists, triton.cdiv(room, t.weighed))](
             q, q.stride()[:2], kv.k, kv.k.stride()[:3], centre.float().contiguous(), rows.seq.contiguous(),
             kv.seq_lens if table is None else table, 0 if table is None else table.stride(0),
-            found.index.contiguous(), found.met.contiguous(), found.count.contiguous(), weight, room, lists,
+            found.index.contiguous(), found.met.contiguous(), found.count.contiguous(), weight, factor, room, lists,
             max(floor, TINY), WIDTH=heads // lists, PER_KV=per_kv, D=dim, D2=triton.next_power_of_2(dim),
             PAGED=table is not None, PAGE=kv.page, LAW=_law(tables, found.least), BC=t.weighed,
         )  # fmt: skip
-    return weight
+    return weight, factor
 
 
 def _law(tables: HashTables, least: int) -> tuple[Any, ...]:

@@ -399,11 +399,13 @@ def inclusion(p, LAW: tl.constexpr):
 
 @triton.jit
 def weigh(
-    q, q_strides, k, k_strides, centre, seq, table, table_row, index, met, count, weight, room, lists, floor,
-    WIDTH: tl.constexpr, PER_KV: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, PAGED: tl.constexpr,
+    q, q_strides, k, k_strides, centre, seq, table, table_row, index, met, count, weight, factor, room, lists,
+    floor, WIDTH: tl.constexpr, PER_KV: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, PAGED: tl.constexpr,
     PAGE: tl.constexpr, LAW: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Log-weights of BC entries of a list. PER_KV: lists of a KV head. centre: fp32 [B, G, D]. LAW: see `inclusion`."""
+    """Log-weights and factors of BC entries of a list. PER_KV: lists of a KV head. centre: fp32 [B, G, D]. LAW: see
+    `inclusion`.
+    """
     item = tl.program_id(0)
     n = tl.load(count + item)
     first = tl.program_id(1) * BC
@@ -426,7 +428,7 @@ def weigh(
         usable = (square > 0.0) & (square < float("inf"))
         v = tl.where(usable[:, None] & some[None, :], v, 0.0)
         length = tl.sqrt(tl.where(usable, square, 1.0))
-        total = tl.zeros([BC], tl.float32)
+        total, spread = tl.zeros([BC], tl.float32), tl.zeros([BC], tl.float32)
         for h in range(WIDTH):
             mine = q + r * q_strides[0] + (li * WIDTH + h) * q_strides[1]
             x = tl.load(mine + d, mask=some, other=0.0).to(tl.float32)
@@ -435,7 +437,9 @@ def weigh(
             x = tl.where(known, x / tl.sqrt(tl.where(known, own, 1.0)), 0.0)
             cosine = tl.sum(v * x[None, :], 1) / length
             cosine = tl.where(usable, cosine, tl.where(known, 0.0, 1.0))
-            u = inclusion(agreement(cosine), LAW)
-            total += tl.maximum(u, floor)
+            u = tl.maximum(inclusion(agreement(cosine), LAW), floor)
+            total += u
+            spread += u * (1.0 - u)
         times = tl.load(met + entry, mask=there, other=1).to(tl.float32)
         tl.store(weight + entry, log(times) - log(total), mask=there)
+        tl.store(factor + entry, spread / total, mask=there)

@@ -44,6 +44,8 @@ ANSWER = {"number": int, "draw": int, "text": str, "score": SHARE, "tokens": int
           "error": Maybe(str)}  # fmt: skip
 PART = {"score": SHARE, "interval_95": Items(SHARE, exactly=2), "samples": int}
 BECAME = {name: COUNT for name in ("tokens", "exact", "recomputed", "reused", "computed")}
+SAMPLING = {"layers": Items(int, least=1), "search": COUNT, "attention": COUNT, "sampled_head": Items(SHARE),
+            "sampled_group": Items(SHARE), "overflowed": Items(SHARE), "table_share": COUNT}  # fmt: skip
 RESULT = {
     "score": SHARE,
     "interval_95": Items(SHARE, exactly=2),
@@ -59,6 +61,7 @@ RESULT = {
     "by": Perhaps(Each(Each(PART))),
     "kept": Perhaps(Maybe({"right": int, "kept": int})),
     "fusion": Perhaps(BECAME),
+    "sampling": Perhaps(SAMPLING),
 }
 SAMPLE = {"number": int, "tokens": int, "expected": Items(str), "facts": dict}
 TASK = {

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from longreach.evals.sampling import estimators
-from longreach.evals.sampling.estimators import (
+from longreach.evals.sampling_study import estimators
+from longreach.evals.sampling_study.estimators import (
     BUDGETS,
     DRAWS,
     SHARES,
@@ -19,8 +19,8 @@ from longreach.evals.sampling.estimators import (
     systematic,
     top_k,
 )
-from longreach.evals.sampling.exact import Exact
-from tests.evals.sampling.small import HEADS, KEYS, KV_HEADS, ROWS, call, weights
+from longreach.evals.sampling_study.exact import Exact
+from tests.evals.sampling_study.small import HEADS, KEYS, KV_HEADS, ROWS, call, weights
 
 TERMS: list[dict[str, Any]] = [{}, {"softcap": 2.0}, {"sink_logit": torch.tensor([1.0, 4.0, -1.0, 6.0])}]
 EVERY = [(row, head) for row in range(ROWS) for head in range(HEADS)]

@@ -12,9 +12,9 @@ from longreach.cache import CacheConfig
 from longreach.errors import InvalidInput, Unsupported
 from longreach.evals.progress import Progress, unseen
 from longreach.evals.prompting import Maker, at_lengths
-from longreach.evals.sampling.geometry import KeyGeometry
-from longreach.evals.sampling.panel import BITS, PAPER_4, TABLES, Trial, fitting, others, pairs, presets
-from longreach.evals.sampling.probe import AngleProbe, FirstKeys, SamplingProbe
+from longreach.evals.sampling_study.geometry import KeyGeometry
+from longreach.evals.sampling_study.panel import BITS, PAPER_4, TABLES, Trial, fitting, others, pairs, presets
+from longreach.evals.sampling_study.probe import AngleProbe, FirstKeys, SamplingProbe
 from longreach.methods.magicpig import MagicPIG
 from longreach.runtime.forward import LayerHook
 from longreach.tasks.base import Task

@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from longreach.evals.sampling.exact import Exact
-from longreach.evals.sampling.panel import GROUP, OWN, Trial, Tried, fitting, magicpig, own_call, state_of
-from longreach.evals.sampling.probe import SamplingProbe
+from longreach.evals.sampling_study.exact import Exact
+from longreach.evals.sampling_study.panel import GROUP, OWN, Trial, Tried, fitting, magicpig, own_call, state_of
+from longreach.evals.sampling_study.probe import SamplingProbe
 from longreach.methods.base import Outcome
 from longreach.methods.loki import Loki
 from longreach.methods.magicpig import MagicPIG
 from longreach.methods.oracle_top_k import OracleTopK
 from longreach.methods.quest import Quest
 from longreach.ops import Lists, Spans
-from tests.evals.sampling.small import HEADS, KEYS, KV_HEADS, ROWS, SHAPE, call, weights
+from tests.evals.sampling_study.small import HEADS, KEYS, KV_HEADS, ROWS, SHAPE, call, weights
 
 METHOD = magicpig(4, 20, 64, 3)
 LABEL = "magicpig bits=4 tables=20 share=group"

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from longreach.errors import InvalidInput, Unsupported
-from longreach.evals.sampling import SamplingStudy
-from longreach.evals.sampling.panel import BITS, PAPER_4
+from longreach.evals.sampling_study import SamplingStudy
+from longreach.evals.sampling_study.panel import BITS, PAPER_4
 from longreach.methods.magicpig import PRESETS
 from longreach.tasks import registry
 from longreach.testing.tiny import tiny_model, tiny_tokenizer

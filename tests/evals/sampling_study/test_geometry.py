@@ -6,12 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from longreach.evals.sampling.angles import Angles
-from longreach.evals.sampling.exact import Exact
-from longreach.evals.sampling.geometry import KeyGeometry, ranges
-from longreach.evals.sampling.panel import magicpig, state_of
+from longreach.evals.sampling_study.angles import Angles
+from longreach.evals.sampling_study.exact import Exact
+from longreach.evals.sampling_study.geometry import KeyGeometry, ranges
+from longreach.evals.sampling_study.panel import magicpig, state_of
 from longreach.methods.call import LayerCall
-from tests.evals.sampling.small import HEADS, KEYS, KV_HEADS, ROWS, call, weights
+from tests.evals.sampling_study.small import HEADS, KEYS, KV_HEADS, ROWS, call, weights
 
 
 def test_cosines_and_norms() -> None:

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from longreach.evals.sampling.exact import Exact
+from longreach.evals.sampling_study.exact import Exact
 from longreach.methods.magicpig.schedule import Schedule
 from longreach.ops.simhash.probability import MOST_TABLES, inclusion
 

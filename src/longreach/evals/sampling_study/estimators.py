@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from longreach.evals.sampling.exact import Exact
+from longreach.evals.sampling_study.exact import Exact
 from longreach.methods.base import budget
 from longreach.ops.sample.api import Sampled, draw, sample
 

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longreach.evals.sampling.estimators import SINKS
-from longreach.evals.sampling.exact import Exact
+from longreach.evals.sampling_study.estimators import SINKS
+from longreach.evals.sampling_study.exact import Exact
 
 ENDS = (0.05, 0.95)  # quantiles between which a range lies
 

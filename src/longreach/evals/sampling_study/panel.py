@@ -12,7 +12,7 @@ from torch import Tensor
 from longreach.cache import SequenceState
 from longreach.errors import InvalidInput
 from longreach.evals.read_shares import ReadShares
-from longreach.evals.sampling.exact import Exact
+from longreach.evals.sampling_study.exact import Exact
 from longreach.methods.base import AttentionMethod
 from longreach.methods.call import LayerCall, ModelShape
 from longreach.methods.kascade import Kascade
@@ -108,7 +108,7 @@ class Unweighted(LayerCall):
 
     def op(self, name: str, *args: Any, **given: Any) -> Any:
         found = super().op(name, *args, **given)
-        return torch.zeros_like(found) if name == "simhash_weigh" else found
+        return found._replace(log_weight=torch.zeros_like(found.log_weight)) if name == "simhash_weigh" else found
 
 
 class Tried:

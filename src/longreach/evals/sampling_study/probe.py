@@ -11,12 +11,12 @@ from torch import Tensor
 from longreach.adapters.transformers import Advance
 from longreach.cache import SequenceState
 from longreach.evals.attention.weights import window_of
-from longreach.evals.sampling import estimators
-from longreach.evals.sampling.angles import Angles
-from longreach.evals.sampling.estimators import BUDGETS, DRAWS, SHARES, best_of_group, mass_of_best
-from longreach.evals.sampling.exact import Exact
-from longreach.evals.sampling.geometry import KeyGeometry, ranges
-from longreach.evals.sampling.panel import GROUP, Trial, Tried, own_call, state_of, summary
+from longreach.evals.sampling_study import estimators
+from longreach.evals.sampling_study.angles import Angles
+from longreach.evals.sampling_study.estimators import BUDGETS, DRAWS, SHARES, best_of_group, mass_of_best
+from longreach.evals.sampling_study.exact import Exact
+from longreach.evals.sampling_study.geometry import KeyGeometry, ranges
+from longreach.evals.sampling_study.panel import GROUP, Trial, Tried, own_call, state_of, summary
 from longreach.methods.base import Outcome
 from longreach.methods.call import LayerCall, ModelShape, Phase
 from longreach.methods.magicpig.schedule import Schedule

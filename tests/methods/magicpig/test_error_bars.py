@@ -1,0 +1,146 @@
+"""Over seeds: the error of sampled attention against its estimate, and how much of it two error bars cover."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+import longreach
+from longreach.adapters.transformers import Reader
+from longreach.evals.prompting import fitted
+from longreach.methods import error_bars
+from longreach.methods.base import AttentionMethod, Outcome
+from longreach.methods.call import LayerCall
+from longreach.methods.dense import Dense
+from longreach.methods.magicpig import MagicPIG
+from longreach.methods.magicpig import method as magicpig
+from longreach.methods.oracle_sampling import OracleSampling
+from longreach.ops import KVView, Rows
+from longreach.tasks.registry import task
+
+PIG = MagicPIG(bits=9, tables=120, capacity=1.0, dense_layers=(), error_bars=True)
+METHODS: dict[str, Any] = {
+    "own": replace(PIG, share="own"),
+    "group": PIG,
+    "systematic": OracleSampling(k=0.05, draw="systematic", error_bars=True),
+    "iid": OracleSampling(k=0.05, error_bars=True),
+}
+KEYS, HEADS, GROUP, DIM = 4000, 2, 3, 32
+
+
+class Errors(NamedTuple):
+    """Lengths of outputs' errors, and their estimates, over the length of dense attention's output."""
+
+    true: Tensor
+    estimate: Tensor
+
+    @property
+    def ratio(self) -> float:
+        """Root mean square of the true errors over that of the estimates."""
+        return float((self.true.square().mean() / self.estimate.square().mean()).sqrt())
+
+    @property
+    def covered(self) -> float:
+        """The share of outputs whose error is below two bars."""
+        return float((self.true <= 2 * self.estimate).double().mean())
+
+
+def errors(method: AttentionMethod, calls: list[LayerCall], seeds: int) -> Errors:
+    true, estimate = list[Tensor](), list[Tensor]()
+    for call in calls:
+        dense = Dense().run(call.observer(), None).partial.out
+        size = dense.norm(dim=-1)
+        for seed in range(seeds):
+            mine, here = replace(method, seed=seed), call.observer()  # type: ignore[call-arg]
+            with patch.object(error_bars, "measured", kept := Kept()), patch.object(magicpig, "measured", kept):
+                out = mine.run(here, mine.new_state(here, 1)).partial.out
+            assert kept.relative is not None
+            true.append((out - dense).norm(dim=-1) / size)
+            estimate.append(kept.relative * out.norm(dim=-1) / size)
+    return Errors(torch.cat(true), torch.cat(estimate))
+
+
+class Kept:
+    """`measured`, and the relative error of each query head that it found."""
+
+    measured = staticmethod(error_bars.measured)
+    relative: Tensor | None = None
+
+    def __call__(self, *given: Any, **more: Any) -> Any:
+        found = self.measured(*given, **more)
+        self.relative = found[1].relative
+        return found
+
+
+def texts(count: int) -> list[LayerCall]:
+    """Rows over keys as those of a text: they share a direction, and neighbours are alike, as are their values."""
+    draw = torch.Generator().manual_seed(3)
+    found = []
+    for _ in range(count):
+        topics = torch.randn(KEYS // 40, HEADS, DIM, generator=draw).repeat_interleave(40, 0)
+        k = (
+            0.9 * topics
+            + torch.randn(KEYS, HEADS, DIM, generator=draw)
+            + 2 * torch.randn(1, HEADS, DIM, generator=draw)
+        )
+        v = 0.5 * topics + torch.randn(KEYS, HEADS, DIM, generator=draw)
+        # of heads of a group, one looks for a topic, one for another, and one for both
+        one, other = (topics[torch.randint(0, KEYS, (1,), generator=draw)] for _ in range(2))
+        q = torch.stack([one, other, one + other], 2) * 1.3 + 0.5 * torch.randn(1, HEADS, GROUP, DIM, generator=draw)
+        kv = KVView(*(x.transpose(0, 1)[None].contiguous() for x in (k, v)), torch.tensor([KEYS]))
+        rows = Rows(q.flatten(1, 2), torch.tensor([0]), torch.tensor([KEYS - 1]))
+        found.append(LayerCall(0, rows, kv, torch.tensor([0]), DIM**-0.5))
+    return found
+
+
+def longreach_mini(length: int, names: Sequence[str]) -> list[LayerCall]:
+    """The last row of a prompt of each task, in every layer of the shipped model."""
+    model, tokenizer = longreach.load("mini")
+    found, prompt = list[LayerCall](), list[int]()
+
+    def keep(phase: str, call: LayerCall, outcome: Outcome) -> None:
+        n = int(call.kv.seq_lens[0])
+        if n == len(prompt):
+            kv = KVView(*(x[:, :, :n].clone() for x in (call.kv.k, call.kv.v)), torch.tensor([n]))
+            rows = Rows(call.rows.q[-1:].clone(), torch.tensor([0]), torch.tensor([n - 1]))
+            found.append(LayerCall(call.layer, rows, kv, torch.tensor([0]), call.scale))
+
+    for name in names:
+        prompt = fitted(task(name), tokenizer, length, 0, 0, 1)[1]
+        with longreach.attach(model) as session:
+            session.on_layer = keep
+            Reader(session, graph=False).read(prompt)
+    return found
+
+
+@pytest.fixture(scope="module")
+def calls() -> list[LayerCall]:
+    return texts(6)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_of_random_keys(name: str, calls: list[LayerCall]) -> None:
+    """Estimates are right where keys are drawn one by one. Those of LSH are on the safe side: here heads of a group
+    sample apart from each other, and neighbours are less alike than in a model.
+    """
+    found = errors(METHODS[name], calls, 10)
+    assert len(found.true) == 60 and float(found.true.square().mean().sqrt()) > 0.1
+    assert (0.8 if name in ("systematic", "iid") else 0.5) < found.ratio < 1.3
+    assert found.covered >= 0.93
+
+
+@pytest.mark.sweep
+def test_of_a_model() -> None:
+    """The evidence for NEIGHBOURS: in longreach-mini, at 4096 tokens."""
+    calls = longreach_mini(4096, ("vt", "cwe", "niah_single_2"))
+    assert len(calls) == 36
+    for name, method in METHODS.items():
+        found = errors(method, calls, 4)
+        assert 0.8 < found.ratio < 1.3, (name, found.ratio)
+        assert found.covered >= 0.93, (name, found.covered)
