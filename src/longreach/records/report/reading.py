@@ -11,7 +11,7 @@ from longreach.errors import InvalidInput
 from longreach.records.record import read
 from longreach.records.report.attention_shape import ATTENTION, check_attention
 from longreach.records.report.fusion_shape import FUSION, FUSION_CONFIG, check_fusion
-from longreach.records.report.sampling_shape import SAMPLING, SAMPLING_CONFIG, check_sampling
+from longreach.records.report.sampling_shape import STUDY, STUDY_CONFIG, check_sampling
 from longreach.records.report.schema import Each, Items, Maybe, Mismatch, Number, Perhaps, check
 
 FORMAT = 1
@@ -98,7 +98,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "fidelity": {**ABOUT, **METHODS, "results": Each(FIDELITY, least=1)},
     "attention": {**ABOUT, **LENGTH, **ATTENTION},
     "fusion": {**ABOUT, **METHODS, **FUSION, "config": FUSION_CONFIG},
-    "sampling": {**ABOUT, **SAMPLING, "config": SAMPLING_CONFIG},
+    "sampling": {**ABOUT, **STUDY, "config": STUDY_CONFIG},
 }  # fmt: skip
 
 

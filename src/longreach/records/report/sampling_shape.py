@@ -44,12 +44,12 @@ RESULTS = {
     "left_out": Each(str),
     "fitted": {"share": SHARE, "pairs": Items(Items(int, exactly=2))},
 }
-SAMPLING = {
+STUDY = {
     "samples": Items({"task": str, "number": int, "tokens": int, "first_token": int}, least=1),
     "tasks": Each(str, least=1),
     "results": RESULTS,
 }
-SAMPLING_CONFIG = {"length": int, "samples": int, "rows": int, "centre": int, "ablations": bool}
+STUDY_CONFIG = {"length": int, "samples": int, "rows": int, "centre": int, "ablations": bool}
 
 
 def check_sampling(results: dict[str, Any]) -> None:
