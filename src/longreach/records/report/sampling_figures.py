@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from longreach.records.report.blocks import Block, Figure
@@ -75,7 +75,7 @@ def _layer_means(layers: Sequence[Sequence[float] | None]) -> list[float | None]
     return [None if layer is None else mean(layer) for layer in layers]
 
 
-def _layers(title: str, ylabel: str, found: dict[str, Sequence[float | None]], first: int = 0) -> CurvePanel:
+def _layers(title: str, ylabel: str, found: Mapping[str, Sequence[float | None]], first: int = 0) -> CurvePanel:
     series = [_line(name, first + n, tuple(map(float, range(len(values)))), values)
               for n, (name, values) in enumerate(found.items())]  # fmt: skip
     return CurvePanel(title, "layer", ylabel, tuple(series))
