@@ -275,11 +275,14 @@ CASES = {
             MagicPIG(bits=3, tables=5, least=1, sinks=0, local=8, seal=8, centre=0, floor=0.1, seed=3, error_bars=True),
             MagicPIG(bits=4, tables=20, local=8, seal=8, centre=8, capacity=15, dense_layers=()),
             MagicPIG(bits=4, tables=9, share="own", local=8, seal=8, centre=8, dense_layers=(), redo=1.2),
+            MagicPIG(local=8, seal=8, centre=8),  # by the plan of the tests
         ),
         refused=(
             *BAD_BARS,
-            *({"bits": x} for x in (-1, 17, 2.0, True, None)),
-            *({"tables": x} for x in (0, 1025, 2.0, True, None)),
+            *({"bits": x} for x in (-1, 17, 2.0, True)),
+            *({"tables": x} for x in (0, 1025, 2.0, True)),
+            *({"plan": x} for x in ("", 3, True)),
+            *({"budget": x} for x in (0, 1.5, -0.1, float("nan"), True, "0.1")),
             *({"least": x} for x in (0, 17, -1, 1.0, True, None)),
             *({"share": x} for x in ("kv", None, 2)),
             *({"sinks": x} for x in (-1, 0.5, True, None)),

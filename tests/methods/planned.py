@@ -16,6 +16,7 @@ from longreach.methods.kascade.plan import KascadePlan
 from longreach.methods.loki.calibrate import moments, principal
 from longreach.methods.loki.plan import LokiPlan
 from longreach.methods.mac.plan import MACPlan
+from longreach.methods.magicpig.plan import MagicPIGPlan, Options
 from longreach.plans import Made, Plan, PlannedModel, finding
 from longreach.testing.tiny import tiny_model
 from tests.methods.drive import LAYERS, MODEL, text
@@ -47,6 +48,21 @@ def mac_plan(shape: ModelShape) -> Plan:
     return Plan("mac", PlannedModel.of("of the tests", shape), found.values(), MADE, found.arrays())
 
 
+def magicpig_plan(shape: ModelShape, chosen: tuple[tuple[int, int], ...] = ((4, 9), (0, 0), (5, 12))) -> Plan:
+    """Layer 1 attends densely; more tables have less error and read more."""
+    pairs, (layers, heads) = ((4, 9), (5, 12), (6, 5)), (shape.layers, shape.kv_heads)
+    numbers = {"error": (0.2, 0.1, 0.5), "sampled": (0.3, 0.4, 0.1), "sampled_heads": (0.5, 0.7, 0.2),
+               "looked_up": (1.2, 1.1, 0.3)}  # fmt: skip
+    arrays = {name: torch.tensor(x).expand(layers, heads, 3).clone() for name, x in numbers.items()}
+    arrays["error"] *= torch.arange(1, layers + 1)[:, None, None]
+    found = MagicPIGPlan(
+        chosen, pairs, tuple(range(layers)),
+        Options(seed=0, least=2, share="group", sinks=4, local=8, seal=8, centre=8),
+        budget=0.7, memory=None, length=200, element=4, heads=(shape.query_heads, heads, shape.head_dim), **arrays,
+    )  # fmt: skip
+    return Plan("magicpig", PlannedModel.of("of the tests", shape), found.values(), MADE, found.arrays())
+
+
 def tiny() -> PreTrainedModel:
     """The model that the contract runs."""
     return tiny_model("llama", num_hidden_layers=LAYERS)
@@ -59,6 +75,7 @@ def write_plans(root: Path) -> Path:
         loki_plan(shape, {2: 9.0, 30: 9.0, 58: 9.0}).save(folder / f"loki-{name}.json")
         kascade_plan(shape).save(folder / f"kascade-{name}.json")
         mac_plan(shape).save(folder / f"mac-{name}.json")
+        magicpig_plan(shape).save(folder / f"magicpig-{name}.json")
     return root
 
 

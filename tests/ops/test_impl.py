@@ -26,31 +26,31 @@ def _forget_warnings() -> Iterator[None]:
 @pytest.mark.parametrize("op", [IMPLEMENTATIONS, pooled])
 def test_the_reference_is_always_there(op: Implementations) -> None:
     assert "reference" in op.names()
-    assert op.resolve("reference", CPU) == "reference"
-    assert op.resolve("auto", CPU) in op.names()
+    assert op.choose("reference", CPU) == "reference"
+    assert op.choose("auto", CPU) in op.names()
     assert callable(op.get("auto", CPU))
 
 
 @pytest.mark.parametrize("op", [IMPLEMENTATIONS, pooled])
 def test_an_unknown_name_lists_the_known_ones(op: Implementations) -> None:
     with pytest.raises(UnknownName, match=f"unknown impl of {op.op} 'fast'; known: auto, reference"):
-        op.resolve("fast", CPU)
+        op.choose("fast", CPU)
 
 
 def test_the_reference_off_the_cpu_warns_once() -> None:
     with pytest.warns(UserWarning, match="attend runs its reference implementation on cuda: exact, but slow"):
-        assert IMPLEMENTATIONS.resolve("reference", CUDA) == "reference"
+        assert IMPLEMENTATIONS.choose("reference", CUDA) == "reference"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        IMPLEMENTATIONS.resolve("reference", CUDA)
-        IMPLEMENTATIONS.resolve("reference", CPU)
+        IMPLEMENTATIONS.choose("reference", CUDA)
+        IMPLEMENTATIONS.choose("reference", CPU)
     with pytest.warns(UserWarning, match="pooled_scores"):
-        pooled.resolve("reference", CUDA)
+        pooled.choose("reference", CUDA)
 
 
 def test_an_implementation_is_imported_when_it_is_first_asked_for() -> None:
     op = Implementations("op", {"reference": "math:sqrt", "missing": "longreach.ops.nowhere:f"})
     assert op.get("reference", CPU)(9.0) == 3.0
-    assert op.resolve("missing", CPU) == "missing"
+    assert op.choose("missing", CPU) == "missing"
     with pytest.raises(ModuleNotFoundError):
         op.get("missing", CPU)

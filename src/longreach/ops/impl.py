@@ -13,33 +13,44 @@ from typing import Any
 import torch
 
 from longreach.errors import UnknownName, Unsupported
+from longreach.ops.numba_fit import few, unfit
 
 
 @dataclass(frozen=True)
 class Implementations:
     """The implementations of one op: name -> "module:function", imported on first use.
 
-    numba_needs: an argument of this type is required by the Numba kernel, None for no such argument.
-    compiled: "auto" on a CPU is Numba where that is installed, whatever the arguments.
+    "auto" is Triton on a GPU, if the op has such kernels. On a CPU it is Numba, if the op has such a kernel, Numba is
+    installed, and the kernel can compute the arguments and is the faster implementation. Else it is the reference.
+    few_rows: for more than `numba_fit.ROWS` rows of a sequence the reference's matrix products are faster than Numba.
+    needs: an argument of this type is required by the Numba kernel, None for no such argument.
+    fp64: whether the Numba kernel computes in fp64, else it takes no such inputs.
     """
 
     op: str
     paths: dict[str, str]
-    numba_needs: type | None = None
-    compiled: bool = False
+    few_rows: bool = False
+    fp64: bool = False
+    needs: type | None = None
 
     def names(self) -> tuple[str, ...]:
         return tuple(self.paths)
 
-    def resolve(self, impl: str, device: torch.device) -> str:
-        """The name `impl` stands for on `device`: "auto" is Triton on a GPU if the op has kernels, else the reference.
+    def choose(self, impl: str, device: torch.device, *given: Any) -> str:
+        """The implementation that `impl` stands for on `device`.
 
-        On a CPU it is Numba for ops that are `compiled`, where Numba is installed.
-        The reference on a GPU is resolved with a warning.
+        given: the op's arguments that are tensors or hold some. The choice of Numba depends on them.
+        Raises UnknownName, and Unsupported for "numba" where it is not installed. The reference is chosen with a
+        warning on a GPU, and (once) on a CPU for want of Numba.
         """
-        kernels = "triton" if device.type == "cuda" and "triton" in self.paths else "reference"
-        kernels = "numba" if self.compiled and compiles(device) else kernels
-        name = kernels if impl == "auto" else impl
+        if impl == "auto":
+            name = "triton" if device.type == "cuda" and "triton" in self.paths else "reference"
+            if device.type == "cpu" and self._suits_numba(given):
+                if _installed("numba"):
+                    return "numba"
+                _warn_uncompiled()
+        else:
+            name = impl
         if name not in self.paths:
             raise UnknownName(f"impl of {self.op}", impl, ("auto", *self.paths))
         if name == "reference" and device.type != "cpu":
@@ -48,22 +59,20 @@ class Implementations:
             raise Unsupported(f"impl 'numba' of {self.op} needs Numba, which is not here: pip install 'longreach[cpu]'")
         return name
 
-    def choose(self, impl: str, device: torch.device, *given: Any) -> str:
-        """The same for an op of the arguments `given`: "auto" on a CPU is Numba where that is installed and suits them.
-
-        given: all arguments that are tensors or hold some.
-        """
-        name = self.resolve(impl, device)
-        if impl == "auto" and given and "numba" in self.paths and compiles(device):
-            from longreach.ops.numba_inputs import suits
-
-            complete = self.numba_needs is None or any(isinstance(x, self.numba_needs) for x in given)
-            return "numba" if complete and suits(*given) else name
-        return name
-
     def get(self, impl: str, device: torch.device, *given: Any) -> Callable[..., Any]:
         """The implementation that `choose` names."""
         return _load(self.paths[self.choose(impl, device, *given)])
+
+    def check(self, impl: str, device: torch.device) -> None:
+        """Raise what `choose` raises, whatever the arguments."""
+        if impl != "auto":
+            self.choose(impl, device)
+
+    def _suits_numba(self, given: tuple[Any, ...]) -> bool:
+        if "numba" not in self.paths:
+            return False
+        complete = self.needs is None or any(isinstance(x, self.needs) for x in given)
+        return complete and (few(*given) or not self.few_rows) and unfit(*given, fp64=self.fp64) is None
 
 
 def compiles(device: torch.device) -> bool:
@@ -85,3 +94,12 @@ def _load(path: str) -> Callable[..., Any]:
 @cache
 def _warn_slow(op: str, device: str) -> None:
     warnings.warn(f"{op} runs its reference implementation on {device}: exact, but slow", stacklevel=4)
+
+
+@cache
+def _warn_uncompiled() -> None:
+    warnings.warn(
+        "decoding runs PyTorch's reference implementations on this CPU: exact, but slow; pip install 'longreach[cpu]' "
+        "to have Numba compile it",
+        stacklevel=5,
+    )

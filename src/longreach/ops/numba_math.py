@@ -9,8 +9,10 @@ from __future__ import annotations
 import math
 import os
 import threading
+import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -35,24 +37,54 @@ def in_threads(workers: int, kernel: Callable[..., None], *args: Any) -> None:
     """
     if workers == 1:
         return kernel(0, 1, *args)
-    others = [_threads().submit(kernel, worker, workers, *args) for worker in range(1, workers)]
+    crew = _Crew()
     try:
+        for worker in range(1, workers):
+            _threads().submit(crew.run, kernel, worker, workers, *args)
         kernel(0, workers, *args)
+        for _ in range(1, workers):
+            crew.ended.get()
     finally:
-        _wait(others)
-    for other in others:
-        other.result()
-
-
-def _wait(others: list[Future[None]]) -> None:
-    interrupt = None
-    while any(not other.done() for other in others):
         try:
-            wait(others)
-        except KeyboardInterrupt as error:  # kernels take milliseconds
-            interrupt = error
-    if interrupt is not None:
-        raise interrupt
+            crew.stop()
+        finally:  # an interrupt may come before `stop` guards against it
+            crew.stop()
+    if crew.errors:
+        raise crew.errors[0]
+
+
+class _Crew:
+    """The threads of one call. ended: an entry for each that is done; errors: what kernels raised.
+
+    Without locks of Python: an interrupt in one that was just taken would leave it locked.
+    """
+
+    def __init__(self) -> None:
+        self.ended, self.errors = SimpleQueue[int](), list[BaseException]()
+        self._inside, self._stopped = list[int](), False
+
+    def run(self, kernel: Callable[..., None], worker: int, *args: Any) -> None:
+        self._inside.append(worker)
+        try:
+            if not self._stopped:
+                kernel(worker, *args)
+        except BaseException as error:
+            self.errors.append(error)
+        finally:
+            self._inside.remove(worker)
+            self.ended.put(worker)
+
+    def stop(self) -> None:
+        """No kernel starts from now on, and none runs. Raises KeyboardInterrupt, if one came, after that."""
+        interrupt = None
+        self._stopped = True
+        while self._inside:
+            try:
+                time.sleep(1e-4)  # kernels take milliseconds
+            except KeyboardInterrupt as error:
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
 
 
 def _threads() -> ThreadPoolExecutor:

@@ -18,6 +18,16 @@ def shipped(kind: str) -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.glob(f"{kind}-*{SUFFIX}"))}
 
 
+def shipped_for(kind: str, model: Shape) -> Plan | None:
+    """The plan of a kind that is shipped for a model of this configuration, None where there is none."""
+    for path in shipped(kind).values():
+        found = load(path, kind)
+        if found.model.config == model.config:
+            found.check(model, f"the plan {path.stem}")
+            return found
+    return None
+
+
 def find(kind: str, plan: str | None, model: Shape) -> Plan:
     """The plan for a model, checked to be for it.
 
@@ -26,11 +36,9 @@ def find(kind: str, plan: str | None, model: Shape) -> Plan:
     """
     known = shipped(kind)
     if plan is None:
-        for path in known.values():
-            found = load(path, kind)
-            if found.model.config == model.config:
-                found.check(model, f"the plan {path.stem}")
-                return found
+        mine = shipped_for(kind, model)
+        if mine is not None:
+            return mine
         raise InvalidInput(
             f"no {kind} plan is shipped for this model (hash of its configuration: {model.config[:12] or 'unknown'}; "
             f"shipped: {', '.join(known) or 'none'}); {how_to_make(kind)} and give plan=plan.json"

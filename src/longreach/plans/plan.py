@@ -15,7 +15,7 @@ from torch import Tensor
 from longreach.errors import InvalidInput, UnknownName
 from longreach.plans.writing import write
 
-KINDS = ("kascade", "mac", "loki")
+KINDS = ("kascade", "mac", "loki", "magicpig")
 DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.float64, torch.float16, torch.bfloat16,
                                                      torch.int32, torch.int64)}  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""A hash of host code, for records that measure host code: the chunk store and the code that fills it.
+"""A hash of host code, for records that measure host code: the chunk store, the code that fills it, kernels for CPUs.
 
 Records of kernels contain launches instead (see `launches`). Comments, docstrings, blank lines and line breaks do not
 change the hash; names, numbers and order do.
@@ -21,6 +21,7 @@ SOURCES: dict[str, tuple[str, tuple[str, ...]]] = {  # name -> folder of the pac
         "adapters/transformers",
         ("chunking.py", "fingerprint.py", "get_or_compute.py", "precompute.py", "rotary.py"),
     ),
+    "cpu_kernels": ("ops", ("numba_*.py", "*/numba*.py")),
 }
 _SKIP = (tokenize.COMMENT, tokenize.NL, tokenize.ENDMARKER, tokenize.ENCODING)
 _MARKS = {tokenize.NEWLINE: ";", tokenize.INDENT: "{", tokenize.DEDENT: "}"}

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from longreach.adapters.transformers import load, shape_of
+from longreach.adapters.transformers import load, shape_at, shape_of
 from longreach.cli.plan.checks import VALUES
 from longreach.cli.plan.common import SHOWN, VIEWS
 from longreach.methods.kascade.calibration_result import CalibrationResult
 from longreach.methods.kascade.plan import KascadePlan
+from longreach.methods.magicpig import MagicPIG
 from longreach.plans import KINDS, Plan, PlannedModel
 from longreach.plans import load as load_plan
 from longreach.testing.tiny import save_tiny
@@ -293,6 +294,16 @@ def test_plans_of_every_kind_have_values_that_are_known(longreach: Any, tmp_path
     for values, words in ((whole.values, "window"), ({**whole.values, "gap": 1}, "the unknown value 'gap'")):
         replace(whole, values=values).save(tmp_path / "m.json")
         assert words in (result := longreach("plan", "show", tmp_path / "m.json")).out + result.err
+
+
+def test_the_shipped_magicpig_plan_goes_with_the_methods_defaults(longreach: Any) -> None:
+    assert longreach("plan", "verify", "magicpig-longreach-mini", "--model", "mini").code == 0
+    shape = shape_at("mini")
+    plan = MagicPIG().plan_for(shape)
+    named = MagicPIG(plan="magicpig-longreach-mini").plan_for(shape)
+    assert plan is not None and plan is named
+    found = plan.expected(plan.chosen)
+    assert sum(found["search"]) + sum(found["attention"]) <= plan.budget * shape.layers * 1.000001
 
 
 def test_the_shipped_plan_is_for_the_shipped_model(longreach: Any) -> None:

@@ -100,7 +100,7 @@ def test_an_overflow_attends_densely_and_is_counted() -> None:
 
 
 def test_a_short_context_is_dense() -> None:
-    method = MagicPIG(local=16, seal=8, dense_layers=())
+    method = MagicPIG(bits=10, tables=75, local=16, seal=8, dense_layers=())
     layers = Layers(method, slots=1)
     layers.read([0], [20])
     ((call, outcome),) = layers.decode([0])
@@ -110,7 +110,7 @@ def test_a_short_context_is_dense() -> None:
 
 
 def test_layers_without_tables() -> None:
-    layers = Layers(MagicPIG(), layers=6, slots=1)  # 0 and 16 of 32
+    layers = Layers(MagicPIG(tables=75), layers=6, slots=1)  # 0 and 16 of 32
     layers.read([0], [9])
     reasons = [outcome.dense_reason for _, outcome in layers.decode([0])]
     assert [n for n, reason in enumerate(reasons) if reason == "in dense_layers"] == [0, 3]
@@ -165,7 +165,7 @@ def test_presets_and_text() -> None:
         method = named("decode", f"magicpig bits={bits} tables={tables}")
         assert isinstance(method, MagicPIG) and (method.bits, method.tables) == (bits, tables)
     default = named("decode", "magicpig")
-    assert isinstance(default, MagicPIG) and (default.bits, default.tables, default.share) == (10, 75, "group")
+    assert isinstance(default, MagicPIG) and (default.pair, default.share) == ((10, 75), "group")
     with pytest.raises(InvalidInput, match=r"least: expected an int in \[1, 2\] for tables=2, got 3"):
         MagicPIG(tables=2, least=3)
 

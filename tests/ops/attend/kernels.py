@@ -13,6 +13,7 @@ from longreach.testing.oracle import exact_attend
 from longreach.testing.tolerance import assert_close, unit_roundoff
 
 PLACE = "cuda" if torch.cuda.is_available() else "cpu"  # on a CPU, Triton interprets
+on_cpu = pytest.mark.skipif(PLACE == "cuda", reason="Numba compiles for CPUs")
 needs_gpu = pytest.mark.skipif(PLACE == "cpu", reason="needs a CUDA device")
 HALF = torch.bfloat16 if PLACE == "cuda" else torch.float16  # Triton's interpreter gets bf16 wrong
 # what the hardware's exp2 (2 ulp), logits kept in base 2 and tensor cores that truncate sums cost more than the

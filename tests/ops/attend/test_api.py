@@ -30,7 +30,7 @@ def rows(kv: KVView) -> Rows:
 def test_auto_is_the_default_and_names_an_implementation(rows: Rows, kv: KVView) -> None:
     want = exact_attend(rows, kv, Spans.dense(), scale=0.5)
     assert_close(attend(rows, kv, Spans.dense(), scale=0.5), want)
-    for impl in ("auto", IMPLEMENTATIONS.resolve("auto", torch.device("cpu"))):
+    for impl in ("auto", IMPLEMENTATIONS.choose("auto", torch.device("cpu"))):
         assert_close(attend(rows, kv, Spans.dense(), scale=0.5, impl=impl), want)
 
 

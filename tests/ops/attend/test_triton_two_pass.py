@@ -17,6 +17,7 @@ from longreach.ops.attend.two_pass import (
     SCORE_IMPLEMENTATIONS,
     WITH_LOGITS_IMPLEMENTATIONS,
 )
+from longreach.ops.impl import compiles
 from longreach.testing.inputs import poison, random_kv, random_rows
 from longreach.testing.oracle import exact_attend
 from longreach.testing.selections import random_lists, random_selection
@@ -197,8 +198,8 @@ def test_what_the_kernels_cannot_do_is_refused() -> None:
 def test_kernels_are_named() -> None:
     for op in (WITH_LOGITS_IMPLEMENTATIONS, SCORE_IMPLEMENTATIONS, FROM_LOGITS_IMPLEMENTATIONS):
         assert op.names() == ("reference", "triton", "numba")
-        expected = "triton" if PLACE == "cuda" else "reference"
-        assert op.resolve("auto", torch.device(PLACE)) == expected
+        expected = "triton" if PLACE == "cuda" else "numba" if compiles(torch.device(PLACE)) else "reference"
+        assert op.choose("auto", torch.device(PLACE)) == expected
 
 
 @needs_gpu

@@ -13,7 +13,7 @@ from longreach.ops import Rows, rotate
 from longreach.ops.match import DEPTHS, NOTES, Ring, Rule, match, recovered
 from longreach.ops.match import triton as kernels
 from longreach.ops.match.triton_tuning import Tuning
-from tests.ops.attend.kernels import HALF, PLACE, here
+from tests.ops.attend.kernels import HALF, PLACE, here, on_cpu
 from tests.ops.match.brute import Brute, agrees, random_rows, random_turn
 from tests.tiers import swept
 
@@ -37,7 +37,8 @@ TUNED = {  # as the kernels are launched elsewhere: there is one piece of one bl
     "blocks": Tuning(4, 1, 1, 2),
     "pieces": Tuning(4, 3, 1, 1),
 }
-impls = pytest.mark.parametrize("impl", ["reference", "triton"])
+NUMBA = pytest.param("numba", marks=on_cpu)
+impls = pytest.mark.parametrize("impl", ["reference", "triton", NUMBA])
 
 
 def ring(dtype: torch.dtype = torch.float32, window: int = WINDOW, spare: int = 3) -> Ring:
@@ -61,6 +62,7 @@ def run(impl: str, rows: Rows, slots: torch.Tensor, held: Ring, rule: Rule, **op
     ("name", "impl"),
     [
         *((name, "reference") for name in RULES),
+        *(pytest.param(name, "numba", marks=on_cpu) for name in RULES),
         *(("all", tuned) for tuned in ("triton", "two kernels")),
         ("reuses", "triton"),
         ("gaps", "blocks"),
@@ -74,7 +76,7 @@ def test_many_steps(name: str, impl: str) -> None:
     brute = Brute(rule, HEADS, KV_HEADS, held.size)
     slots, first = torch.tensor([2, 0]), torch.tensor([0, 40])
     reused = searched = rested = 0
-    for step in range(60 if PLACE == "cuda" else 44 if impl == "reference" else 14):
+    for step in range(60 if PLACE == "cuda" else 14 if impl not in ("reference", "numba") else 44):
         rows = random_rows(2, HEADS, DIM, first + step, draw, torch.float32)
         wants = [brute.row(int(slots[s]), int(p), q) for s, p, q in zip(rows.seq, rows.pos, rows.q, strict=True)]
         got = run(impl, rows, slots, held, rule)
@@ -190,6 +192,7 @@ def test_ties_go_to_the_newest(impl: str) -> None:
         *(("reference", dtype, weighted) for dtype in (torch.float32, HALF) for weighted in (False, True)),
         ("triton", torch.float32, True),
         ("triton", HALF, False),
+        *(pytest.param("numba", dtype, dtype != HALF, marks=on_cpu) for dtype in (torch.float32, HALF, torch.bfloat16)),
     ],
 )
 def test_rotated_and_recovered_equal_queries_are_ties(impl: str, dtype: torch.dtype, weighted: bool) -> None:
@@ -219,7 +222,7 @@ def test_rotated_and_recovered_equal_queries_are_ties(impl: str, dtype: torch.dt
     assert len(set(noise)) > 3 and max(noise) < rule.limit, "some of them lie nearer than others"
 
 
-@pytest.mark.parametrize("impl", ["reference", "triton", "blocks"])
+@pytest.mark.parametrize("impl", ["reference", "triton", "blocks", NUMBA])
 def test_a_tie_is_broken_within_the_limit_alone(impl: str) -> None:
     """Rows that 16 bits can hardly tell from equal: only those that are near enough are taken, the newest of them."""
     query, slots, held = torch.full((1, HEADS, DIM), 8.0, dtype=torch.bfloat16), torch.tensor([1]), ring(torch.bfloat16)
@@ -241,7 +244,7 @@ def test_a_tie_is_broken_within_the_limit_alone(impl: str) -> None:
             )
 
 
-@pytest.mark.parametrize("impl", ["reference", "triton", "blocks"])
+@pytest.mark.parametrize("impl", ["reference", "triton", "blocks", NUMBA])
 def test_a_row_exactly_at_the_threshold_is_not_taken(impl: str) -> None:
     """Equation 3 is strict. The squared distance is 4, and so are all sums on the way there."""
     query, slots, held = torch.zeros(1, HEADS, DIM), torch.tensor([1]), ring()

@@ -11,9 +11,10 @@ from longreach.errors import InvalidInput, UnknownName, Unsupported
 from longreach.ops.match import Nearest, Ring, nearest
 from longreach.ops.match import triton as kernels
 from longreach.ops.match.triton_tuning import Tuning
-from tests.ops.attend.kernels import HALF, PLACE, here
+from tests.ops.attend.kernels import HALF, PLACE, here, on_cpu
 
 SEQUENCES, HEADS, DIM, SIZE = 3, 4, 16, 40
+NUMBA = pytest.param("numba", marks=on_cpu)
 
 
 def ring(seed: int, dtype: torch.dtype = torch.float32) -> Ring:
@@ -48,7 +49,7 @@ def spelled_out(query: torch.Tensor, slot: int, pos: int, held: Ring, head: int,
 
 
 @pytest.mark.covering
-@pytest.mark.parametrize("impl", ["reference", "triton", "blocks"])
+@pytest.mark.parametrize("impl", ["reference", "triton", "blocks", NUMBA])
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @pytest.mark.parametrize(
     "bounds",
@@ -86,7 +87,7 @@ def test_any_ring(impl: str, dtype: torch.dtype, bounds: dict[str, Any]) -> None
     assert bool((got.position[3] == -1).all()) and bool(torch.isinf(got.distance[3]).all())
 
 
-@pytest.mark.parametrize("impl", ["reference", "triton"])
+@pytest.mark.parametrize("impl", ["reference", "triton", NUMBA])
 def test_nan_matches_nothing_and_no_row_gives_nothing(impl: str) -> None:
     held = ring(1)
     query = torch.randn(2, HEADS, DIM)

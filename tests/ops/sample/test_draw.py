@@ -13,18 +13,20 @@ import torch
 from longreach.errors import InvalidInput
 from longreach.ops.sample import draw, uniforms
 
+impls = pytest.mark.parametrize("impl", ["reference", "numba"])
 ROW = torch.zeros(1, 1, 5)
 ONE = torch.ones(1, 1, dtype=torch.int64)
 LENGTH = torch.tensor([5])
 
 
-def test_draws_are_those_of_the_distribution_function() -> None:
+@impls
+def test_draws_are_those_of_the_distribution_function(impl: str) -> None:
     torch.manual_seed(0)
     x = torch.rand(4, 3, 30) * (torch.rand(4, 3, 30) > 0.4)
     x[1, 2], x[2, 0, 3], x[2, 1, 4] = 0, torch.nan, -1
     length, count = torch.tensor([30, 17, 22, 1]), torch.randint(0, 40, (4, 3))
     numbers = torch.rand(4, 3, 40)
-    found = draw(x, count, length, numbers)
+    found = draw(x, count, length, numbers, impl=impl)
     for r in range(4):
         for h in range(3):
             p = x[r, h, : int(length[r])].double().nan_to_num(0).clamp(min=0)
@@ -39,12 +41,13 @@ def test_draws_are_those_of_the_distribution_function() -> None:
             assert all(p[i] > 0 for i in hits)
 
 
-def test_sums_are_unbiased_and_weights_of_equal_scores_are_theirs() -> None:
+@impls
+def test_sums_are_unbiased_and_weights_of_equal_scores_are_theirs(impl: str) -> None:
     torch.manual_seed(1)
     x, value, draws, rows = torch.rand(20), torch.randn(20), 8, 20_000
     numbers = uniforms(0, 0, torch.arange(rows), torch.arange(draws))[:, None]
     count, length = torch.full((rows, 1), draws), torch.full((rows,), 20)
-    found = draw(x.expand(rows, 1, -1), count, length, numbers)
+    found = draw(x.expand(rows, 1, -1), count, length, numbers, impl=impl)
     used = torch.arange(draws) < found.used[..., None]
     index = torch.where(used, found.columns, 0).long()
     sums = (torch.where(used, found.log_weight, -torch.inf).exp() * value[index]).sum((1, 2)).double()

@@ -70,4 +70,4 @@ def test_auto_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for op in (simhash.CODES, simhash.COLLIDE, simhash.WEIGH):
         for there in (True, False):
             monkeypatch.setattr(impls, "_installed", lambda package, there=there: there)
-            assert op.implementations.resolve("auto", torch.device("cpu")) == ("numba" if there else "reference")
+            assert op.implementations.choose("auto", torch.device("cpu")) == ("numba" if there else "reference")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from typing import Any
 
 import pytest
@@ -123,6 +126,35 @@ def test_an_interrupted_build(done: int, monkeypatch: pytest.MonkeyPatch) -> Non
         build(tables, cut(others, 4 + count, count), both, count, impl="numba")
     assert tables.stop.tolist() == [34, 29]
     build(tables, cut(codes, 4 + count, count), both, count, impl="numba")
+    held_to(tables, codes)
+
+
+def test_ctrl_c_within_a_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The signal itself, while both threads sort: it is raised once they are done, and nothing was added."""
+    numba: Any = pytest.importorskip("longreach.ops.simhash.numba")
+    tables, codes, others = empty(2, 80, 3, 16, 4), random_codes(2, 80, 3), random_codes(2, 80, 3, seed=1)
+    both, count, sort, ended = torch.arange(2), torch.tensor([30, 25]), numba.kernels.build, list[int]()
+    build(tables, codes[:, 4:34], both, count, impl="numba")
+
+    def interrupted(worker: int, workers: int, *args: Any) -> None:
+        if worker == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+            sort(worker, workers, *args)
+            ended.append(worker)
+        else:
+            sort(worker, workers, *args)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(numba.kernels, "build", interrupted)
+            build(tables, cut(others, 4 + count, count), both, count, impl="numba")
+            time.sleep(1)  # the signal reached the process before the build ended
+        assert ended == [1] and tables.stop.tolist() == [34, 29]
+        build(tables, cut(codes, 4 + count, count), both, count, impl="numba")
+    finally:
+        torch.set_num_threads(before)
     held_to(tables, codes)
 
 

@@ -103,7 +103,7 @@ class Session:
         check_eviction(evict, decode, fused=fuse is not None)
         self.model, self.prefill, self.decode, self.cache_config = model, prefill, decode, cache
         self.fuse, self.evict = fuse, evict
-        IMPLEMENTATIONS.resolve(impl, model.device)  # an unknown name is refused now; "auto" is resolved call by call
+        IMPLEMENTATIONS.check(impl, model.device)  # an unknown name is refused now; "auto" is resolved call by call
         self.impl = impl
         self.ledger = Ledger()
         self.on_layer: LayerHook | None = None  # called after each layer with (phase, call, outcome)

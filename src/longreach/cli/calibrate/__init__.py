@@ -15,7 +15,7 @@ from typing import Any
 
 NAME = "calibrate"
 HELP = "calibrate a method for a model and write a plan"
-KINDS = ("kascade", "loki", "mac")
+KINDS = ("kascade", "loki", "mac", "magicpig")
 
 
 def _module(kind: str) -> Any:

@@ -14,6 +14,8 @@ VALUES = {  # kind of plan -> the values that it may have
     "loki": (),
     "mac": ("window", "band", "tau", "alpha", "epsilon", "widest", "sinks", "bands", "mass", "windows", "accepted",
             "taken"),
+    "magicpig": ("bits", "tables", "seed", "least", "share", "sinks", "local", "seal", "centre", "budget", "memory",
+                 "length", "element", "layers", "pairs"),
 }  # fmt: skip
 ROUNDING = 1e-5  # of fp32 sums
 HELP = "take an undamaged copy, or calibrate again"

@@ -18,11 +18,13 @@ VIEWS = {  # kind of plan -> what reads it as its method does, and raises Invali
     "kascade": "longreach.methods.kascade.calibration_result:CalibrationResult.of",
     "loki": "longreach.methods.loki.plan:LokiPlan.of",
     "mac": "longreach.methods.mac.plan:MACPlan.of",
+    "magicpig": "longreach.methods.magicpig.plan:MagicPIGPlan.of",
 }
 SHOWN = {  # kind of plan -> the module that shows it: `about(plan)`, JSON, and `show(plan, out)`
     "kascade": "longreach.cli.plan.kascade",
     "loki": "longreach.cli.plan.loki",
     "mac": "longreach.cli.plan.mac",
+    "magicpig": "longreach.cli.plan.magicpig",
 }
 
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_plan(parser)
-    parser.add_argument("--output", type=Path, metavar="FILE.png", help="draw the similarity of layers "
-                        "(kascade; extra `report`)")  # fmt: skip
+    parser.add_argument("--output", type=Path, metavar="FILE.png", help="draw the plan: similarity of layers "
+                        "(kascade), or expected errors and bytes (magicpig); extra `report`")  # fmt: skip
     add_json(parser)
 
 

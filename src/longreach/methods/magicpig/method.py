@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import torch
@@ -11,11 +11,20 @@ from torch import Tensor
 
 from longreach.cache import SequenceState
 from longreach.errors import InvalidInput
-from longreach.methods.base import AttentionMethod, Outcome, attend_densely, budget, check_budget, is_count
+from longreach.methods.base import (
+    AttentionMethod,
+    Outcome,
+    attend_densely,
+    budget,
+    check_budget,
+    check_plan_name,
+    is_count,
+)
 from longreach.methods.call import LayerCall, ModelShape
 from longreach.methods.choosing import OTHER_KEYS, check_layers, check_layers_of, max_keys, placed
 from longreach.methods.error_bars import check_error_bars, measured, redo_bytes
 from longreach.methods.magicpig.notes import notes
+from longreach.methods.magicpig.plan import DENSE, KIND, MagicPIGPlan, Options, Pair, chosen_for, view
 from longreach.methods.magicpig.schedule import Schedule
 from longreach.methods.magicpig.state import LayerTables
 from longreach.ops import Rows, Span, Spans, absolute, merge, relative
@@ -23,13 +32,16 @@ from longreach.ops.simhash import projections
 from longreach.ops.simhash.api import Share
 from longreach.ops.simhash.probability import MOST_BITS, MOST_LEAST, MOST_TABLES
 from longreach.ops.types import require
+from longreach.plans import find, shipped_for
 
 PRESETS = ((8, 75), (9, 120), (10, 75), (10, 150), (10, 220), (11, 300))  # (bits, tables) of the paper, and (10, 75)
+PAIR = (10, 75)  # where neither the caller nor a plan chooses
 PAPER = ((0, 16), 32)  # dense layers, of so many
 # Keys near each other collide together, which a sum of the keys' variances leaves out. In longreach-mini the error is
 # 1.3 to 1.5 times the root of that sum for lists of query heads. It is 1.2 to 1.35 times for groups, where the sum is
 # too large. With these factors two bars cover 93% (tests/methods/magicpig/test_error_bars.py).
 NEIGHBOURS = {"own": 1.7, "group": 1.5}
+CHOSEN = ("bits", "tables", "dense_layers")  # options that a plan replaces
 PROMPT = 1 << 12  # keys of a prompt that are hashed at a time
 
 
@@ -43,7 +55,7 @@ class MagicPIG(AttentionMethod):
     The projections are drawn once, from `seed`: like queries sample like keys, and errors persist over steps.
 
     bits, tables: signs in a code, and tables (K and L of the paper; `PRESETS` has its pairs). More bits sample fewer
-    keys, more tables sample more. bits=0 attends to all keys, with no tables.
+    keys, more tables sample more. bits=0 attends to all keys, with no tables. None: 10 and 75.
     least: tables in which a key must collide.
     share: "group", the query heads of a KV head attend to the union of their samples, a key weighted by
     log(m / sum of the heads' u), where m heads sampled it: as many reads as with "own", and less error. "own", each
@@ -62,14 +74,19 @@ class MagicPIG(AttentionMethod):
     redo: rows whose relative error exceeds this attend densely in that KV head; it includes error_bars. If a head
     samples no key its error is unknown, and counts as 1.
     dense_layers: layers that attend densely. None: the paper's (0 and 16 of 32), at the same relative depth.
+    plan: bits and tables of each layer, and the dense layers, chosen by `longreach calibrate magicpig`: a file or a
+    shipped plan's name. It replaces bits, tables and dense_layers; seed, least, share, sinks, local, seal and centre
+    must be the plan's. None: the shipped plan of the model, if there is one and none of these three is given.
+    budget: bytes to read over dense attention's, in (0, 1]; the plan's layers are chosen again for it. None: the budget
+    that the plan was made for.
 
     All of a context that has no block in the tables is attended to. Eviction is refused: tables name keys by their
     slot, and keys of one slot differ from head to head after it.
     Metadata read: projections, look-ups in the tables, lists. Keys are read to weigh them, to attend, and to be hashed.
     """
 
-    bits: int = 10
-    tables: int = 75
+    bits: int | None = None
+    tables: int | None = None
     least: int = 2
     share: Share = "group"
     sinks: int = 4
@@ -82,6 +99,8 @@ class MagicPIG(AttentionMethod):
     dense_layers: tuple[int, ...] | None = None
     error_bars: bool = False
     redo: float | None = None
+    plan: str | None = None
+    budget: float | None = None
 
     name = "magicpig"
     phases = ("decode",)
@@ -90,14 +109,14 @@ class MagicPIG(AttentionMethod):
     reads_follow_lengths = False
 
     def __post_init__(self) -> None:
-        for name, least, most in (
-            ("bits", 0, MOST_BITS),
-            ("tables", 1, MOST_TABLES),
-            ("least", 1, min(self.tables, MOST_LEAST) if is_count(self.tables, 1) else MOST_LEAST),
+        bits, tables = self.pair
+        for name, value, least, most in (
+            ("bits", bits, 0, MOST_BITS),
+            ("tables", tables, 1, MOST_TABLES),
+            ("least", self.least, 1, min(tables, MOST_LEAST) if is_count(tables, 1) else MOST_LEAST),
         ):
-            value = getattr(self, name)
             fits = is_count(value, least) and value <= most
-            of = f" for tables={self.tables}" if name == "least" else ""
+            of = f" for tables={tables}" if name == "least" else ""
             require(fits, f"{name}: expected an int in [{least}, {most}]{of}, got {value!r}")
         for name, least in (("sinks", 0), ("local", 1), ("seal", 1), ("centre", 0)):
             value = getattr(self, name)
@@ -112,9 +131,84 @@ class MagicPIG(AttentionMethod):
         check_error_bars(self.error_bars, self.redo)
         if self.dense_layers is not None:
             check_layers("dense_layers", self.dense_layers)
+        self._check_plan()
+
+    def _check_plan(self) -> None:
+        check_plan_name(self.plan)
+        if self.budget is not None:
+            number = isinstance(self.budget, (int, float)) and not isinstance(self.budget, bool)
+            ok = number and 0 < self.budget <= 1  # NaN is not
+            require(ok, f"budget: expected bytes over dense attention's, a number in (0, 1], got {self.budget!r}")
+        for name in ("plan", "budget"):
+            given = [other for other in CHOSEN if getattr(self, other) is not None]
+            clash = getattr(self, name) is not None and given
+            require(
+                not clash,
+                f"{', '.join(given)}: a plan chooses {'them' if len(given) > 1 else 'it'} for each layer; leave "
+                f"{' and '.join(given)} out, or {name}",
+            )
 
     def check(self, model: ModelShape) -> None:
         check_layers_of("dense_layers", self.dense_layers or (), model.layers)
+        plan = self.plan_for(model)
+        if plan is not None and self.budget is not None:
+            chosen_for(plan, self.budget, plan.element)
+
+    @property
+    def pair(self) -> Pair:
+        """Bits and tables of layers that no plan chooses for."""
+        bits, tables = PAIR
+        return bits if self.bits is None else self.bits, tables if self.tables is None else self.tables
+
+    def plan_for(self, model: ModelShape) -> MagicPIGPlan | None:
+        """The plan that is used for a model, None where there is none. It is checked to fit the model and options.
+
+        Raises InvalidInput for a plan that is missing, broken, of another model or made with other options, and for a
+        budget without a plan.
+        """
+        if any(getattr(self, name) is not None for name in CHOSEN):
+            return None
+        if self.plan is None and self.budget is None and shipped_for(KIND, model) is None:
+            return None
+        try:
+            found = view(find(KIND, self.plan, model))
+        except InvalidInput as error:
+            if self.plan is None and self.budget is not None:
+                raise InvalidInput(f"budget={self.budget:g} needs a plan: {error}") from error
+            raise
+        for f in fields(Options):
+            planned, mine = getattr(found.options, f.name), getattr(self, f.name)
+            require(
+                planned == mine,
+                f"{f.name}: the plan {self.plan or 'shipped for this model'} was made with {planned!r}, and this is "
+                f"{mine!r}; give {f.name}={planned}, calibrate again (longreach calibrate magicpig), or give bits and "
+                f"tables in place of a plan",
+            )
+        return found
+
+    def _pair_of(self, call: LayerCall) -> Pair | str:
+        """Bits and tables of a layer, or why it attends densely."""
+        chosen = call.once((self, "pairs", call.kv.k.element_size()), lambda: self._chosen(call))
+        if chosen is not None:
+            return "dense in the plan" if chosen[call.layer] == DENSE else chosen[call.layer]
+        if not self.pair[0]:
+            return "bits=0"
+        if self.dense_layers is None and call.model is None:
+            raise InvalidInput("LayerCall.model is required: the default dense_layers of magicpig depend on it")
+        layers = placed(*PAPER, call.model.layers) if self.dense_layers is None and call.model else self.dense_layers
+        return "in dense_layers" if call.layer in (layers or ()) else self.pair
+
+    def _chosen(self, call: LayerCall) -> tuple[Pair, ...] | None:
+        if any(getattr(self, name) is not None for name in CHOSEN):
+            return None
+        if call.model is None:
+            raise InvalidInput("LayerCall.model is required: magicpig looks up its plan by model")
+        return self._pairs(call.model, call.kv.k.element_size())
+
+    def _pairs(self, model: ModelShape, element: int) -> tuple[Pair, ...] | None:
+        """The plan's pair of each layer, None where no plan is used. element: bytes of a number in the cache."""
+        plan = self.plan_for(model)
+        return None if plan is None else chosen_for(plan, self.budget, element)
 
     def eviction_refusal(self) -> str:
         return f"{OTHER_KEYS}, and its tables name keys by their slot"
@@ -124,10 +218,11 @@ class MagicPIG(AttentionMethod):
         return Schedule(self.sinks, self.local, self.seal, self.centre)
 
     def new_state(self, call: LayerCall, slots: int) -> LayerTables | None:
-        if self._dense_reason(call):
+        pair = self._pair_of(call)
+        if isinstance(pair, str):
             return None
         k = call.kv.k
-        directions = projections(k.shape[3], self.bits, self.tables, self.seed).to(k.device)
+        directions = projections(k.shape[3], *pair, self.seed).to(k.device)
         return LayerTables(call.kv, slots, self.schedule, directions)
 
     def observe_prompt(self, call: LayerCall, state: SequenceState | None) -> None:
@@ -137,7 +232,7 @@ class MagicPIG(AttentionMethod):
 
     def run(self, call: LayerCall, state: SequenceState | None) -> Outcome:
         if not isinstance(state, LayerTables):
-            return attend_densely(call, self._dense_reason(call))
+            return attend_densely(call, str(self._pair_of(call)))
         call.refuse_evicted(self)
         state.ensure_capacity(call.kv)
         began = len(call.meter.noted)
@@ -176,17 +271,10 @@ class MagicPIG(AttentionMethod):
             )  # fmt: skip
         return Outcome(whole, notes=notes(call, found, lists, sampled, began, searched, state.summary, bars))
 
-    def _dense_reason(self, call: LayerCall) -> str | None:
-        """Why a layer has no tables; None if it has."""
-        if not self.bits:
-            return "bits=0"
-        if self.dense_layers is None and call.model is None:
-            raise InvalidInput("LayerCall.model is required: the default dense_layers of magicpig depend on it")
-        layers = placed(*PAPER, call.model.layers) if self.dense_layers is None and call.model else self.dense_layers
-        return "in dense_layers" if call.layer in (layers or ()) else None
-
     def workspace_bytes(self, model: ModelShape, rows: int, capacity: int, dtype: torch.dtype) -> int:
-        if not self.bits:
+        pairs = self._pairs(model, dtype.itemsize) or (self.pair,)
+        tables = max((tables for bits, tables in pairs if bits), default=0)
+        if not tables:
             return 0
         listed = max_keys(self.capacity, capacity) * (model.kv_heads if self.share == "group" else model.query_heads)
         # look-ups count matches of every position; afterwards an entry has an index, the number of heads that sampled
@@ -194,8 +282,9 @@ class MagicPIG(AttentionMethod):
         counters = 4 * model.query_heads * capacity + (4 + 1) * listed
         results = 3 * 4 * model.query_heads * (model.head_dim + 1)  # of two passes of attention, and merged
         inputs = 4 * model.head_dim * (model.kv_heads + model.query_heads)
-        codes = 2 * model.query_heads * self.tables
-        sealing = model.kv_heads * self.tables * ((4 << self.bits) + 2 * self.seal)  # places of buckets, and codes
+        codes = 2 * model.query_heads * tables
+        # places of buckets, and codes
+        sealing = model.kv_heads * max(tables * ((4 << bits) + 2 * self.seal) for bits, tables in pairs if bits)
         lists = (4 + 1 + 4 + 4 + 2) * listed
         whole = rows * max(sealing, codes + max(counters, lists + results + inputs))
         return whole + redo_bytes(model, rows, self.redo)

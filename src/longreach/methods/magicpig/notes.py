@@ -73,22 +73,23 @@ def _bytes(call: LayerCall, noted: Sequence[Noted]) -> Tensor:
     return total
 
 
-def summary_of(table_bytes: int, key_value_bytes: int) -> Summary:
+def summary_of(bits: int, tables: int, table_bytes: int, key_value_bytes: int) -> Summary:
     """table_bytes, key_value_bytes: memory of one sequence at the capacity of the tables, in one layer."""
-    return partial(_summary, table_bytes=table_bytes, key_value_bytes=key_value_bytes)
+    return partial(_summary, bits=bits, tables=tables, table_bytes=table_bytes, key_value_bytes=key_value_bytes)
 
 
-def _summary(sums: Tensor, rows: int, *, table_bytes: int, key_value_bytes: int) -> dict[str, Any]:
+def _summary(
+    sums: Tensor, rows: int, *, bits: int, tables: int, table_bytes: int, key_value_bytes: int
+) -> dict[str, Any]:
     """The report's values for one layer. sums: fp64 [G, C] of COLUMNS; lists are by KV head. rows: of the layer, those
     included of sequences without keys in the tables, which are in no value.
 
-    sampled_head, sampled_group: mean share of the context that a query head sampled, and that any query head of the
-    KV head did; 1 for a row that overflowed. overflowed: share of rows that sampled more than a list holds and attended
-    densely. search_bytes: look-ups and weights, with keys read again for the weights and to be hashed; attention_bytes:
-    the rest;
-    both over all rows and KV heads. table_bytes_per_sequence, table_share: memory of the tables and of the centre, and
-    over that of keys and values. With error bars also those of `error_bars.summary`, and error_bar_bytes: read to
-    estimate them.
+    bits, tables: of the layer. sampled_head, sampled_group: mean share of the context that a query head sampled, and
+    that any query head of the KV head did; 1 for a row that overflowed. overflowed: share of rows that sampled more
+    than a list holds and attended densely. search_bytes: look-ups and weights, with keys read again for the weights and
+    to be hashed; attention_bytes: the rest; both over all rows and KV heads. table_bytes_per_sequence, table_share:
+    memory of the tables and of the centre, and over that of keys and values. With error bars also those of
+    `error_bars.summary`, and error_bar_bytes: read to estimate them.
     """
     mean = sums / sums[:, AT["rows"]].clamp(min=1)[:, None]
     head, group = (float(mean[:, AT[name]].mean()) for name in ("sampled_head", "sampled_group"))
@@ -99,7 +100,9 @@ def _summary(sums: Tensor, rows: int, *, table_bytes: int, key_value_bytes: int)
         bars |= error_bars.summary(sums[:, len(COLUMNS) + 1 :])
     said = f"; {error_bars.note(bars)}" if bars else ""
     return {
-        "note": f"sampled {head:.2%} a head, {group:.2%} a group; tables {share:.0%} of KV{said}",
+        "note": f"({bits}, {tables}): sampled {head:.2%} a head, {group:.2%} a group; tables {share:.0%} of KV{said}",
+        "bits": bits,
+        "tables": tables,
         "sampled_head": mean[:, AT["sampled_head"]].tolist(),
         "sampled_group": mean[:, AT["sampled_group"]].tolist(),
         "overflowed": mean[:, AT["overflowed"]].tolist(),

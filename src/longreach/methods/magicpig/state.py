@@ -45,7 +45,8 @@ class LayerTables(StatelessOnTruncate):
         """Makes the report's values for this layer."""
         k, slots = self.centre, len(self.tables.stop)
         one = (self.tables.nbytes + k.numel() * k.element_size()) // slots
-        return summary_of(one, 2 * k.shape[1] * self.capacity * k.shape[2] * self._element)
+        tables, bits, _ = self.projections.shape
+        return summary_of(bits, tables, one, 2 * k.shape[1] * self.capacity * k.shape[2] * self._element)
 
     @property
     def capacity(self) -> int:

@@ -27,7 +27,7 @@ from longreach.ops.types import INTS, KVView, Logits, Rows, describe, require
 
 
 def _named(op: str) -> Implementations:
-    return Implementations(op, {n: f"longreach.ops.across_heads.{n}:{op}" for n in ("reference", "triton")})
+    return Implementations(op, {n: f"longreach.ops.across_heads.{n}:{op}" for n in ("reference", "triton", "numba")})
 
 
 LARGEST = _named("largest_log_prob")
@@ -59,7 +59,7 @@ def largest_log_prob(rows: Rows, kv: KVView, lse: Tensor, logits: Logits, *, imp
     heads = rows.q.shape[:2]
     ok = isinstance(lse, Tensor) and lse.shape == heads and lse.is_floating_point() and lse.device == rows.q.device
     require(ok, lambda: f"lse: expected float {list(heads)} on {rows.q.device}, got {describe(lse)}")
-    found: Tensor = LARGEST.get(impl, rows.q.device)(rows, kv, lse, logits)
+    found: Tensor = LARGEST.get(impl, rows.q.device, rows, kv, lse, logits)(rows, kv, lse, logits)
     return found
 
 
@@ -79,7 +79,9 @@ def spread_logits(
     for name, number, least in (("first", first, 0), ("most", most, 1)):
         ok = isinstance(number, int) and not isinstance(number, bool) and number >= least
         require(ok, lambda: f"{name}: expected a count >= {least}, got {number!r}")
-    ballot: Ballot = SPREADING.get(impl, rows.q.device)(rows, kv, logits, count, recent, first=first, most=most)
+    ballot: Ballot = SPREADING.get(impl, rows.q.device, rows, kv, logits)(
+        rows, kv, logits, count, recent, first=first, most=most
+    )
     return ballot
 
 
@@ -109,7 +111,7 @@ def rank_round_robin(
         turns <= MAX_TURN,
         lambda: f"index: expected lists of at most {MAX_TURN // total} keys for {total} heads, got more",
     )
-    scores: Tensor = RANKING.get(impl, device)(ballot, index, used, first_head=first_head, heads=total)
+    scores: Tensor = RANKING.get(impl, device, ballot)(ballot, index, used, first_head=first_head, heads=total)
     return scores
 
 

@@ -20,6 +20,7 @@ AMEND_IMPLEMENTATIONS = Implementations(
         "triton": "longreach.ops.attend.triton_amend:attend_amend",
         "numba": "longreach.ops.attend.numba:attend_amend",
     },
+    few_rows=True,
 )
 
 

@@ -23,6 +23,7 @@ IMPLEMENTATIONS = Implementations(
         "sdpa_cudnn": "longreach.ops.attend.sdpa:cudnn",
         "sdpa_flash": "longreach.ops.attend.sdpa:flash",
     },
+    few_rows=True,
 )
 _prepare = Implementations("attend", {"triton": "longreach.ops.attend.triton:prepare"})  # who has anything to prepare
 _split = Implementations(
@@ -127,5 +128,5 @@ def attend_split(
     selection.check(rows, kv)
     check_bound("split", split, selection.per, rows, kv)
     check_logits(scale, softcap, rows)
-    compute = _split.get(_split.resolve(impl, rows.q.device), rows.q.device)
+    compute = _split.get(impl, rows.q.device)
     return compute(rows, kv, selection, split, scale=scale, softcap=softcap)

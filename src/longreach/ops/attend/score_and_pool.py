@@ -16,6 +16,7 @@ IMPLEMENTATIONS = Implementations(
         "triton": "longreach.ops.attend.triton_score_and_pool:score_and_pool",
         "numba": "longreach.ops.attend.numba_two_pass:score_and_pool",
     },
+    few_rows=True,
 )
 
 

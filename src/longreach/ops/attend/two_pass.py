@@ -19,7 +19,9 @@ from longreach.ops.types import KVView, Logits, Partial, Rows, ScoringKeys, desc
 
 def _named(op: str, reference: str, numba: str) -> Implementations:
     files = {"reference": reference, "triton": "triton_two_pass", "numba": numba}
-    return Implementations(op, {name: f"longreach.ops.attend.{file}:{op}" for name, file in files.items()})
+    return Implementations(
+        op, {name: f"longreach.ops.attend.{file}:{op}" for name, file in files.items()}, few_rows=True
+    )
 
 
 WITH_LOGITS_IMPLEMENTATIONS = _named("attend_with_logits", "two_pass_reference", "numba_two_pass")

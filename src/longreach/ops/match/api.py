@@ -11,13 +11,13 @@ from longreach.ops.match.rule import Matched, Nearest, Rule
 from longreach.ops.rope import RotaryAngles
 from longreach.ops.types import INTS, Rows, describe, require
 
-IMPLEMENTATIONS = Implementations(
-    "match", {"reference": "longreach.ops.match.reference:match", "triton": "longreach.ops.match.triton:match"}
-)
-_nearest = Implementations(
-    "nearest",
-    {"reference": "longreach.ops.match.reference:nearest", "triton": "longreach.ops.match.triton:nearest"},
-)
+
+def _named(op: str) -> Implementations:
+    return Implementations(op, {n: f"longreach.ops.match.{n}:{op}" for n in ("reference", "triton", "numba")})
+
+
+IMPLEMENTATIONS = _named("match")
+_nearest = _named("nearest")
 
 
 def nearest(
@@ -53,7 +53,7 @@ def nearest(
         ok = isinstance(x, Tensor) and x.dtype in INTS and x.shape == query.shape[:1] and x.device == query.device
         require(ok, lambda: f"{name}: expected int [R={query.shape[0]}] on {query.device}, got {describe(x)}")
     _check_slots("slot", slot, ring)
-    compute = _nearest.get(impl, query.device)
+    compute = _nearest.get(impl, query.device, query)
     return compute(query, slot, pos, ring, window=window, oldest=oldest, near=near, far=far, deepest=deepest)
 
 
@@ -101,7 +101,7 @@ def match(
         require(ok, lambda: f"weight: expected float [H={heads}, D={dim}] on {rows.q.device}, got {describe(weight)}")
     if rows.seq.device.type == "cpu":
         require(rows.seq.unique().numel() == count, "rows: expected one of each sequence at most, got several of one")
-    return IMPLEMENTATIONS.get(impl, rows.q.device)(rows, slots, ring, rule, rotary, weight)
+    return IMPLEMENTATIONS.get(impl, rows.q.device, rows, weight)(rows, slots, ring, rule, rotary, weight)
 
 
 def _check_ring(ring: Ring, window: int) -> None:

@@ -16,7 +16,8 @@ IMPLEMENTATIONS = Implementations(
         "triton": "longreach.ops.pooled_scores.triton:pooled_scores",
         "numba": "longreach.ops.pooled_scores.numba:pooled_scores",
     },
-    numba_needs=Logits,
+    few_rows=True,
+    needs=Logits,
 )
 
 
@@ -28,7 +29,7 @@ def resolve(
     "auto" for kept logits is Triton on a GPU and Numba on a CPU, and the reference for all else.
     """
     if logits is None:
-        return IMPLEMENTATIONS.resolve("reference" if impl == "auto" else impl, rows.q.device)
+        return IMPLEMENTATIONS.choose("reference" if impl == "auto" else impl, rows.q.device)
     return IMPLEMENTATIONS.choose(impl, rows.q.device, rows, kv, lse, logits)
 
 

@@ -10,8 +10,14 @@ from longreach.ops.doors import Op
 from longreach.ops.impl import Implementations
 from longreach.ops.types import INTS, describe, require
 
-IMPLEMENTATIONS = Implementations("sample", {"reference": "longreach.ops.sample.reference:sample"})
-DRAWING = Implementations("draw", {"reference": "longreach.ops.sample.reference:draw"})
+
+def _named(op: str) -> Implementations:
+    paths = {name: f"longreach.ops.sample.{name}:{op}" for name in ("reference", "numba")}
+    return Implementations(op, paths, fp64=True)
+
+
+IMPLEMENTATIONS = _named("sample")
+DRAWING = _named("draw")
 
 
 class Sampled(NamedTuple):
@@ -58,7 +64,7 @@ def sample(
         )
     require(0 < uniform <= 1, lambda: f"uniform: expected a number in (0, 1], got {uniform!r}")
     require(0 < power < float("inf"), lambda: f"power: expected a number above 0, got {power!r}")
-    compute = IMPLEMENTATIONS.get(impl, x.device)
+    compute = IMPLEMENTATIONS.get(impl, x.device, x)
     return compute(x, count, length, offset, capacity=capacity, uniform=uniform, power=power, first=first, last=last)
 
 
@@ -78,7 +84,7 @@ def draw(x: Tensor, count: Tensor, length: Tensor, numbers: Tensor, *, impl: str
     _check_scores(x, count, length)
     draws = numbers.shape[2:] if isinstance(numbers, Tensor) and numbers.dim() == 3 else ("C",)
     _check_numbers("numbers", numbers, x, tuple(draws))
-    compute = DRAWING.get(impl, x.device)
+    compute = DRAWING.get(impl, x.device, x)
     return compute(x, count, length, numbers)
 
 

@@ -36,7 +36,7 @@ MOST_KEYS = 1 << 30
 
 def _named(op: str) -> Implementations:
     paths = {name: f"longreach.ops.simhash.{name}:{op}" for name in ("reference", "triton", "numba")}
-    return Implementations(f"simhash.{op}", paths, compiled=True)
+    return Implementations(f"simhash.{op}", paths)
 
 
 CODING = _named("codes")
@@ -105,7 +105,7 @@ def codes(x: Tensor, projections: Tensor, *, centre: Tensor | None = None, impl:
         ok = ok and centre.dim() <= x.dim() and centre.shape[-1:] == x.shape[-1:]
         ok = ok and all(a in (1, b) for a, b in zip(reversed(centre.shape), reversed(x.shape), strict=False))
         require(ok, lambda: f"centre: expected float that broadcasts to {describe(x)}, got {describe(centre)}")
-    found: Tensor = CODING.get(impl, x.device)(x, projections, centre)
+    found: Tensor = CODING.get(impl, x.device, x, centre)(x, projections, centre)
     return found
 
 
@@ -238,7 +238,7 @@ def collide(
         _check_sequences("rows.seq", rows.seq, tables)
         _check_codes(codes, tables)
     per: Per = "kv" if share == "group" else "query"
-    found = COLLIDING.get(impl, rows.q.device)(rows, tables, codes, capacity=capacity, least=least, per=per)
+    found = COLLIDING.get(impl, rows.q.device, rows)(rows, tables, codes, capacity=capacity, least=least, per=per)
     index, count, met, looked_up = found
     return Collisions(index, count, per, met, looked_up, least)
 
@@ -290,7 +290,7 @@ def weigh(
     require(ok, lambda: f"centre: expected float [B, G, D] = {list(shape)} on {kv.k.device}, got {describe(centre)}")
     ok = isinstance(floor, (int, float)) and math.isfinite(floor) and 0 <= floor < 1
     require(ok, lambda: f"floor: expected a number in [0, 1), got {floor!r}")
-    weights: tuple[Tensor, Tensor] = WEIGHING.get(impl, kv.k.device)(
+    weights: tuple[Tensor, Tensor] = WEIGHING.get(impl, kv.k.device, rows, kv, centre)(
         rows, kv, tables, found, centre, floor=float(floor)
     )
     return Weights(*weights)

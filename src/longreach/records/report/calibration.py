@@ -58,3 +58,34 @@ def kept(title: str, xlabel: str, x: Sequence[float], found: Mapping[str, Kept],
 
 def _line(label: str, number: int, x: Sequence[float], y: Sequence[float]) -> Series:
     return Series(label, number + 1, False, tuple(x), tuple(y), plain=True)  # 0 is that of dense attention
+
+
+def sampling(
+    title: str,
+    heads: Sequence[Sequence[float]],
+    pairs: Sequence[tuple[str, float, float]],
+    chosen: Sequence[tuple[float, float]],
+) -> bytes:
+    """PNG: expected error of sampled attention by layer, a curve a KV head; and error against bytes read.
+
+    heads: of each layer, the error of each KV head; for more than EACH heads the least, mean and largest are drawn.
+    pairs: (name, bytes over dense attention's, mean error) of pairs of bits and tables in all layers. chosen: (bytes,
+    error) of the best choices by layer.
+    """
+    x = tuple(map(float, range(len(heads))))
+    each = {f"KV head {g}": [row[g] for row in heads] for g in range(len(heads[0]))}
+    if len(each) > EACH:
+        each = {"least head": [min(row) for row in heads], "mean": [sum(row) / len(row) for row in heads],
+                "largest head": [max(row) for row in heads]}  # fmt: skip
+    layers = tuple(_line(label, n, x, y) for n, (label, y) in enumerate(each.items()))
+    ascending = sorted(pairs, key=lambda pair: pair[1])
+    lines = [_line("one pair in all layers", len(each), *zip(*((b, e) for _, b, e in ascending), strict=True))]
+    if chosen:
+        lines.append(_line("pairs chosen by layer", len(each) + 1, *zip(*sorted(chosen), strict=True)))
+    return curves([
+        CurvePanel(title, "layer", "expected error, chosen pairs", layers),
+        CurvePanel(title, "bytes over dense attention's", "expected error, mean over layers", tuple(lines)),
+    ])  # fmt: skip
+
+
+EACH = 8  # curves of heads that can be told from each other

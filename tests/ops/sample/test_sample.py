@@ -1,4 +1,4 @@
-"""sample against its definition: probabilities found by bisection, and frequencies over many draws."""
+"""sample, reference and Numba, against its definition: probabilities by bisection, frequencies over many draws."""
 
 from __future__ import annotations
 
@@ -37,9 +37,13 @@ def inclusion(
     return [1.0 if i in sure else min(1.0, high * p[i]) for i in range(n)]
 
 
+impls = pytest.mark.parametrize("impl", ["reference", "numba"])
+
+
+@impls
 @settings(max_examples=120, deadline=None)
-@given(st.integers(0, 2**32 - 1))
-def test_any_case(seed: int) -> None:
+@given(seed=st.integers(0, 2**32 - 1))
+def test_any_case(impl: str, seed: int) -> None:
     dice = random.Random(seed)
     n, power, uniform = dice.randint(1, 40), dice.choice((0.5, 1.0, 2.0)), dice.choice((0.05, 0.5, 1.0))
     count, first, last = dice.randint(0, n + 2), dice.choice((0, 0, 3)), dice.choice((0, 0, 2))
@@ -50,7 +54,7 @@ def test_any_case(seed: int) -> None:
     draws = torch.tensor([[dice.random(), 0.0]])
     found = sample(
         x, torch.full((1, 2), count), torch.tensor([n]), draws, capacity=n + 5, uniform=uniform, power=power,
-        first=first, last=last,
+        first=first, last=last, impl=impl,
     )  # fmt: skip
     size = min(count, n)
     assert found.used.tolist() == [[size, size]]
@@ -64,8 +68,9 @@ def test_any_case(seed: int) -> None:
         assert found.factor[0, head, :size].tolist() == pytest.approx([1 - want[i] for i in index], abs=1e-6)
 
 
+@impls
 @pytest.mark.parametrize(("power", "first", "last"), [(1.0, 0, 0), (0.5, 2, 5)])
-def test_frequencies_are_the_probabilities_and_sums_unbiased(power: float, first: int, last: int) -> None:
+def test_frequencies_are_the_probabilities_and_sums_unbiased(impl: str, power: float, first: int, last: int) -> None:
     columns, count, times = 200, 30, 3000
     draw = torch.Generator().manual_seed(4)
     x = torch.rand(columns, generator=draw) ** 6
@@ -73,7 +78,7 @@ def test_frequencies_are_the_probabilities_and_sums_unbiased(power: float, first
     offset = uniforms(11, 2, torch.arange(times), torch.tensor([5]))
     found = sample(
         x.expand(times, 1, -1), torch.full((times, 1), count), torch.full((times,), columns), offset,
-        capacity=count, power=power, first=first, last=last,
+        capacity=count, power=power, first=first, last=last, impl=impl,
     )  # fmt: skip
     assert bool((found.used == count).all())
     seen = torch.zeros(columns, dtype=torch.float64)
@@ -85,12 +90,15 @@ def test_frequencies_are_the_probabilities_and_sums_unbiased(power: float, first
     assert abs(float(sums.mean() - value.sum())) < 4 * float(sums.std()) / times**0.5
 
 
-def test_a_count_above_the_capacity_is_an_overflow() -> None:
-    found = sample(torch.rand(1, 1, 9), torch.tensor([[5]]), torch.tensor([9]), torch.zeros(1, 1), capacity=3)
+@impls
+def test_a_count_above_the_capacity_is_an_overflow(impl: str) -> None:
+    zero = torch.zeros(1, 1)
+    found = sample(torch.rand(1, 1, 9), torch.tensor([[5]]), torch.tensor([9]), zero, capacity=3, impl=impl)
     assert found.columns.shape == (1, 1, 3) and int(found.used) == 5
-    none = sample(torch.rand(0, 2, 9), torch.zeros(0, 2).long(), torch.zeros(0).long(), torch.zeros(0, 2), capacity=3)
+    nothing = torch.zeros(0, 2)
+    none = sample(torch.rand(0, 2, 9), nothing.long(), torch.zeros(0).long(), nothing, capacity=3, impl=impl)
     assert none.columns.shape == (0, 2, 3)
-    empty = sample(torch.rand(1, 1, 4), torch.tensor([[2]]), torch.tensor([0]), torch.zeros(1, 1), capacity=3)
+    empty = sample(torch.rand(1, 1, 4), torch.tensor([[2]]), torch.tensor([0]), zero, capacity=3, impl=impl)
     assert int(empty.used) == 0
 
 

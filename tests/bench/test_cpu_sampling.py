@@ -1,0 +1,92 @@
+"""What is timed on a CPU is right, and the record says what ran."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from longreach.bench import cpu_sampling
+from longreach.bench.check import WrongResult
+from longreach.bench.cpu import decode, sampling
+from longreach.bench.cpu.inputs import LOCAL, SINKS, Preset, Problem, Shape
+from longreach.bench.cpu.step import PARTS, Step, distance, exact
+from longreach.errors import Unsupported
+from longreach.records.sources import source_hash
+from longreach.records.stale import stale
+
+pytest.importorskip("numba")
+SMALL = Shape(700, heads=4, kv_heads=2, dim=16)
+PRESETS = (Preset(4, 9, "own"), Preset(4, 6, "group"))
+
+
+def test_a_small_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    measure, decoded = sampling.measure, decode.measure
+    monkeypatch.setattr(sampling, "PRESETS", PRESETS)
+    monkeypatch.setattr(sampling, "flush_bytes", lambda: 1 << 16)
+    monkeypatch.setattr(sampling, "measure", lambda *given: measure(*given, shape=SMALL))
+    monkeypatch.setattr(decode, "measure", lambda *given: decoded(*given, methods=["dense", "quest"]))
+    before = torch.get_num_threads()
+    try:
+        cpu_sampling.main(
+            ["--contexts", "700", "--threads", "1", "--rounds", "2", "--decoded", "300", "--repeats", "1",
+             "--output", str(tmp_path / "r.json")]
+        )  # fmt: skip
+    finally:
+        torch.set_num_threads(before)
+    record = json.loads((tmp_path / "r.json").read_text())
+    assert record["kind"] == "cpu sampling" and record["sources"] == {"cpu_kernels": source_hash("cpu_kernels")}
+    assert [case["preset"]["share"] for case in record["sampling"]] == ["own", "group"]
+    for case in record["sampling"]:
+        assert set(case["parts"]) == set(PARTS) and case["error"] <= case["error_bound"] and case["rounds"] == 2
+        assert 0 < case["keys_read"] < 1 and set(case["targets"]) == {"dense", "sdpa", "avx2"}
+        assert set(case["seconds"]) == {
+            "ours", "ours for AVX2", "torch matmul", "torch SDPA", "copy of keys", "longreach dense"
+        }  # fmt: skip
+    dense, quest = record["decode"]["methods"]
+    assert dense["computed_by"]["reference"] == ["reference"] and "numba" in quest["computed_by"]["auto"][0]
+    assert dense["same_tokens"] and quest["ratio"] > 0 and "target" in quest and "target" not in dense
+    assert "decode quest" in capsys.readouterr().out
+    folder = tmp_path / "others"
+    folder.mkdir()
+    (folder / "old.json").write_text(json.dumps({**record, "dirty": False, "sources": {"cpu_kernels": "0" * 64}}))
+    assert any("the sources of cpu_kernels have changed" in fault.why for fault in stale(folder))
+
+
+def test_the_oracle_of_a_step() -> None:
+    """It attends to the lists by their weights, and to nothing else; a step of other lists is not right."""
+    problem = Problem(SMALL, 0)
+    step = Step(problem, PRESETS[1], problem.tables(4, 6, "numba"))
+    assert int(step.tables.stop[0]) == SMALL.context - LOCAL
+    result = step.run()
+    want = exact(problem, result.lists, SMALL.context - LOCAL)
+    assert float(distance(result.whole.out[0], want).max()) < 1e-5
+    head = 2  # of the second KV head
+    n = int(result.lists.count[0, 1])
+    keys = result.lists.index[0, 1, :n].tolist()
+    slots = [*range(SINKS), *keys, *range(SMALL.context - LOCAL, SMALL.context)]
+    weight = torch.zeros(SMALL.context, dtype=torch.float64)
+    weight[keys] = result.lists.log_weight[0, 1, :n].double()  # type: ignore[index]
+    logits = problem.kv.k[0, 1, slots].double() @ problem.rows.q[0, head].double() * SMALL.scale + weight[slots]
+    alone = torch.softmax(logits, 0) @ problem.kv.v[0, 1, slots].double()
+    torch.testing.assert_close(want[head], alone)
+    assert step.reads(result.lists)["rows"] == int(result.lists.count.sum())
+
+
+def test_a_wrong_step_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = Problem(SMALL, 0)
+    step = Step(problem, PRESETS[0], problem.tables(4, 9, "numba"))
+    right = step.run()
+    wrong = replace(right, whole=replace(right.whole, out=right.whole.out * 1.01))
+    monkeypatch.setattr(step, "run", lambda: wrong)
+    with pytest.raises(WrongResult, match="its time does not count"):
+        sampling._check(step)
+
+
+def test_without_numba_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_sampling, "compiles", lambda device: False)
+    with pytest.raises(Unsupported, match=r"pip install 'longreach\[cpu\]'"):
+        cpu_sampling.main(["--output", str(tmp_path / "r.json")])
