@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         from longreach.records.report.plots import check_installed
 
         check_installed()
-        _check_folder(args.figures)
+        check_folder(args.figures)
     with waiting("loading the model"):
         model, tokenizer = load_model(args)
     with waiting("making prompts"):
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check_folder(folder: Path) -> None:
+def check_folder(folder: Path) -> None:
     """Raise InvalidInput where no pictures can be put, before anything is measured at length."""
     trial = folder / f".{NAME}.part"
     try:

@@ -13,7 +13,8 @@ from longreach import __version__
 from longreach.cli.common import FAILED
 from longreach.errors import LongreachError, MeasurementFailed
 
-VERBS = ("demo", "run", "compare", "eval", "perplexity", "dialogue", "generation", "attention", "fusion", "report",
+VERBS = ("demo", "run", "compare", "eval", "perplexity", "dialogue", "generation", "attention", "fusion",
+         "sampling", "report",
          "store", "calibrate", "plan", "methods", "bench", "env", "train")  # fmt: skip
 
 CODES = (

@@ -208,6 +208,73 @@ def attention(layers: int = 3, heads: int = 2, window: int | None = 128) -> dict
     return content
 
 
+def sampling(layers: int = 3, heads: int = 2, window: int | None = 128) -> dict[str, Any]:
+    """Of three presets and a few methods. Errors of a preset: 10 / (bits tables), of a group 0.8 of that, plus a tenth
+    for each layer. Layer 1 has a window, unless it is None."""
+    windows = [window if n == 1 else None for n in range(layers)]
+
+    def each(value: Any) -> list[Any]:
+        return [None if w is not None else [value] * heads for w in windows]
+
+    def errors(value: float) -> dict[str, Any]:
+        return {"errors": [None if w is not None else [value * (1 + n / 10)] * heads for n, w in enumerate(windows)],
+                "mean": value, "median": value / 2}  # fmt: skip
+
+    def one(line: str, error: float, total: float, values: float, **method: Any) -> dict[str, Any]:
+        return {"method": method, "line": line, "weights": "no weights" not in line, **errors(error),
+                "reads": {"total": total, "keys": total - values, "values": values, "metadata": 0.0},
+                "layer_reads": [None if w is not None else total for w in windows]}  # fmt: skip
+
+    def pig(line: str, bits: int, tables: int, scale: float) -> dict[str, Any]:
+        read = tables / 2**bits
+        mine = one(line, scale * 10 / (bits * tables), read, read / 3, name="magicpig", bits=bits, tables=tables)
+        return {**mine, "sampled_head": each(read / 4), "sampled_group": each(read / 3), "search": read / 4,
+                "attention": read * 3 / 4, "table_share": tables / 256}  # fmt: skip
+
+    presets, more = [(8, 75), (10, 75), (10, 150)], [(7, 20), *((bits, 120) for bits in (7, 8, 9, 10, 11))]
+    ways = {" share=own": ("magicpig share=own", 1.0), " share=group": ("magicpig share=group", 0.8)}
+    controls = {" share=group centre=0": ("magicpig centre=0", 1.5),
+                " share=group, no weights": ("magicpig, no weights", 2.0)}  # fmt: skip
+    methods = {f"magicpig bits={bits} tables={tables}{name}": pig(line, bits, tables, scale)
+               for pairs, kinds in ((presets, ways | controls), (more, ways)) for bits, tables in pairs
+               for name, (line, scale) in kinds.items()}  # fmt: skip
+    for k in (0.05, 0.2):
+        methods |= {
+            f"quest k={k}": one("quest", 0.02 / k, k + 0.06, k / 2, name="quest", k=k),
+            f"oracle_top_k k={k}": one("oracle_top_k", 0.01 / k, 1 + k, k / 2, name="oracle_top_k", k=k),
+            f"oracle_top_k k={k} choose=sample": one(
+                "oracle_top_k choose=sample", 0.004 / k, 1 + k, k / 2, name="oracle_top_k", k=k
+            ),
+        }  # fmt: skip
+    groups = [label for label in methods if label.endswith("share=group")]
+    budgets = [0.05, 0.2]
+
+    def estimates(scale: float) -> dict[str, Any]:
+        found = [scale * 0.2, scale * 0.1]
+        return {"budgets": budgets, "read": list(budgets), "errors": each(found), "mean": list(found),
+                "median": [x / 2 for x in found]}  # fmt: skip
+
+    cosines = {"min": each(0.5), "mean": each(0.75)}
+    results = {
+        "windows": windows, "shares": [0.1, 0.4],
+        "mass": {"all": each([0.8, 0.95]), "without_first": each([0.7, 0.9])},
+        "estimators": {"top_k": estimates(1.0), "iid": estimates(0.5), "systematic": estimates(0.25)},
+        "ranges": {"value_distance": each(0.5), "logits": each(6.0)},
+        "geometry": {"first_keys": {"min": each(1.0), "mean": each(1.0)}, "first_keys_other": cosines,
+                     "mean_keys": cosines, "first_to_mean": each(-0.25), "first_value_norm": each(0.125)},
+        "methods": methods, "top_k_same_keys": {x: errors(methods[x]["mean"] * 1.25) for x in groups},
+        "top_k_in_place": {x: errors(methods[x]["mean"] * 1.5) for x in groups},
+        "left_out": {"kascade": "no plan"}, "fitted": {"share": 0.04, "pairs": [[7, 20]]},
+    }  # fmt: skip
+    record = about("sampling")
+    del record["methods"]
+    config = {"length": 4096, "samples": 1, "rows": 4, "seed": 0, "centre": 1024, "ablations": True,
+              "prefill_chunk_size": 512}  # fmt: skip
+    samples = [{"task": name, "number": 0, "tokens": 4000, "first_token": 1} for name in ("vt", "cwe")]
+    return {**record, "config": config, "tasks": {"vt": "RULER", "cwe": "RULER"}, "samples": samples,
+            "results": results}  # fmt: skip
+
+
 def save(folder: Path, record: Mapping[str, Any], name: str = "record.json") -> Path:
     path = folder / name
     path.write_text(json.dumps(record))

@@ -18,6 +18,7 @@ from longreach.records.report import (
     fusion_figures,
     perplexity,
     report,
+    sampling_figures,
     scores,
 )
 from tests.records.report import factory
@@ -43,6 +44,7 @@ def places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
         factory.attention(),
         factory.fused(),
         factory.fusion(),
+        factory.sampling(),
     ],
 )
 def test_no_record_is_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: dict[str, Any]) -> None:
@@ -53,6 +55,7 @@ def test_no_record_is_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
         fused,
         fusion_figures,
         perplexity,
+        sampling_figures,
         scores,
     ):  # pictures of odd numbers have their own tests
         for drawing in ("maps", "curves", "points", "layer_curves"):

@@ -81,3 +81,15 @@ def test_the_command_of_attention() -> None:
     assert args.verb == "attention" and (args.length, args.samples, args.rows, args.seed) == (4096, 2, 9, 0)
     config = [b.text for b in repeat([record_of(content)]) if isinstance(b, Code)][1]
     assert json.loads(config) == {"config": content["config"]}
+
+
+def test_the_command_of_sampling() -> None:
+    content = factory.sampling()
+    content["config"]["ablations"] = False
+    args = arguments(content)
+    assert (args.verb, args.tasks, args.length, args.samples, args.rows, args.seed) == (
+        "sampling", "vt,cwe", 4096, 1, 4, 0,
+    )  # fmt: skip
+    assert args.centre == 1024 and args.ablations is False
+    content["config"]["ablations"] = True
+    assert arguments(content).ablations is True

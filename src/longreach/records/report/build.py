@@ -18,6 +18,7 @@ from longreach.records.report.reading import Record
 from longreach.records.report.repeat import repeat
 from longreach.records.report.reused import reused
 from longreach.records.report.rows import groups
+from longreach.records.report.sampling import sampling
 from longreach.records.report.scores import scores
 
 
@@ -36,7 +37,8 @@ def build(records: Sequence[Record]) -> list[Block]:
                                f"model, methods, seed and way of drawing are the same."))  # fmt: skip
         blocks += [*scores(group, file), *fused(group, file), *parts(group), *depths(group, file), *reused(group, file)]
     sections = (("perplexity", "Perplexity", perplexity), ("fidelity", "Fidelity", fidelity),
-                ("attention", "Attention", attention), ("fusion", "Fusion", fusion))  # fmt: skip
+                ("attention", "Attention", attention), ("fusion", "Fusion", fusion),
+                ("sampling", "Sampling", sampling))  # fmt: skip
     for kind, title, section in sections:
         chosen = [r for r in records if r.kind == kind]
         for number, record in enumerate(chosen, 1):

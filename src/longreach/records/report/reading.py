@@ -11,6 +11,7 @@ from longreach.errors import InvalidInput
 from longreach.records.record import read
 from longreach.records.report.attention_shape import ATTENTION, check_attention
 from longreach.records.report.fusion_shape import FUSION, FUSION_CONFIG, check_fusion
+from longreach.records.report.sampling_shape import STUDY, STUDY_CONFIG, check_sampling
 from longreach.records.report.schema import Each, Items, Maybe, Mismatch, Number, Perhaps, check
 
 FORMAT = 1
@@ -20,6 +21,7 @@ VERBS = {
     "fidelity": "longreach compare",
     "attention": "longreach attention",
     "fusion": "longreach fusion",
+    "sampling": "longreach sampling",
 }
 
 SHARE, COUNT = Number(0, 1), Number(0, 1 << 62)
@@ -96,6 +98,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "fidelity": {**ABOUT, **METHODS, "results": Each(FIDELITY, least=1)},
     "attention": {**ABOUT, **LENGTH, **ATTENTION},
     "fusion": {**ABOUT, **METHODS, **FUSION, "config": FUSION_CONFIG},
+    "sampling": {**ABOUT, **STUDY, "config": STUDY_CONFIG},
 }  # fmt: skip
 
 
@@ -137,7 +140,8 @@ def load_all(paths: Sequence[Path]) -> list[Record]:
     once = list({path.resolve(): path for path in paths}.values())
     if not once:
         raise InvalidInput(
-            "no records; name some that longreach eval, perplexity, compare, attention or fusion wrote (--output)"
+            "no records; name some that longreach eval, perplexity, compare, attention, fusion or sampling wrote "
+            "(--output)"
         )
     names = [path.name for path in once]
     return [load(path, path.name if names.count(path.name) == 1 else str(path)) for path in once]
@@ -171,6 +175,8 @@ def load(path: Path, name: str | None = None) -> Record:
             check_attention(content["results"])
         elif kind == "fusion":
             check_fusion(content)
+        elif kind == "sampling":
+            check_sampling(content["results"])
         else:
             _check_labels(content)
     except Mismatch as error:

@@ -28,7 +28,9 @@ OPTIONS = {
     "fidelity": ("question", "steps", "prefill_chunk_size", "chunk_tokens"),
     "attention": ("length", "samples", "rows", "seed", "prefill_chunk_size"),
     "fusion": ("length", "samples", "seed", "chunk_tokens", "chunks", "prefill_chunk_size"),
+    "sampling": ("length", "samples", "rows", "seed", "centre", "prefill_chunk_size"),
 }
+PLAIN = ("attention", "sampling")  # kinds whose methods are not chosen by options
 DEFAULTS = {"temperature": 0.0, "draws": 1, "chunk_ends": "text"}
 
 
@@ -45,7 +47,7 @@ def repeat(records: Sequence[Record]) -> list[Block]:
             f"{model['name']} whose weights hash to {model['sha256']}."
         ))  # fmt: skip
         blocks.append(Code(_command(record)))
-        told = {"config": record["config"], **({"methods": record["methods"]} if record.kind != "attention" else {})}
+        told = {"config": record["config"], **({"methods": record["methods"]} if record.kind not in PLAIN else {})}
         blocks.append(Code(json.dumps(told, indent=1)))
     return blocks
 
@@ -60,17 +62,18 @@ def _command(record: Record) -> str:
         value = ",".join(map(str, record.lengths)) if name == "length" else config.get(name)
         if value is not None and value != DEFAULTS.get(name):
             words += [f"--{name.replace('_', '-')}", str(value)]
+    words += ["--no-ablations"] if config.get("ablations") is False else []
     words += [f"--{name.replace('_', '-')}" for name in ("layers", "past_end", "no_graph") if config.get(name) is True]
     # labels of compare may lack options; those of eval and perplexity are complete method specifications
     exact = record.kind == "fidelity"
-    named = record["methods"].items() if record.kind != "attention" else ()
+    named = record["methods"].items() if record.kind not in PLAIN else ()
     methods = [w for label, m in named for w in ("--method", _spec(m) if exact else label)]
     lines = [shlex.join(words), *([shlex.join(methods)] if methods else []), "--output record.json"]
     return " \\\n    ".join(lines)
 
 
 def _input(record: Record) -> list[str]:
-    if record.kind == "fusion":
+    if record.kind in ("fusion", "sampling"):
         return ["--tasks", ",".join(dict.fromkeys(map(_task, record["tasks"])))]
     if record.kind == "eval":
         tasks = [entry.get("task", name) for name, entry in record["tasks"].items()]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from longreach.records.report.plots.style import figure, legend, look, name, png, style
 
 ACROSS = 2
+TICKS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)  # of shares
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,8 @@ class Series:
 
 @dataclass(frozen=True)
 class CurvePanel:
-    """One set of axes. log: of y. doubling: x by powers of two. share: y from 0 to 1, as percentages."""
+    """One set of axes. log: of y. doubling: x by powers of two. share: y from 0 to 1, as percentages. shares: x are
+    shares, as percentages on a log scale."""
 
     title: str
     xlabel: str
@@ -38,6 +40,7 @@ class CurvePanel:
     steps: bool = False
     share: bool = False
     doubling: bool = False
+    shares: bool = False
 
 
 def curves(panels: Sequence[CurvePanel]) -> bytes:
@@ -62,6 +65,13 @@ def curves(panels: Sequence[CurvePanel]) -> bytes:
                 ticks = sorted({x for s in panel.series for x in s.x})
                 axes.set_xscale("log", base=2)
                 axes.set_xticks(ticks, [f"{x:g}" for x in ticks])
+                axes.set_xticks([], minor=True)
+            if panel.shares:
+                known_x = [x for s in panel.series for x in s.x if x > 0] or [1.0]
+                axes.set_xscale("log")
+                axes.set_xlim(min(known_x) / 1.2, max(known_x) * 1.2)
+                axes.set_xticks([x for x in TICKS if min(known_x) / 1.2 < x < max(known_x) * 1.2])
+                axes.xaxis.set_major_formatter(lambda value, _: f"{value * 100:g}%")
                 axes.set_xticks([], minor=True)
             if panel.share:
                 axes.set_ylim(-0.03, 1.03)

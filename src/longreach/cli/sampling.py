@@ -1,0 +1,117 @@
+"""`longreach sampling`: how well attention can be sampled in a model, by layer, method and bytes read."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from longreach.cli.attention import check_folder
+from longreach.cli.common import add_chunk_size, add_json, add_model, count, load_model, positive
+from longreach.cli.show import Column, Table, console, emit, percent, place, progress, waiting
+
+NAME = "sampling"
+HELP = "show how well attention can be sampled in a model: mass of the best keys, estimators, geometry, methods"
+EXAMPLES = (
+    "longreach sampling --model mini --length 4096 --samples 1 --rows 4 --output sampling.json",
+    "longreach sampling --model ./Llama-3.1-8B --length 16384 --no-ablations --figures sampling",
+)
+FORMAT = 1
+TASKS = "niah_single_2,cwe,fwe,vt"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    parser.add_argument("--tasks", default=TASKS, metavar="A,B", help=f"as in longreach eval (default {TASKS})")
+    parser.add_argument("--length", type=positive, default=4096, metavar="N",
+                        help="tokens of a prompt, with room for its answer (default 4096)")  # fmt: skip
+    parser.add_argument("--samples", type=positive, default=2, metavar="N", help="prompts of each task (default 2)")
+    parser.add_argument("--rows", type=positive, default=8, metavar="N",
+                        help="rows from the end of each prompt that are measured (default 8)")  # fmt: skip
+    parser.add_argument("--seed", type=count, default=0, metavar="N", help="of prompts and random draws (default 0)")
+    parser.add_argument("--centre", type=count, metavar="N", help="first keys whose mean magicpig subtracts (default "
+                        "1024, or a quarter of --length where that is less)")  # fmt: skip
+    parser.add_argument("--no-ablations", dest="ablations", action="store_false", help="leave out bits and tables "
+                        "other than the presets' (the paper's Tables 11 and 12); takes half the time")  # fmt: skip
+    add_chunk_size(parser)
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write a record that `longreach report` reads")
+    parser.add_argument("--figures", type=Path, metavar="FOLDER", help="draw pictures into a folder; earlier ones are "
+                        "replaced (extra `report`)")  # fmt: skip
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from longreach.records import check_writable, write
+    from longreach.tasks import registry
+
+    tasks = registry.choose(args.tasks)
+    if args.output is not None:
+        check_writable(args.output)
+    if args.figures is not None:
+        from longreach.records.report.plots import check_installed
+
+        check_installed()
+        check_folder(args.figures)
+    with waiting("loading the model"):
+        model, tokenizer = load_model(args)
+    with waiting("making prompts"):
+        from longreach.evals.model_info import model_info
+        from longreach.evals.sampling_study import SamplingStudy
+        from longreach.records import environment
+
+        study = SamplingStudy(model, tokenizer, tasks, length=args.length, samples=args.samples, rows=args.rows,
+                              seed=args.seed, centre=args.centre, ablations=args.ablations)  # fmt: skip
+        where = environment(model.device)
+        about = model_info(model, args.model)
+    found = study.run(args.prefill_chunk_size, progress)
+    names = ("length", "samples", "rows", "seed", "ablations", "prefill_chunk_size")
+    config = {**{name: getattr(args, name) for name in names}, "centre": study.centre}
+    record = {"kind": NAME, "format": FORMAT, "model": about, "config": config, **where,
+              "tasks": {task.name: task.source for task in tasks}, **found}  # fmt: skip
+    if args.output is not None:
+        write(args.output, record)
+    drawn = draw(record, args.figures) if args.figures is not None else []
+    if args.json:
+        emit(record)
+    else:
+        show(record, drawn)
+    return 0
+
+
+def draw(record: dict[str, Any], folder: Path) -> list[Path]:
+    """The report's pictures of a record, in a folder."""
+    from longreach.records.report.blocks import Figure
+    from longreach.records.report.reading import Record
+    from longreach.records.report.sampling import sampling
+    from longreach.records.report.writing import write_all
+
+    with waiting("drawing"):
+        blocks = sampling(Record(NAME, NAME, record), NAME)
+        return write_all(folder, {block.file: block.png for block in blocks if isinstance(block, Figure)})
+
+
+def show(record: dict[str, Any], drawn: list[Path]) -> None:
+    """Tables of the presets, of estimators with exact scores and of all methods."""
+    out, results = console(), record["results"]
+    table = Table(out, [Column("method", 44, left=True), Column("error", 6), Column("median", 6), Column("read", 6),
+                        Column("keys", 6)])  # fmt: skip
+    table.header()
+    for label, mine in results["methods"].items():
+        reads = mine["reads"]
+        table.row([label, f"{mine['mean']:.3f}", f"{mine['median']:.3f}", percent(reads["total"]),
+                   percent(2 * reads["values"])])  # fmt: skip
+    for name, mine in results["estimators"].items():
+        for read, mean, median in zip(mine["read"], mine["mean"], mine["median"], strict=True):
+            table.row([f"{name}, each query head", f"{mean:.3f}", f"{median:.3f}", "", percent(read)])
+    for name, reason in results["left_out"].items():
+        out.print(f"{name} was left out: {reason}")
+    rows = len(record["samples"]) * record["config"]["rows"]
+    out.print(
+        f"\n{rows} rows of {len(record['samples'])} prompts, all layers. error: |o - o_dense| / |o_dense| on the same "
+        f"queries, keys and values, mean and median over rows, layers and query heads. read: bytes over dense "
+        f"attention's; oracles read all keys for their scores. keys: share of the keys that are attended to. Layers, "
+        f"mass, geometry and ranges are in the record and the report."
+    )
+    out.print(place(record))
+    for path in drawn:
+        out.print(str(path), soft_wrap=True)
