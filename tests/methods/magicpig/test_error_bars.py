@@ -23,6 +23,7 @@ from longreach.methods.magicpig import method as magicpig
 from longreach.methods.oracle_sampling import OracleSampling
 from longreach.ops import KVView, Rows
 from longreach.tasks.registry import task
+from longreach.testing.tiny import tiny_model
 
 PIG = MagicPIG(bits=9, tables=120, capacity=1.0, dense_layers=(), error_bars=True)
 METHODS: dict[str, Any] = {
@@ -144,3 +145,23 @@ def test_of_a_model() -> None:
         found = errors(method, calls, 4)
         assert 0.8 < found.ratio < 1.3, (name, found.ratio)
         assert found.covered >= 0.93, (name, found.covered)
+
+
+def test_reports_of_methods_that_take_turns() -> None:
+    """In one session with and without bars: each report is that of its own method."""
+    plain = MagicPIG(bits=4, tables=9, local=8, seal=8, centre=8, dense_layers=())
+    prompt = torch.randint(0, 250, (1, 60), generator=torch.Generator().manual_seed(1))
+    notes = []
+    with longreach.attach(tiny_model("llama"), decode=plain) as session:
+        session.prepare(plain, replace(plain, error_bars=True))
+        for method in (plain, replace(plain, error_bars=True), plain):
+            session.switch(method)
+            session.model.generate(prompt, max_new_tokens=4, do_sample=False, pad_token_id=0)
+            layers = [layer.notes for layer in session.report().layers if layer.phase == "decode"]
+            notes.append([{k: v for k, v in (each or {}).items() if k != "note"} for each in layers])
+            session.reset_report()
+    without, bars, again = notes
+    assert without == again and all(0 < each["sampled_group"][0] < 1 for each in without)
+    assert all(0 < each["relative_error"][0] < 1 for each in bars)
+    names = ("relative_error", "redone", "error_bar_bytes")
+    assert [{k: v for k, v in each.items() if k not in names} for each in bars] == without

@@ -46,12 +46,19 @@ def notes(
     reads = [noted[began:searched], noted[searched : spread.start] + noted[spread.stop :], noted[spread]]
     search, attention, more = (_bytes(call, some)[:, None].expand(-1, heads) / heads for some in reads)
     found_of = torch.stack([*columns, over, search, attention, torch.ones_like(over)], -1)
+    as_columns = _plain
     if bars is not None:
         found_of = torch.cat([found_of, more[..., None], error_bars.columns(bars)], -1)
-    return Notes((torch.where(sampled[..., None], found_of, 0),), _same, summary)
+        as_columns = _with_bars
+    return Notes((torch.where(sampled[..., None], found_of, 0),), as_columns, summary)
 
 
-def _same(x: Tensor) -> Tensor:
+def _plain(x: Tensor) -> Tensor:
+    return x
+
+
+def _with_bars(x: Tensor) -> Tensor:
+    """A function of its own: the ledger keeps one sum for each, and these have more columns."""
     return x
 
 
