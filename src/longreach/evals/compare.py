@@ -109,7 +109,7 @@ class Compare:
             for method in (spec.prefill, spec.decode):
                 method.check(shape_of(model))
             if spec.fuse is not None:
-                spec.fuse.probes(shape_of(model).layers)
+                spec.fuse.check_layers(shape_of(model).layers)
         self.tokens: list[int] = []
         self.reference: list[Tensor] = []
 

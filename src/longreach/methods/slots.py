@@ -99,6 +99,15 @@ class Fusion(Configured, ABC):
         """
         return ()
 
+    def check_layers(self, layers: int) -> None:
+        """Raise Unsupported for a model of too few layers to choose in, InvalidInput as `probes`."""
+        if layers <= self.full_layers:
+            raise Unsupported(
+                f"fuse={self.name} chooses tokens in layer {self.full_layers}, and the model's last layer is "
+                f"{layers - 1}; use a method without layers that run for all tokens, such as dependence"
+            )
+        self.probes(layers)
+
     @abstractmethod
     def choose(self, prompt: PromptParts, layer: FullLayer | None) -> Tensor:
         """int64 [r]: the stored tokens that are recomputed, ascending; none that is exact. layer: the last full one or

@@ -100,6 +100,8 @@ class Session:
         self._shape = shape_of(model)
         for method in (prefill, decode):
             method.check(self._shape)
+        if fuse is not None:
+            fuse.check_layers(self._shape.layers)
         check_eviction(evict, decode, fused=fuse is not None)
         self.model, self.prefill, self.decode, self.cache_config = model, prefill, decode, cache
         self.fuse, self.evict = fuse, evict

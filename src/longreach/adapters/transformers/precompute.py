@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from longreach.adapters.transformers.attach import Session
-from longreach.adapters.transformers.checks import check_model, decoder_of, text_config
+from longreach.adapters.transformers.checks import check_model, decoder_of
 from longreach.adapters.transformers.fingerprint import Fingerprint, fingerprint
 from longreach.adapters.transformers.oom import memory_errors
 from longreach.adapters.transformers.prompt_reader import CHUNK, Advance
-from longreach.adapters.transformers.prompt_tokens import context_limit
+from longreach.adapters.transformers.prompt_tokens import context_limit, short_context
 from longreach.adapters.transformers.ranks import Ranks, in_pass, ranks_of, together
 from longreach.adapters.transformers.rotary import (
     Rotation,
@@ -121,7 +121,7 @@ class Precompute:
         if room is None or room >= 0:
             return
         what = f"a chunk of {len(tokens)} tokens behind a prefix of {len(before)}"
-        short = _short_context(self.session.model)
+        short = short_context(self.session.model)
         if short is not None:
             raise InvalidInput(
                 f"{what} goes beyond token {short}, where this model's rotation changes (longrope); cut it into "
@@ -134,7 +134,7 @@ class Precompute:
 
     def room(self, taken: int) -> int | None:
         """Tokens that may be computed together in addition to `taken`; None for no limit."""
-        limits = [n for n in (context_limit(self.session.model), _short_context(self.session.model)) if n is not None]
+        limits = [n for n in (context_limit(self.session.model), short_context(self.session.model)) if n is not None]
         return min(limits) - taken if limits else None
 
     def compute(
@@ -262,22 +262,6 @@ def _common(one: Tensor, other: Tensor) -> int:
     both = min(len(one), len(other))
     differ = (one[:both] != other[:both]).nonzero()
     return int(differ[0]) if len(differ) else both
-
-
-def _short_context(model: Any) -> int | None:
-    """Tokens up to which a model with two sets of frequencies rotates by the first; None for all others.
-
-    What precedes that token has been rotated by the other set once it is passed: no chunk may lie across.
-    """
-    config = text_config(model)
-    rope = config.rope_parameters or {}
-    kinds = [rope] if "rope_type" in rope else [part for part in rope.values() if isinstance(part, dict)]
-    found = [
-        kind.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
-        for kind in kinds
-        if kind.get("rope_type") == "longrope"
-    ]
-    return min((int(n) for n in found if n), default=None)
 
 
 class _ChunkBuffer:

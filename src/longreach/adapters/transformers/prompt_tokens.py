@@ -15,6 +15,29 @@ def context_limit(model: Any) -> int | None:
     return getattr(text_config(model), "max_position_embeddings", None)
 
 
+def short_context(model: Any) -> int | None:
+    """Tokens up to which a model with two sets of rotary frequencies (longrope) rotates by the first; else None.
+
+    A longer prompt is rotated by the other set from its first token on: no chunk may lie across, and one that was
+    computed before is not exact in it.
+    """
+    config = text_config(model)
+    rope = config.rope_parameters or {}
+    kinds = [rope] if "rope_type" in rope else [part for part in rope.values() if isinstance(part, dict)]
+    found = [
+        kind.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+        for kind in kinds
+        if kind.get("rope_type") == "longrope"
+    ]
+    return min((int(n) for n in found if n), default=None)
+
+
+def rotates_as_chunks(model: Any, length: int) -> bool:
+    """Whether a prompt of `length` tokens is rotated by the frequencies that chunks are computed with."""
+    short = short_context(model)
+    return short is None or length <= short
+
+
 def check_length(model: Any, prompt: int, max_new_tokens: int) -> None:
     """Raise InvalidInput if prompt and answer exceed the model's context."""
     limit = context_limit(model)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from longreach.adapters.transformers import FusedPrompt, Reader, Session, attach, check_length, shape_of
+from longreach.adapters.transformers.prompt_tokens import rotates_as_chunks
 from longreach.cache import CacheConfig
 from longreach.errors import InvalidInput
 from longreach.evals.attention.weights import blocks, weights
@@ -109,7 +110,7 @@ class FusionStudy:
         layers = shape_of(model).layers
         for spec in self.specs:
             assert spec.fuse is not None
-            spec.fuse.probes(layers)
+            spec.fuse.check_layers(layers)
         if behind == "bos":
             prefix_tokens(tokenizer, "bos", (), 0)
         self.model, self.tokenizer, self.length, self.behind, self.layers = model, tokenizer, length, behind, layers
@@ -180,7 +181,7 @@ class FusionStudy:
         finally:
             session.on_layer = None
         assert reader.cache is not None
-        parts = prompt.parts(self.model.device)
+        parts = prompt.parts(self.model.device, chunk_frequencies=rotates_as_chunks(self.model, count))
         there = parts.candidates
         again = torch.zeros_like(there).index_fill(0, chosen[-1], True)
         for means in into:

@@ -13,7 +13,7 @@ from torch import Tensor
 from longreach import CacheConfig, Quest, attach
 from longreach.adapters.transformers.fusing import FusedPrompt, FusionReport, read
 from longreach.adapters.transformers.precompute import Precompute
-from longreach.adapters.transformers.prompt_reader import Reader
+from longreach.adapters.transformers.prompt_reader import Answer, Reader
 from longreach.cache import KVCache
 from longreach.errors import InvalidInput, Unsupported
 from longreach.methods.base import AttentionMethod
@@ -22,7 +22,7 @@ from longreach.methods.kascade import Kascade
 from longreach.methods.loki import Loki
 from longreach.methods.slots import FullLayer, Fusion, PromptParts
 from longreach.store import Chunk
-from longreach.testing.tiny import random_tokens
+from longreach.testing.tiny import random_tokens, tiny_model
 from tests.adapters.transformers.reference import model_of
 from tests.methods.planned import planned, tiny, write_plans
 from tests.tiers import families, swept
@@ -239,7 +239,91 @@ def test_methods_whose_state_is_made_of_keys_know_all_of_them(method: AttentionM
             assert answer == plain(model, prompt.ids, decode=method, new=10)[2]
 
 
+def longrope(layers: int = 2) -> Any:
+    """A model that rotates prompts of more than 64 tokens by other frequencies."""
+    rope = {
+        "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64, "factor": 8.0,
+        "short_factor": [1.0] * 8, "long_factor": [2.0 + n for n in range(8)],
+    }  # fmt: skip
+    return tiny_model(
+        "phi3", rope_parameters=rope, original_max_position_embeddings=64, max_position_embeddings=512,
+        num_hidden_layers=layers,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("fusion", EVERYTHING, ids=repr)
+def test_no_chunk_is_exact_where_the_prompt_is_rotated_by_other_frequencies(fusion: Fusion) -> None:
+    model = longrope(layers=4)
+    prompt = prompt_of(model)
+    logits, report, _, answer = fused(model, prompt.fused, fusion)
+    assert (report.exact, report.recomputed) == (0, sum(LENGTHS)) and report.tokens > 64
+    with attach(model) as session:
+        reader = Reader(session, chunk=1000)
+        want = reader.read(prompt.ids)
+        tokens_wanted = list(reader.decode(want, 6, Answer()))
+    torch.testing.assert_close(logits, want, rtol=1e-4, atol=1e-4)
+    assert answer == tokens_wanted
+
+
+@pytest.mark.parametrize("rope", ["longrope", "dynamic"])
+def test_chunks_are_exact_where_frequencies_are_those_they_were_computed_with(rope: str) -> None:
+    if rope == "longrope":
+        model, count = longrope(), 2
+    else:
+        fields = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+        model, count = tiny_model("llama", rope_parameters=fields, max_position_embeddings=128), 3
+    prompt = prompt_of(model)
+    prompt = replace(prompt, chunks=prompt.chunks[: count - 1], question=prompt.question[:2])
+    logits, report, _, _ = fused(model, prompt.fused, LegoLink(first=99))
+    assert report.exact == LENGTHS[0] and len(prompt.ids) <= (64 if rope == "longrope" else 128)
+    torch.testing.assert_close(logits, plain(model, prompt.ids)[0], rtol=1e-4, atol=1e-4)
+
+
+def test_a_chunk_behind_other_tokens_is_not_exact() -> None:
+    """Behind as many tokens as it was computed behind, but not those."""
+    model = model_of("llama")
+    prompt = replace(prompt_of(model), system=tokens(SYSTEM, 99))
+    logits, report, _, _ = fused(model, prompt.fused, A3(ratio=1.0))
+    assert (report.exact, report.recomputed) == (0, sum(LENGTHS))
+    torch.testing.assert_close(logits, plain(model, prompt.ids)[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("config", [CacheConfig(), CacheConfig("paged", page=5)], ids=["contiguous", "paged"])
+def test_memory_for_the_answer_is_there_after_the_prompt(config: CacheConfig) -> None:
+    model = model_of("llama")
+    prompt = prompt_of(model).fused
+    with attach(model, fuse=A3(), cache=config) as session:
+        cache = session.new_cache(1)
+        read(session, cache, prompt, then=40)
+        before = cache.kv.nbytes
+        with torch.no_grad():
+            model(torch.tensor([tokens(40, 8)]), past_key_values=cache)
+        assert cache.kv.nbytes == before and cache.kv.lengths == [len(prompt.ids) + 40]
+
+
+@pytest.mark.parametrize("name", ["k_proj", "v_proj"])
+def test_keys_or_values_that_are_all_zero_have_no_relative_error(name: str) -> None:
+    model = tiny_model("llama")
+    with torch.no_grad():
+        getattr(model.model.layers[1].self_attn, name).weight.zero_()
+    _, report, _, _ = fused(model, prompt_of(model).fused, LegoLink(first=99))
+    zero, other = (report.key_error, report.value_error)[:: 1 if name == "k_proj" else -1]
+    assert zero[0] is not None and zero[1] is None and None not in other
+
+
 # bad input
+
+
+def test_models_of_too_few_layers_are_refused_when_attaching() -> None:
+    model = tiny_model("llama", num_hidden_layers=1)
+    for fusion in (A3(), CacheBlend()):
+        with pytest.raises(Unsupported, match=rf"fuse={fusion.name} chooses tokens in layer 1, .* last layer is 0"):
+            attach(model, fuse=fusion)
+    with pytest.raises(InvalidInput, match=r"expected a layer of the model, which has 1 \(0 to 0\), got 99"):
+        attach(model, fuse=A3Deep(layer=99))
+    prompt = prompt_of(model)
+    for fusion in (PIE(), LegoLink(), A3Deep(ratio=1.0)):
+        assert len(fused(model, prompt.fused, fusion)[3]) == 6
 
 
 def test_the_cache_is_as_it_was_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from longreach.adapters.transformers.checks import check_model, decoder_of
 from longreach.adapters.transformers.fusing.loading import Loading, Wait
 from longreach.adapters.transformers.fusing.prompt import FusedPrompt
 from longreach.adapters.transformers.hf_cache import LongreachCache
+from longreach.adapters.transformers.prompt_tokens import rotates_as_chunks
 from longreach.adapters.transformers.ranks import Ranks, in_pass, together
 from longreach.adapters.transformers.rotary import (
     Captured,
@@ -49,7 +50,7 @@ class FusionReport:
     that ran; reused: stored ones that are not exact and did not run; computed: those that were not stored.
 
     key_error, value_error: for each layer whose stored keys and values were placed, how far they were off at the
-    recomputed tokens: norm of the difference over norm of the recomputed; None where none was.
+    recomputed tokens: norm of the difference over norm of the recomputed; None where none was, or where that is zero.
     loaded_bytes: of stored keys and values that were copied to the model's device; waited_seconds: how long its stream
     waited for copies on the other stream (see `Loading`). Prompts of a batch share both. Under tensor parallelism the
     errors are of all KV heads, bytes and seconds of this rank.
@@ -83,13 +84,15 @@ class FusedPass:
         model = session.model
         self.device = model.device
         self.attending, self.layers = _modules(session)
+        fusion.check_layers(len(self.layers))
         self.chunks = prompts[0].chunks
         self._check_chunks()
         self.counts = [len(prompt.ids) for prompt in prompts]
         self.starts = [0, *accumulate(self.counts)]  # of each prompt in the row of all tokens
         self.ids = torch.tensor([[token for prompt in prompts for token in prompt.ids]], device=self.device)
         self.positions = torch.cat([torch.arange(count, device=self.device) for count in self.counts])[None]
-        self.parts: list[PromptParts] = [prompt.parts(self.device) for prompt in prompts]
+        same = rotates_as_chunks(model, max(self.counts))
+        self.parts: list[PromptParts] = [prompt.parts(self.device, chunk_frequencies=same) for prompt in prompts]
         self.stored_index = self.parts[0].at  # the stored tokens of each
         self.rotated_to = self.stored_index  # positions that stored keys are rotated to
         if not fusion.true_positions:
@@ -173,7 +176,9 @@ class FusedPass:
     def _report(self, number: int, norms: dict[int, list[list[float]]], waited: float) -> FusionReport:
         parts, count, again = self.parts[number], self.counts[number], self.recomputed_counts[number]
         stored, exact = int(parts.stored.sum()), int(parts.exact.sum())
-        errors = {n: (k / key, v / value) for n, some in norms.items() for k, v, key, value in [some[number]] if again}
+        errors = {
+            n: (_relative(k, key), _relative(v, value)) for n, some in norms.items() for k, v, key, value in [some[number]]
+        }  # fmt: skip
         shares = [errors.get(layer, (None, None)) for layer in range(len(self.layers))]
         return FusionReport(
             count, exact, again, stored - exact - again, count - stored, tuple(key for key, _ in shares),
@@ -297,6 +302,7 @@ class FusedPass:
         if self.chunks and not self.fusion.probes(len(self.layers)):
             chosen = self._choices(full)
         each = list(zip(self.starts, chosen, self.parts, strict=False))
+        # ascending, as Step.narrow and attention by the order of rows expect
         index = [start + torch.cat([some, parts.computed]).sort().values for start, some, parts in each]
         self.recomputed_index = torch.cat([start + some for start, some, _ in each])
         self.recomputed_counts = [len(some) for some in chosen]
@@ -409,6 +415,11 @@ class FusedPass:
         if "does not rotate" in found:
             return None
         raise Unsupported(f"stored keys cannot be rotated to their positions: {found}")
+
+
+def _relative(difference: float, size: float) -> float | None:
+    """A norm over another; None where that is zero: nothing ran, or all that was recomputed is zero."""
+    return difference / size if size > 0 else None
 
 
 def _sequence(kv: KVView, one: slice) -> KVView:

@@ -65,8 +65,9 @@ class FusedPrompt:
         """The first token after the last chunk."""
         return max((start + len(chunk.tokens) for start, chunk in self.chunks), default=0)
 
-    def parts(self, device: torch.device) -> PromptParts:
-        """For a fusion method. device: the model's."""
+    def parts(self, device: torch.device, *, chunk_frequencies: bool = True) -> PromptParts:
+        """For a fusion method. device: the model's. chunk_frequencies: whether the prompt is rotated by the frequencies
+        that its chunks were computed with; if not (longrope), none of them is exact."""
         count, ids = len(self.ids), torch.tensor(self.ids)
         stored, exact = torch.zeros(2, count, dtype=torch.bool)
         before, after = torch.zeros(2, count, dtype=torch.int64)
@@ -74,7 +75,8 @@ class FusedPrompt:
         for start, chunk in self.chunks:
             here = slice(start, start + len(chunk.tokens))
             stored[here] = True
-            exact[here] = sure = start == len(chunk.prefix) and torch.equal(ids[:start], chunk.prefix)
+            behind_its_own = start == len(chunk.prefix) and torch.equal(ids[:start], chunk.prefix)
+            exact[here] = sure = chunk_frequencies and behind_its_own
             before[here] = torch.arange(len(chunk.tokens))
             after[here] = before[here].flip(0)
             if chunk.dependence is not None:
