@@ -67,7 +67,7 @@ def test_arguments(longreach: Any, tiny: Path, document: Path, arguments: list[s
         (None, ["cannot read", "No such file", "--document"]),
         (b"", ["is empty"]),
         (b" \n ", ["is empty"]),
-        (b"\xff\xfe\x00", ["no UTF-8 text", "iconv"]),
+        (b"\xff\xfe\x00", ["not UTF-8 text", "iconv"]),
     ],
 )
 @pytest.mark.parametrize("verb", ["run", "compare"])
@@ -84,7 +84,7 @@ def test_documents(
 @pytest.mark.parametrize("given", ["--document", "--documents"])
 def test_a_question_that_is_no_utf8(longreach: Any, tiny: Path, document: Path, given: str, verb: str) -> None:
     result = longreach(verb, "--model", tiny, given, document, "--question", "\udcff what")
-    refused(result, "question", "bytes that are no UTF-8")
+    refused(result, "question", "bytes that are not UTF-8")
 
 
 @pytest.mark.parametrize("verb", ["run", "compare"])

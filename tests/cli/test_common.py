@@ -66,7 +66,7 @@ def test_documents_from_files_and_standard_input(tmp_path: Path, monkeypatch: py
 
 def test_documents_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "latin.txt").write_bytes("caf\xe9 au lait".encode("latin-1"))
-    with pytest.raises(InvalidInput, match=r"latin\.txt is no UTF-8 text \(byte 3\)"):
+    with pytest.raises(InvalidInput, match=r"latin\.txt is not UTF-8 text \(byte 3\)"):
         read_document(str(tmp_path / "latin.txt"))
     (tmp_path / "blank.txt").write_text(" \n\t")
     with pytest.raises(InvalidInput, match=r"blank\.txt is empty"):

@@ -89,7 +89,7 @@ def test_documents_that_are_none(longreach: Any, tiny: Path, texts: list[Path], 
     empty.write_text(" \n")
     junk.write_bytes(b"\xff\x00\xfe")
     assert "is empty; leave it out" in longreach(*asked(tiny, [*texts, empty])).err
-    assert "is no UTF-8 text (byte 0)" in longreach(*asked(tiny, [junk])).err
+    assert "is not UTF-8 text (byte 0)" in longreach(*asked(tiny, [junk])).err
     both = longreach("run", "--model", tiny, "--document", texts[0], "--documents", texts[1], "--question", QUESTION)
     assert both.code == 2 and "not allowed with argument" in both.err
     alone = longreach("run", "--model", tiny, "--document", texts[0], "--fuse", "a3", "--question", QUESTION)

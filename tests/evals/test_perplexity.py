@@ -253,7 +253,7 @@ def test_what_cannot_be(model: Any, texts: list[Text], options: dict[str, Any], 
 def test_files_that_are_no_text(tmp_path: Path) -> None:
     (tmp_path / "empty").write_text(" \n")
     (tmp_path / "latin").write_bytes(b"gr\xfc\xdfe")
-    for name, message in [("empty", "is empty"), ("latin", r"no UTF-8 text \(byte 2\)"), ("none", "cannot read")]:
+    for name, message in [("empty", "is empty"), ("latin", r"not UTF-8 text \(byte 2\)"), ("none", "cannot read")]:
         with pytest.raises(InvalidInput, match=message):
             read_text(tmp_path / name, tiny_tokenizer())
 

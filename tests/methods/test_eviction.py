@@ -67,7 +67,7 @@ def test_the_best_by_votes_stay(impl: str, pool: Any, page: int | None) -> None:
 def test_a_short_prompt_keeps_all_and_a_small_capacity_is_refused() -> None:
     kv, rows = random_kv([20]), rows_at([18, 19])
     assert SnapKV(capacity=20).keep(call_of(rows, kv), 20, 0, 2) is None
-    with pytest.raises(InvalidInput, match="capacity 9 is less than the 5 tokens of the system prompt and the 6"):
+    with pytest.raises(InvalidInput, match="capacity 9 is less than the 11 tokens that stay, 5 at"):
         SnapKV(capacity=9).keep(call_of(rows, kv), 20, 5, 6)
 
 

@@ -123,7 +123,7 @@ def load_model(args: argparse.Namespace) -> tuple[Any, Any]:
     return load(args.model, device=str(device_of(args.device)), dtype=dtype)
 
 
-def tell_unapplied(settings: dict[str, Any]) -> None:
+def warn_unapplied(settings: dict[str, Any]) -> None:
     """One line on stderr: what of the checkpoint's generation config, by name, answers are made without."""
     if settings:
         told = ", ".join(f"{name}={value}" for name, value in settings.items())
@@ -147,7 +147,7 @@ def read_text(path: str, given: str) -> tuple[str, str]:
         return name, content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise InvalidInput(
-            f"{name} is no UTF-8 text (byte {error.start}); convert it, for example with iconv"
+            f"{name} is not UTF-8 text (byte {error.start}); convert it, for example with iconv"
         ) from error
     except OSError as error:
         raise InvalidInput(f"cannot read {name}: {error.strerror}; check the path given {given}") from error

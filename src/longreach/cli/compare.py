@@ -19,7 +19,7 @@ from longreach.cli.common import (
     positive,
     read_document,
     tell_left_out,
-    tell_unapplied,
+    warn_unapplied,
 )
 from longreach.cli.compare_documents import compare_documents, refuse_without_documents
 from longreach.cli.compare_record import write_record
@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
         task = Compare(model, tokenizer, shared + rest, steps=args.steps, methods=chosen, options=options,
                        specs=specs, layers=args.layers, graph=args.graph, past_end=args.past_end)  # fmt: skip
         where = environment(model.device)
-    tell_unapplied(task.not_applied)
+    warn_unapplied(task.not_applied)
     tell_left_out(task.left_out)
     found = task.run(args.prefill_chunk_size, progress)
     if args.json:

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from longreach.cli.common import check_questions, load_model, parse_settings, read_system, read_whole, tell_unapplied
+from longreach.cli.common import check_questions, load_model, parse_settings, read_system, read_whole, warn_unapplied
 from longreach.cli.compare_record import write_record
 from longreach.cli.show import Column, Table, console, duration, emit, place, progress, waiting
 from longreach.errors import InvalidInput
@@ -61,7 +61,7 @@ def compare_documents(args: argparse.Namespace) -> int:
             print(f"longreach: the store could not be used, chunks were computed: {error}", file=sys.stderr)
         task = Compare(model, tokenizer, prompt.ids, steps=args.steps, specs=specs, layers=args.layers,
                        graph=args.graph, past_end=args.past_end, fused=prompt)  # fmt: skip
-    tell_unapplied(task.not_applied)
+    warn_unapplied(task.not_applied)
     if args.json:
         found = list(task.run(args.prefill_chunk_size, progress))
         _record(args, model, task, found, where, texts, system)

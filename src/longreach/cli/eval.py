@@ -20,7 +20,7 @@ from longreach.cli.common import (
     parse_settings,
     positive,
     tell_left_out,
-    tell_unapplied,
+    warn_unapplied,
 )
 from longreach.cli.show import Column, Table, console, duration, emit, percent, place, progress, waiting
 from longreach.errors import InvalidInput
@@ -125,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
                             args.chunk_ends)  # fmt: skip
         evaluation = Evaluation(model, tokenizer, tasks, specs, settings, args.workers)
         about = {"model": model_info(model, args.model), "config": evaluation.config(), **environment(model.device)}
-    tell_unapplied(evaluation.not_applied)
+    warn_unapplied(evaluation.not_applied)
     record = measured(evaluation, about, args.output, args.equal_bytes)
     tell_left_out({**left_out, **record.get("equal_bytes", {}).get("unreachable", {})})
     _tell_unequal(record)

@@ -17,7 +17,7 @@ from longreach.cli.common import (
     parse_settings,
     positive,
     read_document,
-    tell_unapplied,
+    warn_unapplied,
 )
 from longreach.cli.show import duration, emit, percent, progress, waiting
 from longreach.errors import InvalidInput
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="FILE", help="with --documents: UTF-8 text before them, behind which their "
                         "chunks are computed")  # fmt: skip
     parser.add_argument("--store", metavar="DIR", help="with --documents: the chunk store (default: none)")
-    parser.add_argument("--chunk-tokens", type=positive, default=512, metavar="N", help="with --documents: of a chunk "
+    parser.add_argument("--chunk-tokens", type=positive, metavar="N", help="with --documents: of a chunk "
                         "at most (default 512)")  # fmt: skip
     parser.add_argument("--max-new-tokens", type=positive, default=128, metavar="N", help="longest answer, in tokens "
                         "(default 128)")  # fmt: skip
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
 
         task = Questions(model, tokenizer, document, args.question, args.max_new_tokens)
     left_out = unapplied(model, sampled=False, applied=("stop_strings",))
-    tell_unapplied(left_out)
+    warn_unapplied(left_out)
     with attach(model, prefill=prefill, decode=decode, cache=task.cache) as session:
         reader = task.read(session, args.prefill_chunk_size, progress, graph=args.graph)
         for number, question in enumerate(task.questions):
@@ -112,6 +112,7 @@ def run(args: argparse.Namespace) -> int:
 def _refuse_without_documents(args: argparse.Namespace, options: dict[str, Any]) -> None:
     """Raise InvalidInput for what belongs to --documents."""
     asked = {"--fuse": args.fuse, "--evict": args.evict, "--system": args.system, "--store": args.store,
+             "--chunk-tokens": args.chunk_tokens,
              "--set fuse.": options.get("fuse"), "--set evict.": options.get("evict")}  # fmt: skip
     given = [name for name, value in asked.items() if value is not None]
     if given:

@@ -5,21 +5,19 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections import Counter
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from longreach.cli.common import check_questions, load_model, read_system, read_whole, tell_unapplied
+from longreach.cli.common import check_questions, load_model, read_system, read_whole, warn_unapplied
 from longreach.cli.show import duration, emit, progress, waiting
-from longreach.errors import InvalidInput, StoreError
+from longreach.errors import InvalidInput
 
 if TYPE_CHECKING:
     from longreach.adapters.transformers import Account, Documents
-    from longreach.store import Chunk, ChunkStore, Entry
 
 DEFAULT = "a3"
-LOOKED_AT = 64  # chunks of a store in which none was found
+CHUNK_TOKENS = 512
 
 
 def run_documents(args: argparse.Namespace, options: dict[str, dict[str, Any]]) -> int:
@@ -47,19 +45,18 @@ def run_documents(args: argparse.Namespace, options: dict[str, dict[str, Any]]) 
             known = fingerprint(model)
             fingerprinted = time.perf_counter() - started
             documents = Documents(
-                session, tokenizer, system=system, store=store, chunk_tokens=args.chunk_tokens,
+                session, tokenizer, system=system, store=store, chunk_tokens=args.chunk_tokens or CHUNK_TOKENS,
                 prefill_chunk=args.prefill_chunk_size, known=known, graph=args.graph,
             )  # fmt: skip
         longest = max(len(documents.question_tokens(question)) for question in args.question)
         left_out = unapplied(model, sampled=False, applied=("stop_strings",))
-        tell_unapplied(left_out)
+        warn_unapplied(left_out)
         started = time.perf_counter()
-        before = [] if store is None else store.entries()
         with progress("reading documents", documents.count(texts)) as advance:
             documents.read(texts, advance, reserve=longest + args.max_new_tokens)
         read_seconds = time.perf_counter() - started
-        if store is not None and before and _had_none(before, documents):
-            print(_why_none_was_found(store, before, documents.chunks[0][0]), file=sys.stderr)
+        if documents.absent is not None:
+            print(f"longreach: {documents.absent}", file=sys.stderr)
         for error in {str(origin.error) for origin in documents.origins if origin.error is not None}:
             print(f"longreach: the store could not be used, chunks were computed: {error}", file=sys.stderr)
         answers = []
@@ -85,32 +82,6 @@ def run_documents(args: argparse.Namespace, options: dict[str, dict[str, Any]]) 
         return 0
     _summarise(documents, read_seconds, [account for *_, account in answers])
     return 0
-
-
-def _had_none(entries: list[Entry], documents: Documents) -> bool:
-    """Whether a store with these entries had none of the documents' chunks, broken ones included."""
-    names = {entry.name for entry in entries}
-    used = any(chunk.key.name in names for chunks in documents.chunks for chunk in chunks)
-    return not used and all(origin.state != "recomputed" for origin in documents.origins)
-
-
-def _why_none_was_found(store: ChunkStore, entries: list[Entry], ours: Chunk) -> str:
-    """One line: what the chunks are of that a store had before ours were put into it, judged by those used last."""
-    kinds = Counter[str]()
-    for entry in entries[-LOOKED_AT:]:
-        with suppress(StoreError):
-            if (about := store.about(entry.name)) is None:
-                continue
-            if about.key.dtype != ours.key.dtype:
-                kinds[f"of another dtype ({about.key.dtype})"] += 1
-            elif about.key.model != ours.key.model:
-                kinds["of another model, or of other weights"] += 1
-            elif about.key.prefix != ours.key.prefix:
-                kinds["behind another system prompt or other documents"] += 1
-            else:
-                kinds["of other documents, or cut otherwise"] += 1
-    shown = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
-    return f"longreach: the store had none of these chunks. Of its {kinds.total()} most recently used chunks {shown}."
 
 
 def _origins(documents: Documents, count: int) -> list[dict[str, Any]]:

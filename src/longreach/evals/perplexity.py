@@ -98,7 +98,7 @@ class Text:
 
 
 def read_text(path: Path, tokenizer: Any) -> Text:
-    """Raises InvalidInput for a file that cannot be read, is no UTF-8 text or is empty."""
+    """Raises InvalidInput for a file that cannot be read, is not UTF-8 text or is empty."""
     try:
         content = path.read_bytes()
         text = content.decode("utf-8-sig")
@@ -106,7 +106,7 @@ def read_text(path: Path, tokenizer: Any) -> Text:
         raise InvalidInput(f"cannot read {path}: {error.strerror}; check the path given to --text") from error
     except UnicodeDecodeError as error:
         raise InvalidInput(
-            f"{path} is no UTF-8 text (byte {error.start}); convert it, for example with iconv"
+            f"{path} is not UTF-8 text (byte {error.start}); convert it, for example with iconv"
         ) from error
     if not text.strip():
         raise InvalidInput(f"{path} is empty; give a file with text in it")

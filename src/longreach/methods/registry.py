@@ -118,6 +118,12 @@ def choose_eviction(evict: str | Eviction | None, **options: Any) -> Eviction | 
 def _chosen(
     slot: str, given: Any, kind: type[Any], class_of: Callable[[str], type[Any]], options: dict[str, Any]
 ) -> Any:
+    if given in (None, *NONE) and options:
+        known = " or ".join(EVICTIONS if slot == "evict" else FUSIONS)
+        raise InvalidInput(
+            f"{', '.join(f'{slot}.{option}' for option in options)}: an option of a method, and the {slot} slot has "
+            f"none; name the method: {slot}={known} (--{slot} on the command line)"
+        )
     if given in (None, *NONE) or isinstance(given, kind):
         if options:
             raise InvalidInput(f"{slot}: give options with a method's name, or a configured method, not both")

@@ -42,8 +42,8 @@ class SnapKV(Eviction):
     def check_parts(self, length: int, first: int, last: int) -> None:
         if length > self.capacity < first + last:
             raise InvalidInput(
-                f"snapkv: capacity {self.capacity} is less than the {first} tokens of the system prompt and the {last} "
-                f"at the prompt's end, which stay; give a larger capacity"
+                f"snapkv: capacity {self.capacity} is less than the {first + last} tokens that stay, {first} at the "
+                f"prompt's beginning and {last} at its end; give a larger capacity"
             )
 
     def keep(self, call: LayerCall, length: int, first: int, last: int) -> Tensor | None:

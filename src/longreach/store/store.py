@@ -112,12 +112,12 @@ class ChunkStore:
         """The chunk, or None if there is no whole and correct one."""
         return self._get(key).chunk
 
-    def get_or_told(self, key: ChunkKey) -> Lookup:
+    def lookup(self, key: ChunkKey) -> Lookup:
         """Like get, with the broken file in the chunk's place, if any."""
         return self._get(key)
 
     def load(self, key: ChunkKey) -> Lookup:
-        """Like get_or_told, read into memory instead of mapped: what becomes of the file later does not matter, and a
+        """Like lookup, read into memory instead of mapped: what becomes of the file later does not matter, and a
         disk that fails is a miss."""
         return self._get(key, mapped=False)
 

@@ -184,7 +184,7 @@ def test_threads_that_ask_at_once_get_their_answer_or_are_refused() -> None:
         ("one text", "expected a list of documents"),
         ([TEXTS[0], "  \n"], "document 1 is empty; leave it out"),
         ([b"bytes"], "document 0: expected text [(]str[)], got bytes; decode it first"),
-        (["\ud800"], "this one holds bytes that are no UTF-8"),
+        (["\ud800"], "this one holds bytes that are not UTF-8"),
     ],
 )
 def test_documents_that_are_none(texts: Any, message: str) -> None:
@@ -203,7 +203,7 @@ def test_questions_that_cannot_be_asked() -> None:
         documents.read(TEXTS)
         with pytest.raises(InvalidInput, match="the question is empty"):
             documents.ask(" ")
-        with pytest.raises(InvalidInput, match="the question must be text; this one holds bytes that are no UTF-8"):
+        with pytest.raises(InvalidInput, match="the question must be text; this one holds bytes that are not UTF-8"):
             documents.ask("\udcff what")
         for question, new in ((QUESTION, 5000), ("x" * 5000, 5)):
             for ask in (documents.ask, lambda question, new: documents.ask_all([question], new)):

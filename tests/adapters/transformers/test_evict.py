@@ -261,7 +261,9 @@ def test_a_capacity_that_the_parts_do_not_fit_into_is_refused_before_anything_go
     prompt = prompt_of(model).fused
     with attach(model, fuse=PIE(), evict=SnapKV(capacity=10)) as session:
         cache = session.new_cache(1)
-        with pytest.raises(InvalidInput, match="capacity 10 is less than the 7 tokens of the system prompt and the 9"):
+        with pytest.raises(
+            InvalidInput, match="capacity 10 is less than the 16 tokens that stay, 7 at the prompt's beginning and 9"
+        ):
             read(session, cache, prompt)
         assert cache.columns == 0
 
@@ -277,7 +279,7 @@ def test_a_document_that_was_evicted_from_cannot_be_asked_again() -> None:
 
 def test_what_is_no_eviction() -> None:
     model = model_of("llama")
-    with pytest.raises(InvalidInput, match="capacity 8 is less than the 0 tokens of the system prompt and the 32"):
+    with pytest.raises(InvalidInput, match="capacity 8 is less than the 32 tokens that stay, 0 at"):
         attach(model, evict=SnapKV(capacity=8))
     with pytest.raises(InvalidInput, match="evict: expected a configured method of this slot or its name"):
         attach(model, evict=Dense())  # type: ignore[arg-type]

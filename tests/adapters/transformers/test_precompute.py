@@ -219,7 +219,7 @@ def test_what_cannot_be_a_chunk_is_refused() -> None:
             work.check([3] * 4095)
         with pytest.raises(InvalidInput, match="prefix: token -1"):
             Precompute(session, [-1])
-        with pytest.raises(InvalidInput, match="at least 1 token"):
+        with pytest.raises(InvalidInput, match="expected a count of tokens >= 1, got 0"):
             Precompute(session, chunk=0)
     with (
         attach(model_named("llama"), prefill=StreamingLLM()) as session,

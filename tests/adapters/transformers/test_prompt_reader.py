@@ -157,7 +157,7 @@ def test_out_of_memory_says_what_to_lower_and_leaves_nothing_behind(
 
 def test_bad_chunks_tokens_and_lengths_are_refused(model: Any) -> None:
     with attach(model) as session:
-        with pytest.raises(InvalidInput, match="at least 1 token, got 0"):
+        with pytest.raises(InvalidInput, match="expected a count of tokens >= 1, got 0"):
             Reader(session, 0)
         reader = Reader(session)
         with pytest.raises(InvalidInput, match="at least one token"):

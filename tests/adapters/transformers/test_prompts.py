@@ -24,7 +24,7 @@ def test_a_chat_template_that_fails(tmp_path: Path) -> None:
 def test_bytes_that_are_no_text(tmp_path: Path) -> None:
     save_tiny(tmp_path)
     _, tokenizer = load(tmp_path)
-    with pytest.raises(InvalidInput, match="no UTF-8"):
+    with pytest.raises(InvalidInput, match="not UTF-8"):
         prompts(tokenizer, "a document", ["a\udcffquestion"])
 
 

@@ -166,7 +166,7 @@ def test_standard_input_and_a_byte_order_mark(
         (None, ["cannot read", "No such file", "FILE"]),
         (b"", ["is empty", "leave it out"]),
         (b" \n", ["is empty"]),
-        (b"ab\xff", ["no UTF-8 text (byte 2)", "iconv"]),
+        (b"ab\xff", ["not UTF-8 text (byte 2)", "iconv"]),
     ],
 )
 def test_documents_that_are_refused(

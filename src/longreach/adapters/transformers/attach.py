@@ -103,6 +103,12 @@ class Session:
         if fuse is not None:
             fuse.check_layers(self._shape.layers)
         check_eviction(evict, decode, fused=fuse is not None)
+        windows = cache_windows(model)
+        if evict is not None and len(windows) == self._shape.layers:
+            raise Unsupported(
+                f"evict={evict.name}: all layers of {type(model).__name__} have a sliding window and keep their keys; "
+                f"leave evict out"
+            )
         self.model, self.prefill, self.decode, self.cache_config = model, prefill, decode, cache
         self.fuse, self.evict = fuse, evict
         IMPLEMENTATIONS.check(impl, model.device)  # an unknown name is refused now; "auto" is resolved call by call
@@ -112,7 +118,7 @@ class Session:
         self.next_step: Step | None = None  # the next pass, if the decode loop or fusion has made it
         self.static_caches: dict[int, LongreachCache] = {}  # batch -> the cache that the decode loop reuses
         self._decoder, self._layers = decoder, self._shape.layers
-        self.facts = ModelFacts(self._shape, cache_windows(model))
+        self.facts = ModelFacts(self._shape, windows)
         self.observers = (decode,) if decode.observes_prompt else ()
         self._busy, self._generating = threading.Lock(), threading.Lock()
         self._pass_thread: int | None = None
@@ -184,6 +190,11 @@ class Session:
 
     # public methods
 
+    def check_open(self) -> None:
+        """Raise InvalidInput if the session was closed."""
+        if not self._undo:
+            raise InvalidInput("the session is closed; attach to the model again")
+
     def report(self, decode: str | AttentionMethod | None = None) -> Report:
         """Bytes read so far, per layer and phase, and the bytes that dense attention reads.
 
@@ -241,6 +252,7 @@ class Session:
 
         None: every pass is prefill until `prompt_done` is set on the PhaseTracker that is yielded.
         """
+        self.check_open()
         if not self._generating.acquire(blocking=False):
             raise ConcurrentUse(
                 "two answers at once on one attached model; finish or close the previous one first, or use one model "

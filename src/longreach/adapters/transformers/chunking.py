@@ -100,7 +100,7 @@ class Splitter:
         if not isinstance(text, str):
             raise InvalidInput(f"a document must be text (str), got {type(text).__name__}; decode it first")
         if any("\ud800" <= c <= "\udfff" for c in text):
-            raise InvalidInput("a document must be text; this one holds bytes that are no UTF-8")
+            raise InvalidInput("a document must be text; this one holds bytes that are not UTF-8")
         encoding = self.core.encode(text, add_special_tokens=False)
         tokens = tuple(self._alone(text))
         if tokens != tuple(encoding.ids):

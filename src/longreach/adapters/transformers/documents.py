@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,24 +24,46 @@ from longreach.adapters.transformers.prompt_tokens import (
     context_limit,
     document_head,
     encode,
+    short_context,
     stop_strings,
     stop_tokens,
 )
 from longreach.adapters.transformers.ranks import together
 from longreach.errors import ConcurrentUse, InvalidInput, StoreError
+from longreach.methods.base import is_count
 from longreach.store import Chunk, ChunkPool, ChunkStore
+from longreach.store.absent import absent_message
+from longreach.store.key import ChunkKey
+
+
+@dataclass(frozen=True)
+class ChunkSources:
+    """Where the chunks of a prompt came from, counted by `ChunkOrigin.state`.
+
+    errors: of the store, each once, without those of broken files, which are in `recomputed`. absent: where the store
+    had none of the documents that were read last, what it has instead; else None.
+    """
+
+    held: int
+    stored: int
+    computed: int
+    recomputed: int
+    errors: tuple[str, ...]
+    absent: str | None
 
 
 @dataclass(frozen=True)
 class Account:
     """What an answer took. fusion: what became of the prompt's tokens. first_token_seconds: from the question on;
-    read_seconds: of them, until the prompt was in the cache. answer: tokens and times of decoding.
+    read_seconds: of them, until the prompt was in the cache. answer: tokens and times of decoding. chunks: where they
+    came from.
     """
 
     fusion: FusionReport
     read_seconds: float
     first_token_seconds: float
     answer: Answer
+    chunks: ChunkSources
 
 
 @dataclass(frozen=True)
@@ -102,6 +125,7 @@ class Documents:
         self._frame, self.head = document_head(tokenizer, system)
         self._work = Precompute(session, self.head, chunk=prefill_chunk, known=known)
         self._meter = DependenceMeter(self._work) if session.fuse.needs_dependence else None
+        self._short = short_context(session.model)
         self._splitter = Splitter(tokenizer, chunk_tokens)
         self._between = encode(tokenizer, BETWEEN, special=False)
         self._reader = Reader(session, prefill_chunk, graph=graph)
@@ -110,11 +134,12 @@ class Documents:
         self._documents: list[list[tuple[int, ...]]] = []  # tokens of each chunk of each
         self.chunks: list[list[Chunk]] = []  # of each document
         self.origins: list[ChunkOrigin] = []
+        self.absent: str | None = None  # see ChunkSources
         self.account: Account | None = None  # of the last answer of `ask`
         self.accounts: list[Account] = []  # of the last answers of `ask_all`
 
     def read(
-        self, texts: Sequence[str], progress: Advance = lambda done: None, *, exact: bool = False, reserve: int = 1
+        self, texts: Iterable[str], progress: Advance = lambda done: None, *, exact: bool = False, reserve: int = 1
     ) -> None:  # fmt: skip
         """Add documents. Their chunks come from the store, or are computed and stored on the way.
 
@@ -130,11 +155,13 @@ class Documents:
 
     def clear(self) -> None:
         """Remove all documents. Their chunks stay in the store and the pool."""
-        self._documents, self.chunks, self.origins = [], [], []
+        self._documents, self.chunks, self.origins, self.absent = [], [], [], None
 
-    def _read(self, texts: Sequence[str], progress: Advance, exact: bool, reserve: int) -> None:
-        if isinstance(texts, str) or not texts:
-            raise InvalidInput("expected a list of documents with at least one text in it")
+    def _read(self, given: Iterable[str], progress: Advance, exact: bool, reserve: int) -> None:
+        if not is_count(reserve):
+            raise InvalidInput(f"reserve: expected a count of tokens >= 0, got {reserve!r}")
+        texts = _listed(given, "documents with at least one text in it")
+        self._work.require_weights()
         for number, text in enumerate(texts):
             name = f"document {len(self.chunks) + number}"
             if not isinstance(text, str):
@@ -146,16 +173,22 @@ class Documents:
         for place in new:
             self._work.check(place.tokens, place.before if exact else ())
         self._check_length(len(new[-1].before) + len(new[-1].tokens), reserve)
-        found, origins = [list[Chunk]() for _ in texts], list[ChunkOrigin]()
+        found, origins, states = [list[Chunk]() for _ in texts], list[ChunkOrigin](), dict[ChunkKey, State]()
         for place in new:
             got = self._chunk(place, exact, progress)
             found[place.document - len(self.chunks)].append(got.chunk)
             origins.append(self._origin(place, got))
+            states.setdefault(got.chunk.key, got.state)  # a document given twice is stored by then
+        none = self.store is not None and {*states.values()} == {"computed"}
+        self.absent = absent_message(self.store, list(states)) if self.store is not None and none else None
         self._documents = documents
         self.chunks, self.origins = [*self.chunks, *found], [*self.origins, *origins]
 
     def _chunk(self, place: ChunkPlace, exact: bool, progress: Advance = lambda done: None) -> ChunkResult:
-        measure = None if self._meter is None or place.other is None else (self._meter, place.other)
+        measure = None
+        # what stands first is exact, but in prompts that are rotated by other frequencies
+        if self._meter is not None and place.other is not None and (len(place.before) or self._short is not None):
+            measure = self._meter, place.other
         got = get_or_compute(
             self._work, self.store, place.tokens, progress, behind=place.before, exact=exact, dependence=measure,
             mapped=False, pool=self.pool,
@@ -183,12 +216,23 @@ class Documents:
         return FusedPrompt.of([*parts, self.question_tokens(question)])
 
     def question_tokens(self, question: str) -> list[int]:
-        """The tokens behind the documents: the question, and the rest of the chat template. Raises InvalidInput."""
+        """The tokens behind the documents: the question, and the rest of the chat template. Raises InvalidInput, also
+        for a question that an eviction method cannot keep."""
         if not isinstance(question, str) or not question.strip():
             raise InvalidInput("the question is empty; ask something")
         if any("\ud800" <= c <= "\udfff" for c in question):
-            raise InvalidInput("the question must be text; this one holds bytes that are no UTF-8")
-        return encode(self.tokenizer, BETWEEN + self._frame.tail(question), special=False)
+            raise InvalidInput("the question must be text; this one holds bytes that are not UTF-8")
+        tokens, head = encode(self.tokenizer, BETWEEN + self._frame.tail(question), special=False), len(self.head)
+        if self.session.evict is not None:
+            self.session.evict.check_parts(head + len(tokens), head, len(tokens))
+        return tokens
+
+    def _sources(self) -> ChunkSources:
+        counts = Counter(origin.state for origin in self.origins)
+        errors = dict.fromkeys(str(origin.error) for origin in self.origins if origin.error is not None)
+        return ChunkSources(
+            counts["held"], counts["stored"], counts["computed"], counts["recomputed"], tuple(errors), self.absent
+        )
 
     def _check_prompt(self, prompt: FusedPrompt, max_new_tokens: int) -> None:
         """Raise InvalidInput if prompt and answer exceed the model's context."""
@@ -212,16 +256,16 @@ class Documents:
 
         Every question begins with an empty cache, so that eviction for one does not touch the next. Raises
         ConcurrentUse (another answer is in progress; it goes on), InvalidInput (also where prompt and answer exceed the
-        model's context, and for a model in training mode), Unsupported (weights changed since the chunks were
-        computed), and as `fusing.read`.
+        model's context, for a model in training mode, and after the session was closed), Unsupported
+        (weights changed since the chunks were computed), and as `fusing.read`.
         """
         with together(self._work.ranks):
-            self._work.require_model()
+            self._work.require_weights()
             prompt = self.prompt(question)
             self._check_prompt(prompt, max_new_tokens)
         return self._answer(prompt, max_new_tokens)
 
-    def ask_all(self, questions: Sequence[str], max_new_tokens: int = 128) -> list[str]:
+    def ask_all(self, questions: Iterable[str], max_new_tokens: int = 128) -> list[str]:
         """The answers to several questions, read and decoded as one batch; `accounts` then has the tokens and
         times of each.
 
@@ -233,10 +277,9 @@ class Documents:
         model = self.session.model
         with ExitStack() as stack:
             with together(self._work.ranks):
-                if isinstance(questions, str) or not questions:
-                    raise InvalidInput("expected a list of questions with at least one in it")
-                self._work.require_model()
-                prompts = [self.prompt(question) for question in questions]
+                listed = _listed(questions, "questions with at least one in it")
+                self._work.require_weights()
+                prompts = [self.prompt(question) for question in listed]
                 for prompt in prompts:
                     self._check_prompt(prompt, max_new_tokens)
                 stack.enter_context(self._exclusive())
@@ -254,7 +297,7 @@ class Documents:
             answer = Answer([], False, first, batch.setup_seconds, batch.decode_seconds, batch.steps)
             noted = _noted(tokens, stopped, answer)
             texts.append("".join(pieces(noted, self.tokenizer, stop_strings(model))))
-            self.accounts.append(Account(report, read_seconds, first, answer))
+            self.accounts.append(Account(report, read_seconds, first, answer, self._sources()))
         return texts
 
     @contextmanager
@@ -295,7 +338,15 @@ class Documents:
             with closing(reader.decode(logits, max_new_tokens, answer, stop)) as tokens:
                 yield from pieces(until_stop(tokens), self.tokenizer, stop_strings(model))
             answer.first_token_seconds = first
-            self.account = Account(report, read_seconds, first, answer)
+            self.account = Account(report, read_seconds, first, answer, self._sources())
+
+
+def _listed(texts: Iterable[str], what: str) -> list[str]:
+    """Texts as a list. Raises InvalidInput for a single text, for none, and for what is no collection of them."""
+    found = [] if isinstance(texts, (str, bytes)) or not isinstance(texts, Iterable) else list(texts)
+    if not found:
+        raise InvalidInput(f"expected a list of {what}")
+    return found
 
 
 def _noted(tokens: Sequence[int], stopped: bool, answer: Answer) -> Iterator[int]:

@@ -90,8 +90,12 @@ def get_or_compute(
                 progress(len(tokens))
         if pool is not None and (state != "held" or measured):
             chunk = pool.add(chunk)
-        new = state not in ("held", "stored") or measured
-        if new and _puts(work.ranks, store is not None and error is None and (lacking or measured)):
+        if store is not None and error is None and found.held and not measured:
+            try:
+                lacking = chunk.key not in store
+            except StoreError as refusal:
+                error = refusal
+        if _puts(work.ranks, store is not None and error is None and (lacking or measured)):
             assert store is not None
             try:
                 store.put(chunk)
@@ -134,7 +138,7 @@ def _find(store: ChunkStore | None, pool: ChunkPool | None, keys: Sequence[Chunk
         if store is None or error is not None:
             continue
         try:
-            chunk, fault = store.get_or_told(key) if mapped else store.load(key)
+            chunk, fault = store.lookup(key) if mapped else store.load(key)
         except StoreError as refusal:
             error = refusal
             continue

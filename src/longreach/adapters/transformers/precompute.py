@@ -22,7 +22,7 @@ from longreach.adapters.transformers.checks import check_model, decoder_of
 from longreach.adapters.transformers.fingerprint import Fingerprint, fingerprint
 from longreach.adapters.transformers.oom import memory_errors
 from longreach.adapters.transformers.prompt_reader import CHUNK, Advance
-from longreach.adapters.transformers.prompt_tokens import context_limit, short_context
+from longreach.adapters.transformers.prompt_tokens import check_tokens, context_limit, short_context
 from longreach.adapters.transformers.ranks import Ranks, in_pass, ranks_of, together
 from longreach.adapters.transformers.rotary import (
     Rotation,
@@ -32,6 +32,7 @@ from longreach.adapters.transformers.rotary import (
     probing,
 )
 from longreach.errors import InvalidInput, OutOfMemory, Unsupported
+from longreach.methods.base import is_count
 from longreach.ops import HeadShard, rotate
 from longreach.store.key import Chunk, ChunkKey, as_ids
 
@@ -68,8 +69,12 @@ class Precompute:
         chunk: int = CHUNK,
         known: Fingerprint | None = None,
     ):
-        if chunk < 1:
-            raise InvalidInput(f"prefill chunk: expected at least 1 token, got {chunk}")
+        if not is_count(chunk, 1):
+            raise InvalidInput(f"prefill chunk: expected a count of tokens >= 1, got {chunk!r}")
+        if known is not None and not isinstance(known, Fingerprint):
+            raise InvalidInput(
+                f"known: expected a Fingerprint or None, got {known!r}; take one with fingerprint(model)"
+            )
         if session.prefill.name != "dense":
             raise InvalidInput(
                 f"stored chunks are those of dense attention, and this session prefills with {session.prefill.name}; "
@@ -101,8 +106,14 @@ class Precompute:
 
     def require_model(self) -> None:
         """Raise InvalidInput for a model in training mode, Unsupported for one that is not that of the fingerprint."""
+        self.session.check_open()
         self._require_eval()
         self._require_same()
+
+    def require_weights(self) -> None:
+        """As require_model; a sample of each weight's bytes is compared too, which takes one transfer to the host."""
+        self.require_model()
+        self._require_sample()
 
     def check(self, tokens: Sequence[int] | Tensor, behind: Sequence[int] | Tensor = ()) -> None:
         """Raise InvalidInput for a chunk that this model cannot compute, before any is."""
@@ -199,13 +210,7 @@ class Precompute:
             raise InvalidInput("the model is in training mode, in which chunks hold noise (dropout); call model.eval()")
 
     def _check_tokens(self, tokens: Tensor, what: str) -> None:
-        embeddings: Any = self.session.model.get_input_embeddings()
-        known = embeddings.num_embeddings
-        unknown = tokens[(tokens < 0) | (tokens >= known)]
-        if len(unknown):
-            raise InvalidInput(
-                f"{what}: token {int(unknown[0])} is none of the model's {known}; is the tokenizer this model's?"
-            )
+        check_tokens(self.session.model, tokens, what)
 
     def _read_before(self, before: Tensor) -> None:
         """Bring the cache to hold exactly these tokens."""

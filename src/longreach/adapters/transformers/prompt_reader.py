@@ -27,7 +27,7 @@ from longreach.adapters.transformers.loop.sampling import Ends, Sampler, greedy
 from longreach.adapters.transformers.oom import memory_errors
 from longreach.adapters.transformers.prompt_tokens import check_length
 from longreach.errors import InvalidInput, OutOfMemory, Unsupported
-from longreach.methods.base import AttentionMethod
+from longreach.methods.base import AttentionMethod, is_count
 
 CHUNK = 512  # prompt tokens per pass: short enough for a progress bar to move
 ROWS = 64  # of logits that are made fp32 at a time
@@ -82,8 +82,8 @@ class Reader:
     """
 
     def __init__(self, session: Session, chunk: int = CHUNK, *, graph: bool | None = None):
-        if chunk < 1:
-            raise InvalidInput(f"prefill chunk: expected at least 1 token, got {chunk}")
+        if not is_count(chunk, 1):
+            raise InvalidInput(f"prefill chunk: expected a count of tokens >= 1, got {chunk!r}")
         self.session, self.chunk, self.graph = session, chunk, graph
         self.cache = session.new_cache(1)
         self.read_seconds = 0.0

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from longreach.adapters.transformers.checks import text_config
 from longreach.errors import InvalidInput, ModelFileError
 
@@ -36,6 +38,16 @@ def rotates_as_chunks(model: Any, length: int) -> bool:
     """Whether a prompt of `length` tokens is rotated by the frequencies that chunks are computed with."""
     short = short_context(model)
     return short is None or length <= short
+
+
+def check_tokens(model: Any, tokens: Tensor, what: str) -> None:
+    """Raise InvalidInput for token ids [N], on the host, that are not the model's."""
+    known = model.get_input_embeddings().num_embeddings
+    unknown = tokens[(tokens < 0) | (tokens >= known)]
+    if len(unknown):
+        raise InvalidInput(
+            f"{what}: token {int(unknown[0])} is none of the model's {known}; is the tokenizer this model's?"
+        )
 
 
 def check_length(model: Any, prompt: int, max_new_tokens: int) -> None:
@@ -107,10 +119,10 @@ class Frame:
 def frame(tokenizer: Any, system: str = "") -> Frame:
     """The constant parts of prompts with changing documents and question.
 
-    Raises InvalidInput for a chat template that does not show a user's turn as it is, in one place.
+    Raises InvalidInput for a chat template that changes the system prompt or a user's turn, or has the latter twice.
     """
     if any("\ud800" <= c <= "\udfff" for c in system):
-        raise InvalidInput("the system prompt must be text; this one holds bytes that are no UTF-8")
+        raise InvalidInput("the system prompt must be text; this one holds bytes that are not UTF-8")
     place = "{documents and a question}"
     written = chat(tokenizer, place, system)
     if written is None:
@@ -119,6 +131,11 @@ def frame(tokenizer: Any, system: str = "") -> Frame:
     if not found or place in rest:
         raise InvalidInput(
             "the chat template must contain the user's message once, unchanged; this one cannot hold documents"
+        )
+    if system.strip() not in head:
+        raise InvalidInput(
+            "the chat template leaves the system prompt out or changes it; put its text into the question, or use a "
+            "template with a system role"
         )
     return Frame(head, rest, True)
 
@@ -141,7 +158,7 @@ def prompts(tokenizer: Any, document: str, questions: Sequence[str]) -> tuple[li
         raise InvalidInput("a question is empty; ask something")
 
     if any("\ud800" <= c <= "\udfff" for text in (document, *questions) for c in text):
-        raise InvalidInput("document and questions must be text; one of them holds bytes that are no UTF-8")
+        raise InvalidInput("document and questions must be text; one of them holds bytes that are not UTF-8")
 
     def prompt(question: str) -> list[int]:
         text = f"{document.rstrip()}\n\n"

@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     prefix_text = args.prefix if args.prefix_file is None else read_whole(args.prefix_file, "as --prefix-file")
     system = read_system(args.system) if args.system else ""
     if prefix_text is not None and any("\ud800" <= c <= "\udfff" for c in prefix_text):
-        raise InvalidInput("--prefix must be text; this one holds bytes that are no UTF-8")
+        raise InvalidInput("--prefix must be text; this one holds bytes that are not UTF-8")
     with waiting("loading the model"):
         from longreach.store import ChunkStore
 

@@ -25,7 +25,7 @@ from longreach.adapters.transformers.checks import check_model, decoder_of
 from longreach.adapters.transformers.fusing.loading import Loading, Wait
 from longreach.adapters.transformers.fusing.prompt import FusedPrompt
 from longreach.adapters.transformers.hf_cache import LongreachCache
-from longreach.adapters.transformers.prompt_tokens import rotates_as_chunks
+from longreach.adapters.transformers.prompt_tokens import check_tokens, rotates_as_chunks
 from longreach.adapters.transformers.ranks import Ranks, in_pass, together
 from longreach.adapters.transformers.rotary import (
     Captured,
@@ -89,7 +89,9 @@ class FusedPass:
         self._check_chunks()
         self.counts = [len(prompt.ids) for prompt in prompts]
         self.starts = [0, *accumulate(self.counts)]  # of each prompt in the row of all tokens
-        self.ids = torch.tensor([[token for prompt in prompts for token in prompt.ids]], device=self.device)
+        ids = torch.tensor([token for prompt in prompts for token in prompt.ids])
+        check_tokens(model, ids, "the prompt")
+        self.ids = ids[None].to(self.device)
         self.positions = torch.cat([torch.arange(count, device=self.device) for count in self.counts])[None]
         same = rotates_as_chunks(model, max(self.counts))
         self.parts: list[PromptParts] = [prompt.parts(self.device, chunk_frequencies=same) for prompt in prompts]
@@ -177,7 +179,8 @@ class FusedPass:
         parts, count, again = self.parts[number], self.counts[number], self.recomputed_counts[number]
         stored, exact = int(parts.stored.sum()), int(parts.exact.sum())
         errors = {
-            n: (_relative(k, key), _relative(v, value)) for n, some in norms.items() for k, v, key, value in [some[number]]
+            n: (_relative(k, key), _relative(v, value))
+            for n, some in norms.items() for k, v, key, value in [some[number]]
         }  # fmt: skip
         shares = [errors.get(layer, (None, None)) for layer in range(len(self.layers))]
         return FusionReport(

@@ -14,8 +14,10 @@ from longreach.adapters.transformers.fusing.one_pass import FusedPass, FusionRep
 from longreach.adapters.transformers.fusing.prompt import FusedPrompt
 from longreach.adapters.transformers.hf_cache import LongreachCache
 from longreach.adapters.transformers.oom import memory_errors
+from longreach.adapters.transformers.prompt_tokens import context_limit
 from longreach.adapters.transformers.ranks import ranks_of, together
 from longreach.errors import ConcurrentUse, InvalidInput
+from longreach.methods.base import is_count
 
 
 def read(session: Session, cache: LongreachCache, prompt: FusedPrompt, *, then: int = 0) -> tuple[Tensor, FusionReport]:
@@ -23,7 +25,8 @@ def read(session: Session, cache: LongreachCache, prompt: FusedPrompt, *, then: 
 
     then: tokens that the answer will take; the cache makes room for them at once. Decode methods observe all tokens.
     Whatever is raised, the cache is empty again. Raises InvalidInput (no fusion method, a cache that holds something, a
-    chunk of other layers, heads or dtype than the model's, more tokens that must stay than the eviction method keeps),
+    chunk of other layers, heads or dtype than the model's, a token that is none of the model's, prompt and answer
+    beyond its context, more tokens that must stay than the eviction method keeps),
     Unsupported (a model whose layers get no pair (cos, sin), or that is not its kind of decoder), OutOfMemory,
     ConcurrentUse. That chunks are of this very model is not checked here: their keys name its fingerprint.
     Under tensor parallelism every rank must read the same prompt; the first rank chooses the tokens for all. An
@@ -46,7 +49,7 @@ def read_batch(
     """
     ranks = ranks_of(decoder_of(session.model))
     with together(ranks):
-        _check(session, cache, prompts)
+        _check(session, cache, prompts, then)
     assert session.fuse is not None
     counts = [len(prompt.ids) for prompt in prompts]
     try:
@@ -69,11 +72,19 @@ def read_batch(
         raise
 
 
-def _check(session: Session, cache: LongreachCache, prompts: Sequence[FusedPrompt]) -> None:
+def _check(session: Session, cache: LongreachCache, prompts: Sequence[FusedPrompt], then: int) -> None:
     if session.fuse is None:
         raise InvalidInput("the session has no fusion method; attach with fuse='a3' or another one")
     if not prompts:
         raise InvalidInput("expected at least one fused prompt, got none")
+    if not is_count(then):
+        raise InvalidInput(f"then: expected a count of tokens >= 0, got {then!r}")
+    longest, limit = max(len(prompt.ids) for prompt in prompts), context_limit(session.model)
+    if limit is not None and longest + then > limit:
+        raise InvalidInput(
+            f"the prompt is {longest} tokens and the answer may take {then}, but the model's context is {limit} "
+            f"tokens; shorten them by {longest + then - limit} tokens"
+        )
     first, *others = [[(start, chunk.key) for start, chunk in prompt.chunks] for prompt in prompts]
     for number, chunks in enumerate(others, 1):
         if chunks != first:
