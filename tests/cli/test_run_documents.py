@@ -71,6 +71,11 @@ def test_every_fusion_answers_and_eviction_goes_with_it(
         (("--set", "fuse.ratio=2"), "ratio: expected a number in [0, 1], got 2"),
         (("--evict", "snapkv", "--set", "evict.capacity=0"), "capacity: expected a count >= 1, got 0"),
         (("--evict", "snapkv", "--set", "evict.capacity=20"), "capacity 20 is less than"),
+        (
+            ("--set", "evict.capacity=20"),
+            "evict.capacity: an option of a method, and the evict slot has none; name the",
+        ),
+        (("--fuse", "a3_deep", "--set", "fuse.layer=99"), "layer: expected a layer of the model, which has 2 (0 to 1)"),
         (("--question", " "), "a --question is empty"),
         (("--max-new-tokens", "100000"), "but the model's context is"),
         (("--store", "{file}"), "0.txt"),
@@ -94,6 +99,8 @@ def test_documents_that_are_none(longreach: Any, tiny: Path, texts: list[Path], 
     assert both.code == 2 and "not allowed with argument" in both.err
     alone = longreach("run", "--model", tiny, "--document", texts[0], "--fuse", "a3", "--question", QUESTION)
     assert alone.code == 2 and "--fuse: a --document is kept whole for all questions; give --documents" in alone.err
+    cut = longreach("run", "--model", tiny, "--document", texts[0], "--chunk-tokens", 9, "--question", QUESTION)
+    assert cut.code == 2 and "--chunk-tokens: a --document is kept whole" in cut.err
 
 
 def test_a_store_of_another_model_dtype_or_system_prompt_is_told(

@@ -14,7 +14,8 @@ from longreach.errors import InvalidInput, UnknownName
 from longreach.methods.call import LayerCall
 from longreach.methods.fusion import A3, PIE, A3Deep, CacheBlend, Dependence, FullReuse, LegoLink
 from longreach.methods.fusion.base import best
-from longreach.methods.registry import FUSIONS, choose_fusion, fusion_class
+from longreach.methods.fusion.scores import attention_of_all_heads
+from longreach.methods.registry import FUSIONS, choose_eviction, choose_fusion, fusion_class
 from longreach.methods.slots import FullLayer, Fusion, PromptParts
 from longreach.ops import KVView, Rows
 from longreach.runtime.counting import host_bytes
@@ -127,6 +128,9 @@ def test_a3_with_one_softmax_for_all_heads() -> None:
     x = x.masked_fill((n > rows.pos[:, None]) | (n < SYSTEM), -torch.inf).softmax(-1).sum(0)
     pooled = torch.stack([x[max(0, i - 2) : i + 3].mean() for i in range(N)])
     assert chosen(A3(ratio=0.2, heads="joint").choose(parts(), seen)) == top(pooled, round(0.2 * N))
+    got = attention_of_all_heads(parts(), seen.call).cpu().double()  # also where no token may be chosen
+    torch.testing.assert_close(got, pooled, rtol=1e-4, atol=1e-6)
+    assert bool((pooled[[0, 1, -2, -1]] != pooled[[2, 2, -3, -3]]).all())
 
 
 def test_a_ratio_is_of_all_tokens_and_never_spent_on_exact_ones() -> None:
@@ -168,6 +172,11 @@ def test_configurations_round_trip_through_json(name: str) -> None:
         (lambda: A3Deep(layer=-1), "layer: expected a layer's number"),
         (lambda: A3Deep(layer=12).probes(12), r"expected a layer of the model, which has 12 \(0 to 11\), got 12"),
         (lambda: choose_fusion(3), "fuse: expected a configured method of this slot or its name, got 3"),  # type: ignore[arg-type]
+        (
+            lambda: choose_fusion(None, ratio=0.1),
+            r"fuse.ratio: an option of a method, and the fuse slot has none; name",
+        ),
+        (lambda: choose_eviction(None, capacity=9), r"evict.capacity: .* name the method: evict=snapkv [(]--evict"),
         (lambda: choose_fusion(A3(), ratio=0.1), "fuse: give options with a method's name"),
     ],
 )

@@ -184,6 +184,9 @@ def test_threads_that_ask_at_once_get_their_answer_or_are_refused() -> None:
         ("one text", "expected a list of documents"),
         ([TEXTS[0], "  \n"], "document 1 is empty; leave it out"),
         ([b"bytes"], "document 0: expected text [(]str[)], got bytes; decode it first"),
+        (None, "expected a list of documents with at least one text"),
+        (b"bytes", "expected a list of documents"),
+        ((text for text in ()), "expected a list of documents with at least one text"),
         (["\ud800"], "this one holds bytes that are not UTF-8"),
     ],
 )
@@ -193,6 +196,31 @@ def test_documents_that_are_none(texts: Any, message: str) -> None:
         with pytest.raises(InvalidInput, match=message):
             documents.read(texts)
         assert documents.chunks == [] and documents.origins == []
+
+
+@pytest.mark.parametrize("reserve", ["x", -5, 1.5, True])
+def test_a_reserve_that_is_no_count(reserve: Any) -> None:
+    with attach(model_of("llama"), fuse=PIE()) as session:
+        documents = Documents(session, tiny_tokenizer())
+        with pytest.raises(InvalidInput, match=f"reserve: expected a count of tokens >= 0, got {reserve!r}"):
+            documents.read(TEXTS, reserve=reserve)
+
+
+def test_texts_and_questions_may_come_from_a_generator() -> None:
+    with attach(model_of("llama"), fuse=PIE()) as session:
+        documents = Documents(session, tiny_tokenizer(), chunk_tokens=16)
+        documents.read(text for text in TEXTS)
+        assert len(documents.chunks) == len(TEXTS)
+        want = documents.ask_all([QUESTION, "Who?"], 4)
+        assert documents.ask_all((question for question in (QUESTION, "Who?")), 4) == want
+
+
+def test_a_question_that_eviction_cannot_keep_is_refused_before_documents_are_read() -> None:
+    with attach(model_of("llama"), fuse=PIE(), evict=SnapKV(capacity=60)) as session:
+        documents = Documents(session, tiny_tokenizer(), system=SYSTEM)
+        documents.question_tokens("Who?")
+        with pytest.raises(InvalidInput, match=r"capacity 60 is less than the 99 tokens that stay, 29 at"):
+            documents.question_tokens(QUESTION + " And who is there at the gate?")
 
 
 def test_questions_that_cannot_be_asked() -> None:
@@ -226,6 +254,16 @@ def test_sessions_models_and_templates_that_do_not_do() -> None:
     with attach(model, fuse="a3") as session:
         with pytest.raises(InvalidInput, match="cannot hold documents"):
             Documents(session, other)
+        other.chat_template = "{% for m in messages %}{{ m.content }}, again: {{ m.content }}{% endfor %}"
+        with pytest.raises(InvalidInput, match="must contain the user's message once, unchanged"):
+            Documents(session, other)
+        other.chat_template = "{% for m in messages if m.role == 'user' %}[{{ m.content }}]{% endfor %}"
+        Documents(session, other)
+        Documents(session, other, system=" \n")
+        with pytest.raises(InvalidInput, match="the chat template leaves the system prompt out or changes it"):
+            Documents(session, other, system=SYSTEM)
+        other.chat_template = "{% for m in messages %}[{{ m.content | trim }}]{% endfor %}"
+        assert Documents(session, other, system=f"{SYSTEM}\n").head == Documents(session, other, system=SYSTEM).head
         other.chat_template = "{{ raise_exception('no system role') }}"
         with pytest.raises(ModelFileError, match=r"no system role.*leave the system prompt out"):
             Documents(session, other, system=SYSTEM)
@@ -248,6 +286,9 @@ def test_sessions_models_and_templates_that_do_not_do() -> None:
         ({"chunk_tokens": 0}, "chunk tokens: expected a count >= 1, got 0"),
         ({"chunk_tokens": 1.5}, "chunk tokens: expected a count >= 1, got 1.5"),
         ({"store": "folder"}, "store: expected a ChunkStore or None, got 'folder'; open it with"),
+        ({"prefill_chunk": 1.5}, "prefill chunk: expected a count of tokens >= 1, got 1.5"),
+        ({"prefill_chunk": 0}, "prefill chunk: expected a count of tokens >= 1, got 0"),
+        ({"known": 3}, r"known: expected a Fingerprint or None, got 3; take one with fingerprint[(]model[)]"),
         ({"pool": 3}, "pool: expected a ChunkPool or None, got 3"),
     ],
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -16,8 +16,10 @@ from longreach.errors import InvalidInput, Unsupported
 from longreach.methods.base import AttentionMethod
 from longreach.methods.call import LayerCall
 from longreach.methods.dense import Dense
-from longreach.methods.fusion import A3, PIE
+from longreach.methods.fusion import A3, PIE, A3Deep, CacheBlend, Dependence, FullReuse, LegoLink
+from longreach.methods.loki import Loki
 from longreach.methods.mac import MAC
+from longreach.methods.oracle_sampling import OracleSampling
 from longreach.methods.slots import Eviction, Fusion
 from longreach.methods.snapkv import SnapKV
 from longreach.testing.tiny import random_tokens
@@ -209,6 +211,31 @@ def test_layers_with_a_window_keep_all() -> None:
     assert used == [63 if window else 43 for window in windows] and any(windows) and not all(windows)
 
 
+def test_the_report_has_the_layers_that_evicted_and_a_model_without_any_is_refused() -> None:
+    model = model_of("gemma2")
+    with attach(model, evict=SnapKV(capacity=40, window=8)) as session:
+        generate(session, random_tokens(1, 60, seed=4), max_new_tokens=4)
+        methods = {row.layer: row.method for row in session.report().layers if row.phase == "prefill"}
+    slides = [kind == "sliding_attention" for kind in model.config.layer_types]
+    assert methods == {layer: "dense" if slide else "dense+snapkv" for layer, slide in enumerate(slides)}
+    with pytest.raises(Unsupported, match="evict=snapkv: all layers of MistralForCausalLM have a sliding window"):
+        attach(model_of("mistral"), evict=SnapKV(capacity=40))
+
+
+def test_an_eviction_keeps_no_more_last_rows_than_a_prompt_has() -> None:
+    asked = list[tuple[int, int, int]]()
+
+    @dataclass(frozen=True)
+    class Asked(All):
+        def keep(self, call: LayerCall, length: int, first: int, last: int) -> Tensor | None:
+            asked.append((length, first, last))
+            return super().keep(call, length, first, last)
+
+    with attach(model_of("llama"), evict=Asked(window=32)) as session:
+        generate(session, random_tokens(1, 20, seed=4), max_new_tokens=2)
+    assert asked == [(20, 0, 20)] * 2
+
+
 def test_a_cache_evicts_no_keys_of_layers_with_a_window() -> None:
     model, tokens = model_of("gemma2"), random_tokens(1, 60, seed=4)
     layer = model.config.layer_types.index("sliding_attention")
@@ -223,18 +250,31 @@ def test_a_cache_evicts_no_keys_of_layers_with_a_window() -> None:
         generate(session, random_tokens(1, 64, seed=4), max_new_tokens=4, past_key_values=cache)
 
 
-@pytest.mark.parametrize("decode", [Dense(), StreamingLLM(), Quest(k=0.3, page=4), OracleTopK(k=0.3)], ids=repr)
-@pytest.mark.parametrize("fusion", [None, PIE()], ids=repr)
-def test_every_method_that_works_over_kept_slots_runs(decode: AttentionMethod, fusion: Fusion | None) -> None:
-    model = model_of("llama")
-    prompt = prompt_of(model).fused
+FUSED = (A3(ratio=0.3), A3Deep(ratio=0.3), CacheBlend(ratio=0.3), Dependence(ratio=0.3), FullReuse(), LegoLink(first=3))
+DECODES = (Dense(), StreamingLLM(), Quest(k=0.3, page=4), Loki(k=0.3), OracleTopK(k=0.3), OracleSampling(k=0.3))
+
+
+@pytest.mark.parametrize(
+    ("fusion", "decode"),
+    [*((fusion, decode) for fusion in (None, PIE()) for decode in DECODES), *((one, Quest(k=0.3)) for one in FUSED)],
+    ids=repr,
+)
+def test_every_method_that_works_over_kept_slots_runs(
+    fusion: Fusion | None, decode: AttentionMethod, plans_for_tiny: Any
+) -> None:
+    model = plans_for_tiny
+    prompt = prompt_of(model)
+    chunks = [replace(chunk, dependence=torch.rand(len(chunk.tokens)).double()) for chunk in prompt.chunks]
+    prompt = replace(prompt, chunks=chunks).fused
     with attach(model, fuse=fusion, evict=SnapKV(capacity=40, window=8), decode=decode) as session:
         reader = Reader(session)
         logits = reader.read(prompt.ids) if fusion is None else read(session, reader.cache, prompt)[0]
         assert len(list(reader.decode(logits, NEW, Answer()))) == NEW
 
 
-@pytest.mark.parametrize("decode", ["kascade", "omnikv", "less_is_more", RING], ids=repr)
+@pytest.mark.parametrize(
+    "decode", ["kascade", "omnikv", "less_is_more", "magicpig", RING, OracleTopK(k=0.3, heads="all")], ids=repr
+)
 def test_other_methods_are_refused_by_name(decode: Any, plans_for_tiny: Any) -> None:
     name = decode if isinstance(decode, str) else decode.name
     with pytest.raises(Unsupported, match=f"evict=snapkv with decode={name}: "):

@@ -361,6 +361,25 @@ def test_prompts_that_are_none() -> None:
         FusedPrompt(tuple(prompt.ids), ((8, a),))  # type: ignore[arg-type]
 
 
+def test_tokens_and_lengths_that_the_model_does_not_have() -> None:
+    model = tiny_model("llama", max_position_embeddings=100)
+    prompt = prompt_of(model)
+    with attach(model, fuse=PIE()) as session:
+        cache = session.new_cache(1)
+        for token in (-1, 264):
+            with pytest.raises(InvalidInput, match=f"the prompt: token {token} is none of the model's 264"):
+                read(session, cache, FusedPrompt.of([prompt.system, [token]]))
+        for then in (-1, 1.5, "3", True):
+            with pytest.raises(InvalidInput, match="then: expected a count of tokens >= 0"):
+                read(session, cache, prompt.fused, then=then)  # type: ignore[arg-type]
+        with pytest.raises(
+            InvalidInput, match=r"is 88 tokens .* may take 13, .* context is 100 tokens; .* by 1 tokens"
+        ):
+            read(session, cache, prompt.fused, then=13)
+        assert cache.columns == 0
+        read(session, cache, prompt.fused, then=12)
+
+
 def test_a_chunk_of_another_model_or_dtype_is_refused() -> None:
     model = model_of("llama")
     prompt = prompt_of(model)
