@@ -166,6 +166,46 @@ def full_chunks_row(method: str) -> Row:
     return (f"{share(mine['score'])}, {mine['kept']['kept']}/{mine['kept']['right']}",)
 
 
+@cache
+def evict_case(batch: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Entries without and with SnapKV."""
+    without, evicted = record("evict")["cases"][f"evict-7k-b{batch}"]["entries"]
+    assert without["settings"]["evict"] is None and evicted["settings"]["evict"]["capacity"] == 1024
+    return without, evicted
+
+
+def evict_row(batch: str) -> Row:
+    both = evict_case(int(batch))
+    step, first, peak = (
+        [f(entry) for entry in both]
+        for f in (
+            lambda x: x["microseconds"]["median"] / 1e3,
+            lambda x: x["ttft_seconds"],
+            lambda x: x["memory"]["prefill_peak"] / 1e9,
+        )
+    )
+    return (
+        *(f"{x:.2f} ms" for x in step), f"{step[0] / step[1]:.2f}x", *(f"{x:.1f} s" for x in first),
+        *(f"{x:.1f} GB" for x in peak),
+    )  # fmt: skip
+
+
+def evict_targets_row(target: str) -> Row:
+    cases = record("evict")["cases"]
+    if target == "batch 64":
+        missing = cases["evict-7k-b64"]["left_out"].values()
+        assert len(missing) == 2 and all(why.startswith("out of memory") for why in missing)
+        return "runs", "out of memory, with and without SnapKV"
+    if target.startswith("speed"):
+        (found,) = (t for t in cases["evict-7k-b16"]["targets"] if "speed" in t["quantity"])
+        assert not found["reached"]
+        return f"{found['bound']:g}x", f"{found['got']:.3f}x"
+    held = [t for case in cases.values() for t in case["targets"] if "KV held" in t["quantity"] and t["got"]]
+    assert len(held) == 3 and not any(t["reached"] for t in held)
+    (shown,) = {(f"at most {t['bound']:g}% of the prompt's", f"{t['got']:.1f}%") for t in held}
+    return shown
+
+
 EXPECTED: dict[Row, Callable[[str], Row]] = {
     ("method", "4K", "8K", "16K", "32K"): time_row,
     ("method", "kernels", "copied", "waited for copies", "first layer", "choosing", "the rest"): parts_row,
@@ -180,6 +220,9 @@ EXPECTED: dict[Row, Callable[[str], Row]] = {
     ("task", "`dense`", "`pie`", "`snapkv`", "`a3 ratio=0.15`", "`a3` and `snapkv`"): evicted_row,
     ("method", "attended to most", "change most", "error of attention"): hits_row,
     ("method", "score, answers kept"): full_chunks_row,
+    ("batch", "per token", "with SnapKV", "speed", "first token", "with SnapKV", "peak of prefill", "with SnapKV"):
+     evict_row,
+    ("target", "bound", "got"): evict_targets_row,
 }  # fmt: skip
 
 
@@ -203,9 +246,19 @@ def test_every_missed_target_is_named() -> None:
         for name, case in record("fusion")["cases"].items()
         for target in case["targets"]
     ]
-    (rows,) = (rows for head, rows in TABLES if head[0] == "target")
+    (rows,) = (rows for head, rows in TABLES if head == ("target", "bound", "got", ""))
     assert {name for name, target in targets if not target["reached"]} == {row[0] for row in rows}
     assert f"the other {len(targets) - len(rows)} are reached" in PAGE
+
+
+def test_what_the_page_says_of_eviction() -> None:
+    text = " ".join(PAGE.split())
+    for batch in (1, 4, 16):
+        without, evicted = evict_case(batch)
+        seconds = [entry["answer_seconds"]["300"] for entry in (without, evicted)]
+        assert seconds[0] < seconds[1]
+        assert evicted["kv_bytes"] == 2048 * batch * (without["kv_bytes"] // (7424 * batch))
+    assert f"at batch 16 {seconds[1]:.1f} s instead of {seconds[0]:.1f} s" in text
 
 
 def test_needles_are_kept_by_all() -> None:

@@ -118,7 +118,8 @@ def _summarise(documents: Documents, seconds: float, accounts: list[Account]) ->
     origins = dict(reversed([(chunk.key, o) for chunk, o in zip(chunks, documents.origins, strict=True)])).values()
     stored = sum(origin.state in ("held", "stored") for origin in origins)
     done = [f"{stored} stored", f"{len(origins) - stored} computed"]
-    if measured := sum(origin.dependence_computed for origin in origins):
+    pairs = zip(chunks, documents.origins, strict=True)
+    if measured := len({chunk.key for chunk, origin in pairs if origin.dependence_computed}):
         done.append(f"dependence of {measured} measured")
     kept = f"Chunks: {', '.join(done)}, in {duration(seconds)}"
     rates = [a.answer.seconds_per_token for a in accounts if a.answer.seconds_per_token is not None]

@@ -294,11 +294,11 @@ def test_memory_for_the_answer_is_there_after_the_prompt(config: CacheConfig) ->
     prompt = prompt_of(model).fused
     with attach(model, fuse=A3(), cache=config) as session:
         cache = session.new_cache(1)
-        read(session, cache, prompt, then=40)
+        read(session, cache, prompt, then=1000)
         before = cache.kv.nbytes
         with torch.no_grad():
-            model(torch.tensor([tokens(40, 8)]), past_key_values=cache)
-        assert cache.kv.nbytes == before and cache.kv.lengths == [len(prompt.ids) + 40]
+            model(torch.tensor([tokens(1000, 8)]), past_key_values=cache)
+        assert cache.kv.nbytes == before and cache.kv.lengths == [len(prompt.ids) + 1000]
 
 
 @pytest.mark.parametrize("name", ["k_proj", "v_proj"])
