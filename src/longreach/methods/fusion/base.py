@@ -26,7 +26,7 @@ def best(scores: Tensor, prompt: PromptParts, ratio: float) -> Tensor:
     if not count:
         return prompt.at[:0]
     least = torch.finfo(torch.float32).min
-    ranked = scores.float().nan_to_num(nan=least, posinf=torch.inf, neginf=least)
+    ranked = scores.float().nan_to_num(nan=least, posinf=torch.inf)  # -inf becomes `least` too
     ranked = ranked.masked_fill(~prompt.candidates, -torch.inf)
     most, length = (torch.full((1, 1), number, device=scores.device) for number in (count, size))
     index, _ = top_k(ranked[None, None], most, length, capacity=count)

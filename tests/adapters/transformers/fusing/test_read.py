@@ -20,6 +20,7 @@ from longreach.methods.base import AttentionMethod
 from longreach.methods.fusion import A3, PIE, A3Deep, CacheBlend, FullReuse, LegoLink
 from longreach.methods.kascade import Kascade
 from longreach.methods.loki import Loki
+from longreach.methods.registry import choose, names
 from longreach.methods.slots import FullLayer, Fusion, PromptParts
 from longreach.store import Chunk
 from longreach.testing.tiny import random_tokens, tiny_model
@@ -309,6 +310,20 @@ def test_keys_or_values_that_are_all_zero_have_no_relative_error(name: str) -> N
     _, report, _, _ = fused(model, prompt_of(model).fused, LegoLink(first=99))
     zero, other = (report.key_error, report.value_error)[:: 1 if name == "k_proj" else -1]
     assert zero[0] is not None and zero[1] is None and None not in other
+
+
+@pytest.mark.parametrize("fusion", [PIE(), A3(ratio=1.0)], ids=repr)
+@pytest.mark.parametrize("name", names("decode"))
+def test_every_decode_method_goes_with_fusion(name: str, fusion: Fusion, plans_of_tests: Path) -> None:
+    """Where nothing is reused, it answers as after a plain prefill."""
+    with planned(plans_of_tests):
+        model, decode = tiny(), choose("decode", name)
+        prompt = prompt_of(model)
+        _, report, _, answer = fused(model, prompt.fused, fusion, decode=decode, new=10)
+        if report.reused:
+            assert len(answer) == 10
+        else:
+            assert answer == plain(model, prompt.ids, decode=decode, new=10)[2]
 
 
 # bad input
