@@ -293,6 +293,8 @@ def test_fusion_eviction_and_controls_in_one_record_and_report(longreach: Any, t
     labels = ["dense", f"{methods[0]} fuse.ratio=0.05 evict.capacity=400", f"{methods[1]} fuse.ratio=0.05", methods[2]]
     assert list(found["methods"]) == labels and all(label in result.out for label in labels)
     assert found["methods"][labels[1]]["fuse"] == {"name": "a3", "ratio": 0.05, "heads": "each"}
+    why = found["bytes_compared_with"]
+    assert "rows that ran, not for the whole prompt" in why and "over the kept keys" in why
     assert found["methods"][labels[1]]["evict"]["capacity"] == 400 and "fuse" not in found["methods"]["dense"]
     assert (found["config"]["chunk_tokens"], found["config"]["chunks"]) == (100, "bos")
     assert found["tasks"]["needle_sweep"]["results"][labels[2]]["fusion"]["recomputed"] > 10

@@ -137,6 +137,6 @@ def test_dependence_is_computed_on_the_way_and_told(
     assert "Chunks: 4 stored, 0 computed, dependence of 4 measured, in " in measured
     longreach(*asked(tiny, texts, *more))
     found = [json.loads(longreach(*asked(tiny, texts, *more, "--fuse", "dependence")).out) for _ in range(2)]
-    for said, computed in zip(found, (4, 0), strict=True):
+    for said, computed in zip(found, (3, 0), strict=True):  # the first of 4 chunks is exact
         assert sum(d["stored"] for d in said["documents"]) == 4
         assert sum(d["dependence_computed"] for d in said["documents"]) == computed

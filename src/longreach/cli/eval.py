@@ -39,6 +39,10 @@ EXAMPLES = (
 )
 FORMAT = 1
 CHUNK_TOKENS = 512
+COMPARED_WITH = (
+    "With fuse, prefill bytes are over those of dense attention for the rows that ran, not for the whole prompt; with "
+    "evict, decode bytes are over those of dense attention after eviction, over the kept keys."
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -168,7 +172,8 @@ def measured(
             parts = evaluation.run(journal.done, journal.add, progress)
         seconds = {"wall": time.perf_counter() - began}  # of this run: prompts made, and what was still to be answered
         record = {
-            "kind": "eval", "format": FORMAT, **about, "seconds": seconds, "tasks": tasks_entry(evaluation, parts)
+            "kind": "eval", "format": FORMAT, **about, **_compared_with(about["methods"]), "seconds": seconds,
+            "tasks": tasks_entry(evaluation, parts),
         }  # fmt: skip
     finally:
         evaluation.close()
@@ -189,6 +194,15 @@ def _methods(evaluation: Any, equal_to: str | None) -> dict[str, Any]:
             equal = equal_bytes(evaluation, equal_to)
         evaluation.specs, said["equal_bytes"] = list(equal.specs), equal.to_json()
     return {"methods": {spec.label: spec.to_json() for spec in evaluation.specs}, **said}
+
+
+def _compared_with(methods: dict[str, Any]) -> dict[str, str]:
+    """The record's entry on the dense attention that bytes are compared with, where some method fuses or evicts."""
+    return (
+        {"bytes_compared_with": COMPARED_WITH}
+        if any({"fuse", "evict"} & method.keys() for method in methods.values())
+        else {}
+    )
 
 
 def _failed(record: dict[str, Any]) -> int:
@@ -235,6 +249,8 @@ def show(record: dict[str, Any], where: str) -> None:
         f"dense attention's; mean over tasks. per token: mean time of a decode step, over tasks.",
         soft_wrap=True,
     )
+    if "bytes_compared_with" in record:
+        out.print(record["bytes_compared_with"], soft_wrap=True)
     out.print(where)
 
 

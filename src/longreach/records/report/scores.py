@@ -45,6 +45,9 @@ def scores(group: Group, file: str) -> list[Block]:
         "to read: the prompts of a batch; per token: a decode step. Both, like bytes and length of the answers over "
         "dense's, are means over tasks. same: answers equal to dense's, token by token."
     ))  # fmt: skip
+    blocks += [
+        Text(text) for text in dict.fromkeys(r.content.get("bytes_compared_with") for r in group.records) if text
+    ]
     blocks += _quality(group, sums, file)
     blocks += _same_for(group, file)
     several = len(group.rows) > 1
