@@ -10,11 +10,11 @@ dtype, quantised weights, a merged adapter. It costs about a second a GB and cor
 
 Whether a model is still the one that was hashed is asked without reading it (`holds`): configuration and modules'
 numbers and words are the same, and no tensor was replaced, moved, cast, or written to as torch counts writes. Writes
-behind torch's back (`.data`, numpy, a kernel that is given the pointer) are not counted; before a chunk is handed out
-`sampled_alike` compares SAMPLE bytes of every parameter and buffer, evenly spread. What changes most of a tensor (a
-merged adapter, a scale, a sync of weights) is seen by it; a few elements changed behind torch's back may not be, nor
-weights that layers keep elsewhere than in parameters and buffers (torch.ao's packed ones), rotary frequencies, or a
-chunk that is only read from the store: it is found by `holds` alone.
+behind torch's back (`.data`, numpy, a kernel that is given the pointer) are not counted; before a computed chunk is
+handed out, and whenever `Documents` reads or is asked, `sampled_alike` compares SAMPLE bytes of every parameter and
+buffer, evenly spread. What changes most of a tensor (a merged adapter, a scale, a sync of weights) is seen by it; a few
+elements changed behind torch's back may not be, nor weights that layers keep elsewhere than in parameters and buffers
+(torch.ao's packed ones), or rotary frequencies. `get_or_compute` finds a stored chunk by `holds` alone.
 
 Not in it: the tokenizer (a chunk's key holds tokens), names, special tokens and switches that change no key, the
 language-model head, hooks and functions put in the place of a layer's own, and what modules keep in attributes that are
