@@ -317,7 +317,8 @@ def test_keys_or_values_that_are_all_zero_have_no_relative_error(name: str) -> N
 def test_every_decode_method_goes_with_fusion(name: str, fusion: Fusion, plans_of_tests: Path) -> None:
     """Where nothing is reused, it answers as after a plain prefill."""
     with planned(plans_of_tests):
-        model, decode = tiny(), choose("decode", name)
+        options = {"bits": 4, "tables": 9} if name == "magicpig" else {}  # in place of a plan
+        model, decode = tiny(), choose("decode", name, **options)
         prompt = prompt_of(model)
         _, report, _, answer = fused(model, prompt.fused, fusion, decode=decode, new=10)
         if report.reused:
