@@ -19,6 +19,7 @@ from longreach.methods.dense import Dense
 from longreach.methods.fusion import A3, PIE, A3Deep, CacheBlend, Dependence, FullReuse, LegoLink
 from longreach.methods.loki import Loki
 from longreach.methods.mac import MAC
+from longreach.methods.magicpig import MagicPIG
 from longreach.methods.oracle_sampling import OracleSampling
 from longreach.methods.slots import Eviction, Fusion
 from longreach.methods.snapkv import SnapKV
@@ -29,6 +30,7 @@ from tests.tiers import swept
 
 NEW = 12
 RING = MAC(window=8, band=4, min_context=0)
+PIG = MagicPIG(bits=4, tables=9)
 CACHES = [CacheConfig(), CacheConfig("paged", page=5)]
 caches = pytest.mark.parametrize("config", CACHES, ids=["contiguous", "paged"])
 
@@ -273,7 +275,7 @@ def test_every_method_that_works_over_kept_slots_runs(
 
 
 @pytest.mark.parametrize(
-    "decode", ["kascade", "omnikv", "less_is_more", "magicpig", RING, OracleTopK(k=0.3, heads="all")], ids=repr
+    "decode", ["kascade", "omnikv", "less_is_more", PIG, RING, OracleTopK(k=0.3, heads="all")], ids=repr
 )
 def test_other_methods_are_refused_by_name(decode: Any, plans_for_tiny: Any) -> None:
     name = decode if isinstance(decode, str) else decode.name
