@@ -71,6 +71,7 @@ def test_divergence_from_dense_is_that_of_a_plain_loop(model: Any, prompt: list[
 def test_a_budget_of_everything_diverges_nowhere(model: Any, prompt: list[int]) -> None:
     budgets = ("oracle_top_k", "quest", "omnikv", "less_is_more")
     options = {"streaming_llm": {"window": 1.0}, **{name: {"k": 1.0} for name in budgets}}
+    options["oracle_sampling"] = {"k": 1.0, "draw": "systematic"}  # which draws every key then
     for c in compare(model, prompt, options=options):
         assert c.kl < 1e-9 and c.first_divergence is None
 

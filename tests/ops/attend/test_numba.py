@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -190,24 +189,28 @@ def test_an_error_in_a_thread_is_raised() -> None:
         numba_math.in_threads(3, fails)
 
 
-def test_ctrl_c_waits_for_kernels_in_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended, real, calls = list[int](), numba_math.wait, list[int]()
+@pytest.mark.parametrize("again", [False, True])
+def test_ctrl_c_waits_for_kernels_in_other_threads(again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if another one comes while it waits."""
+    ended, waited, together = list[int](), list[float](), threading.Barrier(3)
 
     def slow(worker: int, workers: int) -> None:
-        if worker:
-            time.sleep(0.2)
-            ended.append(worker)
-
-    def interrupted(others: Any) -> Any:
-        calls.append(len(others))
-        if len(calls) == 1:
+        together.wait(60)
+        if not worker:
             raise KeyboardInterrupt
-        return real(others)
+        threading.Event().wait(0.2)
+        ended.append(worker)
 
-    monkeypatch.setattr(numba_math, "wait", interrupted)
+    def interrupted(seconds: float) -> None:
+        waited.append(seconds)
+        threading.Event().wait(seconds)
+        if again and len(waited) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(numba_math.time, "sleep", interrupted)
     with pytest.raises(KeyboardInterrupt):
         numba_math.in_threads(3, slow)
-    assert sorted(ended) == [1, 2] and len(calls) == 2
+    assert sorted(ended) == [1, 2] and len(waited) > 1
 
 
 FORKED = """
