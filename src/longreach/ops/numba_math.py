@@ -30,9 +30,19 @@ _pool: ThreadPoolExecutor | None = None  # Numba's own threads are one team a pr
 _making = threading.Lock()
 
 
-def in_threads(workers: int, kernel: Callable[..., None], *args: Any) -> None:
+def in_turns(workers: int, kernel: Callable[..., None], *args: Any) -> None:
+    """`in_threads` for kernels that `take` their work items from a counter: kernel(worker, workers, counter, *args).
+
+    A thread that is busy elsewhere gets fewer items. One that has not begun when the caller's is done is not waited
+    for.
+    """
+    in_threads(workers, kernel, np.zeros(1, np.int64), *args, all_needed=False)
+
+
+def in_threads(workers: int, kernel: Callable[..., None], *args: Any, all_needed: bool = True) -> None:
     """kernel(worker, workers, *args) for every worker, each in a thread of its own; the caller's is one of them.
 
+    all_needed: False where the caller's thread alone would do all the work; the others then only help.
     Raises what a kernel raises, and KeyboardInterrupt, once all have ended: they write to memory of the caller.
     """
     if workers == 1:
@@ -42,8 +52,11 @@ def in_threads(workers: int, kernel: Callable[..., None], *args: Any) -> None:
         for worker in range(1, workers):
             _threads().submit(crew.run, kernel, worker, workers, *args)
         kernel(0, workers, *args)
-        for _ in range(1, workers):
-            crew.ended.get()
+        if all_needed:
+            for _ in range(1, workers):
+                crew.ended.get()
+        else:
+            crew.wait()
     finally:
         try:
             crew.stop()
@@ -73,6 +86,12 @@ class _Crew:
         finally:
             self._inside.remove(worker)
             self.ended.put(worker)
+
+    def wait(self) -> None:
+        """No kernel starts from now on; returns when none runs."""
+        self._stopped = True
+        while self._inside:  # one that is inside will report its end
+            self.ended.get()
 
     def stop(self) -> None:
         """No kernel starts from now on, and none runs. Raises KeyboardInterrupt, if one came, after that."""
@@ -157,6 +176,17 @@ def prefetch(context, array, place):
         return context.get_dummy_value()
 
     return types.void(array, types.intp), generate
+
+
+@intrinsic
+def take(context, counter):
+    """The next work item: counter[0], which is raised by one. Each is taken by one thread."""
+
+    def generate(context, builder, signature, args):
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        return builder.atomic_rmw("add", data, ir.Constant(ir.IntType(64), 1), "monotonic")
+
+    return types.int64(counter), generate
 
 
 @intrinsic

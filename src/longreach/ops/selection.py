@@ -53,11 +53,15 @@ class Selection(ABC):
     per: Per
 
     @abstractmethod
-    def check(self, rows: Rows, kv: KVView) -> None:
+    def check(self, rows: Rows, kv: KVView, *, entries: bool = True) -> None:
         """Raise InvalidInput where shapes, dtypes or devices do not fit rows and view.
 
         On a CPU values too: SelectionError for entries that are not in use, or named twice. No device sync.
+        entries: False for a caller that checks the entries of lists itself.
         """
+
+    def check_entries(self, rows: Rows, kv: KVView) -> None:  # noqa: B027  spans have no entries
+        """Raise SelectionError where a list of some row names a slot that is not in use, or one slot twice."""
 
     @abstractmethod
     def chosen(self, rows: Rows, kv: KVView, stop: int) -> tuple[Tensor, Tensor | None]:
@@ -167,7 +171,7 @@ class Spans(Selection):
     def take(self, index: Tensor) -> Spans:
         return Spans(tuple(Span(s.start.take(index), s.stop.take(index)) for s in self.spans), self.per)
 
-    def check(self, rows: Rows, kv: KVView) -> None:
+    def check(self, rows: Rows, kv: KVView, *, entries: bool = True) -> None:
         for bound in (b for span in self.spans for b in span):
             check_bound("span", bound, self.per, rows, kv)
 
@@ -236,7 +240,7 @@ class Lists(Selection):
         """bool [L, heads]: lists with a count above the capacity."""
         return self.count > self.index.shape[2]
 
-    def check(self, rows: Rows, kv: KVView) -> None:
+    def check(self, rows: Rows, kv: KVView, *, entries: bool = True) -> None:
         index, count, weight = self.index, self.count, self.log_weight
         ok = isinstance(index, Tensor) and index.dtype in INTS and index.dim() == 3
         require(ok, lambda: f"index: expected int [L, heads, C], got {describe(index)}")
@@ -254,7 +258,8 @@ class Lists(Selection):
             require(on, lambda: f"{name}: expected on {rows.pos.device} like the rows, got {describe(x)}")
         if count.device.type == "cpu" and count.numel():
             require(int(count.min()) >= 0, lambda: f"count: expected >= 0, got {int(count.min())}")
-            self.check_entries(rows, kv)
+            if entries:
+                self.check_entries(rows, kv)
 
     def take(self, index: Tensor) -> Lists:
         return replace(self, row_to_list=index if self.row_to_list is None else self.row_to_list[index])
@@ -369,7 +374,7 @@ class PackedLists(Selection):
     head_map: Tensor | None = None
     all_visible: bool = False
 
-    def check(self, rows: Rows, kv: KVView) -> None:
+    def check(self, rows: Rows, kv: KVView, *, entries: bool = True) -> None:
         for name in ("index", "offsets"):
             x = getattr(self, name)
             ok = isinstance(x, Tensor) and x.dtype in INTS and x.dim() == 1 and x.device == rows.pos.device
@@ -389,19 +394,29 @@ class PackedLists(Selection):
         _check_all_visible(self, kv)
         _check_list_of(self.row_to_list, lists, rows)
         if self.offsets.device.type == "cpu":
-            self.padded().check_entries(rows, kv)
+            self._lengths()
+            if entries:
+                self.check_entries(rows, kv)
+
+    def check_entries(self, rows: Rows, kv: KVView) -> None:
+        self.padded().check_entries(rows, kv)
 
     def take(self, index: Tensor) -> Lists:
         return self.padded().take(index)
 
-    def padded(self) -> Lists:
-        """The same lists with a common capacity (host work: it reads the longest length)."""
+    def _lengths(self) -> Tensor:
+        """[L * heads]: entries of each list. Raises SelectionError where offsets do not ascend within the index."""
         length = self.offsets[1:] - self.offsets[:-1]
         first, last = int(self.offsets[0]), int(self.offsets[-1])
         if first < 0 or bool((length < 0).any()) or last > self.index.shape[0]:
             raise SelectionError(
                 f"offsets: expected to ascend within the {self.index.shape[0]} entries of index, got {first} to {last}"
             )
+        return length
+
+    def padded(self) -> Lists:
+        """The same lists with a common capacity (host work: it reads the longest length)."""
+        length = self._lengths()
         column = torch.arange(max(1, int(length.max()) if length.numel() else 1), device=self.index.device)
         entry = (self.offsets[:-1, None] + column).clamp(max=max(self.index.shape[0] - 1, 0))
 

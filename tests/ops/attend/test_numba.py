@@ -9,6 +9,7 @@ import threading
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -211,6 +212,51 @@ def test_ctrl_c_waits_for_kernels_in_other_threads(again: bool, monkeypatch: pyt
     with pytest.raises(KeyboardInterrupt):
         numba_math.in_threads(3, slow)
     assert sorted(ended) == [1, 2] and len(waited) > 1
+
+
+def test_work_in_turns_is_done_once() -> None:
+    done = np.zeros(500, np.int64)
+
+    def kernel(worker: int, workers: int, counter: np.ndarray) -> None:
+        while (item := _take(counter)) < len(done):
+            done[item] += 1
+
+    for workers in (1, 3):
+        numba_math.in_turns(workers, kernel)
+    assert (done == 2).all()
+
+
+def test_work_in_turns_does_not_wait_for_threads_that_have_not_begun() -> None:
+    """They never begin: the caller's memory may be gone by then."""
+    free, begun = threading.Event(), list[int]()
+    busy = [numba_math._threads().submit(free.wait) for _ in range(os.cpu_count() or 1)]
+    try:
+        numba_math.in_turns(2, lambda worker, workers, counter: begun.append(worker))
+        assert begun == [0]
+    finally:
+        free.set()
+    for each in busy:
+        each.result()
+    numba_math._threads().submit(int).result()  # behind the thread that was late
+    assert begun == [0]
+
+
+def test_work_in_turns_waits_for_threads_that_have_begun() -> None:
+    inside = threading.Barrier(2)
+
+    def kernel(worker: int, workers: int, counter: np.ndarray) -> None:
+        inside.wait(10)
+        if worker:
+            threading.Event().wait(0.1)
+            raise ValueError("an error late")
+
+    with pytest.raises(ValueError, match="an error late"):
+        numba_math.in_turns(2, kernel)
+
+
+@numba_math.njit(nogil=True)  # type: ignore[untyped-decorator]
+def _take(counter: np.ndarray) -> Any:
+    return numba_math.take(counter)
 
 
 FORKED = """

@@ -9,16 +9,17 @@ from torch import Tensor
 from longreach.errors import Unsupported
 from longreach.ops.attend import numba_kernels as kernels
 from longreach.ops.attend.amend import Entries
-from longreach.ops.numba_inputs import floats, memory_of, reach_of, refuse
+from longreach.ops.numba_inputs import floats, memory_of, refuse
 from longreach.ops.numba_inputs import integers as ints
-from longreach.ops.numba_math import in_threads
+from longreach.ops.numba_math import flat, in_turns
 from longreach.ops.partial import merge
 from longreach.ops.selection import Bound, Lists, PackedLists, Selection, Span, Spans
 from longreach.ops.types import KVView, Logits, Partial, Rows
 
 LEAST = 512  # keys of a piece: fewer are not shared out among threads
+ALONE = 2048  # keys of all rows and heads: fewer take less time than to wake another thread
 PIECES = 4  # for each thread, where there are enough keys: threads that are done early take another one
-NO_SPANS, NO_LISTS, NO_INDEX = np.zeros((1, 1), np.int64), np.zeros(1, np.int64), np.zeros(1, np.int32)
+NO_SPANS, NO_LISTS, NO_INDEX = np.zeros((1, 1, 2, 1), np.int64), np.zeros(1, np.int64), np.zeros(1, np.int32)
 NO_WEIGHT, NO_LOGITS = np.zeros(1, np.float32), np.zeros((1, 1, 1, 1), np.float32)
 
 
@@ -76,18 +77,20 @@ def _attend(
             part = part if part is None else (same[-1], part[1])
     alone = _head_axis(selection, part) > 1 and selection.per == "query"  # query heads of a group choose for themselves
     units, width = (heads, 1) if alone else (kv.heads, group)
-    reach = reach_of(rows, kv)
-    low, high = _by_unit(np.zeros((count, 1, 1), np.int64), units), _by_unit(reach[:, None, None], units)
+    seq, filled = ints(rows.seq), ints(kv.seq_lens)
+    filled = filled[seq]
+    reach = np.maximum(np.minimum(filled, ints(rows.pos) + 1), 0)
+    low, high = np.zeros((count, 1), np.int64), reach[:, None]
     if part is not None:
-        cut = _by_unit(np.minimum(_slot(part[0], rows), reach[:, None])[..., None], units)
+        cut = np.minimum(_slot(part[0], rows), high)
         low, high = (cut, high) if part[1] else (low, cut)
     spans = isinstance(selection, Spans)
-    start = stop = NO_SPANS
+    bounds = NO_SPANS
     begin, length, index, weight, weighted, block = NO_LISTS, NO_LISTS, NO_INDEX, NO_WEIGHT, False, 1
     if isinstance(selection, Spans):
-        start, stop = (_by_unit(x, units) for x in _slots(selection, rows, reach))
+        bounds = _slots(selection, rows, reach)
         if part is not None:
-            start, stop = np.maximum(start, low), np.minimum(stop, high)
+            bounds = np.clip(bounds, low[..., None, None], high[..., None, None])
     elif isinstance(selection, (Lists, PackedLists)):
         begin, length = _places(selection, count, units)
         index, block = np.ascontiguousarray(selection.index.numpy(), np.int32).reshape(-1), selection.block
@@ -95,20 +98,25 @@ def _attend(
             weight, weighted = floats(selection.log_weight).reshape(-1), True
     else:
         raise Unsupported(f"attend's Numba kernel takes spans and lists, got {type(selection).__name__}")
-    q = (rows.q.detach().float() * scale).contiguous().view(count * units, width, dim)
-    given = (ints(rows.seq), low[:, 0], high[:, 0], units, group if alone else 1)
-    which = (spans, start, stop, index, weight, weighted, begin, length, block)
+    given = (seq, filled, low, high, np.float32(scale), units, group if alone else 1)
+    which = (spans, bounds, index, weight, weighted, begin, length, block)
     workers, most = torch.get_num_threads(), 0
     if workers > 1 and count:
         if spans:
-            most = int(np.maximum(stop - start, 0).sum(1).max())
+            most = int(np.maximum(bounds[:, :, 1] - bounds[:, :, 0], 0).sum(-1).max())
         else:
-            most = int(np.where(length < 0, high[:, 0], length * block).max())
+            most = int(np.where(length < 0, high.max(), length * block).max())
+        if count * units * most < ALONE:
+            workers = 1
     parts = count_parts(workers, count * units, most)
     top, total = np.empty((2, count * units, parts, width), np.float32)
     results = (top, total, np.empty((count * units, parts, width, dim), np.float32))
+    doubt = np.zeros(1, np.int64)
     known = (kept is not None, NO_LOGITS if kept is None else kept)
-    in_threads(workers, kernels.attend, q.numpy(), memory_of(kv), given, which, softcap, known, results)
+    q = flat(rows.q.contiguous())
+    in_turns(workers, kernels.attend, q, memory_of(kv), given, which, softcap, known, (*results, doubt))
+    if doubt[0]:
+        selection.check_entries(rows, kv)
     lse, whole = torch.empty(count * units, width), torch.empty(count * units, width, dim)
     kernels.merge(*results, lse.numpy(), whole.numpy())
     return Partial(whole.view(count, heads, dim), lse.view(count, heads))
@@ -123,12 +131,6 @@ def add_sink(result: Partial, sink_logit: Tensor | None) -> Partial:
     if sink_logit is None:
         return result
     return merge(result, Partial(torch.zeros_like(result.out), sink_logit.float().expand_as(result.lse)))
-
-
-def _by_unit(x: np.ndarray, units: int) -> np.ndarray:
-    """[R, 1 or heads, S] as [R * units, S]."""
-    rows, _, spans = x.shape
-    return np.ascontiguousarray(np.broadcast_to(x, (rows, units, spans))).reshape(rows * units, spans)
 
 
 def _per_group(spans: Spans, group: int, *bounds: Bound) -> tuple[Bound, ...] | None:
@@ -164,19 +166,15 @@ def _slot(bound: Bound, rows: Rows) -> np.ndarray:
     return at
 
 
-def _slots(selection: Spans, rows: Rows, reach: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """int64 [R, heads, S]: start and stop of spans that do not overlap, cut to what a row reaches."""
-    ends = [np.minimum(_slot(bound, rows), reach[:, None]) for span in selection.spans for bound in span]
-    if not ends:
-        return (np.zeros((len(reach), 1, 0), np.int64),) * 2
-    both = np.stack(np.broadcast_arrays(*ends), -1)
-    start, stop = both[..., 0::2], both[..., 1::2]
-    if len(selection.spans) > 1:
-        order = np.argsort(start, -1)
-        start = np.take_along_axis(start, order, -1)
-        stop = np.maximum.accumulate(np.take_along_axis(stop, order, -1), -1)
-        start = np.concatenate([start[..., :1], np.maximum(start[..., 1:], stop[..., :-1])], -1)
-    return start, stop
+def _slots(selection: Spans, rows: Rows, reach: np.ndarray) -> np.ndarray:
+    """int64 [R, heads, 2, S]: start and stop of spans that do not overlap, cut to what a row reaches."""
+    pairs = [(_slot(span.start, rows), _slot(span.stop, rows)) for span in selection.spans]
+    heads = max((bound.shape[1] for pair in pairs for bound in pair), default=1)
+    bounds = np.empty((len(reach), heads, 2, len(pairs)), np.int64)
+    for i, (start, stop) in enumerate(pairs):
+        bounds[:, :, 0, i], bounds[:, :, 1, i] = start, stop
+    kernels.disjoint(bounds, reach)
+    return bounds
 
 
 def _places(selection: Lists | PackedLists, count: int, units: int) -> tuple[np.ndarray, np.ndarray]:

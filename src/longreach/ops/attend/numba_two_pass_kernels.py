@@ -8,8 +8,8 @@ import math
 import numpy as np
 from numba import njit
 
-from longreach.ops.attend.numba_kernels import CHUNK, LINE, _add_values, _scores, _soften
-from longreach.ops.numba_math import INLINE, KERNEL
+from longreach.ops.attend.numba_kernels import CHUNK, LINE, _add_values, _soften, dots
+from longreach.ops.numba_math import INLINE, KERNEL, take
 
 
 @njit(**INLINE)
@@ -44,7 +44,7 @@ def _piece(w, q, memory, rows, softcap, values, kept, results):
                 places[n + i] = place * k_strides[0] + head * k_strides[1] + (slot + i) * k_strides[2]
                 places_v[n + i] = place * v_strides[0] + head * v_strides[1] + (slot + i) * v_strides[2]
             n += run
-        _scores(k, places, n, q[unit], s, dim, size, lines)
+        dots(k, places, n, q[unit], s, dim, size, lines)
         for h in range(width):
             one = s[h]
             if softcap > 0.0:
@@ -59,12 +59,15 @@ def _piece(w, q, memory, rows, softcap, values, kept, results):
 
 
 @njit(**KERNEL)
-def score(worker, workers, q, memory, rows, softcap, values, kept, results):
-    """Every `workers`-th piece, from number `worker` on, as in the kernel of attend.
+def score(worker, workers, counter, q, memory, rows, softcap, values, kept, results):
+    """Pieces, taken from the counter, as in the kernel of attend.
 
     Unit = (row, KV head). q: float32 [units, group, D], scaled. memory: as in attend. rows: seq, reach of each.
     values: whether values are read. Written: kept [R, G, N, group] below a row's reach; results: top, total
     [units, parts, group], out [units, parts, group, D], or [..., 0] where values are not read.
     """
-    for w in range(worker, results[0].shape[0] * results[0].shape[1], workers):
+    pieces = results[0].shape[0] * results[0].shape[1]
+    w = take(counter)
+    while w < pieces:
         _piece(w, q, memory, rows, softcap, values, kept, results)
+        w = take(counter)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from longreach.errors import SelectionError
-from longreach.ops.numba_math import flat, in_threads
+from longreach.ops.numba_inputs import NO_TABLE, floats, integers
+from longreach.ops.numba_math import flat, in_threads, in_turns
 from longreach.ops.selection import Per
 from longreach.ops.simhash import numba_kernels as kernels
 from longreach.ops.simhash import sealing
@@ -16,6 +19,7 @@ from longreach.ops.simhash.probability import TINY, form
 from longreach.ops.simhash.tables import HashTables
 from longreach.ops.types import KVView, Rows, accumulator
 
+FEW = 256  # vectors that are multiplied by the directions as they are: others by their copy in fp32, in one product
 VECTORS = 1024  # hashed at a time: their projections stay in a cache
 
 
@@ -24,6 +28,10 @@ def codes(x: Tensor, projections: Tensor, centre: Tensor | None) -> Tensor:
     tables, bits, dim = projections.shape
     out = torch.empty(*x.shape[:-1], tables, dtype=torch.uint16)
     codes = out.view(-1, tables)
+    if 0 < len(codes) <= FEW and centre is None and wide == torch.float32:
+        memory = (flat(x.contiguous()), flat(projections), projections.stride()[:2])
+        in_threads(_workers(), kernels.encode, *memory, bits, codes.numpy())
+        return out
     directions = projections.to(wide).view(-1, dim).T
     vectors = (x.to(wide) if centre is None else x.to(wide) - centre.to(wide)).reshape(-1, dim)
     for begin in range(0, len(vectors), VECTORS):
@@ -64,11 +72,10 @@ def collide(
     room = min(capacity, tables.size) if parts > 1 else capacity
     index = torch.empty(count, lists, parts, room, dtype=torch.int32)
     met = torch.empty(count, lists, parts, room, dtype=torch.uint8)
-    used, looked_up = torch.zeros(2, count, lists, parts, dtype=torch.int32).unbind()
-    seq = rows.seq.long()
-    stop = tables.stop[seq].long()
-    in_threads(
-        workers, kernels.collide, *_memory(tables), codes.contiguous().numpy(), seq.contiguous().numpy(), stop.numpy(),
+    used, looked_up = (torch.empty(count, lists, parts, dtype=torch.int32) for _ in range(2))
+    seq = integers(rows.seq)
+    in_turns(
+        workers, kernels.collide, *_memory(tables), codes.contiguous().numpy(), seq, integers(tables.stop)[seq],
         (tables.heads, heads // tables.heads, segments, tables.first), least,
         (index.numpy(), met.numpy(), used.numpy(), looked_up.numpy()),
     )  # fmt: skip
@@ -83,38 +90,32 @@ def collide(
 def weigh(
     rows: Rows, kv: KVView, tables: HashTables, found: Collisions, centre: Tensor, *, floor: float
 ) -> tuple[Tensor, Tensor]:
-    count, heads, dim = rows.q.shape
+    heads = rows.q.shape[1]
     group = kv.group(rows)
     width = group if found.per == "kv" else 1
     lists = heads // width
-    q = rows.q.float()
-    square = q.square().sum(-1)
-    void = ~((square > 0) & (square < torch.inf))
-    q = torch.where(void[..., None], 0, q / square.sqrt()[..., None]).view(count * lists, width, dim)
-    table = kv.seq_lens.new_zeros(1, 1) if kv.block_table is None else kv.block_table
-    k = kv.k.float() if kv.k.dtype == torch.float64 else kv.k
-    memory = (
-        flat(k), k.stride()[:3], table.long().contiguous().numpy(), kv.block_table is not None, kv.page,
-        centre.float().contiguous().numpy(),
-    )  # fmt: skip
-    weight, factor = torch.empty(2, *found.index.shape)
-    seq = rows.seq.long()
+    table = NO_TABLE if kv.block_table is None else integers(kv.block_table)
+    q, k = (x.float() if x.dtype == torch.float64 else x for x in (rows.q, kv.k))
+    memory = (flat(k), k.stride()[:3], table, kv.block_table is not None, kv.page, floats(centre))
+    weight, factor = torch.empty(found.index.shape), torch.empty(found.index.shape)
+    seq = integers(rows.seq)
     wrong = np.full(_workers(), -1)
-    in_threads(
-        len(wrong), kernels.weigh, q.contiguous().numpy(), void.view(count * lists, width).numpy(), memory,
-        seq.contiguous().numpy(), kv.seq_lens[seq].long().numpy(), (lists, heads // (kv.heads * width)),
+    in_turns(
+        len(wrong), kernels.weigh, flat(q.contiguous()), memory,
+        seq, integers(kv.seq_lens), (lists, heads // (kv.heads * width), width),
         (found.index.contiguous().numpy(), found.met.contiguous().numpy(), found.count.contiguous().numpy()),
         law(tables.bits, tables.tables, found.least, floor), weight.numpy(), factor.numpy(), wrong,
     )  # fmt: skip
     if (wrong >= 0).any():
         row = int(wrong.max())
         raise SelectionError(
-            f"found: expected entries below {int(kv.seq_lens[seq[row]])}, the slots in use of sequence {int(seq[row])} "
+            f"found: expected entries below {int(kv.seq_lens[seq[row]])}, the slots in use of sequence {seq[row]} "
             f"(row {row}), got others; were the keys found in tables of another cache?"
         )
     return weight, factor
 
 
+@cache
 def law(bits: int, tables: int, least: int, floor: float) -> tuple[object, ...]:
     """The constants of u, as the kernels take them."""
     f = form(tables, least)

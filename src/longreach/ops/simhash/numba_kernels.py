@@ -8,9 +8,11 @@ import math
 import numpy as np
 from numba import njit
 
-from longreach.ops.numba_math import INLINE, KERNEL, bits_of, exp, float_of, prefetch, to_float
+from longreach.ops.attend.numba_kernels import dots
+from longreach.ops.numba_math import INLINE, KERNEL, bits_of, exp, float_of, prefetch, take, to_float
 
-CHUNK = 128  # keys that are weighed at a time
+CHUNK = 256  # keys that are weighed at a time
+PIECES = 4  # for each thread, of the lists together
 AHEAD = 12  # keys that are prefetched before they are read
 TABLES_AHEAD = 6  # tables whose buckets are prefetched before they are read; offsets twice as far
 COUNTED = 224  # tables after which counts are cut to `least`: bytes hold the next ones too
@@ -28,6 +30,45 @@ def pack(worker, workers, signs, void, bits, codes):
             for b in range(some.shape[0]):
                 code |= (1 if some[b] > 0 else 0) << b
             out[table] = np.uint16(0 if void[i] else code)
+
+
+@njit(**KERNEL)
+def encode(worker, workers, x, directions, strides, bits, codes):
+    """codes [n, tables] as in `pack`, of few vectors: every `workers`-th table.
+
+    x: flat, n vectors of D numbers. directions: flat, their strides of (table, bit).
+    """
+    n, tables = codes.shape
+    dim = x.shape[0] // n
+    size = LINE // directions.itemsize
+    lines = (dim + size - 1) // size
+    vectors, void = np.empty((n, dim), np.float32), np.empty(n, np.bool_)
+    for i in range(n):
+        void[i] = _widen(x[i * dim : (i + 1) * dim], vectors[i])
+    places, s = np.empty(bits, np.int64), np.empty((n, bits), np.float32)
+    for table in range(worker, tables, workers):
+        for b in range(bits):
+            places[b] = table * strides[0] + b * strides[1]
+        if table + workers < tables:  # the next table's come while these are multiplied
+            for b in range(bits):
+                for line in range(lines):
+                    prefetch(directions, (table + workers) * strides[0] + b * strides[1] + line * size)
+        dots(directions, places, bits, vectors, s, dim, size, lines)
+        for i in range(n):
+            code = 0
+            for b in range(bits):
+                code |= (1 if s[i, b] > 0 else 0) << b
+            codes[i, table] = np.uint16(0 if void[i] else code)
+
+
+@njit(**INLINE, fastmath=KERNEL["fastmath"])
+def _widen(x, out):
+    """out = x in float32; whether it is void: its squared norm is zero or not finite."""
+    square = np.float32(0.0)
+    for d in range(out.shape[0]):
+        out[d] = to_float(x[d])
+        square += out[d] * out[d]
+    return not np.float32(0.0) < square < np.float32(np.inf)
 
 
 @njit(**INLINE)
@@ -150,9 +191,10 @@ def _list(hits, words, stop, begin, index, met, n):
 
 @njit(**KERNEL)
 def collide(
-    worker, workers, ids, id_strides, offsets, offset_strides, geometry, codes, seq, stop, shape, least, results
-):
-    """The keys of each row and head that collide, in every `workers`-th piece.
+    worker, workers, counter, ids, id_strides, offsets, offset_strides, geometry, codes, seq, stop, shape, least,
+    results,
+):  # fmt: skip
+    """The keys of each row and head that collide, in pieces taken from the counter.
 
     A piece is a list, or if results have as many parts as there are segments, one segment of a list.
     ids, offsets, geometry: as in `build`. codes: uint16 [R, H, tables]. seq, stop: int64 [R]. shape: KV heads, query
@@ -166,7 +208,8 @@ def collide(
     width = heads * group // lists  # query heads of a list
     times, hits = np.zeros(size, np.uint8), np.zeros(size, np.uint8)
     words = hits.view(np.uint64)
-    for item in range(worker, rows * lists * parts, workers):
+    item = take(counter)
+    while item < rows * lists * parts:
         r, li, part = item // (lists * parts), item // parts % lists, item % parts
         g = li * width // group
         n, read = 0, 0
@@ -185,6 +228,7 @@ def collide(
             n = _list(hits, words, min(stop[r] - begin, size), begin, index[r, li, part], met[r, li, part], n)
         used[r, li, part] = n
         looked_up[r, li, part] = read
+        item = take(counter)
 
 
 @njit(**KERNEL)
@@ -300,7 +344,7 @@ def total_inclusion(p, law, total):
 
 @njit(**INLINE, fastmath=KERNEL["fastmath"])
 def _cosines(k, places, n, centre, q, size, lines, squares, s):
-    """s[h, c] = q[h] . (k at places[c] - centre), and squares[c] of that key; four heads at a time."""
+    """s[h, c] = q[h] . (k at places[c] - centre), and squares[c] of that key; four or two heads at a time."""
     width, dim = q.shape
     for c in range(n):
         if c + AHEAD < n:
@@ -321,7 +365,17 @@ def _cosines(k, places, n, centre, q, size, lines, squares, s):
             s[h, c], s[h + 1, c], s[h + 2, c], s[h + 3, c] = a0, a1, a2, a3
             squares[c] = square
             h += 4
-        while h < width:
+        if h + 2 <= width:
+            a0 = a1 = square = np.float32(0.0)
+            q0, q1 = q[h], q[h + 1]
+            for d in range(dim):
+                x = to_float(row[d]) - centre[d]
+                square += x * x
+                a0 += x * q0[d]
+                a1 += x * q1[d]
+            s[h, c], s[h + 1, c], squares[c] = a0, a1, square
+            h += 2
+        if h < width:
             a = square = np.float32(0.0)
             one = q[h]
             for d in range(dim):
@@ -329,50 +383,70 @@ def _cosines(k, places, n, centre, q, size, lines, squares, s):
                 square += x * x
                 a += x * one[d]
             s[h, c], squares[c] = a, square
-            h += 1
+
+
+@njit(**INLINE, fastmath=KERNEL["fastmath"])
+def _normalise(q, void):
+    """To norm 1, or to zeros where void."""
+    square = np.float32(0.0)
+    for d in range(q.shape[0]):
+        square += q[d] * q[d]
+    for d in range(q.shape[0]):
+        q[d] = np.float32(0.0) if void else q[d] / np.float32(math.sqrt(square))
 
 
 @njit(**KERNEL)
-def weigh(worker, workers, q, void, memory, seq, reach, shape, found, law, weight, factor, wrong):
-    """The log-weight and factor of every sampled key: of each list, every `workers`-th chunk.
+def weigh(worker, workers, counter, q, memory, seq, filled, shape, found, law, weight, factor, wrong):
+    """The log-weight and factor of every sampled key, in pieces of lists taken from the counter.
 
-    q: float32 [R * lists, width, D], of norm 1, or 0 where void [R * lists, width]. memory: k flat, its strides of
-    (page, head, slot); table [B, pages], paged, page; centre float32 [B, G, D]. seq, reach: int64 [R], the sequences
-    and their slots in use. shape: lists a row, lists a KV head. found: index, met [R, lists, C], count [R, lists].
+    q: flat [R * lists, width, D]. memory: k flat, its strides of (page, head, slot); table [B, pages], paged, page;
+    centre float32 [B, G, D]. seq: int64 [R]; filled: int64 [B], slots in use. shape: lists a row, lists a KV head,
+    query heads of a list. found: index, met [R, lists, C], count [R, lists].
     law: see `add_inclusion`. weight, factor, written: float32 [R, lists, C]; wrong, written: int64 [workers], a row
     that names a slot not in use, else -1.
     """
     k, strides, table, paged, page, centres = memory
     index, met, count = found
-    lists, mine = shape
-    units, width, dim = q.shape
+    lists, mine, width = shape
+    units, dim = count.shape[0] * lists, centres.shape[2]
     size = LINE // k.itemsize
     lines = (dim + size - 1) // size
     places = np.empty(CHUNK, np.int64)
     s, total, squares = np.empty((width, CHUNK), np.float32), np.empty(CHUNK, np.float32), np.empty(CHUNK, np.float32)
     x, y, z = np.empty(CHUNK, np.float32), np.empty(CHUNK, np.float32), np.empty(CHUNK, np.float32)
-    spread = np.empty(CHUNK, np.float32)
-    for unit in range(units):
+    spread, unit_q, void = np.empty(CHUNK, np.float32), np.empty((width, dim), np.float32), np.empty(width, np.bool_)
+    parts = (PIECES * workers + units - 1) // max(units, 1) if workers > 1 else 1
+    item = take(counter)
+    while item < units * parts:
+        unit, part = item // parts, item % parts
+        item = take(counter)
         row, li = unit // lists, unit % lists
         head, b = li // mine, seq[row]
         entries, times, out, off = index[row, li], met[row, li], weight[row, li], factor[row, li]
         n = np.int64(count[row, li])
         if n > entries.shape[0]:
             continue
-        for first in range(worker * CHUNK, n, workers * CHUNK):
-            some = min(CHUNK, n - first)
+        for h in range(width):
+            void[h] = _widen(q[(unit * width + h) * dim : (unit * width + h + 1) * dim], unit_q[h])
+            _normalise(unit_q[h], void[h])
+        last = n * (part + 1) // parts
+        for first in range(n * part // parts, last, CHUNK):
+            some = min(CHUNK, last - first)
             for c in range(some):
                 slot, place = np.int64(entries[first + c]), b
-                if not 0 <= slot < reach[row]:
+                if not 0 <= slot < filled[b]:
                     wrong[worker] = row
                     slot = 0
                 if paged:
                     place, slot = table[b, slot // page], slot % page
                 places[c] = place * strides[0] + head * strides[1] + slot * strides[2]
+                if c < AHEAD:
+                    for line in range(lines):
+                        prefetch(k, places[c] + line * size)
                 total[c] = spread[c] = np.float32(0.0)
-            _cosines(k, places, some, centres[b, head], q[unit], size, lines, squares, s)
+            _cosines(k, places, some, centres[b, head], unit_q, size, lines, squares, s)
             for h in range(width):
-                p, nothing = s[h], void[unit, h]
+                p, nothing = s[h], void[h]
                 for c in range(some):
                     square = squares[c]
                     usable = square > np.float32(0.0) and square < np.float32(np.inf)
