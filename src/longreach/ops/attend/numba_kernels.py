@@ -71,9 +71,27 @@ def _row(memory, place, size, lines):
 
 
 @njit(**INLINE, fastmath=KERNEL["fastmath"])
+def _dots_of_two(k, places, n, q, s, dim, size, lines):
+    """`dots` for two heads, which share a converted key."""
+    q0, q1 = q[0], q[1]
+    for c in range(n):
+        if c + AHEAD < n:
+            _row(k, places[c + AHEAD], size, lines)
+        row = k[places[c] : places[c] + dim]
+        a0 = a1 = np.float32(0.0)
+        for d in range(dim):
+            x = to_float(row[d])
+            a0 += x * q0[d]
+            a1 += x * q1[d]
+        s[0, c], s[1, c] = a0, a1
+
+
+@njit(**INLINE, fastmath=KERNEL["fastmath"])
 def dots(k, places, n, q, s, dim, size, lines):
-    """s[h, c] = q[h] . k at places[c]; four or two heads at a time, so that a key is converted once for them."""
+    """s[h, c] = q[h] . k at places[c]; four heads at a time, or two of two, so that a key is converted once for them."""
     width = q.shape[0]
+    if width == 2:
+        return _dots_of_two(k, places, n, q, s, dim, size, lines)
     for c in range(n):
         if c + AHEAD < n:
             _row(k, places[c + AHEAD], size, lines)
@@ -90,27 +108,36 @@ def dots(k, places, n, q, s, dim, size, lines):
                 a3 += x * q3[d]
             s[h, c], s[h + 1, c], s[h + 2, c], s[h + 3, c] = a0, a1, a2, a3
             h += 4
-        if h + 2 <= width:
-            a0 = a1 = np.float32(0.0)
-            q0, q1 = q[h], q[h + 1]
-            for d in range(dim):
-                x = to_float(row[d])
-                a0 += x * q0[d]
-                a1 += x * q1[d]
-            s[h, c], s[h + 1, c] = a0, a1
-            h += 2
-        if h < width:
+        while h < width:
             a = np.float32(0.0)
             one = q[h]
             for d in range(dim):
                 a += to_float(row[d]) * one[d]
             s[h, c] = a
+            h += 1
+
+
+@njit(**INLINE, fastmath=KERNEL["fastmath"])
+def _add_values_of_two(v, places, n, s, out, dim, size, lines):
+    """`_add_values` for two heads, which share a converted value."""
+    o0, o1 = out[0], out[1]
+    for c in range(n):
+        if c + AHEAD < n:
+            _row(v, places[c + AHEAD], size, lines)
+        row = v[places[c] : places[c] + dim]
+        p0, p1 = s[0, c], s[1, c]
+        for d in range(dim):
+            x = to_float(row[d])
+            o0[d] += p0 * x
+            o1[d] += p1 * x
 
 
 @njit(**INLINE, fastmath=KERNEL["fastmath"])
 def _add_values(v, places, n, s, out, dim, size, lines):
     """out[h] += s[h, c] v at places[c]."""
     width = out.shape[0]
+    if width == 2:
+        return _add_values_of_two(v, places, n, s, out, dim, size, lines)
     for c in range(n):
         if c + AHEAD < n:
             _row(v, places[c + AHEAD], size, lines)
@@ -126,17 +153,11 @@ def _add_values(v, places, n, s, out, dim, size, lines):
                 o2[d] += p2 * x
                 o3[d] += p3 * x
             h += 4
-        if h + 2 <= width:
-            p0, p1, o0, o1 = s[h, c], s[h + 1, c], out[h], out[h + 1]
-            for d in range(dim):
-                x = to_float(row[d])
-                o0[d] += p0 * x
-                o1[d] += p1 * x
-            h += 2
-        if h < width:
+        while h < width:
             p, one = s[h, c], out[h]
             for d in range(dim):
                 one[d] += p * to_float(row[d])
+            h += 1
 
 
 @njit(**INLINE, fastmath=KERNEL["fastmath"])

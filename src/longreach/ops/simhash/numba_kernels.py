@@ -344,7 +344,7 @@ def total_inclusion(p, law, total):
 
 @njit(**INLINE, fastmath=KERNEL["fastmath"])
 def _cosines(k, places, n, centre, q, size, lines, squares, s):
-    """s[h, c] = q[h] . (k at places[c] - centre), and squares[c] of that key; four or two heads at a time."""
+    """s[h, c] = q[h] . (k at places[c] - centre), and squares[c] of that key; four heads at a time."""
     width, dim = q.shape
     for c in range(n):
         if c + AHEAD < n:
@@ -365,17 +365,7 @@ def _cosines(k, places, n, centre, q, size, lines, squares, s):
             s[h, c], s[h + 1, c], s[h + 2, c], s[h + 3, c] = a0, a1, a2, a3
             squares[c] = square
             h += 4
-        if h + 2 <= width:
-            a0 = a1 = square = np.float32(0.0)
-            q0, q1 = q[h], q[h + 1]
-            for d in range(dim):
-                x = to_float(row[d]) - centre[d]
-                square += x * x
-                a0 += x * q0[d]
-                a1 += x * q1[d]
-            s[h, c], s[h + 1, c], squares[c] = a0, a1, square
-            h += 2
-        if h < width:
+        while h < width:
             a = square = np.float32(0.0)
             one = q[h]
             for d in range(dim):
@@ -383,6 +373,7 @@ def _cosines(k, places, n, centre, q, size, lines, squares, s):
                 square += x * x
                 a += x * one[d]
             s[h, c], squares[c] = a, square
+            h += 1
 
 
 @njit(**INLINE, fastmath=KERNEL["fastmath"])
