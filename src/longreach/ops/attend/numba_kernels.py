@@ -88,7 +88,7 @@ def _dots_of_two(k, places, n, q, s, dim, size, lines):
 
 @njit(**INLINE, fastmath=KERNEL["fastmath"])
 def dots(k, places, n, q, s, dim, size, lines):
-    """s[h, c] = q[h] . k at places[c]; four heads at a time, or two of two, so that a key is converted once for them."""
+    """s[h, c] = q[h] . k at places[c]; a key is converted once for four heads, or for both of two."""
     width = q.shape[0]
     if width == 2:
         return _dots_of_two(k, places, n, q, s, dim, size, lines)
