@@ -11,7 +11,6 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import Any
 
@@ -25,9 +24,6 @@ from numba.extending import intrinsic
 FAST = {"reassoc", "contract", "arcp", "nsz"}
 KERNEL = {"nogil": True, "cache": True, "error_model": "numpy", "boundscheck": False, "fastmath": FAST}
 INLINE = {"cache": True, "error_model": "numpy", "boundscheck": False, "forceinline": True}
-
-_pool: ThreadPoolExecutor | None = None  # Numba's own threads are one team a process, which sessions cannot share
-_making = threading.Lock()
 
 
 def in_turns(workers: int, kernel: Callable[..., None], *args: Any) -> None:
@@ -50,7 +46,7 @@ def in_threads(workers: int, kernel: Callable[..., None], *args: Any, all_needed
     crew = _Crew()
     try:
         for worker in range(1, workers):
-            _threads().submit(crew.run, kernel, worker, workers, *args)
+            _threads.submit(crew.run, kernel, worker, workers, *args)
         kernel(0, workers, *args)
         if all_needed:
             for _ in range(1, workers):
@@ -106,18 +102,38 @@ class _Crew:
             raise interrupt
 
 
-def _threads() -> ThreadPoolExecutor:
-    global _pool
-    with _making:
-        if _pool is None:
-            _pool = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="longreach-cpu")
-        return _pool
+class _Threads:
+    """As many threads as there are processors; each runs what is submitted. (Numba's own threads are one team a
+    process, which sessions cannot share.)
+
+    They are daemons, which nothing joins: an executor of the standard library that is interrupted while it starts a
+    thread never stops it, and the process does not end.
+    """
+
+    def __init__(self) -> None:
+        self._tasks, self._started = SimpleQueue[Any](), 0
+
+    def submit(self, run: Callable[..., Any], *args: Any) -> None:
+        """Run `run(*args)` in one of the threads; it must not raise."""
+        while self._started < (os.cpu_count() or 1):
+            threading.Thread(target=self._serve, name="longreach-cpu", daemon=True).start()
+            self._started += 1  # after it has started: an interrupt between the two leaves one too many, not too few
+        self._tasks.put((run, args))
+
+    def _serve(self) -> None:
+        while True:
+            run, args = self._tasks.get()
+            run(*args)
+            del run, args  # or the last call's arrays live until the next one
+
+
+_threads = _Threads()
 
 
 def _forget() -> None:
     """In a forked process: threads did not come along."""
-    global _pool, _making
-    _pool, _making = None, threading.Lock()
+    global _threads
+    _threads = _Threads()
 
 
 if hasattr(os, "register_at_fork"):

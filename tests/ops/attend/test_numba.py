@@ -229,15 +229,17 @@ def test_work_in_turns_is_done_once() -> None:
 def test_work_in_turns_does_not_wait_for_threads_that_have_not_begun() -> None:
     """They never begin: the caller's memory may be gone by then."""
     free, begun = threading.Event(), list[int]()
-    busy = [numba_math._threads().submit(free.wait) for _ in range(os.cpu_count() or 1)]
+    late = threading.Barrier((os.cpu_count() or 1) + 1)
+    for _ in range(os.cpu_count() or 1):
+        numba_math._threads.submit(free.wait)
     try:
         numba_math.in_turns(2, lambda worker, workers, counter: begun.append(worker))
         assert begun == [0]
     finally:
         free.set()
-    for each in busy:
-        each.result()
-    numba_math._threads().submit(int).result()  # behind the thread that was late
+    for _ in range(os.cpu_count() or 1):  # behind the thread that was late
+        numba_math._threads.submit(late.wait, 60)
+    late.wait(60)
     assert begun == [0]
 
 
@@ -257,6 +259,30 @@ def test_work_in_turns_waits_for_threads_that_have_begun() -> None:
 @numba_math.njit(nogil=True)  # type: ignore[untyped-decorator]
 def _take(counter: np.ndarray) -> Any:
     return numba_math.take(counter)
+
+
+INTERRUPTED = """
+import os, signal, threading
+from longreach.ops import numba_math
+interrupt = threading.Thread.start
+def start(self):
+    os.kill(os.getpid(), signal.SIGINT)
+    interrupt(self)
+threading.Thread.start = start
+try:
+    numba_math.in_threads(2, lambda worker, workers: None)
+except KeyboardInterrupt:
+    print("interrupted")
+threading.Thread.start = interrupt
+numba_math.in_threads(2, lambda worker, workers: None)
+print("ended")
+"""
+
+
+def test_ctrl_c_while_the_first_threads_start() -> None:
+    """Further calls work, and the process ends."""
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout.split() == ["interrupted", "ended"], done.stderr
 
 
 FORKED = """
