@@ -50,7 +50,8 @@ def test_a_decoding_run_takes_it(longreach: Any, tiny: Path, text: Path, tmp_pat
     assert longreach(*asked(tiny, text, output)).code == 0
     run = ["run", "--model", tiny, "--document", text, "--question", "Who?", "--max-new-tokens", 3, "--decode", "loki"]
     found = json.loads(longreach(*run, "--set", f"decode.plan={output}", "--json").out)
-    options = {"k": 0.1, "rank": 0.25, "plan": str(output), "dense_layers": [], "choose": "top", "seed": 0}
+    options = {"k": 0.1, "rank": 0.25, "plan": str(output), "dense_layers": [], "choose": "top", "seed": 0,
+               "error_bars": False, "redo": None}  # fmt: skip
     assert found["decode"] == {"name": "loki", **options}
     assert found["report"]["decode"] < 1
     refused(longreach(*run), "no loki plan is shipped for this model", "longreach calibrate loki", "plan=plan.json")

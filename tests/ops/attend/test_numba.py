@@ -264,6 +264,7 @@ def _take(counter: np.ndarray) -> Any:
 INTERRUPTED = """
 import os, signal, threading
 from longreach.ops import numba_math
+signal.signal(signal.SIGINT, signal.default_int_handler)
 interrupt = threading.Thread.start
 def start(self):
     os.kill(os.getpid(), signal.SIGINT)

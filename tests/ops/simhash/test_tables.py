@@ -144,7 +144,7 @@ def test_ctrl_c_within_a_build(monkeypatch: pytest.MonkeyPatch) -> None:
         else:
             sort(worker, workers, *args)
 
-    before = torch.get_num_threads()
+    before, handler = torch.get_num_threads(), signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(2)
     try:
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
@@ -154,6 +154,7 @@ def test_ctrl_c_within_a_build(monkeypatch: pytest.MonkeyPatch) -> None:
         assert ended == [1] and tables.stop.tolist() == [34, 29]
         build(tables, cut(codes, 4 + count, count), both, count, impl="numba")
     finally:
+        signal.signal(signal.SIGINT, handler)  # a process in the background may ignore it
         torch.set_num_threads(before)
     held_to(tables, codes)
 
