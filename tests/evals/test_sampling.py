@@ -8,7 +8,10 @@ from longreach.evals.sampling import mean_of
 from longreach.testing.tiny import tiny_model
 from tests.evals.test_evaluate import evaluation, run
 
-METHODS = ["magicpig bits=3 tables=9 local=4 seal=4 centre=8 dense_layers=[0]", "streaming_llm sinks=2 window=12"]
+METHODS = [
+    "magicpig error_bars=True bits=3 tables=9 local=4 seal=4 centre=8 dense_layers=[0]",
+    "streaming_llm sinks=2 window=12",
+]
 
 
 def test_an_evaluation_keeps_what_was_sampled() -> None:
@@ -25,11 +28,14 @@ def test_an_evaluation_keeps_what_was_sampled() -> None:
 
 
 def test_means_over_prompts() -> None:
-    one = {"layers": [1, 3], "search_bytes": 10, "attention_bytes": 20, "dense_bytes": 100, "sampled_head": [0.1, 0.2],
-           "sampled_group": [0.2, 0.2], "overflowed": [0.0, 0.0], "table_share": 0.4}  # fmt: skip
-    other = one | {"search_bytes": 50, "dense_bytes": 500, "sampled_head": [0.3, 0.2], "table_share": 0.3}
-    assert mean_of([]) is None
-    found = mean_of([one, other])
+    one = {"layers": [1, 3], "search_bytes": 10, "attention_bytes": 20, "error_bar_bytes": 0, "dense_bytes": 100,
+           "rows": 10, "sampled_head": [0.1, 0.2], "sampled_group": [0.2, 0.2], "overflowed": [0.0, 0.0],
+           "table_share": 0.4}  # fmt: skip
+    other = one | {"search_bytes": 50, "error_bar_bytes": 10, "dense_bytes": 500, "rows": 30, "table_share": 0.3}
+    other["sampled_head"] = [0.3, 0.2]
+    none = one | {"rows": 0, "dense_bytes": 0, "search_bytes": 0, "attention_bytes": 0, "sampled_head": [0.0, 0.0]}
+    assert mean_of([]) is None and mean_of([none]) is None
+    found = mean_of([one, none, other])
     assert found is not None
-    assert found["search"] == 0.1 and found["attention"] == pytest.approx(40 / 600) and found["table_share"] == 0.4
-    assert found["sampled_head"] == pytest.approx([0.2, 0.2]) and found["layers"] == [1, 3]
+    assert found["search"] == 0.1 and found["attention"] == pytest.approx(50 / 600) and found["table_share"] == 0.4
+    assert found["sampled_head"] == pytest.approx([0.25, 0.2]) and found["layers"] == [1, 3]

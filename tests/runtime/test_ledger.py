@@ -318,10 +318,11 @@ def test_a_report_can_be_printed_and_written() -> None:
     add(ledger, call(), Step((DENSE,), (DENSE,), why="too short"), phase="prefill", name="dense")
     report = committed(ledger)
     assert str(report).splitlines() == [
-        "phase    layer  method        impl            rows        K        V     meta  of dense  note",
-        "prefill      0  dense         reference          2    50.0%    50.0%     0.0%    100.0%  dense: too short",
-        "decode       0  streaming_llm reference          2     7.1%     7.1%     3.1%     17.4%",
-        "decode       1  streaming_llm reference          2    14.3%    14.3%     3.1%     31.7%",
+        "phase    layer  method          impl                  rows        K        V     meta  of dense  note",
+        "prefill      0  dense           reference                2    50.0%    50.0%     0.0%    100.0%  "
+        "dense: too short",
+        "decode       0  streaming_llm   reference                2     7.1%     7.1%     3.1%     17.4%",
+        "decode       1  streaming_llm   reference                2    14.3%    14.3%     3.1%     31.7%",
         "prefill: 100.0% of the bytes that dense attention reads",
         "decode: 24.6% of the bytes that dense attention reads",
     ]

@@ -1,4 +1,4 @@
-"""What a method that samples keys read, and which share of them it sampled, as records of evaluations keep it."""
+"""Reads and sampled shares of a method with hash tables, as records of evaluations keep them."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 
 from longreach.runtime import Report
 
-BYTES = ("search_bytes", "attention_bytes", "dense_bytes")
+BYTES = ("search_bytes", "attention_bytes", "error_bar_bytes")
 BY_LAYER = ("sampled_head", "sampled_group", "overflowed")
 
 
 def sampling_of(report: Report) -> dict[str, Any] | None:
-    """Of the layers that sample in decode steps: bytes, and means over KV heads by layer; None without such a layer.
+    """Of the layers with tables in decode steps: bytes, and means over KV heads by layer; None without such a layer.
 
-    dense_bytes: those that dense attention reads in these layers. table_share: memory of the tables over that of keys
-    and values, the largest of a layer.
+    dense_bytes: those that dense attention reads in these layers. rows: those of sequences with keys in the tables, of
+    which the means are. table_share: memory of the tables over that of keys and values, the largest of a layer.
     """
     layers = [r for r in report.layers if r.phase == "decode" and r.notes and "search_bytes" in r.notes]
     if not layers:
@@ -23,27 +23,34 @@ def sampling_of(report: Report) -> dict[str, Any] | None:
     notes = [r.notes for r in layers if r.notes]
     return {
         "layers": [r.layer for r in layers],
-        "search_bytes": sum(each["search_bytes"] for each in notes),
-        "attention_bytes": sum(each["attention_bytes"] for each in notes),
+        **{name: sum(each.get(name, 0) for each in notes) for name in BYTES},
         "dense_bytes": sum(r.dense_bytes for r in layers),
-        **{name: [_mean(each[name]) for each in notes] for name in BY_LAYER},
+        "rows": notes[0]["sampled_rows"],
+        **{name: [sum(each[name]) / len(each[name]) for each in notes] for name in BY_LAYER},
         "table_share": max(each["table_share"] for each in notes),
     }
 
 
 def mean_of(found: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """Results of `sampling_of` for several prompts as one: shares of dense attention's bytes, and means by layer."""
-    if not found:
+    """Results of `sampling_of` for several prompts as one: shares of dense attention's bytes, and means by layer.
+
+    search and attention make up all that the layers read; attention includes the estimate of error bars. None without
+    a prompt whose keys were in the tables.
+    """
+    rows = sum(each["rows"] for each in found)
+    if not rows:
         return None
-    search, attention, dense = (sum(each[name] for each in found) for name in BYTES)
+    search, attention, bars, dense = (sum(each[name] for each in found) for name in (*BYTES, "dense_bytes"))
     return {
         "layers": found[0]["layers"],
         "search": search / dense,
-        "attention": attention / dense,
-        **{name: [_mean(layer) for layer in zip(*(each[name] for each in found), strict=True)] for name in BY_LAYER},
+        "attention": (attention + bars) / dense,
+        **{
+            name: [
+                sum(each["rows"] * share for each, share in zip(found, layer, strict=True)) / rows
+                for layer in zip(*(each[name] for each in found), strict=True)
+            ]
+            for name in BY_LAYER
+        },
         "table_share": max(each["table_share"] for each in found),
     }
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

@@ -64,7 +64,7 @@ class Report:
 
     def __str__(self) -> str:
         shares = "".join(f"{name:>9}" for name in ("K", "V", "meta"))
-        head = f"{'phase':8}{'layer':>6}  {'method':14}{'impl':11}{'rows':>9}{shares}{'of dense':>10}  note"
+        head = f"{'phase':8}{'layer':>6}  {'method':16}{'impl':17}{'rows':>9}{shares}{'of dense':>10}  note"
         lines = [head]
         for r in self.layers:
             d = max(r.dense_bytes, 1)
@@ -74,7 +74,7 @@ class Report:
             if r.overflowed_lists:
                 note = f"{note}; {r.overflowed_lists} lists overflowed and read densely".lstrip("; ")
             lines.append(
-                f"{r.phase:8}{r.layer:>6}  {r.method:14}{r.impl:11}{r.rows:>9}{shares}"
+                f"{r.phase:8}{r.layer:>6}  {r.method:16}{r.impl:17}{r.rows:>9}{shares}"
                 f"{r.fraction:>10.1%}  {note}".rstrip()
             )
         for phase in ("prefill", "decode"):

@@ -106,7 +106,9 @@ def test_a_short_context_is_dense() -> None:
     ((call, outcome),) = layers.decode([0])
     assert check(method, [(call, outcome)], [20]) == 0
     columns = outcome.notes.columns(*(x[None] for x in outcome.notes.tensors)).sum(1)[0]
-    assert not columns.any()  # such rows are in no value of the report
+    said = outcome.notes.summary(columns, 1)  # such rows are in no value of the report but bytes
+    assert said["sampled_rows"] == 0 and "no key in the tables" in said["note"]
+    assert said["sampled_group"] == [0.0, 0.0] and said["attention_bytes"] >= 2 * 21 * 2 * 16 * 4
 
 
 def test_layers_without_tables() -> None:

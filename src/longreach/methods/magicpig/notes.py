@@ -25,8 +25,8 @@ def notes(
     call: LayerCall, found: Collisions, lists: Lists, sampled: Tensor, began: int, searched: int, summary: Summary,
     bars: ErrorBars | None = None,
 ) -> Notes:  # fmt: skip
-    """Notes of a layer's rows. sampled: bool [R, 1], rows of sequences with keys in the tables; others count for
-    nothing. began, searched: reads that the call had noted before the search, and after it. bars: if the options ask
+    """Notes of a layer's rows. sampled: bool [R, 1], rows of sequences with keys in the tables; of others only bytes
+    count. began, searched: reads that the call had noted before the search, and after it. bars: if the options ask
     for them.
     """
     heads = call.kv.heads
@@ -45,12 +45,15 @@ def notes(
     noted, spread = call.meter.noted, slice(searched, searched) if bars is None else bars.reads
     reads = [noted[began:searched], noted[searched : spread.start] + noted[spread.stop :], noted[spread]]
     search, attention, more = (_bytes(call, some)[:, None].expand(-1, heads) / heads for some in reads)
-    found_of = torch.stack([*columns, over, search, attention, torch.ones_like(over)], -1)
+    shares = [torch.where(sampled, x, 0) for x in (*columns, over)]
+    found_of = torch.stack([*shares, search, attention, sampled.double().expand_as(over)], -1)
     as_columns = _plain
     if bars is not None:
-        found_of = torch.cat([found_of, more[..., None], error_bars.columns(bars)], -1)
+        found_of = torch.cat(
+            [found_of, more[..., None], torch.where(sampled[..., None], error_bars.columns(bars), 0)], -1
+        )
         as_columns = _with_bars
-    return Notes((torch.where(sampled[..., None], found_of, 0),), as_columns, summary)
+    return Notes((found_of,), as_columns, summary)
 
 
 def _plain(x: Tensor) -> Tensor:
@@ -88,8 +91,8 @@ def summary_of(bits: int, tables: int, table_bytes: int, key_value_bytes: int) -
 def _summary(
     sums: Tensor, rows: int, *, bits: int, tables: int, table_bytes: int, key_value_bytes: int
 ) -> dict[str, Any]:
-    """The report's values for one layer. sums: fp64 [G, C] of COLUMNS; lists are by KV head. rows: of the layer, those
-    included of sequences without keys in the tables, which are in no value.
+    """The report's values for one layer. sums: fp64 [G, C] of COLUMNS; lists are by KV head. rows: of the layer. Those
+    of sequences without keys in the tables are in no value but bytes; sampled_rows is the number of the others.
 
     bits, tables: of the layer. sampled_head, sampled_group: mean share of the context that a query head sampled, and
     that any query head of the KV head did; 1 for a row that overflowed. overflowed: share of rows that sampled more
@@ -106,10 +109,15 @@ def _summary(
         bars = {"error_bar_bytes": round(float(sums[:, len(COLUMNS)].sum()))}
         bars |= error_bars.summary(sums[:, len(COLUMNS) + 1 :])
     said = f"; {error_bars.note(bars)}" if bars else ""
+    rows_sampled = round(float(sums[0, AT["rows"]]))
+    sampled = (
+        f"sampled {head:.2%} a head, {group:.2%} a group" if rows_sampled else "no key in the tables, all are read"
+    )
     return {
-        "note": f"({bits}, {tables}): sampled {head:.2%} a head, {group:.2%} a group; tables {share:.0%} of KV{said}",
+        "note": f"({bits}, {tables}): {sampled}; tables {share:.0%} of KV{said}",
         "bits": bits,
         "tables": tables,
+        "sampled_rows": rows_sampled,
         "sampled_head": mean[:, AT["sampled_head"]].tolist(),
         "sampled_group": mean[:, AT["sampled_group"]].tolist(),
         "overflowed": mean[:, AT["overflowed"]].tolist(),
