@@ -42,6 +42,7 @@ SHARED = {
         "rope",
         "checks",
         "doors",
+        "numba_dots",
         "numba_fit",
         "numba_inputs",
         "numba_math",

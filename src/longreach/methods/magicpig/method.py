@@ -226,6 +226,8 @@ class MagicPIG(AttentionMethod):
         return LayerTables(call.kv, slots, self.schedule, directions)
 
     def observe_prompt(self, call: LayerCall, state: SequenceState | None) -> None:
+        if call.prompt_tokens_left:  # each time that blocks enter, all keys of a segment are moved
+            return
         if isinstance(state, LayerTables) and not call.evicted:
             state.ensure_capacity(call.kv)
             state.follow(call, call.once("magicpig: tokens after", lambda: _after(call)), PROMPT)

@@ -8,11 +8,10 @@ import math
 import numpy as np
 from numba import njit
 
-from longreach.ops.numba_math import INLINE, KERNEL, exp, prefetch, take, to_float
+from longreach.ops.numba_dots import AHEAD, LINE, dots, row_ahead
+from longreach.ops.numba_math import INLINE, KERNEL, exp, take, to_float
 
 CHUNK = 512  # keys whose logits are held at a time
-AHEAD = 12  # rows that are prefetched before they are read
-LINE = 64  # bytes
 
 
 @njit(**INLINE)
@@ -64,66 +63,13 @@ def _in_order(index, first, last, begin, block, filled):
     return right
 
 
-@njit(**INLINE)
-def _row(memory, place, size, lines):
-    for line in range(lines):
-        prefetch(memory, place + line * size)
-
-
-@njit(**INLINE, fastmath=KERNEL["fastmath"])
-def _dots_of_two(k, places, n, q, s, dim, size, lines):
-    """`dots` for two heads, which share a converted key."""
-    q0, q1 = q[0], q[1]
-    for c in range(n):
-        if c + AHEAD < n:
-            _row(k, places[c + AHEAD], size, lines)
-        row = k[places[c] : places[c] + dim]
-        a0 = a1 = np.float32(0.0)
-        for d in range(dim):
-            x = to_float(row[d])
-            a0 += x * q0[d]
-            a1 += x * q1[d]
-        s[0, c], s[1, c] = a0, a1
-
-
-@njit(**INLINE, fastmath=KERNEL["fastmath"])
-def dots(k, places, n, q, s, dim, size, lines):
-    """s[h, c] = q[h] . k at places[c]; a key is converted once for four heads, or for both of two."""
-    width = q.shape[0]
-    if width == 2:
-        return _dots_of_two(k, places, n, q, s, dim, size, lines)
-    for c in range(n):
-        if c + AHEAD < n:
-            _row(k, places[c + AHEAD], size, lines)
-        row = k[places[c] : places[c] + dim]
-        h = 0
-        while h + 4 <= width:
-            a0 = a1 = a2 = a3 = np.float32(0.0)
-            q0, q1, q2, q3 = q[h], q[h + 1], q[h + 2], q[h + 3]
-            for d in range(dim):
-                x = to_float(row[d])
-                a0 += x * q0[d]
-                a1 += x * q1[d]
-                a2 += x * q2[d]
-                a3 += x * q3[d]
-            s[h, c], s[h + 1, c], s[h + 2, c], s[h + 3, c] = a0, a1, a2, a3
-            h += 4
-        while h < width:
-            a = np.float32(0.0)
-            one = q[h]
-            for d in range(dim):
-                a += to_float(row[d]) * one[d]
-            s[h, c] = a
-            h += 1
-
-
 @njit(**INLINE, fastmath=KERNEL["fastmath"])
 def _add_values_of_two(v, places, n, s, out, dim, size, lines):
     """`_add_values` for two heads, which share a converted value."""
     o0, o1 = out[0], out[1]
     for c in range(n):
         if c + AHEAD < n:
-            _row(v, places[c + AHEAD], size, lines)
+            row_ahead(v, places[c + AHEAD], size, lines)
         row = v[places[c] : places[c] + dim]
         p0, p1 = s[0, c], s[1, c]
         for d in range(dim):
@@ -140,7 +86,7 @@ def _add_values(v, places, n, s, out, dim, size, lines):
         return _add_values_of_two(v, places, n, s, out, dim, size, lines)
     for c in range(n):
         if c + AHEAD < n:
-            _row(v, places[c + AHEAD], size, lines)
+            row_ahead(v, places[c + AHEAD], size, lines)
         row = v[places[c] : places[c] + dim]
         h = 0
         while h + 4 <= width:
@@ -272,13 +218,13 @@ def _piece(w, q, memory, rows, which, softcap, known, results):
             places[i] = place * k_strides[0] + head * k_strides[1] + slot * k_strides[2]
             if i < AHEAD:
                 if given:
-                    _row(v, slots[i], size, lines)
+                    row_ahead(v, slots[i], size, lines)
                 else:
-                    _row(k, places[i], size, lines)
+                    row_ahead(k, places[i], size, lines)
         if not given:
             dots(k, places, n, scaled, s, dim, size, lines)
             for i in range(min(AHEAD, n)):  # they arrive while the weights are computed
-                _row(v, slots[i], size, lines)
+                row_ahead(v, slots[i], size, lines)
         _soften(s, n, added, weighted, softcap, m, z, o, dim)
         _add_values(v, slots, n, s, o, dim, size, lines)
 

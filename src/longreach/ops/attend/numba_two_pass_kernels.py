@@ -8,7 +8,8 @@ import math
 import numpy as np
 from numba import njit
 
-from longreach.ops.attend.numba_kernels import CHUNK, LINE, _add_values, _soften, dots
+from longreach.ops.attend.numba_kernels import CHUNK, _add_values, _soften
+from longreach.ops.numba_dots import LINE, dots
 from longreach.ops.numba_math import INLINE, KERNEL, take
 
 

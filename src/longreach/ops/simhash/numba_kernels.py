@@ -8,7 +8,7 @@ import math
 import numpy as np
 from numba import njit
 
-from longreach.ops.attend.numba_kernels import dots
+from longreach.ops.numba_dots import dots
 from longreach.ops.numba_math import INLINE, KERNEL, bits_of, exp, float_of, prefetch, take, to_float
 
 CHUNK = 256  # keys that are weighed at a time
