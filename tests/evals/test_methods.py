@@ -66,7 +66,7 @@ def test_specs(text: str, spec: Spec) -> None:
         ("dense fuse=a3 fuse.ration=1", UnknownName, "option of a3 'ration'; known: ratio, heads"),
         ("dense evict=snapkv evict.ratio=1", UnknownName, "option of snapkv 'ratio'; known: window, capacity"),
         ("dense fuse=a3 fuse.ratio=2", InvalidInput, "number in [0, 1], got 2"),
-        ("dense fuse.ratio=0.3", InvalidInput, "fuse: give options with a method's name"),
+        ("dense fuse.ratio=0.3", InvalidInput, "fuse.ratio: an option of a method, and the fuse slot has none"),
         ("dense fuse=a3 fuse=pie", InvalidInput, "expected fuse=NAME once"),
         ("dense evict=", InvalidInput, "expected evict=NAME once"),
         ("streaming_llm/dense fuse=a3", Unsupported, "fuse=a3 with prefill=streaming_llm: recomputed tokens attend"),
