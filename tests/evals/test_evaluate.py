@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -387,3 +387,40 @@ def test_what_fusion_cannot_be_asked(model: Any) -> None:
         evaluated("dense fuse=pie", chunk_tokens=20, chunks="bso")
     assert "chunk_tokens" not in evaluated("dense").config()
     assert "chunks" not in evaluated("dense", chunk_tokens=9).config()
+
+
+def test_questions_that_decode_steps_are_fed(model: Any, once: dict[str, Any]) -> None:
+    made = evaluation(model, methods=METHODS[:1], question="decode", batch=3)
+    assert made.config()["question"] == "decode"
+    counts = {name: [a.question_tokens for a in asked] for name, asked in made.asked.items()}
+    for name, asked in made.asked.items():
+        for one, count in zip(asked, counts[name], strict=True):
+            tail = tiny_tokenizer().decode(list(one.prompt[-count:]))
+            assert tail == f"\n\n{one.sample.question} {one.sample.begun}"
+    found = run(made)
+    for name, task in found.items():
+        dense, recent = task["results"].values()
+        assert [a["text"] for a in dense["answers"]] == [a["text"] for a in once[name]["results"]["dense"]["answers"]]
+        assert [s["question_tokens"] for s in task["samples"]] == counts[name]
+        assert recent["decode_reads"]["total"] < 0.2
+    recent = [a["text"] for a in found["letters"]["results"][METHODS[0]]["answers"]]
+    assert recent != [a["text"] for a in once["letters"]["results"][METHODS[0]]["answers"]]
+
+
+def test_what_questions_cannot_be_fed(model: Any) -> None:
+    with pytest.raises(UnknownName, match=r"way to read questions.*known: prefill, decode"):
+        Settings((120,), question="later")
+    with pytest.raises(InvalidInput, match="take question prefill"):
+        Evaluation(
+            model, tiny_tokenizer(), [Letters()], specs(["dense evict=snapkv evict.capacity=60"]),
+            Settings((120,), question="decode"),
+        )  # fmt: skip
+
+    @dataclass(frozen=True)
+    class Asking(Letters):
+        def sample(self, random: Random, room: int, count: Count) -> Sample:
+            return replace(super().sample(random, room, count), question="")
+
+    made = Evaluation(model, tiny_tokenizer(), [Asking()], specs([]), Settings((120,), samples=1, question="decode"))
+    with pytest.raises(InvalidInput, match="cannot be read apart"):
+        made.build()

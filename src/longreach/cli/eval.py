@@ -69,6 +69,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "nothing, the tokenizer's first token, or the instructions (default system)")  # fmt: skip
     parser.add_argument("--chunk-ends", choices=("text", "tokens"), default="text", help="where chunks end: text "
                         "(default): with a paragraph or sentence if possible; tokens: where they are full")  # fmt: skip
+    parser.add_argument("--question", choices=("prefill", "decode"), default="prefill", help="how questions are read: "
+                        "prefill (default): with the prompt; decode: token by token by each decode method, so that "
+                        "what it leaves out of the context cannot help the question either")  # fmt: skip
     parser.add_argument("--equal-bytes", metavar="LABEL", help="give the other methods budgets with which they read as "
                         "many bytes while decoding as the method of this label (its --method text). Budgets are found "
                         "before the first prompt, for answers of half the longest length. Budgets in a --method and "
@@ -126,7 +129,7 @@ def run(args: argparse.Namespace) -> int:
         batch = args.batch or fitting_batch(model, max(args.length), args.prefill_chunk_size)
         settings = Settings(args.length, args.samples, args.limit, args.seed, args.draws, args.temperature, batch,
                             args.prefill_chunk_size, args.graph, chunk_tokens, args.chunks or "system",
-                            args.chunk_ends)  # fmt: skip
+                            args.chunk_ends, args.question)  # fmt: skip
         evaluation = Evaluation(model, tokenizer, tasks, specs, settings, args.workers)
         about = {"model": model_info(model, args.model), "config": evaluation.config(), **environment(model.device)}
     warn_unapplied(evaluation.not_applied)

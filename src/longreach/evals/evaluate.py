@@ -22,7 +22,7 @@ from longreach.cache import CacheConfig
 from longreach.errors import InvalidInput, UnknownName
 from longreach.evals.failures import failure
 from longreach.evals.fusion.chunks import BEHIND, Behind, FusedPrompts, prefix_tokens
-from longreach.evals.methods import Spec, by_reading
+from longreach.evals.methods import NAMED, Spec, by_reading, refuse_slots
 from longreach.evals.progress import Progress, counted, unseen
 from longreach.evals.prompt_workers import Workers
 from longreach.evals.prompting import Maker, PromptSample, at_lengths, samples_of
@@ -33,6 +33,7 @@ from longreach.tasks.base import Task
 
 Keep = Callable[[str, Any], None]
 CHUNK_ENDS = ("text", "tokens")
+QUESTION = ("prefill", "decode")
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Settings:
     """lengths: tokens of prompt and answer together, each task asked at each. samples: of each task at a length, None
     for all of a data set and 20 of what is made; limit: at most. draws: answers to each prompt, more than one where
     temperature > 0 draws them. batch: prompts at a time. chunk: prompt tokens per pass. graph: see generate.
+    question: "prefill": read with the prompt; "decode": fed token by token through the decode steps of each method.
     chunk_tokens: cut the documents of prompts into chunks of at most this many tokens, for fusion; None to tokenise
     each prompt as one text. chunks: what they are computed behind, where a method fuses them. chunk_ends: "text", with
     a paragraph or sentence if possible, or "tokens", when a chunk is full.
@@ -57,6 +59,7 @@ class Settings:
     chunk_tokens: int | None = None
     chunks: Behind = "system"
     chunk_ends: str = CHUNK_ENDS[0]
+    question: str = QUESTION[0]
 
     def __post_init__(self) -> None:
         if not self.lengths or len({*self.lengths}) < len(self.lengths):
@@ -65,6 +68,8 @@ class Settings:
             raise UnknownName("prefix of chunks", self.chunks, BEHIND)
         if self.chunk_ends not in CHUNK_ENDS:
             raise UnknownName("end of chunks", self.chunk_ends, CHUNK_ENDS)
+        if self.question not in QUESTION:
+            raise UnknownName("way to read questions", self.question, QUESTION)
         if not 0 <= self.temperature < float("inf"):
             raise InvalidInput(f"temperature: expected a number >= 0 (0 for greedy), got {self.temperature}")
         if self.draws > 1 and not self.temperature:
@@ -106,6 +111,8 @@ class Evaluation:
                 spec.fuse.check_layers(shape_of(model).layers)
         if any(spec.fuse for spec in specs) and settings.chunk_tokens is None:
             raise InvalidInput("fusion takes documents cut into chunks; give chunk_tokens, such as 512")
+        if settings.question == "decode":
+            refuse_slots(specs, NAMED, "the question must be read with the documents; take question prefill")
         if any(spec.fuse for spec in specs) and settings.chunks == "bos":
             prefix_tokens(tokenizer, "bos", (), 0)
         self.model, self.tokenizer, self.specs, self.settings = model, tokenizer, list(specs), settings
@@ -126,7 +133,7 @@ class Evaluation:
                   for name, t in self.tasks.items()}  # fmt: skip
         maker = Maker(
             self.tasks, self.tokenizer, self.settings.seed, self.settings.chunk_tokens,
-            anywhere=self.settings.chunk_ends == "tokens",
+            anywhere=self.settings.chunk_ends == "tokens", question=self.settings.question == "decode",
         )  # fmt: skip
         if self.workers:
             self._making = Workers(maker, totals, self.workers)
@@ -195,7 +202,8 @@ class Evaluation:
         """Answers of all methods to a batch. If it fails, prompt by prompt: only those that crash are failures."""
         try:
             session.reset_report()
-            logits = reader.read([a.prompt for a in asked])
+            read, fed = self._split(asked)
+            logits = reader.read(read)
             reports = [session.report(spec.decode) for spec in specs]
         except Exception as error:
             what = failure(error, self.model.device)
@@ -205,15 +213,23 @@ class Evaluation:
         found = []
         for spec, report in zip(specs, reports, strict=True):
             try:
-                answered = self._answers(session, reader, spec, task, asked, logits)
+                answered = self._answers(session, reader, spec, task, asked, logits, fed)
             except Exception as error:
                 what = failure(error, self.model.device)
                 if len(asked) > 1:
                     return self._one_by_one(session, reader, specs, task, asked)
                 answered = self._failed(spec, asked[0], what)
-            read, how = phase_bytes(report, "prefill"), kernels_used(report, "prefill")
-            found.append({**answered, "prefill_bytes": read, "prefill_ran": how})
+            bytes_read, how = phase_bytes(report, "prefill"), kernels_used(report, "prefill")
+            found.append({**answered, "prefill_bytes": bytes_read, "prefill_ran": how})
         return found
+
+    def _split(self, asked: Sequence[PromptSample]) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]] | None]:
+        """(what is read, what decode steps are fed before the answer: as many tokens of each prompt as the longest
+        question of the batch has)."""
+        if self.settings.question == "prefill":
+            return [a.prompt for a in asked], None
+        count = max(a.question_tokens or 0 for a in asked)
+        return [a.prompt[:-count] for a in asked], [a.prompt[-count:] for a in asked]
 
     def _one_by_one(
         self, session: Session, reader: BatchReader, specs: list[Spec], task: Task, asked: Sequence[PromptSample]
@@ -269,13 +285,14 @@ class Evaluation:
         task: Task,
         asked: Sequence[PromptSample],
         logits: Tensor,
+        fed: Sequence[Sequence[int]] | None = None,
     ) -> dict[str, Any]:
         session.switch(spec.decode)
         answers, took, steps, setup, why = list[dict[str, Any]](), 0.0, 0, 0.0, None
         for draw in range(self.settings.draws):
             got = reader.answer(
                 logits, task.max_new_tokens, self.stop, temperature=self.settings.temperature,
-                seed=self._seed(task, asked[0].number, draw),
+                seed=self._seed(task, asked[0].number, draw), fed=fed,
             )  # fmt: skip
             took, steps, setup = took + got.decode_seconds, steps + got.steps, setup + got.setup_seconds
             why = why or got.not_captured

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ class PromptSample:
     sample: Sample
     prompt: tuple[int, ...]
     chunks: tuple[tuple[int, int], ...] = ()  # [start, stop) of the documents' chunks, if prompts are cut
+    question_tokens: int | None = None  # the prompt's last tokens, those after the context; None where not counted
 
     def to_json(self) -> dict[str, Any]:
         text = [self.sample.context, self.sample.question, self.sample.begun]
@@ -36,6 +37,7 @@ class PromptSample:
             "expected": list(self.sample.answers),
             "facts": dict(self.sample.facts),
             **({"chunks": [list(chunk) for chunk in self.chunks]} if self.chunks else {}),
+            **({} if self.question_tokens is None else {"question_tokens": self.question_tokens}),
         }
 
 
@@ -86,10 +88,14 @@ def prompt_tokens(tokenizer: Any, sample: Sample, in_chat: bool = True) -> list[
 
 
 class TokenParts(NamedTuple):
-    """A prompt's tokens, and [start, stop) of the chunks of its documents; none if it is tokenised as one text."""
+    """A prompt's tokens, and [start, stop) of the chunks of its documents; none if it is tokenised as one text.
+
+    question: number of tokens after the context: question, rest of the chat template, beginning of the answer.
+    """
 
     ids: tuple[int, ...]
     chunks: tuple[tuple[int, int], ...] = ()
+    question: int | None = None
 
 
 class PromptCutter:
@@ -122,7 +128,24 @@ class PromptCutter:
         for piece in self._splitter.split(documents).chunks:
             chunks.append((len(ids), len(ids) + len(piece.tokens)))
             ids += piece.tokens
-        return TokenParts((*ids, *encode(self._tokenizer, tail, special=False)), tuple(chunks))
+        after = encode(self._tokenizer, tail, special=False)
+        return TokenParts((*ids, *after), tuple(chunks), len(after))
+
+
+def question_tokens(tokenizer: Any, sample: Sample, parts: TokenParts, in_chat: bool = True) -> int:
+    """Number of a prompt's tokens after the context. In one text they begin where the context alone goes on otherwise.
+
+    Raises InvalidInput if no question follows the context.
+    """
+    if parts.question is not None:
+        return parts.question
+    if not sample.question:
+        raise InvalidInput(
+            "this task's text contains its question, so that it cannot be read apart; leave the task out"
+        )
+    context = prompt_tokens(tokenizer, replace(sample, question="", begun=""), in_chat)
+    pairs = enumerate(zip(parts.ids, context, strict=False))
+    return len(parts.ids) - next((at for at, (one, other) in pairs if one != other), min(len(parts.ids), len(context)))
 
 
 def samples_of(task: Task, samples: int | None, limit: int | None) -> int:
@@ -149,16 +172,17 @@ class Maker:
     """Makes the prompts of tasks, by name and number; the same in any process and order.
 
     chunk_tokens: of a document's chunk at most, where prompts are to be cut (`PromptCutter`); None where they are not.
-    anywhere: chunks end where they are full, not with sentences.
+    anywhere: chunks end where they are full, not with sentences. question: count the tokens of questions.
     """
 
     def __init__(
         self, tasks: Mapping[str, AtLength], tokenizer: Any, seed: int, chunk_tokens: int | None = None,
-        *, anywhere: bool = False,
+        *, anywhere: bool = False, question: bool = False,
     ):  # fmt: skip
         self.tasks = dict(tasks)
         self._tokenizer, self._count, self._seed = tokenizer, Counter(tokenizer), seed
         self._cut = None if chunk_tokens is None else PromptCutter(tokenizer, chunk_tokens, anywhere=anywhere)
+        self._question = question
 
     def make(self, name: str, number: int, total: int) -> PromptSample:
         """Prompt `number` of `total` of a task. Raises as `fitted`."""
@@ -167,7 +191,11 @@ class Maker:
         sample, parts = fitted_parts(
             one.task, self._tokenizer, cut, one.length, self._seed, number, total, count=self._count
         )
-        return PromptSample(number, sample, parts.ids, parts.chunks)
+        question = None
+        if self._question:
+            in_chat = one.task.chat if isinstance(one.task, Given) else True
+            question = question_tokens(self._tokenizer, sample, parts, in_chat)
+        return PromptSample(number, sample, parts.ids, parts.chunks, question)
 
 
 def whole(tokenizer: Any) -> Callable[[Sample, bool], TokenParts]:

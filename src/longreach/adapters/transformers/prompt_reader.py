@@ -267,32 +267,62 @@ class BatchReader:
 
     @torch.no_grad()
     def answer(
-        self, logits: Tensor, most: int, stop: Sequence[int], *, temperature: float = 0.0, seed: int = 0
-    ) -> BatchAnswer:
-        """Up to `most` tokens after the prompts, the first from `logits`. temperature: 0 for greedy, else sampled."""
+        self, logits: Tensor, most: int, stop: Sequence[int], *, temperature: float = 0.0, seed: int = 0,
+        fed: Sequence[Sequence[int]] | None = None,
+    ) -> BatchAnswer:  # fmt: skip
+        """Up to `most` tokens after the prompts, the first from `logits`. temperature: 0 for greedy, else sampled.
+
+        fed: tokens of each prompt, as many for all, that decode steps are fed before the answer; then the first token
+        of the answer comes from the logits after them, and their steps are among those that are timed.
+        """
         assert self.cache is not None
         session, cache = self.session, self.cache
-        choose = greedy
+        choose: Choose = greedy if fed is None else _likeliest
         if temperature:
             draw = torch.Generator(session.model.device).manual_seed(seed)
             choose = Sampler(session.model, temperature, 0, 1.0, draw)
-        run = DecodeRun(session, most, _ends(session, stop), choose, graph=self.graph)
-        columns, seen = cache.columns, list[Tensor]()
-        with (
-            memory_errors(), cache.rollback(session.decode), session.prompt_end(columns),
-            closing(run.tokens(cache, logits)) as tokens,
-        ):  # fmt: skip
-            seen.extend(tokens)
+        runs, seen = list[DecodeRun](), list[Tensor]()
+        with memory_errors(), cache.rollback(session.decode), session.prompt_end(cache.columns):
+            if fed is not None:
+                feeding = Fed(torch.tensor(fed, device=session.model.device))
+                runs.append(DecodeRun(session, len(fed[0]) + 1, _ends(session, ()), feeding, graph=self.graph))
+                with closing(runs[-1].tokens(cache, logits)) as tokens:
+                    for _ in tokens:
+                        pass
+                logits = feeding.logits
+            runs.append(DecodeRun(session, most, _ends(session, stop), choose, graph=self.graph))
+            with closing(runs[-1].tokens(cache, logits)) as tokens:
+                seen.extend(tokens)
         rows = torch.stack(seen, 1).tolist()
         ended = [next((i for i, t in enumerate(row) if t in stop), None) for row in rows]
         return BatchAnswer(
             tuple(tuple(row[:end]) for row, end in zip(rows, ended, strict=True)),
             tuple(end is not None for end in ended),
-            run.setup_seconds,
-            run.decode_seconds,
-            run.steps,
-            run.not_captured_reason,
+            sum(run.setup_seconds for run in runs),
+            sum(run.decode_seconds for run in runs),
+            sum(run.steps for run in runs),
+            runs[0].not_captured_reason,
         )
+
+
+class Fed:
+    """Chooses the tokens [B, T] one column after the other; then keeps the logits that follow."""
+
+    def __init__(self, tokens: Tensor):
+        self._columns = iter(tokens.unbind(1))
+        self.logits = torch.empty(0)
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        column = next(self._columns, None)
+        if column is None:
+            self.logits = logits.clone()  # a captured step writes over its own
+            return _likeliest(logits)
+        return column
+
+
+def _likeliest(logits: Tensor) -> Tensor:
+    """As `greedy`, on the host: with it a run shares the step of one that is fed."""
+    return logits.argmax(-1)
 
 
 def _ends(session: Session, stop: Sequence[int]) -> Ends:

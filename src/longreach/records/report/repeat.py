@@ -23,6 +23,7 @@ OPTIONS = {
         "chunk_tokens",
         "chunks",
         "chunk_ends",
+        "question",
     ),
     "perplexity": ("length", "decode_tokens", "limit", "prefill_chunk_size"),
     "fidelity": ("question", "steps", "prefill_chunk_size", "chunk_tokens"),
@@ -31,7 +32,7 @@ OPTIONS = {
     "sampling": ("length", "samples", "rows", "seed", "centre", "prefill_chunk_size"),
 }
 PLAIN = ("attention", "sampling")  # kinds whose methods are not chosen by options
-DEFAULTS = {"temperature": 0.0, "draws": 1, "chunk_ends": "text"}
+DEFAULTS = {"temperature": 0.0, "draws": 1, "chunk_ends": "text", "question": "prefill"}
 
 
 def repeat(records: Sequence[Record]) -> list[Block]:

@@ -103,6 +103,7 @@ def groups(records: Sequence[Record]) -> list[Group]:
             fused = any("fuse" in method for method in record["methods"].values())
             names = ("seed", "draws", "temperature", *(("chunk_tokens", "chunks") if fused else ()))
             config = {name: record["config"].get(name) for name in names}
+            config["question"] = record["config"].get("question", "prefill")
             config |= {"chunk_ends": record["config"].get("chunk_ends", "text")} if fused else {}
             key = [record["model"]["sha256"], record["model"]["dtype"], config, list(record["methods"].items())]
             found.setdefault(json.dumps(key, sort_keys=True), []).append(record)
