@@ -96,6 +96,20 @@ def add_texts(parser: argparse.ArgumentParser) -> None:
                         help="UTF-8 text, cut into windows; may be given several times")  # fmt: skip
 
 
+def add_task_prompts(parser: argparse.ArgumentParser, tasks: str, samples: int) -> None:
+    """--tasks, --length, --samples, with the verb's default tasks and number of prompts."""
+    parser.add_argument("--tasks", default=tasks, metavar="A,B", help=f"as in longreach eval (default {tasks})")
+    add_length(parser)
+    parser.add_argument("--samples", type=positive, default=samples, metavar="N",
+                        help=f"prompts of each task (default {samples})")  # fmt: skip
+
+
+def add_length(parser: argparse.ArgumentParser) -> None:
+    """--length, of prompts that end with a question."""
+    parser.add_argument("--length", type=positive, default=4096, metavar="N",
+                        help="tokens of a prompt, with room for its answer (default 4096)")  # fmt: skip
+
+
 def add_chunk_size(parser: argparse.ArgumentParser) -> None:
     """--prefill-chunk-size."""
     parser.add_argument("--prefill-chunk-size", type=positive, default=512, metavar="N",
