@@ -24,6 +24,19 @@ def exit_code(failed: int, what: str, output: Path | None) -> int:
     return FAILED
 
 
+def add_command(
+    commands: argparse._SubParsersAction[Any], name: str, help_text: str, examples: Iterable[str] = ()
+) -> argparse.ArgumentParser:
+    """The parser of a verb or subcommand, with its description and examples."""
+    lines = "".join(f"\n  {line}" for line in examples)
+    made: argparse.ArgumentParser = commands.add_parser(
+        name, help=help_text, description=help_text[0].upper() + help_text[1:] + ".", allow_abbrev=False,
+        epilog=f"examples:{lines}" if lines else None,
+        formatter_class=argparse.RawDescriptionHelpFormatter if lines else argparse.HelpFormatter,
+    )  # fmt: skip
+    return made
+
+
 def positive(text: str) -> int:
     """An argument that is a count of at least 1."""
     return _at_least(1, text)
