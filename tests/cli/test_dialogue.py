@@ -41,10 +41,13 @@ def test_a_summary_counts_answers_quarter_by_quarter() -> None:
     assert found["decode_reads"] == {"total": 0.5, "keys": 15 / 80, "values": 15 / 80, "metadata": 10 / 80}
 
 
+WHERE = {"device": {"type": "cuda", "name": "a GPU"}, "versions": {"torch": "2", "transformers": "5"}}
+
+
 def test_one_dialogue_is_called_one(capsys: Any) -> None:
     for samples, words in ((1, "1 dialogue of 1 question"), (2, "2 dialogues of 1 question")):
         config = {"samples": samples, "questions": 1, "length": 90}
-        show({"config": config, "tokens": [{"decoded": 40}] * samples, "results": {}}, "here")
+        show({"config": config, "tokens": [{"decoded": 40}] * samples, "results": {}, **WHERE})
         said = " ".join(capsys.readouterr().out.split())
         assert f"{words} after 90 tokens of text, 40 tokens decoded in each" in said
 

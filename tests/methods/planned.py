@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -22,6 +23,12 @@ from longreach.testing.tiny import tiny_model
 from tests.methods.drive import LAYERS, MODEL, text
 
 MADE = Made("a test's", "00" * 32, 1, {}, 0, "0", None, torch.__version__, "0", "cpu")
+
+
+def changed(fields: Mapping[str, Any], name: str, change: Callable[[Any], Any] | None) -> dict[str, Any]:
+    """A plan's values or arrays with one of them changed; without it if `change` is None."""
+    rest = {key: value for key, value in fields.items() if key != name}
+    return rest if change is None else {**rest, name: change(fields[name])}
 
 
 def loki_plan(shape: ModelShape, heavy: dict[int, float] | None = None) -> Plan:

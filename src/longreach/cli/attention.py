@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
-from longreach.cli.common import add_chunk_size, add_json, add_model, load_model, positive
-from longreach.cli.show import Column, Table, console, emit, percent, place, progress, waiting
-from longreach.errors import InvalidInput
+from longreach.cli.common import add_length, add_model, load_model, positive
+from longreach.cli.results import add_results, check_figures, finish
+from longreach.cli.show import Column, Table, console, percent, place, progress, waiting
 
 NAME = "attention"
 HELP = "show what sparse attention depends on in a model: sinks, recency, heavy keys, retrieval heads, reuse"
@@ -22,30 +21,22 @@ BEST = 5  # retrieval heads that are named below the table
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
-    parser.add_argument("--length", type=positive, default=4096, metavar="N",
-                        help="tokens of a prompt, with room for its answer (default 4096)")  # fmt: skip
+    add_length(parser)
     parser.add_argument("--samples", type=positive, default=8, metavar="N",
                         help="prompts of each of two needle tasks (default 8)")  # fmt: skip
     parser.add_argument("--rows", type=positive, default=64, metavar="N", help="positions measured in the last "
                         "quarter of each prompt's text, with all those of its answer (default 64)")  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of prompts and positions (default 0)")
-    add_chunk_size(parser)
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write a record that `longreach report` reads")
-    parser.add_argument("--figures", type=Path, metavar="FOLDER", help="draw pictures into a folder; earlier ones are "
-                        "replaced (extra `report`)")  # fmt: skip
-    add_json(parser)
+    add_results(parser, figures=True)
 
 
 def run(args: argparse.Namespace) -> int:
-    from longreach.records import check_writable, write
+    from longreach.records import check_writable
+    from longreach.records.report.attention import attention
 
     if args.output is not None:
         check_writable(args.output)
-    if args.figures is not None:
-        from longreach.records.report.plots import check_installed
-
-        check_installed()
-        check_folder(args.figures)
+    check_figures(args.figures)
     with waiting("loading the model"):
         model, tokenizer = load_model(args)
     with waiting("making prompts"):
@@ -60,40 +51,11 @@ def run(args: argparse.Namespace) -> int:
     config = {"length": args.length, "samples": args.samples, "rows": args.rows, "seed": args.seed,
               "prefill_chunk_size": args.prefill_chunk_size}  # fmt: skip
     record = {"kind": NAME, "format": FORMAT, "model": about, "config": config, **where, **found}
-    if args.output is not None:
-        write(args.output, record)
-    drawn = draw(record, args.figures) if args.figures is not None else []
-    if args.json:
-        emit(record)
-    else:
-        show(record, drawn)
+    finish(args, record, show, blocks=attention)
     return 0
 
 
-def check_folder(folder: Path) -> None:
-    """Raise InvalidInput where no pictures can be put, before anything is measured at length."""
-    trial = folder / f".{NAME}.part"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        trial.touch()
-        trial.unlink()
-    except OSError as error:
-        raise InvalidInput(f"cannot write pictures to {folder}: {error.strerror}; choose another --figures") from error
-
-
-def draw(record: dict[str, Any], folder: Path) -> list[Path]:
-    """The report's pictures of a record, in a folder."""
-    from longreach.records.report.attention import attention
-    from longreach.records.report.blocks import Figure
-    from longreach.records.report.reading import Record
-    from longreach.records.report.writing import write_all
-
-    with waiting("drawing"):
-        blocks = attention(Record(NAME, NAME, record), NAME)
-        return write_all(folder, {block.file: block.png for block in blocks if isinstance(block, Figure)})
-
-
-def show(record: dict[str, Any], drawn: list[Path]) -> None:
+def show(record: dict[str, Any]) -> None:
     """A table by layer for each kind of rows, the best retrieval heads, and what the words mean."""
     from longreach.records.report.attention import mean, retrieval_heads
     from longreach.records.report.attention_figures import part
@@ -138,8 +100,6 @@ def show(record: dict[str, Any], drawn: list[Path]) -> None:
         f"of layers are in the record and the pictures."
     )
     out.print(place(record))
-    for path in drawn:
-        out.print(str(path), soft_wrap=True)
 
 
 def _best(heads: list[tuple[float, int, int]], layer: int) -> str:

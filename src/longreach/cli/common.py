@@ -24,6 +24,19 @@ def exit_code(failed: int, what: str, output: Path | None) -> int:
     return FAILED
 
 
+def add_command(
+    commands: argparse._SubParsersAction[Any], name: str, help_text: str, examples: Iterable[str] = ()
+) -> argparse.ArgumentParser:
+    """The parser of a verb or subcommand, with its description and examples."""
+    lines = "".join(f"\n  {line}" for line in examples)
+    made: argparse.ArgumentParser = commands.add_parser(
+        name, help=help_text, description=help_text[0].upper() + help_text[1:] + ".", allow_abbrev=False,
+        epilog=f"examples:{lines}" if lines else None,
+        formatter_class=argparse.RawDescriptionHelpFormatter if lines else argparse.HelpFormatter,
+    )  # fmt: skip
+    return made
+
+
 def positive(text: str) -> int:
     """An argument that is a count of at least 1."""
     return _at_least(1, text)
@@ -94,6 +107,20 @@ def add_slot_settings(parser: argparse.ArgumentParser) -> None:
 def add_texts(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--text", type=Path, required=True, action="append", metavar="FILE",
                         help="UTF-8 text, cut into windows; may be given several times")  # fmt: skip
+
+
+def add_task_prompts(parser: argparse.ArgumentParser, tasks: str, samples: int) -> None:
+    """--tasks, --length, --samples, with the verb's default tasks and number of prompts."""
+    parser.add_argument("--tasks", default=tasks, metavar="A,B", help=f"as in longreach eval (default {tasks})")
+    add_length(parser)
+    parser.add_argument("--samples", type=positive, default=samples, metavar="N",
+                        help=f"prompts of each task (default {samples})")  # fmt: skip
+
+
+def add_length(parser: argparse.ArgumentParser) -> None:
+    """--length, of prompts that end with a question."""
+    parser.add_argument("--length", type=positive, default=4096, metavar="N",
+                        help="tokens of a prompt, with room for its answer (default 4096)")  # fmt: skip
 
 
 def add_chunk_size(parser: argparse.ArgumentParser) -> None:

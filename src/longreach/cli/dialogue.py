@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
-from longreach.cli.common import (
-    add_chunk_size,
-    add_graph,
-    add_json,
-    add_methods,
-    add_model,
-    count,
-    load_model,
-    positive,
-)
-from longreach.cli.show import Column, Table, console, duration, emit, percent, place, progress, waiting
+from longreach.cli.common import add_model, count, load_model, positive
+from longreach.cli.results import add_resumable, finish
+from longreach.cli.show import Column, Table, console, duration, percent, place, progress, waiting
 
 NAME = "dialogue"
 HELP = "ask for needles one after another while decoding: does a method hold out over thousands of tokens?"
@@ -38,17 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "all are fed the right ones")  # fmt: skip
     parser.add_argument("--samples", type=positive, default=1, metavar="N", help="dialogues (default 1)")
     parser.add_argument("--seed", type=count, default=0, metavar="N", help="which texts and needles (default 0)")
-    add_methods(parser)
-    add_chunk_size(parser)
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write a record; the same command continues an "
-                        "interrupted run, dialogue by dialogue")  # fmt: skip
-    add_graph(parser)
-    add_json(parser)
+    add_resumable(parser, "dialogue")
 
 
 def run(args: argparse.Namespace) -> int:
     from longreach.evals.methods import specs as parse_specs
-    from longreach.records import Journal, check_writable, write
+    from longreach.records import Journal, check_writable
 
     specs = parse_specs(args.method)
     if args.output is not None:
@@ -72,13 +58,7 @@ def run(args: argparse.Namespace) -> int:
     with Journal(args.output, said) as journal:
         found = task.run(args.prefill_chunk_size, progress, done=journal.done, keep=journal.add)
     record = {"kind": "dialogue", "format": FORMAT, **said, "results": {k: summary(v) for k, v in found.items()}}
-    if args.output is not None:
-        write(args.output, record)
-    journal.remove()
-    if args.json:
-        emit(record)
-    else:
-        show(record, place(where))
+    finish(args, record, show, journal=journal)
     return 0
 
 
@@ -109,7 +89,7 @@ def several(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
-def show(record: dict[str, Any], where: str) -> None:
+def show(record: dict[str, Any]) -> None:
     """A row a method."""
     out = console()
     table = Table(out, [Column("method", 28, left=True), Column("right", 7), Column("last 4th", 8), Column("KL", 8),
@@ -133,4 +113,4 @@ def show(record: dict[str, Any], where: str) -> None:
         "token; agree: the same likeliest token. keys, bytes: read while decoding, over dense attention's.",
         soft_wrap=True,
     )  # fmt: skip
-    out.print(where)
+    out.print(place(record))

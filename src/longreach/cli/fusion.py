@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
-from longreach.cli.common import (
-    add_chunk_size,
-    add_json,
-    add_model,
-    add_slot_settings,
-    load_model,
-    parse_settings,
-    positive,
-)
-from longreach.cli.show import Column, Table, console, emit, percent, place, progress, waiting
+from longreach.cli.common import add_model, add_slot_settings, add_task_prompts, load_model, parse_settings, positive
+from longreach.cli.results import add_results, finish
+from longreach.cli.show import Column, Table, console, percent, place, progress, waiting
 
 NAME = "fusion"
 HELP = "show what fusion of stored chunks changes in a model, layer by layer, and which tokens each method chooses"
@@ -29,10 +21,7 @@ TASKS = "vt,qa_synthetic_1,niah_multikey_3"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
-    parser.add_argument("--tasks", default=TASKS, metavar="A,B", help=f"as in longreach eval (default {TASKS})")
-    parser.add_argument("--length", type=positive, default=4096, metavar="N",
-                        help="tokens of a prompt, with room for its answer (default 4096)")  # fmt: skip
-    parser.add_argument("--samples", type=positive, default=4, metavar="N", help="prompts of each task (default 4)")
+    add_task_prompts(parser, TASKS, samples=4)
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="which texts and facts (default 0)")
     parser.add_argument("--method", action="append", metavar="SPEC", help="'dense fuse=NAME [fuse.option=value ...]', "
                         "may be given several times; the controls random and oracle too (default: all)")  # fmt: skip
@@ -41,9 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "(default 512)")  # fmt: skip
     parser.add_argument("--chunks", choices=("alone", "bos", "system"), default="system", help="prefix that "
                         "chunks are computed behind, as in longreach eval (default system)")  # fmt: skip
-    add_chunk_size(parser)
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write a record that `longreach report` reads")
-    add_json(parser)
+    add_results(parser, figures=False)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -51,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     from longreach.evals.methods import NAMED
     from longreach.evals.methods import specs as parse_specs
     from longreach.methods.registry import FUSIONS
-    from longreach.records import check_writable, write
+    from longreach.records import check_writable
     from longreach.tasks import registry
 
     tasks = registry.choose(args.tasks)
@@ -76,12 +63,7 @@ def run(args: argparse.Namespace) -> int:
     record = {"kind": NAME, "format": FORMAT, "model": about, "config": config, **where,
               "tasks": {task.name: task.source for task in tasks},
               "methods": {spec.label: spec.to_json() for spec in study.specs}, **found}  # fmt: skip
-    if args.output is not None:
-        write(args.output, record)
-    if args.json:
-        emit(record)
-    else:
-        show(record)
+    finish(args, record, show)
     return 0
 
 

@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from longreach.cli.common import (
-    add_chunk_size,
-    add_graph,
-    add_json,
-    add_methods,
-    add_model,
-    add_texts,
-    load_model,
-    positive,
-    seed,
-)
-from longreach.cli.show import Column, Table, console, duration, emit, percent, place, progress, waiting
+from longreach.cli.common import add_model, add_texts, load_model, positive, seed
+from longreach.cli.results import add_resumable, finish
+from longreach.cli.show import Column, Table, console, duration, percent, place, progress, waiting
 
 NAME = "generation"
 HELP = "let each method generate thousands of tokens and measure how likely dense attention finds the text"
@@ -41,17 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=positive, metavar="N", help="at most N windows")
     parser.add_argument("--seed", type=seed, default=0, metavar="N", help="of the draws, the same for all methods "
                         "(default 0)")  # fmt: skip
-    add_methods(parser)
-    add_chunk_size(parser)
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write a record; the same command continues an "
-                        "interrupted run, window by window")  # fmt: skip
-    add_graph(parser)
-    add_json(parser)
+    add_resumable(parser, "window")
 
 
 def run(args: argparse.Namespace) -> int:
     from longreach.evals.methods import specs as parse_specs
-    from longreach.records import Journal, check_writable, write
+    from longreach.records import Journal, check_writable
 
     specs = parse_specs(args.method)
     if args.output is not None:
@@ -77,17 +62,11 @@ def run(args: argparse.Namespace) -> int:
     with Journal(args.output, said) as journal:
         found = task.run(args.prefill_chunk_size, progress, done=journal.done, keep=journal.add)
     record = {"kind": "generation", "format": FORMAT, **said, "results": found}
-    if args.output is not None:
-        write(args.output, record)
-    journal.remove()
-    if args.json:
-        emit(record)
-    else:
-        show(record, place(where))
+    finish(args, record, show, journal=journal)
     return 0
 
 
-def show(record: dict[str, Any], where: str) -> None:
+def show(record: dict[str, Any]) -> None:
     """A row a method."""
     from longreach.evals.progress import counted
 
@@ -115,4 +94,4 @@ def show(record: dict[str, Any], where: str) -> None:
         "dense attention's, median of windows. keys, bytes: read while decoding, over dense attention's.",
         soft_wrap=True,
     )  # fmt: skip
-    out.print(where)
+    out.print(place(record))

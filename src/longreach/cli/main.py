@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from longreach import __version__
-from longreach.cli.common import FAILED
+from longreach.cli.common import FAILED, add_command
 from longreach.errors import LongreachError, MeasurementFailed
 
 VERBS = ("demo", "run", "compare", "eval", "perplexity", "dialogue", "generation", "attention", "fusion",
@@ -41,11 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     for name in VERBS:
         module: Any = import_module(f"longreach.cli.{name}")
-        verb = verbs.add_parser(
-            name, help=module.HELP, description=module.HELP[0].upper() + module.HELP[1:] + ".", allow_abbrev=False,
-            epilog="examples:\n" + "\n".join(f"  {line}" for line in module.EXAMPLES),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )  # fmt: skip
+        verb = add_command(verbs, name, module.HELP, module.EXAMPLES)
         module.add_arguments(verb)
         verb.set_defaults(run=module.run)
     return parser

@@ -18,7 +18,8 @@ from longreach.cli.common import (
     load_model,
     positive,
 )
-from longreach.cli.show import Column, Table, console, duration, emit, percent, place, progress, waiting
+from longreach.cli.results import finish
+from longreach.cli.show import Column, Table, console, duration, percent, place, progress, waiting
 
 NAME = "perplexity"
 HELP = "measure how well each method predicts long texts, in prefill and while decoding"
@@ -52,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from longreach.evals.methods import specs as parse_specs
-    from longreach.records import Journal, check_writable, write
+    from longreach.records import Journal, check_writable
 
     specs = parse_specs(args.method)
     if args.output is not None:
@@ -79,18 +80,11 @@ def run(args: argparse.Namespace) -> int:
         found, failed = task.run(args.prefill_chunk_size, progress, done=journal.done, keep=journal.add)
     results = {spec.label: found[spec.label] for spec in specs if spec.label in found}
     record = {"kind": "perplexity", "format": FORMAT, **said, "results": results, "failed": failed}
-    if args.output is not None:
-        write(args.output, record)
-    if not failed:
-        journal.remove()
-    if args.json:
-        emit(record)
-    else:
-        show(record, place(where))
+    finish(args, record, show, journal=None if failed else journal)
     return exit_code(len({one["window"] for one in failed}), "windows", args.output)
 
 
-def show(record: dict[str, Any], where: str) -> None:
+def show(record: dict[str, Any]) -> None:
     """A row a method, then perplexity by position."""
     out = console()
     columns = [Column("prefill", 9), Column("decode", 9), Column("over dense", 10), Column("bytes", 7),
@@ -123,7 +117,7 @@ def show(record: dict[str, Any], where: str) -> None:
         out.print("window {window}, {method}: {error}".format(**one), soft_wrap=True)
     if record["failed"]:
         out.print("Windows that failed with a method are left out for all; the record names every one.")
-    out.print(where)
+    out.print(place(record))
 
 
 def _show_positions(out: Any, record: dict[str, Any], phase: str) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
-from longreach.cli.attention import check_folder
-from longreach.cli.common import add_chunk_size, add_json, add_model, count, load_model, positive
-from longreach.cli.show import Column, Table, console, emit, percent, place, progress, waiting
+from longreach.cli.common import add_model, add_task_prompts, count, load_model, positive
+from longreach.cli.results import add_results, check_figures, finish
+from longreach.cli.show import Column, Table, console, percent, place, progress, waiting
 
 NAME = "sampling"
 HELP = "show how well attention can be sampled in a model: mass of the best keys, estimators, geometry, methods"
@@ -22,10 +21,7 @@ TASKS = "niah_single_2,cwe,fwe,vt"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
-    parser.add_argument("--tasks", default=TASKS, metavar="A,B", help=f"as in longreach eval (default {TASKS})")
-    parser.add_argument("--length", type=positive, default=4096, metavar="N",
-                        help="tokens of a prompt, with room for its answer (default 4096)")  # fmt: skip
-    parser.add_argument("--samples", type=positive, default=2, metavar="N", help="prompts of each task (default 2)")
+    add_task_prompts(parser, TASKS, samples=2)
     parser.add_argument("--rows", type=positive, default=8, metavar="N",
                         help="rows from the end of each prompt that are measured (default 8)")  # fmt: skip
     parser.add_argument("--seed", type=count, default=0, metavar="N", help="of prompts and random draws (default 0)")
@@ -33,25 +29,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "1024, or a quarter of --length where that is less)")  # fmt: skip
     parser.add_argument("--no-ablations", dest="ablations", action="store_false", help="leave out bits and tables "
                         "other than the presets' (the paper's Tables 11 and 12); takes half the time")  # fmt: skip
-    add_chunk_size(parser)
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write a record that `longreach report` reads")
-    parser.add_argument("--figures", type=Path, metavar="FOLDER", help="draw pictures into a folder; earlier ones are "
-                        "replaced (extra `report`)")  # fmt: skip
-    add_json(parser)
+    add_results(parser, figures=True)
 
 
 def run(args: argparse.Namespace) -> int:
-    from longreach.records import check_writable, write
+    from longreach.records import check_writable
+    from longreach.records.report.sampling import sampling
     from longreach.tasks import registry
 
     tasks = registry.choose(args.tasks)
     if args.output is not None:
         check_writable(args.output)
-    if args.figures is not None:
-        from longreach.records.report.plots import check_installed
-
-        check_installed()
-        check_folder(args.figures)
+    check_figures(args.figures)
     with waiting("loading the model"):
         model, tokenizer = load_model(args)
     with waiting("making prompts"):
@@ -68,29 +57,11 @@ def run(args: argparse.Namespace) -> int:
     config = {**{name: getattr(args, name) for name in names}, "centre": study.centre}
     record = {"kind": NAME, "format": FORMAT, "model": about, "config": config, **where,
               "tasks": {task.name: task.source for task in tasks}, **found}  # fmt: skip
-    if args.output is not None:
-        write(args.output, record)
-    drawn = draw(record, args.figures) if args.figures is not None else []
-    if args.json:
-        emit(record)
-    else:
-        show(record, drawn)
+    finish(args, record, show, blocks=sampling)
     return 0
 
 
-def draw(record: dict[str, Any], folder: Path) -> list[Path]:
-    """The report's pictures of a record, in a folder."""
-    from longreach.records.report.blocks import Figure
-    from longreach.records.report.reading import Record
-    from longreach.records.report.sampling import sampling
-    from longreach.records.report.writing import write_all
-
-    with waiting("drawing"):
-        blocks = sampling(Record(NAME, NAME, record), NAME)
-        return write_all(folder, {block.file: block.png for block in blocks if isinstance(block, Figure)})
-
-
-def show(record: dict[str, Any], drawn: list[Path]) -> None:
+def show(record: dict[str, Any]) -> None:
     """Tables of the presets, of estimators with exact scores and of all methods."""
     out, results = console(), record["results"]
     table = Table(out, [Column("method", 44, left=True), Column("error", 6), Column("median", 6), Column("read", 6),
@@ -113,5 +84,3 @@ def show(record: dict[str, Any], drawn: list[Path]) -> None:
         f"mass, geometry and ranges are in the record and the report."
     )
     out.print(place(record))
-    for path in drawn:
-        out.print(str(path), soft_wrap=True)

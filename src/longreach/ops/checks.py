@@ -90,3 +90,20 @@ def check_scoring(keys: ScoringKeys, kv: KVView) -> None:
     require(
         fits, lambda: f"keys: expected the view's [P, G, page, D] = {shape} on {kv.k.device}, got {describe(keys.k)}"
     )
+
+
+def check_written(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, page: Tensor, offset: Tensor) -> None:
+    """Raise InvalidInput where k and v [R, G, D] cannot be written to places (page, offset) [R] of keys and values."""
+    require(
+        keys.dim() == 4 and values.shape == keys.shape,
+        lambda: f"values: expected {describe(keys)}, got {describe(values)}",
+    )
+    rows = page.shape[0] if page.dim() == 1 else -1
+    shape = (rows, keys.shape[1], keys.shape[3])
+    for name, x in (("k", k), ("v", v)):
+        fits = x.shape == shape and x.dtype == keys.dtype and x.device == keys.device
+        require(fits, lambda: f"{name}: expected {keys.dtype} {list(shape)} on {keys.device}, got {describe(x)}")
+    for name, x in (("page", page), ("offset", offset)):
+        fits = x.shape == (rows,) and x.dtype in INTS and x.device == keys.device
+        require(fits, lambda: f"{name}: expected int [R] on {keys.device}, got {describe(x)}")
+    require(keys.stride(3) == values.stride(3) == 1, "keys, values: expected a contiguous last dimension")

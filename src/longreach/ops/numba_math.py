@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""What the Numba kernels of all ops share: loads of half-precision numbers, prefetching, exp, and threads.
+"""Shared by the Numba kernels of all ops: loads of half-precision numbers, prefetching, exp, and threads.
 
 Half precision arrives as 16-bit integers: bfloat16 as uint16, float16 as int16.
 """
@@ -29,17 +29,18 @@ INLINE = {"cache": True, "error_model": "numpy", "boundscheck": False, "forceinl
 def in_turns(workers: int, kernel: Callable[..., None], *args: Any) -> None:
     """`in_threads` for kernels that `take` their work items from a counter: kernel(worker, workers, counter, *args).
 
-    A thread that is busy elsewhere gets fewer items. One that has not begun when the caller's is done is not waited
-    for.
+    Slower threads take fewer items. The call returns once no thread runs a kernel; threads that have not started by
+    then are cancelled.
     """
     in_threads(workers, kernel, np.zeros(1, np.int64), *args, all_needed=False)
 
 
 def in_threads(workers: int, kernel: Callable[..., None], *args: Any, all_needed: bool = True) -> None:
-    """kernel(worker, workers, *args) for every worker, each in a thread of its own; the caller's is one of them.
+    """Run kernel(worker, workers, *args) for every worker, each in its own thread; the caller's thread runs worker 0.
 
-    all_needed: False where the caller's thread alone would do all the work; the others then only help.
-    Raises what a kernel raises, and KeyboardInterrupt, once all have ended: they write to memory of the caller.
+    all_needed: whether all workers must run. False if worker 0 alone can finish the work.
+    Errors of kernels and KeyboardInterrupt are raised after all kernels have ended, as these write to the caller's
+    memory.
     """
     if workers == 1:
         return kernel(0, 1, *args)
@@ -63,9 +64,9 @@ def in_threads(workers: int, kernel: Callable[..., None], *args: Any, all_needed
 
 
 class _Crew:
-    """The threads of one call. ended: an entry for each that is done; errors: what kernels raised.
+    """The threads of one call. ended: an entry for each finished worker. errors: exceptions that kernels raised.
 
-    Without locks of Python: an interrupt in one that was just taken would leave it locked.
+    It uses no Python locks: an interrupt right after a lock is acquired would leave it locked.
     """
 
     def __init__(self) -> None:
@@ -84,13 +85,13 @@ class _Crew:
             self.ended.put(worker)
 
     def wait(self) -> None:
-        """No kernel starts from now on; returns when none runs."""
+        """Let no further kernel start, and return when none runs."""
         self._stopped = True
-        while self._inside:  # one that is inside will report its end
+        while self._inside:  # each running worker puts an entry when it ends
             self.ended.get()
 
     def stop(self) -> None:
-        """No kernel starts from now on, and none runs. Raises KeyboardInterrupt, if one came, after that."""
+        """As `wait`, also during a KeyboardInterrupt, which is raised once no kernel runs."""
         interrupt = None
         self._stopped = True
         while self._inside:
@@ -103,11 +104,10 @@ class _Crew:
 
 
 class _Threads:
-    """As many threads as there are processors; each runs what is submitted. (Numba's own threads are one team a
-    process, which sessions cannot share.)
+    """A pool with one thread for each processor. (Numba's own pool serves one caller at a time.)
 
-    They are daemons, which nothing joins: an executor of the standard library that is interrupted while it starts a
-    thread never stops it, and the process does not end.
+    The threads are daemons, which Python does not join at exit. The standard library's executor joins its threads: if
+    it is interrupted while it starts one, the process never ends.
     """
 
     def __init__(self) -> None:
@@ -131,7 +131,7 @@ _threads = _Threads()
 
 
 def _forget() -> None:
-    """In a forked process: threads did not come along."""
+    """Make a new pool in a forked process, which does not inherit threads."""
     global _threads
     _threads = _Threads()
 
@@ -141,7 +141,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def flat(x: torch.Tensor) -> np.ndarray:
-    """The memory from a tensor's first element to its last; the element at an index lies at sum(index * stride)."""
+    """A tensor's memory, first element to last, as a flat array; an index is at place sum(index * stride)."""
     size = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
     whole = x.detach().as_strided((size,), (1,))
     if x.dtype == torch.bfloat16:
@@ -162,7 +162,7 @@ def to_float(context, x):
         return builder.bitcast(builder.shl(builder.zext(args[0], wide), ir.Constant(wide, 16)), ir.FloatType())
 
     def float16(context, builder, signature, args):
-        """Without instructions for it, which not every CPU has: the exponent is shifted, and corrected by a product."""
+        """Convert without special instructions, which some CPUs lack: shift the bits, then rescale by a product."""
 
         def number(value):
             return ir.Constant(wide, value)
@@ -180,7 +180,7 @@ def to_float(context, x):
 
 @intrinsic
 def prefetch(context, array, place):
-    """Ask for the cache line that holds array[place]."""
+    """Prefetch the cache line of array[place]."""
 
     def generate(context, builder, signature, args):
         data = context.make_array(signature.args[0])(context, builder, args[0]).data
@@ -196,7 +196,7 @@ def prefetch(context, array, place):
 
 @intrinsic
 def take(context, counter):
-    """The next work item: counter[0], which is raised by one. Each is taken by one thread."""
+    """The next work item: counter[0], which is incremented atomically."""
 
     def generate(context, builder, signature, args):
         data = context.make_array(signature.args[0])(context, builder, args[0]).data

@@ -213,7 +213,7 @@ def test_what_cannot_be_a_chunk_is_refused() -> None:
         work = Precompute(session, [1, 2])
         with pytest.raises(InvalidInput, match="holds no tokens"):
             work.compute([])
-        with pytest.raises(InvalidInput, match="token 264 is none of the model's 264"):
+        with pytest.raises(InvalidInput, match="token 264 is not in the model's vocabulary of 264"):
             work.compute([3, 264])
         with pytest.raises(InvalidInput, match=r"4095 tokens behind a prefix of 2 .* context of 4096"):
             work.check([3] * 4095)

@@ -16,7 +16,7 @@ from longreach.methods.loki import Loki
 from longreach.methods.loki.plan import LokiPlan
 from longreach.plans import load
 from tests.methods.drive import MODEL
-from tests.methods.planned import loki_plan
+from tests.methods.planned import changed, loki_plan
 
 
 def test_it_comes_back_from_a_file(tmp_path: Path) -> None:
@@ -50,13 +50,8 @@ def test_how_much_the_first_directions_explain() -> None:
 )
 def test_broken_plans(name: str, change: Callable[[Tensor], Tensor] | None, complaint: str) -> None:
     plan = loki_plan(MODEL)
-    arrays = dict(plan.arrays)
-    if change is None:
-        del arrays[name]
-    else:
-        arrays[name] = change(arrays[name])
     with pytest.raises(InvalidInput, match=complaint):
-        LokiPlan.of(replace(plan, arrays=arrays))
+        LokiPlan.of(replace(plan, arrays=changed(plan.arrays, name, change)))
 
 
 def test_other_models() -> None:

@@ -18,7 +18,7 @@ from longreach.methods.magicpig.state import LayerTables
 from longreach.plans import load
 from tests.methods.drive import MODEL
 from tests.methods.one_layer import Layers
-from tests.methods.planned import loki_plan, magicpig_plan
+from tests.methods.planned import changed, loki_plan, magicpig_plan
 
 PLANNED = {"local": 8, "seal": 8, "centre": 8}  # options of the plan that differ from the defaults
 
@@ -161,13 +161,8 @@ def test_options_that_exclude_each_other() -> None:
 )
 def test_broken_values(name: str, change: Callable[[Any], Any] | None, complaint: str) -> None:
     plan = magicpig_plan(MODEL)
-    values = dict(plan.values)
-    if change is None:
-        del values[name]
-    else:
-        values[name] = change(values[name])
     with pytest.raises(InvalidInput, match=complaint):
-        MagicPIGPlan.of(replace(plan, values=values))
+        MagicPIGPlan.of(replace(plan, values=changed(plan.values, name, change)))
 
 
 @pytest.mark.parametrize(
@@ -183,13 +178,8 @@ def test_broken_values(name: str, change: Callable[[Any], Any] | None, complaint
 )
 def test_broken_arrays(name: str, change: Callable[[Any], Any] | None, complaint: str) -> None:
     plan = magicpig_plan(MODEL)
-    arrays = dict(plan.arrays)
-    if change is None:
-        del arrays[name]
-    else:
-        arrays[name] = change(arrays[name])
     with pytest.raises(InvalidInput, match=complaint):
-        MagicPIGPlan.of(replace(plan, arrays=arrays))
+        MagicPIGPlan.of(replace(plan, arrays=changed(plan.arrays, name, change)))
 
 
 def test_files_that_are_no_plans_of_it(tmp_path: Path) -> None:

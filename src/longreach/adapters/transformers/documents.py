@@ -40,8 +40,8 @@ from longreach.store.key import ChunkKey
 class ChunkSources:
     """Where the chunks of a prompt came from, counted by `ChunkOrigin.state`.
 
-    errors: of the store, each once, without those of broken files, which are in `recomputed`. absent: where the store
-    had none of the documents that were read last, what it has instead; else None.
+    errors: messages of the store, each once. Broken files are not among them; `recomputed` counts these.
+    absent: if the store had no chunk of the last documents read, a message that describes what it holds; else None.
     """
 
     held: int

@@ -80,41 +80,50 @@ def get_or_compute(
             chunk = work.compute(tokens, progress, target)
         else:
             progress(len(tokens))
-        measured = False
+        dependence_computed = False
         if dependence is not None:
             meter, other = dependence
-            measured = chunk.dependence is None and len(chunk.prefix) == len(work.prefix)
-            if measured:
+            dependence_computed = chunk.dependence is None and len(chunk.prefix) == len(work.prefix)
+            if dependence_computed:
                 chunk = meter.measured(chunk, other, progress)
             else:
                 progress(len(tokens))
-        if pool is not None and (state != "held" or measured):
+        if pool is not None and (state != "held" or dependence_computed):
             chunk = pool.add(chunk)
-        if store is not None and error is None and found.held and not measured:
-            try:
-                lacking = chunk.key not in store
-            except StoreError as refusal:
-                error = refusal
-        if _puts(work.ranks, store is not None and error is None and (lacking or measured)):
+        to_store = lacking or dependence_computed
+        if found.held and not to_store and store is not None and error is None:  # it was not looked up in the store
+            to_store, error = _lacks(store, chunk.key)
+        if _is_writer(work.ranks, to_store and store is not None and error is None):
             assert store is not None
             try:
                 store.put(chunk)
             except StoreError as refusal:
                 error = refusal
-        return ChunkResult(chunk, state, error, measured)
+        return ChunkResult(chunk, state, error, dependence_computed)
 
 
-def _puts(ranks: Ranks | None, wanting: bool) -> bool:
-    """Whether this process puts a chunk into its store: the first rank with `wanting`."""
+def _lacks(store: ChunkStore, key: ChunkKey) -> tuple[bool, StoreError | None]:
+    """Whether a store has no chunk under this key; if the store cannot be read: False, and the error."""
+    try:
+        return key not in store, None
+    except StoreError as refusal:
+        return False, refusal
+
+
+def _is_writer(ranks: Ranks | None, to_store: bool) -> bool:
+    """Whether this process writes the chunk: the first rank whose `to_store` is true. A collective of all ranks."""
     if ranks is None:
-        return wanting
-    all_wanting = ranks.all_values(wanting)
-    return wanting and not any(all_wanting[: ranks.rank])
+        return to_store
+    all_to_store = ranks.all_values(to_store)
+    return to_store and not any(all_to_store[: ranks.rank])
 
 
 class _Found(NamedTuple):
-    """What there is of a chunk: the chunk, whether a broken file stood in its place, why it could not be read, and
-    whether a pool held it."""
+    """The result of a search for a chunk.
+
+    chunk: else None. broken: whether the store had a broken file for it. error: why the store could not be read, else
+    None. held: whether the chunk comes from the pool.
+    """
 
     chunk: Chunk | None = None
     broken: bool = False

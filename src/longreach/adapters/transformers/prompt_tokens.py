@@ -18,10 +18,10 @@ def context_limit(model: Any) -> int | None:
 
 
 def short_context(model: Any) -> int | None:
-    """Tokens up to which a model with two sets of rotary frequencies (longrope) rotates by the first; else None.
+    """The longest prompt, in tokens, that a longrope model rotates by its short frequencies; None for other models.
 
-    A longer prompt is rotated by the other set from its first token on: no chunk may lie across, and one that was
-    computed before is not exact in it.
+    The model rotates all tokens of a longer prompt by its long frequencies. Chunks are computed with the short ones: a
+    chunk with its prefix must not be longer, and no chunk is exact in a longer prompt.
     """
     config = text_config(model)
     rope = config.rope_parameters or {}
@@ -34,10 +34,10 @@ def short_context(model: Any) -> int | None:
     return min((int(n) for n in found if n), default=None)
 
 
-def rotates_as_chunks(model: Any, length: int) -> bool:
-    """Whether a prompt of `length` tokens is rotated by the frequencies that chunks are computed with."""
-    short = short_context(model)
-    return short is None or length <= short
+def uses_chunk_frequencies(model: Any, length: int) -> bool:
+    """Whether the model rotates a prompt of `length` tokens by the frequencies that chunks are computed with."""
+    longest = short_context(model)
+    return longest is None or length <= longest
 
 
 def check_tokens(model: Any, tokens: Tensor, what: str) -> None:
@@ -46,7 +46,7 @@ def check_tokens(model: Any, tokens: Tensor, what: str) -> None:
     unknown = tokens[(tokens < 0) | (tokens >= known)]
     if len(unknown):
         raise InvalidInput(
-            f"{what}: token {int(unknown[0])} is none of the model's {known}; is the tokenizer this model's?"
+            f"{what}: token {int(unknown[0])} is not in the model's vocabulary of {known}; use its own tokenizer"
         )
 
 

@@ -13,6 +13,8 @@ import argparse
 from importlib import import_module
 from typing import Any
 
+from longreach.cli.common import add_command
+
 NAME = "calibrate"
 HELP = "calibrate a method for a model and write a plan"
 KINDS = ("kascade", "loki", "mac", "magicpig")
@@ -29,12 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="kind", metavar="METHOD", required=True)
     for kind in KINDS:
         module = _module(kind)
-        one = kinds.add_parser(
-            kind, help=module.HELP, description=module.HELP[0].upper() + module.HELP[1:] + ".", allow_abbrev=False,
-            epilog="examples:\n" + "\n".join(f"  {line}" for line in module.EXAMPLES),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )  # fmt: skip
-        module.add_arguments(one)
+        module.add_arguments(add_command(kinds, kind, module.HELP, module.EXAMPLES))
 
 
 def run(args: argparse.Namespace) -> int:

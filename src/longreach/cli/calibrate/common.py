@@ -41,9 +41,9 @@ def add_prompts(parser: argparse.ArgumentParser, output: bool = True) -> None:
 class Work:
     """A model, and prompts to calibrate it on.
 
-    settings: further options that what is gathered depends on. least: tokens that a prompt must have, of the model's
-    shape. fits: raises where the options do not fit the model, before its weights are loaded. record: what is written
-    in place of a plan; the journal is in its folder (default: the plan, args.output).
+    settings: further options that affect the gathered parts. least: the fewest tokens of a prompt, for a model's shape.
+    fits: raises if the options do not fit the model, before its weights are loaded. record: the file that is written if
+    it is not a plan; the journal is in its folder (default: the plan, args.output).
     """
 
     def __init__(
@@ -108,26 +108,26 @@ class Work:
         self.seconds = time.perf_counter() - started
         return parts
 
-    def told(self) -> str:
-        """A line on what was written, and how long it took to read the prompts."""
+    def summary(self) -> str:
+        """One line: the file that was written, and the time that reading the prompts took."""
         total, rest = len(self.prompts.prompts), ""
         if self.before:
             rest = f", the last {total - self.before} of {total} prompts; the others by an earlier run"
         return f"{self.output}: prompts read in {duration(self.seconds)}{rest}"
 
-    def tell(self, plan: Plan) -> int:
-        """Show the plan that was made, as JSON with --json."""
+    def show_plan(self, plan: Plan) -> int:
+        """Print the plan, as JSON with --json; the exit code, 0."""
         from longreach.cli.plan.show import describe, show
 
         if self.args.json:
             emit({**describe(plan), "output": str(self.output), "seconds": self.seconds})
         else:
             show(plan)
-            console().print(self.told(), soft_wrap=True)
+            console().print(self.summary(), soft_wrap=True)
         return 0
 
     def save(self, values: Mapping[str, Any], arrays: Mapping[str, Any], **settings: Any) -> Plan:
-        """The plan, written to --output; then nothing is left to be gone on with.
+        """The plan, written to --output. The journal is removed.
 
         settings: options that the plan depends on in addition to those of `gather`.
         """

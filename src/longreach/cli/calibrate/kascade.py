@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     plan = work.save(
         found.values(chosen), found.arrays(), budget=args.budget, ranks=args.ranks, weighted=found.weighted
     )
-    return work.tell(plan)
+    return work.show_plan(plan)
 
 
 def _check(args: argparse.Namespace, shape: ModelShape) -> None:

@@ -22,4 +22,4 @@ def run(args: argparse.Namespace) -> int:
     from longreach.evals.calibration.loki import LokiGather, calibrated
 
     plan = work.save({}, calibrated(work.gather(LokiGather(work.shape))).arrays())
-    return work.tell(plan)
+    return work.show_plan(plan)

@@ -45,4 +45,4 @@ def run(args: argparse.Namespace) -> int:
     chosen = {"alpha": args.alpha, "epsilon": args.epsilon}
     found, rests = calibrated(what, work.gather(what), **chosen)
     plan = work.save({**found.values(), **rests}, found.arrays(), **chosen)
-    return work.tell(plan)
+    return work.show_plan(plan)

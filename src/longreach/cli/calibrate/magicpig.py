@@ -68,4 +68,4 @@ def run(args: argparse.Namespace) -> int:
     chosen = {"budget": args.budget, "memory": args.memory}
     found = calibrated(what, work.gather(what), **chosen, length=args.length)
     plan = work.save(found.values(), found.arrays(), **chosen)
-    return work.tell(plan)
+    return work.show_plan(plan)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from longreach.cli.common import add_command
 from longreach.cli.plan import choose, compare, figures, show, verify
 
 NAME = "plan"
@@ -28,9 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         (compare, "compare", "compare two kascade plans for one model, calibrated on different texts"),
         (figures, "figures", "draw the papers' figures behind a kascade or mac plan"),
     ):
-        action = actions.add_parser(
-            name, help=help_text, description=help_text[0].upper() + help_text[1:] + ".", allow_abbrev=False
-        )
+        action = add_command(actions, name, help_text)
         module.add_arguments(action)
         action.set_defaults(act=module.run)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from longreach.cli.common import add_command
 from longreach.cli.store import add, upkeep
 
 NAME = "store"
@@ -27,9 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                            "foreign folders are only reported"),
         (upkeep, "gc", "remove what dead processes left, broken chunks set aside, and the longest unused ones"),
     ):  # fmt: skip
-        action = actions.add_parser(
-            name, help=help_text, description=help_text[0].upper() + help_text[1:] + ".", allow_abbrev=False
-        )
+        action = add_command(actions, name, help_text)
         action.add_argument("--store", required=True, metavar="DIR|URL", help="a folder, or a URL (s3, gs, az, ...)")
         module.add_arguments(action, name)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from longreach.adapters.transformers import FusedPrompt, Reader, Session, attach, check_length, shape_of
-from longreach.adapters.transformers.prompt_tokens import rotates_as_chunks
+from longreach.adapters.transformers.prompt_tokens import uses_chunk_frequencies
 from longreach.cache import CacheConfig
 from longreach.errors import InvalidInput
 from longreach.evals.attention.weights import blocks, weights
@@ -181,7 +181,7 @@ class FusionStudy:
         finally:
             session.on_layer = None
         assert reader.cache is not None
-        parts = prompt.parts(self.model.device, chunk_frequencies=rotates_as_chunks(self.model, count))
+        parts = prompt.parts(self.model.device, chunk_frequencies=uses_chunk_frequencies(self.model, count))
         there = parts.candidates
         again = torch.zeros_like(there).index_fill(0, chosen[-1], True)
         for means in into:

@@ -1,25 +1,25 @@
-"""One choice for each layer with the least sum of errors, within limits on two sums of costs."""
+"""Choose one option for each layer: the least sum of errors within limits on two sums of costs."""
 
 from __future__ import annotations
 
 import numpy as np
 from torch import Tensor
 
-BYTES, MEMORY = 2048, 16  # sums that are told apart; of those within one step the one with the least error is kept
+BYTES, MEMORY = 2048, 16  # steps of the sums of costs and of room; one partial sum is kept in each step
 
 
 def cheapest(costs: Tensor, errors: Tensor, room: Tensor, total: float, limit: float | None) -> list[int] | None:
-    """A choice for each layer: the least sum of errors with a sum of costs up to total, and of room up to limit.
+    """The choice of each layer with the least sum of errors, if costs sum to at most total and room to at most limit.
 
-    None if no choice fits.
+    None if no choice fits. costs, errors, room: fp64 [layers, choices], >= 0. limit: None for no limit on room.
 
-    costs, errors, room: fp64 [layers, choices], >= 0. Dynamic programming over the layers. Sums are exact, so limits
-    are kept; of partial sums that are equal to 1/2048 of the total (1/16 of the limit) the one with the least error is
-    kept, and of equal errors the one with the least cost.
+    Dynamic programming over the layers. Partial sums are grouped in steps of 1/2048 of the total and 1/16 of the limit.
+    Each group keeps its partial sum with the least error, and of equal errors the one with the least cost. Sums are not
+    rounded, so the limits hold exactly.
     """
     layers, choices = costs.shape
     cost, error, space = (x.double().numpy() for x in (costs, errors, room))
-    # what the layers after this one need at least: partial sums that leave less lead nowhere
+    # the least that later layers need; partial sums that leave less are dropped
     after = np.append(cost.min(1)[::-1].cumsum()[::-1][1:], 0.0)
     space_after = np.append(space.min(1)[::-1].cumsum()[::-1][1:], 0.0)
     top = np.inf if limit is None else limit

@@ -1,7 +1,7 @@
-"""MagicPIG's measurements of a model: the error and the reads to expect of pairs of bits and tables.
+"""Expected error and reads of MagicPIG's pairs of bits and tables, measured on a model.
 
-Pure functions of captured tensors. The error needs no draws of projections. How many keys the query heads of a KV head
-sample together does: their samples overlap by an unknown amount, so it is counted with the projections of one seed.
+Pure functions of captured tensors. The expected error is computed without drawing projections. The number of keys that
+a GQA group samples is counted with the projections of one seed, since the overlap of its heads' samples is unknown.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PAIRS: tuple[Pair, ...] = tuple(
     sorted({*PRESETS, (8, 25), (8, 40), (9, 40), (9, 75), (9, 200), (10, 40), (10, 100), (10, 300), (11, 75),
             (11, 150), (11, 220), (12, 150), (12, 300)})
 )  # fmt: skip
-STEPS = 1 << 16  # values of the probability that one sign agrees, for which u is computed
+STEPS = 1 << 16  # steps of the table of u by the probability that one sign agrees
 COMPARED = 1 << 24  # codes compared at a time
 TINY = 1e-30
 
@@ -33,7 +33,7 @@ def tokens_needed(schedule: Schedule, rows: int) -> int:
 
 
 def centre_of(k: Tensor, schedule: Schedule) -> Tensor:
-    """fp32 [G, D]: what is subtracted from keys [n, G, D]: the mean that `ops.simhash.seal` computes."""
+    """fp32 [G, D]: the mean that is subtracted from keys [n, G, D] before hashing, as in `ops.simhash.seal`."""
     if not schedule.centre:
         return k.new_zeros(k.shape[1:], dtype=torch.float32)
     first = k[schedule.sinks : schedule.sinks + schedule.centre]
@@ -51,16 +51,15 @@ def agreement(q: Tensor, k: Tensor) -> Tensor:
 def expected_error(
     q: Tensor, k: Tensor, v: Tensor, share: Tensor, certain: Tensor, pairs: Sequence[Pair], options: Options
 ) -> Tensor:
-    """fp64 [pairs]: the expected error of the output over its norm, mean over the rows and query heads of a KV head.
+    """fp64 [pairs]: the expected relative error of the output, mean over the rows and query heads of a KV head.
 
     q: [r, g, D]; k: [n, D], centred; v: [n, D]; share: fp32 [r, g, n], softmax of the rows. certain: bool [r, n], keys
-    that are always attended to, or not seen.
-    To first order in the weights, and for keys that are sampled independently, the squared error is the sum over keys
-    of share^2 |v - out|^2 times the variance of the key's weight. That is 1/u - 1 for a sample of each query head
-    (options.share = "own"). For m heads out of a group that sampled it, weighted by m / sum of u, it is
-    sum of u (1 - u) / (sum of u)^2, with the heads taken as independent.
-    Keys that lie close together are sampled together, so measured errors are larger: 1.2 to 1.6 times on
-    longreach-mini, the more the more keys are sampled.
+    that are always attended to, or are not visible.
+    If keys are sampled independently, the squared error is to first order the sum over keys of share^2 |v - out|^2
+    times the variance of the key's weight. With options.share = "own" that variance is 1/u - 1. With "group" it is
+    sum of u (1 - u) / (sum of u)^2, over the heads of the group and as if they sampled independently.
+    Nearby keys are sampled together, so measured errors are larger: 1.2 to 1.6 times on longreach-mini. The factor
+    grows with the number of sampled keys.
     """
     out = share @ v.float()
     spread = (v.float().square().sum(-1) - 2 * (out @ v.float().T) + out.square().sum(-1, keepdim=True)).clamp(min=0)
@@ -81,16 +80,16 @@ def expected_error(
 
 @cache
 def _table(bits: int, tables: int, least: int, device: torch.device) -> Tensor:
-    """fp32 [STEPS + 1]: u for evenly spaced p. Between two of them u changes by less than 0.1%, where p > 0.25."""
+    """fp32 [STEPS + 1]: u at evenly spaced p. From one entry to the next u changes by less than 0.1% if p > 0.25."""
     p = torch.arange(STEPS + 1, dtype=torch.float64) / STEPS
     return inclusion(p, bits, tables, least).clamp(min=TINY).float().to(device)
 
 
 def counted(q: Tensor, k: Tensor, centre: Tensor, pairs: Sequence[Pair], options: Options) -> tuple[Tensor, ...]:
-    """Three fp64 [G, pairs], mean over the rows, for each key in the tables.
+    """(union, each, looked_up), all fp64 [G, pairs]: means over the rows, as shares of the keys in the tables.
 
-    The share of the keys that any query head of the KV head samples, the sum over its query heads of the shares that
-    they sample alone, and the ids that they read together from buckets.
+    union: keys that at least one query head of the KV head samples. each: keys that a query head samples, summed over
+    its query heads. looked_up: ids that its query heads read from buckets, in total.
     q: [r, H, D]; k: [n, G, D]; centre: [G, D].
     """
     rows, heads, keys = q.shape[0], k.shape[1], k.shape[0]

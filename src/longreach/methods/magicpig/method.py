@@ -35,8 +35,8 @@ from longreach.ops.types import require
 from longreach.plans import find, shipped_for
 
 PRESETS = ((8, 75), (9, 120), (10, 75), (10, 150), (10, 220), (11, 300))  # (bits, tables) of the paper, and (10, 75)
-PAIR = (10, 75)  # where neither the caller nor a plan chooses
-PAPER = ((0, 16), 32)  # dense layers, of so many
+PAIR = (10, 75)  # if neither the caller nor a plan gives a pair
+PAPER = ((0, 16), 32)  # the paper's dense layers, and its model's number of layers
 # Keys near each other collide together, which a sum of the keys' variances leaves out. In longreach-mini the error is
 # 1.3 to 1.5 times the root of that sum for lists of query heads. It is 1.2 to 1.35 times for groups, where the sum is
 # too large. With these factors two bars cover 93% (tests/methods/magicpig/test_error_bars.py).
@@ -49,30 +49,30 @@ PROMPT = 1 << 12  # keys of a prompt that are hashed at a time
 class MagicPIG(AttentionMethod):
     """Attention to sink tokens, to recent tokens, and to a sample of the keys between them.
 
-    Keys lie in hash tables by their SimHash codes. A query head samples a key if the codes of both are equal in at
-    least `least` of the tables. Its probability u of doing so follows from the angle of query and key (Eq. 10), and the
-    key's logit gets log(1 / u) added. So over random projections the softmax's numerator and denominator are unbiased.
-    The projections are drawn once, from `seed`: like queries sample like keys, and errors persist over steps.
+    Hash tables hold the keys by their SimHash codes. A query head samples a key if their codes are equal in at least
+    `least` tables. The angle of query and key gives the probability u of this (Eq. 10), and log(1 / u) is added to the
+    key's logit. Over random projections, the estimates of the softmax's numerator and denominator are unbiased. The
+    projections are drawn once, from `seed`. So similar queries sample similar keys, and errors persist over steps.
 
     bits, tables: signs in a code, and tables (K and L of the paper; `PRESETS` has its pairs). More bits sample fewer
     keys, more tables sample more. bits=0 attends to all keys, with no tables. None: 10 and 75.
     least: tables in which a key must collide.
-    share: "group", the query heads of a KV head attend to the union of their samples, a key weighted by
-    log(m / sum of the heads' u), where m heads sampled it: as many reads as with "own", and less error. "own", each
-    query head attends to its own sample (the paper).
+    share: "group": all query heads of a KV head attend to the union of their samples. A key that m heads sampled has
+    the log-weight log(m / sum of the heads' u). It reads as many keys as "own", with less error. "own": each query head
+    attends to its own sample (the paper).
     sinks, local: first and last tokens that are always attended to; they are in no table.
     seal: a token that leaves the last `local` is attended to until its block of `seal` positions is complete, which
     enters the tables at the next token.
-    centre: keys are hashed less the mean of the first `centre` keys after the sinks, of each KV head. No block enters
-    before these have left the last `local`. 0: keys are not centred. The paper takes the mean of the prompt, which
-    depends on how the prompt is cut into chunks.
-    floor: a smaller u counts as this much: it bounds the weights, and biases keys below it.
-    capacity: the most keys a list holds, a count or a fraction of the row's context. A row that samples more attends
-    densely in that head; the report counts it.
-    error_bars: the report gives the standard error of the output (`methods.error_bars`), at the cost of reading the
-    sampled keys and values once more. It is that over draws of the directions, so it persists over steps too.
-    redo: rows whose relative error exceeds this attend densely in that KV head; it includes error_bars. If a head
-    samples no key its error is unknown, and counts as 1.
+    centre: before keys are hashed, the mean of the first `centre` keys after the sinks is subtracted, for each KV head.
+    No block enters before these keys have left the last `local`. 0: keys are not centred. The paper subtracts the mean
+    of the prompt, which depends on how the prompt is cut into chunks.
+    floor: the least u that weights use. It bounds the weights, and biases the weights of keys with a smaller u.
+    capacity: the most keys that a list holds, a count or a fraction of the row's context. A row that samples more keys
+    attends densely in that head; the report counts such rows.
+    error_bars: the report gives the standard error of the output (`methods.error_bars`). This reads the sampled keys
+    and values a second time. It is the standard error over draws of the projections, so errors persist over steps.
+    redo: rows with a larger relative error attend densely in that KV head; it includes error_bars. If a head samples no
+    key, its error is unknown and counts as 1.
     dense_layers: layers that attend densely. None: the paper's (0 and 16 of 32), at the same relative depth.
     plan: bits and tables of each layer, and the dense layers, chosen by `longreach calibrate magicpig`: a file or a
     shipped plan's name. It replaces bits, tables and dense_layers; seed, least, share, sinks, local, seal and centre
@@ -80,9 +80,9 @@ class MagicPIG(AttentionMethod):
     budget: bytes to read over dense attention's, in (0, 1]; the plan's layers are chosen again for it. None: the budget
     that the plan was made for.
 
-    All of a context that has no block in the tables is attended to. Eviction is refused: tables name keys by their
-    slot, and keys of one slot differ from head to head after it.
-    Metadata read: projections, look-ups in the tables, lists. Keys are read to weigh them, to attend, and to be hashed.
+    As long as no block is in the tables, rows attend to all keys. Eviction is refused: tables store the slots of keys,
+    and after eviction a slot holds keys of different positions in different heads.
+    Metadata read: projections, look-ups in the tables, lists. Keys are read for weights, attention and hashing.
     """
 
     bits: int | None = None
@@ -156,12 +156,12 @@ class MagicPIG(AttentionMethod):
 
     @property
     def pair(self) -> Pair:
-        """Bits and tables of layers that no plan chooses for."""
+        """Bits and tables of the layers if no plan is used."""
         bits, tables = PAIR
         return bits if self.bits is None else self.bits, tables if self.tables is None else self.tables
 
     def plan_for(self, model: ModelShape) -> MagicPIGPlan | None:
-        """The plan that is used for a model, None where there is none. It is checked to fit the model and options.
+        """The plan that is used for a model, checked against the model and the options; None if none is used.
 
         Raises InvalidInput for a plan that is missing, broken, of another model or made with other options, and for a
         budget without a plan.
@@ -187,7 +187,7 @@ class MagicPIG(AttentionMethod):
         return found
 
     def _pair_of(self, call: LayerCall) -> Pair | str:
-        """Bits and tables of a layer, or why it attends densely."""
+        """Bits and tables of a layer, or the reason why it attends densely."""
         chosen = call.once((self, "pairs", call.kv.k.element_size()), lambda: self._chosen(call))
         if chosen is not None:
             return "dense in the plan" if chosen[call.layer] == DENSE else chosen[call.layer]
@@ -206,7 +206,7 @@ class MagicPIG(AttentionMethod):
         return self._pairs(call.model, call.kv.k.element_size())
 
     def _pairs(self, model: ModelShape, element: int) -> tuple[Pair, ...] | None:
-        """The plan's pair of each layer, None where no plan is used. element: bytes of a number in the cache."""
+        """The plan's pair of each layer; None if no plan is used. element: bytes of a number in the cache."""
         plan = self.plan_for(model)
         return None if plan is None else chosen_for(plan, self.budget, element)
 
@@ -293,13 +293,13 @@ class MagicPIG(AttentionMethod):
 
 
 def _after(call: LayerCall) -> Tensor:
-    """int64 [B]: tokens with those of the pass, 0 for a sequence that has no rows."""
+    """int64 [B]: tokens of each sequence, this pass included; 0 for a sequence without rows."""
     none = torch.zeros(call.kv.sequences, dtype=torch.int64, device=call.rows.pos.device)
     return none.scatter_reduce_(0, call.rows.seq.long(), call.context, "amax")
 
 
 def _before(call: LayerCall) -> Tensor:
-    """int64 [B]: tokens that come before the first row, 0 for a sequence that has none."""
+    """int64 [B]: tokens before the first row of each sequence; 0 for a sequence without rows."""
     never = torch.iinfo(torch.int64).max
     first = torch.full((call.kv.sequences,), never, dtype=torch.int64, device=call.rows.pos.device)
     first.scatter_reduce_(0, call.rows.seq.long(), call.rows.pos.long(), "amin")

@@ -8,46 +8,10 @@ import math
 import numpy as np
 from numba import njit
 
-from longreach.ops.numba_math import INLINE, KERNEL, exp, prefetch, to_float
+from longreach.ops.numba_dots import AHEAD, LINE, dots, row_ahead
+from longreach.ops.numba_math import INLINE, KERNEL, exp, to_float
 
 CHUNK = 128  # keys whose weights are held at a time
-AHEAD = 12  # rows that are prefetched before they are read
-LINE = 64  # bytes
-
-
-@njit(**INLINE)
-def _row(memory, place, size, lines):
-    for line in range(lines):
-        prefetch(memory, place + line * size)
-
-
-@njit(**INLINE, fastmath=KERNEL["fastmath"])
-def _logits(k, places, n, q, x, dim, size, lines):
-    """x[h, c] = q[h] . k at places[c]; four heads at a time, so that a key is converted once for them."""
-    width = q.shape[0]
-    for c in range(n):
-        if c + AHEAD < n:
-            _row(k, places[c + AHEAD], size, lines)
-        row = k[places[c] : places[c] + dim]
-        h = 0
-        while h + 4 <= width:
-            a0 = a1 = a2 = a3 = np.float32(0.0)
-            q0, q1, q2, q3 = q[h], q[h + 1], q[h + 2], q[h + 3]
-            for d in range(dim):
-                y = to_float(row[d])
-                a0 += y * q0[d]
-                a1 += y * q1[d]
-                a2 += y * q2[d]
-                a3 += y * q3[d]
-            x[h, c], x[h + 1, c], x[h + 2, c], x[h + 3, c] = a0, a1, a2, a3
-            h += 4
-        while h < width:
-            a = np.float32(0.0)
-            one = q[h]
-            for d in range(dim):
-                a += to_float(row[d]) * one[d]
-            x[h, c] = a
-            h += 1
 
 
 @njit(**INLINE, fastmath=KERNEL["fastmath"])
@@ -56,7 +20,7 @@ def _add_distances(v, places, n, x, mean, total, dim, size, lines):
     width = mean.shape[0]
     for c in range(n):
         if c + AHEAD < n:
-            _row(v, places[c + AHEAD], size, lines)
+            row_ahead(v, places[c + AHEAD], size, lines)
         row = v[places[c] : places[c] + dim]
         h = 0
         while h + 4 <= width:
@@ -118,7 +82,7 @@ def deviations(worker, workers, q, memory, seq, reach, shape, lists, weighted, w
                 v_places[some] = place * v_strides[0] + head * v_strides[1] + slot * v_strides[2]
                 used[some] = c
                 some += 1
-            _logits(k, k_places, some, q[item], x, dim, size, lines)
+            dots(k, k_places, some, q[item], x, dim, size, lines)
             for h in range(width):
                 logit, whole = x[h], lse[item, h]
                 for c in range(some):

@@ -383,7 +383,7 @@ def test_tokens_and_lengths_that_the_model_does_not_have() -> None:
     with attach(model, fuse=PIE()) as session:
         cache = session.new_cache(1)
         for token in (-1, 264):
-            with pytest.raises(InvalidInput, match=f"the prompt: token {token} is none of the model's 264"):
+            with pytest.raises(InvalidInput, match=f"prompt: token {token} is not in the model's vocabulary of 264"):
                 read(session, cache, FusedPrompt.of([prompt.system, [token]]))
         for then in (-1, 1.5, "3", True):
             with pytest.raises(InvalidInput, match="then: expected a count of tokens >= 0"):

@@ -25,7 +25,7 @@ from longreach.adapters.transformers.checks import check_model, decoder_of
 from longreach.adapters.transformers.fusing.loading import Loading, Wait
 from longreach.adapters.transformers.fusing.prompt import FusedPrompt
 from longreach.adapters.transformers.hf_cache import LongreachCache
-from longreach.adapters.transformers.prompt_tokens import check_tokens, rotates_as_chunks
+from longreach.adapters.transformers.prompt_tokens import check_tokens, uses_chunk_frequencies
 from longreach.adapters.transformers.ranks import Ranks, in_pass, together
 from longreach.adapters.transformers.rotary import (
     Captured,
@@ -93,7 +93,7 @@ class FusedPass:
         check_tokens(model, ids, "the prompt")
         self.ids = ids[None].to(self.device)
         self.positions = torch.cat([torch.arange(count, device=self.device) for count in self.counts])[None]
-        same = rotates_as_chunks(model, max(self.counts))
+        same = uses_chunk_frequencies(model, max(self.counts))
         self.parts: list[PromptParts] = [prompt.parts(self.device, chunk_frequencies=same) for prompt in prompts]
         self.stored_index = self.parts[0].at  # the stored tokens of each
         self.rotated_to = self.stored_index  # positions that stored keys are rotated to

@@ -1,4 +1,4 @@
-"""Read prompts of which parts are stored chunks: checks, and what is left in the cache when a pass fails."""
+"""Read prompts that contain stored chunks. If a pass fails, the cache is restored."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def read(session: Session, cache: LongreachCache, prompt: FusedPrompt, *, then: 
     """Put a prompt into an empty cache by the session's fusion method; logits [V] in fp32 after it, and what was done.
 
     then: tokens that the answer will take; the cache makes room for them at once. Decode methods observe all tokens.
-    Whatever is raised, the cache is empty again. Raises InvalidInput (no fusion method, a cache that holds something, a
-    chunk of other layers, heads or dtype than the model's, a token that is none of the model's, prompt and answer
-    beyond its context, more tokens that must stay than the eviction method keeps),
-    Unsupported (a model whose layers get no pair (cos, sin), or that is not its kind of decoder), OutOfMemory,
-    ConcurrentUse. That chunks are of this very model is not checked here: their keys name its fingerprint.
+    After any error the cache is empty again. Raises InvalidInput (no fusion method; a cache that is not empty; a chunk
+    with other layers, heads or dtype than the model; a token id outside the model's vocabulary; prompt and answer
+    longer than its context; more tokens that must stay than the eviction method keeps), Unsupported (a model whose
+    layers get no pair (cos, sin), or that is not its kind of decoder), OutOfMemory, ConcurrentUse. This function does
+    not check that chunks come from this model: their keys contain its fingerprint.
     Under tensor parallelism every rank must read the same prompt; the first rank chooses the tokens for all. An
     error on one rank before a pass, while tokens are chosen or after a pass makes all raise (OtherRankFailed). An error
     within a pass does not: the other ranks wait in the model's collectives until the process group's timeout.
