@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
 import pytest
 
-from longreach.methods.registry import EVICTIONS, FUSIONS
+from longreach.methods.registry import EVICTIONS, FUSIONS, fusion_class
+from tests.doc_tables import tables
 
 PAGE = (Path(__file__).parent.parent / "docs" / "fusion.md").read_text()
 (EXAMPLE,) = re.findall(r"(?ms)^```python\n(.*?)^```$", PAGE)
@@ -24,3 +26,18 @@ def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
 
 def test_the_page_names_every_method() -> None:
     assert all(f"`{name}`" in PAGE for name in FUSIONS) and all(f"--evict {name}" in PAGE for name in EVICTIONS)
+
+
+def test_the_page_names_every_option_and_its_default() -> None:
+    (rows,) = (rows for head, rows in tables(PAGE) if head[0] == "option")
+    shown = {
+        (method, option): default
+        for names, methods, defaults, _ in rows
+        for option, default in zip(re.findall(r"`(\w+)`", names), defaults.split(", "), strict=True)
+        for method in re.findall(r"`(\w+)`", methods)
+    }
+    fields = {(name, field.name): field.default for name in FUSIONS for field in dataclasses.fields(fusion_class(name))}
+    assert fields.keys() == shown.keys()
+    assert {key: str(default) for key, default in fields.items() if default is not None} == {
+        key: default.strip("`") for key, default in shown.items() if fields[key] is not None
+    }

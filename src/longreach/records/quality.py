@@ -27,7 +27,7 @@ def quality(results: Path) -> str:
 def summary(results: Path) -> str:
     """Markdown: for each of these records, mean score, bytes read and largest losses of each method.
 
-    Those of fused prompts are left out: docs/fusion.md has them.
+    Those of fused prompts are left out: docs/fusion/results.md has them.
     """
     some = ((path, record) for path, record in _compared(results) if not _fused(record))
     return "\n\n".join(_summary(path, record) for path, record in some) or "No evaluations yet."
