@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from functools import partial
 from typing import Any
 
 import pytest
@@ -127,6 +130,17 @@ def test_it_is_found_by_name() -> None:
     assert SnapKV(capacity=7).to_json() == {"name": "snapkv", "window": 32, "capacity": 7, "kernel": 7, "pool": "max"}
 
 
-def test_last_rows_type() -> None:
-    call = call_of(rows_at([3]), random_kv([4]))
-    assert isinstance(SnapKV().new_state(call, 2), LastRows)
+def test_last_rows_hold_nothing_else_of_a_pass() -> None:
+    """Queries and keys before rotation are as large as the pass, in each layer."""
+    whole = torch.randn(3, H, D)
+    rows, held = rows_at([0, 1, 2]), weakref.ref(whole)
+
+    more = {"pre_rope": partial(torch.split, whole, 1), "shared": {"scores": whole}, "index": torch.arange(3)}
+    call = call_of(rows, random_kv([3]), **more)
+    state = SnapKV().new_state(call, 2)
+    assert isinstance(state, LastRows)
+    state.note(call)
+    queries = weakref.ref(rows.q)
+    del call, rows, more, whole
+    gc.collect()
+    assert held() is None and queries() is None

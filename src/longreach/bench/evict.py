@@ -98,7 +98,8 @@ def _measure(
         def run(prompt: Tensor, clock: Any) -> None:
             made.append(generate(session, prompt, max_new_tokens=NEW, eos_token_id=(), streamer=clock, **chunked(case)))
 
-        run(ids[:, :WARM_UP], None)
+        kept = 0 if evict is None else evict.capacity  # so that the warm-up evicts too, and compiles its kernels
+        run(ids[:, : kept + WARM_UP], None)
         session.static_caches.clear()
         release(bench.device)
         with observed() as seen:

@@ -158,7 +158,9 @@ class LastRows(StatelessOnTruncate):
         recent = pos >= call.kv.seq_lens.long()[at] - self.size
         place = call.slots.long()[at], torch.where(recent, pos % self.size, self.size)
         self.q[place], self.pos[place] = rows.q, pos
-        self.call = replace(call, rows=rows.take(torch.arange(0, device=pos.device)))
+        # the pass's own tensors (rows, those that its functions hold) are freed with it
+        none = rows.take(torch.arange(0, device=pos.device))
+        self.call = replace(call, rows=none, pre_rope=None, rotary=None, shared={}, index=None)
 
     def rows(self, slot: int, seq: int, length: int, last: int | None = None) -> Rows:
         """The noted rows of the sequence in `slot`, which holds `length` slots, as rows of sequence `seq` of a view.
