@@ -73,8 +73,8 @@ class Target:
 
     quantity: Literal[
         "speed over baseline", "speed over fastest", "microseconds", "TB/s", "speed over", "time over",
-        "share of limit", "% of KV", "% of KV held", "% of dense", "mass of chosen keys", "speed over prefill", "peak memory over",
-        "ms of choosing",
+        "share of limit", "% of KV", "% of KV held", "% of dense", "mass of chosen keys", "speed over prefill",
+        "peak memory over", "ms of choosing",
     ]  # fmt: skip
     bound: float
     of: str = "contiguous"
@@ -169,8 +169,8 @@ class Reuse:
 
 @dataclass(frozen=True)
 class Preset:
-    """MagicPIG's options in an entry: signs in a code, tables, how the query heads of a KV head share their samples, and
-    when keys enter the tables."""
+    """MagicPIG's options in an entry: signs in a code, tables, how the query heads of a KV head share samples, and when
+    keys enter the tables."""
 
     bits: int
     tables: int

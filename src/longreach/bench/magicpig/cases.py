@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from longreach.bench.case import Case, Preset, Sampling, Shape, Target
 
 K = 1024
@@ -31,5 +29,5 @@ def _case(batch: int, context: int) -> Case:
 
 def tiny(sampling: Sampling) -> Sampling:
     """Presets that sample a few of 256 keys, in two layers."""
-    sizes = {"bits": 5, "local": 16, "seal": 16, "centre": 32}
-    return Sampling(tuple(replace(p, tables=p.tables // 15, **sizes) for p in sampling.presets), layers=2)
+    presets = (Preset(5, p.tables // 15, p.share, local=16, seal=16, centre=32) for p in sampling.presets)
+    return Sampling(tuple(presets), layers=2)

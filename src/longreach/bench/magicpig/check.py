@@ -21,9 +21,10 @@ WEIGHT = 1e-3  # by which a log-weight may be off
 @dataclass(frozen=True)
 class SampleVerdict:
     """heads: KV heads compared. error: the largest relative error (norms) of a query head's output over its own keys
-    and weights, at most error_bound. other_keys, other_weights: the largest share of a list's keys that comparing codes
-    does not find, or finds in addition, and of its log-weights that are off by more than WEIGHT; at most DIFFER, or one.
-    from_dense: mean and largest relative distance of a head's output from dense attention's.
+    and weights, at most error_bound. other_keys: the largest share of a list's keys that comparing codes does not find,
+    or finds in addition. other_weights: that of its log-weights that are off by more than WEIGHT. Both are at most
+    DIFFER, not counting one key of a list. from_dense: mean and largest relative distance of a head's output from dense
+    attention's.
     """
 
     heads: int

@@ -20,7 +20,7 @@ from longreach.methods.magicpig.state import LayerTables
 from longreach.ops import Lists, Rows, Spans, attend, merge
 from longreach.ops.append import append
 from longreach.ops.simhash import Collisions, codes, collide, weigh
-from longreach.runtime import Ledger, LayerReport, Pass, Segment, attend_layer, drive
+from longreach.runtime import LayerReport, Ledger, Pass, Segment, attend_layer, drive
 
 DENSE = "dense"
 ONE_BLOCK, NO_BLOCK = "a block is sealed", "no block is sealed"

@@ -30,8 +30,8 @@ Say = Callable[[str], None]
 RESERVED = 8 << 30  # bytes for lists, counts of matches, graphs and baselines
 BUILDS = 5  # builds of a prompt's tables that are timed
 HOW = (
-    "Times are those of a layer, in a pass over all layers. A step is the mean of `seal` steps, in one of which a block "
-    "is sealed, for all sequences at once. Parts are timed alone; rest is what they leave of a step without a block: "
+    "Times are those of a layer, in a pass over all layers. A step is the mean of `seal` steps. In one of them a block "
+    "is sealed, for all sequences at once. Parts are timed alone. Rest: a step without a block less its parts, as "
     "counting of reads, spans, limits of lists."
 )
 
@@ -213,4 +213,3 @@ def _parts(layers: SampledLayers, step: Timing, replays: int) -> dict[str, Any]:
         "parts_microseconds": {**took, "rest": rest, "(seal a block)": block},
         "build_seconds": built["build"].median,
     }
-
