@@ -11,7 +11,9 @@ TOP_K = "top-k"
 STEPS, USER, FUSION, EVICT = "steps", "user", "fusion", "evict"
 PREFILLS = "transformers prefill", "dense prefill"  # entries: the model's own prefill, by transformers and by longreach
 # quantities that must not exceed their bound
-MOST = ("microseconds", "time over", "% of KV", "% of KV held", "peak memory over", "ms of choosing")
+MOST = (
+    "microseconds", "time over", "% of KV", "% of KV held", "% of dense", "peak memory over", "ms of choosing",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -63,15 +65,16 @@ class Target:
     "speed over baseline" is over the faster of FlashInfer and FlashAttention-3, "speed over fastest" over the fastest
     of them and torch's kernels, "speed over" over one of ours, or over the best of one of theirs, "speed over prefill"
     over the faster of PREFILLS. "% of KV": what a method keeps for a sequence, of the sequence's keys and values; "% of
-    KV held": what a cache holds of those of its prompts. "mass of chosen keys": what they weigh, over the keys that
+    KV held": what a cache holds of those of its prompts. "% of dense": bytes that a step reads, of those that dense
+    attention reads. "mass of chosen keys": what they weigh, over the keys that
     exact scores choose. "peak memory over": over that of the entry `over`, in the phase (prefill or decoding) where the
     ratio is larger. "ms of choosing": of the device, tokens of a fused prompt.
     """
 
     quantity: Literal[
         "speed over baseline", "speed over fastest", "microseconds", "TB/s", "speed over", "time over",
-        "share of limit", "% of KV", "% of KV held", "mass of chosen keys", "speed over prefill", "peak memory over",
-        "ms of choosing",
+        "share of limit", "% of KV", "% of KV held", "% of dense", "mass of chosen keys", "speed over prefill",
+        "peak memory over", "ms of choosing",
     ]  # fmt: skip
     bound: float
     of: str = "contiguous"
@@ -165,6 +168,31 @@ class Reuse:
 
 
 @dataclass(frozen=True)
+class Preset:
+    """MagicPIG's options in an entry: signs in a code, tables, how the query heads of a KV head share samples, and when
+    keys enter the tables."""
+
+    bits: int
+    tables: int
+    share: Literal["group", "own"]
+    local: int = 64
+    seal: int = 256
+    centre: int = 1024
+
+    @property
+    def name(self) -> str:
+        return f"({self.bits},{self.tables}) {self.share}"
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """MagicPIG in `layers` layers of one captured pass; each preset is an entry."""
+
+    presets: tuple[Preset, ...]
+    layers: int = 32
+
+
+@dataclass(frozen=True)
 class Case:
     """One measurement of attend, of top_k, of a method's layers or step, or of a model's decode step.
 
@@ -186,6 +214,7 @@ class Case:
     model: Model | None = None
     stack: Stack | None = None
     reuse: Reuse | None = None
+    sampling: Sampling | None = None
     impls: tuple[str, ...] = ("triton",)
     replays: int | None = None
     fill: bool = False

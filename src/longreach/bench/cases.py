@@ -21,6 +21,7 @@ from longreach.bench.case import (
     Target,
 )
 from longreach.bench.mac import cases as mac
+from longreach.bench.magicpig import cases as magicpig
 from longreach.errors import UnknownName
 
 K = 1024
@@ -223,6 +224,7 @@ CASES: dict[str, Case] = {
         _model(128 * K, 0.78),
         *(_sparse_model(batch) for batch in (1, 4)),
         *mac.cases(),
+        *magicpig.cases(),
         *(_steps(batch, context * K) for context in (8, 32, 128) for batch in (1, 4)),
         *(_user(batch, context * K) for context in (8, 32, 128) for batch in (1, 4)),
         _user(1, 32 * K, METHODS),
@@ -253,6 +255,7 @@ SPOTS: dict[str, tuple[str, ...]] = {
     "mac-rates": ("mac-rates-32k-b1",),
     "mac-miss": ("mac-miss-128k-b1",),
     "decode-8b-mac": ("8b-mac-128k-b1",),
+    magicpig.GROUP: ("magicpig-128k-b1",),
     STEPS: ("steps-8k-b1",),
     USER: ("user-8k-b1",),
     FUSION: ("fusion-4k",),
@@ -287,4 +290,5 @@ def tiny(case: Case) -> Case:
         model=model,
         stack=stack,
         reuse=reuse,
+        sampling=case.sampling and magicpig.tiny(case.sampling),
     )

@@ -34,7 +34,8 @@ def outcome(target: dict[str, Any]) -> str:
 
 
 def remarks(result: dict[str, Any]) -> Iterator[str]:
-    """Further lines of a case of MAC: what was forced, all speeds, hit rates that pay, where a step's time goes."""
+    """Further lines of a case of MAC or MagicPIG: what was forced, all speeds, hit rates that pay, what was sampled,
+    where a step's time goes."""
     if "forced" in result:
         yield "hits are forced, for timing alone"
     if result.get("speed_over_fastest"):
@@ -44,5 +45,18 @@ def remarks(result: dict[str, Any]) -> Iterator[str]:
     for guard, found in result.get("break_even", {}).items():
         rates = (f"{other}: " + ("at no rate" if at is None else f"from {at:.3f} on") for other, at in found.items())
         yield f"faster, {guard}, than {'; '.join(rates)}"
+    for name, preset in result.get("sampled", {}).items():
+        yield f"{name} {sampled(preset)}"
     for what, parts in result.get("phases", {}).get("microseconds", {}).items():
         yield f"{what}: " + ", ".join(f"{part} {us:.0f} us" for part, us in parts.items())
+
+
+def sampled(preset: dict[str, Any]) -> str:
+    """What a preset of MagicPIG samples, reads and keeps, and where its time goes."""
+    took = ", ".join(f"{name} {us:.1f}" for name, us in preset["parts_microseconds"].items())
+    return (
+        f"samples {preset['sampled_head']:.2%} a head, {preset['sampled_group']:.2%} a group; reads "
+        f"{preset['percent_of_dense']:.2f}% of dense (search {preset['search_bytes'] / 1e6:.1f} MB, attention "
+        f"{preset['attention_bytes'] / 1e6:.1f} MB); tables {preset['tables_percent_of_kv']:.0f}% of KV, built in "
+        f"{preset['build_seconds'] * 1e3:.1f} ms a prompt and layer; us: {took}"
+    )

@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from longreach.bench.case import Case, Memory
+from longreach.bench.sampling_inputs import draw_sequence
 from longreach.bench.timing import copies_needed
 from longreach.errors import InvalidInput
 from longreach.ops import KVView, Lists, Rows, Selection, Span, Spans, absolute
 from longreach.ops.types import RowRange
 
 CHUNK = 1 << 28  # elements drawn at a time
+LEAST_SAMPLED = 0.015  # of dense attention's bytes: no preset of MagicPIG reads less; bench.magicpig checks it
 WIDTHS = {"bfloat16": 2, "float16": 2, "float32": 4}  # bytes
 
 
@@ -31,12 +33,16 @@ class Inputs:
         self.copies = copies_needed(bytes_needed(case), device)
         if case.stack:  # layers that share a choice of keys read the same share of theirs one after the other
             self.copies = max(2, copies_needed(int(bytes_needed(case) * case.stack.share), device))
-        if case.reuse:
+        if case.reuse or case.sampling:
             self.copies = copies_needed(least_read(case), device)
         shape = self.shape
         numbers = shape.batch * shape.kv_heads * shape.context * shape.dim
-        self._kv = [tuple(self._normal(numbers) for _ in "kv") for _ in range(self.copies)]
-        self._q = [self._normal(shape.batch * shape.rows * shape.heads * shape.dim) for _ in range(self.copies)]
+        if case.sampling:
+            drawn = [self._sampled(numbers) for _ in range(self.copies)]
+            self._kv, self._q = [(k, v) for k, v, _ in drawn], [q for _, _, q in drawn]
+        else:
+            self._kv = [(self._normal(numbers), self._normal(numbers)) for _ in range(self.copies)]
+            self._q = [self._normal(shape.batch * shape.rows * shape.heads * shape.dim) for _ in range(self.copies)]
         self._tables: dict[int, Tensor] = {}
         self.seq_lens = torch.full((shape.batch,), shape.context, dtype=torch.int32, device=device)
 
@@ -45,6 +51,14 @@ class Inputs:
         for start in range(0, numbers, CHUNK):
             x[start : start + CHUNK].normal_(generator=self.draw)
         return x
+
+    def _sampled(self, numbers: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys, values and queries of one row a sequence, drawn by `sampling_inputs.draw_sequence`, flat."""
+        shape = self.shape
+        k, v = (torch.empty(numbers, dtype=self.dtype, device=self.device) for _ in "kv")
+        form, group = (shape.batch, shape.kv_heads, shape.context, shape.dim), shape.heads // shape.kv_heads
+        q = [draw_sequence(*pair, group, self.draw) for pair in zip(k.view(form), v.view(form), strict=True)]
+        return k, v, torch.stack(q).to(self.dtype).flatten()
 
     @property
     def scale(self) -> float:
@@ -139,6 +153,8 @@ def check_shape(case: Case) -> None:
         told = f"heads: expected 1 to 16 times the {shape.kv_heads} KV heads, got {shape.heads}"
     elif uneven:
         told = f"context: expected a multiple of {max(pages)}, the page size, got {shape.context}"
+    elif case.sampling and shape.rows != 1:
+        told = f"rows: expected 1, as MagicPIG's step has one row a sequence, got {shape.rows}"
     elif shape.rows > shape.context:
         told = f"rows: expected at most {shape.context}, the context, got {shape.rows}"
     elif not case.reads.keys(shape.context):
@@ -160,8 +176,11 @@ def bytes_needed(case: Case) -> int:
 
 
 def least_read(case: Case) -> int:
-    """Bytes of keys, values and, if searched, the ring, for the entry of a case's hits with the fewest reads."""
+    """Bytes that the entry with the fewest reads needs: of MAC keys, values and, if searched, the ring; of MagicPIG
+    LEAST_SAMPLED of dense attention's."""
     shape, reuse = case.shape, case.reuse
+    if case.sampling:
+        return int(LEAST_SAMPLED * bytes_needed(case))
     assert reuse is not None
     vector = shape.dim * WIDTHS[shape.dtype]
     ring = shape.batch * shape.heads * reuse.window * vector

@@ -14,6 +14,7 @@ from longreach.bench.check import bound, require_right
 from longreach.bench.competitor import Competitor, ours
 from longreach.bench.inputs import Inputs, bytes_needed, flops_needed
 from longreach.bench.mac.run import run_mac
+from longreach.bench.magicpig.run import run_magicpig
 from longreach.bench.stack import run_stack
 from longreach.bench.sweep import Sweeps, best
 from longreach.bench.targets import judge
@@ -40,6 +41,8 @@ def run_case(
         return run_top_k(case, device, replays=replays, seed=seed)
     if case.reuse:
         return run_mac(case, device, without=without, replays=replays, seed=seed, say=say, sweeps=sweeps)
+    if case.sampling:
+        return run_magicpig(case, device, without=without, replays=replays, seed=seed, say=say, sweeps=sweeps)
     if case.stack:
         return run_stack(case, device, without=without, replays=replays, seed=seed, say=say)
     versions: dict[str, str] = {}

@@ -57,6 +57,8 @@ def _judged(target: Target, entries: list[dict[str, Any]]) -> dict[str, Any]:
         got = mine["ring_percent_of_kv"]
     elif target.quantity == "% of KV held" and "kv_percent" in mine:
         got = mine["kv_percent"]
+    elif target.quantity == "% of dense" and "percent_of_dense" in mine:
+        got = mine["percent_of_dense"]
     elif target.quantity == "mass of chosen keys" and "mass_of_chosen" in mine:
         got = mine["mass_of_chosen"]
     elif target.quantity == "ms of choosing" and "settings" in mine:  # measured after its time, on a GPU alone

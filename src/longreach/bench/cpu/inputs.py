@@ -9,13 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from longreach.bench.sampling_inputs import draw_sequence
 from longreach.ops import KVView, Rows
 from longreach.ops.simhash import HashTables, build, codes, projections
 
-SHARED = 3.0  # size of the component that all keys of a KV head have in common, in units of a key's own
-ALIKE = 0.5  # size of the component that the queries of a KV head have in common, likewise
-SPREAD = 0.6  # size of a direction along which keys differ most
-LENGTH = 3.0  # of queries: some keys then have most of the weight
 SINKS, LOCAL, CENTRE = 4, 64, 4096  # as the method's defaults
 CHUNK = 4096  # keys hashed at a time
 
@@ -58,19 +55,10 @@ class Problem:
 
     def __init__(self, shape: Shape, seed: int):
         self.shape, self.seed = shape, seed
-        draw = torch.Generator().manual_seed(seed)
-
-        def normal(*size: int) -> Tensor:
-            return torch.randn(size, generator=draw)
-
         heads, context, dim = shape.kv_heads, shape.context, shape.dim
         dtype = getattr(torch, shape.dtype)
         k, v = (huge((1, heads, context, dim), dtype) for _ in "kv")
-        shared = SHARED * normal(heads, dim)
-        for head in range(heads):
-            k[0, head] = normal(context, dim) + SPREAD * normal(context, 1) * normal(1, dim) + shared[head]
-            v[0, head] = normal(context, dim)
-        q = (normal(heads, shape.heads // heads, dim) + ALIKE * normal(heads, 1, dim)) * LENGTH
+        q = draw_sequence(k[0], v[0], shape.heads // heads, torch.Generator().manual_seed(seed))
         self.kv = KVView(k, v, torch.tensor([context]))
         self.rows = Rows(q.to(dtype).view(1, shape.heads, dim), torch.tensor([0]), torch.tensor([context - 1]))
         self.centre = k[:, :, SINKS : SINKS + CENTRE].float().mean(2)

@@ -15,6 +15,7 @@ from longreach.bench.baselines import baseline
 from longreach.bench.case import Case, Reuse
 from longreach.bench.check import bound, require_right
 from longreach.bench.competitor import Competitor
+from longreach.bench.entries import rival_entry, speeds
 from longreach.bench.inputs import Inputs, bytes_needed, least_read
 from longreach.bench.mac.break_even import break_even
 from longreach.bench.mac.check import check_step
@@ -68,7 +69,7 @@ def run_mac(
     times = measure({**calls, **{c.name: c.calls for c in rivals}}, device, replays=replays)
     entries = [_mine(p, times[p.hits.name], check_step(p, 0), impl) for p in mine]  # again: after all calls
     entries.append(_dense(mine[0], times[DENSE], impl))
-    entries += [_theirs(c, times[c.name], inputs) for c in rivals]
+    entries += [rival_entry(c, times[c.name], inputs) for c in rivals]
     return {
         "shape": asdict(case.shape),
         "reads": asdict(case.reads),
@@ -106,17 +107,6 @@ def check_room(case: Case, device: torch.device) -> None:
         raise OutOfMemory(
             f"{case.name}: keys, values and rings take {needed / 2**30:.0f} GiB, the GPU has {free / 2**30:.0f} left"
         )
-
-
-def speeds(entries: list[dict[str, Any]]) -> dict[str, Any]:
-    """Speed of each entry of ours over the fastest other kernel; empty if there is none."""
-    others = [e for e in entries if e["who"] != "longreach"]
-    if not others:
-        return {}
-    fastest = min(others, key=lambda e: e["microseconds"]["median"])
-    time = fastest["microseconds"]["median"]
-    ratios = {e["name"]: time / e["microseconds"]["median"] for e in entries if e["who"] == "longreach"}
-    return {"kernel": fastest["name"], "ratios": ratios}
 
 
 def break_evens(reuse: Reuse, entries: list[dict[str, Any]], group: int) -> dict[str, dict[str, float | None]]:
@@ -168,16 +158,4 @@ def _dense(planted: ForcedHits, timing: Timing, impl: str) -> dict[str, Any]:
         **timing.recorded(),
         "tb_per_s": bytes_needed(inputs.case) / timing.median / 1e12,
         "error": require_right(DENSE, inputs, inputs.case.memories[0], 1, out),
-    }
-
-
-def _theirs(competitor: Competitor, timing: Timing, inputs: Inputs) -> dict[str, Any]:
-    out = competitor.output(competitor.calls[0]())
-    return {
-        "name": competitor.name,
-        "who": competitor.who,
-        "settings": {"memory": competitor.memory.label, **competitor.settings},
-        **timing.recorded(),
-        "tb_per_s": bytes_needed(inputs.case) / timing.median / 1e12,
-        "error": require_right(competitor.name, inputs, competitor.memory, competitor.rows, out),
     }
