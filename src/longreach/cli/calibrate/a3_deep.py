@@ -16,7 +16,7 @@ EXAMPLES = (
     "longreach calibrate a3_deep --model ./Llama-3.1-8B-Instruct --tasks vt,qa_synthetic_1 --length 16384 \\",
     "    --layers 4,8,12,16 --output deep.json",
 )
-TASKS = "vt,qa_synthetic_1,niah_multikey_3"
+TASKS = "vt,qa_synthetic_1,qa_synthetic_2"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
