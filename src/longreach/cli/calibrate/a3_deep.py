@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 from functools import partial
+from typing import TYPE_CHECKING
 
 from longreach.cli.calibrate.common import Work, add_prompts
 from longreach.cli.common import positive
 from longreach.errors import InvalidInput
-from longreach.methods.call import ModelShape
+
+if TYPE_CHECKING:
+    from longreach.methods.call import ModelShape
 
 HELP = "find the layer in which a question chooses the best tokens to recompute"
 EXAMPLES = (
