@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from longreach.adapters.transformers import Reader
 from longreach.methods.registry import FUSIONS, METHODS, names
 from longreach.records.report.reading import load
 from tests.cli.test_bad_input import refused
@@ -118,6 +120,28 @@ def test_documents_in_json_and_a_record(longreach: Any, tiny: Path, documents: l
     again = (tmp_path / "report" / "report.md").read_text()
     assert told.code == 0 and "--chunk-tokens 40" in again and "fuse=pie evict=snapkv" in again
     assert "--system" in again and str(documents[1]) in again
+
+
+@pytest.mark.parametrize("size", [None, 256])
+def test_dense_reads_documents_in_one_pass_by_default(
+    longreach: Any, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int | None
+) -> None:
+    (tmp_path / "long.txt").write_text("The fox slept all day long. " * 30)  # a token a byte
+    passes, read = list[int](), Reader.read
+
+    def noted(reader: Reader, tokens: Sequence[int], *more: Any, **options: Any) -> Any:
+        passes.append(-(-len(tokens) // reader.chunk))
+        return read(reader, tokens, *more, **options)
+
+    monkeypatch.setattr(Reader, "read", noted)
+    record = tmp_path / "f.json"
+    given = [] if size is None else ["--prefill-chunk-size", size]
+    result = longreach("compare", "--model", tiny, "--documents", tmp_path / "long.txt", "--steps", 2, "--methods",
+                       "pie", "--output", record, *given)  # fmt: skip
+    assert result.code == 0, result.err
+    tokens = load(record).content["config"]["prompt_tokens"]
+    assert set(passes) == {1 if size is None else -(-tokens // size)} and tokens > 800
+    assert load(record).content["config"]["prefill_chunk_size"] == size and "a pass" not in result.out
 
 
 @pytest.mark.parametrize(

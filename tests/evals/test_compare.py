@@ -13,7 +13,7 @@ from longreach import StreamingLLM, attach
 from longreach.adapters.transformers import FusedPrompt, Precompute, read_fused
 from longreach.errors import InvalidInput, UnknownName
 from longreach.evals import layers
-from longreach.evals.compare import Compare, _divergence
+from longreach.evals.compare import Compare, divergence
 from longreach.evals.methods import specs
 from longreach.testing.tiny import random_tokens, tiny_model, tiny_tokenizer
 
@@ -105,8 +105,8 @@ def test_it_ends_where_the_answer_of_dense_attention_ends(model: Any, prompt: li
 def test_tokens_that_dense_excludes_add_nothing() -> None:
     a = torch.tensor([0.5, 0.5, 0.0]).double().log()
     b = torch.tensor([0.25, 0.5, 0.25]).double().log()
-    assert _divergence(a, b) == pytest.approx(0.5 * torch.tensor(2.0).log().item())
-    assert _divergence(a, a) == 0.0
+    assert divergence(a, b) == pytest.approx(0.5 * torch.tensor(2.0).log().item())
+    assert divergence(a, a) == 0.0
 
 
 def test_bad_input(model: Any, prompt: list[int]) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from longreach.errors import InvalidInput, UnknownName
-from longreach.methods.call import LayerCall
+from longreach.methods.call import LayerCall, ModelShape
 from longreach.methods.fusion import A3, PIE, A3Deep, CacheBlend, Dependence, FullReuse, LegoLink
 from longreach.methods.fusion.base import best
 from longreach.methods.fusion.scores import attention_of_all_heads
@@ -26,6 +26,7 @@ from tests.ops.attend.kernels import here
 SYSTEM, LENGTHS, QUESTION = 4, (9, 14, 11), 5
 N = SYSTEM + sum(LENGTHS) + QUESTION
 H, G, D = 4, 2, 16
+SHAPE = ModelShape(layers=12, query_heads=H, kv_heads=G, head_dim=D)
 
 
 def parts(exact: int = 1) -> PromptParts:
@@ -170,7 +171,7 @@ def test_configurations_round_trip_through_json(name: str) -> None:
         (lambda: LegoLink(first=-1), "first: expected a count >= 0, got -1"),
         (lambda: A3Deep(rounds=0), "rounds: expected a count >= 1"),
         (lambda: A3Deep(layer=-1), "layer: expected a layer's number"),
-        (lambda: A3Deep(layer=12).probes(12), r"expected a layer of the model, which has 12 \(0 to 11\), got 12"),
+        (lambda: A3Deep(layer=12).probes(SHAPE), r"expected a layer of the model, which has 12 \(0 to 11\), got 12"),
         (lambda: choose_fusion(3), "fuse: expected a configured method of this slot or its name, got 3"),  # type: ignore[arg-type]
         (
             lambda: choose_fusion(None, ratio=0.1),
@@ -189,7 +190,8 @@ def test_names() -> None:
     assert choose_fusion(None) is choose_fusion("none") is None
     with pytest.raises(UnknownName, match="unknown fuse method 'epic'; known: none, full_reuse, pie, legolink"):
         choose_fusion("epic")
-    assert A3Deep().probes(12) == (4,) and A3Deep(layer=2, rounds=3).probes(12) == (2, 2, 2) and A3().probes(12) == ()
+    assert A3Deep().probes(SHAPE) == (4,) and A3Deep(layer=2, rounds=3).probes(SHAPE) == (2, 2, 2)
+    assert A3().probes(SHAPE) == ()
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.15, 0.4, 1.0])
@@ -197,6 +199,6 @@ def test_dependence_takes_the_tokens_that_moved_most(ratio: float) -> None:
     moved = torch.rand(N, dtype=torch.float64).masked_fill(~parts().stored, 0.0)
     prompt = replace(parts(), dependence=moved)
     assert chosen(Dependence(ratio=ratio).choose(prompt, None)) == top(moved, round(ratio * N))
-    assert Dependence().full_layers == 0 and Dependence().probes(12) == () and Dependence.needs_dependence
+    assert Dependence().full_layers == 0 and Dependence().probes(SHAPE) == () and Dependence.needs_dependence
     with pytest.raises(InvalidInput, match="were stored without dependence; precompute them with it"):
         Dependence(ratio=ratio).choose(parts(), None)

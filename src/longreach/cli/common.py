@@ -12,6 +12,7 @@ from typing import Any
 from longreach.errors import InvalidInput, UnknownName
 from longreach.methods.values import value_of
 
+PASS_TOKENS = 512  # prompt tokens per pass, by default: short enough for a progress bar to move
 FAILED = 3  # exit code where a part of what was measured failed with an error of its own
 
 
@@ -123,10 +124,11 @@ def add_length(parser: argparse.ArgumentParser) -> None:
                         help="tokens of a prompt, with room for its answer (default 4096)")  # fmt: skip
 
 
-def add_chunk_size(parser: argparse.ArgumentParser) -> None:
-    """--prefill-chunk-size."""
-    parser.add_argument("--prefill-chunk-size", type=positive, default=512, metavar="N",
-                        help="prompt tokens per pass (default 512); fewer take less memory")  # fmt: skip
+def add_chunk_size(parser: argparse.ArgumentParser, default: int | None = PASS_TOKENS, more: str = "") -> None:
+    """--prefill-chunk-size. default: None for verbs that find theirs, as `more` says in the help."""
+    parser.add_argument("--prefill-chunk-size", type=positive, default=default, metavar="N",
+                        help=f"prompt tokens per pass (default {PASS_TOKENS}{more}); fewer take less "
+                        "memory")  # fmt: skip
 
 
 def add_graph(parser: argparse.ArgumentParser) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longreach.cli.common import (
+    PASS_TOKENS,
     add_chunk_size,
     add_graph,
     add_json,
@@ -47,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text.add_argument("--document", metavar="FILE", help="UTF-8 text; - for standard input")
     text.add_argument("--documents", nargs="+", metavar="FILE", help="UTF-8 texts, cut into chunks, for fusion: each "
                       "method reads the same tokens")  # fmt: skip
-    add_chunk_size(parser)
+    add_chunk_size(parser, default=None, more="; with --documents the whole prompt, as fused reads take it")
     parser.add_argument("--system", metavar="FILE", help="with --documents: UTF-8 text before them")
     parser.add_argument("--store", metavar="DIR", help="with --documents: the chunk store (default: none)")
     parser.add_argument("--chunk-tokens", type=positive, metavar="N", help="with --documents: of a chunk at most "
@@ -81,6 +82,7 @@ def run(args: argparse.Namespace) -> int:
     if args.documents:
         return compare_documents(args)
     refuse_without_documents(args)
+    args.prefill_chunk_size = args.prefill_chunk_size or PASS_TOKENS
     if args.method is not None and (args.methods is not None or args.set):
         raise InvalidInput("--method already names methods with their options: leave out --methods and --set")
     chosen = [name.strip() for name in args.methods.split(",") if name.strip()] if args.methods is not None else None

@@ -9,7 +9,15 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from longreach.cli.common import check_questions, load_model, parse_settings, read_system, read_whole, warn_unapplied
+from longreach.cli.common import (
+    PASS_TOKENS,
+    check_questions,
+    load_model,
+    parse_settings,
+    read_system,
+    read_whole,
+    warn_unapplied,
+)
 from longreach.cli.compare_record import write_record
 from longreach.cli.show import Column, Table, console, duration, emit, place, progress, waiting
 from longreach.errors import InvalidInput
@@ -51,7 +59,7 @@ def compare_documents(args: argparse.Namespace) -> int:
         with attach(model, fuse="dependence" if needed else "pie") as session:
             documents = Documents(
                 session, tokenizer, system=system, store=store, chunk_tokens=args.chunk_tokens or CHUNK_TOKENS,
-                prefill_chunk=args.prefill_chunk_size,
+                prefill_chunk=args.prefill_chunk_size or PASS_TOKENS,
             )  # fmt: skip
             reserve = len(documents.question_tokens(args.question)) + args.steps
             with progress("reading documents", documents.count(texts)) as advance:
@@ -118,8 +126,7 @@ def _show(args: argparse.Namespace, task: Compare, chunks: int) -> list[Comparis
         f"\nKL: KL(dense || method) of the next-token distributions, in nats: of the first token after the prompt, and "
         f"mean of {found[0].steps} decode steps. diverges at: the first token of the answer, counted from 0, that the "
         f"method itself would have chosen differently. recomputed, exact, reused: stored tokens of the prompt. 1st "
-        f"tok: time to the first token, the prompt read the second time; dense reads "
-        f"{args.prefill_chunk_size} tokens a pass (--prefill-chunk-size). per tok: time per token after it."
+        f"tok: time to the first token, the prompt read the second time. per tok: time per token after it."
     )
     return found
 

@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 def write_record(
     args: argparse.Namespace, model: Any, task: Compare, found: list[Comparison], where: Any, read: dict[str, Any]
 ) -> None:
-    """Write the record of a comparison to --output. read: the config's entries on documents."""
+    """Write the record of a comparison to --output. read: the config's entries on documents.
+
+    The config's prefill_chunk_size is null where the prompt was read in one pass by default.
+    """
     from longreach.evals.model_info import model_info
     from longreach.records import write
 

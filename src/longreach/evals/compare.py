@@ -109,7 +109,7 @@ class Compare:
             for method in (spec.prefill, spec.decode):
                 method.check(shape_of(model))
             if spec.fuse is not None:
-                spec.fuse.check_layers(shape_of(model).layers)
+                spec.fuse.check(shape_of(model))
         self.tokens: list[int] = []
         self.reference: list[Tensor] = []
 
@@ -121,14 +121,18 @@ class Compare:
     def _options(self, name: str) -> dict[str, Any]:
         return dict(self.options.get(name, {}))
 
-    def run(self, chunk: int = CHUNK, progress: Progress = unseen) -> Iterator[Comparison]:
-        """Compare method by method; dense comes first."""
+    def run(self, chunk: int | None = CHUNK, progress: Progress = unseen) -> Iterator[Comparison]:
+        """Compare method by method; dense comes first.
+
+        chunk: prompt tokens per pass where the prompt is not fused; None: all in one pass, the fastest where it fits
+        into memory. Raises OutOfMemory where it does not.
+        """
         room = CacheConfig(capacity=len(self.prompt) + self.steps)
         for specs in by_reading(self.specs):
             fuse, prefill, evict = specs[0].fuse, specs[0].prefill, specs[0].evict
             with attach(self.model, fuse=fuse, prefill=prefill, evict=evict, cache=room) as session:
                 session.prepare(*(spec.decode for spec in specs))
-                reader = Reader(session, chunk, graph=self.graph)
+                reader = Reader(session, chunk or len(self.prompt), graph=self.graph)
                 if self.fused is not None:
                     self._read(reader, fuse, progress)
                     reader.cache.empty()
@@ -200,7 +204,7 @@ class Compare:
         fusion: FusionReport | None,
     ) -> Comparison:
         pairs = list(zip(self.reference, rows, strict=True))
-        kl = [_divergence(a, b) for a, b in pairs]
+        kl = [float(divergence(a, b)) for a, b in pairs]
         differs = [i for i, (a, b) in enumerate(pairs) if a.argmax() != b.argmax()]
         steps = len(rows) - 1
         return Comparison(
@@ -223,7 +227,7 @@ class Compare:
         )
 
 
-def _divergence(a: Tensor, b: Tensor) -> float:
-    """KL(a || b) of log-probabilities [V], nats; tokens that `a` excludes (-inf) add nothing."""
+def divergence(a: Tensor, b: Tensor) -> Tensor:
+    """[...]: KL(a || b) of log-probabilities [..., V], nats; tokens that `a` excludes (-inf) add nothing."""
     terms = torch.where(a == -torch.inf, 0.0, a.exp() * (a - b))
-    return max(0.0, float(terms.sum()))  # rounding may leave a zero below zero
+    return terms.sum(-1).clamp(min=0.0)  # rounding may leave a zero below zero

@@ -108,7 +108,7 @@ class Evaluation:
             for method in (spec.prefill, spec.decode):
                 method.check(shape_of(model))
             if spec.fuse is not None:
-                spec.fuse.check_layers(shape_of(model).layers)
+                spec.fuse.check(shape_of(model))
         if any(spec.fuse for spec in specs) and settings.chunk_tokens is None:
             raise InvalidInput("fusion takes documents cut into chunks; give chunk_tokens, such as 512")
         if settings.question == "decode":

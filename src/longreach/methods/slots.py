@@ -15,7 +15,7 @@ from torch import Tensor
 from longreach.cache import StatelessOnTruncate
 from longreach.errors import Unsupported
 from longreach.methods.base import AttentionMethod, Configured, PromptObserver
-from longreach.methods.call import LayerCall, Meter
+from longreach.methods.call import LayerCall, Meter, ModelShape
 from longreach.ops import KVView, Rows
 
 
@@ -92,21 +92,21 @@ class Fusion(Configured, ABC):
     needs_dependence: ClassVar[bool] = False
     compares_values: ClassVar[bool] = False
 
-    def probes(self, layers: int) -> tuple[int, ...]:
+    def probes(self, model: ModelShape) -> tuple[int, ...]:
         """Layers up to which the question runs to choose, one after the other; none for methods that do without.
 
-        Raises InvalidInput for an option that does not fit the model's number of layers.
+        Raises InvalidInput for an option that does not fit the model.
         """
         return ()
 
-    def check_layers(self, layers: int) -> None:
+    def check(self, model: ModelShape) -> None:
         """Raise Unsupported for a model of too few layers to choose in, InvalidInput as `probes`."""
-        if layers <= self.full_layers:
+        if model.layers <= self.full_layers:
             raise Unsupported(
                 f"fuse={self.name} chooses tokens in layer {self.full_layers}, and the model's last layer is "
-                f"{layers - 1}; use a method without layers that run for all tokens, such as dependence"
+                f"{model.layers - 1}; use a method without layers that run for all tokens, such as dependence"
             )
-        self.probes(layers)
+        self.probes(model)
 
     @abstractmethod
     def choose(self, prompt: PromptParts, layer: FullLayer | None) -> Tensor:

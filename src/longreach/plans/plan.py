@@ -15,7 +15,7 @@ from torch import Tensor
 from longreach.errors import InvalidInput, UnknownName
 from longreach.plans.writing import write
 
-KINDS = ("kascade", "mac", "loki", "magicpig")
+KINDS = ("kascade", "mac", "loki", "magicpig", "a3_deep")
 DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.float64, torch.float16, torch.bfloat16,
                                                      torch.int32, torch.int64)}  # fmt: skip
 
@@ -122,7 +122,8 @@ class Plan:
 
 def how_to_make(kind: str) -> str:
     """What to do where there is no plan for a model."""
-    return f"make one for it: longreach calibrate {kind} --model MODEL --text FILE --output plan.json"
+    text = "" if kind == "a3_deep" else " --text FILE"  # its prompts are of tasks only
+    return f"make one for it: longreach calibrate {kind} --model MODEL{text} --output plan.json"
 
 
 def _words(name: str) -> str:

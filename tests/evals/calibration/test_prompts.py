@@ -52,6 +52,18 @@ def test_prompts_of_tasks_end_with_their_answers(loaded: Any) -> None:
     assert again == found and again.sha256 == found.sha256 != other.sha256
 
 
+def test_prompts_cut_into_chunks_are_the_same_text_with_their_answers(loaded: Any) -> None:
+    found = make(*loaded, [], choose("niah_single_1"), length=1600, count=1, chunk_tokens=200)
+    (one,) = found.prompts
+    said = loaded[1].decode(one.tokens[-one.answer :])
+    assert one.answer and said.strip().isdigit() and said.strip() in loaded[1].decode(one.tokens[: -one.answer])
+    assert len(one.chunks) > 2 and all(0 < stop - start <= 200 for start, stop in one.chunks)
+    assert all(a[1] == b[0] for a, b in zip(one.chunks, one.chunks[1:], strict=False))
+    assert one.chunks[0][0] > 0 and one.chunks[-1][1] < len(one.tokens) - one.answer
+    whole = make(*loaded, [], choose("niah_single_1"), length=1600, count=1).prompts[0]
+    assert whole.chunks == () and whole.answer == one.answer
+
+
 def test_needles_in_a_text_of_ones_own(loaded: Any, tmp_path: Path) -> None:
     path = tmp_path / "hay.txt"
     path.write_text("\n\n".join(f"Dull grey sentence number {n} stands here. It says nothing." for n in range(60)))

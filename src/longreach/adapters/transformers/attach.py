@@ -101,7 +101,7 @@ class Session:
         for method in (prefill, decode):
             method.check(self._shape)
         if fuse is not None:
-            fuse.check_layers(self._shape.layers)
+            fuse.check(self._shape)
         check_eviction(evict, decode, fused=fuse is not None)
         windows = cache_windows(model)
         if evict is not None and len(windows) == self._shape.layers:

@@ -2,9 +2,9 @@
 
 A kind of plan is a file of this folder and a name in KINDS. The file has HELP, EXAMPLES, `add_arguments(parser)`, which
 calls `common.add_prompts`, and `run(args) -> int`, which makes a `common.Work`, lets it gather (a `Gather` of
-evals/calibration/<kind>.py takes what it needs of each prompt), makes values and arrays of the parts (pure functions of
-methods/<kind>/calibrate.py) and gives them to `Work.save`. Prompts, progress, the journal and a plan's account of its
-calibration are the same for all kinds.
+evals/calibration/<kind>.py takes what it needs of each prompt) or measure (where one dense read is not enough), makes
+values and arrays of the parts (pure functions of methods/<kind>/calibrate.py, or of its plan) and gives them to
+`Work.save`. Prompts, progress, the journal and a plan's account of its calibration are the same for all kinds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from longreach.cli.common import add_command
 
 NAME = "calibrate"
 HELP = "calibrate a method for a model and write a plan"
-KINDS = ("kascade", "loki", "mac", "magicpig")
+KINDS = ("kascade", "loki", "mac", "magicpig", "a3_deep")
 
 
 def _module(kind: str) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,18 +18,22 @@ if TYPE_CHECKING:
     from longreach.plans import Plan
 
 
-def add_prompts(parser: argparse.ArgumentParser, output: bool = True) -> None:
-    """--model, texts and tasks, --output if `output`, --json."""
+def add_prompts(parser: argparse.ArgumentParser, output: bool = True, tasks: str | None = None) -> None:
+    """--model, texts and tasks, --output if `output`, --json. tasks: the default where prompts are of tasks only."""
     add_model(parser)
-    parser.add_argument("--text", type=Path, action="append", default=[], metavar="FILE",
-                        help="UTF-8 text, cut into windows; may be given several times")  # fmt: skip
-    parser.add_argument("--tasks", default="", metavar="A,B", help="prompts of these tasks with their right answers, "
-                        "named as for `longreach eval`")  # fmt: skip
+    if tasks is None:
+        parser.add_argument("--text", type=Path, action="append", default=[], metavar="FILE",
+                            help="UTF-8 text, cut into windows; may be given several times")  # fmt: skip
+    else:
+        parser.set_defaults(text=[])
+    parser.add_argument("--tasks", default=tasks or "", metavar="A,B", help="prompts of these tasks with their right "
+                        f"answers, named as for `longreach eval`{f' (default {tasks})' if tasks else ''}")  # fmt: skip
     parser.add_argument("--haystack", type=Path, metavar="FILE", help="UTF-8 text in which tasks hide needles, in "
                         "place of the one that evaluations use")  # fmt: skip
     parser.add_argument("--length", type=positive, default=4096, metavar="N", help="tokens of a prompt (default 4096)")
     parser.add_argument("--prompts", type=positive, default=8, metavar="N",
-                        help="windows of the texts together, and prompts of each task (default 8)")  # fmt: skip
+                        help=f"{'' if tasks else 'windows of the texts together, and '}prompts of each task "
+                        "(default 8)")  # fmt: skip
     parser.add_argument("--seed", type=count, default=1, metavar="N", help="of the tasks' prompts (default 1; that of "
                         "evaluations is 0, and prompts of the same seed are the same)")  # fmt: skip
     add_chunk_size(parser)
@@ -43,7 +48,8 @@ class Work:
 
     settings: further options that affect the gathered parts. least: the fewest tokens of a prompt, for a model's shape.
     fits: raises if the options do not fit the model, before its weights are loaded. record: the file that is written if
-    it is not a plan; the journal is in its folder (default: the plan, args.output).
+    it is not a plan; the journal is in its folder (default: the plan, args.output). chunk_tokens: of a document's chunk
+    at most, for prompts that are cut into chunks; None for prompts that are not.
     """
 
     def __init__(
@@ -53,6 +59,7 @@ class Work:
         least: Callable[[ModelShape], int] = lambda shape: 1,
         fits: Callable[[ModelShape], None] = lambda shape: None,
         record: Path | None = None,
+        chunk_tokens: int | None = None,
     ):
         from longreach.records import check_writable
         from longreach.tasks import registry
@@ -75,6 +82,7 @@ class Work:
             self.prompts = make(
                 self.model, self.tokenizer, args.text, tasks, length=args.length, count=args.prompts,
                 least=least(self.shape), seed=args.seed, haystack=args.haystack, made=advance,
+                chunk_tokens=chunk_tokens,
             )  # fmt: skip
         self.settings = {
             "length": args.length, "prompts": args.prompts, "prefill_chunk_size": args.prefill_chunk_size,
@@ -86,6 +94,11 @@ class Work:
     def gather(self, what: Gather) -> list[Any]:
         """What each prompt gave; those of an interrupted run are taken over."""
         from longreach.evals.calibration.gather import gather
+
+        return self.measure(partial(gather, self.model, self.prompts.prompts, what))
+
+    def measure(self, each: Callable[..., list[Any]]) -> list[Any]:
+        """As `gather`, of each(chunk=, progress=, done=, keep=): a function like `gather` of all prompts."""
         from longreach.records import Journal
 
         said = {
@@ -101,10 +114,7 @@ class Work:
         self.journal = Journal(self.output, said)
         self.before = len(self.journal.done)
         with self.journal as journal:
-            parts = gather(
-                self.model, self.prompts.prompts, what, chunk=self.args.prefill_chunk_size, progress=progress,
-                done=journal.done, keep=journal.add,
-            )  # fmt: skip
+            parts = each(chunk=self.args.prefill_chunk_size, progress=progress, done=journal.done, keep=journal.add)
         self.seconds = time.perf_counter() - started
         return parts
 

@@ -16,6 +16,7 @@ VALUES = {  # kind of plan -> the values that it may have
             "taken"),
     "magicpig": ("bits", "tables", "seed", "least", "share", "sinks", "local", "seal", "centre", "budget", "memory",
                  "length", "element", "layers", "pairs"),
+    "a3_deep": ("layer", "layers", "ratio", "kl", "hits"),
 }  # fmt: skip
 ROUNDING = 1e-5  # of fp32 sums
 HELP = "take an undamaged copy, or calibrate again"

@@ -19,12 +19,14 @@ VIEWS = {  # kind of plan -> what reads it as its method does, and raises Invali
     "loki": "longreach.methods.loki.plan:LokiPlan.of",
     "mac": "longreach.methods.mac.plan:MACPlan.of",
     "magicpig": "longreach.methods.magicpig.plan:MagicPIGPlan.of",
+    "a3_deep": "longreach.methods.fusion.plan:A3DeepPlan.of",
 }
 SHOWN = {  # kind of plan -> the module that shows it: `about(plan)`, JSON, and `show(plan, out)`
     "kascade": "longreach.cli.plan.kascade",
     "loki": "longreach.cli.plan.loki",
     "mac": "longreach.cli.plan.mac",
     "magicpig": "longreach.cli.plan.magicpig",
+    "a3_deep": "longreach.cli.plan.a3_deep",
 }
 
 

@@ -14,17 +14,23 @@ from longreach.adapters.transformers import chat, context_limit, encode
 from longreach.errors import InvalidInput
 from longreach.evals.perplexity import Text, read_text
 from longreach.evals.progress import counted
-from longreach.evals.prompting import Counter, fitted
-from longreach.tasks.base import Given, Task
+from longreach.evals.prompting import Counter, PromptCutter, TokenParts, fitted_parts, whole
+from longreach.tasks.base import Given, Sample, Task
 from longreach.tasks.ruler.niah import Niah
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """name: of a task and number, or of a file and the window in it; the same for the same tokens."""
+    """name: of a task and number, or of a file and the window in it; the same for the same tokens.
+
+    answer: how many of the last tokens are a task's right answer. chunks: [start, stop) of the documents' chunks, none
+    where prompts are not cut.
+    """
 
     name: str
     tokens: tuple[int, ...]
+    answer: int = 0
+    chunks: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -59,17 +65,19 @@ def make(
     seed: int = 1,
     haystack: Path | None = None,
     made: Callable[[int], None] = lambda number: None,
+    chunk_tokens: int | None = None,
 ) -> Prompts:
     """`count` windows of the texts together, and `count` prompts of each task, of (at most) `length` tokens each.
 
     least: tokens that a prompt must have to be of any use. seed: of the tasks' prompts; those of an evaluation with the
     same seed are the same. haystack: a text in which needles are hidden, in place of the one that evaluations use.
-    made: called with the number of prompts newly made.
+    made: called with the number of prompts newly made. chunk_tokens: tasks' prompts are cut into chunks of at most so
+    many tokens, as `PromptCutter` does; None: each is tokenised as one text.
     Raises InvalidInput, with the number of tokens needed, if prompts are too short, texts hold too few, the model's
-    context is exceeded or there is nothing to read.
+    context is exceeded, there is nothing to read, or a prompt that is to be cut has fewer than two chunks or no answer.
     """
     if not texts and not tasks:
-        raise InvalidInput("nothing to calibrate on; give --text FILE, or --tasks")
+        raise InvalidInput(f"nothing to calibrate on; give {'--text FILE, or ' if chunk_tokens is None else ''}--tasks")
     if count < 1:
         raise InvalidInput(f"prompts: expected at least 1, got {count}")
     if length < least:
@@ -86,10 +94,11 @@ def make(
         parts.append(f"{counted(count, 'window')} of {', '.join(text.name for text in read)}")
         made(count)
     counter = Counter(tokenizer)
+    cut = whole(tokenizer) if chunk_tokens is None else PromptCutter(tokenizer, chunk_tokens)
     for task in tasks:
         task = task if haystack is None else _hidden_in(task, haystack)
         for number in range(count):
-            prompts.append(_asked(task, tokenizer, length, seed, number, count, counter, least))
+            prompts.append(_asked(task, tokenizer, length, seed, number, count, counter, least, cut))
             made(1)
     if tasks:
         inside = "" if haystack is None else f", needles hidden in {haystack.name}"
@@ -122,19 +131,27 @@ def _hidden_in(task: Task, haystack: Path) -> Task:
 
 
 def _asked(
-    task: Task, tokenizer: Any, length: int, seed: int, number: int, total: int, counter: Counter, least: int
-) -> Prompt:
+    task: Task, tokenizer: Any, length: int, seed: int, number: int, total: int, counter: Counter, least: int,
+    cut: Callable[[Sample, bool], TokenParts],
+) -> Prompt:  # fmt: skip
     """A prompt followed by its right answer: methods have to preserve how the model answers."""
     most = len(task.fixed) if isinstance(task, Given) else total
     if total > most:
         raise InvalidInput(f"{task.name} holds {most} samples, {total} requested; lower --prompts")
-    sample, prompt = fitted(task, tokenizer, length, seed, number, total, count=counter)
+    sample, parts = fitted_parts(task, tokenizer, cut, length, seed, number, total, count=counter)
     joint = "" if sample.begun == "" and chat(tokenizer, ".") is not None else " "
     answer = tokenizer(joint + ", ".join(sample.answers), add_special_tokens=False, verbose=False).input_ids
-    tokens = (*prompt, *answer)[:length]
+    tokens = (*parts.ids, *answer)[:length]
     if len(tokens) < least:
         raise InvalidInput(
             f"{task.name}: a prompt of {len(tokens)} tokens is too short to be calibrated on: {least} are needed; "
             f"raise --length"
         )
-    return Prompt(f"{task.name} {number}", tokens)
+    found = Prompt(f"{task.name} {number}", tokens, len(tokens) - len(parts.ids), parts.chunks)
+    if isinstance(cut, PromptCutter) and (len(found.chunks) < 2 or not found.answer):
+        raise InvalidInput(
+            f"{task.name}: expected a prompt of at least two chunks and an answer of at least one token, got "
+            f"{counted(len(found.chunks), 'chunk')} and {counted(found.answer, 'token')}; lower --chunk-tokens, raise "
+            f"--length, or leave the task out"
+        )
+    return found

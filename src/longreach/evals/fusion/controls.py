@@ -12,7 +12,7 @@ from torch import Tensor
 from longreach.cache import SequenceState
 from longreach.errors import UnknownName
 from longreach.methods.base import AttentionMethod, Outcome, attend_densely, is_count
-from longreach.methods.call import LayerCall
+from longreach.methods.call import LayerCall, ModelShape
 from longreach.methods.dense import Dense
 from longreach.methods.fusion.base import best, check_ratio
 from longreach.methods.registry import fusion_class
@@ -115,8 +115,8 @@ class Noted(Fusion):
         for name in names:  # of the class elsewhere, here of `of`
             object.__setattr__(self, name, getattr(self.of, name))
 
-    def probes(self, layers: int) -> tuple[int, ...]:
-        return self.of.probes(layers)
+    def probes(self, model: ModelShape) -> tuple[int, ...]:
+        return self.of.probes(model)
 
     def choose(self, prompt: PromptParts, layer: FullLayer | None) -> Tensor:
         chosen = self.of.choose(prompt, layer)

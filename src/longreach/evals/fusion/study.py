@@ -107,13 +107,14 @@ class FusionStudy:
                 raise InvalidInput(f"{spec.label!r}: expected 'dense fuse=NAME', of a method or random or oracle")
         if not self.specs:
             raise InvalidInput("no fusion method; give one, such as 'dense fuse=a3'")
-        layers = shape_of(model).layers
+        shape = shape_of(model)
         for spec in self.specs:
             assert spec.fuse is not None
-            spec.fuse.check_layers(layers)
+            spec.fuse.check(shape)
         if behind == "bos":
             prefix_tokens(tokenizer, "bos", (), 0)
-        self.model, self.tokenizer, self.length, self.behind, self.layers = model, tokenizer, length, behind, layers
+        self.model, self.tokenizer, self.length, self.behind = model, tokenizer, length, behind
+        self.layers = shape.layers
         maker = Maker(at_lengths(tasks, [length]), tokenizer, seed, chunk_tokens)
         self.prompts = {task.name: [maker.make(task.name, n, samples) for n in range(samples)] for task in tasks}
 

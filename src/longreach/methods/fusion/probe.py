@@ -6,11 +6,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from longreach.methods.base import is_count
+from longreach.methods.base import check_plan_name, is_count
+from longreach.methods.call import ModelShape
 from longreach.methods.fusion.base import best, check_ratio
+from longreach.methods.fusion.plan import KIND, A3DeepPlan
 from longreach.methods.fusion.scores import attention_by_head
 from longreach.methods.slots import FullLayer, Fusion, PromptParts
 from longreach.ops.types import require
+from longreach.plans import find
 
 
 @dataclass(frozen=True)
@@ -19,13 +22,15 @@ class A3Deep(Fusion):
 
     Beyond the paper (arXiv 2511.17560; its App. C finds that the second layer may be too early): first the question
     alone runs, over stored keys at their true positions, up to `layer` and chooses there; then the chosen tokens run
-    from layer 0. ratio: of the whole prompt's tokens. layer: None for a third of the depth. rounds: how often it
-    chooses; from the second time on the tokens chosen before run with the question.
+    from layer 0. ratio: of the whole prompt's tokens. layer: None for the plan's, or a third of the depth without a
+    plan. rounds: how often it chooses; from the second time on the tokens chosen before run with the question. plan: a
+    file made by `longreach calibrate a3_deep`, else None. Raises InvalidInput for both a layer and a plan.
     """
 
     ratio: float = 0.15
     layer: int | None = None
     rounds: int = 1
+    plan: str | None = None
 
     name = "a3_deep"
 
@@ -33,8 +38,16 @@ class A3Deep(Fusion):
         check_ratio(self.ratio)
         require(self.layer is None or is_count(self.layer), f"layer: expected a layer's number, got {self.layer!r}")
         require(is_count(self.rounds, 1), f"rounds: expected a count >= 1, got {self.rounds!r}")
+        check_plan_name(self.plan)
+        require(
+            self.layer is None or self.plan is None,
+            f"layer={self.layer} and plan={self.plan!r}: a plan says the layer; leave one of them out",
+        )
 
-    def probes(self, layers: int) -> tuple[int, ...]:
+    def probes(self, model: ModelShape) -> tuple[int, ...]:
+        if self.plan is not None:
+            return (A3DeepPlan.of(find(KIND, self.plan, model)).layer,) * self.rounds
+        layers = model.layers
         at = layers // 3 if self.layer is None else self.layer
         require(at < layers, f"layer: expected a layer of the model, which has {layers} (0 to {layers - 1}), got {at}")
         return (at,) * self.rounds

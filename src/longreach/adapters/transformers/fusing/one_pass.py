@@ -84,7 +84,8 @@ class FusedPass:
         model = session.model
         self.device = model.device
         self.attending, self.layers = _modules(session)
-        fusion.check_layers(len(self.layers))
+        fusion.check(session.facts.shape)
+        self.probes = fusion.probes(session.facts.shape) if prompts[0].chunks else ()
         self.chunks = prompts[0].chunks
         self._check_chunks()
         self.counts = [len(prompt.ids) for prompt in prompts]
@@ -122,7 +123,7 @@ class FusedPass:
         self.errors: dict[int, Tensor] = {}  # layer -> [B, 4], norms: of key and value differences, and of both
 
     def run(self) -> Tensor:
-        for layer in self.fusion.probes(len(self.layers)) if self.chunks else ():
+        for layer in self.probes:
             self.probe = layer
             try:
                 self._pass()
@@ -302,7 +303,7 @@ class FusedPass:
     def _choose(self, full: Sequence[FullLayer] | None) -> None:
         """Set what runs from here on. Counts are known on the host, so nothing waits for the device."""
         chosen = [parts.at[:0] for parts in self.parts] if self.chosen is None else self.chosen
-        if self.chunks and not self.fusion.probes(len(self.layers)):
+        if self.chunks and not self.probes:
             chosen = self._choices(full)
         each = list(zip(self.starts, chosen, self.parts, strict=False))
         # ascending, as Step.narrow and attention by the order of rows expect
