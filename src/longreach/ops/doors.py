@@ -31,6 +31,7 @@ OPS = {
     "sampling_variance": "longreach.ops.variance:SAMPLING_VARIANCE",
     "score_and_pool": "longreach.ops.attend:SCORE_AND_POOL",
     "score_keys": "longreach.ops.attend:SCORE_KEYS",
+    "simhash_attend": "longreach.ops.simhash:ATTEND_SAMPLED",
     "simhash_build": "longreach.ops.simhash:BUILD",
     "simhash_codes": "longreach.ops.simhash:CODES",
     "simhash_collide": "longreach.ops.simhash:COLLIDE",

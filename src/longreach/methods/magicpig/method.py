@@ -242,6 +242,9 @@ class MagicPIG(AttentionMethod):
         return self._sampled(call, state, began)
 
     def _sampled(self, call: LayerCall, state: LayerTables, began: int) -> Outcome:
+        lists_needed = self.error_bars or self.redo is not None
+        if not lists_needed and call.impl in ("auto", "numba") and call.computes("simhash_attend", "numba"):
+            return self._in_one_call(call, state, began)
         tables = state.tables
         by_slot = Rows(call.rows.q, call.slots[call.rows.seq.long()], call.rows.pos)
         codes = call.op("simhash_codes", call.rows.q, state.projections)
@@ -250,8 +253,8 @@ class MagicPIG(AttentionMethod):
             "simhash_collide", tables, codes, rows=by_slot, capacity=capacity, least=self.least, share=self.share
         )
         # by the row's own context, as the room of a list depends on the other sequences of the batch
-        limit = call.once((self, "limit"), lambda: budget(self.capacity, call.context)[:, None])
-        fits = found.count <= limit
+        limit = call.once((self, "limit"), lambda: budget(self.capacity, call.context))
+        fits = found.count <= limit[:, None]
         found = replace(found, count=torch.where(fits, found.count, capacity + 1))
         if found.count.device.type == "cpu":  # reading it costs nothing, and shorter lists are counted faster
             room = max(1, int(torch.where(fits, found.count, 0).max()))
@@ -271,7 +274,27 @@ class MagicPIG(AttentionMethod):
                 call, whole, lists, weights.factor, self.redo, candidates=start - self.sinks,
                 multiplier=NEIGHBOURS[self.share],
             )  # fmt: skip
-        return Outcome(whole, notes=notes(call, found, lists, sampled, began, searched, state.summary, bars))
+        noted = call.meter.noted
+        reads = [noted[began:searched], noted[searched:], noted[:0]]
+        if bars is not None:
+            reads[1:] = [noted[searched : bars.reads.start] + noted[bars.reads.stop :], noted[bars.reads]]
+        if found.per == "kv":
+            used = torch.arange(found.index.shape[2], dtype=torch.int32, device=over.device) < found.count[..., None]
+            met, union = torch.where(used, found.met, 0).sum(-1, dtype=torch.int64), found.count
+        else:
+            met, union = found.count, lists.keys_read(call.rows, call.kv)
+        return Outcome(whole, notes=notes(call, met, union, over, sampled, reads, state.summary, bars))
+
+    def _in_one_call(self, call: LayerCall, state: LayerTables, began: int) -> Outcome:
+        """`_sampled` without error bars, where one kernel computes all of it."""
+        limit = call.once((self, "limit"), lambda: budget(self.capacity, call.context))
+        found = call.op(
+            "simhash_attend", state.tables, state.projections, state.centre, limit, least=self.least,
+            share=self.share, sinks=self.sinks, floor=self.floor,
+        )  # fmt: skip
+        noted, over = call.meter.noted, found.lists.overflowed
+        reads, sampled = [noted[began:-2], noted[-2:], noted[:0]], found.stop[:, None] > self.sinks
+        return Outcome(found.partial, notes=notes(call, found.met, found.union, over, sampled, reads, state.summary))
 
     def workspace_bytes(self, model: ModelShape, rows: int, capacity: int, dtype: torch.dtype) -> int:
         pairs = self._pairs(model, dtype.itemsize) or (self.pair,)

@@ -14,7 +14,6 @@ from longreach.methods.base import Notes
 from longreach.methods.call import LayerCall, Noted
 from longreach.methods.error_bars import ErrorBars
 from longreach.ops import Lists
-from longreach.ops.simhash import Collisions
 
 COLUMNS = ("sampled_head", "sampled_group", "overflowed", "search", "attention", "rows")
 AT = {name: number for number, name in enumerate(COLUMNS)}
@@ -22,28 +21,22 @@ Summary = Callable[[Tensor, int], dict[str, Any]]
 
 
 def notes(
-    call: LayerCall, found: Collisions, lists: Lists, sampled: Tensor, began: int, searched: int, summary: Summary,
-    bars: ErrorBars | None = None,
+    call: LayerCall, met: Tensor, union: Tensor, over: Tensor, sampled: Tensor, reads: Sequence[Sequence[Noted]],
+    summary: Summary, bars: ErrorBars | None = None,
 ) -> Notes:  # fmt: skip
-    """Notes of a layer's rows. sampled: bool [R, 1], rows of sequences with keys in the tables; of others only bytes
-    count. began, searched: reads that the call had noted before the search, and after it. bars: if the options ask
-    for them.
+    """Notes of a layer's rows.
+
+    met: int [R, lists], over a list's keys the sum of its query heads that sampled each. union: int [R, G], keys that
+    any query head of a KV head sampled. over: bool [R, lists], lists that overflowed. sampled: bool [R, 1], rows of
+    sequences with keys in the tables; of others only bytes count. reads: those of search, attention and error bars.
+    bars: if the options ask for them.
     """
     heads = call.kv.heads
     group = call.rows.q.shape[1] // heads
     context = call.context[:, None].double()
-    fits = found.count <= found.index.shape[2]
-    if found.per == "kv":
-        used = torch.arange(found.index.shape[2], dtype=torch.int32, device=found.met.device) < found.count[..., None]
-        head = torch.where(used, found.met, 0).sum(-1, dtype=torch.int64) / group
-        union, over = found.count, ~fits
-    else:
-        union = lists.keys_read(call.rows, call.kv)
-        head, over = (x.double().unflatten(1, (heads, group)).mean(2) for x in (found.count, ~fits))
-    over = over.double()
+    head = met.double().unflatten(1, (heads, -1)).sum(2) / group
+    over = over.double().unflatten(1, (heads, -1)).mean(2)
     columns = [torch.where(over > 0, torch.nan, x / context).nan_to_num(1.0) for x in (head, union)]
-    noted, spread = call.meter.noted, slice(searched, searched) if bars is None else bars.reads
-    reads = [noted[began:searched], noted[searched : spread.start] + noted[spread.stop :], noted[spread]]
     search, attention, more = (_bytes(call, some)[:, None].expand(-1, heads) / heads for some in reads)
     shares = [torch.where(sampled, x, 0) for x in (*columns, over)]
     found_of = torch.stack([*shares, search, attention, sampled.double().expand_as(over)], -1)

@@ -8,9 +8,10 @@ import math
 import numpy as np
 from numba import njit
 
-from longreach.ops.attend.numba_kernels import CHUNK, _add_values, _soften
+from longreach.ops.attend.numba_kernels import CHUNK
 from longreach.ops.numba_dots import LINE, dots
 from longreach.ops.numba_math import INLINE, KERNEL, take
+from longreach.ops.numba_softmax import add_values, soften
 
 
 @njit(**INLINE)
@@ -53,9 +54,9 @@ def _piece(w, q, memory, rows, softcap, values, kept, results):
                     one[c] = softcap * np.float32(math.tanh(one[c] / softcap))
             for c in range(n):
                 mine[at + c, h] = one[c]
-        _soften(s, n, added, False, np.float32(0.0), m, z, o, wide)
+        soften(s, n, added, False, np.float32(0.0), m, z, o, wide)
         if values:
-            _add_values(v, places_v, n, s, o, dim, size, lines)
+            add_values(v, places_v, n, s, o, dim, size, lines)
         at += some
 
 

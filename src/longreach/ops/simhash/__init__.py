@@ -14,10 +14,12 @@ from longreach.ops.simhash.api import (
     seal,
     weigh,
 )
+from longreach.ops.simhash.attention import ATTEND_SAMPLED, SampledAttention, attend_sampled
 from longreach.ops.simhash.probability import inclusion
 from longreach.ops.simhash.tables import HashTables, projections
 
 __all__ = [
+    "ATTEND_SAMPLED",
     "BUILD",
     "CODES",
     "COLLIDE",
@@ -25,7 +27,9 @@ __all__ = [
     "WEIGH",
     "Collisions",
     "HashTables",
+    "SampledAttention",
     "Weights",
+    "attend_sampled",
     "build",
     "codes",
     "collide",

@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from longreach.ops.checks import check_memory
+from longreach.ops.checks import check_memory, limits
 from longreach.ops.doors import Op, Read
 from longreach.ops.impl import Implementations
 from longreach.ops.selection import Lists, Per
@@ -131,7 +131,7 @@ def build(tables: HashTables, codes: Tensor, seq: Tensor, count: Tensor, *, impl
         at = tables.ids.device
         require(x.device == at, lambda: f"{name}: expected on {at} like the tables, got {describe(x)}")
     if tables.ids.device.type == "cpu" and seq.numel():
-        _check_sequences("seq", seq, tables)
+        check_sequences("seq", seq, tables)
         require(len(seq.unique()) == len(seq), lambda: f"seq: expected distinct sequences, got {seq.tolist()}")
         low, high, most = int(count.min()), int(count.max()), codes.shape[1]
         require(low >= 0 and high <= most, lambda: f"count: expected in [0, T={most}], got {low} to {high}")
@@ -190,7 +190,7 @@ def seal(
         ok = isinstance(value, int) and not isinstance(value, bool) and value >= least
         require(ok, lambda: f"{name}: expected an int >= {least}, got {value!r}")
     if at.type == "cpu" and slots.numel():
-        _check_sequences("slots", slots, tables)
+        check_sequences("slots", slots, tables)
         require(len(slots.unique()) == len(slots), lambda: f"slots: expected distinct ones, got {slots.tolist()}")
         held = tables.stop[slots.long()].clamp(min=tables.first)
         for_centre = torch.where(held == tables.first, tables.first + centred, 0)
@@ -229,13 +229,13 @@ def collide(
     require(ok, lambda: f"codes: expected uint16 [R, H, tables] = {list(shape)}, got {describe(codes)}")
     for name, at in (("codes", codes.device), ("tables", tables.ids.device)):
         require(at == rows.q.device, lambda: f"{name}: expected on {rows.q.device} like the rows, got {at}")
-    _check_group(rows, tables)
+    check_group(rows, tables)
     ok = isinstance(capacity, int) and not isinstance(capacity, bool) and 1 <= capacity < MOST_KEYS
     require(ok, lambda: f"capacity: expected an int in [1, {MOST_KEYS}), got {capacity!r}")
     check_law(tables.bits, tables.tables, least)
     require(share in ("own", "group"), lambda: f"share: expected 'own' or 'group', got {share!r}")
     if tables.ids.device.type == "cpu" and rows.seq.numel():
-        _check_sequences("rows.seq", rows.seq, tables)
+        check_sequences("rows.seq", rows.seq, tables)
         _check_codes(codes, tables)
     per: Per = "kv" if share == "group" else "query"
     found = COLLIDING.get(impl, rows.q.device, rows)(rows, tables, codes, capacity=capacity, least=least, per=per)
@@ -270,7 +270,7 @@ def weigh(
     require(isinstance(tables, HashTables), lambda: f"tables: expected HashTables, got {describe(tables)}")
     require(isinstance(found, Collisions), lambda: f"found: expected Collisions, got {describe(found)}")
     require(kv.slot_pos is None, "kv: expected slots in the order of positions, got slot_pos; hashing has no eviction")
-    _check_group(rows, tables)
+    check_group(rows, tables)
     same = tables.heads == kv.heads
     require(same, lambda: f"tables: expected the view's {kv.heads} KV heads, got {tables.heads}")
     heads = kv.heads if found.per == "kv" else rows.q.shape[1]
@@ -296,14 +296,14 @@ def weigh(
     return Weights(*weights)
 
 
-def _check_group(rows: Rows, tables: HashTables) -> None:
+def check_group(rows: Rows, tables: HashTables) -> None:
     heads = rows.q.shape[1]
     fits = heads % tables.heads == 0 and 1 <= heads // tables.heads <= 16
     require(fits, lambda: f"heads: {heads} query heads must be 1 to 16 times the {tables.heads} KV heads of the tables")
 
 
-def _check_sequences(name: str, seq: Tensor, tables: HashTables) -> None:
-    low, high, most = int(seq.min()), int(seq.max()), tables.ids.shape[0]
+def check_sequences(name: str, seq: Tensor, tables: HashTables) -> None:
+    (low, high), most = limits(seq), tables.ids.shape[0]
     require(low >= 0 and high < most, lambda: f"{name}: expected in [0, B={most}), got {low} to {high}")
 
 
@@ -328,9 +328,13 @@ def _collide_reads(
 ) -> tuple[Read, ...]:
     """Two offsets for each query head, table and segment, and the ids of the buckets."""
     stop = tables.stop[rows.seq.long()]
+    return (Read(other=look_ups(rows.q.shape[1], tables, stop) + 2 * found.looked_up.sum(1)),)
+
+
+def look_ups(heads: int, tables: HashTables, stop: Tensor) -> Tensor:
+    """int64 like stop: bytes of two offsets for each query head, table and segment of tables that end at stop."""
     segments = torch.where(stop > tables.first, -(-stop // tables.size) - tables.first // tables.size, 0)
-    look_ups = segments.long() * (rows.q.shape[1] * tables.tables * 2 * tables.offsets.element_size())
-    return (Read(other=look_ups + 2 * found.looked_up.sum(1)),)
+    return segments.long() * (heads * tables.tables * 2 * tables.offsets.element_size())
 
 
 def _weigh_reads(

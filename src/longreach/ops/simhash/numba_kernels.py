@@ -44,7 +44,7 @@ def encode(worker, workers, x, directions, strides, bits, codes):
     lines = (dim + size - 1) // size
     vectors, void = np.empty((n, dim), np.float32), np.empty(n, np.bool_)
     for i in range(n):
-        void[i] = _widen(x[i * dim : (i + 1) * dim], vectors[i])
+        void[i] = widen(x[i * dim : (i + 1) * dim], vectors[i])
     places, s = np.empty(bits, np.int64), np.empty((n, bits), np.float32)
     for table in range(worker, tables, workers):
         for b in range(bits):
@@ -62,7 +62,7 @@ def encode(worker, workers, x, directions, strides, bits, codes):
 
 
 @njit(**INLINE, fastmath=KERNEL["fastmath"])
-def _widen(x, out):
+def widen(x, out):
     """out = x in float32; whether it is void: its squared norm is zero or not finite."""
     square = np.float32(0.0)
     for d in range(out.shape[0]):
@@ -146,7 +146,7 @@ def build(worker, workers, ids, id_strides, offsets, offset_strides, geometry, c
 
 
 @njit(**INLINE)
-def _count(ids, id_stride, offsets, offset_stride, codes, least, times, hits):
+def count_tables(ids, id_stride, offsets, offset_stride, codes, least, times, hits):
     """Count the tables that hold each key of a segment, and a hit for keys that reach `least`. Returns the ids read."""
     tables = codes.shape[0]
     looked_up = 0
@@ -173,7 +173,7 @@ def _count(ids, id_stride, offsets, offset_stride, codes, least, times, hits):
 
 
 @njit(**INLINE)
-def _list(hits, words, stop, begin, index, met, n):
+def list_hits(hits, words, stop, begin, index, met, n):
     """Append the keys of a segment that were hit to index and met; n, how many were there, grows past their room."""
     room = index.shape[0]
     for w in range(words.shape[0]):
@@ -220,12 +220,12 @@ def collide(
             place = seq[r] * id_strides[0] + g * id_strides[1] + begin
             where = seq[r] * offset_strides[0] + g * offset_strides[1] + segment * offset_strides[3]
             for h in range(li * width, (li + 1) * width):
-                read += _count(
+                read += count_tables(
                     ids[place:], id_strides[2], offsets[where:], offset_strides[2], codes[r, h], least, times, hits
                 )  # fmt: skip
                 for i in range(size):
                     times[i] = 0
-            n = _list(hits, words, min(stop[r] - begin, size), begin, index[r, li, part], met[r, li, part], n)
+            n = list_hits(hits, words, min(stop[r] - begin, size), begin, index[r, li, part], met[r, li, part], n)
         used[r, li, part] = n
         looked_up[r, li, part] = read
         item = take(counter)
@@ -377,7 +377,7 @@ def _cosines(k, places, n, centre, q, size, lines, squares, s):
 
 
 @njit(**INLINE, fastmath=KERNEL["fastmath"])
-def _normalise(q, void):
+def normalise(q, void):
     """To norm 1, or to zeros where void."""
     square = np.float32(0.0)
     for d in range(q.shape[0]):
@@ -418,8 +418,8 @@ def weigh(worker, workers, counter, q, memory, seq, filled, shape, found, law, w
         if n > entries.shape[0]:
             continue
         for h in range(width):
-            void[h] = _widen(q[(unit * width + h) * dim : (unit * width + h + 1) * dim], unit_q[h])
-            _normalise(unit_q[h], void[h])
+            void[h] = widen(q[(unit * width + h) * dim : (unit * width + h + 1) * dim], unit_q[h])
+            normalise(unit_q[h], void[h])
         last = n * (part + 1) // parts
         for first in range(n * part // parts, last, CHUNK):
             some = min(CHUNK, last - first)

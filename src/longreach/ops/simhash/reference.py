@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from longreach.ops.simhash import sealing
 from longreach.ops.simhash.api import Collisions
 from longreach.ops.simhash.probability import TINY, inclusion
 from longreach.ops.simhash.tables import HashTables
-from longreach.ops.types import KVView, Rows, accumulator
+from longreach.ops.types import KVView, Partial, Rows, accumulator
 
 
 def codes(x: Tensor, projections: Tensor, centre: Tensor | None) -> Tensor:
@@ -135,6 +136,53 @@ def weigh(
             weight[r, item, used[r, item]] = (met.to(wide).log() - u.sum(0).log()).float()
             factor[r, item, used[r, item]] = ((u * (1 - u)).sum(0) / u.sum(0)).float()
     return weight, factor
+
+
+def attend_sampled(
+    rows: Rows, kv: KVView, slots: Tensor, tables: HashTables, projections: Tensor, centre: Tensor, limit: Tensor, *,
+    least: int, own: bool, sinks: int, floor: float, scale: float, softcap: float | None,
+) -> tuple[Partial, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Row by row: each query head's logits over the visible keys that it does not leave out."""
+    held, group = slots.long()[rows.seq.long()], kv.group(rows)
+    per: Per = "query" if own else "kv"
+    capacity = max(1, int(limit.max())) if len(limit) else 1
+    index, count, met, looked_up = collide(
+        replace(rows, seq=held), tables, codes(rows.q, projections, None), capacity=capacity, least=least, per=per
+    )
+    over = count > limit[:, None]
+    found = Collisions(index, torch.where(over, capacity + 1, count), per, met, looked_up, least)
+    weights, _ = weigh(rows, kv, tables, found, centre[slots.long()], floor=floor)
+    wide = accumulator(kv.k.dtype)
+    out, lse = rows.q.new_zeros(rows.q.shape, dtype=wide), rows.q.new_zeros(rows.q.shape[:2], dtype=wide)
+    union = torch.zeros(len(rows.pos), kv.heads, dtype=torch.int64, device=kv.k.device)
+    total = torch.zeros_like(count, dtype=torch.int64)
+    for r, b in enumerate(rows.seq.tolist()):
+        reach = min(int(rows.pos[r]) + 1, int(kv.seq_lens[b]))
+        slot = torch.arange(reach, device=kv.k.device)
+        page, offset = kv.locate(torch.full_like(slot, b), slot)
+        stop = min(int(tables.stop[held[r]]), reach)
+        for g in range(kv.heads):
+            k, v = (x[page, g, offset].to(wide) for x in (kv.k, kv.v))
+            some = torch.zeros(reach, dtype=torch.bool, device=kv.k.device)
+            for h in range(g * group, (g + 1) * group):
+                mine = h if own else g
+                added = torch.zeros(reach, dtype=wide, device=kv.k.device)
+                if not over[r, mine]:
+                    n = int(count[r, mine])
+                    keys = index[r, mine, :n].long()
+                    added[sinks:stop] = -torch.inf
+                    added[keys] = weights[r, mine, :n].to(wide)
+                    some[keys] = True
+                    total[r, mine] = met[r, mine, :n].sum()
+                read = added > -torch.inf
+                logits = (k[read] @ rows.q[r, h].to(wide)) * scale
+                logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+                logits = logits + added[read]
+                lse[r, h] = logits.logsumexp(0)
+                out[r, h] = torch.softmax(logits, 0) @ v[read]
+            union[r, g] = some.sum()
+    ids = looked_up.long().unflatten(1, (kv.heads, -1)).sum(2)
+    return Partial(out, lse), index, found.count, weights, total, union, ids, tables.stop[held].long()
 
 
 def cosine(q: Tensor, k: Tensor) -> Tensor:

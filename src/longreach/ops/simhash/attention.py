@@ -1,0 +1,137 @@
+"""A decode step of MagicPIG in one call: the front door of attend_sampled."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from longreach.ops.checks import check_memory
+from longreach.ops.doors import Op, Read
+from longreach.ops.impl import Implementations
+from longreach.ops.partial import merge
+from longreach.ops.selection import Lists, Per, Span, Spans, absolute, relative
+from longreach.ops.simhash.api import Share, check_group, check_sequences, look_ups
+from longreach.ops.simhash.probability import check_law
+from longreach.ops.simhash.tables import HashTables
+from longreach.ops.types import INTS, KVView, Partial, Rows, describe, require
+
+ATTENDING = Implementations(
+    "simhash.attend_sampled",
+    {
+        "reference": "longreach.ops.simhash.reference:attend_sampled",
+        "numba": "longreach.ops.simhash.numba_attention:attend_sampled",
+    },
+    few_rows=True,
+)
+
+
+class SampledAttention(NamedTuple):
+    """Attention over a sample, and what it read.
+
+    partial: over the keys that are always attended to and the sample. lists: the sample with its log-weights, of each
+    KV head (share="group") or query head (share="own"); those with more keys than the row's limit overflowed, and all
+    keys were attended to. met: int like lists.count, the sum over a list's keys of the query heads that sampled it; 0
+    if it overflowed. union: int [R, G], keys that any query head of a KV head sampled. looked_up: int [R, G], ids read
+    from buckets. stop: int [R], the end of the row's tables.
+    """
+
+    partial: Partial
+    lists: Lists
+    met: Tensor
+    union: Tensor
+    looked_up: Tensor
+    stop: Tensor
+
+
+@torch.no_grad()
+def attend_sampled(
+    rows: Rows,
+    kv: KVView,
+    slots: Tensor,
+    tables: HashTables,
+    projections: Tensor,
+    centre: Tensor,
+    limit: Tensor,
+    *,
+    least: int = 2,
+    share: Share = "group",
+    sinks: int = 0,
+    floor: float = 0.0,
+    scale: float,
+    softcap: float | None = None,
+    sink_logit: Tensor | None = None,
+    impl: str = "auto",
+) -> SampledAttention:
+    """`codes`, `collide`, `weigh` and attention in one call (MagicPIG, arXiv 2410.16179, Algorithm 1).
+
+    A row attends to slots [0, sinks) and to those from the end of its tables on, with weight 1; and to the keys of the
+    tables that it samples, with the log-weights of `weigh`. A list with more keys than limit[r] attends to all keys.
+    slots: int [B], the sequence in tables and centre of each of the view. projections: bf16 [tables, bits, D]. centre:
+    fp32 [sequences of the tables, G, D]. limit: int [R]. Keys in the tables must be visible to the rows. least, share,
+    floor: as in `collide` and `weigh`; scale, softcap, sink_logit: as in `attend`. The result is that of the four ops,
+    with the same sample.
+    Raises InvalidInput for what does not fit. For a GPU, and for error bars, which need the lists, call the four ops.
+    """
+    check_memory(rows, kv)
+    require(isinstance(tables, HashTables), lambda: f"tables: expected HashTables, got {describe(tables)}")
+    require(kv.slot_pos is None, "kv: expected slots in the order of positions, got slot_pos; hashing has no eviction")
+    check_group(rows, tables)
+    at, heads, dim = kv.k.device, kv.heads, kv.k.shape[3]
+    ok = tables.heads == heads and tables.ids.device == at
+    require(ok, lambda: f"tables: expected {heads} KV heads on {at}, got {tables.heads} on {tables.ids.device}")
+    for name, x, dtype, shape in (
+        ("projections", projections, torch.bfloat16, (tables.tables, tables.bits, dim)),
+        ("centre", centre, torch.float32, (tables.ids.shape[0], heads, dim)),
+    ):
+        ok = isinstance(x, Tensor) and x.dtype == dtype and x.shape == shape and x.device == at
+        require(ok, lambda: f"{name}: expected {dtype} {list(shape)} on {at}, got {describe(x)}")
+    for name, x, count in (("slots", slots, kv.sequences), ("limit", limit, len(rows.pos))):
+        ok = isinstance(x, Tensor) and x.dtype in INTS and x.shape == (count,) and x.device == at
+        require(ok, lambda: f"{name}: expected int32 or int64 [{count}] on {at}, got {describe(x)}")
+    check_law(tables.bits, tables.tables, least)
+    require(share in ("own", "group"), lambda: f"share: expected 'own' or 'group', got {share!r}")
+    ok = isinstance(sinks, int) and not isinstance(sinks, bool) and sinks >= 0
+    require(ok, lambda: f"sinks: expected a count >= 0, got {sinks!r}")
+    ok = isinstance(floor, (int, float)) and math.isfinite(floor) and 0 <= floor < 1
+    require(ok, lambda: f"floor: expected a number in [0, 1), got {floor!r}")
+    if at.type == "cpu" and slots.numel():
+        check_sequences("slots", slots, tables)
+    partial, index, count, weight, *numbers = ATTENDING.get(impl, at, rows, kv)(
+        rows, kv, slots, tables, projections, centre, limit, least=least, own=share == "own", sinks=sinks,
+        floor=float(floor), scale=scale, softcap=softcap,
+    )  # fmt: skip
+    if sink_logit is not None:
+        partial = merge(partial, Partial(torch.zeros_like(partial.out), sink_logit.float().expand_as(partial.lse)))
+    per: Per = "kv" if share == "group" else "query"
+    lists = Lists(index, count, weight, per, all_visible=share == "group")
+    return SampledAttention(partial, lists, *numbers)
+
+
+def _reads(
+    rows: Rows, kv: KVView, found: SampledAttention, tables: HashTables, projections: Tensor, centre: Tensor,
+    limit: Tensor, *, sinks: int = 0, **given: Any,
+) -> tuple[Read, ...]:  # fmt: skip
+    """Those of the four ops, so that reports agree: sampled keys count twice, for their weights and for attention,
+    though this kernel reads them once.
+    """
+    lists, over = found.lists, found.lists.overflowed
+    weighed = replace(lists, count=lists.count.masked_fill(over, 0), log_weight=None)
+    start, context = found.stop.clamp(min=sinks)[:, None], rows.pos.long()[:, None] + 1
+    # a list that overflowed is attended to as everything, so nothing is left for the spans
+    first, rest = torch.where(over, 0, sinks), torch.where(over, context, start)
+    always = Spans((Span(absolute(0), absolute(first)), Span(absolute(rest), relative(1))), lists.per)
+    one = kv.heads * kv.k.shape[3] * centre.element_size()
+    return (
+        Read(other=projections.numel() * projections.element_size()),
+        Read(other=look_ups(rows.q.shape[1], tables, found.stop) + 2 * found.looked_up.sum(1) + one),
+        Read.of(kv, weighed, values=False),
+        Read.of(kv, always),
+        Read.of(kv, lists),
+    )
+
+
+ATTEND_SAMPLED = Op(attend_sampled, ATTENDING, ("rows", "kv", "slots", "scale", "softcap", "sink_logit"), _reads)

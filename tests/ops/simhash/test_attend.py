@@ -1,0 +1,251 @@
+"""attend_sampled: the four ops and attention in one call."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from longreach.errors import InvalidInput, UnknownName, Unsupported
+from longreach.ops import Lists, Partial, Rows, Span, Spans, absolute, attend, merge, relative
+from longreach.ops.doors import op_named
+from longreach.ops.simhash import SampledAttention, attend_sampled, codes, collide, projections, weigh
+from longreach.testing.inputs import poison
+from tests.ops.simhash.cases import IMPLS, NUMBA, Case, hashed
+
+SINKS, LOCAL, SCALE = 3, 5, 0.3
+BITS, TABLES = 4, 9
+
+
+def last_rows(lengths: list[int], *, few_left: int = LOCAL, **given: Any) -> Case:
+    """A row at the end of each sequence; the last `few_left` keys are in no table."""
+    case = hashed(lengths, bits=BITS, number=TABLES, **given)
+    seq = torch.arange(len(lengths)).flip(0)
+    group = case.rows.q.shape[1]
+    q = torch.randn(len(lengths), group, 16, generator=torch.Generator().manual_seed(9)).to(case.rows.q.dtype)
+    case.tables.stop.copy_((torch.tensor(lengths) - few_left).clamp(min=case.tables.first))
+    return case._replace(rows=Rows(q, seq, case.kv.seq_lens.long()[seq] - 1))
+
+
+def one_call(case: Case, limit: Tensor, share: Any, impl: str, **given: Any) -> SampledAttention:
+    drawn = projections(16, BITS, TABLES, 0)
+    slots = torch.arange(len(case.kv.seq_lens))
+    terms = {"scale": SCALE, "sinks": SINKS, **given}
+    return attend_sampled(
+        case.rows, case.kv, slots, case.tables, drawn, case.centre, limit, share=share, impl=impl, **terms
+    )
+
+
+def four_ops(
+    case: Case, limit: Tensor, share: Any, *, least: int = 2, floor: float = 0.0, **terms: Any
+) -> tuple[Partial, Lists]:
+    """The reference of each; lists above a row's limit overflow."""
+    rows, kv, tables = case.rows, case.kv, case.tables
+    found = collide(
+        rows, tables, codes(rows.q, projections(16, BITS, TABLES, 0), impl="reference"), capacity=int(limit.max()),
+        least=least, share=share, impl="reference",
+    )  # fmt: skip
+    found = replace(found, count=torch.where(found.count > limit[:, None], int(limit.max()) + 1, found.count))
+    lists = found.lists(weigh(rows, kv, tables, found, case.centre, floor=floor, impl="reference").log_weight)
+    over, stop = lists.overflowed, tables.stop.long()[rows.seq, None].clamp(min=SINKS)
+    ends = torch.where(over, 0, SINKS), torch.where(over, rows.pos[:, None] + 1, stop)
+    always = Spans((Span(absolute(0), absolute(ends[0])), Span(absolute(ends[1]), relative(1))), lists.per)
+    sink = terms.pop("sink_logit", None)
+    terms = {"scale": SCALE, **terms, "impl": "reference"}
+    return merge(attend(rows, kv, always, sink_logit=sink, **terms), attend(rows, kv, lists, **terms)), lists
+
+
+def agree(case: Case, limit: Tensor, share: Any, impl: str, **given: Any) -> SampledAttention:
+    want, lists = four_ops(case, limit, share, **given)
+    got = one_call(case, limit, share, impl, **given)
+    torch.testing.assert_close(got.partial.out, want.out, rtol=0, atol=3e-5, check_dtype=False)
+    torch.testing.assert_close(got.partial.lse, want.lse, rtol=0, atol=3e-5, check_dtype=False)
+    assert torch.equal(got.lists.count, lists.count) and torch.equal(got.lists.overflowed, lists.overflowed)
+    assert got.lists.per == lists.per and got.lists.all_visible == lists.all_visible
+    assert torch.equal(got.stop, case.tables.stop.long()[case.rows.seq])
+    assert lists.log_weight is not None and got.lists.log_weight is not None
+    for r in range(lists.count.shape[0]):
+        for li in range(lists.count.shape[1]):
+            n = 0 if lists.overflowed[r, li] else int(lists.count[r, li])
+            assert torch.equal(got.lists.index[r, li, :n], lists.index[r, li, :n])
+            weights = got.lists.log_weight[r, li, :n], lists.log_weight[r, li, :n]
+            torch.testing.assert_close(*weights, rtol=0, atol=2e-5)
+    return got
+
+
+def most(case: Case) -> Tensor:
+    """Limits that no list exceeds."""
+    return case.rows.pos + 1
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("share", ["own", "group"])
+@pytest.mark.parametrize("group", [1, 2, 5, 16])
+@pytest.mark.parametrize("page", [None, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.covering
+def test_equals_the_four_ops(impl: str, share: Any, group: int, page: int | None, dtype: torch.dtype) -> None:
+    case = last_rows([60, 33, 7, 2], group=group, page=page, dtype=dtype)
+    found = agree(case, most(case), share, impl)
+    assert int(found.lists.count.sum()) > 10 and not bool(found.lists.count[:2].any())  # two have no keys in the tables
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("share", ["own", "group"])
+@pytest.mark.parametrize(
+    "given", [{"least": 1}, {"least": 3}, {"floor": 0.3}, {"softcap": 1.5}, {"sink_logit": torch.randn(4)}], ids=str
+)
+def test_terms(impl: str, share: Any, given: dict[str, Any]) -> None:
+    case = last_rows([150, 40])
+    agree(case, most(case), share, impl, **given)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("share", ["own", "group"])
+def test_lists_that_overflow_attend_to_everything(impl: str, share: Any) -> None:
+    case = last_rows([90, 50], group=4)
+    counts = agree(case, most(case), share, impl).lists.count
+    found = agree(case, counts.long().max(1).values - 1, share, impl)  # the longest list of each row
+    over = found.lists.overflowed
+    assert bool(over.any(1).all()) and not bool(over.all())
+    assert bool((found.met[over] == 0).all()) and bool((found.met[~over] >= found.lists.count[~over]).all())
+    found = agree(case, torch.ones(2, dtype=torch.int64), share, impl)
+    dense = attend(case.rows, case.kv, Spans.dense(), scale=SCALE, impl="reference")
+    over = found.lists.overflowed.repeat_interleave(8 // counts.shape[1], 1)
+    assert bool((found.lists.overflowed == (counts > 1)).all()) and bool(over.any())
+    torch.testing.assert_close(found.partial.out[over], dense.out[over], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("share", ["own", "group"])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_numbers(impl: str, share: Any, threads: int) -> None:
+    """met, union and looked_up are those of `collide`; the same with any number of threads."""
+    case, before = last_rows([170, 41], group=3, seed=4), torch.get_num_threads()
+    found = collide(case.rows, case.tables, codes(case.rows.q, projections(16, BITS, TABLES, 0)), capacity=170,
+                    share=share, impl="reference")  # fmt: skip
+    torch.set_num_threads(threads)
+    try:
+        got = agree(case, most(case), share, impl)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(got.looked_up, found.looked_up.long().unflatten(1, (2, -1)).sum(2))
+    for r in range(2):
+        for g in range(2):
+            lists = range(3 * g, 3 * g + 3) if share == "own" else range(g, g + 1)
+            keys = [found.index[r, li, : found.count[r, li]] for li in lists]
+            assert int(got.union[r, g]) == len(torch.cat(keys).unique())
+            for li in lists:
+                assert int(got.met[r, li]) == int(found.met[r, li, : found.count[r, li]].sum())
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("share", ["own", "group"])
+def test_what_is_not_sampled_is_not_read(impl: str, share: Any) -> None:
+    """Keys and values outside the sample, past the row, and in unused memory hold NaN."""
+    case = last_rows([64], group=2, page=8)
+    whole = agree(case, most(case), share, impl)
+    read = torch.zeros(2, 64, dtype=torch.bool)
+    read[:, :SINKS] = read[:, int(case.tables.stop[0]) :] = True
+    for li in range(whole.lists.count.shape[1]):
+        head = li if share == "group" else li // 2
+        read[head, whole.lists.index[0, li, : whole.lists.count[0, li]].long()] = True
+    assert not bool(read.all())
+    for head in range(2):
+        poison(case.kv, 0, head, (~read[head]).nonzero()[:, 0].tolist())
+    got = one_call(case, most(case), share, impl)
+    torch.testing.assert_close(got.partial.out, whole.partial.out, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_void_vectors(impl: str) -> None:
+    """A query of zeros, one with NaN, keys of zeros: weights stay finite, and other heads do not change."""
+    case = last_rows([80], group=4)
+    whole = one_call(case, most(case), "group", impl)
+    q = case.rows.q.clone()
+    q[0, 1], q[0, 6] = 0.0, torch.nan
+    got = one_call(case._replace(rows=replace(case.rows, q=q)), most(case), "own", impl)
+    own = one_call(case, most(case), "own", impl)
+    others = [0, 2, 3, 4, 5, 7]
+    torch.testing.assert_close(got.partial.out[:, others], own.partial.out[:, others], rtol=0, atol=1e-6)
+    assert bool(got.partial.out[0, 1].isfinite().all()) and bool(got.partial.out[0, 6].isnan().all())
+    assert bool(whole.partial.out.isfinite().all())
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_tables_without_keys(impl: str) -> None:
+    case = last_rows([12, 4], few_left=99)
+    got = one_call(case, most(case), "group", impl)
+    dense = attend(case.rows, case.kv, Spans.dense(), scale=SCALE, impl="reference")
+    torch.testing.assert_close(got.partial.out, dense.out, rtol=0, atol=1e-5)
+    assert not got.lists.count.any() and not got.union.any() and not got.looked_up.any()
+
+
+def test_bytes_are_those_of_the_four_ops() -> None:
+    case = last_rows([90, 50], group=4)
+    op, drawn = op_named("simhash_attend"), projections(16, BITS, TABLES, 0)
+    assert op.layer == ("rows", "kv", "slots", "scale", "softcap", "sink_logit")
+    for share in ("own", "group"):
+        counts = one_call(case, most(case), share, "reference").lists.count
+        limit = counts.long().max(1).values - 1  # the longest list of each row overflows
+        got = one_call(case, limit, share, "reference")
+        reads = op.reads(case.rows, case.kv, got, case.tables, drawn, case.centre, limit, sinks=SINKS)
+        found = collide(case.rows, case.tables, codes(case.rows.q, drawn), capacity=int(limit.max()), share=share)
+        found = replace(found, count=torch.where(found.count > limit[:, None], int(limit.max()) + 1, found.count))
+        weights = weigh(case.rows, case.kv, case.tables, found, case.centre)
+        (coding,) = op_named("simhash_codes").reads(case.rows, case.kv, weights, case.rows.q, drawn)
+        (looking,) = op_named("simhash_collide").reads(case.rows, case.kv, found, case.tables, weights)
+        keys, centres = op_named("simhash_weigh").reads(case.rows, case.kv, weights, case.tables, found, case.centre)
+        assert reads[0] == coding
+        assert isinstance(reads[1].other, Tensor) and isinstance(looking.other, Tensor)
+        assert torch.equal(reads[1].other * len(limit), looking.other * len(limit) + centres.other)
+        assert reads[2].selection is not None and keys.selection is not None and reads[4].selection is not None
+        assert torch.equal(
+            reads[2].selection.keys_read(case.rows, case.kv), keys.selection.keys_read(case.rows, case.kv)
+        )
+        assert reads[2].value_bytes == 0 < reads[3].value_bytes == reads[4].value_bytes
+        assert torch.equal(reads[4].selection.keys_read(case.rows, case.kv), got.lists.keys_read(case.rows, case.kv))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"limit": torch.ones(3, dtype=torch.int64)}, r"limit: expected int32 or int64 \[2\]"),
+        ({"slots": torch.tensor([0, 2])}, r"slots: expected in \[0, B=2\), got 0 to 2"),
+        ({"slots": torch.tensor([0.0, 1.0])}, r"slots: expected int32 or int64 \[2\]"),
+        ({"projections": torch.zeros(9, 4, 16)}, "projections: expected torch.bfloat16"),
+        ({"centre": torch.zeros(2, 2, 8)}, "centre: expected torch.float32"),
+        ({"least": 0}, "least"),
+        ({"least": 10}, "least"),
+        ({"share": "all"}, "share: expected 'own' or 'group'"),
+        ({"sinks": -1}, "sinks: expected a count >= 0"),
+        ({"floor": 1.0}, r"floor: expected a number in \[0, 1\)"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:
+    case = last_rows([20, 9])
+    given = {
+        "slots": torch.arange(2), "tables": case.tables, "projections": projections(16, BITS, TABLES, 0),
+        "centre": case.centre, "limit": most(case), "scale": SCALE,
+    }  # fmt: skip
+    attend_sampled(case.rows, case.kv, **given)  # type: ignore[arg-type]
+    with pytest.raises(InvalidInput, match=message):
+        attend_sampled(case.rows, case.kv, **{**given, **change})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("impl", [NUMBA])
+def test_who_computes(impl: str) -> None:
+    case = last_rows([20, 9])
+    with pytest.raises(UnknownName, match="triton"):
+        one_call(case, most(case), "group", "triton")
+    wide = case._replace(
+        rows=replace(case.rows, q=case.rows.q.double()),
+        kv=replace(case.kv, k=case.kv.k.double(), v=case.kv.v.double()),
+    )
+    with pytest.raises(Unsupported, match="fp64"):
+        one_call(wide, most(case), "group", impl)
+    assert one_call(wide, most(case), "group", "auto").partial.out.dtype == torch.float64
