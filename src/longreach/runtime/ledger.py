@@ -166,7 +166,8 @@ class Ledger:
             tally = self.tallies.get(n.place)
             if tally is None:
                 tally = self.tallies[n.place] = LayerTally(n.method)
-            tally.impls.add(n.impl)
+            if n.impl:  # an observer that noted rows alone ran no op
+                tally.impls.add(n.impl)
             tally.steps += 1
             tally.notes = n.notes or tally.notes
             tally.read = tuple(map(sum, zip(tally.read, n.read, strict=True)))  # type: ignore[assignment]

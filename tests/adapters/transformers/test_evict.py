@@ -220,6 +220,8 @@ def test_the_report_has_the_layers_that_evicted_and_a_model_without_any_is_refus
         methods = {row.layer: row.method for row in session.report().layers if row.phase == "prefill"}
     slides = [kind == "sliding_attention" for kind in model.config.layer_types]
     assert methods == {layer: "dense" if slide else "dense+snapkv" for layer, slide in enumerate(slides)}
+    impls = [row.impl.split(", ") for row in session.report().layers]
+    assert all(impl and all(impl) for impl in impls), impls
     with pytest.raises(Unsupported, match="evict=snapkv: all layers of MistralForCausalLM have a sliding window"):
         attach(model_of("mistral"), evict=SnapKV(capacity=40))
 
