@@ -204,7 +204,8 @@ def answers_row(batch: str) -> Row:
     for length in ("10", "100", "300"):
         cells += [f"{entry['answer_seconds'][length]:.2f} s" for entry in (without, evicted)]
     saved = step_seconds(without) - step_seconds(evicted)
-    later = evicted["ttft_seconds"] - without["ttft_seconds"]
+    # a record without evict_seconds has eviction in the TTFT
+    later = evicted["ttft_seconds"] + evicted.get("evict_seconds", 0.0) - without["ttft_seconds"]
     return *cells, "never" if saved <= 0 else f"{1 + math.ceil(later / saved):,} tokens"
 
 

@@ -57,6 +57,9 @@ def test_an_evicted_prompt(bench: Decoding) -> None:
     assert whole["kv_bytes"] > 2 * kept["kv_bytes"] > 0
     assert kept["settings"]["evict"]["capacity"] == 64 and whole["settings"]["evict"] is None
     assert kept["answer_seconds"]["300"] > kept["answer_seconds"]["10"] > 0
+    assert kept["evict_seconds"] > 0 == whole["evict_seconds"]
+    nine = 9 * kept["microseconds"]["median"] / 1e6
+    assert kept["answer_seconds"]["10"] == pytest.approx(kept["ttft_seconds"] + kept["evict_seconds"] + nine)
     assert whole["error"] <= whole["error_bound"] and kept["error"] <= kept["error_bound"]
 
 

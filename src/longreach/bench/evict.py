@@ -112,7 +112,8 @@ def _measure(
     settings = {"impl": "auto", "captured": made[-1].captured, "evict": None if evict is None else evict.to_json()}
     entry = as_entry(OURS, "longreach", clock, taken, settings, launched)
     step = entry["timing"].median
-    seconds = {str(n): taken["ttft_seconds"] + (n - 1) * step for n in LENGTHS}
+    evicting = made[-1].evict_seconds  # after the first token
+    seconds = {str(n): taken["ttft_seconds"] + evicting + (n - 1) * step for n in LENGTHS}
     whole = bench.bytes(case, model)[1]
     peak = taken["memory"]["decode_peak"]
     more = None if peak is None else (total_bytes(bench.device) - peak) // (whole // case.shape.context)
@@ -120,4 +121,5 @@ def _measure(
         **entry, "tokens_that_fit": None if more is None else NEW + more,
         "error": behind, "error_bound": most, "kv_bytes": held, "kv_percent": 100 * held / whole,
         "tokens_per_second": len(ids) / step, "answer_seconds": seconds,
+        "evict_seconds": evicting,
     }  # fmt: skip

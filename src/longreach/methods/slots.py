@@ -139,6 +139,16 @@ class LastRows(StatelessOnTruncate):
         here = self.pos[slots]
         self.pos[slots] = here.masked_fill(here >= lengths[:, None], -1)
 
+    def snapshot(self) -> Callable[[], None]:
+        """Rows of a prompt that is rolled back have taken the place of older ones, which may still vote."""
+        q, pos = self.q.clone(), self.pos.clone()
+
+        def restore() -> None:
+            self.q.copy_(q)
+            self.pos.copy_(pos)
+
+        return restore
+
     @property
     def nbytes(self) -> int:
         return self.q.nbytes + self.pos.nbytes

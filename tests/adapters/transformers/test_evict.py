@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from longreach import CacheConfig, OracleTopK, Quest, StreamingLLM, attach, generate
+from longreach import CacheConfig, Documents, OracleTopK, Quest, StreamingLLM, attach, generate
 from longreach.adapters.transformers.fusing import FusedPrompt, read
+from longreach.adapters.transformers.loop.decoder import Decoder
 from longreach.adapters.transformers.prompt_reader import Answer, Reader
+from longreach.cache import KVCache
 from longreach.errors import InvalidInput, Unsupported
 from longreach.methods.base import AttentionMethod
 from longreach.methods.call import LayerCall
@@ -23,7 +25,7 @@ from longreach.methods.magicpig import MagicPIG
 from longreach.methods.oracle_sampling import OracleSampling
 from longreach.methods.slots import Eviction, Fusion
 from longreach.methods.snapkv import SnapKV
-from longreach.testing.tiny import random_tokens
+from longreach.testing.tiny import random_tokens, tiny_tokenizer
 from tests.adapters.transformers.fusing.test_read import SYSTEM, prompt_of
 from tests.adapters.transformers.reference import model_of
 from tests.tiers import swept
@@ -202,6 +204,107 @@ def test_a_second_turn_is_evicted_from_too() -> None:
         more = torch.cat([first, random_tokens(1, 20, seed=5)], 1)
         second = model.generate(more, past_key_values=cache, max_new_tokens=6, do_sample=False)
         assert second.shape[1] == 60 + 6 + 20 + 6 and cache.kv.slots_in_use(0) == [40 + 5]
+
+
+# the order of events
+
+
+class Events:
+    """A streamer. events: what happened, in order, with evictions of keys and decode steps."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, fails_at: int | None = None):
+        self.events, self.fails_at = list[str](), fails_at
+        for owner, name in ((KVCache, "keep"), (Decoder, "step")):
+            monkeypatch.setattr(owner, name, self.noting(name, getattr(owner, name)))
+
+    def noting(self, name: str, call: Any) -> Any:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            self.events.append(name)
+            return call(*args, **kwargs)
+
+        return noted
+
+    def put(self, tokens: Tensor) -> None:
+        self.events.append("prompt" if tokens.shape[-1] > 2 else "token")
+        if self.events.count("token") == self.fails_at:
+            raise KeyboardInterrupt
+
+    def end(self) -> None:
+        self.events.append("end")
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_the_first_token_comes_before_eviction(sampled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokens = model_of("llama"), random_tokens(2, 60, seed=4)
+    with attach(model, evict=SnapKV(capacity=40, window=8)) as session:
+        events = Events(monkeypatch)
+        torch.manual_seed(0)
+        made = generate(session, tokens, max_new_tokens=4, do_sample=sampled, eos_token_id=(), streamer=events)
+        assert events.events == ["prompt", "token", "keep", "keep", *("step", "token") * 3, "end"]
+        assert made.steps == 3 and made.evict_seconds > 0 and made.decode_seconds > 0
+        torch.manual_seed(0)
+        mask = torch.ones_like(tokens)
+        want = model.generate(
+            tokens, attention_mask=mask, max_new_tokens=4, do_sample=sampled, eos_token_id=None, pad_token_id=0
+        )
+        assert torch.equal(made.sequences, want)
+
+
+def test_documents_yield_the_first_token_before_eviction(monkeypatch: pytest.MonkeyPatch) -> None:
+    with attach(model_of("llama"), fuse=PIE(), evict=SnapKV(capacity=60)) as session:
+        documents = Documents(session, tiny_tokenizer(), chunk_tokens=16)
+        documents.read(["The castle of Aldmere stands by the river. " * 3])
+        events = Events(monkeypatch)
+        # else half a character is held back until the next token
+        monkeypatch.setattr("longreach.adapters.transformers.documents.pieces", lambda tokens, *_: map(str, tokens))
+        answer = documents.ask("Where?", 6)
+        first = next(answer)
+        assert first and events.events == []
+        answer.close()
+        whole = "".join(documents.ask("Where?", 6))
+        assert whole.startswith(first) and events.events[:3] == ["keep", "keep", "step"]
+
+
+def test_an_answer_of_one_token_evicts_nothing_and_the_next_step_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One answer of 8 tokens, and one of 1 token that goes on, once the first was interrupted: the same tokens."""
+    model, tokens = model_of("llama"), random_tokens(1, 60, seed=4)
+    with attach(model, evict=SnapKV(capacity=40, window=8)) as session:
+        want = generate(session, tokens, max_new_tokens=8, eos_token_id=()).sequences
+        reader = Reader(session)
+        logits = reader.read(tokens[0].tolist())
+        events = Events(monkeypatch)
+        assert list(reader.decode(logits, 1, Answer())) == [int(want[0, 60])]
+        closed = reader.decode(logits, 8, Answer())
+        assert next(closed) == int(want[0, 60])
+        closed.close()
+        assert events.events == [] and reader.cache.kv.lengths == [60] and reader.cache.eviction_due
+        assert list(reader.decode(logits, 8, Answer())) == want[0, 60:].tolist()
+        assert reader.cache.kv.slots_in_use(0) == [40 + 7] and not reader.cache.eviction_due
+
+
+@pytest.mark.parametrize("fails_at", [1, 2])
+def test_ctrl_c_leaves_the_cache_as_it_was(fails_at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the second turn, after its first token: the rows of the first turn, not yet evicted from, vote again."""
+    model, tokens = model_of("llama"), random_tokens(1, 80, seed=4)
+    with attach(model, evict=SnapKV(capacity=40, window=8)) as session:
+        caches = [session.new_cache(1), session.new_cache(1)]
+        for cache in caches:
+            generate(session, tokens[:, :60], max_new_tokens=1, past_key_values=cache)
+        with pytest.raises(KeyboardInterrupt):
+            generate(
+                session, tokens, max_new_tokens=4, eos_token_id=(), past_key_values=caches[0],
+                streamer=Events(monkeypatch, fails_at),
+            )  # fmt: skip
+        if fails_at == 2:  # heads hold different keys of the second turn by then
+            assert caches[0].invalid
+            return
+        assert caches[0].columns == 60 and caches[0].invalid is None
+        after = []
+        with torch.no_grad():
+            for cache in caches:
+                after.append(model(tokens[:, 60:61], past_key_values=cache).logits)
+                assert cache.kv.slots_in_use(0) == [41]
+        assert torch.equal(*after)
 
 
 def test_layers_with_a_window_keep_all() -> None:

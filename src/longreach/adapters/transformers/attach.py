@@ -68,7 +68,8 @@ def attach(
     prefill, decode: a configured method, its name, or None for dense. A pass of one token per sequence over a
         non-empty cache is decode; inside generate, every pass over the prompt is prefill.
     evict: which keys each layer and KV head keeps once a prompt is read: a configured eviction method, its name, or
-        None for all. Evicted keys are gone for later questions over the same prompt too.
+        None for all. Keys are evicted after the first token, before the first decode step. Evicted keys are gone for
+        later questions over the same prompt too.
     cache: layout and growth of the KV cache. impl: "auto", or the name of an implementation of attend.
         On a GPU, sequences of different lengths share the work evenly up to 1024 sequences x KV heads. A larger batch
         takes as long as its longest sequence.

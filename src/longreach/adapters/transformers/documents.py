@@ -291,10 +291,11 @@ class Documents:
                 logits, reports = reader.read_fused_batch(prompts, then=max_new_tokens - 1)
             read_seconds = now(model) - started
             batch = reader.answer(logits, max_new_tokens, stop_tokens(model, self.tokenizer))
-        first = now(model) - started - batch.setup_seconds - batch.decode_seconds
+        first = now(model) - started - batch.setup_seconds - batch.evict_seconds - batch.decode_seconds
         texts = []
         for tokens, stopped, report in zip(batch.tokens, batch.stopped, reports, strict=True):
-            answer = Answer([], False, first, batch.setup_seconds, batch.decode_seconds, batch.steps)
+            took = batch.setup_seconds, batch.decode_seconds, batch.steps, batch.evict_seconds
+            answer = Answer([], False, first, *took)
             noted = _noted(tokens, stopped, answer)
             texts.append("".join(pieces(noted, self.tokenizer, stop_strings(model))))
             self.accounts.append(Account(report, read_seconds, first, answer, self._sources()))

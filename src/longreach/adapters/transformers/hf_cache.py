@@ -141,6 +141,19 @@ class LongreachCache(Cache):
             self.states.drop(self.eviction)
         self.eviction, self.protected, self.windows = eviction, protected, windows
 
+    @property
+    def eviction_due(self) -> bool:
+        """Whether a prompt was read from which keys are still to be evicted."""
+        return self.eviction is not None and self._prompt_read
+
+    def check_eviction(self) -> None:
+        """Raise what `evict_prompt` raises for a state that cannot follow."""
+        if self.eviction is None or not self._prompt_read:
+            return
+        for layer in range(len(self.layers)):
+            if self.states.states((self.eviction,), layer):
+                self.states.check_keep(layer)
+
     def evict_prompt(self, room: int = 0) -> None:
         """Evict keys of the prompt that was read last, if that was not done yet. Syncs with the device.
 
@@ -150,11 +163,9 @@ class LongreachCache(Cache):
         """
         if self.eviction is None or not self._prompt_read:
             return
-        slots, layers = range(self.batch), range(len(self.layers))
-        for layer in layers:
-            if self.states.states((self.eviction,), layer):
-                self.states.check_keep(layer)
-        for layer in layers:
+        self.check_eviction()
+        slots = range(self.batch)
+        for layer in range(len(self.layers)):
             for state in self.states.states((self.eviction,), layer):
                 assert isinstance(state, LastRows)
                 lengths = self.kv.slots_in_use(layer)

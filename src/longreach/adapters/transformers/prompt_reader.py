@@ -43,7 +43,8 @@ class Answer:
     """One answer, filled while it is decoded: tokens without the stop token, and wall-clock seconds.
 
     stopped: whether it ended with a stop token rather than at max_new_tokens. setup_seconds: the first steps of a
-    captured loop, with compiling and capturing; decode_seconds: the other `steps` steps (see `loop.DecodeRun`).
+    captured loop, with compiling and capturing; decode_seconds: the other `steps` steps; evict_seconds: eviction,
+    between the first token and the first step (see `loop.DecodeRun`).
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -52,6 +53,7 @@ class Answer:
     setup_seconds: float = 0.0
     decode_seconds: float = 0.0
     steps: int = 0
+    evict_seconds: float = 0.0
 
     @property
     def seconds_per_token(self) -> float | None:
@@ -63,8 +65,8 @@ class Answer:
 class BatchAnswer:
     """Answers to the prompts of a batch, in their order.
 
-    tokens: without the stop token. stopped: whether each ended with one. setup_seconds, decode_seconds, steps: see
-    `loop.DecodeRun`. not_captured: why the steps were not one CUDA graph, else None.
+    tokens: without the stop token. stopped: whether each ended with one. setup_seconds, decode_seconds, steps,
+    evict_seconds: see `loop.DecodeRun`. not_captured: why the steps were not one CUDA graph, else None.
     """
 
     tokens: tuple[tuple[int, ...], ...]
@@ -73,6 +75,7 @@ class BatchAnswer:
     decode_seconds: float
     steps: int
     not_captured: str | None
+    evict_seconds: float = 0.0
 
 
 class Reader:
@@ -177,6 +180,7 @@ class Reader:
                     yield int(token)
         finally:
             answer.setup_seconds, answer.decode_seconds, answer.steps = run.setup_seconds, run.decode_seconds, run.steps
+            answer.evict_seconds = run.evict_seconds
 
     def _pass(self, tokens: Sequence[int], progress: Advance = _ignore, then: int = 0) -> Tensor:
         if not tokens:
@@ -302,6 +306,7 @@ class BatchReader:
             sum(run.decode_seconds for run in runs),
             sum(run.steps for run in runs),
             runs[0].not_captured_reason,
+            sum(run.evict_seconds for run in runs),
         )
 
 

@@ -35,8 +35,8 @@ class Generated:
     captured: "full" (the decode step was one CUDA graph), "piecewise" (one graph for each stretch between two
     attentions) or None. not_captured_reason: why it was not one graph, else None. compile: one of `loop.compile.MODES`.
     prefill_seconds: of the prompt. setup_seconds: of the first steps, which run uncaptured, with compiling and
-    capturing; 0 if an earlier call's step was reused. decode_seconds: of the other `steps` steps. All wall-clock,
-    after waiting for the device.
+    capturing; 0 if an earlier call's step was reused. evict_seconds: of eviction, between the first token and the
+    first step. decode_seconds: of the other `steps` steps. All wall-clock, after waiting for the device.
     """
 
     sequences: Tensor
@@ -48,6 +48,7 @@ class Generated:
     setup_seconds: float
     decode_seconds: float
     steps: int
+    evict_seconds: float = 0.0
 
     @property
     def tokens(self) -> Tensor:
@@ -167,6 +168,7 @@ def generate(
         torch.cat([ids, torch.stack(kept, 1).to(ids.device)], 1), ids.shape[1], run.captured, run.not_captured_reason,
         run.compile,
         prefill_seconds, run.setup_seconds, run.decode_seconds, run.steps,
+        run.evict_seconds,
     )  # fmt: skip
 
 

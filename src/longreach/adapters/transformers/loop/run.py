@@ -34,8 +34,9 @@ class DecodeRun:
 
     Afterwards: captured, how the steps ran ("full": one CUDA graph; "piecewise": one for each stretch between two
     attentions; None: uncaptured). not_captured_reason: why they were not one graph. setup_seconds: of the first steps,
-    uncaptured, with compiling and capturing; 0 if an earlier run did that. decode_seconds: of the other `steps` steps,
-    from the choice of the first token to the last, including the time of the tokens' reader.
+    uncaptured, with compiling and capturing; 0 if an earlier run did that. evict_seconds: of eviction, between the
+    first token and the first step. decode_seconds: of the other `steps` steps, from the choice of the first token to
+    the last, including the time of the tokens' reader.
     Raises UnknownName (compile) and Unsupported (capture where there can be none, or compile without a captured step).
     """
 
@@ -60,7 +61,7 @@ class DecodeRun:
         self._exactly = exactly
         self._decoder: Decoder | None = None
         self._replayed = self._setup_steps = self._steps = 0
-        self.setup_seconds = self.decode_seconds = 0.0
+        self.setup_seconds = self.evict_seconds = self.decode_seconds = 0.0
 
     @property
     def captured(self) -> Capture | None:
@@ -89,26 +90,42 @@ class DecodeRun:
         """int64 [B] on the host, again and again: first chosen from the prompt's logits [B, V], until all have ended.
 
         cache holds the prompt. To be closed where it is not read to its end (contextlib.closing).
-        Raises CapacityError, OutOfMemory, Unsupported (a step that cannot be captured).
+        If keys of the prompt are to be evicted, the first token comes before that, and an answer of one token evicts
+        nothing: the next step over the cache does.
+        Raises CapacityError, OutOfMemory, Unsupported (a step that cannot be captured); before the first token, as
+        `LongreachCache.check_eviction`.
         """
-        cache.evict_prompt(room=self.new - 1)
-        decoder = self._decoder = decoder_for(
-            self.session,
-            cache,
-            self.new,
-            sampled=self.choose is not greedy,
-            compile=self.compile,
-            capture=self._capture,
-        )
-        count, done = 0, torch.zeros(cache.batch, dtype=torch.bool)
-        ends = torch.tensor(self.ends.eos, dtype=torch.int64)
-        started = now(self.session.model)
+        started, early = now(self.session.model), cache.eviction_due
         try:
+            if early:
+                cache.check_eviction()
+            chosen, count, done = self.choose(logits), 0, torch.zeros(cache.batch, dtype=torch.bool)
+            ends = torch.tensor(self.ends.eos, dtype=torch.int64)
+            if early:
+                token = chosen.to("cpu", copy=True)
+                count, done = 1, torch.isin(token, ends)
+                yield token
+                if count == self.new or bool(done.all()):
+                    return
+            paused = now(self.session.model)
+            if early:
+                cache.evict_prompt(room=self.new - 1)
+                self.evict_seconds = now(self.session.model) - paused
+            decoder = self._decoder = decoder_for(
+                self.session,
+                cache,
+                self.new,
+                sampled=self.choose is not greedy,
+                compile=self.compile,
+                capture=self._capture,
+            )
+            started += now(self.session.model) - paused
             with decoder.run(self.ends, self.new - 1):
-                decoder.take(self.choose(logits))
+                decoder.take(chosen)
                 wait = self._exactly and self.ends.eos and cache.states.states()
                 back = read_back(decoder.token, ahead=0 if wait else None)
-                back.note(decoder.token)
+                if not early:
+                    back.note(decoder.token)
                 while True:
                     last = self._setting_up or count + back.pending >= self.new
                     for token in back.ready(last=last):
