@@ -57,6 +57,11 @@ def test_an_evicted_prompt(bench: Decoding) -> None:
     assert whole["kv_bytes"] > 2 * kept["kv_bytes"] > 0
     assert kept["settings"]["evict"]["capacity"] == 64 and whole["settings"]["evict"] is None
     assert kept["answer_seconds"]["300"] > kept["answer_seconds"]["10"] > 0
+    for entry, share in ((whole, 1), (kept, 64 / 256)):
+        assert entry["kv_read"] == share * result["bytes"]["kv"]
+        seconds, read = entry["microseconds"]["median"] / 1e6, result["bytes"]["weights"] + entry["kv_read"]
+        assert entry["tb_per_s"] * 1e12 * seconds == pytest.approx(read), "the keys that are kept"
+        assert entry["share_of_limit"] * result["limit"]["bytes_per_second"] * seconds == pytest.approx(read)
     assert kept["evict_seconds"] > 0 == whole["evict_seconds"]
     nine = 9 * kept["microseconds"]["median"] / 1e6
     assert kept["answer_seconds"]["10"] == pytest.approx(kept["ttft_seconds"] + kept["evict_seconds"] + nine)

@@ -67,7 +67,7 @@ def run_evict(bench: Decoding, case: Case, save: Callable[[dict[str, Any]], None
     for name, evict in ((OURS, None), (f"{OURS}, snapkv", SnapKV(capacity=capacity, window=min(32, capacity // 2)))):
         found = tried(bench, name, left_out, partial(_measure, bench, case, model, ids, evict, answer, most))
         if found is not None:
-            entries.append(entry_of(weights, kv, **{**found, "name": name}))
+            entries.append(entry_of(weights, found["kv_read"], **{**found, "name": name}))
             step = entries[-1]["microseconds"]["median"] / 1e6
             held, batch = entries[-1]["kv_bytes"] / 2**30, case.shape.batch
             bench.say(f"  {name}: {1e3 * step:.2f} ms a token, {batch / step:.0f} tokens/s, {held:.2f} GiB of KV held")
@@ -98,8 +98,8 @@ def _measure(
         def run(prompt: Tensor, clock: Any) -> None:
             made.append(generate(session, prompt, max_new_tokens=NEW, eos_token_id=(), streamer=clock, **chunked(case)))
 
-        kept = 0 if evict is None else evict.capacity  # so that the warm-up evicts too, and compiles its kernels
-        run(ids[:, : kept + WARM_UP], None)
+        past = 0 if evict is None else evict.capacity  # so that the warm-up evicts too, and compiles its kernels
+        run(ids[:, : past + WARM_UP], None)
         session.static_caches.clear()
         release(bench.device)
         with observed() as seen:
@@ -107,6 +107,7 @@ def _measure(
         cache = session.static_caches[len(ids)]
         (decoder,) = cache.decoders.values()
         held = cache.kv.nbytes
+        kept = sum(sum(cache.kv.slots_in_use(layer)) - len(ids) * (NEW - 1) for layer in range(len(cache.layers)))
         launched = bench.launched_by(decoder, None if decoder.graph is None else seen.captured)
     behind = require_tokens(case.name, answer, made[-1].tokens, 1, Rounding(0.0, most))
     settings = {"impl": "auto", "captured": made[-1].captured, "evict": None if evict is None else evict.to_json()}
@@ -115,11 +116,12 @@ def _measure(
     evicting = made[-1].evict_seconds  # after the first token
     seconds = {str(n): taken["ttft_seconds"] + evicting + (n - 1) * step for n in LENGTHS}
     whole = bench.bytes(case, model)[1]
+    key = whole // (len(cache.layers) * ids.numel())  # bytes of one token's key and value in one layer
     peak = taken["memory"]["decode_peak"]
     more = None if peak is None else (total_bytes(bench.device) - peak) // (whole // case.shape.context)
     return {
         **entry, "tokens_that_fit": None if more is None else NEW + more,
-        "error": behind, "error_bound": most, "kv_bytes": held, "kv_percent": 100 * held / whole,
+        "error": behind, "error_bound": most, "kv_bytes": held, "kv_read": kept * key, "kv_percent": 100 * held / whole,
         "tokens_per_second": len(ids) / step, "answer_seconds": seconds,
         "evict_seconds": evicting,
     }  # fmt: skip
