@@ -91,16 +91,25 @@ def check_rows(rows: Tensor, count: int) -> None:
     require(not bool(twice.any()), "rows: expected each row of the pass at most once, got one twice")
 
 
-def checked_kept(index: dict[int, Tensor], used: Sequence[int], heads: int, device: torch.device) -> dict[int, Tensor]:
-    """The slots to keep of each sequence, without the sequences that keep all. Raises InvalidInput. One device sync.
+def checked_kept(
+    index: dict[int, Tensor], used: Sequence[int], heads: int, device: torch.device, values: bool = True
+) -> dict[int, Tensor]:
+    """The slots to keep of each sequence, without the sequences that keep all. Raises InvalidInput.
 
-    index: slot -> int64 [heads, n]; used: slots in use of every sequence.
+    index: slot -> int64 [heads, n]; used: slots in use of every sequence. values: whether values are checked as well,
+    with one device sync.
     """
     for slot, i in index.items():
         ok = isinstance(i, Tensor) and i.dim() == 2 and i.shape[0] == heads
         ok = ok and i.dtype == torch.int64 and i.device == device
         require(ok, f"keep: slot {slot}: expected int64 [G={heads}, n] on {device}, got {describe(i)}")
         require(i.shape[1] > 0, f"keep: slot {slot}: expected at least one slot to keep; to empty it call reset")
+    if values:
+        _check_kept(index, used)
+    return {slot: i for slot, i in index.items() if i.shape[1] < used[slot]}
+
+
+def _check_kept(index: dict[int, Tensor], used: Sequence[int]) -> None:
     found = [torch.stack([i.amin(), i.amax(), (i.diff() == 0).any(), (i.diff() < 0).any()]) for i in index.values()]
     facts = torch.stack(found).tolist() if found else []
     for slot, (low, high, twice, back) in zip(index, facts, strict=True):
@@ -110,4 +119,3 @@ def checked_kept(index: dict[int, Tensor], used: Sequence[int], heads: int, devi
         )
         require(not twice, f"keep: slot {slot}: expected each slot at most once in a head, got one twice")
         require(not back, f"keep: slot {slot}: expected slots in ascending order in each head")
-    return {slot: i for slot, i in index.items() if i.shape[1] < used[slot]}

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from longreach.cache.layout import Layout
+from longreach.cache.pages import Pages
 
 Pair = tuple[Tensor, Tensor]
 
@@ -16,28 +17,46 @@ def compacted(memory: Pair, before: Layout, after: Layout, index: dict[int, Tens
     index: slot -> int64 [G, n], the slots to keep of it. Other sequences stay as they are.
     """
     old, new = before.pages, after.pages
-    kept = [{s: _read(x, old.held[s], old.size, i) for s, i in index.items()} for x in memory]
+    groups = dict[int, list[int]]()  # sequences that keep equal numbers of slots move together
+    for slot, i in index.items():
+        groups.setdefault(i.shape[1], []).append(slot)
+    chosen = [torch.stack([index[slot] for slot in slots]) for slots in groups.values()]
+    found = [_read(memory, old, slots, i) for slots, i in zip(groups.values(), chosen, strict=True)]
     shape = (new.total, memory[0].shape[1], new.size, memory[0].shape[3])
     in_place = memory[0].shape == shape
     out = memory if in_place else (memory[0].new_empty(shape), memory[1].new_empty(shape))
-    for x, y, found in zip(memory, out, kept, strict=True):
+    for slots, entries in zip(groups.values(), found, strict=True):
+        _write(out, new, slots, entries)
+    if not in_place:
         for slot, pages in enumerate(new.held):
-            if slot in found:
-                _write(y, pages, new.size, found[slot])
-            elif not in_place and pages:
+            if slot not in index and pages:
                 size = min(old.size, new.size)
-                y[pages, :, :size] = x[old.held[slot][: len(pages)], :, :size]
+                for x, y in zip(memory, out, strict=True):
+                    y[pages, :, :size] = x[old.held[slot][: len(pages)], :, :size]
     return out
 
 
-def _read(x: Tensor, pages: list[int], size: int, slot: Tensor) -> Tensor:
-    """[G, n, D]: the entries of a sequence in `slot` [G, n]."""
-    page = torch.tensor(pages, device=x.device)[slot // size]
-    return x[page, torch.arange(x.shape[1], device=x.device)[:, None], slot % size]
+def _read(memory: Pair, pages: Pages, slots: list[int], slot: Tensor) -> Pair:
+    """K and V [b, G, n, D]: the entries of sequences `slots` in `slot` [b, G, n]."""
+    heads = torch.arange(slot.shape[1], device=slot.device)[:, None]
+    page, offset = _places(pages, slots, slot)
+    return memory[0][page, heads, offset], memory[1][page, heads, offset]
 
 
-def _write(x: Tensor, pages: list[int], size: int, entries: Tensor) -> None:
-    """Put entries [G, n, D] into the first slots of a sequence."""
-    slot = torch.arange(entries.shape[1], device=x.device)
-    page = torch.tensor(pages, device=x.device)[slot // size]
-    x[page, :, slot % size] = entries.transpose(0, 1)
+def _write(memory: Pair, pages: Pages, slots: list[int], entries: Pair) -> None:
+    """Put entries [b, G, n, D] into the first slots of sequences `slots`."""
+    first = torch.arange(entries[0].shape[2], device=entries[0].device).expand(len(slots), 1, -1)
+    page, offset = (x[:, 0] for x in _places(pages, slots, first))
+    for x, new in zip(memory, entries, strict=True):
+        x[page, :, offset] = new.transpose(1, 2)
+
+
+def _places(pages: Pages, slots: list[int], slot: Tensor) -> Pair:
+    """Page and offset of `slot` [b, g, n], slots of the sequences `slots`."""
+    width = max(len(pages.held[s]) for s in slots)
+    rows = [[*pages.held[s], *[0] * (width - len(pages.held[s]))] for s in slots]
+    table = torch.tensor(rows).to(slot.device, non_blocking=True)
+    if width == 1:
+        return table[:, None].expand_as(slot), slot
+    page = table[:, None].expand(-1, slot.shape[1], -1).gather(2, slot // pages.size)
+    return page, slot % pages.size

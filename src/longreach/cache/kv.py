@@ -236,12 +236,15 @@ class KVCache:
         if self._evicted:
             self._start_over_if_empty()
 
-    def keep(self, layer: int, slots: Sequence[int], index: Sequence[Tensor] | Tensor, room: int = 0) -> None:
+    def keep(
+        self, layer: int, slots: Sequence[int], index: Sequence[Tensor] | Tensor, room: int = 0, *, check: bool = True
+    ) -> None:
         """Evict all keys and values of a layer but those in the given slots, and release their memory.
 
         index: for each sequence int64 [G, n], on the cache's device: the slots that each KV head keeps, ascending; n
         may differ from sequence to sequence. room: tokens to come in each sequence; their memory is not released, so
-        that it need not be taken again. Not during a pass. Syncs with the device, to check `index`.
+        that it need not be taken again. Not during a pass. check: whether the values of `index` are checked, which
+        waits for the device. False is for indices that are right by construction: wrong ones corrupt the cache.
         Layers with a sliding window must keep all keys, as slots are not positions after eviction. A
         `runtime.StateStore` refuses to evict once such a layer has attended. With another state the caller must not:
         `runtime.attend_layer` refuses the layer's later passes, and only `reset` helps then.
@@ -254,7 +257,7 @@ class KVCache:
         require(not busy, f"keep: a pass is under way in slots {busy}; commit or abort it first")
         memory = self._held(layer)
         asked = dict(zip(slots, index, strict=True))
-        kept = checked_kept(asked, self.slots_in_use(layer), memory[0].shape[1], self.device)
+        kept = checked_kept(asked, self.slots_in_use(layer), memory[0].shape[1], self.device, check)
         self.state.check_keep(layer)
         if not kept:
             return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
@@ -16,7 +16,9 @@ from longreach.cache import StatelessOnTruncate
 from longreach.errors import Unsupported
 from longreach.methods.base import AttentionMethod, Configured, PromptObserver
 from longreach.methods.call import LayerCall, Meter, ModelShape
-from longreach.ops import KVView, Rows
+from longreach.ops import KVView, RowRange, Rows
+
+LOGIT_BYTES = 256 << 20  # of the prompts for which keys are chosen together, in fp32
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,16 +174,38 @@ class LastRows(StatelessOnTruncate):
         none = rows.take(torch.arange(0, device=pos.device))
         self.call = replace(call, rows=none, pre_rope=None, rotary=None, shared={}, index=None)
 
-    def rows(self, slot: int, seq: int, length: int, last: int | None = None) -> Rows:
-        """The noted rows of the sequence in `slot`, which holds `length` slots, as rows of sequence `seq` of a view.
+    def noted(self, pos: Sequence[int], length: int, last: int) -> tuple[tuple[int, int], ...]:
+        """(entry, pos) of the noted rows among the last `last` of a sequence of `length` slots, positions ascending.
 
-        last: how many at most; None for `size`.
+        pos: the sequence's part of `self.pos`, on the host.
         """
-        pos = self.pos[slot, : self.size]
-        index = (
-            (pos >= max(0, length - (self.size if last is None else min(last, self.size)))) & (pos < length)
-        ).nonzero()[:, 0]
-        return Rows(self.q[slot, index].contiguous(), torch.full_like(index, seq), pos[index])
+        low = max(0, length - min(last, self.size))
+        return tuple((n, p) for p, n in sorted((p, n) for n, p in enumerate(pos[: self.size]) if low <= p < length))
+
+    def rows(self, noted: Sequence[tuple[int, Sequence[tuple[int, int]]]]) -> Rows:
+        """Noted rows of some sequences, one sequence after the other.
+
+        noted: (slot, (entry, pos) of each of its rows), as `PromptEnd` has them; a row's seq is the slot.
+        """
+        each = [(slot, *row) for slot, rows in noted for row in rows]
+        slot, entry, pos = torch.tensor(each, dtype=torch.int64).view(-1, 3).T.to(self.q.device, non_blocking=True)
+        runs = tuple(RowRange(len(rows), slot) for slot, rows in noted)
+        return Rows(self.q[slot, entry], slot, pos, runs=runs)
+
+
+@dataclass(frozen=True)
+class PromptEnd:
+    """A prompt that keys are evicted from, and its last rows in one layer.
+
+    slot: of the sequence. length: slots in use. first, last: how many of them stay in any case, at both ends. rows:
+    (entry in `LastRows`, pos) of each row that was noted, in the last slots, positions ascending.
+    """
+
+    slot: int
+    length: int
+    first: int
+    last: int
+    rows: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -207,36 +231,61 @@ class Eviction(PromptObserver, ABC):
     def check_parts(self, length: int, first: int, last: int) -> None:
         """Raise InvalidInput where a prompt of `length` tokens has more that are to stay, at its ends, than may."""
 
-    @abstractmethod
-    def keep(self, call: LayerCall, length: int, first: int, last: int) -> Tensor | None:
-        """int64 [G, n]: the slots of a sequence that each KV head keeps, ascending; None for all.
+    def keeps_all(self, length: int) -> bool:
+        """Whether a sequence of `length` slots keeps all of them."""
+        return False
 
-        call: rows at the prompt's end, in its last slots, over the layer's keys; the sequence holds `length` slots. The
-        `first` and `last` of them are to stay. Raises InvalidInput where these are more than may stay.
+    @abstractmethod
+    def keep(self, call: LayerCall, prompts: Sequence[PromptEnd]) -> Sequence[Tensor]:
+        """int64 [G, n] for each prompt: the slots that each KV head keeps, ascending. Does not wait for the device.
+
+        call: the rows of all prompts (`PromptEnd.rows`), one prompt after the other, over the layer's keys; a row's
+        sequence is its prompt's slot. None of the prompts keeps all.
         """
 
     def kept(
         self, state: LastRows, view: KVView, slots: Sequence[int], lengths: Sequence[int], first: int,
-        windows: Sequence[int] | None = None, meter: Meter | None = None,
+        windows: Sequence[int] | None = None, meter: Meter | None = None, pos: Sequence[Sequence[int]] | None = None,
     ) -> dict[int, Tensor]:  # fmt: skip
         """slot -> the entries its sequence keeps in one layer; sequences that keep all are left out.
 
         view: all sequences of the cache, by slot. lengths: slots in use of each of `slots`. windows: rows at the end of
         each prompt, at most `window`; None for `window` of all. meter: counts what choosing reads; None for one of its
-        own.
+        own. pos: `state.pos` on the host; None waits for the device. Sequences are chosen for together, as many as have
+        logits of LOGIT_BYTES.
+        Raises what `check_parts` raises.
         """
-        found, meter = dict[int, Tensor](), Meter() if meter is None else meter
+        meter, pos = Meter() if meter is None else meter, state.pos.tolist() if pos is None else pos
         windows = [self.window] * len(slots) if windows is None else windows
+        prompts = list[PromptEnd]()
         for slot, length, window in zip(slots, lengths, windows, strict=True):
-            rows = state.rows(slot, slot, length, window)
-            if not len(rows.pos):
-                continue
+            noted = state.noted(pos[slot], length, window)
+            if noted:
+                prompts.append(PromptEnd(slot, length, min(first, length), min(window, length), noted))
+        for prompt in prompts:
+            self.check_parts(prompt.length, prompt.first, prompt.last)
+        row = 4 * state.q.shape[2] * view.capacity  # bytes of its logits in fp32
+        kept = dict[int, Tensor]()
+        for some in _groups([p for p in prompts if not self.keeps_all(p.length)], row):
+            rows = state.rows([(p.slot, p.rows) for p in some])
             addresses = torch.arange(len(view.seq_lens), device=view.k.device)
             call = replace(state.call, rows=rows, kv=view, slots=addresses, meter=meter)
-            index = self.keep(call, length, min(first, length), min(window, length))
-            if index is not None:
-                found[slot] = index
-        return found
+            kept |= zip((p.slot for p in some), self.keep(call, some), strict=True)
+        return kept
+
+
+def _groups(prompts: Sequence[PromptEnd], row: int) -> Iterator[list[PromptEnd]]:
+    """Prompts whose rows, of `row` bytes of logits each, take up to LOGIT_BYTES together; at least one at a time."""
+    some, held = list[PromptEnd](), 0
+    for prompt in prompts:
+        size = row * len(prompt.rows)
+        if some and held + size > LOGIT_BYTES:
+            yield some
+            some, held = [], 0
+        some.append(prompt)
+        held += size
+    if some:
+        yield some
 
 
 def check_fusion(fuse: Fusion | None, prefill: AttentionMethod) -> None:

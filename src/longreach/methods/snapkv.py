@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from longreach.errors import InvalidInput
 from longreach.methods.base import is_count
 from longreach.methods.call import LayerCall
-from longreach.methods.slots import Eviction, slots_seen
+from longreach.methods.slots import Eviction, PromptEnd, slots_seen
 from longreach.ops.types import require
 
 
@@ -46,19 +47,30 @@ class SnapKV(Eviction):
                 f"prompt's beginning and {last} at its end; give a larger capacity"
             )
 
-    def keep(self, call: LayerCall, length: int, first: int, last: int) -> Tensor | None:
-        self.check_parts(length, first, last)
-        if length <= self.capacity:
-            return None
-        rows, one = len(call.rows.pos), torch.zeros_like(call.rows.pos)
-        seen = call.kv.heads * slots_seen(length - rows, rows)
+    def keeps_all(self, length: int) -> bool:
+        return length <= self.capacity
+
+    def keep(self, call: LayerCall, prompts: Sequence[PromptEnd]) -> Sequence[Tensor]:
+        device, heads, longest = call.rows.q.device, call.kv.heads, max(p.length for p in prompts)
+        seen = heads * sum(slots_seen(p.length - len(p.rows), len(p.rows)) for p in prompts)
+        tile = [number for number, p in enumerate(prompts) for _ in p.rows]
+        bounds = [n for p in prompts for n in (p.first, p.length - p.last, p.length)]
+        sent = torch.tensor([*bounds, *tile]).to(device, non_blocking=True)
+        (first, last, length), of = sent[: len(bounds)].view(-1, 3).T, sent[len(bounds) :]
         lse, logits = call.op("score_keys", counted=seen)
-        scores = call.op("pooled_scores", lse=lse, logits=logits, tile=one, tiles=1, counted=seen)
-        votes, half = scores[0, :, first : length - last], self.kernel // 2  # [G, what may leave]
+        scores = call.op("pooled_scores", lse=lse, logits=logits, tile=of, tiles=len(prompts), counted=seen)
+        slots = torch.arange(longest, device=device)
+        stay = (slots < first[:, None, None]) | (slots >= last[:, None, None])  # [B, 1, N]
+        votes = self._pooled(scores[:, :, :longest], stay).masked_fill(stay, torch.inf)
+        count = torch.full(votes.shape[:2], self.capacity, device=device)
+        index, _ = call.op("top_k", votes.float(), count, length, capacity=self.capacity)
+        return index.long().unbind()  # type: ignore[no-any-return]
+
+    def _pooled(self, votes: Tensor, stay: Tensor) -> Tensor:
+        """Votes [B, G, N] pooled over the neighbours that may leave, those where `stay` [B, 1, N] is false."""
+        half = self.kernel // 2
         if self.pool == "max":
-            votes = F.max_pool1d(votes[None], self.kernel, stride=1, padding=half)[0]
-        else:
-            votes = F.avg_pool1d(votes[None], self.kernel, stride=1, padding=half, count_include_pad=False)[0]
-        best = votes.sort(descending=True, stable=True).indices[:, : self.capacity - first - last] + first
-        columns = torch.arange(length, device=votes.device).expand(len(votes), -1)
-        return torch.cat([columns[:, :first], best.sort().values, columns[:, length - last :]], 1)
+            return F.max_pool1d(votes.masked_fill(stay, -torch.inf), self.kernel, stride=1, padding=half)
+        shape = {"kernel_size": (1, self.kernel), "stride": 1, "padding": (0, half), "divisor_override": 1}
+        total, near = (F.avg_pool2d(x, **shape) for x in (votes.masked_fill(stay, 0.0), (~stay).to(votes)))
+        return total / near.clamp(min=1)

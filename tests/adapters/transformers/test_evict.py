@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +24,7 @@ from longreach.methods.loki import Loki
 from longreach.methods.mac import MAC
 from longreach.methods.magicpig import MagicPIG
 from longreach.methods.oracle_sampling import OracleSampling
-from longreach.methods.slots import Eviction, Fusion
+from longreach.methods.slots import Eviction, Fusion, PromptEnd
 from longreach.methods.snapkv import SnapKV
 from longreach.testing.tiny import random_tokens, tiny_tokenizer
 from tests.adapters.transformers.fusing.test_read import SYSTEM, prompt_of
@@ -43,8 +44,8 @@ class All(Eviction):
 
     name = "all"
 
-    def keep(self, call: LayerCall, length: int, first: int, last: int) -> Tensor | None:
-        return torch.arange(length).expand(call.kv.heads, -1).contiguous()
+    def keep(self, call: LayerCall, prompts: Sequence[PromptEnd]) -> Sequence[Tensor]:
+        return [torch.arange(p.length).expand(call.kv.heads, -1).contiguous() for p in prompts]
 
 
 @dataclass(frozen=True)
@@ -53,9 +54,9 @@ class First(Eviction):
 
     name = "first"
 
-    def keep(self, call: LayerCall, length: int, first: int, last: int) -> Tensor | None:
-        kept = [[*range(4 + g), *range(length - 12 + g, length)] for g in range(call.kv.heads)]
-        return torch.tensor(kept)
+    def keep(self, call: LayerCall, prompts: Sequence[PromptEnd]) -> Sequence[Tensor]:
+        heads = range(call.kv.heads)
+        return [torch.tensor([[*range(4 + g), *range(p.length - 12 + g, p.length)] for g in heads]) for p in prompts]
 
 
 @pytest.mark.covering
@@ -307,6 +308,30 @@ def test_ctrl_c_leaves_the_cache_as_it_was(fails_at: int, monkeypatch: pytest.Mo
         assert torch.equal(*after)
 
 
+@caches
+def test_all_sequences_of_a_layer_are_evicted_from_together(
+    config: CacheConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A ragged batch: one call of each op a layer, and the tokens of each prompt alone."""
+    model, tokens, called = model_of("llama"), random_tokens(3, 60, seed=6), list[str]()
+    mask = torch.ones_like(tokens)
+    mask[1, :9] = mask[2, :40] = 0
+    op = LayerCall.op
+    with attach(model, evict=SnapKV(capacity=30, window=8), cache=config) as session:
+        alone = [
+            generate(session, tokens[b : b + 1, n:], max_new_tokens=NEW, eos_token_id=()).tokens[0]
+            for b, n in enumerate((0, 9, 40))
+        ]
+        monkeypatch.setattr(
+            LayerCall, "op", lambda self, name, *a, **k: (called.append(name), op(self, name, *a, **k))[1]
+        )
+        made = generate(session, tokens, mask, max_new_tokens=NEW, eos_token_id=())
+        cache = session.static_caches[3]
+        assert cache.kv.slots_in_use(1) == [30 + NEW - 1, 30 + NEW - 1, 20 + NEW - 1]
+    assert called == ["score_keys", "pooled_scores", "top_k"] * 2
+    assert torch.equal(made.tokens, torch.stack(alone))
+
+
 def test_layers_with_a_window_keep_all() -> None:
     model, tokens = model_of("gemma2"), random_tokens(1, 60, seed=4)
     with attach(model, evict=SnapKV(capacity=40, window=8)) as session:
@@ -334,9 +359,9 @@ def test_an_eviction_keeps_no_more_last_rows_than_a_prompt_has() -> None:
 
     @dataclass(frozen=True)
     class Asked(All):
-        def keep(self, call: LayerCall, length: int, first: int, last: int) -> Tensor | None:
-            asked.append((length, first, last))
-            return super().keep(call, length, first, last)
+        def keep(self, call: LayerCall, prompts: Sequence[PromptEnd]) -> Sequence[Tensor]:
+            asked.extend((p.length, p.first, p.last) for p in prompts)
+            return super().keep(call, prompts)
 
     with attach(model_of("llama"), evict=Asked(window=32)) as session:
         generate(session, random_tokens(1, 20, seed=4), max_new_tokens=2)

@@ -155,7 +155,7 @@ class LongreachCache(Cache):
                 self.states.check_keep(layer)
 
     def evict_prompt(self, room: int = 0) -> None:
-        """Evict keys of the prompt that was read last, if that was not done yet. Syncs with the device.
+        """Evict keys of the prompt that was read last, if that was not done yet. Waits for the device once, at first.
 
         room: tokens of the answer; their memory is not released.
         Raises what the eviction method and `KVCache.keep` raise; a state that cannot follow is refused before any layer
@@ -164,23 +164,29 @@ class LongreachCache(Cache):
         if self.eviction is None or not self._prompt_read:
             return
         self.check_eviction()
-        slots = range(self.batch)
-        for layer in range(len(self.layers)):
-            for state in self.states.states((self.eviction,), layer):
-                assert isinstance(state, LastRows)
-                lengths = self.kv.slots_in_use(layer)
-                view = self.kv.view_of_all(layer)
-                meter = Meter()
-                kept = self.eviction.kept(state, view, slots, lengths, self.protected, self.windows, meter)
-                if meter.noted:
-                    self.owner.ledger.add_eviction(replace(state.call, meter=meter), self._usual or self.eviction)
-                del view, meter  # which refer to the layer's old memory
-                del state
-                self.states.drop(self.eviction, layer)  # it refers to the layer's old memory
-                if kept:
-                    self.kv.keep(layer, list(kept), list(kept.values()), room)
+        slots, held = range(self.batch), dict[int, list[list[int]]]()
+        for layer, state in self._last_rows():
+            held[layer] = state.pos.cpu().tolist()
+        for layer, pos in held.items():
+            meter = Meter()
+            ((_, state),) = self._last_rows(layer)
+            view, lengths = self.kv.view_of_all(layer), self.kv.slots_in_use(layer)
+            kept = self.eviction.kept(state, view, slots, lengths, self.protected, self.windows, meter, pos)
+            if meter.noted:
+                self.owner.ledger.add_eviction(replace(state.call, meter=meter), self._usual or self.eviction)
+            del view, meter, state  # which refer to the layer's old memory
+            self.states.drop(self.eviction, layer)  # so does it
+            if kept:
+                self.kv.keep(layer, list(kept), list(kept.values()), room, check=False)
         self.states.drop(self.eviction)  # a later prompt's rows make new ones
         self._prompt_read = False
+
+    def _last_rows(self, layer: int | None = None) -> list[tuple[int, LastRows]]:
+        """The eviction's state of each layer that has one, or of one layer."""
+        layers = range(len(self.layers)) if layer is None else (layer,)
+        assert self.eviction is not None
+        found = [(n, state) for n in layers for state in self.states.states((self.eviction,), n)]
+        return [(n, state) for n, state in found if isinstance(state, LastRows)]
 
     def check_observed(self, method: AttentionMethod) -> None:
         """Raise InvalidInput where a method that observes prompts has missed tokens of this cache."""
