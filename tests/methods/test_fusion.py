@@ -13,7 +13,7 @@ from torch import Tensor
 from longreach.errors import InvalidInput, UnknownName
 from longreach.methods.call import LayerCall, ModelShape
 from longreach.methods.fusion import A3, PIE, A3Deep, CacheBlend, Dependence, FullReuse, LegoLink
-from longreach.methods.fusion.base import best
+from longreach.methods.fusion.base import best, best_on_host
 from longreach.methods.fusion.scores import attention_of_all_heads
 from longreach.methods.registry import FUSIONS, choose_eviction, choose_fusion, fusion_class
 from longreach.methods.slots import FullLayer, Fusion, PromptParts
@@ -134,21 +134,41 @@ def test_a3_with_one_softmax_for_all_heads() -> None:
     assert bool((pooled[[0, 1, -2, -1]] != pooled[[2, 2, -3, -3]]).all())
 
 
-def test_a_ratio_is_of_all_tokens_and_never_spent_on_exact_ones() -> None:
+def best_on_device(scores: Tensor, prompt: PromptParts, ratio: float) -> Tensor:
+    return best(here(scores), prompt, ratio)
+
+
+ways = pytest.mark.parametrize("best_of", [best_on_device, best_on_host])
+
+
+@ways
+def test_a_ratio_is_of_all_tokens_and_never_spent_on_exact_ones(best_of: Any) -> None:
     """Ties go to the earlier; where there are fewer candidates than the ratio asks for, all are taken."""
-    scores = here(torch.zeros(N))
+    scores = torch.zeros(N)
     for exact, ratio, count in ((0, 0.25, 11), (1, 0.25, 11), (2, 0.25, 11), (2, 0.5, 11), (3, 1.0, 0)):
-        got = chosen(best(scores, parts(exact), ratio))
+        got = chosen(best_of(scores, parts(exact), ratio))
         assert got == top(torch.zeros(N), round(ratio * N), exact) and len(got) == count
 
 
+@ways
 @pytest.mark.parametrize("worst", [torch.nan, -torch.inf])
-def test_scores_that_are_no_numbers_come_last_but_before_what_is_no_candidate(worst: float) -> None:
+def test_scores_that_are_no_numbers_come_last_but_before_what_is_no_candidate(best_of: Any, worst: float) -> None:
     scores = torch.rand(N)
     scores[torch.tensor([1, 14, 20, 30, N - 1])] = worst
     ranked = scores.nan_to_num(nan=-1.0, neginf=-1.0)
     for ratio in (0.2, 0.5, 1.0):
-        assert chosen(best(here(scores), parts(), ratio)) == top(ranked, round(ratio * N))
+        assert chosen(best_of(scores, parts(), ratio)) == top(ranked, round(ratio * N))
+
+
+@ways
+def test_scores_with_ties_infinities_and_nan(best_of: Any) -> None:
+    """NaN is smaller than all numbers; scores in fp64 are compared in fp32."""
+    dice = torch.Generator().manual_seed(3)
+    rank = torch.randint(0, 7, (N,), generator=dice)
+    values = torch.tensor([torch.nan, -torch.inf, -2.0, 0.0, 1.0, 1.0 + 1e-12, torch.inf], dtype=torch.float64)
+    same = torch.tensor([0, 1, 2, 3, 4, 4, 6])  # the fifth and sixth are one number in fp32
+    for count in range(N):
+        assert chosen(best_of(values[rank], parts(), count / N)) == top(same[rank].float(), count), count
 
 
 @pytest.mark.parametrize("name", FUSIONS)

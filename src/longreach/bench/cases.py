@@ -92,7 +92,7 @@ def _sparse_model(batch: int) -> Case:
 
 
 FUSIONS = ("full_reuse", "pie", "legolink", "cacheblend", "a3", "a3_deep", "dependence")
-CHOOSING = ("cacheblend", "a3", "dependence")
+CHOOSING = ("cacheblend", "a3", "a3_deep", "dependence")
 METHODS = ("dense", "streaming_llm", "less_is_more", "omnikv", "quest", "loki", "kascade", "mac")
 EARLY = ("streaming_llm", "less_is_more")  # not slower than dense attention at 8K either
 AT_128K = {"streaming_llm": 0.75, "quest": 0.85, "loki": 0.95}

@@ -56,6 +56,11 @@ class PromptParts:
         return (self.stored & ~self.exact).to(self.device, non_blocking=True)
 
     @cached_property
+    def candidates_at(self) -> Tensor:
+        """int64 [C]: the tokens that a ratio may be spent on."""
+        return self.index(self.stored & ~self.exact)
+
+    @cached_property
     def candidate_count(self) -> int:
         return int((self.stored & ~self.exact).sum())
 

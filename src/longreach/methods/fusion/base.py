@@ -19,15 +19,35 @@ def check_ratio(ratio: object) -> None:
 def best(scores: Tensor, prompt: PromptParts, ratio: float) -> Tensor:
     """int64 [r], ascending: the round(ratio N) candidates with the largest scores [N], all where there are fewer.
 
-    Scores are compared in fp32; among equal ones the earlier token is chosen. NaN is smaller than all numbers.
+    Scores are on the prompt's device and compared in fp32; among equal ones the earlier token is chosen. NaN is smaller
+    than all numbers. Does not wait for the device.
     """
-    size = len(prompt.stored)
-    count = min(round(ratio * size), prompt.candidate_count)
+    count = _count(prompt, ratio)
     if not count:
         return prompt.at[:0]
-    least = torch.finfo(torch.float32).min
-    ranked = scores.float().nan_to_num(nan=least, posinf=torch.inf)  # -inf becomes `least` too
-    ranked = ranked.masked_fill(~prompt.candidates, -torch.inf)
-    most, length = (torch.full((1, 1), number, device=scores.device) for number in (count, size))
-    index, _ = top_k(ranked[None, None], most, length, capacity=count)
-    return index[0, 0].long()
+    at = prompt.candidates_at
+    most, length = torch.tensor([[[count]], [[len(at)]]]).to(scores.device, non_blocking=True)
+    index, _ = top_k(scores.float()[at][None, None], most, length, capacity=count)
+    return at[index[0, 0]]
+
+
+def best_on_host(scores: Tensor, prompt: PromptParts, ratio: float) -> Tensor:
+    """As `best`, of scores on the host: the device gets only the result."""
+    count = _count(prompt, ratio)
+    if not count:
+        return prompt.at[:0]
+    candidates = prompt.stored & ~prompt.exact
+    ranked = scores.float()[candidates]
+    numbers = ranked[~ranked.isnan()]
+    if len(numbers) <= count:
+        larger, equal = ~ranked.isnan(), ranked.isnan()
+    else:
+        least = numbers.topk(count, sorted=False).values.min()
+        larger, equal = ranked > least, ranked == least
+    chosen = larger | (equal & (equal.cumsum(0) <= count - larger.sum()))
+    return prompt.index(candidates.masked_scatter(candidates, chosen))
+
+
+def _count(prompt: PromptParts, ratio: float) -> int:
+    """Tokens that a ratio is spent on."""
+    return min(round(ratio * len(prompt.stored)), prompt.candidate_count)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from longreach.errors import InvalidInput
-from longreach.methods.fusion.base import best, check_ratio
+from longreach.methods.fusion.base import best_on_host, check_ratio
 from longreach.methods.slots import FullLayer, Fusion, PromptParts
 
 
@@ -34,4 +34,4 @@ class Dependence(Fusion):
                 "dependence: the prompt has chunks that are not exact and were stored without dependence; precompute "
                 "them with it (`longreach store add --dependence`, or Documents in a session with this method)"
             )
-        return best(prompt.dependence.to(prompt.device, non_blocking=True), prompt, self.ratio)
+        return best_on_host(prompt.dependence, prompt, self.ratio)
