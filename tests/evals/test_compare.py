@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.nn.functional import kl_div
 
 from longreach import StreamingLLM, attach
 from longreach.adapters.transformers import FusedPrompt, Precompute, read_fused
+from longreach.adapters.transformers.loop.decoder import Decoder
 from longreach.errors import InvalidInput, UnknownName
 from longreach.evals import layers
 from longreach.evals.compare import Compare, divergence
@@ -91,6 +93,28 @@ def test_reads_are_those_of_the_decode_steps(model: Any, prompt: list[int]) -> N
     assert decoded.decode_reads == throughout.decode_reads
     rows = range(1, len(prompt) + 1)
     assert throughout.prefill_reads.total == pytest.approx(sum(min(n, 4 + WINDOW) for n in rows) / sum(rows))
+
+
+def slow_at_first(monkeypatch: pytest.MonkeyPatch, seconds: float) -> list[str]:
+    """Each method's first decode step in the process takes so long, as one that compiles kernels does; who stepped."""
+    step, stepped = Decoder.step, list[str]()
+
+    def slow(self: Decoder, **options: Any) -> None:
+        name = self.method.name
+        time.sleep(0.0 if name in stepped else seconds)
+        stepped.append(name)
+        step(self, **options)
+
+    monkeypatch.setattr(Decoder, "step", slow)
+    return stepped
+
+
+def test_what_happens_once_is_in_no_time(model: Any, prompt: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    stepped = slow_at_first(monkeypatch, 1.0)
+    found = compare(model, prompt, steps=4, methods=("dense", "streaming_llm"))
+    assert set(stepped) == {"dense", "streaming_llm"} and {x.steps for x in found} == {4}
+    assert len(stepped) == len(found) * (1 + 4), "one step more for each, which is in no report"
+    assert max(x.seconds_per_token for x in found) < 1.0 / 4
 
 
 def test_it_ends_where_the_answer_of_dense_attention_ends(model: Any, prompt: list[int]) -> None:

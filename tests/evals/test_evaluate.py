@@ -26,6 +26,7 @@ from longreach.records import Journal
 from longreach.records.record import wilson
 from longreach.tasks.base import Count, Sample, all_of
 from longreach.testing.tiny import tiny_model, tiny_tokenizer
+from tests.evals.test_compare import slow_at_first
 from tests.tiers import swept
 
 METHODS = ["streaming_llm sinks=2 window=12", "streaming_llm/streaming_llm sinks=2 window=12", "oracle_top_k k=1.0"]
@@ -121,6 +122,14 @@ def test_what_a_record_says(once: dict[str, Any]) -> None:
     assert 0 <= low <= dense["score"] <= high <= 1 and dense["failed"] == 0
     assert dense["seconds"]["read"] > 0 and dense["seconds"]["per_token"] > 0
     json.dumps(once)
+
+
+def test_what_happens_once_is_in_no_time(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    stepped = slow_at_first(monkeypatch, 2.0)
+    made = run(evaluation(model, methods=["streaming_llm sinks=2 window=12"]))
+    times = [one["seconds"]["per_token"] for task in made.values() for one in task["results"].values()]
+    assert set(stepped) == {"dense", "streaming_llm"} and len(times) == 4
+    assert max(times) < 2.0 / len(stepped), "the mean over all steps, had the slow one been one of them"
 
 
 def test_prompts_fit_and_differ_by_seed(model: Any) -> None:

@@ -42,7 +42,7 @@ class Comparison:
     kl_steps: its terms, the first of them for the token right after the prompt, which no decode step made.
     first_divergence: the first of these distributions whose most likely token is not dense's, from 0; None if none.
     read_seconds: reading the prompt, once for all methods with the same prefill: the time to the first token.
-    seconds_per_token: mean decode step, None where all went into setting the loop up.
+    seconds_per_token: mean decode step past a warm-up, None where all went into setting the loop up.
     layer_error: of decode steps, see `LayerErrors.to_json`; prefill_layer_error: of a sample of the prompt's rows, None
     where the prompt is read densely. Both None unless requested; with them, times include measuring them.
     evict, fuse: configurations, None for none. fusion: what became of the tokens of a prompt with stored chunks.
@@ -144,6 +144,7 @@ class Compare:
                 reads = [ReadShares.of(session.report(spec.decode), "prefill") for spec in specs]
                 for spec, prefill_reads in zip(specs, reads, strict=True):
                     session.switch(spec.decode)
+                    reader.warm_up(first, self.steps + 1)
                     errors = LayerErrors(shape_of(self.model), self.model.device, "decode") if self.layers else None
                     session.on_layer = errors
                     with reader.rollback(spec.decode), progress(f"decoding, {spec.label}", self.steps) as advance:

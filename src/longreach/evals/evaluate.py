@@ -122,6 +122,7 @@ class Evaluation:
         self.asked: dict[str, Sequence[PromptSample]] = {}
         self.workers = workers
         self._making: Workers | None = None
+        self._warmed = set[str]()  # labels of methods that ran a decode step
 
     def build(self, progress: Progress = unseen) -> None:
         """Make all prompts; they are the same for every method.
@@ -288,6 +289,9 @@ class Evaluation:
         fed: Sequence[Sequence[int]] | None = None,
     ) -> dict[str, Any]:
         session.switch(spec.decode)
+        if spec.label not in self._warmed:  # else the first method's times would include what is compiled once
+            reader.warm_up(logits, task.max_new_tokens)
+            self._warmed.add(spec.label)
         answers, took, steps, setup, why = list[dict[str, Any]](), 0.0, 0, 0.0, None
         for draw in range(self.settings.draws):
             got = reader.answer(

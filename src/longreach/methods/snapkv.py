@@ -71,6 +71,8 @@ class SnapKV(Eviction):
         half = self.kernel // 2
         if self.pool == "max":
             return F.max_pool1d(votes.masked_fill(stay, -torch.inf), self.kernel, stride=1, padding=half)
-        shape = {"kernel_size": (1, self.kernel), "stride": 1, "padding": (0, half), "divisor_override": 1}
-        total, near = (F.avg_pool2d(x, **shape) for x in (votes.masked_fill(stay, 0.0), (~stay).to(votes)))
+        total, near = (  # sums
+            F.avg_pool2d(x, (1, self.kernel), stride=1, padding=(0, half), divisor_override=1)
+            for x in (votes.masked_fill(stay, 0.0), (~stay).to(votes))
+        )
         return total / near.clamp(min=1)

@@ -22,7 +22,7 @@ from longreach.adapters.transformers.fusing import read_batch as fused_batch
 from longreach.adapters.transformers.hf_cache import LongreachCache
 from longreach.adapters.transformers.loop.decoder import vocabulary_of
 from longreach.adapters.transformers.loop.prefill import prefill
-from longreach.adapters.transformers.loop.run import Choose, DecodeRun, now
+from longreach.adapters.transformers.loop.run import Choose, DecodeRun, GraphOption, capture_for, now
 from longreach.adapters.transformers.loop.sampling import Ends, Sampler, greedy
 from longreach.adapters.transformers.oom import memory_errors
 from longreach.adapters.transformers.prompt_tokens import check_length
@@ -182,6 +182,15 @@ class Reader:
             answer.setup_seconds, answer.decode_seconds, answer.steps = run.setup_seconds, run.decode_seconds, run.steps
             answer.evict_seconds = run.evict_seconds
 
+    def warm_up(self, logits: Tensor, most: int) -> None:
+        """Run and roll back one decode step, and reset the report, so that what is compiled at a first step is in no
+        time.
+
+        Does nothing where steps are captured, whose first ones count as setup. logits: [V], after the cache. most:
+        tokens of the answer to come.
+        """
+        _warm_up(self.session, self.cache, logits[None], most, self.graph)
+
     def _pass(self, tokens: Sequence[int], progress: Advance = _ignore, then: int = 0) -> Tensor:
         if not tokens:
             raise InvalidInput("expected at least one token, got none")
@@ -269,6 +278,11 @@ class BatchReader:
         self.cache = cache
         return logits, reports
 
+    def warm_up(self, logits: Tensor, most: int) -> None:
+        """As `Reader.warm_up`; logits: [B, V]."""
+        assert self.cache is not None
+        _warm_up(self.session, self.cache, logits, most, self.graph)
+
     @torch.no_grad()
     def answer(
         self, logits: Tensor, most: int, stop: Sequence[int], *, temperature: float = 0.0, seed: int = 0,
@@ -308,6 +322,21 @@ class BatchReader:
             runs[0].not_captured_reason,
             sum(run.evict_seconds for run in runs),
         )
+
+
+def _warm_up(session: Session, cache: LongreachCache, logits: Tensor, most: int, graph: GraphOption) -> None:
+    if most < 2 or capture_for(session, graph)[0] is not None:
+        return
+    run = DecodeRun(session, most, _ends(session, ()), graph=graph)
+    with (
+        memory_errors(),
+        cache.rollback(session.decode),
+        session.prompt_end(cache.columns),
+        closing(run.tokens(cache, logits)) as tokens,
+    ):
+        next(tokens)  # made by no step
+        next(tokens)
+    session.reset_report()
 
 
 class Fed:
