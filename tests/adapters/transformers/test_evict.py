@@ -382,15 +382,16 @@ def test_a_cache_evicts_no_keys_of_layers_with_a_window() -> None:
         generate(session, random_tokens(1, 64, seed=4), max_new_tokens=4, past_key_values=cache)
 
 
-FUSED = (A3(ratio=0.3), A3Deep(ratio=0.3), CacheBlend(ratio=0.3), Dependence(ratio=0.3), FullReuse(), LegoLink(first=3))
+FUSED = (
+    None, PIE(), A3(ratio=0.3), A3Deep(ratio=0.3), CacheBlend(ratio=0.3), Dependence(ratio=0.3), FullReuse(),
+    LegoLink(first=3),
+)  # fmt: skip
 DECODES = (Dense(), StreamingLLM(), Quest(k=0.3, page=4), Loki(k=0.3), OracleTopK(k=0.3), OracleSampling(k=0.3))
 
 
-@pytest.mark.parametrize(
-    ("fusion", "decode"),
-    [*((fusion, decode) for fusion in (None, PIE()) for decode in DECODES), *((one, Quest(k=0.3)) for one in FUSED)],
-    ids=repr,
-)
+@pytest.mark.covering
+@pytest.mark.parametrize("fusion", FUSED, ids=repr)
+@pytest.mark.parametrize("decode", DECODES, ids=repr)
 def test_every_method_that_works_over_kept_slots_runs(
     fusion: Fusion | None, decode: AttentionMethod, plans_for_tiny: Any
 ) -> None:

@@ -312,7 +312,7 @@ def test_keys_or_values_that_are_all_zero_have_no_relative_error(name: str) -> N
     assert zero[0] is not None and zero[1] is None and None not in other
 
 
-@pytest.mark.parametrize("fusion", [PIE(), A3(ratio=1.0)], ids=repr)
+@pytest.mark.parametrize("fusion", swept([PIE(), *EVERYTHING, FullReuse()], 2), ids=repr)
 @pytest.mark.parametrize("name", names("decode"))
 def test_every_decode_method_goes_with_fusion(name: str, fusion: Fusion, plans_of_tests: Path) -> None:
     """Where nothing is reused, it answers as after a plain prefill."""
