@@ -172,6 +172,23 @@ def test_presets_and_text() -> None:
         MagicPIG(tables=2, least=3)
 
 
+def test_options_without_an_effect_are_named() -> None:
+    others: tuple[dict[str, Any], ...] = (
+        {"tables": 75}, {"least": 1}, {"share": "own"}, {"sinks": 3}, {"local": 8}, {"seal": 8}, {"centre": 8},
+        {"floor": 0.1}, {"capacity": 9}, {"seed": 1}, {"dense_layers": ()}, {"error_bars": True}, {"redo": 0.0},
+    )  # fmt: skip
+    assert {name for other in others for name in other} == MagicPIG.options().keys() - {"bits", "plan", "budget"}
+    for other in others:
+        (name,) = other
+        with pytest.raises(InvalidInput, match=f"{name}: expected bits >= 1, as bits=0 reads all keys .* leave {name} out"):
+            MagicPIG(bits=0, **other)
+    with pytest.raises(InvalidInput, match="tables, centre: .* leave tables and centre out, or bits=0"):
+        MagicPIG(bits=0, tables=75, centre=8)
+    with pytest.raises(InvalidInput, match=r"seal: expected a count of tokens in \[1, 65536\], got 65537"):
+        MagicPIG(seal=65537)
+    assert MagicPIG(bits=0) == named("decode", "magicpig bits=0")
+
+
 def test_eviction_is_refused() -> None:
     method = MagicPIG.make(**SMALL)
     layers = Layers(method, slots=2)

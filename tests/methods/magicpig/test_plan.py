@@ -151,6 +151,7 @@ def test_options_that_exclude_each_other() -> None:
         ("layers", lambda x: [0, 1, 3], "layers: expected ascending layers"),
         ("seed", lambda x: -1, "seed: expected an int in"),
         ("least", lambda x: True, "least: expected an int in"),
+        ("centre", lambda x: 65537, r"centre: expected an int in \[0, 65536\]"),
         ("share", lambda x: "head", "share: expected 'own' or 'group'"),
         ("budget", lambda x: 0, "budget: expected a share of dense"),
         ("memory", lambda x: -1.0, "memory: expected a share > 0"),

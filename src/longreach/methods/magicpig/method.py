@@ -25,7 +25,7 @@ from longreach.methods.choosing import OTHER_KEYS, check_layers, check_layers_of
 from longreach.methods.error_bars import check_error_bars, measured, redo_bytes
 from longreach.methods.magicpig.notes import notes
 from longreach.methods.magicpig.plan import DENSE, KIND, MagicPIGPlan, Options, Pair, chosen_for, view
-from longreach.methods.magicpig.schedule import Schedule
+from longreach.methods.magicpig.schedule import MOST_TOKENS, Schedule
 from longreach.methods.magicpig.state import LayerTables
 from longreach.ops import Rows, Span, Spans, absolute, merge, relative
 from longreach.ops.simhash import projections
@@ -55,7 +55,8 @@ class MagicPIG(AttentionMethod):
     projections are drawn once, from `seed`. So similar queries sample similar keys, and errors persist over steps.
 
     bits, tables: signs in a code, and tables (K and L of the paper; `PRESETS` has its pairs). More bits sample fewer
-    keys, more tables sample more. bits=0 attends to all keys, with no tables. None: 10 and 75.
+    keys, more tables sample more. bits=0 attends to all keys, with no tables, and takes no other option.
+    None: 10 and 75.
     least: tables in which a key must collide.
     share: "group": all query heads of a KV head attend to the union of their samples. A key that m heads sampled has
     the log-weight log(m / sum of the heads' u). It reads as many keys as "own", with less error. "own": each query head
@@ -120,7 +121,8 @@ class MagicPIG(AttentionMethod):
             require(fits, f"{name}: expected an int in [{least}, {most}]{of}, got {value!r}")
         for name, least in (("sinks", 0), ("local", 1), ("seal", 1), ("centre", 0)):
             value = getattr(self, name)
-            require(is_count(value, least), f"{name}: expected a count of tokens >= {least}, got {value!r}")
+            fits = is_count(value, least) and value <= MOST_TOKENS
+            require(fits, f"{name}: expected a count of tokens in [{least}, {MOST_TOKENS}], got {value!r}")
         require(self.share in ("own", "group"), f"share: expected 'own' or 'group', got {self.share!r}")
         ok = isinstance(self.floor, (int, float)) and not isinstance(self.floor, bool)
         ok = ok and math.isfinite(self.floor) and 0 <= self.floor < 1
@@ -132,6 +134,7 @@ class MagicPIG(AttentionMethod):
         if self.dense_layers is not None:
             check_layers("dense_layers", self.dense_layers)
         self._check_plan()
+        self._check_used()
 
     def _check_plan(self) -> None:
         check_plan_name(self.plan)
@@ -147,6 +150,17 @@ class MagicPIG(AttentionMethod):
                 f"{', '.join(given)}: a plan chooses {'them' if len(given) > 1 else 'it'} for each layer; leave "
                 f"{' and '.join(given)} out, or {name}",
             )
+
+    def _check_used(self) -> None:
+        """Raise InvalidInput for options that bits=0 leaves without an effect."""
+        if self.bits != 0:
+            return
+        given = [f.name for f in fields(self) if f.name != "bits" and getattr(self, f.name) != f.default]
+        require(
+            not given,
+            f"{', '.join(given)}: expected bits >= 1, as bits=0 reads all keys in all layers, without tables; leave "
+            f"{' and '.join(given)} out, or bits=0",
+        )
 
     def check(self, model: ModelShape) -> None:
         check_layers_of("dense_layers", self.dense_layers or (), model.layers)
