@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,9 +13,11 @@ from torch import Tensor
 from longreach.methods import error_bars
 from longreach.methods.base import Outcome
 from longreach.methods.call import LayerCall
+from longreach.methods.error_bars import ErrorBars
 from longreach.methods.kascade import Kascade
 from longreach.methods.loki import Loki
 from longreach.methods.magicpig import MagicPIG
+from longreach.methods.magicpig import method as magicpig
 from longreach.methods.oracle_sampling import OracleSampling
 from longreach.methods.oracle_top_k import OracleTopK
 from longreach.ops import Lists, Partial, Spans
@@ -108,6 +111,35 @@ def test_redo_of_some(method: Any) -> None:
         assert values["redone"] == redone.double().mean(0).tolist() if method.name != "magicpig" else True
         some, all_ = some + int(redone.sum()), all_ + redone.numel()
     assert 0 < some < all_
+
+
+def bars_of(method: Any) -> list[ErrorBars]:
+    """Errors of each query head, and KV heads that were redone, of the layers that sampled."""
+    found, original = list[ErrorBars](), error_bars.measured
+
+    def keep(*given: Any, **more: Any) -> tuple[Partial, ErrorBars]:
+        done = original(*given, **more)
+        found.append(done[1])
+        return done
+
+    with patch.object(error_bars, "measured", keep), patch.object(magicpig, "measured", keep):
+        decode(method)
+    return found
+
+
+@each
+def test_a_kv_head_is_redone_for_one_of_its_query_heads(method: Any) -> None:
+    """Between the errors of a KV head's two query heads, one exceeds `redo` and the other does not."""
+    plain = bars_of(replace(method, error_bars=True))
+    pairs = torch.cat([bars.relative.unflatten(1, (KV_HEADS, 2)).flatten(0, 1) for bars in plain])
+    redo = float(pairs[(pairs[:, 0] - pairs[:, 1]).abs().argmax()].mean())
+    mixed = 0
+    for before, after in zip(plain, bars_of(replace(method, redo=redo)), strict=True):
+        assert torch.equal(after.relative, before.relative) and not before.redone.any()
+        above = (before.relative > redo).unflatten(1, (KV_HEADS, 2)).sum(2)
+        assert after.redone.tolist() == [[count > 0 for count in row] for row in above.tolist()]
+        mixed += int((above == 1).sum())
+    assert mixed
 
 
 def outcome_values(outcome: Outcome, rows: int) -> dict[str, Any]:
