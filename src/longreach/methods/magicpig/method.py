@@ -22,7 +22,7 @@ from longreach.methods.base import (
 )
 from longreach.methods.call import LayerCall, ModelShape
 from longreach.methods.choosing import OTHER_KEYS, check_layers, check_layers_of, max_keys, placed
-from longreach.methods.error_bars import check_error_bars, measured, redo_bytes
+from longreach.methods.error_bars import Hashed, check_error_bars, measured, redo_bytes
 from longreach.methods.magicpig.notes import notes
 from longreach.methods.magicpig.plan import DENSE, KIND, MagicPIGPlan, Options, Pair, chosen_for, view
 from longreach.methods.magicpig.schedule import MOST_TOKENS, Schedule
@@ -37,10 +37,9 @@ from longreach.plans import find, shipped_for
 PRESETS = ((8, 75), (9, 120), (10, 75), (10, 150), (10, 220), (11, 300))  # (bits, tables) of the paper, and (10, 75)
 PAIR = (10, 75)  # if neither the caller nor a plan gives a pair
 PAPER = ((0, 16), 32)  # the paper's dense layers, and its model's number of layers
-# Keys near each other collide together, which a sum of the keys' variances leaves out. In longreach-mini the error is
-# 1.3 to 1.5 times the root of that sum for lists of query heads. It is 1.2 to 1.35 times for groups, where the sum is
-# too large. With these factors two bars cover 93% (tests/methods/magicpig/test_error_bars.py).
-NEIGHBOURS = {"own": 1.7, "group": 1.5}
+# Keys that are alike collide together, which a sum of the keys' variances leaves out. The factors are fitted to
+# longreach-mini, for all presets together (docs/magicpig, "Error bars").
+HASHED = {"own": Hashed(each=1.2, together=0.5, few=20), "group": Hashed(each=1.0, together=0.5, few=20)}
 CHOSEN = ("bits", "tables", "dense_layers")  # options that a plan replaces
 PROMPT = 1 << 12  # keys of a prompt that are hashed at a time
 
@@ -279,11 +278,12 @@ class MagicPIG(AttentionMethod):
         sinks = torch.where(over, 0, self.sinks)
         rest = torch.where(over, call.context[:, None], start)
         always = Spans((Span(absolute(0), absolute(sinks)), Span(absolute(rest), relative(1))), lists.per)
-        whole, bars = merge(call.attend(always), call.attend(lists, sink=False)), None
+        certain, sample = call.attend(always), call.attend(lists, sink=False)
+        whole, bars = merge(certain, sample), None
         if self.error_bars or self.redo is not None:
             whole, bars = measured(
                 call, whole, lists, weights.factor, self.redo, candidates=start - self.sinks,
-                multiplier=NEIGHBOURS[self.share],
+                hashed=(HASHED[self.share], sample),
             )  # fmt: skip
         return Outcome(whole, notes=notes(call, found, lists, sampled, began, searched, state.summary, bars))
 
