@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from statistics import NormalDist
 
-import torch
 from torch import Tensor
 
 NORMAL = NormalDist()

@@ -148,7 +148,7 @@ def outcome(
     assert isinstance(lists, SampledLists) and lists.factor is not None  # check_error_bars refuses other lists
     draws = lists.count if draws is None else draws
     whole, bars = measured(call, whole, lists, lists.factor, redo, candidates=call.context[:, None], draws=draws)
-    return Outcome(whole, notes=Notes((columns(bars),), _same, _summary))
+    return Outcome(whole, notes=Notes((columns(bars),), _same, _summary), relative_error=bars.relative)
 
 
 def columns(bars: ErrorBars) -> Tensor:

@@ -13,11 +13,11 @@ from torch import Tensor
 from longreach.methods.call import LayerCall
 from longreach.methods.dense import Dense
 from longreach.methods.magicpig import PRESETS, MagicPIG
+from longreach.methods.magicpig import plan as plan_module
+from longreach.methods.magicpig import state as state_module
 from longreach.methods.magicpig.allocate import cheapest
 from longreach.methods.magicpig.calibrate import PAIRS, centre_of, counted, expected_error
 from longreach.methods.magicpig.notes import _bytes as bytes_of_rows
-from longreach.methods.magicpig import plan as plan_module
-from longreach.methods.magicpig import state as state_module
 from longreach.methods.magicpig.plan import DENSE, MagicPIGPlan, Options
 from longreach.methods.magicpig.state import LayerTables
 from longreach.ops import Lists

@@ -234,7 +234,9 @@ def test_options_without_an_effect_are_named() -> None:
     assert {name for other in others for name in other} == MagicPIG.options().keys() - {"bits", "plan", "budget"}
     for other in others:
         (name,) = other
-        with pytest.raises(InvalidInput, match=f"{name}: expected bits >= 1, as bits=0 reads all keys .* leave {name} out"):
+        with pytest.raises(
+            InvalidInput, match=f"{name}: expected bits >= 1, as bits=0 reads all keys .* leave {name} out"
+        ):
             MagicPIG(bits=0, **other)
     with pytest.raises(InvalidInput, match="tables, centre: .* leave tables and centre out, or bits=0"):
         MagicPIG(bits=0, tables=75, centre=8)

@@ -285,7 +285,8 @@ class MagicPIG(AttentionMethod):
                 call, whole, lists, weights.factor, self.redo, candidates=start - self.sinks,
                 hashed=(HASHED[self.share], sample),
             )  # fmt: skip
-        return Outcome(whole, notes=notes(call, found, lists, sampled, began, searched, state.summary, bars))
+        noted = notes(call, found, lists, sampled, began, searched, state.summary, bars)
+        return Outcome(whole, notes=noted, relative_error=None if bars is None else bars.relative)
 
     def workspace_bytes(self, model: ModelShape, rows: int, capacity: int, dtype: torch.dtype) -> int:
         pairs = self._pairs(model, dtype.itemsize) or (self.pair,)
