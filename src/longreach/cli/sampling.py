@@ -115,7 +115,7 @@ def show_bars(record: dict[str, Any]) -> None:
     out.print(
         f"\n{config['rows']} rows of {len(record['samples'])} prompts, all layers and query heads, "
         f"{config['error_bars']} seeds. error: rms of |o - o_dense| / |o_dense|. bar: rms of its estimate, the "
-        f"standard error. ratio: error over bar. covered: share of outputs whose error is at most two bars; least: the same in "
-        f"the task where it is least."
+        f"standard error. ratio: error over bar. covered: share of outputs whose error is at most two bars; "
+        f"least: the same in the task where it is least."
     )
     out.print(place(record))

@@ -238,7 +238,7 @@ def test_options_without_an_effect_are_named() -> None:
             InvalidInput, match=f"{name}: expected bits >= 1, as bits=0 reads all keys .* leave {name} out"
         ):
             MagicPIG(bits=0, **other)
-    with pytest.raises(InvalidInput, match="tables, centre: .* leave tables and centre out, or bits=0"):
+    with pytest.raises(InvalidInput, match=r"tables, centre: .* leave tables and centre out, or bits=0"):
         MagicPIG(bits=0, tables=75, centre=8)
     with pytest.raises(InvalidInput, match=r"seal: expected a count of tokens in \[1, 65536\], got 65537"):
         MagicPIG(seal=65537)
