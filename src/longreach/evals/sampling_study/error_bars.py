@@ -78,7 +78,8 @@ class BarProbe:
         self.methods, self.seeds = methods, seeds
         # (label, task) -> errors and bars of outputs, over the length of dense attention's, fp64 [2, outputs] each
         self.found = defaultdict[tuple[str, str], list[Tensor]](list)
-        self._task, self._first, self._advance = "", 0, _unseen
+        self._task, self._first = "", 0
+        self._advance: Advance = _unseen
 
     def begin(self, task: str, first: int, advance: Advance) -> None:
         """The next passes are over a prompt of this task. advance: by layers."""
