@@ -39,7 +39,7 @@ PAIR = (10, 75)  # if neither the caller nor a plan gives a pair
 PAPER = ((0, 16), 32)  # the paper's dense layers, and its model's number of layers
 # Keys that are alike collide together, which a sum of the keys' variances leaves out. The factors are fitted to
 # longreach-mini, for all presets together (docs/magicpig, "Error bars").
-HASHED = {"own": Hashed(each=1.2, together=0.5, few=20), "group": Hashed(each=1.0, together=0.4, few=30)}
+HASHED = {"own": Hashed(each=1.1, together=0.45, few=20), "group": Hashed(each=0.9, together=0.35, few=30)}
 CHOSEN = ("bits", "tables", "dense_layers")  # options that a plan replaces
 PROMPT = 1 << 12  # keys of a prompt that are hashed at a time
 
