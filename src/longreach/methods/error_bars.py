@@ -1,8 +1,9 @@
 """Error bars: how far attention over sampled keys is from dense attention, by the sample itself.
 
-The standard error of a row's output is the square root of `ops.sampling_variance`. Over its length it is the relative
-error: 0.1 means that the output is expected to be a tenth of its length away from dense attention's, and about 95% of
-outputs lie within twice that. It is an estimate from the sampled keys alone: no other key is read.
+The standard error of a row's output is the square root of `ops.sampling_variance`, for keys sampled by hashing of
+`Hashed.variance`. Over its length it is the relative error: 0.1 means that the output is expected to be a tenth of its
+length away from dense attention's, and about 95% of outputs lie within twice that. It is an estimate from the sampled
+keys alone: no other key is read.
 
 It costs a second pass over the sampled keys and values. With `redo` a row whose error is too large attends densely: one
 more pass over all its keys, and over none where nothing is redone. Nothing waits for the device.
