@@ -101,7 +101,7 @@ BAD_BARS: tuple[dict[str, Any], ...] = (
     *({"redo": x} for x in (-0.1, float("nan"), float("inf"), True, "0.1")),
     *({"error_bars": x} for x in (1, None, "yes")),
 )
-UNSAMPLED: tuple[dict[str, Any], ...] = ({"error_bars": True}, {"redo": 0.1}, {"redo": 0.0})  # with choose="top"
+UNSAMPLED: tuple[dict[str, Any], ...] = ({"error_bars": True}, {"redo": 0.1}, {"redo": 0.0}, {"seed": 1})  # by top-k
 MIDDLE = CONTEXT // 2
 
 CASES = {
@@ -295,6 +295,7 @@ CASES = {
             *({"capacity": x} for x in BAD_BUDGETS),
             *({"seed": x} for x in (-1, 1 << 32, 0.5, True, None)),
             *({"dense_layers": x} for x in BAD_LAYERS),
+            *({name: 1 << 17} for name in ("sinks", "local", "seal", "centre")),
         ),
     ),
 }
