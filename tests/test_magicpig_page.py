@@ -36,12 +36,49 @@ def test_numbers_are_those_of_the_record() -> None:
             REDONE if name == "None" else f"{REDONE} redo={name}"
         ),
     }
-    found = [(head, rows) for head, rows in tables(PAGE) if "bytes read" in head]
+    found = [(head, rows) for head, rows in tables(PAGE) if "bytes read" in head and "score" not in head]
     assert [head for head, _ in found] == list(expected)
     for head, rows in found:
         assert rows
         for name, *numbers in rows:
             assert tuple(numbers) == expected[head](name.strip("`")), name
+
+
+def answered(method: str) -> Row:
+    """Bytes read, mean score, and the task that loses most."""
+    tasks = next(
+        tasks
+        for name in ("group", "baselines")
+        if method in (tasks := record(f"mini-magicpig-{name}-4096")["tasks"])["vt"]["results"]
+    )
+    mine = {name: task["results"][method] for name, task in tasks.items()}
+    lost = {name: task["results"]["dense"]["score"] - mine[name]["score"] for name, task in tasks.items()}
+    worst = max(lost, key=lambda name: lost[name])
+    reads, scores = ([one["decode_reads"]["total"] for one in mine.values()], [one["score"] for one in mine.values()])
+    means = (f"{100 * sum(some) / len(some):.1f}%" for some in (reads, scores))
+    return *means, "-" if method == "dense" else f"{worst} {100 * mine[worst]['score']:.1f}%"
+
+
+def test_answers_are_those_of_the_records() -> None:
+    ((_, rows),) = [table for table in tables(PAGE) if table[0][1:] == ("bytes read", "score", "loses most on")]
+    named = {row[0].strip("`") for row in rows}
+    for name in ("group", "baselines"):
+        found = record(f"mini-magicpig-{name}-4096")
+        assert set(found["methods"]) <= named and found["config"]["samples"] == 100
+    for name, *numbers in rows:
+        assert tuple(numbers) == answered(name.strip("`")), name
+    cwe = {
+        label: task["score"]
+        for label, task in record("mini-magicpig-baselines-4096")["tasks"]["cwe"]["results"].items()
+    }
+    for share, keys in (("0.05", "5%"), ("0.02", "2%")):
+        top, drawn = (f"{100 * cwe[f'oracle_top_k k={share}{rest}']:.1f}%" for rest in ("", " choose=sample"))
+        said = (
+            f"{drawn} instead of {top} for the largest {keys} of keys"
+            if keys == "5%"
+            else f"{drawn} instead of {top} for {keys}"
+        )
+        assert said in " ".join(PAGE.split())
 
 
 def test_its_context_is_stated() -> None:
