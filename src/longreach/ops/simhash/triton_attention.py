@@ -9,6 +9,7 @@ import triton
 from torch import Tensor
 
 from longreach.ops.simhash import triton_attention_kernels as kernels
+from longreach.ops.simhash.attention import NUMBERS, look_up_bytes
 from longreach.ops.simhash.probability import TINY, form
 from longreach.ops.simhash.tables import HashTables
 from longreach.ops.simhash.triton import refuse
@@ -33,11 +34,11 @@ class Tuning:
 def attend_sampled(
     rows: Rows, kv: KVView, slots: Tensor, tables: HashTables, projections: Tensor, centre: Tensor, limit: Tensor, *,
     least: int, own: bool, sinks: int, floor: float, scale: float, softcap: float | None, tune: Tuning | None = None,
-) -> tuple[Partial, None, Tensor, None, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Partial, None, Tensor]:  # fmt: skip
     refuse(rows.q, kv.k, kv.v)
     t, device = tune or Tuning(), rows.q.device
     count, heads, dim = rows.q.shape
-    group, columns, lists = heads // kv.heads, tables.ids.shape[3], heads if own else kv.heads
+    group, columns = heads // kv.heads, tables.ids.shape[3]
     per = 4 if tables.tables < 256 else 2  # counters of a word
     width = triton.cdiv(group, per)
     part = min(t.part, triton.next_power_of_2(columns))
@@ -48,7 +49,7 @@ def attend_sampled(
         return torch.empty(count, kv.heads, *shape, dtype=dtype, device=device)
 
     out, lse = torch.empty(count, heads, dim, device=device), torch.empty(count, heads, device=device)
-    numbers = empty(HEADS + 2, dtype=torch.int32)
+    numbers = empty(len(NUMBERS), dtype=torch.int64)
     marks = torch.zeros(count * kv.heads * (width * columns + 1), dtype=torch.int32, device=device)
     looked_up = marks[-count * kv.heads :].view(count, kv.heads)
     if count:
@@ -78,17 +79,13 @@ def attend_sampled(
                 **shape, OWN=own, **paged, PER=per, WORDS=width, LAW=law, PART=part, BN=min(t.scanned, part), BC=t.keys,
             )  # fmt: skip
             kernels.attend_rest[(items, t.splits)](
-                q, q.stride()[:2], *memory, where, seq, pos, tables.stop, limit, counts, numbers, top, total, sums,
-                kv.heads, tables.first, sinks, scale, parts, BP=triton.next_power_of_2(parts), OWN=own, **shape,
-                **paged, SPLITS=t.splits, BC=t.keys,
+                q, q.stride()[:2], *memory, where, seq, pos, tables.stop, limit, counts, looked_up, numbers, top,
+                total, sums, kv.heads, tables.first, sinks, scale, parts, look_up_bytes(group, tables),
+                BP=triton.next_power_of_2(parts), OWN=own, **shape, **paged, SIZE=tables.size, SPLITS=t.splits,
+                BC=t.keys,
             )  # fmt: skip
             kernels.merge_parts[(items, group)](
-                top, total, sums, numbers, limit, out, lse, kv.heads, parts, pieces, **shape, OWN=own,
+                top, total, sums, counts, limit, out, lse, kv.heads, parts, pieces, **shape, OWN=own,
                 BP=triton.next_power_of_2(pieces), num_warps=4,
             )  # fmt: skip
-    each = numbers[..., :group].reshape(count, heads)
-    listed = each if own else numbers[..., HEADS]
-    met = each if own else numbers[..., HEADS + 1]
-    union, stop = numbers[..., HEADS], tables.stop[slots.long()[rows.seq.long()]].long()
-    assert listed.shape == (count, lists)
-    return Partial(out, lse), None, listed, None, met, union, looked_up, stop
+    return Partial(out, lse), None, numbers

@@ -190,15 +190,16 @@ def attend_parts(
 
 @triton.jit
 def attend_rest(
-    q, q_strides, k, k_strides, v, v_strides, table, table_row, filled, slots, seq, pos, stop, limit, counts, numbers,
-    top, total, out, G, lowest, sinks, scale, parts, BP: tl.constexpr, GROUP: tl.constexpr, OWN: tl.constexpr,
-    D: tl.constexpr, D2: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr, SOFTCAP: tl.constexpr,
-    SPLITS: tl.constexpr, BC: tl.constexpr,
+    q, q_strides, k, k_strides, v, v_strides, table, table_row, filled, slots, seq, pos, stop, limit, counts, looked_up,
+    numbers, top, total, out, G, lowest, sinks, scale, parts, edges, BP: tl.constexpr, GROUP: tl.constexpr,
+    OWN: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr,
+    SOFTCAP: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Add up the counts of the parts. Where a list is too long, attend to one of SPLITS pieces of all keys in the
     tables.
 
-    numbers, written: int32 [R, G, HEADS + 2], as counts. top, total, out: as in attend_parts; its entries after the
+    edges: bytes of the offsets that a KV head reads of a segment. numbers, written: int64 [R, G, NUMBERS], see
+    `attention.NUMBERS`. top, total, out: as in attend_parts; its entries after the
     first parts + 1.
     """
     item, split = tl.program_id(0), tl.program_id(1)
@@ -209,25 +210,40 @@ def attend_rest(
     sums = tl.sum(tl.load(each, mask=some, other=0), 0)
     most = tl.load(limit + r).to(tl.int32)
     mine = (wide < GROUP) if OWN else (wide == HEADS)
-    over = tl.sum((mine & (sums > most)).to(tl.int32), 0) > 0
+    full = mine & (sums > most)
+    fulls = tl.sum(full.to(tl.int32), 0)
+    over = fulls > 0
+    b = tl.load(seq + r).to(tl.int64)
+    reach = tl.minimum(tl.load(pos + r).to(tl.int32) + 1, tl.load(filled + b).to(tl.int32))
+    end = tl.load(stop + tl.load(slots + b)).to(tl.int32)
+    last, first = tl.minimum(end, reach), tl.minimum(sinks, reach)
     if split == 0:
-        tl.store(numbers + item.to(tl.int64) * (HEADS + 2) + wide, sums, mask=wide < HEADS + 2)
+        union = tl.sum(tl.where(wide == HEADS, sums, 0), 0)
+        met = tl.sum(tl.where(wide == HEADS + 1, sums, 0), 0)
+        met = tl.sum(tl.where((wide < GROUP) & (full == 0), sums, 0), 0) if OWN else tl.where(over, 0, met)
+        always = first + reach - tl.maximum(last, first)
+        segments = tl.where(end > lowest, tl.cdiv(end, SIZE) - lowest // SIZE, 0)
+        read = 2 * tl.load(looked_up + item).to(tl.int64) + segments.to(tl.int64) * edges
+        mine = numbers + item.to(tl.int64) * 7
+        tl.store(mine, union.to(tl.int64))
+        tl.store(mine + 1, met.to(tl.int64))
+        tl.store(mine + 2, fulls.to(tl.int64))
+        tl.store(mine + 3, tl.where(fulls == (GROUP if OWN else 1), 0, union).to(tl.int64))
+        tl.store(mine + 4, tl.where(over, reach, union + always).to(tl.int64))
+        tl.store(mine + 5, read)
+        tl.store(mine + 6, end.to(tl.int64))
     place = (item.to(tl.int64) * (parts + 1 + SPLITS) + parts + 1 + split) * HEADS + h
     m, z = tl.full([HEADS], float("-inf"), tl.float32), tl.zeros([HEADS], tl.float32)
     if over:
-        b = tl.load(seq + r).to(tl.int64)
-        reach = tl.minimum(tl.load(pos + r).to(tl.int32) + 1, tl.load(filled + b).to(tl.int32))
-        last = tl.minimum(tl.load(stop + tl.load(slots + b)), reach)
-        first = tl.minimum(sinks, reach)
         size = tl.cdiv(tl.maximum(last - first, 0), SPLITS)
         begin = first + split * size
-        end = tl.minimum(begin + size, last)
+        until = tl.minimum(begin + size, last)
         row = q + r.to(tl.int64) * q_strides[0] + (g * GROUP + h)[:, None] * q_strides[1] + d[None, :]
         x = tl.load(row, mask=(h < GROUP)[:, None] & (d < D)[None, :], other=0.0)
         o = tl.zeros([HEADS, D2], tl.float32)
-        for c in range(begin, end, BC):
+        for c in range(begin, until, BC):
             s = c + tl.arange(0, BC)
-            there = s < end
+            there = s < until
             kk = _vectors(k, k_strides, table, table_row, b, g, s, there, d, D, PAGED, PAGE)
             vv = _vectors(v, v_strides, table, table_row, b, g, s, there, d, D, PAGED, PAGE)
             y, _ = _logits(x, kk, scale, SOFTCAP)
@@ -239,7 +255,7 @@ def attend_rest(
 
 @triton.jit
 def merge_parts(
-    top, total, out, numbers, limit, whole, lse, G, parts, pieces, GROUP: tl.constexpr, OWN: tl.constexpr,
+    top, total, out, counts, limit, whole, lse, G, parts, pieces, GROUP: tl.constexpr, OWN: tl.constexpr,
     D: tl.constexpr, D2: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
     """out [R, H, D] and lse [R, H] of a query head: of the sample's parts, or if its list is too long of the rest; and
@@ -247,8 +263,8 @@ def merge_parts(
     """
     item, h = tl.program_id(0), tl.program_id(1)
     p, d = tl.arange(0, BP), tl.arange(0, D2)
-    count = tl.load(numbers + item.to(tl.int64) * (HEADS + 2) + (h if OWN else HEADS))
-    over = count > tl.load(limit + item // G).to(tl.int32)
+    each = counts + (item.to(tl.int64) * parts + p) * (HEADS + 2) + (h if OWN else HEADS)
+    over = tl.sum(tl.load(each, mask=p < parts, other=0), 0) > tl.load(limit + item // G).to(tl.int32)
     there = (p < pieces) & ((p == parts) | ((p > parts) if over else (p < parts)))
     place = (item.to(tl.int64) * pieces + p) * HEADS + h
     m = tl.load(top + place, mask=there, other=float("-inf"))
