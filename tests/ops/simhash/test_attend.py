@@ -20,9 +20,9 @@ SINKS, LOCAL, SCALE = 3, 5, 0.3
 BITS, TABLES = 4, 9
 
 
-def last_rows(lengths: list[int], *, few_left: int = LOCAL, **given: Any) -> Case:
+def last_rows(lengths: list[int], *, few_left: int = LOCAL, number: int = TABLES, **given: Any) -> Case:
     """A row at the end of each sequence; the last `few_left` keys are in no table."""
-    case = hashed(lengths, bits=BITS, number=TABLES, **given)
+    case = hashed(lengths, bits=BITS, number=number, **given)
     seq = torch.arange(len(lengths)).flip(0)
     group = case.rows.q.shape[1]
     q = torch.randn(len(lengths), group, 16, generator=torch.Generator().manual_seed(9)).to(case.rows.q.dtype)
@@ -30,8 +30,10 @@ def last_rows(lengths: list[int], *, few_left: int = LOCAL, **given: Any) -> Cas
     return case._replace(rows=Rows(q, seq, case.kv.seq_lens.long()[seq] - 1))
 
 
-def one_call(case: Case, limit: Tensor, share: Any, impl: str, **given: Any) -> SampledAttention:
-    drawn = projections(16, BITS, TABLES, 0)
+def one_call(
+    case: Case, limit: Tensor, share: Any, impl: str, *, number: int = TABLES, **given: Any
+) -> SampledAttention:
+    drawn = projections(16, BITS, number, 0)
     slots = torch.arange(len(case.kv.seq_lens))
     terms = {"scale": SCALE, "sinks": SINKS, **given}
     return attend_sampled(

@@ -23,7 +23,7 @@ from longreach.methods.base import (
 from longreach.methods.call import LayerCall, ModelShape
 from longreach.methods.choosing import OTHER_KEYS, check_layers, check_layers_of, max_keys, placed
 from longreach.methods.error_bars import Hashed, check_error_bars, measured, redo_bytes
-from longreach.methods.magicpig.notes import notes
+from longreach.methods.magicpig.notes import notes, notes_of_numbers
 from longreach.methods.magicpig.plan import DENSE, KIND, MagicPIGPlan, Options, Pair, chosen_for, view
 from longreach.methods.magicpig.schedule import MOST_TOKENS, Schedule
 from longreach.methods.magicpig.state import LayerTables
@@ -256,8 +256,9 @@ class MagicPIG(AttentionMethod):
 
     def _sampled(self, call: LayerCall, state: LayerTables, began: int) -> Outcome:
         lists_needed = self.error_bars or self.redo is not None
-        if not lists_needed and call.impl in ("auto", "numba") and call.computes("simhash_attend", "numba"):
-            return self._in_one_call(call, state, began)
+        on_gpu = call.rows.q.device.type != "cpu"  # where one call has not been measured against the four ops
+        if not lists_needed and not on_gpu and not call.computes("simhash_attend", "reference"):
+            return self._in_one_call(call, state)
         tables = state.tables
         by_slot = Rows(call.rows.q, call.slots[call.rows.seq.long()], call.rows.pos)
         codes = call.op("simhash_codes", call.rows.q, state.projections)
@@ -300,16 +301,17 @@ class MagicPIG(AttentionMethod):
         said = notes(call, met, union, over, sampled, reads, state.summary, bars)
         return Outcome(whole, notes=said, relative_error=None if bars is None else bars.relative)
 
-    def _in_one_call(self, call: LayerCall, state: LayerTables, began: int) -> Outcome:
-        """`_sampled` without error bars, where one kernel computes all of it."""
+    def _in_one_call(self, call: LayerCall, state: LayerTables) -> Outcome:
+        """`_sampled` without error bars, where kernels attend without lists."""
         limit = call.once((self, "limit"), lambda: budget(self.capacity, call.context))
         found = call.op(
             "simhash_attend", state.tables, state.projections, state.centre, limit, least=self.least,
             share=self.share, sinks=self.sinks, floor=self.floor,
         )  # fmt: skip
-        noted, over = call.meter.noted, found.lists.overflowed
-        reads, sampled = [noted[began:-2], noted[-2:], noted[:0]], found.stop[:, None] > self.sinks
-        return Outcome(found.partial, notes=notes(call, found.met, found.union, over, sampled, reads, state.summary))
+        return Outcome(
+            found.partial,
+            notes=notes_of_numbers(call, found, state.projections.nbytes, self.share, self.sinks, state.summary),
+        )
 
     def workspace_bytes(self, model: ModelShape, rows: int, capacity: int, dtype: torch.dtype) -> int:
         pairs = self._pairs(model, dtype.itemsize) or (self.pair,)

@@ -80,7 +80,7 @@ def attend_sampled(
     fp32 [sequences of the tables, G, D]. limit: int [R]. Keys in the tables must be visible to the rows. least, share,
     floor: as in `collide` and `weigh`; scale, softcap, sink_logit: as in `attend`. The result is that of the four ops,
     with the same sample.
-    Raises InvalidInput for what does not fit. For a GPU, and for error bars, which need the lists, call the four ops.
+    Raises InvalidInput for what does not fit. For error bars, which need lists and factors, call the four ops.
     """
     check_memory(rows, kv)
     require(isinstance(tables, HashTables), lambda: f"tables: expected HashTables, got {describe(tables)}")
