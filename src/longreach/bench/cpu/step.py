@@ -48,7 +48,9 @@ class Step:
             problem.rows, problem.kv, self.slots, self.tables, self.directions, problem.centre, self.limit,
             share=self.preset.share, sinks=SINKS, scale=problem.shape.scale, impl=self.impl,  # type: ignore[arg-type]
         )  # fmt: skip
-        return Result(found.partial, found.lists, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        assert found.lists is not None
+        return Result(found.partial, found.lists, seconds)
 
     @torch.no_grad()
     def parts(self) -> tuple[float, ...]:
