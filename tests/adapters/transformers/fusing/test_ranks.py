@@ -195,6 +195,17 @@ def misses(rank: int, world: int, folder: str, place: str) -> dict[str, Any]:
     with attach(model, fuse=A3(ratio=0.2)) as session, ChunkStore(own) as store:
         for name in ("own, at first", "own, again", "own, then"):
             found[name] = read_by(documents(session, store))
+        with ChunkStore(Path(place) / f"exact {rank}") as leading:
+            for _ in range(2):  # one rank's store has them after the first time
+                lead = documents(session, leading)
+                lead.read(TEXTS[:2], exact=True)
+            documents(session, leading).read(TEXTS[1::-1])  # the same chunks behind the system prompt alone
+            if rank:
+                path = Path(place) / f"exact {rank}" / f"{lead.chunks[1][0].key.name}.safetensors"
+                path.write_bytes(path.read_bytes()[:-9])
+            again = documents(session, leading)
+            again.read(TEXTS[:2])
+            found["one exact chunk broken"] = [(origin.state, origin.exact) for origin in again.origins]
         keys = documents_keys(session, known)
         if rank:
             store.remove(keys[0])
@@ -253,6 +264,9 @@ def test_what_one_rank_lacks_all_compute(missed: list[dict[str, Any]]) -> None:
     assert states["own, then"] == [{"stored"}] * 2
     lacking = [[state for state, _ in found["one lacks a chunk"][1]] for found in (one, two)]
     assert lacking[0] == lacking[1] and lacking[0].count("computed") == 1
+    broken = [[state for state, _ in found["one exact chunk broken"]] for found in (one, two)]
+    assert all(exact for found in (one, two) for _, exact in found["one exact chunk broken"])
+    assert [states.count("recomputed") for states in broken] == [0, 1] and broken[0].count("computed") == 1
     assert {state for found in (one, two) for state, _ in found["no store on one"][1]} == {"computed"}
     assert {state for found in (one, two) for state, _ in found["one fails"][1]} == {"computed"}
     assert [{sound for _, sound in found["one fails"][1]} for found in (one, two)] == [{True}, {False}]
