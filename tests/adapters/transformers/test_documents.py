@@ -298,7 +298,7 @@ def test_arguments_of_other_types(given: dict[str, Any], message: str) -> None:
 
 
 def test_frames() -> None:
-    assert frame(tiny_tokenizer(), "").head == "" and not frame(tiny_tokenizer()).templated
+    assert frame(tiny_tokenizer(), "").head == () and not frame(tiny_tokenizer()).templated
     with pytest.raises(InvalidInput, match="the system prompt must be text"):
         frame(tiny_tokenizer(), "\udcff")
     assert longreach.Documents is Documents
