@@ -319,3 +319,4 @@ def test_documents_share_a_pool(tmp_path: Path) -> None:
             store.gc(max_bytes=0)
     assert answers[0] == answers[1]
     assert documents.account is not None and documents.account.fusion.loaded_bytes == 0, "nothing is copied on a CPU"
+    assert documents.account.fusion.waited_seconds is None, "and no wait was measured"

@@ -42,7 +42,7 @@ class ControlTokens:
         if unknown in (getattr(tokenizer, "bos_token_id", None), getattr(tokenizer, "eos_token_id", None)):
             unknown = None  # one token for all of them, as in GPT-2, which has no unknown text
         template = str(getattr(tokenizer, "chat_template", None) or "")
-        added = getattr(tokenizer, "added_tokens_decoder", {})
+        added: dict[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
         special = {*getattr(tokenizer, "all_special_ids", ())}
         self._names = {
             number: str(token)
