@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
@@ -99,7 +99,7 @@ def test_what_cannot_be_split_is_refused_by_name() -> None:
 
     class Slow:
         bos_token_id, eos_token_id, eos_token, all_special_ids = 1, 2, "</s>", (1, 2)
-        added_tokens_decoder = {2: AddedToken("</s>", special=True)}
+        added_tokens_decoder: ClassVar[dict[int, AddedToken]] = {2: AddedToken("</s>", special=True)}
 
         def __call__(self, text: str, **options: Any) -> Any:
             return type("Encoding", (), {"input_ids": [2] if "</s>" in text else [5]})

@@ -46,8 +46,8 @@ class Pieces:
     """A document's chunks, in order, and the account of them.
 
     chunks: together all characters and all tokens, none twice. special: how many control tokens of the tokenizer the
-    document's own text spells out; they are read as text. restored: characters up to which the tokens, decoded, are the text; the tokenizer
-    itself changes what follows (lower case, spaces, normal forms), in chunks as in any prompt.
+    document's own text spells out; they are read as text. restored: characters up to which the tokens, decoded, are the
+    text; the tokenizer itself changes what follows (lower case, spaces, normal forms), in chunks as in any prompt.
     """
 
     characters: int

@@ -30,8 +30,8 @@ class Encoded(NamedTuple):
 
 
 class ControlTokens:
-    """The control tokens of a tokenizer: its special tokens but those of unknown text and of bytes (`<0x0A>`), and added
-    tokens in brackets that its chat template writes."""
+    """The control tokens of a tokenizer: its special tokens but those of unknown text and of bytes (`<0x0A>`), and
+    added tokens in brackets that its chat template writes."""
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer

@@ -51,8 +51,8 @@ class FusedPrompts:
     tokens per pass where a prompt is read plainly, and while chunks are computed. graph: as in `generate`, for answers
     without eviction; it moves memory, so that with it a captured step would be captured anew for every prompt.
     dependence: whether chunks that are not exact get that of their tokens: behind the first chunk, and the first one
-    behind the second. The only chunk of a prompt has no other: it is run behind its own first tokens, as many as the rest of
-    the prompt has, so that this takes no more room than the prompt.
+    behind the second. The only chunk of a prompt has no other: it is run behind its own first tokens, as many as the
+    rest of the prompt has, so that this takes no more room than the prompt.
     Raises as `Precompute`, and as `prefix_tokens`.
     """
 
