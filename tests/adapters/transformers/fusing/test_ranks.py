@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import Mock, patch
 
@@ -24,6 +25,7 @@ from longreach.adapters.transformers.ranks import Ranks, in_pass, together
 from longreach.errors import OtherRankFailed, StoreError, Unsupported
 from longreach.methods.fusion import A3Deep
 from longreach.methods.slots import Fusion
+from longreach.ops import HeadShard
 from longreach.testing.ranks import run_on_ranks
 from longreach.testing.tiny import save_tiny, tiny_tokenizer
 
@@ -166,6 +168,29 @@ def test_chunks_are_stored_once_and_found_by_all(results: Any) -> None:
         assert all(found[f"own/{name}{evicting}"].states == {"stored"} for name, evicting in rest)
     for found in results[1]:
         assert all(found[f"others/{name}"].states == {"stored"} for name, _ in cases(family, False))
+
+
+@pytest.mark.parametrize(("size", "total"), [(2, 2), (2, 4), (4, 2), (4, 1)])
+def test_errors_count_each_head_once_however_many_ranks_hold_it(size: int, total: int) -> None:
+    """With fewer KV heads than ranks, several ranks hold the same one."""
+    count = max(1, total // size)
+    norms = torch.rand(total, 3, 4, generator=torch.Generator().manual_seed(1)) + 0.1  # of each head
+    sums = list[torch.Tensor]()
+
+    def summing(x: torch.Tensor) -> torch.Tensor:
+        sums.append(x)
+        return x
+
+    for rank in range(size):
+        first = rank * total // size
+        facts = SimpleNamespace(shards={7: HeadShard(first, count, total)})
+        some = SimpleNamespace(
+            ranks=SimpleNamespace(size=size, sum=summing), session=SimpleNamespace(facts=facts), errors={7: None}
+        )
+        mine = norms[first : first + count].square().sum(0, keepdim=True).sqrt()  # [L, B, 4]
+        FusedPass._of_all_heads(some, mine)  # type: ignore[arg-type]
+    want = norms.square().sum(0).sqrt()
+    torch.testing.assert_close(torch.stack(sums).sum(0)[0].sqrt(), want)
 
 
 def test_the_fingerprint_is_the_whole_models(results: Any) -> None:
