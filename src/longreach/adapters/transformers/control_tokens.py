@@ -88,7 +88,8 @@ class ControlTokens:
             self._core = Tokenizer.from_str(json.dumps(content))
             self._core.no_truncation()
             self._core.no_padding()
-            self._own = {self._core.token_to_id(text): number for text, number in ids.items()}
+            known = {text: self._core.token_to_id(text) for text in ids}
+            self._own = {at: ids[text] for text, at in known.items() if at is not None}
         return self._core
 
     def _hide(self, text: str) -> str:
