@@ -36,7 +36,7 @@ def share(line: str) -> float:
 
 
 def test_every_example_is_tested_and_says_how_to_run_it() -> None:
-    tested = {"ask_a_file", "attend_alone", "compare_methods", "many_questions"}
+    tested = {"ask_a_file", "ask_documents", "attend_alone", "compare_methods", "many_questions"}
     assert {path.stem for path in EXAMPLES.glob("*.py")} == tested
     for path in EXAMPLES.glob("*.py"):
         assert f"\nRun: python examples/{path.name}" in path.read_text()
@@ -47,6 +47,21 @@ def test_ask_a_file(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def
     (tmp_path / "notes.txt").write_text(f"{filler}The access code for the archive is 4815162. {filler[:150]}")
     out = run("ask_a_file", tmp_path / "notes.txt", "What is the access code for the archive?").splitlines()
     assert out[0] == "4815162" and 30.0 <= share(out[1]) < 40.0
+
+
+def test_ask_documents(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("The boats left at noon for the island. " * 80)
+    filler = "The brown hen laid an egg in the hay. " * 40
+    (tmp_path / "b.txt").write_text(f"{filler}The access code for the barn is 4815162. {filler}")
+    first, again = (
+        run("ask_documents", "What is the access code for the barn?", "a.txt", "b.txt").splitlines() for _ in range(2)
+    )
+    assert first[0] == again[0] == "4815162"
+    stored, computed = map(int, re.findall(r"\d+", first[1]))
+    assert stored == 0 < computed and again[1] == f"chunks: {computed} stored, 0 computed"
+    total, reused = map(int, re.findall(r"\d+", again[2]))
+    assert 0.8 < reused / total < 0.86 and again[2] == first[2]
 
 
 def test_many_questions(run) -> None:  # type: ignore[no-untyped-def]

@@ -48,6 +48,7 @@ SHARED = {
         "numba_math",
         "numba_pool",
         "numba_pool_kernels",
+        "numba_softmax",
     },
     "methods": {"base", "call", "choosing", "error_bars", "registry", "slots", "values"},
     "adapters": set[str](),

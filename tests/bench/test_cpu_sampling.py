@@ -15,6 +15,9 @@ from longreach.bench.cpu import decode, sampling
 from longreach.bench.cpu.inputs import LOCAL, SINKS, Preset, Problem, Shape
 from longreach.bench.cpu.step import PARTS, Step, distance, exact
 from longreach.errors import Unsupported
+from longreach.methods.call import LayerCall
+from longreach.methods.magicpig import MagicPIG
+from longreach.methods.magicpig.state import LayerTables
 from longreach.records.sources import source_hash
 from longreach.records.stale import stale
 
@@ -74,6 +77,21 @@ def test_the_oracle_of_a_step() -> None:
     alone = torch.softmax(logits, 0) @ problem.kv.v[0, 1, slots].double()
     torch.testing.assert_close(want[head], alone)
     assert step.reads(result.lists)["rows"] == int(result.lists.count.sum())
+
+
+def test_keys_are_centred_and_left_out_as_by_the_method() -> None:
+    """The mean, and the slots in the tables, are those of MagicPIG's own state over the same keys."""
+    problem = Problem(replace(SMALL, context=3000), 0)
+    method = MagicPIG(4, 9, seed=0, dense_layers=())
+    kv = problem.kv
+    call = LayerCall(0, problem.rows, kv, torch.tensor([0]), problem.shape.scale)
+    state = method.new_state(call, 1)
+    assert isinstance(state, LayerTables)
+    state.follow(call, kv.seq_lens, 4096)
+    torch.testing.assert_close(problem.centre, state.centre)
+    _, tables = problem.tables(4, 9, "numba")
+    assert tables.first == state.tables.first and method.sinks == SINKS
+    assert int(tables.stop[0]) == 3000 - method.local
 
 
 def test_a_wrong_step_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -171,3 +171,16 @@ def test_what_belongs_to_documents(longreach: Any, tiny: Path, document: Path, t
     empty = tmp_path / "empty.txt"
     empty.write_text(" ")
     refused(longreach("compare", "--model", tiny, "--documents", empty), "is empty")
+
+
+@pytest.mark.parametrize("document", ["--document", "--documents"])
+def test_a_method_given_twice_is_refused(longreach: Any, tiny: Path, document: str, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("A hen.")
+    start = ["compare", "--model", tiny, document, tmp_path / "a.txt", "--question", "Who?"]
+    one, two = ("dense fuse=pie", "pie") if document == "--documents" else ("quest k=4", "quest")
+    for more, message in (
+        (["--method", one, "--method", one.replace(" ", "  ")], f"--method: {one!r} is given 2 times; give it once"),
+        (["--methods", f"{two},{two},{two}"], f"--methods: {two!r} is given 3 times; give it once"),
+    ):
+        result = longreach(*start, *more)
+        assert result.code == 2 and message in result.err

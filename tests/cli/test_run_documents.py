@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from longreach.adapters.transformers import FusionReport
+from longreach.cli.run_documents import _copies
 from longreach.testing.tiny import save_tiny
 
 QUESTION = "What is the code for the barn?"
@@ -140,3 +142,13 @@ def test_dependence_is_computed_on_the_way_and_told(
     for said, computed in zip(found, (3, 0), strict=True):  # the first of 4 chunks is exact
         assert sum(d["stored"] for d in said["documents"]) == 4
         assert sum(d["dependence_computed"] for d in said["documents"]) == computed
+
+
+@pytest.mark.parametrize(
+    ("loaded", "waited", "want"),
+    [(0, None, ""), (3 << 30, None, "Copied to the device: 3.22 GB, without overlap. "),
+     (5_000_000, 0.012, "Copied to the device: 5 MB, 12 ms waited for them. ")],
+)  # fmt: skip
+def test_copies_to_the_device(loaded: int, waited: float | None, want: str) -> None:
+    report = FusionReport(9, 0, 0, 5, 4, (None,), (None,), loaded, waited)
+    assert _copies(report) == want

@@ -50,6 +50,22 @@ def test_json_without_ablations(longreach: Any, tiny: Path) -> None:
     assert "magicpig bits=7 tables=120 share=group" not in found["results"]["methods"]
 
 
+def test_error_bars(longreach: Any, tiny: Path, tmp_path: Path) -> None:
+    record = tmp_path / "b.json"
+    result = longreach(*asked(tiny, "--error-bars", 2, "--seed", 3, "--output", record))
+    assert result.code == 0, result.err
+    assert all(len(line) <= 80 for line in result.out.splitlines())
+    found = json.loads(record.read_text())
+    assert found["kind"] == "error bars" and "commit" in found and found["tasks"].keys() == {"niah_single_2"}
+    assert found["config"] == {"length": 900, "samples": 1, "rows": 2, "seed": 3, "error_bars": 2,
+                               "prefill_chunk_size": 512, "centre": 225}  # fmt: skip
+    label = "magicpig bits=10 tables=75 share=group"
+    mine = found["results"][label]["all"]
+    row = next(line for line in result.out.splitlines() if line.startswith(label))
+    assert row.split()[-5:-1] == [f"{mine['error']:.3f}", f"{mine['bar']:.3f}", f"{mine['ratio']:.2f}",
+                                  f"{mine['covered']:.1%}"]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("more", "words"),
     [
@@ -59,6 +75,9 @@ def test_json_without_ablations(longreach: Any, tiny: Path) -> None:
         (["--centre", "800"], ["niah_single_2", "lower --rows or --centre (now 800)"]),
         (["--tasks", "needles2"], ["unknown task"]),
         (["--output", "/proc/x/y.json"], ["cannot write", "--output"]),
+        (["--error-bars", "0"], ["--error-bars", "at least 1"]),
+        (["--error-bars", "1", "--figures", "x"], ["--figures: has no effect with --error-bars"]),
+        (["--error-bars", "1", "--no-ablations"], ["--no-ablations: has no effect with --error-bars"]),
         (["--figures", "/proc/x"], ["cannot write pictures", "--figures"]),
     ],
 )

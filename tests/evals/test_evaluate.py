@@ -18,7 +18,7 @@ from longreach.adapters.transformers import BatchReader, Precompute
 from longreach.errors import InvalidInput, MeasurementFailed, UnknownName
 from longreach.evals import evaluate
 from longreach.evals.evaluate import Evaluation, Settings, failed
-from longreach.evals.fusion import CONTROLS
+from longreach.evals.fusion import BEHIND, CONTROLS
 from longreach.evals.methods import specs
 from longreach.evals.prompting import fitted, prompt_tokens
 from longreach.evals.scores import diverges_at, result, tasks_entry
@@ -382,6 +382,52 @@ def test_a_fused_prompt_that_fails_is_a_failure_of_its_methods(model: Any, monke
     monkeypatch.setattr(Precompute, "compute", broken)
     found = tasks_entry(made, made.run({}, lambda key, part: None))["letters"]["results"]
     assert [found[label]["failed"] for label in found] == [0, 3, 3]
+
+
+@pytest.mark.parametrize("chunks", BEHIND)
+def test_prompts_of_one_chunk(model: Any, chunks: Any) -> None:
+    labels = ["dense fuse=dependence", "dense fuse=dependence fuse.ratio=1.0"]
+    made = Evaluation(
+        model, tiny_tokenizer(), [Letters()], specs(labels),
+        Settings((120,), samples=2, chunk_tokens=200, chunks=chunks),
+    )  # fmt: skip
+    made.build()
+    assert all(len(asked.chunks) == 1 for asked in made.asked["letters"])
+    found = tasks_entry(made, made.run({}, lambda key, part: None))["letters"]["results"]
+    assert [found[label]["failed"] for label in labels] == [0, 0]
+    texts = [[a["text"] for a in found[label]["answers"]] for label in ("dense", labels[1])]
+    assert texts[0] == texts[1]
+    exact = chunks != "alone"  # nothing but BOS stands before the chunk
+    assert (found[labels[0]]["fusion"]["recomputed"] == 0) == exact
+
+
+def test_a_method_that_refuses_a_prompt_fails_in_it_alone(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    labels = ["dense fuse=pie", "dense fuse=pie evict=snapkv evict.capacity=60"]
+    made = Evaluation(
+        model, tiny_tokenizer(), [Letters()], specs(labels), Settings((120,), samples=3, chunk_tokens=20)
+    )  # fmt: skip
+    made.build()
+    read, calls = BatchReader.read_fused, list[int]()
+
+    def refusing(self: Any, prompt: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 4:  # the second method, at the second prompt
+            raise InvalidInput("the question is too long")
+        return read(self, prompt)
+
+    kept = dict[str, Any]()
+    monkeypatch.setattr(BatchReader, "read_fused", refusing)
+    found = tasks_entry(made, made.run({}, kept.__setitem__))["letters"]["results"]
+    want = [None, "InvalidInput: the question is too long", None]
+    assert [a["error"] for a in found[labels[1]]["answers"]] == want and found[labels[0]]["failed"] == 0
+    assert f"{labels[0]}|letters|1" not in kept and f"{labels[0]}|letters|2" in kept
+
+    def unmeasured(self: Precompute, tokens: Any) -> Any:
+        raise InvalidInput("no room")
+
+    monkeypatch.setattr(Precompute, "compute", unmeasured)
+    found = tasks_entry(made, made.run({}, lambda key, part: None))["letters"]["results"]
+    assert [found[label]["failed"] for label in ("dense", *labels)] == [0, 3, 3]
 
 
 def test_what_fusion_cannot_be_asked(model: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from longreach.errors import InvalidInput, MeasurementFailed, OutOfMemory
+from longreach.errors import InvalidInput, MeasurementFailed, OutOfMemory, Unsupported
 from longreach.evals.failures import failure
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -16,6 +16,9 @@ def test_crashes_are_told_in_a_line_and_what_is_asked_wrongly_is_raised() -> Non
     assert failure(OutOfMemory("too much"), CPU) == "OutOfMemory: too much"
     with pytest.raises(InvalidInput, match="no such"):
         failure(InvalidInput("no such"), CPU)
+    assert failure(InvalidInput("too long"), CPU, of_sample=True) == "InvalidInput: too long"
+    with pytest.raises(Unsupported, match="changed"):
+        failure(Unsupported("changed"), CPU, of_sample=True)
 
 
 def test_a_gpu_that_still_works_goes_on_and_one_that_does_not_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,7 +101,7 @@ BAD_BARS: tuple[dict[str, Any], ...] = (
     *({"redo": x} for x in (-0.1, float("nan"), float("inf"), True, "0.1")),
     *({"error_bars": x} for x in (1, None, "yes")),
 )
-UNSAMPLED: tuple[dict[str, Any], ...] = ({"error_bars": True}, {"redo": 0.1}, {"redo": 0.0})  # with choose="top"
+UNSAMPLED: tuple[dict[str, Any], ...] = ({"error_bars": True}, {"redo": 0.1}, {"redo": 0.0}, {"seed": 1})  # by top-k
 MIDDLE = CONTEXT // 2
 
 CASES = {
@@ -276,7 +276,7 @@ CASES = {
             MagicPIG(bits=4, tables=9, share="own", sinks=1, local=4, seal=16, centre=7, dense_layers=(1,)),
             MagicPIG(bits=3, tables=5, least=1, sinks=0, local=8, seal=8, centre=0, floor=0.1, seed=3, error_bars=True),
             MagicPIG(bits=4, tables=20, local=8, seal=8, centre=8, capacity=15, dense_layers=()),
-            MagicPIG(bits=4, tables=9, share="own", local=8, seal=8, centre=8, dense_layers=(), redo=1.2),
+            MagicPIG(bits=4, tables=9, share="own", local=8, seal=8, centre=8, dense_layers=(), redo=2.0),
             MagicPIG(local=8, seal=8, centre=8),  # by the plan of the tests
         ),
         refused=(
@@ -295,6 +295,7 @@ CASES = {
             *({"capacity": x} for x in BAD_BUDGETS),
             *({"seed": x} for x in (-1, 1 << 32, 0.5, True, None)),
             *({"dense_layers": x} for x in BAD_LAYERS),
+            *({name: 1 << 17} for name in ("sinks", "local", "seal", "centre")),
         ),
     ),
 }

@@ -110,6 +110,29 @@ def test_redo_of_some(method: Any) -> None:
     assert 0 < some < all_
 
 
+@each
+def test_a_kv_head_is_redone_for_one_of_its_query_heads(method: Any) -> None:
+    """Between the errors of a KV head's two query heads, one exceeds `redo` and the other does not."""
+    plain = decode(replace(method, error_bars=True))
+    errors = {n: o.relative_error for n, (_, o) in enumerate(plain) if o.relative_error is not None}
+    pairs = torch.cat([error.unflatten(1, (KV_HEADS, 2)).flatten(0, 1) for error in errors.values()])
+    redo = float(pairs[(pairs[:, 0] - pairs[:, 1]).abs().argmax()].mean())
+    mixed = 0
+    for n, (_, after) in enumerate(decode(replace(method, redo=redo))):
+        assert (after.relative_error is None) == (n not in errors) == (after.dense_reason is not None)
+        if after.relative_error is None:
+            continue
+        assert torch.equal(after.relative_error, errors[n])
+        above = (errors[n] > redo).unflatten(1, (KV_HEADS, 2)).sum(2)
+        want = [[float(count > 0) for count in row] for row in above.tolist()]
+        redone = columns_of(after)["redone"]
+        if method.name == "magicpig":  # the short sequence has no keys in the tables and is in no column
+            assert not above[1].any() and not redone[1].any()
+        assert redone.tolist() == want
+        mixed += int((above == 1).sum())
+    assert mixed
+
+
 def outcome_values(outcome: Outcome, rows: int) -> dict[str, Any]:
     """The report's values of one layer and step."""
     assert outcome.notes is not None

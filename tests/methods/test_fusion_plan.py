@@ -53,7 +53,9 @@ def test_a_plan_of_another_model_or_kind_is_refused(saved: str, tmp_path: Path) 
 
 
 def test_a_layer_and_a_plan_do_not_go_together() -> None:
-    with pytest.raises(InvalidInput, match=r"layer=3 and plan='p\.json': a plan says the layer; leave one of them out"):
+    with pytest.raises(
+        InvalidInput, match=r"layer=3 and plan='p\.json': the plan sets the layer; give only one of the two"
+    ):
         A3Deep(layer=3, plan="p.json")
     with pytest.raises(InvalidInput, match="plan: expected a file"):
         A3Deep(plan="")

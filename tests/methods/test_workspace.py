@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from longreach import MAC, Kascade, LessIsMore, Loki, MagicPIG, OmniKV, OracleTopK, Quest, StreamingLLM
+from longreach import MAC, Kascade, LessIsMore, Loki, MagicPIG, OmniKV, OracleSampling, OracleTopK, Quest, StreamingLLM
 from longreach.cache import CacheConfig, SequenceState
 from longreach.methods.base import AttentionMethod, PromptObserver
 from longreach.methods.call import LayerCall
@@ -30,6 +32,13 @@ METHODS = [
     OracleTopK(k=0.3),
     MagicPIG(bits=6, tables=9, local=8, seal=8, centre=16, dense_layers=()),
     MagicPIG(bits=6, tables=9, local=8, seal=8, centre=16, dense_layers=(), redo=0.1),
+]
+SAMPLING = [
+    OracleTopK(k=0.3, choose="sample"),
+    OracleSampling(k=0.3),
+    Loki(k=0.3, choose="sample"),
+    Kascade(k=0.3, min_keys=8, choose="sample"),
+    MagicPIG(bits=6, tables=9, local=8, seal=8, centre=16, dense_layers=()),
 ]
 
 
@@ -93,6 +102,17 @@ def test_workspace_bytes(
     measured = held(method, rows) - plain.setdefault(rows, held(Dense(), rows))
     assert measured <= declared + 64 * rows
     assert declared <= 1.5 * measured + 64 * rows
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("method", SAMPLING, ids=repr)
+def test_workspace_bytes_of_redone_rows(method: Any, rows: int) -> None:
+    """The result of dense attention, and of both put together: fp32 outputs and an lse of each query head."""
+    redone, plain = (
+        each.workspace_bytes(MODEL, rows, CONTEXT + 1, torch.float32)
+        for each in (replace(method, redo=0.1), replace(method, error_bars=True))
+    )
+    assert redone - plain == 2 * rows * MODEL.query_heads * (MODEL.head_dim + 1) * 4
 
 
 @pytest.fixture(scope="module")

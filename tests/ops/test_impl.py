@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from longreach.errors import UnknownName
+from longreach.ops import KVView, Rows, simhash
+from longreach.ops import impl as module
 from longreach.ops.attend import IMPLEMENTATIONS
 from longreach.ops.impl import Implementations, _warn_slow
 from longreach.ops.pooled_scores import IMPLEMENTATIONS as pooled
@@ -29,6 +31,18 @@ def test_the_reference_is_always_there(op: Implementations) -> None:
     assert op.choose("reference", CPU) == "reference"
     assert op.choose("auto", CPU) in op.names()
     assert callable(op.get("auto", CPU))
+
+
+def test_numba_takes_few_rows_of_a_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to 8 rows for each sequence of a view, all together: above, matrix products serve them better."""
+    monkeypatch.setattr(module, "_installed", lambda package: True)
+    for sequences in (1, 3):
+        for count, name in ((8 * sequences, "numba"), (8 * sequences + 1, "reference")):
+            kv = KVView(*torch.zeros(2, sequences, 2, 40, 16), torch.full((sequences,), 40))
+            seq = torch.arange(count).clamp(max=sequences - 1)  # most rows are of one sequence
+            rows = Rows(torch.zeros(count, 4, 16), seq, torch.arange(count))
+            assert IMPLEMENTATIONS.choose("auto", CPU, rows, kv) == name
+            assert simhash.CODES.implementations.choose("auto", CPU, rows, kv) == "numba"  # as fast for any number
 
 
 @pytest.mark.parametrize("op", [IMPLEMENTATIONS, pooled])

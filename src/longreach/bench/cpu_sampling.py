@@ -22,7 +22,7 @@ from longreach.ops.impl import compiles
 from longreach.records import check_writable, environment, write
 from longreach.records.sources import source_hash
 
-FORMAT = 1
+FORMAT = 2
 CONTEXTS = (32768, 98304)
 DECODED = 16384
 SOURCES = ("cpu_kernels",)

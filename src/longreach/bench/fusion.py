@@ -158,7 +158,8 @@ class _Reader:
     def told(self) -> dict[str, Any]:
         r = self.report
         counts = {name: getattr(r, name) for name in ("exact", "recomputed", "reused", "computed", "loaded_bytes")}
-        return {**counts, "waited_microseconds": 1e6 * r.waited_seconds}
+        waited = r.waited_seconds
+        return {**counts, "waited_microseconds": None if waited is None else 1e6 * waited}
 
     def parts(self, bench: Decoding) -> dict[str, float]:
         """Milliseconds of the device, in one more read: all of it, its first layer, placing, the choice, waiting for
@@ -174,7 +175,8 @@ class _Reader:
             marks.mark("end")
         found = marks.milliseconds()
         if found:
-            found["waited for copies"] = 1e3 * self.report.waited_seconds
+            if self.report.waited_seconds is not None:
+                found["waited for copies"] = 1e3 * self.report.waited_seconds
             found["recompute"] = 2 * found["all"] - sum(found.values())
         return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,14 @@ def add_slot_settings(parser: argparse.ArgumentParser) -> None:
 def add_texts(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--text", type=Path, required=True, action="append", metavar="FILE",
                         help="UTF-8 text, cut into windows; may be given several times")  # fmt: skip
+
+
+def refuse_repeated(option: str, given: Iterable[str]) -> None:
+    """Raise InvalidInput for a value of an option that is given more than once."""
+    counts = Counter(" ".join(value.split()) for value in given)
+    for value, count in counts.items():
+        if count > 1:
+            raise InvalidInput(f"{option}: {value!r} is given {count} times; give it once")
 
 
 def add_task_prompts(parser: argparse.ArgumentParser, tasks: str, samples: int) -> None:

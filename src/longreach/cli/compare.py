@@ -19,6 +19,7 @@ from longreach.cli.common import (
     parse_settings,
     positive,
     read_document,
+    refuse_repeated,
     tell_left_out,
     warn_unapplied,
 )
@@ -86,6 +87,8 @@ def run(args: argparse.Namespace) -> int:
     if args.method is not None and (args.methods is not None or args.set):
         raise InvalidInput("--method already names methods with their options: leave out --methods and --set")
     chosen = [name.strip() for name in args.methods.split(",") if name.strip()] if args.methods is not None else None
+    refuse_repeated("--method", args.method or ())
+    refuse_repeated("--methods", chosen or ())
     document = read_document(args.document)
     check_questions([args.question])
     with waiting("loading the model"):

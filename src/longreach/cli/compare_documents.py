@@ -16,6 +16,7 @@ from longreach.cli.common import (
     parse_settings,
     read_system,
     read_whole,
+    refuse_repeated,
     warn_unapplied,
 )
 from longreach.cli.compare_record import write_record
@@ -92,10 +93,12 @@ def _specs(args: argparse.Namespace) -> Any:
     if args.method is not None and args.methods is not None:
         raise InvalidInput("--method already names methods: leave out --methods")
     texts = args.method
+    refuse_repeated("--method", texts or ())
     if texts is None:
         names = list(FUSIONS) if args.methods is None else [n.strip() for n in args.methods.split(",") if n.strip()]
         if not names:
             raise InvalidInput(f"no methods to compare; name some of {', '.join(FUSIONS)}")
+        refuse_repeated("--methods", names)
         for name in names:
             fusion_class(name)
         texts = [f"dense fuse={name}" for name in names]

@@ -10,11 +10,11 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from longreach.cli.common import check_questions, load_model, read_system, read_whole, warn_unapplied
-from longreach.cli.show import duration, emit, progress, waiting
+from longreach.cli.show import duration, emit, progress, size, waiting
 from longreach.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from longreach.adapters.transformers import Account, Documents
+    from longreach.adapters.transformers import Account, Documents, FusionReport
 
 DEFAULT = "a3"
 CHUNK_TOKENS = 512
@@ -125,6 +125,15 @@ def _summarise(documents: Documents, seconds: float, accounts: list[Account]) ->
     rates = [a.answer.seconds_per_token for a in accounts if a.answer.seconds_per_token is not None]
     Console(stderr=True, highlight=False, markup=False).print(
         f"\n{kept}. Prompt: {first.tokens} tokens, {first.exact} exact as stored, {first.reused} reused, "
-        f"{first.recomputed} recomputed, {first.computed} computed. First token after "
+        f"{first.recomputed} recomputed, {first.computed} computed. {_copies(first)}First token after "
         f"{duration(accounts[0].first_token_seconds)}, then {duration(rates[0] if rates else None)} a token."
     )
+
+
+def _copies(report: FusionReport) -> str:
+    """A sentence about the copies of stored keys and values to the device; "" if there were none."""
+    if not report.loaded_bytes:
+        return ""
+    waited = report.waited_seconds
+    wait = "without overlap" if waited is None else f"{duration(waited)} waited for them"
+    return f"Copied to the device: {size(report.loaded_bytes)}, {wait}. "

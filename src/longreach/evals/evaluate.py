@@ -245,12 +245,13 @@ class Evaluation:
         )
 
     def _fused(self, prompts: FusedPrompts, specs: list[Spec], task: Task, one: PromptSample) -> list[dict[str, Any]]:
-        """Answers of all fusion methods to a prompt, with its chunks computed once."""
+        """Answers of all fusion methods to a prompt, with its chunks computed once. A method that refuses the prompt
+        (InvalidInput) fails in this prompt alone."""
         device, session = self.model.device, prompts.session
         try:
             prompt = prompts.of(one.prompt, one.chunks)
         except Exception as error:
-            what = failure(error, device)
+            what = failure(error, device, of_sample=True)
             return [self._failed(spec, one, what) for spec in specs]
         found, read = list[dict[str, Any]](), None
         for spec in sorted(specs, key=lambda s: [(o.fuse, o.evict) for o in specs].index((s.fuse, s.evict))):
@@ -263,7 +264,7 @@ class Evaluation:
                 answered = self._answers(session, reader, spec, task, [one], logits)
             except Exception as error:
                 read = None
-                found.append(self._failed(spec, one, failure(error, device)))
+                found.append(self._failed(spec, one, failure(error, device, of_sample=True)))
                 continue
             report = reports[spec.decode]
             found.append({

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from longreach.errors import LongreachError, MeasurementFailed, OutOfMemory
+from longreach.errors import InvalidInput, LongreachError, MeasurementFailed, OutOfMemory
 
 
-def failure(error: Exception, device: torch.device) -> str:
+def failure(error: Exception, device: torch.device, *, of_sample: bool = False) -> str:
     """A record's text for a crash of the model's code or ours: a failure of the sample that was measured.
 
+    of_sample: whether InvalidInput is one too, as where methods refuse a prompt for its own lengths.
     Raises the error itself where the caller asked wrongly, MeasurementFailed where the device is lost with it.
     """
-    if isinstance(error, LongreachError) and not isinstance(error, OutOfMemory):
+    counts = isinstance(error, OutOfMemory) or (of_sample and isinstance(error, InvalidInput))
+    if isinstance(error, LongreachError) and not counts:
         raise error
     check_device(device, error)
     return f"{type(error).__name__}: {' '.join(str(error).split())}"

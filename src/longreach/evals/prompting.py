@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 from tokenizers import Tokenizer
 
 from longreach.adapters.transformers import Splitter, chat, encode, frame
+from longreach.adapters.transformers.control_tokens import Part
+from longreach.adapters.transformers.prompt_tokens import encode_parts
 from longreach.errors import InvalidInput
 from longreach.tasks.base import Count, Given, GoesThrough, Sample, Task
 
@@ -117,18 +119,19 @@ class PromptCutter:
         before = sample.context[: len(sample.context) - len(documents)]
         asked = f"\n\n{sample.question}" if sample.question else ""
         if templated:
-            head, tail = self._frame.head + before, asked + self._frame.rest + sample.begun
+            head = [*self._frame.head, Part(before, True)]
+            tail = [Part(asked, True), Part(self._frame.rest, False), Part(sample.begun, True)]
         else:
-            head, tail = before, asked + (f" {sample.begun}" if sample.begun else "")
-        if not tail:
+            head, tail = [Part(before, True)], [Part(asked + (f" {sample.begun}" if sample.begun else ""), True)]
+        if not any(part.text for part in tail):
             raise InvalidInput(
                 "this task's text contains its question, so nothing follows its documents; leave the task out"
             )
-        ids, chunks = encode(self._tokenizer, head, special=not templated), list[tuple[int, int]]()
+        ids, chunks = encode_parts(self._tokenizer, head, special=not templated), list[tuple[int, int]]()
         for piece in self._splitter.split(documents).chunks:
             chunks.append((len(ids), len(ids) + len(piece.tokens)))
             ids += piece.tokens
-        after = encode(self._tokenizer, tail, special=False)
+        after = encode_parts(self._tokenizer, tail, special=False)
         return TokenParts((*ids, *after), tuple(chunks), len(after))
 
 

@@ -35,11 +35,16 @@ class Notes(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The result of a layer. dense_reason: why the method attended densely, if it did; notes: for its report."""
+    """The result of a layer. dense_reason: why the method attended densely, if it did; notes: for its report.
+
+    relative_error: fp32 [R, H], the standard error of each output over its length, before anything is redone; None
+    unless the method measured it (`methods.error_bars`).
+    """
 
     partial: Partial
     dense_reason: str | None = None
     notes: Notes | None = None
+    relative_error: Tensor | None = None
 
 
 @dataclass(frozen=True)

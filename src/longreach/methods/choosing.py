@@ -43,9 +43,10 @@ def max_keys(amount: int | float, capacity: int) -> int:
 
 
 def check_choice(choose: object, seed: object) -> None:
-    """Raise InvalidInput unless `choose` is "top" or "sample" and `seed` a count."""
+    """Raise InvalidInput unless `choose` is "top" or "sample" and `seed` a count, 0 for "top"."""
     require(choose in ("top", "sample"), f"choose: expected 'top' or 'sample', got {choose!r}")
     require(is_count(seed), f"seed: expected a count, got {seed!r}")
+    require(choose == "sample" or seed == 0, f"seed: expected choose='sample', as top-k draws nothing, got {seed}")
 
 
 def keys_for_budget(

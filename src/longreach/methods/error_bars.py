@@ -1,8 +1,9 @@
 """Error bars: how far attention over sampled keys is from dense attention, by the sample itself.
 
-The standard error of a row's output is the square root of `ops.sampling_variance`. Over its length it is the relative
-error: 0.1 means that the output is expected to be a tenth of its length away from dense attention's, and about 95% of
-outputs lie within twice that. It is an estimate from the sampled keys alone: no other key is read.
+The standard error of a row's output is the square root of `ops.sampling_variance`, for keys sampled by hashing of
+`Hashed.variance`. Over its length it is the relative error: 0.1 means that the output is expected to be a tenth of its
+length away from dense attention's, and about 95% of outputs lie within twice that. It is an estimate from the sampled
+keys alone: no other key is read.
 
 It costs a second pass over the sampled keys and values. With `redo` a row whose error is too large attends densely: one
 more pass over all its keys, and over none where nothing is redone. Nothing waits for the device.
@@ -44,6 +45,30 @@ class ErrorBars(NamedTuple):
     reads: slice
 
 
+class Hashed(NamedTuple):
+    """Factors for keys sampled by hashing, which are not sampled independently of each other.
+
+    The variance is (1 + few / n) (each S + together U), of lists of n sampled keys. S is `ops.sampling_variance`, as if
+    keys were sampled independently. U = f s^2 |o_s - o|^2 is that of an error of all sampled keys together: s is their
+    weight in softmax, o_s attention over them alone, o the output, and f the mean factor of the keys.
+    """
+
+    each: float
+    together: float
+    few: float
+
+    def variance(self, independent: Tensor, whole: Partial, sampled: Partial, lists: Lists, factor: Tensor) -> Tensor:
+        """fp32 [R, H], from `sampling_variance` and attention over the lists alone; 0 for a list that overflowed."""
+        used, heads = _used(lists, factor), independent.shape[1]
+        n = lists.count.clamp(min=1)
+        f = _by_query_head(torch.where(used, factor, 0).sum(2) / n, lists, heads)
+        weight = (sampled.lse - whole.lse).exp().masked_fill(sampled.lse == -torch.inf, 0)
+        moved = (sampled.out - whole.out).square().sum(-1)
+        found = self.each * independent + self.together * f * weight.square() * moved
+        found = found * (1 + self.few / _by_query_head(n, lists, heads))
+        return found.masked_fill(_by_query_head(lists.overflowed, lists, heads), 0)
+
+
 def check_error_bars(error_bars: object, redo: object, *, sampled: bool = True) -> None:
     """Raise InvalidInput for option values that do not fit. sampled: whether the method samples keys."""
     require(isinstance(error_bars, bool), f"error_bars: expected True or False, got {error_bars!r}")
@@ -63,7 +88,7 @@ def measured(
     *,
     candidates: Tensor,
     draws: Tensor | None = None,
-    multiplier: float = 1.0,
+    hashed: tuple[Hashed, Partial] | None = None,
 ) -> tuple[Partial, ErrorBars]:
     """Attention with its error bars; where they exceed `redo`, dense attention instead.
 
@@ -71,13 +96,17 @@ def measured(
     keys from which a list takes its own. If it takes some of them, and none by chance, nothing is known about the
     others: the relative error then counts as 1. draws: int like lists.count, sizes of samples that are all that is
     attended to: one of a single draw shows no deviation, so its error counts as 1 too. None: other keys are attended to
-    as well. multiplier: of the standard error.
+    as well. hashed: for keys sampled by hashing, with attention over the lists alone. None: keys are sampled
+    independently, or systematically.
     A KV head is redone for a row if the error of any of its query heads exceeds `redo`.
     """
     began = len(call.meter.noted)
     variance = call.op("sampling_variance", lists, factor, whole)
     reads, heads = slice(began, len(call.meter.noted)), call.kv.heads
-    error = multiplier * variance.sqrt()
+    if hashed is not None:
+        law, sampled = hashed
+        variance = law.variance(variance, whole, sampled, lists, factor)
+    error = variance.sqrt()
     relative = torch.where(error == 0, 0, error / torch.linalg.vector_norm(whole.out, dim=-1))
     relative = relative.masked_fill(_unknown(lists, factor, candidates, draws, relative.shape[1]), 1.0)
     if redo is None:
@@ -93,13 +122,22 @@ def measured(
 
 def _unknown(lists: Lists, factor: Tensor, candidates: Tensor, draws: Tensor | None, heads: int) -> Tensor:
     """bool [R, heads]: query heads whose sample shows nothing about the keys that it left out."""
-    assert lists.row_to_list is None  # rows of decode have lists of their own
-    used = torch.arange(factor.shape[2], dtype=torch.int32, device=factor.device) < lists.count[..., None]
-    unknown = ~(used & (factor > 0)).any(2)
+    unknown = ~(_used(lists, factor) & (factor > 0)).any(2)
     unknown = unknown if draws is None else unknown | (draws < 2)
     unknown = unknown & (lists.count < candidates) & ~lists.overflowed
-    unknown = unknown if lists.head_map is None else unknown[:, lists.head_map.long()]
-    return unknown.repeat_interleave(heads // unknown.shape[1], 1)
+    return _by_query_head(unknown, lists, heads)
+
+
+def _used(lists: Lists, factor: Tensor) -> Tensor:
+    """bool like factor: entries before a list's end."""
+    return torch.arange(factor.shape[2], dtype=torch.int32, device=factor.device) < lists.count[..., None]
+
+
+def _by_query_head(x: Tensor, lists: Lists, heads: int) -> Tensor:
+    """[R, lists] -> [R, heads]."""
+    assert lists.row_to_list is None  # rows of decode have lists of their own
+    x = x if lists.head_map is None else x[:, lists.head_map.long()]
+    return x.repeat_interleave(heads // x.shape[1], 1)
 
 
 def outcome(
@@ -111,7 +149,7 @@ def outcome(
     assert isinstance(lists, SampledLists) and lists.factor is not None  # check_error_bars refuses other lists
     draws = lists.count if draws is None else draws
     whole, bars = measured(call, whole, lists, lists.factor, redo, candidates=call.context[:, None], draws=draws)
-    return Outcome(whole, notes=Notes((columns(bars),), _same, _summary))
+    return Outcome(whole, notes=Notes((columns(bars),), _same, _summary), relative_error=bars.relative)
 
 
 def columns(bars: ErrorBars) -> Tensor:

@@ -25,11 +25,11 @@ LOGIT_BYTES = 256 << 20  # of the prompts for which keys are chosen together, in
 class PromptParts:
     """Which tokens of a prompt of N have stored keys and values. Fields are [N], on the host; properties on `device`.
 
-    stored: bool. exact: bool, the stored ones that are what a plain prefill makes, since all before their chunk is what
-    it was computed behind. before, after: int64, tokens of the same chunk before and after this one; 0 outside chunks.
-    question: the first token after the last chunk. dependence: float64, of each stored token how far its keys and
-    values move when other tokens stand before its chunk, 0 elsewhere; None where a chunk that is not exact was stored
-    without. device: the model's.
+    stored: bool. exact: bool, stored tokens whose keys and values equal a plain prefill's: their chunk was computed
+    behind the same tokens that stand before it. before, after: int64, tokens of the same chunk before and after this
+    one; 0 outside chunks. question: the first token after the last chunk. dependence: float64, of each stored token
+    how far its keys and values move when other tokens stand before its chunk, 0 elsewhere; None where a chunk that is
+    not exact was stored without. device: the model's.
     """
 
     stored: Tensor

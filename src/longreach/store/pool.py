@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections import OrderedDict
 from dataclasses import dataclass, fields
 from itertools import accumulate
@@ -33,6 +34,7 @@ class ChunkPool:
     max_bytes: of the chunks held. One that is in use stays valid when it leaves the pool. pinned: whether memory is
     page-locked; by default where there is a CUDA device. Page-locked memory is given out in powers of two: a chunk
     takes up to twice its bytes, and counts by what it takes. May be shared by threads and by several `Documents`.
+    Warns, once, of a chunk that is larger than the pool and so stays in memory that is not page-locked.
 
     Raises InvalidInput for a cap that is none.
     """
@@ -44,7 +46,7 @@ class ChunkPool:
         self.pinned = torch.cuda.is_available() if pinned is None else pinned
         self.bytes = self.hits = self.misses = 0
         self._held: OrderedDict[ChunkKey, PooledChunk] = OrderedDict()
-        self._lock = threading.Lock()
+        self._lock, self._warned = threading.Lock(), False
 
     def __len__(self) -> int:
         return len(self._held)
@@ -64,6 +66,7 @@ class ChunkPool:
         """The chunk in the pool's memory, replacing one of its key; the given chunk if it is larger than the pool."""
         size = self._size(chunk)
         if size > self.max_bytes:
+            self._warn(size)
             return chunk
         with self._lock:
             self._drop(chunk.key)
@@ -72,6 +75,16 @@ class ChunkPool:
             held = self._held[chunk.key] = pooled(chunk, self.pinned)
             self.bytes += size
         return held
+
+    def _warn(self, size: int) -> None:
+        if self.pinned and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"a chunk takes {size} bytes and the pool holds {self.max_bytes}: the chunk is not page-locked, so "
+                f"prompts with it copy keys and values without overlap; raise ChunkPool(max_bytes=...) or make chunks "
+                f"smaller",
+                stacklevel=3,
+            )
 
     def clear(self) -> None:
         """Hold nothing."""

@@ -122,20 +122,20 @@ class ChunkStore:
         return self._get(key, mapped=False)
 
     def _get(self, key: ChunkKey, *, mapped: bool = True) -> Lookup:
-        chunk = told = None
+        chunk = set_aside = None
         with self._errors("read from"):
             found = None
             try:
                 found = self._files.read(key.name) if mapped else self._readable(self._files.load, key.name)
                 chunk = None if found is None else self._checked(key, found)
             except Broken as broken:
-                told = self._warn(self._set_aside(key.name + ENDING, found, broken), 4)
+                set_aside = self._warn(self._set_aside(key.name + ENDING, found, broken), 4)
         if chunk is None:
             self._counts.add("misses")
         else:
             self._counts.add("hits")
             self._counts.add("bytes_read", chunk.bytes)
-        return Lookup(chunk, told)
+        return Lookup(chunk, set_aside)
 
     def put(self, chunk: Chunk) -> bool:
         """Store a chunk; it is on disk when this returns. False if it is there already, or came meanwhile.
@@ -202,8 +202,8 @@ class ChunkStore:
                     broken.append(self._warn(self._set_aside(entry.name + ENDING, found, error)))
                 except OSError as error:  # no fault of the file's that could be seen: it stays
                     self._counts.broken("unreadable", False)
-                    told = SetAside(entry.name + ENDING, "unreadable", error.strerror or str(error), False, LEFT)
-                    broken.append(self._warn(told))
+                    set_aside = SetAside(entry.name + ENDING, "unreadable", error.strerror or str(error), False, LEFT)
+                    broken.append(self._warn(set_aside))
                 if progress:
                     progress(1)
             for file in self._files.strange():
@@ -260,13 +260,14 @@ class ChunkStore:
                 # a chunk's first get verifies it all the same
                 return _There(self._checked(key, found, note=False), found)
         except Broken as broken:
-            told = self._set_aside(key.name + ENDING, found, broken)
-            if told.became.startswith(LEFT):
+            set_aside = self._set_aside(key.name + ENDING, found, broken)
+            if set_aside.became.startswith(LEFT):
                 raise StoreError(
-                    f"the chunk store {self.location} has a broken file in the place of this chunk ({told.why}), which "
-                    f"cannot be replaced: {told.file} is {told.became}; mend the rights of the store, or go on without"
+                    f"the chunk store {self.location} has a broken file in the place of this chunk ({set_aside.why}), "
+                    f"which cannot be replaced: {set_aside.file} is {set_aside.became}; mend the rights of the store, "
+                    f"or go on without"
                 ) from broken
-            self._warn(told, 4)
+            self._warn(set_aside, 4)
         return None
 
     def _checked(self, key: ChunkKey, found: StoredFile, note: bool = True) -> Chunk:
@@ -303,10 +304,10 @@ class ChunkStore:
         self._counts.broken(broken.kind, moved)
         return SetAside(file, broken.kind, str(broken), moved, became)
 
-    def _warn(self, told: SetAside, stacklevel: int = 3) -> SetAside:
-        text = f"chunk store {self.location}: {told.file} is not used, {told.became}: {told.why}"
+    def _warn(self, set_aside: SetAside, stacklevel: int = 3) -> SetAside:
+        text = f"chunk store {self.location}: {set_aside.file} is not used, {set_aside.became}: {set_aside.why}"
         warnings.warn(text, stacklevel=stacklevel)
-        return told
+        return set_aside
 
     @contextmanager
     def _errors(self, doing: str) -> Iterator[None]:

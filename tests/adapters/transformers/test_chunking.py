@@ -167,11 +167,13 @@ def test_a_space_before_texts_that_stand_alone_is_told() -> None:
 
 
 def test_special_tokens() -> None:
-    """None is added; those that the text spells out are counted."""
+    """None is added; those that the text spells out are counted, and read as text."""
     for kind in ("bytes", "bpe", "prepend"):
         tok = tokenizer(kind)
         plain = split("a hen </s> a fox", tok)
-        assert plain.special == 1 and plain.tokens.count(tok.eos_token_id) == 1
+        assert plain.special == 1 and tok.eos_token_id not in plain.tokens and plain.joined == plain.tokens
+        assert tok.decode(plain.tokens).strip() == "a hen </s> a fox" and plain.restored == plain.characters
+        assert [plain.chunks[-1].stop, plain.chunks[0].alone] == [16, True]
         clean = split("a hen a fox", tok)
         assert clean.special == 0 and tok.bos_token_id not in clean.tokens
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from longreach import PIE, ChunkStore, Dependence, attach
+from longreach import PIE, ChunkPool, ChunkStore, Dependence, attach
 from longreach.adapters.transformers import DependenceMeter, Precompute, Reader, get_or_compute
 from longreach.adapters.transformers.dependence import movement, other_chunk
 from longreach.adapters.transformers.fusing import FusedPrompt, read
@@ -126,6 +126,20 @@ def test_the_store_gets_it_and_keeps_it(tmp_path: Path) -> None:
         assert len(store.entries()) == 1
         fresh = get_or_compute(work, None, TOKENS, dependence=(meter, OTHER))
         assert fresh.state == "computed" and fresh.dependence_computed
+
+
+def test_a_chunk_that_the_pool_holds_gets_it_too() -> None:
+    pool = ChunkPool(pinned=False)
+    with attach(model_of("llama")) as session:
+        work = Precompute(session, HEAD)
+        first = get_or_compute(work, None, TOKENS, pool=pool).chunk
+        assert first.dependence is None
+        measured = get_or_compute(work, None, TOKENS, dependence=(DependenceMeter(work), OTHER), pool=pool)
+        assert measured.state == "held" and measured.dependence_computed
+        held = pool.get(first.key)
+        assert held is measured.chunk and held.dependence is not None and len(pool) == 1
+        again = get_or_compute(work, None, TOKENS, dependence=(DependenceMeter(work), OTHER), pool=pool)
+        assert again.chunk is held and not again.dependence_computed
 
 
 def test_a_chunk_behind_everything_is_asked_for_first(tmp_path: Path) -> None:

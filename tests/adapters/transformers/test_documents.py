@@ -298,7 +298,7 @@ def test_arguments_of_other_types(given: dict[str, Any], message: str) -> None:
 
 
 def test_frames() -> None:
-    assert frame(tiny_tokenizer(), "").head == "" and not frame(tiny_tokenizer()).templated
+    assert frame(tiny_tokenizer(), "").head == () and not frame(tiny_tokenizer()).templated
     with pytest.raises(InvalidInput, match="the system prompt must be text"):
         frame(tiny_tokenizer(), "\udcff")
     assert longreach.Documents is Documents
@@ -319,3 +319,4 @@ def test_documents_share_a_pool(tmp_path: Path) -> None:
             store.gc(max_bytes=0)
     assert answers[0] == answers[1]
     assert documents.account is not None and documents.account.fusion.loaded_bytes == 0, "nothing is copied on a CPU"
+    assert documents.account.fusion.waited_seconds is None, "and no wait was measured"

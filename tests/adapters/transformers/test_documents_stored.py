@@ -408,6 +408,36 @@ def test_the_account_says_of_what_a_store_is_that_had_none(tmp_path: Path) -> No
                 assert mine.absent is None
 
 
+@pytest.mark.parametrize("held", [False, True])
+def test_a_broken_exact_chunk_is_computed_again_and_stays_exact(held: bool, tmp_path: Path) -> None:
+    """Also where the store, or the pool, has the chunk behind the system prompt alone."""
+    with attach(model_of("llama"), fuse=PIE()) as session, ChunkStore(tmp_path) as store:
+        pool = ChunkPool(pinned=False)
+        documents(session, store, pool=pool if held else None).read([FIRST, SECOND])  # the second is not exact
+        others = {entry.name for entry in store.entries()}
+        lead = documents(session, store)
+        lead.read([FIRST, SECOND], exact=True)
+        (exact, *_) = [e.name for e in store.entries() if e.name not in others]
+        number = [chunk.key.name for each in lead.chunks for chunk in each].index(exact)
+        path = tmp_path / f"{exact}.safetensors"
+        path.write_bytes(path.read_bytes()[:-9])
+
+        again = documents(session, store, pool=pool if held else None)
+        with pytest.warns(UserWarning, match="is not used"):
+            again.read([FIRST, SECOND])
+        assert [n for n, state in enumerate(states(again)) if state == "recomputed"] == [number]
+        assert all(origin.exact for origin in again.origins) and path.exists()
+        answer = asked(again)
+        assert again.account is not None and again.account.chunks.recomputed == 1
+        assert again.account.fusion.reused == 0 and answer == asked(lead)
+
+        path.unlink()  # no file: the chunk behind the system prompt is used
+        missed = documents(session, store)
+        missed.read([FIRST, SECOND])
+        assert set(states(missed)) == {"stored"}
+        assert [n for n, origin in enumerate(missed.origins) if not origin.exact] == [number]
+
+
 def test_a_chunk_that_the_pool_holds_is_stored_too(tmp_path: Path) -> None:
     pool = ChunkPool(pinned=False)
     with attach(model_of("llama"), fuse=PIE()) as session, ChunkStore(tmp_path) as store:

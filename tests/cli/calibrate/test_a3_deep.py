@@ -54,7 +54,7 @@ def test_a_plan_is_made_shown_verified_and_used(
     found = json.loads(longreach(*compare, "--method", planned, "--method", plain).out)["comparisons"]
     assert found[1]["kl_steps"] == found[2]["kl_steps"] and found[1]["fuse"]["plan"] == str(output)
     both = longreach(*compare, "--method", plain, "--set", f"fuse.plan={output}")
-    refused(both, "a plan says the layer; leave one of them out")
+    refused(both, "the plan sets the layer; give only one of the two")
 
 
 def test_some_layers_in_json_and_an_interrupted_run(
@@ -79,8 +79,8 @@ def test_some_layers_in_json_and_an_interrupted_run(
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        (["--ratio", 0], ["--ratio: expected a number between 0 and 1"]),
-        (["--ratio", 1], ["--ratio: expected a number between 0 and 1"]),
+        (["--ratio", 0], ["--ratio: expected a number above 0 and below 1"]),
+        (["--ratio", 1], ["--ratio: expected a number above 0 and below 1"]),
         (["--layers", "1,2"], ["--layers 1,2: expected layers of the model, 0 to 1"]),
         (["--layers", "all"], ["--layers all: expected layer numbers"]),
         (["--chunk-tokens", 4000], ["at least two chunks", "got 1 chunk", "lower --chunk-tokens"]),

@@ -134,7 +134,7 @@ def test_what_people_see(longreach: Any, tiny: Path, book: Path, tmp_path: Path)
     lines = result.out.splitlines()
     assert lines[0].split() == ["file", "chars", "tokens", "chunks", "stored", "computed", "recomputed", "size"]
     assert lines[1].startswith("book.txt") and lines[2].startswith("odd.txt") and max(map(len, lines[:3])) <= 80
-    assert "odd.txt: the text spells out 1 special tokens" in result.out
+    assert "odd.txt: the text spells out 1 control tokens of the tokenizer; they are read as text." in result.out
     assert "book.txt: 4 chunks are the same as others before them" in result.out
     assert "fingerprint" in result.out and "alone; " in result.out and "kB" in result.out
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from longreach import attach
-from longreach.adapters.transformers import BatchReader, Precompute, Session
+from longreach.adapters.transformers import BatchReader, DependenceMeter, Precompute, Session
 from longreach.errors import InvalidInput
 from longreach.evals.fusion import BEHIND, FusedPrompts, Oracle, RowOrder
 from longreach.evals.fusion.chunks import prefix_tokens
 from longreach.evals.fusion.memory import middle
-from longreach.methods.fusion import A3, PIE
+from longreach.methods.fusion import A3, PIE, Dependence
 from longreach.methods.snapkv import SnapKV
 from longreach.testing.tiny import BOS_ID, random_tokens, tiny_model, tiny_tokenizer
 
@@ -93,3 +93,31 @@ def test_reads_of_one_prompt_by_any_method(session: Session) -> None:
     _, again, _ = prompts.read(prompt, A3(0.4))
     assert torch.equal(again, right) and session.evict is None
     assert 1 < session.report().fraction("prefill") < 1.1  # the prompt's own attention, and what choosing read
+
+
+@pytest.mark.parametrize("behind", BEHIND)
+def test_dependence_of_the_only_chunk_of_a_prompt(session: Session, behind: Any) -> None:
+    """It is run behind its own first tokens, unless it is exact and needs no numbers."""
+    prompts = FusedPrompts(session, tiny_tokenizer(), behind, 512, dependence=True)
+    prompt = prompts.of(IDS, CHUNKS[2:])
+    ((_, chunk),) = prompt.chunks
+    _, _, became = prompts.read(prompt, Dependence(0.1))
+    if behind == "system":
+        assert chunk.dependence is None and (became.exact, became.recomputed) == (39, 0)
+        return
+    work = Precompute(session, chunk.prefix)
+    room = len(IDS) - len(chunk.prefix) - len(chunk.tokens)
+    want = DependenceMeter(work).measured(work.compute(chunk.tokens), chunk.tokens[:room].tolist()).dependence
+    assert chunk.dependence is not None and want is not None and torch.equal(chunk.dependence, want)
+    assert (became.exact, became.recomputed) == (0, 9) and float(want.std()) > 0
+
+
+def test_chunks_get_the_dependence_that_a_prompt_needs(session: Session) -> None:
+    prompt = FusedPrompts(session, tiny_tokenizer(), "system", 512, dependence=True).of(IDS, CHUNKS)
+    assert [chunk.dependence is None for _, chunk in prompt.chunks] == [True, False, False]
+    prompt = FusedPrompts(session, tiny_tokenizer(), "bos", 512, dependence=True).of(IDS, CHUNKS)
+    work = Precompute(session, [BOS_ID])
+    for number, other in enumerate(((30, 41), (7, 30), (7, 30))):
+        want = DependenceMeter(work).measured(work.compute(IDS[slice(*CHUNKS[number])]), IDS[slice(*other)])
+        got = prompt.chunks[number].chunk.dependence
+        assert got is not None and want.dependence is not None and torch.equal(got, want.dependence)

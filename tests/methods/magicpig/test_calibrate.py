@@ -13,6 +13,8 @@ from torch import Tensor
 from longreach.methods.call import LayerCall
 from longreach.methods.dense import Dense
 from longreach.methods.magicpig import PRESETS, MagicPIG
+from longreach.methods.magicpig import plan as plan_module
+from longreach.methods.magicpig import state as state_module
 from longreach.methods.magicpig.allocate import cheapest
 from longreach.methods.magicpig.calibrate import PAIRS, centre_of, counted, expected_error
 from longreach.methods.magicpig.notes import _bytes as bytes_of_rows
@@ -122,6 +124,24 @@ def test_the_choice_is_the_best_of_all(limit: float | None) -> None:
         assert error <= min(fit) + (0.0 if limit is None else 0.1)
 
 
+@pytest.mark.parametrize(
+    ("costs", "room"),
+    [
+        ((0.50002, 0.50001), (0.1, 0.1)),  # in the same step of costs
+        ((0.6, 0.5), (0.1, 0.1)),  # in different ones
+        ((0.50002, 0.50001), (0.1, 0.9)),  # in the same step of costs, and in different ones of room
+        ((0.5, 0.5), (0.002, 0.001)),
+    ],
+)
+def test_of_equal_errors_the_least_cost_then_the_least_room(
+    costs: tuple[float, float], room: tuple[float, float]
+) -> None:
+    for order in (1, -1):
+        one, other, error = (torch.tensor([x[::order]], dtype=torch.float64) for x in (costs, room, (0.2, 0.2)))
+        for limit in (None, 1.0):
+            assert cheapest(one, error, other, 1.0, limit) == [1 if order == 1 else 0]
+
+
 def test_choices_meet_budget_and_memory() -> None:
     plan = MagicPIGPlan.of(magicpig_plan(MODEL))
     reads = []
@@ -141,9 +161,16 @@ def test_choices_meet_budget_and_memory() -> None:
         plan.choose(0.5, 1e-5)
 
 
+@pytest.mark.parametrize("segment", [1 << 14, 16])
 @pytest.mark.parametrize("share", ["own", "group"])
-def test_reads_are_those_of_steps(share: Literal["own", "group"]) -> None:
-    """The mean over the steps between two blocks that enter the tables, those of sealing included."""
+def test_reads_are_those_of_steps(
+    share: Literal["own", "group"], segment: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mean over the steps between two blocks that enter the tables, those of sealing included. With small segments
+    a tenth of the bytes are offsets of buckets.
+    """
+    for module in (plan_module, state_module):
+        monkeypatch.setattr(module, "SEGMENT", segment)
     method = replace(METHOD, share=share, seal=16)
     layers = Layers(method, heads=HEADS, group=GROUP, dim=DIM, slots=1, seed=3)
     start = KEYS - method.seal // 2

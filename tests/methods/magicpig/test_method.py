@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,11 +15,11 @@ from longreach.methods.magicpig import state as state_module
 from longreach.methods.magicpig.state import LayerTables
 from longreach.methods.registry import named
 from longreach.ops import Lists
-from longreach.ops.simhash import sealing
+from longreach.ops.simhash import projections, sealing
 from longreach.runtime import Segment
 from tests.methods.drive import outputs, read_text, text
 from tests.methods.magicpig.plain import attended, sealed, weights
-from tests.methods.one_layer import CACHES, Layers
+from tests.methods.one_layer import CACHES, Layers, keys_of
 from tests.ops.attend.kernels import PLACE
 
 SMALL = {"bits": 4, "tables": 9, "local": 8, "seal": 8, "centre": 16, "dense_layers": ()}
@@ -120,7 +120,7 @@ def test_layers_without_tables() -> None:
 
 
 def test_the_report_of_a_layer() -> None:
-    """Shares are those of the lists, and search and attention bytes sum to what the call read."""
+    """Shares are those of the lists; search and attention bytes are each by its definition."""
     for share in ("own", "group"):
         method = MagicPIG.make(**SMALL, share=share)
         layers = Layers(method, slots=2, heads=2, group=3)
@@ -147,7 +147,61 @@ def test_the_report_of_a_layer() -> None:
         assert isinstance(state, LayerTables)
         keys = 2 * 2 * state.capacity * 16 * 4
         assert said["table_share"] == said["table_bytes_per_sequence"] / keys
-        assert said["search_bytes"] > 0 and said["attention_bytes"] > 0
+        want = reads(method, call, (70, 41))
+        assert (said["search_bytes"], said["attention_bytes"]) == (want.search, want.attention)
+        assert "error_bar_bytes" not in said
+
+
+class Expected(NamedTuple):
+    """Bytes of a step: look-ups and weights, attention, a second pass over the sample."""
+
+    search: int
+    attention: int
+    bars: int
+
+
+def reads(method: MagicPIG, call: LayerCall, before: Sequence[int]) -> Expected:
+    """Bytes of a step in which no block enters the tables, from its definition. Keys are fp32."""
+    heads, group, dim = call.kv.heads, call.rows.q.shape[1] // call.kv.heads, call.kv.k.shape[3]
+    vector, bits, tables = 4 * dim, *method.pair
+    directions = projections(dim, bits, tables, method.seed).double()
+    found = torch.zeros(3, dtype=torch.int64)
+    found[0] = 2 * directions.numel()  # bf16, once for all rows
+    for row in range(call.rows.pos.shape[0]):
+        n, log_weight = before[int(call.rows.seq[row])], weights(method, call, row, before[int(call.rows.seq[row])])
+        keys, stop = keys_of(call, row), sealed(method, n)
+        centre = keys[method.sinks :][: method.centre].mean(0).float().double()
+        for g in range(heads):
+            mine = slice(g * group, (g + 1) * group)
+            attended = log_weight[mine] > -torch.inf
+            sampled = attended[:, method.sinks : stop]
+            union = int(sampled.any(0).sum())
+            entries = union if method.share == "group" else int(sampled.sum())
+            hashed = torch.einsum("nd,lbd->nlb", keys[method.sinks : stop, g] - centre[g], directions) > 0
+            for q in call.rows.q[row, mine].double():
+                in_bucket = int((hashed == (directions @ q > 0)).all(-1).sum())
+                found[0] += tables * 2 * 2 + 2 * in_bucket  # two offsets of a table's one segment, and ids
+            found[0] += union * vector + 4 * entries + vector  # keys, their slots, the centre
+            found[1] += int(attended.any(0).sum()) * 2 * vector + 8 * entries  # keys and values; slots, log-weights
+            found[2] += union * 2 * vector + 12 * entries  # the same of the sample, and factors
+    return Expected(*found.tolist())
+
+
+@pytest.mark.parametrize("share", ["own", "group"])
+def test_bytes_of_error_bars_and_of_redone_rows(share: str) -> None:
+    """The second pass over the sample is apart; all keys of redone rows belong to attention."""
+    for more, redone in (({"error_bars": True}, 0), ({"redo": 0.0}, 1)):
+        method = MagicPIG.make(**SMALL, share=share, **more)
+        layers = Layers(method, slots=2, heads=2, group=3)
+        layers.read([0, 1], [70, 41])
+        ((call, outcome),) = layers.decode([0, 1])
+        want = reads(method, call, (70, 41))
+        columns = outcome.notes.columns(*(x[None] for x in outcome.notes.tensors)).sum(1)[0]
+        said = outcome.notes.summary(columns, 2)
+        again = redone * (71 + 42) * 2 * 2 * 16 * 4  # of both KV heads
+        assert said["redone"] == [redone, redone]
+        assert (said["search_bytes"], said["error_bar_bytes"]) == (want.search, want.bars)
+        assert said["attention_bytes"] == want.attention + again
 
 
 @pytest.mark.parametrize("share", ["own", pytest.param("group", marks=pytest.mark.sweep)])
@@ -170,6 +224,25 @@ def test_presets_and_text() -> None:
     assert isinstance(default, MagicPIG) and (default.pair, default.share) == ((10, 75), "group")
     with pytest.raises(InvalidInput, match=r"least: expected an int in \[1, 2\] for tables=2, got 3"):
         MagicPIG(tables=2, least=3)
+
+
+def test_options_without_an_effect_are_named() -> None:
+    others: tuple[dict[str, Any], ...] = (
+        {"tables": 75}, {"least": 1}, {"share": "own"}, {"sinks": 3}, {"local": 8}, {"seal": 8}, {"centre": 8},
+        {"floor": 0.1}, {"capacity": 9}, {"seed": 1}, {"dense_layers": ()}, {"error_bars": True}, {"redo": 0.0},
+    )  # fmt: skip
+    assert {name for other in others for name in other} == MagicPIG.options().keys() - {"bits", "plan", "budget"}
+    for other in others:
+        (name,) = other
+        with pytest.raises(
+            InvalidInput, match=f"{name}: expected bits >= 1, as bits=0 reads all keys .* leave {name} out"
+        ):
+            MagicPIG(bits=0, **other)
+    with pytest.raises(InvalidInput, match=r"tables, centre: .* leave tables and centre out, or bits=0"):
+        MagicPIG(bits=0, tables=75, centre=8)
+    with pytest.raises(InvalidInput, match=r"seal: expected a count of tokens in \[1, 65536\], got 65537"):
+        MagicPIG(seal=65537)
+    assert MagicPIG(bits=0) == named("decode", "magicpig bits=0")
 
 
 def test_eviction_is_refused() -> None:

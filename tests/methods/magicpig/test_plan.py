@@ -88,6 +88,21 @@ def test_a_budget_chooses_again(saved: Path) -> None:
     assert everything.workspace_bytes(MODEL, 2, 100, torch.float32) == 0
 
 
+def test_a_budget_chooses_within_the_plans_memory(tmp_path: Path) -> None:
+    """The limit of the calibration holds for other budgets, in state and reports."""
+    made = magicpig_plan(MODEL)
+    free = MagicPIGPlan.of(made)
+    made.values["memory"] = 0.12
+    made.save(tmp_path / "p.json")
+    assert sum(free.expected(free.choose(0.6))["memory"]) > 0.12 * MODEL.layers
+    layers = layers_of(MagicPIG.make(**PLANNED, plan=str(tmp_path / "p.json"), budget=0.6))
+    layers.read([0], [60])
+    layers.decode([0])
+    found = [state.tables for state in layers.states.states((layers.method,)) if isinstance(state, LayerTables)]
+    memory = dict(zip(free.pairs, free.table_memory().tolist(), strict=True))
+    assert found and sum(memory[each.bits, each.tables] for each in found) <= 0.12 * MODEL.layers
+
+
 def test_half_the_bytes_of_a_number_change_the_choice() -> None:
     """Look-ups take the same bytes beside keys of half the size: the same pairs read a larger share."""
     plan = MagicPIGPlan.of(magicpig_plan(MODEL))
@@ -151,6 +166,7 @@ def test_options_that_exclude_each_other() -> None:
         ("layers", lambda x: [0, 1, 3], "layers: expected ascending layers"),
         ("seed", lambda x: -1, "seed: expected an int in"),
         ("least", lambda x: True, "least: expected an int in"),
+        ("centre", lambda x: 65537, r"centre: expected an int in \[0, 65536\]"),
         ("share", lambda x: "head", "share: expected 'own' or 'group'"),
         ("budget", lambda x: 0, "budget: expected a share of dense"),
         ("memory", lambda x: -1.0, "memory: expected a share > 0"),

@@ -23,13 +23,13 @@ LENGTH = torch.tensor([5])
 def test_draws_are_those_of_the_distribution_function(impl: str) -> None:
     torch.manual_seed(0)
     x = torch.rand(4, 3, 30) * (torch.rand(4, 3, 30) > 0.4)
-    x[1, 2], x[2, 0, 3], x[2, 1, 4] = 0, torch.nan, -1
+    x[1, 2], x[2, 0, 3], x[2, 1, 4], x[3, 1, 0], x[0, 1, 7] = 0, torch.nan, -1, torch.inf, torch.inf
     length, count = torch.tensor([30, 17, 22, 1]), torch.randint(0, 40, (4, 3))
     numbers = torch.rand(4, 3, 40)
     found = draw(x, count, length, numbers, impl=impl)
     for r in range(4):
         for h in range(3):
-            p = x[r, h, : int(length[r])].double().nan_to_num(0).clamp(min=0)
+            p = x[r, h, : int(length[r])].double().nan_to_num(0, posinf=0).clamp(min=0)
             p = (p if p.sum() > 0 else torch.ones_like(p)) / (p.sum() if p.sum() > 0 else len(p))
             edges, n = p.cumsum(0).tolist(), int(count[r, h])
             hits = Counter(bisect.bisect_right(edges, u) for u in numbers[r, h, :n].double().tolist())

@@ -47,7 +47,7 @@ def test_any_case(impl: str, seed: int) -> None:
     dice = random.Random(seed)
     n, power, uniform = dice.randint(1, 40), dice.choice((0.5, 1.0, 2.0)), dice.choice((0.05, 0.5, 1.0))
     count, first, last = dice.randint(0, n + 2), dice.choice((0, 0, 3)), dice.choice((0, 0, 2))
-    kinds = (0.0, 1e-30, 1.0, 1.0, float("nan"), -2.0)
+    kinds = (0.0, 1e-30, 1.0, 1.0, float("nan"), float("inf"), -2.0)
     scores = [dice.choice((*kinds, dice.random() ** 8, dice.random())) for _ in range(n)]
     x = torch.full((1, 2, n + 5), torch.nan)
     x[0, :, :n] = torch.tensor(scores)

@@ -10,9 +10,20 @@ import torch
 from torch import Tensor
 
 from longreach.errors import Unsupported
-from longreach.ops.simhash import Collisions, HashTables, Weights, build, codes, collide, projections, weigh
+from longreach.ops.simhash import (
+    Collisions,
+    HashTables,
+    Weights,
+    build,
+    codes,
+    collide,
+    projections,
+    triton_attention,
+    weigh,
+)
 from tests.ops.attend.kernels import HALF, PLACE, here, needs_gpu
 from tests.ops.simhash.cases import Case, cut, hashed
+from tests.ops.simhash.test_attend import BITS, SCALE, SINKS, TABLES, last_rows, most, one_call
 from tests.ops.simhash.test_tables import held_to, random_codes
 
 
@@ -223,3 +234,50 @@ def test_a_captured_step_follows_tables_that_grow() -> None:
         same(found, Collisions(*(x.cpu() if isinstance(x, Tensor) else x for x in vars(want).values())))
         used = torch.arange(75, device=PLACE) < found.count[..., None]
         assert all(torch.equal(mine[used], right[used]) for mine, right in zip(weights, exact, strict=True))
+
+
+SMALL = triton_attention.Tuning(bucket=16, part=32, scanned=16, keys=16, splits=2)  # several parts, rounds and pieces
+
+
+@pytest.mark.parametrize("share", ["own", "group"])
+@pytest.mark.parametrize("group", [1, 4, 5, 16])
+@pytest.mark.parametrize("page", [None, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("tune", [SMALL, None], ids=["small", "default"])
+@pytest.mark.covering
+def test_attend_sampled(share: Any, group: int, page: int | None, dtype: torch.dtype, tune: Any) -> None:
+    held_to_reference(last_rows([60, 33, 7, 2], group=group, page=page, dtype=dtype), share, tune)
+
+
+@pytest.mark.parametrize("share", ["own", "group"])
+@pytest.mark.parametrize("limit", [1, 6])
+def test_attend_sampled_to_everything(share: Any, limit: int) -> None:
+    """Lists that are too long, some of a row's or all."""
+    held_to_reference(last_rows([90, 50], group=4), share, SMALL, limit=torch.tensor([limit, limit + 1]))
+
+
+@pytest.mark.parametrize("given", [{"least": 1}, {"least": 3}, {"floor": 0.3}, {"softcap": 1.5}], ids=str)
+def test_attend_sampled_with_other_terms(given: dict[str, Any]) -> None:
+    held_to_reference(last_rows([150, 40]), "group", SMALL, **given)
+
+
+def test_counters_of_16_bits() -> None:
+    """256 tables and more: a counter of 8 bits would run into the next one."""
+    held_to_reference(last_rows([40], group=3, number=300), "own", SMALL, number=300)
+
+
+def held_to_reference(
+    case: Case, share: Any, tune: Any, *, limit: Tensor | None = None, number: int = TABLES, **given: Any
+) -> None:
+    limit = most(case) if limit is None else limit
+    want = one_call(case, limit, share, "reference", number=number, **given)
+    terms = {"least": 2, "floor": 0.0, "softcap": None, **given}
+    partial, lists, numbers = triton_attention.attend_sampled(
+        here(case.rows), here(case.kv), here(torch.arange(len(case.kv.seq_lens))), here(case.tables),
+        here(projections(16, BITS, number, 0)), here(case.centre), here(limit), own=share == "own", sinks=SINKS,
+        scale=SCALE, tune=tune, **terms,
+    )  # fmt: skip
+    most_off = 3e-5 if case.kv.k.dtype == torch.float32 else 2e-3  # weights are rounded to the values' dtype
+    torch.testing.assert_close(partial.out.cpu(), want.partial.out, rtol=0, atol=most_off, check_dtype=False)
+    torch.testing.assert_close(partial.lse.cpu(), want.partial.lse, rtol=0, atol=3e-5, check_dtype=False)
+    assert lists is None and torch.equal(numbers.cpu(), want.numbers)

@@ -17,6 +17,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from longreach.adapters.transformers.control_tokens import ControlTokens, Part
 from longreach.errors import InvalidInput, Unsupported
 
 TOKENS = 512  # default limit of a chunk
@@ -44,9 +45,9 @@ class Piece:
 class Pieces:
     """A document's chunks, in order, and the account of them.
 
-    chunks: together all characters and all tokens, none twice. special: control tokens of the tokenizer that the
-    document's own text spells out. restored: characters up to which the tokens, decoded, are the text; the tokenizer
-    itself changes what follows (lower case, spaces, normal forms), in chunks as in any prompt.
+    chunks: together all characters and all tokens, none twice. special: how many control tokens of the tokenizer the
+    document's own text spells out; they are read as text. restored: characters up to which the tokens, decoded, are the
+    text; the tokenizer itself changes what follows (lower case, spaces, normal forms), in chunks as in any prompt.
     """
 
     characters: int
@@ -89,33 +90,41 @@ class Splitter:
         if isinstance(most, bool) or not isinstance(most, int) or most < 1:
             raise InvalidInput(f"chunk tokens: expected a count >= 1, got {most!r}")
         self.tokenizer, self.most, self.anywhere = tokenizer, most, anywhere
-        self.core = _untrimmed(tokenizer)
+        self.core, self.control = _untrimmed(tokenizer), ControlTokens(tokenizer)
 
     def split(self, text: str) -> Pieces:
         """The chunks of a document; none of an empty one. Special tokens are not added: they belong to the prefix.
+        Control tokens that the text spells out are split into text.
 
         Raises InvalidInput: it is no str, or holds what is no Unicode text; `most` is too few for one of its
-        characters.
+        characters; the tokenizer cannot split its control tokens.
         """
         if not isinstance(text, str):
             raise InvalidInput(f"a document must be text (str), got {type(text).__name__}; decode it first")
         if any("\ud800" <= c <= "\udfff" for c in text):
             raise InvalidInput("a document must be text; this one holds bytes that are not UTF-8")
+        tokens = self._plain(text)
+        spelled = self.control.names(tokens)
         encoding = self.core.encode(text, add_special_tokens=False)
-        tokens = tuple(self._alone(text))
-        if tokens != tuple(encoding.ids):
+        if tokens != list(encoding.ids):
             raise Unsupported(
                 f"{type(self.tokenizer).__name__} makes other tokens than its core does, so that where they lie in the "
                 f"text is not known; use the tokenizer as its model's folder has it"
             )
+        offsets = encoding.offsets
+        if spelled:
+            tokens, offsets = self.control.encode([Part(text, True)])
         if text and not tokens:
             raise InvalidInput(f"the tokenizer makes no tokens of this text of {len(text)} characters")
-        chunks = tuple(self._pieces(text, tokens, encoding.offsets))
-        special = set(self.tokenizer.all_special_ids)
-        restored = self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return Pieces(len(text), tokens, chunks, sum(t in special for t in tokens), _common(text, restored))
+        chunks = tuple(self._pieces(text, tokens, offsets))
+        restored = self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return Pieces(len(text), tuple(tokens), chunks, len(spelled), _common(text, restored))
 
     def _alone(self, text: str) -> list[int]:
+        tokens = self._plain(text)
+        return self.control.encode([Part(text, True)]).ids if self.control.names(tokens) else tokens
+
+    def _plain(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
 
     def _pieces(self, text: str, tokens: Sequence[int], offsets: Sequence[tuple[int, int]]) -> Iterable[Piece]:

@@ -12,6 +12,7 @@ from typing import Any
 from longreach.adapters.transformers.answer_text import pieces
 from longreach.adapters.transformers.attach import Session
 from longreach.adapters.transformers.chunking import TOKENS, Splitter
+from longreach.adapters.transformers.control_tokens import Part
 from longreach.adapters.transformers.dependence import DependenceMeter
 from longreach.adapters.transformers.fingerprint import Fingerprint
 from longreach.adapters.transformers.fusing import FusedPrompt, FusionReport, read
@@ -24,6 +25,7 @@ from longreach.adapters.transformers.prompt_tokens import (
     context_limit,
     document_head,
     encode,
+    encode_parts,
     short_context,
     stop_strings,
     stop_tokens,
@@ -87,7 +89,8 @@ class Documents:
 
     A prompt is the system prompt, the documents in the order that they were read, and the question; each is tokenised
     by itself, so that a document's chunks are the same in every prompt. What stands between them is computed, not
-    stored. With a chat template the parts stand where the template has them.
+    stored. With a chat template the parts stand where the template has them. Control tokens that documents, questions
+    or the system prompt spell out (`</s>`) are read as text.
 
     session: attached with a fusion method. store: where chunks are looked up and put; None: they are computed.
     A chunk that the store has behind exactly what precedes it in this prompt is taken first, since it is exact; else
@@ -222,7 +225,8 @@ class Documents:
             raise InvalidInput("the question is empty; ask something")
         if any("\ud800" <= c <= "\udfff" for c in question):
             raise InvalidInput("the question must be text; this one holds bytes that are not UTF-8")
-        tokens, head = encode(self.tokenizer, BETWEEN + self._frame.tail(question), special=False), len(self.head)
+        parts = [Part(BETWEEN, False), *self._frame.tail(question)]
+        tokens, head = encode_parts(self.tokenizer, parts, special=False), len(self.head)
         if self.session.evict is not None:
             self.session.evict.check_parts(head + len(tokens), head, len(tokens))
         return tokens

@@ -48,8 +48,8 @@ def get_or_compute(
 
     behind: tokens between the prefix and the chunk in a prompt. The store is searched for a chunk computed behind
     the prefix and them, which is exact there, then for one behind the prefix alone. A missing chunk is computed behind
-    the prefix alone. exact:
-    ask for the former alone, and compute that.
+    the prefix alone. A broken file is computed again for its own place, so an exact chunk stays exact.
+    exact: search for the former alone, and compute that.
     dependence: a meter and the other chunk's tokens. A chunk behind the prefix alone that lacks its dependence gets it,
     and replaces the stored one.
     mapped: whether a stored chunk stays mapped to its file, else it is read into memory.
@@ -71,10 +71,13 @@ def get_or_compute(
         keys = [] if store is None and pool is None and work.ranks is None else work.keys(tokens, places)
         found = _find(store, pool, keys, mapped and pool is None)
         lacking = found.chunk is None
-        if work.ranks is not None and len({*work.ranks.all_values(found.number)}) > 1:
+        numbers = [found.number] if work.ranks is None else work.ranks.all_values(found.number)
+        if len({*numbers}) > 1:
             found = _Found(None, found.broken, found.error)
+        if _FIRST_BROKEN in numbers:  # on this rank or another, which has set the file aside
+            target = places[0]
         chunk, error = found.chunk, found.error
-        state: State = "stored" if chunk is not None else "recomputed" if found.broken else "computed"
+        state: State = "stored" if chunk is not None else "recomputed" if found.broken is not None else "computed"
         state = "held" if found.held else state
         if chunk is None:
             chunk = work.compute(tokens, progress, target)
@@ -118,32 +121,37 @@ def _is_writer(ranks: Ranks | None, to_store: bool) -> bool:
     return to_store and not any(all_to_store[: ranks.rank])
 
 
+_FIRST_BROKEN = -1
+
+
 class _Found(NamedTuple):
     """The result of a search for a chunk.
 
-    chunk: else None. broken: whether the store had a broken file for it. error: why the store could not be read, else
-    None. held: whether the chunk comes from the pool.
+    chunk: else None. broken: the index of the key for which the store had a broken file, else None. error: why the
+    store could not be read, else None. held: whether the chunk comes from the pool.
     """
 
     chunk: Chunk | None = None
-    broken: bool = False
+    broken: int | None = None
     error: StoreError | None = None
     held: bool = False
 
     @property
     def number(self) -> int:
-        """Identifies the chunk among those that different ranks may find for one request; 0 for none."""
+        """Identifies the result among those that different ranks may find for one request: _FIRST_BROKEN for a broken
+        file under the first key, 0 for no chunk otherwise."""
         if self.chunk is None:
-            return 0
+            return _FIRST_BROKEN if self.broken == 0 else 0
         return 2 * len(self.chunk.prefix) + 2 + (self.chunk.dependence is not None)
 
 
 def _find(store: ChunkStore | None, pool: ChunkPool | None, keys: Sequence[ChunkKey], mapped: bool) -> _Found:
-    """The chunk under the first of these keys that the pool or the store has."""
-    broken, error = False, None
-    for key in keys:
+    """The chunk under the first of these keys that the pool or the store has. The search ends at a broken file, which
+    the store sets aside: the chunk in its place is computed again, not replaced by one of a later key."""
+    error = None
+    for number, key in enumerate(keys):
         if pool is not None and (held := pool.get(key)) is not None:
-            return _Found(held, broken, error, held=True)
+            return _Found(held, None, error, held=True)
         if store is None or error is not None:
             continue
         try:
@@ -151,7 +159,6 @@ def _find(store: ChunkStore | None, pool: ChunkPool | None, keys: Sequence[Chunk
         except StoreError as refusal:
             error = refusal
             continue
-        broken |= fault is not None
-        if chunk is not None:
-            return _Found(chunk, broken)
-    return _Found(None, broken, error)
+        if chunk is not None or fault is not None:
+            return _Found(chunk, None if fault is None else number)
+    return _Found(None, None, error)

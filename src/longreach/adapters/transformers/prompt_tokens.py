@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from longreach.adapters.transformers.checks import text_config
+from longreach.adapters.transformers.control_tokens import ControlTokens, Part
 from longreach.errors import InvalidInput, ModelFileError
 
 
@@ -83,6 +85,36 @@ def encode(tokenizer: Any, text: str, special: bool = True) -> list[int]:
     return ids
 
 
+def encode_parts(tokenizer: Any, parts: Sequence[Part], special: bool = True) -> list[int]:
+    """As `encode` of the joined parts, but control tokens that a user's part spells out (`</s>`) are read as text.
+
+    Raises InvalidInput, naming them, where the tokenizer cannot do that.
+    """
+    control = ControlTokens(tokenizer)
+    if not any(control.spelled(text) for text, user in parts if user):
+        return encode(tokenizer, "".join(text for text, _ in parts), special)
+    return [*(encode(tokenizer, "") if special else ()), *control.encode(parts).ids]
+
+
+def _users_part(tokenizer: Any, written: str, pattern: str, key: str, text: str) -> list[Part]:
+    """A chat template's text, with the parts that are a user's `text`. pattern: the same with `key` in their place.
+
+    Raises InvalidInput if the template changes the text and this spells out control tokens.
+    """
+    for mine in (text, text.strip()):
+        if pattern.replace(key, mine) == written:
+            first, *others = pattern.split(key)
+            return [Part(first, False), *(part for more in others for part in (Part(mine, True), Part(more, False)))]
+    names = ControlTokens(tokenizer).spelled(text)
+    if names:
+        listed = ", ".join(repr(name) for name in dict.fromkeys(names))
+        raise InvalidInput(
+            f"the text spells out control tokens ({listed}), and the chat template changes it, so that they cannot be "
+            f"told from the template's own; remove them"
+        )
+    return [Part(written, False)]
+
+
 def chat(tokenizer: Any, turn: str, system: str = "") -> str | None:
     """A user's turn in the tokenizer's chat template, up to the beginning of the answer; None without a template."""
     if not getattr(tokenizer, "chat_template", None):
@@ -104,16 +136,16 @@ def chat(tokenizer: Any, turn: str, system: str = "") -> str | None:
 class Frame:
     """The text around the documents of a prompt. templated: by the chat template, which brings special tokens.
 
-    head: before the documents. rest: after the question; before it, without a template.
+    head: before the documents. rest: after the question.
     """
 
-    head: str
+    head: tuple[Part, ...]
     rest: str
     templated: bool
 
-    def tail(self, question: str) -> str:
-        """The part after the documents."""
-        return f"{question}{self.rest}" if self.templated else f"Question: {question}{self.rest}"
+    def tail(self, question: str) -> list[Part]:
+        """The parts after the documents."""
+        return [Part("" if self.templated else "Question: ", False), Part(question, True), Part(self.rest, False)]
 
 
 def frame(tokenizer: Any, system: str = "") -> Frame:
@@ -126,7 +158,7 @@ def frame(tokenizer: Any, system: str = "") -> Frame:
     place = "{documents and a question}"
     written = chat(tokenizer, place, system)
     if written is None:
-        return Frame(f"{system}\n\n" if system else "", "\nAnswer:", False)
+        return Frame((Part(f"{system}\n\n", True),) if system else (), "\nAnswer:", False)
     head, found, rest = written.partition(place)
     if not found or place in rest:
         raise InvalidInput(
@@ -137,13 +169,17 @@ def frame(tokenizer: Any, system: str = "") -> Frame:
             "the chat template leaves the system prompt out or changes it; put its text into the question, or use a "
             "template with a system role"
         )
-    return Frame(head, rest, True)
+    if not system:
+        return Frame((Part(head, False),), rest, True)
+    key = secrets.token_hex(16)
+    pattern = (chat(tokenizer, place, key) or "").partition(place)[0]
+    return Frame(tuple(_users_part(tokenizer, head, pattern, key, system)), rest, True)
 
 
 def document_head(tokenizer: Any, system: str = "") -> tuple[Frame, list[int]]:
     """The frame of prompts of documents, and the tokens of its head, behind which chunks are computed. As `frame`."""
     around = frame(tokenizer, system)
-    return around, encode(tokenizer, around.head, special=not around.templated)
+    return around, encode_parts(tokenizer, around.head, special=not around.templated)
 
 
 def prompts(tokenizer: Any, document: str, questions: Sequence[str]) -> tuple[list[int], list[list[int]]]:
@@ -160,12 +196,15 @@ def prompts(tokenizer: Any, document: str, questions: Sequence[str]) -> tuple[li
     if any("\ud800" <= c <= "\udfff" for text in (document, *questions) for c in text):
         raise InvalidInput("document and questions must be text; one of them holds bytes that are not UTF-8")
 
+    key = secrets.token_hex(16)
+
     def prompt(question: str) -> list[int]:
         text = f"{document.rstrip()}\n\n"
         written = chat(tokenizer, text + question)
-        if written is not None:
-            return encode(tokenizer, written, special=False)
-        return encode(tokenizer, f"{text}Question: {question}\nAnswer:")
+        if written is None:
+            return encode_parts(tokenizer, [Part(f"{text}Question: {question}", True), Part("\nAnswer:", False)])
+        pattern = chat(tokenizer, key) or ""
+        return encode_parts(tokenizer, _users_part(tokenizer, written, pattern, key, text + question), special=False)
 
     return share([prompt(q) for q in questions], prompt("?"))
 

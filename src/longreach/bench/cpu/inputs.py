@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from longreach.bench.sampling_inputs import draw_sequence
+from longreach.methods.magicpig import MagicPIG
 from longreach.ops import KVView, Rows
 from longreach.ops.simhash import HashTables, build, codes, projections
 
-SINKS, LOCAL, CENTRE = 4, 64, 4096  # as the method's defaults
+SINKS, LOCAL, CENTRE = MagicPIG.sinks, MagicPIG.local, MagicPIG.centre  # the method's defaults
 CHUNK = 4096  # keys hashed at a time
 
 

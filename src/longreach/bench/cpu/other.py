@@ -27,8 +27,8 @@ class Other:
     def __init__(self, pipe: Connection, process: Any):
         self._pipe, self._process = pipe, process
 
-    def run(self, number: int, threads: int) -> tuple[tuple[float, ...], Tensor]:
-        """Seconds of each part of preset `number`'s step, and its output [H, D]."""
+    def run(self, number: int, threads: int) -> tuple[float, Tensor]:
+        """Seconds of preset `number`'s step, and its output [H, D]."""
         self._pipe.send((number, threads))
         seconds, out = self._answer()
         return seconds, torch.from_numpy(out)

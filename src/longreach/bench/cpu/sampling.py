@@ -61,7 +61,7 @@ def measure(
 def _rounds(
     steps: Sequence[Step], dense: dict[str, Callable[[], Any]], other: Any, threads: int, rounds: int, flush: np.ndarray
 ) -> dict[str, list[Any]]:
-    """Seconds of each call, in turns; of our steps by part. Caches hold other memory before each."""
+    """Seconds of each call, in turns; of our steps as a whole, and by part. Caches hold other memory before each."""
     times = defaultdict[str, list[Any]](list)
     outputs = [step.run().whole.out[0] for step in steps]
     for call in dense.values():
@@ -70,6 +70,8 @@ def _rounds(
         for number, step in enumerate(steps):
             flush.fill(turn)
             times[f"ours {number}"].append(step.run().seconds)
+            flush.fill(turn)
+            times[f"parts {number}"].append(step.parts())
             flush.fill(turn)
             seconds, out = other.run(number, threads)
             times[f"avx2 {number}"].append(seconds)
@@ -114,8 +116,8 @@ def _case(step: Step, number: int, threads: int, times: dict[str, list[Any]], ch
     shape, preset = step.problem.shape, step.preset
     ours, avx2 = (np.array(times[f"{who} {number}"]) for who in ("ours", "avx2"))
     medians = {name: statistics.median(times[name]) for name in (MATMUL, SDPA, COPY, OURS)}
-    whole, theirs = float(np.median(ours.sum(1))), float(np.median(avx2.sum(1)))
-    parts = dict(zip(PARTS, np.median(ours, 0).tolist(), strict=True))
+    whole, theirs = float(np.median(ours)), float(np.median(avx2))
+    parts = dict(zip(PARTS, np.median(np.array(times[f"parts {number}"]), 0).tolist(), strict=True))
     row = 2 * shape.dim * getattr(torch, shape.dtype).itemsize
     ratios = {
         "dense": min(medians[MATMUL], medians[SDPA]) / whole,
@@ -125,10 +127,9 @@ def _case(step: Step, number: int, threads: int, times: dict[str, list[Any]], ch
     wanted = {"dense": TARGETS[preset.share], "sdpa": SDPA_TARGET, "avx2": AVX2_TARGET}
     return {
         "shape": asdict(shape), "preset": asdict(preset), "threads": threads, "rounds": len(ours),
-        "seconds": {"ours": _quartiles(ours.sum(1)), "ours for AVX2": _quartiles(avx2.sum(1)),
+        "seconds": {"ours": _quartiles(ours), "ours for AVX2": _quartiles(avx2),
                     **{name: _quartiles(times[name]) for name in medians}},
-        "parts": parts,
-        "parts for AVX2": dict(zip(PARTS, np.median(avx2, 0).tolist(), strict=True)),
+        "parts": parts,  # by an op each: together they take longer than the step, which is one call
         **check,
         "rows_bytes_per_second": check["rows"] * row / parts["attend"],
         "dense_bytes_per_second": shape.dense_bytes / medians[MATMUL],

@@ -1,4 +1,4 @@
-"""MagicPIG's attention step by longreach's ops, part by part, and its check against fp64."""
+"""MagicPIG's attention step in one call and by longreach's ops part by part, and its check against fp64."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch import Tensor
 
 from longreach.bench.cpu.inputs import SINKS, Preset, Problem
 from longreach.ops import Lists, Partial, Span, Spans, absolute, attend, merge, relative
-from longreach.ops.simhash import HashTables, codes, collide, weigh
+from longreach.ops.simhash import HashTables, attend_sampled, codes, collide, weigh
 
 PARTS = ("codes", "collide", "weigh", "attend", "merge")
 
 
 @dataclass(frozen=True)
 class Result:
-    """A step's output, its lists, and the seconds of each of PARTS."""
+    """A step's output, its lists, and its seconds."""
 
     whole: Partial
     lists: Lists
-    seconds: tuple[float, ...]
+    seconds: float
 
 
 class Step:
@@ -37,9 +37,24 @@ class Step:
         self.directions, self.tables = made
         stop = int(self.tables.stop[0])
         self.always = Spans((Span(absolute(0), absolute(SINKS)), Span(absolute(stop), relative(1))))
+        self.slots, self.limit = torch.tensor([0]), torch.tensor([problem.shape.context // 2])
 
     @torch.no_grad()
     def run(self) -> Result:
+        """In one call, as the method does."""
+        problem = self.problem
+        started = time.perf_counter()
+        found = attend_sampled(
+            problem.rows, problem.kv, self.slots, self.tables, self.directions, problem.centre, self.limit,
+            share=self.preset.share, sinks=SINKS, scale=problem.shape.scale, impl=self.impl,  # type: ignore[arg-type]
+        )  # fmt: skip
+        seconds = time.perf_counter() - started
+        assert found.lists is not None
+        return Result(found.partial, found.lists, seconds)
+
+    @torch.no_grad()
+    def parts(self) -> tuple[float, ...]:
+        """Seconds of each of PARTS, by an op each."""
         problem, preset, impl = self.problem, self.preset, self.impl
         rows, kv, scale = problem.rows, problem.kv, problem.shape.scale
         marks = [time.perf_counter()]
@@ -49,7 +64,7 @@ class Step:
             rows, self.tables, found_codes, capacity=problem.shape.context // 2,
             share=preset.share, impl=impl,  # type: ignore[arg-type]
         )  # fmt: skip
-        room = max(1, int(found.count.max()))  # as the method does: shorter lists are checked and counted faster
+        room = max(1, int(found.count.max()))  # shorter lists are checked and counted faster
         found = replace(found, index=found.index[..., :room].contiguous(), met=found.met[..., :room].contiguous())
         marks.append(time.perf_counter())
         lists = found.lists(weigh(rows, kv, self.tables, found, problem.centre, impl=impl).log_weight)
@@ -57,9 +72,9 @@ class Step:
         sampled = attend(rows, kv, lists, scale=scale, impl=impl)
         kept = attend(rows, kv, self.always, scale=scale, impl=impl)
         marks.append(time.perf_counter())
-        whole = merge(kept, sampled)
+        merge(kept, sampled)
         marks.append(time.perf_counter())
-        return Result(whole, lists, tuple(b - a for a, b in pairwise(marks)))
+        return tuple(b - a for a, b in pairwise(marks))
 
     def reads(self, lists: Lists) -> dict[str, Any]:
         """rows: of keys that attend gathers, as often as it does. keys_read: share of all keys that a KV head reads at

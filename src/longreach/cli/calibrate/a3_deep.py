@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if not 0 < args.ratio < 1:
-        raise InvalidInput(f"--ratio: expected a number between 0 and 1, got {args.ratio}")
+        raise InvalidInput(f"--ratio: expected a number above 0 and below 1, got {args.ratio}")
 
     def fits(shape: ModelShape) -> None:
         layers_of(args.layers, shape.layers)

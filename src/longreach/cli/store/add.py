@@ -264,8 +264,8 @@ def _show_account(out: Any, file: dict[str, Any]) -> None:
     if repeated := sum(chunk["state"] == REPEATED for chunk in file["chunks"]):
         out.print(f"{name}: {repeated} chunks are the same as others before them.", soft_wrap=True)
     if file["special_tokens_in_text"]:
-        out.print(f"{name}: the text spells out {file['special_tokens_in_text']} special tokens of the tokenizer.",
-                  soft_wrap=True)  # fmt: skip
+        out.print(f"{name}: the text spells out {file['special_tokens_in_text']} control tokens of the tokenizer; they "
+                  f"are read as text.", soft_wrap=True)  # fmt: skip
     if file["other_tokens_alone"]:
         out.print(f"{name}: the chunks' tokens, joined, are the document's; {file['other_tokens_alone']} of its chunks "
                   f"would be other tokens if their text were given alone.", soft_wrap=True)  # fmt: skip

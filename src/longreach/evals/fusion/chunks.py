@@ -19,6 +19,7 @@ from longreach.adapters.transformers import (
     encode,
 )
 from longreach.adapters.transformers.fingerprint import fingerprint
+from longreach.adapters.transformers.prompt_tokens import uses_chunk_frequencies
 from longreach.errors import InvalidInput
 from longreach.evals.fusion.controls import Noted, resolved
 from longreach.evals.fusion.memory import moved
@@ -49,7 +50,9 @@ class FusedPrompts:
     session: attached with a fusion method and without eviction; `read` takes the methods of each read. chunk: prompt
     tokens per pass where a prompt is read plainly, and while chunks are computed. graph: as in `generate`, for answers
     without eviction; it moves memory, so that with it a captured step would be captured anew for every prompt.
-    dependence: whether chunks get that of their tokens: behind the first chunk, and the first one behind the second.
+    dependence: whether chunks that are not exact get that of their tokens: behind the first chunk, and the first one
+    behind the second. The only chunk of a prompt has no other: it is run behind its own first tokens, as many as the
+    rest of the prompt has, so that this takes no more room than the prompt.
     Raises as `Precompute`, and as `prefix_tokens`.
     """
 
@@ -74,12 +77,14 @@ class FusedPrompts:
             work = Precompute(self.session, prefix, chunk=self._chunk, known=self._known)
             self._work = prefix, work, DependenceMeter(work)
         _, work, meter = self._work
-        parts, end = list[Any](), 0
+        parts, end, same = list[Any](), 0, uses_chunk_frequencies(self.session.model, len(ids))
+        first, second = chunks[0], chunks[min(1, len(chunks) - 1)]
         for number, (start, stop) in enumerate(chunks):
             chunk = work.compute(ids[start:stop])
-            other = [ids[a:b] for a, b in chunks[:2]][number == 0 :][:1]  # none where there is one chunk alone
-            if self._dependence and other:
-                chunk = meter.measured(chunk, other[0])
+            exact = same and tuple(ids[:start]) == prefix
+            if self._dependence and not exact:
+                room = len(ids) - len(prefix) - (stop - start)  # two chunks of a prompt have it
+                chunk = meter.measured(chunk, ids[slice(*(first if number else second))][:room])
             parts += [ids[end:start], chunk]
             end = stop
         return FusedPrompt.of([*parts, ids[end:]])

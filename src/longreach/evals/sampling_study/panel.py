@@ -77,10 +77,11 @@ def others(seed: int) -> Iterator[Trial]:
         yield Trial(f"quest k={k}", "quest", Quest(k=k, dense_layers=()))
         for choose in ("top", "sample"):
             more = "" if choose == "top" else " choose=sample"
+            drawn: Any = {"choose": choose, "seed": seed if choose == "sample" else 0}
             for name, method in (
-                ("loki", Loki(k=k, choose=choose, seed=seed)),
-                ("kascade", Kascade(k=k, min_keys=1, choose=choose, seed=seed)),
-                ("oracle_top_k", OracleTopK(k=k, choose=choose, seed=seed)),
+                ("loki", Loki(k=k, **drawn)),
+                ("kascade", Kascade(k=k, min_keys=1, **drawn)),
+                ("oracle_top_k", OracleTopK(k=k, **drawn)),
             ):
                 yield Trial(f"{name} k={k}{more}", f"{name}{more}", method)
     for k in DRAWS:

@@ -101,7 +101,7 @@ class SamplingStudy:
                 raise Unsupported("all layers of this model have a sliding window; there is nothing to sample")
             self._first_keys(reader, probe.geometry)
         found = {**probe.results(), "left_out": self.left_out, "fitted": {"share": EQUAL, "pairs": fitted}}
-        return {"samples": samples, "results": _rounded(found)}
+        return {"samples": samples, "results": rounded(found)}
 
     def _all(self, fitted: Sequence[tuple[int, int]]) -> list[Trial]:
         """The trials, those on the same tables side by side."""
@@ -143,9 +143,10 @@ def hooked(session: Session, hook: LayerHook) -> Iterator[None]:
         session.on_layer = None
 
 
-def _rounded(value: Any) -> Any:
+def rounded(value: Any) -> Any:
+    """A record's values, floats to DIGITS significant digits."""
     if isinstance(value, dict):
-        return {name: _rounded(inner) for name, inner in value.items()}
+        return {name: rounded(inner) for name, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_rounded(inner) for inner in value]
+        return [rounded(inner) for inner in value]
     return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value

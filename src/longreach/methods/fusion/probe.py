@@ -41,7 +41,7 @@ class A3Deep(Fusion):
         check_plan_name(self.plan)
         require(
             self.layer is None or self.plan is None,
-            f"layer={self.layer} and plan={self.plan!r}: a plan says the layer; leave one of them out",
+            f"layer={self.layer} and plan={self.plan!r}: the plan sets the layer; give only one of the two",
         )
 
     def probes(self, model: ModelShape) -> tuple[int, ...]:

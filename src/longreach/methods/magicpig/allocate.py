@@ -14,8 +14,8 @@ def cheapest(costs: Tensor, errors: Tensor, room: Tensor, total: float, limit: f
     None if no choice fits. costs, errors, room: fp64 [layers, choices], >= 0. limit: None for no limit on room.
 
     Dynamic programming over the layers. Partial sums are grouped in steps of 1/2048 of the total and 1/16 of the limit.
-    Each group keeps its partial sum with the least error, and of equal errors the one with the least cost. Sums are not
-    rounded, so the limits hold exactly.
+    Each group keeps its partial sum with the least error; of equal errors the one with the least cost, and then the
+    least room. Sums are not rounded, so the limits hold exactly.
     """
     layers, choices = costs.shape
     cost, error, space = (x.double().numpy() for x in (costs, errors, room))

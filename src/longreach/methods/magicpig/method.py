@@ -22,10 +22,10 @@ from longreach.methods.base import (
 )
 from longreach.methods.call import LayerCall, ModelShape
 from longreach.methods.choosing import OTHER_KEYS, check_layers, check_layers_of, max_keys, placed
-from longreach.methods.error_bars import check_error_bars, measured, redo_bytes
-from longreach.methods.magicpig.notes import notes
+from longreach.methods.error_bars import Hashed, check_error_bars, measured, redo_bytes
+from longreach.methods.magicpig.notes import notes, notes_of_numbers
 from longreach.methods.magicpig.plan import DENSE, KIND, MagicPIGPlan, Options, Pair, chosen_for, view
-from longreach.methods.magicpig.schedule import Schedule
+from longreach.methods.magicpig.schedule import MOST_TOKENS, Schedule
 from longreach.methods.magicpig.state import LayerTables
 from longreach.ops import Rows, Span, Spans, absolute, merge, relative
 from longreach.ops.simhash import projections
@@ -37,10 +37,9 @@ from longreach.plans import find, shipped_for
 PRESETS = ((8, 75), (9, 120), (10, 75), (10, 150), (10, 220), (11, 300))  # (bits, tables) of the paper, and (10, 75)
 PAIR = (10, 75)  # if neither the caller nor a plan gives a pair
 PAPER = ((0, 16), 32)  # the paper's dense layers, and its model's number of layers
-# Keys near each other collide together, which a sum of the keys' variances leaves out. In longreach-mini the error is
-# 1.3 to 1.5 times the root of that sum for lists of query heads. It is 1.2 to 1.35 times for groups, where the sum is
-# too large. With these factors two bars cover 93% (tests/methods/magicpig/test_error_bars.py).
-NEIGHBOURS = {"own": 1.7, "group": 1.5}
+# Keys that are alike collide together, which a sum of the keys' variances leaves out. The factors are fitted to
+# longreach-mini, for all presets together (docs/magicpig, "Error bars").
+HASHED = {"own": Hashed(each=1.1, together=0.45, few=20), "group": Hashed(each=0.9, together=0.35, few=30)}
 CHOSEN = ("bits", "tables", "dense_layers")  # options that a plan replaces
 PROMPT = 1 << 12  # keys of a prompt that are hashed at a time
 
@@ -55,7 +54,8 @@ class MagicPIG(AttentionMethod):
     projections are drawn once, from `seed`. So similar queries sample similar keys, and errors persist over steps.
 
     bits, tables: signs in a code, and tables (K and L of the paper; `PRESETS` has its pairs). More bits sample fewer
-    keys, more tables sample more. bits=0 attends to all keys, with no tables. None: 10 and 75.
+    keys, more tables sample more. bits=0 attends to all keys, with no tables, and takes no other option.
+    None: 10 and 75.
     least: tables in which a key must collide.
     share: "group": all query heads of a KV head attend to the union of their samples. A key that m heads sampled has
     the log-weight log(m / sum of the heads' u). It reads as many keys as "own", with less error. "own": each query head
@@ -120,7 +120,8 @@ class MagicPIG(AttentionMethod):
             require(fits, f"{name}: expected an int in [{least}, {most}]{of}, got {value!r}")
         for name, least in (("sinks", 0), ("local", 1), ("seal", 1), ("centre", 0)):
             value = getattr(self, name)
-            require(is_count(value, least), f"{name}: expected a count of tokens >= {least}, got {value!r}")
+            fits = is_count(value, least) and value <= MOST_TOKENS
+            require(fits, f"{name}: expected a count of tokens in [{least}, {MOST_TOKENS}], got {value!r}")
         require(self.share in ("own", "group"), f"share: expected 'own' or 'group', got {self.share!r}")
         ok = isinstance(self.floor, (int, float)) and not isinstance(self.floor, bool)
         ok = ok and math.isfinite(self.floor) and 0 <= self.floor < 1
@@ -132,6 +133,7 @@ class MagicPIG(AttentionMethod):
         if self.dense_layers is not None:
             check_layers("dense_layers", self.dense_layers)
         self._check_plan()
+        self._check_used()
 
     def _check_plan(self) -> None:
         check_plan_name(self.plan)
@@ -147,6 +149,17 @@ class MagicPIG(AttentionMethod):
                 f"{', '.join(given)}: a plan chooses {'them' if len(given) > 1 else 'it'} for each layer; leave "
                 f"{' and '.join(given)} out, or {name}",
             )
+
+    def _check_used(self) -> None:
+        """Raise InvalidInput for options that bits=0 leaves without an effect."""
+        if self.bits != 0:
+            return
+        given = [f.name for f in fields(self) if f.name != "bits" and getattr(self, f.name) != f.default]
+        require(
+            not given,
+            f"{', '.join(given)}: expected bits >= 1, as bits=0 reads all keys in all layers, without tables; leave "
+            f"{' and '.join(given)} out, or bits=0",
+        )
 
     def check(self, model: ModelShape) -> None:
         check_layers_of("dense_layers", self.dense_layers or (), model.layers)
@@ -243,8 +256,9 @@ class MagicPIG(AttentionMethod):
 
     def _sampled(self, call: LayerCall, state: LayerTables, began: int) -> Outcome:
         lists_needed = self.error_bars or self.redo is not None
-        if not lists_needed and call.impl in ("auto", "numba") and call.computes("simhash_attend", "numba"):
-            return self._in_one_call(call, state, began)
+        on_gpu = call.rows.q.device.type != "cpu"  # where one call has not been measured against the four ops
+        if not lists_needed and not on_gpu and not call.computes("simhash_attend", "reference"):
+            return self._in_one_call(call, state)
         tables = state.tables
         by_slot = Rows(call.rows.q, call.slots[call.rows.seq.long()], call.rows.pos)
         codes = call.op("simhash_codes", call.rows.q, state.projections)
@@ -268,11 +282,12 @@ class MagicPIG(AttentionMethod):
         sinks = torch.where(over, 0, self.sinks)
         rest = torch.where(over, call.context[:, None], start)
         always = Spans((Span(absolute(0), absolute(sinks)), Span(absolute(rest), relative(1))), lists.per)
-        whole, bars = merge(call.attend(always), call.attend(lists, sink=False)), None
+        certain, sample = call.attend(always), call.attend(lists, sink=False)
+        whole, bars = merge(certain, sample), None
         if self.error_bars or self.redo is not None:
             whole, bars = measured(
                 call, whole, lists, weights.factor, self.redo, candidates=start - self.sinks,
-                multiplier=NEIGHBOURS[self.share],
+                hashed=(HASHED[self.share], sample),
             )  # fmt: skip
         noted = call.meter.noted
         reads = [noted[began:searched], noted[searched:], noted[:0]]
@@ -283,18 +298,20 @@ class MagicPIG(AttentionMethod):
             met, union = torch.where(used, found.met, 0).sum(-1, dtype=torch.int64), found.count
         else:
             met, union = found.count, lists.keys_read(call.rows, call.kv)
-        return Outcome(whole, notes=notes(call, met, union, over, sampled, reads, state.summary, bars))
+        said = notes(call, met, union, over, sampled, reads, state.summary, bars)
+        return Outcome(whole, notes=said, relative_error=None if bars is None else bars.relative)
 
-    def _in_one_call(self, call: LayerCall, state: LayerTables, began: int) -> Outcome:
-        """`_sampled` without error bars, where one kernel computes all of it."""
+    def _in_one_call(self, call: LayerCall, state: LayerTables) -> Outcome:
+        """`_sampled` without error bars, where kernels attend without lists."""
         limit = call.once((self, "limit"), lambda: budget(self.capacity, call.context))
         found = call.op(
             "simhash_attend", state.tables, state.projections, state.centre, limit, least=self.least,
             share=self.share, sinks=self.sinks, floor=self.floor,
         )  # fmt: skip
-        noted, over = call.meter.noted, found.lists.overflowed
-        reads, sampled = [noted[began:-2], noted[-2:], noted[:0]], found.stop[:, None] > self.sinks
-        return Outcome(found.partial, notes=notes(call, found.met, found.union, over, sampled, reads, state.summary))
+        return Outcome(
+            found.partial,
+            notes=notes_of_numbers(call, found, state.projections.nbytes, self.share, self.sinks, state.summary),
+        )
 
     def workspace_bytes(self, model: ModelShape, rows: int, capacity: int, dtype: torch.dtype) -> int:
         pairs = self._pairs(model, dtype.itemsize) or (self.pair,)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from longreach.methods.base import Notes
 from longreach.methods.call import LayerCall, Noted
 from longreach.methods.error_bars import ErrorBars
 from longreach.ops import Lists
+from longreach.ops.simhash import NUMBERS, SampledAttention
 
 COLUMNS = ("sampled_head", "sampled_group", "overflowed", "search", "attention", "rows")
 AT = {name: number for number, name in enumerate(COLUMNS)}
@@ -47,6 +48,42 @@ def notes(
         )
         as_columns = _with_bars
     return Notes((found_of,), as_columns, summary)
+
+
+def notes_of_numbers(
+    call: LayerCall, found: SampledAttention, projection_bytes: int, share: str, sinks: int, summary: Summary
+) -> Notes:
+    """Notes of a layer's rows, by the numbers of the op. Layers are computed together, at the end of a pass."""
+    kv, heads = call.kv, call.rows.q.shape[1]
+    columns = _of_numbers(
+        heads // kv.heads, share == "own", sinks, kv.k.shape[3] * kv.k.element_size(), 4 * kv.k.shape[3],
+        projection_bytes, found.lists is not None,
+    )  # fmt: skip
+    return Notes((found.numbers, call.context), columns, summary)
+
+
+@cache
+def _of_numbers(
+    group: int, own: bool, sinks: int, vector: int, centre: int, projections: int, lists: bool
+) -> Callable[..., Tensor]:
+    """Columns [L, R, G, C] from numbers [L, R, G, NUMBERS] and contexts [L, R]; one function for equal arguments, as
+    layers with the same function are computed together. vector, centre: bytes of a key and of a centre. projections:
+    bytes of all. lists: whether there are some to be read.
+    """
+
+    def columns(numbers: Tensor, context: Tensor) -> Tensor:
+        n = dict(zip(NUMBERS, numbers.double().unbind(-1), strict=True))
+        context = context.double()[..., None]
+        full = n["overflowed"] > 0
+        head, union = (torch.where(full, 1.0, x / context) for x in (n["met"] / group, n["union"]))
+        over, sampled = n["overflowed"] / (group if own else 1), (n["end"] > sinks).double()
+        rows, heads = numbers.shape[1:3]
+        entries = (n["met"] if own else n["weighed"]) * (4 if lists else 0)  # of slots; weights are as large
+        search = n["searched"] + n["weighed"] * vector + entries + centre + projections / (rows * heads)
+        shares = (torch.where(sampled > 0, x, 0.0) for x in (head, union, over))
+        return torch.stack([*shares, search, 2 * vector * n["attended"] + 2 * entries, sampled], -1)
+
+    return columns
 
 
 def _plain(x: Tensor) -> Tensor:

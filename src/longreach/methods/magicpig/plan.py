@@ -13,6 +13,7 @@ from torch import Tensor
 from longreach.errors import InvalidInput
 from longreach.methods.base import is_count
 from longreach.methods.magicpig.allocate import cheapest
+from longreach.methods.magicpig.schedule import MOST_TOKENS
 from longreach.methods.magicpig.state import SEGMENT
 from longreach.ops.simhash.api import Share
 from longreach.ops.simhash.probability import MOST_BITS, MOST_LEAST, MOST_TABLES
@@ -39,8 +40,9 @@ class Options:
     centre: int
 
     def __post_init__(self) -> None:
-        for name, least, most in (("seed", 0, (1 << 32) - 1), ("least", 1, MOST_LEAST), ("sinks", 0, 1 << 24),
-                                  ("local", 1, 1 << 24), ("seal", 1, 1 << 24), ("centre", 0, 1 << 24)):  # fmt: skip
+        for name, least, most in (("seed", 0, (1 << 32) - 1), ("least", 1, MOST_LEAST), ("sinks", 0, MOST_TOKENS),
+                                  ("local", 1, MOST_TOKENS), ("seal", 1, MOST_TOKENS),
+                                  ("centre", 0, MOST_TOKENS)):  # fmt: skip
             value = getattr(self, name)
             ok = isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
             require(ok, f"{name}: expected an int in [{least}, {most}], got {value!r}; {HELP}")

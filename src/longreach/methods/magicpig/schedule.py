@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+MOST_TOKENS = 1 << 16  # sinks, local, seal, centre: with more, contexts of so many tokens would be read whole
+
 
 @dataclass(frozen=True)
 class Schedule:

@@ -46,9 +46,10 @@ def sample(
     factor = 1 - pi: the variance as if columns were drawn independently, as is usual for systematic samples (Hartley
     and Rao, 1962); 0 for certain ones.
 
-    x: [L, heads, N] fp32, scores >= 0; negative ones and NaN count as 0. count: int [L, heads], below 0 as 0, above the
-    length as the length. length: int [L]. offset: float [L, heads] in [0, 1), see `uniforms`. first, last: columns at
-    both ends of the length that are certain, as part of the count; where it is smaller, the last ones come first.
+    x: [L, heads, N] fp32, scores >= 0; negative ones, infinity and NaN count as 0. count: int [L, heads], below 0 as
+    0, above the length as the length. length: int [L]. offset: float [L, heads] in [0, 1), see `uniforms`. first, last:
+    columns at both ends of the length that are certain, as part of the count; where it is smaller, the last ones come
+    first.
     capacity: entries of a list; a count above it is the overflow of `Lists`: the row then reads everything.
     uniform: in (0, 1], the share of the count that is spread evenly, so that no weight exceeds n / (uniform count).
     power: > 0; below 1 for scores that are less sure, such as those of another layer.

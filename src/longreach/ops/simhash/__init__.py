@@ -14,7 +14,7 @@ from longreach.ops.simhash.api import (
     seal,
     weigh,
 )
-from longreach.ops.simhash.attention import ATTEND_SAMPLED, SampledAttention, attend_sampled
+from longreach.ops.simhash.attention import ATTEND_SAMPLED, NUMBERS, SampledAttention, attend_sampled
 from longreach.ops.simhash.probability import inclusion
 from longreach.ops.simhash.tables import HashTables, projections
 
@@ -23,6 +23,7 @@ __all__ = [
     "BUILD",
     "CODES",
     "COLLIDE",
+    "NUMBERS",
     "SEAL",
     "WEIGH",
     "Collisions",

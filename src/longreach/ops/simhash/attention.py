@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from longreach.ops.checks import check_memory
-from longreach.ops.doors import Op, Read
+from longreach.ops.doors import EVERYTHING, Op, Read
 from longreach.ops.impl import Implementations
 from longreach.ops.partial import merge
 from longreach.ops.selection import Lists, Per, Span, Spans, absolute, relative
-from longreach.ops.simhash.api import Share, check_group, check_sequences, look_ups
+from longreach.ops.simhash.api import Share, check_group, check_sequences
 from longreach.ops.simhash.probability import check_law
 from longreach.ops.simhash.tables import HashTables
 from longreach.ops.types import INTS, KVView, Partial, Rows, describe, require
@@ -23,10 +23,17 @@ ATTENDING = Implementations(
     "simhash.attend_sampled",
     {
         "reference": "longreach.ops.simhash.reference:attend_sampled",
+        "triton": "longreach.ops.simhash.triton_attention:attend_sampled",
         "numba": "longreach.ops.simhash.numba_attention:attend_sampled",
     },
     few_rows=True,
 )
+
+
+# columns of SampledAttention.numbers, of a row and KV head: keys that any query head sampled; over its lists that did
+# not overflow, the sum of query heads that sampled each key; lists that overflowed; keys read for weights, and keys
+# and values read for attention; bytes of look-ups; the end of the tables
+NUMBERS = ("union", "met", "overflowed", "weighed", "attended", "searched", "end")
 
 
 class SampledAttention(NamedTuple):
@@ -34,17 +41,16 @@ class SampledAttention(NamedTuple):
 
     partial: over the keys that are always attended to and the sample. lists: the sample with its log-weights, of each
     KV head (share="group") or query head (share="own"); those with more keys than the row's limit overflowed, and all
-    keys were attended to. met: int like lists.count, the sum over a list's keys of the query heads that sampled it; 0
-    if it overflowed. union: int [R, G], keys that any query head of a KV head sampled. looked_up: int [R, G], ids read
-    from buckets. stop: int [R], the end of the row's tables.
+    keys were attended to. None from Triton's kernels, which make no lists. numbers: int64 [R, G, NUMBERS].
     """
 
     partial: Partial
-    lists: Lists
-    met: Tensor
-    union: Tensor
-    looked_up: Tensor
-    stop: Tensor
+    lists: Lists | None
+    numbers: Tensor
+
+    def number(self, name: str) -> Tensor:
+        """int64 [R, G]: a column of numbers."""
+        return self.numbers[..., NUMBERS.index(name)]
 
 
 @torch.no_grad()
@@ -74,7 +80,7 @@ def attend_sampled(
     fp32 [sequences of the tables, G, D]. limit: int [R]. Keys in the tables must be visible to the rows. least, share,
     floor: as in `collide` and `weigh`; scale, softcap, sink_logit: as in `attend`. The result is that of the four ops,
     with the same sample.
-    Raises InvalidInput for what does not fit. For a GPU, and for error bars, which need the lists, call the four ops.
+    Raises InvalidInput for what does not fit. For error bars, which need lists and factors, call the four ops.
     """
     check_memory(rows, kv)
     require(isinstance(tables, HashTables), lambda: f"tables: expected HashTables, got {describe(tables)}")
@@ -100,15 +106,22 @@ def attend_sampled(
     require(ok, lambda: f"floor: expected a number in [0, 1), got {floor!r}")
     if at.type == "cpu" and slots.numel():
         check_sequences("slots", slots, tables)
-    partial, index, count, weight, *numbers = ATTENDING.get(impl, at, rows, kv)(
+    partial, lists, numbers = ATTENDING.get(impl, at, rows, kv)(
         rows, kv, slots, tables, projections, centre, limit, least=least, own=share == "own", sinks=sinks,
         floor=float(floor), scale=scale, softcap=softcap,
     )  # fmt: skip
     if sink_logit is not None:
         partial = merge(partial, Partial(torch.zeros_like(partial.out), sink_logit.float().expand_as(partial.lse)))
+    if lists is None:
+        return SampledAttention(partial, None, numbers)
+    index, count, weight = lists
     per: Per = "kv" if share == "group" else "query"
-    lists = Lists(index, count, weight, per, all_visible=share == "group")
-    return SampledAttention(partial, lists, *numbers)
+    return SampledAttention(partial, Lists(index, count, weight, per, all_visible=share == "group"), numbers)
+
+
+def look_up_bytes(group: int, tables: HashTables) -> int:
+    """Of two offsets for each query head of a KV head and table, in a segment."""
+    return group * tables.tables * 2 * tables.offsets.element_size()
 
 
 def _reads(
@@ -116,22 +129,29 @@ def _reads(
     limit: Tensor, *, sinks: int = 0, **given: Any,
 ) -> tuple[Read, ...]:  # fmt: skip
     """Those of the four ops, so that reports agree: sampled keys count twice, for their weights and for attention,
-    though this kernel reads them once.
+    though this kernel reads them once. Triton's kernels read no lists.
     """
-    lists, over = found.lists, found.lists.overflowed
-    weighed = replace(lists, count=lists.count.masked_fill(over, 0), log_weight=None)
-    start, context = found.stop.clamp(min=sinks)[:, None], rows.pos.long()[:, None] + 1
+    one = kv.heads * kv.k.shape[3] * centre.element_size()
+    search = (
+        Read(other=projections.numel() * projections.element_size()),
+        Read(other=len(rows.pos) * one),
+        Read(other=found.number("searched")),
+    )
+    lists = found.lists
+    if lists is None:
+        weighed, attended = found.number("weighed"), found.number("attended")
+        return (
+            *search,
+            Read.of(kv, EVERYTHING, values=False, counted=weighed),
+            Read.of(kv, EVERYTHING, counted=attended),
+        )
+    over, context = lists.overflowed, rows.pos.long()[:, None] + 1
+    listed = replace(lists, count=lists.count.masked_fill(over, 0), log_weight=None)
+    start = found.number("end")[:, :1].clamp(min=sinks)
     # a list that overflowed is attended to as everything, so nothing is left for the spans
     first, rest = torch.where(over, 0, sinks), torch.where(over, context, start)
     always = Spans((Span(absolute(0), absolute(first)), Span(absolute(rest), relative(1))), lists.per)
-    one = kv.heads * kv.k.shape[3] * centre.element_size()
-    return (
-        Read(other=projections.numel() * projections.element_size()),
-        Read(other=look_ups(rows.q.shape[1], tables, found.stop) + 2 * found.looked_up.sum(1) + one),
-        Read.of(kv, weighed, values=False),
-        Read.of(kv, always),
-        Read.of(kv, lists),
-    )
+    return *search, Read.of(kv, listed, values=False), Read.of(kv, always), Read.of(kv, lists)
 
 
 ATTEND_SAMPLED = Op(attend_sampled, ATTENDING, ("rows", "kv", "slots", "scale", "softcap", "sink_logit"), _reads)

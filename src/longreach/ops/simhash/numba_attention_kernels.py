@@ -207,13 +207,13 @@ def attend(worker, workers, counter, q, memory, tables, directions, rows, terms,
     rows: seq, pos [R]; slots [B], sequences of the tables; limit [R]. terms: KV heads, `own`, slots that are always
     attended to from the first one on, least, scale, softcap. law: see `add_inclusion`.
     results, written: out [R, H, D], lse [R, H]; index int32, weight float32 [R, lists, C], count int32 [R, lists]; and
-    int64 [R, lists + G + G + 1]: met, union, looked_up, stop.
+    numbers int64 [R, G, NUMBERS], see `attention`.
     """
     ids, id_strides, offsets, offset_strides, size, lowest, ends = tables
     memory, centres, filled = memory[:7], memory[7], memory[8]
     dirs, dir_strides, bits, count = directions
     seqs, positions, held, limits = rows
-    heads, own, sinks, least, scale, softcap = terms
+    heads, own, sinks, least, scale, softcap, edges = terms
     out, lse, index, weight, counts, numbers = results
     dim = out.shape[2]
     group = out.shape[1] // heads
@@ -252,11 +252,9 @@ def attend(worker, workers, counter, q, memory, tables, directions, rows, terms,
             ids, id_strides, offsets, offset_strides, size, (at, g), lowest, stop, least, group, own, codes,
             index[r, g * lists : (g + 1) * lists], found, used,
         )  # fmt: skip
-        mine = numbers[r]
-        if g == 0:
-            mine[mine.shape[0] - 1] = ends[at]
-        mets = mine[g * lists : (g + 1) * lists]
-        mine[heads * lists + g], mine[heads * lists + heads + g] = union, read
+        segments = (np.int64(ends[at]) + size - 1) // size - lowest // size if ends[at] > lowest else 0
+        mine = numbers[r, g]
+        mine[0], mine[1], mine[2], mine[5], mine[6] = union, 0, 0, 2 * read + segments * edges, ends[at]
         o = out[r, g * group : (g + 1) * group]
         o[:] = np.float32(0.0)
         top[:] = np.float32(-np.inf)
@@ -267,22 +265,25 @@ def attend(worker, workers, counter, q, memory, tables, directions, rows, terms,
         width = group // lists
         for i in range(lists):
             n, li = used[i], g * lists + i
-            counts[r, li], mets[i] = (n if n <= limits[r] else room + 1), 0
+            counts[r, li] = n if n <= limits[r] else room + 1
             one = slice(i * width, (i + 1) * width)
             if n > limits[r]:
+                mine[2] += 1
                 _exactly(
                     min(sinks, reach), start, memory, b, g, plain[one], softcap, top[one], total[one], o[one],
                     (slots, k_places, v_places, added, s[one]),
                 )  # fmt: skip
                 continue
             for c in range(n):
-                mets[i] += met[i, c]
+                mine[1] += met[i, c]
             some = index[r, li, :n]
             _by_sample(
                 some, met[i, :n], weight[r, li], memory, b, g, centres[at, g], plain[one], unit[one], void[one], law,
                 softcap, top[one], total[one], o[one], (slots, k_places, v_places, added, s[one]),
                 (cosines[one], squares, u, spread, x, y, z),
             )  # fmt: skip
+        mine[3] = 0 if mine[2] == lists else union
+        mine[4] = reach if mine[2] > 0 else union + min(sinks, reach) + reach - start
         for h in range(group):
             nothing = top[h] == np.float32(-np.inf)
             lse[r, g * group + h] = top[h] if nothing else top[h] + np.float32(math.log(total[h]))

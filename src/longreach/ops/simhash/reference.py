@@ -11,6 +11,7 @@ from torch import Tensor
 from longreach.ops.selection import Per
 from longreach.ops.simhash import sealing
 from longreach.ops.simhash.api import Collisions
+from longreach.ops.simhash.attention import NUMBERS, look_up_bytes
 from longreach.ops.simhash.probability import TINY, inclusion
 from longreach.ops.simhash.tables import HashTables
 from longreach.ops.types import KVView, Partial, Rows, accumulator
@@ -141,48 +142,51 @@ def weigh(
 def attend_sampled(
     rows: Rows, kv: KVView, slots: Tensor, tables: HashTables, projections: Tensor, centre: Tensor, limit: Tensor, *,
     least: int, own: bool, sinks: int, floor: float, scale: float, softcap: float | None,
-) -> tuple[Partial, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Partial, tuple[Tensor, Tensor, Tensor], Tensor]:  # fmt: skip
     """Row by row: each query head's logits over the visible keys that it does not leave out."""
-    held, group = slots.long()[rows.seq.long()], kv.group(rows)
+    held, group, device = slots.long()[rows.seq.long()], kv.group(rows), kv.k.device
     per: Per = "query" if own else "kv"
-    capacity = max(1, int(limit.max())) if len(limit) else 1
+    each, room = group if own else 1, max(1, int(limit.max())) if len(limit) else 1
     index, count, met, looked_up = collide(
-        replace(rows, seq=held), tables, codes(rows.q, projections, None), capacity=capacity, least=least, per=per
-    )
+        replace(rows, seq=held), tables, codes(rows.q, projections, None), capacity=max(1, tables.ids.shape[3]),
+        least=least, per=per,
+    )  # fmt: skip
     over = count > limit[:, None]
-    found = Collisions(index, torch.where(over, capacity + 1, count), per, met, looked_up, least)
+    listed = index[..., :room].contiguous(), torch.where(over, room + 1, count)
+    found = Collisions(*listed, per, met[..., :room].contiguous(), looked_up, least)
     weights, _ = weigh(rows, kv, tables, found, centre[slots.long()], floor=floor)
     wide = accumulator(kv.k.dtype)
     out, lse = rows.q.new_zeros(rows.q.shape, dtype=wide), rows.q.new_zeros(rows.q.shape[:2], dtype=wide)
-    union = torch.zeros(len(rows.pos), kv.heads, dtype=torch.int64, device=kv.k.device)
-    total = torch.zeros_like(count, dtype=torch.int64)
+    numbers = torch.zeros(len(rows.pos), kv.heads, len(NUMBERS), dtype=torch.int64, device=device)
     for r, b in enumerate(rows.seq.tolist()):
-        reach = min(int(rows.pos[r]) + 1, int(kv.seq_lens[b]))
-        slot = torch.arange(reach, device=kv.k.device)
+        reach, end = min(int(rows.pos[r]) + 1, int(kv.seq_lens[b])), int(tables.stop[held[r]])
+        slot, first, stop = torch.arange(reach, device=device), min(sinks, reach), min(end, reach)
         page, offset = kv.locate(torch.full_like(slot, b), slot)
-        stop = min(int(tables.stop[held[r]]), reach)
         for g in range(kv.heads):
             k, v = (x[page, g, offset].to(wide) for x in (kv.k, kv.v))
-            some = torch.zeros(reach, dtype=torch.bool, device=kv.k.device)
             for h in range(g * group, (g + 1) * group):
                 mine = h if own else g
-                added = torch.zeros(reach, dtype=wide, device=kv.k.device)
+                added = torch.zeros(reach, dtype=wide, device=device)
                 if not over[r, mine]:
                     n = int(count[r, mine])
-                    keys = index[r, mine, :n].long()
-                    added[sinks:stop] = -torch.inf
-                    added[keys] = weights[r, mine, :n].to(wide)
-                    some[keys] = True
-                    total[r, mine] = met[r, mine, :n].sum()
+                    added[first:stop] = -torch.inf
+                    added[index[r, mine, :n].long()] = weights[r, mine, :n].to(wide)
                 read = added > -torch.inf
                 logits = (k[read] @ rows.q[r, h].to(wide)) * scale
                 logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
                 logits = logits + added[read]
                 lse[r, h] = logits.logsumexp(0)
                 out[r, h] = torch.softmax(logits, 0) @ v[read]
-            union[r, g] = some.sum()
-    ids = looked_up.long().unflatten(1, (kv.heads, -1)).sum(2)
-    return Partial(out, lse), index, found.count, weights, total, union, ids, tables.stop[held].long()
+            its = range(g * each, (g + 1) * each)
+            full = sum(bool(over[r, i]) for i in its)
+            union = len(torch.cat([index[r, i, : count[r, i]] for i in its]).unique())
+            segments = -(-end // tables.size) - tables.first // tables.size if end > tables.first else 0
+            numbers[r, g] = torch.tensor([
+                union, sum(int(met[r, i, : count[r, i]].sum()) for i in its if not over[r, i]), full,
+                0 if full == each else union, reach if full else union + first + reach - max(stop, first),
+                2 * int(looked_up[r, its.start : its.stop].sum()) + segments * look_up_bytes(group, tables), end,
+            ])  # fmt: skip
+    return Partial(out, lse), (*listed, weights), numbers
 
 
 def cosine(q: Tensor, k: Tensor) -> Tensor:

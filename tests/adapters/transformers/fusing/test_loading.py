@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,7 +13,8 @@ from longreach.adapters.transformers.fusing.loading import Loading
 from longreach.errors import InvalidInput
 from longreach.ops import HeadShard
 from longreach.store import Chunk, ChunkPool
-from longreach.store.pool import PooledChunk
+from longreach.store import pool as pool_module
+from longreach.store.pool import PooledChunk, pooled
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -57,6 +61,41 @@ def test_the_longest_unused_leave_first_and_stay_valid() -> None:
     assert len(pool) == pool.bytes == 0
 
 
+def test_a_chunk_of_a_key_is_replaced_and_counted_once() -> None:
+    pool = ChunkPool(1 << 20, pinned=False)
+    one = chunk(8, 1)
+    pool.add(one)
+    held = pool.add(replace(one, dependence=torch.rand(8).double()))
+    assert pool.bytes == held.bytes and len(pool) == 1 and pool.get(one.key) is held
+    assert held.dependence is not None
+    for seed in range(2, 5):
+        pool.add(chunk(8, seed))
+    assert pool.bytes == sum(c.bytes for c in pool._held.values()) and len(pool) == 4
+
+
+def test_page_locked_memory_counts_by_the_power_of_two_that_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "pooled", lambda chunk, pinned: pooled(chunk, False))
+    one = chunk(9, 1)  # 2 heads of 9 tokens of 24 channels of 2 bytes in 5 layers: 4320
+    pool = ChunkPool(16384, pinned=True)
+    assert one.bytes == 4320
+    pool.add(one)
+    assert pool.bytes == 8192
+    pool.add(chunk(9, 2))
+    assert pool.bytes == 16384 and len(pool) == 2
+    pool.add(chunk(9, 3))
+    assert pool.bytes == 16384 and len(pool) == 2 and pool.get(one.key) is None
+
+
+def test_a_chunk_larger_than_the_pool_is_warned_of_once() -> None:
+    pool = ChunkPool(5000, pinned=True)  # takes 8192 of page-locked memory
+    with pytest.warns(UserWarning, match=r"takes 8192 bytes and the pool holds 5000: .*without overlap; raise Chunk"):
+        assert not isinstance(pool.add(chunk(9, 1)), PooledChunk)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pool.add(chunk(9, 2))
+        ChunkPool(4000, pinned=False).add(chunk(9, 1))  # memory as any other
+
+
 @pytest.mark.parametrize("size", [0, -1, 1.5, True, "8"])
 def test_a_cap_that_is_none(size: object) -> None:
     with pytest.raises(InvalidInput, match="max_bytes: expected a number of bytes"):
@@ -74,7 +113,7 @@ def test_layers_on_the_cpu(pinned: bool | None) -> None:
         for mine, want in zip(loading.layer(layer), expected(chunks, layer), strict=True):
             assert torch.equal(mine, want)
     assert torch.equal(loading.values(0), expected(chunks, 0)[1])
-    assert loading.bytes == 0 and loading.waits == []
+    assert loading.bytes == 0 and loading.waits == [] and not loading.runs_ahead
 
 
 SHARDS = [HeadShard(n, 1, 2) for n in range(2)] + [HeadShard.whole(2)]

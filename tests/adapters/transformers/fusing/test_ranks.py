@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import Mock, patch
 
@@ -24,6 +25,7 @@ from longreach.adapters.transformers.ranks import Ranks, in_pass, together
 from longreach.errors import OtherRankFailed, StoreError, Unsupported
 from longreach.methods.fusion import A3Deep
 from longreach.methods.slots import Fusion
+from longreach.ops import HeadShard
 from longreach.testing.ranks import run_on_ranks
 from longreach.testing.tiny import save_tiny, tiny_tokenizer
 
@@ -168,6 +170,29 @@ def test_chunks_are_stored_once_and_found_by_all(results: Any) -> None:
         assert all(found[f"others/{name}"].states == {"stored"} for name, _ in cases(family, False))
 
 
+@pytest.mark.parametrize(("size", "total"), [(2, 2), (2, 4), (4, 2), (4, 1)])
+def test_errors_count_each_head_once_however_many_ranks_hold_it(size: int, total: int) -> None:
+    """With fewer KV heads than ranks, several ranks hold the same one."""
+    count = max(1, total // size)
+    norms = torch.rand(total, 3, 4, generator=torch.Generator().manual_seed(1)) + 0.1  # of each head
+    sums = list[torch.Tensor]()
+
+    def summing(x: torch.Tensor) -> torch.Tensor:
+        sums.append(x)
+        return x
+
+    for rank in range(size):
+        first = rank * total // size
+        facts = SimpleNamespace(shards={7: HeadShard(first, count, total)})
+        some = SimpleNamespace(
+            ranks=SimpleNamespace(size=size, sum=summing), session=SimpleNamespace(facts=facts), errors={7: None}
+        )
+        mine = norms[first : first + count].square().sum(0, keepdim=True).sqrt()  # [L, B, 4]
+        FusedPass._of_all_heads(some, mine)  # type: ignore[arg-type]
+    want = norms.square().sum(0).sqrt()
+    torch.testing.assert_close(torch.stack(sums).sum(0)[0].sqrt(), want)
+
+
 def test_the_fingerprint_is_the_whole_models(results: Any) -> None:
     one, *two = results[1]
     assert [found["digest"] for found in two] == [one["digest"]] * 2
@@ -195,6 +220,17 @@ def misses(rank: int, world: int, folder: str, place: str) -> dict[str, Any]:
     with attach(model, fuse=A3(ratio=0.2)) as session, ChunkStore(own) as store:
         for name in ("own, at first", "own, again", "own, then"):
             found[name] = read_by(documents(session, store))
+        with ChunkStore(Path(place) / f"exact {rank}") as leading:
+            for _ in range(2):  # one rank's store has them after the first time
+                lead = documents(session, leading)
+                lead.read(TEXTS[:2], exact=True)
+            documents(session, leading).read(TEXTS[1::-1])  # the same chunks behind the system prompt alone
+            if rank:
+                path = Path(place) / f"exact {rank}" / f"{lead.chunks[1][0].key.name}.safetensors"
+                path.write_bytes(path.read_bytes()[:-9])
+            again = documents(session, leading)
+            again.read(TEXTS[:2])
+            found["one exact chunk broken"] = [(origin.state, origin.exact) for origin in again.origins]
         keys = documents_keys(session, known)
         if rank:
             store.remove(keys[0])
@@ -253,6 +289,9 @@ def test_what_one_rank_lacks_all_compute(missed: list[dict[str, Any]]) -> None:
     assert states["own, then"] == [{"stored"}] * 2
     lacking = [[state for state, _ in found["one lacks a chunk"][1]] for found in (one, two)]
     assert lacking[0] == lacking[1] and lacking[0].count("computed") == 1
+    broken = [[state for state, _ in found["one exact chunk broken"]] for found in (one, two)]
+    assert all(exact for found in (one, two) for _, exact in found["one exact chunk broken"])
+    assert [states.count("recomputed") for states in broken] == [0, 1] and broken[0].count("computed") == 1
     assert {state for found in (one, two) for state, _ in found["no store on one"][1]} == {"computed"}
     assert {state for found in (one, two) for state, _ in found["one fails"][1]} == {"computed"}
     assert [{sound for _, sound in found["one fails"][1]} for found in (one, two)] == [{True}, {False}]

@@ -421,6 +421,53 @@ def test_sessions_that_cannot_fuse() -> None:
         read(session, session.new_cache(2), FusedPrompt((1, 2)))
 
 
+@dataclass(frozen=True)
+class Backwards(Fusion):
+    """Recompute every third stored token, from the last to the first."""
+
+    name = "backwards"
+
+    def choose(self, prompt: PromptParts, layer: FullLayer | None) -> Tensor:
+        return prompt.at[::3].flip(0)
+
+
+def test_rows_run_in_the_order_of_the_prompt_and_layers_get_their_positions() -> None:
+    """Whatever the order of a method's choice, and in layers that use position ids themselves."""
+    model, rows, ids = tiny_model("llama"), list[Tensor](), list[Tensor]()
+
+    def seen(phase: str, call: Any, outcome: Any) -> None:
+        rows.append(call.rows.pos.clone())
+
+    def given(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        ids.append(kwargs["position_ids"].clone())
+
+    prompt = prompt_of(model).fused
+    modules = [layer.self_attn for layer in model.model.layers]
+    with attach(model, fuse=Backwards()) as session:
+        hooks = [m.register_forward_pre_hook(given, with_kwargs=True) for m in modules]
+        session.on_layer = seen
+        _, report = read(session, session.new_cache(1), prompt)
+        for hook in hooks:
+            hook.remove()
+    parts = prompt.parts(torch.device("cpu"))
+    want = torch.cat([parts.at[::3], parts.computed]).sort().values
+    assert report.recomputed == len(parts.at[::3]) and len(rows) == len(modules) <= len(ids)
+    assert all(torch.equal(pos, want) for pos in rows)
+    assert all(torch.equal(x[0], want) for x in ids)
+
+
+@pytest.mark.parametrize(("before", "fits"), [(4, True), (5, False)])
+def test_the_last_position_that_a_chunk_may_keep(before: int, fits: bool) -> None:
+    with attach(model_of("llama")) as session:
+        chunk = Precompute(session, tokens(before, 2)).compute(tokens(9, 3))
+    prompt = FusedPrompt.of([chunk, tokens(4, 4)])
+    if fits:
+        assert prompt.local_positions(torch.device("cpu")).tolist() == [*range(4, 13), *range(9, 13)]
+        return
+    with pytest.raises(InvalidInput, match="positions up to 13, past the prompt's 13 tokens"):
+        prompt.local_positions(torch.device("cpu"))
+
+
 def test_chunks_computed_past_the_prompts_end_cannot_keep_their_positions() -> None:
     model = model_of("llama")
     with attach(model) as session:

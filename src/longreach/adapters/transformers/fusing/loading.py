@@ -15,15 +15,15 @@ from longreach.store import Chunk
 from longreach.store.pool import PooledChunk
 
 GROUP_BYTES = 1 << 28  # copied at a time: few copies, and little that the first layer waits for
-BUFFERS = 2  # of so many bytes: one is read while the other is filled
+BUFFERS = 2  # double buffering: layers read one while the next group fills the other
 
 
 class Loading:
     """Keys before rotation and values of all chunks, layer by layer in ascending order from layer `first` to `stop`.
 
     On a CUDA device, chunks in page-locked memory (`ChunkPool`) are copied on a stream of their own, groups of layers
-    of about GROUP_BYTES ahead of the layers that need them, into two buffers in turn; others are copied when a layer
-    is requested.
+    of about GROUP_BYTES ahead of the layers that need them, into two buffers in turn. If any chunk is elsewhere, all
+    are copied when a layer is requested.
 
     shards: for a tensor-parallel rank, by layer the KV heads that it holds: chunks hold all, and these alone are
     copied. An entry must be there when its layer is asked for; copies run ahead if all are there from the beginning.
@@ -89,6 +89,11 @@ class Loading:
     def bytes(self) -> int:
         """Copied to the device so far."""
         return self._asked + (0 if self._ahead is None else self._ahead.bytes)
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether copies run ahead of the layers, so that waits for them are measured."""
+        return self._ahead is not None
 
     @property
     def waits(self) -> list[Wait]:

@@ -50,10 +50,12 @@ class FusionReport:
     that ran; reused: stored ones that are not exact and did not run; computed: those that were not stored.
 
     key_error, value_error: for each layer whose stored keys and values were placed, how far they were off at the
-    recomputed tokens: norm of the difference over norm of the recomputed; None where none was, or where that is zero.
+    recomputed tokens: norm of the difference over norm of the recomputed; None if no token was recomputed or the norm
+    is zero.
     loaded_bytes: of stored keys and values that were copied to the model's device; waited_seconds: how long its stream
-    waited for copies on the other stream (see `Loading`). Prompts of a batch share both. Under tensor parallelism the
-    errors are of all KV heads, bytes and seconds of this rank.
+    waited for copies on the other stream (see `Loading`), None where copies did not run ahead, so that no wait was
+    measured. Prompts of a batch share both. Under tensor parallelism the errors are of all KV heads, bytes and seconds
+    of this rank.
     """
 
     tokens: int
@@ -64,7 +66,7 @@ class FusionReport:
     key_error: tuple[float | None, ...]
     value_error: tuple[float | None, ...]
     loaded_bytes: int = 0
-    waited_seconds: float = 0.0
+    waited_seconds: float | None = None
 
 
 class _Probed(Exception):
@@ -114,7 +116,7 @@ class FusedPass:
         # (id of cos, how a layer rotates) -> cos, angles of the stored tokens
         self.stored_angles: dict[tuple[int, Rotation], tuple[Tensor, RotaryAngles]] = {}
         self.loading = Loading((), self.device)
-        self.loaded_bytes, self.waits = 0, list[Wait]()
+        self.loaded_bytes, self.waits, self.measured = 0, list[Wait](), True
         self.recomputed_index: Tensor | None = None  # the recomputed tokens of all prompts
         self.recomputed_counts: list[int] = []  # how many each prompt has
         self.placing: list[Append] = []  # for each prompt, the stored tokens' part of the pass
@@ -166,6 +168,7 @@ class FusedPass:
             session.next_step = None
             self.loaded_bytes += self.loading.bytes
             self.waits += self.loading.waits
+            self.measured &= self.loading.runs_ahead
         return out.logits[0].float()
 
     def reports(self) -> list[FusionReport]:
@@ -173,10 +176,10 @@ class FusedPass:
         placed = list(self.errors)
         norms = self._of_all_heads(torch.stack(list(self.errors.values()))).tolist() if placed else []
         by_layer = dict(zip(placed, norms, strict=True))
-        waited = sum(wait.seconds() for wait in self.waits)
+        waited = sum(wait.seconds() for wait in self.waits) if self.measured else None
         return [self._report(number, by_layer, waited) for number in range(len(self.prompts))]
 
-    def _report(self, number: int, norms: dict[int, list[list[float]]], waited: float) -> FusionReport:
+    def _report(self, number: int, norms: dict[int, list[list[float]]], waited: float | None) -> FusionReport:
         parts, count, again = self.parts[number], self.counts[number], self.recomputed_counts[number]
         stored, exact = int(parts.stored.sum()), int(parts.exact.sum())
         errors = {

@@ -1,4 +1,4 @@
-"""A prompt as fusion sees it: token ids, and the chunks that some of them are stored as."""
+"""Token ids of a prompt, and the stored chunks that cover some of them."""
 
 from __future__ import annotations
 

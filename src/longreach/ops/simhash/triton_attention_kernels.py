@@ -1,0 +1,280 @@
+# mypy: ignore-errors
+"""The Triton kernels of attend_sampled: look-ups, attention by parts of the context, and the merge of the parts.
+
+A key's word holds, for each query head of its KV head, in how many tables they met: `PER` counters a word. A part of
+the context finds its sampled keys in the words, and attends to them. So no list is made for all of the context.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from longreach.ops.simhash.triton_kernels import _coded, _directions, _place, agreement, inclusion, log
+
+HEADS = tl.constexpr(16)  # query heads of a program, the others masked: the least that a tensor core multiplies
+
+
+@triton.jit
+def mark(
+    q, q_strides, projections, ids, id_strides, offsets, offset_strides, slots, seq, stop, words, looked_up, columns,
+    G, lowest, BITS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, SIZE: tl.constexpr,
+    PER: tl.constexpr, WORDS: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Hash the query heads of a row's KV head for one table, and count that table for the keys of a segment's buckets.
+
+    words: int32 [R, G, WORDS, columns]; looked_up: int32 [R, G]; both start at 0. slots: sequences of the tables, of
+    the view's.
+    """
+    item, table, segment = tl.program_id(0), tl.program_id(1), tl.program_id(2) + lowest // SIZE
+    r, g = item // G, item % G
+    b = tl.load(slots + tl.load(seq + r)).to(tl.int64)
+    last = tl.load(stop + b)
+    begin = segment * SIZE
+    if (last > lowest) & (begin < last):
+        h, d, bit = tl.arange(0, HEADS), tl.arange(0, D2), tl.arange(0, 16)
+        mine = h < GROUP
+        row = q + r.to(tl.int64) * q_strides[0] + (g * GROUP + h).to(tl.int64)[:, None] * q_strides[1] + d[None, :]
+        x = tl.load(row, mask=mine[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
+        code = _coded(x, _directions(projections, table, bit, d, BITS, D), BITS, 16).to(tl.int32)
+        edges = offsets + b * offset_strides[0] + g * offset_strides[1] + table * offset_strides[2]
+        edges += segment * offset_strides[3]
+        first = tl.load(edges + code, mask=mine, other=0).to(tl.int32)
+        end = tl.load(edges + code + 1, mask=mine, other=0).to(tl.int32)
+        place = ids + b * id_strides[0] + g * id_strides[1] + table * id_strides[2] + begin
+        counter = words + (item.to(tl.int64) * WORDS + h // PER) * columns
+        one = 1 << (h % PER) * (32 // PER)
+        lane = tl.arange(0, BN)
+        for j in range(0, tl.max(end - first, 0), BN):
+            n = first[:, None] + j + lane[None, :]
+            there = n < end[:, None]
+            at = begin + tl.load(place + n, mask=there, other=0).to(tl.int32)
+            tl.atomic_add(
+                counter[:, None] + at, one[:, None].broadcast_to(HEADS, BN), mask=there & (at < last), sem="relaxed"
+            )
+        tl.atomic_add(looked_up + item, tl.sum(end - first, 0), sem="relaxed")
+
+
+@triton.jit
+def _met(words, at, there, columns, h, least, PER: tl.constexpr, WORDS: tl.constexpr):
+    """bool [positions, HEADS]: the heads that met the keys at `at` in `least` tables. words: of the row's KV head."""
+    word = tl.load(
+        words + (h // PER)[None, :] * columns + at[:, None], mask=there[:, None] & (h < WORDS * PER)[None, :], other=0
+    )
+    times = (word >> (h % PER)[None, :] * (32 // PER)) & ((1 << (32 // PER)) - 1)
+    return times >= least
+
+
+@triton.jit
+def _fold(x, v, top, total, out):
+    """Add keys with logits x [C, HEADS] and values v [C, D2] to a running softmax."""
+    most = tl.maximum(top, tl.max(x, 0))
+    safe = tl.where(most == float("-inf"), 0.0, most)
+    p = tl.exp(x - safe[None, :])
+    fewer = tl.exp(top - safe)
+    total = total * fewer + tl.sum(p, 0)
+    out = out * fewer[:, None] + tl.dot(tl.trans(p).to(v.dtype), v, input_precision="ieee")
+    return most, total, out
+
+
+@triton.jit
+def _vectors(memory, strides, table, table_row, b, g, slot, there, d, D: tl.constexpr, PAGED: tl.constexpr,
+             PAGE: tl.constexpr):  # fmt: skip
+    """[C, D2]: keys or values at slots."""
+    place = _place(strides, table, table_row, b, slot, there, PAGED, PAGE) + g * strides[1]
+    return tl.load(memory + place[:, None] + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def _logits(q, k, scale, SOFTCAP: tl.constexpr):
+    """fp32 [C, HEADS], and the products without scale."""
+    plain = tl.dot(k, tl.trans(q), input_precision="ieee")
+    x = plain * scale
+    if SOFTCAP > 0:
+        x = SOFTCAP * (1.0 - 2.0 / (tl.exp(2.0 * x / SOFTCAP) + 1.0))
+    return x, plain
+
+
+@triton.jit
+def attend_parts(
+    q, q_strides, k, k_strides, v, v_strides, table, table_row, filled, centre, slots, seq, pos, stop, words, scratch,
+    top, total, out, counts, columns, G, lowest, sinks, least, floor, scale, parts, pieces, GROUP: tl.constexpr,
+    OWN: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr,
+    PER: tl.constexpr, WORDS: tl.constexpr, LAW: tl.constexpr, SOFTCAP: tl.constexpr, PART: tl.constexpr,
+    BN: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """Attend to the sampled keys of one part of the context; the last program of a row's KV head to those that are
+    always attended to.
+
+    scratch: int32 [R, G, parts, PART]. Written: top, total fp32 [R, G, pieces, HEADS], out fp32 [..., D2], counts
+    int32 [R, G, parts, HEADS + 2]: keys of each head, of any head, and heads over all keys.
+    """
+    item, part = tl.program_id(0), tl.program_id(1)
+    r, g = item // G, (item % G).to(tl.int64)
+    b = tl.load(seq + r).to(tl.int64)
+    slot = tl.load(slots + b).to(tl.int64)
+    reach = tl.minimum(tl.load(pos + r).to(tl.int32) + 1, tl.load(filled + b).to(tl.int32))
+    last = tl.minimum(tl.load(stop + slot), reach)
+    last = tl.where(last > lowest, last, 0)
+    h, d = tl.arange(0, HEADS), tl.arange(0, D2)
+    mine = h < GROUP
+    row = q + r.to(tl.int64) * q_strides[0] + (g * GROUP + h)[:, None] * q_strides[1] + d[None, :]
+    x = tl.load(row, mask=mine[:, None] & (d < D)[None, :], other=0.0)
+    m, z = tl.full([HEADS], float("-inf"), tl.float32), tl.zeros([HEADS], tl.float32)
+    o = tl.zeros([HEADS, D2], tl.float32)
+    lane = tl.arange(0, BC)
+    if part == parts:
+        sink, start = tl.minimum(sinks, reach), tl.maximum(last, tl.minimum(sinks, reach))
+        keys = sink + reach - start
+        for c in range(0, keys, BC):
+            n = c + lane
+            there = n < keys
+            s = tl.where(n < sink, n, start + n - sink)
+            kk = _vectors(k, k_strides, table, table_row, b, g, s, there, d, D, PAGED, PAGE)
+            vv = _vectors(v, v_strides, table, table_row, b, g, s, there, d, D, PAGED, PAGE)
+            y, _ = _logits(x, kk, scale, SOFTCAP)
+            m, z, o = _fold(tl.where(there[:, None], y, float("-inf")), vv, m, z, o)
+    else:
+        mark_of = words + item.to(tl.int64) * WORDS * columns
+        room = scratch + (item.to(tl.int64) * parts + part) * PART
+        number, each = 0, tl.zeros([HEADS], tl.int32)
+        first = part * PART
+        wide = tl.arange(0, BN)
+        for begin in range(first, tl.minimum(first + PART, last), BN):
+            at = begin + wide
+            hits = _met(mark_of, at, at < last, columns, h, least, PER, WORDS).to(tl.int32)
+            hit = (tl.sum(hits, 1) > 0).to(tl.int32)
+            tl.store(room + number + tl.cumsum(hit, 0) - 1, at, mask=hit > 0)
+            number += tl.sum(hit, 0)
+            each += tl.sum(hits, 0)
+        tl.debug_barrier()
+        tl.store(counts + (item.to(tl.int64) * parts + part) * (HEADS + 2) + h, each)
+        tl.store(counts + (item.to(tl.int64) * parts + part) * (HEADS + 2) + HEADS, number)
+        tl.store(counts + (item.to(tl.int64) * parts + part) * (HEADS + 2) + HEADS + 1, tl.sum(each, 0))
+        if number > 0:
+            xf = x.to(tl.float32)
+            square = tl.sum(xf * xf, 1)
+            known = (square > 0.0) & (square < float("inf"))
+            length = tl.sqrt(tl.where(known, square, 1.0))
+            c0 = tl.load(centre + (slot * G + g) * D + d, mask=d < D, other=0.0)
+            away = tl.sum(xf * c0[None, :], 1)
+            for c in range(0, number, BC):
+                there = c + lane < number
+                s = tl.load(room + c + lane, mask=there, other=0)
+                kk = _vectors(k, k_strides, table, table_row, b, g, s, there, d, D, PAGED, PAGE)
+                vv = _vectors(v, v_strides, table, table_row, b, g, s, there, d, D, PAGED, PAGE)
+                y, plain = _logits(x, kk, scale, SOFTCAP)
+                dev = tl.where((d < D)[None, :], kk.to(tl.float32) - c0[None, :], 0.0)
+                far = tl.sum(dev * dev, 1)
+                usable = (far > 0.0) & (far < float("inf"))
+                size = tl.sqrt(tl.where(usable, far, 1.0))
+                cosine = (plain - away[None, :]) / (length[None, :] * size[:, None])
+                both = usable[:, None] & known[None, :]
+                cosine = tl.where(both, cosine, tl.where(usable[:, None] | known[None, :], 0.0, 1.0))
+                u = tl.maximum(inclusion(agreement(cosine), LAW), floor)
+                hits = _met(mark_of, s, there, columns, h, least, PER, WORDS)
+                if OWN:
+                    weight = -log(u)
+                    y = tl.where(hits, y + weight, float("-inf"))
+                else:
+                    heads = tl.sum(hits.to(tl.float32), 1)
+                    all_u = tl.sum(tl.where(mine[None, :], u, 0.0), 1)
+                    weight = log(tl.where(there, heads, 1.0)) - log(tl.where(there, all_u, 1.0))
+                    y = tl.where(there[:, None], y + weight[:, None], float("-inf"))
+                m, z, o = _fold(y, vv, m, z, o)
+    place = (item.to(tl.int64) * pieces + part) * HEADS + h
+    tl.store(top + place, m)
+    tl.store(total + place, z)
+    tl.store(out + place[:, None] * D2 + d[None, :], o)
+
+
+@triton.jit
+def attend_rest(
+    q, q_strides, k, k_strides, v, v_strides, table, table_row, filled, slots, seq, pos, stop, limit, counts, looked_up,
+    numbers, top, total, out, G, lowest, sinks, scale, parts, edges, BP: tl.constexpr, GROUP: tl.constexpr,
+    OWN: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr,
+    SOFTCAP: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """Add up the counts of the parts. Where a list is too long, attend to one of SPLITS pieces of all keys in the
+    tables.
+
+    edges: bytes of the offsets that a KV head reads of a segment. numbers, written: int64 [R, G, NUMBERS], see
+    `attention.NUMBERS`. top, total, out: as in attend_parts; its entries after the
+    first parts + 1.
+    """
+    item, split = tl.program_id(0), tl.program_id(1)
+    r, g = item // G, (item % G).to(tl.int64)
+    h, d, p, wide = tl.arange(0, HEADS), tl.arange(0, D2), tl.arange(0, BP), tl.arange(0, 2 * HEADS)
+    some = (p < parts)[:, None] & (wide < HEADS + 2)[None, :]
+    each = counts + (item.to(tl.int64) * parts + p)[:, None] * (HEADS + 2) + wide[None, :]
+    sums = tl.sum(tl.load(each, mask=some, other=0), 0)
+    most = tl.load(limit + r).to(tl.int32)
+    mine = (wide < GROUP) if OWN else (wide == HEADS)
+    full = mine & (sums > most)
+    fulls = tl.sum(full.to(tl.int32), 0)
+    over = fulls > 0
+    b = tl.load(seq + r).to(tl.int64)
+    reach = tl.minimum(tl.load(pos + r).to(tl.int32) + 1, tl.load(filled + b).to(tl.int32))
+    end = tl.load(stop + tl.load(slots + b)).to(tl.int32)
+    last, first = tl.minimum(end, reach), tl.minimum(sinks, reach)
+    if split == 0:
+        union = tl.sum(tl.where(wide == HEADS, sums, 0), 0)
+        met = tl.sum(tl.where(wide == HEADS + 1, sums, 0), 0)
+        met = tl.sum(tl.where((wide < GROUP) & (full == 0), sums, 0), 0) if OWN else tl.where(over, 0, met)
+        always = first + reach - tl.maximum(last, first)
+        segments = tl.where(end > lowest, tl.cdiv(end, SIZE) - lowest // SIZE, 0)
+        read = 2 * tl.load(looked_up + item).to(tl.int64) + segments.to(tl.int64) * edges
+        mine = numbers + item.to(tl.int64) * 7
+        tl.store(mine, union.to(tl.int64))
+        tl.store(mine + 1, met.to(tl.int64))
+        tl.store(mine + 2, fulls.to(tl.int64))
+        tl.store(mine + 3, tl.where(fulls == (GROUP if OWN else 1), 0, union).to(tl.int64))
+        tl.store(mine + 4, tl.where(over, reach, union + always).to(tl.int64))
+        tl.store(mine + 5, read)
+        tl.store(mine + 6, end.to(tl.int64))
+    place = (item.to(tl.int64) * (parts + 1 + SPLITS) + parts + 1 + split) * HEADS + h
+    m, z = tl.full([HEADS], float("-inf"), tl.float32), tl.zeros([HEADS], tl.float32)
+    if over:
+        size = tl.cdiv(tl.maximum(last - first, 0), SPLITS)
+        begin = first + split * size
+        until = tl.minimum(begin + size, last)
+        row = q + r.to(tl.int64) * q_strides[0] + (g * GROUP + h)[:, None] * q_strides[1] + d[None, :]
+        x = tl.load(row, mask=(h < GROUP)[:, None] & (d < D)[None, :], other=0.0)
+        o = tl.zeros([HEADS, D2], tl.float32)
+        for c in range(begin, until, BC):
+            s = c + tl.arange(0, BC)
+            there = s < until
+            kk = _vectors(k, k_strides, table, table_row, b, g, s, there, d, D, PAGED, PAGE)
+            vv = _vectors(v, v_strides, table, table_row, b, g, s, there, d, D, PAGED, PAGE)
+            y, _ = _logits(x, kk, scale, SOFTCAP)
+            m, z, o = _fold(tl.where(there[:, None], y, float("-inf")), vv, m, z, o)
+        tl.store(out + place[:, None] * D2 + d[None, :], o)
+    tl.store(top + place, m)
+    tl.store(total + place, z)
+
+
+@triton.jit
+def merge_parts(
+    top, total, out, counts, limit, whole, lse, G, parts, pieces, GROUP: tl.constexpr, OWN: tl.constexpr,
+    D: tl.constexpr, D2: tl.constexpr, BP: tl.constexpr,
+):  # fmt: skip
+    """out [R, H, D] and lse [R, H] of a query head: of the sample's parts, or if its list is too long of the rest; and
+    of the keys that are always attended to.
+    """
+    item, h = tl.program_id(0), tl.program_id(1)
+    p, d = tl.arange(0, BP), tl.arange(0, D2)
+    each = counts + (item.to(tl.int64) * parts + p) * (HEADS + 2) + (h if OWN else HEADS)
+    over = tl.sum(tl.load(each, mask=p < parts, other=0), 0) > tl.load(limit + item // G).to(tl.int32)
+    there = (p < pieces) & ((p == parts) | ((p > parts) if over else (p < parts)))
+    place = (item.to(tl.int64) * pieces + p) * HEADS + h
+    m = tl.load(top + place, mask=there, other=float("-inf"))
+    there &= m != float("-inf")
+    most = tl.max(m, 0)
+    nothing = most == float("-inf")
+    share = tl.exp(m - tl.where(nothing, 0.0, most))
+    z = tl.sum(tl.where(there, share * tl.load(total + place, mask=there, other=0.0), 0.0), 0)
+    o = tl.load(out + place[:, None] * D2 + d[None, :], mask=there[:, None], other=0.0)
+    o = tl.sum(tl.where(there[:, None], share[:, None] * o, 0.0), 0)
+    head = item.to(tl.int64) * GROUP + h
+    tl.store(whole + head * D + d, tl.where(nothing, 0.0, o / tl.where(nothing, 1.0, z)), mask=d < D)
+    tl.store(lse + head, tl.where(nothing, float("-inf"), most + tl.log(tl.where(nothing, 1.0, z))))
