@@ -193,7 +193,8 @@ class LastRows(StatelessOnTruncate):
         noted: (slot, (entry, pos) of each of its rows), as `PromptEnd` has them; a row's seq is the slot.
         """
         each = [(slot, *row) for slot, rows in noted for row in rows]
-        slot, entry, pos = torch.tensor(each, dtype=torch.int64).view(-1, 3).T.to(self.q.device, non_blocking=True)
+        sent = torch.tensor(each, dtype=torch.int64).view(-1, 3).T.contiguous()
+        slot, entry, pos = sent.to(self.q.device, non_blocking=True)
         runs = tuple(RowRange(len(rows), slot) for slot, rows in noted)
         return Rows(self.q[slot, entry], slot, pos, runs=runs)
 

@@ -54,9 +54,9 @@ class SnapKV(Eviction):
         device, heads, longest = call.rows.q.device, call.kv.heads, max(p.length for p in prompts)
         seen = heads * sum(slots_seen(p.length - len(p.rows), len(p.rows)) for p in prompts)
         tile = [number for number, p in enumerate(prompts) for _ in p.rows]
-        bounds = [n for p in prompts for n in (p.first, p.length - p.last, p.length)]
-        sent = torch.tensor([*bounds, *tile]).to(device, non_blocking=True)
-        (first, last, length), of = sent[: len(bounds)].view(-1, 3).T, sent[len(bounds) :]
+        bounds = *(p.first for p in prompts), *(p.length - p.last for p in prompts), *(p.length for p in prompts)
+        sent = torch.tensor([*bounds, *tile]).to(device, non_blocking=True)  # one copy
+        (first, last, length), of = sent[: len(bounds)].view(3, -1), sent[len(bounds) :]
         lse, logits = call.op("score_keys", counted=seen)
         scores = call.op("pooled_scores", lse=lse, logits=logits, tile=of, tiles=len(prompts), counted=seen)
         slots = torch.arange(longest, device=device)
