@@ -119,8 +119,9 @@ def test_queries_kept_for_eviction_end_before_the_first_overwritten_token() -> N
     evict.observe_prompt(call, state)
     cache.commit(step)
     cache.place([SLOT], [[50, 52]], overwrite=True)
-    assert state.rows(SLOT, 0, PROMPT).pos.sort().values.tolist() == list(range(PROMPT - 16, 50))
-    assert len(state.rows(0, 0, PROMPT).pos) == 16
+    pos = state.pos.tolist()
+    assert [p for _, p in state.noted(pos[SLOT], PROMPT, 16)] == list(range(PROMPT - 16, 50))
+    assert len(state.noted(pos[0], PROMPT, 16)) == 16
 
 
 def test_what_counts_as_observed() -> None:

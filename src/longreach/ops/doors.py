@@ -48,8 +48,8 @@ class Read(NamedTuple):
     selection: the slots read, None for memory that no selection names. key_bytes, value_bytes, metadata_bytes: bytes
     read of each slot in each KV head. counted: int [R, G], the slots that each KV head streams, if a kernel has
     counted them; it must equal the selection's own count. A number (int): the slots of all rows and KV heads together,
-    if the host has them; such a read is counted without the device. other: further bytes of metadata, of each row [R]
-    or of all rows together (int).
+    if the host has them; such a read is counted without the device. other: further bytes of metadata, of each row, [R]
+    or [R, ...] to be summed over a row, or of all rows together (int).
     """
 
     selection: Selection | None = None

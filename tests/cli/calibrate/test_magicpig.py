@@ -79,7 +79,7 @@ def test_a_decoding_run_takes_it(longreach: Any, tiny: Path, text: Path, tmp_pat
         (["--budget", 0.01], ["budget: no choice of the plan's pairs reads at most 0.01"]),
         (["--memory", -1], ["memory: expected a share > 0"]),
         (["--least", 0], ["least: expected an int in [1"]),
-        (["--local", 0], ["local: expected a count of tokens >= 1"]),
+        (["--local", 0], ["local: expected a count of tokens in [1, 65536]"]),
         (["--output", "/proc/none/p.json"], ["cannot write /proc/none/p.json"]),
     ],
 )

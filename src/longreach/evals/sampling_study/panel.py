@@ -107,6 +107,10 @@ class Unweighted(LayerCall):
     def of(cls, call: LayerCall) -> Unweighted:
         return cls(**{f.name: getattr(call, f.name) for f in fields(LayerCall) if f.init})
 
+    def computes(self, name: str, impl: str) -> bool:
+        """As if no kernel computed the whole step, weights included."""
+        return impl == "reference" if name == "simhash_attend" else super().computes(name, impl)
+
     def op(self, name: str, *args: Any, **given: Any) -> Any:
         found = super().op(name, *args, **given)
         return found._replace(log_weight=torch.zeros_like(found.log_weight)) if name == "simhash_weigh" else found

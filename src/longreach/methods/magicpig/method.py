@@ -255,9 +255,9 @@ class MagicPIG(AttentionMethod):
         return self._sampled(call, state, began)
 
     def _sampled(self, call: LayerCall, state: LayerTables, began: int) -> Outcome:
+        # Triton's one call has not been measured against the four ops
         lists_needed = self.error_bars or self.redo is not None
-        on_gpu = call.rows.q.device.type != "cpu"  # where one call has not been measured against the four ops
-        if not lists_needed and not on_gpu and not call.computes("simhash_attend", "reference"):
+        if not lists_needed and call.computes("simhash_attend", "numba"):
             return self._in_one_call(call, state)
         tables = state.tables
         by_slot = Rows(call.rows.q, call.slots[call.rows.seq.long()], call.rows.pos)

@@ -101,7 +101,7 @@ def _bytes(call: LayerCall, noted: Sequence[Noted]) -> Tensor:
     total = torch.zeros(rows, dtype=torch.float64, device=call.rows.pos.device)
     for _, kv, _, read in noted:
         other = read.other
-        total += other.double() if isinstance(other, Tensor) else other / max(1, rows)
+        total += other.double().view(rows, -1).sum(1) if isinstance(other, Tensor) else other / max(1, rows)
         if read.selection is not None:
             each = read.key_bytes + read.value_bytes + read.metadata_bytes
             total += each * read.selection.keys_read(call.rows, kv).double().sum(1)
