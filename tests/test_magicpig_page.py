@@ -194,9 +194,9 @@ def sentences_of_steps() -> Iterator[str]:
         f"With {more} threads a step is {gains[0]} times as fast as with one at {first}, and {gains[1]} times at "
         f"{second}."
     )
-    parts = [1e3 * seconds for case in cases(context=contexts[0], threads=1) for seconds in case["parts"].values()]
     (count,) = {len(case["parts"]) for case in cases()}
-    yield f"It is {count} calls, which take {extent(parts, 1)} ms each with one thread at {first}."
+    slower = [sum(case["parts"].values()) / case["seconds"]["ours"]["median"] for case in cases()]
+    yield f"A step is one compiled call; as {count} calls, one for each op, it takes {extent(slower, 1)} times as long."
 
 
 def sentences_of_tokens() -> Iterator[str]:
