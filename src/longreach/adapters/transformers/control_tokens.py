@@ -35,8 +35,8 @@ class ControlTokens:
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
-        self._core: Tokenizer | None = None  # a copy in which no text spells a control token
-        self._hidden: dict[str, str] = {}  # a control token's text -> what it is called in the copy
+        self._safe_copy: Tokenizer | None = None  # control tokens have random texts there, which no user text spells
+        self._renamed: dict[str, str] = {}  # a control token's text -> its random text in the copy
         self._own: dict[int, int] = {}  # id of an added token in the copy -> in the tokenizer
         unknown = getattr(tokenizer, "unk_token_id", None)
         if unknown in (getattr(tokenizer, "bos_token_id", None), getattr(tokenizer, "eos_token_id", None)):
@@ -67,14 +67,17 @@ class ControlTokens:
         Raises InvalidInput, naming them, where this tokenizer cannot split them.
         """
         core = self._copy(parts)
-        found = core.encode("".join(p.text if p.user else self._hide(p.text) for p in parts), add_special_tokens=False)
+        found = core.encode(
+            "".join(p.text if p.user else self._rename(p.text) for p in parts), add_special_tokens=False
+        )
         kept = [self._names[n] for n in found.ids if n not in self._own and n in self._names]
         if kept:
             raise self._refusal(kept)
         return Encoded([self._own.get(n, n) for n in found.ids], found.offsets)
 
     def _copy(self, parts: Sequence[Part]) -> Tokenizer:
-        if self._core is None:
+        """The safe copy, made once. parts: for the error if this tokenizer has none."""
+        if self._safe_copy is None:
             core = getattr(self._tokenizer, "backend_tokenizer", None)
             if not isinstance(core, Tokenizer):
                 raise self._refusal([name for part in parts if part.user for name in self.spelled(part.text)])
@@ -83,21 +86,21 @@ class ControlTokens:
             for token in content["added_tokens"]:
                 text = token["content"]
                 if token["id"] in self._names:  # brackets stay, for tokens that must stand between words
-                    token["content"] = self._hidden[text] = f"{text[0]}{key}{token['id']}{text[-1]}"
+                    token["content"] = self._renamed[text] = f"{text[0]}{key}{token['id']}{text[-1]}"
                 ids[token["content"]] = token["id"]
-            self._core = Tokenizer.from_str(json.dumps(content))
-            self._core.no_truncation()
-            self._core.no_padding()
-            known = {text: self._core.token_to_id(text) for text in ids}
+            self._safe_copy = Tokenizer.from_str(json.dumps(content))
+            self._safe_copy.no_truncation()
+            self._safe_copy.no_padding()
+            known = {text: self._safe_copy.token_to_id(text) for text in ids}
             self._own = {at: ids[text] for text, at in known.items() if at is not None}
-        return self._core
+        return self._safe_copy
 
-    def _hide(self, text: str) -> str:
-        """Text of a chat template, with its control tokens as the copy calls them."""
-        if not self._hidden:
+    def _rename(self, text: str) -> str:
+        """Text of a chat template, with its control tokens under their texts in the copy."""
+        if not self._renamed:
             return text
-        longest_first = sorted(map(re.escape, self._hidden), key=len, reverse=True)
-        return re.sub("|".join(longest_first), lambda found: self._hidden[found.group()], text)
+        longest_first = sorted(map(re.escape, self._renamed), key=len, reverse=True)
+        return re.sub("|".join(longest_first), lambda found: self._renamed[found.group()], text)
 
     def _refusal(self, names: Sequence[str]) -> InvalidInput:
         listed = ", ".join(repr(name) for name in dict.fromkeys(names))

@@ -71,10 +71,10 @@ def get_or_compute(
         keys = [] if store is None and pool is None and work.ranks is None else work.keys(tokens, places)
         found = _find(store, pool, keys, mapped and pool is None)
         lacking = found.chunk is None
-        numbers = [found.number] if work.ranks is None else work.ranks.all_values(found.number)
-        if len({*numbers}) > 1:
+        of_ranks = [found.number] if work.ranks is None else work.ranks.all_values(found.number)
+        if len({*of_ranks}) > 1:  # ranks found different files, or none: all compute
             found = _Found(None, found.broken, found.error)
-        if _FIRST_BROKEN in numbers:  # on this rank or another, which has set the file aside
+        if _FIRST_BROKEN in of_ranks:  # on this rank or another, which has set the file aside
             target = places[0]
         chunk, error = found.chunk, found.error
         state: State = "stored" if chunk is not None else "recomputed" if found.broken is not None else "computed"
@@ -86,7 +86,9 @@ def get_or_compute(
         dependence_computed = False
         if dependence is not None:
             meter, other = dependence
-            dependence_computed = chunk.dependence is None and len(chunk.prefix) == len(work.prefix)
+            # a chunk with a longer prefix is exact and is not recomputed
+            shared = len(chunk.prefix) == len(work.prefix)
+            dependence_computed = shared and chunk.dependence is None
             if dependence_computed:
                 chunk = meter.measured(chunk, other, progress)
             else:
