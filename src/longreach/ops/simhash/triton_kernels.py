@@ -109,29 +109,35 @@ def _count_new(codes, stride, at, end, cursor, BUCKETS: tl.constexpr, BB: tl.con
 
 
 @triton.jit
-def _make_room(place, edges, cursor, new, BUCKETS: tl.constexpr, BN: tl.constexpr):
-    """Move each bucket behind the new keys of those below it, the last one first; cursor[b] becomes its end."""
+def _make_room(place, edges, cursor, new, BUCKETS: tl.constexpr, BB: tl.constexpr, BN: tl.constexpr):
+    """Move each bucket behind the new keys of those below it, the last ids first; cursor[b] becomes its end."""
     lane = tl.arange(0, BN)
-    last = tl.load(edges + BUCKETS).to(tl.int32)
-    tl.debug_barrier()
-    tl.store(edges + BUCKETS, (last + new).to(edges.dtype.element_ty))
-    for back in range(BUCKETS):
-        bucket = BUCKETS - 1 - back
-        first = tl.load(edges + bucket).to(tl.int32)
-        by = tl.load(cursor + bucket, cache_modifier=".cg")
+    total = tl.load(edges + BUCKETS).to(tl.int32)
+    rounds = tl.cdiv(total, BN)
+    for back in range(rounds):
+        at = (rounds - 1 - back) * BN + lane
+        there = at < total
+        low, step = tl.zeros([BN], tl.int32), BUCKETS // 2
+        while step > 0:  # the last bucket that begins at or before `at`
+            high = low + step
+            low = tl.where(tl.load(edges + high, mask=there, other=0).to(tl.int32) <= at, high, low)
+            step //= 2
+        by = tl.load(cursor + low, mask=there, other=0, cache_modifier=".cg")
+        i = tl.load(place + at, mask=there, other=0)
+        tl.debug_barrier()  # all have read what others write over
+        tl.store(place + at + by, i, mask=there & (by > 0))
         tl.debug_barrier()
-        tl.store(edges + bucket, (first + by).to(edges.dtype.element_ty))
-        tl.store(cursor + bucket, last + by)
-        if by > 0:
-            for j in range(0, last - first, BN):
-                high = last - j
-                low = tl.maximum(first, high - BN)
-                there = low + lane < high
-                i = tl.load(place + low + lane, mask=there, other=0)
-                tl.debug_barrier()  # all have read what others write over
-                tl.store(place + low + by + lane, i, mask=there)
-                tl.debug_barrier()
-        last = first
+    wide = tl.arange(0, BB)
+    for b in range(0, BUCKETS, BB):
+        there = b + wide < BUCKETS
+        first = tl.load(edges + b + wide, mask=there, other=0).to(tl.int32)
+        last = tl.load(edges + b + wide + 1, mask=there, other=0).to(tl.int32)
+        by = tl.load(cursor + b + wide, mask=there, other=0, cache_modifier=".cg")
+        tl.debug_barrier()
+        tl.store(edges + b + wide, (first + by).to(edges.dtype.element_ty), mask=there)
+        tl.store(cursor + b + wide, last + by, mask=there)
+        tl.debug_barrier()
+    tl.store(edges + BUCKETS, (total + new).to(edges.dtype.element_ty))
     tl.debug_barrier()
 
 
@@ -171,7 +177,7 @@ def _add(
             tl.store(edges + k + wide, tl.zeros([BB], edges.dtype.element_ty), mask=k + wide <= BUCKETS)
         tl.debug_barrier()
     _count_new(codes, stride, at, end, cursor, BUCKETS, BB, BN)
-    _make_room(place, edges, cursor, end - at, BUCKETS, BN)
+    _make_room(place, edges, cursor, end - at, BUCKETS, BB, BN)
     _add_new(codes, stride, at, end, begin, place, cursor, BK)
 
 
