@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from longreach.bench.case import Memory
 from longreach.bench.cases import CASES, tiny
@@ -23,6 +22,7 @@ from longreach.bench.targets import judge
 from longreach.bench.timing import Timing
 from longreach.errors import InvalidInput, OutOfMemory
 from longreach.ops import Partial
+from longreach.ops.simhash import SampledAttention
 
 CPU = torch.device("cpu")
 WITHOUT = "flashinfer", "flash_attention_3"
@@ -125,13 +125,14 @@ def test_tables_of_other_keys_are_found() -> None:
 
 def test_parts_that_are_not_the_steps_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = made()
-    real = layers_of.weigh
+    real = layers_of.attend_sampled
 
-    def other(*given: Any, **options: Any) -> tuple[Tensor, ...]:
-        return tuple(x + 1 for x in real(*given, **options))
+    def other(*given: Any, **options: Any) -> SampledAttention:
+        found = real(*given, **options)
+        return found._replace(partial=Partial(found.partial.out * 1.01, found.partial.lse))
 
-    monkeypatch.setattr(layers_of, "weigh", other)
-    with pytest.raises(WrongResult, match="parts differ from the step in the keys or weights"):
+    monkeypatch.setattr(layers_of, "attend_sampled", other)
+    with pytest.raises(WrongResult, match="parts differ from the step by"):
         layers.parts()
 
 

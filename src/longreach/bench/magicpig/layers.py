@@ -6,34 +6,32 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
 import torch
-from torch import Tensor
 
 from longreach.bench.case import Memory, Preset
 from longreach.bench.check import WrongResult, bound
 from longreach.bench.inputs import Inputs
 from longreach.bench.timing import Call
-from longreach.methods.base import Outcome, PromptObserver, attend_densely
+from longreach.methods.base import Outcome, PromptObserver, attend_densely, budget
 from longreach.methods.call import LayerCall
 from longreach.methods.choosing import max_keys
 from longreach.methods.magicpig import MagicPIG
 from longreach.methods.magicpig.state import LayerTables
-from longreach.ops import Lists, Rows, Spans, attend, merge
+from longreach.ops import Lists, Rows
 from longreach.ops.append import append
-from longreach.ops.simhash import Collisions, codes, collide, weigh
+from longreach.ops.simhash import SampledAttention, attend_sampled, codes, collide, weigh
 from longreach.runtime import LayerReport, Ledger, Pass, Segment, attend_layer, drive
 
 DENSE = "dense"
 ONE_BLOCK, NO_BLOCK = "a block is sealed", "no block is sealed"
-PARTS = ("append", "codes", "collide", "weigh", "attend", "merge", "seal nothing", "seal a block")
+PARTS = ("append", "sample and attend", "seal nothing", "seal a block")
 
 
 @dataclass(frozen=True)
 class Attended:
-    """A layer's call and outcome, and the selections that it attended to."""
+    """A layer's call and outcome, and the keys and weights that codes, look-ups and weights alone give for it."""
 
     call: LayerCall
     outcome: Outcome
-    always: Spans
     lists: Lists
 
 
@@ -76,11 +74,17 @@ class SampledLayers:
 
     def one(self) -> Attended:
         """The method's step in the first layer, uncaptured."""
-        call = self.call(0)
-        outcome = self.method.run(call, self.states[0])
-        (always,) = (s for s in call.meter.values if isinstance(s, Spans))
-        (lists,) = (s for s in call.meter.values if isinstance(s, Lists))
-        return Attended(call, outcome, always, lists)
+        call, state, method, impl = self.call(0), self.states[0], self.method, self.impl
+        outcome = method.run(call, state)
+        room, coded = max_keys(method.capacity, call.kv.capacity), codes(call.rows.q, state.projections, impl=impl)
+        by_slot = replace(call.rows, seq=self._slots[call.rows.seq.long()])
+        found = collide(
+            by_slot, state.tables, coded, capacity=room, least=method.least, share=method.share, impl=impl
+        )  # fmt: skip
+        weights = weigh(
+            call.rows, call.kv, state.tables, found, state.centre[self._slots], floor=method.floor, impl=impl
+        )  # fmt: skip
+        return Attended(call, outcome, found.lists(weights.log_weight))
 
     def reports(self, *, sealing: bool = False) -> tuple[LayerReport, ...]:
         """The method's report, of one layer for each copy. sealing: as in `step`."""
@@ -147,8 +151,8 @@ class SampledLayers:
     def parts(self) -> dict[str, list[Call]]:
         """Each part of the step alone, a call a copy, from the results of the parts before it.
 
-        The rest of a step is the counting of reads, the spans, and the limits of lists. Raises WrongResult where parts
-        differ from the method.
+        The rest of a step is the counting of reads, and the limits of lists. Raises WrongResult where parts differ from
+        the method.
         """
         found: dict[str, list[Call]] = {name: [] for name in PARTS}
         for copy in range(self.inputs.copies):
@@ -157,29 +161,25 @@ class SampledLayers:
         return found
 
     def _parts_of(self, copy: int) -> Iterator[tuple[str, Call]]:
-        call, state, impl, method = self.call(copy), self.states[copy], self.impl, self.method
-        outcome = method.run(call, state)
-        (always,) = (s for s in call.meter.values if isinstance(s, Spans))
-        (lists,) = (s for s in call.meter.values if isinstance(s, Lists))
-        rows, kv, tables, scale = call.rows, call.kv, state.tables, call.scale
-        by_slot, room = Rows(rows.q, call.slots[rows.seq.long()], rows.pos), max_keys(method.capacity, kv.capacity)
-        centre = state.centre[call.slots.long()]
-        coded = codes(rows.q, state.projections, impl=impl)
+        call, state, method = self.call(copy), self.states[copy], self.method
+        out, limit, tokens = (
+            method.run(call, state).partial.out,
+            budget(method.capacity, call.context),
+            call.rows.pos.long(),
+        )
 
-        def look_up() -> Collisions:
-            return collide(
-                by_slot, tables, coded, capacity=room, least=method.least, share=method.share, impl=impl
+        def whole() -> SampledAttention:
+            return attend_sampled(
+                call.rows, call.kv, self._slots, state.tables, state.projections, state.centre, limit,
+                least=method.least, share=method.share, sinks=method.sinks, floor=method.floor, scale=call.scale,
+                impl=self.impl,
             )  # fmt: skip
 
-        found = look_up()
-
-        def of_lists() -> tuple[Tensor, ...]:
-            return weigh(rows, kv, tables, found, centre, floor=method.floor, impl=impl)
-
-        weights = of_lists()[0]
-        one, other = (attend(rows, kv, s, scale=scale, impl=impl) for s in (always, lists))
-        self._compare(found, weights, lists, merge(one, other).out, outcome.partial.out)
-        tokens = rows.pos.long()
+        off = (whole().partial.out.double() - out.double()).norm(dim=-1) / out.double().norm(dim=-1)
+        if not float(off.max()) <= bound(out.dtype):
+            raise WrongResult(
+                f"{self.preset.name}: parts differ from the step by {float(off.max()):.1e}; their times do not count"
+            )
 
         def seal() -> None:
             state.follow(call.observer(), tokens, method.seal)
@@ -189,23 +189,6 @@ class SampledLayers:
             seal()
 
         yield "append", self.append(copy)
-        yield "codes", lambda: codes(rows.q, state.projections, impl=impl)
-        yield "collide", look_up
-        yield "weigh", of_lists
-        yield "attend", lambda: [attend(rows, kv, s, scale=scale, impl=impl) for s in (always, lists)]
-        yield "merge", lambda: merge(one, other)
+        yield "sample and attend", whole
         yield "seal nothing", seal
         yield "seal a block", seal_block
-
-    def _compare(self, found: Collisions, weights: Tensor, lists: Lists, out: Tensor, right: Tensor) -> None:
-        """Raise WrongResult unless the parts sampled, weighed and attended as the method did."""
-        assert lists.log_weight is not None
-        width = lists.index.shape[2]
-        used = torch.arange(width, device=out.device) < found.count[..., None]
-        same = torch.equal(found.count, lists.count)
-        same = same and bool((found.index[..., :width] == lists.index)[used].all())
-        same = same and bool((weights[..., :width] == lists.log_weight)[used].all())
-        off = float(((out.double() - right.double()).norm(dim=-1) / right.double().norm(dim=-1)).max())
-        if not same or not off <= bound(out.dtype):
-            what = f"outputs by {off:.1e}" if same else "in the keys or weights that were sampled"
-            raise WrongResult(f"{self.preset.name}: parts differ from the step {what}; their times do not count")

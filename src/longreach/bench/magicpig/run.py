@@ -32,7 +32,7 @@ BUILDS = 5  # builds of a prompt's tables that are timed
 HOW = (
     "Times are those of a layer, in a pass over all layers. A step is the mean of `seal` steps. In one of them a block "
     "is sealed, for all sequences at once. Parts are timed alone. Rest: a step without a block less its parts, as "
-    "counting of reads, spans, limits of lists."
+    "counting of reads and limits of lists."
 )
 
 

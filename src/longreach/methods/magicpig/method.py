@@ -30,6 +30,7 @@ from longreach.methods.magicpig.state import LayerTables
 from longreach.ops import Rows, Span, Spans, absolute, merge, relative
 from longreach.ops.simhash import projections
 from longreach.ops.simhash.api import Share
+from longreach.ops.simhash.attention import workspace_bytes
 from longreach.ops.simhash.probability import MOST_BITS, MOST_LEAST, MOST_TABLES
 from longreach.ops.types import require
 from longreach.plans import find, shipped_for
@@ -255,9 +256,7 @@ class MagicPIG(AttentionMethod):
         return self._sampled(call, state, began)
 
     def _sampled(self, call: LayerCall, state: LayerTables, began: int) -> Outcome:
-        # Triton's one call has not been measured against the four ops
-        lists_needed = self.error_bars or self.redo is not None
-        if not lists_needed and call.computes("simhash_attend", "numba"):
+        if not self._needs_lists and not call.computes("simhash_attend", "reference"):
             return self._in_one_call(call, state)
         tables = state.tables
         by_slot = Rows(call.rows.q, call.slots[call.rows.seq.long()], call.rows.pos)
@@ -313,11 +312,20 @@ class MagicPIG(AttentionMethod):
             notes=notes_of_numbers(call, found, state.projections.nbytes, self.share, self.sinks, state.summary),
         )
 
+    @property
+    def _needs_lists(self) -> bool:
+        return self.error_bars or self.redo is not None
+
     def workspace_bytes(self, model: ModelShape, rows: int, capacity: int, dtype: torch.dtype) -> int:
         pairs = self._pairs(model, dtype.itemsize) or (self.pair,)
         tables = max((tables for bits, tables in pairs if bits), default=0)
         if not tables:
             return 0
+        # places of buckets, and codes
+        sealing = model.kv_heads * max(tables * ((4 << bits) + 2 * self.seal) for bits, tables in pairs if bits)
+        if not self._needs_lists:
+            group = model.query_heads // model.kv_heads
+            return rows * max(sealing, workspace_bytes(capacity, tables, model.kv_heads, group, model.head_dim))
         listed = max_keys(self.capacity, capacity) * (model.kv_heads if self.share == "group" else model.query_heads)
         # look-ups count matches of every position; afterwards an entry has an index, the number of heads that sampled
         # it, a weight, a factor, and what counts it
@@ -325,8 +333,6 @@ class MagicPIG(AttentionMethod):
         results = 3 * 4 * model.query_heads * (model.head_dim + 1)  # of two passes of attention, and merged
         inputs = 4 * model.head_dim * (model.kv_heads + model.query_heads)
         codes = 2 * model.query_heads * tables
-        # places of buckets, and codes
-        sealing = model.kv_heads * max(tables * ((4 << bits) + 2 * self.seal) for bits, tables in pairs if bits)
         lists = (4 + 1 + 4 + 4 + 2) * listed
         whole = rows * max(sealing, codes + max(counters, lists + results + inputs))
         return whole + redo_bytes(model, rows, self.redo)

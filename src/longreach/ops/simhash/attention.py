@@ -35,6 +35,10 @@ ATTENDING = Implementations(
 # and values read for attention; bytes of look-ups; the end of the tables
 NUMBERS = ("union", "met", "overflowed", "weighed", "attended", "searched", "end")
 
+# of Triton's kernels: query heads of a program, the others masked; positions of a program, at most; programs that
+# attend to all keys where a list is too long
+HEADS, PART, SPLITS = 16, 4096, 8
+
 
 class SampledAttention(NamedTuple):
     """Attention over a sample, and what it read.
@@ -122,6 +126,19 @@ def attend_sampled(
 def look_up_bytes(group: int, tables: HashTables) -> int:
     """Of two offsets for each query head of a KV head and table, in a segment."""
     return group * tables.tables * 2 * tables.offsets.element_size()
+
+
+def workspace_bytes(columns: int, tables: int, kv_heads: int, group: int, dim: int) -> int:
+    """Bytes that Triton's kernels allocate for a row, results included. columns: positions that the tables hold."""
+    parts, dims = -(-columns // PART), max(HEADS, 1 << (dim - 1).bit_length())
+    words = -(-group // counters(tables)) * columns + 1 + parts * min(PART, 1 << (columns - 1).bit_length())
+    results = (parts + 1 + SPLITS) * HEADS * (dims + 2) + parts * (HEADS + 2) + group * (dim + 1)
+    return kv_heads * (4 * (words + results) + 8 * len(NUMBERS))
+
+
+def counters(tables: int) -> int:
+    """How many counters of tables, one for each query head, share an int32."""
+    return 4 if tables < 256 else 2
 
 
 def _reads(

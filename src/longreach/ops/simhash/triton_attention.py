@@ -9,13 +9,11 @@ import triton
 from torch import Tensor
 
 from longreach.ops.simhash import triton_attention_kernels as kernels
-from longreach.ops.simhash.attention import NUMBERS, look_up_bytes
+from longreach.ops.simhash.attention import HEADS, NUMBERS, PART, SPLITS, counters, look_up_bytes
 from longreach.ops.simhash.probability import TINY, form
 from longreach.ops.simhash.tables import HashTables
 from longreach.ops.simhash.triton import refuse
 from longreach.ops.types import KVView, Partial, Rows
-
-HEADS: int = kernels.HEADS.value
 
 
 @dataclass(frozen=True)
@@ -25,10 +23,10 @@ class Tuning:
     """
 
     bucket: int = 16
-    part: int = 4096
+    part: int = PART
     scanned: int = 512
     keys: int = 32
-    splits: int = 8
+    splits: int = SPLITS
 
 
 def attend_sampled(
@@ -39,7 +37,7 @@ def attend_sampled(
     t, device = tune or Tuning(), rows.q.device
     count, heads, dim = rows.q.shape
     group, columns = heads // kv.heads, tables.ids.shape[3]
-    per = 4 if tables.tables < 256 else 2  # counters of a word
+    per = counters(tables.tables)
     width = triton.cdiv(group, per)
     part = min(t.part, triton.next_power_of_2(columns))
     parts, segments = triton.cdiv(columns, part), triton.cdiv(columns, tables.size) - tables.first // tables.size

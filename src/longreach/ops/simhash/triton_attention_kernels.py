@@ -10,9 +10,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from longreach.ops.simhash.attention import HEADS as HEADS_OF_A_PROGRAM
 from longreach.ops.simhash.triton_kernels import _coded, _directions, _place, agreement, inclusion, log
 
-HEADS = tl.constexpr(16)  # query heads of a program, the others masked: the least that a tensor core multiplies
+HEADS = tl.constexpr(HEADS_OF_A_PROGRAM)  # the least that a tensor core multiplies
 
 
 @triton.jit
