@@ -19,7 +19,8 @@ from longreach.ops.types import KVView, Partial, Rows
 @dataclass(frozen=True)
 class Tuning:
     """bucket: ids read from a bucket at a time; part: positions of a program; scanned: positions of a round; keys:
-    attended to at a time; splits: programs that attend where a list is too long.
+    attended to at a time; splits: programs that attend where a list is too long; mark_warps, warps: of a program that
+    looks up, and that attends.
     """
 
     bucket: int = 16
@@ -27,6 +28,8 @@ class Tuning:
     scanned: int = 512
     keys: int = 32
     splits: int = SPLITS
+    mark_warps: int = 1
+    warps: int = 4
 
 
 def attend_sampled(
@@ -69,12 +72,13 @@ def attend_sampled(
                 q, q.stride()[:2], projections.contiguous().view(torch.int16), tables.ids, tables.ids.stride()[:3],
                 tables.offsets, tables.offsets.stride()[:4], where, seq, tables.stop, marks, looked_up, columns,
                 kv.heads, tables.first, BITS=tables.bits, **shape, SIZE=tables.size, PER=per, WORDS=width, BN=t.bucket,
-                num_warps=1,
+                num_warps=t.mark_warps,
             )  # fmt: skip
             kernels.attend_parts[(items, parts + 1)](
                 q, q.stride()[:2], *memory, centre, where, seq, pos, tables.stop, marks, scratch, top, total, sums,
                 counts, columns, kv.heads, tables.first, sinks, least, max(floor, TINY), scale, parts, pieces,
                 **shape, OWN=own, **paged, PER=per, WORDS=width, LAW=law, PART=part, BN=min(t.scanned, part), BC=t.keys,
+                num_warps=t.warps,
             )  # fmt: skip
             kernels.attend_rest[(items, t.splits)](
                 q, q.stride()[:2], *memory, where, seq, pos, tables.stop, limit, counts, looked_up, numbers, top,
