@@ -225,14 +225,14 @@ def attend_rest(
         always = first + reach - tl.maximum(last, first)
         segments = tl.where(end > lowest, tl.cdiv(end, SIZE) - lowest // SIZE, 0)
         read = 2 * tl.load(looked_up + item).to(tl.int64) + segments.to(tl.int64) * edges
-        mine = numbers + item.to(tl.int64) * 7
-        tl.store(mine, union.to(tl.int64))
-        tl.store(mine + 1, met.to(tl.int64))
-        tl.store(mine + 2, fulls.to(tl.int64))
-        tl.store(mine + 3, tl.where(fulls == (GROUP if OWN else 1), 0, union).to(tl.int64))
-        tl.store(mine + 4, tl.where(over, reach, union + always).to(tl.int64))
-        tl.store(mine + 5, read)
-        tl.store(mine + 6, end.to(tl.int64))
+        column = numbers + item.to(tl.int64) * 7
+        tl.store(column, union.to(tl.int64))
+        tl.store(column + 1, met.to(tl.int64))
+        tl.store(column + 2, fulls.to(tl.int64))
+        tl.store(column + 3, tl.where(fulls == (GROUP if OWN else 1), 0, union).to(tl.int64))
+        tl.store(column + 4, tl.where(over, reach, union + always).to(tl.int64))
+        tl.store(column + 5, read)
+        tl.store(column + 6, end.to(tl.int64))
     place = (item.to(tl.int64) * (parts + 1 + SPLITS) + parts + 1 + split) * HEADS + h
     m, z = tl.full([HEADS], float("-inf"), tl.float32), tl.zeros([HEADS], tl.float32)
     if over:
