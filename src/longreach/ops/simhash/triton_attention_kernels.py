@@ -147,9 +147,9 @@ def attend_parts(
     tl.debug_barrier()
     count, all_hits = counts + (item.to(tl.int64) * parts + part) * (HEADS + 2), 0
     for i in tl.static_range(GROUP):
-        n = tl.sum(tl.sum(tl.where(w[None, :] == i // PER, _counter(each, i % PER, PER), 0), 1), 0)
-        tl.store(count + i, n)
-        all_hits += n
+        its = tl.sum(tl.sum(tl.where(w[None, :] == i // PER, _counter(each, i % PER, PER), 0), 1), 0)
+        tl.store(count + i, its)
+        all_hits += its
     tl.store(count + HEADS, number)
     tl.store(count + HEADS + 1, all_hits)
     if number > 0:
