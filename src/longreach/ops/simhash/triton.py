@@ -23,9 +23,9 @@ INTERPRETED: bool = kernels.INTERPRETED.value
 @dataclass(frozen=True)
 class Tuning:
     """How many at a time. vectors, centred: hashed by a program, without a centre (queries: rounded as in
-    triton_attention's look-ups, which have as many rows) and with one; moved: ids that a build moves; new: keys whose order it finds;
-    bucket: ids read from a bucket; listed: positions of a list's round; weighed: keys of a program; sealed: keys that
-    are hashed as they enter the tables.
+    triton_attention's look-ups, which have as many rows) and with one; moved: ids that a build moves; new: keys whose
+    order it finds; bucket: ids read from a bucket; listed: positions of a list's round; weighed: keys of a program;
+    sealed: keys that are hashed as they enter the tables.
     """
 
     vectors: int = 16
