@@ -8,12 +8,15 @@ COMPILE = """
 import json
 from unittest.mock import patch
 import torch
-from longreach.ops.simhash import HashTables, build, codes, collide, projections, seal, triton, triton_kernels, weigh
+from longreach.ops.simhash import (
+    HashTables, attend_sampled, build, codes, collide, projections, seal, triton, triton_attention,
+    triton_attention_kernels, triton_kernels, weigh,
+)
 from longreach.testing.compile import compiling
 from longreach.testing.inputs import random_kv, random_rows
 
 found = {}
-with patch.object(triton, "refuse", lambda *a: None):
+with patch.object(triton, "refuse", lambda *a: None), patch.object(triton_attention, "refuse", lambda *a: None):
     for dim, group, dtype, page, bits, tables, size, share in (
         (128, 4, torch.bfloat16, None, 10, 150, 65536, "own"), (128, 8, torch.bfloat16, 64, 10, 75, 65536, "group"),
         (64, 1, torch.float16, 16, 1, 3, 8, "group"), (72, 7, torch.float32, None, 16, 300, 1024, "own"),
@@ -33,6 +36,12 @@ with patch.object(triton, "refuse", lambda *a: None):
             seal(kv, one, memory, drawn, means, stop, centred=16, block=256, impl="triton")
             got = collide(rows, memory, torch.zeros_like(queries), capacity=64, share=share, impl="triton")
             weigh(rows, kv, memory, got, centre, impl="triton")
+        with compiling(triton_attention_kernels, "mark", "attend_parts", "attend_rest", "merge_parts") as more:
+            attend_sampled(
+                rows, kv, one, memory, drawn, centre, torch.full((len(rows.pos),), 9), share=share, sinks=4, scale=0.1,
+                softcap=5.0 if dim == 64 else None, impl="triton",
+            )
+        made = [*made, *more]
         found[f"{dim} {group} {dtype} {page} {bits} {tables} {size} {share}"] = [
             [m.metadata.name, m.metadata.shared, "cubin" in m.asm] for m in made
         ]
@@ -45,6 +54,7 @@ def test_compiles_for_an_h200() -> None:
     assert len(cases) == 5
     for case, kernels in cases.items():
         assert [name for name, _, _ in kernels] == [
-            "codes", "codes", "build", "average", "seal", "look_up", "gather", "weigh"
+            "codes", "codes", "build", "average", "seal", "look_up", "gather", "weigh", "mark", "attend_parts",
+            "attend_rest", "merge_parts",
         ], case  # fmt: skip
         assert all(shared <= SHARED_MEMORY and cubin for _, shared, cubin in kernels), (case, kernels)

@@ -132,7 +132,7 @@ def workspace_bytes(columns: int, tables: int, kv_heads: int, group: int, dim: i
     """Bytes that Triton's kernels allocate for a row, results included. columns: positions that the tables hold."""
     parts, dims = -(-columns // PART), max(HEADS, 1 << (dim - 1).bit_length())
     words = -(-group // counters(tables)) * columns + 1 + parts * min(PART, 1 << (columns - 1).bit_length())
-    results = (parts + 1 + SPLITS) * HEADS * (dims + 2) + parts * (HEADS + 2) + group * (dim + 1)
+    results = (parts + SPLITS) * HEADS * (dims + 2) + parts * (HEADS + 2) + group * (dim + 1)
     return kv_heads * (4 * (words + results) + 8 * len(NUMBERS))
 
 

@@ -22,12 +22,14 @@ INTERPRETED: bool = kernels.INTERPRETED.value
 
 @dataclass(frozen=True)
 class Tuning:
-    """How many at a time. vectors: hashed by a program; moved: ids that a build moves; new: keys whose order it finds;
+    """How many at a time. vectors, centred: hashed by a program, without a centre (queries: rounded as in
+    triton_attention's look-ups, which have as many rows) and with one; moved: ids that a build moves; new: keys whose order it finds;
     bucket: ids read from a bucket; listed: positions of a list's round; weighed: keys of a program; sealed: keys that
     are hashed as they enter the tables.
     """
 
-    vectors: int = 64
+    vectors: int = 16
+    centred: int = 64
     moved: int = 256
     new: int = 32
     bucket: int = 64
@@ -46,12 +48,12 @@ def codes(x: Tensor, projections: Tensor, centre: Tensor | None, *, tune: Tuning
     vectors = _four(x)
     centres = vectors if centre is None else _four(centre.expand(x.shape))
     drawn = projections.contiguous().view(torch.int16)
-    count = out.numel() // tables
+    count, at_once = out.numel() // tables, t.vectors if centre is None else t.centred
     with torch.cuda.device_of(x):
-        kernels.codes[(triton.cdiv(count, t.vectors), tables)](
+        kernels.codes[(triton.cdiv(count, at_once), tables)](
             vectors, vectors.stride(), centres, centres.stride(), drawn, out, count, vectors.shape[2], vectors.shape[1],
             TABLES=tables, BITS=bits, BITS2=16, D=dim, D2=max(16, triton.next_power_of_2(dim)),
-            CENTRED=centre is not None, BM=t.vectors,
+            CENTRED=centre is not None, BM=at_once,
         )  # fmt: skip
     return out
 

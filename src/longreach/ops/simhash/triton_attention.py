@@ -19,8 +19,8 @@ from longreach.ops.types import KVView, Partial, Rows
 @dataclass(frozen=True)
 class Tuning:
     """bucket: ids read from a bucket at a time; part: positions of a program; scanned: positions of a round; keys:
-    attended to at a time; splits: programs that attend where a list is too long; mark_warps, warps: of a program that
-    looks up, and that attends.
+    attended to at a time; splits: programs that attend where a list is too long; merged: parts merged at a time;
+    mark_warps, warps: of a program that looks up, and that attends.
     """
 
     bucket: int = 16
@@ -28,6 +28,7 @@ class Tuning:
     scanned: int = 512
     keys: int = 32
     splits: int = SPLITS
+    merged: int = 32
     mark_warps: int = 1
     warps: int = 4
 
@@ -44,7 +45,7 @@ def attend_sampled(
     width = triton.cdiv(group, per)
     part = min(t.part, triton.next_power_of_2(columns))
     parts, segments = triton.cdiv(columns, part), triton.cdiv(columns, tables.size) - tables.first // tables.size
-    pieces, dims = parts + 1 + t.splits, max(16, triton.next_power_of_2(dim))
+    pieces, dims = parts + t.splits, max(16, triton.next_power_of_2(dim))
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(count, kv.heads, *shape, dtype=dtype, device=device)
@@ -74,11 +75,11 @@ def attend_sampled(
                 kv.heads, tables.first, BITS=tables.bits, **shape, SIZE=tables.size, PER=per, WORDS=width, BN=t.bucket,
                 num_warps=t.mark_warps,
             )  # fmt: skip
-            kernels.attend_parts[(items, parts + 1)](
+            kernels.attend_parts[(items, parts)](
                 q, q.stride()[:2], *memory, centre, where, seq, pos, tables.stop, marks, scratch, top, total, sums,
                 counts, columns, kv.heads, tables.first, sinks, least, max(floor, TINY), scale, parts, pieces,
-                **shape, OWN=own, **paged, PER=per, WORDS=width, LAW=law, PART=part, BN=min(t.scanned, part), BC=t.keys,
-                num_warps=t.warps,
+                **shape, OWN=own, **paged, PER=per, WORDS=width, WORDS2=triton.next_power_of_2(width),
+                LAW=law, PART=part, BN=min(t.scanned, part), BC=t.keys, num_warps=t.warps,
             )  # fmt: skip
             kernels.attend_rest[(items, t.splits)](
                 q, q.stride()[:2], *memory, where, seq, pos, tables.stop, limit, counts, looked_up, numbers, top,
@@ -87,7 +88,7 @@ def attend_sampled(
                 BC=t.keys,
             )  # fmt: skip
             kernels.merge_parts[(items, group)](
-                top, total, sums, counts, limit, out, lse, kv.heads, parts, pieces, **shape, OWN=own,
-                BP=triton.next_power_of_2(pieces), num_warps=4,
+                top, total, sums, counts, limit, out, lse, kv.heads, parts, t.splits, **shape, OWN=own,
+                BP=triton.next_power_of_2(parts), BM=t.merged, num_warps=4,
             )  # fmt: skip
     return Partial(out, lse), None, numbers

@@ -2,7 +2,8 @@
 """The Triton kernels of attend_sampled: look-ups, attention by parts of the context, and the merge of the parts.
 
 A key's word holds, for each query head of its KV head, in how many tables they met: `PER` counters a word. A part of
-the context finds its sampled keys in the words, and attends to them. So no list is made for all of the context.
+the context finds its sampled keys in the words, and attends to them and to a share of the keys that are always attended
+to. So no list is made for all of the context. If a list is too long, the parts' results are not used.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def mark(
         h, d, bit = tl.arange(0, HEADS), tl.arange(0, D2), tl.arange(0, 16)
         mine = h < GROUP
         row = q + r.to(tl.int64) * q_strides[0] + (g * GROUP + h).to(tl.int64)[:, None] * q_strides[1] + d[None, :]
-        x = tl.load(row, mask=mine[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
+        x = tl.load(row, mask=mine[:, None] & (d < D)[None, :], other=0.0)
         code = _coded(x, _directions(projections, table, bit, d, BITS, D), BITS, 16).to(tl.int32)
         edges = offsets + b * offset_strides[0] + g * offset_strides[1] + table * offset_strides[2]
         edges += segment * offset_strides[3]
@@ -62,8 +63,13 @@ def _met(words, at, there, columns, h, least, PER: tl.constexpr, WORDS: tl.const
     word = tl.load(
         words + (h // PER)[None, :] * columns + at[:, None], mask=there[:, None] & (h < WORDS * PER)[None, :], other=0
     )
-    times = (word >> (h % PER)[None, :] * (32 // PER)) & ((1 << (32 // PER)) - 1)
-    return times >= least
+    return _counter(word, (h % PER)[None, :], PER) >= least
+
+
+@triton.jit
+def _counter(word, i, PER: tl.constexpr):
+    """The i-th of the PER counters of words."""
+    return (word >> i * (32 // PER)) & ((1 << (32 // PER)) - 1)
 
 
 @triton.jit
@@ -101,11 +107,10 @@ def attend_parts(
     q, q_strides, k, k_strides, v, v_strides, table, table_row, filled, centre, slots, seq, pos, stop, words, scratch,
     top, total, out, counts, columns, G, lowest, sinks, least, floor, scale, parts, pieces, GROUP: tl.constexpr,
     OWN: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr,
-    PER: tl.constexpr, WORDS: tl.constexpr, LAW: tl.constexpr, SOFTCAP: tl.constexpr, PART: tl.constexpr,
-    BN: tl.constexpr, BC: tl.constexpr,
+    PER: tl.constexpr, WORDS: tl.constexpr, WORDS2: tl.constexpr, LAW: tl.constexpr, SOFTCAP: tl.constexpr,
+    PART: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Attend to the sampled keys of one part of the context; the last program of a row's KV head to those that are
-    always attended to.
+    """Attend to the sampled keys of one part of the context, and to a share of those that are always attended to.
 
     scratch: int32 [R, G, parts, PART]. Written: top, total fp32 [R, G, pieces, HEADS], out fp32 [..., D2], counts
     int32 [R, G, parts, HEADS + 2]: keys of each head, of any head, and heads over all keys.
@@ -124,65 +129,71 @@ def attend_parts(
     m, z = tl.full([HEADS], float("-inf"), tl.float32), tl.zeros([HEADS], tl.float32)
     o = tl.zeros([HEADS, D2], tl.float32)
     lane = tl.arange(0, BC)
-    if part == parts:
-        sink, start = tl.minimum(sinks, reach), tl.maximum(last, tl.minimum(sinks, reach))
-        keys = sink + reach - start
-        for c in range(0, keys, BC):
-            n = c + lane
-            there = n < keys
-            s = tl.where(n < sink, n, start + n - sink)
+    mark_of = words + item.to(tl.int64) * WORDS * columns
+    room = scratch + (item.to(tl.int64) * parts + part) * PART
+    number, wide, w = 0, tl.arange(0, BN), tl.arange(0, WORDS2)
+    each = tl.zeros([BN, WORDS2], tl.int32)  # hits of each head, in the places of the counters of tables
+    for begin in range(part * PART, tl.minimum((part + 1) * PART, last), BN):
+        at = begin + wide
+        some = (at < last)[:, None] & (w < WORDS)[None, :]
+        word = tl.load(mark_of + w[None, :] * columns + at[:, None], mask=some, other=0)
+        hits = tl.zeros([BN, WORDS2], tl.int32)
+        for i in tl.static_range(PER):
+            hits += (_counter(word, i, PER) >= least).to(tl.int32) << i * (32 // PER)
+        each += hits
+        hit = (tl.max(hits, 1) > 0).to(tl.int32)
+        tl.store(room + number + tl.cumsum(hit, 0) - 1, at, mask=hit > 0)
+        number += tl.sum(hit, 0)
+    tl.debug_barrier()
+    count, all_hits = counts + (item.to(tl.int64) * parts + part) * (HEADS + 2), 0
+    for i in tl.static_range(GROUP):
+        its = tl.sum(tl.sum(tl.where(w[None, :] == i // PER, _counter(each, i % PER, PER), 0), 1), 0)
+        tl.store(count + i, its)
+        all_hits += its
+    tl.store(count + HEADS, number)
+    tl.store(count + HEADS + 1, all_hits)
+    if number > 0:
+        xf = x.to(tl.float32)
+        square = tl.sum(xf * xf, 1)
+        known = (square > 0.0) & (square < float("inf"))
+        length = tl.sqrt(tl.where(known, square, 1.0))
+        c0 = tl.load(centre + (slot * G + g) * D + d, mask=d < D, other=0.0)
+        away = tl.sum(xf * c0[None, :], 1)
+        for c in range(0, number, BC):
+            there = c + lane < number
+            s = tl.load(room + c + lane, mask=there, other=0)
             kk = _vectors(k, k_strides, table, table_row, b, g, s, there, d, D, PAGED, PAGE)
             vv = _vectors(v, v_strides, table, table_row, b, g, s, there, d, D, PAGED, PAGE)
-            y, _ = _logits(x, kk, scale, SOFTCAP)
-            m, z, o = _fold(tl.where(there[:, None], y, float("-inf")), vv, m, z, o)
-    else:
-        mark_of = words + item.to(tl.int64) * WORDS * columns
-        room = scratch + (item.to(tl.int64) * parts + part) * PART
-        number, each = 0, tl.zeros([HEADS], tl.int32)
-        first = part * PART
-        wide = tl.arange(0, BN)
-        for begin in range(first, tl.minimum(first + PART, last), BN):
-            at = begin + wide
-            hits = _met(mark_of, at, at < last, columns, h, least, PER, WORDS).to(tl.int32)
-            hit = (tl.sum(hits, 1) > 0).to(tl.int32)
-            tl.store(room + number + tl.cumsum(hit, 0) - 1, at, mask=hit > 0)
-            number += tl.sum(hit, 0)
-            each += tl.sum(hits, 0)
-        tl.debug_barrier()
-        tl.store(counts + (item.to(tl.int64) * parts + part) * (HEADS + 2) + h, each)
-        tl.store(counts + (item.to(tl.int64) * parts + part) * (HEADS + 2) + HEADS, number)
-        tl.store(counts + (item.to(tl.int64) * parts + part) * (HEADS + 2) + HEADS + 1, tl.sum(each, 0))
-        if number > 0:
-            xf = x.to(tl.float32)
-            square = tl.sum(xf * xf, 1)
-            known = (square > 0.0) & (square < float("inf"))
-            length = tl.sqrt(tl.where(known, square, 1.0))
-            c0 = tl.load(centre + (slot * G + g) * D + d, mask=d < D, other=0.0)
-            away = tl.sum(xf * c0[None, :], 1)
-            for c in range(0, number, BC):
-                there = c + lane < number
-                s = tl.load(room + c + lane, mask=there, other=0)
-                kk = _vectors(k, k_strides, table, table_row, b, g, s, there, d, D, PAGED, PAGE)
-                vv = _vectors(v, v_strides, table, table_row, b, g, s, there, d, D, PAGED, PAGE)
-                y, plain = _logits(x, kk, scale, SOFTCAP)
-                dev = tl.where((d < D)[None, :], kk.to(tl.float32) - c0[None, :], 0.0)
-                far = tl.sum(dev * dev, 1)
-                usable = (far > 0.0) & (far < float("inf"))
-                size = tl.sqrt(tl.where(usable, far, 1.0))
-                cosine = (plain - away[None, :]) / (length[None, :] * size[:, None])
-                both = usable[:, None] & known[None, :]
-                cosine = tl.where(both, cosine, tl.where(usable[:, None] | known[None, :], 0.0, 1.0))
-                u = tl.maximum(inclusion(agreement(cosine), LAW), floor)
-                hits = _met(mark_of, s, there, columns, h, least, PER, WORDS)
-                if OWN:
-                    weight = -log(u)
-                    y = tl.where(hits, y + weight, float("-inf"))
-                else:
-                    heads = tl.sum(hits.to(tl.float32), 1)
-                    all_u = tl.sum(tl.where(mine[None, :], u, 0.0), 1)
-                    weight = log(tl.where(there, heads, 1.0)) - log(tl.where(there, all_u, 1.0))
-                    y = tl.where(there[:, None], y + weight[:, None], float("-inf"))
-                m, z, o = _fold(y, vv, m, z, o)
+            y, plain = _logits(x, kk, scale, SOFTCAP)
+            dev = tl.where((d < D)[None, :], kk.to(tl.float32) - c0[None, :], 0.0)
+            far = tl.sum(dev * dev, 1)
+            usable = (far > 0.0) & (far < float("inf"))
+            size = tl.sqrt(tl.where(usable, far, 1.0))
+            cosine = (plain - away[None, :]) / (length[None, :] * size[:, None])
+            both = usable[:, None] & known[None, :]
+            cosine = tl.where(both, cosine, tl.where(usable[:, None] | known[None, :], 0.0, 1.0))
+            u = tl.maximum(inclusion(agreement(cosine), LAW), floor)
+            met = _met(mark_of, s, there, columns, h, least, PER, WORDS)
+            if OWN:
+                weight = -log(u)
+                y = tl.where(met, y + weight, float("-inf"))
+            else:
+                heads = tl.sum(met.to(tl.float32), 1)
+                all_u = tl.sum(tl.where(mine[None, :], u, 0.0), 1)
+                weight = log(tl.where(there, heads, 1.0)) - log(tl.where(there, all_u, 1.0))
+                y = tl.where(there[:, None], y + weight[:, None], float("-inf"))
+            m, z, o = _fold(y, vv, m, z, o)
+    sink = tl.minimum(sinks, reach)
+    start = tl.maximum(last, sink)
+    always = sink + reach - start
+    for c in range(part * BC, always, parts * BC):
+        n = c + lane
+        there = n < always
+        s = tl.where(n < sink, n, start + n - sink)
+        kk = _vectors(k, k_strides, table, table_row, b, g, s, there, d, D, PAGED, PAGE)
+        vv = _vectors(v, v_strides, table, table_row, b, g, s, there, d, D, PAGED, PAGE)
+        y, _ = _logits(x, kk, scale, SOFTCAP)
+        m, z, o = _fold(tl.where(there[:, None], y, float("-inf")), vv, m, z, o)
     place = (item.to(tl.int64) * pieces + part) * HEADS + h
     tl.store(top + place, m)
     tl.store(total + place, z)
@@ -196,17 +207,16 @@ def attend_rest(
     OWN: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr,
     SOFTCAP: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Add up the counts of the parts. Where a list is too long, attend to one of SPLITS pieces of all keys in the
-    tables.
+    """Add up the counts of the parts. Where a list is too long, attend to one of SPLITS pieces of all keys.
 
     edges: bytes of the offsets that a KV head reads of a segment. numbers, written: int64 [R, G, NUMBERS], see
-    `attention.NUMBERS`. top, total, out: as in attend_parts; its entries after the
-    first parts + 1.
+    `attention.NUMBERS`. top, total, out: as in attend_parts; its entries after those of the parts.
     """
     item, split = tl.program_id(0), tl.program_id(1)
     r, g = item // G, (item % G).to(tl.int64)
     h, d, p, wide = tl.arange(0, HEADS), tl.arange(0, D2), tl.arange(0, BP), tl.arange(0, 2 * HEADS)
-    some = (p < parts)[:, None] & (wide < HEADS + 2)[None, :]
+    used = (wide < GROUP) | (wide == HEADS) | (wide == HEADS + 1)
+    some = (p < parts)[:, None] & used[None, :]
     each = counts + (item.to(tl.int64) * parts + p)[:, None] * (HEADS + 2) + wide[None, :]
     sums = tl.sum(tl.load(each, mask=some, other=0), 0)
     most = tl.load(limit + r).to(tl.int32)
@@ -233,12 +243,12 @@ def attend_rest(
         tl.store(column + 4, tl.where(over, reach, union + always).to(tl.int64))
         tl.store(column + 5, read)
         tl.store(column + 6, end.to(tl.int64))
-    place = (item.to(tl.int64) * (parts + 1 + SPLITS) + parts + 1 + split) * HEADS + h
+    place = (item.to(tl.int64) * (parts + SPLITS) + parts + split) * HEADS + h
     m, z = tl.full([HEADS], float("-inf"), tl.float32), tl.zeros([HEADS], tl.float32)
     if over:
-        size = tl.cdiv(tl.maximum(last - first, 0), SPLITS)
-        begin = first + split * size
-        until = tl.minimum(begin + size, last)
+        size = tl.cdiv(reach, SPLITS)
+        begin = split * size
+        until = tl.minimum(begin + size, reach)
         row = q + r.to(tl.int64) * q_strides[0] + (g * GROUP + h)[:, None] * q_strides[1] + d[None, :]
         x = tl.load(row, mask=(h < GROUP)[:, None] & (d < D)[None, :], other=0.0)
         o = tl.zeros([HEADS, D2], tl.float32)
@@ -256,26 +266,33 @@ def attend_rest(
 
 @triton.jit
 def merge_parts(
-    top, total, out, counts, limit, whole, lse, G, parts, pieces, GROUP: tl.constexpr, OWN: tl.constexpr,
-    D: tl.constexpr, D2: tl.constexpr, BP: tl.constexpr,
+    top, total, out, counts, limit, whole, lse, G, parts, splits, GROUP: tl.constexpr, OWN: tl.constexpr,
+    D: tl.constexpr, D2: tl.constexpr, BP: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """out [R, H, D] and lse [R, H] of a query head: of the sample's parts, or if its list is too long of the rest; and
-    of the keys that are always attended to.
+    """out [R, H, D] and lse [R, H] of a query head: of the parts, or of the pieces of all keys if its list is too long.
+
+    BP: at least the number of parts. BM: parts merged at a time.
     """
     item, h = tl.program_id(0), tl.program_id(1)
-    p, d = tl.arange(0, BP), tl.arange(0, D2)
+    p, d, some = tl.arange(0, BP), tl.arange(0, D2), tl.arange(0, BM)
     each = counts + (item.to(tl.int64) * parts + p) * (HEADS + 2) + (h if OWN else HEADS)
     over = tl.sum(tl.load(each, mask=p < parts, other=0), 0) > tl.load(limit + item // G).to(tl.int32)
-    there = (p < pieces) & ((p == parts) | ((p > parts) if over else (p < parts)))
-    place = (item.to(tl.int64) * pieces + p) * HEADS + h
-    m = tl.load(top + place, mask=there, other=float("-inf"))
-    there &= m != float("-inf")
-    most = tl.max(m, 0)
+    first = tl.where(over, parts, 0)
+    end = tl.where(over, parts + splits, parts)
+    most, z, o = tl.full((), float("-inf"), tl.float32), tl.full((), 0.0, tl.float32), tl.zeros([D2], tl.float32)
+    for begin in range(first, end, BM):
+        there = begin + some < end
+        place = (item.to(tl.int64) * (parts + splits) + begin + some) * HEADS + h
+        m = tl.load(top + place, mask=there, other=float("-inf"))
+        there &= m != float("-inf")
+        higher = tl.maximum(most, tl.max(m, 0))
+        safe = tl.where(higher == float("-inf"), 0.0, higher)
+        share, before = tl.exp(m - safe), tl.exp(most - safe)
+        z = z * before + tl.sum(tl.where(there, share * tl.load(total + place, mask=there, other=0.0), 0.0), 0)
+        x = tl.load(out + place[:, None] * D2 + d[None, :], mask=there[:, None], other=0.0)
+        o = o * before + tl.sum(tl.where(there[:, None], share[:, None] * x, 0.0), 0)
+        most = higher
     nothing = most == float("-inf")
-    share = tl.exp(m - tl.where(nothing, 0.0, most))
-    z = tl.sum(tl.where(there, share * tl.load(total + place, mask=there, other=0.0), 0.0), 0)
-    o = tl.load(out + place[:, None] * D2 + d[None, :], mask=there[:, None], other=0.0)
-    o = tl.sum(tl.where(there[:, None], share[:, None] * o, 0.0), 0)
     head = item.to(tl.int64) * GROUP + h
     tl.store(whole + head * D + d, tl.where(nothing, 0.0, o / tl.where(nothing, 1.0, z)), mask=d < D)
     tl.store(lse + head, tl.where(nothing, float("-inf"), most + tl.log(tl.where(nothing, 1.0, z))))

@@ -22,13 +22,13 @@ def codes(
     some = there[:, None] & (d < D)[None, :]
     a, b, c = (n // (inner * middle)).to(tl.int64), (n // inner % middle).to(tl.int64), (n % inner).to(tl.int64)
     place = a * x_strides[0] + b * x_strides[1] + c * x_strides[2]
-    v = tl.load(x + place[:, None] + (d * x_strides[3])[None, :], mask=some, other=0.0).to(tl.float32)
+    v = tl.load(x + place[:, None] + (d * x_strides[3])[None, :], mask=some, other=0.0)
     if CENTRED:
+        v = v.to(tl.float32)
         place = a * centre_strides[0] + b * centre_strides[1] + c * centre_strides[2]
         at = centre + place[:, None] + (d * centre_strides[3])[None, :]
         v -= tl.load(at, mask=some, other=0.0).to(tl.float32)
-    bit = tl.arange(0, BITS2)
-    w = _directions(projections, table, bit, d, BITS, D)
+    w = _directions(projections, table, tl.arange(0, BITS2), d, BITS, D)
     tl.store(out + n.to(tl.int64) * TABLES + table, _coded(v, w, BITS, BITS2), mask=there)
 
 
@@ -43,11 +43,14 @@ def _directions(projections, table, bit, d, BITS: tl.constexpr, D: tl.constexpr)
 @triton.jit
 def _coded(v, w, BITS: tl.constexpr, BITS2: tl.constexpr):
     """uint16 [vectors]: the signs of the products of vectors [vectors, D] and directions [BITS2, D], in fp32."""
-    square = tl.sum(v * v, 1)
+    wide = v.to(tl.float32)
+    square = tl.sum(wide * wide, 1)
     usable = (square > 0.0) & (square < float("inf"))
-    v = tl.where(usable[:, None], v, 0.0)
     bit = tl.arange(0, BITS2)
-    signs = tl.dot(v, tl.trans(w), input_precision="ieee") > 0.0
+    if v.dtype == tl.bfloat16:  # directions are of bf16 as well: the same products, by tensor cores
+        signs = tl.dot(tl.where(usable[:, None], v, 0.0).to(tl.bfloat16), tl.trans(w.to(tl.bfloat16))) > 0.0
+    else:
+        signs = tl.dot(tl.where(usable[:, None], wide, 0.0), tl.trans(w), input_precision="ieee") > 0.0
     return tl.sum(tl.where(signs & (bit < BITS)[None, :], 1 << bit[None, :], 0), 1).to(tl.uint16)
 
 
