@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from longreach.methods.call import LayerCall
+from longreach.ops.doors import Later
 
 
 class Metadata(NamedTuple):
@@ -42,9 +43,10 @@ def metadata_of(call: LayerCall) -> Metadata:
         mine = torch.zeros(rows.pos.shape[0], dtype=torch.int64)
         if read.selection is not None:
             mine += read.metadata_bytes * read.selection.keys_read(rows, kv).sum(1)
-        if isinstance(read.other, Tensor):
-            mine += read.other.long().flatten(1).sum(1) if read.other.dim() > 1 else read.other.long()
+        other = read.other.now() if isinstance(read.other, Later) else read.other
+        if isinstance(other, Tensor):
+            mine += other.long().flatten(1).sum(1) if other.dim() > 1 else other.long()
         else:
-            together += read.other
+            together += other
         found.index_add_(0, torch.arange(len(found)) if part is None else part, mine)
     return Metadata(found.tolist(), together)

@@ -28,6 +28,7 @@ from longreach.methods.oracle_top_k import OracleTopK
 from longreach.methods.registry import METHODS, from_json, method_class
 from longreach.ops import KVView, Lists, PackedLists, Partial, Rows, Selection, Spans
 from longreach.ops.attend import IMPLEMENTATIONS, attend
+from longreach.ops.doors import Later
 from longreach.ops.pooled_scores import IMPLEMENTATIONS as scoring
 from longreach.runtime import LayerReport, Ledger
 from longreach.testing.tiny import PAD_ID, random_tokens, save_tiny, tiny_model
@@ -431,7 +432,7 @@ def bytes_read(calls: Sequence[LayerCall], vector: int) -> list[int]:
     columns = [0, 0, 0, 0]
     for noted in (noted for call in calls for noted in call.meter.noted):
         rows, kv, read = noted.rows, noted.kv, noted.read
-        columns[2] += int(torch.as_tensor(read.other).sum())
+        columns[2] += int(torch.as_tensor(read.other.now() if isinstance(read.other, Later) else read.other).sum())
         if read.selection is None:
             continue
         streamed = read.selection.streamed(rows, kv)

@@ -42,6 +42,22 @@ OPS = {
 }
 
 
+class Later(NamedTuple):
+    """Bytes of each row that are computed at the end of a pass, for all of its layers in the same kernels.
+
+    of(numbers [L, ...], *shared) -> int [L, R]. numbers: the layer's own, which nobody changes until then. shared:
+    tensors of the pass. Layers with the same function (`is`) and the same shared tensors are computed together.
+    """
+
+    of: Callable[..., Tensor]
+    numbers: Tensor
+    shared: tuple[Tensor, ...] = ()
+
+    def now(self) -> Tensor:
+        """int [R]."""
+        return self.of(self.numbers[None], *self.shared)[0]
+
+
 class Read(NamedTuple):
     """One pass over memory.
 
@@ -49,7 +65,7 @@ class Read(NamedTuple):
     read of each slot in each KV head. counted: int [R, G], the slots that each KV head streams, if a kernel has
     counted them; it must equal the selection's own count. A number (int): the slots of all rows and KV heads together,
     if the host has them; such a read is counted without the device. other: further bytes of metadata, of each row, [R]
-    or [R, ...] to be summed over a row, or of all rows together (int).
+    or [R, ...] to be summed over a row, or of all rows together (int), or of each row but `Later`.
     """
 
     selection: Selection | None = None
@@ -57,7 +73,7 @@ class Read(NamedTuple):
     value_bytes: int = 0
     metadata_bytes: int = 0
     counted: Tensor | int | None = None
-    other: int | Tensor = 0
+    other: int | Tensor | Later = 0
 
     @classmethod
     def of(

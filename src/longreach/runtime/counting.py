@@ -15,6 +15,7 @@ from torch import Tensor
 
 from longreach.methods.call import LayerCall, Noted
 from longreach.ops import KVView, Lists, PackedLists, Rows, Selection, Spans
+from longreach.ops.doors import Later
 
 COLUMNS = ("key_bytes", "value_bytes", "metadata_bytes", "dense_bytes", "overflowed_lists", "rows")
 KEYS, VALUES, METADATA, DENSE, OVERFLOWED, ROWS = range(len(COLUMNS))
@@ -73,6 +74,7 @@ class Counting:
         self._places: dict[Hashable, _Place] = {}
         self._spans: dict[Hashable, list[Term]] = {}  # (place, selection, bytes per slot) -> terms
         self._per_row: dict[Hashable, tuple[Tensor, Tensor | None]] = {}  # int [R, ...], and the rows' numbers
+        self._later: dict[Hashable, tuple[Later, _Place]] = {}
         self._alive: list[Any] = []  # keeps objects whose ids are in names alive
 
     def add(self, place: Any, noted: Sequence[Noted], call: LayerCall, dense: Selection | None) -> None:
@@ -89,6 +91,7 @@ class Counting:
         """(places, int64 [L, 6]) of all layers. coefficients: a cache that the caller keeps between passes."""
         self._count_visible()
         self._count_per_row()
+        self._count_later()
         number = {name: n for n, name in enumerate(dict.fromkeys(t.name for _, terms in self.layers for t in terms))}
         factors: dict[tuple[int, int, int], int] = {}
         for layer, (_, terms) in enumerate(self.layers):
@@ -108,7 +111,9 @@ class Counting:
     def _terms(self, noted: Noted) -> list[Term]:
         read, where = noted.read, self._place(noted.rows, noted.kv, noted.part)
         terms: list[Term] = []
-        if isinstance(read.other, Tensor):
+        if isinstance(read.other, Later):
+            terms.append(Term(METADATA, self._compute_later(read.other, where), 1))
+        elif isinstance(read.other, Tensor):
             terms.append(Term(METADATA, self._sum_later(read.other, where), 1))
         elif read.other:
             terms.append(Term(METADATA, self._share(where, read.other), 1))
@@ -215,6 +220,25 @@ class Counting:
         name = ("given", id(given))
         self._per_row[name] = (given, where.row_index)
         return name
+
+    def _compute_later(self, later: Later, where: _Place) -> Hashable:
+        """The name of the sum over the rows of what is computed at the end."""
+        name = ("later", id(later.numbers))
+        self._later[name] = (later, where)
+        return name
+
+    def _count_later(self) -> None:
+        """Compute what was deferred; of equal functions and shapes together."""
+        groups: dict[Hashable, list[Hashable]] = {}
+        for name, (later, where) in self._later.items():
+            numbers, shared = later.numbers, tuple(id(x) for x in later.shared)
+            groups.setdefault((later.of, numbers.shape, numbers.dtype, shared, where.name), []).append(name)
+        for names in groups.values():
+            (first, _, shared), where = self._later[names[0]]
+            rows = first(torch.stack([self._later[name][0].numbers for name in names]), *shared)
+            sums = self._masked(rows[..., None], where, 1).sum((1, 2), dtype=torch.int64)
+            for n, name in enumerate(names):
+                self._counts[name] = sums[n]
 
     def _count_per_row(self) -> None:
         groups: dict[Hashable, list[Hashable]] = {}

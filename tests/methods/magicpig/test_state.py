@@ -16,6 +16,7 @@ from longreach.methods.dense import Dense
 from longreach.methods.magicpig import state as state_module
 from longreach.methods.magicpig.state import LayerTables
 from longreach.ops import Lists
+from longreach.ops.doors import Later
 from longreach.ops.simhash import HashTables
 from tests.methods.drive import Pass, Text, Turn, in_phase, new_cache, outputs, read_text, run, states_of, text
 from tests.methods.magicpig.plain import sealed
@@ -227,7 +228,9 @@ def test_reads_of_hashing_are_counted() -> None:
     found = []
     for _ in range(20):
         ((call, _),) = layers.decode([0])
-        found.append(int(sum(noted.read.other.sum() for noted in call.meter.noted[:1])))
+        sealed = call.meter.noted[0].read.other
+        assert isinstance(sealed, Later)
+        found.append(int(sealed.now().sum()))
     key, table, directions = 2 * 16 * 4, 2 * 9 * 2, 9 * 4 * 16 * 2
     # with 40 tokens before, the first block: 28 keys for the centre, 4 beside the sinks; then one each token to 32
     first = [(28 + 4) * key, 8 * key + 4 * table, 8 * key + 12 * table, 8 * key + 20 * table]

@@ -251,14 +251,13 @@ class MagicPIG(AttentionMethod):
             return attend_densely(call, str(self._pair_of(call)))
         call.refuse_evicted(self)
         state.ensure_capacity(call.kv)
-        began = len(call.meter.noted)
         state.follow(call, call.once("magicpig: tokens before", lambda: _before(call)), self.seal)
-        return self._sampled(call, state, began)
+        return self._sampled(call, state)
 
-    def _sampled(self, call: LayerCall, state: LayerTables, began: int) -> Outcome:
+    def _sampled(self, call: LayerCall, state: LayerTables) -> Outcome:
         if not self._needs_lists and not call.computes("simhash_attend", "reference"):
             return self._in_one_call(call, state)
-        tables = state.tables
+        tables, began = state.tables, len(call.meter.noted)
         by_slot = Rows(call.rows.q, call.slots[call.rows.seq.long()], call.rows.pos)
         codes = call.op("simhash_codes", call.rows.q, state.projections)
         capacity = max_keys(self.capacity, call.kv.capacity)

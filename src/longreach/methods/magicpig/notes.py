@@ -14,6 +14,7 @@ from longreach.methods.base import Notes
 from longreach.methods.call import LayerCall, Noted
 from longreach.methods.error_bars import ErrorBars
 from longreach.ops import Lists
+from longreach.ops.doors import Later
 from longreach.ops.simhash import NUMBERS, SampledAttention
 
 COLUMNS = ("sampled_head", "sampled_group", "overflowed", "search", "attention", "rows")
@@ -100,7 +101,7 @@ def _bytes(call: LayerCall, noted: Sequence[Noted]) -> Tensor:
     rows = call.rows.pos.shape[0]
     total = torch.zeros(rows, dtype=torch.float64, device=call.rows.pos.device)
     for _, kv, _, read in noted:
-        other = read.other
+        other = read.other.now() if isinstance(read.other, Later) else read.other
         total += other.double().view(rows, -1).sum(1) if isinstance(other, Tensor) else other / max(1, rows)
         if read.selection is not None:
             each = read.key_bytes + read.value_bytes + read.metadata_bytes

@@ -16,14 +16,16 @@ All raise InvalidInput for shapes, dtypes and devices that do not fit, and Unkno
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from longreach.ops.checks import check_memory, limits
-from longreach.ops.doors import Op, Read
+from longreach.ops.doors import Later, Op, Read
 from longreach.ops.impl import Implementations
 from longreach.ops.selection import Lists, Per
 from longreach.ops.simhash.probability import check_law
@@ -360,17 +362,28 @@ def _seal_reads(
     **given: object,
 ) -> tuple[Read, ...]:
     """Keys that are hashed, those of the centre, and the ids of their segment that are moved; at each last row."""
-    start = held.long().clamp(min=tables.first)
-    new = (stop - start).clamp(min=0)
-    keys = new + centred * ((held <= tables.first) & (new > 0))
-    moved = torch.where(new > 0, start - (start // tables.size * tables.size).clamp(min=tables.first), 0)
-    one = projections.shape[0] * projections.shape[1] * projections.shape[2] * projections.element_size()
-    amount = keys * (kv.heads * kv.k.shape[3] * kv.k.element_size()) + moved * (
-        tables.heads * tables.tables * tables.ids.element_size()
-    )
-    amount += (new > 0) * one
-    seq = rows.seq.long()
-    return (Read(other=torch.where(rows.pos + 1 == kv.seq_lens[seq], amount[seq], 0)),)
+    of = _sealed(
+        tables.first, tables.size, centred, kv.heads * kv.k.shape[3] * kv.k.element_size(),
+        tables.heads * tables.tables * tables.ids.element_size(), projections.numel() * projections.element_size(),
+    )  # fmt: skip
+    return (Read(other=Later(of, held, (stop, rows.seq, rows.pos, kv.seq_lens))),)
+
+
+@cache
+def _sealed(first: int, size: int, centred: int, key: int, ids: int, directions: int) -> Callable[..., Tensor]:
+    """Bytes by the ends of the tables before, [L, B]; one function for equal arguments. key: bytes of a position's
+    keys. ids: bytes of its ids. directions: bytes of the projections.
+    """
+
+    def of(held: Tensor, stop: Tensor, seq: Tensor, pos: Tensor, lengths: Tensor) -> Tensor:
+        start = held.long().clamp(min=first)
+        new = (stop - start).clamp(min=0)
+        keys = new + centred * ((held <= first) & (new > 0))
+        moved = torch.where(new > 0, start - (start // size * size).clamp(min=first), 0)
+        amount = keys * key + moved * ids + (new > 0) * directions
+        return torch.where(pos + 1 == lengths[seq.long()], amount[:, seq.long()], 0)
+
+    return of
 
 
 BUILD = Op(build, BUILDING, ())  # what it moves of old entries is counted by the caller, who knows how many there were

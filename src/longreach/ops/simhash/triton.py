@@ -25,17 +25,18 @@ class Tuning:
     """How many at a time. vectors, centred: hashed by a program, without a centre (queries: rounded as in
     triton_attention's look-ups, which have as many rows) and with one; moved: ids that a build moves; new: keys whose
     order it finds; bucket: ids read from a bucket; listed: positions of a list's round; weighed: keys of a program;
-    sealed: keys that are hashed as they enter the tables.
+    sealed: keys that are hashed as they enter the tables; programs: that seal, at most.
     """
 
     vectors: int = 16
     centred: int = 64
-    moved: int = 256
-    new: int = 32
+    moved: int = 1024
+    new: int = 64
     bucket: int = 64
     listed: int = 1024
     weighed: int = 64
-    sealed: int = 16
+    sealed: int = 32
+    programs: int = 2048
 
 
 def codes(x: Tensor, projections: Tensor, centre: Tensor | None, *, tune: Tuning | None = None) -> Tensor:
@@ -77,7 +78,7 @@ def build(tables: HashTables, codes: Tensor, seq: Tensor, count: Tensor, *, tune
     with torch.cuda.device_of(codes):
         kernels.build[(programs,)](
             *_memory(tables), codes, codes.stride(), where, start, stop, cursors, tables.heads, tables.tables,
-            tables.first, SIZE=tables.size, BUCKETS=buckets, BB=min(buckets, 1024), BN=t.moved, BK=t.new, num_warps=1,
+            tables.first, SIZE=tables.size, BUCKETS=buckets, BB=min(buckets, 1024), BN=t.moved, BK=t.new,
         )  # fmt: skip
     tables.stop.index_copy_(0, where, stop)
 
@@ -87,29 +88,29 @@ def seal(
     block: int, tune: Tuning | None = None,
 ) -> Tensor:  # fmt: skip
     refuse(kv.k)
-    t, where, buckets = tune or Tuning(), slots.long(), 1 << tables.bits
-    held = tables.stop.index_select(0, where)
-    dim, bits, programs = kv.k.shape[3], projections.shape[1], len(slots) * tables.heads * tables.tables
-    stop = stop.to(held.dtype)
-    cursors = torch.empty(programs, buckets, dtype=torch.int32, device=held.device)
-    codes = torch.empty(programs, block, dtype=torch.uint16, device=held.device)
-    table = kv.block_table
+    t, buckets, count, device = tune or Tuning(), 1 << tables.bits, len(slots), kv.k.device
+    held, done = torch.empty(2, count, dtype=torch.int32, device=device)
+    if not count:
+        return held
+    dim, bits, programs = kv.k.shape[3], projections.shape[1], min(t.programs, count * tables.heads * tables.tables)
+    cursors = torch.empty(programs, buckets, dtype=torch.int32, device=device)
+    codes = torch.empty(programs, block, dtype=torch.uint16, device=device)
+    slots, stop, table = slots.contiguous(), stop.contiguous(), kv.block_table
     keys = (
         kv.k, kv.k.stride()[:3], kv.seq_lens if table is None else table, 0 if table is None else table.stride(0)
     )  # fmt: skip
     drawn = projections.contiguous().view(torch.int16)
     memory = {"D": dim, "D2": max(16, triton.next_power_of_2(dim)), "PAGED": table is not None, "PAGE": kv.page}
     with torch.cuda.device_of(kv.k):
-        if centred:
-            kernels.average[(len(slots), kv.heads)](
-                *keys, where, tables.stop, stop, centre, tables.first, centred, **memory, BN=t.weighed,
-            )  # fmt: skip
-        kernels.seal[(programs,)](
-            *_memory(tables), *keys, centre, drawn, where, tables.stop, stop, cursors, codes, tables.heads,
-            tables.tables, tables.first, BITS=bits, BITS2=16, **memory, SIZE=tables.size, BUCKETS=buckets, ROOM=block,
-            BB=min(buckets, 1024), BN=t.moved, BK=t.new, BV=t.sealed, num_warps=1,
+        kernels.average[(count, kv.heads)](
+            *keys, slots, tables.stop, stop, held, done, centre, tables.first, centred, **memory, BN=t.weighed,
         )  # fmt: skip
-    tables.stop.index_copy_(0, where, torch.maximum(held, stop))
+        kernels.seal[(programs,)](
+            *_memory(tables), *keys, centre, drawn, slots, tables.stop, stop, held, done, cursors, codes, count,
+            tables.heads, tables.tables, tables.first, BITS=bits, BITS2=16, **memory, SIZE=tables.size,
+            BUCKETS=buckets, ROOM=block, BS=triton.next_power_of_2(count), BB=min(buckets, 1024), BN=t.moved, BK=t.new,
+            BV=t.sealed,
+        )  # fmt: skip
     return held
 
 

@@ -25,12 +25,12 @@ class Tuning:
 
     bucket: int = 16
     part: int = PART
-    scanned: int = 512
-    keys: int = 32
+    scanned: int = 1024
+    keys: int = 16
     splits: int = SPLITS
     merged: int = 32
     mark_warps: int = 1
-    warps: int = 4
+    warps: int = 2
 
 
 def attend_sampled(

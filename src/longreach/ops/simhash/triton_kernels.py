@@ -47,10 +47,18 @@ def _coded(v, w, BITS: tl.constexpr, BITS2: tl.constexpr):
     square = tl.sum(wide * wide, 1)
     usable = (square > 0.0) & (square < float("inf"))
     bit = tl.arange(0, BITS2)
-    if v.dtype == tl.bfloat16:  # directions are of bf16 as well: the same products, by tensor cores
-        signs = tl.dot(tl.where(usable[:, None], v, 0.0).to(tl.bfloat16), tl.trans(w.to(tl.bfloat16))) > 0.0
-    else:
-        signs = tl.dot(tl.where(usable[:, None], wide, 0.0), tl.trans(w), input_precision="ieee") > 0.0
+    wide = tl.where(usable[:, None], wide, 0.0)
+    if INTERPRETED:
+        products = tl.dot(wide, tl.trans(w), input_precision="ieee")
+    else:  # fp32 is the sum of three numbers of bf16, as the directions are: exact products, by tensor cores
+        directions, high = tl.trans(w.to(tl.bfloat16)), wide.to(tl.bfloat16)
+        products = tl.dot(high, directions)
+        if v.dtype != tl.bfloat16:
+            rest = wide - high.to(tl.float32)
+            middle = rest.to(tl.bfloat16)
+            low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+            products = tl.dot(low, directions) + tl.dot(middle, directions) + products
+    signs = products > 0.0
     return tl.sum(tl.where(signs & (bit < BITS)[None, :], 1 << bit[None, :], 0), 1).to(tl.uint16)
 
 
@@ -64,29 +72,49 @@ def _place(k_strides, table, table_row, b, at, there, PAGED: tl.constexpr, PAGE:
 
 
 @triton.jit
-def _forget(place, edges, kept, BUCKETS: tl.constexpr, BN: tl.constexpr):
+def _forget(place, edges, kept, cursor, BUCKETS: tl.constexpr, BB: tl.constexpr, BN: tl.constexpr):
     """Remove a segment's ids from `kept` on. Ids ascend in a bucket, so those that stay are its first ones."""
-    lane = tl.arange(0, BN)
+    lane, wide = tl.arange(0, BN), tl.arange(0, BB)
     total = tl.full((), 0, tl.int32)
-    first = total
-    for bucket in range(BUCKETS):
-        last = tl.load(edges + bucket + 1).to(tl.int32)
-        stays = tl.full((), 0, tl.int32)
-        for j in range(first, last, BN):
-            there = j + lane < last
-            i = tl.load(place + j + lane, mask=there, other=0)
-            stay = there & (i.to(tl.int32) < kept)
-            tl.debug_barrier()  # all have read what others write over
-            tl.store(place + total + stays + lane, i, mask=stay)
-            stays += tl.sum(stay.to(tl.int32), 0)
-            tl.debug_barrier()
-        tl.debug_barrier()
-        tl.store(edges + bucket, total.to(edges.dtype.element_ty))
-        total += stays
-        first = last
+    for b in range(0, BUCKETS, BB):
+        there = b + wide < BUCKETS
+        first = tl.load(edges + b + wide, mask=there, other=0).to(tl.int32)
+        low, high = first, tl.load(edges + b + wide + 1, mask=there, other=0).to(tl.int32)
+        while tl.max(high - low, 0) > 0:  # the first id of the bucket that goes
+            middle = (low + high) // 2
+            i = tl.load(place + middle, mask=low < high, other=0).to(tl.int32)
+            goes = (i >= kept) | (low >= high)
+            low, high = tl.where(goes, low, middle + 1), tl.where(goes, tl.minimum(middle, high), high)
+        stays = low - first
+        tl.store(cursor + b + wide, total + tl.cumsum(stays, 0) - stays, mask=there)
+        total += tl.sum(stays, 0)
     tl.debug_barrier()
+    for p in range(0, total, BN):
+        there = p + lane < total
+        bucket = _bucket_of(cursor, p + lane, there, BUCKETS, BN)
+        begin = tl.load(cursor + bucket, mask=there, other=0)
+        old = tl.load(edges + bucket, mask=there, other=0).to(tl.int32)
+        i = tl.load(place + old + p + lane - begin, mask=there, other=0)
+        tl.debug_barrier()  # all have read what others write over
+        tl.store(place + p + lane, i, mask=there)
+        tl.debug_barrier()
+    for b in range(0, BUCKETS, BB):
+        there = b + wide < BUCKETS
+        begin = tl.load(cursor + b + wide, mask=there, other=0)
+        tl.store(edges + b + wide, begin.to(edges.dtype.element_ty), mask=there)
     tl.store(edges + BUCKETS, total.to(edges.dtype.element_ty))
     tl.debug_barrier()
+
+
+@triton.jit
+def _bucket_of(edges, at, there, BUCKETS: tl.constexpr, BN: tl.constexpr):
+    """The last bucket that begins at or before `at`."""
+    low, step = tl.zeros([BN], tl.int32), BUCKETS // 2
+    while step > 0:
+        high = low + step
+        low = tl.where(tl.load(edges + high, mask=there, other=0).to(tl.int32) <= at, high, low)
+        step //= 2
+    return low
 
 
 @triton.jit
@@ -120,12 +148,8 @@ def _make_room(place, edges, cursor, new, BUCKETS: tl.constexpr, BB: tl.constexp
     for back in range(rounds):
         at = (rounds - 1 - back) * BN + lane
         there = at < total
-        low, step = tl.zeros([BN], tl.int32), BUCKETS // 2
-        while step > 0:  # the last bucket that begins at or before `at`
-            high = low + step
-            low = tl.where(tl.load(edges + high, mask=there, other=0).to(tl.int32) <= at, high, low)
-            step //= 2
-        by = tl.load(cursor + low, mask=there, other=0, cache_modifier=".cg")
+        bucket = _bucket_of(edges, at, there, BUCKETS, BN)
+        by = tl.load(cursor + bucket, mask=there, other=0, cache_modifier=".cg")
         i = tl.load(place + at, mask=there, other=0)
         tl.debug_barrier()  # all have read what others write over
         tl.store(place + at + by, i, mask=there & (by > 0))
@@ -174,7 +198,7 @@ def _add(
     wide = tl.arange(0, BB)
     if held > 0:
         if tl.load(edges + BUCKETS).to(tl.int32) > held:
-            _forget(place, edges, at - begin, BUCKETS, BN)
+            _forget(place, edges, at - begin, cursor, BUCKETS, BB, BN)
     else:
         for k in range(0, BUCKETS + 1, BB):
             tl.store(edges + k + wide, tl.zeros([BB], edges.dtype.element_ty), mask=k + wide <= BUCKETS)
@@ -211,16 +235,21 @@ def build(
 
 @triton.jit
 def average(
-    k, k_strides, table, table_row, slots, held, stop, centre, lowest, count, D: tl.constexpr, D2: tl.constexpr,
-    PAGED: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr,
+    k, k_strides, table, table_row, slots, ends, stop, held, done, centre, lowest, count, D: tl.constexpr,
+    D2: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """The mean of keys [lowest, lowest + count) of a sequence and KV head, if its first keys enter the tables now.
 
-    slots, stop: [B]; held: [slots], the last stop; centre: fp32 [slots, G, D]. Keys that are not finite are left out.
+    slots, stop: [B]; ends: [slots], of the tables; centre: fp32 [slots, G, D]. Keys that are not finite are left out.
+    With count 0 there is no mean. held: int32 [B], becomes the sequence's end; done: int32 [B], becomes 0.
     """
     b, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots + b).to(tl.int64)
-    if (tl.load(held + slot) <= lowest) & (tl.load(stop + b) > lowest):
+    end = tl.load(ends + slot)
+    if g == 0:
+        tl.store(held + b, end)
+        tl.store(done + b, 0)
+    if (count > 0) & (end <= lowest) & (tl.load(stop + b) > lowest):
         d = tl.arange(0, D2)
         total, used = tl.zeros([D2], tl.float64), tl.full((), 0, tl.int32)
         for begin in range(lowest, lowest + count, BN):
@@ -238,39 +267,48 @@ def average(
 
 @triton.jit
 def seal(
-    ids, id_strides, offsets, offset_strides, k, k_strides, table, table_row, centre, projections, slots, held, stop,
-    cursors, codes, heads, tables, lowest, BITS: tl.constexpr, BITS2: tl.constexpr, D: tl.constexpr, D2: tl.constexpr,
-    PAGED: tl.constexpr, PAGE: tl.constexpr, SIZE: tl.constexpr, BUCKETS: tl.constexpr, ROOM: tl.constexpr,
-    BB: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    ids, id_strides, offsets, offset_strides, k, k_strides, table, table_row, centre, projections, slots, ends, stop,
+    held, done, cursors, codes, sequences, heads, tables, lowest, BITS: tl.constexpr, BITS2: tl.constexpr,
+    D: tl.constexpr, D2: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr, SIZE: tl.constexpr,
+    BUCKETS: tl.constexpr, ROOM: tl.constexpr, BS: tl.constexpr, BB: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr,
 ):  # fmt: skip
     """Hash the keys [held, stop) of a sequence for one table of one KV head, and add them, ROOM at a time.
 
-    slots, stop: [B]; held: [slots]. cursors: int32 [programs, BUCKETS], codes: uint16 [programs, ROOM], scratch.
+    Programs take the tables of all sequences in turns; the one that finishes a sequence's last table moves its end.
+    slots, stop, held, done: [B]; ends: [slots]. cursors: int32 [programs, BUCKETS], codes: uint16 [programs, ROOM],
+    scratch. BS: at least B.
     """
-    program = tl.program_id(0)
-    b, g, t = (program // (heads * tables)).to(tl.int64), program // tables % heads, program % tables
-    slot = tl.load(slots + b).to(tl.int64)
-    at, last = tl.maximum(tl.load(held + slot), lowest).to(tl.int32), tl.load(stop + b).to(tl.int32)
-    if at < last:
-        row = ids + slot * id_strides[0] + g * id_strides[1] + t * id_strides[2]
-        its = offsets + slot * offset_strides[0] + g * offset_strides[1] + t * offset_strides[2]
-        cursor, mine = cursors + program.to(tl.int64) * BUCKETS, codes + program.to(tl.int64) * ROOM
+    every, grid = tl.arange(0, BS), tl.num_programs(0)
+    before = tl.load(held + every, mask=every < sequences, other=0)
+    after = tl.load(stop + every, mask=every < sequences, other=0).to(tl.int32)
+    if tl.max((after > tl.maximum(before, lowest)).to(tl.int32), 0) > 0:
+        cursor, mine = cursors + tl.program_id(0) * BUCKETS, codes + tl.program_id(0) * ROOM
         d, bit = tl.arange(0, D2), tl.arange(0, BITS2)
-        w = _directions(projections, t, bit, d, BITS, D)
-        c = tl.load(centre + (slot * heads + g) * D + d, mask=d < D, other=0.0)
-        while at < last:
-            end = tl.minimum(tl.minimum(at // SIZE * SIZE + SIZE, last), at + ROOM)
-            for begin in range(at, end, BV):
-                p = begin + tl.arange(0, BV)
-                there = p < end
-                place = _place(k_strides, table, table_row, b, p, there, PAGED, PAGE) + g * k_strides[1]
-                some = there[:, None] & (d < D)[None, :]
-                v = tl.load(k + place[:, None] + d[None, :], mask=some, other=0.0).to(tl.float32)
-                code = _coded(tl.where(some, v - c[None, :], 0.0), w, BITS, BITS2)
-                tl.store(mine + p - at, code, mask=there)
-            tl.debug_barrier()
-            _add(row, its, offset_strides[3], mine - at, 1, at, end, lowest, cursor, SIZE, BUCKETS, BB, BN, BK)
-            at = end
+        for one in range(tl.program_id(0), sequences * heads * tables, grid):
+            b, g, t = (one // (heads * tables)).to(tl.int64), one // tables % heads, one % tables
+            slot = tl.load(slots + b).to(tl.int64)
+            at, last = tl.maximum(tl.load(held + b), lowest).to(tl.int32), tl.load(stop + b).to(tl.int32)
+            if at < last:
+                row = ids + slot * id_strides[0] + g * id_strides[1] + t * id_strides[2]
+                its = offsets + slot * offset_strides[0] + g * offset_strides[1] + t * offset_strides[2]
+                w = _directions(projections, t, bit, d, BITS, D)
+                c = tl.load(centre + (slot * heads + g) * D + d, mask=d < D, other=0.0)
+                while at < last:
+                    end = tl.minimum(tl.minimum(at // SIZE * SIZE + SIZE, last), at + ROOM)
+                    for begin in range(at, end, BV):
+                        p = begin + tl.arange(0, BV)
+                        there = p < end
+                        place = _place(k_strides, table, table_row, b, p, there, PAGED, PAGE) + g * k_strides[1]
+                        some = there[:, None] & (d < D)[None, :]
+                        v = tl.load(k + place[:, None] + d[None, :], mask=some, other=0.0).to(tl.float32)
+                        code = _coded(tl.where(some, v - c[None, :], 0.0), w, BITS, BITS2)
+                        tl.store(mine + p - at, code, mask=there)
+                    tl.debug_barrier()
+                    _add(row, its, offset_strides[3], mine - at, 1, at, end, lowest, cursor, SIZE, BUCKETS, BB, BN, BK)
+                    at = end
+                if tl.atomic_add(done + b, 1) == heads * tables - 1:
+                    tl.store(ends + slot, last)
 
 
 @triton.jit
