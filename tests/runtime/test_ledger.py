@@ -16,7 +16,7 @@ from longreach.errors import InvalidInput
 from longreach.methods.base import Notes, Outcome
 from longreach.methods.call import LayerCall
 from longreach.ops import KVView, Lists, PackedLists, Partial, Rows, Selection, Spans, absolute, relative
-from longreach.ops.doors import Read
+from longreach.ops.doors import Later, Read
 from longreach.ops.selection import Span
 from longreach.runtime import Ledger, Report
 from longreach.runtime.counting import entries_used
@@ -58,7 +58,9 @@ def add(ledger: Ledger, now: LayerCall, step: Step, *, phase: Any = "decode", de
         now.count_read(Read.of(now.kv, selection, values=both, counted=step.counted))
     for selection in values:
         now.count_read(Read.of(now.kv, selection, keys=False))
-    if not isinstance(step.metadata, int) or step.metadata:
+    if isinstance(step.metadata, Later):
+        now.count_read(Read(other=step.metadata))
+    elif not isinstance(step.metadata, int) or step.metadata:
         now.read_bytes(step.metadata)
     now.meter.kernels_used.add(impl)
     ledger.add(phase, now, name, Outcome(EMPTY, step.why, step.notes), dense)
@@ -177,7 +179,7 @@ def test_packed_lists_in_sight_count_as_others_do() -> None:
         assert reported(Step((sighted,), (sighted,), 3)) == reported(Step((lists,), (lists,), 3))
 
 
-@pytest.mark.parametrize("kind", ["lists", "spans", "counted", "blocks"])
+@pytest.mark.parametrize("kind", ["lists", "spans", "counted", "blocks", "deferred"])
 def test_a_pass_is_counted_by_few_ops_however_many_layers_it_has(kind: str) -> None:
     """They are launched in each step."""
 
@@ -200,6 +202,7 @@ def test_a_pass_is_counted_by_few_ops_however_many_layers_it_has(kind: str) -> N
                     "spans": Step((spans,), (spans,), 5),
                     "counted": Step((spans,), (spans,), torch.tensor([4, n]), counted=torch.full((2, 2), n)),
                     "blocks": Step((replace(lists, count=lists.count + n, block=4),), (), 9),
+                    "deferred": Step((), (), Later(tripled, torch.tensor([4, n]), (now.rows.pos,))),
                 }[kind]
                 for n in range(layers)
             ]
@@ -428,6 +431,33 @@ def test_what_a_method_notes_is_added_up_and_summarised() -> None:
     add(ledger, call(), Step((DENSE,))._replace(notes=notes_of(x)))
     (layer,) = committed(ledger).layers
     assert layer.notes is not None and layer.notes["sums"][0] == [22.0, 44.0]
+
+
+def tripled(numbers: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+    """Of layers' numbers [L, R] and positions [R]."""
+    return 3 * numbers + pos
+
+
+def test_deferred_bytes_are_those_of_each_layer() -> None:
+    """Two functions and two tensors of the pass; rows that have ended are left out."""
+    now, pos, calls = call(lengths=(10, 4)), torch.tensor([9, 3]), list[tuple[int, ...]]()
+
+    def doubled(numbers: torch.Tensor, some: torch.Tensor) -> torch.Tensor:
+        calls.append(tuple(numbers.shape))
+        return 2 * numbers + some
+
+    laters = [Later(doubled if n != 2 else tripled, torch.tensor([n, 7]), (pos,)) for n in range(4)]
+    laters.append(Later(doubled, torch.tensor([1, 1]), (torch.tensor([100, 0]),)))
+    for ended in (None, torch.tensor([False, True])):
+        ledger = Ledger()
+        if ended is not None:
+            ledger.mask_rows(ended)
+        for n, later in enumerate(laters):
+            add(ledger, replace(now, layer=n), Step(metadata=later))
+        want = [later.now() if ended is None else later.now()[:1] for later in laters]
+        calls.clear()
+        assert [layer.metadata_bytes for layer in committed(ledger).layers] == [int(x.sum()) for x in want]
+        assert sorted(calls) == [(1, 2), (3, 2)]
 
 
 def test_only_rows_that_are_live_count() -> None:

@@ -32,6 +32,7 @@ from longreach.ops.simhash import projections
 from longreach.ops.simhash.api import Share
 from longreach.ops.simhash.attention import workspace_bytes
 from longreach.ops.simhash.probability import MOST_BITS, MOST_LEAST, MOST_TABLES
+from longreach.ops.simhash.sealing import workspace_bytes as sealing_bytes
 from longreach.ops.types import require
 from longreach.plans import find, shipped_for
 
@@ -320,11 +321,11 @@ class MagicPIG(AttentionMethod):
         tables = max((tables for bits, tables in pairs if bits), default=0)
         if not tables:
             return 0
-        # places of buckets, and codes
-        sealing = model.kv_heads * max(tables * ((4 << bits) + 2 * self.seal) for bits, tables in pairs if bits)
+        sealing = max(sealing_bytes(rows * model.kv_heads * tables, bits, self.seal) for bits, tables in pairs if bits)
         if not self._needs_lists:
             group = model.query_heads // model.kv_heads
-            return rows * max(sealing, workspace_bytes(capacity, tables, model.kv_heads, group, model.head_dim))
+            attending = workspace_bytes(rows, capacity, tables, model.kv_heads, group, model.head_dim)
+            return max(sealing, attending)
         listed = max_keys(self.capacity, capacity) * (model.kv_heads if self.share == "group" else model.query_heads)
         # look-ups count matches of every position; afterwards an entry has an index, the number of heads that sampled
         # it, a weight, a factor, and what counts it
@@ -333,7 +334,7 @@ class MagicPIG(AttentionMethod):
         inputs = 4 * model.head_dim * (model.kv_heads + model.query_heads)
         codes = 2 * model.query_heads * tables
         lists = (4 + 1 + 4 + 4 + 2) * listed
-        whole = rows * max(sealing, codes + max(counters, lists + results + inputs))
+        whole = max(sealing, rows * (codes + max(counters, lists + results + inputs)))
         return whole + redo_bytes(model, rows, self.redo)
 
 

@@ -35,9 +35,9 @@ ATTENDING = Implementations(
 # and values read for attention; bytes of look-ups; the end of the tables
 NUMBERS = ("union", "met", "overflowed", "weighed", "attended", "searched", "end")
 
-# of Triton's kernels: query heads of a program, the others masked; positions of a program, at most; programs that
-# attend to all keys where a list is too long
-HEADS, PART, SPLITS = 16, 4096, 8
+# of Triton's kernels: query heads of a program, the others masked; programs that attend to all keys where a list is too
+# long; the least and the most positions of a program, and how many programs there should be
+HEADS, SPLITS, PARTS, PROGRAMS = 16, 8, (1024, 4096), 1024
 
 
 class SampledAttention(NamedTuple):
@@ -128,12 +128,20 @@ def look_up_bytes(group: int, tables: HashTables) -> int:
     return group * tables.tables * 2 * tables.offsets.element_size()
 
 
-def workspace_bytes(columns: int, tables: int, kv_heads: int, group: int, dim: int) -> int:
-    """Bytes that Triton's kernels allocate for a row, results included. columns: positions that the tables hold."""
-    parts, dims = -(-columns // PART), max(HEADS, 1 << (dim - 1).bit_length())
-    words = -(-group // counters(tables)) * columns + 1 + parts * min(PART, 1 << (columns - 1).bit_length())
+def workspace_bytes(rows: int, columns: int, tables: int, kv_heads: int, group: int, dim: int) -> int:
+    """Bytes that Triton's kernels allocate, results included. columns: positions that the tables hold."""
+    part = part_of(rows * kv_heads, columns)
+    parts, dims = -(-columns // part), max(HEADS, 1 << (dim - 1).bit_length())
+    words = -(-group // counters(tables)) * columns + 1 + parts * part
     results = (parts + SPLITS) * HEADS * (dims + 2) + parts * (HEADS + 2) + group * (dim + 1)
-    return kv_heads * (4 * (words + results) + 8 * len(NUMBERS))
+    return rows * kv_heads * (4 * (words + results) + 8 * len(NUMBERS))
+
+
+def part_of(items: int, columns: int) -> int:
+    """Positions of a program of Triton's kernels, a power of 2. items: KV heads of all rows."""
+    least, most = PARTS
+    wanted = max(least, min(most, items * columns // PROGRAMS))
+    return 1 << min(wanted.bit_length() - 1, (columns - 1).bit_length())
 
 
 def counters(tables: int) -> int:

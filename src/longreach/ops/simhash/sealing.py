@@ -11,9 +11,15 @@ from longreach.ops.simhash.tables import HashTables
 from longreach.ops.types import KVView
 
 AT_ONCE = 1 << 12  # keys that are copied and hashed at a time
+PROGRAMS = 1 << 11  # of Triton's kernel, at most
 
 Codes = Callable[[Tensor, Tensor, Tensor], Tensor]
 Build = Callable[[HashTables, Tensor, Tensor, Tensor], None]
+
+
+def workspace_bytes(tables: int, bits: int, block: int) -> int:
+    """Bytes that Triton's kernel allocates: places of buckets, and codes. tables: of all KV heads and sequences."""
+    return min(tables, PROGRAMS) * ((4 << bits) + 2 * block)
 
 
 def seal(

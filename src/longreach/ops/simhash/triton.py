@@ -14,6 +14,7 @@ from longreach.ops.selection import Per
 from longreach.ops.simhash import triton_kernels as kernels
 from longreach.ops.simhash.api import Collisions
 from longreach.ops.simhash.probability import TINY, form
+from longreach.ops.simhash.sealing import PROGRAMS
 from longreach.ops.simhash.tables import HashTables
 from longreach.ops.types import KVView, Rows
 
@@ -36,7 +37,7 @@ class Tuning:
     listed: int = 1024
     weighed: int = 64
     sealed: int = 32
-    programs: int = 2048
+    programs: int = PROGRAMS
 
 
 def codes(x: Tensor, projections: Tensor, centre: Tensor | None, *, tune: Tuning | None = None) -> Tensor:

@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from longreach.ops.simhash import triton_attention_kernels as kernels
-from longreach.ops.simhash.attention import HEADS, NUMBERS, PART, SPLITS, counters, look_up_bytes
+from longreach.ops.simhash.attention import HEADS, NUMBERS, SPLITS, counters, look_up_bytes, part_of
 from longreach.ops.simhash.probability import TINY, form
 from longreach.ops.simhash.tables import HashTables
 from longreach.ops.simhash.triton import refuse
@@ -18,17 +18,17 @@ from longreach.ops.types import KVView, Partial, Rows
 
 @dataclass(frozen=True)
 class Tuning:
-    """bucket: ids read from a bucket at a time; part: positions of a program; scanned: positions of a round; keys:
-    attended to at a time; splits: programs that attend where a list is too long; merged: parts merged at a time;
-    mark_warps, warps: of a program that looks up, and that attends.
+    """bucket: ids read from a bucket at a time; part: positions of a program, a power of 2 (None: by `part_of`);
+    scanned: positions of a round; keys: attended to at a time; splits: programs that attend where a list is too long;
+    merged: parts merged at a time, at most; mark_warps, warps: of a program that looks up, and that attends.
     """
 
     bucket: int = 16
-    part: int = PART
+    part: int | None = None
     scanned: int = 1024
     keys: int = 16
     splits: int = SPLITS
-    merged: int = 32
+    merged: int = 128
     mark_warps: int = 1
     warps: int = 2
 
@@ -43,7 +43,7 @@ def attend_sampled(
     group, columns = heads // kv.heads, tables.ids.shape[3]
     per = counters(tables.tables)
     width = triton.cdiv(group, per)
-    part = min(t.part, triton.next_power_of_2(columns))
+    part = t.part or part_of(count * kv.heads, columns)
     parts, segments = triton.cdiv(columns, part), triton.cdiv(columns, tables.size) - tables.first // tables.size
     pieces, dims = parts + t.splits, max(16, triton.next_power_of_2(dim))
 
@@ -89,6 +89,7 @@ def attend_sampled(
             )  # fmt: skip
             kernels.merge_parts[(items, group)](
                 top, total, sums, counts, limit, out, lse, kv.heads, parts, t.splits, **shape, OWN=own,
-                BP=triton.next_power_of_2(parts), BM=t.merged, num_warps=4,
+                BP=triton.next_power_of_2(parts), 
+                BM=min(t.merged, triton.next_power_of_2(max(parts, t.splits))), num_warps=4,
             )  # fmt: skip
     return Partial(out, lse), None, numbers
