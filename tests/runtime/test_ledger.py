@@ -202,7 +202,7 @@ def test_a_pass_is_counted_by_few_ops_however_many_layers_it_has(kind: str) -> N
                     "spans": Step((spans,), (spans,), 5),
                     "counted": Step((spans,), (spans,), torch.tensor([4, n]), counted=torch.full((2, 2), n)),
                     "blocks": Step((replace(lists, count=lists.count + n, block=4),), (), 9),
-                    "deferred": Step((), (), Later(tripled, torch.tensor([4, n]), (now.rows.pos,))),
+                    "deferred": Step((), (), Later(tripled, (torch.tensor([4, n]),), (now.rows.pos,))),
                 }[kind]
                 for n in range(layers)
             ]
@@ -446,8 +446,8 @@ def test_deferred_bytes_are_those_of_each_layer() -> None:
         calls.append(tuple(numbers.shape))
         return 2 * numbers + some
 
-    laters = [Later(doubled if n != 2 else tripled, torch.tensor([n, 7]), (pos,)) for n in range(4)]
-    laters.append(Later(doubled, torch.tensor([1, 1]), (torch.tensor([100, 0]),)))
+    laters = [Later(doubled if n != 2 else tripled, (torch.tensor([n, 7]),), (pos,)) for n in range(4)]
+    laters.append(Later(doubled, (torch.tensor([1, 1]),), (torch.tensor([100, 0]),)))
     for ended in (None, torch.tensor([False, True])):
         ledger = Ledger()
         if ended is not None:

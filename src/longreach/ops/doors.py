@@ -45,17 +45,17 @@ OPS = {
 class Later(NamedTuple):
     """Bytes of each row that are computed at the end of a pass, for all of its layers in the same kernels.
 
-    of(numbers [L, ...], *shared) -> int [L, R]. numbers: the layer's own, which nobody changes until then. shared:
+    of(*numbers [L, ...], *shared) -> int [L, R]. numbers: the layer's own, which nobody changes until then. shared:
     tensors of the pass. Layers with the same function (`is`) and the same shared tensors are computed together.
     """
 
     of: Callable[..., Tensor]
-    numbers: Tensor
+    numbers: tuple[Tensor, ...]
     shared: tuple[Tensor, ...] = ()
 
     def now(self) -> Tensor:
         """int [R]."""
-        return self.of(self.numbers[None], *self.shared)[0]
+        return self.of(*(x[None] for x in self.numbers), *self.shared)[0]
 
 
 class Read(NamedTuple):

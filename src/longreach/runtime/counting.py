@@ -223,7 +223,7 @@ class Counting:
 
     def _compute_later(self, later: Later, where: _Place) -> Hashable:
         """The name of the sum over the rows of what is computed at the end."""
-        name = ("later", id(later.numbers))
+        name = ("later", id(later.numbers[0]))
         self._later[name] = (later, where)
         return name
 
@@ -231,11 +231,12 @@ class Counting:
         """Compute what was deferred; of equal functions and shapes together."""
         groups: dict[Hashable, list[Hashable]] = {}
         for name, (later, where) in self._later.items():
-            numbers, shared = later.numbers, tuple(id(x) for x in later.shared)
-            groups.setdefault((later.of, numbers.shape, numbers.dtype, shared, where.name), []).append(name)
+            numbers, shared = ((x.shape, x.dtype) for x in later.numbers), (id(x) for x in later.shared)
+            groups.setdefault((later.of, *numbers, *shared, where.name), []).append(name)
         for names in groups.values():
             (first, _, shared), where = self._later[names[0]]
-            rows = first(torch.stack([self._later[name][0].numbers for name in names]), *shared)
+            numbers = zip(*(self._later[name][0].numbers for name in names), strict=True)
+            rows = first(*(torch.stack(each) for each in numbers), *shared)
             sums = self._masked(rows[..., None], where, 1).sum((1, 2), dtype=torch.int64)
             for n, name in enumerate(names):
                 self._counts[name] = sums[n]

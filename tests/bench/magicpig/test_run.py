@@ -88,8 +88,8 @@ def test_sealing_again_changes_nothing() -> None:
     ids = tables.ids.clone()
     layers.step(sealing=True)()
     layers.build()()
-    assert int(tables.stop[0]) == layers.stop and torch.equal(layers.one().outcome.partial.out, before)
-    filled = slice(layers.method.sinks, layers.stop)
+    assert int(tables.stop[0]) == layers.stops[0] and torch.equal(layers.one().outcome.partial.out, before)
+    filled = slice(layers.method.sinks, layers.stops[0])
     assert torch.equal(tables.ids.view(torch.int16)[..., filled].sort().values,
                        ids.view(torch.int16)[..., filled].sort().values)  # fmt: skip
 

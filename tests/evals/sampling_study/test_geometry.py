@@ -56,8 +56,8 @@ def test_the_share_that_angles_predict_is_sampled() -> None:
     """Mean over seeds of what the method's tables sample; p is in bins, so agreement is to 1%."""
     made = call()
     before, angles = KEYS - ROWS, Angles(magicpig(6, 20, 64, 0).schedule)
-    angles.add(made.rows.q, Exact.of(made), before)
-    stop = int(angles.schedule.stop(torch.tensor(before)))
+    angles.add(made.rows.q, Exact.of(made), before, made.layer)
+    stop = int(angles.schedule.stop(torch.tensor(before), made.layer))
     assert float(angles.count.sum()) == ROWS * HEADS * (stop - 4)
     sampled = []
     for seed in range(40):
@@ -73,7 +73,7 @@ def test_the_share_that_angles_predict_is_sampled() -> None:
 def test_tables_for_a_share() -> None:
     angles = Angles(magicpig(8, 20, 64, 0).schedule)
     made = call()
-    angles.add(made.rows.q, Exact.of(made), KEYS - ROWS)
+    angles.add(made.rows.q, Exact.of(made), KEYS - ROWS, made.layer)
     for bits in (4, 8):
         tables = angles.tables_for(bits, 0.04)
         off = [abs(angles.share(bits, n) - 0.04) for n in (tables - 1, tables, tables + 1)]

@@ -88,7 +88,7 @@ def test_magicpig_with_and_without_weights(trial: Trial) -> None:
 def test_the_tables_hold_the_keys_before_the_rows_and_reads_are_apart() -> None:
     made = own_call(call(), {})
     state: Any = state_of(METHOD, made)
-    stop = int(METHOD.schedule.stop(torch.tensor(KEYS - ROWS)))
+    stop = int(METHOD.schedule.stop(torch.tensor(KEYS - ROWS), made.layer))
     assert int(state.tables.stop[0]) == stop > 64
     _, results = measured()
     mine = results["methods"][LABEL]

@@ -13,13 +13,20 @@ from longreach.ops.simhash import projections
 from tests.methods.one_layer import keys_of
 
 
-def sealed(method: MagicPIG, tokens: int) -> int:
-    """The end of the keys in tables, found by appending one token after the other: each may bring one block."""
-    stop = 0
+def sealed(method: MagicPIG, tokens: int, layer: int = 0) -> int:
+    """The end of the keys in a layer's tables, found by appending one token after the other: each may bring one block.
+
+    Each layer's first block is shorter than that of the layer before, by an odd number of positions, or longer.
+    """
+    step = 2 * math.floor((round(method.seal * (math.sqrt(5) - 1) / 2)) / 2) + 1
+    stop, edge = 0, method.seal
+    for _ in range(layer):
+        edge -= step % method.seal
+        edge += method.seal * (edge <= 0)
     for n in range(1, tokens + 1):
         left = n - method.local
-        if left >= method.sinks + method.centre and left >= stop + method.seal:
-            stop += method.seal
+        if left >= max(method.seal, method.sinks + method.centre) and left >= edge:
+            stop, edge = edge, edge + method.seal
     return max(stop, method.sinks)
 
 

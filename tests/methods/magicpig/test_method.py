@@ -260,8 +260,19 @@ def test_eviction_is_refused() -> None:
 def test_when_blocks_enter() -> None:
     for options in ((4, 1, 8, 100), (0, 1, 1, 5), (11, 5, 3, 9), (4, 64, 256, 0), (300, 8, 16, 0)):
         method = MagicPIG(**dict(zip(("sinks", "local", "seal", "centre"), options, strict=True)))  # type: ignore[arg-type]
-        found = method.schedule.stop(torch.arange(700))
-        assert found.tolist() == [sealed(method, n) for n in range(700)]
+        for layer in (0, 1, 2, 77):
+            found = method.schedule.stop(torch.arange(700), layer)
+            assert found.tolist() == [sealed(method, n, layer) for n in range(700)]
+
+
+def test_layers_seal_at_different_tokens() -> None:
+    """Once all complete blocks have entered, each layer seals one in `seal` steps, no two of 256 layers in the same."""
+    schedule, tokens = MagicPIG().schedule, torch.arange(3000, 3256)
+    before, after = (schedule.stops(n, range(256)) for n in (tokens, tokens + 1))
+    sealing = after != before
+    assert bool((sealing.sum(0) == 1).all() and (sealing.sum(1) == 1).all()) and int((after - before).max()) == 256
+    few = (schedule.stops(tokens + 1, range(32)) != schedule.stops(tokens, range(32))).any(0).nonzero()[:, 0]
+    assert int(few.diff().max()) <= 16  # 32 layers: one in 8 steps, at most twice as far apart
 
 
 def test_segments_and_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

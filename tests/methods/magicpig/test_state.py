@@ -59,7 +59,7 @@ def test_truncation(cut: int, config: CacheConfig) -> None:
     prompt(cache, whole, 90)
     decode(cache, whole, 14)
     cache.truncate([0], [cut])
-    assert all(int(state.tables.stop[0]) == sealed(METHOD, cut) for state in tables_of(cache))
+    assert all(int(s.tables.stop[0]) == sealed(METHOD, cut, layer) for layer, s in enumerate(tables_of(cache)))
     prompt(fresh, whole, cut)
     found, want = decode(cache, whole, 12), decode(fresh, whole, 12)
     torch.testing.assert_close(found, want, rtol=0, atol=2e-5)

@@ -75,7 +75,7 @@ def test_keys_are_sampled_as_often_as_said(share: str, seeds: int) -> None:
     """
     call, method = layer(), replace(METHOD, share=share, centre=0)  # type: ignore[arg-type]
     keys, heads = keys_of(call, 0), HEADS * GROUP
-    stop = int(method.schedule.stop(torch.tensor(KEYS)))
+    stop = int(method.schedule.stop(torch.tensor(KEYS), 0))
     q = call.rows.q[0].double()
     cosine = torch.stack(
         [torch.nn.functional.cosine_similarity(keys[4:stop, h // GROUP], q[h : h + 1], dim=-1) for h in range(heads)]

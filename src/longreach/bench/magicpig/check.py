@@ -81,7 +81,7 @@ class _Head:
         self.mine = slice(head * self.group, (head + 1) * self.group)
         self.q = layers.inputs.q(0, 1)[seq, self.mine]
         self.k, self.v = (x[seq, head] for x in layers.inputs.kv(0, Memory()))
-        self.first, self.stop = method.sinks, layers.stop
+        self.first, self.stop = method.sinks, layers.stops[0]
         self.centre = self.k[self.first : self.first + method.centre].double().mean(0)
         self.hits = self._collisions()
         self.u = self._law()

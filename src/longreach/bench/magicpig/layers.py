@@ -52,7 +52,8 @@ class SampledLayers:
         self._prompt = Rows(first.q, first.seq, first.pos - 1)
         self._views = [inputs.view(copy, Memory()) for copy in range(inputs.copies)]
         self._slots = torch.arange(inputs.shape.batch, device=inputs.device)
-        self.stop = int(self.method.schedule.stop(torch.tensor(last)))  # of the tables, before the row's own token
+        stops = self.method.schedule.stops(torch.tensor([last]), range(inputs.copies))  # before the row's own token
+        self.stops = [int(stop) for stop in stops]  # of the tables of each copy
         self._copies = [self._made(copy) for copy in range(inputs.copies)]
         self.states = [state for state, _ in self._copies]
 
@@ -128,7 +129,7 @@ class SampledLayers:
         return run
 
     def _unseal(self, copy: int) -> None:
-        self.states[copy].tables.stop.fill_(max(self.stop - self.preset.seal, self.method.sinks))
+        self.states[copy].tables.stop.fill_(max(self.stops[copy] - self.preset.seal, self.method.sinks))
 
     def append(self, copy: int) -> Call:
         kv = self._views[copy]

@@ -31,7 +31,8 @@ RESERVED = 8 << 30  # bytes for lists, counts of matches, graphs and baselines
 BUILDS = 5  # builds of a prompt's tables that are timed
 HOW = (
     "Times are those of a layer, in a pass over all layers. A step is the mean of `seal` steps. In one of them a block "
-    "is sealed, for all sequences at once. Parts are timed alone. Rest: a step without a block less its parts, as "
+    "is sealed, for all sequences and layers at once; the block's ids are removed first, which is timed too. Parts are timed "
+    "alone. Rest: a step without a block less its parts, as "
     "counting of reads and limits of lists."
 )
 
@@ -154,7 +155,7 @@ def described(layers: SampledLayers) -> dict[str, Any]:
         **{name: mean(name) for name in ("search_bytes", "attention_bytes", "sampled_head", "sampled_group")},
         "table_bytes": round(mean("table_bytes_per_sequence") * shape.batch),
         "tables_percent_of_kv": 100 * mean("table_share"),
-        "keys_in_tables": layers.stop - layers.method.sinks,
+        "keys_in_tables": layers.stops[0] - layers.method.sinks,
     }
 
 

@@ -60,7 +60,7 @@ class MagicPIGGather(Gather):
         slots = torch.arange(length, device=device)
         page, offset = call.kv.locate(torch.zeros_like(slots), slots)
         k, v = (x[page, :, offset].float() for x in (call.kv.k, call.kv.v))  # [n, G, D]
-        centre, stop = centre_of(k, self.schedule), self.schedule.stop(pos)
+        centre, stop = centre_of(k, self.schedule), self.schedule.stop(pos, n)
         certain = (slots < self.options.sinks) | (slots >= stop[:, None])
         group = q.shape[1] // k.shape[1]
         for g in range(k.shape[1]):

@@ -25,9 +25,9 @@ class Angles:
         self.schedule = schedule
         self.count = torch.zeros(BINS, dtype=torch.float64)
 
-    def add(self, q: Tensor, exact: Exact, tokens: int) -> None:
-        """q: [R, H, D] of the rows. tokens: before the first row, which the tables follow from."""
-        first, stop = self.schedule.sinks, int(self.schedule.stop(torch.tensor(tokens)))
+    def add(self, q: Tensor, exact: Exact, tokens: int, layer: int) -> None:
+        """q: [R, H, D] of the rows. tokens: before the first row, which the layer's tables follow from."""
+        first, stop = self.schedule.sinks, int(self.schedule.stop(torch.tensor(tokens), layer))
         k = exact.k[first:stop] - exact.k[first : first + self.schedule.centre].mean(0)
         q = q.float().unflatten(1, (k.shape[1], -1))
         cosine = torch.einsum("rgxd,ngd->rgxn", q, k)

@@ -34,7 +34,7 @@ class AngleProbe:
     def __call__(self, phase: Phase, call: LayerCall, outcome: Outcome) -> None:
         before = int(call.rows.pos.min())
         if before >= self.first and window_of(call) is None:
-            self.angles.add(call.rows.q, Exact.of(call), before)
+            self.angles.add(call.rows.q, Exact.of(call), before, call.layer)
 
 
 class FirstKeys:

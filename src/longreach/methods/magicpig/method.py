@@ -64,7 +64,7 @@ class MagicPIG(AttentionMethod):
     attends to its own sample (the paper).
     sinks, local: first and last tokens that are always attended to; they are in no table.
     seal: a token that leaves the last `local` is attended to until its block of `seal` positions is complete, which
-    enters the tables at the next token.
+    enters the tables at the next token. Layers cut their blocks at different positions, so no step seals in all layers.
     centre: before keys are hashed, the mean of the first `centre` keys after the sinks is subtracted, for each KV head.
     No block enters before these keys have left the last `local`. 0: keys are not centred. The paper subtracts the mean
     of the prompt, which depends on how the prompt is cut into chunks.
@@ -238,7 +238,7 @@ class MagicPIG(AttentionMethod):
             return None
         k = call.kv.k
         directions = projections(k.shape[3], *pair, self.seed).to(k.device)
-        return LayerTables(call.kv, slots, self.schedule, directions)
+        return LayerTables(call.kv, slots, self.schedule, call.layer, directions)
 
     def observe_prompt(self, call: LayerCall, state: SequenceState | None) -> None:
         if call.prompt_tokens_left:  # each time that blocks enter, all keys of a segment are moved

@@ -12,6 +12,7 @@ from longreach.methods.magicpig.schedule import Schedule
 from longreach.ops import KVView
 from longreach.ops.simhash import HashTables
 
+LAYERS = 64  # whose ends are computed together
 SEGMENT = 1 << 14  # positions of a segment: sealing sorts the last one again, and a look-up visits all of them
 
 
@@ -26,8 +27,8 @@ class LayerTables(StatelessOnTruncate):
     [tables, bits, D].
     """
 
-    def __init__(self, kv: KVView, slots: int, schedule: Schedule, projections: Tensor):
-        self.schedule, self.projections, self._moves = schedule, projections, 0
+    def __init__(self, kv: KVView, slots: int, schedule: Schedule, layer: int, projections: Tensor):
+        self.layer, self.schedule, self.projections, self._moves = layer, schedule, projections, 0
         self._element = kv.k.element_size()
         self.tables, dim = self._empty(slots, kv.heads, kv.capacity), projections.shape[2]
         self.centre = torch.zeros(slots, kv.heads, dim, device=kv.k.device)
@@ -75,7 +76,12 @@ class LayerTables(StatelessOnTruncate):
 
     def follow(self, call: LayerCall, tokens: Tensor, block: int) -> None:
         """Bring the tables to what they are at these numbers of tokens, int [B]. block: keys hashed at a time."""
-        stop = call.once((self.schedule, "stop", id(tokens)), lambda: self.schedule.stop(tokens))
+        first = self.layer // LAYERS * LAYERS
+        stops = call.once(
+            (self.schedule, "stops", first, id(tokens)),
+            lambda: self.schedule.stops(tokens, range(first, first + LAYERS)),
+        )
+        stop = stops[self.layer - first]
         with torch.inference_mode(False), torch.no_grad():
             call.op(
                 "simhash_seal", self.tables, self.projections, self.centre, stop, centred=self.schedule.centre,
@@ -91,7 +97,7 @@ class LayerTables(StatelessOnTruncate):
         """A centre stays as long as keys are in the tables; the first ones that enter make another."""
         held = self.tables.stop
         slots, lengths = slots.to(held.device).long(), lengths.to(held.device)
-        held[slots] = torch.minimum(held[slots], self.schedule.stop(lengths).to(held.dtype))
+        held[slots] = torch.minimum(held[slots], self.schedule.stop(lengths, self.layer).to(held.dtype))
 
     def overwrite(self, slots: Tensor, lengths: Tensor) -> None:
         """Keys from there on are hashed again once the pass has written them."""

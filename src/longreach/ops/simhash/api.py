@@ -366,13 +366,14 @@ def _seal_reads(
         tables.first, tables.size, centred, kv.heads * kv.k.shape[3] * kv.k.element_size(),
         tables.heads * tables.tables * tables.ids.element_size(), projections.numel() * projections.element_size(),
     )  # fmt: skip
-    return (Read(other=Later(of, held, (stop, rows.seq, rows.pos, kv.seq_lens))),)
+    return (Read(other=Later(of, (held, stop), (rows.seq, rows.pos, kv.seq_lens))),)
 
 
 @cache
 def _sealed(first: int, size: int, centred: int, key: int, ids: int, directions: int) -> Callable[..., Tensor]:
-    """Bytes by the ends of the tables before, [L, B]; one function for equal arguments. key: bytes of a position's
-    keys. ids: bytes of its ids. directions: bytes of the projections.
+    """Bytes by the ends of the tables before and after, [L, B]; one function for equal arguments.
+
+    key: bytes of a position's keys. ids: bytes of its ids. directions: bytes of the projections.
     """
 
     def of(held: Tensor, stop: Tensor, seq: Tensor, pos: Tensor, lengths: Tensor) -> Tensor:
