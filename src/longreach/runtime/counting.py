@@ -231,8 +231,8 @@ class Counting:
         """Compute what was deferred; of equal functions and shapes together."""
         groups: dict[Hashable, list[Hashable]] = {}
         for name, (later, where) in self._later.items():
-            numbers, shared = ((x.shape, x.dtype) for x in later.numbers), (id(x) for x in later.shared)
-            groups.setdefault((later.of, *numbers, *shared, where.name), []).append(name)
+            alike = (*((x.shape, x.dtype) for x in later.numbers), *(id(x) for x in later.shared))
+            groups.setdefault((later.of, alike, where.name), []).append(name)
         for names in groups.values():
             (first, _, shared), where = self._later[names[0]]
             numbers = zip(*(self._later[name][0].numbers for name in names), strict=True)

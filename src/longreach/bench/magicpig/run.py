@@ -31,9 +31,8 @@ RESERVED = 8 << 30  # bytes for lists, counts of matches, graphs and baselines
 BUILDS = 5  # builds of a prompt's tables that are timed
 HOW = (
     "Times are those of a layer, in a pass over all layers. A step is the mean of `seal` steps. In one of them a block "
-    "is sealed, for all sequences and layers at once; the block's ids are removed first, which is timed too. Parts are timed "
-    "alone. Rest: a step without a block less its parts, as "
-    "counting of reads and limits of lists."
+    "is sealed, for all sequences and layers at once; its ids are removed first, which is timed too. Parts are timed "
+    "alone. Rest: a step without a block less its parts, as counting of reads and limits of lists."
 )
 
 
