@@ -65,7 +65,8 @@ class Read(NamedTuple):
     read of each slot in each KV head. counted: int [R, G], the slots that each KV head streams, if a kernel has
     counted them; it must equal the selection's own count. A number (int): the slots of all rows and KV heads together,
     if the host has them; such a read is counted without the device. other: further bytes of metadata, of each row, [R]
-    or [R, ...] to be summed over a row, or of all rows together (int), or of each row but `Later`.
+    or [R, ...] to be summed over a row, or of all rows together (int), or of each row but `Later`. overflowed: int
+    [R, ...], lists that were too long, if the selection does not show them.
     """
 
     selection: Selection | None = None
@@ -74,6 +75,7 @@ class Read(NamedTuple):
     metadata_bytes: int = 0
     counted: Tensor | int | None = None
     other: int | Tensor | Later = 0
+    overflowed: Tensor | None = None
 
     @classmethod
     def of(

@@ -117,6 +117,8 @@ class Counting:
             terms.append(Term(METADATA, self._sum_later(read.other, where), 1))
         elif read.other:
             terms.append(Term(METADATA, self._share(where, read.other), 1))
+        if read.overflowed is not None:
+            terms.append(Term(OVERFLOWED, self._sum_later(read.overflowed, where), 1))
         factors = {KEYS: read.key_bytes, VALUES: read.value_bytes, METADATA: read.metadata_bytes}
         factors = {column: factor for column, factor in factors.items() if factor}
         if read.selection is None:

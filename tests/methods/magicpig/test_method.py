@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,8 +16,9 @@ from longreach.methods.magicpig import state as state_module
 from longreach.methods.magicpig.state import LayerTables
 from longreach.methods.registry import named
 from longreach.ops import Lists
+from longreach.ops.doors import EVERYTHING
 from longreach.ops.simhash import projections, sealing
-from longreach.runtime import Segment
+from longreach.runtime import Ledger, Segment
 from tests.methods.drive import outputs, read_text, text
 from tests.methods.magicpig.plain import attended, sealed, weights
 from tests.methods.one_layer import CACHES, Layers, keys_of
@@ -214,6 +216,25 @@ def test_triton(share: str) -> None:
         results.append(outputs(passes).cpu())
     assert {name for call in passes[-1].calls for name in call.meter.kernels_used} == {"triton"}
     torch.testing.assert_close(*results, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("share", ["own", "group"])
+def test_reports_are_those_of_every_implementation(share: str) -> None:
+    """Bytes, and lists that overflowed: all of one sequence, none of the other."""
+    method = MagicPIG(bits=3, tables=3, local=4, seal=4, centre=6, share=share, dense_layers=(), capacity=0.4)  # type: ignore[arg-type]
+    found, layers = [], Layers(method, slots=2, heads=2, group=3, seed=5)
+    keys = torch.cat([torch.ones(40, 2, 16) * torch.linspace(1, 2, 40)[:, None, None], layers.random(40, 2, 16)])
+    layers.read([0, 1], [40, 40], k=keys)
+    q = torch.cat([torch.ones(1, 6, 16), layers.random(1, 6, 16)])
+    ((call, _),) = layers.decode([0, 1], q=q, k=layers.random(2, 2, 16))
+    for impl in ("reference", "numba", *(["triton"] if PLACE == "cpu" else [])):
+        mine, ledger = replace(call.observer(), impl=impl), Ledger()
+        ledger.add("decode", mine, method.name, method.run(mine, layers.state()), EVERYTHING)
+        ledger.commit()
+        (layer,) = ledger.report().layers
+        found.append((layer.overflowed_lists, layer.key_bytes, layer.value_bytes, layer.notes))
+    assert found[0] == found[1] and all(other[:3] == found[0][:3] for other in found[2:])
+    assert 0 < found[0][0] < (12 if share == "own" else 4)
 
 
 def test_presets_and_text() -> None:

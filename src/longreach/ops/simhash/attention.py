@@ -168,7 +168,7 @@ def _reads(
         return (
             *search,
             Read.of(kv, EVERYTHING, values=False, counted=weighed),
-            Read.of(kv, EVERYTHING, counted=attended),
+            Read.of(kv, EVERYTHING, counted=attended)._replace(overflowed=found.number("overflowed")),
         )
     over, context = lists.overflowed, rows.pos.long()[:, None] + 1
     listed = replace(lists, count=lists.count.masked_fill(over, 0), log_weight=None)
