@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from longreach.methods.magicpig import PRESETS
 from longreach.methods.magicpig.method import HASHED
+from longreach.methods.magicpig.plan import KIND, MagicPIGPlan
+from longreach.plans import load, shipped
 from longreach.records.labels import short_label
 from tests.doc_tables import ROOT, Row, record, section, tables
 
@@ -28,15 +32,22 @@ def measured(method: str) -> Row:
     return f"{100 * result['decode_reads']['total']:.1f}%", f"{sum(sparse) / len(sparse):.3f}", f"{result['kl']:.3f}"
 
 
+def budgeted(name: str) -> Row:
+    """Bytes read of the record of fidelity, and of RULER at 4096 tokens."""
+    method = BUDGETS[name]
+    known = method in record("mini-magicpig-group-4096")["methods"]
+    return *measured(method)[:1], answered(method)[0] if known else "-"
+
+
 def test_numbers_are_those_of_the_record() -> None:
     expected = {
-        ("budget", "bytes read"): lambda name: measured(BUDGETS[name])[:1],
+        ("budget", "bytes read", "bytes read at 4096 tokens"): budgeted,
         ("method", "bytes read", "error", "KL"): measured,
         ("`redo`", "bytes read", "error", "KL"): lambda name: measured(
             REDONE if name == "None" else f"{REDONE} redo={name}"
         ),
     }
-    found = [(head, rows) for head, rows in tables(PAGE) if "bytes read" in head and "score" not in head]
+    found = [(head, rows) for head, rows in tables(PAGE) if "bytes read" in head and not {"score", "Numba"} & {*head}]
     assert [head for head, _ in found] == list(expected)
     for head, rows in found:
         assert rows
@@ -73,17 +84,31 @@ def test_answers_are_those_of_the_records() -> None:
     }
     for share, keys in (("0.05", "5%"), ("0.02", "2%")):
         top, drawn = (f"{100 * cwe[f'oracle_top_k k={share}{rest}']:.1f}%" for rest in ("", " choose=sample"))
-        said = (
+        sentence = (
             f"{drawn} instead of {top} for the largest {keys} of keys"
             if keys == "5%"
             else f"{drawn} instead of {top} for {keys}"
         )
-        assert said in " ".join(PAGE.split())
+        assert sentence in " ".join(PAGE.split())
 
 
 def test_its_context_is_stated() -> None:
     config = record("mini-magicpig-fidelity")["config"]
     assert f"{config['steps']} steps after {config['prompt_tokens']} tokens" in " ".join(PAGE.split())
+
+
+def test_table_memory_by_length() -> None:
+    """The limit on memory holds at the length of the calibration: the shipped plan's share at it, and below."""
+    (path,) = shipped(KIND).values()
+    plan = MagicPIGPlan.of(load(path, KIND))
+    words = " ".join((ROOT / "docs" / "plans.md").read_text().split())
+    shares = []
+    for length in (plan.length, plan.length // 2, plan.length // 4):
+        memory = replace(plan, length=length).expected(plan.chosen)["memory"]
+        shares.append(f"{sum(memory) / len(plan.layers):.1%}")
+    assert f"has a limit of {plan.memory:.0%} after {plan.length} tokens" in words
+    half, quarter = plan.length // 2, plan.length // 4
+    assert f"take {shares[0]} there, {shares[1]} after {half} and {shares[2]} after {quarter}" in words
 
 
 def test_error_bars() -> None:
@@ -122,99 +147,211 @@ def test_error_bars() -> None:
         assert f"{law.each:g}, {law.together:g} and {law.few:g} for `{share}`" in words
 
 
-def cases(**wanted: Any) -> list[dict[str, Any]]:
-    """Cases of a step on a CPU with these threads, this context or this way to share."""
-    return [
-        case
-        for case in record("cpu-sampling")["sampling"]
-        if all(wanted[name] == value for name, value in facts(case).items() if name in wanted)
-    ]
+def steps() -> list[dict[str, Any]]:
+    """Cases of a step of one layer."""
+    found: list[dict[str, Any]] = record("cpu-sampling")["sampling"]
+    return found
 
 
-def facts(case: dict[str, Any]) -> dict[str, Any]:
-    return {"threads": case["threads"], "context": case["shape"]["context"], "share": case["preset"]["share"]}
+def decoding() -> dict[str, dict[str, Any]]:
+    """Tokens of longreach-mini, by method."""
+    found = record("cpu-sampling")["decode"]["methods"]
+    methods = {each["method"]["name"]: each for each in found}
+    assert len(methods) == len(found)
+    return methods
+
+
+def on_a_cpu() -> str:
+    return section(PAGE, "On a CPU", "Limits")
+
+
+def table_of(*head: str) -> list[Row]:
+    """Rows of the one table of the section with this head."""
+    (rows,) = (rows for found, rows in tables(on_a_cpu()) if found == head)
+    return rows
+
+
+def case_of(case: dict[str, Any]) -> Row:
+    preset = case["preset"]
+    options = f"{preset['bits']}, {preset['tables']}, {preset['share']}"
+    return thousands(case["shape"]["context"]), str(case["threads"]), options
+
+
+def medians(case: dict[str, Any]) -> dict[str, float]:
+    return {name: times["median"] for name, times in case["seconds"].items()}
+
+
+def torch_dense(case: dict[str, Any]) -> float:
+    return min(medians(case)["torch matmul"], medians(case)["torch SDPA"])
 
 
 def step_row(case: dict[str, Any]) -> Row:
-    shape, preset, seconds = case["shape"], case["preset"], {k: v["median"] for k, v in case["seconds"].items()}
-    ours, dense = seconds["ours"], min(seconds["torch matmul"], seconds["torch SDPA"])
-    options = f"{preset['bits']}, {preset['tables']}, {preset['share']}"
-    times = f"{1e3 * ours:.2f} ms", f"{1e3 * dense:.1f} ms"
-    ratios = f"{dense / ours:.1f}x", f"{ours / seconds['ours for AVX2']:.2f}"
-    return (thousands(shape["context"]), str(case["threads"]), options, *times, *ratios)
+    seconds, dense = medians(case), torch_dense(case)
+    times = f"{1e3 * seconds['ours']:.2f} ms", f"{1e3 * dense:.1f} ms"
+    return *case_of(case), *times, f"{dense / seconds['ours']:.1f}x", f"{case['ratios']['avx2']:.2f}"
+
+
+def part_row(case: dict[str, Any]) -> Row:
+    speeds = (case[f"{name}_bytes_per_second"] / 1e9 for name in ("rows", "dense", "copied"))
+    return *case_of(case), *(f"{1e3 * s:.2f}" for s in case["parts"].values()), *(f"{x:.1f}" for x in speeds)
+
+
+def token_row(found: dict[str, Any]) -> Row:
+    times = (f"{1e3 * found['seconds'][impl]:.1f} ms" for impl in ("auto", "reference"))
+    return f"`{found['method']['name']}`", f"{found['read']:.1%}", *times, f"{found['ratio']:.1f}x"
 
 
 def thousands(tokens: int) -> str:
     return f"{round(tokens / 1024)}K"
 
 
-def extent(values: Iterable[float], digits: int) -> str:
+def extent(values: Iterable[float], digits: int, unit: str = "") -> str:
     some = list(values)
-    return f"{min(some):.{digits}f} to {max(some):.{digits}f}"
+    return f"{min(some):.{digits}f}{unit} to {max(some):.{digits}f}{unit}"
 
 
 def test_steps_on_a_cpu() -> None:
-    ((head, rows),) = tables(section(PAGE, "On a CPU", "Limits"))
-    assert head == ("keys", "threads", "`bits`, `tables`, share", "step", "dense", "speed", "with AVX2 only")
-    assert rows == [step_row(case) for case in cases()]
-    (shape,) = {tuple(case["shape"][name] for name in ("heads", "kv_heads", "dim", "dtype")) for case in cases()}
-    words, heads = " ".join(section(PAGE, "On a CPU", "Limits").split()), "{} query heads, {} KV heads of {} channels"
+    head = "keys", "threads", "`bits`, `tables`, share"
+    assert table_of(*head, "step", "dense", "speed", "with AVX2 only") == [step_row(case) for case in steps()]
+    (parts,) = {tuple(case["parts"]) for case in steps()}
+    assert table_of(*head, *(f"`{part}`" for part in parts), "rows", "dense", "copy") == [part_row(x) for x in steps()]
+    (shape,) = {tuple(case["shape"][name] for name in ("heads", "kv_heads", "dim", "dtype")) for case in steps()}
+    words, heads = " ".join(on_a_cpu().split()), "{} query heads, {} KV heads of {} channels"
     assert f"({heads.format(*shape[:3])}, bf16)" in words and shape[3] == "bfloat16"
     assert record("cpu-sampling")["device"]["name"] in words
 
 
-def test_what_is_said_of_a_cpu() -> None:
-    """Each sentence with a number is made from the record; where one differs, the page takes the one shown here."""
-    words = " ".join(section(PAGE, "On a CPU", "Limits").split())
+def test_tokens_on_a_cpu() -> None:
+    rows = table_of("method", "bytes read", "Numba", "PyTorch", "speed")
+    assert rows == [token_row(found) for found in decoding().values()]
+
+
+def judged() -> dict[str, list[tuple[dict[str, Any], float]]]:
+    """Each kind of target in the record -> targets and what was reached."""
+    found: dict[str, list[tuple[dict[str, Any], float]]] = {}
+    for case in steps():
+        for name, target in case["targets"].items():
+            kind = f"{name} {case['preset']['share']}" if name == "dense" else name
+            found.setdefault(kind, []).append((target, case["ratios"][name]))
+    found["decode"] = [(each["target"], each["ratio"]) for each in decoding().values() if "target" in each]
+    return found
+
+
+TARGETS = {
+    "step over the faster dense form of torch, `own`": ("dense own", 1),
+    "step over the faster dense form of torch, `group`": ("dense group", 1),
+    "step over torch's SDPA": ("sdpa", 1),
+    "step with AVX2 only": ("avx2", 2),
+    "token of longreach-mini, Numba over PyTorch": ("decode", 1),
+}
+
+
+def test_targets_on_a_cpu() -> None:
+    """Every kind of target of the record, with what was reached, and a reason for those that were missed."""
+    rows, found = table_of("target", "wanted", "reached", "met", "why not all"), judged()
+    assert {TARGETS[name][0] for name, *_ in rows} == found.keys()
+    for name, wanted, reached, met, why in rows:
+        kind, digits = TARGETS[name]
+        targets = [target for target, _ in found[kind]]
+        (least,) = {target["wanted"] for target in targets}
+        count = sum(target["met"] for target in targets)
+        assert (wanted, met) == (f"{least:g}x", f"{count} of {len(targets)}"), name
+        assert reached == extent((ratio for _, ratio in found[kind]), digits, "x"), name
+        assert bool(why) == (count < len(targets)), name
+
+
+def test_sentences_about_a_cpu() -> None:
+    """Each is made from the record. Where one differs, the page takes the one shown here."""
+    words = " ".join(on_a_cpu().split())
     for sentence in (*sentences_of_steps(), *sentences_of_tokens()):
         assert sentence in words, sentence
-    told = " ".join((*sentences_of_steps(), *sentences_of_tokens()))
-    bullets = words[words.index("* Aimed") :].replace("* ", "").strip()
-    assert bullets == told, "nothing else is said"
 
 
 def sentences_of_steps() -> Iterator[str]:
-    shares = ("own", "group")
-    wanted = {s: {case["targets"]["dense"]["wanted"] for case in cases(share=s)} for s in shares}
-    yield "Aimed at were " + " and ".join(f"{wanted[s].pop():g}x for `{s}`" for s in shares) + "."
-    assert not any(wanted.values())
-    met = [(s, sum(case["targets"]["dense"]["met"] for case in cases(share=s)), len(cases(share=s))) for s in shares]
-    yield "Of the table's rows " + ", and ".join(
-        f"{n} of {of}{' reach it' * (s == 'own')} for `{s}`" for s, n, of in met
-    ) + "."  # fmt: skip
-    config = record("cpu-sampling")["config"]
+    cases, config = steps(), record("cpu-sampling")["config"]
     contexts, (one, more) = config["contexts"], config["threads"]
     assert one == 1
-    gains = []
-    for context in contexts:
-        pairs = zip(cases(context=context, threads=1), cases(context=context, threads=more), strict=True)
-        gains.append(extent((a["seconds"]["ours"]["median"] / b["seconds"]["ours"]["median"] for a, b in pairs), 2))
-    first, second = (thousands(context) for context in contexts)
+    first, second = map(thousands, contexts)
+    (heads,) = {case["shape"]["heads"] for case in cases}
+    speeds = extent((torch_dense(case) / medians(case)["ours"] for case in cases), 1)
+    yield f"With {first} keys or more, a decode step of a layer with {heads} query heads is {speeds} times as fast"
+    gains = {name: [gain(context, name) for context in contexts] for name in ("ours", "ours for AVX2")}
+    shown = [extent(some, 2) for some in gains["ours"]]
     yield (
-        f"With {more} threads a step is {gains[0]} times as fast as with one at {first}, and {gains[1]} times at "
+        f"With {more} threads a step is {shown[0]} times as fast as with one at {first}, and {shown[1]} times at "
         f"{second}."
     )
-    (count,) = {len(case["parts"]) for case in cases()}
-    slower = [sum(case["parts"].values()) / case["seconds"]["ours"]["median"] for case in cases()]
+    (count,) = {len(case["parts"]) for case in cases}
+    slower = [sum(case["parts"].values()) / medians(case)["ours"] for case in cases]
     yield f"A step is one compiled call; as {count} calls, one for each op, it takes {extent(slower, 1)} times as long."
+    dense = [medians(case)["longreach dense"] for case in cases]
+    faster = [a / medians(case)["ours"] for a, case in zip(dense, cases, strict=True)]
+    yield (
+        f"longreach's own dense attention is faster than both forms of torch: {extent((1e3 * x for x in dense), 1)} "
+        f"ms. A step is {extent(faster, 1)} times as fast as it."
+    )
+    assert all(a < torch_dense(case) for a, case in zip(dense, cases, strict=True))
+    speeds_of = {
+        name: [case[f"{name}_bytes_per_second"] / 1e9 for case in cases] for name in ("rows", "dense", "copied")
+    }
+    yield (
+        f"Sampled rows are scattered, and come at {extent(speeds_of['rows'], 1)} GB/s. Matrix products read at "
+        f"{extent(speeds_of['dense'], 1)} GB/s, and a copy moves {extent(speeds_of['copied'], 1)} GB/s."
+    )
+    single = [case for case in cases if case["threads"] == 1]
+    met = [sum(case["targets"]["avx2"]["met"] for case in cases if case["threads"] == n) for n in (1, more)]
+    assert met[1] == 0
+    yield (
+        f"With one thread {met[0]} of {len(single)} steps reach the target for AVX2, with {more} none. A second "
+        f"thread makes them {extent(chain(*gains['ours for AVX2']), 2)} times as fast, and steps with all instructions "
+        f"{extent(chain(*gains['ours']), 2)} times."
+    )
+    (slow,) = {medians(case)["torch SDPA"] for case in single if case["shape"]["context"] == contexts[0]}
+    yield f"it takes {1e3 * slow:.0f} ms at {first} with one thread"
+    missed = [case for case in cases if not case["targets"]["dense"]["met"]]
+    (case,) = missed
+    assert case_of(case) == (first, str(more), "10, 75, group")
+    fixed = case["parts"]["codes"] + case["parts"]["merge"]
+    share = fixed / sum(case["parts"].values())
+    yield f"at {first} with {more} threads `codes` and `merge` take {share:.0%} of the parts"
+    slow_avx2 = (
+        f"{1e3 * medians(case)['ours for AVX2']:.1f}"
+        for case in cases
+        if case["threads"] == more and case["shape"]["context"] == contexts[0]
+    )
+    yield f"the record has {' and '.join(slow_avx2)} ms"
+
+
+def gain(context: int, name: str) -> list[float]:
+    """Each preset's time with one thread over that with more."""
+    one, more = (
+        [
+            medians(case)[name]
+            for case in steps()
+            if case["shape"]["context"] == context and (case["threads"] == 1) == single
+        ]
+        for single in (True, False)
+    )
+    return [a / b for a, b in zip(one, more, strict=True)]
 
 
 def sentences_of_tokens() -> Iterator[str]:
-    found = record("cpu-sampling")["decode"]
-    methods = {each["method"]["name"]: each for each in found["methods"]}
-    assert len(methods) == len(found["methods"])
-
-    def times(name: str) -> tuple[str, str]:
-        seconds = methods.pop(name)["seconds"]
-        return f"{1e3 * seconds['auto']:.0f} ms", f"{1e3 * seconds['reference']:.0f} ms"
-
-    ratio = methods["magicpig"]["ratio"]
-    ours, torch = times("magicpig")
-    yield (
-        f"Decoding longreach-mini at {thousands(found['context'])} with {found['threads']} threads, a token of "
-        f"`magicpig` takes {ours} with Numba's kernels and {torch} with PyTorch ({ratio:.1f}x)."
+    found, methods = record("cpu-sampling")["decode"], decoding()
+    context, threads = thousands(found["context"]), found["threads"]
+    assert methods["magicpig"]["seconds"]["auto"] > methods["dense"]["seconds"]["reference"]
+    pig, dense, ours = (
+        f"{1e3 * methods[name]['seconds'][impl]:.1f}"
+        for name, impl in (("magicpig", "auto"), ("dense", "reference"), ("dense", "auto"))
     )
-    ours, torch = times("dense")
-    faster = extent((each["ratio"] for each in methods.values()), 1)
-    yield f"The other sparse methods are {faster} times as fast as with PyTorch."
-    yield f"Dense attention takes {ours} with these kernels and {torch} with PyTorch."
+    yield (
+        f"On longreach-mini at {context} with {threads} threads, `magicpig` saves no time over dense attention in "
+        f"PyTorch: a token takes {pig} ms with Numba's kernels, a dense one {dense} ms in PyTorch and {ours} ms with "
+        f"Numba's kernels."
+    )
+    listed = {name: each for name, each in methods.items() if "target" in each}
+    times = [1e3 * each["seconds"]["reference"] for name, each in listed.items() if name != "magicpig"]
+    fastest = min(methods, key=lambda name: methods[name]["seconds"]["auto"])
+    least = 1e3 * methods[fastest]["seconds"]["auto"]
+    yield f"The fastest token, of `{fastest}`, still takes {least:.0f} ms."
+    needed = extent((x / 3 for x in times), 0)
+    yield f"Without `magicpig`, the PyTorch forms take {extent(times, 0)} ms, so 3x needs {needed} ms."

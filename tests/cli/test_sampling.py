@@ -28,6 +28,10 @@ def test_tables_record_and_pictures(longreach: Any, tiny: Path, tmp_path: Path) 
     mine = found["results"]["methods"]["magicpig bits=8 tables=75 share=own"]
     row = next(line for line in result.out.splitlines() if line.startswith("magicpig bits=8 tables=75 share=own"))
     assert f"{mine['mean']:.3f}" in row and f"{mine['reads']['total']:.1%}" in row
+    rows = [line for line in result.out.splitlines() if line.startswith("magicpig bits=10 tables=150 ")]
+    assert [row.split("tables=150 ")[1].rsplit(maxsplit=4)[0].strip() for row in rows] == [
+        "share=own", "share=group", "group, centre=0", "group, no weights",
+    ]  # fmt: skip
     assert "kascade was left out" in result.out and "2 rows of 1 prompts" in result.out
     assert found["config"] == {"length": 900, "samples": 1, "rows": 2, "seed": 0, "ablations": True,
                                "prefill_chunk_size": 512, "centre": 225}  # fmt: skip

@@ -79,12 +79,12 @@ def run(args: argparse.Namespace) -> int:
 def show(record: dict[str, Any]) -> None:
     """Tables of the presets, of estimators with exact scores and of all methods."""
     out, results = console(), record["results"]
-    table = Table(out, [Column("method", 44, left=True), Column("error", 6), Column("median", 6), Column("read", 6),
+    table = Table(out, [Column("method", 46, left=True), Column("error", 6), Column("median", 6), Column("read", 6),
                         Column("keys", 6)])  # fmt: skip
     table.header()
     for label, mine in results["methods"].items():
         reads = mine["reads"]
-        table.row([label, f"{mine['mean']:.3f}", f"{mine['median']:.3f}", percent(reads["total"]),
+        table.row([shown(label), f"{mine['mean']:.3f}", f"{mine['median']:.3f}", percent(reads["total"]),
                    percent(2 * reads["values"])])  # fmt: skip
     for name, mine in results["estimators"].items():
         for read, mean, median in zip(mine["read"], mine["mean"], mine["median"], strict=True):
@@ -99,6 +99,16 @@ def show(record: dict[str, Any]) -> None:
         f"mass, geometry and ranges are in the record and the report."
     )
     out.print(place(record))
+
+
+def shown(label: str) -> str:
+    """The label of a method as the table shows it. Those of MagicPIG's controls are shortened to fit the column:
+    "magicpig bits=10 tables=150 group, centre=0" for "magicpig bits=10 tables=150 share=group centre=0".
+    """
+    for control in ("centre=0", "no weights"):
+        for separator in (" ", ", "):
+            label = label.replace(f" share=group{separator}{control}", f" group, {control}")
+    return label
 
 
 def show_bars(record: dict[str, Any]) -> None:

@@ -116,9 +116,16 @@ def test_half_the_bytes_of_a_number_change_the_choice() -> None:
 @pytest.mark.parametrize(
     ("method", "complaint"),
     [
-        (MagicPIG(**PLANNED, seed=3), r"seed: the plan shipped for this model was made with 0, and this is 3"),
+        (
+            MagicPIG(**PLANNED, seed=3),
+            r"seed: the plan shipped for this model was made with 0, and this is 3; to keep seed=3 give bits= and "
+            r"tables= in place of a plan, .* else give seed=0",
+        ),
         (MagicPIG(**PLANNED, plan="magicpig-drive", least=3), r"least: the plan magicpig-drive was made with 2"),
-        (MagicPIG(**PLANNED, share="own"), r"share: .* made with 'group', and this is 'own'; give share=group"),
+        (
+            MagicPIG(**PLANNED, share="own"),
+            r"share: .* made with 'group', and this is 'own'; to keep share=own give bits= ",
+        ),
         (MagicPIG(seal=8, centre=8), r"local: .* made with 8, and this is 64"),
         (MagicPIG(**PLANNED, sinks=2), "sinks: .* made with 4, and this is 2"),
         (MagicPIG(local=8, centre=8), "seal: .* made with 8, and this is 256"),

@@ -107,9 +107,9 @@ def _check(step: Step) -> dict[str, Any]:
         most = 2 * bound(torch.bfloat16) + (largest_logit(step.problem) * 2**-8 if name == MATMUL else 0.0)
         if not errors[name] <= most:
             raise WrongResult(f"{name}: relative error {errors[name]:.1e} exceeds {most:.1e}; its time does not count")
-    apart = distance(result.whole.out[0], whole)
+    from_dense = distance(result.whole.out[0], whole)
     return {**step.reads(result.lists), "errors_of_dense": errors, "error": same, "error_bound": bound(torch.float32),
-            "from_dense": {"mean": float(apart.mean()), "largest": float(apart.max())}}  # fmt: skip
+            "from_dense": {"mean": float(from_dense.mean()), "largest": float(from_dense.max())}}  # fmt: skip
 
 
 def _case(step: Step, number: int, threads: int, times: dict[str, list[Any]], check: dict[str, Any]) -> dict[str, Any]:

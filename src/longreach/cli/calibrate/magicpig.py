@@ -20,14 +20,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_prompts(parser)
     parser.add_argument("--budget", type=float, default=0.2, metavar="X", help="bytes that a decode step reads after "
                         "--length tokens, over dense attention's, all layers together (default 0.2)")  # fmt: skip
-    parser.add_argument("--memory", type=float, metavar="X", help="most memory of the tables, over that of keys and "
-                        "values (default: no limit)")  # fmt: skip
+    parser.add_argument("--memory", type=float, metavar="X", help="maximum table memory over that of keys and "
+                        "values, after --length tokens (default: no limit)")  # fmt: skip
     parser.add_argument("--rows", type=positive, default=16, metavar="N",
                         help="last rows of each prompt that are measured (default 16)")  # fmt: skip
     parser.add_argument("--keys", type=positive, default=1024, metavar="N",
                         help="keys of each prompt that are hashed to count reads (default 1024)")  # fmt: skip
     parser.add_argument("--hash-seed", type=count, default=0, metavar="N",
-                        help="option `seed` of the method: of the projections (default 0)")  # fmt: skip
+                        help="seed of the random projections, the method's `seed` (default 0)")  # fmt: skip
     parser.add_argument("--share", choices=("group", "own"), default="group", help="as the method (default group)")
     for name, default, help_text in (
         ("least", 2, "tables in which a key must collide"),

@@ -38,11 +38,11 @@ class KeyGeometry:
         texts that begin with different tokens. first_to_mean: of the first key and the mean key, mean over prompts.
         first_value_norm: norm of the first value over the median one, mean over prompts.
         """
-        alike = [[F.cosine_similarity(a, b, dim=-1) for a, b in zip(*both, strict=True)]
-                 for both in zip(self.first, self.mean, strict=True)]  # fmt: skip
+        cosines = [[F.cosine_similarity(a, b, dim=-1) for a, b in zip(*both, strict=True)]
+                   for both in zip(self.first, self.mean, strict=True)]  # fmt: skip
         return {
             "first_keys": _pairs(self.first), "mean_keys": _pairs(self.mean), "first_keys_other": _pairs(self.other),
-            "first_to_mean": [_mean(x) for x in alike], "first_value_norm": [_mean(x) for x in self.norms],
+            "first_to_mean": [_mean(x) for x in cosines], "first_value_norm": [_mean(x) for x in self.norms],
         }  # fmt: skip
 
 

@@ -49,7 +49,7 @@ class Trial:
 
 
 def magicpig(bits: int, tables: int, centre: int, seed: int) -> MagicPIG:
-    """All layers sparse, and no limit on a list, so that all presets are compared alike."""
+    """All layers sparse, and no limit on a list, so that all presets are compared equally."""
     return MagicPIG(bits, tables, centre=centre, capacity=1.0, seed=seed, dense_layers=())
 
 

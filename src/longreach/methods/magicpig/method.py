@@ -39,7 +39,7 @@ from longreach.plans import find, shipped_for
 PRESETS = ((8, 75), (9, 120), (10, 75), (10, 150), (10, 220), (11, 300))  # (bits, tables) of the paper, and (10, 75)
 PAIR = (10, 75)  # if neither the caller nor a plan gives a pair
 PAPER = ((0, 16), 32)  # the paper's dense layers, and its model's number of layers
-# Keys that are alike collide together, which a sum of the keys' variances leaves out. The factors are fitted to
+# Similar keys collide together, which a sum of the keys' variances leaves out. The factors are fitted to
 # longreach-mini, for all presets together (docs/magicpig, "Error bars").
 HASHED = {"own": Hashed(each=1.1, together=0.45, few=20), "group": Hashed(each=0.9, together=0.35, few=30)}
 CHOSEN = ("bits", "tables", "dense_layers")  # options that a plan replaces
@@ -80,7 +80,8 @@ class MagicPIG(AttentionMethod):
     shipped plan's name. It replaces bits, tables and dense_layers; seed, least, share, sinks, local, seal and centre
     must be the plan's. None: the shipped plan of the model, if there is one and none of these three is given.
     budget: bytes to read over dense attention's, in (0, 1]; the plan's layers are chosen again for it. None: the budget
-    that the plan was made for.
+    that the plan was made for. The budget and the plan's limit on table memory hold at the length of the calibration.
+    Shorter contexts read a larger share, and their tables take a larger share of memory: calibrate at the length used.
 
     As long as no block is in the tables, rows attend to all keys. Eviction is refused: tables store the slots of keys,
     and after eviction a slot holds keys of different positions in different heads.
@@ -129,8 +130,8 @@ class MagicPIG(AttentionMethod):
         ok = ok and math.isfinite(self.floor) and 0 <= self.floor < 1
         require(ok, f"floor: expected a number in [0, 1), got {self.floor!r}")
         check_budget("capacity", self.capacity)
-        ok = is_count(self.seed) or (isinstance(self.seed, int) and 0 <= self.seed < 1 << 32)
-        require(ok and not isinstance(self.seed, bool), f"seed: expected an int in [0, 2^32), got {self.seed!r}")
+        ok = isinstance(self.seed, int) and not isinstance(self.seed, bool) and 0 <= self.seed < 1 << 32
+        require(ok, f"seed: expected an int in [0, 2^32), got {self.seed!r}")
         check_error_bars(self.error_bars, self.redo)
         if self.dense_layers is not None:
             check_layers("dense_layers", self.dense_layers)
@@ -196,8 +197,8 @@ class MagicPIG(AttentionMethod):
             require(
                 planned == mine,
                 f"{f.name}: the plan {self.plan or 'shipped for this model'} was made with {planned!r}, and this is "
-                f"{mine!r}; give {f.name}={planned}, calibrate again (longreach calibrate magicpig), or give bits and "
-                f"tables in place of a plan",
+                f"{mine!r}; to keep {f.name}={mine} give bits= and tables= in place of a plan, or calibrate with it "
+                f"(longreach calibrate magicpig); else give {f.name}={planned}",
             )
         return found
 
@@ -297,8 +298,8 @@ class MagicPIG(AttentionMethod):
             met, union = torch.where(used, found.met, 0).sum(-1, dtype=torch.int64), found.count
         else:
             met, union = found.count, lists.keys_read(call.rows, call.kv)
-        said = notes(call, met, union, over, sampled, reads, state.summary, bars)
-        return Outcome(whole, notes=said, relative_error=None if bars is None else bars.relative)
+        layer_notes = notes(call, met, union, over, sampled, reads, state.summary, bars)
+        return Outcome(whole, notes=layer_notes, relative_error=None if bars is None else bars.relative)
 
     def _in_one_call(self, call: LayerCall, state: LayerTables) -> Outcome:
         """`_sampled` without error bars, where kernels attend without lists."""

@@ -139,13 +139,13 @@ def _summary(
     if sums.shape[1] > len(COLUMNS):
         bars = {"error_bar_bytes": round(float(sums[:, len(COLUMNS)].sum()))}
         bars |= error_bars.summary(sums[:, len(COLUMNS) + 1 :])
-    said = f"; {error_bars.note(bars)}" if bars else ""
+    bars_note = f"; {error_bars.note(bars)}" if bars else ""
     rows_sampled = round(float(sums[0, AT["rows"]]))
     sampled = (
         f"sampled {head:.2%} a head, {group:.2%} a group" if rows_sampled else "no key in the tables, all are read"
     )
     return {
-        "note": f"({bits}, {tables}): {sampled}; tables {share:.0%} of KV{said}",
+        "note": f"({bits}, {tables}): {sampled}; tables {share:.0%} of KV{bars_note}",
         "bits": bits,
         "tables": tables,
         "sampled_rows": rows_sampled,

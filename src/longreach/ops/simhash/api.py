@@ -52,8 +52,8 @@ WEIGHING = _named("weigh")
 class Collisions:
     """Keys sampled for each row, as `Lists` take them.
 
-    index: int32 [R, heads, C], ascending positions; count: int32 [R, heads], entries in use. A count above C is an
-    overflow: then all entries may be anything, as entries past the count always may.
+    index: int32 [R, heads, C], ascending positions; count: int32 [R, heads], entries in use. Entries past `count` are
+    undefined. A count above C is an overflow: then all entries are undefined.
     per: "kv" (a list per KV head) or "query" (one per query head).
     met: uint8 like index, the number of query heads that sampled the key: 1 to H / G for "kv", 1 for "query".
     looked_up: int32 [R, heads], ids read from buckets.
@@ -73,7 +73,7 @@ class Collisions:
 
 
 class Weights(NamedTuple):
-    """Numbers of sampled keys, fp32 like `Collisions.index`; anything at entries that are not in use.
+    """Log-weights and variance factors of the sampled keys, fp32 [R, heads, C]; entries past `count` are undefined.
 
     log_weight: added to the key's logit. factor: 1 - u, of the key's squared deviation in the variance of the output
     (`sampling_variance`).
@@ -157,18 +157,21 @@ def seal(
     block: int = 1 << 12,
     impl: str = "auto",
 ) -> Tensor:
-    """Add keys of a view to the tables, in place: those of sequence b up to position stop[b], hashed less its centre.
+    """Hash the keys of a view and add them to the tables, in place. Returns the previous ends of the tables: int32 [B].
 
-    slots: int [B], distinct: the sequence in the tables and in centre, for each of the view. stop: int [B]. A sequence
-    whose tables reach stop[b] already keeps them as they are; keys of a view below stop[b] must be there.
-    projections: bf16 [tables, bits, D]. centre: fp32 [sequences of the tables, G, D], contiguous. When the first keys
-    of a sequence enter the tables, it becomes the mean of keys [first, first + centred), those left out that are not
-    finite; `centred` = 0 leaves it alone. These keys must be there too.
-    block: keys that the Triton kernel hashes at a time; it needs 2 B G tables block bytes.
-    Returns the ends of the tables before: int32 [B].
-    Nothing waits for a GPU, where the amount of work follows from values on the device. Where an exception interrupts
-    it, `tables.stop` is right for each sequence.
-    On a CPU InvalidInput is raised for a stop past the keys of a sequence or past the tables' N positions.
+    Of sequence b the keys up to position stop[b] are added. The centre of the sequence is subtracted before hashing.
+
+    slots: int [B], distinct: the entry of each sequence of the view in `tables` and in `centre`.
+    stop: int [B]. Tables that already reach stop[b] are not changed. The view must hold all keys below stop[b].
+    projections: bf16 [tables, bits, D].
+    centre: fp32 [sequences of the tables, G, D], contiguous. It is written when the first keys of a sequence enter the
+        tables: it becomes the mean of keys [first, first + centred), which the view must hold. The mean leaves out keys
+        that are not finite.
+    centred: keys of the mean. 0: `centre` is not changed.
+    block: keys that the Triton kernel hashes at a time. The kernel needs 2 B G tables block bytes of memory.
+    On a GPU the host does not wait: kernels take the amount of work from `stop` on the device. If an exception
+    interrupts the call, `tables.stop` is right for each sequence.
+    On a CPU raises InvalidInput for a stop past the keys of a sequence or past the tables' N positions.
     """
     require(isinstance(kv, KVView), lambda: f"kv: expected a KVView, got {describe(kv)}")
     require(isinstance(tables, HashTables), lambda: f"tables: expected HashTables, got {describe(tables)}")

@@ -30,9 +30,14 @@ ATTENDING = Implementations(
 )
 
 
-# columns of SampledAttention.numbers, of a row and KV head: keys that any query head sampled; over its lists that did
-# not overflow, the sum of query heads that sampled each key; lists that overflowed; keys read for weights, and keys
-# and values read for attention; bytes of look-ups; the end of the tables
+# Columns of SampledAttention.numbers, of a row and KV head:
+# - union: keys that any query head sampled
+# - met: sum over keys of the query heads that sampled each, in lists that did not overflow
+# - overflowed: lists that overflowed
+# - weighed: keys read for weights
+# - attended: keys and values read for attention
+# - searched: bytes of look-ups
+# - end: end of the tables
 NUMBERS = ("union", "met", "overflowed", "weighed", "attended", "searched", "end")
 
 # of Triton's kernels: query heads of a program, the others masked; programs that attend to all keys where a list is too

@@ -12,7 +12,7 @@ from torch import Tensor
 from longreach.ops.simhash.probability import MOST_BITS, check_law
 from longreach.ops.types import describe, require
 
-MOST_SEGMENT = 1 << 16  # positions that 16-bit ids tell apart
+MOST_SEGMENT = 1 << 16  # positions that 16-bit ids can name
 
 
 def projections(dim: int, bits: int, tables: int, seed: int) -> Tensor:
@@ -31,7 +31,7 @@ def projections(dim: int, bits: int, tables: int, seed: int) -> Tensor:
 
 @dataclass(frozen=True)
 class HashTables:
-    """Hash tables of B sequences, in memory given by the caller: for each bucket the keys whose code it is.
+    """Hash tables of B sequences, in memory given by the caller. A bucket holds the keys that have its code.
 
     Positions are cut into segments: segment s holds positions [s size, (s + 1) size). In each segment, KV head and
     table, bucket c holds entries ids[offsets[c] : offsets[c + 1]] of the segment's columns.
