@@ -314,12 +314,6 @@ def sentences_of_steps() -> Iterator[str]:
     fixed = case["parts"]["codes"] + case["parts"]["merge"]
     share = fixed / sum(case["parts"].values())
     yield f"at {first} with {more} threads `codes` and `merge` take {share:.0%} of the parts"
-    slow_avx2 = (
-        f"{1e3 * medians(case)['ours for AVX2']:.1f}"
-        for case in cases
-        if case["threads"] == more and case["shape"]["context"] == contexts[0]
-    )
-    yield f"the record has {' and '.join(slow_avx2)} ms"
 
 
 def gain(context: int, name: str) -> list[float]:
