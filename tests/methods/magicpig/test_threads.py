@@ -18,7 +18,7 @@ METHOD = MagicPIG(bits=3, tables=9, local=8, seal=4, centre=16, dense_layers=())
 def test_two_sessions_give_the_tokens_of_each_alone() -> None:
     """The kernels of both run on the same threads of the process."""
     pytest.importorskip("numba")
-    models, prompts = [tiny_model("llama", seed=n) for n in range(2)], [prompt(60 + 40 * n, seed=n) for n in range(2)]
+    models, prompts = [tiny_model("llama", seed=n) for n in range(2)], [prompt(80, seed=n) for n in range(2)]
     threads, interval = torch.get_num_threads(), sys.getswitchinterval()
     start, got, used = threading.Barrier(2), dict[int, torch.Tensor](), set[str]()
 
