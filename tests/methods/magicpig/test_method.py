@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,7 +20,7 @@ from longreach.ops import Lists
 from longreach.ops.doors import EVERYTHING
 from longreach.ops.simhash import projections, sealing
 from longreach.runtime import Ledger, Segment
-from tests.methods.drive import outputs, read_text, text
+from tests.methods.drive import Turn, in_phase, new_cache, outputs, read_text, run, text
 from tests.methods.magicpig.plain import attended, sealed, weights
 from tests.methods.one_layer import CACHES, Layers, keys_of
 from tests.ops.attend.kernels import PLACE
@@ -86,6 +87,33 @@ def test_several_new_tokens_at_once() -> None:
     done = layers._pass(Segment("decode", method), [1, 0], [21, 2], {})
     assert check(method, done, [44, 30])
     assert check(method, layers.decode([0, 1]), [32, 65])
+
+
+@pytest.mark.parametrize("share", ["own", "group"])
+def test_capacity_is_of_each_rows_own_context(share: Any) -> None:
+    """A short row whose list is too long for its context, and would not be for that of the other row."""
+    method = MagicPIG(bits=6, tables=12, local=4, seal=4, centre=0, capacity=0.1, share=share, dense_layers=())
+    texts, lengths = (text(140, seed=1), text(31, seed=2, heavy=dict.fromkeys(range(6, 18), 8.0))), [139, 30]
+    found = {}
+    for impl, place in (
+        ("reference", "cpu"),
+        *((x, "cpu") for x in ["numba"] * bool(find_spec("numba"))),
+        ("triton", PLACE),
+    ):
+        cache, mine = new_cache(slots=2, device=place), [whole.to(place) for whole in texts]
+        turns = [Turn(whole, slot, n) for slot, (whole, n) in enumerate(zip(mine, lengths, strict=True))]
+        run(cache, in_phase(method, "prefill"), turns, phase="prefill")
+        found[impl] = run(cache, method, [turn._replace(count=1) for turn in turns], phase="decode", impl=impl)
+    call, outcome = found["reference"].calls[0], found["reference"].outcomes[0]
+    check(method, [(call, outcome)], lengths)
+    free = weights(replace(method, capacity=1.0), call, 1, 30)[:, method.sinks : sealed(method, 30)]
+    sampled = (free > -torch.inf).sum(1)[:: 1 if share == "own" else 2]
+    lists = call.meter.values[-1]
+    assert isinstance(lists, Lists) and not bool(lists.overflowed[0].any())
+    assert torch.equal(lists.overflowed[1], sampled > 4) and bool(((sampled > 4) & (sampled <= 14)).any())
+    for done in found.values():
+        for mine_of, wanted in zip(done.outcomes, found["reference"].outcomes, strict=True):
+            torch.testing.assert_close(mine_of.partial.out.cpu(), wanted.partial.out, rtol=0, atol=2e-5)
 
 
 def test_an_overflow_attends_densely_and_is_counted() -> None:
@@ -276,6 +304,26 @@ def test_eviction_is_refused() -> None:
     layers.cache.reset([0])
     layers.read([0], [40])
     assert check(method, layers.decode([0]), [40])
+
+
+@pytest.mark.parametrize("emptied", ["reset", "truncate"])
+def test_eviction_leaves_the_tables_of_other_sequences(emptied: str) -> None:
+    """Once the evicted sequence is gone, the others decode by the tables that they had, and its slot by new ones."""
+    method = MagicPIG.make(**SMALL)
+    layers = Layers(method, slots=2)
+    layers.read([0, 1], [50, 61])
+    layers.decode([0, 1])
+    state = layers.state()
+    assert isinstance(state, LayerTables)
+    stop, ids, centre = (x[1].clone() for x in (state.tables.stop, state.tables.ids.view(torch.int16), state.centre))
+    layers.keep(0, 0, 20)
+    with pytest.raises(Unsupported, match="after eviction a slot holds other keys"):
+        layers.decode([1])
+    layers.cache.reset([0]) if emptied == "reset" else layers.cache.truncate([0], [0])
+    assert state.tables.stop.tolist() == [method.sinks, int(stop)] and int(stop) > method.sinks
+    assert torch.equal(state.tables.ids[1].view(torch.int16), ids) and torch.equal(state.centre[1], centre)
+    layers.read([0], [44])
+    assert check(method, layers.decode([1, 0]), [62, 44])
 
 
 def test_when_blocks_enter() -> None:

@@ -39,6 +39,7 @@ def cut(keys: Tensor, begin: Tensor, count: Tensor) -> Tensor:
 def hashed(
     lengths: list[int],
     *,
+    heads: int = 2,
     group: int = 2,
     count: int = 3,
     bits: int = 4,
@@ -50,17 +51,42 @@ def hashed(
     seed: int = 0,
     impl: str = "reference",
 ) -> Case:
-    kv = random_kv(lengths, heads=2, page=page, dtype=dtype, seed=seed)
+    kv = random_kv(lengths, heads=heads, page=page, dtype=dtype, seed=seed)
     rows = random_rows(kv, count, group=group, seed=seed)
-    centre = torch.randn(len(lengths), 2, 16, generator=torch.Generator().manual_seed(seed))
+    centre = torch.randn(len(lengths), heads, 16, generator=torch.Generator().manual_seed(seed))
+    return tabled(rows, kv, centre, bits=bits, number=number, size=size, first=first, seed=seed, impl=impl)
+
+
+def tabled(
+    rows: Rows, kv: KVView, centre: Tensor, *, bits: int = 4, number: int = 9, size: int = 16, first: int = 3,
+    seed: int = 0, impl: str = "reference",
+) -> Case:  # fmt: skip
+    """Tables of all keys of a view from `first` on."""
+    lengths = kv.seq_lens.tolist()
     slot = torch.arange(max(lengths)).expand(len(lengths), -1)
     seq = torch.arange(len(lengths))[:, None].expand_as(slot)
     there = torch.where(slot < kv.seq_lens[:, None], slot, 0)
     places = kv.locate(seq, there)
     drawn = projections(16, bits, number, seed)
     keys = codes(kv.k[places[0], :, places[1]], drawn, centre=centre[:, None])
-    tables = HashTables.empty(len(lengths), 2, max(lengths) + 5, bits=bits, tables=number, size=size, first=first)
+    tables = HashTables.empty(
+        len(lengths), kv.heads, max(lengths) + 5, bits=bits, tables=number, size=size, first=first
+    )
     begin = torch.full((len(lengths),), first)
     end = (kv.seq_lens - begin).clamp(min=0)
     build(tables, cut(keys, begin, end), seq[:, 0], end, impl=impl)
     return Case(rows, kv, centre, tables, codes(rows.q, drawn, impl="reference"), keys)
+
+
+def scattered(case: Case) -> tuple[Tensor, HashTables, Tensor]:
+    """(slots, tables, centre) of a case in memory of more sequences, in another order. The others have no keys."""
+    count, old = len(case.kv.seq_lens), case.tables
+    slots = torch.arange(count).roll(1) + 2  # no sequence keeps its number
+    source = torch.zeros(count + 3, dtype=torch.int64)
+    source[slots] = torch.arange(count)
+    ids, offsets = (x.view(torch.int16)[source].view(x.dtype) for x in (old.ids, old.offsets))
+    stop = torch.full((count + 3,), old.first, dtype=torch.int32)
+    stop[slots] = old.stop
+    centre = torch.randn(count + 3, *case.centre.shape[1:], generator=torch.Generator().manual_seed(1))
+    centre[slots] = case.centre
+    return slots, HashTables(ids, offsets, stop, old.size, old.first), centre

@@ -14,46 +14,56 @@ from longreach.ops import Lists, Partial, Rows, Span, Spans, absolute, attend, m
 from longreach.ops.doors import op_named
 from longreach.ops.simhash import NUMBERS, SampledAttention, attend_sampled, codes, collide, projections, weigh
 from longreach.testing.inputs import poison
-from tests.ops.simhash.cases import IMPLS, NUMBA, Case, hashed
+from tests.ops.attend.kernels import here
+from tests.ops.simhash.cases import IMPLS, NUMBA, Case, hashed, scattered, tabled
 
 SINKS, LOCAL, SCALE = 3, 5, 0.3
 BITS, TABLES = 4, 9
+EVERY = [*IMPLS, "triton"]
 
 
-def last_rows(lengths: list[int], *, few_left: int = LOCAL, number: int = TABLES, **given: Any) -> Case:
-    """A row at the end of each sequence; the last `few_left` keys are in no table."""
-    case = hashed(lengths, bits=BITS, number=number, **given)
+def last_rows(
+    lengths: list[int], *, few_left: int | Tensor = LOCAL, number: int = TABLES, bits: int = BITS, **given: Any
+) -> Case:
+    """A row at the end of each sequence; its last `few_left` keys (int, or of each sequence) are in no table."""
+    case = hashed(lengths, bits=bits, number=number, **given)
     seq = torch.arange(len(lengths)).flip(0)
-    group = case.rows.q.shape[1]
-    q = torch.randn(len(lengths), group, 16, generator=torch.Generator().manual_seed(9)).to(case.rows.q.dtype)
+    heads = case.rows.q.shape[1]
+    q = torch.randn(len(lengths), heads, 16, generator=torch.Generator().manual_seed(9)).to(case.rows.q.dtype)
     case.tables.stop.copy_((torch.tensor(lengths) - few_left).clamp(min=case.tables.first))
     return case._replace(rows=Rows(q, seq, case.kv.seq_lens.long()[seq] - 1))
 
 
-def one_call(
-    case: Case, limit: Tensor, share: Any, impl: str, *, number: int = TABLES, **given: Any
-) -> SampledAttention:
-    drawn = projections(16, BITS, number, 0)
-    slots = torch.arange(len(case.kv.seq_lens))
+def drawn_for(case: Case) -> Tensor:
+    return projections(16, case.tables.bits, case.tables.tables, 0)
+
+
+def one_call(case: Case, limit: Tensor, share: Any, impl: str, **given: Any) -> SampledAttention:
+    """Over tables and centres of more sequences, in another order than the view's."""
+    slots, tables, centre = scattered(case)
+    inputs = (case.rows, case.kv, slots, tables, drawn_for(case), centre, limit)
+    if impl == "triton":
+        inputs = here(inputs)
     terms = {"scale": SCALE, "sinks": SINKS, **given}
-    return attend_sampled(
-        case.rows, case.kv, slots, case.tables, drawn, case.centre, limit, share=share, impl=impl, **terms
-    )
+    partial, lists, numbers = attend_sampled(*inputs, share=share, impl=impl, **terms)
+    if impl == "triton":
+        partial = Partial(partial.out.cpu(), partial.lse.cpu())
+    return SampledAttention(partial, lists, numbers.cpu())
 
 
 def four_ops(
-    case: Case, limit: Tensor, share: Any, *, least: int = 2, floor: float = 0.0, **terms: Any
+    case: Case, limit: Tensor, share: Any, *, least: int = 2, floor: float = 0.0, sinks: int = SINKS, **terms: Any
 ) -> tuple[Partial, Lists]:
     """The reference of each; lists above a row's limit overflow."""
     rows, kv, tables = case.rows, case.kv, case.tables
     found = collide(
-        rows, tables, codes(rows.q, projections(16, BITS, TABLES, 0), impl="reference"), capacity=int(limit.max()),
-        least=least, share=share, impl="reference",
+        rows, tables, codes(rows.q, drawn_for(case), impl="reference"), capacity=int(limit.max()), least=least,
+        share=share, impl="reference",
     )  # fmt: skip
     found = replace(found, count=torch.where(found.count > limit[:, None], int(limit.max()) + 1, found.count))
     lists = found.lists(weigh(rows, kv, tables, found, case.centre, floor=floor, impl="reference").log_weight)
-    over, stop = lists.overflowed, tables.stop.long()[rows.seq, None].clamp(min=SINKS)
-    ends = torch.where(over, 0, SINKS), torch.where(over, rows.pos[:, None] + 1, stop)
+    over, stop = lists.overflowed, tables.stop.long()[rows.seq, None].clamp(min=sinks)
+    ends = torch.where(over, 0, sinks), torch.where(over, rows.pos[:, None] + 1, stop)
     always = Spans((Span(absolute(0), absolute(ends[0])), Span(absolute(ends[1]), relative(1))), lists.per)
     sink = terms.pop("sink_logit", None)
     terms = {"scale": SCALE, **terms, "impl": "reference"}
@@ -111,6 +121,33 @@ def test_terms(impl: str, share: Any, given: dict[str, Any]) -> None:
     agree(case, most(case), share, impl, **given)
 
 
+def many_left(sinks: int = SINKS, page: int | None = None) -> Case:
+    """Rows with 32, 33, 64, 101, 60 and 2 keys that are always attended to. The last two have no keys in the tables."""
+    always = torch.tensor([32, 33, 64, 101, 60, 2])
+    return last_rows([150, 131, 112, 140, 60, 2], few_left=always - sinks, first=sinks, page=page)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("share", ["own", "group"])
+@pytest.mark.parametrize("sinks", [0, 3, 20])
+@pytest.mark.covering
+def test_many_keys_that_are_always_attended_to(impl: str, share: Any, sinks: int) -> None:
+    case = many_left(sinks)
+    got = agree(case, most(case), share, impl, sinks=sinks)
+    always = torch.tensor([32, 33, 64, 101, 60, 2]).flip(0)[:, None]
+    assert torch.equal(got.number("attended"), got.number("union") + always)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("share", ["own", "group"])
+def test_tables_that_begin_after_the_first_segment(impl: str, share: Any) -> None:
+    """Keys between the sinks and the tables are left out; segments before the tables are not read."""
+    case = last_rows([150, 77, 90], first=37)
+    got = agree(case, most(case), share, impl)
+    always = SINKS + LOCAL
+    assert torch.equal(got.number("attended"), got.number("union") + always)
+
+
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("share", ["own", "group"])
 def test_lists_that_overflow_attend_to_everything(impl: str, share: Any) -> None:
@@ -128,14 +165,16 @@ def test_lists_that_overflow_attend_to_everything(impl: str, share: Any) -> None
     torch.testing.assert_close(found.partial.out[over], dense.out[over], rtol=0, atol=1e-5, check_dtype=False)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("share", ["own", "group"])
-@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(
+    ("impl", "threads"),
+    [("reference", 1), *(pytest.param("numba", n, marks=NUMBA.marks) for n in (1, 3)), ("triton", 1)],
+)
 def test_numbers(impl: str, share: Any, threads: int) -> None:
     """By `collide` and by hand; the same with any number of threads."""
     case, before = last_rows([170, 41], group=3, seed=4), torch.get_num_threads()
-    found = collide(case.rows, case.tables, codes(case.rows.q, projections(16, BITS, TABLES, 0)), capacity=170,
-                    share=share, impl="reference")  # fmt: skip
+    found = collide(case.rows, case.tables, codes(case.rows.q, drawn_for(case)), capacity=170, share=share,
+                    impl="reference")  # fmt: skip
     torch.set_num_threads(threads)
     try:
         got = agree(case, most(case), share, impl)
@@ -159,7 +198,7 @@ def test_numbers(impl: str, share: Any, threads: int) -> None:
             assert torch.equal(got.number(name)[:, g], want), name
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("impl", EVERY)
 @pytest.mark.parametrize("share", ["own", "group"])
 def test_what_is_not_sampled_is_not_read(impl: str, share: Any) -> None:
     """Keys and values outside the sample, past the row, and in unused memory hold NaN."""
@@ -177,22 +216,53 @@ def test_what_is_not_sampled_is_not_read(impl: str, share: Any) -> None:
     torch.testing.assert_close(got.partial.out, whole.partial.out, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-def test_void_vectors(impl: str) -> None:
-    """A query of zeros, one with NaN, keys of zeros: weights stay finite, and other heads do not change."""
-    case = last_rows([80], group=4)
-    whole = one_call(case, most(case), "group", impl)
-    q = case.rows.q.clone()
-    q[0, 1], q[0, 6] = 0.0, torch.nan
-    got = one_call(case._replace(rows=replace(case.rows, q=q)), most(case), "own", impl)
-    own = one_call(case, most(case), "own", impl)
-    others = [0, 2, 3, 4, 5, 7]
-    torch.testing.assert_close(got.partial.out[:, others], own.partial.out[:, others], rtol=0, atol=1e-6)
-    assert bool(got.partial.out[0, 1].isfinite().all()) and bool(got.partial.out[0, 6].isnan().all())
-    assert bool(whole.partial.out.isfinite().all())
+def void_vectors(kind: str) -> tuple[Case, list[int]]:
+    """Queries and keys without a direction among others, and the query heads of which the output must be finite.
+
+    "zero": zeros, and NaN. "queries", "keys": finite vectors with an infinite squared norm; the other side is so short
+    that no logit is large. In each, some keys equal the centre.
+    """
+    case, far, at = hashed([90], group=4), 1e19, torch.arange(90)
+    q, k = torch.randn(1, 8, 16, generator=torch.Generator().manual_seed(5)), case.kv.k[0].transpose(0, 1)
+    centre = case.centre if kind == "zero" else torch.zeros_like(case.centre)
+    if kind == "zero":
+        q[0, 3] = torch.nan
+        k[12, 1, 0] = torch.nan  # its values are finite
+    elif kind == "queries":
+        q[0, [0, 2, 5, 7]] *= far
+        k[:90] *= 3 / far
+    else:
+        q *= 3 / far
+        k[:90][at % 3 == 0] *= far
+    q[0, 1] = q[0, 6] = 0.0
+    k[:90][at % 5 == 1] = centre[0]
+    case = tabled(Rows(q, torch.tensor([0]), torch.tensor([89])), case.kv, centre, bits=2)
+    case.tables.stop.fill_(85)
+    return case, [0, 1, 2] if kind == "zero" else list(range(8))
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("impl", EVERY)
+@pytest.mark.parametrize("share", ["own", "group"])
+@pytest.mark.parametrize("kind", ["zero", "queries", "keys"])
+def test_void_vectors(impl: str, share: Any, kind: str) -> None:
+    """Their weights are finite and those of `weigh`; NaN reaches only the heads that attend to it."""
+    case, finite = void_vectors(kind)
+    got, (want, lists) = one_call(case, most(case), share, impl), four_ops(case, most(case), share)
+    assert bool(want.out[0, finite].isfinite().all()) and bool(want.out[0, 3].isfinite().all()) == (kind != "zero")
+    some = [h for h in range(8) if impl != "triton" or kind != "zero" or h != 3]  # a row of NaN logits is undefined
+    near: dict[str, Any] = {"rtol": 0, "atol": 3e-5, "check_dtype": False, "equal_nan": True}
+    torch.testing.assert_close(got.partial.out[:, some], want.out[:, some], **near)
+    torch.testing.assert_close(got.partial.lse[:, some], want.lse[:, some], **near)
+    assert torch.equal(got.number("met").sum(), sum_of_met(case, share))
+    assert lists.log_weight is not None and bool(lists.log_weight[..., : int(lists.count.min())].isfinite().all())
+
+
+def sum_of_met(case: Case, share: Any) -> Tensor:
+    found = collide(case.rows, case.tables, case.queries, capacity=100, share=share, impl="reference")
+    return torch.where(torch.arange(100) < found.count[..., None], found.met, 0).sum()
+
+
+@pytest.mark.parametrize("impl", EVERY)
 def test_tables_without_keys(impl: str) -> None:
     case = last_rows([12, 4], few_left=99)
     got = one_call(case, most(case), "group", impl)

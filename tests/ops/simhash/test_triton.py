@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,8 +24,8 @@ from longreach.ops.simhash import (
     weigh,
 )
 from tests.ops.attend.kernels import HALF, PLACE, here, needs_gpu
-from tests.ops.simhash.cases import Case, cut, hashed
-from tests.ops.simhash.test_attend import BITS, SCALE, SINKS, TABLES, last_rows, most, one_call
+from tests.ops.simhash.cases import Case, cut, hashed, scattered, tabled
+from tests.ops.simhash.test_attend import SCALE, SINKS, drawn_for, last_rows, many_left, most, one_call, void_vectors
 from tests.ops.simhash.test_tables import held_to, random_codes
 
 
@@ -256,28 +258,76 @@ def test_attend_sampled_to_everything(share: Any, limit: int) -> None:
     held_to_reference(last_rows([90, 50], group=4), share, SMALL, limit=torch.tensor([limit, limit + 1]))
 
 
+@pytest.mark.parametrize("share", ["own", "group"])
 @pytest.mark.parametrize("given", [{"least": 1}, {"least": 3}, {"floor": 0.3}, {"softcap": 1.5}], ids=str)
-def test_attend_sampled_with_other_terms(given: dict[str, Any]) -> None:
-    held_to_reference(last_rows([150, 40]), "group", SMALL, **given)
+def test_attend_sampled_with_other_terms(given: dict[str, Any], share: Any) -> None:
+    held_to_reference(last_rows([150, 40]), share, SMALL, **given)
 
 
-def test_counters_of_16_bits() -> None:
-    """256 tables and more: a counter of 8 bits would run into the next one."""
-    held_to_reference(last_rows([40], group=3, number=300), "own", SMALL, number=300)
+@pytest.mark.parametrize("share", ["own", "group"])
+@pytest.mark.parametrize("sinks", [0, 3, 20])
+@pytest.mark.parametrize("page", [None, 8])
+@pytest.mark.covering
+def test_many_keys_that_are_always_attended_to(share: Any, sinks: int, page: int | None) -> None:
+    """Blocks of them, fewer and more than parts."""
+    held_to_reference(many_left(sinks, page), share, SMALL, sinks=sinks)
+
+
+@pytest.mark.parametrize("share", ["own", "group"])
+def test_tables_that_begin_after_the_first_segment(share: Any) -> None:
+    held_to_reference(last_rows([150, 77, 90], first=37), share, SMALL)
+    held_to_reference(last_rows([150, 45, 39, 9], first=37), share, SMALL, sinks=37)  # two have no keys in the tables
+
+
+@pytest.mark.parametrize("limit", [None, 1])
+def test_parts_are_merged_in_several_rounds(limit: int | None) -> None:
+    """Five parts, and three pieces of all keys, two at a time."""
+    tune = replace(SMALL, merged=2, splits=3)
+    most_of = None if limit is None else torch.tensor([limit, limit])
+    held_to_reference(last_rows([150, 97], few_left=60), "group", tune, limit=most_of)
+
+
+@pytest.mark.parametrize("share", ["own", "group"])
+@pytest.mark.parametrize("kind", ["zero", "queries", "keys"])
+def test_void_vectors_in_several_parts(kind: str, share: Any) -> None:
+    case, finite = void_vectors(kind)
+    held_to_reference(case, share, SMALL, heads=finite)
+
+
+@pytest.mark.parametrize(("number", "bits"), [(255, 10), (256, 10), (257, 10), (300, 10)])
+def test_keys_met_in_every_table(number: int, bits: int) -> None:
+    """Counters hold the number of tables: those of 8 bits would start again, or run into the next head's, from 256 on.
+
+    Keys are alike to one query head each, and rarely meet the others.
+    """
+    case = last_rows([40], heads=1, group=3, number=number, bits=bits, size=64)
+    case.centre.zero_()
+    for head in range(3):
+        case.kv.k[0, 0, 5 + 8 * head : 10 + 8 * head] = 2 * case.rows.q[0, head]
+    stop = case.tables.stop
+    case = tabled(case.rows, case.kv, case.centre, bits=bits, number=number, size=64)
+    case.tables.stop.copy_(stop)
+    for head in range(3):
+        met = (case.keys[0, 5 + 8 * head : 10 + 8 * head, 0].long() == case.queries[0, head].long()).sum(-1)
+        assert met.tolist() == [number] * 5
+    held_to_reference(case, "own", SMALL)
 
 
 def held_to_reference(
-    case: Case, share: Any, tune: Any, *, limit: Tensor | None = None, number: int = TABLES, **given: Any
+    case: Case, share: Any, tune: Any, *, limit: Tensor | None = None, heads: Sequence[int] | None = None, **given: Any
 ) -> None:
+    """heads: whose output is compared. The tables are of more sequences than the view, in another order."""
     limit = most(case) if limit is None else limit
-    want = one_call(case, limit, share, "reference", number=number, **given)
-    terms = {"least": 2, "floor": 0.0, "softcap": None, **given}
+    some = slice(None) if heads is None else list(heads)
+    want = one_call(case, limit, share, "reference", **given)
+    terms = {"least": 2, "floor": 0.0, "softcap": None, "sinks": SINKS, **given}
+    slots, tables, centre = scattered(case)
     partial, lists, numbers = triton_attention.attend_sampled(
-        here(case.rows), here(case.kv), here(torch.arange(len(case.kv.seq_lens))), here(case.tables),
-        here(projections(16, BITS, number, 0)), here(case.centre), here(limit), own=share == "own", sinks=SINKS,
-        scale=SCALE, tune=tune, **terms,
+        *here((case.rows, case.kv, slots, tables, drawn_for(case), centre, limit)), own=share == "own", scale=SCALE,
+        tune=tune, **terms,
     )  # fmt: skip
     most_off = 3e-5 if case.kv.k.dtype == torch.float32 else 2e-3  # weights are rounded to the values' dtype
-    torch.testing.assert_close(partial.out.cpu(), want.partial.out, rtol=0, atol=most_off, check_dtype=False)
-    torch.testing.assert_close(partial.lse.cpu(), want.partial.lse, rtol=0, atol=3e-5, check_dtype=False)
+    out, lse = partial.out.cpu()[:, some], partial.lse.cpu()[:, some]
+    torch.testing.assert_close(out, want.partial.out[:, some], rtol=0, atol=most_off, check_dtype=False)
+    torch.testing.assert_close(lse, want.partial.lse[:, some], rtol=0, atol=3e-5, check_dtype=False)
     assert lists is None and torch.equal(numbers.cpu(), want.numbers)

@@ -21,7 +21,8 @@ class LayerTables(StatelessOnTruncate):
 
     Tables are of slots of the cache, whatever its pages, as a segment of keys is larger than a page. They follow from
     the keys and the number of tokens. So whatever truncation or an overwriting pass takes away is made again from the
-    keys in the cache, by `follow`.
+    keys in the cache, by `follow`. After eviction the method refuses the layer until the evicted sequences are emptied,
+    and the tables of the other sequences stay right.
 
     tables: positions are slots of the layer. centre: fp32 [slots, G, D], zeros for no centre. projections: bf16
     [tables, bits, D].
@@ -102,7 +103,3 @@ class LayerTables(StatelessOnTruncate):
     def overwrite(self, slots: Tensor, lengths: Tensor) -> None:
         """Keys from there on are hashed again once the pass has written them."""
         self.truncate(slots, lengths)
-
-    def kept(self, layer: int, view: KVView) -> None:
-        """The tables name other keys now: the method refuses the layer until its slots are emptied."""
-        self.tables.stop.fill_(self.schedule.sinks)
