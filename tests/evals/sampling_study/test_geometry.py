@@ -65,7 +65,7 @@ def test_the_share_that_angles_predict_is_sampled() -> None:
         mine = LayerCall.observer(made)
         outcome = method.run(mine, state_of(method, mine))
         assert outcome.notes is not None
-        columns = outcome.notes.columns(*outcome.notes.tensors)  # [R, G, columns], shares of the context
+        columns = outcome.notes.columns(*(x[None] for x in outcome.notes.tensors))[0]  # [R, G, columns], shares
         sampled.append(float((columns[..., 0] * made.context[:, None]).mean()) / (stop - 4))
     assert sum(sampled) / 40 == pytest.approx(angles.share(6, 20), rel=0.05)
 

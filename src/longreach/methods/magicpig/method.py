@@ -28,6 +28,7 @@ from longreach.methods.magicpig.plan import DENSE, KIND, MagicPIGPlan, Options, 
 from longreach.methods.magicpig.schedule import MOST_TOKENS, Schedule
 from longreach.methods.magicpig.state import LayerTables
 from longreach.ops import Rows, Span, Spans, absolute, merge, relative
+from longreach.ops.doors import Later
 from longreach.ops.simhash import projections
 from longreach.ops.simhash.api import Share
 from longreach.ops.simhash.attention import workspace_bytes
@@ -253,13 +254,14 @@ class MagicPIG(AttentionMethod):
             return attend_densely(call, str(self._pair_of(call)))
         call.refuse_evicted(self)
         state.ensure_capacity(call.kv)
+        began = len(call.meter.noted)
         state.follow(call, call.once("magicpig: tokens before", lambda: _before(call)), self.seal)
-        return self._sampled(call, state)
+        return self._sampled(call, state, began)
 
-    def _sampled(self, call: LayerCall, state: LayerTables) -> Outcome:
+    def _sampled(self, call: LayerCall, state: LayerTables, began: int) -> Outcome:
         if not self._needs_lists and not call.computes("simhash_attend", "reference"):
-            return self._in_one_call(call, state)
-        tables, began = state.tables, len(call.meter.noted)
+            return self._in_one_call(call, state, began)
+        tables = state.tables
         by_slot = Rows(call.rows.q, call.slots[call.rows.seq.long()], call.rows.pos)
         codes = call.op("simhash_codes", call.rows.q, state.projections)
         capacity = max_keys(self.capacity, call.kv.capacity)
@@ -301,8 +303,10 @@ class MagicPIG(AttentionMethod):
         layer_notes = notes(call, met, union, over, sampled, reads, state.summary, bars)
         return Outcome(whole, notes=layer_notes, relative_error=None if bars is None else bars.relative)
 
-    def _in_one_call(self, call: LayerCall, state: LayerTables) -> Outcome:
+    def _in_one_call(self, call: LayerCall, state: LayerTables, began: int) -> Outcome:
         """`_sampled` without error bars, where kernels attend without lists."""
+        sealed = call.meter.noted[began].read.other
+        assert isinstance(sealed, Later)
         limit = call.once((self, "limit"), lambda: budget(self.capacity, call.context))
         found = call.op(
             "simhash_attend", state.tables, state.projections, state.centre, limit, least=self.least,
@@ -310,7 +314,9 @@ class MagicPIG(AttentionMethod):
         )  # fmt: skip
         return Outcome(
             found.partial,
-            notes=notes_of_numbers(call, found, state.projections.nbytes, self.share, self.sinks, state.summary),
+            notes=notes_of_numbers(
+                call, found, sealed, state.projections.nbytes, self.share, self.sinks, state.summary
+            ),
         )
 
     @property

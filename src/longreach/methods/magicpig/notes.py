@@ -52,27 +52,34 @@ def notes(
 
 
 def notes_of_numbers(
-    call: LayerCall, found: SampledAttention, projection_bytes: int, share: str, sinks: int, summary: Summary
-) -> Notes:
-    """Notes of a layer's rows, by the numbers of the op. Layers are computed together, at the end of a pass."""
+    call: LayerCall, found: SampledAttention, sealed: Later, projection_bytes: int, share: str, sinks: int,
+    summary: Summary,
+) -> Notes:  # fmt: skip
+    """Notes of a layer's rows, by the numbers of the op. Layers are computed together, at the end of a pass.
+
+    sealed: bytes of rows that sealing has read.
+    """
     kv, heads = call.kv, call.rows.q.shape[1]
     columns = _of_numbers(
         heads // kv.heads, share == "own", sinks, kv.k.shape[3] * kv.k.element_size(), 4 * kv.k.shape[3],
-        projection_bytes, found.lists is not None,
+        projection_bytes, found.lists is not None, sealed.of, len(sealed.numbers),
     )  # fmt: skip
-    return Notes((found.numbers, call.context), columns, summary)
+    return Notes((found.numbers, call.context, *sealed.numbers, *sealed.shared), columns, summary)
 
 
 @cache
 def _of_numbers(
-    group: int, own: bool, sinks: int, vector: int, centre: int, projections: int, lists: bool
-) -> Callable[..., Tensor]:
+    group: int, own: bool, sinks: int, vector: int, centre: int, projections: int, lists: bool,
+    sealed: Callable[..., Tensor], own_numbers: int,
+) -> Callable[..., Tensor]:  # fmt: skip
     """Columns [L, R, G, C] from numbers [L, R, G, NUMBERS] and contexts [L, R]; one function for equal arguments, as
     layers with the same function are computed together. vector, centre: bytes of a key and of a centre. projections:
-    bytes of all. lists: whether there are some to be read.
+    bytes of all. lists: whether there are some to be read. sealed, own_numbers: a `Later`'s function, and how many of
+    its tensors are the layers' own.
     """
 
-    def columns(numbers: Tensor, context: Tensor) -> Tensor:
+    def columns(numbers: Tensor, context: Tensor, *of_sealing: Tensor) -> Tensor:
+        mine, shared = of_sealing[:own_numbers], (x[0] for x in of_sealing[own_numbers:])
         n = dict(zip(NUMBERS, numbers.double().unbind(-1), strict=True))
         context = context.double()[..., None]
         full = n["overflowed"] > 0
@@ -81,6 +88,7 @@ def _of_numbers(
         rows, heads = numbers.shape[1:3]
         entries = (n["met"] if own else n["weighed"]) * (4 if lists else 0)  # of slots; weights are as large
         search = n["searched"] + n["weighed"] * vector + entries + centre + projections / (rows * heads)
+        search = search + sealed(*mine, *shared).double()[..., None] / heads
         shares = (torch.where(sampled > 0, x, 0.0) for x in (head, union, over))
         return torch.stack([*shares, search, 2 * vector * n["attended"] + 2 * entries, sampled], -1)
 
