@@ -98,8 +98,9 @@ def _measure(
         def run(prompt: Tensor, clock: Any) -> None:
             made.append(generate(session, prompt, max_new_tokens=NEW, eos_token_id=(), streamer=clock, **chunked(case)))
 
-        past = 0 if evict is None else evict.capacity  # so that the warm-up evicts too, and compiles its kernels
-        run(ids[:, : past + WARM_UP], None)
+        # the warm-up's prompt is longer than the capacity, so that keys are evicted and the kernels for it compiled
+        capacity = 0 if evict is None else evict.capacity
+        run(ids[:, : capacity + WARM_UP], None)
         session.static_caches.clear()
         release(bench.device)
         with observed() as seen:

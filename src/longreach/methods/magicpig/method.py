@@ -65,7 +65,8 @@ class MagicPIG(AttentionMethod):
     attends to its own sample (the paper).
     sinks, local: first and last tokens that are always attended to; they are in no table.
     seal: a token that leaves the last `local` is attended to until its block of `seal` positions is complete, which
-    enters the tables at the next token. Layers cut their blocks at different positions, so no step seals in all layers.
+    enters the tables at the next token. Layers cut their blocks at different positions, so they seal at different
+    tokens, but for the first blocks.
     centre: before keys are hashed, the mean of the first `centre` keys after the sinks is subtracted, for each KV head.
     No block enters before these keys have left the last `local`. 0: keys are not centred. The paper subtracts the mean
     of the prompt, which depends on how the prompt is cut into chunks.

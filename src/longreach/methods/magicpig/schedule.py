@@ -17,8 +17,8 @@ class Schedule:
 
     sinks: first keys, never in the tables. local: last keys, not in the tables. seal: keys enter in blocks of `seal`.
     centre: keys of the mean that is subtracted; no block enters before they have left `local`.
-    Layers cut their blocks at different positions, so that they seal at different tokens: a decode step in which all
-    of them did would take several times as long as others.
+    Layers cut their blocks at different positions, so that they seal at different tokens: a decode step that seals in
+    all layers takes several times as long as others. Only the first blocks enter all layers in the same steps.
     """
 
     sinks: int
