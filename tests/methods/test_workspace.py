@@ -30,6 +30,11 @@ METHODS = [
     OmniKV(k=0.3, layers=(0,)),
     LessIsMore(k=0.3, layers=(0,)),
     OracleTopK(k=0.3),
+    OracleTopK(k=0.3, choose="sample"),
+    OracleTopK(k=0.3, heads="all", choose="sample"),
+    OracleSampling(k=0.3, draw="systematic"),
+    Loki(k=0.3, choose="sample"),
+    Kascade(k=0.3, min_keys=8, choose="sample"),
     MagicPIG(bits=6, tables=9, local=8, seal=8, centre=16, dense_layers=()),
     MagicPIG(bits=6, tables=9, local=8, seal=8, centre=16, dense_layers=(), redo=0.1),
 ]

@@ -16,6 +16,7 @@ from longreach.methods.call import LayerCall, ModelShape
 from longreach.methods.error_bars import SampledLists
 from longreach.ops import Lists, Partial, uniforms
 from longreach.ops.doors import EVERYTHING, Read
+from longreach.ops.sample.splitting import workspace_bytes
 from longreach.ops.types import Logits, require
 
 Choose = Literal["top", "sample"]
@@ -78,12 +79,28 @@ def chosen_keys(
         index, used = call.op("top_k", scores, count, call.context, first=first, last=last, capacity=capacity)
         return Lists(index, used, all_visible=True)
     before = 0 if call.shard is None or one_set else call.shard.first
-    heads = torch.arange(before, before + scores.shape[1], device=scores.device)
-    offset = uniforms(seed, call.layer, call.rows.pos, heads)
+    offset = _offsets(call, seed, before, scores.shape[1])
     index, used, weight, factor = call.op(
         "sample", scores, count, call.context, offset, first=first, last=last, power=power, capacity=capacity
     )
     return SampledLists(index, used, weight, all_visible=True, factor=factor)
+
+
+def _offsets(call: LayerCall, seed: int, first: int, count: int) -> Tensor:
+    """fp64 [R, count]: random numbers of the layer's rows and of heads [first, first + count).
+
+    Those of all layers are computed at the first one: some 40 small kernels on a GPU, however many layers there are.
+    """
+    pos = call.rows.pos
+
+    def drawn(layer: int | Tensor) -> Tensor:
+        return uniforms(seed, layer, pos, torch.arange(first, first + count, device=pos.device))
+
+    if call.model is None:
+        return drawn(call.layer)
+    layers = call.model.layers
+    key = ("uniforms", seed, first, count)
+    return call.once(key, lambda: drawn(torch.arange(layers, device=pos.device)))[call.layer]
 
 
 def exact_scores(call: LayerCall) -> Tensor:
@@ -102,9 +119,14 @@ def exact_scores(call: LayerCall) -> Tensor:
     return found
 
 
-def sampling_bytes(choose: Choose, rows: int, heads: int, capacity: int) -> int:
-    """Memory that drawing keys takes in addition to choosing the best."""
-    return 0 if choose == "top" else 160 * rows * heads * capacity  # fp64 probabilities, their sums and order
+def sampling_bytes(choose: Choose, model: ModelShape, rows: int, heads: int, capacity: int, chosen: int) -> int:
+    """Memory that drawing up to `chosen` keys takes in addition to choosing the best.
+
+    It holds weights, factors, the kernels' scratch and all layers' random numbers.
+    """
+    if choose == "top":
+        return 0
+    return 8 * rows * heads * (chosen + model.layers) + workspace_bytes(rows * heads, capacity)
 
 
 def placed(layers: tuple[int, ...], of: int, count: int) -> tuple[int, ...]:

@@ -75,10 +75,13 @@ class OracleSampling(AttentionMethod):
         check_layers_of("dense_layers", self.dense_layers, model.layers)
 
     def workspace_bytes(self, model: ModelShape, rows: int, capacity: int, dtype: torch.dtype) -> int:
-        scores = 4 * rows * model.kv_heads * capacity + redo_bytes(model, rows, self.redo)
-        return logits_bytes(model, rows, capacity, dtype) + scores + sampling_bytes(
-            "sample", rows, model.kv_heads, capacity
-        )  # fmt: skip
+        heads, k = model.kv_heads, max_keys(self.k, capacity)
+        if self.draw == "systematic":
+            lists = 4 * rows * heads * (k + 1) + sampling_bytes("sample", model, rows, heads, capacity, k)
+        else:
+            lists = 160 * rows * heads * capacity  # in PyTorch: fp64 probabilities, their sums and order
+        most = max(logits_bytes(model, rows, capacity, dtype), lists)  # logits are gone when keys are drawn
+        return 4 * rows * heads * capacity + most + redo_bytes(model, rows, self.redo)
 
     def run(self, call: LayerCall, state: SequenceState | None) -> Outcome:
         if call.layer in self.dense_layers:

@@ -72,9 +72,10 @@ class OracleTopK(AttentionMethod):
         return f"{OTHER_KEYS}, and heads='all' chooses one set for all" if self.heads == "all" else None
 
     def workspace_bytes(self, model: ModelShape, rows: int, capacity: int, dtype: torch.dtype) -> int:
-        chosen = 4 * rows * model.kv_heads * (capacity + max_keys(self.k, capacity) + 1)
-        chosen += sampling_bytes(self.choose, rows, model.kv_heads, capacity) + redo_bytes(model, rows, self.redo)
-        return logits_bytes(model, rows, capacity, dtype) + chosen
+        heads, k = model.kv_heads, max_keys(self.k, capacity)
+        lists = 4 * rows * heads * (k + 1) + sampling_bytes(self.choose, model, rows, heads, capacity, k)
+        most = max(logits_bytes(model, rows, capacity, dtype), lists)  # logits are gone when keys are chosen
+        return 4 * rows * heads * capacity + most + redo_bytes(model, rows, self.redo)
 
     def run(self, call: LayerCall, state: SequenceState | None) -> Outcome:
         if call.layer in self.dense_layers:

@@ -19,6 +19,7 @@ from triton.compiler import ASTSource
 POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
+    torch.float64: "*fp64",
     torch.float32: "*fp32",
     torch.int8: "*i8",
     torch.int16: "*i16",

@@ -107,6 +107,8 @@ def test_uniforms_follow_from_what_they_are_drawn_for() -> None:
     u = uniforms(0, 7, pos, heads)
     assert u.shape == (5000, 4) and bool(((u >= 0) & (u < 1)).all())
     assert torch.equal(uniforms(0, 7, pos[100:110], heads[2:]), u[100:110, 2:])
+    several = uniforms(0, torch.tensor([3, 7]), pos, heads)
+    assert several.shape == (2, 5000, 4) and torch.equal(several[1], u)
     others = [uniforms(1, 7, pos, heads), uniforms(0, 8, pos, heads), u.roll(1, 0), u.roll(1, 1)]
     for other in others:
         assert abs(float(torch.corrcoef(torch.stack([u.flatten(), other.flatten()]))[0, 1])) < 0.03

@@ -249,10 +249,9 @@ def test_void_vectors(impl: str, share: Any, kind: str) -> None:
     case, finite = void_vectors(kind)
     got, (want, lists) = one_call(case, most(case), share, impl), four_ops(case, most(case), share)
     assert bool(want.out[0, finite].isfinite().all()) and bool(want.out[0, 3].isfinite().all()) == (kind != "zero")
-    some = [h for h in range(8) if impl != "triton" or kind != "zero" or h != 3]  # a row of NaN logits is undefined
     near: dict[str, Any] = {"rtol": 0, "atol": 3e-5, "check_dtype": False, "equal_nan": True}
-    torch.testing.assert_close(got.partial.out[:, some], want.out[:, some], **near)
-    torch.testing.assert_close(got.partial.lse[:, some], want.lse[:, some], **near)
+    torch.testing.assert_close(got.partial.out, want.out, **near)
+    torch.testing.assert_close(got.partial.lse, want.lse, **near)
     assert torch.equal(got.number("met").sum(), sum_of_met(case, share))
     assert lists.log_weight is not None and bool(lists.log_weight[..., : int(lists.count.min())].isfinite().all())
 

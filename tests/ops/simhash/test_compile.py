@@ -36,7 +36,10 @@ with patch.object(triton, "refuse", lambda *a: None), patch.object(triton_attent
             seal(kv, one, memory, drawn, means, stop, centred=16, block=256, impl="triton")
             got = collide(rows, memory, torch.zeros_like(queries), capacity=64, share=share, impl="triton")
             weigh(rows, kv, memory, got, centre, impl="triton")
-        with compiling(triton_attention_kernels, "mark", "attend_parts", "attend_rest", "merge_parts") as more:
+        with (
+            compiling(triton_attention_kernels, "attend_parts", "attend_rest", "merge_parts") as more,
+            compiling(triton_kernels, "codes"),
+        ):
             attend_sampled(
                 rows, kv, one, memory, drawn, centre, torch.full((len(rows.pos),), 9), share=share, sinks=4, scale=0.1,
                 softcap=5.0 if dim == 64 else None, impl="triton",
@@ -54,7 +57,9 @@ def test_compiles_for_an_h200() -> None:
     assert len(cases) == 5
     for case, kernels in cases.items():
         assert [name for name, _, _ in kernels] == [
-            "codes", "codes", "build", "average", "seal", "look_up", "gather", "weigh", "mark", "attend_parts",
+            "codes", "codes", "build", "average", "seal", "look_up", "gather", "weigh", "attend_parts",
             "attend_rest", "merge_parts",
         ], case  # fmt: skip
         assert all(shared <= SHARED_MEMORY and cubin for _, shared, cubin in kernels), (case, kernels)
+        if "float32" not in case:  # counters take 16 KiB more, and beyond 48 together room would have to be asked for
+            assert all(shared <= 31 << 10 for name, shared, _ in kernels if name == "attend_parts"), (case, kernels)

@@ -238,7 +238,9 @@ def test_a_captured_step_follows_tables_that_grow() -> None:
         assert all(torch.equal(mine[used], right[used]) for mine, right in zip(weights, exact, strict=True))
 
 
-SMALL = triton_attention.Tuning(bucket=16, part=32, scanned=16, keys=16, splits=2)  # several parts, rounds and pieces
+SMALL = triton_attention.Tuning(
+    room=32, bucket=2, pairs=64, scanned=16, keys=16, splits=2
+)  # several parts, rounds and pieces
 
 
 @pytest.mark.parametrize("share", ["own", "group"])

@@ -183,7 +183,7 @@ class Kascade(AttentionMethod):
     def workspace_bytes(self, model: ModelShape, rows: int, capacity: int, dtype: torch.dtype) -> int:
         heads, chosen = 1 if self.heads == "all" else model.kv_heads, self.budget.max_keys(capacity)
         scores = 4 * rows * (model.kv_heads * capacity + heads * (capacity + chosen + 1))
-        scores += sampling_bytes(self.choose, rows, heads, capacity) + redo_bytes(model, rows, self.redo)
+        scores += sampling_bytes(self.choose, model, rows, heads, capacity, chosen) + redo_bytes(model, rows, self.redo)
         return logits_bytes(model, rows, capacity, dtype) + scores
 
     def _anchor(self, call: LayerCall, state: KascadeState) -> Outcome:

@@ -107,9 +107,10 @@ class Loki(AttentionMethod):
         return outcome(call, call.attend(chosen), chosen, self.error_bars, self.redo)
 
     def workspace_bytes(self, model: ModelShape, rows: int, capacity: int, dtype: torch.dtype) -> int:
-        chosen = 4 * rows * model.kv_heads * (capacity + max_keys(self.k, capacity) + 1)
-        chosen += sampling_bytes(self.choose, rows, model.kv_heads, capacity) + redo_bytes(model, rows, self.redo)
-        return logits_bytes(model, rows, capacity, dtype) + chosen
+        heads, k = model.kv_heads, max_keys(self.k, capacity)
+        lists = 4 * rows * heads * (k + 1) + sampling_bytes(self.choose, model, rows, heads, capacity, k)
+        most = max(logits_bytes(model, rows, capacity, dtype), lists)  # logits are gone when keys are chosen
+        return 4 * rows * heads * capacity + most + redo_bytes(model, rows, self.redo)
 
     def _directions(self, dim: int) -> int:
         count = self.rank if isinstance(self.rank, int) else max(1, round(self.rank * dim))

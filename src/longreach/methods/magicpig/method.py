@@ -332,8 +332,8 @@ class MagicPIG(AttentionMethod):
         sealing = max(sealing_bytes(rows * model.kv_heads * tables, bits, self.seal) for bits, tables in pairs if bits)
         if not self._needs_lists:
             group = model.query_heads // model.kv_heads
-            attending = workspace_bytes(rows, capacity, tables, model.kv_heads, group, model.head_dim)
-            return max(sealing, attending)
+            attending = workspace_bytes(capacity, tables, model.kv_heads, group, model.head_dim, dtype.itemsize)
+            return max(sealing, rows * attending)
         listed = max_keys(self.capacity, capacity) * (model.kv_heads if self.share == "group" else model.query_heads)
         # look-ups count matches of every position; afterwards an entry has an index, the number of heads that sampled
         # it, a weight, a factor, and what counts it

@@ -13,7 +13,7 @@ from longreach.ops import KVView
 from longreach.ops.simhash import HashTables
 
 LAYERS = 64  # whose ends are computed together
-SEGMENT = 1 << 14  # positions of a segment: sealing sorts the last one again, and a look-up visits all of them
+SEGMENT = 1 << 13  # positions of a segment: sealing sorts the last one again, and a look-up visits all of them
 
 
 class LayerTables(StatelessOnTruncate):

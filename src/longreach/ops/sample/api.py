@@ -11,13 +11,12 @@ from longreach.ops.impl import Implementations
 from longreach.ops.types import INTS, describe, require
 
 
-def _named(op: str) -> Implementations:
-    paths = {name: f"longreach.ops.sample.{name}:{op}" for name in ("reference", "numba")}
-    return Implementations(op, paths, fp64=True)
+def _named(op: str, *names: str) -> Implementations:
+    return Implementations(op, {name: f"longreach.ops.sample.{name}:{op}" for name in names}, fp64=True)
 
 
-IMPLEMENTATIONS = _named("sample")
-DRAWING = _named("draw")
+IMPLEMENTATIONS = _named("sample", "reference", "triton", "numba")
+DRAWING = _named("draw", "reference", "numba")
 
 
 class Sampled(NamedTuple):
@@ -54,8 +53,10 @@ def sample(
     uniform: in (0, 1], the share of the count that is spread evenly, so that no weight exceeds n / (uniform count).
     power: > 0; below 1 for scores that are less sure, such as those of another layer.
 
-    Entries past a list's end may be anything. Nothing waits for the device. Raises InvalidInput for shapes, dtypes,
-    devices and numbers that do not fit, UnknownName.
+    Entries past a list's end may be anything. Nothing waits for the device; in a CUDA graph counts, lengths and offsets
+    may change between replays. Implementations round differently: where a sum is next to a whole number, they may draw
+    neighbouring columns. Raises InvalidInput for shapes, dtypes, devices and numbers that do not fit, UnknownName, and
+    Unsupported for more than 2^24 columns with Triton.
     """
     _check_scores(x, count, length)
     _check_numbers("offset", offset, x, ())

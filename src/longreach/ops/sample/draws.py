@@ -9,15 +9,16 @@ from torch import Tensor
 GOLDEN, FIRST, SECOND = -7046029254386353131, -4658895280553007687, -7723592293110705685
 
 
-def uniforms(seed: int, layer: int, pos: Tensor, heads: Tensor) -> Tensor:
+def uniforms(seed: int, layer: int | Tensor, pos: Tensor, heads: Tensor) -> Tensor:
     """fp64 [R, heads] in [0, 1), multiples of 2^-32: one number for each position and head of a layer.
 
-    pos: int [R]. heads: int [heads], numbers of the heads in the whole model, so that ranks draw what one process does.
+    layer: its number, or int [layers] for those of several layers at once: fp64 [layers, R, heads]. pos: int [R].
+    heads: int [heads], numbers of the heads in the whole model, so that ranks draw what one process does.
     Integer arithmetic on the device, without a generator: it may be captured, and replays draw by their positions.
     """
-    state = _mixed(torch.full_like(pos, seed, dtype=torch.int64) * GOLDEN + layer)
-    state = _mixed(state + pos.long() * GOLDEN)[:, None]
-    state = _mixed(state + (heads.long() + 1)[None] * GOLDEN)
+    state = _mixed(torch.full((), seed, dtype=torch.int64, device=pos.device) * GOLDEN + layer)[..., None]
+    state = _mixed(state + pos.long() * GOLDEN)[..., None]
+    state = _mixed(state + (heads.long() + 1) * GOLDEN)
     return ((state >> 32) & 0xFFFFFFFF).double() * 2.0**-32
 
 

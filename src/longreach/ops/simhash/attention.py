@@ -40,9 +40,10 @@ ATTENDING = Implementations(
 # - end: end of the tables
 NUMBERS = ("union", "met", "overflowed", "weighed", "attended", "searched", "end")
 
-# of Triton's kernels: query heads of a program, the others masked; programs that attend to all keys where a list is too
-# long; the least and the most positions of a program, and how many programs there should be
-HEADS, SPLITS, PARTS, PROGRAMS = 16, 8, (1024, 4096), 1024
+# of Triton's kernels: query heads of a program, the others masked; words of counters; programs that attend to all keys
+# where a list is too long
+HEADS, ROOM, SPLITS = 16, 4096, 8
+MOST_VECTOR = 256  # bytes of a key, if counters are in shared memory
 
 
 class SampledAttention(NamedTuple):
@@ -133,20 +134,25 @@ def look_up_bytes(group: int, tables: HashTables) -> int:
     return group * tables.tables * 2 * tables.offsets.element_size()
 
 
-def workspace_bytes(rows: int, columns: int, tables: int, kv_heads: int, group: int, dim: int) -> int:
-    """Bytes that Triton's kernels allocate, results included. columns: positions that the tables hold."""
-    part = part_of(rows * kv_heads, columns)
+def workspace_bytes(columns: int, tables: int, kv_heads: int, group: int, dim: int, element: int) -> int:
+    """Bytes that Triton's kernels allocate for a row, results included. columns: positions that the tables hold.
+    element: bytes of a number of the keys.
+    """
+    part = ROOM // words(group, tables)
     parts, dims = -(-columns // part), max(HEADS, 1 << (dim - 1).bit_length())
-    words = -(-group // counters(tables)) * columns + 1 + parts * part
-    results = (parts + SPLITS) * HEADS * (dims + 2) + parts * (HEADS + 2) + group * (dim + 1)
-    return rows * kv_heads * (4 * (words + results) + 8 * len(NUMBERS))
+    results = (parts + SPLITS) * HEADS * (dims + 2) + parts * (HEADS + 3) + group * (dim + 1)
+    memory = 0 if shares_counters(dim, element) else parts * ROOM
+    return kv_heads * (4 * (parts * part + memory + results) + 2 * group * tables + 8 * len(NUMBERS))
 
 
-def part_of(items: int, columns: int) -> int:
-    """Positions of a program of Triton's kernels, a power of 2. items: KV heads of all rows."""
-    least, most = PARTS
-    wanted = max(least, min(most, items * columns // PROGRAMS))
-    return 1 << min(wanted.bit_length() - 1, (columns - 1).bit_length())
+def shares_counters(dim: int, element: int) -> bool:
+    """Whether shared memory has room for counters beside keys and values of two blocks."""
+    return max(HEADS, 1 << (dim - 1).bit_length()) * element <= MOST_VECTOR
+
+
+def words(group: int, tables: int) -> int:
+    """How many int32 hold a key's counters of tables, one for each query head: a power of 2."""
+    return 1 << (-(-group // counters(tables)) - 1).bit_length()
 
 
 def counters(tables: int) -> int:

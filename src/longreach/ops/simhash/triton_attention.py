@@ -1,36 +1,47 @@
-"""attend_sampled on the GPU, in four kernels. Nothing waits for the device; all may be captured."""
+"""attend_sampled on the GPU, in four kernels, codes included. Nothing waits for the device; all may be captured."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import triton
 from torch import Tensor
 
 from longreach.ops.simhash import triton_attention_kernels as kernels
-from longreach.ops.simhash.attention import HEADS, NUMBERS, SPLITS, counters, look_up_bytes, part_of
+from longreach.ops.simhash.attention import (
+    HEADS,
+    NUMBERS,
+    ROOM,
+    SPLITS,
+    counters,
+    look_up_bytes,
+    shares_counters,
+    words,
+)
 from longreach.ops.simhash.probability import TINY, form
 from longreach.ops.simhash.tables import HashTables
-from longreach.ops.simhash.triton import refuse
+from longreach.ops.simhash.triton import INTERPRETED, refuse
+from longreach.ops.simhash.triton import codes as triton_codes
 from longreach.ops.types import KVView, Partial, Rows
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """bucket: ids read from a bucket at a time; part: positions of a program, a power of 2 (None: by `part_of`);
-    scanned: positions of a round; keys: attended to at a time; splits: programs that attend where a list is too long;
-    merged: parts merged at a time, at most; mark_warps, warps: of a program that looks up, and that attends.
+    """room: words of counters, at most ROOM; bucket: ids read from a bucket at a time; pairs: buckets at a time, at
+    most; scanned: words of a round, at most `room`; keys: attended to at a time; splits: programs that attend where a
+    list is too long; merged: parts merged at a time, at most; warps: of a program that attends.
     """
 
-    bucket: int = 16
-    part: int | None = None
+    room: int = ROOM
+    bucket: int = 4
+    pairs: int = 1024
     scanned: int = 1024
     keys: int = 16
     splits: int = SPLITS
     merged: int = 128
-    mark_warps: int = 1
-    warps: int = 2
+    warps: int = 4
 
 
 def attend_sampled(
@@ -41,10 +52,9 @@ def attend_sampled(
     t, device = tune or Tuning(), rows.q.device
     count, heads, dim = rows.q.shape
     group, columns = heads // kv.heads, tables.ids.shape[3]
-    per = counters(tables.tables)
-    width = triton.cdiv(group, per)
-    part = t.part or part_of(count * kv.heads, columns)
-    parts, segments = triton.cdiv(columns, part), triton.cdiv(columns, tables.size) - tables.first // tables.size
+    width = words(group, tables.tables)
+    part = t.room // width
+    parts = triton.cdiv(columns, part)
     pieces, dims = parts + t.splits, max(16, triton.next_power_of_2(dim))
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -52,14 +62,18 @@ def attend_sampled(
 
     out, lse = torch.empty(count, heads, dim, device=device), torch.empty(count, heads, device=device)
     numbers = empty(len(NUMBERS), dtype=torch.int64)
-    marks = torch.zeros(count * kv.heads * (width * columns + 1), dtype=torch.int32, device=device)
-    looked_up = marks[-count * kv.heads :].view(count, kv.heads)
     if count:
         top, total, sums = empty(pieces, HEADS), empty(pieces, HEADS), empty(pieces, HEADS, dims)
-        counts, scratch = empty(parts, HEADS + 2, dtype=torch.int32), empty(parts, part, dtype=torch.int32)
+        counts, scratch = empty(parts, HEADS + 3, dtype=torch.int32), empty(parts, part, dtype=torch.int32)
+        shared, memory = shares_counters(dim, kv.k.element_size()), scratch
+        if not shared:
+            memory = empty(parts, t.room, dtype=torch.int32)
+        elif INTERPRETED:  # which has no shared memory
+            memory = torch.from_numpy(np.empty((count, kv.heads, parts, t.room), np.int32))
         q = rows.q if rows.q.stride(2) == 1 else rows.q.contiguous()
+        codes = triton_codes(q, projections, None)
         seq, pos, where, table = rows.seq.contiguous(), rows.pos.contiguous(), slots.contiguous(), kv.block_table
-        memory = (
+        view = (
             kv.k, kv.k.stride()[:3], kv.v, kv.v.stride()[:3], kv.seq_lens if table is None else table,
             0 if table is None else table.stride(0), kv.seq_lens,
         )  # fmt: skip
@@ -67,29 +81,24 @@ def attend_sampled(
         law = tables.tables, least, tables.bits, f.split, f.scale, f.ratios, f.binomials
         shape = {"GROUP": group, "D": dim, "D2": dims}
         paged = {"PAGED": table is not None, "PAGE": kv.page, "SOFTCAP": float(softcap or 0.0)}
-        items = count * kv.heads
+        items, pairs = count * kv.heads, triton.next_power_of_2(group * tables.tables)
         with torch.cuda.device_of(q):
-            kernels.mark[(items, tables.tables, segments)](
-                q, q.stride()[:2], projections.contiguous().view(torch.int16), tables.ids, tables.ids.stride()[:3],
-                tables.offsets, tables.offsets.stride()[:4], where, seq, tables.stop, marks, looked_up, columns,
-                kv.heads, tables.first, BITS=tables.bits, **shape, SIZE=tables.size, PER=per, WORDS=width, BN=t.bucket,
-                num_warps=t.mark_warps,
-            )  # fmt: skip
             kernels.attend_parts[(items, parts)](
-                q, q.stride()[:2], *memory, centre, where, seq, pos, tables.stop, marks, scratch, top, total, sums,
-                counts, columns, kv.heads, tables.first, sinks, least, max(floor, TINY), scale, parts, pieces,
-                **shape, OWN=own, **paged, PER=per, WORDS=width, WORDS2=triton.next_power_of_2(width),
-                LAW=law, PART=part, BN=min(t.scanned, part), BC=t.keys, num_warps=t.warps,
+                q, q.stride()[:2], *view, centre, codes, tables.ids, tables.ids.stride()[:3], tables.offsets,
+                tables.offsets.stride()[:4], where, seq, pos, tables.stop, memory, scratch, top, total, sums, counts,
+                kv.heads, tables.first, sinks, least, max(floor, TINY), scale, parts, pieces, **shape, OWN=own, **paged,
+                TABLES=tables.tables, SIZE=tables.size, PER=counters(tables.tables), WORDS=width, LAW=law, ROOM=t.room,
+                SHARED=shared and not INTERPRETED, BT=max(32 * t.warps, min(t.pairs, pairs)), BI=t.bucket,
+                BN=t.scanned // width, BC=t.keys, num_warps=t.warps,
             )  # fmt: skip
             kernels.attend_rest[(items, t.splits)](
-                q, q.stride()[:2], *memory, where, seq, pos, tables.stop, limit, counts, looked_up, numbers, top,
+                q, q.stride()[:2], *view, where, seq, pos, tables.stop, limit, counts, numbers, top,
                 total, sums, kv.heads, tables.first, sinks, scale, parts, look_up_bytes(group, tables),
                 BP=triton.next_power_of_2(parts), OWN=own, **shape, **paged, SIZE=tables.size, SPLITS=t.splits,
                 BC=t.keys,
             )  # fmt: skip
             kernels.merge_parts[(items, group)](
                 top, total, sums, counts, limit, out, lse, kv.heads, parts, t.splits, **shape, OWN=own,
-                BP=triton.next_power_of_2(parts), 
-                BM=min(t.merged, triton.next_power_of_2(max(parts, t.splits))), num_warps=4,
+                BP=triton.next_power_of_2(parts), BM=min(t.merged, triton.next_power_of_2(max(parts, t.splits))),
             )  # fmt: skip
     return Partial(out, lse), None, numbers

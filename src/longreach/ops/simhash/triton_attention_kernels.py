@@ -1,9 +1,11 @@
 # mypy: ignore-errors
-"""The Triton kernels of attend_sampled: look-ups, attention by parts of the context, and the merge of the parts.
+"""The Triton kernels of attend_sampled: look-ups and attention by parts of the context, and the merge of the parts.
 
-A key's word holds, for each query head of its KV head, in how many tables they met: `PER` counters a word. A part of
-the context finds its sampled keys in the words, and attends to them and to a share of the keys that are always attended
-to. So no list is made for all of the context. If a list is too long, the parts' results are not used.
+A program looks up a part of the context for all query heads of a KV head. It counts, for each key and head, the tables
+in which they met, in shared memory if there is enough: a key's word has `PER` counters, and WORDS words hold those of
+all heads. Then it attends to the keys that some head sampled, and to a share of those that are always attended to. So
+no list is made for all of the context, and no count leaves the program. If a list is too long, the parts' results are
+not used.
 """
 
 from __future__ import annotations
@@ -12,57 +14,99 @@ import triton
 import triton.language as tl
 
 from longreach.ops.simhash.attention import HEADS as HEADS_OF_A_PROGRAM
-from longreach.ops.simhash.triton_kernels import _coded, _directions, _place, agreement, inclusion, log
+from longreach.ops.simhash.triton_kernels import _place, agreement, inclusion, log
 
 HEADS = tl.constexpr(HEADS_OF_A_PROGRAM)  # the least that a tensor core multiplies
 
 
 @triton.jit
-def mark(
-    q, q_strides, projections, ids, id_strides, offsets, offset_strides, slots, seq, stop, words, looked_up, columns,
-    G, lowest, BITS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, SIZE: tl.constexpr,
-    PER: tl.constexpr, WORDS: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """Hash the query heads of a row's KV head for one table, and count that table for the keys of a segment's buckets.
-
-    words: int32 [R, G, WORDS, columns]; looked_up: int32 [R, G]; both start at 0. slots: sequences of the tables, of
-    the view's.
-    """
-    item, table, segment = tl.program_id(0), tl.program_id(1), tl.program_id(2) + lowest // SIZE
-    r, g = item // G, item % G
-    b = tl.load(slots + tl.load(seq + r)).to(tl.int64)
-    last = tl.load(stop + b)
-    begin = segment * SIZE
-    if (last > lowest) & (begin < last):
-        h, d, bit = tl.arange(0, HEADS), tl.arange(0, D2), tl.arange(0, 16)
-        mine = h < GROUP
-        row = q + r.to(tl.int64) * q_strides[0] + (g * GROUP + h).to(tl.int64)[:, None] * q_strides[1] + d[None, :]
-        x = tl.load(row, mask=mine[:, None] & (d < D)[None, :], other=0.0)
-        code = _coded(x, _directions(projections, table, bit, d, BITS, D), BITS, 16).to(tl.int32)
-        edges = offsets + b * offset_strides[0] + g * offset_strides[1] + table * offset_strides[2]
-        edges += segment * offset_strides[3]
-        first = tl.load(edges + code, mask=mine, other=0).to(tl.int32)
-        end = tl.load(edges + code + 1, mask=mine, other=0).to(tl.int32)
-        place = ids + b * id_strides[0] + g * id_strides[1] + table * id_strides[2] + begin
-        counter = words + (item.to(tl.int64) * WORDS + h // PER) * columns
-        one = 1 << (h % PER) * (32 // PER)
-        lane = tl.arange(0, BN)
-        for j in range(0, tl.max(end - first, 0), BN):
-            n = first[:, None] + j + lane[None, :]
-            there = n < end[:, None]
-            at = begin + tl.load(place + n, mask=there, other=0).to(tl.int32)
-            tl.atomic_add(
-                counter[:, None] + at, one[:, None].broadcast_to(HEADS, BN), mask=there & (at < last), sem="relaxed"
-            )
-        tl.atomic_add(looked_up + item, tl.sum(end - first, 0), sem="relaxed")
+def _counters(zero, ROOM: tl.constexpr, SHARED: tl.constexpr):
+    """The address of ROOM words of shared memory, which Triton itself does not give. To be called once in a kernel."""
+    if SHARED:
+        tl.static_assert(ROOM <= 4096)
+        return tl.inline_asm_elementwise(
+            "{ .shared .align 16 .b32 longreach_counters[4096]; mov.u32 $0, longreach_counters; }", "=r,r", [zero],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        return zero
 
 
 @triton.jit
-def _met(words, at, there, columns, h, least, PER: tl.constexpr, WORDS: tl.constexpr):
-    """bool [positions, HEADS]: the heads that met the keys at `at` in `least` tables. words: of the row's KV head."""
-    word = tl.load(
-        words + (h // PER)[None, :] * columns + at[:, None], mask=there[:, None] & (h < WORDS * PER)[None, :], other=0
-    )
+def _clear(counters, memory, at, SHARED: tl.constexpr):
+    """Make words 0."""
+    if SHARED:
+        tl.inline_asm_elementwise(
+            "st.shared.u32 [$1], 0; mov.u32 $0, 0;", "=r,r", [counters + 4 * at], dtype=tl.int32, is_pure=False, pack=1
+        )
+    else:
+        tl.store(memory + at, tl.zeros(at.shape, tl.int32))
+
+
+@triton.jit
+def _count(counters, memory, at, one, there, SHARED: tl.constexpr):
+    """Add `one` to words. Shared: each element must be of one thread, so there must be as many as threads, or more."""
+    if SHARED:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.u32 p, $3, 0; @p red.shared.add.u32 [$1], $2; mov.u32 $0, 0; }", "=r,r,r,r",
+            [counters + 4 * tl.where(there, at, 0), one, there.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        tl.atomic_add(memory + at, one, mask=there, sem="relaxed")
+
+
+@triton.jit
+def _word(counters, memory, at, there, SHARED: tl.constexpr):
+    """Words, 0 elsewhere."""
+    if SHARED:
+        word = tl.inline_asm_elementwise(
+            "ld.shared.u32 $0, [$1];", "=r,r", [counters + 4 * tl.where(there, at, 0)], dtype=tl.int32, is_pure=False,
+            pack=1,
+        )  # fmt: skip
+        return tl.where(there, word, 0)
+    else:  # atomics pass the first cache by
+        return tl.load(memory + at, mask=there, other=0, cache_modifier=".cg")
+
+
+@triton.jit
+def _look_up(
+    codes, ids, id_stride, offsets, table_stride, segment_stride, counters, memory, low, high, lowest,
+    TABLES: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, PER: tl.constexpr, WORDS: tl.constexpr,
+    SHARED: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Count the tables in which query heads meet the keys [low, high).
+
+    codes: uint16 [GROUP, TABLES], of the KV head that ids and offsets are of. Returns how many ids are in the buckets
+    of segments that begin in the part.
+    """
+    lane, read = tl.arange(0, BN), 0
+    for begin in range(tl.maximum(low // SIZE, lowest // SIZE) * SIZE, high, SIZE):
+        for pairs in range(0, GROUP * TABLES, BT):
+            pair = pairs + tl.arange(0, BT)
+            mine = pair < GROUP * TABLES
+            h, t = pair // TABLES, pair % TABLES
+            code = tl.load(codes + pair, mask=mine, other=0).to(tl.int32)
+            edges = offsets + t * table_stride + begin // SIZE * segment_stride + code
+            first = tl.load(edges, mask=mine, other=0).to(tl.int32)
+            end = tl.load(edges + 1, mask=mine, other=0).to(tl.int32)
+            read += tl.where(begin >= low, tl.sum(end - first, 0), 0)
+            place = ids + t * id_stride + begin
+            one = 1 << h % PER * (32 // PER)
+            for j in range(0, tl.max(end - first, 0), BN):
+                n = first[:, None] + j + lane[None, :]
+                there = n < end[:, None]
+                at = begin + tl.load(place[:, None] + n, mask=there, other=0).to(tl.int32)
+                there &= (at >= low) & (at < high)
+                word = (at - low) * WORDS + (h // PER)[:, None]
+                _count(counters, memory, word, one[:, None].broadcast_to(BT, BN), there, SHARED)
+    return read
+
+
+@triton.jit
+def _met(counters, memory, at, there, h, least, PER: tl.constexpr, WORDS: tl.constexpr, SHARED: tl.constexpr):
+    """bool [positions, HEADS]: the heads that met the keys in `least` tables. at: positions in the part."""
+    some = there[:, None] & (h < WORDS * PER)[None, :]
+    word = _word(counters, memory, at[:, None] * WORDS + (h // PER)[None, :], some, SHARED)
     return _counter(word, (h % PER)[None, :], PER) >= least
 
 
@@ -104,23 +148,27 @@ def _logits(q, k, scale, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def attend_parts(
-    q, q_strides, k, k_strides, v, v_strides, table, table_row, filled, centre, slots, seq, pos, stop, words, scratch,
-    top, total, out, counts, columns, G, lowest, sinks, least, floor, scale, parts, pieces, GROUP: tl.constexpr,
-    OWN: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr,
-    PER: tl.constexpr, WORDS: tl.constexpr, WORDS2: tl.constexpr, LAW: tl.constexpr, SOFTCAP: tl.constexpr,
-    PART: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr,
+    q, q_strides, k, k_strides, v, v_strides, table, table_row, filled, centre, codes, ids, id_strides, offsets,
+    offset_strides, slots, seq, pos, stop, memory, scratch, top, total, out, counts, G, lowest, sinks, least, floor,
+    scale, parts, pieces, GROUP: tl.constexpr, OWN: tl.constexpr, D: tl.constexpr, D2: tl.constexpr,
+    PAGED: tl.constexpr, PAGE: tl.constexpr, TABLES: tl.constexpr, SIZE: tl.constexpr, PER: tl.constexpr,
+    WORDS: tl.constexpr, LAW: tl.constexpr, SOFTCAP: tl.constexpr, ROOM: tl.constexpr, SHARED: tl.constexpr,
+    BT: tl.constexpr, BI: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Attend to the sampled keys of one part of the context, and to a share of those that are always attended to.
 
-    scratch: int32 [R, G, parts, PART]. Written: top, total fp32 [R, G, pieces, HEADS], out fp32 [..., D2], counts
-    int32 [R, G, parts, HEADS + 2]: keys of each head, of any head, and heads over all keys.
+    codes: uint16 [R, H, TABLES]. scratch: int32 [R, G, parts, PART], PART = ROOM / WORDS; memory: [R, G, parts, ROOM],
+    for counters that are not SHARED. Written: top, total fp32 [R, G, pieces, HEADS], out fp32 [..., D2], counts int32
+    [R, G, parts, HEADS + 3]: keys of each head, of any head, heads over all keys, ids in the buckets.
     """
+    PART: tl.constexpr = ROOM // WORDS
     item, part = tl.program_id(0), tl.program_id(1)
     r, g = item // G, (item % G).to(tl.int64)
     b = tl.load(seq + r).to(tl.int64)
     slot = tl.load(slots + b).to(tl.int64)
     reach = tl.minimum(tl.load(pos + r).to(tl.int32) + 1, tl.load(filled + b).to(tl.int32))
-    last = tl.minimum(tl.load(stop + slot), reach)
+    end = tl.load(stop + slot)
+    last = tl.minimum(end, reach)
     last = tl.where(last > lowest, last, 0)
     h, d = tl.arange(0, HEADS), tl.arange(0, D2)
     mine = h < GROUP
@@ -129,29 +177,42 @@ def attend_parts(
     m, z = tl.full([HEADS], float("-inf"), tl.float32), tl.zeros([HEADS], tl.float32)
     o = tl.zeros([HEADS, D2], tl.float32)
     lane = tl.arange(0, BC)
-    mark_of = words + item.to(tl.int64) * WORDS * columns
+    counters = _counters(part - part, ROOM, SHARED)
+    own_memory = memory + (item.to(tl.int64) * parts + part) * ROOM
     room = scratch + (item.to(tl.int64) * parts + part) * PART
-    number, wide, w = 0, tl.arange(0, BN), tl.arange(0, WORDS2)
-    each = tl.zeros([BN, WORDS2], tl.int32)  # hits of each head, in the places of the counters of tables
-    for begin in range(part * PART, tl.minimum((part + 1) * PART, last), BN):
+    low, wide, w = part * PART, tl.arange(0, BN), tl.arange(0, WORDS)
+    number, looked_up = 0, 0
+    tl.static_assert(PART // BN < 1 << (32 // PER))  # rounds that a counter of `each` can hold
+    each = tl.zeros([BN, WORDS], tl.int32)  # hits of each head, in the places of the counters of tables
+    if (end > lowest) & (low < end):  # entries past what the row sees are counted as read
+        _clear(counters, own_memory, tl.arange(0, ROOM), SHARED)
+        tl.debug_barrier()
+        looked_up = _look_up(
+            codes + (r.to(tl.int64) * G + g) * GROUP * TABLES, ids + slot * id_strides[0] + g * id_strides[1],
+            id_strides[2], offsets + slot * offset_strides[0] + g * offset_strides[1], offset_strides[2],
+            offset_strides[3], counters, own_memory, low, tl.minimum(low + PART, end), lowest, TABLES, GROUP, SIZE, PER,
+            WORDS, SHARED, BT, BI,
+        )  # fmt: skip
+        tl.debug_barrier()
+    for begin in range(0, tl.minimum(PART, last - low), BN):
         at = begin + wide
-        some = (at < last)[:, None] & (w < WORDS)[None, :]
-        word = tl.load(mark_of + w[None, :] * columns + at[:, None], mask=some, other=0)
-        hits = tl.zeros([BN, WORDS2], tl.int32)
+        word = _word(counters, own_memory, at[:, None] * WORDS + w[None, :], (low + at < last)[:, None], SHARED)
+        hits = tl.zeros([BN, WORDS], tl.int32)
         for i in tl.static_range(PER):
             hits += (_counter(word, i, PER) >= least).to(tl.int32) << i * (32 // PER)
         each += hits
         hit = (tl.max(hits, 1) > 0).to(tl.int32)
-        tl.store(room + number + tl.cumsum(hit, 0) - 1, at, mask=hit > 0)
+        tl.store(room + number + tl.cumsum(hit, 0) - 1, low + at, mask=hit > 0)
         number += tl.sum(hit, 0)
     tl.debug_barrier()
-    count, all_hits = counts + (item.to(tl.int64) * parts + part) * (HEADS + 2), 0
+    count, all_hits = counts + (item.to(tl.int64) * parts + part) * (HEADS + 3), 0
     for i in tl.static_range(GROUP):
         its = tl.sum(tl.sum(tl.where(w[None, :] == i // PER, _counter(each, i % PER, PER), 0), 1), 0)
         tl.store(count + i, its)
         all_hits += its
     tl.store(count + HEADS, number)
     tl.store(count + HEADS + 1, all_hits)
+    tl.store(count + HEADS + 2, looked_up)
     if number > 0:
         xf = x.to(tl.float32)
         square = tl.sum(xf * xf, 1)
@@ -173,7 +234,7 @@ def attend_parts(
             both = usable[:, None] & known[None, :]
             cosine = tl.where(both, cosine, tl.where(usable[:, None] | known[None, :], 0.0, 1.0))
             u = tl.maximum(inclusion(agreement(cosine), LAW), floor)
-            met = _met(mark_of, s, there, columns, h, least, PER, WORDS)
+            met = _met(counters, own_memory, s - low, there, h, least, PER, WORDS, SHARED)
             if OWN:
                 weight = -log(u)
                 y = tl.where(met, y + weight, float("-inf"))
@@ -184,7 +245,7 @@ def attend_parts(
                 y = tl.where(there[:, None], y + weight[:, None], float("-inf"))
             m, z, o = _fold(y, vv, m, z, o)
     sink = tl.minimum(sinks, reach)
-    start = tl.maximum(last, sink)
+    start = tl.maximum(tl.minimum(end, reach), sink)
     always = sink + reach - start
     for c in range(part * BC, always, parts * BC):
         n = c + lane
@@ -202,8 +263,8 @@ def attend_parts(
 
 @triton.jit
 def attend_rest(
-    q, q_strides, k, k_strides, v, v_strides, table, table_row, filled, slots, seq, pos, stop, limit, counts, looked_up,
-    numbers, top, total, out, G, lowest, sinks, scale, parts, edges, BP: tl.constexpr, GROUP: tl.constexpr,
+    q, q_strides, k, k_strides, v, v_strides, table, table_row, filled, slots, seq, pos, stop, limit, counts, numbers,
+    top, total, out, G, lowest, sinks, scale, parts, edges, BP: tl.constexpr, GROUP: tl.constexpr,
     OWN: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr,
     SOFTCAP: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
@@ -215,9 +276,9 @@ def attend_rest(
     item, split = tl.program_id(0), tl.program_id(1)
     r, g = item // G, (item % G).to(tl.int64)
     h, d, p, wide = tl.arange(0, HEADS), tl.arange(0, D2), tl.arange(0, BP), tl.arange(0, 2 * HEADS)
-    used = (wide < GROUP) | (wide == HEADS) | (wide == HEADS + 1)
+    used = (wide < GROUP) | ((wide >= HEADS) & (wide < HEADS + 3))
     some = (p < parts)[:, None] & used[None, :]
-    each = counts + (item.to(tl.int64) * parts + p)[:, None] * (HEADS + 2) + wide[None, :]
+    each = counts + (item.to(tl.int64) * parts + p)[:, None] * (HEADS + 3) + wide[None, :]
     sums = tl.sum(tl.load(each, mask=some, other=0), 0)
     most = tl.load(limit + r).to(tl.int32)
     mine = (wide < GROUP) if OWN else (wide == HEADS)
@@ -234,7 +295,8 @@ def attend_rest(
         met = tl.sum(tl.where((wide < GROUP) & (full == 0), sums, 0), 0) if OWN else tl.where(over, 0, met)
         always = first + reach - tl.maximum(last, first)
         segments = tl.where(end > lowest, tl.cdiv(end, SIZE) - lowest // SIZE, 0)
-        read = 2 * tl.load(looked_up + item).to(tl.int64) + segments.to(tl.int64) * edges
+        looked_up = tl.sum(tl.where(wide == HEADS + 2, sums, 0), 0)
+        read = 2 * looked_up.to(tl.int64) + segments.to(tl.int64) * edges
         column = numbers + item.to(tl.int64) * 7
         tl.store(column, union.to(tl.int64))
         tl.store(column + 1, met.to(tl.int64))
@@ -275,7 +337,7 @@ def merge_parts(
     """
     item, h = tl.program_id(0), tl.program_id(1)
     p, d, some = tl.arange(0, BP), tl.arange(0, D2), tl.arange(0, BM)
-    each = counts + (item.to(tl.int64) * parts + p) * (HEADS + 2) + (h if OWN else HEADS)
+    each = counts + (item.to(tl.int64) * parts + p) * (HEADS + 3) + (h if OWN else HEADS)
     over = tl.sum(tl.load(each, mask=p < parts, other=0), 0) > tl.load(limit + item // G).to(tl.int32)
     first = tl.where(over, parts, 0)
     end = tl.where(over, parts + splits, parts)
@@ -284,15 +346,16 @@ def merge_parts(
         there = begin + some < end
         place = (item.to(tl.int64) * (parts + splits) + begin + some) * HEADS + h
         m = tl.load(top + place, mask=there, other=float("-inf"))
-        there &= m != float("-inf")
+        size = tl.load(total + place, mask=there, other=0.0)
+        there &= (m != float("-inf")) | (size != 0.0)  # logits that are all NaN leave no highest one, and a NaN total
         higher = tl.maximum(most, tl.max(m, 0))
         safe = tl.where(higher == float("-inf"), 0.0, higher)
         share, before = tl.exp(m - safe), tl.exp(most - safe)
-        z = z * before + tl.sum(tl.where(there, share * tl.load(total + place, mask=there, other=0.0), 0.0), 0)
+        z = z * before + tl.sum(tl.where(there, share * size, 0.0), 0)
         x = tl.load(out + place[:, None] * D2 + d[None, :], mask=there[:, None], other=0.0)
         o = o * before + tl.sum(tl.where(there[:, None], share[:, None] * x, 0.0), 0)
         most = higher
-    nothing = most == float("-inf")
+    nothing = z == 0.0
     head = item.to(tl.int64) * GROUP + h
     tl.store(whole + head * D + d, tl.where(nothing, 0.0, o / tl.where(nothing, 1.0, z)), mask=d < D)
     tl.store(lse + head, tl.where(nothing, float("-inf"), most + tl.log(tl.where(nothing, 1.0, z))))
