@@ -36,7 +36,7 @@ class Tuning:
 
     room: int = ROOM
     bucket: int = 4
-    pairs: int = 1024
+    pairs: int = 256
     scanned: int = 1024
     keys: int = 16
     splits: int = SPLITS
