@@ -40,9 +40,9 @@ ATTENDING = Implementations(
 # - end: end of the tables
 NUMBERS = ("union", "met", "overflowed", "weighed", "attended", "searched", "end")
 
-# of Triton's kernels: query heads of a program, the others masked; words of counters; programs that attend to all keys
-# where a list is too long
-HEADS, ROOM, SPLITS = 16, 4096, 8
+# of Triton's kernels: query heads of a program, the others masked; words of counters; buckets looked up at a time;
+# programs that attend to all keys where a list is too long
+HEADS, ROOM, BUCKETS, SPLITS = 16, 4096, 512, 8
 MOST_VECTOR = 256  # bytes of a key, if counters are in shared memory
 
 
@@ -141,7 +141,11 @@ def workspace_bytes(columns: int, tables: int, kv_heads: int, group: int, dim: i
     part = ROOM // words(group, tables)
     parts, dims = -(-columns // part), max(HEADS, 1 << (dim - 1).bit_length())
     results = (parts + SPLITS) * HEADS * (dims + 2) + parts * (HEADS + 3) + group * (dim + 1)
-    memory = 0 if shares_counters(dim, element) else parts * ROOM
+    memory = (
+        0
+        if shares_counters(dim, element)
+        else parts * (ROOM + 3 * min(BUCKETS, 1 << (group * tables - 1).bit_length()))
+    )
     return kv_heads * (4 * (parts * part + memory + results) + 2 * group * tables + 8 * len(NUMBERS))
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from longreach.ops.simhash import triton_attention_kernels as kernels
 from longreach.ops.simhash.attention import (
+    BUCKETS,
     HEADS,
     NUMBERS,
     ROOM,
@@ -29,19 +30,21 @@ from longreach.ops.types import KVView, Partial, Rows
 
 @dataclass(frozen=True)
 class Tuning:
-    """room: words of counters, at most ROOM; bucket: ids read from a bucket at a time; pairs: buckets at a time, at
-    most; scanned: words of a round, at most `room`; keys: attended to at a time; splits: programs that attend where a
-    list is too long; merged: parts merged at a time, at most; warps: of a program that attends.
+    """room: words of counters, at most ROOM; buckets: looked up at a time, at most, a power of 2; pieces: of 8 ids,
+    read at a time; scanned: words of a round, at most `room`; keys: attended to at a time; stages: loads of keys begin
+    so many rounds ahead; splits: programs that attend where a list is too long; merged: parts merged at a time, at
+    most; warps: of a program that attends.
     """
 
     room: int = ROOM
-    bucket: int = 4
-    pairs: int = 256
-    scanned: int = 1024
-    keys: int = 16
+    buckets: int = BUCKETS
+    pieces: int = 256
+    scanned: int = 4096
+    keys: int = 32
+    stages: int = 2
     splits: int = SPLITS
     merged: int = 128
-    warps: int = 4
+    warps: int = 8
 
 
 def attend_sampled(
@@ -55,6 +58,7 @@ def attend_sampled(
     width = words(group, tables.tables)
     part = t.room // width
     parts = triton.cdiv(columns, part)
+    buckets = min(t.buckets, triton.next_power_of_2(group * tables.tables))
     pieces, dims = parts + t.splits, max(16, triton.next_power_of_2(dim))
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -67,9 +71,9 @@ def attend_sampled(
         counts, scratch = empty(parts, HEADS + 3, dtype=torch.int32), empty(parts, part, dtype=torch.int32)
         shared, memory = shares_counters(dim, kv.k.element_size()), scratch
         if not shared:
-            memory = empty(parts, t.room, dtype=torch.int32)
+            memory = empty(parts, t.room + 3 * buckets, dtype=torch.int32)
         elif INTERPRETED:  # which has no shared memory
-            memory = torch.from_numpy(np.empty((count, kv.heads, parts, t.room), np.int32))
+            memory = torch.from_numpy(np.empty((count, kv.heads, parts, t.room + 3 * buckets), np.int32))
         q = rows.q if rows.q.stride(2) == 1 else rows.q.contiguous()
         codes = triton_codes(q, projections, None)
         seq, pos, where, table = rows.seq.contiguous(), rows.pos.contiguous(), slots.contiguous(), kv.block_table
@@ -77,19 +81,21 @@ def attend_sampled(
             kv.k, kv.k.stride()[:3], kv.v, kv.v.stride()[:3], kv.seq_lens if table is None else table,
             0 if table is None else table.stride(0), kv.seq_lens,
         )  # fmt: skip
+        strides = tables.ids.stride()[:3]
+        whole = all(n % 8 == 0 for n in (columns, *strides)) and tables.ids.data_ptr() % 16 == 0
         f = form(tables.tables, least)
         law = tables.tables, least, tables.bits, f.split, f.scale, f.ratios, f.binomials
         shape = {"GROUP": group, "D": dim, "D2": dims}
         paged = {"PAGED": table is not None, "PAGE": kv.page, "SOFTCAP": float(softcap or 0.0)}
-        items, pairs = count * kv.heads, triton.next_power_of_2(group * tables.tables)
+        items = count * kv.heads
         with torch.cuda.device_of(q):
             kernels.attend_parts[(items, parts)](
-                q, q.stride()[:2], *view, centre, codes, tables.ids, tables.ids.stride()[:3], tables.offsets,
+                q, q.stride()[:2], *view, centre, codes, tables.ids, strides, tables.offsets,
                 tables.offsets.stride()[:4], where, seq, pos, tables.stop, memory, scratch, top, total, sums, counts,
                 kv.heads, tables.first, sinks, least, max(floor, TINY), scale, parts, pieces, **shape, OWN=own, **paged,
                 TABLES=tables.tables, SIZE=tables.size, PER=counters(tables.tables), WORDS=width, LAW=law, ROOM=t.room,
-                SHARED=shared and not INTERPRETED, BT=max(32 * t.warps, min(t.pairs, pairs)), BI=t.bucket,
-                BN=t.scanned // width, BC=t.keys, num_warps=t.warps,
+                SHARED=shared and not INTERPRETED, WHOLE=whole, LOG=buckets.bit_length() - 1, BE=t.pieces,
+                BN=t.scanned // width, BC=t.keys, STAGES=t.stages, num_warps=t.warps,
             )  # fmt: skip
             kernels.attend_rest[(items, t.splits)](
                 q, q.stride()[:2], *view, where, seq, pos, tables.stop, limit, counts, numbers, top,

@@ -20,12 +20,11 @@ HEADS = tl.constexpr(HEADS_OF_A_PROGRAM)  # the least that a tensor core multipl
 
 
 @triton.jit
-def _counters(zero, ROOM: tl.constexpr, SHARED: tl.constexpr):
-    """The address of ROOM words of shared memory, which Triton itself does not give. To be called once in a kernel."""
+def _words(zero, WORDS: tl.constexpr, SHARED: tl.constexpr):
+    """The address of words of shared memory, which Triton itself does not give. To be called once in a kernel."""
     if SHARED:
-        tl.static_assert(ROOM <= 4096)
         return tl.inline_asm_elementwise(
-            "{ .shared .align 16 .b32 longreach_counters[4096]; mov.u32 $0, longreach_counters; }", "=r,r", [zero],
+            f"{{ .shared .align 16 .b32 longreach_words[{WORDS}]; mov.u32 $0, longreach_words; }}", "=r,r", [zero],
             dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
     else:
@@ -33,34 +32,35 @@ def _counters(zero, ROOM: tl.constexpr, SHARED: tl.constexpr):
 
 
 @triton.jit
-def _clear(counters, memory, at, SHARED: tl.constexpr):
-    """Make words 0."""
+def _put(words, memory, at, value, SHARED: tl.constexpr):
+    """Write words."""
     if SHARED:
         tl.inline_asm_elementwise(
-            "st.shared.u32 [$1], 0; mov.u32 $0, 0;", "=r,r", [counters + 4 * at], dtype=tl.int32, is_pure=False, pack=1
-        )
+            "st.shared.u32 [$1], $2; mov.u32 $0, 0;", "=r,r,r", [words + 4 * at, value], dtype=tl.int32, is_pure=False,
+            pack=1,
+        )  # fmt: skip
     else:
-        tl.store(memory + at, tl.zeros(at.shape, tl.int32))
+        tl.store(memory + at, value)
 
 
 @triton.jit
-def _count(counters, memory, at, one, there, SHARED: tl.constexpr):
+def _count(words, memory, at, one, there, SHARED: tl.constexpr):
     """Add `one` to words. Shared: each element must be of one thread, so there must be as many as threads, or more."""
     if SHARED:
         tl.inline_asm_elementwise(
             "{ .reg .pred p; setp.ne.u32 p, $3, 0; @p red.shared.add.u32 [$1], $2; mov.u32 $0, 0; }", "=r,r,r,r",
-            [counters + 4 * tl.where(there, at, 0), one, there.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+            [words + 4 * tl.where(there, at, 0), one, there.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
     else:
         tl.atomic_add(memory + at, one, mask=there, sem="relaxed")
 
 
 @triton.jit
-def _word(counters, memory, at, there, SHARED: tl.constexpr):
+def _word(words, memory, at, there, SHARED: tl.constexpr):
     """Words, 0 elsewhere."""
     if SHARED:
         word = tl.inline_asm_elementwise(
-            "ld.shared.u32 $0, [$1];", "=r,r", [counters + 4 * tl.where(there, at, 0)], dtype=tl.int32, is_pure=False,
+            "ld.shared.u32 $0, [$1];", "=r,r", [words + 4 * tl.where(there, at, 0)], dtype=tl.int32, is_pure=False,
             pack=1,
         )  # fmt: skip
         return tl.where(there, word, 0)
@@ -70,43 +70,68 @@ def _word(counters, memory, at, there, SHARED: tl.constexpr):
 
 @triton.jit
 def _look_up(
-    codes, ids, id_stride, offsets, table_stride, segment_stride, counters, memory, low, high, lowest,
+    codes, ids, id_stride, offsets, table_stride, segment_stride, words, memory, low, high, lowest,
     TABLES: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, PER: tl.constexpr, WORDS: tl.constexpr,
-    SHARED: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
+    ROOM: tl.constexpr, SHARED: tl.constexpr, WHOLE: tl.constexpr, LOG: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
     """Count the tables in which query heads meet the keys [low, high).
 
-    codes: uint16 [GROUP, TABLES], of the KV head that ids and offsets are of. Returns how many ids are in the buckets
-    of segments that begin in the part.
+    codes: uint16 [GROUP, TABLES], of the KV head that ids and offsets are of. Buckets differ much in size, so they are
+    cut into pieces of 8 ids, and BE pieces are read at a time; three words of each of 2^LOG buckets tell a piece which
+    is its own. Returns how many ids are in the buckets of segments that begin in the part.
     """
-    lane, read = tl.arange(0, BN), 0
+    BT: tl.constexpr = 1 << LOG
+    eight, read = tl.arange(0, 8), 0
     for begin in range(tl.maximum(low // SIZE, lowest // SIZE) * SIZE, high, SIZE):
         for pairs in range(0, GROUP * TABLES, BT):
-            pair = pairs + tl.arange(0, BT)
+            lane = tl.arange(0, BT)
+            pair = pairs + lane
             mine = pair < GROUP * TABLES
-            h, t = pair // TABLES, pair % TABLES
             code = tl.load(codes + pair, mask=mine, other=0).to(tl.int32)
-            edges = offsets + t * table_stride + begin // SIZE * segment_stride + code
+            edges = offsets + pair % TABLES * table_stride + begin // SIZE * segment_stride + code
             first = tl.load(edges, mask=mine, other=0).to(tl.int32)
             end = tl.load(edges + 1, mask=mine, other=0).to(tl.int32)
             read += tl.where(begin >= low, tl.sum(end - first, 0), 0)
-            place = ids + t * id_stride + begin
-            one = 1 << h % PER * (32 // PER)
-            for j in range(0, tl.max(end - first, 0), BN):
-                n = first[:, None] + j + lane[None, :]
-                there = n < end[:, None]
-                at = begin + tl.load(place[:, None] + n, mask=there, other=0).to(tl.int32)
+            pieces = tl.where(end > first, (end + 7) // 8 - first // 8, 0)
+            until = tl.cumsum(pieces, 0)
+            tl.debug_barrier()  # the last buckets' words were read
+            _put(words, memory, ROOM + lane, until - pieces, SHARED)
+            _put(words, memory, ROOM + BT + lane, first, SHARED)
+            _put(words, memory, ROOM + 2 * BT + lane, end, SHARED)
+            tl.debug_barrier()
+            total = tl.sum(pieces, 0)
+            for e in range(0, total, BE):
+                piece = e + tl.arange(0, BE)
+                some = piece < total
+                own = tl.zeros([BE], tl.int32)  # the last bucket that begins at the piece or before
+                for i in tl.static_range(1, LOG + 1):
+                    further = _word(words, memory, ROOM + own + (BT >> i), some, SHARED) <= piece
+                    own += tl.where(further, BT >> i, 0)
+                head = _word(words, memory, ROOM + BT + own, some, SHARED)
+                tail = _word(words, memory, ROOM + 2 * BT + own, some, SHARED)
+                piece += head // 8 - _word(words, memory, ROOM + own, some, SHARED)
+                own += pairs
+                n = (piece * 8)[:, None] + eight[None, :]
+                there = some[:, None] & (n >= head[:, None]) & (n < tail[:, None])
+                row = ids + begin + (own % TABLES)[:, None] * id_stride + n
+                if WHOLE:
+                    at = tl.load(row, mask=some[:, None].broadcast_to(BE, 8), other=0).to(tl.int32)
+                else:
+                    at = tl.load(row, mask=there, other=0).to(tl.int32)
+                at += begin
                 there &= (at >= low) & (at < high)
-                word = (at - low) * WORDS + (h // PER)[:, None]
-                _count(counters, memory, word, one[:, None].broadcast_to(BT, BN), there, SHARED)
+                h = (own // TABLES)[:, None]
+                word = (at - low) * WORDS + h // PER
+                one = (1 << h % PER * (32 // PER)).broadcast_to(BE, 8)
+                _count(words, memory, word, one, there, SHARED)
     return read
 
 
 @triton.jit
-def _met(counters, memory, at, there, h, least, PER: tl.constexpr, WORDS: tl.constexpr, SHARED: tl.constexpr):
+def _met(words, memory, at, there, h, least, PER: tl.constexpr, WORDS: tl.constexpr, SHARED: tl.constexpr):
     """bool [positions, HEADS]: the heads that met the keys in `least` tables. at: positions in the part."""
     some = there[:, None] & (h < WORDS * PER)[None, :]
-    word = _word(counters, memory, at[:, None] * WORDS + (h // PER)[None, :], some, SHARED)
+    word = _word(words, memory, at[:, None] * WORDS + (h // PER)[None, :], some, SHARED)
     return _counter(word, (h % PER)[None, :], PER) >= least
 
 
@@ -153,13 +178,15 @@ def attend_parts(
     scale, parts, pieces, GROUP: tl.constexpr, OWN: tl.constexpr, D: tl.constexpr, D2: tl.constexpr,
     PAGED: tl.constexpr, PAGE: tl.constexpr, TABLES: tl.constexpr, SIZE: tl.constexpr, PER: tl.constexpr,
     WORDS: tl.constexpr, LAW: tl.constexpr, SOFTCAP: tl.constexpr, ROOM: tl.constexpr, SHARED: tl.constexpr,
-    BT: tl.constexpr, BI: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr,
+    WHOLE: tl.constexpr, LOG: tl.constexpr, BE: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Attend to the sampled keys of one part of the context, and to a share of those that are always attended to.
 
-    codes: uint16 [R, H, TABLES]. scratch: int32 [R, G, parts, PART], PART = ROOM / WORDS; memory: [R, G, parts, ROOM],
-    for counters that are not SHARED. Written: top, total fp32 [R, G, pieces, HEADS], out fp32 [..., D2], counts int32
-    [R, G, parts, HEADS + 3]: keys of each head, of any head, heads over all keys, ids in the buckets.
+    codes: uint16 [R, H, TABLES]. scratch: int32 [R, G, parts, PART], PART = ROOM / WORDS; memory: [R, G, parts,
+    ROOM + 3 2^LOG], for words that are not SHARED. WHOLE: 8 ids can be read at once. Written: top, total fp32 [R, G,
+    pieces, HEADS], out fp32 [..., D2], counts int32 [R, G, parts, HEADS + 3]: keys of each head, of any head, heads
+    over all keys, ids in the buckets.
     """
     PART: tl.constexpr = ROOM // WORDS
     item, part = tl.program_id(0), tl.program_id(1)
@@ -177,26 +204,25 @@ def attend_parts(
     m, z = tl.full([HEADS], float("-inf"), tl.float32), tl.zeros([HEADS], tl.float32)
     o = tl.zeros([HEADS, D2], tl.float32)
     lane = tl.arange(0, BC)
-    counters = _counters(part - part, ROOM, SHARED)
-    own_memory = memory + (item.to(tl.int64) * parts + part) * ROOM
+    words = _words(part - part, ROOM + 3 * (1 << LOG), SHARED)
+    own_memory = memory + (item.to(tl.int64) * parts + part) * (ROOM + 3 * (1 << LOG))
     room = scratch + (item.to(tl.int64) * parts + part) * PART
     low, wide, w = part * PART, tl.arange(0, BN), tl.arange(0, WORDS)
     number, looked_up = 0, 0
     tl.static_assert(PART // BN < 1 << (32 // PER))  # rounds that a counter of `each` can hold
     each = tl.zeros([BN, WORDS], tl.int32)  # hits of each head, in the places of the counters of tables
     if (end > lowest) & (low < end):  # entries past what the row sees are counted as read
-        _clear(counters, own_memory, tl.arange(0, ROOM), SHARED)
-        tl.debug_barrier()
+        _put(words, own_memory, tl.arange(0, ROOM), tl.zeros([ROOM], tl.int32), SHARED)
         looked_up = _look_up(
             codes + (r.to(tl.int64) * G + g) * GROUP * TABLES, ids + slot * id_strides[0] + g * id_strides[1],
             id_strides[2], offsets + slot * offset_strides[0] + g * offset_strides[1], offset_strides[2],
-            offset_strides[3], counters, own_memory, low, tl.minimum(low + PART, end), lowest, TABLES, GROUP, SIZE, PER,
-            WORDS, SHARED, BT, BI,
+            offset_strides[3], words, own_memory, low, tl.minimum(low + PART, end), lowest, TABLES, GROUP, SIZE, PER,
+            WORDS, ROOM, SHARED, WHOLE, LOG, BE,
         )  # fmt: skip
         tl.debug_barrier()
     for begin in range(0, tl.minimum(PART, last - low), BN):
         at = begin + wide
-        word = _word(counters, own_memory, at[:, None] * WORDS + w[None, :], (low + at < last)[:, None], SHARED)
+        word = _word(words, own_memory, at[:, None] * WORDS + w[None, :], (low + at < last)[:, None], SHARED)
         hits = tl.zeros([BN, WORDS], tl.int32)
         for i in tl.static_range(PER):
             hits += (_counter(word, i, PER) >= least).to(tl.int32) << i * (32 // PER)
@@ -220,7 +246,7 @@ def attend_parts(
         length = tl.sqrt(tl.where(known, square, 1.0))
         c0 = tl.load(centre + (slot * G + g) * D + d, mask=d < D, other=0.0)
         away = tl.sum(xf * c0[None, :], 1)
-        for c in range(0, number, BC):
+        for c in tl.range(0, number, BC, num_stages=STAGES):
             there = c + lane < number
             s = tl.load(room + c + lane, mask=there, other=0)
             kk = _vectors(k, k_strides, table, table_row, b, g, s, there, d, D, PAGED, PAGE)
@@ -234,7 +260,7 @@ def attend_parts(
             both = usable[:, None] & known[None, :]
             cosine = tl.where(both, cosine, tl.where(usable[:, None] | known[None, :], 0.0, 1.0))
             u = tl.maximum(inclusion(agreement(cosine), LAW), floor)
-            met = _met(counters, own_memory, s - low, there, h, least, PER, WORDS, SHARED)
+            met = _met(words, own_memory, s - low, there, h, least, PER, WORDS, SHARED)
             if OWN:
                 weight = -log(u)
                 y = tl.where(met, y + weight, float("-inf"))
@@ -247,7 +273,7 @@ def attend_parts(
     sink = tl.minimum(sinks, reach)
     start = tl.maximum(tl.minimum(end, reach), sink)
     always = sink + reach - start
-    for c in range(part * BC, always, parts * BC):
+    for c in tl.range(part * BC, always, parts * BC, num_stages=1):
         n = c + lane
         there = n < always
         s = tl.where(n < sink, n, start + n - sink)
