@@ -239,7 +239,7 @@ def test_a_captured_step_follows_tables_that_grow() -> None:
 
 
 SMALL = triton_attention.Tuning(
-    room=32, bucket=2, pairs=64, scanned=16, keys=16, splits=2
+    room=32, buckets=64, pieces=16, scanned=16, vector=1, splits=2, merged=4
 )  # several parts, rounds and pieces
 
 

@@ -332,7 +332,7 @@ class MagicPIG(AttentionMethod):
         sealing = max(sealing_bytes(rows * model.kv_heads * tables, bits, self.seal) for bits, tables in pairs if bits)
         if not self._needs_lists:
             group = model.query_heads // model.kv_heads
-            attending = workspace_bytes(capacity, tables, model.kv_heads, group, model.head_dim, dtype.itemsize)
+            attending = workspace_bytes(capacity, tables, model.kv_heads, group, model.head_dim)
             return max(sealing, rows * attending)
         listed = max_keys(self.capacity, capacity) * (model.kv_heads if self.share == "group" else model.query_heads)
         # look-ups count matches of every position; afterwards an entry has an index, the number of heads that sampled

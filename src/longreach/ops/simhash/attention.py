@@ -40,10 +40,9 @@ ATTENDING = Implementations(
 # - end: end of the tables
 NUMBERS = ("union", "met", "overflowed", "weighed", "attended", "searched", "end")
 
-# of Triton's kernels: query heads of a program, the others masked; words of counters; buckets looked up at a time;
-# programs that attend to all keys where a list is too long
-HEADS, ROOM, BUCKETS, SPLITS = 16, 4096, 512, 8
-MOST_VECTOR = 256  # bytes of a key, if counters are in shared memory
+# of Triton's kernels: query heads of a program, the others masked; words of counters; buckets looked up at a time
+HEADS, ROOM, BUCKETS = 16, 8192, 512
+PROGRAMS, MOST_SPLITS = 512, 4  # programs that fill a GPU; most programs that attend to the keys of a part
 
 
 class SampledAttention(NamedTuple):
@@ -134,24 +133,19 @@ def look_up_bytes(group: int, tables: HashTables) -> int:
     return group * tables.tables * 2 * tables.offsets.element_size()
 
 
-def workspace_bytes(columns: int, tables: int, kv_heads: int, group: int, dim: int, element: int) -> int:
-    """Bytes that Triton's kernels allocate for a row, results included. columns: positions that the tables hold.
-    element: bytes of a number of the keys.
+def workspace_bytes(columns: int, tables: int, kv_heads: int, group: int, dim: int) -> int:
+    """Bytes that Triton's kernels allocate for a row, results included, at most. columns: positions that the tables
+    hold.
     """
     part = ROOM // words(group, tables)
     parts, dims = -(-columns // part), max(HEADS, 1 << (dim - 1).bit_length())
-    results = (parts + SPLITS) * HEADS * (dims + 2) + parts * (HEADS + 3) + group * (dim + 1)
-    memory = (
-        0
-        if shares_counters(dim, element)
-        else parts * (ROOM + 3 * min(BUCKETS, 1 << (group * tables - 1).bit_length()))
-    )
-    return kv_heads * (4 * (parts * part + memory + results) + 2 * group * tables + 8 * len(NUMBERS))
+    results = parts * MOST_SPLITS * group * (dims + 2) + parts * (HEADS + 3) + group * (dim + 1)
+    return kv_heads * (4 * (parts * part + results) + 2 * group * tables + 8 * len(NUMBERS))
 
 
-def shares_counters(dim: int, element: int) -> bool:
-    """Whether shared memory has room for counters beside keys and values of two blocks."""
-    return max(HEADS, 1 << (dim - 1).bit_length()) * element <= MOST_VECTOR
+def splits_of(items: int, parts: int) -> int:
+    """Programs that attend to the keys of a part. items: rows times KV heads."""
+    return max(1, min(MOST_SPLITS, PROGRAMS // (items * parts)))
 
 
 def words(group: int, tables: int) -> int:

@@ -9,42 +9,42 @@ import torch
 import triton
 from torch import Tensor
 
-from longreach.ops.simhash import triton_attention_kernels as kernels
 from longreach.ops.simhash.attention import (
     BUCKETS,
     HEADS,
     NUMBERS,
     ROOM,
-    SPLITS,
     counters,
     look_up_bytes,
-    shares_counters,
+    splits_of,
     words,
 )
 from longreach.ops.simhash.probability import TINY, form
 from longreach.ops.simhash.tables import HashTables
 from longreach.ops.simhash.triton import INTERPRETED, refuse
 from longreach.ops.simhash.triton import codes as triton_codes
+from longreach.ops.simhash.triton_attention_kernels import attend_parts, merge_parts
+from longreach.ops.simhash.triton_search_kernels import search_parts
 from longreach.ops.types import KVView, Partial, Rows
 
 
 @dataclass(frozen=True)
 class Tuning:
     """room: words of counters, at most ROOM; buckets: looked up at a time, at most, a power of 2; pieces: of 8 ids,
-    read at a time; scanned: words of a round, at most `room`; keys: attended to at a time; stages: loads of keys begin
-    so many rounds ahead; splits: programs that attend where a list is too long; merged: parts merged at a time, at
-    most; warps: of a program that attends.
+    read at a time; scanned: words of a round, at most `room`; search_warps: of a program that looks up; vector: bytes
+    of keys attended to at a time; splits: programs that attend to a part's keys (None: by `splits_of`); warps: of a
+    program that attends; merged: parts merged at a time, at most.
     """
 
     room: int = ROOM
     buckets: int = BUCKETS
     pieces: int = 256
-    scanned: int = 4096
-    keys: int = 32
-    stages: int = 2
-    splits: int = SPLITS
+    scanned: int = 1024
+    search_warps: int = 8
+    vector: int = 16384
+    splits: int | None = None
+    warps: int = 4
     merged: int = 128
-    warps: int = 8
 
 
 def attend_sampled(
@@ -57,9 +57,11 @@ def attend_sampled(
     group, columns = heads // kv.heads, tables.ids.shape[3]
     width = words(group, tables.tables)
     part = t.room // width
-    parts = triton.cdiv(columns, part)
+    items, parts = count * kv.heads, triton.cdiv(columns, part)
+    splits = t.splits or splits_of(items, parts)
     buckets = min(t.buckets, triton.next_power_of_2(group * tables.tables))
-    pieces, dims = parts + t.splits, max(16, triton.next_power_of_2(dim))
+    pieces, dims = parts * splits, max(16, triton.next_power_of_2(dim))
+    keys = max(16, t.vector // (dims * kv.k.element_size()))
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(count, kv.heads, *shape, dtype=dtype, device=device)
@@ -67,12 +69,10 @@ def attend_sampled(
     out, lse = torch.empty(count, heads, dim, device=device), torch.empty(count, heads, device=device)
     numbers = empty(len(NUMBERS), dtype=torch.int64)
     if count:
-        top, total, sums = empty(pieces, HEADS), empty(pieces, HEADS), empty(pieces, HEADS, dims)
-        counts, scratch = empty(parts, HEADS + 3, dtype=torch.int32), empty(parts, part, dtype=torch.int32)
-        shared, memory = shares_counters(dim, kv.k.element_size()), scratch
-        if not shared:
-            memory = empty(parts, t.room + 3 * buckets, dtype=torch.int32)
-        elif INTERPRETED:  # which has no shared memory
+        top, total, sums = empty(pieces, group), empty(pieces, group), empty(pieces, group, dims)
+        counts, found = empty(parts, HEADS + 3, dtype=torch.int32), empty(parts, part, dtype=torch.int32)
+        memory = found
+        if INTERPRETED:  # which has no shared memory
             memory = torch.from_numpy(np.empty((count, kv.heads, parts, t.room + 3 * buckets), np.int32))
         q = rows.q if rows.q.stride(2) == 1 else rows.q.contiguous()
         codes = triton_codes(q, projections, None)
@@ -85,26 +85,23 @@ def attend_sampled(
         whole = all(n % 8 == 0 for n in (columns, *strides)) and tables.ids.data_ptr() % 16 == 0
         f = form(tables.tables, least)
         law = tables.tables, least, tables.bits, f.split, f.scale, f.ratios, f.binomials
-        shape = {"GROUP": group, "D": dim, "D2": dims}
-        paged = {"PAGED": table is not None, "PAGE": kv.page, "SOFTCAP": float(softcap or 0.0)}
-        items = count * kv.heads
         with torch.cuda.device_of(q):
-            kernels.attend_parts[(items, parts)](
-                q, q.stride()[:2], *view, centre, codes, tables.ids, strides, tables.offsets,
-                tables.offsets.stride()[:4], where, seq, pos, tables.stop, memory, scratch, top, total, sums, counts,
-                kv.heads, tables.first, sinks, least, max(floor, TINY), scale, parts, pieces, **shape, OWN=own, **paged,
-                TABLES=tables.tables, SIZE=tables.size, PER=counters(tables.tables), WORDS=width, LAW=law, ROOM=t.room,
-                SHARED=shared and not INTERPRETED, WHOLE=whole, LOG=buckets.bit_length() - 1, BE=t.pieces,
-                BN=t.scanned // width, BC=t.keys, STAGES=t.stages, num_warps=t.warps,
+            search_parts[(items, parts)](
+                codes, tables.ids, strides, tables.offsets, tables.offsets.stride()[:4], where, seq, pos, kv.seq_lens,
+                tables.stop, memory, found, counts, kv.heads, tables.first, least, parts, GROUP=group,
+                TABLES=tables.tables, SIZE=tables.size, PER=counters(tables.tables), WORDS=width, ROOM=t.room,
+                WHOLE=whole, LOG=buckets.bit_length() - 1, BE=t.pieces, BN=t.scanned // width,
+                num_warps=t.search_warps,
             )  # fmt: skip
-            kernels.attend_rest[(items, t.splits)](
-                q, q.stride()[:2], *view, where, seq, pos, tables.stop, limit, counts, numbers, top,
-                total, sums, kv.heads, tables.first, sinks, scale, parts, look_up_bytes(group, tables),
-                BP=triton.next_power_of_2(parts), OWN=own, **shape, **paged, SIZE=tables.size, SPLITS=t.splits,
-                BC=t.keys,
+            attend_parts[(items, pieces)](
+                q, q.stride()[:2], *view, centre, where, seq, pos, tables.stop, limit, found, counts, numbers, top,
+                total, sums, kv.heads, tables.first, sinks, max(floor, TINY), scale, parts,
+                look_up_bytes(group, tables), GROUP=group, OWN=own, D=dim, D2=dims, PAGED=table is not None,
+                PAGE=kv.page, SIZE=tables.size, LAW=law, SOFTCAP=float(softcap or 0.0), PART=part, SPLITS=splits,
+                BP=triton.next_power_of_2(parts), BC=keys, num_warps=t.warps,
             )  # fmt: skip
-            kernels.merge_parts[(items, group)](
-                top, total, sums, counts, limit, out, lse, kv.heads, parts, t.splits, **shape, OWN=own,
-                BP=triton.next_power_of_2(parts), BM=min(t.merged, triton.next_power_of_2(max(parts, t.splits))),
+            merge_parts[(items, group)](
+                top, total, sums, out, lse, pieces, GROUP=group, D=dim, D2=dims,
+                BM=min(t.merged, triton.next_power_of_2(pieces)),
             )  # fmt: skip
     return Partial(out, lse), None, numbers

@@ -1,0 +1,199 @@
+# mypy: ignore-errors
+"""The Triton kernel of attend_sampled that finds the sampled keys, part of the context by part.
+
+A program looks up a part for all query heads of a KV head. It counts in shared memory, for each key and head, the
+tables in which they met: a key's word has `PER` counters, and WORDS words hold those of all heads. So no count leaves
+the program.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from longreach.ops.simhash.attention import HEADS as HEADS_OF_A_PROGRAM
+from longreach.ops.simhash.triton_kernels import INTERPRETED
+
+HEADS = tl.constexpr(HEADS_OF_A_PROGRAM)
+
+
+@triton.jit
+def _words(zero, WORDS: tl.constexpr):
+    """The address of words of shared memory, which Triton itself does not give. To be called once in a kernel."""
+    if not INTERPRETED:
+        return tl.inline_asm_elementwise(
+            f"{{ .shared .align 16 .b32 longreach_words[{WORDS}]; mov.u32 $0, longreach_words; }}", "=r,r", [zero],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        return zero
+
+
+@triton.jit
+def _put(words, memory, at, value):
+    """Write words."""
+    if not INTERPRETED:
+        tl.inline_asm_elementwise(
+            "st.shared.u32 [$1], $2; mov.u32 $0, 0;", "=r,r,r", [words + 4 * at, value], dtype=tl.int32, is_pure=False,
+            pack=1,
+        )  # fmt: skip
+    else:
+        tl.store(memory + at, value)
+
+
+@triton.jit
+def _count(words, memory, at, one, there):
+    """Add `one` to words. Shared: each element must be of one thread, so there must be as many as threads, or more."""
+    if not INTERPRETED:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.u32 p, $3, 0; @p red.shared.add.u32 [$1], $2; mov.u32 $0, 0; }", "=r,r,r,r",
+            [words + 4 * tl.where(there, at, 0), one, there.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        tl.atomic_add(memory + at, one, mask=there, sem="relaxed")
+
+
+@triton.jit
+def _word(words, memory, at, there):
+    """Words, 0 elsewhere."""
+    if not INTERPRETED:
+        word = tl.inline_asm_elementwise(
+            "ld.shared.u32 $0, [$1];", "=r,r", [words + 4 * tl.where(there, at, 0)], dtype=tl.int32, is_pure=False,
+            pack=1,
+        )  # fmt: skip
+        return tl.where(there, word, 0)
+    else:  # atomics pass the first cache by
+        return tl.load(memory + at, mask=there, other=0, cache_modifier=".cg")
+
+
+@triton.jit
+def _look_up(
+    codes, ids, id_stride, offsets, table_stride, segment_stride, words, memory, low, high, lowest,
+    TABLES: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, PER: tl.constexpr, WORDS: tl.constexpr,
+    ROOM: tl.constexpr, WHOLE: tl.constexpr, LOG: tl.constexpr, BE: tl.constexpr,
+):  # fmt: skip
+    """Count the tables in which query heads meet the keys [low, high).
+
+    codes: uint16 [GROUP, TABLES], of the KV head that ids and offsets are of. Buckets differ much in size, so they are
+    cut into pieces of 8 ids, and BE pieces are read at a time; three words of each of 2^LOG buckets tell a piece which
+    is its own. Returns how many ids are in the buckets of segments that begin in the part.
+    """
+    BT: tl.constexpr = 1 << LOG
+    eight, read = tl.arange(0, 8), 0
+    for begin in range(tl.maximum(low // SIZE, lowest // SIZE) * SIZE, high, SIZE):
+        for pairs in range(0, GROUP * TABLES, BT):
+            lane = tl.arange(0, BT)
+            pair = pairs + lane
+            mine = pair < GROUP * TABLES
+            code = tl.load(codes + pair, mask=mine, other=0).to(tl.int32)
+            edges = offsets + pair % TABLES * table_stride + begin // SIZE * segment_stride + code
+            first = tl.load(edges, mask=mine, other=0).to(tl.int32)
+            end = tl.load(edges + 1, mask=mine, other=0).to(tl.int32)
+            read += tl.where(begin >= low, tl.sum(end - first, 0), 0)
+            pieces = tl.where(end > first, (end + 7) // 8 - first // 8, 0)
+            until = tl.cumsum(pieces, 0)
+            tl.debug_barrier()  # the last buckets' words were read
+            _put(words, memory, ROOM + lane, until - pieces)
+            _put(words, memory, ROOM + BT + lane, first)
+            _put(words, memory, ROOM + 2 * BT + lane, end)
+            tl.debug_barrier()
+            total = tl.sum(pieces, 0)
+            for e in range(0, total, BE):
+                piece = e + tl.arange(0, BE)
+                some = piece < total
+                own = tl.zeros([BE], tl.int32)  # the last bucket that begins at the piece or before
+                for i in tl.static_range(1, LOG + 1):
+                    further = _word(words, memory, ROOM + own + (BT >> i), some) <= piece
+                    own += tl.where(further, BT >> i, 0)
+                head = _word(words, memory, ROOM + BT + own, some)
+                tail = _word(words, memory, ROOM + 2 * BT + own, some)
+                piece += head // 8 - _word(words, memory, ROOM + own, some)
+                own += pairs
+                n = (piece * 8)[:, None] + eight[None, :]
+                there = some[:, None] & (n >= head[:, None]) & (n < tail[:, None])
+                row = ids + begin + (own % TABLES)[:, None] * id_stride + n
+                if WHOLE:
+                    at = tl.load(row, mask=some[:, None].broadcast_to(BE, 8), other=0).to(tl.int32)
+                else:
+                    at = tl.load(row, mask=there, other=0).to(tl.int32)
+                at += begin
+                there &= (at >= low) & (at < high)
+                h = (own // TABLES)[:, None]
+                word = (at - low) * WORDS + h // PER
+                one = (1 << h % PER * (32 // PER)).broadcast_to(BE, 8)
+                _count(words, memory, word, one, there)
+    return read
+
+
+@triton.jit
+def _counter(word, i, PER: tl.constexpr):
+    """The i-th of the PER counters of words."""
+    return (word >> i * (32 // PER)) & ((1 << (32 // PER)) - 1)
+
+
+@triton.jit
+def search_parts(
+    codes, ids, id_strides, offsets, offset_strides, slots, seq, pos, filled, stop, memory, found, counts, G, lowest,
+    least, parts, GROUP: tl.constexpr, TABLES: tl.constexpr, SIZE: tl.constexpr, PER: tl.constexpr,
+    WORDS: tl.constexpr, ROOM: tl.constexpr, WHOLE: tl.constexpr, LOG: tl.constexpr, BE: tl.constexpr,
+    BN: tl.constexpr,
+):  # fmt: skip
+    """The keys of one part of the context that some query head of a KV head sampled.
+
+    codes: uint16 [R, H, TABLES]. memory: int32 [R, G, parts, ROOM + 3 2^LOG], for the interpreter, which has no shared
+    memory. WHOLE: 8 ids can be read at once. Written, with PART = ROOM / WORDS: found int32 [R, G, parts, PART],
+    positions in the part, ascending, and 2^16 times the heads as bits; counts int32 [R, G, parts, HEADS + 3]: keys of
+    each head, of any head, heads over all keys, ids in the buckets.
+    """
+    PART: tl.constexpr = ROOM // WORDS
+    BITS: tl.constexpr = 32 // PER
+    item, part = tl.program_id(0), tl.program_id(1)
+    r, g = item // G, (item % G).to(tl.int64)
+    b = tl.load(seq + r).to(tl.int64)
+    slot = tl.load(slots + b).to(tl.int64)
+    reach = tl.minimum(tl.load(pos + r).to(tl.int32) + 1, tl.load(filled + b).to(tl.int32))
+    end = tl.load(stop + slot)
+    last = tl.minimum(end, reach)
+    last = tl.where(last > lowest, last, 0)
+    words = _words(part - part, ROOM + 3 * (1 << LOG))
+    whole = item.to(tl.int64) * parts + part
+    own_memory = memory + whole * (ROOM + 3 * (1 << LOG))
+    room = found + whole * PART
+    low, wide, w = part * PART, tl.arange(0, BN), tl.arange(0, WORDS)
+    number, looked_up = 0, 0
+    tl.static_assert(PART // BN < 1 << BITS)  # rounds that a counter of `each` can hold
+    each = tl.zeros([BN, WORDS], tl.int32)  # hits of each head, in the places of the counters of tables
+    if (end > lowest) & (low < end):  # entries past what the row sees are counted as read
+        _put(words, own_memory, tl.arange(0, ROOM), tl.zeros([ROOM], tl.int32))
+        looked_up = _look_up(
+            codes + (r.to(tl.int64) * G + g) * GROUP * TABLES, ids + slot * id_strides[0] + g * id_strides[1],
+            id_strides[2], offsets + slot * offset_strides[0] + g * offset_strides[1], offset_strides[2],
+            offset_strides[3], words, own_memory, low, tl.minimum(low + PART, end), lowest, TABLES, GROUP, SIZE, PER,
+            WORDS, ROOM, WHOLE, LOG, BE,
+        )  # fmt: skip
+        tl.debug_barrier()
+    for begin in range(0, tl.minimum(PART, last - low), BN):
+        at = begin + wide
+        there = (low + at < last)[:, None]
+        word = _word(words, own_memory, at[:, None] * WORDS + w[None, :], there.broadcast_to(BN, WORDS))
+        heads = tl.zeros([BN, WORDS], tl.int32)
+        for i in tl.static_range(PER):
+            hit = (_counter(word, i, PER) >= least).to(tl.int32)
+            each += hit << i * BITS
+            heads += hit << i
+        heads = tl.sum(heads << (w * PER)[None, :], 1)
+        some = (heads > 0).to(tl.int32)
+        tl.store(room + number + tl.cumsum(some, 0) - 1, at | heads << 16, mask=some > 0)
+        number += tl.sum(some, 0)
+    fields = tl.zeros([BN, WORDS], tl.int64)
+    for i in tl.static_range(PER):
+        fields += _counter(each, i, PER).to(tl.int64) << 16 * i
+    fields, all_hits = tl.sum(fields, 0), 0
+    count = counts + whole * (HEADS + 3)
+    for i in tl.static_range(PER):
+        hits = ((fields >> 16 * i) & 0xFFFF).to(tl.int32)
+        tl.store(count + w * PER + i, hits, mask=w * PER + i < GROUP)
+        all_hits += tl.sum(hits, 0)
+    tl.store(count + HEADS, number)
+    tl.store(count + HEADS + 1, all_hits)
+    tl.store(count + HEADS + 2, looked_up)
