@@ -120,7 +120,7 @@ def law(bits: int, tables: int, least: int, floor: float) -> tuple[object, ...]:
     """The constants of u, as the kernels take them."""
     f = form(tables, least)
     return (
-        bits, tables, least, np.float32(f.split), np.float32(f.scale), np.array(f.ratios, np.float32),
+        bits, tables, least, np.float32(f.split), np.float32(f.scale), np.array(f.coefficients[: f.single], np.float32),
         np.array(f.binomials, np.float32), np.float32(max(floor, TINY)),
     )  # fmt: skip
 

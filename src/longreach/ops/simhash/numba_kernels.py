@@ -270,12 +270,9 @@ def log(x):
 
 @njit(**INLINE, fastmath={"contract"})
 def _log_rest(x):
-    """log(1 - x) of x in [0, 1]: Kahan's form corrects the rounding of 1 - x. At 1 it is the log of TINY."""
+    """log(1 - x) of x in [0, 1], to the last places; the rounding of 1 - x is added. At 1 it is the log of TINY."""
     q = np.float32(1.0) - x
-    lost = np.float32(1.0) - q  # what was taken off
-    right = x / lost if lost > np.float32(0.0) else np.float32(1.0)
-    logged = log(max(q, np.float32(2.0**-126))) * right
-    return logged if lost > np.float32(0.0) else -x
+    return log(max(q, np.float32(2.0**-126))) + ((np.float32(1.0) - q) - x)
 
 
 @njit(**INLINE, fastmath={"contract"})
@@ -301,23 +298,30 @@ def add_inclusion(p, n, law, x, y, z, total, spread):
 
     Written as loops over the keys without branches, which are vectorised.
     """
-    bits, tables, least, split, scale, ratios, binomials, floor = law
+    bits, tables, least, split, scale, coefficients, binomials, floor = law
     for c in range(n):
-        x[c] = p[c]
-    for _ in range(bits - 1):
-        for c in range(n):
-            x[c] *= p[c]
+        x[c] = np.float32(1.0)
+    while bits:  # p: its powers of 2
+        if bits & 1:
+            for c in range(n):
+                x[c] *= p[c]
+        bits >>= 1
+        if bits:
+            for c in range(n):
+                p[c] *= p[c]
     for c in range(n):
         z[c] = x[c] / max(np.float32(1.0) - x[c], np.float32(2.0**-126))
-        y[c] = np.float32(1.0)
-    for i in range(ratios.shape[0] - 1, -1, -1):
-        ratio = ratios[i]
+        y[c] = np.float32(0.0)
+    for i in range(coefficients.shape[0] - 1, -1, -1):
+        coefficient = coefficients[i]
         for c in range(n):
-            y[c] = np.float32(1.0) + ratio * z[c] * y[c]
+            y[c] = y[c] * z[c] + coefficient
     for _ in range(least):
         for c in range(n):
             y[c] *= scale * x[c]
-    few, many = np.float32(tables - least), np.float32(tables - least + 1)
+    for c in range(n):
+        y[c] += y[c] * z[c]  # over 1 - x: 1 / (1 - x) is 1 + r
+    many = np.float32(tables - least + 1)
     for c in range(n):  # z: the sum below `least`
         z[c] = np.float32(0.0)
         p[c] = np.float32(1.0)
@@ -327,10 +331,8 @@ def add_inclusion(p, n, law, x, y, z, total, spread):
             z[c] = z[c] * (np.float32(1.0) - x[c]) + binomial * p[c]
             p[c] *= x[c]
     for c in range(n):
-        rest = _log_rest(x[c])
-        small = y[c] * exp(few * rest)
-        large = np.float32(1.0) - exp(many * rest) * z[c]
-        u = max(small if x[c] < split else large, floor)
+        power = exp(many * _log_rest(x[c]))
+        u = max(y[c] * power if x[c] < split else np.float32(1.0) - power * z[c], floor)
         total[c] += u
         spread[c] += u * (np.float32(1.0) - u)
 

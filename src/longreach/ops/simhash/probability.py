@@ -6,8 +6,8 @@ with x = p^bits, and in at least `least` of `tables` codes with
     u = sum over j >= least of C(tables, j) x^j (1 - x)^(tables - j)
 
 (MagicPIG: Chen et al., 2024, arXiv 2410.16179, Eq. 10, where least = 2). 1 minus the terms below `least`, as the paper
-writes it, loses all digits where u is small. So small u are summed as they stand: the first term times a series of
-positive terms. Large ones are 1 minus the terms below `least`, which then costs no digit.
+writes it, loses all digits where u is small. So small u are summed as they stand, as positive terms. Large ones are 1
+minus the terms below `least`, which then costs no digit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from longreach.ops.types import describe, require
 
 MOST_BITS, MOST_TABLES, MOST_LEAST = 16, 1024, 16
-LARGE = 0.3  # u from which on it is 1 minus the rest
+LARGE = 0.15  # u from which on it is 1 minus the rest
 TINY = 2.0**-126  # the smallest normal number of fp32: a sampled key has a positive probability
 
 
@@ -30,14 +30,16 @@ TINY = 2.0**-126  # the smallest normal number of fp32: a sampled key has a posi
 class Form:
     """Constants of u for `tables` and `least`.
 
-    split: the x below which u is (scale x)^least (1 - x)^(tables - least) (1 + a0 r (1 + a1 r (...))), where
-    r = x / (1 - x) and a = `ratios`. From there on it is 1 - (1 - x)^(tables - least + 1) P, where
+    split: the x below which u is (scale x)^least (1 - x)^(tables - least) times the sum of coefficients[j] r^j, where
+    r = x / (1 - x); the first `single` of them are enough for fp32. From there on u is
+    1 - (1 - x)^(tables - least + 1) P, where
     P = sum over j < least of binomials[j] x^j (1 - x)^(least - 1 - j).
     """
 
     split: float
     scale: float
-    ratios: tuple[float, ...]
+    coefficients: tuple[float, ...]
+    single: int
     binomials: tuple[float, ...]
 
 
@@ -61,15 +63,13 @@ def form(tables: int, least: int) -> Form:
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if u(middle) < LARGE else (low, middle)
-    most = low / (1 - low)  # of r
-    ratios, term = list[float](), 1.0
-    for i in range(tables - least):
-        ratios.append((tables - least - i) / (least + 1 + i))
-        term *= ratios[-1] * most
-        if term < 1e-10:
-            break
+    coefficients = [1.0]
+    for j in range(least, tables):
+        coefficients.append(coefficients[-1] * (tables - j) / (j + 1))
+    sizes = [c * (low / (1 - low)) ** j for j, c in enumerate(coefficients)]  # falling
+    single, double = (sum(size > small for size in sizes) for small in (1e-8, 1e-13))
     below = tuple(float(math.comb(tables, j)) for j in range(least))
-    return Form(low, math.comb(tables, least) ** (1 / least), tuple(ratios), below)
+    return Form(low, math.comb(tables, least) ** (1 / least), tuple(coefficients[:double]), single, below)
 
 
 def inclusion(p: Tensor, bits: int, tables: int, least: int = 2) -> Tensor:
@@ -83,13 +83,16 @@ def inclusion(p: Tensor, bits: int, tables: int, least: int = 2) -> Tensor:
     require(ok, lambda: f"p: expected fp32 or fp64, got {describe(p)}")
     f = form(tables, least)
     x = p**bits
-    q, log_q = 1 - x, torch.log1p(-x)
-    r, series = x / q, torch.ones_like(x)
-    for ratio in reversed(f.ratios):
-        series = 1 + ratio * r * series
-    small = (f.scale * x) ** least * torch.exp((tables - least) * log_q) * series
-    rest = torch.zeros_like(x)
+    q, many, series, rest = (
+        1 - x,
+        torch.exp((tables - least + 1) * torch.log1p(-x)),
+        torch.zeros_like(x),
+        torch.zeros_like(x),
+    )
+    for coefficient in reversed(f.coefficients):
+        series = series * (x / q) + coefficient
+    small = (f.scale * x) ** least * series * (many / q)
     for j, binomial in enumerate(f.binomials):
         rest = rest * q + binomial * x**j
-    large = 1 - torch.exp((tables - least + 1) * log_q) * rest
+    large = 1 - many * rest
     return torch.where(x < f.split, small, large)

@@ -160,14 +160,15 @@ def weigh(
             kv.seq_lens if table is None else table, 0 if table is None else table.stride(0),
             found.index.contiguous(), found.met.contiguous(), found.count.contiguous(), weight, factor, room, lists,
             max(floor, TINY), WIDTH=heads // lists, PER_KV=per_kv, D=dim, D2=triton.next_power_of_2(dim),
-            PAGED=table is not None, PAGE=kv.page, LAW=_law(tables, found.least), BC=t.weighed,
+            PAGED=table is not None, PAGE=kv.page, LAW=law(tables, found.least), BC=t.weighed,
         )  # fmt: skip
     return weight, factor
 
 
-def _law(tables: HashTables, least: int) -> tuple[Any, ...]:
+def law(tables: HashTables, least: int) -> tuple[Any, ...]:
+    """The constants of u as kernels take them: tables, least, bits, split, scale, coefficients, binomials."""
     f = form(tables.tables, least)
-    return tables.tables, least, tables.bits, f.split, f.scale, f.ratios, f.binomials
+    return tables.tables, least, tables.bits, f.split, f.scale, f.coefficients[: f.single], f.binomials
 
 
 def _memory(tables: HashTables) -> tuple[Any, ...]:

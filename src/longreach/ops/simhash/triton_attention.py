@@ -19,9 +19,9 @@ from longreach.ops.simhash.attention import (
     splits_of,
     words,
 )
-from longreach.ops.simhash.probability import TINY, form
+from longreach.ops.simhash.probability import TINY
 from longreach.ops.simhash.tables import HashTables
-from longreach.ops.simhash.triton import INTERPRETED, refuse
+from longreach.ops.simhash.triton import INTERPRETED, law, refuse
 from longreach.ops.simhash.triton import codes as triton_codes
 from longreach.ops.simhash.triton_attention_kernels import attend_parts, merge_parts
 from longreach.ops.simhash.triton_search_kernels import search_parts
@@ -83,8 +83,6 @@ def attend_sampled(
         )  # fmt: skip
         strides = tables.ids.stride()[:3]
         whole = all(n % 8 == 0 for n in (columns, *strides)) and tables.ids.data_ptr() % 16 == 0
-        f = form(tables.tables, least)
-        law = tables.tables, least, tables.bits, f.split, f.scale, f.ratios, f.binomials
         with torch.cuda.device_of(q):
             search_parts[(items, parts)](
                 codes, tables.ids, strides, tables.offsets, tables.offsets.stride()[:4], where, seq, pos, kv.seq_lens,
@@ -97,8 +95,9 @@ def attend_sampled(
                 q, q.stride()[:2], *view, centre, where, seq, pos, tables.stop, limit, found, counts, numbers, top,
                 total, sums, kv.heads, tables.first, sinks, max(floor, TINY), scale, parts,
                 look_up_bytes(group, tables), GROUP=group, OWN=own, D=dim, D2=dims, PAGED=table is not None,
-                PAGE=kv.page, SIZE=tables.size, LAW=law, SOFTCAP=float(softcap or 0.0), PART=part, SPLITS=splits,
-                BP=triton.next_power_of_2(parts), BC=keys, num_warps=t.warps,
+                PAGE=kv.page, SIZE=tables.size, LAW=law(tables, least), SOFTCAP=float(softcap or 0.0), PART=part,
+                SPLITS=splits, BP=triton.next_power_of_2(parts), BC=keys, WIDE=triton.next_power_of_2(group),
+                num_warps=t.warps,
             )  # fmt: skip
             merge_parts[(items, group)](
                 top, total, sums, out, lse, pieces, GROUP=group, D=dim, D2=dims,

@@ -47,12 +47,26 @@ def _logits(q, k, scale, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
+def _narrow(x, BC: tl.constexpr, WIDE: tl.constexpr):
+    """[BC WIDE], one after another: of x [BC, HEADS] the columns below WIDE, dealt evenly to all threads."""
+    at = tl.arange(0, BC * WIDE)
+    return tl.gather(tl.reshape(x, [BC * HEADS]), at // WIDE * HEADS + at % WIDE, 0)
+
+
+@triton.jit
+def _widen(x, BC: tl.constexpr, WIDE: tl.constexpr):
+    """[BC, HEADS] of x [BC WIDE]; columns from WIDE on repeat the last one."""
+    at = tl.arange(0, BC * HEADS)
+    return tl.reshape(tl.gather(x, at // HEADS * WIDE + tl.minimum(at % HEADS, WIDE - 1), 0), [BC, HEADS])
+
+
+@triton.jit
 def attend_parts(
     q, q_strides, k, k_strides, v, v_strides, table, table_row, filled, centre, slots, seq, pos, stop, limit, found,
     counts, numbers, top, total, out, G, lowest, sinks, floor, scale, parts, edges, GROUP: tl.constexpr,
     OWN: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr,
     SIZE: tl.constexpr, LAW: tl.constexpr, SOFTCAP: tl.constexpr, PART: tl.constexpr, SPLITS: tl.constexpr,
-    BP: tl.constexpr, BC: tl.constexpr,
+    BP: tl.constexpr, BC: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Attend to a share of one part's keys, and of those that are always attended to.
 
@@ -95,7 +109,7 @@ def attend_parts(
         xf = x.to(tl.float32)
         square = tl.sum(xf * xf, 1)
         known = (square > 0.0) & (square < float("inf"))
-        length = tl.sqrt(tl.where(known, square, 1.0))
+        length = tl.rsqrt(tl.where(known, square, 1.0))
         c0 = tl.load(centre + (slot * G + g) * D + d, mask=d < D, other=0.0)
         away = tl.sum(xf * c0[None, :], 1)
         entries = found + (first_part + part) * PART
@@ -109,18 +123,19 @@ def attend_parts(
             dev = tl.where((d < D)[None, :], kk.to(tl.float32) - c0[None, :], 0.0)
             far = tl.sum(dev * dev, 1)
             usable = (far > 0.0) & (far < float("inf"))
-            size = tl.sqrt(tl.where(usable, far, 1.0))
-            cosine = (plain - away[None, :]) / (length[None, :] * size[:, None])
+            size = tl.rsqrt(tl.where(usable, far, 1.0))
+            cosine = (plain - away[None, :]) * (length[None, :] * size[:, None])
             both = usable[:, None] & known[None, :]
             cosine = tl.where(both, cosine, tl.where(usable[:, None] | known[None, :], 0.0, 1.0))
-            u = tl.maximum(inclusion(agreement(cosine), LAW), floor)
+            u = tl.maximum(inclusion(agreement(_narrow(cosine, BC, WIDE)), LAW), floor)
             met = ((entry >> 16)[:, None] >> h[None, :]) & 1
             if OWN:
-                y = tl.where((met > 0) & ~dense[None, :], y - log(u), float("-inf"))
+                weight = _widen(-log(u), BC, WIDE)
+                y = tl.where((met > 0) & ~dense[None, :], y + weight, float("-inf"))
             else:
                 heads = tl.sum(met, 1).to(tl.float32)
-                all_u = tl.sum(tl.where(mine[None, :], u, 0.0), 1)
-                weight = log(tl.where(there, heads, 1.0)) - log(tl.where(there, all_u, 1.0))
+                u = tl.where((tl.arange(0, WIDE) < GROUP)[None, :], tl.reshape(u, [BC, WIDE]), 0.0)
+                weight = log(tl.where(there, heads, 1.0)) - log(tl.where(there, tl.sum(u, 1), 1.0))
                 y = tl.where(there[:, None], y + weight[:, None], float("-inf"))
             m, z, o = _fold(y, vv, m, z, o)
     if over:
@@ -174,12 +189,12 @@ def merge_parts(
         place = (item.to(tl.int64) * pieces + begin + some) * GROUP + h
         m = tl.load(top + place, mask=there, other=float("-inf"))
         size = tl.load(total + place, mask=there, other=0.0)
+        x = tl.load(out + place[:, None] * D2 + d[None, :], mask=there[:, None], other=0.0)
         there &= size != 0.0  # NaN, of logits that are all NaN, is not 0
         higher = tl.maximum(most, tl.max(m, 0))
         safe = tl.where(higher == float("-inf"), 0.0, higher)
         share, before = tl.exp(m - safe), tl.exp(most - safe)
         z = z * before + tl.sum(tl.where(there, share * size, 0.0), 0)
-        x = tl.load(out + place[:, None] * D2 + d[None, :], mask=there[:, None], other=0.0)
         o = o * before + tl.sum(tl.where(there[:, None], share[:, None] * x, 0.0), 0)
         most = higher
     nothing = z == 0.0

@@ -393,11 +393,9 @@ def log(x):
 
 @triton.jit
 def _log_rest(x):
-    """log(1 - x) of x in [0, 1]: Kahan's form corrects the rounding of 1 - x. At 1 it is the log of 2^-126."""
+    """log(1 - x) of x in [0, 1], to the last places; the rounding of 1 - x is added. At 1 it is the log of 2^-126."""
     q = 1.0 - x
-    lost = 1.0 - q  # what was taken off
-    right = tl.where(lost > 0.0, x / tl.where(lost > 0.0, lost, 1.0), 1.0)
-    return tl.where(lost > 0.0, log(tl.maximum(q, 1.1754943508222875e-38)) * right, -x)
+    return log(tl.maximum(q, 1.1754943508222875e-38)) + ((1.0 - q) - x)
 
 
 @triton.jit
@@ -417,31 +415,31 @@ def agreement(c):
 
 @triton.jit
 def inclusion(p, LAW: tl.constexpr):
-    """u of p, as probability.inclusion states it. LAW: tables, least, bits, split, scale, ratios, binomials."""
+    """u of p, as probability.inclusion states it. LAW: as `law` makes it."""
     TABLES: tl.constexpr = LAW[0]
     LEAST: tl.constexpr = LAW[1]
     BITS: tl.constexpr = LAW[2]
     SPLIT: tl.constexpr = LAW[3]
     SCALE: tl.constexpr = LAW[4]
-    RATIOS: tl.constexpr = LAW[5]
+    COEFFICIENTS: tl.constexpr = LAW[5]
     BINOMIALS: tl.constexpr = LAW[6]
-    x = p
-    for _ in tl.static_range(BITS - 1):
-        x *= p
-    r = x / tl.maximum(1.0 - x, 1.1754943508222875e-38)
-    series = tl.full(p.shape, 1.0, tl.float32)
-    for i in tl.static_range(len(RATIOS)):
-        series = 1.0 + RATIOS[len(RATIOS) - 1 - i] * r * series
+    x, square = tl.full(p.shape, 1.0, tl.float32), p
+    for i in tl.static_range(5):
+        if (BITS >> i) & 1:
+            x *= square
+        square *= square
+    left = 1.0 / tl.maximum(1.0 - x, 1.1754943508222875e-38)
+    small, many = tl.zeros(p.shape, tl.float32), tl.exp((TABLES - LEAST + 1) * _log_rest(x))
+    for i in tl.static_range(len(COEFFICIENTS)):
+        small = small * (x * left) + COEFFICIENTS[len(COEFFICIENTS) - 1 - i]
+    small *= many * left
     for _ in tl.static_range(LEAST):
-        series *= SCALE * x
+        small *= SCALE * x
     rest, power = tl.zeros(p.shape, tl.float32), tl.full(p.shape, 1.0, tl.float32)
     for j in tl.static_range(LEAST):
         rest = rest * (1.0 - x) + BINOMIALS[j] * power
         power *= x
-    left = _log_rest(x)
-    small = series * tl.exp((TABLES - LEAST) * left)
-    large = 1.0 - tl.exp((TABLES - LEAST + 1) * left) * rest
-    return tl.where(x < SPLIT, small, large)
+    return tl.where(x < SPLIT, small, 1.0 - many * rest)
 
 
 @triton.jit

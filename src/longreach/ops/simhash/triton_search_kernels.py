@@ -147,6 +147,10 @@ def search_parts(
     """
     PART: tl.constexpr = ROOM // WORDS
     BITS: tl.constexpr = 32 // PER
+    tl.static_assert((PER == 4) | (PER == 2))
+    ONES: tl.constexpr = 0x01010101 if PER == 4 else 0x00010001  # each counter's lowest bit
+    LOW: tl.constexpr = ONES * ((1 << (BITS - 1)) - 1)  # all bits of counters but the highest
+    GATHER: tl.constexpr = 0x01020408 if PER == 4 else 0x00010002  # moves lowest bits next to each other
     item, part = tl.program_id(0), tl.program_id(1)
     r, g = item // G, (item % G).to(tl.int64)
     b = tl.load(seq + r).to(tl.int64)
@@ -176,11 +180,9 @@ def search_parts(
         at = begin + wide
         there = (low + at < last)[:, None]
         word = _word(words, own_memory, at[:, None] * WORDS + w[None, :], there.broadcast_to(BN, WORDS))
-        heads = tl.zeros([BN, WORDS], tl.int32)
-        for i in tl.static_range(PER):
-            hit = (_counter(word, i, PER) >= least).to(tl.int32)
-            each += hit << i * BITS
-            heads += hit << i
+        hits = ((((word & LOW) + (LOW - (least - 1) * ONES)) | word) >> (BITS - 1)) & ONES
+        each += hits
+        heads = ((hits * GATHER) >> (32 - BITS)) & ((1 << PER) - 1)
         heads = tl.sum(heads << (w * PER)[None, :], 1)
         some = (heads > 0).to(tl.int32)
         tl.store(room + number + tl.cumsum(some, 0) - 1, at | heads << 16, mask=some > 0)
