@@ -41,7 +41,7 @@ class Tuning:
     pieces: int = 256
     scanned: int = 1024
     search_warps: int = 8
-    vector: int = 16384
+    vector: int = 8192
     splits: int | None = None
     warps: int = 4
     merged: int = 128
