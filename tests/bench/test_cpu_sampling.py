@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from longreach.bench import cpu_sampling
 from longreach.bench.check import WrongResult
 from longreach.bench.cpu import decode, sampling
+from longreach.bench.cpu.conditions import apart, cold, places_threads
 from longreach.bench.cpu.inputs import LOCAL, SINKS, Preset, Problem, Shape
 from longreach.bench.cpu.step import PARTS, Step, distance, exact
 from longreach.errors import Unsupported
@@ -43,6 +49,7 @@ def test_a_small_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     record = json.loads((tmp_path / "r.json").read_text())
     assert record["kind"] == "cpu sampling" and record["sources"] == {"cpu_kernels": source_hash("cpu_kernels")}
     assert [case["preset"]["share"] for case in record["sampling"]] == ["own", "group"]
+    assert record["config"]["threads_placed"] is places_threads()
     for case in record["sampling"]:
         assert set(case["parts"]) == set(PARTS) and case["error"] <= case["error_bound"] and case["rounds"] == 2
         assert 0 < case["keys_read"] < 1 and set(case["targets"]) == {"dense", "sdpa", "avx2"}
@@ -108,3 +115,64 @@ def test_without_numba_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(cpu_sampling, "compiles", lambda device: False)
     with pytest.raises(Unsupported, match=r"pip install 'longreach\[cpu\]'"):
         cpu_sampling.main(["--output", str(tmp_path / "r.json")])
+
+
+two_cpus = pytest.mark.skipif(not places_threads(), reason="threads are placed on Linux with two CPUs")
+
+
+@contextmanager
+def waiting_thread() -> Iterator[int]:
+    """The id of another thread, which waits until the block ends."""
+    end = threading.Event()
+    thread = threading.Thread(target=end.wait)
+    thread.start()
+    try:
+        assert thread.native_id is not None
+        yield thread.native_id
+    finally:
+        end.set()
+        thread.join()
+
+
+@two_cpus
+def test_threads_share_no_cpu_with_their_caller() -> None:
+    allowed = os.sched_getaffinity(0)
+    with waiting_thread() as other:
+        with apart():
+            own = os.sched_getaffinity(0)
+            assert len(own) == 1 and os.sched_getaffinity(other) == allowed - own
+        assert os.sched_getaffinity(0) == os.sched_getaffinity(other) == allowed
+
+
+@two_cpus
+def test_affinities_are_restored_as_they_were() -> None:
+    """Also after an error, of threads with an affinity of their own, and of threads that started within the block."""
+    allowed = os.sched_getaffinity(0)
+    with waiting_thread() as other:
+        os.sched_setaffinity(other, {max(allowed)})
+        with pytest.raises(ZeroDivisionError), apart():
+            later = waiting_thread()
+            new = later.__enter__()
+            assert os.sched_getaffinity(new) == os.sched_getaffinity(0) != allowed
+            _ = 1 / 0
+        try:
+            assert os.sched_getaffinity(other) == {max(allowed)}
+            assert os.sched_getaffinity(0) == os.sched_getaffinity(new) == allowed
+        finally:
+            later.__exit__(None, None, None)
+
+
+@two_cpus
+def test_caches_are_overwritten_on_the_cpu_of_the_call() -> None:
+    class Memory:
+        where: set[int] | None = None
+
+        def fill(self, value: int) -> None:
+            self.where = os.sched_getaffinity(0)
+
+    memory = Memory()
+    with cold(memory):  # type: ignore[arg-type]
+        assert memory.where == os.sched_getaffinity(0) and len(memory.where) == 1
+    overwritten = np.zeros(8, np.uint8)
+    with cold(overwritten):
+        assert overwritten.all()

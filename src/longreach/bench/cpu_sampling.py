@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from longreach.bench.cpu import decode, sampling
+from longreach.bench.cpu.conditions import flush_bytes, places_threads
 from longreach.bench.cpu.other import AVX2
 from longreach.errors import Unsupported
 from longreach.ops.impl import compiles
@@ -43,7 +44,8 @@ def measure(
         "kind": "cpu sampling", "format": FORMAT,
         **({"model": tokens.pop("model")} if tokens else {}),
         "config": {"contexts": contexts, "threads": threads, "rounds": rounds, "decoded": decoded, "repeats": repeats,
-                   "seed": sampling.SEED, "other_cpu": AVX2, "overwritten_bytes": sampling.flush_bytes()},
+                   "seed": sampling.SEED, "other_cpu": AVX2, "overwritten_bytes": flush_bytes(),
+                   "threads_placed": places_threads()},
         "load_average_after": busy,  # of a minute: above the threads' number, others were at work too
         "sampling": cases, "decode": tokens,
         "numba": {package: metadata.version(package) for package in ("numba", "llvmlite")},

@@ -10,9 +10,11 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from longreach.bench.cpu.conditions import cold
 from longreach.bench.cpu.inputs import Preset, Problem, Shape
 from longreach.bench.cpu.step import Step
 from longreach.errors import MeasurementFailed
@@ -46,8 +48,12 @@ class Other:
 
 
 @contextmanager
-def other_cpu(shape: Shape, seed: int, presets: Sequence[Preset], cpu: str = AVX2) -> Iterator[Other]:
-    """A process that holds the same problem and tables; Numba compiles for `cpu` there, into a cache of its own."""
+def other_cpu(shape: Shape, seed: int, presets: Sequence[Preset], overwritten: int, cpu: str = AVX2) -> Iterator[Other]:
+    """A process that holds the same problem and tables; Numba compiles for `cpu` there, into a cache of its own.
+
+    overwritten: bytes that it writes over the caches before each call. It does so itself: a process that only waits
+    before its call would start it under other conditions.
+    """
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
     with tempfile.TemporaryDirectory() as cache:
         changed = {"NUMBA_CPU_NAME": cpu, "NUMBA_CPU_FEATURES": "", "NUMBA_CACHE_DIR": cache}
@@ -55,7 +61,7 @@ def other_cpu(shape: Shape, seed: int, presets: Sequence[Preset], cpu: str = AVX
         os.environ.update(changed)
         try:
             process = multiprocessing.get_context("spawn").Process(
-                target=_serve, args=(theirs, shape, seed, tuple(presets)), daemon=True
+                target=_serve, args=(theirs, shape, seed, tuple(presets), overwritten), daemon=True
             )
             process.start()
         finally:
@@ -76,13 +82,14 @@ def other_cpu(shape: Shape, seed: int, presets: Sequence[Preset], cpu: str = AVX
                 process.join()
 
 
-def _serve(pipe: Connection, shape: Shape, seed: int, presets: tuple[Preset, ...]) -> None:
+def _serve(pipe: Connection, shape: Shape, seed: int, presets: tuple[Preset, ...], overwritten: int) -> None:
     """Make the problem, say so, and run what is asked until the pipe closes."""
     problem = Problem(shape, seed)
     made = {key: problem.tables(*key, "numba") for key in {(p.bits, p.tables) for p in presets}}
     steps = [Step(problem, preset, made[preset.bits, preset.tables]) for preset in presets]
     for step in steps:
         step.run()
+    flush = np.empty(overwritten, np.uint8)
     pipe.send(None)
     while True:
         try:
@@ -90,5 +97,6 @@ def _serve(pipe: Connection, shape: Shape, seed: int, presets: tuple[Preset, ...
         except EOFError:
             return
         torch.set_num_threads(threads)
-        result = steps[number].run()
+        with cold(flush):
+            result = steps[number].run()
         pipe.send((result.seconds, result.whole.out[0].numpy()))

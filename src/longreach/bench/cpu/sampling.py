@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -15,6 +14,7 @@ import numpy as np
 import torch
 
 from longreach.bench.check import WrongResult, bound
+from longreach.bench.cpu.conditions import cold, flush_bytes
 from longreach.bench.cpu.dense import COPY, MATMUL, OURS, SDPA, baselines, largest_logit
 from longreach.bench.cpu.inputs import Preset, Problem, Shape
 from longreach.bench.cpu.other import other_cpu
@@ -36,7 +36,7 @@ def measure(
     for context in contexts:
         sizes = Shape(context) if shape is None else Shape(**{**asdict(shape), "context": context})
         say(f"{context} keys: drawing them, hashing them, here and in a process for AVX2")
-        with other_cpu(sizes, SEED, PRESETS) as other:
+        with other_cpu(sizes, SEED, PRESETS, flush_bytes()) as other:
             problem = Problem(sizes, SEED)
             steps = list[Step]()
             built = dict[str, float]()
@@ -61,19 +61,20 @@ def measure(
 def _rounds(
     steps: Sequence[Step], dense: dict[str, Callable[[], Any]], other: Any, threads: int, rounds: int, flush: np.ndarray
 ) -> dict[str, list[Any]]:
-    """Seconds of each call, in turns; of our steps as a whole, and by part. Caches hold other memory before each."""
+    """Seconds of each call, in turns; of our steps as a whole, and by part. Each call starts `cold`."""
     times = defaultdict[str, list[Any]](list)
     outputs = [step.run().whole.out[0] for step in steps]
+    for number in range(len(steps)):
+        other.run(number, threads)
     for call in dense.values():
         call()
     for turn in range(rounds):
         for number, step in enumerate(steps):
-            flush.fill(turn)
-            times[f"ours {number}"].append(step.run().seconds)
-            flush.fill(turn)
-            times[f"parts {number}"].append(step.parts())
-            flush.fill(turn)
-            seconds, out = other.run(number, threads)
+            with cold(flush):
+                times[f"ours {number}"].append(step.run().seconds)
+            with cold(flush):
+                times[f"parts {number}"].append(step.parts())
+            seconds, out = other.run(number, threads)  # under the same conditions
             times[f"avx2 {number}"].append(seconds)
             off = float(distance(out, outputs[number].double()).max())
             if not off <= bound(torch.float32):
@@ -81,10 +82,10 @@ def _rounds(
         for name, call in dense.items():
             if name == SDPA and turn >= SLOW_ROUNDS:
                 continue
-            flush.fill(turn)
-            started = perf_counter()
-            call()
-            times[name].append(perf_counter() - started)
+            with cold(flush):
+                started = perf_counter()
+                call()
+                times[name].append(perf_counter() - started)
     return times
 
 
@@ -169,12 +170,3 @@ def using(threads: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def flush_bytes(most: int = 1 << 30) -> int:
-    """Bytes that are overwritten before each call: twice the largest cache, where the system names it."""
-    sizes = [64 << 20]
-    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
-        text = path.read_text().strip()
-        sizes.append(int(text.rstrip("KM")) << (10 if text.endswith("K") else 20 if text.endswith("M") else 0))
-    return min(most, 2 * max(sizes))
