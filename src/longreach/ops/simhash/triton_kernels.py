@@ -312,6 +312,59 @@ def seal(
 
 
 @triton.jit
+def hash_keys(
+    k, k_strides, table, table_row, centre, projections, slots, stop, held, codes, heads, lowest, segment, room,
+    TABLES: tl.constexpr, BITS: tl.constexpr, BITS2: tl.constexpr, D: tl.constexpr, D2: tl.constexpr,
+    PAGED: tl.constexpr, PAGE: tl.constexpr, SIZE: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """BT tables' codes of BV keys of a sequence and KV head, if they are of [held, stop).
+
+    codes: uint16 [B, heads, TABLES, room], of positions from segment SIZE on.
+    """
+    item, begin = tl.program_id(0), tl.program_id(1) * BV
+    b, g = (item // heads).to(tl.int64), item % heads
+    p = segment * SIZE + begin + tl.arange(0, BV)
+    at, last = tl.maximum(tl.load(held + b), lowest).to(tl.int32), tl.load(stop + b).to(tl.int32)
+    there = (p >= at) & (p < last) & (begin + tl.arange(0, BV) < room)
+    if tl.max(there.to(tl.int32), 0) > 0:
+        slot = tl.load(slots + b).to(tl.int64)
+        d, bit = tl.arange(0, D2), tl.arange(0, BITS2)
+        place = _place(k_strides, table, table_row, b, p, there, PAGED, PAGE) + g * k_strides[1]
+        some = there[:, None] & (d < D)[None, :]
+        v = tl.load(k + place[:, None] + d[None, :], mask=some, other=0.0).to(tl.float32)
+        c = tl.load(centre + (slot * heads + g) * D + d, mask=d < D, other=0.0)
+        v = tl.where(some, v - c[None, :], 0.0)
+        first = tl.program_id(2) * BT
+        for t in range(first, tl.minimum(first + BT, TABLES)):
+            code = _coded(v, _directions(projections, t, bit, d, BITS, D), BITS, BITS2)
+            row = codes + (item.to(tl.int64) * TABLES + t) * room + begin
+            tl.store(row + tl.arange(0, BV), code, mask=there)
+
+
+@triton.jit
+def add_keys(
+    ids, id_strides, offsets, offset_strides, slots, stop, held, codes, cursors, heads, tables, lowest, segment, room,
+    SIZE: tl.constexpr, BUCKETS: tl.constexpr, BB: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Add the keys of [held, stop) that are of one segment to one table of one KV head.
+
+    codes: as hash_keys writes them. cursors: int32 [programs, BUCKETS], scratch.
+    """
+    item, program = tl.program_id(0), tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+    b, g, t = (item // (heads * tables)).to(tl.int64), item // tables % heads, item % tables
+    begin = (segment + tl.program_id(1)) * SIZE
+    at = tl.maximum(tl.maximum(tl.load(held + b), lowest).to(tl.int32), begin)
+    end = tl.minimum(tl.load(stop + b).to(tl.int32), begin + SIZE)
+    if at < end:
+        slot = tl.load(slots + b).to(tl.int64)
+        row = ids + slot * id_strides[0] + g * id_strides[1] + t * id_strides[2]
+        its = offsets + slot * offset_strides[0] + g * offset_strides[1] + t * offset_strides[2]
+        mine = codes + item.to(tl.int64) * room - segment * SIZE  # by position
+        cursor = cursors + program.to(tl.int64) * BUCKETS
+        _add(row, its, offset_strides[3], mine, 1, at, end, lowest, cursor, SIZE, BUCKETS, BB, BN, BK)
+
+
+@triton.jit
 def look_up(
     ids, id_strides, offsets, offset_strides, codes, seq, stop, times, looked_up, capacity, H, G, tables, lowest,
     WIDTH: tl.constexpr, SIZE: tl.constexpr, BN: tl.constexpr,
