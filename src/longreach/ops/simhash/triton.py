@@ -44,7 +44,10 @@ class Tuning:
     codes: int = CODES
 
 
-def codes(x: Tensor, projections: Tensor, centre: Tensor | None, *, tune: Tuning | None = None) -> Tensor:
+def codes(
+    x: Tensor, projections: Tensor, centre: Tensor | None, *, early: bool = False, tune: Tuning | None = None
+) -> Tensor:
+    """early: the next kernel may start while this one runs; it must wait before it reads the codes."""
     refuse(x, *(() if centre is None else (centre,)))
     tables, bits, dim = projections.shape
     out = x.new_empty((*x.shape[:-1], tables), dtype=torch.uint16)
@@ -59,7 +62,7 @@ def codes(x: Tensor, projections: Tensor, centre: Tensor | None, *, tune: Tuning
         kernels.codes[(triton.cdiv(count, at_once), tables)](
             vectors, vectors.stride(), centres, centres.stride(), drawn, out, count, vectors.shape[2], vectors.shape[1],
             TABLES=tables, BITS=bits, BITS2=16, D=dim, D2=max(16, triton.next_power_of_2(dim)),
-            CENTRED=centre is not None, BM=at_once,
+            CENTRED=centre is not None, BM=at_once, EARLY=early,
         )  # fmt: skip
     return out
 

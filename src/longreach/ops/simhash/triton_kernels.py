@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # kernels run in Python, on CPU tensors
 
@@ -13,8 +14,14 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # kernels run in Pyt
 def codes(
     x, x_strides, centre, centre_strides, projections, out, count, inner, middle, TABLES: tl.constexpr,
     BITS: tl.constexpr, BITS2: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, CENTRED: tl.constexpr, BM: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One table's codes of BM vectors. x, centre: [outer, middle, inner, D] by strides; out: [count, TABLES]."""
+    """One table's codes of BM vectors. x, centre: [outer, middle, inner, D] by strides; out: [count, TABLES].
+
+    EARLY: the next kernel may start while this one runs; it must wait before it reads `out`.
+    """
+    if EARLY:
+        gdc_launch_dependents()
     n = tl.program_id(0) * BM + tl.arange(0, BM)
     table = tl.program_id(1)
     there = n < count

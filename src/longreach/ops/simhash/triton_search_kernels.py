@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from longreach.ops.simhash.attention import HEADS as HEADS_OF_A_PROGRAM
 from longreach.ops.simhash.triton_kernels import INTERPRETED
@@ -136,7 +137,7 @@ def search_parts(
     codes, ids, id_strides, offsets, offset_strides, slots, seq, pos, filled, stop, memory, found, counts, G, lowest,
     least, parts, GROUP: tl.constexpr, TABLES: tl.constexpr, SIZE: tl.constexpr, PER: tl.constexpr,
     WORDS: tl.constexpr, ROOM: tl.constexpr, WHOLE: tl.constexpr, LOG: tl.constexpr, BE: tl.constexpr,
-    BN: tl.constexpr,
+    BN: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """The keys of one part of the context that some query head of a KV head sampled.
 
@@ -159,6 +160,9 @@ def search_parts(
     end = tl.load(stop + slot)
     last = tl.minimum(end, reach)
     last = tl.where(last > lowest, last, 0)
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
     words = _words(part - part, ROOM + 3 * (1 << LOG))
     whole = item.to(tl.int64) * parts + part
     own_memory = memory + whole * (ROOM + 3 * (1 << LOG))
