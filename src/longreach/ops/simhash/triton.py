@@ -26,8 +26,10 @@ class Tuning:
     """How many at a time. vectors, centred: hashed by a program, without a centre (queries: rounded as in
     triton_attention's look-ups, which have as many rows) and with one; moved: ids that a build moves; new: keys whose
     order it finds; bucket: ids read from a bucket; listed: positions of a list's round; weighed: keys of a program;
-    sealed: keys that are hashed as they enter the tables; programs: that seal, at most; hashed, hashed_tables: keys and
-    tables of a program where whole segments enter; codes: bytes of their codes, at most, but a segment's at least.
+    sealed: keys that are hashed as they enter the tables; programs: that seal, at most.
+    Where whole segments enter: hashed, hashed_tables: keys and tables of a program; codes: bytes of codes, at most, but
+    a segment's at least.
+    chained: whether the kernel that seals may start while the one before it runs, and the next one while it runs.
     """
 
     vectors: int = 16
@@ -42,12 +44,13 @@ class Tuning:
     hashed: int = 64
     hashed_tables: int = 8
     codes: int = CODES
+    chained: bool = not INTERPRETED
 
 
 def codes(
-    x: Tensor, projections: Tensor, centre: Tensor | None, *, early: bool = False, tune: Tuning | None = None
+    x: Tensor, projections: Tensor, centre: Tensor | None, *, chained: bool = False, tune: Tuning | None = None
 ) -> Tensor:
-    """early: the next kernel may start while this one runs; it must wait before it reads the codes."""
+    """chained: the kernel may start while the one before it runs, and waits; so may the next one."""
     refuse(x, *(() if centre is None else (centre,)))
     tables, bits, dim = projections.shape
     out = x.new_empty((*x.shape[:-1], tables), dtype=torch.uint16)
@@ -62,7 +65,7 @@ def codes(
         kernels.codes[(triton.cdiv(count, at_once), tables)](
             vectors, vectors.stride(), centres, centres.stride(), drawn, out, count, vectors.shape[2], vectors.shape[1],
             TABLES=tables, BITS=bits, BITS2=16, D=dim, D2=max(16, triton.next_power_of_2(dim)),
-            CENTRED=centre is not None, BM=at_once, EARLY=early,
+            CENTRED=centre is not None, BM=at_once, CHAINED=chained, **({"launch_pdl": True} if chained else {}),
         )  # fmt: skip
     return out
 
@@ -101,7 +104,7 @@ def seal(
     if not count:
         return held
     dim, bits, items = kv.k.shape[3], projections.shape[1], count * tables.heads * tables.tables
-    room, programs = block or 0, min(t.programs, items)
+    room, programs, chained = block or 0, min(t.programs, items), t.chained and block is not None
     if block is None:
         segments = triton.cdiv(min(kv.capacity, tables.ids.shape[3]), tables.size)
         at_once = segments_at_once(items, tables.size, segments, t.codes)
@@ -117,13 +120,15 @@ def seal(
     with torch.cuda.device_of(kv.k):
         kernels.average[(count, kv.heads)](
             *keys, slots, tables.stop, stop, held, done, centre, tables.first, centred, **memory, BN=t.weighed,
+            CHAINED=chained,
         )  # fmt: skip
         sizes = {"SIZE": tables.size, "BUCKETS": buckets, "BB": min(buckets, 1024), "BN": t.moved, "BK": t.new}
         if block is not None:
             kernels.seal[(programs,)](
                 *_memory(tables), *keys, centre, drawn, slots, tables.stop, stop, held, done, cursors, codes, count,
                 tables.heads, tables.tables, tables.first, BITS=bits, BITS2=16, **memory, **sizes, ROOM=room,
-                BS=triton.next_power_of_2(count), BV=t.sealed,
+                BS=triton.next_power_of_2(count), BV=t.sealed, CHAINED=chained,
+                **({"launch_pdl": True} if chained else {}),
             )  # fmt: skip
             return held
         for segment in range(tables.first // tables.size, segments, at_once):

@@ -77,7 +77,7 @@ def attend_sampled(
         if INTERPRETED:  # which has no shared memory
             memory = torch.from_numpy(np.empty((count, kv.heads, parts, t.room + 3 * buckets), np.int32))
         q = rows.q if rows.q.stride(2) == 1 else rows.q.contiguous()
-        codes = triton_codes(q, projections, None, early=t.chained)
+        codes = triton_codes(q, projections, None, chained=t.chained)
         how = {"CHAINED": t.chained} | ({"launch_pdl": True} if t.chained else {})
         seq, pos, where, table = rows.seq.contiguous(), rows.pos.contiguous(), slots.contiguous(), kv.block_table
         view = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # kernels run in Python, on CPU tensors
 
@@ -14,13 +14,14 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # kernels run in Pyt
 def codes(
     x, x_strides, centre, centre_strides, projections, out, count, inner, middle, TABLES: tl.constexpr,
     BITS: tl.constexpr, BITS2: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, CENTRED: tl.constexpr, BM: tl.constexpr,
-    EARLY: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One table's codes of BM vectors. x, centre: [outer, middle, inner, D] by strides; out: [count, TABLES].
 
-    EARLY: the next kernel may start while this one runs; it must wait before it reads `out`.
+    CHAINED: this kernel may start while the one before it runs, and waits; so may the next one.
     """
-    if EARLY:
+    if CHAINED:
+        gdc_wait()
         gdc_launch_dependents()
     n = tl.program_id(0) * BM + tl.arange(0, BM)
     table = tl.program_id(1)
@@ -243,13 +244,15 @@ def build(
 @triton.jit
 def average(
     k, k_strides, table, table_row, slots, ends, stop, held, done, centre, lowest, count, D: tl.constexpr,
-    D2: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr,
+    D2: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """The mean of keys [lowest, lowest + count) of a sequence and KV head, if its first keys enter the tables now.
 
     slots, stop: [B]; ends: [slots], of the tables; centre: fp32 [slots, G, D]. Keys that are not finite are left out.
     With count 0 there is no mean. held: int32 [B], becomes the sequence's end; done: int32 [B], becomes 0.
     """
+    if CHAINED:
+        gdc_launch_dependents()
     b, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots + b).to(tl.int64)
     end = tl.load(ends + slot)
@@ -278,7 +281,7 @@ def seal(
     held, done, cursors, codes, sequences, heads, tables, lowest, BITS: tl.constexpr, BITS2: tl.constexpr,
     D: tl.constexpr, D2: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr, SIZE: tl.constexpr,
     BUCKETS: tl.constexpr, ROOM: tl.constexpr, BS: tl.constexpr, BB: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    BV: tl.constexpr,
+    BV: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Hash the keys [held, stop) of a sequence for one table of one KV head, and add them, ROOM at a time.
 
@@ -286,6 +289,9 @@ def seal(
     slots, stop, held, done: [B]; ends: [slots]. cursors: int32 [programs, BUCKETS], codes: uint16 [programs, ROOM],
     scratch. BS: at least B.
     """
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
     every, grid = tl.arange(0, BS), tl.num_programs(0)
     before = tl.load(held + every, mask=every < sequences, other=0)
     after = tl.load(stop + every, mask=every < sequences, other=0).to(tl.int32)
