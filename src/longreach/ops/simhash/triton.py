@@ -23,17 +23,18 @@ INTERPRETED: bool = kernels.INTERPRETED.value
 
 @dataclass(frozen=True)
 class Tuning:
-    """How many at a time. vectors, centred: hashed by a program, without a centre (queries: rounded as in
-    triton_attention's look-ups, which have as many rows) and with one; moved: ids that a build moves; new: keys whose
-    order it finds; bucket: ids read from a bucket; listed: positions of a list's round; weighed: keys of a program;
-    sealed: keys that are hashed as they enter the tables; programs: that seal, at most.
+    """How many at a time. few, many: vectors hashed by a program, where there are up to `few_vectors` and where there
+    are more; moved: ids that a build moves; new: keys whose order it finds; bucket: ids read from a bucket; listed:
+    positions of a list's round; weighed: keys of a program; sealed: keys that are hashed as they enter the tables;
+    programs: that seal, at most.
     Where whole segments enter: hashed, hashed_tables: keys and tables of a program; codes: bytes of codes, at most, but
     a segment's at least.
     chained: whether the kernel that seals may start while the one before it runs, and the next one while it runs.
     """
 
-    vectors: int = 16
-    centred: int = 64
+    few: int = 16
+    many: int = 64
+    few_vectors: int = 256
     moved: int = 1024
     new: int = 64
     bucket: int = 64
@@ -60,7 +61,8 @@ def codes(
     vectors = _four(x)
     centres = vectors if centre is None else _four(centre.expand(x.shape))
     drawn = projections.contiguous().view(torch.int16)
-    count, at_once = out.numel() // tables, t.vectors if centre is None else t.centred
+    count = out.numel() // tables
+    at_once = t.few if count <= t.few_vectors else t.many
     with torch.cuda.device_of(x):
         kernels.codes[(triton.cdiv(count, at_once), tables)](
             vectors, vectors.stride(), centres, centres.stride(), drawn, out, count, vectors.shape[2], vectors.shape[1],
