@@ -71,6 +71,7 @@ class LayerTables(StatelessOnTruncate):
     def _empty(self, slots: int, heads: int, room: int) -> HashTables:
         tables, bits, _ = self.projections.shape
         first, device = self.schedule.sinks, self.projections.device
+        room = -(-room // 8) * 8  # look-ups read 8 ids at once
         return HashTables.empty(
             slots, heads, room, bits=bits, tables=tables, size=SEGMENT, first=first, device=device
         )  # fmt: skip
