@@ -74,10 +74,10 @@ def attend_sampled(
     if count:
         top, total, sums = empty(pieces, group), empty(pieces, group), empty(pieces, group, dims)
         counts, found = empty(parts, HEADS + 3, dtype=torch.int32), empty(parts, part, dtype=torch.int32)
-        wide, memory = triton.next_power_of_2(group), (found, found)
+        wide, memory = triton.next_power_of_2(group), [found, found]
         if INTERPRETED:  # which has no shared memory
             sizes = parts * (t.room + 3 * buckets + 2 * t.pieces), pieces * (keys * (wide + 1) + 1)
-            memory = tuple(torch.from_numpy(np.empty(items * size, np.int32)) for size in sizes)
+            memory = [torch.from_numpy(np.empty(items * size, np.int32)) for size in sizes]
         q = rows.q if rows.q.stride(2) == 1 else rows.q.contiguous()
         codes = triton_codes(q, projections, None, chained=t.chained)
         how = {"CHAINED": t.chained} | ({"launch_pdl": True} if t.chained else {})
