@@ -9,7 +9,15 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from longreach.cli.common import check_questions, load_model, read_system, read_whole, warn_unapplied
+from longreach.cli.common import (
+    cache_config,
+    check_questions,
+    load_model,
+    pass_tokens,
+    read_system,
+    read_whole,
+    warn_unapplied,
+)
 from longreach.cli.show import duration, emit, progress, size, waiting
 from longreach.errors import InvalidInput
 
@@ -24,6 +32,7 @@ def run_documents(args: argparse.Namespace, options: dict[str, dict[str, Any]]) 
     texts = [read_whole(name, "to --documents") for name in args.documents]
     system = "" if args.system is None else read_system(args.system)
     check_questions(args.question)
+    cache = cache_config(args)
     with ExitStack() as opened:
         with waiting("loading the model"):
             from longreach.methods.registry import choose, choose_eviction, choose_fusion
@@ -40,13 +49,15 @@ def run_documents(args: argparse.Namespace, options: dict[str, dict[str, Any]]) 
             from longreach.store import ChunkStore
 
             store = None if args.store is None else opened.enter_context(ChunkStore(args.store))
-            session = opened.enter_context(attach(model, fuse=fuse, prefill=prefill, evict=evict, decode=decode))
+            session = opened.enter_context(
+                attach(model, fuse=fuse, prefill=prefill, evict=evict, decode=decode, cache=cache)
+            )
             started = time.perf_counter()
             known = fingerprint(model)
             fingerprinted = time.perf_counter() - started
             documents = Documents(
                 session, tokenizer, system=system, store=store, chunk_tokens=args.chunk_tokens or CHUNK_TOKENS,
-                prefill_chunk=args.prefill_chunk_size, known=known, graph=args.graph,
+                prefill_chunk=pass_tokens(args), known=known, graph=args.graph,
             )  # fmt: skip
         longest = max(len(documents.question_tokens(question)) for question in args.question)
         left_out = unapplied(model, sampled=False, applied=("stop_strings",))
