@@ -36,10 +36,14 @@ class MemoryUse:
 
     def __str__(self) -> str:
         return (
-            f"keys and values: {len(self.host_layers)} layers ({gib(self.host_bytes)}) in host memory, read over the "
-            f"link; {len(self.device_layers)} layers ({gib(self.device_bytes)}) in device memory; staging of prompts "
+            f"keys and values: {_layers(self.host_layers)} ({gib(self.host_bytes)}) in host memory, read over the "
+            f"link; {_layers(self.device_layers)} ({gib(self.device_bytes)}) in device memory; staging of prompts "
             f"takes {gib(self.staging_bytes)} of it"
         )
+
+
+def _layers(layers: Sequence[int]) -> str:
+    return f"{len(layers)} layer{'' if len(layers) == 1 else 's'}"
 
 
 class Tiers:

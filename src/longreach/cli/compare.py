@@ -28,7 +28,7 @@ from longreach.cli.common import (
 )
 from longreach.cli.compare_documents import compare_documents, refuse_without_documents
 from longreach.cli.compare_record import write_record
-from longreach.cli.show import Column, Table, console, duration, emit, percent, place, progress, waiting
+from longreach.cli.show import Column, Table, console, duration, emit, percent, place, progress, show_memory, waiting
 from longreach.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ def run(args: argparse.Namespace) -> int:
         "time to the first token, measured once for methods with the same prefill. per tok: time per token after it."
     )
     _show_layers(out, comparisons)
-    show_memory(out, comparisons)
+    show_memory(out, (c.memory for c in comparisons))
     out.print(place(where))
     _record(args, model, task, comparisons, where, document)
     return 0
@@ -176,12 +176,6 @@ def _show_layers(out: Any, comparisons: list[Comparison]) -> None:
     for c in comparisons:
         if c.layer_error is not None and any(map(any, c.layer_error["max"])):  # dense has none
             _show_errors(out, f"{c.label} in decode steps", c.layer_error)
-
-
-def show_memory(out: Any, comparisons: list[Comparison]) -> None:
-    """Where keys and values lay, if some were in host memory."""
-    for memory in {str(c.memory): c.memory for c in comparisons if c.memory is not None}.values():
-        out.print(f"\n{memory}", soft_wrap=True)
 
 
 def _show_errors(out: Any, what: str, error: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ from longreach.cli.common import (
     warn_unapplied,
 )
 from longreach.cli.compare_record import write_record
-from longreach.cli.show import Column, Table, console, duration, emit, place, progress, waiting
+from longreach.cli.show import Column, Table, console, duration, emit, place, progress, show_memory, waiting
 from longreach.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -133,6 +133,7 @@ def _show(args: argparse.Namespace, task: Compare, chunks: int) -> list[Comparis
         f"method itself would have chosen differently. recomputed, exact, reused: stored tokens of the prompt. 1st "
         f"tok: time to the first token, the prompt read the second time. per tok: time per token after it."
     )
+    show_memory(out, (c.memory for c in found))
     return found
 
 

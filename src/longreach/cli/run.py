@@ -23,7 +23,7 @@ from longreach.cli.common import (
     read_document,
     warn_unapplied,
 )
-from longreach.cli.show import duration, emit, percent, progress, waiting
+from longreach.cli.show import duration, emit, percent, progress, show_memory, waiting
 from longreach.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -113,8 +113,6 @@ def run(args: argparse.Namespace) -> int:
                    for a in task.answered]  # fmt: skip
         emit({**environment(model.device), **config, **read, "answers": answers, "report": report.to_json()})
         return 0
-    if report.memory is not None:
-        print(f"longreach: {report.memory}", file=sys.stderr)
     _summarise(task.answered, len(task.document), reader.read_seconds, report, (prefill.name, decode.name))
     return 0
 
@@ -151,8 +149,10 @@ def _summarise(
     setup = sum(a.setup_seconds for a in answers)
     ready = f" Compiling and capturing the decode step took {duration(setup)}, once." if setup else ""
     again = f" ({duration(answers[1].first_token_seconds)} for further questions)" if len(answers) > 1 else ""
-    Console(stderr=True, highlight=False, markup=False).print(
+    errors = Console(stderr=True, highlight=False, markup=False)
+    errors.print(
         f"\nRead {' and '.join(shares)} of the bytes that dense attention reads. Document: {tokens} tokens in "
         f"{duration(seconds)}. First token after {duration(seconds + answers[0].first_token_seconds)}{again}, then "
         f"{duration(rate)} a token.{ready}"
     )
+    show_memory(errors, [report.memory])

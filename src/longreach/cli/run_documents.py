@@ -18,7 +18,7 @@ from longreach.cli.common import (
     read_whole,
     warn_unapplied,
 )
-from longreach.cli.show import duration, emit, progress, size, waiting
+from longreach.cli.show import duration, emit, progress, show_memory, size, waiting
 from longreach.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def run_documents(args: argparse.Namespace, options: dict[str, dict[str, Any]]) 
               "seconds": {"fingerprint": fingerprinted, "documents": read_seconds},
               "answers": [_answer(*answer) for answer in answers], "report": report.to_json()})  # fmt: skip
         return 0
-    _summarise(documents, read_seconds, [account for *_, account in answers])
+    _summarise(documents, read_seconds, [account for *_, account in answers], report)
     return 0
 
 
@@ -120,7 +120,7 @@ def _answer(question: str, text: str, account: Account) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _summarise(documents: Documents, seconds: float, accounts: list[Account]) -> None:
+def _summarise(documents: Documents, seconds: float, accounts: list[Account], report: Any) -> None:
     """One line on stderr: counts of chunks (repeated ones count once) and of the prompt's tokens, and the times."""
     from rich.console import Console
 
@@ -134,11 +134,13 @@ def _summarise(documents: Documents, seconds: float, accounts: list[Account]) ->
         done.append(f"dependence of {measured} measured")
     kept = f"Chunks: {', '.join(done)}, in {duration(seconds)}"
     rates = [a.answer.seconds_per_token for a in accounts if a.answer.seconds_per_token is not None]
-    Console(stderr=True, highlight=False, markup=False).print(
+    errors = Console(stderr=True, highlight=False, markup=False)
+    errors.print(
         f"\n{kept}. Prompt: {first.tokens} tokens, {first.exact} exact as stored, {first.reused} reused, "
         f"{first.recomputed} recomputed, {first.computed} computed. {_copies(first)}First token after "
         f"{duration(accounts[0].first_token_seconds)}, then {duration(rates[0] if rates else None)} a token."
     )
+    show_memory(errors, [report.memory])
 
 
 def _copies(report: FusionReport) -> str:
