@@ -207,6 +207,28 @@ def test_growth_that_fails_half_way_loses_nothing(fails_at: int, monkeypatch: py
     assert same(held(host, 0), joined(want[0], more[0]))
 
 
+@pytest.mark.parametrize("fails_at", [1, 2, 5])
+def test_a_first_pass_that_finds_no_memory_gives_all_back(fails_at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    host, _ = caches()
+    plain, calls = tiers.allocate, [0]
+
+    def failing(*args: object) -> torch.Tensor:
+        calls[0] += 1
+        if calls[0] == fails_at:
+            raise CapacityError("could not be pinned")
+        return plain(*args)  # type: ignore[arg-type]
+
+    step = host.begin([0], [20])
+    with monkeypatch.context() as patched:
+        patched.setattr(tiers, "allocate", failing)
+        with pytest.raises(CapacityError, match="pinned"):
+            write(host, step)
+    host.abort(step)
+    assert not any(host.memory) and not host.in_host and not host.nbytes and host.lengths == [0] * SLOTS
+    want = fill(host, [0], [12])
+    assert same(held(host, 0), want[0])
+
+
 def test_keys_in_host_memory_cannot_be_evicted() -> None:
     host, _ = caches(resident=(0,))
     fill(host, [0], [20])

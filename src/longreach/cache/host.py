@@ -102,9 +102,10 @@ def _touched(nbytes: int) -> Tensor:
         raise CapacityError(
             f"the system gave no {gib(nbytes)} of host memory for keys and values ({error}); {_free()}. {REMEDY}"
         ) from error
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without huge pages refuses the advice
-            block.madvise(mmap.MADV_HUGEPAGE)
+    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # large pages, which processes forked from this one do not copy
+        if hasattr(mmap, advice):
+            with contextlib.suppress(OSError):  # a kernel that lacks it refuses; the memory is as good without
+                block.madvise(getattr(mmap, advice))
     whole = torch.frombuffer(block, dtype=torch.uint8)
     start = -whole.data_ptr() % HUGE_PAGE
     memory = whole[start : start + nbytes]

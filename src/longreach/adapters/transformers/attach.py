@@ -288,7 +288,8 @@ class Session:
         """An empty cache for `batch` sequences, to pass as `past_key_values`. config: default the session's."""
         kept = config or self.cache_config
         check_host(kept, self.evict)
-        return LongreachCache(self._layers, batch, kept, self.model.device, self, self.evict, self.resident_layers())
+        resident = self.resident_layers() if kept.host else ()
+        return LongreachCache(self._layers, batch, kept, self.model.device, self, self.evict, resident)
 
     def resident_layers(self) -> frozenset[int]:
         """Layers that stay in GPU memory first, with `CacheConfig(host=True)`: those with a sliding window, and those
