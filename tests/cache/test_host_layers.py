@@ -237,3 +237,26 @@ def test_keys_in_host_memory_cannot_be_evicted() -> None:
         with pytest.raises(Unsupported, match=r"keys in host memory cannot be evicted; use CacheConfig\(host=False\)"):
             host.keep(layer, [0], [random_kept(20, 4)])
     assert before.unchanged(host)
+
+
+@pytest.mark.gpu
+def test_staging_on_a_gpu_is_in_order_with_kernels() -> None:
+    """Passes whose copies take longer than the launches around them."""
+    shape, counts = (2, 64), [[20_000, 9000], [300, 40], [12, 3000], [1, 1], [4000, 4000]]
+    device, config = torch.device("cuda", 0), CacheConfig(host=True, capacity=40_000)
+    host, plain = (KVCache(6, 2, c, device, resident=(2,)) for c in (config, CacheConfig(capacity=40_000)))
+    for each in counts:
+        steps = host.begin([0, 1], each), plain.begin([0, 1], each)
+        for layer in range(6):
+            k, v = torch.randn(2, sum(each), *shape, device=device, dtype=torch.bfloat16)
+            views = []
+            for cache, step in zip((host, plain), steps, strict=True):
+                cache.append(layer, step, k, v)
+                views.append(cache.view(layer, step))
+            for seq, more in enumerate(each):
+                n = host.lengths[seq] + more
+                a, b = ((view.k[seq, :, :n].clone(), view.v[seq, :, :n].clone()) for view in views)
+                assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
+        for cache, step in zip((host, plain), steps, strict=True):
+            cache.commit(step)
+    assert host.in_host == {0, 1, 3, 4, 5} and host.lengths == plain.lengths

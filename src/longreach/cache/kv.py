@@ -197,8 +197,7 @@ class KVCache:
     def view(self, layer: int, step: Append) -> KVView:
         """The view that rows of this pass attend to: all tokens, the new ones included. Slot order is causal order."""
         place = step.at(layer)
-        with torch.inference_mode(False), torch.no_grad():
-            memory = self._staged(layer, step) or self._held(layer)
+        memory = self._staged(layer, step) or self._held(layer)
         return KVView(*memory, place.seq_lens, place.table)
 
     def commit(self, step: Append, *, over: bool = True) -> None:
@@ -393,7 +392,8 @@ class KVCache:
         """The layer's copy in device memory that the pass attends to; None if it attends to the layer itself."""
         if layer not in self.in_host or step.starts is None or max(step.counts, default=0) <= IN_PLACE:
             return None
-        return self._staging.get((step.number, layer), self._held(layer), self._filled(layer, step))
+        with torch.inference_mode(False), torch.no_grad():
+            return self._staging.get((step.number, layer), self._held(layer), self._filled(layer, step))
 
     def _prefetch(self, layer: int, step: Append) -> None:
         """Begin to stage the next layer in host memory."""

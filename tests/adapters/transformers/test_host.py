@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import warnings
 from collections.abc import Iterator
 from contextlib import closing
@@ -230,3 +232,37 @@ def test_eviction_from_host_memory_is_refused() -> None:
         attach(model, evict=SnapKV(capacity=32), cache=HOST)
     with attach(model, evict=SnapKV(capacity=32)) as session, pytest.raises(Unsupported, match="evict=snapkv"):
         session.new_cache(1, HOST)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", METHODS)
+def test_captured_steps_read_host_memory_in_place(name: str) -> None:
+    model, ids, made = tiny().cuda(), prompt(300).cuda(), []
+    for config in (CacheConfig(), HOST):
+        with attach(model, decode=METHODS[name], cache=config) as session:
+            answers = [
+                generate(session, ids, max_new_tokens=16, prefill_chunk_size=chunk, compile="none")
+                for chunk in (64, None, 200)
+            ]
+            made.append((answers, session.report()))
+    (plain, plain_report), (host, host_report) = made
+    for a, b in zip(plain, host, strict=True):
+        assert a.captured == b.captured is not None and torch.equal(a.sequences, b.sequences)
+    for x, y in zip(plain_report.layers, host_report.layers, strict=True):
+        assert (x.bytes_read, x.dense_bytes, x.impl) == (y.bytes_read, y.dense_bytes, y.impl)
+    assert host_report.memory is not None and host_report.memory.host_layers
+
+
+@pytest.mark.gpu
+def test_a_cache_that_ends_gives_pinned_memory_back() -> None:
+    model, ids = tiny().cuda(), prompt(40).cuda()
+    with attach(model, decode=METHODS["quest"], cache=HOST) as session:
+        generate(session, ids, max_new_tokens=4)
+        generate(session, torch.cat([ids] * 20, 1), max_new_tokens=4)  # another cache, as it is longer
+        addresses = [pair[0].data_ptr() for pair in session.static_caches[1].kv.memory if pair]
+    gc.collect()
+    torch.cuda.synchronize()
+    code = torch.cuda.cudart().cudaHostUnregister(addresses[-1])
+    assert int(code) != 0, "it was unregistered with the cache"
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device="cuda")  # takes the error of that call
