@@ -87,8 +87,8 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, object], mess
 def test_memory_in_words_and_as_json() -> None:
     use = MemoryUse((1, 2), (0,), 3 << 30, 1 << 20, 2 << 20)
     assert str(use) == (
-        "keys and values: 2 layers (3.00 GiB) in host memory, read over the link; 1 layer (1.00 MiB) in device memory; "
-        "staging of prompts takes 2.00 MiB of it"
+        "keys and values: 2 layers (3.00 GiB) in host memory, read over the link; 1 layer (1.00 MiB) in device "
+        "memory; prompts are staged through 2.00 MiB more of it"
     )
     assert use.to_json() == {
         "host_layers": [1, 2], "device_layers": [0], "host_bytes": 3 << 30, "device_bytes": 1 << 20,

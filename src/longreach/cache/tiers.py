@@ -37,8 +37,8 @@ class MemoryUse:
     def __str__(self) -> str:
         return (
             f"keys and values: {_layers(self.host_layers)} ({gib(self.host_bytes)}) in host memory, read over the "
-            f"link; {_layers(self.device_layers)} ({gib(self.device_bytes)}) in device memory; staging of prompts "
-            f"takes {gib(self.staging_bytes)} of it"
+            f"link; {_layers(self.device_layers)} ({gib(self.device_bytes)}) in device memory; prompts are staged "
+            f"through {gib(self.staging_bytes)} more of it"
         )
 
 
