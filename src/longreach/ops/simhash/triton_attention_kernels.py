@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from longreach.ops.simhash.attention import HEADS as HEADS_OF_A_PROGRAM
 from longreach.ops.simhash.triton_kernels import _place, agreement, inclusion, log
@@ -66,7 +67,7 @@ def attend_parts(
     counts, numbers, top, total, out, G, lowest, sinks, floor, scale, parts, edges, GROUP: tl.constexpr,
     OWN: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr,
     SIZE: tl.constexpr, LAW: tl.constexpr, SOFTCAP: tl.constexpr, PART: tl.constexpr, SPLITS: tl.constexpr,
-    BP: tl.constexpr, BC: tl.constexpr, WIDE: tl.constexpr,
+    BP: tl.constexpr, BC: tl.constexpr, WIDE: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Attend to a share of one part's keys, and of those that are always attended to.
 
@@ -84,10 +85,17 @@ def attend_parts(
     used = (wide < GROUP) | ((wide >= HEADS) & (wide < HEADS + 3))
     some = (p < parts)[:, None] & used[None, :]
     first_part = item.to(tl.int64) * parts
+    b = tl.load(seq + r).to(tl.int64)
+    slot = tl.load(slots + b).to(tl.int64)
+    reach = tl.minimum(tl.load(pos + r).to(tl.int32) + 1, tl.load(filled + b).to(tl.int32))
+    end = tl.load(stop + slot).to(tl.int32)
+    most = tl.load(limit + r).to(tl.int32)
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
     each = tl.load(counts + (first_part + p)[:, None] * (HEADS + 3) + wide[None, :], mask=some, other=0)
     sums = tl.sum(each, 0)
     number = tl.sum(tl.sum(tl.where((p == part)[:, None] & (wide == HEADS)[None, :], each, 0), 1), 0)
-    most = tl.load(limit + r).to(tl.int32)
     full = ((wide < GROUP) if OWN else (wide == HEADS)) & (sums > most)
     fulls = tl.sum(full.to(tl.int32), 0)
     over = fulls > 0
@@ -95,10 +103,6 @@ def attend_parts(
         dense = tl.sum((full[None, :] & (wide[None, :] == h[:, None])).to(tl.int32), 1) > 0
     else:
         dense = mine & over
-    b = tl.load(seq + r).to(tl.int64)
-    slot = tl.load(slots + b).to(tl.int64)
-    reach = tl.minimum(tl.load(pos + r).to(tl.int32) + 1, tl.load(filled + b).to(tl.int32))
-    end = tl.load(stop + slot).to(tl.int32)
     sink = tl.minimum(sinks, reach)
     start = tl.maximum(tl.minimum(end, reach), sink)
     always = sink + reach - start
@@ -179,9 +183,12 @@ def attend_parts(
 @triton.jit
 def merge_parts(
     top, total, out, whole, lse, pieces, GROUP: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, BM: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """out [R, H, D] and lse [R, H] of a query head, from those of the pieces. BM: pieces merged at a time."""
     item, h = tl.program_id(0), tl.program_id(1)
+    if CHAINED:
+        gdc_wait()
     d, some = tl.arange(0, D2), tl.arange(0, BM)
     most, z, o = tl.full((), float("-inf"), tl.float32), tl.full((), 0.0, tl.float32), tl.zeros([D2], tl.float32)
     for begin in range(0, pieces, BM):
