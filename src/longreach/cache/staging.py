@@ -92,4 +92,5 @@ def _copy(source: Pair, buffer: _Buffer, filled: Filled) -> None:
     assert buffer.memory is not None
     for page, slots in filled:
         for x, mine in zip(source, buffer.memory, strict=True):
-            mine[page, :, :slots].copy_(x[page, :, :slots])
+            for head in range(x.shape[1] if slots else 0):  # contiguous pieces: the copy engine moves them, no kernel
+                mine[page, head, :slots].copy_(x[page, head, :slots])
