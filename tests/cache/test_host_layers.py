@@ -123,8 +123,8 @@ def test_two_layers_are_staged_at_a_time_and_the_next_one_early() -> None:
     names = []
     for layer in range(LAYERS):
         host.append(layer, step, *random_tokens(10))
-        names.append(sorted(buffer.name[1] for buffer in host._staging._buffers))
-    assert names == [[0, 1], [1, 3], [1, 3], [1, 3]]
+        names.append(sorted(buffer.name for buffer in host._staging._buffers))
+    assert names == [[(step.number, a), (step.number, b)] for a, b in ((0, 1), (1, 3), (1, 3), (1, 3))]
     host.commit(step)
 
 
