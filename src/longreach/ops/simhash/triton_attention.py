@@ -74,9 +74,10 @@ def attend_sampled(
     if count:
         top, total, sums = empty(pieces, group), empty(pieces, group), empty(pieces, group, dims)
         counts, found = empty(parts, HEADS + 3, dtype=torch.int32), empty(parts, part, dtype=torch.int32)
-        memory = found
+        wide, memory = triton.next_power_of_2(group), (found, found)
         if INTERPRETED:  # which has no shared memory
-            memory = torch.from_numpy(np.empty((count, kv.heads, parts, t.room + 3 * buckets + 2 * t.pieces), np.int32))
+            sizes = parts * (t.room + 3 * buckets + 2 * t.pieces), pieces * (keys * (wide + 1) + 1)
+            memory = tuple(torch.from_numpy(np.empty(items * size, np.int32)) for size in sizes)
         q = rows.q if rows.q.stride(2) == 1 else rows.q.contiguous()
         codes = triton_codes(q, projections, None, chained=t.chained)
         how = {"CHAINED": t.chained} | ({"launch_pdl": True} if t.chained else {})
@@ -90,17 +91,17 @@ def attend_sampled(
         with torch.cuda.device_of(q):
             search_parts[(items, parts)](
                 codes, tables.ids, strides, tables.offsets, tables.offsets.stride()[:4], where, seq, pos, kv.seq_lens,
-                tables.stop, memory, found, counts, kv.heads, tables.first, least, parts, GROUP=group,
+                tables.stop, memory[0], found, counts, kv.heads, tables.first, least, parts, GROUP=group,
                 TABLES=tables.tables, SIZE=tables.size, PER=counters(tables.tables), WORDS=width, ROOM=t.room,
                 WHOLE=whole, LOG=buckets.bit_length() - 1, BE=t.pieces, EACH=t.each, BN=t.scanned // width,
                 num_warps=t.search_warps, **how,
             )  # fmt: skip
             attend_parts[(items, pieces)](
-                q, q.stride()[:2], *view, centre, where, seq, pos, tables.stop, limit, found, counts, numbers, top,
-                total, sums, kv.heads, tables.first, sinks, max(floor, TINY), scale, parts,
+                q, q.stride()[:2], *view, centre, where, seq, pos, tables.stop, limit, found, counts, memory[1],
+                numbers, top, total, sums, kv.heads, tables.first, sinks, max(floor, TINY), scale, parts,
                 look_up_bytes(group, tables), GROUP=group, OWN=own, D=dim, D2=dims, PAGED=table is not None,
                 PAGE=kv.page, SIZE=tables.size, LAW=law(tables, least), SOFTCAP=float(softcap or 0.0), PART=part,
-                SPLITS=splits, BP=triton.next_power_of_2(parts), BC=keys, WIDE=triton.next_power_of_2(group),
+                SPLITS=splits, BP=triton.next_power_of_2(parts), BC=keys, WIDE=wide,
                 num_warps=t.warps, **how,
             )  # fmt: skip
             merge_parts[(items, group)](
