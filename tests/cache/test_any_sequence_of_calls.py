@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
 
-from longreach.cache import Append, CacheConfig, KVCache, PerTokenState, StatelessOnTruncate
+from longreach.cache import Append, CacheConfig, KVCache, PerTokenState, StatelessOnTruncate, kv
 from longreach.errors import CapacityError, InvalidInput, Unsupported
 from longreach.ops import KVView
 from tests.cache.drive import DIM, HEADS, Snapshot, Tokens, held, joined, random_kept, same, split, taken, write
@@ -28,6 +29,8 @@ configs = st.sampled_from(
         CacheConfig("paged", page=100),
         CacheConfig("paged", page=4),
         CacheConfig(),
+        CacheConfig(host=True),
+        CacheConfig(capacity=12, host=True),
     ]
 )
 some_slots = st.lists(st.sampled_from(range(SLOTS)), unique=True, min_size=1)
@@ -117,12 +120,14 @@ class Pass:
 
 
 class AnySequenceOfCalls(RuleBasedStateMachine):
-    @initialize(config=configs)
-    def start(self, config: CacheConfig) -> None:
+    @initialize(config=configs, resident=st.sampled_from([(), (1,)]))
+    def start(self, config: CacheConfig, resident: tuple[int, ...]) -> None:
         torch.manual_seed(0)
+        self.staging_of_few_rows = patch.object(kv, "IN_PLACE", 2)
+        self.staging_of_few_rows.start()
         self.state = Follower()
         with nan_memory():
-            self.cache = KVCache(LAYERS, SLOTS, config, state=self.state)
+            self.cache = KVCache(LAYERS, SLOTS, config, state=self.state, resident=resident)
             write(self.cache, self.cache.begin([0], [0]))  # memory is there from now on
         none = torch.empty(0, HEADS, DIM)
         self.empty: list[Tokens] = [(none, none)] * LAYERS
@@ -247,7 +252,10 @@ class AnySequenceOfCalls(RuleBasedStateMachine):
         self.lengths[slot] += len(new[0][0]) - len(over)
         del self.open[slot]
 
-    @precondition(lambda self: any(self.lengths))
+    def teardown(self) -> None:
+        self.staging_of_few_rows.stop()
+
+    @precondition(lambda self: any(self.lengths) and not self.cache.config.host)
     @rule(layers=st.lists(st.sampled_from(range(LAYERS)), unique=True, min_size=1), data=st.data(), wait=st.booleans())
     def keep(self, layers: list[int], data: st.DataObject, wait: bool) -> None:
         filled = [s for s in range(SLOTS) if self.lengths[s]]

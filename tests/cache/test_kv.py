@@ -24,6 +24,8 @@ LAYOUTS = {
     "paged, growing": CacheConfig("paged", page=16),
     "paged, one page a token": CacheConfig("paged", page=1),
     "pool": CacheConfig("paged", page=16, pages=60),
+    "host": CacheConfig(capacity=400, host=True),
+    "host, growing": CacheConfig(host=True),
 }
 layouts = pytest.mark.parametrize("config", LAYOUTS.values(), ids=LAYOUTS)
 

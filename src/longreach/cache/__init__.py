@@ -6,6 +6,7 @@ from longreach.cache.decode_buffers import DecodeBuffers
 from longreach.cache.kv import KVCache
 from longreach.cache.ring import RowRing
 from longreach.cache.state import SequenceState, StatelessOnTruncate
+from longreach.cache.tiers import MemoryUse
 from longreach.cache.token_state import PerTokenState
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "CacheConfig",
     "DecodeBuffers",
     "KVCache",
+    "MemoryUse",
     "PerTokenState",
     "Placement",
     "RowRing",

@@ -18,19 +18,37 @@ class CacheConfig:
         None: generate reserves prompt and longest answer at once. Otherwise memory starts at 256 tokens, and doubles
         between steps by copying.
     page: tokens in a page (paged). pages: pages in the pool, allocated at once; None: the pool doubles.
+    host: keep keys and values in pinned host memory, which the GPU reads in place over the link (contiguous only).
+        Layers that the decode method reads whole stay in GPU memory, unless it reads all layers whole. Passes of more
+        than 8 new tokens a sequence read layers in host memory through two staging buffers in GPU memory, each as large
+        as one layer. Keys cannot be evicted. On a CPU layers are divided in the same way, in ordinary memory.
+    device_bytes: with host: the most GPU memory for keys, values and staging. As many layers as fit stay in GPU memory;
+        those that are read whole go first. None: only those that are read whole stay there.
     """
 
     kind: Literal["contiguous", "paged"] = "contiguous"
     capacity: int | None = None
     page: int = 64
     pages: int | None = None
+    host: bool = False
+    device_bytes: int | None = None
 
     def __post_init__(self) -> None:
         require(self.kind in ("contiguous", "paged"), f"kind: expected 'contiguous' or 'paged', got {self.kind!r}")
-        for name, value in (("capacity", self.capacity), ("page", self.page), ("pages", self.pages)):
+        for name in ("capacity", "page", "pages", "device_bytes"):
+            value = getattr(self, name)
             count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
             require(count or (value is None and name != "page"), f"{name}: expected a count >= 1, got {value!r}")
         require(self.pages is None or self.kind == "paged", "pages: only a paged cache has a pool of pages")
+        require(isinstance(self.host, bool), f"host: expected True or False, got {self.host!r}")
+        require(
+            not self.host or self.kind == "contiguous",
+            "host: expected kind='contiguous', as paged memory cannot lie in host memory; leave kind out, or host",
+        )
+        require(
+            self.host or self.device_bytes is None,
+            "device_bytes: limits the GPU memory of a cache with host=True; give host=True too, or leave it out",
+        )
 
     def plan(self, slots: int) -> Pages:
         if self.kind == "contiguous":

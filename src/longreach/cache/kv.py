@@ -9,12 +9,18 @@ then move to the first slots, each head's in the order of their positions, and n
 So in every head the order of slots is the order of positions, and causality by slot is exact.
 
 Memory is allocated outside inference mode, so that a cache filled under it can be used without it.
+
+With `CacheConfig(host=True)` some layers lie in host memory, and the GPU reads and writes them in place (`tiers.py`).
+A pass of many rows writes its keys to host memory and to a staging buffer, and attends to the buffer, into which the
+keys before the pass are copied while the layer before it runs. Passes of few rows, captured ones among them, attend to
+host memory itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
@@ -27,19 +33,23 @@ from longreach.cache.config import CacheConfig
 from longreach.cache.layout import Layout
 from longreach.cache.layouts import Layouts
 from longreach.cache.placing import placements
+from longreach.cache.staging import Pair, Staging
 from longreach.cache.state import SequenceState, StatelessOnTruncate
-from longreach.errors import InvalidInput
+from longreach.cache.tiers import STAGING, MemoryUse, Tiers
+from longreach.errors import InvalidInput, Unsupported
 from longreach.ops.append import append
 from longreach.ops.place import place as ops_place
 from longreach.ops.rope import RotaryAngles
 from longreach.ops.types import FLOATS, INTS, KVView, RowRange, describe, require
+
+IN_PLACE = 8  # the most rows of a sequence for which a pass reads host memory in place, without staging
 
 
 class KVCache:
     """K and V of every layer for `slots` sequences, [P, G, page, D] each, allocated when a layer first appends.
 
     lengths: tokens of each sequence, which is the position of the next one. state: reset and truncated with the
-    sequences. layouts: slots and pages of each layer.
+    sequences. layouts: slots and pages of each layer. in_host: layers whose keys and values lie in host memory.
     """
 
     def __init__(
@@ -49,14 +59,19 @@ class KVCache:
         config: CacheConfig | None = None,
         device: torch.device | str = "cpu",
         state: SequenceState | None = None,
+        resident: Collection[int] = (),
     ):
+        """resident: with `CacheConfig(host=True)` the layers that stay in device memory first."""
         require(layers >= 1 and slots >= 1, f"expected at least one layer and slot, got {layers} and {slots}")
         self.config = config or CacheConfig()
         self.device = torch.empty(0, device=device).device  # with its index: "cuda" is not "cuda:0"
         self.state: SequenceState = StatelessOnTruncate() if state is None else state
         self.lengths = [0] * slots
         self.layouts = Layouts(layers, self.config.plan(slots))
-        self.memory: list[tuple[Tensor, Tensor] | None] = [None] * layers
+        self.memory: list[Pair | None] = [None] * layers
+        self.in_host = set[int]()
+        self._tiers = Tiers(self.config, layers, resident, self.device)
+        self._staging = Staging(self.device)
         self._moves = 0
         self._evicted = False  # whether some layer's memory was shrunk
         self._begun = 0
@@ -162,11 +177,18 @@ class KVCache:
             if held is None:
                 pages = self.layouts[layer].pages
                 shape = (pages.total, k.shape[1], pages.size, k.shape[2])
-                held = self.memory[layer] = (k.new_empty(shape), v.new_empty(shape))
-            if angles is None:
-                append(*held, k, v, place.page, place.offset)
-            else:
-                ops_place(*held, k, v, place.page, place.offset, angles)
+                if not any(self.memory):
+                    self._tiers.plan(_bytes(shape, k))
+                held = self._empty(layer, shape, k, v)
+                self._store(layer, held)
+            staged = self._staged(layer, step)
+            for memory in (held,) if staged is None else (held, staged):
+                if angles is None:
+                    append(*memory, k, v, place.page, place.offset)
+                else:
+                    ops_place(*memory, k, v, place.page, place.offset, angles)
+            if staged is not None:
+                self._prefetch(layer, step)
         step.written[layer] += count
         if any(slot in self._overwritten for slot in step.host_slots):
             seq = step.seq if rows is None else step.seq[rows]
@@ -175,7 +197,8 @@ class KVCache:
     def view(self, layer: int, step: Append) -> KVView:
         """The view that rows of this pass attend to: all tokens, the new ones included. Slot order is causal order."""
         place = step.at(layer)
-        return KVView(*self._held(layer), place.seq_lens, place.table)
+        memory = self._staged(layer, step) or self._held(layer)
+        return KVView(*memory, place.seq_lens, place.table)
 
     def commit(self, step: Append, *, over: bool = True) -> None:
         """Make the pass's tokens count. over=False: another pass of its run follows.
@@ -193,6 +216,8 @@ class KVCache:
                 f"{missing}; append them first, or abort the pass"
             ),
         )
+        if over:
+            self._staging.release()
         for slot, n in zip(step.host_slots, step.added, strict=True):
             self.lengths[slot] += n
             if over:
@@ -248,9 +273,11 @@ class KVCache:
         Layers with a sliding window must keep all keys, as slots are not positions after eviction. A
         `runtime.StateStore` refuses to evict once such a layer has attended. With another state the caller must not:
         `runtime.attend_layer` refuses the layer's later passes, and only `reset` helps then.
-        Raises, with nothing changed: Unsupported if a state cannot follow; InvalidInput for slots not in use, kept
-        twice or out of order, or if no slot is kept.
+        Raises, with nothing changed: Unsupported if a state cannot follow, or for a cache with `host=True`;
+        InvalidInput for slots not in use, kept twice or out of order, or if no slot is kept.
         """
+        if self.config.host:
+            raise Unsupported("keep: keys in host memory cannot be evicted; use CacheConfig(host=False)")
         check_slots("keep", slots, len(self.lengths), "an index", index)
         require(is_int(room, 0), lambda: f"keep: room: expected an int >= 0, got {room!r}")
         busy = [s for s, number in enumerate(self._under_way) if number]
@@ -286,8 +313,17 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of K and V allocated, all layers."""
-        return sum(x.numel() * x.element_size() for held in self.memory if held for x in held)
+        """Bytes of K and V allocated, all layers, in device and host memory."""
+        return sum(self._layer_bytes())
+
+    @property
+    def memory_use(self) -> MemoryUse:
+        """Where keys and values lie, and the bytes of each."""
+        each = self._layer_bytes()
+        host = tuple(sorted(self.in_host))
+        device = tuple(layer for layer, held in enumerate(self.memory) if held and layer not in self.in_host)
+        largest = max((each[layer] for layer in host), default=0)
+        return MemoryUse(host, device, sum(each[n] for n in host), sum(each[n] for n in device), STAGING * largest)
 
     @property
     def page(self) -> int | None:
@@ -301,6 +337,8 @@ class KVCache:
         before = [self.lengths[s] for s in slots]
         after = {s: n + c for s, n, c in zip(slots, before, counts, strict=True)}
         sizes = self.layouts.sizes_for(after, exact)
+        self._plan(sizes)
+        self._staging.release()
         if any((size, total) != (layout.pages.size, layout.pages.total) for layout, size, total in sizes):
             self._moves += 1
         for each in sizes:
@@ -329,7 +367,49 @@ class KVCache:
         host = (tuple(counts), tuple(added), tuple(slots), tuple(before))
         return Append(self._ints(slots), seq, pos, found, *host, self._begun)
 
-    def _held(self, layer: int) -> tuple[Tensor, Tensor]:
+    def _empty(self, layer: int, shape: Sequence[int], k: Tensor, v: Tensor) -> Pair:
+        """Memory for a layer, K and V [shape] like k and v, in the tier that it was placed in last."""
+        return self._tiers.empty(layer, shape, k), self._tiers.empty(layer, shape, v)
+
+    def _store(self, layer: int, pair: Pair) -> None:
+        """This memory of `_empty` is the layer's from now on."""
+        self.memory[layer] = pair
+        (self.in_host.add if layer in self._tiers.host else self.in_host.discard)(layer)
+
+    def _plan(self, sizes: Sequence[tuple[Layout, int, int]]) -> None:
+        """Place layers again if they are to grow. Raises CapacityError with nothing changed."""
+        if not self.config.host or not any(self.memory):
+            return
+        ((_, size, total),) = sizes  # of all layers, as none of them was evicted from
+        held = [x for pair in self.memory if pair for x in pair]
+        if any(x.shape[0] < total or x.shape[2] < size for x in held):
+            each, x = self._layer_bytes(), held[0]
+            inside = [each[layer] for layer in self.in_host]
+            shape = (total, x.shape[1], size, x.shape[3])
+            self._tiers.plan(_bytes(shape, x), sum(inside), max(inside, default=0))
+
+    def _staged(self, layer: int, step: Append) -> Pair | None:
+        """The layer's copy in device memory that the pass attends to; None if it attends to the layer itself."""
+        if layer not in self.in_host or step.starts is None or max(step.counts, default=0) <= IN_PLACE:
+            return None
+        with torch.inference_mode(False), torch.no_grad():
+            return self._staging.get((step.number, layer), self._held(layer), self._filled(layer, step))
+
+    def _prefetch(self, layer: int, step: Append) -> None:
+        """Begin to stage the next layer in host memory."""
+        after = min((n for n in self.in_host if n > layer), default=None)
+        if after is not None and any(step.starts or ()):
+            self._staging.prefetch((step.number, after), self._held(after), self._filled(after, step))
+
+    def _filled(self, layer: int, step: Append) -> list[tuple[int, int]]:
+        """Page of each sequence of the pass, and its slots that hold keys, those that the pass has written included."""
+        new = step.added if step.written[layer] else (0,) * len(step.added)
+        return [(s, start + n) for s, start, n in zip(step.host_slots, step.starts or (), new, strict=True)]
+
+    def _layer_bytes(self) -> list[int]:
+        return [sum(x.numel() * x.element_size() for x in held or ()) for held in self.memory]
+
+    def _held(self, layer: int) -> Pair:
         """K and V of a layer, [P, G, page, D], of the layout's size."""
         self._check_layer(layer)
         held, pages = self.memory[layer], self.layouts[layer].pages
@@ -367,6 +447,7 @@ class KVCache:
         self._truncate_state(ends)
 
     def _cut(self, ends: dict[int, int]) -> None:
+        self._staging.release()
         for slot, n in ends.items():
             self.lengths[slot] = n
             self._under_way[slot] = 0
@@ -383,6 +464,7 @@ class KVCache:
         """If no slot holds anything, give all memory back, so that all layers have one layout again."""
         if not any(self.lengths) and not any(self._under_way):
             self.memory = [None] * len(self.memory)
+            self.in_host.clear()
             self.layouts = Layouts(len(self.memory), self.config.plan(len(self.lengths)))
             self._moves, self._evicted = self._moves + 1, False
 
@@ -395,13 +477,19 @@ class KVCache:
         An allocation that fails leaves the layers before it larger than their layout, which holds no less.
         """
 
-        def moved(old: Tensor) -> Tensor:
-            new = old.new_empty(total, old.shape[1], size, old.shape[3])
-            new[: old.shape[0], :, : old.shape[2]] = old
+        def moved(layer: int, held: Pair) -> Pair:
+            new = self._empty(layer, (total, held[0].shape[1], size, held[0].shape[3]), *held)
+            for x, y in zip(held, new, strict=True):
+                y[: x.shape[0], :, : x.shape[2]] = x
             return new
 
         for layer in range(len(self.memory)):
             held = self.memory[layer]
             if held and self.layouts[layer] is layout and (held[0].shape[0] < total or held[0].shape[2] < size):
                 with torch.inference_mode(False), torch.no_grad():
-                    self.memory[layer] = (moved(held[0]), moved(held[1]))
+                    self._store(layer, moved(layer, held))
+
+
+def _bytes(shape: Sequence[int], x: Tensor) -> int:
+    """Bytes of keys and values of one layer, [shape] each, of the dtype of x."""
+    return 2 * prod(shape) * x.element_size()

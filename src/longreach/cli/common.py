@@ -8,12 +8,16 @@ import sys
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from longreach.errors import InvalidInput, UnknownName
 from longreach.methods.values import value_of
 
+if TYPE_CHECKING:
+    from longreach.cache import CacheConfig
+
 PASS_TOKENS = 512  # prompt tokens per pass, by default: short enough for a progress bar to move
+HOST_PASS_TOKENS = 4096  # the same with --host, where each pass copies the keys and values before it to the GPU
 FAILED = 3  # exit code where a part of what was measured failed with an error of its own
 
 
@@ -138,6 +142,34 @@ def add_chunk_size(parser: argparse.ArgumentParser, default: int | None = PASS_T
     parser.add_argument("--prefill-chunk-size", type=positive, default=default, metavar="N",
                         help=f"prompt tokens per pass (default {PASS_TOKENS}{more}); fewer take less "
                         "memory")  # fmt: skip
+
+
+def pass_tokens(args: argparse.Namespace) -> int:
+    """--prefill-chunk-size, or its default."""
+    given: int | None = args.prefill_chunk_size
+    return given or (HOST_PASS_TOKENS if args.host else PASS_TOKENS)
+
+
+def add_host(parser: argparse.ArgumentParser) -> None:
+    """--host and --device-memory."""
+    parser.add_argument("--host", action="store_true", help="keep keys and values in host memory, but for layers that "
+                        "the decode method reads whole; the GPU reads chosen keys over the link")  # fmt: skip
+    parser.add_argument("--device-memory", type=byte_size, metavar="SIZE", help="with --host: the most GPU memory for "
+                        "keys and values, such as 4GB; as many layers as fit stay there")  # fmt: skip
+
+
+def cache_config(args: argparse.Namespace) -> CacheConfig:
+    """The cache that --host and --device-memory ask for, without a capacity. Raises InvalidInput."""
+    from longreach.cache import CacheConfig
+
+    if args.device_memory is not None and not args.host:
+        raise InvalidInput("--device-memory limits the GPU memory that keys and values take with --host; give --host")
+    return CacheConfig(host=args.host, device_bytes=args.device_memory)
+
+
+def host_config(args: argparse.Namespace) -> dict[str, Any]:
+    """A record's entries on keys and values in host memory; none where they are in GPU memory."""
+    return {"host": True, "device_memory": args.device_memory} if args.host else {}
 
 
 def add_graph(parser: argparse.ArgumentParser) -> None:

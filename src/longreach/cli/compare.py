@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longreach.cli.common import (
-    PASS_TOKENS,
+    HOST_PASS_TOKENS,
     add_chunk_size,
     add_graph,
+    add_host,
     add_json,
     add_model,
+    cache_config,
     check_questions,
     load_model,
     parse_settings,
+    pass_tokens,
     positive,
     read_document,
     refuse_repeated,
@@ -25,7 +28,7 @@ from longreach.cli.common import (
 )
 from longreach.cli.compare_documents import compare_documents, refuse_without_documents
 from longreach.cli.compare_record import write_record
-from longreach.cli.show import Column, Table, console, duration, emit, percent, place, progress, waiting
+from longreach.cli.show import Column, Table, console, duration, emit, percent, place, progress, show_memory, waiting
 from longreach.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -49,7 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text.add_argument("--document", metavar="FILE", help="UTF-8 text; - for standard input")
     text.add_argument("--documents", nargs="+", metavar="FILE", help="UTF-8 texts, cut into chunks, for fusion: each "
                       "method reads the same tokens")  # fmt: skip
-    add_chunk_size(parser, default=None, more="; with --documents the whole prompt, as fused reads take it")
+    add_chunk_size(parser, default=None, more=f", with --host {HOST_PASS_TOKENS}; with --documents the whole prompt, "
+                   "as fused reads take it")  # fmt: skip
     parser.add_argument("--system", metavar="FILE", help="with --documents: UTF-8 text before them")
     parser.add_argument("--store", metavar="DIR", help="with --documents: the chunk store (default: none)")
     parser.add_argument("--chunk-tokens", type=positive, metavar="N", help="with --documents: of a chunk at most "
@@ -75,6 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=positive, default=32, metavar="N", help="decode steps compared (default 32)")
     parser.add_argument("--past-end", action="store_true", help="run all steps even if dense attention's answer "
                         "ends earlier")  # fmt: skip
+    add_host(parser)
     add_graph(parser)
     add_json(parser)
 
@@ -83,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     if args.documents:
         return compare_documents(args)
     refuse_without_documents(args)
-    args.prefill_chunk_size = args.prefill_chunk_size or PASS_TOKENS
+    args.prefill_chunk_size, cache = pass_tokens(args), cache_config(args)
     if args.method is not None and (args.methods is not None or args.set):
         raise InvalidInput("--method already names methods with their options: leave out --methods and --set")
     chosen = [name.strip() for name in args.methods.split(",") if name.strip()] if args.methods is not None else None
@@ -108,7 +113,8 @@ def run(args: argparse.Namespace) -> int:
 
         shared, (rest,) = prompts(tokenizer, document, [args.question])
         task = Compare(model, tokenizer, shared + rest, steps=args.steps, methods=chosen, options=options,
-                       specs=specs, layers=args.layers, graph=args.graph, past_end=args.past_end)  # fmt: skip
+                       specs=specs, layers=args.layers, graph=args.graph, past_end=args.past_end,
+                       cache=cache)  # fmt: skip
         where = environment(model.device)
     warn_unapplied(task.not_applied)
     tell_left_out(task.left_out)
@@ -154,6 +160,7 @@ def run(args: argparse.Namespace) -> int:
         "time to the first token, measured once for methods with the same prefill. per tok: time per token after it."
     )
     _show_layers(out, comparisons)
+    show_memory(out, (c.memory for c in comparisons))
     out.print(place(where))
     _record(args, model, task, comparisons, where, document)
     return 0

@@ -10,17 +10,18 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from longreach.cli.common import (
-    PASS_TOKENS,
+    cache_config,
     check_questions,
     load_model,
     parse_settings,
+    pass_tokens,
     read_system,
     read_whole,
     refuse_repeated,
     warn_unapplied,
 )
 from longreach.cli.compare_record import write_record
-from longreach.cli.show import Column, Table, console, duration, emit, place, progress, waiting
+from longreach.cli.show import Column, Table, console, duration, emit, place, progress, show_memory, waiting
 from longreach.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ def compare_documents(args: argparse.Namespace) -> int:
     texts = [read_whole(name, "to --documents") for name in args.documents]
     system = "" if args.system is None else read_system(args.system)
     check_questions([args.question])
+    cache = cache_config(args)
     with ExitStack() as opened:
         with waiting("loading the model"):
             specs = _specs(args)
@@ -60,7 +62,7 @@ def compare_documents(args: argparse.Namespace) -> int:
         with attach(model, fuse="dependence" if needed else "pie") as session:
             documents = Documents(
                 session, tokenizer, system=system, store=store, chunk_tokens=args.chunk_tokens or CHUNK_TOKENS,
-                prefill_chunk=args.prefill_chunk_size or PASS_TOKENS,
+                prefill_chunk=pass_tokens(args),
             )  # fmt: skip
             reserve = len(documents.question_tokens(args.question)) + args.steps
             with progress("reading documents", documents.count(texts)) as advance:
@@ -69,7 +71,7 @@ def compare_documents(args: argparse.Namespace) -> int:
         for error in {str(origin.error) for origin in documents.origins if origin.error is not None}:
             print(f"longreach: the store could not be used, chunks were computed: {error}", file=sys.stderr)
         task = Compare(model, tokenizer, prompt.ids, steps=args.steps, specs=specs, layers=args.layers,
-                       graph=args.graph, past_end=args.past_end, fused=prompt)  # fmt: skip
+                       graph=args.graph, past_end=args.past_end, fused=prompt, cache=cache)  # fmt: skip
     warn_unapplied(task.not_applied)
     if args.json:
         found = list(task.run(args.prefill_chunk_size, progress))
@@ -131,6 +133,7 @@ def _show(args: argparse.Namespace, task: Compare, chunks: int) -> list[Comparis
         f"method itself would have chosen differently. recomputed, exact, reused: stored tokens of the prompt. 1st "
         f"tok: time to the first token, the prompt read the second time. per tok: time per token after it."
     )
+    show_memory(out, (c.memory for c in found))
     return found
 
 

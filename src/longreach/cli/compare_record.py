@@ -6,6 +6,8 @@ import argparse
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from longreach.cli.common import host_config
+
 if TYPE_CHECKING:
     from longreach.evals.compare import Compare, Comparison
 
@@ -21,7 +23,7 @@ def write_record(
     from longreach.records import write
 
     config = {"prompt_tokens": len(task.prompt), "steps": args.steps, "layers": args.layers,
-              "past_end": args.past_end, "prefill_chunk_size": args.prefill_chunk_size, **read,
+              "past_end": args.past_end, "prefill_chunk_size": args.prefill_chunk_size, **read, **host_config(args),
               "question": args.question, "not_applied": task.not_applied}  # fmt: skip
     results = {
         c.label: {

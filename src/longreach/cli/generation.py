@@ -6,7 +6,7 @@ import argparse
 from statistics import median
 from typing import Any
 
-from longreach.cli.common import add_model, add_texts, load_model, positive, seed
+from longreach.cli.common import add_host, add_model, add_texts, cache_config, host_config, load_model, positive, seed
 from longreach.cli.results import add_resumable, finish
 from longreach.cli.show import Column, Table, console, duration, percent, place, progress, waiting
 
@@ -31,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=positive, metavar="N", help="at most N windows")
     parser.add_argument("--seed", type=seed, default=0, metavar="N", help="of the draws, the same for all methods "
                         "(default 0)")  # fmt: skip
+    add_host(parser)
     add_resumable(parser, "window")
 
 
@@ -38,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     from longreach.evals.methods import specs as parse_specs
     from longreach.records import Journal, check_writable
 
-    specs = parse_specs(args.method)
+    specs, cache = parse_specs(args.method), cache_config(args)
     if args.output is not None:
         check_writable(args.output)
     with waiting("loading the model"):
@@ -50,12 +51,14 @@ def run(args: argparse.Namespace) -> int:
 
         texts = [read_text(path, tokenizer) for path in args.text]
         task = Generation(model, tokenizer, texts, specs, length=args.length, steps=args.steps,
-                          temperature=args.temperature, limit=args.limit, seed=args.seed, graph=args.graph)  # fmt: skip
+                          temperature=args.temperature, limit=args.limit, seed=args.seed, graph=args.graph,
+                          cache=cache)  # fmt: skip
         where, about = environment(model.device), model_info(model, args.model)
     options = ("length", "steps", "temperature", "limit", "seed", "prefill_chunk_size")
     said = {
         "model": about,
-        "config": {**{name: getattr(args, name) for name in options}, "windows": len(task.windows)},
+        "config": {**{name: getattr(args, name) for name in options}, "windows": len(task.windows),
+                   **host_config(args)},
         **where, "files": [text.to_json() for text in texts],
         "methods": {spec.label: spec.to_json() for spec in specs},
     }  # fmt: skip

@@ -8,18 +8,22 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from longreach.cli.common import (
+    HOST_PASS_TOKENS,
     add_chunk_size,
     add_graph,
+    add_host,
     add_json,
     add_model,
+    cache_config,
     check_questions,
     load_model,
     parse_settings,
+    pass_tokens,
     positive,
     read_document,
     warn_unapplied,
 )
-from longreach.cli.show import duration, emit, percent, progress, waiting
+from longreach.cli.show import duration, emit, percent, progress, show_memory, waiting
 from longreach.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -33,6 +37,8 @@ EXAMPLES = (
     "    --question 'When?' --decode streaming_llm --set decode.window=0.3",
     "longreach run --model mini --documents a.txt b.txt --question 'Which of them names a code?' --fuse a3 \\",
     "    --evict snapkv --set evict.capacity=512 --store chunks",
+    "longreach run --model ./Llama-3.1-8B-Instruct --document long.txt --question 'Who wrote it?' --host \\",
+    "    --device-memory 16GB --decode quest",
     "longreach methods    (values of --fuse, --prefill, --evict, --decode and --set)",
 )
 SLOTS = ("fuse", "prefill", "evict", "decode")
@@ -45,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text.add_argument("--document", metavar="FILE", help="UTF-8 text; - for standard input")
     text.add_argument("--documents", nargs="+", metavar="FILE", help="UTF-8 texts, cut into chunks; a chunk's keys "
                       "and values are computed once, stored, and used at any place in a prompt")  # fmt: skip
-    add_chunk_size(parser)
+    add_chunk_size(parser, default=None, more=f", with --host {HOST_PASS_TOKENS}")
     parser.add_argument("--question", required=True, action="append", metavar="TEXT", help="may be given several times")
     parser.add_argument("--fuse", metavar="NAME", help="how the chunks of --documents are used (default a3)")
     parser.add_argument("--prefill", metavar="NAME", help="method for the prompt (default dense)")
@@ -60,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "at most (default 512)")  # fmt: skip
     parser.add_argument("--max-new-tokens", type=positive, default=128, metavar="N", help="longest answer, in tokens "
                         "(default 128)")  # fmt: skip
+    add_host(parser)
     add_graph(parser)
     add_json(parser)
 
@@ -71,6 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
         return run_documents(args, options)
     _refuse_without_documents(args, options)
+    cache = cache_config(args)
     document = read_document(args.document)
     check_questions(args.question)
     with waiting("loading the model"):
@@ -83,11 +91,11 @@ def run(args: argparse.Namespace) -> int:
         from longreach.evals.run import Questions
         from longreach.records import environment
 
-        task = Questions(model, tokenizer, document, args.question, args.max_new_tokens)
+        task = Questions(model, tokenizer, document, args.question, args.max_new_tokens, cache)
     left_out = unapplied(model, sampled=False, applied=("stop_strings",))
     warn_unapplied(left_out)
     with attach(model, prefill=prefill, decode=decode, cache=task.cache) as session:
-        reader = task.read(session, args.prefill_chunk_size, progress, graph=args.graph)
+        reader = task.read(session, pass_tokens(args), progress, graph=args.graph)
         for number, question in enumerate(task.questions):
             if not args.json and len(task.questions) > 1:
                 print(f"> {question}")
@@ -141,8 +149,10 @@ def _summarise(
     setup = sum(a.setup_seconds for a in answers)
     ready = f" Compiling and capturing the decode step took {duration(setup)}, once." if setup else ""
     again = f" ({duration(answers[1].first_token_seconds)} for further questions)" if len(answers) > 1 else ""
-    Console(stderr=True, highlight=False, markup=False).print(
+    errors = Console(stderr=True, highlight=False, markup=False)
+    errors.print(
         f"\nRead {' and '.join(shares)} of the bytes that dense attention reads. Document: {tokens} tokens in "
         f"{duration(seconds)}. First token after {duration(seconds + answers[0].first_token_seconds)}{again}, then "
         f"{duration(rate)} a token.{ready}"
     )
+    show_memory(errors, [report.memory])

@@ -9,8 +9,16 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from longreach.cli.common import check_questions, load_model, read_system, read_whole, warn_unapplied
-from longreach.cli.show import duration, emit, progress, size, waiting
+from longreach.cli.common import (
+    cache_config,
+    check_questions,
+    load_model,
+    pass_tokens,
+    read_system,
+    read_whole,
+    warn_unapplied,
+)
+from longreach.cli.show import duration, emit, progress, show_memory, size, waiting
 from longreach.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -24,6 +32,7 @@ def run_documents(args: argparse.Namespace, options: dict[str, dict[str, Any]]) 
     texts = [read_whole(name, "to --documents") for name in args.documents]
     system = "" if args.system is None else read_system(args.system)
     check_questions(args.question)
+    cache = cache_config(args)
     with ExitStack() as opened:
         with waiting("loading the model"):
             from longreach.methods.registry import choose, choose_eviction, choose_fusion
@@ -40,13 +49,15 @@ def run_documents(args: argparse.Namespace, options: dict[str, dict[str, Any]]) 
             from longreach.store import ChunkStore
 
             store = None if args.store is None else opened.enter_context(ChunkStore(args.store))
-            session = opened.enter_context(attach(model, fuse=fuse, prefill=prefill, evict=evict, decode=decode))
+            session = opened.enter_context(
+                attach(model, fuse=fuse, prefill=prefill, evict=evict, decode=decode, cache=cache)
+            )
             started = time.perf_counter()
             known = fingerprint(model)
             fingerprinted = time.perf_counter() - started
             documents = Documents(
                 session, tokenizer, system=system, store=store, chunk_tokens=args.chunk_tokens or CHUNK_TOKENS,
-                prefill_chunk=args.prefill_chunk_size, known=known, graph=args.graph,
+                prefill_chunk=pass_tokens(args), known=known, graph=args.graph,
             )  # fmt: skip
         longest = max(len(documents.question_tokens(question)) for question in args.question)
         left_out = unapplied(model, sampled=False, applied=("stop_strings",))
@@ -80,7 +91,7 @@ def run_documents(args: argparse.Namespace, options: dict[str, dict[str, Any]]) 
               "seconds": {"fingerprint": fingerprinted, "documents": read_seconds},
               "answers": [_answer(*answer) for answer in answers], "report": report.to_json()})  # fmt: skip
         return 0
-    _summarise(documents, read_seconds, [account for *_, account in answers])
+    _summarise(documents, read_seconds, [account for *_, account in answers], report)
     return 0
 
 
@@ -109,7 +120,7 @@ def _answer(question: str, text: str, account: Account) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _summarise(documents: Documents, seconds: float, accounts: list[Account]) -> None:
+def _summarise(documents: Documents, seconds: float, accounts: list[Account], report: Any) -> None:
     """One line on stderr: counts of chunks (repeated ones count once) and of the prompt's tokens, and the times."""
     from rich.console import Console
 
@@ -123,11 +134,13 @@ def _summarise(documents: Documents, seconds: float, accounts: list[Account]) ->
         done.append(f"dependence of {measured} measured")
     kept = f"Chunks: {', '.join(done)}, in {duration(seconds)}"
     rates = [a.answer.seconds_per_token for a in accounts if a.answer.seconds_per_token is not None]
-    Console(stderr=True, highlight=False, markup=False).print(
+    errors = Console(stderr=True, highlight=False, markup=False)
+    errors.print(
         f"\n{kept}. Prompt: {first.tokens} tokens, {first.exact} exact as stored, {first.reused} reused, "
         f"{first.recomputed} recomputed, {first.computed} computed. {_copies(first)}First token after "
         f"{duration(accounts[0].first_token_seconds)}, then {duration(rates[0] if rates else None)} a token."
     )
+    show_memory(errors, [report.memory])
 
 
 def _copies(report: FusionReport) -> str:

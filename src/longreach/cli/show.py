@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
+
+    from longreach.cache import MemoryUse
 
 
 def emit(document: Any) -> None:
@@ -168,6 +170,12 @@ def size(number: int) -> str:
 def percent(share: float | None) -> str:
     """A share; "-" where there is none."""
     return "-" if share is None else f"{share:.1%}"
+
+
+def show_memory(out: Console, found: Iterable[MemoryUse | None]) -> None:
+    """Where keys and values lay, a paragraph for each way; nothing if none were in host memory."""
+    for text in dict.fromkeys(str(memory) for memory in found if memory is not None):
+        out.print(f"\n{text[0].upper()}{text[1:]}.")
 
 
 def place(where: dict[str, Any]) -> str:

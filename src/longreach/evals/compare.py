@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,12 +19,13 @@ from longreach.adapters.transformers import (
     Reader,
     Session,
     attach,
+    check_host,
     check_length,
     shape_of,
     stop_tokens,
     unapplied,
 )
-from longreach.cache import CacheConfig
+from longreach.cache import CacheConfig, MemoryUse
 from longreach.errors import InvalidInput
 from longreach.evals.layers import LayerErrors, sample
 from longreach.evals.methods import DENSE, Spec, by_reading, pairings, refuse_slots
@@ -46,6 +47,7 @@ class Comparison:
     layer_error: of decode steps, see `LayerErrors.to_json`; prefill_layer_error: of a sample of the prompt's rows, None
     where the prompt is read densely. Both None unless requested; with them, times include measuring them.
     evict, fuse: configurations, None for none. fusion: what became of the tokens of a prompt with stored chunks.
+    memory: where keys and values lay, if some were in host memory.
     """
 
     label: str
@@ -64,6 +66,7 @@ class Comparison:
     evict: dict[str, Any] | None = None
     fuse: dict[str, Any] | None = None
     fusion: FusionReport | None = None
+    memory: MemoryUse | None = None
 
 
 class Compare:
@@ -75,6 +78,7 @@ class Compare:
     go on for all steps where dense attention's answer ends sooner.
     fused: the same prompt with stored chunks, for specs that fuse them. Each way of reading is then timed the second
     time, so that what happens once (kernels compiled, rotations found) is in no time.
+    cache: its place in memory, the same for all methods; its capacity is that of prompt and steps.
     not_applied: settings of the model's generation config that its greedy answer is made without.
     Raises InvalidInput for a prompt too long or no steps, UnknownName for a method or option that does not exist.
     """
@@ -83,7 +87,7 @@ class Compare:
         self, model: Any, tokenizer: Any, prompt: Sequence[int], *, steps: int = 32,
         methods: Sequence[str] | None = None, options: Mapping[str, Mapping[str, Any]] | None = None,
         specs: Sequence[Spec] | None = None, layers: bool = False, graph: bool | None = None,
-        past_end: bool = False, fused: FusedPrompt | None = None,
+        past_end: bool = False, fused: FusedPrompt | None = None, cache: CacheConfig | None = None,
     ):  # fmt: skip
         if steps < 1:
             raise InvalidInput(f"steps: expected at least 1, got {steps}")
@@ -105,11 +109,13 @@ class Compare:
         elif fused.ids != tuple(prompt):
             raise InvalidInput("fused: expected the prompt's own tokens, or methods would answer different prompts")
         self.fused = fused
+        self.cache = replace(cache or CacheConfig(), capacity=len(prompt) + steps)
         for spec in self.specs:  # now, not when it is their turn
             for method in (spec.prefill, spec.decode):
                 method.check(shape_of(model))
             if spec.fuse is not None:
                 spec.fuse.check(shape_of(model))
+            check_host(self.cache, spec.evict)
         self.tokens: list[int] = []
         self.reference: list[Tensor] = []
 
@@ -127,10 +133,9 @@ class Compare:
         chunk: prompt tokens per pass where the prompt is not fused; None: all in one pass, the fastest where it fits
         into memory. Raises OutOfMemory where it does not.
         """
-        room = CacheConfig(capacity=len(self.prompt) + self.steps)
         for specs in by_reading(self.specs):
             fuse, prefill, evict = specs[0].fuse, specs[0].prefill, specs[0].evict
-            with attach(self.model, fuse=fuse, prefill=prefill, evict=evict, cache=room) as session:
+            with attach(self.model, fuse=fuse, prefill=prefill, evict=evict, cache=self.cache) as session:
                 session.prepare(*(spec.decode for spec in specs))
                 reader = Reader(session, chunk or len(self.prompt), graph=self.graph)
                 if self.fused is not None:
@@ -207,7 +212,7 @@ class Compare:
         pairs = list(zip(self.reference, rows, strict=True))
         kl = [float(divergence(a, b)) for a, b in pairs]
         differs = [i for i, (a, b) in enumerate(pairs) if a.argmax() != b.argmax()]
-        steps = len(rows) - 1
+        steps, report = len(rows) - 1, session.report()
         return Comparison(
             spec.label,
             spec.prefill.to_json(),
@@ -217,7 +222,7 @@ class Compare:
             differs[0] if differs else None,
             steps,
             prefill_reads,
-            ReadShares.of(session.report(), "decode"),
+            ReadShares.of(report, "decode"),
             read_seconds,
             seconds,
             errors.to_json() if errors else None,
@@ -225,6 +230,7 @@ class Compare:
             spec.evict.to_json() if spec.evict else None,
             spec.fuse.to_json() if spec.fuse else None,
             fusion,
+            report.memory,
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -48,13 +49,14 @@ class Generation:
 
     All draw with the same random numbers, made of seed and window: as long as a method's distributions are dense
     attention's, so is its text. No stop token is drawn. temperature: 0 for the likeliest tokens.
-    specs: methods, dense first. Raises InvalidInput where no window is whole, or window and steps exceed the model's
-    context.
+    specs: methods, dense first. cache: its place in memory; its capacity is that of a window and its steps.
+    Raises InvalidInput where no window is whole, or window and steps exceed the model's context.
     """
 
     def __init__(
         self, model: Any, tokenizer: Any, texts: Sequence[Text], specs: Sequence[Spec], *, length: int = 4096,
         steps: int = 2048, temperature: float = 1.0, limit: int | None = None, seed: int = 0, graph: bool | None = None,
+        cache: CacheConfig | None = None,
     ):  # fmt: skip
         if steps < 1:
             raise InvalidInput(f"steps: expected at least 1, got {steps}")
@@ -68,7 +70,7 @@ class Generation:
         self.model, self.tokenizer, self.specs, self.graph = model, tokenizer, specs, graph
         self.length, self.steps, self.temperature, self.seed = length, steps, temperature, seed
         self.windows = windows_of(texts, tokenizer, length, limit)
-        self.room = CacheConfig(capacity=length + steps)
+        self.room = replace(cache or CacheConfig(), capacity=length + steps)
 
     def run(
         self, chunk: int, progress: Progress = unseen, *, done: Mapping[str, Any] | None = None, keep: Keep = _forget

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from longreach.adapters.transformers import (
@@ -45,13 +45,15 @@ class Questions:
     Raises InvalidInput for an empty document or question, and where they and the answer exceed the model's context.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, document: str, questions: Sequence[str], max_new_tokens: int = 128):
+    def __init__(self, model: Any, tokenizer: Any, document: str, questions: Sequence[str], max_new_tokens: int = 128,
+                 cache: CacheConfig | None = None):  # fmt: skip
+        """cache: its place in memory; the capacity is that of the document and the longest question and answer."""
         self.model, self.tokenizer, self.questions = model, tokenizer, tuple(questions)
         self.max_new_tokens = max_new_tokens
         self.document, self.rests = prompts(tokenizer, document, questions)
         longest = len(self.document) + max(map(len, self.rests))
         check_length(model, longest, max_new_tokens)
-        self.cache = CacheConfig(capacity=longest + max_new_tokens)
+        self.cache = replace(cache or CacheConfig(), capacity=longest + max_new_tokens)
         self.answered: list[QuestionAnswer] = []
 
     def read(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
@@ -144,6 +144,13 @@ class AttentionMethod(PromptObserver, ABC):
         Of the Triton implementation; a few words a row (counts, positions) are left out.
         """
         return 0
+
+    def whole_layers(self, model: ModelShape, dtype: torch.dtype) -> Collection[int]:
+        """Layers in which a decode step reads all keys: they stay in GPU memory first if others go to host memory.
+
+        dtype: of keys. Default: all layers. Raises InvalidInput where `check` does.
+        """
+        return range(model.layers)
 
     def check(self, model: ModelShape) -> None:
         """Raise InvalidInput if an option does not fit the model. Called before a session attaches or switches."""

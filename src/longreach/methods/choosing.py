@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -176,6 +177,10 @@ class CrossLayerTopK(AttentionMethod):
 
     def eviction_refusal(self) -> str:
         return OTHER_KEYS
+
+    def whole_layers(self, model: ModelShape, dtype: torch.dtype) -> Collection[int]:
+        choosing = self.choosing_layers(model)
+        return {*range(choosing[0]), *choosing}
 
     def workspace_bytes(self, model: ModelShape, rows: int, capacity: int, dtype: torch.dtype) -> int:
         chosen = 4 * rows * (2 * capacity + 1)  # scores and a list, of at most all keys

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -70,6 +71,9 @@ class Quest(AttentionMethod):
         capacity = -(-max_keys(self.k, call.kv.capacity) // page)
         index, used = call.op("top_k", bound.float(), count, length, last=1, capacity=capacity)
         return Outcome(call.attend(Lists(index, used, block=page, all_visible=True)))
+
+    def whole_layers(self, model: ModelShape, dtype: torch.dtype) -> Collection[int]:
+        return self.dense_layers
 
     def workspace_bytes(self, model: ModelShape, rows: int, capacity: int, dtype: torch.dtype) -> int:
         blocks, listed = -(-capacity // self.page), -(-max_keys(self.k, capacity) // self.page)

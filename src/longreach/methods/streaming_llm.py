@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
+
+import torch
 
 from longreach.cache import SequenceState
 from longreach.methods.base import AttentionMethod, Outcome, budget, check_budget, is_count
-from longreach.methods.call import LayerCall
+from longreach.methods.call import LayerCall, ModelShape
 from longreach.ops import Span, Spans, absolute, relative
 from longreach.ops.types import require
 
@@ -32,6 +35,9 @@ class StreamingLLM(AttentionMethod):
 
     def run(self, call: LayerCall, state: SequenceState | None) -> Outcome:
         return Outcome(call.attend(call.once(self, lambda: self._kept(call))))
+
+    def whole_layers(self, model: ModelShape, dtype: torch.dtype) -> Collection[int]:
+        return ()
 
     def _kept(self, call: LayerCall) -> Spans:
         width = budget(self.window, call.context)[:, None]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from longreach.cache import MemoryUse
 from longreach.methods.call import Phase
 
 
@@ -42,9 +43,13 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class Report:
-    """A session's reads by layer. `print(report)` shows a table; `to_json` returns the numbers."""
+    """A session's reads by layer. `print(report)` shows a table; `to_json` returns the numbers.
+
+    memory: where keys and values of the last pass over a cache with `CacheConfig(host=True)` lie; None without one.
+    """
 
     layers: tuple[LayerReport, ...]
+    memory: MemoryUse | None = None
 
     def fraction(self, phase: Phase | None = None) -> float | None:
         """Bytes read over dense attention's bytes, all layers; None before any step of the phase."""
@@ -60,7 +65,8 @@ class Report:
         for row in rows:
             if row["notes"] is None:
                 del row["notes"]
-        return {"prefill": self.fraction("prefill"), "decode": self.fraction("decode"), "layers": rows}
+        memory = {} if self.memory is None else {"memory": self.memory.to_json()}
+        return {"prefill": self.fraction("prefill"), "decode": self.fraction("decode"), **memory, "layers": rows}
 
     def __str__(self) -> str:
         shares = "".join(f"{name:>9}" for name in ("K", "V", "meta"))
@@ -81,4 +87,6 @@ class Report:
             total = self.fraction(phase)
             if total is not None:
                 lines.append(f"{phase}: {total:.1%} of the bytes that dense attention reads")
+        if self.memory is not None:
+            lines.append(str(self.memory))
         return "\n".join(lines)

@@ -173,6 +173,15 @@ def test_sliding_windows_sinks_and_experts(family: str, graphs: list[FakeGraph])
     assert got.captured == "piecewise" and torch.equal(got.sequences, plain.sequences)
 
 
+def test_pieces_read_keys_in_host_memory(graphs: list[FakeGraph]) -> None:
+    tokens, mask = padded_batch()
+    decode, made = Quest(k=8, page=4, dense_layers=(0,)), []
+    for config in (CacheConfig(), CacheConfig(host=True)):
+        with attach(tiny(), decode=decode, cache=config) as session:
+            made += [generate(session, tokens, mask, max_new_tokens=STEPS, compile="none") for _ in range(2)]
+    assert all(x.captured == "piecewise" and torch.equal(x.sequences, made[0].sequences) for x in made)
+
+
 def test_pieces_serve_later_calls_and_answers_that_end(graphs: list[FakeGraph]) -> None:
     tokens, mask = padded_batch()
     with attach(model_of("llama")) as session:

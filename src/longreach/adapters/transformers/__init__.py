@@ -1,7 +1,7 @@
 """Hugging Face transformers: attach a method to a model, load a model, the cache that generate uses."""
 
 from longreach.adapters.transformers.answer_text import pieces
-from longreach.adapters.transformers.attach import Session, attach
+from longreach.adapters.transformers.attach import Session, attach, check_host
 from longreach.adapters.transformers.checks import cache_windows, shape_of
 from longreach.adapters.transformers.chunking import Piece, Pieces, Splitter, split
 from longreach.adapters.transformers.dependence import DependenceMeter
@@ -56,6 +56,7 @@ __all__ = [
     "attach",
     "cache_windows",
     "chat",
+    "check_host",
     "check_length",
     "context_limit",
     "device_of",

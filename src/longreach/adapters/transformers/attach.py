@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -36,8 +38,9 @@ from longreach.adapters.transformers.oom import memory_errors, stream_captures
 from longreach.adapters.transformers.padding import real_tokens
 from longreach.adapters.transformers.registration import register, release
 from longreach.adapters.transformers.rotary import attention_modules, find_rotation, probing
-from longreach.adapters.transformers.step import ModelFacts, Step, current, entered, plain_append
-from longreach.cache import CacheConfig
+from longreach.adapters.transformers.step import ModelFacts, PassCache, Step, current, entered, plain_append
+from longreach.cache import CacheConfig, MemoryUse
+from longreach.cache.host import gib
 from longreach.errors import ConcurrentUse, InvalidInput, Unsupported
 from longreach.methods.base import AttentionMethod
 from longreach.methods.registry import choose, choose_eviction, choose_fusion
@@ -70,7 +73,8 @@ def attach(
     evict: which keys each layer and KV head keeps once a prompt is read: a configured eviction method, its name, or
         None for all. Keys are evicted after the first token, before the first decode step. Evicted keys are gone for
         later questions over the same prompt too.
-    cache: layout and growth of the KV cache. impl: "auto", or the name of an implementation of attend.
+    cache: layout and growth of the KV cache, and with `CacheConfig(host=True)` its place in host memory.
+    impl: "auto", or the name of an implementation of attend.
         On a GPU, sequences of different lengths share the work evenly up to 1024 sequences x KV heads. A larger batch
         takes as long as its longest sequence.
 
@@ -82,6 +86,15 @@ def attach(
     fusion, method = choose_fusion(fuse), choose("prefill", prefill)
     check_fusion(fusion, method)
     return Session(model, method, choose("decode", decode), cache or CacheConfig(), impl, fusion, eviction)
+
+
+def check_host(config: CacheConfig, evict: Eviction | None) -> None:
+    """Raise Unsupported for eviction from a cache in host memory."""
+    if config.host and evict is not None:
+        raise Unsupported(
+            f"evict={evict.name}: keys in host memory cannot be evicted; leave evict out, or use "
+            f"CacheConfig(host=False)"
+        )
 
 
 class Session:
@@ -104,6 +117,7 @@ class Session:
         if fuse is not None:
             fuse.check(self._shape)
         check_eviction(evict, decode, fused=fuse is not None)
+        check_host(cache, evict)
         windows = cache_windows(model)
         if evict is not None and len(windows) == self._shape.layers:
             raise Unsupported(
@@ -121,6 +135,9 @@ class Session:
         self._decoder, self._layers = decoder, self._shape.layers
         self.facts = ModelFacts(self._shape, windows)
         self.observers = (decode,) if decode.observes_prompt else ()
+        self._decodes: tuple[AttentionMethod, ...] = (decode,)  # the decode methods that the session was given
+        self._memory: MemoryUse | None = None  # of the last pass over a cache with layers in host memory
+        self._warned: set[AttentionMethod] = set()  # of reading host memory whole
         self._busy, self._generating = threading.Lock(), threading.Lock()
         self._pass_thread: int | None = None
         self._phases: PhaseTracker | None = None
@@ -212,7 +229,7 @@ class Session:
                 f"report: {method!r} did not observe all prompts that were read, so the bytes it would have read are "
                 f"unknown; name it before prompts are read (attach, or session.prepare)"
             )
-        return self.ledger.report(method)
+        return replace(self.ledger.report(method), memory=self._memory)
 
     def reset_report(self) -> None:
         """Start counting from zero. A pass that is running is counted whole when it ends."""
@@ -238,6 +255,7 @@ class Session:
         for method in chosen:
             self._check_method(method)
         self.observers = tuple(dict.fromkeys(m for m in (*self.observers, *chosen) if m.observes_prompt))
+        self._decodes = tuple(dict.fromkeys((*self._decodes, *chosen)))
 
     def _check_method(self, method: AttentionMethod) -> None:
         """Raise as `switch` if the model does not fit a decode method, and note the method's needs."""
@@ -269,7 +287,33 @@ class Session:
     def new_cache(self, batch: int = 1, config: CacheConfig | None = None) -> LongreachCache:
         """An empty cache for `batch` sequences, to pass as `past_key_values`. config: default the session's."""
         kept = config or self.cache_config
-        return LongreachCache(self._layers, batch, kept, self.model.device, self, self.evict)
+        check_host(kept, self.evict)
+        resident = self.resident_layers() if kept.host else ()
+        return LongreachCache(self._layers, batch, kept, self.model.device, self, self.evict, resident)
+
+    def resident_layers(self) -> frozenset[int]:
+        """Layers that stay in GPU memory first, with `CacheConfig(host=True)`: those with a sliding window, and those
+        that a decode method of the session reads whole. Methods that read all layers whole name none."""
+        whole = (frozenset(method.whole_layers(self._shape, self.model.dtype)) for method in self._decodes)
+        return frozenset(self.facts.cache_windows).union(*(some for some in whole if len(some) < self._layers))
+
+    def note_memory(self, cache: PassCache, *, decoding: bool) -> None:
+        """Note where keys and values lie, for the report. Warns once if the decode method reads host memory whole."""
+        if not cache.kv.config.host:
+            return
+        use = self._memory = cache.kv.memory_use
+        if not decoding:
+            return
+        slow = set(self.decode.whole_layers(self._shape, self.model.dtype)).intersection(use.host_layers)
+        slow.difference_update(self.facts.cache_windows)
+        if slow and self.decode not in self._warned:
+            self._warned.add(self.decode)
+            warnings.warn(
+                f"{self.decode.name} reads {len(slow)} layers whole at each step, and their keys and values lie in "
+                f"host memory: up to {gib(use.host_bytes * len(slow) // len(use.host_layers))} over the link for each "
+                f"new token. Raise CacheConfig(device_bytes=...), or decode with a method that reads fewer keys",
+                stacklevel=2,
+            )
 
     # the forward pass
 
@@ -380,6 +424,7 @@ class Session:
             return
         if step.cache is not None:
             step.cache.commit(step)
+            self.note_memory(step.cache, decoding=step.layers.segments[0].phase == "decode")
         self.ledger.commit()
 
     def _cache(self, given: dict[str, Any], batch: int) -> LongreachCache | None:

@@ -5,7 +5,7 @@ transformers counts padded columns; the memory below holds real tokens only, so 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
@@ -95,11 +95,12 @@ class LongreachCache(Cache):
 
     def __init__(
         self, layers: int, batch: int, config: CacheConfig, device: torch.device, owner: CacheOwner,
-        eviction: Eviction | None = None,
+        eviction: Eviction | None = None, resident: Collection[int] = (),
     ):  # fmt: skip
         super().__init__(layers=[_Layer(self, i) for i in range(layers)])
         self.states = StateStore(batch)
-        self.kv = KVCache(layers, batch, config, device, self.states)
+        self.kv = KVCache(layers, batch, config, device, self.states, resident)
+        self.resident = frozenset(resident)
         self.batch, self.owner = batch, owner
         self.real: list[Tensor | int] = []  # column by column: bool [B, T] on the host, or T if all are real
         self.columns = 0

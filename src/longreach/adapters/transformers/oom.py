@@ -33,7 +33,8 @@ def memory_errors() -> Iterator[None]:
         said = (str(error).splitlines() or [type(error).__name__])[0]
         raise OutOfMemory(
             "memory ran out; the cache holds what it held before. Lower prefill_chunk_size (try 2048), the batch, "
-            f"max_new_tokens (its memory is allocated at once) or the length of the prompt. torch's error: {said}"
+            "max_new_tokens (its memory is allocated at once) or the length of the prompt, or keep keys and values in "
+            f"host memory (CacheConfig(host=True)). torch's error: {said}"
         ) from error
 
 

@@ -206,7 +206,8 @@ class Reader:
         except OutOfMemory as error:
             raise OutOfMemory(
                 f"memory ran out after {first} of {len(tokens)} prompt tokens, read {self.chunk} at a time; lower the "
-                f"prefill chunk size (--prefill-chunk-size) or shorten the document"
+                f"prefill chunk size (--prefill-chunk-size), shorten the document, or keep keys and values in host "
+                f"memory (--host)"
             ) from error
         return logits
 

@@ -17,6 +17,7 @@ scores, (D + 4) / 2 D of the bytes of a bf16 K, and in addition K of the chosen 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -179,6 +180,11 @@ class Kascade(AttentionMethod):
 
     def eviction_refusal(self) -> str:
         return OTHER_KEYS
+
+    def whole_layers(self, model: ModelShape, dtype: torch.dtype) -> Collection[int]:
+        plan = KascadePlan.of(find(KIND, self.plan, model))
+        anchors = plan.anchors if self.scoring == "exact" else plan.anchors[:1]  # others score their 8-bit copies
+        return {*anchors, *self.dense_layers}
 
     def workspace_bytes(self, model: ModelShape, rows: int, capacity: int, dtype: torch.dtype) -> int:
         heads, chosen = 1 if self.heads == "all" else model.kv_heads, self.budget.max_keys(capacity)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -105,6 +106,9 @@ class Loki(AttentionMethod):
         scores = call.op("score_and_pool", kv=state.view(call.kv), rows=here, metadata=True)
         chosen = keys_for_budget(call, scores, self.k, last=1, choose=self.choose, seed=self.seed)
         return outcome(call, call.attend(chosen), chosen, self.error_bars, self.redo)
+
+    def whole_layers(self, model: ModelShape, dtype: torch.dtype) -> Collection[int]:
+        return self.dense_layers
 
     def workspace_bytes(self, model: ModelShape, rows: int, capacity: int, dtype: torch.dtype) -> int:
         heads, k = model.kv_heads, max_keys(self.k, capacity)

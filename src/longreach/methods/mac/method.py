@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -118,6 +119,10 @@ class MAC(AttentionMethod):
             f"leave sinks out, or calibrate with --sinks {self.sinks}",
         )
         return plan
+
+    def whole_layers(self, model: ModelShape, dtype: torch.dtype) -> Collection[int]:
+        plan = self._plan_for(model) if self.planned and self.band is None else None
+        return () if plan is None else [layer for layer in range(model.layers) if plan.band[layer] is None]
 
     def new_state(self, call: LayerCall, slots: int) -> LayerState | None:
         k, heads = call.kv.k, call.rows.q.shape[1]

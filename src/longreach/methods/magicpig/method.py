@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
@@ -210,10 +211,15 @@ class MagicPIG(AttentionMethod):
             return "dense in the plan" if chosen[call.layer] == DENSE else chosen[call.layer]
         if not self.pair[0]:
             return "bits=0"
-        if self.dense_layers is None and call.model is None:
+        return "in dense_layers" if call.layer in self._dense_layers(call.model) else self.pair
+
+    def _dense_layers(self, model: ModelShape | None) -> tuple[int, ...]:
+        """The layers that attend densely if no plan is used."""
+        if self.dense_layers is not None:
+            return self.dense_layers
+        if model is None:
             raise InvalidInput("LayerCall.model is required: the default dense_layers of magicpig depend on it")
-        layers = placed(*PAPER, call.model.layers) if self.dense_layers is None and call.model else self.dense_layers
-        return "in dense_layers" if call.layer in (layers or ()) else self.pair
+        return placed(*PAPER, model.layers)
 
     def _chosen(self, call: LayerCall) -> tuple[Pair, ...] | None:
         if any(getattr(self, name) is not None for name in CHOSEN):
@@ -322,6 +328,12 @@ class MagicPIG(AttentionMethod):
     @property
     def _needs_lists(self) -> bool:
         return self.error_bars or self.redo is not None
+
+    def whole_layers(self, model: ModelShape, dtype: torch.dtype) -> Collection[int]:
+        layers, pairs = range(model.layers), self._pairs(model, dtype.itemsize)
+        if pairs is not None:
+            return [layer for layer in layers if pairs[layer] == DENSE]
+        return layers if not self.pair[0] else self._dense_layers(model)
 
     def workspace_bytes(self, model: ModelShape, rows: int, capacity: int, dtype: torch.dtype) -> int:
         pairs = self._pairs(model, dtype.itemsize) or (self.pair,)

@@ -218,7 +218,8 @@ def _own_cache(session: Session, batch: int, columns: int) -> LongreachCache:
     kept = session.static_caches.get(batch)
     config = session.cache_config
     room = config.capacity or -(-columns // ROUND) * ROUND
-    if kept is not None and (kept.kv.config.capacity or 0) >= room:
+    placed = kept is not None and (not config.host or kept.resident == session.resident_layers())
+    if kept is not None and placed and (kept.kv.config.capacity or 0) >= room:
         kept.empty()
         return kept
     session.static_caches.pop(batch, None)

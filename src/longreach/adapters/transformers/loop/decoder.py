@@ -69,6 +69,7 @@ class Decoder:
     def run(self, ends: Ends, room: int) -> Iterator[None]:
         """Within this block up to `room` steps may be run. Raises CapacityError."""
         self.cache.check_observed(self.method)
+        self.session.note_memory(self.cache, decoding=True)
         before = list(self.cache.kv.lengths)
         with torch.inference_mode(False), torch.no_grad():
             self.steps.open(room)

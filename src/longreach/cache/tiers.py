@@ -1,0 +1,97 @@
+"""The memory that each layer's keys and values lie in: the device's, or host memory that the device reads in place."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longreach.cache.config import CacheConfig
+from longreach.cache.host import allocate, check_available, gib
+from longreach.errors import CapacityError, Unsupported
+
+STAGING = 2  # buffers, of one layer each: one is read while the other is filled
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Where keys and values lie. Bytes are those allocated.
+
+    host_layers: in host memory, which a decode step reads over the link; device_layers: in the device's memory.
+    staging_bytes: of the device's memory that a pass over a prompt takes in addition, to read the layers in host
+    memory.
+    """
+
+    host_layers: tuple[int, ...]
+    device_layers: tuple[int, ...]
+    host_bytes: int
+    device_bytes: int
+    staging_bytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: list(x) if isinstance(x, tuple) else x for name, x in self.__dict__.items()}
+
+    def __str__(self) -> str:
+        return (
+            f"keys and values: {_layers(self.host_layers)} ({gib(self.host_bytes)}) in host memory, read over the "
+            f"link; {_layers(self.device_layers)} ({gib(self.device_bytes)}) in device memory; prompts are staged "
+            f"through {gib(self.staging_bytes)} more of it"
+        )
+
+
+def _layers(layers: Sequence[int]) -> str:
+    return f"{len(layers)} layer{'' if len(layers) == 1 else 's'}"
+
+
+class Tiers:
+    """Divides layers between device and host memory by the bytes of a layer, and allocates them there.
+
+    resident: layers that go to device memory first. host: layers placed in host memory by the last `plan`.
+    """
+
+    def __init__(self, config: CacheConfig, layers: int, resident: Collection[int], device: torch.device):
+        if config.host and device.type not in ("cpu", "cuda"):
+            raise Unsupported(f"host: expected a cache on a cuda device, got {device}; leave CacheConfig(host=) out")
+        self.config, self.layers, self.device = config, layers, device
+        self.resident = frozenset(resident)
+        self.host = frozenset[int]()
+
+    def plan(self, layer_bytes: int, held: int = 0, moving: int = 0) -> None:
+        """Place layers of `layer_bytes` each, keys and values together. All layers are taken to be of one size.
+
+        held: bytes of host memory that the cache has; moving: of it, what exists twice while one layer grows.
+        Raises CapacityError, with nothing changed: if `device_bytes` does not hold the staging of one layer, or if the
+        host has too little memory.
+        """
+        if not self.config.host:
+            return
+        host = self._placed(layer_bytes)
+        check_available(len(host) * layer_bytes - held + moving)
+        self.host = host
+
+    def _placed(self, layer_bytes: int) -> frozenset[int]:
+        limit, staging = self.config.device_bytes, STAGING * layer_bytes
+        order = sorted(range(self.layers), key=lambda layer: (layer not in self.resident, layer))
+        if limit is None:
+            room = len(self.resident)
+        elif limit >= self.layers * layer_bytes:
+            room = self.layers  # with nothing in host memory nothing is staged
+        elif limit < staging:
+            raise CapacityError(
+                f"device_bytes={limit} ({gib(limit)}) does not hold the {STAGING} staging buffers of "
+                f"{gib(layer_bytes)} through which a prompt reads layers in host memory; nothing was written. Raise "
+                f"CacheConfig(device_bytes=...) (--device-memory) to at least {staging}, or lower the batch, "
+                f"CacheConfig(capacity=...), the prompt or max_new_tokens"
+            )
+        else:
+            room = (limit - staging) // layer_bytes
+        return frozenset(order[room:])
+
+    def empty(self, layer: int, shape: Sequence[int], like: Tensor) -> Tensor:
+        """Memory [shape] for keys or values of a layer, of the dtype and on the device of `like`."""
+        if layer in self.host:
+            return allocate(shape, like.dtype, self.device)
+        return like.new_empty(shape)

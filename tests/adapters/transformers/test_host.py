@@ -1,0 +1,268 @@
+"""Keys and values in host memory: the same tokens and the same reads as in GPU memory, for every decode method."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import warnings
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from longreach import CacheConfig, Kascade, Quest, attach, generate
+from longreach.adapters.transformers.prompt_reader import Answer, Reader
+from longreach.errors import CapacityError, Unsupported
+from longreach.methods.fusion import A3, PIE, CacheBlend
+from longreach.methods.magicpig import MagicPIG
+from longreach.methods.registry import names
+from longreach.methods.snapkv import SnapKV
+from longreach.runtime import Report
+from longreach.testing.tiny import tiny_model
+from tests.adapters.transformers.fusing.test_read import fused, prompt_of
+from tests.adapters.transformers.reference import STEPS, model_of, padded_batch, prompt
+from tests.methods.cases import CASES
+from tests.methods.drive import LAYERS
+from tests.methods.planned import planned, tiny, write_plans
+from tests.poison import nan_memory
+from tests.tiers import swept
+
+HOST = CacheConfig(host=True)
+SMALL = MagicPIG(bits=4, tables=9, local=8, seal=8, centre=8, dense_layers=(1,))  # tables begin at 20 tokens
+METHODS = {**{name: CASES[name].default for name in names("decode")}, "magicpig": SMALL,
+           "kascade int8": Kascade(scoring="int8", k=0.2, min_keys=4), "kascade": Kascade(k=0.2, min_keys=4),
+           "quest": Quest(k=0.2, page=4, dense_layers=(0,))}  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _plans(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with planned(write_plans(tmp_path_factory.mktemp("plans"))):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _nan_memory() -> Iterator[None]:
+    with nan_memory(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".* layers? whole at each step")
+        yield
+
+
+def reads(report: Report) -> Report:
+    return replace(report, memory=None)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_decodes_the_same_tokens_with_the_same_reads(name: str) -> None:
+    """Ragged prompts in chunks, some of which are staged; a second batch over the same cache; then a longer one."""
+    tokens, mask = padded_batch((61, 40, 9))
+    found = []
+    for config in (CacheConfig(), HOST):
+        with attach(tiny(), decode=METHODS[name], cache=config) as session:
+            first = generate(session, tokens, mask, max_new_tokens=STEPS, prefill_chunk_size=17)
+            second = generate(session, tokens.flip(0), mask.flip(0), max_new_tokens=STEPS)
+            third = generate(session, second.sequences, max_new_tokens=3, prefill_chunk_size=30)
+            found.append((*(x.sequences for x in (first, second, third)), session.report()))
+    (*plain, plain_report), (*host, host_report) = found
+    assert all(torch.equal(a, b) for a, b in zip(plain, host, strict=True))
+    assert reads(plain_report) == reads(host_report)
+    memory, whole = host_report.memory, set(METHODS[name].whole_layers(*facts()))
+    assert plain_report.memory is None and memory is not None
+    assert set(memory.device_layers) == (whole if len(whole) < LAYERS else set())
+    assert set(memory.host_layers) == set(range(LAYERS)) - set(memory.device_layers)
+
+
+def facts() -> tuple[Any, torch.dtype]:
+    with attach(tiny()) as session:
+        return session._shape, session.model.dtype
+
+
+@pytest.mark.parametrize("name", sorted(METHODS.keys() - {"mac"}))  # whose reads follow its hits
+def test_the_layers_that_a_method_names_are_those_it_reads_whole(name: str) -> None:
+    with attach(tiny(), decode=METHODS[name]) as session:
+        generate(session, prompt(200), max_new_tokens=4)
+        whole = METHODS[name].whole_layers(session._shape, session.model.dtype)
+        layers = [r for r in session.report().layers if r.phase == "decode"]
+    assert {r.layer for r in layers if 2 * r.key_bytes >= r.dense_bytes} == set(whole)
+
+
+def test_memory_that_grows_between_steps_makes_no_difference() -> None:
+    ids, answers = prompt(250), []
+    for config in (CacheConfig(), HOST):
+        with attach(tiny(), decode=METHODS["quest"], cache=config) as session, torch.no_grad():
+            cache = session.new_cache(1)
+            logits = session.model(ids, past_key_values=cache).logits
+            before, chosen = cache.kv.nbytes, []
+            for _ in range(12):
+                chosen.append(logits[:, -1:].argmax(-1))
+                logits = session.model(chosen[-1], past_key_values=cache).logits
+            more = session.model(prompt(40, seed=5), past_key_values=cache).logits  # staged over what has grown
+            assert cache.kv.nbytes == 2 * before
+            answers.append((torch.cat(chosen, 1), more, reads(session.report())))
+    assert torch.equal(answers[0][0], answers[1][0]) and torch.equal(answers[0][1], answers[1][1])
+    assert answers[0][2] == answers[1][2]
+
+
+@pytest.mark.parametrize("name", ["quest", "magicpig", "mac", "dense"])
+def test_answers_over_one_document_are_rolled_back(name: str) -> None:
+    answers = []
+    for config in (CacheConfig(), HOST):
+        with attach(tiny(), decode=METHODS[name], cache=config) as session:
+            reader = Reader(session, chunk=16)
+            reader.read(prompt(70)[0].tolist(), then=40)
+            for seed in (7, 8, 7):
+                with closing(reader.ask(prompt(15, seed=seed)[0].tolist(), 8, (), Answer())) as asked:
+                    answers.append(list(asked))
+    assert answers[:3] == answers[3:] and answers[0] == answers[2]
+
+
+def test_a_pass_that_fails_leaves_keys_in_host_memory_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, mask = padded_batch()
+    model = tiny_model("llama")
+    with attach(model, decode="quest", cache=HOST) as session:
+        want = generate(session, tokens, mask, max_new_tokens=STEPS)
+        plain, calls = model.model.layers[1].forward, [0]
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            calls[0] += 1
+            if calls[0] == 2:
+                raise KeyboardInterrupt
+            return plain(*args, **kwargs)
+
+        cache = session.new_cache(len(tokens))
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(model.model.layers[1], "forward", forward)
+            generate(session, tokens, mask, max_new_tokens=STEPS, prefill_chunk_size=20, past_key_values=cache)
+        assert cache.columns == 0 and cache.kv.lengths == [0] * len(tokens)
+        again = generate(session, tokens, mask, max_new_tokens=STEPS, past_key_values=cache)
+    assert torch.equal(again.sequences, want.sequences)
+
+
+def test_sliding_windows_stay_in_gpu_memory() -> None:
+    tokens, mask = padded_batch()
+    with attach(model_of("gemma2"), decode="streaming_llm") as session:
+        want = generate(session, tokens, mask, max_new_tokens=STEPS)
+    with attach(model_of("gemma2"), decode="streaming_llm", cache=HOST) as session:
+        got = generate(session, tokens, mask, max_new_tokens=STEPS)
+        memory = session.report().memory
+        assert memory is not None and set(memory.device_layers) == set(session.facts.cache_windows)
+        assert memory.host_layers
+    assert torch.equal(got.sequences, want.sequences)
+
+
+@pytest.mark.parametrize("fusion", swept([A3(ratio=0.3), PIE(), CacheBlend(ratio=0.3)], 2), ids=lambda f: f.name)
+def test_prompts_with_stored_chunks_are_placed_in_host_memory(fusion: Any) -> None:
+    model = tiny()
+    chunks = prompt_of(model).fused
+    (logits, report, kept, answer), (host_logits, host_report, host_kept, host_answer) = (
+        fused(model, chunks, fusion, decode=METHODS["quest"], config=config) for config in (CacheConfig(), HOST)
+    )
+    assert torch.equal(logits, host_logits) and answer == host_answer and report == host_report
+    assert all(torch.equal(x, y) for a, b in zip(kept, host_kept, strict=True) for x, y in zip(a, b, strict=True))
+
+
+def test_the_report_says_where_keys_and_values_lie() -> None:
+    with attach(tiny(), decode=METHODS["quest"], cache=HOST) as session:
+        generate(session, prompt(), max_new_tokens=3)
+        report = session.report()
+    memory = report.to_json()["memory"]
+    assert memory["device_layers"] == [0] and memory["host_layers"] == [1, 2]
+    assert memory["host_bytes"] == 2 * memory["device_bytes"] == memory["staging_bytes"] > 0
+    assert "2 layers" in str(report).splitlines()[-1] and "in host memory, read over the link" in str(report)
+    with attach(tiny()) as session:
+        generate(session, prompt(), max_new_tokens=3)
+        assert "memory" not in session.report().to_json() and "host memory" not in str(session.report())
+
+
+def test_layers_read_whole_from_host_memory_are_warned_of_once() -> None:
+    with attach(tiny(), cache=HOST) as session:
+        with pytest.warns(UserWarning, match=r"dense reads 3 layers whole at each step.* over the link for each new"):
+            generate(session, prompt(), max_new_tokens=3)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            generate(session, prompt(), max_new_tokens=3)
+            session.switch(METHODS["quest"])
+            generate(session, prompt(), max_new_tokens=3)
+
+
+def test_as_many_layers_as_fit_stay_in_gpu_memory() -> None:
+    model = tiny_model("llama", num_hidden_layers=5)
+    with attach(model, cache=HOST) as session:
+        generate(session, prompt(), max_new_tokens=3)
+        memory = session.report().memory
+    assert memory is not None and not memory.device_layers
+    each = memory.staging_bytes // 2
+    for limit, layers in ((5 * each, 5), (5 * each - 1, 2), (3 * each, 1), (2 * each, 0)):
+        with attach(model, cache=replace(HOST, device_bytes=limit)) as session:
+            generate(session, prompt(), max_new_tokens=3)
+            memory = session.report().memory
+        assert memory is not None and memory.device_layers == tuple(range(layers))
+        assert memory.device_bytes + memory.staging_bytes <= limit
+    with attach(model, cache=replace(HOST, device_bytes=2 * each - 1)) as session:
+        with pytest.raises(CapacityError, match="does not hold the 2 staging buffers"):
+            generate(session, prompt(), max_new_tokens=3)
+        assert not session.ledger.tallies
+
+
+def test_after_a_switch_layers_are_placed_for_the_new_method() -> None:
+    with attach(tiny(), decode=METHODS["quest"], cache=HOST) as session:
+        generate(session, prompt(), max_new_tokens=3)
+        session.switch(METHODS["kascade"])
+        generate(session, prompt(), max_new_tokens=3)
+        memory = session.report().memory
+    assert memory is not None and memory.device_layers == (0, 2)  # of both, as either may decode
+
+
+def test_too_little_host_memory_is_said_before_a_prompt_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("longreach.cache.host.available_bytes", lambda: 1000)
+    with attach(tiny(), decode="quest", cache=HOST) as session:
+        cache = session.new_cache(1)
+        with pytest.raises(CapacityError, match=r"keys and values need .* of host memory, and 0\.98 KiB are free"):
+            Reader(session).read(prompt()[0].tolist())
+        with pytest.raises(CapacityError, match="Lower the batch"):
+            generate(session, prompt(), max_new_tokens=3, past_key_values=cache)
+        assert cache.columns == 0 and not any(cache.kv.memory)
+
+
+def test_eviction_from_host_memory_is_refused() -> None:
+    model = tiny()
+    with pytest.raises(Unsupported, match=r"evict=snapkv: keys in host memory cannot be evicted; leave evict out"):
+        attach(model, evict=SnapKV(capacity=32), cache=HOST)
+    with attach(model, evict=SnapKV(capacity=32)) as session, pytest.raises(Unsupported, match="evict=snapkv"):
+        session.new_cache(1, HOST)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", METHODS)
+def test_captured_steps_read_host_memory_in_place(name: str) -> None:
+    model, ids, made = tiny().cuda(), prompt(300).cuda(), []
+    for config in (CacheConfig(), HOST):
+        with attach(model, decode=METHODS[name], cache=config) as session:
+            answers = [
+                generate(session, ids, max_new_tokens=16, prefill_chunk_size=chunk, compile="none")
+                for chunk in (64, None, 200)
+            ]
+            made.append((answers, session.report()))
+    (plain, plain_report), (host, host_report) = made
+    for a, b in zip(plain, host, strict=True):
+        assert a.captured == b.captured is not None and torch.equal(a.sequences, b.sequences)
+    for x, y in zip(plain_report.layers, host_report.layers, strict=True):
+        assert (x.bytes_read, x.dense_bytes, x.impl) == (y.bytes_read, y.dense_bytes, y.impl)
+    assert host_report.memory is not None and host_report.memory.host_layers
+
+
+@pytest.mark.gpu
+def test_a_cache_that_ends_gives_pinned_memory_back() -> None:
+    model, ids = tiny().cuda(), prompt(40).cuda()
+    with attach(model, decode=METHODS["quest"], cache=HOST) as session:
+        generate(session, ids, max_new_tokens=4)
+        generate(session, torch.cat([ids] * 20, 1), max_new_tokens=4)  # another cache, as it is longer
+        addresses = [pair[0].data_ptr() for pair in session.static_caches[1].kv.memory if pair]
+    gc.collect()
+    torch.cuda.synchronize()
+    code = torch.cuda.cudart().cudaHostUnregister(addresses[-1])
+    assert int(code) != 0, "it was unregistered with the cache"
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device="cuda")  # takes the error of that call
