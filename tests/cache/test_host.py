@@ -160,6 +160,7 @@ def test_what_is_free_is_the_least_of_system_and_control_groups(tmp_path: Path) 
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_reads_and_writes_host_memory_in_place() -> None:
     x = allocate((2, 2, 4096, 64), torch.bfloat16, GPU)
     address = x.data_ptr()
@@ -180,6 +181,7 @@ def test_a_gpu_reads_and_writes_host_memory_in_place() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_memory_that_cuda_refuses_to_pin_leaves_the_gpu_usable() -> None:
     first = host._touched(1 << 21)
     kept = Registered(first, GPU)

@@ -240,6 +240,7 @@ def test_keys_in_host_memory_cannot_be_evicted() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_staging_on_a_gpu_is_in_order_with_kernels() -> None:
     """Passes whose copies take longer than the launches around them."""
     shape, counts = (2, 64), [[20_000, 9000], [300, 40], [12, 3000], [1, 1], [4000, 4000]]

@@ -235,6 +235,7 @@ def test_eviction_from_host_memory_is_refused() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", METHODS)
 def test_captured_steps_read_host_memory_in_place(name: str) -> None:
     model, ids, made = tiny().cuda(), prompt(300).cuda(), []
@@ -254,6 +255,7 @@ def test_captured_steps_read_host_memory_in_place(name: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_cache_that_ends_gives_pinned_memory_back() -> None:
     model, ids = tiny().cuda(), prompt(40).cuda()
     with attach(model, decode=METHODS["quest"], cache=HOST) as session:
