@@ -207,7 +207,7 @@ def seal(
             lambda: f"stop: expected at most the {there.tolist()} keys there, got {needed.tolist()}, centres included",
         )
     found: Tensor = SEALING.get(impl, at)(
-        kv, slots, tables, projections, centre, stop, centred=centred, block=block
+        kv, slots, tables, projections, centre, stop, centred=centred, block=block or 0
     )  # fmt: skip
     return found
 

@@ -98,16 +98,17 @@ def build(tables: HashTables, codes: Tensor, seq: Tensor, count: Tensor, *, tune
 
 def seal(
     kv: KVView, slots: Tensor, tables: HashTables, projections: Tensor, centre: Tensor, stop: Tensor, *, centred: int,
-    block: int | None, tune: Tuning | None = None,
+    block: int, tune: Tuning | None = None,
 ) -> Tensor:  # fmt: skip
+    """block: 0 for whole segments."""
     refuse(kv.k)
     t, buckets, count, device = tune or Tuning(), 1 << tables.bits, len(slots), kv.k.device
     held, done = torch.empty(2, count, dtype=torch.int32, device=device)
     if not count:
         return held
     dim, bits, items = kv.k.shape[3], projections.shape[1], count * tables.heads * tables.tables
-    room, programs, chained = block or 0, min(t.programs, items), t.chained and block is not None
-    if block is None:
+    room, programs, chained = block, min(t.programs, items), t.chained and block > 0
+    if not block:
         segments = triton.cdiv(min(kv.capacity, tables.ids.shape[3]), tables.size)
         at_once = segments_at_once(items, tables.size, segments, t.codes)
         room, programs = at_once * tables.size, items * at_once
@@ -125,7 +126,7 @@ def seal(
             CHAINED=chained,
         )  # fmt: skip
         sizes = {"SIZE": tables.size, "BUCKETS": buckets, "BB": min(buckets, 1024), "BN": t.moved, "BK": t.new}
-        if block is not None:
+        if block:
             kernels.seal[(programs,)](
                 *_memory(tables), *keys, centre, drawn, slots, tables.stop, stop, held, done, cursors, codes, count,
                 tables.heads, tables.tables, tables.first, BITS=bits, BITS2=16, **memory, **sizes, ROOM=room,
