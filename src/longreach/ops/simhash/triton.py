@@ -11,6 +11,7 @@ from torch import Tensor
 
 from longreach.errors import Unsupported
 from longreach.ops.selection import Per
+from longreach.ops.simhash import triton_build_kernels as building
 from longreach.ops.simhash import triton_kernels as kernels
 from longreach.ops.simhash.api import Collisions
 from longreach.ops.simhash.probability import TINY, form
@@ -89,7 +90,7 @@ def build(tables: HashTables, codes: Tensor, seq: Tensor, count: Tensor, *, tune
     programs = len(seq) * tables.heads * tables.tables
     cursors = torch.empty(programs, buckets, dtype=torch.int32, device=codes.device)
     with torch.cuda.device_of(codes):
-        kernels.build[(programs,)](
+        building.build[(programs,)](
             *_memory(tables), codes, codes.stride(), where, start, stop, cursors, tables.heads, tables.tables,
             tables.first, SIZE=tables.size, BUCKETS=buckets, BB=min(buckets, 1024), BN=t.moved, BK=t.new,
         )  # fmt: skip
@@ -121,13 +122,13 @@ def seal(
     drawn = projections.contiguous().view(torch.int16)
     memory = {"D": dim, "D2": max(16, triton.next_power_of_2(dim)), "PAGED": table is not None, "PAGE": kv.page}
     with torch.cuda.device_of(kv.k):
-        kernels.average[(count, kv.heads)](
+        building.average[(count, kv.heads)](
             *keys, slots, tables.stop, stop, held, done, centre, tables.first, centred, **memory, BN=t.weighed,
             CHAINED=chained,
         )  # fmt: skip
         sizes = {"SIZE": tables.size, "BUCKETS": buckets, "BB": min(buckets, 1024), "BN": t.moved, "BK": t.new}
         if block:
-            kernels.seal[(programs,)](
+            building.seal[(programs,)](
                 *_memory(tables), *keys, centre, drawn, slots, tables.stop, stop, held, done, cursors, codes, count,
                 tables.heads, tables.tables, tables.first, BITS=bits, BITS2=16, **memory, **sizes, ROOM=room,
                 BS=triton.next_power_of_2(count), BV=t.sealed, CHAINED=chained,
@@ -137,12 +138,12 @@ def seal(
         for segment in range(tables.first // tables.size, segments, at_once):
             some = min(at_once, segments - segment)
             tiles = triton.cdiv(some * tables.size, t.hashed), triton.cdiv(tables.tables, t.hashed_tables)
-            kernels.hash_keys[(count * tables.heads, *tiles)](
+            building.hash_keys[(count * tables.heads, *tiles)](
                 *keys, centre, drawn, slots, stop, held, codes, tables.heads, tables.first, segment, room,
                 TABLES=tables.tables, BITS=bits, BITS2=16, **memory, SIZE=tables.size, BV=t.hashed,
                 BT=t.hashed_tables,
             )  # fmt: skip
-            kernels.add_keys[(items, some)](
+            building.add_keys[(items, some)](
                 *_memory(tables), slots, stop, held, codes, cursors, tables.heads, tables.tables, tables.first, segment,
                 room, **sizes,
             )  # fmt: skip
