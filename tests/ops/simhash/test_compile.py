@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from tests.ops.compiler import SHARED_MEMORY, printed
 
-COMPILE = """
+COMPILE = r"""
 import json
+import re
 from unittest.mock import patch
 import torch
 from longreach.ops.simhash import (
@@ -15,6 +16,7 @@ from longreach.ops.simhash import (
 from longreach.testing.compile import compiling
 from longreach.testing.inputs import random_kv, random_rows
 
+WORDS = r"\.align (\d+) \.b32 longreach_words\[(\d+)\]"
 found = {}
 with patch.object(triton, "refuse", lambda *a: None), patch.object(triton_attention, "refuse", lambda *a: None):
     for dim, group, dtype, page, bits, tables, size, share in (
@@ -50,7 +52,7 @@ with patch.object(triton, "refuse", lambda *a: None), patch.object(triton_attent
             )
         made = [*made, *built, *more]
         found[f"{dim} {group} {dtype} {page} {bits} {tables} {size} {share}"] = [
-            [m.metadata.name, m.metadata.shared, "cubin" in m.asm, m.asm["ptx"].count(" longreach_words[")]
+            [m.metadata.name, m.metadata.shared, "cubin" in m.asm, re.findall(WORDS, m.asm["ptx"])]
             for m in made
         ]
 print(json.dumps(found))
@@ -68,6 +70,8 @@ def test_compiles_for_an_h200() -> None:
         assert all(shared <= SHARED_MEMORY and cubin for _, shared, cubin, _ in kernels), (case, kernels)
         # counters and buckets take 38 KiB more, and beyond 48 together room would have to be asked for
         assert all(shared <= 10 << 10 for name, shared, *_ in kernels if name == "search_parts"), (case, kernels)
-        # more would be arrays of their own
-        arrays = {name: count for name, _, _, count in kernels}
-        assert arrays["search_parts"] == arrays["attend_parts"] == 1, (case, arrays)
+        # More would be arrays of their own. Triton's memory follows, where wgmma needs it at a multiple of 1024 bytes.
+        arrays = {name: sizes for name, _, _, sizes in kernels if sizes}
+        assert list(arrays) == ["search_parts", "attend_parts"], (case, arrays)
+        for (align, words), *others in arrays.values():
+            assert align == "1024" and int(words) * 4 % 1024 == 0 and not others, (case, arrays)

@@ -20,10 +20,15 @@ HEADS = tl.constexpr(HEADS_OF_A_PROGRAM)
 
 @triton.jit
 def _words(zero, WORDS: tl.constexpr):
-    """The address of words of shared memory, which Triton itself does not give. To be called once in a kernel."""
+    """The address of words of shared memory, which Triton itself does not give. To be called once in a kernel.
+
+    Triton's own shared memory lies behind them, and must begin at a multiple of 1024 bytes: wgmma reads it in blocks
+    of that size, and elsewhere computes nonsense.
+    """
     if not INTERPRETED:
+        WHOLE: tl.constexpr = (WORDS + 255) // 256 * 256
         return tl.inline_asm_elementwise(
-            f"{{ .shared .align 16 .b32 longreach_words[{WORDS}]; mov.u32 $0, longreach_words; }}", "=r,r", [zero],
+            f"{{ .shared .align 1024 .b32 longreach_words[{WHOLE}]; mov.u32 $0, longreach_words; }}", "=r,r", [zero],
             dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
     else:
