@@ -39,6 +39,7 @@ def cut(keys: Tensor, begin: Tensor, count: Tensor) -> Tensor:
 def hashed(
     lengths: list[int],
     *,
+    dim: int = 16,
     heads: int = 2,
     group: int = 2,
     count: int = 3,
@@ -51,9 +52,9 @@ def hashed(
     seed: int = 0,
     impl: str = "reference",
 ) -> Case:
-    kv = random_kv(lengths, heads=heads, page=page, dtype=dtype, seed=seed)
+    kv = random_kv(lengths, heads=heads, dim=dim, page=page, dtype=dtype, seed=seed)
     rows = random_rows(kv, count, group=group, seed=seed)
-    centre = torch.randn(len(lengths), heads, 16, generator=torch.Generator().manual_seed(seed))
+    centre = torch.randn(len(lengths), heads, dim, generator=torch.Generator().manual_seed(seed))
     return tabled(rows, kv, centre, bits=bits, number=number, size=size, first=first, seed=seed, impl=impl)
 
 
@@ -67,7 +68,7 @@ def tabled(
     seq = torch.arange(len(lengths))[:, None].expand_as(slot)
     there = torch.where(slot < kv.seq_lens[:, None], slot, 0)
     places = kv.locate(seq, there)
-    drawn = projections(16, bits, number, seed)
+    drawn = projections(kv.k.shape[3], bits, number, seed)
     keys = codes(kv.k[places[0], :, places[1]], drawn, centre=centre[:, None])
     tables = HashTables.empty(
         len(lengths), kv.heads, max(lengths) + 5, bits=bits, tables=number, size=size, first=first

@@ -28,14 +28,14 @@ def last_rows(
     """A row at the end of each sequence; its last `few_left` keys (int, or of each sequence) are in no table."""
     case = hashed(lengths, bits=bits, number=number, **given)
     seq = torch.arange(len(lengths)).flip(0)
-    heads = case.rows.q.shape[1]
-    q = torch.randn(len(lengths), heads, 16, generator=torch.Generator().manual_seed(9)).to(case.rows.q.dtype)
+    _, heads, dim = case.rows.q.shape
+    q = torch.randn(len(lengths), heads, dim, generator=torch.Generator().manual_seed(9)).to(case.rows.q.dtype)
     case.tables.stop.copy_((torch.tensor(lengths) - few_left).clamp(min=case.tables.first))
     return case._replace(rows=Rows(q, seq, case.kv.seq_lens.long()[seq] - 1))
 
 
 def drawn_for(case: Case) -> Tensor:
-    return projections(16, case.tables.bits, case.tables.tables, 0)
+    return projections(case.kv.k.shape[3], case.tables.bits, case.tables.tables, 0)
 
 
 def one_call(case: Case, limit: Tensor, share: Any, impl: str, **given: Any) -> SampledAttention:

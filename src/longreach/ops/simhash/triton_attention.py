@@ -49,6 +49,13 @@ class Tuning:
     merged: int = 128
     chained: bool = not INTERPRETED
 
+    def __post_init__(self) -> None:
+        ids, threads = self.pieces * self.each, 32 * self.search_warps
+        if ids < threads:  # Triton would give an id to several threads, which would all count it
+            raise ValueError(
+                f"pieces of {self.each} ids: expected at least {threads} ids for {self.search_warps} warps, got {ids}"
+            )
+
 
 def attend_sampled(
     rows: Rows, kv: KVView, slots: Tensor, tables: HashTables, projections: Tensor, centre: Tensor, limit: Tensor, *,
