@@ -240,7 +240,7 @@ def test_a_captured_step_follows_tables_that_grow() -> None:
 
 
 SMALL = triton_attention.Tuning(
-    room=32, buckets=64, pieces=16, scanned=16, search_warps=4, vector=1, splits=2, merged=4
+    room=32, buckets=64, pieces=16, scanned=16, in_turn=4, search_warps=4, vector=1, splits=2, merged=4
 )  # several parts, rounds and pieces
 
 

@@ -31,17 +31,19 @@ from longreach.ops.types import KVView, Partial, Rows
 @dataclass(frozen=True)
 class Tuning:
     """room: words of counters, at most ROOM; buckets: looked up at a time, at most, a power of 2; pieces: of buckets,
-    read at a time; each: ids of a piece, a power of 2; scanned: words of a round, at most `room`; search_warps: of a
-    program that looks up; vector: bytes of keys attended to at a time; splits: programs that attend to a part's keys
-    (None: by `splits_of`); warps: of a program that attends; merged: parts merged at a time, at most; chained: whether
-    a kernel may start while the one before it runs, and then waits.
+    read at a time; each: ids of a piece, a power of 2; scanned: words of a round, at most `room`; in_turn: of a round
+    that a thread counts, powers of 2; search_warps: of a program that looks up; vector: bytes of keys attended to at a
+    time; splits: programs that attend to a part's keys (None: by `splits_of`); warps: of a program that attends;
+    merged: parts merged at a time, at most; chained: whether a kernel may start while the one before it runs, and then
+    waits.
     """
 
     room: int = ROOM
     buckets: int = BUCKETS
     pieces: int = 256
     each: int = 8
-    scanned: int = 1024
+    scanned: int = 2048
+    in_turn: int = 8
     search_warps: int = 8
     vector: int = 8192
     splits: int | None = None
@@ -66,6 +68,7 @@ def attend_sampled(
     count, heads, dim = rows.q.shape
     group, columns = heads // kv.heads, tables.ids.shape[3]
     width = words(group, tables.tables)
+    lanes = max(1, t.scanned // (t.in_turn * width))
     part = t.room // width
     items, parts = count * kv.heads, triton.cdiv(columns, part)
     splits = t.splits or splits_of(items, parts)
@@ -100,8 +103,8 @@ def attend_sampled(
                 codes, tables.ids, strides, tables.offsets, tables.offsets.stride()[:4], where, seq, pos, kv.seq_lens,
                 tables.stop, memory[0], found, counts, kv.heads, tables.first, least, parts, GROUP=group,
                 TABLES=tables.tables, SIZE=tables.size, PER=counters(tables.tables), WORDS=width, ROOM=t.room,
-                WHOLE=whole, LOG=buckets.bit_length() - 1, BE=t.pieces, EACH=t.each, BN=t.scanned // width,
-                num_warps=t.search_warps, **how,
+                WHOLE=whole, LOG=buckets.bit_length() - 1, BE=t.pieces, EACH=t.each,
+                OF=t.scanned // (lanes * width), BN=lanes, num_warps=t.search_warps, **how,
             )  # fmt: skip
             attend_parts[(items, pieces)](
                 q, q.stride()[:2], *view, centre, where, seq, pos, tables.stop, limit, found, counts, memory[1],

@@ -60,6 +60,18 @@ def _count(words, memory, at, one):
 
 
 @triton.jit
+def _where_both(a, most_a, b, most_b, x):
+    """x where 0 <= a < most_a and 0 <= b < most_b, 0 elsewhere: three instructions, of which Triton would make six."""
+    if not INTERPRETED:
+        return tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.lt.u32 p, $1, $2; setp.lt.and.u32 p, $3, $4, p; selp.b32 $0, $5, 0, p; }",
+            "=r,r,r,r,r,r", [a, most_a, b, most_b, x], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        return tl.where((a >= 0) & (a < most_a) & (b >= 0) & (b < most_b), x, 0)
+
+
+@triton.jit
 def _word(words, memory, at):
     """Read words."""
     if not INTERPRETED:
@@ -72,11 +84,11 @@ def _word(words, memory, at):
 
 @triton.jit
 def _look_up(
-    codes, ids, id_stride, offsets, table_stride, segment_stride, words, memory, low, high, lowest,
+    codes, ids, id_stride, offsets, table_stride, segment_stride, words, memory, low, high, last, lowest,
     TABLES: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, PER: tl.constexpr, WORDS: tl.constexpr,
     ROOM: tl.constexpr, WHOLE: tl.constexpr, LOG: tl.constexpr, BE: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
-    """Count the tables in which query heads meet the keys [low, high).
+    """Count the tables in which query heads meet the keys [low, last), in the segments of the keys [low, high).
 
     codes: uint16 [GROUP, TABLES], of the KV head that ids and offsets are of. Buckets differ much in size, so they are
     cut into pieces of EACH ids, and BE pieces are read at a time; three words of each of 2^LOG buckets tell a piece
@@ -117,21 +129,20 @@ def _look_up(
                 head = _word(words, memory, ROOM + BT + own)
                 tail = _word(words, memory, ROOM + 2 * BT + own)
                 n = (piece + head // EACH - _word(words, memory, ROOM + own)) * EACH
-                length = tl.where(piece < total, tail - head, 0).to(tl.uint32)[:, None]
+                length = tl.where(piece < total, tail - head, 0)[:, None]
                 own += pairs
-                there = (n - head)[:, None] + every[None, :]
-                there = there.to(tl.uint32) < length  # not below 0 either
+                inside = (n - head)[:, None] + every[None, :]
                 row = ids + begin + (own % TABLES * id_stride + n)[:, None] + every[None, :]
                 if WHOLE:
                     at = tl.load(row, mask=(piece < total)[:, None].broadcast_to(BE, EACH), other=0).to(tl.int32)
                 else:
+                    there = inside.to(tl.uint32) < length.to(tl.uint32)  # not below 0 either
                     at = tl.load(row, mask=there, other=0).to(tl.int32)
                 at += begin - low
                 h = own // TABLES
                 one = (1 << h % PER * (32 // PER))[:, None]
                 word = (at & (PART - 1)) * WORDS + (h // PER)[:, None]  # in the part, whatever was read
-                one = tl.where(there, one, 0)  # ptxas handles `and` of such conditions badly
-                _count(words, memory, word, tl.where(at.to(tl.uint32) < (high - low).to(tl.uint32), one, 0))
+                _count(words, memory, word, _where_both(inside, length, at, last - low, one))
     return read
 
 
@@ -146,14 +157,14 @@ def search_parts(
     codes, ids, id_strides, offsets, offset_strides, slots, seq, pos, filled, stop, memory, found, counts, G, lowest,
     least, parts, GROUP: tl.constexpr, TABLES: tl.constexpr, SIZE: tl.constexpr, PER: tl.constexpr,
     WORDS: tl.constexpr, ROOM: tl.constexpr, WHOLE: tl.constexpr, LOG: tl.constexpr, BE: tl.constexpr,
-    EACH: tl.constexpr, BN: tl.constexpr, CHAINED: tl.constexpr,
+    EACH: tl.constexpr, OF: tl.constexpr, BN: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """The keys of one part of the context that some query head of a KV head sampled.
 
     codes: uint16 [R, H, TABLES]. memory: int32 [R, G, parts, ROOM + 3 2^LOG + 2 BE], for the interpreter, which has no
     shared memory. WHOLE: EACH ids can be read at once. Written, with PART = ROOM / WORDS: found int32 [R, G, parts,
-    PART], positions in the part, ascending, and 2^16 times the heads as bits; counts int32 [R, G, parts, HEADS + 3]:
-    keys of each head, of any head, heads over all keys, ids in the buckets.
+    PART], positions in the part, in a fixed order, and 2^16 times the heads as bits; counts int32 [R, G, parts,
+    HEADS + 3]: keys of each head, of any head, heads over all keys, ids in the buckets.
     """
     PART: tl.constexpr = ROOM // WORDS
     BITS: tl.constexpr = 32 // PER
@@ -176,30 +187,34 @@ def search_parts(
     whole = item.to(tl.int64) * parts + part
     own_memory = memory + whole * (ROOM + 3 * (1 << LOG) + 2 * BE)
     room = found + whole * PART
-    low, wide, w = part * PART, tl.arange(0, BN), tl.arange(0, WORDS)
-    number, looked_up = 0, 0
-    tl.static_assert(PART // BN < 1 << BITS)  # rounds that a counter of `each` can hold
+    low, number, looked_up = part * PART, 0, 0
+    # a thread counts its words first, so that few numbers are added up across threads
+    place = tl.arange(0, OF)[:, None] * BN + tl.arange(0, BN)[None, :]
+    w = tl.arange(0, WORDS)
+    tl.static_assert(PART // BN < 1 << BITS)  # words that a counter of `each` can hold
     each = tl.zeros([BN, WORDS], tl.int32)  # hits of each head, in the places of the counters of tables
     if (end > lowest) & (low < end):  # entries past what the row sees are counted as read
         _put(words, own_memory, tl.arange(0, ROOM), tl.zeros([ROOM], tl.int32))
         looked_up = _look_up(
             codes + (r.to(tl.int64) * G + g) * GROUP * TABLES, ids + slot * id_strides[0] + g * id_strides[1],
             id_strides[2], offsets + slot * offset_strides[0] + g * offset_strides[1], offset_strides[2],
-            offset_strides[3], words, own_memory, low, tl.minimum(low + PART, end), lowest, TABLES, GROUP, SIZE, PER,
-            WORDS, ROOM, WHOLE, LOG, BE, EACH,
+            offset_strides[3], words, own_memory, low, tl.minimum(low + PART, end),
+            tl.maximum(low, tl.minimum(low + PART, last)), lowest, TABLES, GROUP, SIZE, PER, WORDS, ROOM, WHOLE, LOG,
+            BE, EACH,
         )  # fmt: skip
         tl.debug_barrier()
-    for begin in range(0, tl.minimum(PART, last - low), BN):
-        at = begin + wide
-        there = (low + at < last)[:, None]
-        word = tl.where(there, _word(words, own_memory, at[:, None] * WORDS + w[None, :]), 0)
+    for begin in range(0, tl.minimum(PART, last - low), OF * BN):
+        at = begin + place
+        word = _word(words, own_memory, at[:, :, None] * WORDS + w[None, None, :])
         hits = ((((word & LOW) + (LOW - (least - 1) * ONES)) | word) >> (BITS - 1)) & ONES
-        each += hits
+        each += tl.sum(hits, 0)
         heads = ((hits * GATHER) >> (32 - BITS)) & ((1 << PER) - 1)
-        heads = tl.sum(heads << (w * PER)[None, :], 1)
+        heads = tl.sum(heads << (w * PER)[None, None, :], 2)
         some = (heads > 0).to(tl.int32)
-        tl.store(room + number + tl.cumsum(some, 0) - 1, at | heads << 16, mask=some > 0)
-        number += tl.sum(some, 0)
+        many = tl.sum(some, 0)
+        before = number + tl.cumsum(many, 0) - many
+        tl.store(room + before[None, :] + tl.cumsum(some, 0) - 1, at | heads << 16, mask=some > 0)
+        number += tl.sum(many, 0)
     fields = tl.zeros([BN, WORDS], tl.int64)
     for i in tl.static_range(PER):
         fields += _counter(each, i, PER).to(tl.int64) << 16 * i
