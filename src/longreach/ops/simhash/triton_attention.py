@@ -33,9 +33,9 @@ class Tuning:
     """room: words of counters, at most ROOM; buckets: looked up at a time, at most, a power of 2; pieces: of buckets,
     read at a time; each: ids of a piece, a power of 2; scanned: words of a round, at most `room`; in_turn: of a round
     that a thread counts, powers of 2; search_warps: of a program that looks up; vector: bytes of keys attended to at a
-    time; splits: programs that attend to a part's keys (None: by `splits_of`); warps: of a program that attends;
-    merged: parts merged at a time, at most; chained: whether a kernel may start while the one before it runs, and then
-    waits.
+    time; splits: programs that attend to a part's keys (None: by `splits_of`); warps, registers: of a program that
+    attends; merged: parts merged at a time, at most; chained: whether a kernel may start while the one before it runs,
+    and then waits.
     """
 
     room: int = ROOM
@@ -48,6 +48,7 @@ class Tuning:
     vector: int = 8192
     splits: int | None = None
     warps: int = 4
+    registers: int = 128
     merged: int = 128
     chained: bool = not INTERPRETED
 
@@ -74,7 +75,9 @@ def attend_sampled(
     splits = t.splits or splits_of(items, parts)
     buckets = min(t.buckets, triton.next_power_of_2(group * tables.tables))
     pieces, dims = parts * splits, max(16, triton.next_power_of_2(dim))
-    keys = max(16, t.vector // (dims * kv.k.element_size()))
+    vector = dims * kv.k.element_size()
+    # 16 of 1024 bytes take 48 KiB of shared memory with q, and no more can be had beside words without asking for it
+    keys = max(32 if vector >= 1024 else 16, t.vector // vector)
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(count, kv.heads, *shape, dtype=dtype, device=device)
@@ -112,7 +115,7 @@ def attend_sampled(
                 look_up_bytes(group, tables), GROUP=group, OWN=own, D=dim, D2=dims, PAGED=table is not None,
                 PAGE=kv.page, SIZE=tables.size, LAW=law(tables, least), SOFTCAP=float(softcap or 0.0), PART=part,
                 SPLITS=splits, BP=triton.next_power_of_2(parts), BC=keys, WIDE=wide,
-                num_warps=t.warps, **how,
+                num_warps=t.warps, maxnreg=t.registers, **how,
             )  # fmt: skip
             merge_parts[(items, group)](
                 top, total, sums, out, lse, pieces, GROUP=group, D=dim, D2=dims,
