@@ -2,43 +2,79 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+from longreach.records.report.rows import paired
 from tests.doc_tables import ROOT, Row, record, tables
 
 PAGE = (ROOT / "docs" / "magicpig" / "answers.md").read_text()
 WORDS = " ".join(PAGE.split())
-RECORDS = ("baselines", "group", "own")
+LONG = 16384
+RECORDS = {4096: ("baselines", "group", "own"), LONG: ("baselines", "group")}
+AGGREGATION = ("niah_multikey_1", "niah_multikey_3", "cwe", "fwe")
 FED = "-fed"  # the question is read by the method
 
 
-def results(method: str, which: str, rest: str = "") -> dict[str, Any]:
+def results(method: str, which: str, rest: str = "", length: int = 4096) -> dict[str, Any]:
     """Task -> a method's result."""
-    tasks = record(f"mini-magicpig-{which}{rest}-4096")["tasks"]
+    tasks = record(f"mini-magicpig-{which}{rest}-{length}")["tasks"]
     return {name: task["results"][method] for name, task in tasks.items()}
 
 
-def record_of(method: str) -> str:
-    return next(name for name in RECORDS if method in record(f"mini-magicpig-{name}-4096")["tasks"]["vt"]["results"])
+def methods_of(which: str, length: int = 4096) -> set[str]:
+    return set(record(f"mini-magicpig-{which}-{length}")["methods"])
 
 
-def mean(method: str, rest: str = "") -> float:
+def record_of(method: str, length: int = 4096) -> str:
+    return next(name for name in RECORDS[length] if method in methods_of(name, length))
+
+
+def mean(method: str, rest: str = "", length: int = 4096) -> float:
     """Mean score of the tasks, in percent."""
-    scores = [one["score"] for one in results(method, record_of(method), rest).values()]
+    scores = [one["score"] for one in results(method, record_of(method, length), rest, length).values()]
     return 100 * sum(scores) / len(scores)
 
 
-def reads(method: str) -> float:
-    found = results(method, record_of(method)).values()
+def reads(method: str, length: int = 4096) -> float:
+    found = results(method, record_of(method, length), length=length).values()
     return 100 * sum(one["decode_reads"]["total"] for one in found) / len(found)
 
 
-def scored(method: str) -> Row:
-    mine, dense = results(method, record_of(method)), results("dense", record_of(method))
+def worst(method: str, length: int) -> str:
+    """The task with the largest loss, and its score."""
+    mine, dense = (results(name, record_of(name, length), length=length) for name in (method, "dense"))
     lost = {name: dense[name]["score"] - mine[name]["score"] for name in mine}
-    worst = max(lost, key=lambda name: lost[name])
-    told = "-" if method == "dense" else f"{worst} {100 * mine[worst]['score']:.1f}%"
-    return f"{reads(method):.1f}%", f"{mean(method):.1f}%", f"{mean(method, FED):.1f}%", told
+    task = max(lost, key=lambda name: lost[name])
+    return f"{task} {100 * mine[task]['score']:.1f}%" if lost[task] > 1e-9 else "-"
+
+
+def scored(method: str) -> Row:
+    return f"{reads(method):.1f}%", f"{mean(method):.1f}%", f"{mean(method, FED):.1f}%", worst(method, 4096)
+
+
+def scored_long(method: str) -> Row:
+    return f"{reads(method, LONG):.1f}%", f"{mean(method, length=LONG):.1f}%", worst(method, LONG)
+
+
+def average(values: Iterable[float]) -> float:
+    some = list(values)
+    return sum(some) / len(some)
+
+
+def sampled(method: str) -> float | None:
+    """Percentage of the keys that a group samples in a sparse layer of the aggregation tasks; None without tables."""
+    found = [one.get("sampling") for one in results(method, "aggregation", length=LONG).values()]
+    return 100 * average(average(one["sampled_group"]) for one in found if one) if any(found) else None
+
+
+def aggregated(method: str) -> Row:
+    """Bytes read, keys that are chosen, and the score of each task."""
+    found = results(method, "aggregation", length=LONG)
+    total, values = (average(one["decode_reads"][part] for one in found.values()) for part in ("total", "values"))
+    share = sampled(method)
+    keys = 200 * values if share is None else share  # values are half of dense attention's bytes
+    return f"{100 * total:.1f}%", f"{keys:.1f}%", *(f"{100 * found[task]['score']:.1f}%" for task in AGGREGATION)
 
 
 def read_on(method: str) -> Row:
@@ -57,9 +93,11 @@ def written(method: str) -> Row:
 
 
 TABLES = (
-    (scored, {label for name in RECORDS for label in record(f"mini-magicpig-{name}-4096")["methods"]}),
-    (read_on, set(record("mini-magicpig-perplexity-4096")["methods"])),
-    (written, set(record("mini-magicpig-generation-4096")["methods"])),
+    (scored, {label for name in RECORDS[4096] for label in methods_of(name)}),
+    (scored_long, {label for name in RECORDS[LONG] for label in methods_of(name, LONG)}),
+    (aggregated, methods_of("aggregation", LONG)),
+    (read_on, methods_of("perplexity")),
+    (written, methods_of("generation")),
 )
 
 
@@ -73,7 +111,7 @@ def test_tables_hold_all_of_the_records() -> None:
 
 
 def test_set_ups() -> None:
-    for name in RECORDS:
+    for name in RECORDS[4096]:
         for rest, question in (("", "prefill"), (FED, "decode")):
             found = record(f"mini-magicpig-{name}{rest}-4096")
             assert found["config"]["samples"] == 100 and found["config"]["question"] == question
@@ -84,6 +122,18 @@ def test_set_ups() -> None:
     drawn = record("mini-magicpig-generation-4096")["config"]
     assert f"each of {drawn['windows']} windows of {drawn['length']} tokens" in WORDS
     assert f"samples {drawn['steps']} tokens at temperature {drawn['temperature']:g}" in WORDS
+
+
+def test_set_ups_of_long_prompts() -> None:
+    """Prompts are the same in all records of this length, so scores can be paired."""
+    expected = dict[str, list[Any]]()
+    for name, count in (("baselines", 100), ("group", 100), ("aggregation", 50)):
+        found = record(f"mini-magicpig-{name}-{LONG}")
+        assert found["config"]["samples"] == count and found["config"]["question"] == "prefill" and not found["dirty"]
+        assert tuple(found["tasks"]) == AGGREGATION if count == 50 else len(found["tasks"]) == 11
+        for task, entry in found["tasks"].items():
+            told = [sample["expected"] for sample in entry["samples"]]
+            assert len(told) == count and expected.setdefault(task, told)[:count] == told
 
 
 def test_sentences() -> None:
@@ -108,3 +158,79 @@ def test_sentences() -> None:
     last = {name: found["by_position"][-1]["nll"] for name, found in generated.items()}
     assert max(last, key=lambda name: last[name]) == "dense"
     assert all(low <= 0 <= high for low, high in (found["over_dense_interval_95"] for found in generated.values()))
+
+
+def score(task: str, method: str, which: str = "aggregation") -> float:
+    """At 16,384 tokens, in percent."""
+    return 100 * float(results(method, which, length=LONG)[task]["score"])
+
+
+def compared(one: str, other: str, *tasks: str, which: str = "aggregation", than: str | None = None) -> str:
+    """Which of two methods a paired test finds better ("better": one; "": neither). than: the other's record."""
+    pairs = list[tuple[float, float]]()
+    mine, theirs = results(one, which, length=LONG), results(other, than or which, length=LONG)
+    for task in tasks or mine:
+        scores = [{a["number"]: a["score"] for a in found[task]["answers"]} for found in (mine, theirs)]
+        pairs += [(scores[0][number], scores[1][number]) for number in scores[0]]
+    return paired(pairs)
+
+
+def test_sentences_about_long_prompts() -> None:
+    tasks = list(results("dense", "group", length=LONG))
+    lost = {name: {task: score(task, "dense", "group") - score(task, name, "group") for task in tasks}
+            for name in ("magicpig", "magicpig budget=0.1", "magicpig budget=0.05")}  # fmt: skip
+    assert max(map(abs, lost["magicpig"].values())) <= 2.0001
+    small, least = lost["magicpig budget=0.1"], lost["magicpig budget=0.05"]
+    assert f"it loses {small['niah_single_3']:.0f} points on `niah_single_3`" in WORDS
+    assert f"{small['vt']:.0f} on `vt` and {small['niah_multivalue']:.1f} on `niah_multivalue`" in WORDS
+    assert all(least[task] > 0.45 * score(task, "dense", "group") for task in tasks if task.startswith("niah"))
+    assert f"{least['vt']:.0f} points on `vt`" in WORDS
+    assert f"it loses {least['cwe']:.1f} and {least['fwe']:.1f} points" in WORDS
+    presets = [name for name in methods_of("group", LONG) if " tables=" in name]
+    shares = [reads(name, LONG) for name in presets]
+    falls = [reads(name) - reads(name, LONG) for name in presets]
+    assert f"at {min(shares):.0f}% to {max(shares):.0f}% of the bytes" in WORDS
+    assert f"fall by {min(falls):.1f} to {max(falls):.1f} points" in WORDS
+    for name in ("magicpig", "magicpig budget=0.1", "magicpig budget=0.05"):
+        assert f"from {reads(name):.1f}% to {reads(name, LONG):.1f}%" in WORDS
+    whole = [mean("magicpig budget=0.1", length=x) - mean("dense", length=x) for x in (LONG, 4096)]
+    assert f"loses {-whole[0]:.1f} points of dense attention's score here and {-whole[1]:.1f} at 4096" in WORDS
+    loki, drawn = "loki k=0.05", "loki k=0.05 choose=sample"
+    for name, found in ((loki, "worse"), (drawn, "better")):
+        assert compared(name, "dense", which="baselines") == found
+        assert compared(name, "magicpig", which="baselines", than="group") == found
+    gaps = [abs(mean(a, length=LONG) - mean(b, length=LONG)) for a in (loki, drawn) for b in ("dense", "magicpig")]
+    assert f"{gaps[0]:.1f} points below dense attention and {gaps[1]:.1f} below `magicpig`" in WORDS
+    assert f"above both: {gaps[2]:.1f} and {gaps[3]:.1f} points" in WORDS
+    assert not any(compared(name, "dense", which="group") for name in ("magicpig", *presets))
+    for name in ("quest", "kascade"):
+        assert f"{mean(f'{name} k=0.05', length=LONG):.1f}% at {reads(f'{name} k=0.05', LONG):.1f}%" in WORDS
+
+
+def test_sentences_about_aggregation() -> None:
+    shares = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
+    oracles = {k: (f"oracle_sampling k={k} draw=systematic", f"oracle_top_k k={k}") for k in shares}
+    better = {task: [k for k in shares if compared(*oracles[k], task)] for task in AGGREGATION}
+    assert better == {
+        "niah_multikey_1": [],
+        "niah_multikey_3": [],
+        "cwe": [0.002, 0.005],
+        "fwe": [0.002, 0.005, 0.01, 0.02],
+    }
+    few = {task: score(task, "dense") - score(task, "oracle_top_k k=0.002") for task in AGGREGATION}
+    assert [f"{loss:.0f}" for loss in few.values()] == ["0", "4", "7", "20"]
+    assert f"`fwe` loses {few['fwe']:.0f} and `cwe` {few['cwe']:.0f}" in WORDS
+    pig, top = "magicpig bits=10 tables=75", "oracle_top_k k=0.02"
+    assert compared(pig, top, "fwe") == "better" and not compared(pig, top, "cwe")
+    assert f"A sample of {sampled(pig):.1f}% of the keys (75 tables) scores {score('fwe', pig):.1f}% on `fwe`" in WORDS
+    centred = {(n, task): compared(f"magicpig bits=10 tables={n}", f"magicpig bits=10 tables={n} centre=0", task)
+               for n in (25, 75, 150, 300) for task in AGGREGATION}  # fmt: skip
+    assert {case: found for case, found in centred.items() if found} == {(25, "niah_multikey_3"): "worse"}
+    few_tables = (f"magicpig bits=10 tables=25{x}" for x in ("", " centre=0"))
+    mine, bare = (results(name, "aggregation", length=LONG)["niah_multikey_3"]["sampling"] for name in few_tables)
+    assert {*range(12)} - {*mine["layers"]} == {0, 6}
+    ratios = {
+        layer: b / a for layer, a, b in zip(mine["layers"], mine["sampled_head"], bare["sampled_head"], strict=True)
+    }
+    assert [layer for layer, ratio in ratios.items() if ratio > 2] == [4, 8]
+    assert len([layer for layer, ratio in ratios.items() if ratio < 1]) == 7

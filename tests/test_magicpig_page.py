@@ -14,6 +14,7 @@ from longreach.records.labels import short_label
 from tests.doc_tables import ROOT, Row, record, section, tables
 
 PAGE = (ROOT / "docs" / "magicpig" / "README.md").read_text()
+LENGTHS = (4096, 16384)  # of RULER's prompts
 BUDGETS = {"5%": "magicpig budget=0.05", "10%": "magicpig budget=0.1", "20%": "magicpig", "40%": "magicpig budget=0.4"}
 REDONE = "magicpig bits=10 tables=75 dense_layers=[]"
 
@@ -32,15 +33,15 @@ def measured(method: str) -> Row:
 
 
 def budgeted(name: str) -> Row:
-    """Bytes read of the record of fidelity, and of RULER at 4096 tokens."""
+    """Bytes read of the record of fidelity, and of RULER at both lengths."""
     method = BUDGETS[name]
     known = method in record("mini-magicpig-group-4096")["methods"]
-    return *measured(method)[:1], answered(method)[0] if known else "-"
+    return *measured(method)[:1], *(answered(method, length)[0] if known else "-" for length in LENGTHS)
 
 
 def test_numbers_are_those_of_the_record() -> None:
     expected = {
-        ("budget", "bytes read", "bytes read at 4096 tokens"): budgeted,
+        ("budget", "bytes read", "bytes read at 4096 tokens", "bytes read at 16,384 tokens"): budgeted,
         ("method", "bytes read", "error", "KL"): measured,
         ("`redo`", "bytes read", "error", "KL"): lambda name: measured(
             REDONE if name == "None" else f"{REDONE} redo={name}"
@@ -54,12 +55,12 @@ def test_numbers_are_those_of_the_record() -> None:
             assert tuple(numbers) == expected[head](name.strip("`")), name
 
 
-def answered(method: str) -> Row:
+def answered(method: str, length: int) -> Row:
     """Bytes read and mean score."""
     tasks = next(
         tasks
         for name in ("group", "baselines")
-        if method in (tasks := record(f"mini-magicpig-{name}-4096")["tasks"])["vt"]["results"]
+        if method in (tasks := record(f"mini-magicpig-{name}-{length}")["tasks"])["vt"]["results"]
     )
     mine = [task["results"][method] for task in tasks.values()]
     reads, scores = [one["decode_reads"]["total"] for one in mine], [one["score"] for one in mine]
@@ -67,9 +68,10 @@ def answered(method: str) -> Row:
 
 
 def test_answers_are_those_of_the_records() -> None:
-    ((_, rows),) = [table for table in tables(PAGE) if table[0] == ("method", "bytes read", "score")]
+    head = "method", "bytes read", "score", "bytes read, 16,384", "score, 16,384"
+    ((_, rows),) = [table for table in tables(PAGE) if table[0] == head]
     for name, *numbers in rows:
-        assert tuple(numbers) == answered(name.strip("`")), name
+        assert tuple(numbers) == sum((answered(name.strip("`"), length) for length in LENGTHS), ()), name
 
 
 def test_its_context_is_stated() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from longreach.records.report.answers import failures, wrong
 from longreach.records.report.attention import attention
 from longreach.records.report.blocks import Block, Heading, Text
+from longreach.records.report.budget_curves import budget_curves
 from longreach.records.report.depth import depths
 from longreach.records.report.fidelity import fidelity
 from longreach.records.report.fused import fused
@@ -35,7 +36,8 @@ def build(records: Sequence[Record]) -> list[Block]:
         if len(evaluations) > 1:
             blocks.append(Text(f"From {', '.join(names)}. Records stand in one table where "
                                f"model, methods, seed and way of drawing are the same."))  # fmt: skip
-        blocks += [*scores(group, file), *fused(group, file), *parts(group), *depths(group, file), *reused(group, file)]
+        blocks += [*scores(group, file), *budget_curves(group, file), *fused(group, file), *parts(group),
+                   *depths(group, file), *reused(group, file)]  # fmt: skip
     sections = (("perplexity", "Perplexity", perplexity), ("fidelity", "Fidelity", fidelity),
                 ("attention", "Attention", attention), ("fusion", "Fusion", fusion),
                 ("sampling", "Sampling", sampling))  # fmt: skip

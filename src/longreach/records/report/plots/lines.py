@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from longreach.records.report.plots.style import figure, legend, look, name, png, style
 
 ACROSS = 2
-TICKS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)  # of shares
+TICKS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)  # of shares
 
 
 @dataclass(frozen=True)
