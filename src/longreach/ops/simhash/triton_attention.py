@@ -50,7 +50,7 @@ class Tuning:
     warps: int = 4
     registers: int = 128
     merged: int = 128
-    chained: bool = not INTERPRETED
+    chained: bool = False
 
     def __post_init__(self) -> None:
         ids, threads = self.pieces * self.each, 32 * self.search_warps
