@@ -83,6 +83,19 @@ def test_keys_come_in_any_chunks(size: int, first: int) -> None:
         held_to(back(tables), known)
 
 
+@pytest.mark.parametrize(("bits", "size"), [(1, 1024), (11, 1024), (16, 65536)])
+def test_many_keys_enter_a_segment_that_has_some(bits: int, size: int) -> None:
+    """More than are added at a time, into buckets without keys and with many."""
+    known, first = random_codes(1, 1000, bits, tables=1), 5
+    tables = fresh(1, 1000, bits, size, first, tables=1)
+    at, every = torch.full((1,), first), torch.arange(1)
+    for steps in (3, 700, 1, 256):
+        count = torch.tensor([steps])
+        add(tables, cut(known, at, count), every, count)
+        at = at + count
+        held_to(back(tables), known)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_truncated_tables_go_on(seed: int) -> None:
     """Cut anywhere, again and again; other keys follow. Sequences that are not named keep all bytes."""

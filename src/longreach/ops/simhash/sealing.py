@@ -19,8 +19,8 @@ Build = Callable[[HashTables, Tensor, Tensor, Tensor], None]
 
 
 def workspace_bytes(tables: int, bits: int, block: int) -> int:
-    """Bytes that Triton's kernel allocates: places of buckets, and codes. tables: of all KV heads and sequences."""
-    return min(tables, PROGRAMS) * ((4 << bits) + 2 * block)
+    """Bytes that Triton's kernels allocate: places of buckets, and codes. tables: of all KV heads and sequences."""
+    return min(tables, PROGRAMS) * (4 << bits) + 2 * tables * block
 
 
 def segments_at_once(tables: int, size: int, segments: int, most: int) -> int:
@@ -30,11 +30,12 @@ def segments_at_once(tables: int, size: int, segments: int, most: int) -> int:
 
 def seal(
     codes: Codes, build: Build, kv: KVView, slots: Tensor, tables: HashTables, projections: Tensor, centre: Tensor,
-    stop: Tensor, centred: int,
+    stop: Tensor, centred: int, block: int,
 ) -> Tensor:  # fmt: skip
     held = tables.stop[slots.long()]
     for b in (stop > held.clamp(min=tables.first)).nonzero()[:, 0].tolist():
         slot, at, end = int(slots[b]), max(int(held[b]), tables.first), int(stop[b])
+        end = min(end, at + block) if block else end
         if at == tables.first and centred:
             centre[slot] = _mean(kv, b, at, at + centred)
         seq = slots[b : b + 1]

@@ -25,26 +25,27 @@ INTERPRETED: bool = kernels.INTERPRETED.value
 @dataclass(frozen=True)
 class Tuning:
     """How many at a time. few, many: vectors hashed by a program, where there are up to `few_vectors` and where there
-    are more; moved: ids that a build moves; new: keys whose order it finds; bucket: ids read from a bucket; listed:
-    positions of a list's round; weighed: keys of a program; sealed: keys that are hashed as they enter the tables;
-    programs: that seal, at most.
-    Where whole segments enter: hashed, hashed_tables: keys and tables of a program; codes: bytes of codes, at most, but
-    a segment's at least.
+    are more; bucket: ids read from a bucket; listed: positions of a list's round; weighed: keys of a program.
+    Where keys enter tables: hashed, hashed_tables: keys and tables of a program that hashes; hashing: such programs for
+    a block, at most; new: keys whose order is found, in a segment without keys; inserted: keys added to a segment with
+    keys, at least 128; moved: ids that move; programs: that add a block, at most; codes: bytes of codes of segments, at
+    most, but a segment's at least.
     chained: whether the kernel that seals may start while the one before it runs, and the next one while it runs.
     """
 
     few: int = 16
     many: int = 64
     few_vectors: int = 256
-    moved: int = 1024
-    new: int = 64
     bucket: int = 64
     listed: int = 1024
     weighed: int = 64
-    sealed: int = 32
-    programs: int = PROGRAMS
     hashed: int = 64
     hashed_tables: int = 8
+    hashing: int = 1024
+    new: int = 64
+    inserted: int = 256
+    moved: int = 1024
+    programs: int = PROGRAMS
     codes: int = CODES
     chained: bool = not INTERPRETED
 
@@ -84,15 +85,14 @@ def build(tables: HashTables, codes: Tensor, seq: Tensor, count: Tensor, *, tune
     refuse(tables.ids)
     if not codes.numel():
         return
-    t, where, buckets = tune or Tuning(), seq.long(), 1 << tables.bits
+    t, where = tune or Tuning(), seq.long()
     start = tables.stop[where].clamp(min=tables.first)
     stop = start + count.to(start.dtype)
     programs = len(seq) * tables.heads * tables.tables
-    cursors = torch.empty(programs, buckets, dtype=torch.int32, device=codes.device)
     with torch.cuda.device_of(codes):
         building.build[(programs,)](
-            *_memory(tables), codes, codes.stride(), where, start, stop, cursors, tables.heads, tables.tables,
-            tables.first, SIZE=tables.size, BUCKETS=buckets, BB=min(buckets, 1024), BN=t.moved, BK=t.new,
+            *_memory(tables), codes, codes.stride(), where, start, stop, *_scratch(tables, programs, t, codes.device),
+            tables.heads, tables.tables, tables.first, **_sizes(tables, t),
         )  # fmt: skip
     tables.stop.index_copy_(0, where, stop)
 
@@ -103,7 +103,7 @@ def seal(
 ) -> Tensor:  # fmt: skip
     """block: 0 for whole segments."""
     refuse(kv.k)
-    t, buckets, count, device = tune or Tuning(), 1 << tables.bits, len(slots), kv.k.device
+    t, count, device = tune or Tuning(), len(slots), kv.k.device
     held, done = torch.empty(2, count, dtype=torch.int32, device=device)
     if not count:
         return held
@@ -113,42 +113,64 @@ def seal(
         segments = triton.cdiv(min(kv.capacity, tables.ids.shape[3]), tables.size)
         at_once = segments_at_once(items, tables.size, segments, t.codes)
         room, programs = at_once * tables.size, items * at_once
-    cursors = torch.empty(programs, buckets, dtype=torch.int32, device=device)
-    codes = torch.empty(programs if block else items, room, dtype=torch.uint16, device=device)
+    codes = torch.empty(items, room, dtype=torch.uint16, device=device)
     slots, stop, table = slots.contiguous(), stop.contiguous(), kv.block_table
     keys = (
         kv.k, kv.k.stride()[:3], kv.seq_lens if table is None else table, 0 if table is None else table.stride(0)
     )  # fmt: skip
     drawn = projections.contiguous().view(torch.int16)
     memory = {"D": dim, "D2": max(16, triton.next_power_of_2(dim)), "PAGED": table is not None, "PAGE": kv.page}
+    hashing = {
+        **memory, "TABLES": tables.tables, "BITS": bits, "BITS2": 16, "SIZE": tables.size, "BV": t.hashed,
+        "BN": t.weighed,
+    }  # fmt: skip
+    early = {"CHAINED": chained, **({"launch_pdl": True} if chained else {})}
     with torch.cuda.device_of(kv.k):
-        building.average[(count, kv.heads)](
-            *keys, slots, tables.stop, stop, held, done, centre, tables.first, centred, **memory, BN=t.weighed,
-            CHAINED=chained,
-        )  # fmt: skip
-        sizes = {"SIZE": tables.size, "BUCKETS": buckets, "BB": min(buckets, 1024), "BN": t.moved, "BK": t.new}
+        scratch, sizes = _scratch(tables, programs, t, device), _sizes(tables, t)
         if block:
+            tiles = triton.cdiv(room, t.hashed)
+            # fewer programs where there are many sequences: in most steps they have nothing to do
+            each = max(t.hashed_tables, triton.cdiv(tables.tables, max(1, t.hashing // (count * tables.heads * tiles))))
+            building.hash_keys[(count * tables.heads, tiles, triton.cdiv(tables.tables, each))](
+                *keys, centre, drawn, slots, tables.stop, stop, held, done, codes, tables.heads, tables.first, centred,
+                0, room, **hashing, BT=each, BLOCK=True, CHAINED=chained,
+            )  # fmt: skip
             building.seal[(programs,)](
-                *_memory(tables), *keys, centre, drawn, slots, tables.stop, stop, held, done, cursors, codes, count,
-                tables.heads, tables.tables, tables.first, BITS=bits, BITS2=16, **memory, **sizes, ROOM=room,
-                BS=triton.next_power_of_2(count), BV=t.sealed, CHAINED=chained,
-                **({"launch_pdl": True} if chained else {}),
+                *_memory(tables), slots, tables.stop, stop, held, done, scratch[0], codes, scratch[1], count,
+                tables.heads, tables.tables, tables.first, room, **sizes, BS=triton.next_power_of_2(count), **early,
             )  # fmt: skip
             return held
+        building.average[(count, kv.heads)](
+            *keys, slots, tables.stop, stop, held, centre, tables.first, centred, **memory, BN=t.weighed
+        )
         for segment in range(tables.first // tables.size, segments, at_once):
             some = min(at_once, segments - segment)
-            tiles = triton.cdiv(some * tables.size, t.hashed), triton.cdiv(tables.tables, t.hashed_tables)
-            building.hash_keys[(count * tables.heads, *tiles)](
-                *keys, centre, drawn, slots, stop, held, codes, tables.heads, tables.first, segment, room,
-                TABLES=tables.tables, BITS=bits, BITS2=16, **memory, SIZE=tables.size, BV=t.hashed,
-                BT=t.hashed_tables,
+            tiles = triton.cdiv(some * tables.size, t.hashed)
+            building.hash_keys[(count * tables.heads, tiles, triton.cdiv(tables.tables, t.hashed_tables))](
+                *keys, centre, drawn, slots, tables.stop, stop, held, done, codes, tables.heads, tables.first, centred,
+                segment, room, **hashing, BT=t.hashed_tables, BLOCK=False, CHAINED=False,
             )  # fmt: skip
             building.add_keys[(items, some)](
-                *_memory(tables), slots, stop, held, codes, cursors, tables.heads, tables.tables, tables.first, segment,
-                room, **sizes,
+                *_memory(tables), slots, stop, held, codes, *scratch, tables.heads, tables.tables, tables.first,
+                segment, room, **sizes,
             )  # fmt: skip
     tables.stop.index_copy_(0, slots.long(), torch.where(stop > held.clamp(min=tables.first), stop, held).int())
     return held
+
+
+def _scratch(tables: HashTables, programs: int, tune: Tuning, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Places of buckets, and what the interpreter uses for words of shared memory."""
+    words = 2 * triton.cdiv(tables.size, 32) + tune.inserted
+    cursors = torch.empty(programs, 1 << tables.bits, dtype=torch.int32, device=device)
+    return cursors, torch.empty(programs, words, dtype=torch.int32, device=device) if INTERPRETED else cursors
+
+
+def _sizes(tables: HashTables, tune: Tuning) -> dict[str, int]:
+    buckets = 1 << tables.bits
+    return {
+        "SIZE": tables.size, "BUCKETS": buckets, "BB": min(buckets, 1024), "BN": tune.moved, "BV": tune.new,
+        "BK": tune.inserted,
+    }  # fmt: skip
 
 
 def collide(

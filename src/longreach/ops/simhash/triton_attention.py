@@ -102,7 +102,7 @@ def attend_sampled(
         strides = tables.ids.stride()[:3]
         whole = all(n % t.each == 0 for n in (columns, tables.size, *strides)) and tables.ids.data_ptr() % 16 == 0
         with torch.cuda.device_of(q):
-            search_parts[(items, parts)](
+            search_parts[(items * parts,)](
                 codes, tables.ids, strides, tables.offsets, tables.offsets.stride()[:4], where, seq, pos, kv.seq_lens,
                 tables.stop, memory[0], found, counts, kv.heads, tables.first, least, parts, GROUP=group,
                 TABLES=tables.tables, SIZE=tables.size, PER=counters(tables.tables), WORDS=width, ROOM=t.room,

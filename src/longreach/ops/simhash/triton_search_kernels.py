@@ -172,7 +172,8 @@ def search_parts(
     ONES: tl.constexpr = 0x01010101 if PER == 4 else 0x00010001  # each counter's lowest bit
     LOW: tl.constexpr = ONES * ((1 << (BITS - 1)) - 1)  # all bits of counters but the highest
     GATHER: tl.constexpr = 0x01020408 if PER == 4 else 0x00010002  # moves lowest bits next to each other
-    item, part = tl.program_id(0), tl.program_id(1)
+    # parts of one sequence at a time: their tables take few pages of memory, and those of all more than are at hand
+    item, part = tl.program_id(0) // parts, tl.program_id(0) % parts
     r, g = item // G, (item % G).to(tl.int64)
     b = tl.load(seq + r).to(tl.int64)
     slot = tl.load(slots + b).to(tl.int64)
