@@ -94,7 +94,7 @@ def test_keys_are_centred_and_left_out_as_by_the_method() -> None:
     call = LayerCall(0, problem.rows, kv, torch.tensor([0]), problem.shape.scale)
     state = method.new_state(call, 1)
     assert isinstance(state, LayerTables)
-    state.follow(call, kv.seq_lens, 4096)
+    state.follow(call, kv.seq_lens)
     torch.testing.assert_close(problem.centre, state.centre)
     _, tables = problem.tables(4, 9, "numba")
     assert tables.first == state.tables.first and method.sinks == SINKS

@@ -183,7 +183,7 @@ class SampledLayers:
             )
 
         def seal() -> None:
-            state.follow(call.observer(), tokens, method.seal)
+            state.follow(call.observer(), tokens, step=True)
 
         def seal_block() -> None:
             self._unseal(copy)

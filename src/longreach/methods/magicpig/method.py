@@ -261,7 +261,7 @@ class MagicPIG(AttentionMethod):
         call.refuse_evicted(self)
         state.ensure_capacity(call.kv)
         began = len(call.meter.noted)
-        state.follow(call, call.once("magicpig: tokens before", lambda: _before(call)), self.seal)
+        state.follow(call, call.once("magicpig: tokens before", lambda: _before(call)), step=True)
         return self._sampled(call, state, began)
 
     def _sampled(self, call: LayerCall, state: LayerTables, began: int) -> Outcome:

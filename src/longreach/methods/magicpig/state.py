@@ -33,6 +33,7 @@ class LayerTables(StatelessOnTruncate):
         self._element = kv.k.element_size()
         self.tables, dim = self._empty(slots, kv.heads, kv.capacity), projections.shape[2]
         self.centre = torch.zeros(slots, kv.heads, dim, device=kv.k.device)
+        self._behind = True  # more than a block may have to enter; a new state knows nothing of the keys that are there
 
     @property
     def nbytes(self) -> int:
@@ -76,9 +77,8 @@ class LayerTables(StatelessOnTruncate):
             slots, heads, room, bits=bits, tables=tables, size=SEGMENT, first=first, device=device
         )  # fmt: skip
 
-    def follow(self, call: LayerCall, tokens: Tensor, block: int | None = None) -> None:
-        """Bring the tables to what they are at these numbers of tokens, int [B]. block: as `seal` takes
-        it, None for a prompt."""
+    def follow(self, call: LayerCall, tokens: Tensor, *, step: bool = False) -> None:
+        """Bring the tables to what they are at these numbers of tokens, int [B]. step: before a decode step."""
         first = self.layer // LAYERS * LAYERS
         stops = call.once(
             (self.schedule, "stops", first, id(tokens)),
@@ -88,8 +88,9 @@ class LayerTables(StatelessOnTruncate):
         with torch.inference_mode(False), torch.no_grad():
             call.op(
                 "simhash_seal", self.tables, self.projections, self.centre, stop, centred=self.schedule.centre,
-                block=block,
+                block=self.schedule.seal if step and not self._behind else None,
             )  # fmt: skip
+        self._behind = step and len(call.rows.pos) > call.kv.sequences  # several tokens of a sequence
 
     # SequenceState
 
