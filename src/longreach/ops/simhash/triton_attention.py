@@ -9,6 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
+from longreach.errors import InvalidInput
 from longreach.ops.simhash.attention import (
     BUCKETS,
     HEADS,
@@ -25,7 +26,7 @@ from longreach.ops.simhash.triton import INTERPRETED, law, refuse
 from longreach.ops.simhash.triton import codes as triton_codes
 from longreach.ops.simhash.triton_attention_kernels import attend_parts, merge_parts
 from longreach.ops.simhash.triton_search_kernels import search_parts
-from longreach.ops.types import KVView, Partial, Rows, require
+from longreach.ops.types import KVView, Partial, Rows
 
 
 @dataclass(frozen=True)
@@ -68,10 +69,8 @@ def attend_sampled(
     refuse(rows.q, kv.k, kv.v)
     t, device = tune or Tuning(), rows.q.device
     norms = tables.inverse_norms
-    require(
-        norms is not None, "tables: expected inverse_norms, as HashTables.empty makes and `seal` fills them, got None"
-    )
-    assert norms is not None
+    if norms is None:
+        raise InvalidInput("tables: expected inverse_norms as HashTables.empty makes and seal fills them, got None")
     count, heads, dim = rows.q.shape
     group, columns = heads // kv.heads, tables.ids.shape[3]
     width = words(group, tables.tables)
@@ -81,9 +80,8 @@ def attend_sampled(
     splits = t.splits or splits_of(items, parts)
     buckets = min(t.buckets, triton.next_power_of_2(group * tables.tables))
     pieces, dims = parts * splits, max(16, triton.next_power_of_2(dim))
-    vector = dims * kv.k.element_size()
-    # 16 of 1024 bytes take 48 KiB of shared memory with q, and no more can be had beside words without asking for it
-    keys = max(32 if vector >= 1024 else 16, t.vector // vector)
+    keys = max(16, t.vector // (dims * kv.k.element_size()))
+    registers = t.registers if kv.k.element_size() == 2 else 255  # without tensor cores a program needs more
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(count, kv.heads, *shape, dtype=dtype, device=device)
@@ -120,7 +118,7 @@ def attend_sampled(
                 look_up_bytes(group, tables), GROUP=group, OWN=own, D=dim, D2=dims, PAGED=table is not None,
                 PAGE=kv.page, SIZE=tables.size, LAW=law(tables, least), SOFTCAP=float(softcap or 0.0), PART=part,
                 SPLITS=splits, BP=triton.next_power_of_2(parts), BC=keys, H=max(8, triton.next_power_of_2(group)),
-                STAGES=t.stages, num_warps=t.warps, maxnreg=t.registers, **how,
+                STAGES=t.stages, num_warps=t.warps, maxnreg=registers, **how,
             )  # fmt: skip
             merge_parts[(items, group)](
                 top, total, sums, out, lse, pieces, GROUP=group, D=dim, D2=dims,

@@ -69,7 +69,7 @@ def attend_parts(
     row = q + r.to(tl.int64) * q_strides[0] + (g * GROUP + h)[:, None] * q_strides[1] + d[None, :]
     x = tl.load(row, mask=mine[:, None] & inside[None, :], other=0.0)
     used = (wide < GROUP) | ((wide >= HEADS) & (wide < HEADS + 3))
-    some = (p < parts)[:, None] & used[None, :]
+    counted = (p < parts)[:, None] & used[None, :]
     first_part = item.to(tl.int64) * parts
     b = tl.load(seq + r).to(tl.int64)
     slot = tl.load(slots + b).to(tl.int64)
@@ -85,7 +85,7 @@ def attend_parts(
     if CHAINED:
         gdc_wait()
         gdc_launch_dependents()
-    each = tl.load(counts + (first_part + p)[:, None] * (HEADS + 3) + wide[None, :], mask=some, other=0)
+    each = tl.load(counts + (first_part + p)[:, None] * (HEADS + 3) + wide[None, :], mask=counted, other=0)
     sums = tl.sum(each, 0)
     number = tl.sum(tl.sum(tl.where((p == part)[:, None] & (wide == HEADS)[None, :], each, 0), 1), 0)
     full = ((wide < GROUP) if OWN else (wide == HEADS)) & (sums > most)
@@ -115,16 +115,18 @@ def attend_parts(
         there, sampled = n < listed + all_of + few, n < listed
         entry = tl.load(entries + n, mask=sampled, other=0)
         last = near + n - listed - all_of
-        others = tl.where(
-            n < listed + all_of, lowest_here + n - listed, tl.where(last < sink, last, start + last - sink)
-        )
-        s = tl.where(sampled, low + (entry & 0xFFFF), others)
+        near_at = tl.where(last < sink, last, start + last - sink)
+        other = tl.where(n < listed + all_of, lowest_here + n - listed, near_at)
+        s = tl.where(sampled, low + (entry & 0xFFFF), other)
         norm = tl.load(own_norms + s, mask=sampled, other=0.0)
         at_k = _place(k_strides, table, table_row, b, s, there, PAGED, PAGE) + g * k_strides[1]
         at_v = _place(v_strides, table, table_row, b, s, there, PAGED, PAGE) + g * v_strides[1]
-        kk = tl.load(k + at_k[:, None] + d[None, :], mask=there[:, None] & inside[None, :], other=0.0)
+        some, some_v = there[:, None], there[None, :]
+        if D != D2:
+            some, some_v = some & inside[None, :], some_v & inside[:, None]
+        kk = tl.load(k + at_k[:, None] + d[None, :], mask=some, other=0.0)
         # transposed as it is read, so that it goes to the tensor cores without a detour through registers
-        vv = tl.load(v + at_v[None, :] + d[:, None], mask=there[None, :] & inside[:, None], other=0.0)
+        vv = tl.load(v + at_v[None, :] + d[:, None], mask=some_v, other=0.0)
         y, plain = _logits(x, kk, scale, SOFTCAP)
         usable = norm > 0.0
         cosine = (plain - away[None, :]) * (length[None, :] * norm[:, None])

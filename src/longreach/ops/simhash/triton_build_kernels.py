@@ -274,9 +274,9 @@ def average(
 @triton.jit
 def hash_keys(
     k, k_strides, table, table_row, centre, norms, norm_strides, projections, slots, ends, stop, held, done, codes,
-    heads, lowest, count, segment, room, TABLES: tl.constexpr, BITS: tl.constexpr, BITS2: tl.constexpr, D: tl.constexpr, D2: tl.constexpr,
-    PAGED: tl.constexpr, PAGE: tl.constexpr, SIZE: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
-    BN: tl.constexpr, BLOCK: tl.constexpr, NORMS: tl.constexpr, CHAINED: tl.constexpr,
+    heads, lowest, count, segment, room, TABLES: tl.constexpr, BITS: tl.constexpr, BITS2: tl.constexpr,
+    D: tl.constexpr, D2: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr, SIZE: tl.constexpr, BV: tl.constexpr,
+    BT: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr, NORMS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """BT tables' codes of BV keys of a sequence and KV head, if they enter the tables now; and their inverse norms.
 
