@@ -151,15 +151,14 @@ def _measured(
     options = {key: value for key, value in decode.to_json().items() if key != "plan"}  # it was made up and is gone
     captured["settings"] = {**captured["settings"], "method": options, "device_bytes": limit}
     captured["memory"] = {**captured["memory"], **memory}
-    more = {
+    more: dict[str, Any] = {
         "batch": shape.batch,
         "tokens_per_second": shape.batch / median,
         **reads.step_bytes(report, decode, host_layers, median),
         **reads.sampled_shares(report),
     }
-    entry = entry_of(
-        *bench.bytes(case, model), **captured, error=verdict.error, error_bound=verdict.error_bound, **more
-    )
+    weights, kv = bench.bytes(case, model)
+    entry = entry_of(weights, kv, **captured, error=verdict.error, error_bound=verdict.error_bound, **more)
     return entry, verdict.recorded(), stepped.setup
 
 
