@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from longreach.bench.case import MOST
+from longreach.cache.host import gib
 
 
 def goal(target: dict[str, Any]) -> str:
@@ -58,13 +59,13 @@ def remarks(result: dict[str, Any]) -> Iterator[str]:
 def host_line(entry: dict[str, Any]) -> str:
     """A step with keys and values in host memory: its time, what came over the link, and the memory it takes."""
     kinds = ("host_kv", "device_kv", "state", "weights")
-    gib = ", ".join(f"{name} {entry['memory'][name] / 2**30:.2f}" for name in kinds)
+    memory = ", ".join(f"{name} {gib(entry['memory'][name])}" for name in kinds)
     shares = entry.get("sampled", {})
     sampled = f"; samples {shares['sampled_head']:.2%} a head, {shares['sampled_group']:.2%} a group" if shares else ""
     return (
         f"{entry['name']}: {entry['microseconds']['median'] / 1e3:.2f} ms, {entry['tokens_per_second']:.1f} tokens/s; "
         f"{entry['link_bytes'] / 1e6:.1f} MB over the link ({entry['link_share']:.0%} of what attention reads), "
-        f"{entry['link_gb_per_s']:.2f} GB/s{sampled}; GiB: {gib}"
+        f"{entry['link_gb_per_s']:.2f} GB/s{sampled}; {memory}"
     )
 
 

@@ -16,13 +16,8 @@ from longreach.records.quality import quality, summary
 from longreach.records.record import files
 from longreach.records.skipped import Skipped, skipped
 
-APART = (
-    STEPS,
-    USER,
-    FUSION,
-    EVICT,
-    HOST,
-)  # their entries are many, and compare with one another; `models` has the first two
+# their entries are many, and compare with one another; `models` has the first two
+APART = STEPS, USER, FUSION, EVICT, HOST
 
 
 def update(page: Path, results: Path) -> bool:
