@@ -83,7 +83,7 @@ def test_every_entry_has_its_reads_memory_and_check() -> None:
         assert 0 < entry["error"] <= entry["error_bound"] and 0 < entry["link_share"] <= 1
         seconds = entry["microseconds"]["median"] / 1e6
         assert entry["tokens_per_second"] == pytest.approx(1 / seconds)
-        assert entry["link_gb_per_s"] == pytest.approx(entry["link_bytes"] / seconds / 1e9)
+        assert entry["link_gb_per_s"] == pytest.approx(entry["link_bytes"] / seconds / 1e9, rel=1e-4)
         assert set(result["setup_seconds"][name]) == {"fill", "state", "compile_and_capture", "capture"}
         check = result["check"][name]
         assert check["layers"] == 6 and check["of_captured"] <= result["check"]["of_logits"] * 2
@@ -124,7 +124,8 @@ def test_a_batch_that_does_not_fit_is_left_out_by_name(monkeypatch: pytest.Monke
     result = measured(tiny(BATCHES))
     assert [entry["name"] for entry in result["entries"]] == ["dense", f"{OWN}, batch 1"]
     assert list(result["left_out"]) == [f"{OWN}, batch 2"]
-    assert "out of memory: keys and values need 1" in result["left_out"][f"{OWN}, batch 2"]
+    needed = 4 * 2 * layer  # of two layers of six, the GPU has room
+    assert result["left_out"][f"{OWN}, batch 2"] == f"out of memory: keys and values need {needed} of host memory"
     assert any(f"{OWN}, batch 2 left out" in line for line in remarks(result))
     monkeypatch.setattr(tiers, "check_available", refuse_more_than(0))
     with pytest.raises(OutOfMemory, match="nothing fits into memory"):
