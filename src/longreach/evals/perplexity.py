@@ -140,8 +140,8 @@ class Perplexity:
     decode_tokens: tokens of each window, its last, that are fed one by one through the decode methods after the rest
     was read with the prefill method; 0 for none. Where cutting off a window's end would not leave what reading the rest
     leaves (prefills that pool over rows, MAC's ring), the rest is read once more before its end is decoded, and the
-    bytes of prefill are of this. cache: its place in memory; its capacity is that of a window. Raises InvalidInput if no
-    window is whole, a window exceeds the model's context, or decoding leaves nothing to be read.
+    bytes of prefill are of this. cache: its place in memory; its capacity is that of a window.
+    Raises InvalidInput if no window is whole, a window exceeds the model's context, or decoding leaves nothing to read.
     """
 
     def __init__(
