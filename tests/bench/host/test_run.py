@@ -171,6 +171,14 @@ def test_a_wrong_sample_is_seen(off: str, monkeypatch: pytest.MonkeyPatch) -> No
         measured(methods=("magicpig",))
 
 
+def test_an_overflowed_list_makes_no_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lists, "max_keys", lambda capacity, tokens: 1)
+    with pytest.raises(
+        WrongResult, match=r"magicpig \(5,5\) group: a list of layer \d overflowed, and its head attended densely"
+    ):
+        measured(methods=("magicpig",))
+
+
 def test_a_captured_step_with_other_logits_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     attend, observe, observing = Dense.run, Decoding.observed_step, list[bool]()
 

@@ -40,15 +40,18 @@ def rounding_error(bench: Decoding, case: Case, model: Any) -> float:
     return 2 * relative(plain, exact) + torch.finfo(plain.dtype).eps
 
 
-def keys_of(cache: LongreachCache, method: AttentionMethod) -> KeysOf:
-    """The keys with values in a layer's output. MagicPIG's kernels make no lists, so its four ops find them again."""
+def keys_of(name: str, cache: LongreachCache, method: AttentionMethod) -> KeysOf:
+    """The keys with values in a layer's output. MagicPIG's kernels make no lists, so its four ops find them again.
+
+    name: of what is measured, for errors.
+    """
     if not isinstance(method, MagicPIG):
         return attended
 
     def found(call: LayerCall) -> tuple[Selection, ...]:
         for state in cache.states.states((method,), call.layer):
             assert isinstance(state, LayerTables)
-            return attended_keys(call, method, state, call.impl)
+            return attended_keys(name, call, method, state, call.impl)
         return attended(call)  # a dense layer
 
     return found

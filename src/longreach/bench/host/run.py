@@ -138,7 +138,7 @@ def _measured(
         config = CacheConfig(capacity=tokens + bench.rows, host=True, device_bytes=limit)
         cache = session.new_cache(shape.batch, config)
         seconds = fill_host(cache, model, session.decode, tokens, bench.seed, impl, bench.now)
-        layers = LayerErrors(check.keys_of(cache, session.decode))
+        layers = LayerErrors(check.keys_of(case.name, cache, session.decode))
         stepped = bench.filled_step(case, session, cache, ids, seconds, layers)
         report, memory = session.report(), reads.memory_of(cache, model)
         decode, host_layers = session.decode, cache.kv.memory_use.host_layers

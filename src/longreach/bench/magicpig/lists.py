@@ -30,14 +30,16 @@ def sampled_lists(call: LayerCall, method: MagicPIG, state: LayerTables, impl: s
     return found.lists(weights.log_weight)
 
 
-def attended_keys(call: LayerCall, method: MagicPIG, state: LayerTables, impl: str) -> tuple[Selection, ...]:
+def attended_keys(name: str, call: LayerCall, method: MagicPIG, state: LayerTables, impl: str) -> tuple[Selection, ...]:
     """All keys that a call's rows attend to: those that are always read, and the sample.
 
-    Raises WrongResult if a list overflowed: its head then attends to all keys.
+    name: of what is measured. Raises WrongResult if a list overflowed: its head then attends to all keys.
     """
     lists = sampled_lists(call, method, state, impl)
     if bool(lists.overflowed.any()):
-        raise WrongResult(f"a list of layer {call.layer} overflowed, and its head attended densely")
+        raise WrongResult(
+            f"{name}: a list of layer {call.layer} overflowed, and its head attended densely; its time does not count"
+        )
     stop = state.tables.stop[_slots(call)].long().clamp(min=method.sinks)[:, None]
     return Spans((Span(absolute(0), absolute(method.sinks)), Span(absolute(stop), relative(1)))), lists
 
