@@ -125,7 +125,7 @@ def test_a_batch_that_does_not_fit_is_left_out_by_name(monkeypatch: pytest.Monke
     assert [entry["name"] for entry in result["entries"]] == ["dense", f"{OWN}, batch 1"]
     assert list(result["left_out"]) == [f"{OWN}, batch 2"]
     needed = 4 * 2 * layer  # of two layers of six, the GPU has room
-    assert result["left_out"][f"{OWN}, batch 2"] == f"out of memory: keys and values need {needed} of host memory"
+    assert result["left_out"][f"{OWN}, batch 2"] == f"does not fit: keys and values need {needed} of host memory"
     assert any(f"{OWN}, batch 2 left out" in line for line in remarks(result))
     monkeypatch.setattr(tiers, "check_available", refuse_more_than(0))
     with pytest.raises(OutOfMemory, match="nothing fits into memory"):

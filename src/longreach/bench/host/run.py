@@ -95,7 +95,7 @@ def run_host(bench: Decoding, case: Case, save: Callable[[dict[str, Any]], None]
             with _method(one, mine, shape_of(model), bench.seed) as method:
                 entry, verdict, took = _measured(bench, mine, model, method, most)
         except (CapacityError, OutOfMemory, torch.OutOfMemoryError) as error:
-            left_out[one.name] = f"out of memory: {' '.join(str(error).split())[:400]}"
+            left_out[one.name] = f"does not fit: {' '.join(str(error).split())[:400]}"
             bench.say(f"  {one.name}: {left_out[one.name]}")
             continue
         except WrongResult as error:
