@@ -31,7 +31,7 @@ class Form:
     """Constants of u for `tables` and `least`.
 
     split: the x below which u is (scale x)^least (1 - x)^(tables - least) times the sum of coefficients[j] r^j, where
-    r = x / (1 - x); the first `single` of them are enough for fp32. From there on u is
+    r = x / (1 - x); the first `single` of them are enough for fp32, and within its range. From there on u is
     1 - (1 - x)^(tables - least + 1) P, where
     P = sum over j < least of binomials[j] x^j (1 - x)^(least - 1 - j).
     """
@@ -89,7 +89,8 @@ def inclusion(p: Tensor, bits: int, tables: int, least: int = 2) -> Tensor:
         torch.zeros_like(x),
         torch.zeros_like(x),
     )
-    for coefficient in reversed(f.coefficients):
+    single = p.dtype == torch.float32  # larger coefficients than these exceed the range of fp32
+    for coefficient in reversed(f.coefficients[: f.single] if single else f.coefficients):
         series = series * (x / q) + coefficient
     small = (f.scale * x) ** least * series * (many / q)
     for j, binomial in enumerate(f.binomials):
