@@ -176,6 +176,7 @@ def test_the_report_of_a_layer() -> None:
         state = layers.state()
         assert isinstance(state, LayerTables)
         keys = 2 * 2 * state.capacity * 16 * 4
+        assert said["kv_bytes_per_sequence"] == keys
         assert said["table_share"] == said["table_bytes_per_sequence"] / keys
         want = reads(method, call, (70, 41))
         assert (said["search_bytes"], said["attention_bytes"]) == (want.search, want.attention)

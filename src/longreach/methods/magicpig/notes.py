@@ -136,8 +136,8 @@ def _summary(
     bits, tables: of the layer. sampled_head, sampled_group: mean share of the context that a query head sampled, and
     that any query head of the KV head did; 1 for a row that overflowed. overflowed: share of rows that sampled more
     than a list holds and attended densely. search_bytes: look-ups and weights, with keys read again for the weights and
-    to be hashed; attention_bytes: the rest; both over all rows and KV heads. table_bytes_per_sequence, table_share:
-    memory of the tables and of the centre, and over that of keys and values. With error bars also those of
+    to be hashed; attention_bytes: the rest; both over all rows and KV heads. table_bytes_per_sequence: memory of
+    the tables and of the centre; kv_bytes_per_sequence: of keys and values; table_share: the first over the second. With error bars also those of
     `error_bars.summary`, and error_bar_bytes: read to estimate them.
     """
     mean = sums / sums[:, AT["rows"]].clamp(min=1)[:, None]
@@ -163,6 +163,7 @@ def _summary(
         "search_bytes": round(float(sums[:, AT["search"]].sum())),
         "attention_bytes": round(float(sums[:, AT["attention"]].sum())),
         "table_bytes_per_sequence": table_bytes,
+        "kv_bytes_per_sequence": key_value_bytes,
         "table_share": share,
         **bars,
     }
