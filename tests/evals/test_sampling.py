@@ -34,7 +34,14 @@ def test_means_over_prompts() -> None:
     one = {"layers": [1, 3], "search_bytes": 10, "attention_bytes": 20, "error_bar_bytes": 0, "dense_bytes": 100,
            "rows": 10, "sampled_head": [0.1, 0.2], "sampled_group": [0.2, 0.2], "overflowed": [0.0, 0.0],
            "table_bytes": 40, "kv_bytes": 100}  # fmt: skip
-    other = one | {"search_bytes": 50, "error_bar_bytes": 10, "dense_bytes": 500, "rows": 30, "table_bytes": 30, "kv_bytes": 200}
+    other = one | {
+        "search_bytes": 50,
+        "error_bar_bytes": 10,
+        "dense_bytes": 500,
+        "rows": 30,
+        "table_bytes": 30,
+        "kv_bytes": 200,
+    }
     other["sampled_head"] = [0.3, 0.2]
     none = one | {"rows": 0, "dense_bytes": 0, "search_bytes": 0, "attention_bytes": 0, "sampled_head": [0.0, 0.0]}
     assert mean_of([]) is None and mean_of([none]) is None

@@ -290,7 +290,9 @@ def _show_sampling(tasks: Any, labels: list[str], out: Any) -> None:
     """What methods with hash tables read to search and to attend, in the layers that have tables."""
     found = {label: [s for task in tasks if (s := task["results"][label].get("sampling"))] for label in labels}
     if any(found.values()):
-        out.print("\nsampled layers, decode; bytes over dense attention's, keys over the context, tables over KV memory:")
+        out.print(
+            "\nsampled layers, decode; bytes over dense attention's, keys over the context, tables over KV memory:"
+        )
     for label, some in found.items():
         if some:
             head, group, over = (

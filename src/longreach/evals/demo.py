@@ -46,7 +46,7 @@ class Row:
     """One method's answers for every fact.
 
     read_seconds: reading the document, once for all methods with the same prefill. first_token_seconds: that and
-    the question, mean over the questions; seconds_per_token: mean decode step past a warm-up, None where there was none.
+    the question, mean over the questions; seconds_per_token: mean decode step past a warm-up, None if there was none.
     """
 
     prefill: str

@@ -33,7 +33,7 @@ from longreach.ops.doors import Later
 from longreach.ops.simhash import projections
 from longreach.ops.simhash.api import Share
 from longreach.ops.simhash.attention import workspace_bytes
-from longreach.ops.simhash.probability import MOST_BITS, MOST_LEAST, MOST_TABLES
+from longreach.ops.simhash.probability import MOST_BITS, MOST_LEAST, MOST_TABLES, check_enough_tables
 from longreach.ops.simhash.sealing import workspace_bytes as sealing_bytes
 from longreach.ops.types import require
 from longreach.plans import find, shipped_for
@@ -118,11 +118,11 @@ class MagicPIG(AttentionMethod):
         for name, value, least, most in (
             ("bits", bits, 0, MOST_BITS),
             ("tables", tables, 1, MOST_TABLES),
-            ("least", self.least, 1, min(tables, MOST_LEAST) if is_count(tables, 1) else MOST_LEAST),
+            ("least", self.least, 1, MOST_LEAST),
         ):
             fits = is_count(value, least) and value <= most
-            of = f" for tables={tables}" if name == "least" else ""
-            require(fits, f"{name}: expected an int in [{least}, {most}]{of}, got {value!r}")
+            require(fits, f"{name}: expected an int in [{least}, {most}], got {value!r}")
+        check_enough_tables(tables, self.least)
         for name, least in (("sinks", 0), ("local", 1), ("seal", 1), ("centre", 0)):
             value = getattr(self, name)
             fits = is_count(value, least) and value <= MOST_TOKENS

@@ -45,11 +45,25 @@ class Form:
 
 def check_law(bits: int, tables: int, least: int) -> None:
     """Raise InvalidInput unless codes of `bits`, in `tables`, of which `least` must agree, can be computed."""
-    for name, number, most in (("bits", bits, MOST_BITS), ("tables", tables, MOST_TABLES)):
+    for name, number, most in (
+        ("bits", bits, MOST_BITS),
+        ("tables", tables, MOST_TABLES),
+        ("least", least, MOST_LEAST),
+    ):
         ok = isinstance(number, int) and not isinstance(number, bool) and 1 <= number <= most
         require(ok, lambda: f"{name}: expected an int in [1, {most}], got {number!r}")
-    ok = isinstance(least, int) and not isinstance(least, bool) and 1 <= least <= min(tables, MOST_LEAST)
-    require(ok, lambda: f"least: expected an int in [1, {min(tables, MOST_LEAST)}] for {tables} tables, got {least!r}")
+    check_enough_tables(tables, least)
+
+
+def check_enough_tables(tables: int, least: int) -> None:
+    """Raise InvalidInput if a key cannot collide in `least` tables, as there are fewer."""
+    require(
+        tables >= least,
+        lambda: (
+            f"tables: expected at least {least}, as a key must collide in least={least} of them, got {tables}; give "
+            f"more tables, or least={tables}"
+        ),
+    )
 
 
 @cache
