@@ -65,7 +65,7 @@ def test_a_record_holds_samples_bytes_memory_and_parts() -> None:
     # K and V of the sampled keys, of sinks and of what is not in the tables
     values = (group["sampled_group"] * 256 + 256 - 220) * 2 * 2 * 16 * 4
     assert group["value_bytes"] == pytest.approx(values)
-    assert own["table_bytes"] > 1.9 * group["table_bytes"]
+    assert own["table_bytes"] > 1.6 * group["table_bytes"]  # twice the tables, as many norms
     (said, _) = [line for line in remarks(result) if "samples" in line]
     assert said.startswith("(5,5) group samples") and "a prompt and layer" in said
 

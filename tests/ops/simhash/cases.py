@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from longreach.ops import KVView, Rows
-from longreach.ops.simhash import HashTables, build, codes, projections
+from longreach.ops.simhash import HashTables, build, codes, projections, sealing
 from longreach.testing.inputs import random_kv, random_rows
 
 NUMBA = pytest.param("numba", marks=pytest.mark.skipif(find_spec("numba") is None, reason="needs Numba"))
@@ -76,6 +76,9 @@ def tabled(
     begin = torch.full((len(lengths),), first)
     end = (kv.seq_lens - begin).clamp(min=0)
     build(tables, cut(keys, begin, end), seq[:, 0], end, impl=impl)
+    assert tables.inverse_norms is not None
+    for b, length in enumerate(lengths):
+        tables.inverse_norms[b, :, :length] = sealing._inverse_norms(kv, b, range(length), centre[b])
     return Case(rows, kv, centre, tables, codes(rows.q, drawn, impl="reference"), keys)
 
 
@@ -90,4 +93,5 @@ def scattered(case: Case) -> tuple[Tensor, HashTables, Tensor]:
     stop[slots] = old.stop
     centre = torch.randn(count + 3, *case.centre.shape[1:], generator=torch.Generator().manual_seed(1))
     centre[slots] = case.centre
-    return slots, HashTables(ids, offsets, stop, old.size, old.first), centre
+    assert old.inverse_norms is not None
+    return slots, HashTables(ids, offsets, stop, old.size, old.first, old.inverse_norms[source]), centre

@@ -56,7 +56,8 @@ def test_in_any_steps(impl: str, page: int | None, dtype: torch.dtype, block: in
     page_of, offset = kv.locate(torch.tensor([0]), torch.tensor([5]))
     kv.k[page_of, 0, offset, 3] = torch.nan
     tables, centre = fresh(4, 80, BITS, 16, FIRST, tables=TABLES), torch.full((4, 2, DIM), 5.0, device=PLACE)
-    tables = HashTables(*(x.to(place) for x in (tables.ids, tables.offsets, tables.stop)), tables.size, FIRST)
+    norms = torch.full((4, 2, 80), -7.0, device=place)
+    tables = HashTables(*(x.to(place) for x in (tables.ids, tables.offsets, tables.stop)), tables.size, FIRST, norms)
     centre, kv, slots = centre.to(place), here(kv) if impl == "triton" else kv, SLOTS.to(place)
     untouched = [x.cpu().view(torch.int16)[1:3].clone() for x in (tables.ids, tables.offsets)]
     want = centres(keys, 20)
@@ -64,11 +65,12 @@ def test_in_any_steps(impl: str, page: int | None, dtype: torch.dtype, block: in
     for b, n in enumerate((70, 41)):
         hashed = codes(keys[b, :n], DRAWN, centre=want[b], impl="reference")
         known[SLOTS[b], :n] = hashed.view(torch.int16)
-    held = [FIRST, FIRST]
+    held, most = [FIRST, FIRST], [FIRST, FIRST]
     for stops in ([2, 40], [30, 10], [31, 40], [70, 41]):
         if stops == [31, 40]:  # the owner cuts the second one
             tables.stop[0] = held[1] = 12
         last = [max(a, b) for a, b in zip(held, stops, strict=True)]
+        most = [max(a, b) for a, b in zip(most, last, strict=True)]
         while True:
             found = seal(kv, slots, tables, drawn, centre, torch.tensor(stops, device=place), centred=20, block=block,
                          impl=impl)  # fmt: skip
@@ -80,6 +82,10 @@ def test_in_any_steps(impl: str, page: int | None, dtype: torch.dtype, block: in
         for b, slot in enumerate(SLOTS.tolist()):
             if held[b] > FIRST:
                 torch.testing.assert_close(centre[slot].cpu(), want[b], rtol=0, atol=1e-7)
+                away = (keys[b, FIRST : held[b]].float() - want[b]).norm(dim=-1).T
+                expected = torch.where(away.isfinite(), 1 / away, 0)
+                torch.testing.assert_close(norms[slot, :, FIRST : held[b]].cpu(), expected, rtol=1e-5, atol=0)
+                assert bool((norms[slot, :, most[b] :] == -7).all())
                 one = HashTables(*(x[slot : slot + 1] for x in (tables.ids, tables.offsets, tables.stop)), 16, FIRST)
                 held_to(back(one), known[slot : slot + 1].view(torch.uint16))
     same = [x.cpu().view(torch.int16)[1:3] for x in (tables.ids, tables.offsets)]

@@ -181,9 +181,10 @@ def test_a_segment_that_is_full() -> None:
 def test_memory_is_stated() -> None:
     tables = HashTables.empty(2, 3, 1000, bits=4, tables=5, size=512)
     assert tables.ids.shape == (2, 3, 5, 1000) and tables.offsets.shape == (2, 3, 5, 2, 17)
-    assert tables.nbytes == 2 * 3 * 5 * (2 * 1000 + 2 * 17 * 2) + 2 * 4
+    norms = 2 * 3 * 1000 * 4
+    assert tables.nbytes == 2 * 3 * 5 * (2 * 1000 + 2 * 17 * 2) + 2 * 4 + norms
     large = HashTables.empty(2, 3, 1000, bits=4, tables=5)
-    assert large.offsets.dtype == torch.int32 and large.nbytes == 2 * 3 * 5 * (2 * 1000 + 17 * 4) + 2 * 4
+    assert large.offsets.dtype == torch.int32 and large.nbytes == 2 * 3 * 5 * (2 * 1000 + 17 * 4) + 2 * 4 + norms
 
 
 def _tables(**wrong: Any) -> HashTables:
@@ -209,6 +210,8 @@ def _tables(**wrong: Any) -> HashTables:
         ({"stop": torch.zeros(2)}, "stop: .* got float32"),
         ({"stop": torch.zeros(2, dtype=torch.int32, device="meta")}, "stop: expected on cpu like ids, got .* on meta"),
         ({"ids": torch.zeros(2, 2, 40, 5, dtype=torch.uint16).transpose(2, 3)}, "contiguous last dimension"),
+        ({"inverse_norms": torch.zeros(2, 2, 41)}, r"inverse_norms: expected fp32 \[2, 2, 40\] on cpu"),
+        ({"inverse_norms": torch.zeros(2, 2, 40, dtype=torch.float64)}, "inverse_norms: .* got float64"),
     ],
 )
 def test_wrong_tables_are_refused(wrong: dict[str, Any], message: str) -> None:

@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from longreach.errors import Unsupported
+from longreach.errors import InvalidInput, Unsupported
 from longreach.ops.simhash import (
     Collisions,
     HashTables,
     Weights,
+    attend_sampled,
     build,
     codes,
     collide,
@@ -273,6 +274,16 @@ def test_attend_sampled(share: Any, group: int, page: int | None, dtype: torch.d
 def test_attend_sampled_of_many_dimensions(share: Any, dim: int, dtype: torch.dtype) -> None:
     """Keys of a tile, and so the instructions that multiply it, follow from the dimensions."""
     held_to_reference(last_rows([300, 140], dim=dim, dtype=dtype), share, None)
+
+
+def test_norms_are_needed() -> None:
+    case = last_rows([40])
+    slots, tables, centre = scattered(case)
+    tables = replace(tables, inverse_norms=None)
+    with pytest.raises(InvalidInput, match=r"tables: expected inverse_norms as HashTables\.empty makes and seal fills"):
+        attend_sampled(
+            *here((case.rows, case.kv, slots, tables, drawn_for(case), centre, most(case))), scale=SCALE, impl="triton"
+        )
 
 
 def test_counters_need_a_thread_for_each_id() -> None:

@@ -193,7 +193,7 @@ class MagicPIGPlan:
         _, _, dim = self.heads
         bits, tables = torch.tensor(self.pairs, dtype=torch.float64).T
         segments = -(-self.length // SEGMENT)
-        one = 2 * tables * (self.length + segments * (2**bits + 1))
+        one = 2 * tables * (self.length + segments * (2**bits + 1)) + 4 * self.length  # and keys' inverse norms
         return one / (2 * self.length * dim * (element or self.element))
 
     def choose(self, budget: float, memory: float | None = None, element: int | None = None) -> tuple[Pair, ...]:

@@ -67,6 +67,8 @@ class LayerTables(StatelessOnTruncate):
             new.ids[..., :held] = old.ids
             new.offsets[..., : old.offsets.shape[3], :] = old.offsets
             new.stop.copy_(old.stop)
+            assert old.inverse_norms is not None and new.inverse_norms is not None
+            new.inverse_norms[..., :held] = old.inverse_norms
         self.tables, self._moves = new, self._moves + 1
 
     def _empty(self, slots: int, heads: int, room: int) -> HashTables:

@@ -43,6 +43,9 @@ def seal(
             last = min((at // tables.size + 1) * tables.size, end)
             pieces = [range(i, min(i + AT_ONCE, last)) for i in range(at, last, AT_ONCE)]
             found = [codes(_keys(kv, b, piece), projections, centre[slot]) for piece in pieces]
+            if tables.inverse_norms is not None:
+                for piece in pieces:
+                    tables.inverse_norms[slot, :, piece.start : piece.stop] = _inverse_norms(kv, b, piece, centre[slot])
             joined = torch.cat([x.view(torch.int16) for x in found]).view(torch.uint16)  # cat has no uint16
             build(tables, joined[None], seq, seq.new_tensor([last - at]))
             at = last
@@ -55,6 +58,12 @@ def _mean(kv: KVView, b: int, begin: int, end: int) -> Tensor:
     finite = keys.isfinite().all(-1, keepdim=True)  # one that is not must not make all others void
     total = torch.where(finite, keys, 0).sum(0, dtype=torch.float64)
     return (total / finite.sum(0).clamp(min=1)).float()
+
+
+def _inverse_norms(kv: KVView, b: int, positions: range, centre: Tensor) -> Tensor:
+    """fp32 [G, positions]: see HashTables.inverse_norms."""
+    square = (_keys(kv, b, positions).float() - centre).square().sum(-1).T
+    return torch.where((square > 0) & (square < torch.inf), square.rsqrt(), 0)
 
 
 def _keys(kv: KVView, b: int, positions: range) -> Tensor:

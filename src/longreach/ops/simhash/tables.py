@@ -43,6 +43,8 @@ class HashTables:
         and past it are then never returned, and the next `build` continues there. With stop <= first a sequence has no
         keys, whatever ids and offsets hold.
     first: positions below it are never in the tables (sink tokens).
+    inverse_norms: fp32 [B, G, N], 1 over the norm of each key less its centre; 0 if that is 0 or not finite. `seal`
+        writes it with the keys, `build` does not. Triton's attend_sampled reads it.
     ids and offsets may be strided views whose last dimension is contiguous, such as one layer of a larger tensor.
     torch cannot index_put uint16: view it as int16 to move slots.
     """
@@ -52,6 +54,7 @@ class HashTables:
     stop: Tensor
     size: int
     first: int = 0
+    inverse_norms: Tensor | None = None
 
     def __post_init__(self) -> None:
         ids, offsets, stop, size = self.ids, self.offsets, self.stop, self.size
@@ -76,6 +79,16 @@ class HashTables:
         require(ok, lambda: f"stop: expected int32 [B={ids.shape[0]}], got {describe(stop)}")
         for name, x in (("offsets", offsets), ("stop", stop)):
             require(x.device == ids.device, lambda: f"{name}: expected on {ids.device} like ids, got {describe(x)}")
+        norms, shape = self.inverse_norms, (*ids.shape[:2], ids.shape[3])
+        ok = norms is None or (norms.dtype == torch.float32 and norms.shape == shape and norms.device == ids.device)
+        ok = ok and (norms is None or norms.stride(2) == 1)
+        require(
+            ok,
+            lambda: (
+                f"inverse_norms: expected fp32 {list(shape)} on {ids.device}, the last dimension contiguous, got "
+                f"{describe(norms)}"
+            ),
+        )
         contiguous = ids.stride(3) == 1 and offsets.stride(4) == 1
         require(contiguous, "ids, offsets: expected a contiguous last dimension")
 
@@ -103,7 +116,8 @@ class HashTables:
         shape = (sequences, heads, tables)
         ids = _memory((*shape, capacity), torch.uint16, device)
         offsets = _memory((*shape, -(-capacity // size), (1 << bits) + 1), offset_dtype(size), device)
-        return cls(ids, offsets, torch.full((sequences,), first, dtype=torch.int32, device=device), size, first)
+        stop = torch.full((sequences,), first, dtype=torch.int32, device=device)
+        return cls(ids, offsets, stop, size, first, torch.zeros(sequences, heads, capacity, device=device))
 
     @property
     def bits(self) -> int:
@@ -122,8 +136,11 @@ class HashTables:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory: B G tables (2 N + segments (2^bits + 1) times 2, or 4 if size is 65,536) + 4 B."""
-        return sum(x.numel() * x.element_size() for x in (self.ids, self.offsets, self.stop))
+        """Bytes of memory: B G tables (2 N + segments (2^bits + 1) times 2, or 4 if size is 65,536) + 4 B, and 4 B G N
+        of inverse norms.
+        """
+        parts = (self.ids, self.offsets, self.stop, self.inverse_norms)
+        return sum(x.numel() * x.element_size() for x in parts if x is not None)
 
 
 def offset_dtype(size: int) -> torch.dtype:

@@ -122,8 +122,10 @@ def seal(
     memory = {"D": dim, "D2": max(16, triton.next_power_of_2(dim)), "PAGED": table is not None, "PAGE": kv.page}
     hashing = {
         **memory, "TABLES": tables.tables, "BITS": bits, "BITS2": 16, "SIZE": tables.size, "BV": t.hashed,
-        "BN": t.weighed,
+        "BN": t.weighed, "NORMS": tables.inverse_norms is not None,
     }  # fmt: skip
+    norms = centre if tables.inverse_norms is None else tables.inverse_norms
+    norms = norms, norms.stride()[:2]
     early = {"CHAINED": chained, **({"launch_pdl": True} if chained else {})}
     with torch.cuda.device_of(kv.k):
         scratch, sizes = _scratch(tables, programs, t, device), _sizes(tables, t)
@@ -132,8 +134,8 @@ def seal(
             # fewer programs where there are many sequences: in most steps they have nothing to do
             each = max(t.hashed_tables, triton.cdiv(tables.tables, max(1, t.hashing // (count * tables.heads * tiles))))
             building.hash_keys[(count * tables.heads, tiles, triton.cdiv(tables.tables, each))](
-                *keys, centre, drawn, slots, tables.stop, stop, held, done, codes, tables.heads, tables.first, centred,
-                0, room, **hashing, BT=each, BLOCK=True, CHAINED=chained,
+                *keys, centre, *norms, drawn, slots, tables.stop, stop, held, done, codes, tables.heads, tables.first,
+                centred, 0, room, **hashing, BT=each, BLOCK=True, CHAINED=chained,
             )  # fmt: skip
             building.seal[(programs,)](
                 *_memory(tables), slots, tables.stop, stop, held, done, scratch[0], codes, scratch[1], count,
@@ -147,8 +149,8 @@ def seal(
             some = min(at_once, segments - segment)
             tiles = triton.cdiv(some * tables.size, t.hashed)
             building.hash_keys[(count * tables.heads, tiles, triton.cdiv(tables.tables, t.hashed_tables))](
-                *keys, centre, drawn, slots, tables.stop, stop, held, done, codes, tables.heads, tables.first, centred,
-                segment, room, **hashing, BT=t.hashed_tables, BLOCK=False, CHAINED=False,
+                *keys, centre, *norms, drawn, slots, tables.stop, stop, held, done, codes, tables.heads, tables.first,
+                centred, segment, room, **hashing, BT=t.hashed_tables, BLOCK=False, CHAINED=False,
             )  # fmt: skip
             building.add_keys[(items, some)](
                 *_memory(tables), slots, stop, held, codes, *scratch, tables.heads, tables.tables, tables.first,

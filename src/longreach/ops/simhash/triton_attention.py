@@ -9,6 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
+from longreach.errors import InvalidInput
 from longreach.ops.simhash.attention import (
     BUCKETS,
     HEADS,
@@ -45,9 +46,10 @@ class Tuning:
     scanned: int = 2048
     in_turn: int = 8
     search_warps: int = 8
-    vector: int = 8192
+    vector: int = 16384
     splits: int | None = None
     warps: int = 4
+    stages: int = 3
     registers: int = 128
     merged: int = 128
     chained: bool = False
@@ -66,6 +68,9 @@ def attend_sampled(
 ) -> tuple[Partial, None, Tensor]:  # fmt: skip
     refuse(rows.q, kv.k, kv.v)
     t, device = tune or Tuning(), rows.q.device
+    norms = tables.inverse_norms
+    if norms is None:
+        raise InvalidInput("tables: expected inverse_norms as HashTables.empty makes and seal fills them, got None")
     count, heads, dim = rows.q.shape
     group, columns = heads // kv.heads, tables.ids.shape[3]
     width = words(group, tables.tables)
@@ -75,9 +80,8 @@ def attend_sampled(
     splits = t.splits or splits_of(items, parts)
     buckets = min(t.buckets, triton.next_power_of_2(group * tables.tables))
     pieces, dims = parts * splits, max(16, triton.next_power_of_2(dim))
-    vector = dims * kv.k.element_size()
-    # 16 of 1024 bytes take 48 KiB of shared memory with q, and no more can be had beside words without asking for it
-    keys = max(32 if vector >= 1024 else 16, t.vector // vector)
+    keys = max(16, t.vector // (dims * kv.k.element_size()))
+    registers = t.registers if kv.k.element_size() == 2 else 255  # without tensor cores a program needs more
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(count, kv.heads, *shape, dtype=dtype, device=device)
@@ -87,10 +91,9 @@ def attend_sampled(
     if count:
         top, total, sums = empty(pieces, group), empty(pieces, group), empty(pieces, group, dims)
         counts, found = empty(parts, HEADS + 3, dtype=torch.int32), empty(parts, part, dtype=torch.int32)
-        wide, memory = triton.next_power_of_2(group), [found, found]
+        memory = found
         if INTERPRETED:  # which has no shared memory
-            sizes = parts * (t.room + 3 * buckets + 2 * t.pieces), pieces * (keys * (wide + 1) + 1)
-            memory = [torch.from_numpy(np.empty(items * size, np.int32)) for size in sizes]
+            memory = torch.from_numpy(np.empty(items * parts * (t.room + 3 * buckets + 2 * t.pieces), np.int32))
         q = rows.q if rows.q.stride(2) == 1 else rows.q.contiguous()
         codes = triton_codes(q, projections, None, chained=t.chained)
         how = {"CHAINED": t.chained} | ({"launch_pdl": True} if t.chained else {})
@@ -104,18 +107,18 @@ def attend_sampled(
         with torch.cuda.device_of(q):
             search_parts[(items * parts,)](
                 codes, tables.ids, strides, tables.offsets, tables.offsets.stride()[:4], where, seq, pos, kv.seq_lens,
-                tables.stop, memory[0], found, counts, kv.heads, tables.first, least, parts, GROUP=group,
+                tables.stop, memory, found, counts, kv.heads, tables.first, least, parts, GROUP=group,
                 TABLES=tables.tables, SIZE=tables.size, PER=counters(tables.tables), WORDS=width, ROOM=t.room,
                 WHOLE=whole, LOG=buckets.bit_length() - 1, BE=t.pieces, EACH=t.each,
                 OF=t.scanned // (lanes * width), BN=lanes, num_warps=t.search_warps, **how,
             )  # fmt: skip
             attend_parts[(items, pieces)](
-                q, q.stride()[:2], *view, centre, where, seq, pos, tables.stop, limit, found, counts, memory[1],
-                numbers, top, total, sums, kv.heads, tables.first, sinks, max(floor, TINY), scale, parts,
+                q, q.stride()[:2], *view, centre, norms, norms.stride()[:2], where, seq, pos, tables.stop, limit, found,
+                counts, numbers, top, total, sums, kv.heads, tables.first, sinks, max(floor, TINY), scale, parts,
                 look_up_bytes(group, tables), GROUP=group, OWN=own, D=dim, D2=dims, PAGED=table is not None,
                 PAGE=kv.page, SIZE=tables.size, LAW=law(tables, least), SOFTCAP=float(softcap or 0.0), PART=part,
-                SPLITS=splits, BP=triton.next_power_of_2(parts), BC=keys, WIDE=wide,
-                num_warps=t.warps, maxnreg=t.registers, **how,
+                SPLITS=splits, BP=triton.next_power_of_2(parts), BC=keys, H=max(8, triton.next_power_of_2(group)),
+                STAGES=t.stages, num_warps=t.warps, maxnreg=registers, **how,
             )  # fmt: skip
             merge_parts[(items, group)](
                 top, total, sums, out, lse, pieces, GROUP=group, D=dim, D2=dims,

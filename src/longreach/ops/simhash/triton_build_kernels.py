@@ -273,12 +273,12 @@ def average(
 
 @triton.jit
 def hash_keys(
-    k, k_strides, table, table_row, centre, projections, slots, ends, stop, held, done, codes, heads, lowest, count,
-    segment, room, TABLES: tl.constexpr, BITS: tl.constexpr, BITS2: tl.constexpr, D: tl.constexpr, D2: tl.constexpr,
-    PAGED: tl.constexpr, PAGE: tl.constexpr, SIZE: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
-    BN: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
+    k, k_strides, table, table_row, centre, norms, norm_strides, projections, slots, ends, stop, held, done, codes,
+    heads, lowest, count, segment, room, TABLES: tl.constexpr, BITS: tl.constexpr, BITS2: tl.constexpr,
+    D: tl.constexpr, D2: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr, SIZE: tl.constexpr, BV: tl.constexpr,
+    BT: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr, NORMS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """BT tables' codes of BV keys of a sequence and KV head, if they enter the tables now.
+    """BT tables' codes of BV keys of a sequence and KV head, if they enter the tables now; and their inverse norms.
 
     codes: uint16 [B, heads, TABLES, room], of positions from the sequence's end on (BLOCK), or from segment SIZE on.
     BLOCK: each program finds the mean that `average` does, so that no launch is needed for it; held becomes the
@@ -319,6 +319,11 @@ def hash_keys(
         v = tl.load(k + place[:, None] + d[None, :], mask=some, other=0.0).to(tl.float32)
         v = tl.where(some, v - c[None, :], 0.0)
         begin = tl.program_id(2) * BT
+        if NORMS and begin == 0:
+            square = tl.sum(v * v, 1)
+            usable = (square > 0.0) & (square < float("inf"))
+            inverse = tl.where(usable, tl.rsqrt(tl.where(usable, square, 1.0)), 0.0)
+            tl.store(norms + slot * norm_strides[0] + g * norm_strides[1] + p, inverse, mask=there)
         for t in range(begin, tl.minimum(begin + BT, TABLES)):
             code = _coded(v, _directions(projections, t, bit, d, BITS, D), BITS, BITS2)
             tl.store(codes + (item.to(tl.int64) * TABLES + t) * room + tile, code, mask=there)
