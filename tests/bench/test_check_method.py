@@ -11,8 +11,9 @@ from longreach.bench.check import WrongResult, bound
 from longreach.bench.check_method import LayerErrors, judge_method, layer_error
 from longreach.methods.base import Outcome
 from longreach.methods.call import LayerCall
-from longreach.ops import KVView, Lists, Partial, Rows, Selection, Span, Spans, absolute, relative
+from longreach.ops import KVView, Lists, Partial, Rows, Selection, Span, Spans, absolute, merge, relative
 from longreach.ops.doors import Read
+from longreach.ops.selection import Per
 
 BATCH, KEYS, GROUP, HEADS, DIM = 3, 40, 2, 2, 16
 LENGTHS = torch.tensor([40, 17, 33])
@@ -56,6 +57,20 @@ def test_a_union_of_selections_counts_each_key_once() -> None:
     call = made()
     both = (Spans((Span(absolute(0), absolute(10)),)), Spans((Span(absolute(8), relative(1)),)))
     assert layer_error(call, call.attend(Spans.dense()).out, both) < 1e-6
+
+
+@pytest.mark.parametrize("per", ["kv", "query"])
+def test_log_weights_count(per: Per) -> None:
+    """Beside a span, as MagicPIG attends: two results over disjoint keys, merged."""
+    call, heads = made(), HEADS * (GROUP if per == "query" else 1)
+    index = torch.stack([torch.randperm(10)[:5].sort().values + 2 for _ in range(BATCH * heads)])
+    weight, count = torch.randn(BATCH, heads, 5), torch.full((BATCH, heads), 5, dtype=torch.int32)
+    sample = Lists(index.view(BATCH, heads, 5).int(), count, weight, per)
+    sinks = Spans((Span(absolute(0), absolute(2)),))
+    out = merge(call.attend(sinks), call.attend(sample)).out
+    assert layer_error(call, out, (sinks, sample)) < 1e-6
+    assert layer_error(call, out, (sinks, replace(sample, log_weight=weight + 0.01))) > 1e-4
+    assert layer_error(call, out, (sinks, replace(sample, log_weight=None))) > 0.01
 
 
 def test_what_is_not_finite_is_nan() -> None:

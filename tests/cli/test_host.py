@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from longreach.evals.methods import pairings
 from tests.cli.test_bad_input import refused
 
 QUESTION = ("--question", "Who slept?")
@@ -77,6 +78,48 @@ def test_texts_are_generated_over_host_memory(longreach: Any, tiny: Path, tmp_pa
         assert x["nll"] == host["results"][label]["nll"]
 
 
+def test_texts_are_predicted_over_host_memory(longreach: Any, tiny: Path, tmp_path: Path) -> None:
+    book = tmp_path / "book.txt"
+    book.write_text("The brown hen laid an egg. The fox slept all day long.\n" * 20)
+    asked = ["perplexity", "--model", tiny, "--text", book, "--length", 100, "--decode-tokens", 20, "--limit", 1,
+             "--method", "quest dense_layers=[0] k=0.3", "--json"]  # fmt: skip
+    plain = json.loads(longreach(*asked).out)
+    host = json.loads(longreach(*asked, "--host", "--device-memory", "1MB").out)
+    assert host["config"] == {**plain["config"], "host": True, "device_memory": 10**6, "prefill_chunk_size": 4096}
+    for label, x in plain["results"].items():
+        other = host["results"][label]
+        assert x["decode"]["nll"] == other["decode"]["nll"] and x["decode_reads"] == other["decode_reads"]
+        assert x["prefill"]["nll"] == other["prefill"]["nll"]
+
+
+def test_tasks_are_asked_over_host_memory(longreach: Any, tiny: Path, tmp_path: Path) -> None:
+    asked = ["eval", "--model", tiny, "--tasks", "qa_synthetic_1", "--length", 600, "--samples", 1, "--json",
+             "--method", "quest dense_layers=[0] k=0.3", "--method", "dense fuse=a3"]  # fmt: skip
+    plain = json.loads(longreach(*asked).out)
+    kept = tmp_path / "e.json"
+    result = longreach(*asked, "--host", "--output", kept)
+    assert result.code == 0, result.err
+    host = json.loads(result.out)
+    assert host["config"]["host"] is True and "host" not in plain["config"]
+    for name, task in plain["tasks"].items():
+        for label, x in task["results"].items():
+            other = host["tasks"][name]["results"][label]
+            assert x["failed"] == other["failed"] == 0
+            assert [a["text"] for a in x["answers"]] == [a["text"] for a in other["answers"]]
+            assert x["decode_reads"] == other["decode_reads"]
+    assert longreach("report", kept, "--output", tmp_path / "report").code == 0
+    assert "--host" in (tmp_path / "report" / "report.md").read_text()
+
+
+def test_the_demo_runs_over_host_memory(longreach: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("longreach.evals.demo.pairings", lambda left_out: pairings(["streaming_llm"], left_out))
+    asked = ["demo", "--length", 600, "--json"]
+    plain, host = (json.loads(longreach(*asked, *more).out)["rows"] for more in ((), ("--host",)))
+    for row, other in zip(plain, host, strict=True):
+        assert [said["answer"] for said in row["answers"]] == [said["answer"] for said in other["answers"]]
+        assert row["decode_reads"] == other["decode_reads"]
+
+
 def test_what_cannot_be_placed_is_refused(longreach: Any, tiny: Path, document: Path, monkeypatch: Any) -> None:
     refused(longreach(*run(tiny, document, "--device-memory", "1GB")), "--device-memory limits", "give --host")
     short = longreach(*run(tiny, document, "--host", "--device-memory", "1KB"))
@@ -85,5 +128,19 @@ def test_what_cannot_be_placed_is_refused(longreach: Any, tiny: Path, document: 
     refused(longreach(*evicting), "evict=snapkv: keys in host memory cannot be evicted")
     specs = ["compare", "--model", tiny, "--document", document, "--host", "--method", "dense evict=snapkv"]
     refused(longreach(*specs), "evict=snapkv: keys in host memory cannot be evicted")
+    asked = [
+        "eval",
+        "--model",
+        tiny,
+        "--tasks",
+        "needles",
+        "--length",
+        1024,
+        "--host",
+        "--method",
+        "dense evict=snapkv",
+    ]
+    refused(longreach(*asked), "evict=snapkv: keys in host memory cannot be evicted")
+    refused(longreach("demo", "--device-memory", "1GB"), "--device-memory limits", "give --host")
     monkeypatch.setattr("longreach.cache.host.available_bytes", lambda: 1000)
     refused(longreach(*run(tiny, document, "--host")), "of host memory, and 0.98 KiB are free", "Lower the batch")

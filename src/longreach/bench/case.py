@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 TOP_K = "top-k"
-# a model's step by method; what users get: time to the first token, memory; prompts of stored chunks; evicted prompts
-STEPS, USER, FUSION, EVICT = "steps", "user", "fusion", "evict"
+# a model's step by method; what users get: time to the first token, memory; prompts of stored chunks; evicted prompts;
+# a model's step with keys and values in host memory
+STEPS, USER, FUSION, EVICT, HOST = "steps", "user", "fusion", "evict", "host"
 PREFILLS = "transformers prefill", "dense prefill"  # entries: the model's own prefill, by transformers and by longreach
 # quantities that must not exceed their bound
 MOST = (
@@ -67,14 +68,15 @@ class Target:
     over the faster of PREFILLS. "% of KV": what a method keeps for a sequence, of the sequence's keys and values; "% of
     KV held": what a cache holds of those of its prompts. "% of dense": bytes that a step reads, of those that dense
     attention reads. "mass of chosen keys": what they weigh, over the keys that
-    exact scores choose. "peak memory over": over that of the entry `over`, in the phase (prefill or decoding) where the
+    exact scores choose. "best tokens/s": the most, of all sequences together, of the entries whose names begin with
+    `of`. "peak memory over": over that of the entry `over`, in the phase (prefill or decoding) where the
     ratio is larger. "ms of choosing": of the device, tokens of a fused prompt.
     """
 
     quantity: Literal[
         "speed over baseline", "speed over fastest", "microseconds", "TB/s", "speed over", "time over",
         "share of limit", "% of KV", "% of KV held", "% of dense", "mass of chosen keys", "speed over prefill",
-        "peak memory over", "ms of choosing",
+        "peak memory over", "ms of choosing", "best tokens/s",
     ]  # fmt: skip
     bound: float
     of: str = "contiguous"
@@ -193,6 +195,18 @@ class Sampling:
 
 
 @dataclass(frozen=True)
+class HostMemory:
+    """Keys and values in host memory. device_bytes: the most GPU memory for keys, values and staging.
+
+    The limit is raised for a batch whose staging, and the layers that the method reads whole, take more. batches:
+    further numbers of sequences, with which dense attention is not measured.
+    """
+
+    device_bytes: int
+    batches: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class Case:
     """One measurement of attend, of top_k, of a method's layers or step, or of a model's decode step.
 
@@ -215,6 +229,7 @@ class Case:
     stack: Stack | None = None
     reuse: Reuse | None = None
     sampling: Sampling | None = None
+    host: HostMemory | None = None
     impls: tuple[str, ...] = ("triton",)
     replays: int | None = None
     fill: bool = False

@@ -7,6 +7,7 @@ from dataclasses import replace
 from longreach.bench.case import (
     EVICT,
     FUSION,
+    HOST,
     STEPS,
     TOP_K,
     USER,
@@ -20,6 +21,7 @@ from longreach.bench.case import (
     Stack,
     Target,
 )
+from longreach.bench.host import cases as host
 from longreach.bench.mac import cases as mac
 from longreach.bench.magicpig import cases as magicpig
 from longreach.errors import UnknownName
@@ -234,6 +236,7 @@ CASES: dict[str, Case] = {
         _fusion(16 * K, (0.0, 0.05, 0.15, 0.3, 1.0)),
         _fusion(32 * K),
         *(_evict(batch) for batch in (1, 4, 16, 64)),
+        *host.cases(),
     )
 }
 GROUPS = tuple(dict.fromkeys(case.group for case in CASES.values()))
@@ -260,6 +263,7 @@ SPOTS: dict[str, tuple[str, ...]] = {
     USER: ("user-8k-b1",),
     FUSION: ("fusion-4k",),
     EVICT: ("evict-7k-b1",),
+    HOST: ("host-96k-b1",),
 }
 
 
@@ -278,8 +282,9 @@ def tiny(case: Case) -> Case:
     rows = 256 if shape.rows == shape.context else min(2, shape.rows)
     cut = case.but(batch=min(2, shape.batch), context=256, rows=rows, heads=4, kv_heads=2, dim=16,
                    dtype="float32")  # fmt: skip
-    stack = case.stack and replace(case.stack, anchors=(0, 2), layers=4)
-    model = case.model and Model(4 if stack else 2, 64, 96, 264)
+    layers = host.TINY_LAYERS if case.host else 4 if case.stack else 2
+    stack = case.stack and replace(case.stack, anchors=(0, 2), layers=layers)
+    model = case.model and Model(layers, 64, 96, 264)
     reuse = case.reuse and replace(mac.tiny(case.reuse), window=128 if model else 64)  # a model's steps fit the ring
     return replace(
         cut,
@@ -291,4 +296,5 @@ def tiny(case: Case) -> Case:
         stack=stack,
         reuse=reuse,
         sampling=case.sampling and magicpig.tiny(case.sampling),
+        host=case.host and host.tiny(case.host),
     )

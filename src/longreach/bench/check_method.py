@@ -7,6 +7,7 @@ whose parts are not compiled and of the one that is timed, are compared with tha
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,10 +17,11 @@ from torch import Tensor
 from longreach.bench.check import WrongResult, bound
 from longreach.methods.base import Outcome
 from longreach.methods.call import LayerCall
-from longreach.ops import Selection
+from longreach.ops import Rows, Selection
 from longreach.ops.types import require
 
-UNSTEADY = ("loki",)  # methods whose plans are random too, so that rounding changes what they choose
+UNSTEADY = ("loki", "magicpig")  # rounding changes what they choose: by random directions, by signs of projections
+KeysOf = Callable[[LayerCall], tuple[Selection, ...]]
 
 
 @dataclass(frozen=True)
@@ -42,21 +44,25 @@ class MethodVerdict:
         return asdict(self)
 
 
-class LayerErrors:
-    """A layer hook of a session (`Session.on_layer`) that compares attention with fp64. worst: layer -> its error."""
+def attended(call: LayerCall) -> tuple[Selection, ...]:
+    """The keys with values in a layer's output, as the call has counted them: their union."""
+    return call.meter.values
 
-    def __init__(self) -> None:
+
+class LayerErrors:
+    """A layer hook of a session (`Session.on_layer`) that compares attention with fp64. worst: layer -> its error.
+
+    attended: the keys with values in a layer's output, with their log-weights.
+    """
+
+    def __init__(self, attended: KeysOf = attended) -> None:
+        self.attended = attended
         self.worst: dict[int, float] = {}
         self.bound = 0.0
 
     def __call__(self, phase: str, call: LayerCall, outcome: Outcome) -> None:
         self.bound = max(self.bound, bound(call.rows.q.dtype))
-        self.worst[call.layer] = layer_error(call, outcome.partial.out, attended(call))
-
-
-def attended(call: LayerCall) -> tuple[Selection, ...]:
-    """The keys with values in a layer's output: their union."""
-    return call.meter.values
+        self.worst[call.layer] = layer_error(call, outcome.partial.out, self.attended(call))
 
 
 @torch.no_grad()
@@ -64,6 +70,7 @@ def layer_error(call: LayerCall, out: Tensor, selections: tuple[Selection, ...])
     """The largest relative error (norms) of the sampled rows' query heads; NaN where any output is not finite.
 
     out: [R, H, D], one row a sequence. Compared are the first and the last row, each with its first and last KV heads.
+    A key that several selections name counts once, with its largest log-weight.
     """
     kv, group = call.kv, call.kv.group(call.rows)
     require(
@@ -77,23 +84,25 @@ def layer_error(call: LayerCall, out: Tensor, selections: tuple[Selection, ...])
         rows = call.rows.take(index)
         stop = int(rows.pos[0]) + 1
         slots = torch.arange(stop, device=out.device)
-        seen = torch.stack([_mask(selection.take(index), call, rows, stop) for selection in selections]).any(0)
+        weights = [_log_weights(selection.take(index), call, rows, stop) for selection in selections]
+        weight = torch.stack(weights).amax(0)
         page, offset = kv.locate(rows.seq.long().expand_as(slots), slots)
         for head in sorted({0, kv.heads - 1}):
             mine = slice(head * group, (head + 1) * group)
             logits = rows.q[0, mine].double() @ kv.k[page, head, offset].double().T * call.scale
-            want = logits.masked_fill(~seen[mine], -torch.inf).softmax(-1) @ kv.v[page, head, offset].double()
+            want = (logits + weight[mine]).softmax(-1) @ kv.v[page, head, offset].double()
             off = (out[row, mine].double() - want).norm(dim=-1) / want.norm(dim=-1)
             worst = max(worst, float(off.max()))
     return worst
 
 
-def _mask(selection: Selection, call: LayerCall, rows: Any, stop: int) -> Tensor:
-    """bool [H, stop]: the slots that a row's query heads attend to."""
+def _log_weights(selection: Selection, call: LayerCall, rows: Rows, stop: int) -> Tensor:
+    """fp64 [H, stop]: log-weights of the slots that a row's query heads attend to, -inf for the other slots."""
     heads = call.rows.q.shape[1]
-    require(getattr(selection, "log_weight", None) is None, "the check does not support log-weights; add them")
-    mask = selection.mask(rows, call.kv, stop)[0]
-    return mask.expand(heads, -1) if mask.shape[0] == 1 else mask.repeat_interleave(heads // mask.shape[0], 0)
+    mask, (_, weight) = selection.mask(rows, call.kv, stop)[0], selection.chosen(rows, call.kv, stop)
+    found = mask.new_zeros((), dtype=torch.float64) if weight is None else weight[0].double()
+    found = torch.where(mask, found, -torch.inf)
+    return found.expand(heads, -1) if len(found) == 1 else found.repeat_interleave(heads // len(found), 0)
 
 
 def judge_method(

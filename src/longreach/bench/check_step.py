@@ -10,12 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from longreach.bench.check import WrongResult
+
+if TYPE_CHECKING:
+    from longreach.adapters.transformers.synthetic import Draw
 
 COUNT = 16  # steps that are checked
 WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
@@ -67,14 +70,15 @@ def run_steps(decoder: Any, first: Tensor, *, capture: bool, count: int = COUNT)
 
 @torch.no_grad()
 def passes(
-    model: Any, tokens: int, read: Tensor, seed: int, *, batch: int | None = None, window: int | None = None
-) -> tuple[Tensor, Tensor]:
+    model: Any, tokens: int, read: Tensor, seed: int, *, batch: int | None = None, window: int | None = None,
+    draw: Draw | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Logits [B, n, V] of tokens read [B, n] after `tokens` drawn keys: in the model's dtype, and in a wider one.
 
     batch: sequences that keys were drawn for, of which the first B are computed, None: B. window: number of last keys
-    visible to each row, its own among them; None: all.
+    visible to each row, its own among them; None: all. draw: of the keys and values, None: `synthetic.kv_of`.
     """
-    from longreach.adapters.transformers.synthetic import filled_dynamic_cache
+    from longreach.adapters.transformers.synthetic import filled_dynamic_cache, kv_of
 
     count, steps = read.shape
     last = tokens if window is None else min(tokens, window - 1)
@@ -85,7 +89,8 @@ def passes(
         given["attention_mask"] = seen.expand(count, 1, -1, -1)
 
     def logits() -> Tensor:
-        cache = filled_dynamic_cache(model, batch or count, tokens, seed, sequences=count, last=last)
+        cache = filled_dynamic_cache(model, batch or count, tokens, seed, sequences=count, last=last,
+                                     draw=draw or kv_of)  # fmt: skip
         return model(input_ids=read, past_key_values=cache, **given).logits
 
     plain = logits()

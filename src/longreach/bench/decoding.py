@@ -238,60 +238,72 @@ class Decoding:
         decode: None for dense. check_layers: compare each layer's attention with fp64 in one step more.
         """
         from longreach.adapters.transformers import attach, shape_of
-        from longreach.adapters.transformers.loop import generate
-        from longreach.adapters.transformers.loop.run import decoder_for
         from longreach.adapters.transformers.synthetic import fill
         from longreach.cache import CacheConfig
 
         batch, tokens = case.shape.batch, case.shape.context
-        room = self.rows
-        capture = self.device.type == "cuda"
-        room_for_all = CacheConfig(capacity=tokens + room)
+        room_for_all = CacheConfig(capacity=tokens + self.rows)
         with attach(model, decode=decode, cache=room_for_all, impl=case.impls[0]) as session:
             cache = session.new_cache(batch)
             started = self.now()
             fill(cache, model, tokens, self.seed)
             if decode is not None:
                 note_filled(cache, decode, shape_of(model))
-            filled = self.now()
-            clock, before = Clock(self.device), allocated_bytes(self.device)
-            reset_peak(self.device)
-            with observed() as seen:
-                got = generate(session, ids[:, : tokens + 1], max_new_tokens=room, eos_token_id=(),
-                               past_key_values=cache, streamer=clock)  # fmt: skip
-            memory = {"before": before, "decode_peak": peak_bytes(self.device)}
-            (decoder,) = cache.decoders.values()
-            if got.captured != ("full" if capture else None):
-                raise WrongResult(
-                    f"{case.name}: the step was not one CUDA graph ({got.not_captured_reason}); its time does not count"
-                )
-            cache.drop_columns(cache.columns - tokens)
-            replays = self._replays(decoder, capture)
-            cache.drop_columns(cache.columns - tokens)
-            launched = self.launched_by(decoder, None if not capture else seen.captured)
-            cache.drop_columns(cache.columns - tokens)
-            done = run_steps(decoder, ids[:, tokens], capture=capture)
-            settings = {"compile": decoder.compile, "impl": case.impls[0], "captured": got.captured is not None}
-            setup = {
-                "fill": filled - started,
-                "compile_and_capture": got.setup_seconds,
-                "capture": decoder.capture_seconds,
-            }
-            if decode is not None:
-                settings["keys_and_values_read"] = session.report().fraction("decode")  # of dense attention's
-            whole = {**settings, "mean_microseconds": 1e6 * (got.seconds_per_token or 0.0)}
-            eager, layers, uncompiled = None, LayerErrors() if check_layers else None, None
-            if layers is not None:
-                cache.drop_columns(cache.columns - tokens)
-                eager = self.observed_step(session, decoder, ids[:, tokens], layers)
-            if layers is not None and capture:
-                plain = decoder_for(session, cache, room, sampled=False, compile="none", capture="full")
-                for _ in range(2):  # the first run captures on its way
-                    cache.drop_columns(cache.columns - tokens)
-                    uncompiled = run_steps(plain, ids[:, tokens], capture=True).logits[:, 0]
-                del plain
-        del cache, decoder
+            seconds = {"fill": self.now() - started}
+            stepped = self.filled_step(
+                case, session, cache, ids, seconds, LayerErrors() if check_layers else None, share=decode is not None
+            )
+        del cache
         release(self.device)
+        return stepped
+
+    @torch.no_grad()
+    def filled_step(
+        self, case: Case, session: Any, cache: Any, ids: Tensor, seconds: dict[str, float],
+        layers: LayerErrors | None = None, *, share: bool = True,
+    ) -> Stepped:  # fmt: skip
+        """Time the step of a session's method over a cache that holds the case's context.
+
+        ids [B, context + 1 or more]: the last ones are read. The cache has room for `rows` more tokens. seconds: of
+        what was done before, for the record. layers: compares attention with fp64 in one step more; None: no check.
+        share: record the share of keys and values that is read, of dense attention's.
+        """
+        from longreach.adapters.transformers.loop import generate
+        from longreach.adapters.transformers.loop.run import decoder_for
+
+        tokens, room = case.shape.context, self.rows
+        capture = self.device.type == "cuda"
+        clock, before = Clock(self.device), allocated_bytes(self.device)
+        reset_peak(self.device)
+        with observed() as seen:
+            got = generate(session, ids[:, : tokens + 1], max_new_tokens=room, eos_token_id=(),
+                           past_key_values=cache, streamer=clock)  # fmt: skip
+        memory = {"before": before, "decode_peak": peak_bytes(self.device)}
+        (decoder,) = cache.decoders.values()
+        if got.captured != ("full" if capture else None):
+            raise WrongResult(
+                f"{case.name}: the step was not one CUDA graph ({got.not_captured_reason}); its time does not count"
+            )
+        cache.drop_columns(cache.columns - tokens)
+        replays = self._replays(decoder, capture)
+        cache.drop_columns(cache.columns - tokens)
+        launched = self.launched_by(decoder, None if not capture else seen.captured)
+        cache.drop_columns(cache.columns - tokens)
+        done = run_steps(decoder, ids[:, tokens], capture=capture)
+        settings = {"compile": decoder.compile, "impl": case.impls[0], "captured": got.captured is not None}
+        setup = {**seconds, "compile_and_capture": got.setup_seconds, "capture": decoder.capture_seconds}
+        if share:
+            settings["keys_and_values_read"] = session.report().fraction("decode")  # of dense attention's
+        whole = {**settings, "mean_microseconds": 1e6 * (got.seconds_per_token or 0.0)}
+        eager, uncompiled = None, None
+        if layers is not None:
+            cache.drop_columns(cache.columns - tokens)
+            eager = self.observed_step(session, decoder, ids[:, tokens], layers)
+        if layers is not None and capture:
+            plain = decoder_for(session, cache, room, sampled=False, compile="none", capture="full")
+            for _ in range(2):  # the first run captures on its way
+                cache.drop_columns(cache.columns - tokens)
+                uncompiled = run_steps(plain, ids[:, tokens], capture=True).logits[:, 0]
         how = "CUDA graph replays in a row" if capture else "host clock, functional run only"
         by_token = "host clock, token by token"
         entries: list[dict[str, Any]] = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from longreach.adapters.transformers import LongreachCache
+from longreach.cache import Append
 from longreach.methods.base import AttentionMethod
 from longreach.methods.call import LayerCall, ModelShape
 from longreach.ops import Rows
@@ -19,14 +20,31 @@ def note_filled(cache: LongreachCache, method: AttentionMethod, model: ModelShap
     """
     slots = range(cache.batch)
     step = cache.kv.begin(slots, [0 for _ in slots])
-    of_keys = method.observes_prompt and method.keeps == "tokens"
-    for layer in range(model.layers if of_keys else 0):
-        view = cache.kv.view(layer, step)
-        none = view.seq_lens.new_zeros(1)
-        rows = Rows(view.k.new_zeros((1, model.query_heads, model.head_dim)), none, none)
-        call = LayerCall(layer, rows, view, step.slots, model.head_dim**-0.5, model=model)
-        state = cache.states.get(method, call)
-        if state is not None:
-            state.kept(layer, view)
+    for layer in range(model.layers):
+        note_layer(cache, method, model, layer, step)
     cache.kv.commit(step)
     cache.mark_observed((method,), [0] * cache.batch)
+
+
+@torch.no_grad()
+def note_layer(
+    cache: LongreachCache, method: AttentionMethod, model: ModelShape, layer: int, step: Append, impl: str = "auto"
+) -> None:
+    """Rebuild the state of `method` in a layer that holds all keys of a pass, as at the end of a prompt.
+
+    With keys in host memory, a pass that wrote more than a few of them has a copy in the GPU's memory, and the state is
+    made from that. State that is made of queries is left out.
+    """
+    if not (method.observes_prompt and method.keeps == "tokens"):
+        return
+    view = cache.kv.view(layer, step)
+    sequences = torch.arange(cache.batch, device=view.k.device)
+    q = view.k.new_zeros((cache.batch, model.query_heads, model.head_dim))
+    rows = Rows(q, sequences, view.seq_lens - 1)  # the last token of each sequence
+    call = LayerCall(
+        layer, rows, view, step.slots, model.head_dim**-0.5, model=model, impl=impl, phase="prefill"
+    )  # fmt: skip
+    state = cache.states.get(method, call)
+    if state is not None:
+        state.kept(layer, view)
+        method.observe_prompt(call, state)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from longreach.bench.case import MOST
+from longreach.cache.host import gib
 
 
 def goal(target: dict[str, Any]) -> str:
@@ -34,8 +35,8 @@ def outcome(target: dict[str, Any]) -> str:
 
 
 def remarks(result: dict[str, Any]) -> Iterator[str]:
-    """Further lines of a case of MAC or MagicPIG: what was forced, all speeds, hit rates that pay, what was sampled,
-    where a step's time goes."""
+    """Further lines of a case: what was forced, all speeds, hit rates that pay, what was sampled, where a step's time
+    goes, what came from host memory, what did not fit."""
     if "forced" in result:
         yield "hits are forced, for timing alone"
     if result.get("speed_over_fastest"):
@@ -49,6 +50,23 @@ def remarks(result: dict[str, Any]) -> Iterator[str]:
         yield f"{name} {sampled(preset)}"
     for what, parts in result.get("phases", {}).get("microseconds", {}).items():
         yield f"{what}: " + ", ".join(f"{part} {us:.0f} us" for part, us in parts.items())
+    for entry in result["entries"] if "host" in result else ():
+        yield host_line(entry)
+    for name, why in result.get("left_out", {}).items():
+        yield f"{name} left out: {why}"
+
+
+def host_line(entry: dict[str, Any]) -> str:
+    """A step with keys and values in host memory: its time, what came over the link, and the memory it takes."""
+    kinds = ("host_kv", "device_kv", "state", "weights")
+    memory = ", ".join(f"{name} {gib(entry['memory'][name])}" for name in kinds)
+    shares = entry.get("sampled", {})
+    sampled = f"; samples {shares['sampled_head']:.2%} a head, {shares['sampled_group']:.2%} a group" if shares else ""
+    return (
+        f"{entry['name']}: {entry['microseconds']['median'] / 1e3:.2f} ms, {entry['tokens_per_second']:.1f} tokens/s; "
+        f"{entry['link_bytes'] / 1e6:.1f} MB over the link ({entry['link_share']:.0%} of what attention reads), "
+        f"{entry['link_gb_per_s']:.2f} GB/s{sampled}; {memory}"
+    )
 
 
 def sampled(preset: dict[str, Any]) -> str:

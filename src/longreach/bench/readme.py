@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from longreach.bench.case import EVICT, FUSION, STEPS, USER
+from longreach.bench.case import EVICT, FUSION, HOST, STEPS, USER
 from longreach.bench.cases import CASES, GROUPS
 from longreach.bench.format import goal, outcome, rate
 from longreach.bench.readme_models import models
@@ -16,7 +16,8 @@ from longreach.records.quality import quality, summary
 from longreach.records.record import files
 from longreach.records.skipped import Skipped, skipped
 
-APART = STEPS, USER, FUSION, EVICT  # their entries are many, and compare with one another; `models` has the first two
+# their entries are many, and compare with one another; `models` has the first two
+APART = STEPS, USER, FUSION, EVICT, HOST
 
 
 def update(page: Path, results: Path) -> bool:

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from longreach.bench.case import EVICT, FUSION, STEPS, USER, Case
+from longreach.bench.case import EVICT, FUSION, HOST, STEPS, USER, Case
 from longreach.bench.decoding import Decoding
 from longreach.bench.evict import run_evict
 from longreach.bench.fusion import run_fusion
+from longreach.bench.host.run import run_host
 from longreach.bench.method_steps import run_method_steps
 from longreach.bench.run import QUICK, REPLAYS, run_case
 from longreach.bench.sweep import Sweeps
@@ -23,6 +24,7 @@ MANY = {
     USER: run_user,
     EVICT: run_evict,
     FUSION: run_fusion,
+    HOST: run_host,
 }  # groups whose cases measure many methods with one model
 
 

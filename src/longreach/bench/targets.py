@@ -23,6 +23,8 @@ def judge(case: Case, entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _judged(target: Target, entries: list[dict[str, Any]]) -> dict[str, Any]:
     ours = {e["name"]: e for e in entries if e["who"] == "longreach"}
+    if target.quantity == "best tokens/s":
+        return _result(target, *_most_tokens(target, entries))
     if target.quantity == "peak memory over":
         return _result(target, *_peak_over(target, {e["name"]: e for e in entries}))
     if target.of not in ours or (target.quantity in ("speed over", "time over") and target.over not in {*WHOSE, *ours}):
@@ -68,6 +70,13 @@ def _judged(target: Target, entries: list[dict[str, Any]]) -> dict[str, Any]:
     else:
         raise InvalidInput(f"target: {target.quantity} is not measured by this case")
     return _result(target, got, than)
+
+
+def _most_tokens(target: Target, entries: list[dict[str, Any]]) -> tuple[float | None, str | None]:
+    """The most tokens a second of the entries whose names begin with `of`, and the entry's name."""
+    some = [e for e in entries if e["name"].startswith(target.of)]
+    best = max(some, key=lambda e: float(e["tokens_per_second"]), default=None)
+    return (None, None) if best is None else (best["tokens_per_second"], best["name"])
 
 
 def _peak_over(target: Target, entries: dict[str, dict[str, Any]]) -> tuple[float | None, str | None]:

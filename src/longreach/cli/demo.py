@@ -6,7 +6,7 @@ import argparse
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from longreach.cli.common import add_device, add_json, load_model, positive, tell_left_out
+from longreach.cli.common import add_device, add_host, add_json, cache_config, load_model, positive, tell_left_out
 from longreach.cli.show import Column, Table, console, duration, emit, fitted, percent, place, progress, waiting
 
 if TYPE_CHECKING:
@@ -22,17 +22,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="tokens of text, question and answer (default 4096)")  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="which text and facts (default 0)")
     add_device(parser)
+    add_host(parser)
     add_json(parser)
     parser.set_defaults(model="mini", dtype="auto")
 
 
 def run(args: argparse.Namespace) -> int:
+    cache = cache_config(args)
     with waiting("loading longreach-mini"):
         model, tokenizer = load_model(args)
         from longreach.evals.demo import Demo
         from longreach.records import environment
 
-        demo = Demo(model, tokenizer, args.length, args.seed)
+        demo = Demo(model, tokenizer, args.length, args.seed, cache)
         where = environment(model.device)
     tell_left_out(demo.left_out)
     if args.json:

@@ -9,15 +9,20 @@ from pathlib import Path
 from typing import Any
 
 from longreach.cli.common import (
+    HOST_PASS_TOKENS,
     add_chunk_size,
     add_graph,
+    add_host,
     add_json,
     add_model,
     add_slot_settings,
+    cache_config,
     count,
     exit_code,
+    host_config,
     load_model,
     parse_settings,
+    pass_tokens,
     positive,
     tell_left_out,
     warn_unapplied,
@@ -82,13 +87,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--draws", type=positive, default=1, metavar="N",
                         help="answers drawn to each prompt; the score is their mean (default 1)")  # fmt: skip
     parser.add_argument(
-        "--batch", type=positive, metavar="N", help="prompts at a time (default: as many as memory holds)"
+        "--batch", type=positive, metavar="N", help="prompts at a time (default: as many as GPU memory holds)"
     )
-    add_chunk_size(parser)
+    add_chunk_size(parser, default=None, more=f", with --host {HOST_PASS_TOKENS}")
     parser.add_argument("--workers", type=count, default=0, metavar="N", help="processes that make prompts while the "
                         "model answers, for a fast GPU (default 0: all are made before it does)")  # fmt: skip
     parser.add_argument("--output", type=Path, metavar="FILE", help="the record, compressed if it ends in .gz; the "
                         "same command continues an interrupted run")  # fmt: skip
+    add_host(parser)
     add_graph(parser)
     add_json(parser)
 
@@ -105,6 +111,7 @@ def run(args: argparse.Namespace) -> int:
     from longreach.evals.methods import specs as parse_specs
     from longreach.records import check_writable
 
+    cache, pass_size = cache_config(args), pass_tokens(args)
     tasks = registry.choose(args.tasks)
     given = parse_settings(args.set, "slot", NAMED)
     specs = None  # errors there come before the model is loaded
@@ -126,12 +133,13 @@ def run(args: argparse.Namespace) -> int:
         from longreach.evals.model_info import model_info
         from longreach.records import environment
 
-        batch = args.batch or fitting_batch(model, max(args.length), args.prefill_chunk_size)
+        batch = args.batch or fitting_batch(model, max(args.length), pass_size)
         settings = Settings(args.length, args.samples, args.limit, args.seed, args.draws, args.temperature, batch,
-                            args.prefill_chunk_size, args.graph, chunk_tokens, args.chunks or "system",
+                            pass_size, args.graph, chunk_tokens, args.chunks or "system",
                             args.chunk_ends, args.question)  # fmt: skip
-        evaluation = Evaluation(model, tokenizer, tasks, specs, settings, args.workers)
-        about = {"model": model_info(model, args.model), "config": evaluation.config(), **environment(model.device)}
+        evaluation = Evaluation(model, tokenizer, tasks, specs, settings, args.workers, cache)
+        config = {**evaluation.config(), **host_config(args)}
+        about = {"model": model_info(model, args.model), "config": config, **environment(model.device)}
     warn_unapplied(evaluation.not_applied)
     record = measured(evaluation, about, args.output, args.equal_bytes)
     tell_left_out({**left_out, **record.get("equal_bytes", {}).get("unreachable", {})})

@@ -8,14 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from longreach.cli.common import (
+    HOST_PASS_TOKENS,
     add_chunk_size,
     add_graph,
+    add_host,
     add_json,
     add_methods,
     add_model,
     add_texts,
+    cache_config,
     exit_code,
+    host_config,
     load_model,
+    pass_tokens,
     positive,
 )
 from longreach.cli.results import finish
@@ -40,13 +45,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "decoded one by one (default 256; 0 for none)")  # fmt: skip
     add_methods(parser)
     parser.add_argument("--limit", type=positive, metavar="N", help="at most N windows")
-    add_chunk_size(parser)
+    add_chunk_size(parser, default=None, more=f", with --host {HOST_PASS_TOKENS}")
     parser.add_argument(
         "--output",
         type=Path,
         metavar="FILE",
         help="write a record for `longreach report`; the same command continues an interrupted run",
     )
+    add_host(parser)
     add_graph(parser)
     add_json(parser)
 
@@ -55,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     from longreach.evals.methods import specs as parse_specs
     from longreach.records import Journal, check_writable
 
-    specs = parse_specs(args.method)
+    specs, cache, chunk = parse_specs(args.method), cache_config(args), pass_tokens(args)
     if args.output is not None:
         check_writable(args.output)
     with waiting("loading the model"):
@@ -66,18 +72,18 @@ def run(args: argparse.Namespace) -> int:
 
         texts = [read_text(path, tokenizer) for path in args.text]
         task = Perplexity(model, tokenizer, texts, specs, length=args.length, decode_tokens=args.decode_tokens,
-                          limit=args.limit, graph=args.graph)  # fmt: skip
+                          limit=args.limit, graph=args.graph, cache=cache)  # fmt: skip
         where = environment(model.device)
         about = model_info(model, args.model)
     said = {
         "model": about,
         "config": {"length": args.length, "decode_tokens": args.decode_tokens, "windows": len(task.windows),
-                   "limit": args.limit, "prefill_chunk_size": args.prefill_chunk_size},
+                   "limit": args.limit, "prefill_chunk_size": chunk, **host_config(args)},
         **where, "files": [text.to_json() for text in texts],
         "methods": {spec.label: spec.to_json() for spec in specs},
     }  # fmt: skip
     with Journal(args.output, said) as journal:
-        found, failed = task.run(args.prefill_chunk_size, progress, done=journal.done, keep=journal.add)
+        found, failed = task.run(chunk, progress, done=journal.done, keep=journal.add)
     results = {spec.label: found[spec.label] for spec in specs if spec.label in found}
     record = {"kind": "perplexity", "format": FORMAT, **said, "results": results, "failed": failed}
     finish(args, record, show, journal=None if failed else journal)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
@@ -62,11 +62,14 @@ class Row:
 class Demo:
     """A document of at most `length` tokens with question and answer, its facts, and who is asked.
 
-    left_out: methods that are not, since they do not fit the model without options, and why.
+    left_out: methods that are not, since they do not fit the model without options, and why. cache: its place in
+    memory; its capacity is that of the document with a question and its answer.
     Raises InvalidInput where the facts do not fit, or the model's context is shorter than `length`.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, length: int = 4096, seed: int = 0):
+    def __init__(
+        self, model: Any, tokenizer: Any, length: int = 4096, seed: int = 0, cache: CacheConfig | None = None
+    ):  # fmt: skip
         check_length(model, length - ANSWER_TOKENS, ANSWER_TOKENS)
         self.model, self.tokenizer, self.left_out = model, tokenizer, unfit(shape_of(model))
         random = Random(f"demo/{seed}")
@@ -82,13 +85,14 @@ class Demo:
         prompts = [encode(tokenizer, f"{text}\n\n{f.question}") for f in facts]
         self.document, self.questions = share(prompts, encode(tokenizer, f"{text}\n\nWhy?"))
         self.tokens, self.characters = len(encode(tokenizer, text)), len(text)
+        longest = len(self.document) + max(map(len, self.questions)) + ANSWER_TOKENS
+        self.room = replace(cache or CacheConfig(), capacity=longest)
 
     def rows(self, progress: Progress = unseen) -> Iterator[Row]:
         """Ask every question with every method; the document is read once per prefill method."""
         stop = stop_tokens(self.model, self.tokenizer)
-        room = len(self.document) + max(map(len, self.questions)) + ANSWER_TOKENS
         for prefill, decodes in pairings(left_out=self.left_out):
-            with attach(self.model, prefill=prefill, cache=CacheConfig(capacity=room)) as session:
+            with attach(self.model, prefill=prefill, cache=self.room) as session:
                 methods = [choose("decode", decode) for decode in decodes]
                 session.prepare(*methods)
                 reader = Reader(session)

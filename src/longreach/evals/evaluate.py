@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -13,6 +13,7 @@ from longreach.adapters.transformers import (
     BatchReader,
     Session,
     attach,
+    check_host,
     context_limit,
     shape_of,
     stop_tokens,
@@ -92,23 +93,27 @@ class Evaluation:
     tasks: what is asked, by the name it goes by in parts and record; see `at_lengths`.
 
     workers: processes that make prompts while the model answers; with 0 all are made before it does. `close` ends them.
-    Raises InvalidInput for a length beyond the model's context and for a task that cannot be built at that length.
+    cache: its place in memory; its capacity is the longest length.
+    Raises InvalidInput for a length beyond the model's context and for a task that cannot be built at that length,
+    Unsupported for eviction from host memory.
     """
 
     def __init__(
         self, model: Any, tokenizer: Any, tasks: Sequence[Task], specs: Sequence[Spec], settings: Settings,
-        workers: int = 0,
+        workers: int = 0, cache: CacheConfig | None = None,
     ):  # fmt: skip
         limit = context_limit(model)
         if limit is not None and settings.longest > limit:
             raise InvalidInput(
                 f"length {settings.longest} exceeds the model's context of {limit} tokens; lower --length"
             )
+        self.room = replace(cache or CacheConfig(), capacity=settings.longest)
         for spec in specs:
             for method in (spec.prefill, spec.decode):
                 method.check(shape_of(model))
             if spec.fuse is not None:
                 spec.fuse.check(shape_of(model))
+            check_host(self.room, spec.evict)
         if any(spec.fuse for spec in specs) and settings.chunk_tokens is None:
             raise InvalidInput("fusion takes documents cut into chunks; give chunk_tokens, such as 512")
         if settings.question == "decode":
@@ -163,7 +168,6 @@ class Evaluation:
         Raises MeasurementFailed where the device is lost.
         """
         parts = dict(done)
-        room = CacheConfig(capacity=self.settings.longest)
         for specs in by_reading(self.specs, fused_together=True):
             open_parts = [p for p in self._parts(specs[0].label) if p[0] not in done]
             if not open_parts:
@@ -172,7 +176,7 @@ class Evaluation:
             evict = None if fuse else specs[0].evict
             what = "fusion" if fuse else f"{prefill.name} prefill{f', {evict.name}' if evict else ''}"
             with (
-                attach(self.model, fuse=fuse, prefill=prefill, evict=evict, cache=room) as session,
+                attach(self.model, fuse=fuse, prefill=prefill, evict=evict, cache=self.room) as session,
                 progress(f"{what}, {counted(len(specs), 'method')}", len(open_parts)) as advance,
             ):
                 session.prepare(*(spec.decode for spec in specs))

@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -140,13 +140,14 @@ class Perplexity:
     decode_tokens: tokens of each window, its last, that are fed one by one through the decode methods after the rest
     was read with the prefill method; 0 for none. Where cutting off a window's end would not leave what reading the rest
     leaves (prefills that pool over rows, MAC's ring), the rest is read once more before its end is decoded, and the
-    bytes of prefill are of this. Raises InvalidInput where no window is whole, a window exceeds the model's context, or
-    decoding leaves nothing to be read.
+    bytes of prefill are of this. cache: its place in memory; its capacity is that of a window.
+    Raises InvalidInput if no window is whole, a window exceeds the model's context, or decoding leaves nothing to read.
     """
 
     def __init__(
         self, model: Any, tokenizer: Any, texts: Sequence[Text], specs: Sequence[Spec], *, length: int = 4096,
         decode_tokens: int = 256, limit: int | None = None, graph: bool | None = None,
+        cache: CacheConfig | None = None,
     ):  # fmt: skip
         check_length(model, length, 0)
         if not 0 <= decode_tokens <= length - 3:
@@ -157,6 +158,7 @@ class Perplexity:
                 method.check(shape_of(model))
         self.model, self.specs, self.length, self.decode_tokens, self.graph = model, specs, length, decode_tokens, graph
         self.windows = windows_of(texts, tokenizer, length, limit)
+        self.room = replace(cache or CacheConfig(), capacity=length)
 
     def run(
         self, chunk: int, progress: Progress = unseen, *, done: Mapping[str, Any] | None = None, keep: Keep = _forget
@@ -194,7 +196,7 @@ class Perplexity:
         """Add to `parts` the windows that are missing."""
         fresh = [(name, w) for name, w in zip(names, self.windows, strict=True) if name not in parts]
         with (
-            attach(self.model, prefill=prefill, cache=CacheConfig(capacity=self.length)) as session,
+            attach(self.model, prefill=prefill, cache=self.room) as session,
             progress(f"{prefill.name} prefill, {counted(len(specs), 'method')}", self.length * len(fresh)) as advance,
         ):
             session.prepare(*(spec.decode for spec in specs))

@@ -7,7 +7,7 @@ on the keys' values.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from longreach.adapters.transformers.hf_cache import LongreachCache
 
 SPREAD = 0.02  # standard deviation of weights
 KEYS = 8  # about as many keys share most of a query's weight, so that a wrong read shows in the logits
+# model, batch, tokens, seed -> keys and values [B, tokens, G, D] of each layer, as `kv_of` draws them
+Draw = Callable[[PreTrainedModel, int, int, int], Iterator[tuple[Tensor, Tensor]]]
 
 
 @torch.no_grad()
@@ -57,6 +59,11 @@ def logit_spread(tokens: int) -> float:
     return math.sqrt(max(math.log(tokens / KEYS), 0.0))
 
 
+def key_size(model: PreTrainedModel, tokens: int) -> float:
+    """Standard deviation of a key's numbers with which about KEYS of `tokens` keys share most of a query's weight."""
+    return logit_spread(tokens) / (SPREAD * math.sqrt(model.config.hidden_size))
+
+
 def kv_of(model: PreTrainedModel, batch: int, tokens: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
     """For each layer keys and values [B, tokens, G, D]: the same for the same arguments.
 
@@ -65,10 +72,10 @@ def kv_of(model: PreTrainedModel, batch: int, tokens: int, seed: int) -> Iterato
     config: Any = model.config
     draw = torch.Generator(model.device).manual_seed(seed)
     form = (batch, tokens, config.num_key_value_heads, config.head_dim)
-    length = logit_spread(tokens) / (SPREAD * math.sqrt(config.hidden_size))
+    size = key_size(model, tokens)
     for _ in range(config.num_hidden_layers):
         k, v = (torch.empty(form, dtype=model.dtype, device=model.device).normal_(generator=draw) for _ in "kv")
-        yield k.mul_(length), v
+        yield k.mul_(size), v
 
 
 @torch.no_grad()
@@ -83,14 +90,15 @@ def fill(cache: LongreachCache, model: PreTrainedModel, tokens: int, seed: int) 
 
 @torch.no_grad()
 def filled_dynamic_cache(
-    model: PreTrainedModel, batch: int, tokens: int, seed: int, *, sequences: int | None = None, last: int | None = None
-) -> DynamicCache:
-    """transformers' cache of any length, holding the same columns as `fill` puts.
+    model: PreTrainedModel, batch: int, tokens: int, seed: int, *, sequences: int | None = None,
+    last: int | None = None, draw: Draw = kv_of,
+) -> DynamicCache:  # fmt: skip
+    """transformers' cache of any length, holding the columns of `draw`: by default those that `fill` puts.
 
     sequences: only that many first ones; last: only that many last columns. The rest takes no memory.
     """
     cache = DynamicCache(config=model.config)
-    for layer, both in enumerate(kv_of(model, batch, tokens, seed)):
+    for layer, both in enumerate(draw(model, batch, tokens, seed)):
         k, v = (x[:sequences, tokens - (last or tokens) :].transpose(1, 2).clone() for x in both)
         cache.update(k, v, layer)
     return cache

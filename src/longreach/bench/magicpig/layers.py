@@ -10,15 +10,15 @@ import torch
 from longreach.bench.case import Memory, Preset
 from longreach.bench.check import WrongResult, bound
 from longreach.bench.inputs import Inputs
+from longreach.bench.magicpig.lists import sampled_lists
 from longreach.bench.timing import Call
 from longreach.methods.base import Outcome, PromptObserver, attend_densely, budget
 from longreach.methods.call import LayerCall
-from longreach.methods.choosing import max_keys
 from longreach.methods.magicpig import MagicPIG
 from longreach.methods.magicpig.state import LayerTables
 from longreach.ops import Lists, Rows
 from longreach.ops.append import append
-from longreach.ops.simhash import SampledAttention, attend_sampled, codes, collide, weigh
+from longreach.ops.simhash import SampledAttention, attend_sampled
 from longreach.runtime import LayerReport, Ledger, Pass, Segment, attend_layer, drive
 
 DENSE = "dense"
@@ -77,15 +77,7 @@ class SampledLayers:
         """The method's step in the first layer, uncaptured."""
         call, state, method, impl = self.call(0), self.states[0], self.method, self.impl
         outcome = method.run(call, state)
-        room, coded = max_keys(method.capacity, call.kv.capacity), codes(call.rows.q, state.projections, impl=impl)
-        by_slot = replace(call.rows, seq=self._slots[call.rows.seq.long()])
-        found = collide(
-            by_slot, state.tables, coded, capacity=room, least=method.least, share=method.share, impl=impl
-        )  # fmt: skip
-        weights = weigh(
-            call.rows, call.kv, state.tables, found, state.centre[self._slots], floor=method.floor, impl=impl
-        )  # fmt: skip
-        return Attended(call, outcome, found.lists(weights.log_weight))
+        return Attended(call, outcome, sampled_lists(call, method, state, impl))
 
     def reports(self, *, sealing: bool = False) -> tuple[LayerReport, ...]:
         """The method's report, of one layer for each copy. sealing: as in `step`."""

@@ -28,8 +28,8 @@ class Tuning:
     are more; bucket: ids read from a bucket; listed: positions of a list's round; weighed: keys of a program.
     Where keys enter tables: hashed, hashed_tables: keys and tables of a program that hashes; hashing: such programs for
     a block, at most; new: keys whose order is found, in a segment without keys; inserted: keys added to a segment with
-    keys, at least 128; moved: ids that move; programs: that add a block, at most; codes: bytes of codes of segments, at
-    most, but a segment's at least.
+    keys, at least 128; moved: ids that move; programs: that add a block, at most; registers: of one; codes: bytes of
+    codes of segments, at most, but a segment's at least.
     chained: whether the kernel that seals may start while the one before it runs, and the next one while it runs.
     """
 
@@ -46,6 +46,7 @@ class Tuning:
     inserted: int = 256
     moved: int = 1024
     programs: int = PROGRAMS
+    registers: int = 168
     codes: int = CODES
     chained: bool = not INTERPRETED
 
@@ -139,7 +140,8 @@ def seal(
             )  # fmt: skip
             building.seal[(programs,)](
                 *_memory(tables), slots, tables.stop, stop, held, done, scratch[0], codes, scratch[1], count,
-                tables.heads, tables.tables, tables.first, room, **sizes, BS=triton.next_power_of_2(count), **early,
+                tables.heads, tables.tables, tables.first, room, **sizes, BS=triton.next_power_of_2(count),
+                maxnreg=t.registers, **early,
             )  # fmt: skip
             return held
         building.average[(count, kv.heads)](

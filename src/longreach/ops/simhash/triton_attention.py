@@ -50,7 +50,7 @@ class Tuning:
     splits: int | None = None
     warps: int = 4
     stages: int = 3
-    registers: int = 128
+    registers: int = 168
     merged: int = 128
     chained: bool = False
 

@@ -11,8 +11,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from longreach.ops.attend.triton_streams import peek
 from longreach.ops.simhash.attention import HEADS as HEADS_OF_A_PROGRAM
-from longreach.ops.simhash.triton_kernels import _place, agreement, inclusion, log
+from longreach.ops.simhash.triton_kernels import agreement, inclusion, log
 
 HEADS = tl.constexpr(HEADS_OF_A_PROGRAM)
 
@@ -44,6 +45,20 @@ def _share(count, split, splits):
     """(first, number): a split's share of so many things."""
     each = tl.cdiv(count, splits)
     return split * each, tl.maximum(tl.minimum(each, count - split * each), 0)
+
+
+@triton.jit
+def _keys(keys, n, entry, PAGED: tl.constexpr, PAGE: tl.constexpr):
+    """(slots, heads that sampled each, inverse norms of sampled ones, pages) of the n-th keys of a program. entry: of
+    the list, for sampled ones.
+    """
+    entries, norms, table, low, listed, lowest, all_of, near, few, sink, start = keys
+    last = near + n - listed - all_of
+    other = tl.where(n < listed + all_of, lowest + n - listed, tl.where(last < sink, last, start + last - sink))
+    s = tl.where(n < listed, low + (entry & 0xFFFF), other)
+    norm = peek(norms + s, n < listed).to(tl.float32, bitcast=True)
+    page = peek(table + s // PAGE, n < listed + all_of + few) if PAGED else s
+    return s, entry >> 16, norm, page
 
 
 @triton.jit
@@ -108,19 +123,23 @@ def attend_parts(
     lowest_here += begin
     near, few = _share(always, piece, parts * SPLITS)
     own_norms = norms + slot * norm_strides[0] + g * norm_strides[1]
+    keys = (entries, own_norms, table + b * table_row, low, listed, lowest_here, all_of, near, few, sink, start)
     m, z = tl.full([H], float("-inf"), tl.float32), tl.zeros([H], tl.float32)
     o = tl.zeros([D2, H], tl.float32)
+    # entries are read two rounds ahead, norms and pages one, so that no load waits for another
+    s, heads, norm, page = _keys(keys, lane, peek(entries + lane, lane < listed), PAGED, PAGE)
+    ahead = peek(entries + BC + lane, BC + lane < listed)
     for c in tl.range(0, listed + all_of + few, BC, num_stages=STAGES):
         n = c + lane
+        next_s, next_heads, next_norm, next_page = _keys(keys, n + BC, ahead, PAGED, PAGE)
+        ahead = peek(entries + 2 * BC + n, 2 * BC + n < listed)
         there, sampled = n < listed + all_of + few, n < listed
-        entry = tl.load(entries + n, mask=sampled, other=0)
-        last = near + n - listed - all_of
-        near_at = tl.where(last < sink, last, start + last - sink)
-        other = tl.where(n < listed + all_of, lowest_here + n - listed, near_at)
-        s = tl.where(sampled, low + (entry & 0xFFFF), other)
-        norm = tl.load(own_norms + s, mask=sampled, other=0.0)
-        at_k = _place(k_strides, table, table_row, b, s, there, PAGED, PAGE) + g * k_strides[1]
-        at_v = _place(v_strides, table, table_row, b, s, there, PAGED, PAGE) + g * v_strides[1]
+        if PAGED:
+            at_k = page.to(tl.int64) * k_strides[0] + (s % PAGE).to(tl.int64) * k_strides[2] + g * k_strides[1]
+            at_v = page.to(tl.int64) * v_strides[0] + (s % PAGE).to(tl.int64) * v_strides[2] + g * v_strides[1]
+        else:
+            at_k = b * k_strides[0] + s.to(tl.int64) * k_strides[2] + g * k_strides[1]
+            at_v = b * v_strides[0] + s.to(tl.int64) * v_strides[2] + g * v_strides[1]
         some, some_v = there[:, None], there[None, :]
         if D != D2:
             some, some_v = some & inside[None, :], some_v & inside[:, None]
@@ -133,7 +152,6 @@ def attend_parts(
         cosine = tl.where(
             usable[:, None] & known[None, :], cosine, tl.where(usable[:, None] | known[None, :], 0.0, 1.0)
         )
-        heads = entry >> 16
         y += tl.where(sampled[:, None], _log_weights(cosine, heads, floor, GROUP, H, OWN, LAW), 0.0)
         seen = there[:, None]
         if OWN:
@@ -145,6 +163,7 @@ def attend_parts(
         w, fewer = tl.exp(y - safe[None, :]), tl.exp(m - safe)
         m, z = higher, z * fewer + tl.sum(w, 0)
         o = tl.dot(vv, w.to(vv.dtype), o * fewer[None, :], input_precision="ieee")
+        s, heads, norm, page = next_s, next_heads, next_norm, next_page
     place = (first_part * SPLITS + piece) * GROUP + h
     tl.store(top + place, m, mask=mine)
     tl.store(total + place, z, mask=mine)

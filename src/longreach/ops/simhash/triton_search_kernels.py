@@ -60,6 +60,18 @@ def _count(words, memory, at, one):
 
 
 @triton.jit
+def _store(at, value, some):
+    """As tl.store, in the layout that value has: Triton would change it for what it takes for neighbours."""
+    if not INTERPRETED:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.u32 p, $3, 0; @p st.global.u32 [$1], $2; mov.u32 $0, 0; }", "=r,l,r,r",
+            [at, value, some], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        tl.store(at, value, mask=some > 0)
+
+
+@triton.jit
 def _where_both(a, most_a, b, most_b, x):
     """x where 0 <= a < most_a and 0 <= b < most_b, 0 elsewhere: three instructions, of which Triton would make six."""
     if not INTERPRETED:
@@ -214,7 +226,7 @@ def search_parts(
         some = (heads > 0).to(tl.int32)
         many = tl.sum(some, 0)
         before = number + tl.cumsum(many, 0) - many
-        tl.store(room + before[None, :] + tl.cumsum(some, 0) - 1, at | heads << 16, mask=some > 0)
+        _store(room + before[None, :] + tl.cumsum(some, 0) - 1, at | heads << 16, some)
         number += tl.sum(many, 0)
     fields = tl.zeros([BN, WORDS], tl.int64)
     for i in tl.static_range(PER):

@@ -1,0 +1,1 @@
+"""The benchmark of decoding with keys and values in host memory."""

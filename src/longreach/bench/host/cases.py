@@ -1,0 +1,47 @@
+"""Cases of a model's decode step whose keys and values lie in host memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from longreach.bench.case import HOST, Case, HostMemory, Model, Preset, Sampling, Shape, Stack, Target
+from longreach.bench.magicpig.cases import PRESETS
+
+K = 1024
+DENSE, MAGICPIG = "dense", "magicpig"
+TINY_LAYERS = 6  # enough for layers in both kinds of memory
+
+
+def cases() -> tuple[Case, ...]:
+    most, least = 16_000.0, 12.0  # microseconds of a step, and speed over dense attention
+    group, own = (entry_name(MAGICPIG, preset) for preset in PRESETS)
+    fast = [Target("microseconds", most, name) for name in (group, own)]
+    faster = [Target("speed over", least, name, DENSE) for name in (group, own)]
+    return (
+        _case("host-96k-b1", 96 * K, HostMemory(4 << 30), (DENSE, MAGICPIG, "kascade", "quest"), PRESETS,
+              (*fast, *faster)),
+        _case("host-96k-batches", 96 * K, HostMemory(4 << 30, batches=(2, 4, 6, 8)), (DENSE, MAGICPIG), PRESETS[1:],
+              (Target("best tokens/s", 120.0, own),)),
+        _case("host-1m-b1", K * K, HostMemory(48 << 30), (MAGICPIG,), PRESETS[:1], ()),
+    )  # fmt: skip
+
+
+def entry_name(method: str, preset: Preset | None, batch: int | None = None) -> str:
+    """Name of a record's entry. preset: MagicPIG's, else None. batch: None if the case has only one."""
+    name = method if preset is None else f"{method} {preset.name}"
+    return name if batch is None else f"{name}, batch {batch}"
+
+
+def tiny(host: HostMemory) -> HostMemory:
+    """A limit that the staging of one sequence already exceeds, and a second batch where there was one."""
+    return replace(host, device_bytes=1 << 16, batches=host.batches[:1])
+
+
+def _case(
+    name: str, context: int, host: HostMemory, methods: tuple[str, ...], presets: tuple[Preset, ...],
+    targets: tuple[Target, ...],
+) -> Case:  # fmt: skip
+    return Case(
+        name, HOST, Shape(1, context), stack=Stack(), sampling=Sampling(presets), model=Model(), host=host,
+        methods=methods, targets=targets,
+    )  # fmt: skip

@@ -1,0 +1,210 @@
+"""The group "host": a step with keys and values in host memory, with its reads, its memory, and its check."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from longreach.bench.case import Target
+from longreach.bench.cases import CASES, tiny
+from longreach.bench.check import WrongResult
+from longreach.bench.decoding import Decoding
+from longreach.bench.format import remarks
+from longreach.bench.host.reads import step_bytes
+from longreach.bench.host.run import device_limit, run_host, wanted
+from longreach.bench.magicpig import lists
+from longreach.bench.targets import judge
+from longreach.cache import tiers
+from longreach.errors import CapacityError, OutOfMemory
+from longreach.methods.dense import Dense
+from longreach.methods.magicpig import MagicPIG
+from longreach.methods.quest import Quest
+from longreach.ops.simhash.api import Weights
+from longreach.runtime import LayerReport, Report
+
+ALL, BATCHES, LONG = (CASES[name] for name in ("host-96k-b1", "host-96k-batches", "host-1m-b1"))
+SMALL = tiny(ALL)
+GROUP, OWN = "magicpig (5,5) group", "magicpig (5,10) own"
+
+
+def measured(case: Any = SMALL, saved: list[dict[str, Any]] | None = None, **changed: Any) -> dict[str, Any]:
+    bench = Decoding(torch.device("cpu"), without=(), quick=True, seed=0, say=lambda line: None)
+    bench.steps = 2
+    return run_host(bench, replace(case, **changed), (lambda result: None) if saved is None else saved.append)
+
+
+def test_what_is_measured_and_must_be_reached() -> None:
+    group = [case for case in CASES.values() if case.group == "host"]
+    assert group == [ALL, BATCHES, LONG]
+    assert [(c.shape.context, c.shape.heads, c.shape.kv_heads, c.shape.dim, c.shape.dtype) for c in group] == [
+        (n << 10, 32, 8, 128, "bfloat16") for n in (96, 96, 1024)
+    ]
+    names = [[one.name for one in wanted(case)] for case in group]
+    group_preset, own = "magicpig (10,75) group", "magicpig (10,150) own"
+    assert names[0] == ["dense", group_preset, own, "kascade", "quest"] and names[2] == [group_preset]
+    assert names[1] == ["dense", *(f"{own}, batch {n}" for n in (1, 2, 4, 6, 8))]
+    assert [[(t.quantity, t.of, t.over, t.bound) for t in case.targets] for case in group] == [
+        [("microseconds", group_preset, None, 16e3), ("microseconds", own, None, 16e3),
+         ("speed over", group_preset, "dense", 12.0), ("speed over", own, "dense", 12.0)],
+        [("best tokens/s", own, None, 120.0)], [],
+    ]  # fmt: skip
+
+
+def test_the_most_tokens_of_any_batch_are_judged() -> None:
+    own = "magicpig (10,150) own"
+    rates = {f"{own}, batch {n}": rate for n, rate in ((1, 90.0), (4, 130.0), (8, 110.0))} | {"dense": 900.0}
+    entries = [{"name": name, "who": "longreach", "tokens_per_second": rate} for name, rate in rates.items()]
+    (found,) = judge(BATCHES, entries)
+    assert (found["got"], found["than"], found["reached"]) == (130.0, f"{own}, batch 4", True)
+    assert judge(BATCHES, entries[-1:])[0]["got"] is None
+    (short,) = judge(replace(BATCHES, targets=(Target("best tokens/s", 200.0, own),)), entries)
+    assert not short["reached"] and short["missed_by"] == pytest.approx(0.35)
+
+
+def test_every_entry_has_its_reads_memory_and_check() -> None:
+    saved: list[dict[str, Any]] = []
+    result = measured(saved=saved)
+    entries = {entry["name"]: entry for entry in result["entries"]}
+    assert list(entries) == ["dense", GROUP, OWN, "kascade", "quest"] and len(saved) == 5
+    layer = 2 * (256 + 19) * 2 * 16 * 4  # keys and values of 2 heads, fp32; 19 tokens of room
+    placed = {"dense": 0, GROUP: 2, OWN: 2, "kascade": 2, "quest": 2}  # layers that are read whole; dense reads all
+    weights = sum(p.numel() * 4 for p in bench_model().parameters())
+    for name, entry in entries.items():
+        memory, whole = entry["memory"], placed[name]
+        assert (memory["host_layers"], memory["device_layers"]) == (6 - whole, whole), name
+        assert (memory["host_kv"], memory["device_kv"]) == ((6 - whole) * layer, whole * layer)
+        assert (memory["staging"], memory["weights"]) == (2 * layer, weights)
+        assert entry["settings"]["device_bytes"] == (2 + whole) * layer
+        assert (memory["state"] > 0) == ("magicpig" in name or name in ("quest", "kascade"))
+        assert 0 < entry["error"] <= entry["error_bound"] and 0 < entry["link_share"] <= 1
+        seconds = entry["microseconds"]["median"] / 1e6
+        assert entry["tokens_per_second"] == pytest.approx(1 / seconds)
+        assert entry["link_gb_per_s"] == pytest.approx(entry["link_bytes"] / seconds / 1e9, rel=1e-4)
+        assert set(result["setup_seconds"][name]) == {"fill", "state", "compile_and_capture", "capture"}
+        check = result["check"][name]
+        assert check["layers"] == 6 and check["of_captured"] <= result["check"]["of_logits"] * 2
+        assert (check["of_captured_bound"] is None) == ("magicpig" in name)
+    dense = entries["dense"]
+    assert dense["link_share"] == 1 and dense["percent_of_dense"] == pytest.approx(100)
+    keys = dense["link_bytes"] / (6 * 2 * 2 * 16 * 4)  # of a head and layer, at a mean step
+    assert 257 <= keys <= 275
+    for name in (GROUP, OWN):
+        sampled = entries[name]["sampled"]
+        assert 0.01 < sampled["sampled_head"] < sampled["sampled_group"] < 0.2
+        assert entries[name]["link_bytes"] < 0.5 * dense["link_bytes"] > entries["quest"]["link_bytes"]
+    lines = "\n".join(remarks(result))
+    assert "MB over the link" in lines and "a head" in lines and "host_kv" in lines
+
+
+def bench_model() -> Any:
+    return Decoding(torch.device("cpu"), without=(), quick=True, seed=0, say=lambda line: None).model(SMALL)[0]
+
+
+def test_sampled_keys_cross_the_link_once() -> None:
+    """A report counts them for their weight and for attention; the kernels read them once."""
+    layer = LayerReport("decode", 3, "magicpig", "triton", 4, 4, 4_000, 1_000, 100, 9_000, 0, (), {"note": ""})
+    dense = replace(layer, layer=0, key_bytes=4_500, value_bytes=4_500, metadata_bytes=0, notes=None)
+    method = MagicPIG(bits=5, tables=5)
+    found = step_bytes(Report((layer, dense, replace(layer, phase="prefill"))), method, (3,), 1e-6)
+    assert found == {
+        "attention_bytes": 2775, "link_bytes": 500, "link_share": 500 / 2775, "link_gb_per_s": pytest.approx(0.5),
+        "percent_of_dense": pytest.approx(100 * 2775 / 4500),
+    }  # fmt: skip
+    assert step_bytes(Report((dense,)), method, (0,), 1e-6)["link_bytes"] == 2250
+
+
+def test_a_batch_that_does_not_fit_is_left_out_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the free host memory that the cache finds, before it writes anything."""
+    layer = 2 * (256 + 19) * 2 * 16 * 4
+    monkeypatch.setattr(tiers, "check_available", refuse_more_than(6 * layer))
+    result = measured(tiny(BATCHES))
+    assert [entry["name"] for entry in result["entries"]] == ["dense", f"{OWN}, batch 1"]
+    assert list(result["left_out"]) == [f"{OWN}, batch 2"]
+    needed = 4 * 2 * layer  # of two layers of six, the GPU has room
+    assert result["left_out"][f"{OWN}, batch 2"] == f"does not fit: keys and values need {needed} of host memory"
+    assert any(f"{OWN}, batch 2 left out" in line for line in remarks(result))
+    monkeypatch.setattr(tiers, "check_available", refuse_more_than(0))
+    with pytest.raises(OutOfMemory, match="nothing fits into memory"):
+        measured(tiny(BATCHES))
+
+
+def refuse_more_than(most: int) -> Callable[[int], None]:
+    def check(nbytes: int) -> None:
+        if nbytes > most:
+            raise CapacityError(f"keys and values need {nbytes} of host memory")
+
+    return check
+
+
+def test_a_method_that_is_wrong_has_no_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = Quest.run
+    monkeypatch.setattr(Quest, "run", lambda self, call, state: (o := attend(self, call, state))._replace(
+        partial=replace(o.partial, out=o.partial.out * 1.001)
+    ))  # fmt: skip
+    saved: list[dict[str, Any]] = []
+    with pytest.raises(WrongResult, match=r"host-96k-b1: quest: attention of layer \d is off by"):
+        measured(saved=saved, methods=("quest", "dense"))
+    assert [entry["name"] for entry in saved[-1]["entries"]] == ["dense"]
+
+
+@pytest.mark.parametrize("off", ["attention", "weights"])
+def test_a_wrong_sample_is_seen(off: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of MagicPIG every key is compared with its log-weight."""
+    if off == "attention":
+        attend = MagicPIG.run
+        monkeypatch.setattr(MagicPIG, "run", lambda self, call, state: (o := attend(self, call, state))._replace(
+            partial=replace(o.partial, out=o.partial.out * 1.001)
+        ))  # fmt: skip
+    else:
+        weigh = lists.weigh
+
+        def heavier(*given: Any, **options: Any) -> Weights:
+            found = weigh(*given, **options)
+            return found._replace(log_weight=found.log_weight + 0.05)
+
+        monkeypatch.setattr(lists, "weigh", heavier)
+    with pytest.raises(WrongResult, match=r"magicpig \(5,5\) group: attention of layer \d is off by"):
+        measured(methods=("magicpig",))
+
+
+def test_an_overflowed_list_makes_no_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lists, "max_keys", lambda capacity, tokens: 1)
+    with pytest.raises(
+        WrongResult, match=r"magicpig \(5,5\) group: a list of layer \d overflowed, and its head attended densely"
+    ):
+        measured(methods=("magicpig",))
+
+
+def test_a_captured_step_with_other_logits_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    attend, observe, observing = Dense.run, Decoding.observed_step, list[bool]()
+
+    def later(self: Dense, call: Any, state: Any) -> Any:
+        outcome = attend(self, call, state)
+        factor = 1.0 if observing else 1.01
+        return outcome._replace(partial=replace(outcome.partial, out=outcome.partial.out * factor))
+
+    def observed(self: Decoding, *given: Any) -> Any:
+        observing.append(True)
+        return observe(self, *given)
+
+    monkeypatch.setattr(Dense, "run", later)
+    monkeypatch.setattr(Decoding, "observed_step", observed)
+    with pytest.raises(WrongResult, match="the captured step's logits differ"):
+        measured(methods=("dense",))
+
+
+def test_the_limit_grows_with_the_batch() -> None:
+    layer = 2 * 98_400 * 8 * 128 * 2
+    assert device_limit(ALL, 98_400, 2) == 4 << 30
+    for batch, limit in ((2, 4 << 30), (4, 4 * 4 * layer), (8, 8 * 4 * layer)):
+        assert device_limit(replace(BATCHES, shape=replace(BATCHES.shape, batch=batch)), 98_400, 2) == limit
+    assert device_limit(LONG, (1 << 20) + 100, 2) == 48 << 30
+
+
+def test_another_batch_or_context_can_be_given() -> None:
+    case = tiny(BATCHES).but(batch=2)
+    assert [(one.name, one.batch) for one in wanted(case)] == [("dense", 2), (f"{OWN}, batch 2", 2)]
