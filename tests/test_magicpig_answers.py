@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from longreach.methods.magicpig import PRESETS
 from longreach.records.report.rows import paired
 from tests.doc_tables import ROOT, Row, record, tables
 
@@ -158,6 +159,40 @@ def test_sentences() -> None:
     last = {name: found["by_position"][-1]["nll"] for name, found in generated.items()}
     assert max(last, key=lambda name: last[name]) == "dense"
     assert all(low <= 0 <= high for low, high in (found["over_dense_interval_95"] for found in generated.values()))
+
+
+def test_pairs_and_options_that_were_measured() -> None:
+    """The paper's five presets, three of them with `own`, and other options with one pair."""
+    pairs = {f"magicpig bits={bits} tables={tables}" for bits, tables in PRESETS if (bits, tables) != (10, 75)}
+    for length in (4096, LONG):
+        assert {name for name in methods_of("group", length) if " tables=" in name} == pairs
+    own = methods_of("own")
+    assert len(pairs) == 5 and not any("bits=10 tables=75" in name for name in own)
+    listed = "This was measured for (9, 120), (10, 150) and (10, 220)."
+    assert listed in WORDS and sum(name.endswith("share=own") for name in own) == 3
+    for option in ("dense_layers=[]", "centre=0", "floor=0.999"):
+        assert [name for name in own if option in name] == [f"magicpig bits=10 tables=150 {option}"]
+    assert "magicpig bits=10 tables=75" in methods_of("aggregation", LONG)
+
+
+def test_rows_of_full_lists_are_stated() -> None:
+    """Records of that time count them as rows that sampled all keys."""
+    full = {
+        name: 100 * average(average(task["sampling"]["overflowed"]) for task in found)
+        for name in methods_of("aggregation", LONG)
+        if "sampling" in (found := list(results(name, "aggregation", length=LONG).values()))[0]
+    }
+    first, second = (full.pop(f"magicpig bits=10 tables={n} centre=0") for n in (300, 150))
+    assert (
+        f"{first:.1f}% of the rows with 300 tables and `centre=0`, {second:.1f}% with 150, and at most "
+        f"{max(full.values()):.1f}% of the others" in WORDS
+    )
+
+
+def test_the_dtype_of_the_shipped_plan_is_stated() -> None:
+    for which in ("group-4096", f"group-{LONG}", "perplexity-4096", "generation-4096"):
+        assert record(f"mini-magicpig-{which}")["model"]["dtype"] == "bfloat16"
+    assert "its own pairs, which were [chosen for fp32]" in WORDS
 
 
 def score(task: str, method: str, which: str = "aggregation") -> float:

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from longreach.methods.magicpig import PRESETS
+from longreach.methods.magicpig import PRESETS, MagicPIG
 from longreach.methods.magicpig.method import HASHED
-from longreach.methods.magicpig.plan import KIND, MagicPIGPlan
+from longreach.methods.magicpig.plan import KIND, MagicPIGPlan, chosen_for
 from longreach.plans import load, shipped
 from longreach.records.labels import short_label
 from tests.doc_tables import ROOT, Row, record, section, tables
@@ -91,6 +91,37 @@ def test_table_memory_by_length() -> None:
     assert f"has a limit of {plan.memory:.0%} after {plan.length} tokens" in words
     half, quarter = plan.length // 2, plan.length // 4
     assert f"take {shares[0]} there, {shares[1]} after {half} and {shares[2]} after {quarter}" in words
+
+
+def test_the_plans_own_pairs_in_another_dtype() -> None:
+    """Without a budget they are those for fp32: the expected bytes and memory in bf16, and those of `budget=`."""
+    (path,) = shipped(KIND).values()
+    plan = MagicPIGPlan.of(load(path, KIND))
+    assert plan.element == 4 and chosen_for(plan, None, 2) == plan.chosen
+
+    def whole(chosen: tuple[tuple[int, int], ...], length: int) -> dict[str, float]:
+        found = replace(plan, length=length).expected(chosen, 2)
+        return {name: sum(values[n] for n in plan.layers) / len(plan.layers) for name, values in found.items()}
+
+    words = " ".join(PAGE.split())
+    own, again = whole(plan.chosen, plan.length), whole(chosen_for(plan, plan.budget, 2), plan.length)
+    assert (
+        f"a bf16 cache of {plan.length} tokens reads {own['search'] + own['attention']:.1%} of dense attention's "
+        f"bytes. The tables take {own['memory']:.0%} of the memory of keys and values. The plan's limits are "
+        f"{plan.budget:.0%} and {plan.memory:.0%}." in words
+    )
+    assert f"it reads {again['search'] + again['attention']:.1%}, with tables of {again['memory']:.0%}." in words
+    assert f"expected error is larger, {again['error']:.3f} in place of {own['error']:.3f}" in words
+    half = plan.length // 2
+    shares = f"{whole(plan.chosen, half)['memory']:.0%} of it at {half} tokens and {own['memory']:.0%} at {plan.length}"
+    largest = max(replace(plan, length=half).expected(plan.chosen, 2)["memory"])
+    assert f"{shares}. Those of its largest layer take {largest:.0%} at {half}" in words
+
+
+def test_from_where_on_keys_are_sampled() -> None:
+    method = MagicPIG()
+    assert f"tokens, {method.schedule.start:,} by default" in " ".join(section(PAGE, "Limits").split())
+    assert f"Below {method.schedule.start:,} tokens `magicpig` reads all keys" in " ".join(PAGE.split())
 
 
 def test_error_bars() -> None:

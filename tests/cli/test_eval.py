@@ -177,6 +177,20 @@ def test_records_are_the_same_whoever_makes_the_prompts(longreach: Any, tiny: Pa
     assert not multiprocessing.active_children()
 
 
+def test_memory_of_hash_tables_is_shown(longreach: Any, tiny: Path, tmp_path: Path) -> None:
+    """Of all layers with tables; `longreach report` reads the record."""
+    record = tmp_path / "r.json"
+    method = "magicpig bits=3 tables=9 local=4 seal=4 centre=8 dense_layers=[0]"
+    result = longreach("eval", "--model", tiny, "--tasks", "qa_synthetic_1", "--length", 600, "--samples", 1,
+                       "--method", method, "--output", record)  # fmt: skip
+    assert result.code == 0, result.err
+    ((_, task),) = json.loads(record.read_text())["tasks"].items()
+    (found,) = (one["sampling"] for one in task["results"].values() if "sampling" in one)
+    assert found["layers"] == [1] and "table_share" not in found
+    assert f"tables {100 * found['tables_over_kv']:.1f}%" in " ".join(result.out.split())
+    assert longreach("report", "--output", tmp_path / "report", record).code == 0
+
+
 def test_the_list_of_tasks(longreach: Any) -> None:
     shown = longreach("eval", "--list").out
     listed = json.loads(longreach("eval", "--list", "--json").out)

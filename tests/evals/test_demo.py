@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from longreach.adapters.transformers import Answer
+from longreach.adapters.transformers import Answer, Reader
 from longreach.errors import InvalidInput
 from longreach.evals.demo import ANSWER_TOKENS, DEPTHS, Demo
 from longreach.evals.methods import pairings
@@ -89,3 +89,23 @@ def test_lengths_that_do_not_fit_are_refused(demo: Demo) -> None:
         Demo(demo.model, demo.tokenizer, 4097)
     with pytest.raises(InvalidInput, match="no room for 3 facts"):
         Demo(demo.model, demo.tokenizer, 500)
+
+
+def test_each_method_is_warmed_up_before_its_questions(demo: Demo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first step compiles kernels; its time is in no row, and its reads are in no report."""
+    monkeypatch.setattr("longreach.evals.demo.pairings", lambda left_out: pairings(["streaming_llm"], left_out))
+    events = list[tuple[str, str]]()
+    for name in ("warm_up", "ask"):
+        real = getattr(Reader, name)
+
+        def watched(self: Reader, *args: Any, name: str = name, real: Any = real) -> Any:
+            events.append((name, self.session.decode.name))
+            found = real(self, *args)
+            if name == "warm_up":
+                assert not [layer for layer in self.session.report().layers if layer.phase == "decode"]
+            return found
+
+        monkeypatch.setattr(Reader, name, watched)
+    rows = list(demo.rows())
+    expected = [(name, row.decode) for row in rows for name in ("warm_up", *["ask"] * len(DEPTHS))]
+    assert events == expected and {row.decode for row in rows} == {"dense", "streaming_llm"}

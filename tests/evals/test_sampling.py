@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from longreach.evals.sampling import mean_of
+from longreach.evals.sampling import mean_of, sampling_of
 from longreach.testing.tiny import tiny_model
 from tests.evals.test_evaluate import evaluation, run
 
@@ -22,7 +25,7 @@ def test_an_evaluation_keeps_what_was_sampled() -> None:
     found = sampled["sampling"]
     assert found["layers"] == [1]
     assert len(found["sampled_head"]) == len(found["sampled_group"]) == 1
-    assert 0 < found["sampled_head"][0] <= found["sampled_group"][0] < 1 and found["table_share"] > 0
+    assert 0 < found["sampled_head"][0] <= found["sampled_group"][0] < 1 and found["tables_over_kv"] > 0
     # two layers, of which one is dense: half of what dense attention reads, and half of the sampled layer's
     assert sampled["decode_reads"]["total"] == pytest.approx(0.5 + (found["search"] + found["attention"]) / 2)
 
@@ -30,12 +33,37 @@ def test_an_evaluation_keeps_what_was_sampled() -> None:
 def test_means_over_prompts() -> None:
     one = {"layers": [1, 3], "search_bytes": 10, "attention_bytes": 20, "error_bar_bytes": 0, "dense_bytes": 100,
            "rows": 10, "sampled_head": [0.1, 0.2], "sampled_group": [0.2, 0.2], "overflowed": [0.0, 0.0],
-           "table_share": 0.4}  # fmt: skip
-    other = one | {"search_bytes": 50, "error_bar_bytes": 10, "dense_bytes": 500, "rows": 30, "table_share": 0.3}
+           "table_bytes": 40, "kv_bytes": 100}  # fmt: skip
+    other = one | {
+        "search_bytes": 50,
+        "error_bar_bytes": 10,
+        "dense_bytes": 500,
+        "rows": 30,
+        "table_bytes": 30,
+        "kv_bytes": 200,
+    }
     other["sampled_head"] = [0.3, 0.2]
     none = one | {"rows": 0, "dense_bytes": 0, "search_bytes": 0, "attention_bytes": 0, "sampled_head": [0.0, 0.0]}
     assert mean_of([]) is None and mean_of([none]) is None
     found = mean_of([one, none, other])
     assert found is not None
-    assert found["search"] == 0.1 and found["attention"] == pytest.approx(50 / 600) and found["table_share"] == 0.4
+    assert found["search"] == 0.1 and found["attention"] == pytest.approx(50 / 600)
+    assert found["tables_over_kv"] == pytest.approx(110 / 400)
     assert found["sampled_head"] == pytest.approx([0.25, 0.2]) and found["layers"] == [1, 3]
+
+
+def test_memory_of_tables_is_that_of_all_layers() -> None:
+    """Not that of the layer with the largest tables."""
+
+    def layer(number: int, tables: int) -> Any:
+        notes = {"search_bytes": 1, "attention_bytes": 2, "sampled_rows": 3, "sampled_head": [0.1, 0.3],
+                 "sampled_group": [0.2, 0.4], "overflowed": [0.0, 0.0], "table_bytes_per_sequence": tables,
+                 "kv_bytes_per_sequence": 100, "table_share": tables / 100}  # fmt: skip
+        return SimpleNamespace(phase="decode", layer=number, notes=notes, dense_bytes=50)
+
+    report: Any = SimpleNamespace(layers=[layer(0, 10), layer(1, 130)])
+    found = sampling_of(report)
+    assert found is not None and found["table_bytes"] == 140 and found["kv_bytes"] == 200
+    whole = mean_of([found])
+    assert whole is not None and whole["tables_over_kv"] == 0.7
+    assert whole["sampled_head"] == pytest.approx([0.2, 0.2])

@@ -98,6 +98,6 @@ def _explain(rows: list[Row], out: Any, where: str) -> None:
     out.print(
         f"\nbytes: keys (K), values (V) and metadata read while decoding, over dense attention's.{above} "
         "1st tok: time to the first token, including the prefill, measured once for methods with the same prefill. "
-        "per tok: time per token after it. All methods run with their default options."
+        "per tok: time per token after it, past a warm-up step. All methods run with their default options."
     )
     out.print(where)

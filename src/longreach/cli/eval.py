@@ -298,7 +298,9 @@ def _show_sampling(tasks: Any, labels: list[str], out: Any) -> None:
     """What methods with hash tables read to search and to attend, in the layers that have tables."""
     found = {label: [s for task in tasks if (s := task["results"][label].get("sampling"))] for label in labels}
     if any(found.values()):
-        out.print("\nsampled layers, decode; bytes over dense attention's, keys over the context, tables over KV:")
+        out.print(
+            "\nsampled layers, decode; bytes over dense attention's, keys over the context, tables over KV memory:"
+        )
     for label, some in found.items():
         if some:
             head, group, over = (
@@ -308,7 +310,7 @@ def _show_sampling(tasks: Any, labels: list[str], out: Any) -> None:
             out.print(
                 f"  {label}: search {percent(_of([s['search'] for s in some]))}, attention "
                 f"{percent(_of([s['attention'] for s in some]))}; keys sampled {percent(head)} a head, "
-                f"{percent(group)} a group{full}; tables {percent(max(s['table_share'] for s in some))}",
+                f"{percent(group)} a group{full}; tables {percent(_of([s['tables_over_kv'] for s in some]))}",
                 soft_wrap=True,
             )
 

@@ -46,7 +46,7 @@ class Row:
     """One method's answers for every fact.
 
     read_seconds: reading the document, once for all methods with the same prefill. first_token_seconds: that and
-    the question, mean over the questions; seconds_per_token: mean decode step, None where there was none.
+    the question, mean over the questions; seconds_per_token: mean decode step past a warm-up, None if there was none.
     """
 
     prefill: str
@@ -97,10 +97,11 @@ class Demo:
                 session.prepare(*methods)
                 reader = Reader(session)
                 with progress(f"reading, {prefill}", len(self.document)) as advance:
-                    reader.read(self.document, advance)
+                    logits = reader.read(self.document, advance)
                 reads = [ReadShares.of(session.report(method), "prefill") for method in methods]
                 for decode, method, prefill_reads in zip(decodes, methods, reads, strict=True):
                     session.switch(method)
+                    reader.warm_up(logits, ANSWER_TOKENS)  # what a first step compiles is in no time
                     answers = [Answer() for _ in self.questions]
                     with progress(f"asking, {decode}", len(answers)) as advance:
                         for question, answer in zip(self.questions, answers, strict=True):

@@ -22,7 +22,7 @@ from longreach.plans import load as load_plan
 from longreach.testing.tiny import save_tiny
 from tests.cli.test_bad_input import refused
 from tests.methods.drive import MODEL
-from tests.methods.planned import mac_plan
+from tests.methods.planned import mac_plan, magicpig_plan
 from tests.plans.factory import plan
 
 LAYERS = 6
@@ -304,6 +304,16 @@ def test_the_shipped_magicpig_plan_goes_with_the_methods_defaults(longreach: Any
     assert plan is not None and plan is named
     found = plan.expected(plan.chosen)
     assert sum(found["search"]) + sum(found["attention"]) <= plan.budget * shape.layers * 1.000001
+
+
+def test_large_errors_of_a_magicpig_plan_are_not_cut_off(longreach: Any, tmp_path: Path) -> None:
+    """With a large `least` hardly a key is sampled."""
+    large = magicpig_plan(MODEL)
+    large.arrays["error"][:] = torch.tensor([98.7654, 2243.21, 3.4e7])  # of its three pairs
+    large.save(tmp_path / "p.json")
+    result = longreach("plan", "show", tmp_path / "p.json")
+    assert result.code == 0 and ".." not in result.out
+    assert {"98.765", "2243", "3e+07"} <= {*result.out.split()}
 
 
 def test_the_shipped_plan_is_for_the_shipped_model(longreach: Any) -> None:

@@ -127,6 +127,7 @@ def test_an_overflow_attends_densely_and_is_counted() -> None:
     columns = outcome.notes.columns(*(x[None] for x in outcome.notes.tensors)).sum(1)[0]
     said = outcome.notes.summary(columns, 1)
     assert said["overflowed"] == [1.0, 1.0] and said["sampled_group"] == said["sampled_head"] == [1.0, 1.0]
+    assert "100.00% of lists overflowed" in said["note"]
 
 
 def test_a_short_context_is_dense() -> None:
@@ -176,6 +177,7 @@ def test_the_report_of_a_layer() -> None:
         state = layers.state()
         assert isinstance(state, LayerTables)
         keys = 2 * 2 * state.capacity * 16 * 4
+        assert said["kv_bytes_per_sequence"] == keys
         assert said["table_share"] == said["table_bytes_per_sequence"] / keys
         want = reads(method, call, (70, 41))
         assert (said["search_bytes"], said["attention_bytes"]) == (want.search, want.attention)
@@ -255,11 +257,19 @@ def test_reports_are_those_of_every_implementation(share: str) -> None:
     layers.read([0, 1], [40, 40], k=keys)
     q = torch.cat([torch.ones(1, 6, 16), layers.random(1, 6, 16)])
     ((call, _),) = layers.decode([0, 1], q=q, k=layers.random(2, 2, 16))
+    free = weights(replace(method, share="own", capacity=1.0), call, 1, 40)[:, method.sinks : sealed(method, 40)]
+    sampled = (free > -torch.inf).unflatten(0, (2, 3))  # of the row whose lists all fit
+    head, group = (sampled.double().sum(2).mean(1) / 41).tolist(), (sampled.any(1).sum(1).double() / 41).tolist()
     for impl in ("reference", "numba", *(["triton"] if PLACE == "cpu" else [])):
         mine, ledger = replace(call.observer(), impl=impl), Ledger()
         ledger.add("decode", mine, method.name, method.run(mine, layers.state()), EVERYTHING)
         ledger.commit()
         (layer,) = ledger.report().layers
+        assert layer.notes is not None
+        assert layer.notes["sampled_head"] == pytest.approx(head) and layer.notes["sampled_group"] == pytest.approx(
+            group
+        )
+        assert f"{sum(layer.notes['overflowed']) / 2:.2%} of lists overflowed" in layer.notes["note"]
         found.append((layer.overflowed_lists, layer.key_bytes, layer.value_bytes, layer.notes))
     assert found[0] == found[1] and all(other[:3] == found[0][:3] for other in found[2:])
     assert 0 < found[0][0] < (12 if share == "own" else 4)
@@ -271,8 +281,11 @@ def test_presets_and_text() -> None:
         assert isinstance(method, MagicPIG) and (method.bits, method.tables) == (bits, tables)
     default = named("decode", "magicpig")
     assert isinstance(default, MagicPIG) and (default.pair, default.share) == ((10, 75), "group")
-    with pytest.raises(InvalidInput, match=r"least: expected an int in \[1, 2\] for tables=2, got 3"):
+    with pytest.raises(InvalidInput, match=r"tables: expected at least 3, .* in least=3 of them, got 2; .* or least=2"):
         MagicPIG(tables=2, least=3)
+    with pytest.raises(InvalidInput, match=r"tables: expected at least 2, .* in least=2 of them, got 1; .* or least=1"):
+        MagicPIG(tables=1)
+    assert MagicPIG(tables=1, least=1).pair == (10, 1)
 
 
 def test_options_without_an_effect_are_named() -> None:

@@ -13,7 +13,7 @@ import torch
 from longreach.errors import InvalidInput
 from longreach.methods.call import ModelShape
 from longreach.methods.magicpig import MagicPIG
-from longreach.methods.magicpig.plan import ARRAYS, DENSE, MagicPIGPlan
+from longreach.methods.magicpig.plan import ARRAYS, DENSE, MagicPIGPlan, chosen_for
 from longreach.methods.magicpig.state import LayerTables
 from longreach.plans import load
 from tests.methods.drive import MODEL
@@ -111,6 +111,14 @@ def test_half_the_bytes_of_a_number_change_the_choice() -> None:
     for element in (2, 4):
         found = plan.expected(plan.choose(0.8, None, element), element)
         assert sum(found["search"]) + sum(found["attention"]) <= 3 * 0.8 * 1.000001
+
+
+def test_only_a_budget_chooses_for_the_dtype_of_the_cache() -> None:
+    """Without one the plan's own pairs are used in any dtype, as in records that were made so."""
+    plan = MagicPIGPlan.of(magicpig_plan(MODEL))
+    assert chosen_for(plan, None, 2) == chosen_for(plan, None, 4) == plan.chosen
+    for element in (2, 4):
+        assert chosen_for(plan, 0.8, element) == plan.choose(0.8, plan.memory, element)
 
 
 @pytest.mark.parametrize(

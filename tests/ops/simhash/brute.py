@@ -23,5 +23,6 @@ def sampled(query: Tensor, keys: Tensor, first: int, least: int) -> list[int]:
 
 def probability(p: float, bits: int, tables: int, least: int) -> Fraction:
     """Exactly, the probability of at least `least` of `tables` agreements of `bits` signs (Eq. 10 for least = 2)."""
-    x = Fraction(p) ** bits
-    return 1 - sum(math.comb(tables, j) * x**j * (1 - x) ** (tables - j) for j in range(least))
+    top, bottom = (number**bits for number in Fraction(p).as_integer_ratio())
+    missed = sum(math.comb(tables, j) * top**j * (bottom - top) ** (tables - j) for j in range(least))
+    return 1 - Fraction(missed, bottom**tables)

@@ -132,8 +132,8 @@ def test_results_make_lists() -> None:
             "codes: expected on cpu like the rows, got",
         ),
         ({"capacity": 0}, r"capacity: expected an int in \[1, 1073741824\), got 0"),
-        ({"least": 0}, r"least: expected an int in \[1, 9\] for 9 tables, got 0"),
-        ({"least": 10}, "least: .* got 10"),
+        ({"least": 0}, r"least: expected an int in \[1, 16\], got 0"),
+        ({"least": 10}, "tables: expected at least 10, .* got 9"),
         ({"least": 2.0}, "least: .* got 2.0"),
         ({"share": "all"}, "share: expected 'own' or 'group', got 'all'"),
         (

@@ -12,11 +12,16 @@ import torch
 from longreach.errors import InvalidInput
 from longreach.ops import KVView, Rows
 from longreach.ops.simhash import HashTables, build, codes, collide, inclusion, projections, weigh
+from longreach.ops.simhash.probability import MOST_LEAST, MOST_TABLES, form
 from tests.ops.simhash.brute import probability
 from tests.ops.simhash.cases import IMPLS
 
 PRESETS = [(8, 75, 2), (9, 120, 2), (10, 75, 2), (10, 150, 2), (10, 220, 2), (11, 300, 2)]
 OTHERS = [(10, 100, 1), (4, 20, 2), (8, 40, 3), (6, 75, 8), (3, 16, 16), (2, 64, 16), (1, 2, 2), (16, 40, 5)]
+MANY = [
+    (8, 1024, 16), (4, 700, 16), (8, 900, 16), (8, 700, 12), (5, 1024, 12), (2, 1024, 15), (10, 1024, 2),
+    (10, 1024, 1),
+]  # fmt: skip
 PLACES = torch.cat([torch.linspace(0.02, 1, 60), torch.tensor([1 - 1e-3, 1 - 1e-5, 1 - 2**-24])])
 
 
@@ -46,7 +51,29 @@ def test_u_keeps_its_digits(bits: int, tables: int, least: int) -> None:
         assert max(errors) < 1e-5
 
 
-@pytest.mark.parametrize(("bits", "tables", "least"), PRESETS + OTHERS)
+@pytest.mark.parametrize(("bits", "tables", "least"), MANY)
+def test_u_of_many_tables(bits: int, tables: int, least: int) -> None:
+    """With up to 1024 tables and `least` up to 16, where coefficients of the series exceed the range of fp32."""
+    wide = inclusion(PLACES.double(), bits, tables, least)
+    assert wide.isfinite().all()
+    for n in range(3, len(PLACES), 10):
+        exact = probability(PLACES[n].item(), bits, tables, least)
+        assert exact < 1e-300 or abs(float(Fraction(wide[n].item()) / exact) - 1) < 1e-11
+    normal = wide > 1e-37
+    assert normal.any() and (wide[normal] < 0.1).any()
+    for u in (inclusion(PLACES.float(), bits, tables, least), compiled(PLACES.float(), bits, tables, least)):
+        assert u.dtype == torch.float32 and u.isfinite().all() and (u <= 1).all()
+        torch.testing.assert_close(u[normal].double(), wide[normal], rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("least", [2, 9, 13, MOST_LEAST])
+def test_constants_of_single_precision_are_in_its_range(least: int) -> None:
+    for tables in (700, MOST_TABLES):
+        f = form(tables, least)
+        assert max(*f.coefficients[: f.single], *f.binomials, f.scale**least) < 1e38
+
+
+@pytest.mark.parametrize(("bits", "tables", "least"), PRESETS + OTHERS + MANY)
 def test_ends(bits: int, tables: int, least: int) -> None:
     assert inclusion(torch.tensor([0.0, 1.0]), bits, tables, least).tolist() == [0.0, 1.0]
     assert compiled(torch.tensor([0.0, 1.0]), bits, tables, least).tolist() == [2.0**-126, 1.0]  # never log 0
@@ -63,9 +90,9 @@ def test_u_ascends() -> None:
     [
         ({"bits": 0}, r"bits: expected an int in \[1, 16\], got 0"),
         ({"bits": 17}, "bits: .* got 17"),
-        ({"tables": 1}, r"least: expected an int in \[1, 1\] for 1 tables, got 2"),
+        ({"tables": 1}, "tables: expected at least 2, as a key must collide in least=2 of them, got 1; .* or least=1"),
         ({"tables": 1025}, "tables: .* got 1025"),
-        ({"least": 0}, r"least: expected an int in \[1, 16\] for 75 tables, got 0"),
+        ({"least": 0}, r"least: expected an int in \[1, 16\], got 0"),
         ({"least": 17}, "least: .* got 17"),
         ({"least": True}, "least: .* got True"),
         ({"p": torch.tensor([1])}, r"p: expected fp32 or fp64, got int64\[1\]"),

@@ -74,7 +74,8 @@ def attach(
         None for all. Keys are evicted after the first token, before the first decode step. Evicted keys are gone for
         later questions over the same prompt too.
     cache: layout and growth of the KV cache, and with `CacheConfig(host=True)` its place in host memory.
-    impl: "auto", or the name of an implementation of attend.
+    impl: "auto", or the name of an implementation of `ops.attend`, such as "reference" or "triton". A method's other
+        ops use the one of the same name if they have it, else "auto". "numba" is for `ops.attend` only.
         On a GPU, sequences of different lengths share the work evenly up to 1024 sequences x KV heads. A larger batch
         takes as long as its longest sequence.
 

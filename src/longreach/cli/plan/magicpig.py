@@ -60,16 +60,16 @@ def show(plan: Plan, out: Console) -> None:
             table.row([str(row["layer"]), row["role"], "-", *["-"] * 4])
             continue
         shares = (percent(row[name]) for name in ("search", "attention", "memory"))
-        table.row([str(row["layer"]), str(row["bits"]), str(row["tables"]), f"{row['error']:.3f}", *shares])
+        table.row([str(row["layer"]), str(row["bits"]), str(row["tables"]), _error(row["error"]), *shares])
     whole = _over(view, view.chosen)
     shares = (percent(whole[name]) for name in ("search", "attention", "memory"))
-    table.row(["all", "", "", f"{whole['error']:.3f}", *shares])
+    table.row(["all", "", "", _error(whole["error"]), *shares])
     out.print()
     table = Table(out, [Column("bits", 5), Column("tables", 6), Column("error", 6), *columns, Column("layers", 6)])
     table.header()
     for row in pairs_of(view):
         shares = (percent(row[name]) for name in ("search", "attention", "memory"))
-        table.row([str(row["bits"]), str(row["tables"]), f"{row['error']:.3f}", *shares, str(row["layers"])])
+        table.row([str(row["bits"]), str(row["tables"]), _error(row["error"]), *shares, str(row["layers"])])
     out.print()
     table = Table(out, [Column("budget", 7), Column("read", 7), Column("error", 6), Column("memory", 7),
                         Column("dense layers", 30, left=True)])  # fmt: skip
@@ -78,7 +78,7 @@ def show(plan: Plan, out: Console) -> None:
         dense = " ".join(map(str, row["dense_layers"])) or "none"
         mark = " <" if row["budget"] == view.budget else ""
         read = percent(row["search"] + row["attention"])
-        table.row([percent(row["budget"]), read, f"{row['error']:.3f}", percent(row["memory"]), dense + mark])
+        table.row([percent(row["budget"]), read, _error(row["error"]), percent(row["memory"]), dense + mark])
     options = ", ".join(f"{name} {value}" for name, value in view.values().items() if name in OPTIONS)
     out.print(
         f"\n{options}. error: expected error of the output of attention over its norm, mean over KV heads; dense "
@@ -86,6 +86,11 @@ def show(plan: Plan, out: Console) -> None:
         f"{8 * view.element} bits. memory: of the tables, over keys and values. Errors are for keys that are "
         f"sampled independently; keys that lie close together are not, so measured errors are larger."
     )
+
+
+def _error(error: float) -> str:
+    """In six characters; errors are large if hardly a key is sampled, as with a large `least`."""
+    return f"{error:.3f}" if error < 99 else f"{error:.0f}" if error < 99_999 else f"{error:.0e}"
 
 
 OPTIONS = ("seed", "least", "share", "sinks", "local", "seal", "centre")

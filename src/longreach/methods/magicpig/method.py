@@ -33,7 +33,7 @@ from longreach.ops.doors import Later
 from longreach.ops.simhash import projections
 from longreach.ops.simhash.api import Share
 from longreach.ops.simhash.attention import workspace_bytes
-from longreach.ops.simhash.probability import MOST_BITS, MOST_LEAST, MOST_TABLES
+from longreach.ops.simhash.probability import MOST_BITS, MOST_LEAST, MOST_TABLES, check_enough_tables
 from longreach.ops.simhash.sealing import workspace_bytes as sealing_bytes
 from longreach.ops.types import require
 from longreach.plans import find, shipped_for
@@ -81,9 +81,11 @@ class MagicPIG(AttentionMethod):
     plan: bits and tables of each layer, and the dense layers, chosen by `longreach calibrate magicpig`: a file or a
     shipped plan's name. It replaces bits, tables and dense_layers; seed, least, share, sinks, local, seal and centre
     must be the plan's. None: the shipped plan of the model, if there is one and none of these three is given.
-    budget: bytes to read over dense attention's, in (0, 1]; the plan's layers are chosen again for it. None: the budget
-    that the plan was made for. The budget and the plan's limit on table memory hold at the length of the calibration.
-    Shorter contexts read a larger share, and their tables take a larger share of memory: calibrate at the length used.
+    budget: bytes to read over dense attention's, in (0, 1]; the plan's layers are chosen again for it, and for the
+    dtype of the cache. None: the plan's own pairs, which were chosen for its budget and for the dtype of the
+    calibration. In a cache of another dtype they may miss the plan's budget and limit on memory: the shipped plan's,
+    chosen for fp32, read more than 20% in bf16. Budget and limit hold at the length of the calibration. Shorter
+    contexts read a larger share, and their tables take a larger share of memory: calibrate at the length used.
 
     As long as no block is in the tables, rows attend to all keys. Eviction is refused: tables store the slots of keys,
     and after eviction a slot holds keys of different positions in different heads.
@@ -118,11 +120,11 @@ class MagicPIG(AttentionMethod):
         for name, value, least, most in (
             ("bits", bits, 0, MOST_BITS),
             ("tables", tables, 1, MOST_TABLES),
-            ("least", self.least, 1, min(tables, MOST_LEAST) if is_count(tables, 1) else MOST_LEAST),
+            ("least", self.least, 1, MOST_LEAST),
         ):
             fits = is_count(value, least) and value <= most
-            of = f" for tables={tables}" if name == "least" else ""
-            require(fits, f"{name}: expected an int in [{least}, {most}]{of}, got {value!r}")
+            require(fits, f"{name}: expected an int in [{least}, {most}], got {value!r}")
+        check_enough_tables(tables, self.least)
         for name, least in (("sinks", 0), ("local", 1), ("seal", 1), ("centre", 0)):
             value = getattr(self, name)
             fits = is_count(value, least) and value <= MOST_TOKENS

@@ -17,7 +17,7 @@ from longreach.ops import Lists
 from longreach.ops.doors import Later
 from longreach.ops.simhash import NUMBERS, SampledAttention
 
-COLUMNS = ("sampled_head", "sampled_group", "overflowed", "search", "attention", "rows")
+COLUMNS = ("sampled_head", "sampled_group", "overflowed", "search", "attention", "rows", "fitted")
 AT = {name: number for number, name in enumerate(COLUMNS)}
 Summary = Callable[[Tensor, int], dict[str, Any]]
 
@@ -38,10 +38,12 @@ def notes(
     context = call.context[:, None].double()
     head = met.double().unflatten(1, (heads, -1)).sum(2) / group
     over = over.double().unflatten(1, (heads, -1)).mean(2)
-    columns = [torch.where(over > 0, torch.nan, x / context).nan_to_num(1.0) for x in (head, union)]
+    fitted = over == 0
+    columns = [torch.where(fitted, x / context, 0.0) for x in (head, union)]
     search, attention, more = (_bytes(call, some)[:, None].expand(-1, heads) / heads for some in reads)
     shares = [torch.where(sampled, x, 0) for x in (*columns, over)]
-    found_of = torch.stack([*shares, search, attention, sampled.double().expand_as(over)], -1)
+    rows = [sampled.double().expand_as(over), (sampled & fitted).double()]
+    found_of = torch.stack([*shares, search, attention, *rows], -1)
     as_columns = _plain
     if bars is not None:
         found_of = torch.cat(
@@ -82,15 +84,15 @@ def _of_numbers(
         mine, shared = of_sealing[:own_numbers], (x[0] for x in of_sealing[own_numbers:])
         n = dict(zip(NUMBERS, numbers.double().unbind(-1), strict=True))
         context = context.double()[..., None]
-        full = n["overflowed"] > 0
-        head, union = (torch.where(full, 1.0, x / context) for x in (n["met"] / group, n["union"]))
+        fitted = n["overflowed"] == 0
+        head, union = (torch.where(fitted, x / context, 0.0) for x in (n["met"] / group, n["union"]))
         over, sampled = n["overflowed"] / (group if own else 1), (n["end"] > sinks).double()
         rows, heads = numbers.shape[1:3]
         entries = (n["met"] if own else n["weighed"]) * (4 if lists else 0)  # of slots; weights are as large
         search = n["searched"] + n["weighed"] * vector + entries + centre + projections / (rows * heads)
         search = search + sealed(*mine, *shared).double()[..., None] / heads
         shares = (torch.where(sampled > 0, x, 0.0) for x in (head, union, over))
-        return torch.stack([*shares, search, 2 * vector * n["attended"] + 2 * entries, sampled], -1)
+        return torch.stack([*shares, search, 2 * vector * n["attended"] + 2 * entries, sampled, sampled * fitted], -1)
 
     return columns
 
@@ -134,14 +136,21 @@ def _summary(
     of sequences without keys in the tables are in no value but bytes; sampled_rows is the number of the others.
 
     bits, tables: of the layer. sampled_head, sampled_group: mean share of the context that a query head sampled, and
-    that any query head of the KV head did; 1 for a row that overflowed. overflowed: share of rows that sampled more
-    than a list holds and attended densely. search_bytes: look-ups and weights, with keys read again for the weights and
-    to be hashed; attention_bytes: the rest; both over all rows and KV heads. table_bytes_per_sequence, table_share:
-    memory of the tables and of the centre, and over that of keys and values. With error bars also those of
+    that any query head of the KV head did. Rows with a list that overflowed are left out; 1 if all rows of a KV head
+    have one. overflowed: share of lists that could not hold their sample, so that the row attended densely.
+    search_bytes: look-ups and weights, with keys read again for the weights and to be hashed; attention_bytes: the
+    rest; both over all rows and KV heads. table_bytes_per_sequence: memory of the tables and of the centre;
+    kv_bytes_per_sequence: of keys and values; table_share: the first over the second. With error bars also those of
     `error_bars.summary`, and error_bar_bytes: read to estimate them.
     """
-    mean = sums / sums[:, AT["rows"]].clamp(min=1)[:, None]
-    head, group = (float(mean[:, AT[name]].mean()) for name in ("sampled_head", "sampled_group"))
+    rows_of, fitted = (sums[:, AT[name]] for name in ("rows", "fitted"))
+    all_full = (rows_of > 0) & (fitted == 0)
+    sampled_head, sampled_group = (
+        torch.where(all_full, 1.0, sums[:, AT[name]] / fitted.clamp(min=1))
+        for name in ("sampled_head", "sampled_group")
+    )
+    overflowed = sums[:, AT["overflowed"]] / rows_of.clamp(min=1)
+    head, group, full = (float(x.mean()) for x in (sampled_head, sampled_group, overflowed))
     share = table_bytes / key_value_bytes
     bars = dict[str, Any]()
     if sums.shape[1] > len(COLUMNS):
@@ -152,17 +161,20 @@ def _summary(
     sampled = (
         f"sampled {head:.2%} a head, {group:.2%} a group" if rows_sampled else "no key in the tables, all are read"
     )
+    if full:
+        sampled += f", {full:.2%} of lists overflowed"
     return {
         "note": f"({bits}, {tables}): {sampled}; tables {share:.0%} of KV{bars_note}",
         "bits": bits,
         "tables": tables,
         "sampled_rows": rows_sampled,
-        "sampled_head": mean[:, AT["sampled_head"]].tolist(),
-        "sampled_group": mean[:, AT["sampled_group"]].tolist(),
-        "overflowed": mean[:, AT["overflowed"]].tolist(),
+        "sampled_head": sampled_head.tolist(),
+        "sampled_group": sampled_group.tolist(),
+        "overflowed": overflowed.tolist(),
         "search_bytes": round(float(sums[:, AT["search"]].sum())),
         "attention_bytes": round(float(sums[:, AT["attention"]].sum())),
         "table_bytes_per_sequence": table_bytes,
+        "kv_bytes_per_sequence": key_value_bytes,
         "table_share": share,
         **bars,
     }

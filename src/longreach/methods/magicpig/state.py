@@ -33,7 +33,7 @@ class LayerTables(StatelessOnTruncate):
         self._element = kv.k.element_size()
         self.tables, dim = self._empty(slots, kv.heads, kv.capacity), projections.shape[2]
         self.centre = torch.zeros(slots, kv.heads, dim, device=kv.k.device)
-        self._behind = True  # more than a block may have to enter; a new state knows nothing of the keys that are there
+        self._behind = True  # more than a block may have to enter, as the cache may already hold keys
 
     @property
     def nbytes(self) -> int:

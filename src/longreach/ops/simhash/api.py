@@ -392,7 +392,7 @@ def _sealed(first: int, size: int, centred: int, key: int, ids: int, directions:
     return of
 
 
-BUILD = Op(build, BUILDING, ())  # what it moves of old entries is counted by the caller, who knows how many there were
+BUILD = Op(build, BUILDING, ())  # the caller counts the old entries that are moved: their number is not an argument
 CODES = Op(codes, CODING, (), _codes_reads)
 COLLIDE = Op(collide, COLLIDING, ("rows",), _collide_reads)
 SEAL = Op(seal, SEALING, ("kv", "slots"), _seal_reads)

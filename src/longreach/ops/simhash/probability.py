@@ -31,7 +31,7 @@ class Form:
     """Constants of u for `tables` and `least`.
 
     split: the x below which u is (scale x)^least (1 - x)^(tables - least) times the sum of coefficients[j] r^j, where
-    r = x / (1 - x); the first `single` of them are enough for fp32. From there on u is
+    r = x / (1 - x); the first `single` of them are enough for fp32, and within its range. From there on u is
     1 - (1 - x)^(tables - least + 1) P, where
     P = sum over j < least of binomials[j] x^j (1 - x)^(least - 1 - j).
     """
@@ -45,11 +45,25 @@ class Form:
 
 def check_law(bits: int, tables: int, least: int) -> None:
     """Raise InvalidInput unless codes of `bits`, in `tables`, of which `least` must agree, can be computed."""
-    for name, number, most in (("bits", bits, MOST_BITS), ("tables", tables, MOST_TABLES)):
+    for name, number, most in (
+        ("bits", bits, MOST_BITS),
+        ("tables", tables, MOST_TABLES),
+        ("least", least, MOST_LEAST),
+    ):
         ok = isinstance(number, int) and not isinstance(number, bool) and 1 <= number <= most
         require(ok, lambda: f"{name}: expected an int in [1, {most}], got {number!r}")
-    ok = isinstance(least, int) and not isinstance(least, bool) and 1 <= least <= min(tables, MOST_LEAST)
-    require(ok, lambda: f"least: expected an int in [1, {min(tables, MOST_LEAST)}] for {tables} tables, got {least!r}")
+    check_enough_tables(tables, least)
+
+
+def check_enough_tables(tables: int, least: int) -> None:
+    """Raise InvalidInput if a key cannot collide in `least` tables, as there are fewer."""
+    require(
+        tables >= least,
+        lambda: (
+            f"tables: expected at least {least}, as a key must collide in least={least} of them, got {tables}; give "
+            f"more tables, or least={tables}"
+        ),
+    )
 
 
 @cache
@@ -89,7 +103,8 @@ def inclusion(p: Tensor, bits: int, tables: int, least: int = 2) -> Tensor:
         torch.zeros_like(x),
         torch.zeros_like(x),
     )
-    for coefficient in reversed(f.coefficients):
+    single = p.dtype == torch.float32  # larger coefficients than these exceed the range of fp32
+    for coefficient in reversed(f.coefficients[: f.single] if single else f.coefficients):
         series = series * (x / q) + coefficient
     small = (f.scale * x) ** least * series * (many / q)
     for j, binomial in enumerate(f.binomials):

@@ -45,7 +45,9 @@ ANSWER = {"number": int, "draw": int, "text": str, "score": SHARE, "tokens": int
 PART = {"score": SHARE, "interval_95": Items(SHARE, exactly=2), "samples": int}
 BECAME = {name: COUNT for name in ("tokens", "exact", "recomputed", "reused", "computed")}
 SAMPLING = {"layers": Items(int, least=1), "search": COUNT, "attention": COUNT, "sampled_head": Items(SHARE),
-            "sampled_group": Items(SHARE), "overflowed": Items(SHARE), "table_share": COUNT}  # fmt: skip
+            "sampled_group": Items(SHARE), "overflowed": Items(SHARE),
+            "tables_over_kv": Perhaps(COUNT),
+            "table_share": Perhaps(COUNT)}  # older records: of the layer with the largest tables  # fmt: skip
 RESULT = {
     "score": SHARE,
     "interval_95": Items(SHARE, exactly=2),
