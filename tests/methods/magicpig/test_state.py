@@ -112,7 +112,8 @@ def test_generation_has_no_length_limit(config: CacheConfig, monkeypatch: pytest
 
 
 def _tensors(tables: HashTables) -> list[Tensor]:
-    return [tables.ids, tables.offsets, tables.stop]
+    assert tables.inverse_norms is not None
+    return [tables.ids, tables.offsets, tables.stop, tables.inverse_norms]
 
 
 def test_state_bytes() -> None:

@@ -125,8 +125,8 @@ def seal(
         **memory, "TABLES": tables.tables, "BITS": bits, "BITS2": 16, "SIZE": tables.size, "BV": t.hashed,
         "BN": t.weighed, "NORMS": tables.inverse_norms is not None,
     }  # fmt: skip
-    norms = centre if tables.inverse_norms is None else tables.inverse_norms
-    norms = norms, norms.stride()[:2]
+    inverse = centre if tables.inverse_norms is None else tables.inverse_norms
+    norms = inverse, inverse.stride()[:2]
     early = {"CHAINED": chained, **({"launch_pdl": True} if chained else {})}
     with torch.cuda.device_of(kv.k):
         scratch, sizes = _scratch(tables, programs, t, device), _sizes(tables, t)
