@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 from torch import Tensor
@@ -166,7 +167,7 @@ def _scratch(tables: HashTables, programs: int, tune: Tuning, device: torch.devi
     """Places of buckets, and what the interpreter uses for words of shared memory."""
     words = 2 * triton.cdiv(tables.size, 32) + tune.inserted
     cursors = torch.empty(programs, 1 << tables.bits, dtype=torch.int32, device=device)
-    return cursors, torch.empty(programs, words, dtype=torch.int32, device=device) if INTERPRETED else cursors
+    return cursors, torch.from_numpy(np.empty((programs, words), np.int32)) if INTERPRETED else cursors
 
 
 def _sizes(tables: HashTables, tune: Tuning) -> dict[str, int]:
