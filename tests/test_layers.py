@@ -49,6 +49,7 @@ SHARED = {
         "numba_pool",
         "numba_pool_kernels",
         "numba_softmax",
+        "triton_reads",
     },
     "methods": {"base", "call", "choosing", "error_bars", "registry", "slots", "values"},
     "adapters": set[str](),

@@ -14,7 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # kernels run in Python, on CPU tensors
+from longreach.ops.triton_reads import INTERPRETED, peek
+
 FAR = tl.constexpr((1 << 30) - 1)  # beyond any slot or position; two of them do not overflow
 
 
@@ -192,24 +193,6 @@ def holder(unit, whole, share):
     else:
         program = (((unit + 1).to(tl.int64) * share - 1) // whole).to(tl.int32)
     return program
-
-
-@triton.jit
-def peek(at, mask):
-    """tl.load of integers, 0 where masked, that the software pipeliner leaves where it stands."""
-    if INTERPRETED:
-        x = tl.load(at, mask=mask, other=0)
-    elif at.dtype.element_ty == tl.int64:
-        x = tl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b64 $0, 0; @p ld.global.b64 $0, [$1]; }",
-            "=l,l,r", [at.to(tl.int64), mask.to(tl.int32)], dtype=tl.int64, is_pure=True, pack=1,
-        )  # fmt: skip
-    else:
-        x = tl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p ld.global.b32 $0, [$1]; }",
-            "=r,l,r", [at.to(tl.int64), mask.to(tl.int32)], dtype=tl.int32, is_pure=True, pack=1,
-        )  # fmt: skip
-    return x
 
 
 @triton.jit

@@ -159,8 +159,7 @@ def seal(
 ) -> Tensor:
     """Hash the keys of a view and add them to the tables, in place. Returns the previous ends of the tables: int32 [B].
 
-    Of sequence b the keys up to position stop[b] are added, or the first `block` of them. The centre of the sequence is
-    subtracted before hashing.
+    Of sequence b the keys up to position stop[b] are added. The centre of the sequence is subtracted before hashing.
 
     slots: int [B], distinct: the entry of each sequence of the view in `tables` and in `centre`.
     stop: int [B]. Tables that already reach stop[b] are not changed. The view must hold all keys below stop[b].
@@ -169,8 +168,8 @@ def seal(
         tables: it becomes the mean of keys [first, first + centred), which the view must hold. The mean leaves out keys
         that are not finite.
     centred: keys of the mean. 0: `centre` is not changed.
-    block: for few new keys: at most so many of each sequence are added, and the others by later calls. The Triton
-        kernels need 2 B G tables block bytes of memory. None: for many new keys, such as a prompt's: the Triton kernels
+    block: for few new keys: the Triton kernels add at most so many of each sequence, and the others by later calls.
+        They need 2 B G tables block bytes of memory. None: for many new keys, such as a prompt's: the Triton kernels
         take segments one by one, if there are keys of them or not.
     On a GPU the host does not wait: kernels take the amount of work from `stop` on the device. If an exception
     interrupts the call, `tables.stop` is right for each sequence.

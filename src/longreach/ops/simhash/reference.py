@@ -71,7 +71,7 @@ def seal(
     kv: KVView, slots: Tensor, tables: HashTables, projections: Tensor, centre: Tensor, stop: Tensor, *, centred: int,
     block: int,
 ) -> Tensor:  # fmt: skip
-    return sealing.seal(codes, build, kv, slots, tables, projections, centre, stop, centred, block)
+    return sealing.seal(codes, build, kv, slots, tables, projections, centre, stop, centred)
 
 
 def collide(

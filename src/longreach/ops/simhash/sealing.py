@@ -30,12 +30,11 @@ def segments_at_once(tables: int, size: int, segments: int, most: int) -> int:
 
 def seal(
     codes: Codes, build: Build, kv: KVView, slots: Tensor, tables: HashTables, projections: Tensor, centre: Tensor,
-    stop: Tensor, centred: int, block: int,
+    stop: Tensor, centred: int,
 ) -> Tensor:  # fmt: skip
     held = tables.stop[slots.long()]
     for b in (stop > held.clamp(min=tables.first)).nonzero()[:, 0].tolist():
         slot, at, end = int(slots[b]), max(int(held[b]), tables.first), int(stop[b])
-        end = min(end, at + block) if block else end
         if at == tables.first and centred:
             centre[slot] = _mean(kv, b, at, at + centred)
         seq = slots[b : b + 1]

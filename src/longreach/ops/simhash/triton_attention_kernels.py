@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from longreach.ops.attend.triton_streams import peek
 from longreach.ops.simhash.attention import HEADS as HEADS_OF_A_PROGRAM
 from longreach.ops.simhash.triton_kernels import agreement, inclusion, log
+from longreach.ops.triton_reads import peek
 
 HEADS = tl.constexpr(HEADS_OF_A_PROGRAM)
 
