@@ -43,7 +43,7 @@ PAIR = (10, 75)  # if neither the caller nor a plan gives a pair
 PAPER = ((0, 16), 32)  # the paper's dense layers, and its model's number of layers
 # Similar keys collide together, which a sum of the keys' variances leaves out. The factors are fitted to
 # longreach-mini, for all presets together (docs/magicpig, "Error bars").
-HASHED = {"own": Hashed(each=1.1, together=0.45, few=20), "group": Hashed(each=0.9, together=0.35, few=30)}
+HASHED = {"own": Hashed(each=1.0, together=0.65, few=25), "group": Hashed(each=1.0, together=0.35, few=50)}
 CHOSEN = ("bits", "tables", "dense_layers")  # options that a plan replaces
 
 
@@ -295,7 +295,7 @@ class MagicPIG(AttentionMethod):
         if self.error_bars or self.redo is not None:
             whole, bars = measured(
                 call, whole, lists, weights.factor, self.redo, candidates=start - self.sinks,
-                hashed=(HASHED[self.share], sample),
+                hashed=(HASHED[self.share], state.centre[by_slot.seq.long()]),
             )  # fmt: skip
         noted = call.meter.noted
         reads = [noted[began:searched], noted[searched:], noted[:0]]
@@ -353,7 +353,9 @@ class MagicPIG(AttentionMethod):
         inputs = 4 * model.head_dim * (model.kv_heads + model.query_heads)
         codes = 2 * model.query_heads * tables
         lists = (4 + 1 + 4 + 4 + 2) * listed
-        whole = max(sealing, rows * (codes + max(counters, lists + results + inputs)))
+        units = model.kv_heads if self.share == "group" else model.query_heads
+        bars = Hashed.workspace_bytes(model, units, max_keys(self.capacity, capacity))
+        whole = max(sealing, rows * (codes + max(counters, lists + results + inputs + bars)))
         return whole + redo_bytes(model, rows, self.redo)
 
 
