@@ -1,6 +1,6 @@
 """Error bars: how far attention over sampled keys is from dense attention, by the sample itself.
 
-The standard error of a row's output is the square root of `ops.sampling_variance`, for keys sampled by hashing of
+The standard error of a row's output is the square root of `ops.sampling_variance`; for keys sampled by hashing, of
 `Hashed.variance`. Over its length it is the relative error: 0.1 means that the output is expected to be a tenth of its
 length away from dense attention's, and about 95% of outputs lie within twice that. It is an estimate from the sampled
 keys alone: no other key is read.
@@ -51,11 +51,13 @@ class ErrorBars(NamedTuple):
 class Hashed(NamedTuple):
     """Factors for keys sampled by hashing, which are not sampled independently of each other.
 
-    The variance is (1 + few / n) (each S + together C), of lists of n sampled keys. With f_i the factor of a key and
-    b_i = sqrt(f_i) W_i (v_i - o), W_i its weight in softmax, v_i its value and o the output:
+    The variance is (1 + few / n) (each S + together C). A sampled key has the factor f_i, the weight W_i in softmax and
+    the value v_i. With o the output and b_i = sqrt(f_i) W_i (v_i - o):
     S = sum over keys of |b_i|^2 is `ops.sampling_variance`, as if keys were sampled independently.
     C = sum over pairs of keys of cos(k_i, k_j) b_i . b_j, the same with correlated keys. The correlation of two keys'
     collisions with the query is taken as the cosine of the keys, without the centre that hashing subtracts.
+    n = (sum of W_i)^2 / sum of W_i^2 is the effective number of sampled keys. Where it is small, heavy keys may well be
+    missed, and a sample without them shows too small an error.
     """
 
     each: float
@@ -67,10 +69,8 @@ class Hashed(NamedTuple):
 
         whole, lists, factor: as in `ops.sampling_variance`. centre: fp32 [R, G, D].
         """
-        independent, correlated = _pairs(call, whole, lists, factor, centre)
-        found = self.each * independent + self.together * correlated
-        n = lists.count.clamp(min=1)
-        found = found * (1 + self.few / _by_query_head(n, lists, found.shape[1]))
+        independent, correlated, rarity = _pairs(call, whole, lists, factor, centre)
+        found = (1 + self.few * rarity) * (self.each * independent + self.together * correlated)
         return found.masked_fill(_by_query_head(lists.overflowed, lists, found.shape[1]), 0)
 
     @staticmethod
@@ -84,8 +84,8 @@ class Hashed(NamedTuple):
 
 def _pairs(
     call: LayerCall, whole: Partial, lists: Lists, factor: Tensor, centre: Tensor
-) -> tuple[Tensor, Tensor]:
-    """S and C of `Hashed`: [R, H] each.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """S, C and 1 / n of `Hashed`: [R, H] each; 0 without sampled keys.
 
     The sum over pairs needs no pairs: it is |sum over keys of the outer product of k_i / |k_i| and b_i|^2, the sum of
     the squares of a matrix [D, D]. Entries are taken `ENTRIES` at a time, whatever their number, so nothing waits for a
@@ -105,7 +105,7 @@ def _pairs(
     out = whole.out.to(wide).unflatten(1, (units, width))[:, :, None]
     lse = whole.lse.to(wide).unflatten(1, (units, width))[..., None]
     middle = centre.to(wide)[:, head, None]
-    independent = torch.zeros(count, units, width, dtype=wide, device=device)
+    independent, total, squares = torch.zeros(3, count, units, width, dtype=wide, device=device)
     outer = torch.zeros(count * units, dim, width * dim, dtype=wide, device=device)
     for start in range(0, room, ENTRIES):
         here = slice(start, start + ENTRIES)
@@ -116,10 +116,12 @@ def _pairs(
         x = q @ k.transpose(2, 3)
         x = x if call.softcap is None else call.softcap * torch.tanh(x / call.softcap)
         x = x + lists.log_weight[..., None, here].to(wide)
-        weight = factor[..., None, here].to(wide).sqrt() * (x - lse).exp()
-        weight = weight.masked_fill_(lse == -torch.inf, 0)
         # entries past the end hold anything, and the keys and values at slot 0 may be NaN
         past = ~mine[..., None]
+        weight = (x - lse).exp().masked_fill_(past.transpose(2, 3) | (lse == -torch.inf), 0)
+        total += weight.sum(3)
+        squares += weight.square().sum(3)
+        weight *= factor[..., None, here].to(wide).masked_fill(past.transpose(2, 3), 0).sqrt()
         b = (v[:, :, :, None] - out).mul_(weight.transpose(2, 3)[..., None]).masked_fill_(past[..., None], 0)
         del v
         k -= middle
@@ -128,7 +130,8 @@ def _pairs(
         independent += torch.linalg.vector_norm(b, dim=(2, 4)).square()
         outer.baddbmm_(k.transpose(2, 3).flatten(0, 1), b.flatten(3).flatten(0, 1))
     correlated = torch.linalg.vector_norm(outer.unflatten(2, (width, dim)), dim=(1, 3)).square()
-    return independent.flatten(1), correlated.view(count, heads)
+    rarity = torch.where(total > 0, squares / total.square(), 0)
+    return independent.flatten(1), correlated.view(count, heads), rarity.flatten(1)
 
 
 def check_error_bars(error_bars: object, redo: object, *, sampled: bool = True) -> None:

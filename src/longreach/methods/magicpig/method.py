@@ -41,9 +41,9 @@ from longreach.plans import find, shipped_for
 PRESETS = ((8, 75), (9, 120), (10, 75), (10, 150), (10, 220), (11, 300))  # (bits, tables) of the paper, and (10, 75)
 PAIR = (10, 75)  # if neither the caller nor a plan gives a pair
 PAPER = ((0, 16), 32)  # the paper's dense layers, and its model's number of layers
-# Similar keys collide together, which a sum of the keys' variances leaves out. The factors are fitted to
-# longreach-mini, for all presets together (docs/magicpig, "Error bars").
-HASHED = {"own": Hashed(each=1.0, together=0.65, few=25), "group": Hashed(each=1.0, together=0.35, few=50)}
+# Similar keys collide together. The factors are fitted to longreach-mini at 1K to 16K tokens, for all presets and
+# lengths together (docs/magicpig, "Error bars").
+HASHED = {"own": Hashed(each=0.6, together=0.65, few=8), "group": Hashed(each=0.3, together=0.5, few=10)}
 CHOSEN = ("bits", "tables", "dense_layers")  # options that a plan replaces
 
 
