@@ -130,7 +130,7 @@ def _pairs(
         independent += torch.linalg.vector_norm(b, dim=(2, 4)).square()
         outer.baddbmm_(k.transpose(2, 3).flatten(0, 1), b.flatten(3).flatten(0, 1))
     correlated = torch.linalg.vector_norm(outer.unflatten(2, (width, dim)), dim=(1, 3)).square()
-    rarity = torch.where(total > 0, squares / total.square(), 0)
+    rarity = torch.where(total > 0, squares.sqrt() / total, 0).square()  # tiny weights have no square in fp32
     return independent.flatten(1), correlated.view(count, heads), rarity.flatten(1)
 
 
