@@ -1,6 +1,6 @@
 """Error bars: how far attention over sampled keys is from dense attention, by the sample itself.
 
-The standard error of a row's output is the square root of `ops.sampling_variance`, for keys sampled by hashing of
+The standard error of a row's output is the square root of `ops.sampling_variance`; for keys sampled by hashing, of
 `Hashed.variance`. Over its length it is the relative error: 0.1 means that the output is expected to be a tenth of its
 length away from dense attention's, and about 95% of outputs lie within twice that. It is an estimate from the sampled
 keys alone: no other key is read.
@@ -12,7 +12,7 @@ more pass over all its keys, and over none where nothing is redone. Nothing wait
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,10 +21,13 @@ from torch import Tensor
 from longreach.methods.base import Notes, Outcome
 from longreach.methods.call import LayerCall, ModelShape
 from longreach.ops import Lists, Partial, Span, Spans, absolute
-from longreach.ops.types import require
+from longreach.ops.doors import Read
+from longreach.ops.types import accumulator, require
 
 COLUMNS = ("relative_error", "finite", "redone", "rows")
 AT = {name: number for number, name in enumerate(COLUMNS)}
+ENTRIES = 512  # of a list that `Hashed` takes at a time
+TINY = 2.0**-126  # the smallest normal number of fp32
 
 
 @dataclass(frozen=True)
@@ -48,25 +51,87 @@ class ErrorBars(NamedTuple):
 class Hashed(NamedTuple):
     """Factors for keys sampled by hashing, which are not sampled independently of each other.
 
-    The variance is (1 + few / n) (each S + together U), of lists of n sampled keys. S is `ops.sampling_variance`, as if
-    keys were sampled independently. U = f s^2 |o_s - o|^2 is that of an error of all sampled keys together: s is their
-    weight in softmax, o_s attention over them alone, o the output, and f the mean factor of the keys.
+    The variance is (1 + few / n) (each S + together C). A sampled key has the factor f_i, the weight W_i in softmax and
+    the value v_i. With o the output and b_i = sqrt(f_i) W_i (v_i - o):
+    S = sum over keys of |b_i|^2 is `ops.sampling_variance`, as if keys were sampled independently.
+    C = sum over pairs of keys of cos(k_i, k_j) b_i . b_j, the same with correlated keys. The correlation of two keys'
+    collisions with the query is taken as the cosine of the keys, without the centre that hashing subtracts.
+    n = (sum of W_i)^2 / sum of W_i^2 is the effective number of sampled keys. Where it is small, heavy keys may well be
+    missed, and a sample without them shows too small an error.
     """
 
     each: float
     together: float
     few: float
 
-    def variance(self, independent: Tensor, whole: Partial, sampled: Partial, lists: Lists, factor: Tensor) -> Tensor:
-        """fp32 [R, H], from `sampling_variance` and attention over the lists alone; 0 for a list that overflowed."""
-        used, heads = _used(lists, factor), independent.shape[1]
-        n = lists.count.clamp(min=1)
-        f = _by_query_head(torch.where(used, factor, 0).sum(2) / n, lists, heads)
-        weight = (sampled.lse - whole.lse).exp().masked_fill(sampled.lse == -torch.inf, 0)
-        moved = (sampled.out - whole.out).square().sum(-1)
-        found = self.each * independent + self.together * f * weight.square() * moved
-        found = found * (1 + self.few / _by_query_head(n, lists, heads))
-        return found.masked_fill(_by_query_head(lists.overflowed, lists, heads), 0)
+    def variance(self, call: LayerCall, whole: Partial, lists: Lists, factor: Tensor, centre: Tensor) -> Tensor:
+        """fp32 [R, H] (fp64 for fp64 inputs), from one pass over the lists; 0 for a list that overflowed.
+
+        whole, lists, factor: as in `ops.sampling_variance`. centre: fp32 [R, G, D].
+        """
+        independent, correlated, rarity = _pairs(call, whole, lists, factor, centre)
+        found = (1 + self.few * rarity) * (self.each * independent + self.together * correlated)
+        return found.masked_fill(_by_query_head(lists.overflowed, lists, found.shape[1]), 0)
+
+    @staticmethod
+    def workspace_bytes(model: ModelShape, lists: int, room: int) -> int:
+        """Bytes that `variance` allocates for a row with this number of lists, of `room` entries each."""
+        entries, heads, dim = min(room, ENTRIES), model.query_heads, model.head_dim
+        keys_and_values = entries * lists * (2 * 4 * dim + 3 * 8)  # with slots, pages and offsets
+        deviations = entries * heads * 4 * (dim + 1)
+        return keys_and_values + deviations + 4 * heads * dim * dim
+
+
+def _pairs(
+    call: LayerCall, whole: Partial, lists: Lists, factor: Tensor, centre: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """S, C and 1 / n of `Hashed`: [R, H] each; 0 without sampled keys.
+
+    The sum over pairs needs no pairs: it is |sum over keys of the outer product of k_i / |k_i| and b_i|^2, the sum of
+    the squares of a matrix [D, D]. Entries are taken `ENTRIES` at a time, whatever their number, so nothing waits for a
+    GPU.
+    """
+    rows, kv, wide = call.rows, call.kv, accumulator(call.kv.k.dtype)
+    count, heads, dim = rows.q.shape
+    units, room = lists.index.shape[1:]
+    width, device = heads // units, rows.q.device
+    assert lists.row_to_list is None and lists.head_map is None and lists.log_weight is not None
+    used = torch.where(lists.overflowed, 0, lists.count)
+    call.count_read(Read.of(kv, replace(lists, count=used)))
+    call.count_read(Read(other=used.long().sum(1) * factor.element_size()))
+    head = torch.arange(units, device=device) * width // kv.group(rows)
+    call.count_read(Read(other=count * centre[0].nbytes if count else 0))
+    q = rows.q.to(wide).unflatten(1, (units, width)) * call.scale
+    out = whole.out.to(wide).unflatten(1, (units, width))[:, :, None]
+    lse = whole.lse.to(wide).unflatten(1, (units, width))[..., None]
+    middle = centre.to(wide)[:, head, None]
+    independent, total, squares = torch.zeros(3, count, units, width, dtype=wide, device=device)
+    outer = torch.zeros(count * units, dim, width * dim, dtype=wide, device=device)
+    for start in range(0, room, ENTRIES):
+        here = slice(start, start + ENTRIES)
+        mine = torch.arange(start, min(start + ENTRIES, room), device=device) < used[..., None]
+        slot = torch.where(mine, lists.index[..., here].long(), 0)
+        page, offset = kv.locate(rows.seq.long()[:, None, None].expand_as(slot), slot)
+        k, v = (x[page, head[None, :, None], offset].to(wide) for x in (kv.k, kv.v))
+        x = q @ k.transpose(2, 3)
+        x = x if call.softcap is None else call.softcap * torch.tanh(x / call.softcap)
+        x = x + lists.log_weight[..., None, here].to(wide)
+        # entries past the end hold anything, and the keys and values at slot 0 may be NaN
+        past = ~mine[..., None]
+        weight = (x - lse).exp().masked_fill_(past.transpose(2, 3) | (lse == -torch.inf), 0)
+        total += weight.sum(3)
+        squares += weight.square().sum(3)
+        weight *= factor[..., None, here].to(wide).masked_fill(past.transpose(2, 3), 0).sqrt()
+        b = (v[:, :, :, None] - out).mul_(weight.transpose(2, 3)[..., None]).masked_fill_(past[..., None], 0)
+        del v
+        k -= middle
+        k /= torch.linalg.vector_norm(k, dim=-1, keepdim=True).clamp_(min=TINY)
+        k.masked_fill_(past, 0)
+        independent += torch.linalg.vector_norm(b, dim=(2, 4)).square()
+        outer.baddbmm_(k.transpose(2, 3).flatten(0, 1), b.flatten(3).flatten(0, 1))
+    correlated = torch.linalg.vector_norm(outer.unflatten(2, (width, dim)), dim=(1, 3)).square()
+    rarity = torch.where(total > 0, squares.sqrt() / total, 0).square()  # tiny weights have no square in fp32
+    return independent.flatten(1), correlated.view(count, heads), rarity.flatten(1)
 
 
 def check_error_bars(error_bars: object, redo: object, *, sampled: bool = True) -> None:
@@ -88,7 +153,7 @@ def measured(
     *,
     candidates: Tensor,
     draws: Tensor | None = None,
-    hashed: tuple[Hashed, Partial] | None = None,
+    hashed: tuple[Hashed, Tensor] | None = None,
 ) -> tuple[Partial, ErrorBars]:
     """Attention with its error bars; where they exceed `redo`, dense attention instead.
 
@@ -96,16 +161,17 @@ def measured(
     keys from which a list takes its own. If it takes some of them, and none by chance, nothing is known about the
     others: the relative error then counts as 1. draws: int like lists.count, sizes of samples that are all that is
     attended to: one of a single draw shows no deviation, so its error counts as 1 too. None: other keys are attended to
-    as well. hashed: for keys sampled by hashing, with attention over the lists alone. None: keys are sampled
-    independently, or systematically.
+    as well. hashed: for keys sampled by hashing, with the centres that it subtracts, fp32 [R, G, D]. None: keys are
+    sampled independently, or systematically.
     A KV head is redone for a row if the error of any of its query heads exceeds `redo`.
     """
     began = len(call.meter.noted)
-    variance = call.op("sampling_variance", lists, factor, whole)
+    if hashed is None:
+        variance = call.op("sampling_variance", lists, factor, whole)
+    else:
+        law, centre = hashed
+        variance = law.variance(call, whole, lists, factor, centre)
     reads, heads = slice(began, len(call.meter.noted)), call.kv.heads
-    if hashed is not None:
-        law, sampled = hashed
-        variance = law.variance(variance, whole, sampled, lists, factor)
     error = variance.sqrt()
     relative = torch.where(error == 0, 0, error / torch.linalg.vector_norm(whole.out, dim=-1))
     relative = relative.masked_fill(_unknown(lists, factor, candidates, draws, relative.shape[1]), 1.0)

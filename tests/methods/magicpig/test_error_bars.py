@@ -129,13 +129,27 @@ def test_of_random_keys(name: str, calls: list[LayerCall]) -> None:
 @pytest.mark.sweep
 @pytest.mark.parametrize("pair", PRESETS)
 def test_of_a_model(pair: tuple[int, int]) -> None:
-    """The evidence for HASHED: in longreach-mini, at 4096 tokens. The record of `longreach sampling --error-bars` has
-    more rows, seeds and tasks.
+    """The evidence for HASHED: in longreach-mini, at 4096 tokens. The records of `longreach sampling --error-bars` have
+    more rows, seeds, tasks and lengths.
     """
     for share in ("own", "group"):
         found = errors(replace(PIG, bits=pair[0], tables=pair[1], share=share), model_calls(), 2)
         assert 0.8 < found.ratio < 1.3, (share, found.ratio)
         assert found.covered >= 0.93, (share, found.covered)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("pair", PRESETS)
+def test_of_many_similar_keys(pair: tuple[int, int]) -> None:
+    """fwe: prompts of a few words that occur hundreds of times, so similar keys are sampled or missed together.
+
+    (10, 75) samples too few keys there for two bars to cover 93% (docs/magicpig, "Calibration of error bars").
+    """
+    least = 0.88 if pair == (10, 75) else 0.93
+    for share in ("own", "group"):
+        found = errors(replace(PIG, bits=pair[0], tables=pair[1], share=share), fwe_calls(), 3)
+        assert 0.8 < found.ratio < 1.3, (share, found.ratio)
+        assert found.covered >= least, (share, found.covered)
 
 
 @pytest.mark.sweep
@@ -152,10 +166,15 @@ def model_calls() -> list[LayerCall]:
     return calls
 
 
+@cache
+def fwe_calls() -> list[LayerCall]:
+    return longreach_mini(4096, ("fwe",))
+
+
 @pytest.mark.parametrize("share", ["own", "group"])
 @pytest.mark.parametrize("pair", [(4, 9), (6, 9), (3, 30)])
 def test_the_bar_is_that_of_its_definition(share: str, pair: tuple[int, int]) -> None:
-    """(1 + few / n) (each S + together U), a row and query head at a time in fp64."""
+    """(1 + few / n) (each S + together C), a row and query head at a time, with pairs of keys, in fp64."""
     heads, group = 2, 3
     method = MagicPIG(
         bits=pair[0], tables=pair[1], share=share, local=8, seal=8, centre=16, capacity=1.0, dense_layers=(),  # type: ignore[arg-type]
@@ -183,13 +202,12 @@ def test_the_bar_is_that_of_its_definition(share: str, pair: tuple[int, int]) ->
         logits = keys[:, g] @ call.rows.q[0, h].double() * call.scale + log_weight[h, 4:stop]
         weight = (logits - lse[h]).exp()  # 0 for keys that were not sampled
         some = weight > 0
-        n, share_of_sample = int(some.sum()), float(weight.sum())
-        assert n > 0
-        distance = (values[:, g] - out[h]).square().sum(-1)
-        alone = weight @ values[:, g] / share_of_sample
-        s = float((factor * weight.square() * distance).sum())
-        u_ = float(factor[some].mean()) * share_of_sample**2 * float((alone - out[h]).square().sum())
-        bar = math.sqrt((1 + law.few / n) * (law.each * s + law.together * u_))
+        n = float(weight.sum().square() / weight.square().sum())
+        assert n >= 1
+        b = (factor.sqrt() * weight)[some, None] * (values[some, g] - out[h])
+        directions = torch.nn.functional.normalize(shifted[some], dim=-1)
+        s, pairs = float(b.square().sum()), float((directions @ directions.T * (b @ b.T)).sum())
+        bar = math.sqrt((1 + law.few / n) * (law.each * s + law.together * pairs))
         assert float(outcome.relative_error[0, h]) == pytest.approx(bar / float(out[h].norm()), rel=2e-3)
 
 

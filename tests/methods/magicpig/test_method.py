@@ -215,7 +215,7 @@ def reads(method: MagicPIG, call: LayerCall, before: Sequence[int]) -> Expected:
                 found[0] += tables * 2 * 2 + 2 * in_bucket  # two offsets of a table's one segment, and ids
             found[0] += union * vector + 4 * entries + vector  # keys, their slots, the centre
             found[1] += int(attended.any(0).sum()) * 2 * vector + 8 * entries  # keys and values; slots, log-weights
-            found[2] += union * 2 * vector + 12 * entries  # the same of the sample, and factors
+            found[2] += union * 2 * vector + 12 * entries + vector  # the same of the sample, factors, the centre
     return Expected(*found.tolist())
 
 

@@ -41,9 +41,9 @@ from longreach.plans import find, shipped_for
 PRESETS = ((8, 75), (9, 120), (10, 75), (10, 150), (10, 220), (11, 300))  # (bits, tables) of the paper, and (10, 75)
 PAIR = (10, 75)  # if neither the caller nor a plan gives a pair
 PAPER = ((0, 16), 32)  # the paper's dense layers, and its model's number of layers
-# Similar keys collide together, which a sum of the keys' variances leaves out. The factors are fitted to
-# longreach-mini, for all presets together (docs/magicpig, "Error bars").
-HASHED = {"own": Hashed(each=1.1, together=0.45, few=20), "group": Hashed(each=0.9, together=0.35, few=30)}
+# Similar keys collide together. The factors are fitted to longreach-mini at 1K to 16K tokens, for all presets and
+# lengths together (docs/magicpig, "Error bars").
+HASHED = {"own": Hashed(each=0.6, together=0.65, few=8), "group": Hashed(each=0.3, together=0.5, few=10)}
 CHOSEN = ("bits", "tables", "dense_layers")  # options that a plan replaces
 
 
@@ -297,7 +297,7 @@ class MagicPIG(AttentionMethod):
         if self.error_bars or self.redo is not None:
             whole, bars = measured(
                 call, whole, lists, weights.factor, self.redo, candidates=start - self.sinks,
-                hashed=(HASHED[self.share], sample),
+                hashed=(HASHED[self.share], state.centre[by_slot.seq.long()]),
             )  # fmt: skip
         noted = call.meter.noted
         reads = [noted[began:searched], noted[searched:], noted[:0]]
@@ -355,7 +355,9 @@ class MagicPIG(AttentionMethod):
         inputs = 4 * model.head_dim * (model.kv_heads + model.query_heads)
         codes = 2 * model.query_heads * tables
         lists = (4 + 1 + 4 + 4 + 2) * listed
-        whole = max(sealing, rows * (codes + max(counters, lists + results + inputs)))
+        units = model.kv_heads if self.share == "group" else model.query_heads
+        bars = Hashed.workspace_bytes(model, units, max_keys(self.capacity, capacity))
+        whole = max(sealing, rows * (codes + max(counters, lists + results + inputs + bars)))
         return whole + redo_bytes(model, rows, self.redo)
 
 
