@@ -61,7 +61,7 @@ def _count(words, memory, at, one):
 
 @triton.jit
 def _store(at, value, some):
-    """As tl.store, in the layout that value has: Triton would change it for what it takes for neighbours."""
+    """Store int32 values where `some` is not 0. tl.store might first convert them to another layout, which costs time."""
     if not INTERPRETED:
         tl.inline_asm_elementwise(
             "{ .reg .pred p; setp.ne.u32 p, $3, 0; @p st.global.u32 [$1], $2; mov.u32 $0, 0; }", "=r,l,r,r",
@@ -184,7 +184,7 @@ def search_parts(
     ONES: tl.constexpr = 0x01010101 if PER == 4 else 0x00010001  # each counter's lowest bit
     LOW: tl.constexpr = ONES * ((1 << (BITS - 1)) - 1)  # all bits of counters but the highest
     GATHER: tl.constexpr = 0x01020408 if PER == 4 else 0x00010002  # moves lowest bits next to each other
-    # parts of one sequence at a time: their tables take few pages of memory, and those of all more than are at hand
+    # programs that run together take parts of the same sequences, so that their tables span fewer memory pages
     item, part = tl.program_id(0) // parts, tl.program_id(0) % parts
     r, g = item // G, (item % G).to(tl.int64)
     b = tl.load(seq + r).to(tl.int64)
