@@ -198,7 +198,7 @@ def _add(
 
 @triton.jit
 def _own(program, memory, SIZE: tl.constexpr, BK: tl.constexpr):
-    """(address of the shared memory of `_insert`, this program's part of `memory`, which only the interpreter uses)."""
+    """(address of `_insert`'s shared memory, this program's part of `memory`, which only the interpreter uses)."""
     WORDS: tl.constexpr = (SIZE + 31) // 32 * 2 + BK
     return _words(program - program, WORDS), memory + program.to(tl.int64) * WORDS
 

@@ -61,7 +61,7 @@ def _count(words, memory, at, one):
 
 @triton.jit
 def _store(at, value, some):
-    """Store int32 values where `some` is not 0. tl.store might first convert them to another layout, which costs time."""
+    """Store int32 values where `some` is not 0. tl.store might first convert them to another layout, at a cost."""
     if not INTERPRETED:
         tl.inline_asm_elementwise(
             "{ .reg .pred p; setp.ne.u32 p, $3, 0; @p st.global.u32 [$1], $2; mov.u32 $0, 0; }", "=r,l,r,r",
