@@ -88,8 +88,8 @@ def _pairs(
     """S, C and 1 / n of `Hashed`: [R, H] each; 0 without sampled keys.
 
     The sum over pairs needs no pairs: it is |sum over keys of the outer product of k_i / |k_i| and b_i|^2, the sum of
-    the squares of a matrix [D, D]. The loop runs over the room of the lists, `ENTRIES` entries at a time. The host knows
-    the room, so it does not wait for the GPU.
+    the squares of a matrix [D, D]. The loop runs over the room of the lists, `ENTRIES` entries at a time. The host
+    knows the room, so it does not wait for the GPU.
     """
     rows, kv, wide = call.rows, call.kv, accumulator(call.kv.k.dtype)
     count, heads, dim = rows.q.shape
