@@ -106,10 +106,12 @@ def test_whole_segments_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("impl", ["reference", "numba", "triton"])
 def test_without_a_centre(impl: str) -> None:
-    (kv, keys), tables = view([30, 30], None, torch.float32), fresh(4, 30, BITS, 16, FIRST, tables=TABLES)
-    centre = torch.zeros(4, 2, DIM, device=PLACE)
-    kv = here(kv)
-    seal(kv, here(SLOTS), tables, here(DRAWN), centre, here(torch.tensor([30, 0])), centred=0, impl=impl)
+    (kv, keys), tables = view([30, 30], None, torch.float32), back(fresh(4, 30, BITS, 16, FIRST, tables=TABLES))
+    given = [kv, SLOTS, tables, DRAWN, torch.zeros(4, 2, DIM), torch.tensor([30, 0])]
+    if impl == "triton":
+        given = [here(x) for x in given]
+    _, _, tables, _, centre, _ = given
+    seal(*given, centred=0, impl=impl)
     hashed = codes(keys[:1], DRAWN, impl="reference")
     one = HashTables(*(x[3:4] for x in (tables.ids, tables.offsets, tables.stop)), 16, FIRST)
     held_to(back(one), hashed)
@@ -125,7 +127,7 @@ def test_an_interrupt_leaves_tables_that_go_on(monkeypatch: pytest.MonkeyPatch) 
             raise KeyboardInterrupt
         build(*given, impl="reference")
 
-    tables, whole = (fresh(4, 80, BITS, 16, FIRST, tables=TABLES) for _ in range(2))
+    tables, whole = (back(fresh(4, 80, BITS, 16, FIRST, tables=TABLES)) for _ in range(2))
     centre, stop = torch.zeros(4, 2, DIM), torch.tensor([70, 41])
 
     def hashes(x: Tensor, drawn: Tensor, centre: Tensor) -> Tensor:
@@ -143,7 +145,7 @@ def test_an_interrupt_leaves_tables_that_go_on(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_bad_input() -> None:
-    (kv, _), tables = view([70, 41], None, torch.float32), fresh(4, 60, BITS, 16, FIRST, tables=TABLES)
+    (kv, _), tables = view([70, 41], None, torch.float32), back(fresh(4, 60, BITS, 16, FIRST, tables=TABLES))
     good: dict[str, Any] = {
         "kv": kv, "slots": SLOTS, "tables": tables, "projections": DRAWN, "centre": torch.zeros(4, 2, DIM),
         "stop": torch.tensor([40, 40]), "centred": 10,

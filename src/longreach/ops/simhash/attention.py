@@ -41,7 +41,7 @@ ATTENDING = Implementations(
 NUMBERS = ("union", "met", "overflowed", "weighed", "attended", "searched", "end")
 
 # of Triton's kernels: query heads of a program, the others masked; words of counters; buckets looked up at a time
-HEADS, ROOM, BUCKETS = 16, 8192, 512
+HEADS, ROOM, BUCKETS = 16, 8192, 1024
 PROGRAMS, MOST_SPLITS = 512, 4  # programs that fill a GPU; most programs that attend to the keys of a part
 
 

@@ -31,7 +31,7 @@ class Tuning:
     a block, at most; new: keys whose order is found, in a segment without keys; inserted: keys added to a segment with
     keys, at least 128; moved: ids that move; programs: that add a block, at most; registers: of one; codes: bytes of
     codes of segments, at most, but a segment's at least.
-    chained: whether the kernel that seals may start while the one before it runs, and the next one while it runs.
+    chained: whether the kernels that seal may start while those before them run, and wait.
     """
 
     few: int = 16
@@ -55,7 +55,7 @@ class Tuning:
 def codes(
     x: Tensor, projections: Tensor, centre: Tensor | None, *, chained: bool = False, tune: Tuning | None = None
 ) -> Tensor:
-    """chained: the kernel may start while the one before it runs, and waits; so may the next one."""
+    """chained: the kernel may start while the one before it runs, and waits."""
     refuse(x, *(() if centre is None else (centre,)))
     tables, bits, dim = projections.shape
     out = x.new_empty((*x.shape[:-1], tables), dtype=torch.uint16)
@@ -137,7 +137,7 @@ def seal(
             each = max(t.hashed_tables, triton.cdiv(tables.tables, max(1, t.hashing // (count * tables.heads * tiles))))
             building.hash_keys[(count * tables.heads, tiles, triton.cdiv(tables.tables, each))](
                 *keys, centre, *norms, drawn, slots, tables.stop, stop, held, done, codes, tables.heads, tables.first,
-                centred, 0, room, **hashing, BT=each, BLOCK=True, CHAINED=chained,
+                centred, 0, room, **hashing, BT=each, BLOCK=True, **early,
             )  # fmt: skip
             building.seal[(programs,)](
                 *_memory(tables), slots, tables.stop, stop, held, done, scratch[0], codes, scratch[1], count,

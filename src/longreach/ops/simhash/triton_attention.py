@@ -31,7 +31,8 @@ from longreach.ops.types import KVView, Partial, Rows
 
 @dataclass(frozen=True)
 class Tuning:
-    """room: words of counters, at most ROOM; buckets: looked up at a time, at most, a power of 2; pieces: of buckets,
+    """room: words of counters, at most ROOM; buckets: looked up at a time, at most, by a key's
+    words, a power of 2; pieces: of buckets,
     read at a time; each: ids of a piece, a power of 2; scanned: words of a round, at most `room`; in_turn: of a round
     that a thread counts, powers of 2; search_warps: of a program that looks up; vector: bytes of keys attended to at a
     time; splits: programs that attend to a part's keys (None: by `splits_of`); warps, registers: of a program that
@@ -49,10 +50,10 @@ class Tuning:
     vector: int = 16384
     splits: int | None = None
     warps: int = 4
-    stages: int = 3
-    registers: int = 168
+    stages: int = 2
+    registers: int = 128
     merged: int = 128
-    chained: bool = False
+    chained: bool = not INTERPRETED
 
     def __post_init__(self) -> None:
         ids, threads = self.pieces * self.each, 32 * self.search_warps
@@ -78,7 +79,7 @@ def attend_sampled(
     part = t.room // width
     items, parts = count * kv.heads, triton.cdiv(columns, part)
     splits = t.splits or splits_of(items, parts)
-    buckets = min(t.buckets, triton.next_power_of_2(group * tables.tables))
+    buckets = min(t.buckets // width, triton.next_power_of_2(group * tables.tables))
     pieces, dims = parts * splits, max(16, triton.next_power_of_2(dim))
     keys = max(16, t.vector // (dims * kv.k.element_size()))
     registers = t.registers if kv.k.element_size() == 2 else 255  # without tensor cores a program needs more

@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from longreach.ops.simhash.attention import HEADS as HEADS_OF_A_PROGRAM
-from longreach.ops.simhash.triton_kernels import agreement, inclusion, log
+from longreach.ops.simhash.triton_kernels import agreement, inclusion
 from longreach.ops.triton_reads import peek
 
 HEADS = tl.constexpr(HEADS_OF_A_PROGRAM)
@@ -30,14 +30,17 @@ def _logits(q, k, scale, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _log_weights(cosine, heads, floor, GROUP: tl.constexpr, H: tl.constexpr, OWN: tl.constexpr, LAW: tl.constexpr):
-    """fp32 [BC, H]: what the logits of sampled keys get added, of cosines [BC, H] and heads' bits [BC]."""
+    """fp32 [BC, H]: what the logits of sampled keys get added, of cosines [BC, H] and heads' bits [BC].
+
+    tl.log errs by 2e-7, as little as fp32 can hold of a logit.
+    """
     u = tl.maximum(inclusion(agreement(cosine), LAW), floor)
     if OWN:
-        return -log(u)
+        return -tl.log(u)
     h = tl.arange(0, H)
     total = tl.sum(tl.where((h < GROUP)[None, :], u, 0.0), 1)
     met = tl.sum((heads[:, None] >> h[None, :]) & 1, 1)
-    return (log(tl.maximum(met, 1).to(tl.float32)) - log(total))[:, None].broadcast_to(cosine.shape)
+    return tl.log(tl.maximum(met, 1).to(tl.float32) / total)[:, None].broadcast_to(cosine.shape)
 
 
 @triton.jit

@@ -285,6 +285,7 @@ def hash_keys(
     sequence's end and done 0.
     """
     if CHAINED:
+        gdc_wait()
         gdc_launch_dependents()
     item, tile = tl.program_id(0), tl.program_id(1) * BV + tl.arange(0, BV)
     b, g = (item // heads).to(tl.int64), item % heads

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # kernels run in Python, on CPU tensors
 
@@ -18,11 +18,11 @@ def codes(
 ):  # fmt: skip
     """One table's codes of BM vectors. x, centre: [outer, middle, inner, D] by strides; out: [count, TABLES].
 
-    CHAINED: this kernel may start while the one before it runs, and waits; so may the next one.
+    CHAINED: this kernel may start while the one before it runs, and waits. The next one may not: its first programs
+    would crowd on the few processors that have room.
     """
     if CHAINED:
         gdc_wait()
-        gdc_launch_dependents()
     n = tl.program_id(0) * BM + tl.arange(0, BM)
     table = tl.program_id(1)
     there = n < count

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
 from longreach.ops.simhash.attention import HEADS as HEADS_OF_A_PROGRAM
 from longreach.ops.simhash.triton_kernels import INTERPRETED
@@ -193,12 +193,12 @@ def search_parts(
     end = tl.load(stop + slot)
     last = tl.minimum(end, reach)
     last = tl.where(last > lowest, last, 0)
-    if CHAINED:
-        gdc_wait()
-        gdc_launch_dependents()
     words = _words(part - part, ROOM + 3 * (1 << LOG) + 2 * BE)
     whole = item.to(tl.int64) * parts + part
     own_memory = memory + whole * (ROOM + 3 * (1 << LOG) + 2 * BE)
+    _put(words, own_memory, tl.arange(0, ROOM), tl.zeros([ROOM], tl.int32))
+    if CHAINED:
+        gdc_wait()
     room = found + whole * PART
     low, number, looked_up = part * PART, 0, 0
     # a thread counts its words first, so that few numbers are added up across threads
@@ -207,7 +207,6 @@ def search_parts(
     tl.static_assert(PART // BN < 1 << BITS)  # words that a counter of `each` can hold
     each = tl.zeros([BN, WORDS], tl.int32)  # hits of each head, in the places of the counters of tables
     if (end > lowest) & (low < end):  # entries past what the row sees are counted as read
-        _put(words, own_memory, tl.arange(0, ROOM), tl.zeros([ROOM], tl.int32))
         looked_up = _look_up(
             codes + (r.to(tl.int64) * G + g) * GROUP * TABLES, ids + slot * id_strides[0] + g * id_strides[1],
             id_strides[2], offsets + slot * offset_strides[0] + g * offset_strides[1], offset_strides[2],
