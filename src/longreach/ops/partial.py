@@ -1,10 +1,12 @@
-"""Attention results over sets of keys: put them together, reweight them, take one out again.
+"""Attention results over sets of keys: put them together, reweight and mix them, take one out again.
 
 (out, lse) pairs over disjoint sets combine as in online softmax (Milakov and Gimelshein, 2018; the merge
 of FlashInfer and the amend step of MAC-Attention, Eq. 5-8).
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -43,6 +45,44 @@ def shift(partial: Partial, log_weight: Tensor) -> Partial:
     lse = partial.lse + (by[:, None] if by.dim() == 1 else by)
     # weight 0 leaves no keys, and no keys have no value
     return Partial(partial.out.masked_fill((lse == -torch.inf)[..., None], 0.0), lse)
+
+
+def mix(partials: Sequence[Partial], weights: Tensor) -> Partial:
+    """One softmax over several key sets, every key of set s weighted by weights[..., s] (MKA, Eq. 5-14).
+
+        lse = log sum_s w_s exp(lse_s)
+        out = sum_s w_s exp(lse_s - lse) out_s
+
+    partials: S Partials of one shape, out [R, H, D], lse [R, H]; a key may be in several sets.
+    weights: float [R, S] or [R, H, S], at least 0. Weights 1 give `merge`. Unlike in `shift`, which takes the log of a
+        weight, a weight of exactly 0 has a gradient: (exp(lse_s - lse)) (out_s - out) through out, exp(lse_s - lse)
+        through lse. There the difference of the two lse is cut at 80 (700 in fp64), so that gradients stay finite.
+
+    Returns Partial; over no keys, or where all weights are 0, out is 0 and lse -inf, without gradients.
+    Differentiable in partials and weights. Raises InvalidInput for shapes, dtypes and devices that do not fit, and on a
+    CPU for weights below 0.
+    """
+    require(len(partials) > 0, "partials: expected at least one Partial, got none")
+    for other in partials:
+        _alike(partials[0], other)
+    lses = torch.stack([p.lse for p in partials], -1)
+    rows, heads, sets = lses.shape
+    ok = isinstance(weights, Tensor) and weights.is_floating_point() and weights.device == lses.device
+    ok = ok and weights.shape in ((rows, sets), (rows, heads, sets))
+    require(ok, f"weights: expected float [{rows}, {sets}] or [{rows}, {heads}, {sets}], got {describe(weights)}")
+    if weights.device.type == "cpu":
+        require(not bool((weights < 0).any()), "weights: expected numbers of at least 0; clamp them before")
+    w = weights.to(lses.dtype).view(rows, -1, sets)
+    top = torch.where(w > 0, lses, -torch.inf).detach().amax(-1, keepdim=True)
+    most = 80.0 if lses.dtype == torch.float32 else 700.0  # exp of a little more overflows
+    size = torch.exp((lses - _finite(top)).clamp(max=most))
+    share = w * size
+    total = share.sum(-1)
+    none = total == 0
+    total = total.masked_fill(none, 1.0)
+    share = (share / total[..., None]).masked_fill(none[..., None], 0.0)
+    out = sum(share[..., s, None] * p.out for s, p in enumerate(partials))
+    return Partial(out, (_finite(top)[..., 0] + torch.log(total)).masked_fill(none, -torch.inf))
 
 
 def remove(whole: Partial, part: Partial) -> Partial:
