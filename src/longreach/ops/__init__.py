@@ -10,10 +10,11 @@ from longreach.ops.attend import (
     quantise_keys,
     score_keys,
 )
-from longreach.ops.partial import merge, remove, shift
+from longreach.ops.partial import merge, mix, remove, shift
 from longreach.ops.pooled_scores import pooled_scores
 from longreach.ops.rope import RotaryAngles, angles, reposition, rotate, unrotate
 from longreach.ops.sample import sample, uniforms
+from longreach.ops.scan import ScanCarry, scan
 from longreach.ops.selection import Bound, Lists, PackedLists, Selection, Span, Spans, absolute, relative
 from longreach.ops.top_k import top_k
 from longreach.ops.types import HeadShard, KVView, Logits, Partial, RowRange, Rows, ScoringKeys
@@ -30,6 +31,7 @@ __all__ = [
     "RotaryAngles",
     "RowRange",
     "Rows",
+    "ScanCarry",
     "ScoringKeys",
     "Selection",
     "Span",
@@ -42,6 +44,7 @@ __all__ = [
     "attend_with_logits",
     "copy_keys",
     "merge",
+    "mix",
     "pooled_scores",
     "quantise_keys",
     "relative",
@@ -50,6 +53,7 @@ __all__ = [
     "rotate",
     "sample",
     "sampling_variance",
+    "scan",
     "score_keys",
     "shift",
     "simhash",

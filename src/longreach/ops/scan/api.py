@@ -33,7 +33,9 @@ class ScanCarry:
         require(ok, lambda: f"mean: expected fp32 (or fp64) [B, G, D], got {describe(mean)}")
         ok = isinstance(weight, Tensor) and weight.shape == mean.shape[:2]
         ok = ok and weight.dtype == mean.dtype and weight.device == mean.device
-        require(ok, lambda: f"weight: expected {list(mean.shape[:2])} with dtype and device of mean, got {describe(weight)}")
+        require(
+            ok, lambda: f"weight: expected {list(mean.shape[:2])} with dtype and device of mean, got {describe(weight)}"
+        )
 
     @classmethod
     def empty(
@@ -73,7 +75,7 @@ def scan(
     Differentiable in x, decay, carry.mean and carry.weight, through y and the returned state. Triton's gradients are
     the same bits at each call; its backward is itself not differentiable.
     Raises InvalidInput for shapes, dtypes and devices that do not fit, and on a CPU for values: a decay outside (0, 1),
-    sequences outside [0, B) or in several runs of rows; UnknownName for an unknown impl; Unsupported for fp64 in Triton.
+    sequences past B or in several runs of rows; UnknownName for an unknown impl; Unsupported for fp64 in Triton.
     """
     require(isinstance(x, Tensor) and x.dim() == 3, lambda: f"x: expected [R, G, D], got {describe(x)}")
     require(x.dtype in FLOATS, lambda: f"x: expected bf16, fp16, fp32 or fp64, got {describe(x)}")

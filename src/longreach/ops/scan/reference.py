@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -37,7 +39,7 @@ def _stretches(seq: Tensor, pos: Tensor) -> list[tuple[int, int]]:
     fresh = pos == 0
     fresh[1:] |= seq[1:] != seq[:-1]
     starts = [0, *(fresh.nonzero()[:, 0].tolist()), rows]
-    return [(a, b) for a, b in zip(starts[:-1], starts[1:], strict=True) if b > a]
+    return [(a, b) for a, b in pairwise(starts) if b > a]
 
 
 def _chunk(x: Tensor, rate: Tensor, mean: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:

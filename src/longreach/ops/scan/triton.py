@@ -16,7 +16,7 @@ from longreach.ops.scan.api import ScanCarry
 INTERPRETED: bool = kernels.INTERPRETED.value
 ROWS = 8 if INTERPRETED else 256  # of a chunk
 AT_ONCE = 2 if INTERPRETED else 8  # rows whose loads are under way together
-CHAINED = 2 if INTERPRETED else 32  # chunks, likewise
+CHAINED = 2 if INTERPRETED else 16  # chunks, likewise
 
 
 def scan(x: Tensor, decay: Tensor | None, seq: Tensor, pos: Tensor, carry: ScanCarry) -> tuple[Tensor, ScanCarry]:

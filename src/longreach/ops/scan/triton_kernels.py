@@ -215,13 +215,13 @@ def ends_back(
 
 @triton.jit
 def gradients(
-    dy, d_ended, x, row_stride, head_stride, y, w_of, rate_of, source, last, carry, begins, dx, d_carry, dw_of, rows, heads,
-    BEGUN: tl.constexpr, ENDED: tl.constexpr, LEARNT: tl.constexpr,
+    dy, d_ended, x, row_stride, head_stride, y, w_of, rate_of, source, last, carry, begins, dx, d_carry, dw_of,
+    rows, heads, BEGUN: tl.constexpr, ENDED: tl.constexpr, LEARNT: tl.constexpr,
     D: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, U: tl.constexpr,
 ):  # fmt: skip
     """Gradients of x [R, G, D], of the carry's mean [B, G, D] and, if LEARNT, of each row's W [R, G].
 
-    With A_t the gradient of S_t: dx_t = A_t and dW_t = -A_t (x_t - y_(t-1)) / W_t, where y_(t-1) does not depend on W_t.
+    With A_t the gradient of S_t: dx_t = A_t and dW_t = -A_t (x_t - y_(t-1)) / W_t, where y_(t-1) does not move with W_t.
     """
     chunk, g = tl.program_id(0), tl.program_id(1)
     d = tl.arange(0, BD)
@@ -258,6 +258,6 @@ def gradients(
             if LEARNT:
                 before = tl.load(carry[0] + from_carry * D + d, mask=some & held, other=0.0)
                 before = tl.where(kind == GOES_ON, ys[u].to(tl.float32), before)
-                moved = tl.where(some & ((kind == GOES_ON) | (held & (w0 > 0))), xs[u].to(tl.float32) - before, 0.0)
+                moved = tl.where(some & (kind >= GOES_ON), xs[u].to(tl.float32) - before, 0.0)
                 dw = -tl.sum(a * moved, 0) / tl.maximum(totals[u], 1.0)
                 tl.store(dw_of + place, dw, mask=there)
