@@ -221,7 +221,7 @@ def gradients(
 ):  # fmt: skip
     """Gradients of x [R, G, D], of the carry's mean [B, G, D] and, if LEARNT, of each row's W [R, G].
 
-    With A_t the gradient of S_t: dx_t = A_t and dW_t = -A_t (x_t - y_(t-1)) / W_t, where y_(t-1) does not move with W_t.
+    With A_t the gradient of S_t: dx_t = A_t and dW_t = -A_t (x_t - y_(t-1)) / W_t; y_(t-1) does not depend on W_t.
     """
     chunk, g = tl.program_id(0), tl.program_id(1)
     d = tl.arange(0, BD)
