@@ -94,9 +94,7 @@ def launch(
     return [Partial(o, x) for o, x in zip(out, lse, strict=True)]
 
 
-def refuse(
-    rows: Rows, kv: KVView, selection: Selection, sink_logit: Tensor | None, *, gradients: bool = False
-) -> None:
+def refuse(rows: Rows, kv: KVView, selection: Selection, sink_logit: Tensor | None, *, gradients: bool = False) -> None:
     """Raise Unsupported for what these kernels cannot do and the reference can. gradients: a backward is provided."""
     if rows.q.dtype == torch.float64:
         raise Unsupported("attend's Triton kernels compute in fp32; for fp64 use impl='reference'")

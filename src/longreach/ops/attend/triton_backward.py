@@ -29,9 +29,13 @@ def refuse(rows: Rows, kv: KVView, selection: Selection) -> None:
     """Raise Unsupported for what the backward cannot do and the forward, or the reference, can."""
     advice = "an input requires a gradient; use impl='reference', or torch.no_grad()"
     if kv.block_table is not None:
-        raise Unsupported(f"the backward of attend's Triton kernels takes contiguous memory, not a block table; {advice}")
+        raise Unsupported(
+            f"the backward of attend's Triton kernels takes contiguous memory, not a block table; {advice}"
+        )
     if kv.slot_pos is not None:
-        raise Unsupported(f"the backward of attend's Triton kernels takes slots that are positions, not slot_pos; {advice}")
+        raise Unsupported(
+            f"the backward of attend's Triton kernels takes slots that are positions, not slot_pos; {advice}"
+        )
     if not isinstance(selection, (Spans, Lists)):
         kind = type(selection).__name__
         raise Unsupported(f"the backward of attend's Triton kernels takes Spans and Lists, got {kind}; {advice}")
@@ -39,7 +43,9 @@ def refuse(rows: Rows, kv: KVView, selection: Selection) -> None:
         units = kv.heads if selection.per == "kv" else rows.q.shape[1]
         pairs = rows.q.shape[0] * units * selection.index.shape[2]
         if pairs >= 1 << 31:
-            raise Unsupported(f"attend's backward numbers list entries of rows with 32 bits, got {pairs}; split the rows")
+            raise Unsupported(
+                f"attend's backward numbers list entries of rows with 32 bits, got {pairs}; split the rows"
+            )
 
 
 class _Form(NamedTuple):
