@@ -81,7 +81,9 @@ def mix(partials: Sequence[Partial], weights: Tensor) -> Partial:
     none = total == 0
     total = total.masked_fill(none, 1.0)
     share = (share / total[..., None]).masked_fill(none[..., None], 0.0)
-    out = sum(share[..., s, None] * p.out for s, p in enumerate(partials))
+    out = torch.zeros_like(partials[0].out)
+    for s, p in enumerate(partials):
+        out = out + share[..., s, None] * p.out
     return Partial(out, (_finite(top)[..., 0] + torch.log(total)).masked_fill(none, -torch.inf))
 
 

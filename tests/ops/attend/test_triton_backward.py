@@ -79,11 +79,12 @@ def test_gradients(kind: Any, per: Any, group: int, dim: int, dtype: torch.dtype
         {"block": 1}, {"block": 5, "weighted": True}, {"block": 16}, {"block": 40, "weighted": True},
         {"shared": True, "weighted": True, "block": 4}, {"mapped": 3, "weighted": True, "overflow": 0.3},
         {"one": True, "weighted": True, "per": "query"}, {"per": "query", "overflow": 0.5, "block": 3},
+        {"block": 16, "overflow": 0.3}, {"block": 17, "per": "query"}, {"block": 20, "shared": True},
     ],
     ids=lambda given: " ".join(given),
 )  # fmt: skip
 def test_lists(lists: dict[str, Any]) -> None:
-    """Blocks smaller and larger than a tile, shared lists, head maps, overflows."""
+    """Blocks smaller and larger than a tile, shared lists, head maps, overflows; of rows, and of tiles of rows."""
     kv = clean(random_kv([60, 33], heads=2, dim=16, seed=3))
     rows = random_rows(kv, 10, group=2, seed=3)
     made = random_lists(rows, kv, seed=3, **lists)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -24,7 +25,8 @@ class Limits(NamedTuple):
     high: Tensor
 
 
-class RowLists(NamedTuple):
+@dataclass(frozen=True)
+class RowLists:
     """Lists as rows use them. index int [L, heads, C], count int [L, heads], log_weight float [L, heads, C] or None;
     number int32 [R, A]: list * heads + head of each row's units, which are the KV heads, or all query heads."""
 
@@ -108,16 +110,48 @@ def tile_ranges(tiles: Tensor, seq: Tensor, shape: Shape, limits: Limits, block:
     return torch.stack([first, stop], -1).int().contiguous()
 
 
+class TileLists(NamedTuple):
+    """The blocks that the rows of a tile list, each once. block, rows: int32 [tiles, A, T C], rows the sum of 2^t over
+    entries t of the tile that list the block; count: int32 [tiles, A], blocks in use."""
+
+    block: Tensor
+    rows: Tensor
+    count: Tensor
+
+
+def tile_lists(lists: RowLists, tiles: Tensor, seen: Tensor, block: int) -> TileLists:
+    """The lists of each tile's rows, put together. An entry that a list names twice counts once."""
+    size = tiles.shape[1]
+    there = _used(lists, seen, block)[tiles.clamp(min=0).long()] & (tiles >= 0)[..., None, None]
+    index = lists.each(lists.index).long()[tiles.clamp(min=0).long()]  # [tiles, T, A, C]
+    none = torch.iinfo(torch.int64).max
+    key = index * size + torch.arange(size, device=index.device)[:, None, None]
+    key = torch.where(there, key, none).transpose(1, 2).flatten(2).sort(-1).values
+    before = torch.nn.functional.pad(key[..., :-1], (1, 0), value=-1)
+    used, entry = key < none, torch.where(key < none, key % size, 0)
+    fresh = used & (torch.div(key, size, rounding_mode="floor") != torch.div(before, size, rounding_mode="floor"))
+    place = (fresh.cumsum(-1) - 1).clamp(min=0)
+    bit = torch.where(used & (key != before), torch.ones_like(entry) << entry, 0)
+    rows = torch.zeros_like(key).scatter_add(-1, place, bit)
+    blocks = torch.zeros_like(key).scatter_reduce(-1, place, torch.where(used, key // size, 0), "amax")
+    assert size <= 31, size
+    return TileLists(blocks.int(), rows.int(), fresh.sum(-1).int())
+
+
+def _used(lists: RowLists, seen: Tensor, block: int) -> Tensor:
+    """bool [R, A, C]: entries in use that name a block of which the row sees some key."""
+    index, used, room = lists.each(lists.index), lists.each(lists.count), lists.index.shape[2]
+    there = (torch.arange(room, device=index.device) < used[..., None]) & (used <= room)[..., None]
+    return there & (index >= 0) & (index.long() * block < seen[:, None, None])
+
+
 def sorted_pairs(lists: RowLists, seq: Tensor, seen: Tensor, shape: Shape, block: int) -> tuple[Tensor, Tensor]:
     """Entries in use of all rows' lists, by sequence, KV head and block that they name, then by row.
 
     (int32 order of pairs (r A + a) C + c, int32 [B G blocks + 1], where each block's pairs start.)
     """
-    units, room, blocks = lists.number.shape[1], lists.index.shape[2], -(-shape.slots // block)
-    index, used = lists.each(lists.index).long(), lists.each(lists.count)
-    column = torch.arange(room, device=index.device)
-    there = (column < used[..., None]) & (used <= room)[..., None]
-    there = there & (index >= 0) & (index * block < seen[:, None, None])
+    units, blocks = lists.number.shape[1], -(-shape.slots // block)
+    index, there = lists.each(lists.index).long(), _used(lists, seen, block)
     head = torch.arange(units, device=index.device) * shape.kv_heads // units
     key = (seq.long()[:, None, None] * shape.kv_heads + head[:, None]) * blocks + index
     most = shape.sequences * shape.kv_heads * blocks

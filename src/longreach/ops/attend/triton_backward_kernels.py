@@ -29,8 +29,8 @@ def _tanh(x):
 
 
 @triton.jit
-def weights_of(products, log_weight, lse, take, scale, cap, CAPPED: tl.constexpr):
-    """P, and the derivative of the logit in scale q.k. Arguments of one shape, or that broadcast to it."""
+def scaled(products, scale, cap, CAPPED: tl.constexpr):
+    """Logits from products q.k, without log-weights, and their derivative in scale q.k."""
     slope = 1.0
     if CAPPED:
         t = _tanh(products * (scale / cap))
@@ -38,6 +38,13 @@ def weights_of(products, log_weight, lse, take, scale, cap, CAPPED: tl.constexpr
         slope = 1.0 - t * t
     else:
         x = products * scale
+    return x, slope
+
+
+@triton.jit
+def weights_of(products, log_weight, lse, take, scale, cap, CAPPED: tl.constexpr):
+    """P, and the derivative of the logit in scale q.k. Arguments of one shape, or that broadcast to it."""
+    x, slope = scaled(products, scale, cap, CAPPED)
     x = x + log_weight - tl.where(lse == float("-inf"), 0.0, lse)
     return tl.where(take, tl.exp2(x * LOG2E), 0.0), slope
 
@@ -97,7 +104,7 @@ def deltas(out, dout, dlse, delta, count, M: tl.constexpr, D: tl.constexpr, BD: 
 
 
 @triton.jit
-def _tile(tile, table, g, T: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr):
+def tile_of(tile, table, g, T: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr):
     """Row (-1 for none) and query head of each entry of a tile, [M]."""
     m = tl.arange(0, M)
     row = tl.load(table + tile * T + m // GROUP, mask=m < T * GROUP, other=-1)
@@ -127,7 +134,7 @@ def spans_dq(
     k_of, k_strides, v_of, v_strides = memory
     lse_of, delta_of, do_of = results
     g = tl.program_id(1)
-    row, head = _tile(tl.program_id(0), table, g, T, GROUP, M)
+    row, head = tile_of(tl.program_id(0), table, g, T, GROUP, M)
     d = tl.arange(0, BD)
     n = tl.arange(0, BN)
     q = of_rows(q_of, row, head, d, q_row, q_head, D)
@@ -182,7 +189,7 @@ def spans_dkv(
     for s in tl.static_range(SPANS):
         at = ((s * sequences + seq) * blocks + block) * 2
         for tile in tl.range(tl.load(ranges + at), tl.load(ranges + at + 1), num_stages=STAGES):
-            row, head = _tile(tile, table, g, T, GROUP, M)
+            row, head = tile_of(tile, table, g, T, GROUP, M)
             low, high = _span(limits, s, row, head, g, count, AXIS, PER_QUERY)
             take = (slot[:, None] >= low[None, :]) & (slot[:, None] < high[None, :])
             for earlier in tl.static_range(s):
