@@ -75,7 +75,7 @@ def test_lists_of_tiles_and_sorted_pairs_hold_the_entries(per: Any) -> None:
         (int(tiles[n, t]), a, int(found.block[n, a, i]))
         for n in range(tiles.shape[0])
         for a in range(units)
-        for i in range(int(found.count[n, a]))
+        for i in range(int(found.used[n, a]))
         for t in range(4)
         if int(found.rows[n, a, i]) >> t & 1
     ]
@@ -94,5 +94,5 @@ def test_an_entry_named_twice_counts_once_for_a_tile() -> None:
     lists = plans.RowLists(torch.tensor([[[2, 0, 2]]]), torch.tensor([[3]]), None, torch.zeros(2, 1).int())
     tiles = torch.tensor([[0, 1, -1]], dtype=torch.int32)
     found = plans.tile_lists(lists, tiles, torch.tensor([9, 4]), 4)  # row 1 does not see block 2
-    assert found.count.tolist() == [[2]]
+    assert found.used.tolist() == [[2]]
     assert found.block[0, 0, :2].tolist() == [0, 2] and found.rows[0, 0, :2].tolist() == [3, 1]

@@ -112,11 +112,11 @@ def tile_ranges(tiles: Tensor, seq: Tensor, shape: Shape, limits: Limits, block:
 
 class TileLists(NamedTuple):
     """The blocks that the rows of a tile list, each once. block, rows: int32 [tiles, A, T C], rows the sum of 2^t over
-    entries t of the tile that list the block; count: int32 [tiles, A], blocks in use."""
+    entries t of the tile that list the block; used: int32 [tiles, A], how many of them there are."""
 
     block: Tensor
     rows: Tensor
-    count: Tensor
+    used: Tensor
 
 
 def tile_lists(lists: RowLists, tiles: Tensor, seen: Tensor, block: int) -> TileLists:

@@ -93,14 +93,19 @@ def key_gradients(dk, dv, q, do, k, v, log_weight, lse, delta, take, scale, cap,
 
 
 @triton.jit
-def deltas(out, dout, dlse, delta, count, M: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
-    """delta [R H] from out, dout [R H, D] and dlse [R H], all contiguous."""
+def deltas(
+    out, dout, dlse, delta, rounded, count, ROUNDED: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BD: tl.constexpr
+):  # fmt: skip
+    """delta [R H] from out, dout [R H, D] and dlse [R H], all contiguous; rounded: dout in the dtype of the queries."""
     m = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
     d = tl.arange(0, BD)
     both = (m < count)[:, None] & (d < D)[None, :]
     at = m[:, None] * D + d[None, :]
-    x = tl.load(out + at, mask=both, other=0.0) * tl.load(dout + at, mask=both, other=0.0)
-    tl.store(delta + m, tl.sum(x, 1) - tl.load(dlse + m, mask=m < count, other=0.0), mask=m < count)
+    x = tl.load(dout + at, mask=both, other=0.0)
+    product = tl.sum(x * tl.load(out + at, mask=both, other=0.0), 1)
+    tl.store(delta + m, product - tl.load(dlse + m, mask=m < count, other=0.0), mask=m < count)
+    if ROUNDED:
+        tl.store(rounded + at, x.to(rounded.dtype.element_ty), mask=both)
 
 
 @triton.jit
@@ -129,7 +134,7 @@ def spans_dq(
     GROUP: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dq [R, H, D]. rows: (q, row and head stride, seq, table); memory: (k, its strides, v, its strides); limits: (low,
-    high) int32 [SPANS, R, AXIS]; results: (lse, delta [R, H], dout [R, H, D])."""
+    high) int32 [SPANS, R, AXIS]; results: (lse, delta [R, H], dout [R, H, D] with the dtype of q)."""
     q_of, q_row, q_head, seq_of, table = rows
     k_of, k_strides, v_of, v_strides = memory
     lse_of, delta_of, do_of = results
@@ -138,7 +143,7 @@ def spans_dq(
     d = tl.arange(0, BD)
     n = tl.arange(0, BN)
     q = of_rows(q_of, row, head, d, q_row, q_head, D)
-    do = of_rows(do_of, row, head, d, heads * D, D, D).to(q.dtype)
+    do = of_rows(do_of, row, head, d, heads * D, D, D)
     lse, delta = numbers_of(lse_of, row, head, heads), numbers_of(delta_of, row, head, heads)
     seq = tl.max(tl.load(seq_of + row, mask=row >= 0, other=0), 0)
     acc = tl.zeros((M, BD), tl.float32)
@@ -196,7 +201,7 @@ def spans_dkv(
                 low, high = _span(limits, earlier, row, head, g, count, AXIS, PER_QUERY)
                 take = take & ((slot[:, None] < low[None, :]) | (slot[:, None] >= high[None, :]))
             q = of_rows(q_of, row, head, d, q_row, q_head, D)
-            do = of_rows(do_of, row, head, d, heads * D, D, D).to(q.dtype)
+            do = of_rows(do_of, row, head, d, heads * D, D, D)
             lse, delta = numbers_of(lse_of, row, head, heads), numbers_of(delta_of, row, head, heads)
             dk, dv = key_gradients(dk, dv, q, do, k, v, 0.0, lse, delta, take, scale, cap, CAPPED)
     to = seq.to(tl.int64) * strides[0] + g.to(tl.int64) * strides[1] + slot.to(tl.int64)[:, None] * D + d[None, :]

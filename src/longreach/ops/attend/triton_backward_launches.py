@@ -34,7 +34,7 @@ def tiles_lists(block: int, weighted: bool) -> bool:
 
 
 class Results(NamedTuple):
-    """What the backward takes of the forward: lse and delta fp32 [R, H], dout fp32 [R, H, D]."""
+    """What the backward takes of the forward: lse and delta fp32 [R, H], dout [R, H, D] with the dtype of q."""
 
     lse: Tensor
     delta: Tensor
@@ -60,11 +60,13 @@ class Problem:
 
     def results(self, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor) -> Results:
         """With delta = sum_d dout out - dlse."""
-        delta, entries, dout = torch.empty_like(lse), lse.numel(), dout.contiguous()
-        kernels.deltas[(-(-entries // 16),)](
-            out, dout, dlse.contiguous(), delta, entries, M=16, **self.sizes, num_warps=1 if INTERPRETED else 4
-        )
-        return Results(lse, delta, dout)
+        delta, dout, half = torch.empty_like(lse), dout.contiguous(), self.q.dtype != torch.float32
+        rounded = torch.empty_like(dout, dtype=self.q.dtype) if half else dout
+        kernels.deltas[(-(-lse.numel() // 16),)](
+            out, dout, dlse.contiguous(), delta, rounded, lse.numel(), ROUNDED=half, M=16, **self.sizes,
+            num_warps=1 if INTERPRETED else 4,
+        )  # fmt: skip
+        return Results(lse, delta, rounded)
 
     def spans_rows(self, results: Results, limits: plans.Limits) -> Tensor:
         """dq."""
@@ -131,7 +133,7 @@ class Problem:
         keys, parts = self._parts()
         given = (
             self.q, self.q.stride()[:2], (self.seq, self.seen, tiles), self.memory, (chosen.block, chosen.rows),
-            chosen.count, lists.count, lists.number,
+            chosen.used, lists.count, lists.number,
         )  # fmt: skip
         options = {
             "A": units, "C": lists.index.shape[2], "WIDTH": width, "GROUP": self.group, "BLOCK": self.form.block,

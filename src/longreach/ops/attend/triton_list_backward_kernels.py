@@ -41,7 +41,7 @@ def lists_dq(
     d = tl.arange(0, BD)
     n = tl.arange(0, BN)
     q = of_rows(q_of, row, head, d, q_row, q_head, D)
-    do = of_rows(do_of, row, head, d, heads * D, D, D).to(q.dtype)
+    do = of_rows(do_of, row, head, d, heads * D, D, D)
     lse, delta = numbers_of(lse_of, row, head, heads), numbers_of(delta_of, row, head, heads)
     seq, seen = tl.load(seq_of + r), tl.load(seen_of + r)
     mine = tl.load(number + tl.program_id(0)).to(tl.int64)
@@ -111,7 +111,7 @@ def lists_dkv(
             log_weight = tl.load(weight + mine * C + pair % C, mask=near, other=0.0).to(tl.float32)[None, :]
         take = column[:, None] & (slot[:, None] < seen[None, :])
         q = of_rows(q_of, row, head, d, q_row, q_head, D)
-        do = of_rows(do_of, row, head, d, heads * D, D, D).to(q.dtype)
+        do = of_rows(do_of, row, head, d, heads * D, D, D)
         lse, delta = numbers_of(lse_of, row, head, heads), numbers_of(delta_of, row, head, heads)
         dk, dv = key_gradients(dk, dv, q, do, k, v, log_weight, lse, delta, take, scale, cap, CAPPED)
     dk = dk * scale + tl.load(dk_of + to, mask=there, other=0.0).to(tl.float32)

@@ -99,14 +99,14 @@ def tiles_dq(
     SUBS: tl.constexpr, CAPPED: tl.constexpr, T: tl.constexpr, M: tl.constexpr, BN: tl.constexpr,
     D: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dq [R, H, D]. results: (lse, delta [R, H], dout [R, H, D])."""
+    """dq [R, H, D]. results: (lse, delta [R, H], dout [R, H, D] with the dtype of q)."""
     k_of, k_strides, v_of, v_strides = memory
     lse_of, delta_of, do_of = results
     row, head, seen, over, seq, dense = _begin(rows, lists, number, A, C, WIDTH, T, M)
     g = tl.program_id(1) * WIDTH // GROUP
     d = tl.arange(0, BD)
     q = of_rows(q_of, row, head, d, q_strides[0], q_strides[1], D)
-    do = of_rows(do_of, row, head, d, heads * D, D, D).to(q.dtype)
+    do = of_rows(do_of, row, head, d, heads * D, D, D)
     lse, delta = numbers_of(lse_of, row, head, heads), numbers_of(delta_of, row, head, heads)
     at = tl.program_id(0).to(tl.int64) * A + tl.program_id(1)
     rounds = tl.load(counts_of + at) * SUBS
