@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from longreach.errors import InvalidInput
-from longreach.ops import Partial, merge, mix, remove, shift
+from longreach.ops import Partial, merge, remove, shift
 from longreach.testing.tolerance import within
 
 R, H, D = 3, 2, 8
@@ -253,75 +253,3 @@ def test_partials_that_differ_are_refused(other: Partial, message: str) -> None:
 def test_shifts_that_do_not_fit_are_refused(by: object, message: str) -> None:
     with pytest.raises(InvalidInput, match=message):
         shift(partial(0), by)  # type: ignore[arg-type]
-
-
-def test_mix_with_weights_of_one_is_a_merge() -> None:
-    a, b, c = (partial(seed) for seed in (1, 2, 3))
-    close(mix([a, b, c], torch.ones(R, 3)), union(a, b, c))
-
-
-@many
-@given(seeds)
-def test_mix_weighs_each_set(seed: int) -> None:
-    """As shifting by the logs of the weights does, where these are above 0; weights of a head and of a row."""
-    a, b = partial(seed), partial(seed + 1)
-    weights = torch.rand(R, H, 2, generator=torch.Generator().manual_seed(seed)) + 0.01
-    want = union(
-        *(Partial(p.out, p.lse.double().add(weights[..., s].double().log()).float()) for s, p in enumerate((a, b)))
-    )
-    close(mix([a, b], weights), want, factor=2)
-    same = mix([a, b], weights[:, :1].expand(R, H, 2))
-    rows = mix([a, b], weights[:, 0])
-    assert torch.equal(rows.out, same.out) and torch.equal(rows.lse, same.lse)
-
-
-def test_mix_leaves_out_sets_of_weight_zero() -> None:
-    """Also one that would outweigh all others by more than exp can hold."""
-    a, b = partial(1, empty=0.0), partial(2, empty=0.0)
-    far = Partial(b.out, b.lse + 200)
-    got = mix([a, far], torch.tensor([1.0, 0.0]).expand(R, 2))
-    assert torch.equal(got.out, a.out) and torch.equal(got.lse, a.lse)
-    none = mix([a, b], torch.zeros(R, 2))
-    assert bool(none.is_empty.all()) and not none.out.any()
-    assert bool(mix([Partial.empty(R, H, D)], torch.ones(R, 1)).is_empty.all())
-
-
-def test_gradients_of_mix() -> None:
-    a, b, c = doubles(4), doubles(5), doubles(6)
-    weights = torch.rand(R, H, 3, dtype=torch.float64).requires_grad_()
-
-    def mixed(weights: Tensor, *parts: Tensor) -> tuple[Tensor, Tensor]:
-        got = mix([Partial(*parts[i : i + 2]) for i in (0, 2, 4)], weights)
-        return got.out, got.lse
-
-    assert torch.autograd.gradcheck(mixed, (weights, *a, *b, *c))
-
-
-def test_a_weight_of_zero_keeps_its_gradient() -> None:
-    """The one-sided derivative; through the log of the weight there is none."""
-    a, b = partial(1, empty=0.0), partial(2, empty=0.0)
-    weights = torch.tensor([1.0, 0.0]).repeat(R, 1).requires_grad_()
-    got = mix([a, b], weights)
-    (grad,) = torch.autograd.grad(got.lse.sum(), weights, retain_graph=True)
-    torch.testing.assert_close(grad[:, 1], torch.exp(b.lse - a.lse).sum(1))
-    (grad,) = torch.autograd.grad(got.out.sum(), weights)
-    want = torch.exp(b.lse - a.lse) * (b.out - a.out).sum(-1)
-    torch.testing.assert_close(grad[:, 1], want.sum(1), rtol=1e-4, atol=1e-4)
-    far = Partial(b.out, b.lse + 200)
-    (grad,) = torch.autograd.grad(mix([a, far], weights).lse.sum(), weights)
-    assert bool(grad.isfinite().all()) and bool((grad[:, 1] > 1e30).all())
-
-
-def test_bad_weights_of_mix() -> None:
-    a = partial(0)
-    for weights, message in (
-        (torch.ones(R, 2), "weights: expected float"),
-        (torch.ones(R, 1).long(), "weights: expected float"),
-        (torch.full((R, 1), -0.1), "weights: expected numbers of at least 0"),
-    ):
-        with pytest.raises(InvalidInput, match=message):
-            mix([a], weights)
-    with pytest.raises(InvalidInput, match="partials: expected at least one Partial"):
-        mix([], torch.ones(R, 0))
-    with pytest.raises(InvalidInput, match="partials: expected equal shape"):
-        mix([a, Partial.empty(R, H, 2 * D)], torch.ones(R, 2))

@@ -10,7 +10,8 @@ from longreach.ops.attend import (
     quantise_keys,
     score_keys,
 )
-from longreach.ops.partial import merge, mix, remove, shift
+from longreach.ops.mix import mix
+from longreach.ops.partial import merge, remove, shift
 from longreach.ops.pooled_scores import pooled_scores
 from longreach.ops.rope import RotaryAngles, angles, reposition, rotate, unrotate
 from longreach.ops.sample import sample, uniforms

@@ -1,12 +1,10 @@
-"""Attention results over sets of keys: put them together, reweight and mix them, take one out again.
+"""Attention results over sets of keys: put them together, reweight them, take one out again.
 
 (out, lse) pairs over disjoint sets combine as in online softmax (Milakov and Gimelshein, 2018; the merge
 of FlashInfer and the amend step of MAC-Attention, Eq. 5-8).
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -21,7 +19,7 @@ def merge(first: Partial, *others: Partial) -> Partial:
     rounding; an empty Partial changes nothing. Raises InvalidInput where shapes or dtypes differ.
     """
     for other in others:
-        _alike(first, other)
+        alike(first, other)
     if not others:
         return first
     lses = torch.stack([first.lse, *(p.lse for p in others)])
@@ -47,46 +45,6 @@ def shift(partial: Partial, log_weight: Tensor) -> Partial:
     return Partial(partial.out.masked_fill((lse == -torch.inf)[..., None], 0.0), lse)
 
 
-def mix(partials: Sequence[Partial], weights: Tensor) -> Partial:
-    """One softmax over several key sets, every key of set s weighted by weights[..., s] (MKA, Eq. 5-14).
-
-        lse = log sum_s w_s exp(lse_s)
-        out = sum_s w_s exp(lse_s - lse) out_s
-
-    partials: S Partials of one shape, out [R, H, D], lse [R, H]; a key may be in several sets.
-    weights: float [R, S] or [R, H, S], at least 0. Weights 1 give `merge`. Unlike in `shift`, which takes the log of a
-        weight, a weight of exactly 0 has a gradient: (exp(lse_s - lse)) (out_s - out) through out, exp(lse_s - lse)
-        through lse. There the difference of the two lse is cut at 80 (700 in fp64), so that gradients stay finite.
-
-    Returns Partial; over no keys, or where all weights are 0, out is 0 and lse -inf, without gradients.
-    Differentiable in partials and weights. Raises InvalidInput for shapes, dtypes and devices that do not fit, and on a
-    CPU for weights below 0.
-    """
-    require(len(partials) > 0, "partials: expected at least one Partial, got none")
-    for other in partials:
-        _alike(partials[0], other)
-    lses = torch.stack([p.lse for p in partials], -1)
-    rows, heads, sets = lses.shape
-    ok = isinstance(weights, Tensor) and weights.is_floating_point() and weights.device == lses.device
-    ok = ok and weights.shape in ((rows, sets), (rows, heads, sets))
-    require(ok, f"weights: expected float [{rows}, {sets}] or [{rows}, {heads}, {sets}], got {describe(weights)}")
-    if weights.device.type == "cpu":
-        require(not bool((weights < 0).any()), "weights: expected numbers of at least 0; clamp them before")
-    w = weights.to(lses.dtype).view(rows, -1, sets)
-    top = torch.where(w > 0, lses, -torch.inf).detach().amax(-1, keepdim=True)
-    most = 80.0 if lses.dtype == torch.float32 else 700.0  # exp of a little more overflows
-    size = torch.exp((lses - _finite(top)).clamp(max=most))
-    share = w * size
-    total = share.sum(-1)
-    none = total == 0
-    total = total.masked_fill(none, 1.0)
-    share = (share / total[..., None]).masked_fill(none[..., None], 0.0)
-    out = torch.zeros_like(partials[0].out)
-    for s, p in enumerate(partials):
-        out = out + share[..., s, None] * p.out
-    return Partial(out, (_finite(top)[..., 0] + torch.log(total)).masked_fill(none, -torch.inf))
-
-
 def remove(whole: Partial, part: Partial) -> Partial:
     """Merge's inverse: the result over the keys of `whole` that are not in `part`.
 
@@ -95,7 +53,7 @@ def remove(whole: Partial, part: Partial) -> Partial:
     as 1 / (1 - s). Where 1 - s is not above the rounding of the two lse the result is empty, which
     `is_empty` of the result shows.
     """
-    _alike(whole, part)
+    alike(whole, part)
     size = _finite(whole.lse).abs() + _finite(part.lse).abs()
     ratio = part.lse - _finite(whole.lse)
     gone = (-torch.expm1(ratio) <= torch.finfo(ratio.dtype).eps * (4.0 + size)) | whole.is_empty
@@ -109,7 +67,8 @@ def _finite(lse: Tensor) -> Tensor:
     return lse.masked_fill(lse == -torch.inf, 0.0)
 
 
-def _alike(a: Partial, b: Partial) -> None:
+def alike(a: Partial, b: Partial) -> None:
+    """Raise InvalidInput unless both are Partials of one shape, dtype and device."""
     for x in (a, b):
         require(isinstance(x, Partial), f"expected a Partial, got {describe(x)}")
     same = a.out.shape == b.out.shape and a.out.dtype == b.out.dtype and a.out.device == b.out.device
