@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
 from longreach.methods.magicpig import PRESETS
@@ -56,40 +55,21 @@ def test_numbers_are_those_of_the_record() -> None:
 
 
 def answered(method: str) -> Row:
-    """Bytes read, mean score, and the task that loses most."""
+    """Bytes read and mean score."""
     tasks = next(
         tasks
         for name in ("group", "baselines")
         if method in (tasks := record(f"mini-magicpig-{name}-4096")["tasks"])["vt"]["results"]
     )
-    mine = {name: task["results"][method] for name, task in tasks.items()}
-    lost = {name: task["results"]["dense"]["score"] - mine[name]["score"] for name, task in tasks.items()}
-    worst = max(lost, key=lambda name: lost[name])
-    reads, scores = ([one["decode_reads"]["total"] for one in mine.values()], [one["score"] for one in mine.values()])
-    means = (f"{100 * sum(some) / len(some):.1f}%" for some in (reads, scores))
-    return *means, "-" if method == "dense" else f"{worst} {100 * mine[worst]['score']:.1f}%"
+    mine = [task["results"][method] for task in tasks.values()]
+    reads, scores = [one["decode_reads"]["total"] for one in mine], [one["score"] for one in mine]
+    return f"{100 * sum(reads) / len(reads):.1f}%", f"{100 * sum(scores) / len(scores):.1f}%"
 
 
 def test_answers_are_those_of_the_records() -> None:
-    ((_, rows),) = [table for table in tables(PAGE) if table[0][1:] == ("bytes read", "score", "loses most on")]
-    named = {row[0].strip("`") for row in rows}
-    for name in ("group", "baselines"):
-        found = record(f"mini-magicpig-{name}-4096")
-        assert set(found["methods"]) <= named and found["config"]["samples"] == 100
+    ((_, rows),) = [table for table in tables(PAGE) if table[0] == ("method", "bytes read", "score")]
     for name, *numbers in rows:
         assert tuple(numbers) == answered(name.strip("`")), name
-    cwe = {
-        label: task["score"]
-        for label, task in record("mini-magicpig-baselines-4096")["tasks"]["cwe"]["results"].items()
-    }
-    for share, keys in (("0.05", "5%"), ("0.02", "2%")):
-        top, drawn = (f"{100 * cwe[f'oracle_top_k k={share}{rest}']:.1f}%" for rest in ("", " choose=sample"))
-        sentence = (
-            f"{drawn} instead of {top} for the largest {keys} of keys"
-            if keys == "5%"
-            else f"{drawn} instead of {top} for {keys}"
-        )
-        assert sentence in " ".join(PAGE.split())
 
 
 def test_its_context_is_stated() -> None:
@@ -275,8 +255,8 @@ def sentences_of_steps() -> Iterator[str]:
     (heads,) = {case["shape"]["heads"] for case in cases}
     speeds = extent((torch_dense(case) / medians(case)["ours"] for case in cases), 1)
     yield f"With {first} keys or more, a decode step of a layer with {heads} query heads is {speeds} times as fast"
-    gains = {name: [gain(context, name) for context in contexts] for name in ("ours", "ours for AVX2")}
-    shown = [extent(some, 2) for some in gains["ours"]]
+    gains = [gain(context, "ours") for context in contexts]
+    shown = [extent(some, 2) for some in gains]
     yield (
         f"With {more} threads a step is {shown[0]} times as fast as with one at {first}, and {shown[1]} times at "
         f"{second}."
@@ -299,13 +279,7 @@ def sentences_of_steps() -> Iterator[str]:
         f"{extent(speeds_of['dense'], 1)} GB/s, and a copy moves {extent(speeds_of['copied'], 1)} GB/s."
     )
     single = [case for case in cases if case["threads"] == 1]
-    met = [sum(case["targets"]["avx2"]["met"] for case in cases if case["threads"] == n) for n in (1, more)]
-    assert met[1] == 0
-    yield (
-        f"With one thread {met[0]} of {len(single)} steps reach the target for AVX2, with {more} none. A second "
-        f"thread makes them {extent(chain(*gains['ours for AVX2']), 2)} times as fast, and steps with all instructions "
-        f"{extent(chain(*gains['ours']), 2)} times."
-    )
+    assert all(case["targets"]["avx2"]["met"] for case in cases) and config["threads_placed"]
     (slow,) = {medians(case)["torch SDPA"] for case in single if case["shape"]["context"] == contexts[0]}
     yield f"it takes {1e3 * slow:.0f} ms at {first} with one thread"
     missed = [case for case in cases if not case["targets"]["dense"]["met"]]

@@ -34,7 +34,14 @@ def test_scores_of_every_method_and_what_is_beyond_the_model(tmp_path: Path) -> 
         "2 prompts a task, 2 at a time, abacus, commit cccccccccccc: `a.json`" in found
         and "every method), so without rows: hard;" in found
     )
+    assert summary(tmp_path) == "No evaluations yet."  # options of one method beside dense attention
+    assert "question read by the method" not in found
+    for task in tasks.values():
+        task["results"]["y"] = result(0.5)
+    methods["y"], about["config"]["question"] = {}, "decode"
+    (tmp_path / "a.json").write_text(json.dumps(record))
     short = summary(tmp_path)
+    assert "2 at a time, question read by the method, abacus" in short
     assert "| method | mean of 3 tasks |" in short and "| `dense` | 50% | - | 25% | - |" in short
     assert "| `x k=[0]` | 27% | - | 25% | - |" in short  # the intervals of both methods meet in every task
     tasks["easy"]["results"]["dense"]["interval_95"] = tasks["fair"]["results"]["dense"]["interval_95"] = [0.9, 1.0]
@@ -44,8 +51,8 @@ def test_scores_of_every_method_and_what_is_beyond_the_model(tmp_path: Path) -> 
     assert "| 25% | easy 50% of 100%, fair 25% of 50% |" in summary(tmp_path)
     del tasks["hard"]
     (tmp_path / "a.json").write_text(json.dumps(record))
-    assert "| mean | 75% | 38% |" in quality(tmp_path) and "of all" not in quality(tmp_path)
-    methods.update({f"x k=[{n}]": {} for n in range(1, 16)})
+    assert "| mean | 75% | 38% | 50% |" in quality(tmp_path) and "of all" not in quality(tmp_path)
+    methods.update({f"x k=[{n}]": {} for n in range(1, 15)})
     (tmp_path / "a.json").write_text(json.dumps(record))
     assert len(methods) == 17 and quality(tmp_path) == summary(tmp_path) == "No evaluations yet."
 

@@ -27,9 +27,10 @@ def quality(results: Path) -> str:
 def summary(results: Path) -> str:
     """Markdown: for each of these records, mean score, bytes read and largest losses of each method.
 
-    Those of fused prompts are left out: docs/fusion/results.md has them.
+    Those of fused prompts are left out: docs/fusion/results.md has them. So are options of one method: its page has
+    them.
     """
-    some = ((path, record) for path, record in _compared(results) if not _fused(record))
+    some = ((path, record) for path, record in _compared(results) if not _fused(record) and _several(record))
     return "\n\n".join(_summary(path, record) for path, record in some) or "No evaluations yet."
 
 
@@ -42,6 +43,11 @@ def _compared(results: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
 
 def _fused(record: dict[str, Any]) -> bool:
     return any("fuse" in method for method in record["methods"].values())
+
+
+def _several(record: dict[str, Any]) -> bool:
+    """Whether methods are compared with each other, and not only with dense attention."""
+    return len({label.split()[0] for label in record["methods"]}) > 2
 
 
 def _summary(path: Path, record: dict[str, Any]) -> str:
@@ -68,10 +74,11 @@ def _losses(tasks: dict[str, Any], label: str, control: str) -> str:
 def _where(path: Path, record: dict[str, Any]) -> str:
     config, samples = record["config"], max(len(task["samples"]) for task in record["tasks"].values())
     lengths = ", ".join(map(str, config.get("lengths", [config["length"]])))
+    question = " question read by the method," if config.get("question") == "decode" else ""
     return (
         f"{record['model']['name']} ({record['model']['dtype']}), {lengths} tokens, {samples} prompts a task, "
-        f"{config['batch']} at a time, {record['device']['name']}, commit {(record['commit'] or 'unknown')[:12]}: "
-        f"`{path.name}`"
+        f"{config['batch']} at a time,{question} {record['device']['name']}, commit "
+        f"{(record['commit'] or 'unknown')[:12]}: `{path.name}`"
     )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from longreach.errors import InvalidInput, LongreachError
 from longreach.ops import KVView
-from longreach.ops.simhash import HashTables, build, codes, projections, seal, sealing
+from longreach.ops.simhash import HashTables, build, codes, projections, seal, sealing, triton
 from tests.ops.attend.kernels import HALF, PLACE, here
 from tests.ops.simhash.test_tables import held_to
 from tests.ops.simhash.test_triton import back, fresh
@@ -47,8 +47,8 @@ def centres(keys: Tensor, centred: int) -> Tensor:
 @pytest.mark.parametrize("impl", ["reference", "numba", "triton"])
 @pytest.mark.parametrize("page", [None, 7])
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
-@pytest.mark.parametrize("block", [4, 64])
-def test_in_any_steps(impl: str, page: int | None, dtype: torch.dtype, block: int) -> None:
+@pytest.mark.parametrize("block", [4, 64, None])
+def test_in_any_steps(impl: str, page: int | None, dtype: torch.dtype, block: int | None) -> None:
     """Over the ends of segments and of blocks; back, and on with other keys. Other sequences keep every byte."""
     place = PLACE if impl == "triton" else "cpu"
     (kv, keys), drawn = view([70, 41], page, dtype), DRAWN.to(place)
@@ -81,6 +81,16 @@ def test_in_any_steps(impl: str, page: int | None, dtype: torch.dtype, block: in
     same = [x.cpu().view(torch.int16)[1:3] for x in (tables.ids, tables.offsets)]
     assert all(torch.equal(a, b) for a, b in zip(untouched, same, strict=True))
     assert bool((centre[1:3] == 5).all())
+
+
+def test_whole_segments_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A segment's codes at a time, and then three; some programs' keys and tables are beyond the last ones."""
+    tuning = triton.Tuning
+    for at_once in (1, 3):
+        most = at_once * 2 * 2 * 2 * TABLES * 16  # bytes of codes of as many segments: sequences, KV heads
+        small = tuning(codes=most, hashed=32, hashed_tables=2)
+        monkeypatch.setattr(triton, "Tuning", lambda small=small: small)
+        test_in_any_steps("triton", 7, torch.float32, None)
 
 
 @pytest.mark.parametrize("impl", ["reference", "numba", "triton"])

@@ -44,7 +44,6 @@ PAPER = ((0, 16), 32)  # the paper's dense layers, and its model's number of lay
 # longreach-mini, for all presets together (docs/magicpig, "Error bars").
 HASHED = {"own": Hashed(each=1.1, together=0.45, few=20), "group": Hashed(each=0.9, together=0.35, few=30)}
 CHOSEN = ("bits", "tables", "dense_layers")  # options that a plan replaces
-PROMPT = 1 << 12  # keys of a prompt that are hashed at a time
 
 
 @dataclass(frozen=True)
@@ -248,7 +247,7 @@ class MagicPIG(AttentionMethod):
             return
         if isinstance(state, LayerTables) and not call.evicted:
             state.ensure_capacity(call.kv)
-            state.follow(call, call.once("magicpig: tokens after", lambda: _after(call)), PROMPT)
+            state.follow(call, call.once("magicpig: tokens after", lambda: _after(call)))
 
     def run(self, call: LayerCall, state: SequenceState | None) -> Outcome:
         if not isinstance(state, LayerTables):

@@ -71,12 +71,14 @@ class LayerTables(StatelessOnTruncate):
     def _empty(self, slots: int, heads: int, room: int) -> HashTables:
         tables, bits, _ = self.projections.shape
         first, device = self.schedule.sinks, self.projections.device
+        room = -(-room // 8) * 8  # look-ups read 8 ids at once
         return HashTables.empty(
             slots, heads, room, bits=bits, tables=tables, size=SEGMENT, first=first, device=device
         )  # fmt: skip
 
-    def follow(self, call: LayerCall, tokens: Tensor, block: int) -> None:
-        """Bring the tables to what they are at these numbers of tokens, int [B]. block: keys hashed at a time."""
+    def follow(self, call: LayerCall, tokens: Tensor, block: int | None = None) -> None:
+        """Bring the tables to what they are at these numbers of tokens, int [B]. block: as `seal` takes
+        it, None for a prompt."""
         first = self.layer // LAYERS * LAYERS
         stops = call.once(
             (self.schedule, "stops", first, id(tokens)),

@@ -154,7 +154,7 @@ def seal(
     stop: Tensor,
     *,
     centred: int,
-    block: int = 1 << 12,
+    block: int | None = None,
     impl: str = "auto",
 ) -> Tensor:
     """Hash the keys of a view and add them to the tables, in place. Returns the previous ends of the tables: int32 [B].
@@ -168,7 +168,9 @@ def seal(
         tables: it becomes the mean of keys [first, first + centred), which the view must hold. The mean leaves out keys
         that are not finite.
     centred: keys of the mean. 0: `centre` is not changed.
-    block: keys that the Triton kernel hashes at a time. The kernel needs 2 B G tables block bytes of memory.
+    block: for few new keys: how many the Triton kernel hashes at a time. It needs 2 B G tables block bytes of memory.
+        None: for many new keys, such as a prompt's: the Triton kernels take segments one by one, if there are keys of
+        them or not.
     On a GPU the host does not wait: kernels take the amount of work from `stop` on the device. If an exception
     interrupts the call, `tables.stop` is right for each sequence.
     On a CPU raises InvalidInput for a stop past the keys of a sequence or past the tables' N positions.
@@ -190,8 +192,7 @@ def seal(
     for name, x in (("slots", slots), ("stop", stop)):
         ok = isinstance(x, Tensor) and x.dtype in INTS and x.shape == (kv.sequences,) and x.device == at
         require(ok, lambda: f"{name}: expected int32 or int64 [B={kv.sequences}] on {at}, got {describe(x)}")
-    for name, least in (("centred", 0), ("block", 1)):
-        value = centred if name == "centred" else block
+    for name, value, least in (("centred", centred, 0), ("block", 1 if block is None else block, 1)):
         ok = isinstance(value, int) and not isinstance(value, bool) and value >= least
         require(ok, lambda: f"{name}: expected an int >= {least}, got {value!r}")
     if at.type == "cpu" and slots.numel():

@@ -57,7 +57,7 @@ def build(tables: HashTables, codes: Tensor, seq: Tensor, count: Tensor) -> None
 
 def seal(
     kv: KVView, slots: Tensor, tables: HashTables, projections: Tensor, centre: Tensor, stop: Tensor, *, centred: int,
-    block: int,
+    block: int | None,
 ) -> Tensor:  # fmt: skip
     return sealing.seal(codes, build, kv, slots, tables, projections, centre, stop, centred)
 

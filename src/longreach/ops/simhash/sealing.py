@@ -12,6 +12,7 @@ from longreach.ops.types import KVView
 
 AT_ONCE = 1 << 12  # keys that are copied and hashed at a time
 PROGRAMS = 1 << 11  # of Triton's kernel, at most
+CODES = 1 << 26  # bytes of codes of Triton's kernels where whole segments enter, but at least of one segment
 
 Codes = Callable[[Tensor, Tensor, Tensor], Tensor]
 Build = Callable[[HashTables, Tensor, Tensor, Tensor], None]
@@ -20,6 +21,11 @@ Build = Callable[[HashTables, Tensor, Tensor, Tensor], None]
 def workspace_bytes(tables: int, bits: int, block: int) -> int:
     """Bytes that Triton's kernel allocates: places of buckets, and codes. tables: of all KV heads and sequences."""
     return min(tables, PROGRAMS) * ((4 << bits) + 2 * block)
+
+
+def segments_at_once(tables: int, size: int, segments: int, most: int) -> int:
+    """Segments whose codes are computed together. most: bytes of codes."""
+    return max(1, min(segments, most // (2 * tables * size)))
 
 
 def seal(

@@ -15,7 +15,7 @@ from longreach.ops.selection import Per
 from longreach.ops.simhash import triton_kernels as kernels
 from longreach.ops.simhash.api import Collisions
 from longreach.ops.simhash.probability import TINY, form
-from longreach.ops.simhash.sealing import PROGRAMS
+from longreach.ops.simhash.sealing import CODES, PROGRAMS, segments_at_once
 from longreach.ops.simhash.tables import HashTables
 from longreach.ops.types import KVView, Rows
 
@@ -24,14 +24,18 @@ INTERPRETED: bool = kernels.INTERPRETED.value
 
 @dataclass(frozen=True)
 class Tuning:
-    """How many at a time. vectors, centred: hashed by a program, without a centre (queries: rounded as in
-    triton_attention's look-ups, which have as many rows) and with one; moved: ids that a build moves; new: keys whose
-    order it finds; bucket: ids read from a bucket; listed: positions of a list's round; weighed: keys of a program;
-    sealed: keys that are hashed as they enter the tables; programs: that seal, at most.
+    """How many at a time. few, many: vectors hashed by a program, where there are up to `few_vectors` and where there
+    are more; moved: ids that a build moves; new: keys whose order it finds; bucket: ids read from a bucket; listed:
+    positions of a list's round; weighed: keys of a program; sealed: keys that are hashed as they enter the tables;
+    programs: that seal, at most.
+    Where whole segments enter: hashed, hashed_tables: keys and tables of a program; codes: bytes of codes, at most, but
+    a segment's at least.
+    chained: whether the kernel that seals may start while the one before it runs, and the next one while it runs.
     """
 
-    vectors: int = 16
-    centred: int = 64
+    few: int = 16
+    many: int = 64
+    few_vectors: int = 256
     moved: int = 1024
     new: int = 64
     bucket: int = 64
@@ -39,9 +43,16 @@ class Tuning:
     weighed: int = 64
     sealed: int = 32
     programs: int = PROGRAMS
+    hashed: int = 64
+    hashed_tables: int = 8
+    codes: int = CODES
+    chained: bool = not INTERPRETED
 
 
-def codes(x: Tensor, projections: Tensor, centre: Tensor | None, *, tune: Tuning | None = None) -> Tensor:
+def codes(
+    x: Tensor, projections: Tensor, centre: Tensor | None, *, chained: bool = False, tune: Tuning | None = None
+) -> Tensor:
+    """chained: the kernel may start while the one before it runs, and waits; so may the next one."""
     refuse(x, *(() if centre is None else (centre,)))
     tables, bits, dim = projections.shape
     out = x.new_empty((*x.shape[:-1], tables), dtype=torch.uint16)
@@ -51,12 +62,13 @@ def codes(x: Tensor, projections: Tensor, centre: Tensor | None, *, tune: Tuning
     vectors = _four(x)
     centres = vectors if centre is None else _four(centre.expand(x.shape))
     drawn = projections.contiguous().view(torch.int16)
-    count, at_once = out.numel() // tables, t.vectors if centre is None else t.centred
+    count = out.numel() // tables
+    at_once = t.few if count <= t.few_vectors else t.many
     with torch.cuda.device_of(x):
         kernels.codes[(triton.cdiv(count, at_once), tables)](
             vectors, vectors.stride(), centres, centres.stride(), drawn, out, count, vectors.shape[2], vectors.shape[1],
             TABLES=tables, BITS=bits, BITS2=16, D=dim, D2=max(16, triton.next_power_of_2(dim)),
-            CENTRED=centre is not None, BM=at_once,
+            CENTRED=centre is not None, BM=at_once, CHAINED=chained, **({"launch_pdl": True} if chained else {}),
         )  # fmt: skip
     return out
 
@@ -87,16 +99,21 @@ def build(tables: HashTables, codes: Tensor, seq: Tensor, count: Tensor, *, tune
 
 def seal(
     kv: KVView, slots: Tensor, tables: HashTables, projections: Tensor, centre: Tensor, stop: Tensor, *, centred: int,
-    block: int, tune: Tuning | None = None,
+    block: int | None, tune: Tuning | None = None,
 ) -> Tensor:  # fmt: skip
     refuse(kv.k)
     t, buckets, count, device = tune or Tuning(), 1 << tables.bits, len(slots), kv.k.device
     held, done = torch.empty(2, count, dtype=torch.int32, device=device)
     if not count:
         return held
-    dim, bits, programs = kv.k.shape[3], projections.shape[1], min(t.programs, count * tables.heads * tables.tables)
+    dim, bits, items = kv.k.shape[3], projections.shape[1], count * tables.heads * tables.tables
+    room, programs, chained = block or 0, min(t.programs, items), t.chained and block is not None
+    if block is None:
+        segments = triton.cdiv(min(kv.capacity, tables.ids.shape[3]), tables.size)
+        at_once = segments_at_once(items, tables.size, segments, t.codes)
+        room, programs = at_once * tables.size, items * at_once
     cursors = torch.empty(programs, buckets, dtype=torch.int32, device=device)
-    codes = torch.empty(programs, block, dtype=torch.uint16, device=device)
+    codes = torch.empty(programs if block else items, room, dtype=torch.uint16, device=device)
     slots, stop, table = slots.contiguous(), stop.contiguous(), kv.block_table
     keys = (
         kv.k, kv.k.stride()[:3], kv.seq_lens if table is None else table, 0 if table is None else table.stride(0)
@@ -106,13 +123,30 @@ def seal(
     with torch.cuda.device_of(kv.k):
         kernels.average[(count, kv.heads)](
             *keys, slots, tables.stop, stop, held, done, centre, tables.first, centred, **memory, BN=t.weighed,
+            CHAINED=chained,
         )  # fmt: skip
-        kernels.seal[(programs,)](
-            *_memory(tables), *keys, centre, drawn, slots, tables.stop, stop, held, done, cursors, codes, count,
-            tables.heads, tables.tables, tables.first, BITS=bits, BITS2=16, **memory, SIZE=tables.size,
-            BUCKETS=buckets, ROOM=block, BS=triton.next_power_of_2(count), BB=min(buckets, 1024), BN=t.moved, BK=t.new,
-            BV=t.sealed,
-        )  # fmt: skip
+        sizes = {"SIZE": tables.size, "BUCKETS": buckets, "BB": min(buckets, 1024), "BN": t.moved, "BK": t.new}
+        if block is not None:
+            kernels.seal[(programs,)](
+                *_memory(tables), *keys, centre, drawn, slots, tables.stop, stop, held, done, cursors, codes, count,
+                tables.heads, tables.tables, tables.first, BITS=bits, BITS2=16, **memory, **sizes, ROOM=room,
+                BS=triton.next_power_of_2(count), BV=t.sealed, CHAINED=chained,
+                **({"launch_pdl": True} if chained else {}),
+            )  # fmt: skip
+            return held
+        for segment in range(tables.first // tables.size, segments, at_once):
+            some = min(at_once, segments - segment)
+            tiles = triton.cdiv(some * tables.size, t.hashed), triton.cdiv(tables.tables, t.hashed_tables)
+            kernels.hash_keys[(count * tables.heads, *tiles)](
+                *keys, centre, drawn, slots, stop, held, codes, tables.heads, tables.first, segment, room,
+                TABLES=tables.tables, BITS=bits, BITS2=16, **memory, SIZE=tables.size, BV=t.hashed,
+                BT=t.hashed_tables,
+            )  # fmt: skip
+            kernels.add_keys[(items, some)](
+                *_memory(tables), slots, stop, held, codes, cursors, tables.heads, tables.tables, tables.first, segment,
+                room, **sizes,
+            )  # fmt: skip
+    tables.stop.index_copy_(0, slots.long(), torch.where(stop > held.clamp(min=tables.first), stop, held).int())
     return held
 
 

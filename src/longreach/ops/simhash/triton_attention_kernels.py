@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from longreach.ops.simhash.attention import HEADS as HEADS_OF_A_PROGRAM
 from longreach.ops.simhash.triton_kernels import _place, agreement, inclusion, log
+from longreach.ops.simhash.triton_search_kernels import _put, _word, _words
 
 HEADS = tl.constexpr(HEADS_OF_A_PROGRAM)  # the least that a tensor core multiplies
 
@@ -29,11 +31,14 @@ def _fold(x, v, top, total, out):
 
 
 @triton.jit
-def _vectors(memory, strides, table, table_row, b, g, slot, there, d, D: tl.constexpr, PAGED: tl.constexpr,
-             PAGE: tl.constexpr):  # fmt: skip
+def _vectors(memory, strides, table, table_row, b, g, slot, there, d, D: tl.constexpr, D2: tl.constexpr,
+             PAGED: tl.constexpr, PAGE: tl.constexpr):  # fmt: skip
     """[C, D2]: keys or values at slots."""
     place = _place(strides, table, table_row, b, slot, there, PAGED, PAGE) + g * strides[1]
-    return tl.load(memory + place[:, None] + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0)
+    some = there[:, None]
+    if D != D2:
+        some &= (d < D)[None, :]
+    return tl.load(memory + place[:, None] + d[None, :], mask=some, other=0.0)
 
 
 @triton.jit
@@ -47,30 +52,50 @@ def _logits(q, k, scale, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def _narrow(x, BC: tl.constexpr, WIDE: tl.constexpr):
-    """[BC WIDE], one after another: of x [BC, HEADS] the columns below WIDE, dealt evenly to all threads."""
-    at = tl.arange(0, BC * WIDE)
-    return tl.gather(tl.reshape(x, [BC * HEADS]), at // WIDE * HEADS + at % WIDE, 0)
+def _log_weights(
+    cosine, entry, there, words, memory, floor, GROUP: tl.constexpr, WIDE: tl.constexpr, OWN: tl.constexpr,
+    LAW: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """fp32 [BC, HEADS]: what the logits of sampled keys get added, of cosines [BC, HEADS] and entries [BC] of a list.
 
-
-@triton.jit
-def _widen(x, BC: tl.constexpr, WIDE: tl.constexpr):
-    """[BC, HEADS] of x [BC WIDE]; columns from WIDE on repeat the last one."""
-    at = tl.arange(0, BC * HEADS)
-    return tl.reshape(tl.gather(x, at // HEADS * WIDE + tl.minimum(at % HEADS, WIDE - 1), 0), [BC, HEADS])
+    Shared memory deals the cosines of heads below WIDE evenly to all threads, and the weights back. Without it Triton
+    would compute weights for the masked heads too, and once more for each layout of what follows. words: BC (WIDE + 1)
+    + 1 of them.
+    """
+    c, h, each = tl.arange(0, BC), tl.arange(0, HEADS), tl.arange(0, BC * WIDE)
+    place = c[:, None] * WIDE + tl.minimum(h, WIDE - 1)[None, :]
+    tl.debug_barrier()  # the last weights were read
+    _put(words, memory, tl.where(h[None, :] < WIDE, place, BC * (WIDE + 1)), cosine.to(tl.int32, bitcast=True))
+    tl.debug_barrier()
+    p = agreement(_word(words, memory, each).to(tl.float32, bitcast=True))
+    u = tl.maximum(inclusion(p, LAW), floor)
+    _put(words, memory, each, (-log(u) if OWN else u).to(tl.int32, bitcast=True))
+    tl.debug_barrier()
+    if OWN:
+        return _word(words, memory, place).to(tl.float32, bitcast=True)
+    met, total = tl.zeros([BC], tl.int32), tl.zeros([BC], tl.float32)
+    for i in tl.static_range(GROUP):
+        total += _word(words, memory, c * WIDE + i).to(tl.float32, bitcast=True)
+        met += (entry >> (16 + i)) & 1
+    weight = log(tl.where(there, met.to(tl.float32), 1.0)) - log(tl.where(there, total, 1.0))
+    _put(words, memory, BC * WIDE + c, weight.to(tl.int32, bitcast=True))
+    tl.debug_barrier()
+    weight = _word(words, memory, BC * WIDE + c).to(tl.float32, bitcast=True)
+    return weight[:, None].broadcast_to(BC, HEADS)
 
 
 @triton.jit
 def attend_parts(
     q, q_strides, k, k_strides, v, v_strides, table, table_row, filled, centre, slots, seq, pos, stop, limit, found,
-    counts, numbers, top, total, out, G, lowest, sinks, floor, scale, parts, edges, GROUP: tl.constexpr,
+    counts, memory, numbers, top, total, out, G, lowest, sinks, floor, scale, parts, edges, GROUP: tl.constexpr,
     OWN: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr,
     SIZE: tl.constexpr, LAW: tl.constexpr, SOFTCAP: tl.constexpr, PART: tl.constexpr, SPLITS: tl.constexpr,
-    BP: tl.constexpr, BC: tl.constexpr, WIDE: tl.constexpr,
+    BP: tl.constexpr, BC: tl.constexpr, WIDE: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Attend to a share of one part's keys, and of those that are always attended to.
 
-    found, counts: as search_parts writes them. edges: bytes of the offsets that a KV head reads of a segment. Written:
+    found, counts: as search_parts writes them. memory: int32 [R, G, parts SPLITS, BC (WIDE + 1) + 1], for the
+    interpreter, which has no shared memory. edges: bytes of the offsets that a KV head reads of a segment. Written:
     top, total fp32 [R, G, parts SPLITS, GROUP], out fp32 [..., D2], where total is not 0, and numbers int64 [R, G,
     NUMBERS], see `attention.NUMBERS`.
     """
@@ -84,10 +109,17 @@ def attend_parts(
     used = (wide < GROUP) | ((wide >= HEADS) & (wide < HEADS + 3))
     some = (p < parts)[:, None] & used[None, :]
     first_part = item.to(tl.int64) * parts
+    b = tl.load(seq + r).to(tl.int64)
+    slot = tl.load(slots + b).to(tl.int64)
+    reach = tl.minimum(tl.load(pos + r).to(tl.int32) + 1, tl.load(filled + b).to(tl.int32))
+    end = tl.load(stop + slot).to(tl.int32)
+    most = tl.load(limit + r).to(tl.int32)
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
     each = tl.load(counts + (first_part + p)[:, None] * (HEADS + 3) + wide[None, :], mask=some, other=0)
     sums = tl.sum(each, 0)
     number = tl.sum(tl.sum(tl.where((p == part)[:, None] & (wide == HEADS)[None, :], each, 0), 1), 0)
-    most = tl.load(limit + r).to(tl.int32)
     full = ((wide < GROUP) if OWN else (wide == HEADS)) & (sums > most)
     fulls = tl.sum(full.to(tl.int32), 0)
     over = fulls > 0
@@ -95,16 +127,14 @@ def attend_parts(
         dense = tl.sum((full[None, :] & (wide[None, :] == h[:, None])).to(tl.int32), 1) > 0
     else:
         dense = mine & over
-    b = tl.load(seq + r).to(tl.int64)
-    slot = tl.load(slots + b).to(tl.int64)
-    reach = tl.minimum(tl.load(pos + r).to(tl.int32) + 1, tl.load(filled + b).to(tl.int32))
-    end = tl.load(stop + slot).to(tl.int32)
     sink = tl.minimum(sinks, reach)
     start = tl.maximum(tl.minimum(end, reach), sink)
     always = sink + reach - start
     m, z = tl.full([HEADS], float("-inf"), tl.float32), tl.zeros([HEADS], tl.float32)
     o = tl.zeros([HEADS, D2], tl.float32)
     low = part * PART
+    words = _words(part - part, BC * (WIDE + 1) + 1)
+    own_memory = memory + (item.to(tl.int64) * tl.num_programs(1) + piece) * (BC * (WIDE + 1) + 1)
     if (number > 0) & (OWN | (not over)):
         xf = x.to(tl.float32)
         square = tl.sum(xf * xf, 1)
@@ -117,42 +147,38 @@ def attend_parts(
             there = c + lane < number
             entry = tl.load(entries + c + lane, mask=there, other=0)
             s = low + (entry & 0xFFFF)
-            kk = _vectors(k, k_strides, table, table_row, b, g, s, there, d, D, PAGED, PAGE)
-            vv = _vectors(v, v_strides, table, table_row, b, g, s, there, d, D, PAGED, PAGE)
+            kk = _vectors(k, k_strides, table, table_row, b, g, s, there, d, D, D2, PAGED, PAGE)
+            vv = _vectors(v, v_strides, table, table_row, b, g, s, there, d, D, D2, PAGED, PAGE)
             y, plain = _logits(x, kk, scale, SOFTCAP)
-            dev = tl.where((d < D)[None, :], kk.to(tl.float32) - c0[None, :], 0.0)
+            dev = kk.to(tl.float32) - c0[None, :]  # 0 past D, where both are
             far = tl.sum(dev * dev, 1)
             usable = (far > 0.0) & (far < float("inf"))
             size = tl.rsqrt(tl.where(usable, far, 1.0))
             cosine = (plain - away[None, :]) * (length[None, :] * size[:, None])
             both = usable[:, None] & known[None, :]
             cosine = tl.where(both, cosine, tl.where(usable[:, None] | known[None, :], 0.0, 1.0))
-            u = tl.maximum(inclusion(agreement(_narrow(cosine, BC, WIDE)), LAW), floor)
-            met = ((entry >> 16)[:, None] >> h[None, :]) & 1
+            y += _log_weights(cosine, entry, there, words, own_memory, floor, GROUP, WIDE, OWN, LAW, BC)
             if OWN:
-                weight = _widen(-log(u), BC, WIDE)
-                y = tl.where((met > 0) & ~dense[None, :], y + weight, float("-inf"))
+                met = ((entry >> 16)[:, None] >> h[None, :]) & 1
+                y = tl.where((met > 0) & ~dense[None, :], y, float("-inf"))
             else:
-                heads = tl.sum(met, 1).to(tl.float32)
-                u = tl.where((tl.arange(0, WIDE) < GROUP)[None, :], tl.reshape(u, [BC, WIDE]), 0.0)
-                weight = log(tl.where(there, heads, 1.0)) - log(tl.where(there, tl.sum(u, 1), 1.0))
-                y = tl.where(there[:, None], y + weight[:, None], float("-inf"))
+                y = tl.where(there[:, None], y, float("-inf"))
             m, z, o = _fold(y, vv, m, z, o)
     if over:
         until = tl.minimum(low + PART, start)
         for c in tl.range(tl.maximum(low, sink) + split * BC, until, SPLITS * BC, num_stages=1):
             s = c + lane
             there = s < until
-            kk = _vectors(k, k_strides, table, table_row, b, g, s, there, d, D, PAGED, PAGE)
-            vv = _vectors(v, v_strides, table, table_row, b, g, s, there, d, D, PAGED, PAGE)
+            kk = _vectors(k, k_strides, table, table_row, b, g, s, there, d, D, D2, PAGED, PAGE)
+            vv = _vectors(v, v_strides, table, table_row, b, g, s, there, d, D, D2, PAGED, PAGE)
             y, _ = _logits(x, kk, scale, SOFTCAP)
             m, z, o = _fold(tl.where(there[:, None] & dense[None, :], y, float("-inf")), vv, m, z, o)
     for c in tl.range(piece * BC, always, parts * SPLITS * BC, num_stages=1):
         n = c + lane
         there = n < always
         s = tl.where(n < sink, n, start + n - sink)
-        kk = _vectors(k, k_strides, table, table_row, b, g, s, there, d, D, PAGED, PAGE)
-        vv = _vectors(v, v_strides, table, table_row, b, g, s, there, d, D, PAGED, PAGE)
+        kk = _vectors(k, k_strides, table, table_row, b, g, s, there, d, D, D2, PAGED, PAGE)
+        vv = _vectors(v, v_strides, table, table_row, b, g, s, there, d, D, D2, PAGED, PAGE)
         y, _ = _logits(x, kk, scale, SOFTCAP)
         m, z, o = _fold(tl.where(there[:, None], y, float("-inf")), vv, m, z, o)
     place = (first_part * SPLITS + piece) * GROUP + h
@@ -179,9 +205,12 @@ def attend_parts(
 @triton.jit
 def merge_parts(
     top, total, out, whole, lse, pieces, GROUP: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, BM: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """out [R, H, D] and lse [R, H] of a query head, from those of the pieces. BM: pieces merged at a time."""
     item, h = tl.program_id(0), tl.program_id(1)
+    if CHAINED:
+        gdc_wait()
     d, some = tl.arange(0, D2), tl.arange(0, BM)
     most, z, o = tl.full((), float("-inf"), tl.float32), tl.full((), 0.0, tl.float32), tl.zeros([D2], tl.float32)
     for begin in range(0, pieces, BM):

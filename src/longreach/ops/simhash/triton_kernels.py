@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # kernels run in Python, on CPU tensors
 
@@ -13,8 +14,15 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # kernels run in Pyt
 def codes(
     x, x_strides, centre, centre_strides, projections, out, count, inner, middle, TABLES: tl.constexpr,
     BITS: tl.constexpr, BITS2: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, CENTRED: tl.constexpr, BM: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """One table's codes of BM vectors. x, centre: [outer, middle, inner, D] by strides; out: [count, TABLES]."""
+    """One table's codes of BM vectors. x, centre: [outer, middle, inner, D] by strides; out: [count, TABLES].
+
+    CHAINED: this kernel may start while the one before it runs, and waits; so may the next one.
+    """
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
     n = tl.program_id(0) * BM + tl.arange(0, BM)
     table = tl.program_id(1)
     there = n < count
@@ -236,13 +244,15 @@ def build(
 @triton.jit
 def average(
     k, k_strides, table, table_row, slots, ends, stop, held, done, centre, lowest, count, D: tl.constexpr,
-    D2: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr,
+    D2: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """The mean of keys [lowest, lowest + count) of a sequence and KV head, if its first keys enter the tables now.
 
     slots, stop: [B]; ends: [slots], of the tables; centre: fp32 [slots, G, D]. Keys that are not finite are left out.
     With count 0 there is no mean. held: int32 [B], becomes the sequence's end; done: int32 [B], becomes 0.
     """
+    if CHAINED:
+        gdc_launch_dependents()
     b, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots + b).to(tl.int64)
     end = tl.load(ends + slot)
@@ -271,7 +281,7 @@ def seal(
     held, done, cursors, codes, sequences, heads, tables, lowest, BITS: tl.constexpr, BITS2: tl.constexpr,
     D: tl.constexpr, D2: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr, SIZE: tl.constexpr,
     BUCKETS: tl.constexpr, ROOM: tl.constexpr, BS: tl.constexpr, BB: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    BV: tl.constexpr,
+    BV: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Hash the keys [held, stop) of a sequence for one table of one KV head, and add them, ROOM at a time.
 
@@ -279,6 +289,9 @@ def seal(
     slots, stop, held, done: [B]; ends: [slots]. cursors: int32 [programs, BUCKETS], codes: uint16 [programs, ROOM],
     scratch. BS: at least B.
     """
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
     every, grid = tl.arange(0, BS), tl.num_programs(0)
     before = tl.load(held + every, mask=every < sequences, other=0)
     after = tl.load(stop + every, mask=every < sequences, other=0).to(tl.int32)
@@ -309,6 +322,59 @@ def seal(
                     at = end
                 if tl.atomic_add(done + b, 1) == heads * tables - 1:
                     tl.store(ends + slot, last)
+
+
+@triton.jit
+def hash_keys(
+    k, k_strides, table, table_row, centre, projections, slots, stop, held, codes, heads, lowest, segment, room,
+    TABLES: tl.constexpr, BITS: tl.constexpr, BITS2: tl.constexpr, D: tl.constexpr, D2: tl.constexpr,
+    PAGED: tl.constexpr, PAGE: tl.constexpr, SIZE: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """BT tables' codes of BV keys of a sequence and KV head, if they are of [held, stop).
+
+    codes: uint16 [B, heads, TABLES, room], of positions from segment SIZE on.
+    """
+    item, begin = tl.program_id(0), tl.program_id(1) * BV
+    b, g = (item // heads).to(tl.int64), item % heads
+    p = segment * SIZE + begin + tl.arange(0, BV)
+    at, last = tl.maximum(tl.load(held + b), lowest).to(tl.int32), tl.load(stop + b).to(tl.int32)
+    there = (p >= at) & (p < last) & (begin + tl.arange(0, BV) < room)
+    if tl.max(there.to(tl.int32), 0) > 0:
+        slot = tl.load(slots + b).to(tl.int64)
+        d, bit = tl.arange(0, D2), tl.arange(0, BITS2)
+        place = _place(k_strides, table, table_row, b, p, there, PAGED, PAGE) + g * k_strides[1]
+        some = there[:, None] & (d < D)[None, :]
+        v = tl.load(k + place[:, None] + d[None, :], mask=some, other=0.0).to(tl.float32)
+        c = tl.load(centre + (slot * heads + g) * D + d, mask=d < D, other=0.0)
+        v = tl.where(some, v - c[None, :], 0.0)
+        first = tl.program_id(2) * BT
+        for t in range(first, tl.minimum(first + BT, TABLES)):
+            code = _coded(v, _directions(projections, t, bit, d, BITS, D), BITS, BITS2)
+            row = codes + (item.to(tl.int64) * TABLES + t) * room + begin
+            tl.store(row + tl.arange(0, BV), code, mask=there)
+
+
+@triton.jit
+def add_keys(
+    ids, id_strides, offsets, offset_strides, slots, stop, held, codes, cursors, heads, tables, lowest, segment, room,
+    SIZE: tl.constexpr, BUCKETS: tl.constexpr, BB: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Add the keys of [held, stop) that are of one segment to one table of one KV head.
+
+    codes: as hash_keys writes them. cursors: int32 [programs, BUCKETS], scratch.
+    """
+    item, program = tl.program_id(0), tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+    b, g, t = (item // (heads * tables)).to(tl.int64), item // tables % heads, item % tables
+    begin = (segment + tl.program_id(1)) * SIZE
+    at = tl.maximum(tl.maximum(tl.load(held + b), lowest).to(tl.int32), begin)
+    end = tl.minimum(tl.load(stop + b).to(tl.int32), begin + SIZE)
+    if at < end:
+        slot = tl.load(slots + b).to(tl.int64)
+        row = ids + slot * id_strides[0] + g * id_strides[1] + t * id_strides[2]
+        its = offsets + slot * offset_strides[0] + g * offset_strides[1] + t * offset_strides[2]
+        mine = codes + item.to(tl.int64) * room - segment * SIZE  # by position
+        cursor = cursors + program.to(tl.int64) * BUCKETS
+        _add(row, its, offset_strides[3], mine, 1, at, end, lowest, cursor, SIZE, BUCKETS, BB, BN, BK)
 
 
 @triton.jit

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from longreach.ops.simhash.attention import HEADS as HEADS_OF_A_PROGRAM
 from longreach.ops.simhash.triton_kernels import INTERPRETED
@@ -42,44 +43,43 @@ def _put(words, memory, at, value):
 
 
 @triton.jit
-def _count(words, memory, at, one, there):
+def _count(words, memory, at, one):
     """Add `one` to words. Shared: each element must be of one thread, so there must be as many as threads, or more."""
     if not INTERPRETED:
         tl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.ne.u32 p, $3, 0; @p red.shared.add.u32 [$1], $2; mov.u32 $0, 0; }", "=r,r,r,r",
-            [words + 4 * tl.where(there, at, 0), one, there.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+            "red.shared.add.u32 [$1], $2; mov.u32 $0, 0;", "=r,r,r", [words + 4 * at, one], dtype=tl.int32,
+            is_pure=False, pack=1,
         )  # fmt: skip
     else:
-        tl.atomic_add(memory + at, one, mask=there, sem="relaxed")
+        tl.atomic_add(memory + at, one, sem="relaxed")
 
 
 @triton.jit
-def _word(words, memory, at, there):
-    """Words, 0 elsewhere."""
+def _word(words, memory, at):
+    """Read words."""
     if not INTERPRETED:
-        word = tl.inline_asm_elementwise(
-            "ld.shared.u32 $0, [$1];", "=r,r", [words + 4 * tl.where(there, at, 0)], dtype=tl.int32, is_pure=False,
-            pack=1,
+        return tl.inline_asm_elementwise(
+            "ld.shared.u32 $0, [$1];", "=r,r", [words + 4 * at], dtype=tl.int32, is_pure=False, pack=1
         )  # fmt: skip
-        return tl.where(there, word, 0)
-    else:  # atomics pass the first cache by
-        return tl.load(memory + at, mask=there, other=0, cache_modifier=".cg")
+    else:
+        return tl.load(memory + at)
 
 
 @triton.jit
 def _look_up(
     codes, ids, id_stride, offsets, table_stride, segment_stride, words, memory, low, high, lowest,
     TABLES: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, PER: tl.constexpr, WORDS: tl.constexpr,
-    ROOM: tl.constexpr, WHOLE: tl.constexpr, LOG: tl.constexpr, BE: tl.constexpr,
+    ROOM: tl.constexpr, WHOLE: tl.constexpr, LOG: tl.constexpr, BE: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
     """Count the tables in which query heads meet the keys [low, high).
 
     codes: uint16 [GROUP, TABLES], of the KV head that ids and offsets are of. Buckets differ much in size, so they are
-    cut into pieces of 8 ids, and BE pieces are read at a time; three words of each of 2^LOG buckets tell a piece which
-    is its own. Returns how many ids are in the buckets of segments that begin in the part.
+    cut into pieces of EACH ids, and BE pieces are read at a time; three words of each of 2^LOG buckets tell a piece
+    which is its own. Returns how many ids are in the buckets of segments that begin in the part.
     """
     BT: tl.constexpr = 1 << LOG
-    eight, read = tl.arange(0, 8), 0
+    PART: tl.constexpr = ROOM // WORDS
+    every, read = tl.arange(0, EACH), 0
     for begin in range(tl.maximum(low // SIZE, lowest // SIZE) * SIZE, high, SIZE):
         for pairs in range(0, GROUP * TABLES, BT):
             lane = tl.arange(0, BT)
@@ -90,7 +90,7 @@ def _look_up(
             first = tl.load(edges, mask=mine, other=0).to(tl.int32)
             end = tl.load(edges + 1, mask=mine, other=0).to(tl.int32)
             read += tl.where(begin >= low, tl.sum(end - first, 0), 0)
-            pieces = tl.where(end > first, (end + 7) // 8 - first // 8, 0)
+            pieces = tl.where(end > first, (end + EACH - 1) // EACH - first // EACH, 0)
             until = tl.cumsum(pieces, 0)
             tl.debug_barrier()  # the last buckets' words were read
             _put(words, memory, ROOM + lane, until - pieces)
@@ -100,28 +100,33 @@ def _look_up(
             total = tl.sum(pieces, 0)
             for e in range(0, total, BE):
                 piece = e + tl.arange(0, BE)
-                some = piece < total
                 own = tl.zeros([BE], tl.int32)  # the last bucket that begins at the piece or before
                 for i in tl.static_range(1, LOG + 1):
-                    further = _word(words, memory, ROOM + own + (BT >> i), some) <= piece
+                    further = _word(words, memory, ROOM + own + (BT >> i)) <= piece
                     own += tl.where(further, BT >> i, 0)
-                head = _word(words, memory, ROOM + BT + own, some)
-                tail = _word(words, memory, ROOM + 2 * BT + own, some)
-                piece += head // 8 - _word(words, memory, ROOM + own, some)
+                # through memory, as Triton would search once more for each layout of what follows
+                its = ROOM + 3 * BT + e // BE % 2 * BE + tl.arange(0, BE)
+                _put(words, memory, its, own)
+                tl.debug_barrier()
+                own = _word(words, memory, its)
+                head = _word(words, memory, ROOM + BT + own)
+                tail = _word(words, memory, ROOM + 2 * BT + own)
+                n = (piece + head // EACH - _word(words, memory, ROOM + own)) * EACH
+                length = tl.where(piece < total, tail - head, 0).to(tl.uint32)[:, None]
                 own += pairs
-                n = (piece * 8)[:, None] + eight[None, :]
-                there = some[:, None] & (n >= head[:, None]) & (n < tail[:, None])
-                row = ids + begin + (own % TABLES)[:, None] * id_stride + n
+                there = (n - head)[:, None] + every[None, :]
+                there = there.to(tl.uint32) < length  # not below 0 either
+                row = ids + begin + (own % TABLES * id_stride + n)[:, None] + every[None, :]
                 if WHOLE:
-                    at = tl.load(row, mask=some[:, None].broadcast_to(BE, 8), other=0).to(tl.int32)
+                    at = tl.load(row, mask=(piece < total)[:, None].broadcast_to(BE, EACH), other=0).to(tl.int32)
                 else:
                     at = tl.load(row, mask=there, other=0).to(tl.int32)
-                at += begin
-                there &= (at >= low) & (at < high)
-                h = (own // TABLES)[:, None]
-                word = (at - low) * WORDS + h // PER
-                one = (1 << h % PER * (32 // PER)).broadcast_to(BE, 8)
-                _count(words, memory, word, one, there)
+                at += begin - low
+                h = own // TABLES
+                one = (1 << h % PER * (32 // PER))[:, None]
+                word = (at & (PART - 1)) * WORDS + (h // PER)[:, None]  # in the part, whatever was read
+                one = tl.where(there, one, 0)  # ptxas handles `and` of such conditions badly
+                _count(words, memory, word, tl.where(at.to(tl.uint32) < (high - low).to(tl.uint32), one, 0))
     return read
 
 
@@ -136,14 +141,14 @@ def search_parts(
     codes, ids, id_strides, offsets, offset_strides, slots, seq, pos, filled, stop, memory, found, counts, G, lowest,
     least, parts, GROUP: tl.constexpr, TABLES: tl.constexpr, SIZE: tl.constexpr, PER: tl.constexpr,
     WORDS: tl.constexpr, ROOM: tl.constexpr, WHOLE: tl.constexpr, LOG: tl.constexpr, BE: tl.constexpr,
-    BN: tl.constexpr,
+    EACH: tl.constexpr, BN: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """The keys of one part of the context that some query head of a KV head sampled.
 
-    codes: uint16 [R, H, TABLES]. memory: int32 [R, G, parts, ROOM + 3 2^LOG], for the interpreter, which has no shared
-    memory. WHOLE: 8 ids can be read at once. Written, with PART = ROOM / WORDS: found int32 [R, G, parts, PART],
-    positions in the part, ascending, and 2^16 times the heads as bits; counts int32 [R, G, parts, HEADS + 3]: keys of
-    each head, of any head, heads over all keys, ids in the buckets.
+    codes: uint16 [R, H, TABLES]. memory: int32 [R, G, parts, ROOM + 3 2^LOG + 2 BE], for the interpreter, which has no
+    shared memory. WHOLE: EACH ids can be read at once. Written, with PART = ROOM / WORDS: found int32 [R, G, parts,
+    PART], positions in the part, ascending, and 2^16 times the heads as bits; counts int32 [R, G, parts, HEADS + 3]:
+    keys of each head, of any head, heads over all keys, ids in the buckets.
     """
     PART: tl.constexpr = ROOM // WORDS
     BITS: tl.constexpr = 32 // PER
@@ -159,9 +164,12 @@ def search_parts(
     end = tl.load(stop + slot)
     last = tl.minimum(end, reach)
     last = tl.where(last > lowest, last, 0)
-    words = _words(part - part, ROOM + 3 * (1 << LOG))
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
+    words = _words(part - part, ROOM + 3 * (1 << LOG) + 2 * BE)
     whole = item.to(tl.int64) * parts + part
-    own_memory = memory + whole * (ROOM + 3 * (1 << LOG))
+    own_memory = memory + whole * (ROOM + 3 * (1 << LOG) + 2 * BE)
     room = found + whole * PART
     low, wide, w = part * PART, tl.arange(0, BN), tl.arange(0, WORDS)
     number, looked_up = 0, 0
@@ -173,13 +181,13 @@ def search_parts(
             codes + (r.to(tl.int64) * G + g) * GROUP * TABLES, ids + slot * id_strides[0] + g * id_strides[1],
             id_strides[2], offsets + slot * offset_strides[0] + g * offset_strides[1], offset_strides[2],
             offset_strides[3], words, own_memory, low, tl.minimum(low + PART, end), lowest, TABLES, GROUP, SIZE, PER,
-            WORDS, ROOM, WHOLE, LOG, BE,
+            WORDS, ROOM, WHOLE, LOG, BE, EACH,
         )  # fmt: skip
         tl.debug_barrier()
     for begin in range(0, tl.minimum(PART, last - low), BN):
         at = begin + wide
         there = (low + at < last)[:, None]
-        word = _word(words, own_memory, at[:, None] * WORDS + w[None, :], there.broadcast_to(BN, WORDS))
+        word = tl.where(there, _word(words, own_memory, at[:, None] * WORDS + w[None, :]), 0)
         hits = ((((word & LOW) + (LOW - (least - 1) * ONES)) | word) >> (BITS - 1)) & ONES
         each += hits
         heads = ((hits * GATHER) >> (32 - BITS)) & ((1 << PER) - 1)
