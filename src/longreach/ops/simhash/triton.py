@@ -10,7 +10,6 @@ import triton
 from torch import Tensor
 
 from longreach.errors import Unsupported
-from longreach.ops.checks import refuse_gradients
 from longreach.ops.selection import Per
 from longreach.ops.simhash import triton_kernels as kernels
 from longreach.ops.simhash.api import Collisions
@@ -181,7 +180,6 @@ def weigh(
     tune: Tuning | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     refuse(rows.q, kv.k, centre)
-    refuse_gradients("weigh", rows.q, kv.k, centre)
     count, heads, dim = rows.q.shape
     per_kv = 1 if found.per == "kv" else kv.group(rows)
     lists, room = kv.heads * per_kv, found.index.shape[2]

@@ -9,7 +9,6 @@ import torch
 import triton
 from torch import Tensor
 
-from longreach.ops.checks import refuse_gradients
 from longreach.ops.simhash.attention import (
     BUCKETS,
     HEADS,
@@ -56,7 +55,6 @@ def attend_sampled(
     least: int, own: bool, sinks: int, floor: float, scale: float, softcap: float | None, tune: Tuning | None = None,
 ) -> tuple[Partial, None, Tensor]:  # fmt: skip
     refuse(rows.q, kv.k, kv.v)
-    refuse_gradients("attend_sampled", rows.q, kv.k, kv.v)
     t, device = tune or Tuning(), rows.q.device
     count, heads, dim = rows.q.shape
     group, columns = heads // kv.heads, tables.ids.shape[3]
