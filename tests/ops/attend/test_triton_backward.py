@@ -11,6 +11,7 @@ from torch import Tensor
 
 from longreach.errors import Unsupported
 from longreach.ops import KVView, Lists, Rows, Selection, Span, Spans, absolute, attend, mix, relative
+from longreach.ops.attend import triton_backward_launches
 from longreach.testing.inputs import poison, random_kv, random_rows
 from longreach.testing.selections import packed, random_lists, random_selection
 from tests.ops.attend.kernels import HALF, here, needs_gpu
@@ -104,6 +105,13 @@ def test_spans_of_whole_sequences() -> None:
         agrees(rows, kv, selection)
 
 
+def test_few_blocks_of_keys_are_split_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_backward_launches, "PROGRAMS", 20)
+    kv = clean(random_kv([40, 21], heads=2, dim=8, dtype=HALF))
+    rows = random_rows(kv, 30)
+    agrees(rows, kv, Spans((Span(absolute(0), absolute(3)), Span(relative(-20), relative(1)))))
+
+
 def block_mka(documents: list[int], block: int) -> tuple[Rows, KVView, KVView, Spans, Spans, Lists]:
     """Documents packed into one sequence: (rows, tokens, summaries, window, earlier summaries, recalled blocks)."""
     draw = torch.Generator().manual_seed(0)
@@ -162,13 +170,14 @@ def test_the_same_bits_at_each_call() -> None:
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
-@pytest.mark.parametrize("kind", ["spans", "lists"])
+@pytest.mark.parametrize("kind", ["spans", "lists", "tiles"])
 def test_what_no_row_selects_is_not_read_and_gets_no_gradient(kind: str) -> None:
     kv = clean(random_kv([40], heads=1, dim=16))
     rows = replace(random_rows(kv, 3), pos=torch.tensor([39, 30, 20]))
     spans = Spans((Span(absolute(5), absolute(9)), Span(relative(-3), relative(1))))
     lists = Lists(torch.tensor([[[1, 2]], [[2, 1]], [[1, 0]]]), torch.tensor([[2], [2], [1]]), block=4)
-    selection: Selection = spans if kind == "spans" else lists
+    tiles = Lists(torch.tensor([[[2]], [[0]], [[0]]]), torch.ones(3, 1).long(), block=16)
+    selection: Selection = {"spans": spans, "lists": lists, "tiles": tiles}[kind]
     read = selection.mask(rows, kv).any(0).any(0)
     want = gradients(rows, kv, selection, "triton")
     poison(kv, 0, 0, [n for n in range(40) if not read[n]])

@@ -173,12 +173,13 @@ def spans_dkv(
     SPANS: tl.constexpr, AXIS: tl.constexpr, PER_QUERY: tl.constexpr, CAPPED: tl.constexpr, T: tl.constexpr,
     GROUP: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dk, dv [B, G, slots, D] of one block of keys. ranges: int32 [SPANS, B, blocks, 2], the tiles [first, stop) of
-    which some row may see the block."""
+    """dk, dv [splits, B, G, slots, D] of one block of keys: sums over each of the grid's `splits` parts of its tiles.
+    ranges: int32 [SPANS, B, blocks, 2], the tiles [first, stop) of which some row may see the block."""
     q_of, q_row, q_head, _, table = rows
     k_of, k_strides, v_of, v_strides = memory
     lse_of, delta_of, do_of = results
     seq, block, g = tl.program_id(0) // blocks, tl.program_id(0) % blocks, tl.program_id(1)
+    part, parts = tl.program_id(2), tl.num_programs(2)
     d = tl.arange(0, BD)
     slot = block * BN + tl.arange(0, BN)
     column = slot < slots
@@ -193,7 +194,10 @@ def spans_dkv(
     v = keys_at(v_of, seq, g, slot, column, d, v_strides, D)
     for s in tl.static_range(SPANS):
         at = ((s * sequences + seq) * blocks + block) * 2
-        for tile in tl.range(tl.load(ranges + at), tl.load(ranges + at + 1), num_stages=STAGES):
+        first = tl.load(ranges + at)
+        tiles = tl.maximum(tl.load(ranges + at + 1) - first, 0)
+        begin, end = first + tiles * part // parts, first + tiles * (part + 1) // parts
+        for tile in tl.range(begin, end, num_stages=STAGES):
             row, head = tile_of(tile, table, g, T, GROUP, M)
             low, high = _span(limits, s, row, head, g, count, AXIS, PER_QUERY)
             take = (slot[:, None] >= low[None, :]) & (slot[:, None] < high[None, :])
@@ -204,7 +208,8 @@ def spans_dkv(
             do = of_rows(do_of, row, head, d, heads * D, D, D)
             lse, delta = numbers_of(lse_of, row, head, heads), numbers_of(delta_of, row, head, heads)
             dk, dv = key_gradients(dk, dv, q, do, k, v, 0.0, lse, delta, take, scale, cap, CAPPED)
-    to = seq.to(tl.int64) * strides[0] + g.to(tl.int64) * strides[1] + slot.to(tl.int64)[:, None] * D + d[None, :]
+    to = (part * sequences + seq).to(tl.int64) * strides[0] + g.to(tl.int64) * strides[1]
+    to += slot.to(tl.int64)[:, None] * D + d[None, :]
     there = (slot < slots)[:, None] & (d < D)[None, :]
     tl.store(dk_of + to, (dk * scale).to(dk_of.dtype.element_ty), mask=there)
     tl.store(dv_of + to, dv.to(dv_of.dtype.element_ty), mask=there)

@@ -13,6 +13,9 @@ from longreach.ops.attend import triton_list_backward_kernels as list_kernels
 from longreach.ops.attend import triton_tiled_lists_kernels as tiled_kernels
 from longreach.ops.attend.triton_tuning import INTERPRETED, next_power_of_2
 
+PROGRAMS = 0 if INTERPRETED else 1024  # blocks of keys are split by rows until there are about as many
+MOST_SPLITS = 8
+
 
 class Form(NamedTuple):
     """What the backward knows of an attend without its tensors. block: keys of an entry of the lists, 0 for spans.
@@ -83,12 +86,15 @@ class Problem:
         sequences, kv_heads, slots = self.shape
         tiles = self._tiles(self.group)
         ranges = plans.tile_ranges(tiles, self.seq, self.shape, limits, self.keys)
-        dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (self.k, self.v))
         blocks = ranges.shape[2]
-        kernels.spans_dkv[(sequences * blocks, kv_heads)](
-            self._rows(tiles), self.memory, limits, ranges, results, dk, dv, dk.stride()[:2], self.heads,
+        splits = max(1, min(MOST_SPLITS, PROGRAMS // max(1, sequences * blocks * kv_heads)))
+        dtype = self.k.dtype if splits == 1 else torch.float32
+        both = [torch.empty(splits, *self.k.shape, dtype=dtype, device=self.k.device) for _ in range(2)]
+        kernels.spans_dkv[(sequences * blocks, kv_heads, splits)](
+            self._rows(tiles), self.memory, limits, ranges, results, *both, both[0].stride()[1:3], self.heads,
             self.count, sequences, blocks, slots, *self.logits, **self._spans(limits), **self.options,
         )  # fmt: skip
+        dk, dv = (x[0] if splits == 1 else x.sum(0).to(self.k.dtype) for x in both)
         return dk, dv
 
     def lists_rows(self, results: Results, lists: plans.RowLists, learnt: bool) -> tuple[Tensor, Tensor | None]:
