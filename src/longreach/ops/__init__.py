@@ -10,10 +10,12 @@ from longreach.ops.attend import (
     quantise_keys,
     score_keys,
 )
+from longreach.ops.mix import mix
 from longreach.ops.partial import merge, remove, shift
 from longreach.ops.pooled_scores import pooled_scores
 from longreach.ops.rope import RotaryAngles, angles, reposition, rotate, unrotate
 from longreach.ops.sample import sample, uniforms
+from longreach.ops.scan import ScanCarry, scan
 from longreach.ops.selection import Bound, Lists, PackedLists, Selection, Span, Spans, absolute, relative
 from longreach.ops.top_k import top_k
 from longreach.ops.types import HeadShard, KVView, Logits, Partial, RowRange, Rows, ScoringKeys
@@ -30,6 +32,7 @@ __all__ = [
     "RotaryAngles",
     "RowRange",
     "Rows",
+    "ScanCarry",
     "ScoringKeys",
     "Selection",
     "Span",
@@ -42,6 +45,7 @@ __all__ = [
     "attend_with_logits",
     "copy_keys",
     "merge",
+    "mix",
     "pooled_scores",
     "quantise_keys",
     "relative",
@@ -50,6 +54,7 @@ __all__ = [
     "rotate",
     "sample",
     "sampling_variance",
+    "scan",
     "score_keys",
     "shift",
     "simhash",

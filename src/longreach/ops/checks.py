@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from longreach.errors import InvalidInput
+from longreach.errors import InvalidInput, Unsupported
 from longreach.ops.types import INTS, KVView, Logits, Rows, ScoringKeys, describe, require
 
 
@@ -46,6 +46,15 @@ def check_memory(rows: Rows, kv: KVView) -> None:
             page = int(kv.block_table[seq, entry])
             message = f"block_table: expected pages in [0, P={pages}), got {page} for page {entry} of sequence {seq}"
             raise InvalidInput(message)
+
+
+def refuse_gradients(op: str, *tensors: Tensor) -> None:
+    """Raise Unsupported where one of the tensors requires a gradient, which the op's Triton kernels do not compute."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        raise Unsupported(
+            f"{op}'s Triton kernels have no backward pass and an input requires a gradient; "
+            "use impl='reference', or torch.no_grad()"
+        )
 
 
 def slots_of(rows: Rows, kv: KVView, slot: Tensor | None) -> Tensor:

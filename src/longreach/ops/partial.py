@@ -19,7 +19,7 @@ def merge(first: Partial, *others: Partial) -> Partial:
     rounding; an empty Partial changes nothing. Raises InvalidInput where shapes or dtypes differ.
     """
     for other in others:
-        _alike(first, other)
+        alike(first, other)
     if not others:
         return first
     lses = torch.stack([first.lse, *(p.lse for p in others)])
@@ -53,7 +53,7 @@ def remove(whole: Partial, part: Partial) -> Partial:
     as 1 / (1 - s). Where 1 - s is not above the rounding of the two lse the result is empty, which
     `is_empty` of the result shows.
     """
-    _alike(whole, part)
+    alike(whole, part)
     size = _finite(whole.lse).abs() + _finite(part.lse).abs()
     ratio = part.lse - _finite(whole.lse)
     gone = (-torch.expm1(ratio) <= torch.finfo(ratio.dtype).eps * (4.0 + size)) | whole.is_empty
@@ -67,7 +67,8 @@ def _finite(lse: Tensor) -> Tensor:
     return lse.masked_fill(lse == -torch.inf, 0.0)
 
 
-def _alike(a: Partial, b: Partial) -> None:
+def alike(a: Partial, b: Partial) -> None:
+    """Raise InvalidInput unless both are Partials of one shape, dtype and device."""
     for x in (a, b):
         require(isinstance(x, Partial), f"expected a Partial, got {describe(x)}")
     same = a.out.shape == b.out.shape and a.out.dtype == b.out.dtype and a.out.device == b.out.device

@@ -191,7 +191,8 @@ def test_what_the_kernels_cannot_do_is_refused() -> None:
     kv = random_kv([5], heads=1, dim=16)
     rows = random_rows(kv, 1)
     with pytest.raises(Unsupported, match=r"no backward pass and q requires a gradient; use impl='reference'"):
-        attend(here(replace(rows, q=rows.q.requires_grad_())), here(kv), Spans.dense(), scale=1.0, impl="triton")
+        wants = replace(rows, q=rows.q.clone().requires_grad_())
+        attend_split(here(wants), here(kv), Spans.dense(), absolute(2), scale=1.0, impl="triton")
     double = random_kv([5], heads=1, dim=16, dtype=torch.float64)
     with pytest.raises(Unsupported, match="for fp64 use impl='reference'"):
         attend(here(random_rows(double, 1)), here(double), Spans.dense(), scale=1.0, impl="triton")

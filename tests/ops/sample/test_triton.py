@@ -198,6 +198,8 @@ def test_what_these_kernels_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch
         one = torch.ones(1, 1, device=x.device)
         sample(x, one.long(), one[0].long(), 0 * one, capacity=1, impl="triton")
 
+    with pytest.raises(Unsupported, match="sample's Triton kernels have no backward pass and an input requires"):
+        run(torch.zeros(1, 1, 3, device=PLACE, requires_grad=True))
     with pytest.raises(Unsupported, match="take at most 16777216 columns, got 16777217; use impl='reference'"):
         run(torch.zeros(1, device=PLACE).expand(1, 1, (1 << 24) + 1))
     if PLACE == "cpu":

@@ -76,6 +76,9 @@ def attend(
     impl: "auto" or one of `IMPLEMENTATIONS.names()`.
 
     Returns Partial (out [R, H, D], lse [R, H], fp32); over no keys out is 0 and lse -inf.
+    Differentiable, through out and lse, in q, k, v, log-weights and sink_logit: "reference" for every selection and
+    view; "triton" once, for Spans and Lists over contiguous memory (no block table, no slot_pos), with the same bits at
+    each call. An implementation that cannot compute a gradient that an input requires raises Unsupported.
     Raises InvalidInput for shapes, dtypes and devices that do not fit, SelectionError for slots out of range
     or named twice (where reading them costs no device sync), UnknownName for an unknown impl.
     """

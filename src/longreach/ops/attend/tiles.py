@@ -67,10 +67,17 @@ def _cut(widths: list[int], size: int, device: torch.device) -> Tiles:
     return Tiles(whole.shape[0], size, table=whole)
 
 
+def sorted_tiles(seq: Tensor, pos: Tensor, groups: int, size: int) -> Tensor:
+    """int32 [tiles, size] of row numbers, -1 for none: rows of at most `groups` sequences, by sequence and position."""
+    table = _sorted(seq.long(), pos.long(), groups, size).table
+    assert table is not None
+    return table
+
+
 def _sorted(key: Tensor, pos: Tensor, groups: int, size: int) -> Tiles:
     """Rows sorted by key and position on the device; a tile ends where `size` rows or its key end."""
     count = key.shape[0]
-    key, order = (key * 2**31 + pos.clamp(0, 2**31 - 1)).sort()
+    key, order = (key * 2**31 + pos.clamp(0, 2**31 - 1)).sort(stable=True)
     key = key // 2**31
     number = torch.arange(count, device=key.device)
     fresh = torch.ones_like(key, dtype=torch.bool)

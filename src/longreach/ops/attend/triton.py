@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from longreach.errors import Unsupported
+from longreach.ops.attend import triton_backward as backward
 from longreach.ops.attend import triton_kernels as kernels
 from longreach.ops.attend import triton_merging as merging
 from longreach.ops.attend.tiles import Tiles, tiles_of
@@ -38,6 +40,12 @@ def prepare(
     rows: Rows, kv: KVView, selection: Selection, *, scale: float, softcap: float | None, sink_logit: Tensor | None
 ) -> Callable[[], Partial]:
     """attend, with all that depends on shapes and on the selection's form alone found once."""
+    if backward.wanted(rows, kv, selection, sink_logit):
+        refuse(rows, kv, selection, sink_logit, gradients=True)
+        backward.refuse(rows, kv, selection)
+        with torch.no_grad():
+            plain = prepare(rows, kv, selection, scale=scale, softcap=softcap, sink_logit=None)
+        return partial(backward.attend, plain, rows, kv, selection, scale, softcap, sink_logit)
     refuse(rows, kv, selection, sink_logit)
 
     def plan_now() -> _Plan:
@@ -86,12 +94,12 @@ def launch(
     return [Partial(o, x) for o, x in zip(out, lse, strict=True)]
 
 
-def refuse(rows: Rows, kv: KVView, selection: Selection, sink_logit: Tensor | None) -> None:
-    """Raise Unsupported for what these kernels cannot do and the reference can."""
+def refuse(rows: Rows, kv: KVView, selection: Selection, sink_logit: Tensor | None, *, gradients: bool = False) -> None:
+    """Raise Unsupported for what these kernels cannot do and the reference can. gradients: a backward is provided."""
     if rows.q.dtype == torch.float64:
         raise Unsupported("attend's Triton kernels compute in fp32; for fp64 use impl='reference'")
     weight = getattr(selection, "log_weight", None)
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() and not gradients:
         for name, x in (("q", rows.q), ("k", kv.k), ("v", kv.v), ("log_weight", weight), ("sink_logit", sink_logit)):
             if x is not None and x.requires_grad:
                 raise Unsupported(

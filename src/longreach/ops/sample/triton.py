@@ -10,6 +10,7 @@ import triton
 from torch import Tensor
 
 from longreach.errors import Unsupported
+from longreach.ops.checks import refuse_gradients
 from longreach.ops.sample import splitting
 from longreach.ops.sample import triton_kernels as kernels
 from longreach.ops.sample.api import Sampled
@@ -51,6 +52,7 @@ def sample(
     first: int, last: int, tune: Tuning | None = None,
 ) -> Sampled:  # fmt: skip
     refuse(x)
+    refuse_gradients("sample", x)
     lists, heads, columns = x.shape
     rows, device = lists * heads, x.device
     index = torch.empty(lists, heads, capacity, dtype=torch.int32, device=device)

@@ -1,0 +1,112 @@
+"""attend's backward on the GPU, through out and lse. Nothing waits for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from longreach.errors import Unsupported
+from longreach.ops.attend import backward_plan as plans
+from longreach.ops.attend.triton_backward_launches import Form, Problem, tiles_lists
+from longreach.ops.partial import merge
+from longreach.ops.selection import Lists, Selection, Spans, slots_seen
+from longreach.ops.types import KVView, Partial, Rows
+
+
+def wanted(rows: Rows, kv: KVView, selection: Selection, sink_logit: Tensor | None) -> bool:
+    """Whether some input of attend needs a gradient now."""
+    inputs = rows.q, kv.k, kv.v, getattr(selection, "log_weight", None), sink_logit
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+
+
+def refuse(rows: Rows, kv: KVView, selection: Selection) -> None:
+    """Raise Unsupported for what the backward cannot do and the forward, or the reference, can."""
+    pairs = 0
+    if isinstance(selection, Lists):
+        units = kv.heads if selection.per == "kv" else rows.q.shape[1]
+        pairs = rows.q.shape[0] * units * selection.index.shape[2]
+    for refused, message in (
+        (kv.block_table is not None, "takes contiguous memory, not a block table"),
+        (kv.slot_pos is not None, "takes slots that are positions, not slot_pos"),
+        (not isinstance(selection, (Spans, Lists)), f"takes Spans and Lists, got {type(selection).__name__}"),
+        (pairs >= 1 << 31, f"takes fewer than 2^31 list entries of all rows and heads, got {pairs}"),
+    ):
+        if refused:
+            raise Unsupported(
+                f"the backward of attend's Triton kernels {message}; an input requires a gradient; "
+                f"use impl='reference', or torch.no_grad()"
+            )
+
+
+def attend(
+    forward: Callable[[], Partial], rows: Rows, kv: KVView, selection: Selection, scale: float, softcap: float | None,
+    sink_logit: Tensor | None,
+) -> Partial:  # fmt: skip
+    """attend with a backward. forward: attend without a sink, which is merged afterwards."""
+    choice: tuple[Tensor, ...]
+    weight, block = None, 0
+    if isinstance(selection, Lists):
+        lists = plans.row_lists(rows, kv, selection)
+        choice, weight, block = (lists.index, lists.count, lists.number), lists.log_weight, selection.block
+    else:
+        assert isinstance(selection, Spans)
+        choice = plans.limits_of(rows, kv, selection)
+    form = Form(float(scale), softcap, selection.per == "query", block, tiles_lists(block, weight is not None))
+    seen = slots_seen(rows, kv).int()
+    result = Partial(*_Attend.apply(forward, form, weight, rows.q, kv.k, kv.v, rows.seq, rows.pos, seen, *choice))
+    if sink_logit is None:
+        return result
+    sink = sink_logit.to(result.lse.dtype).expand_as(result.lse)
+    return merge(result, Partial(torch.zeros_like(result.out), sink))
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, forward: Callable[[], Partial], form: Form, weight: Tensor | None, *tensors: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        q, *others = tensors
+        if form.tiled and q.shape[0]:
+            with torch.cuda.device_of(q):
+                out, lse = Problem(form, q, *others[:5]).tiled_forward(_lists(weight, *others[5:]))
+        else:
+            result = forward()
+            out, lse = result.out, result.lse
+        ctx.form = form
+        ctx.save_for_backward(out, lse, weight, *tensors)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
+        out, lse, weight, q, k, v, seq, pos, seen, *choice = ctx.saved_tensors
+        form: Form = ctx.form
+        _, _, learnt, needs_q, needs_k, needs_v, *rest = ctx.needs_input_grad
+        if not q.shape[0]:
+            dw = None if weight is None else torch.zeros_like(weight)
+            return None, None, dw, *(torch.zeros_like(x) for x in (q, k, v)), *[None] * len(rest)
+        dq = dk = dv = dw = None
+        with torch.cuda.device_of(q):
+            problem = Problem(form, q, k, v, seq, pos, seen)
+            results = problem.results(out, lse, dout, dlse)
+            if form.block:
+                lists = _lists(weight, *choice)
+                if needs_q or learnt:
+                    dq, dw = problem.lists_rows(results, lists, learnt)
+                if needs_k or needs_v:
+                    dk, dv = problem.lists_keys(results, lists)
+            else:
+                limits = plans.Limits(*choice)
+                if needs_q:
+                    dq = problem.spans_rows(results, limits)
+                if needs_k or needs_v:
+                    dk, dv = problem.spans_keys(results, limits)
+        return None, None, dw, dq, dk, dv, *[None] * len(rest)
+
+
+def _lists(weight: Tensor | None, index: Tensor, count: Tensor, number: Tensor) -> plans.RowLists:
+    return plans.RowLists(index, count, weight, number)

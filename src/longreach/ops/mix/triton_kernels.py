@@ -1,0 +1,76 @@
+# mypy: ignore-errors
+"""The Triton kernels of mix: M rows x heads a program, S sets, all tensors fp32 and contiguous but the weights."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # kernels run in Python, on CPU tensors
+
+
+@triton.jit
+def _sizes(lses, weights, strides, m, heads, there, gap, S: tl.constexpr):
+    """For each set its weight and exp(lse_s - top), [M] each; the sum of their products; top."""
+    ws, xs = (), ()
+    top = tl.full(m.shape, float("-inf"), tl.float32)
+    for s in tl.static_range(S):
+        at = m // heads * strides[0] + m % heads * strides[1] + s * strides[2]
+        w = tl.load(weights + at, mask=there, other=0.0).to(tl.float32)
+        x = tl.load(lses[s] + m, mask=there, other=float("-inf"))
+        top = tl.where(w > 0, tl.maximum(top, x), top)
+        ws, xs = ws + (w,), xs + (x,)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.zeros_like(top)
+    sizes = ()
+    for s in tl.static_range(S):
+        size = tl.exp(tl.minimum(xs[s] - top, gap))
+        sizes = sizes + (size,)
+        total += ws[s] * size
+    return ws, sizes, total, top
+
+
+@triton.jit
+def mixed(
+    outs, lses, weights, strides, out, lse, heads, count, gap,
+    S: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    m = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
+    d = tl.arange(0, BD)
+    there = m < count
+    at = m[:, None] * D + d[None, :]
+    both = there[:, None] & (d < D)[None, :]
+    ws, sizes, total, top = _sizes(lses, weights, strides, m, heads, there, gap, S)
+    none = total == 0.0
+    whole = tl.where(none, 1.0, total)
+    acc = tl.zeros((M, BD), tl.float32)
+    for s in tl.static_range(S):
+        acc += (ws[s] * sizes[s] / whole)[:, None] * tl.load(outs[s] + at, mask=both, other=0.0)
+    tl.store(out + at, tl.where(none[:, None], 0.0, acc), mask=both)
+    tl.store(lse + m, tl.where(none, float("-inf"), top + tl.log(whole)), mask=there)
+
+
+@triton.jit
+def gradients(
+    outs, lses, weights, strides, out, dout, dlse, d_outs, d_lses, d_weights, heads, count, gap,
+    S: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """d_outs, d_lses: those of each set; d_weights [R H, S]."""
+    m = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
+    d = tl.arange(0, BD)
+    there = m < count
+    at = m[:, None] * D + d[None, :]
+    both = there[:, None] & (d < D)[None, :]
+    ws, sizes, total, _ = _sizes(lses, weights, strides, m, heads, there, gap, S)
+    none = total == 0.0
+    whole = tl.where(none, 1.0, total)
+    y = tl.load(out + at, mask=both, other=0.0)
+    dy = tl.load(dout + at, mask=both, other=0.0)
+    dx = tl.load(dlse + m, mask=there, other=0.0)
+    for s in tl.static_range(S):
+        size = tl.where(none, 0.0, sizes[s] / whole)
+        share = ws[s] * size
+        moved = tl.sum(dy * (tl.load(outs[s] + at, mask=both, other=0.0) - y), 1) + dx
+        tl.store(d_outs[s] + at, share[:, None] * dy, mask=both)
+        tl.store(d_lses[s] + m, tl.where(share == 0.0, 0.0, share * moved), mask=there)
+        tl.store(d_weights + m * S + s, tl.where(size == 0.0, 0.0, size * moved), mask=there)

@@ -1,0 +1,99 @@
+"""The Triton kernels of scan: in Python on a CPU, for real on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from longreach.errors import Unsupported
+from longreach.ops.scan import ScanCarry, scan, triton
+from tests.ops.attend.kernels import HALF, here, needs_gpu
+from tests.ops.scan.cases import Case, brute, case, near, run, wide
+from tests.ops.scan.test_scan import stays
+
+
+def agrees(some: Case, *, forgets: bool = True) -> None:
+    """With the definition, and the gradients with those of the reference in fp64."""
+    dtype = some.x.dtype
+    got, want = run(some, "triton", forgets=forgets), run(wide(some), "reference", forgets=forgets)
+    assert got[0].dtype == dtype and got[1].dtype == torch.float32
+    for a, b in zip(got, (*brute(some, forgets=forgets), *want[3:]), strict=True):
+        near(a, b, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize("forgets", [True, False])
+@pytest.mark.parametrize("dim", [8, 20])
+@pytest.mark.covering
+def test_definition(dtype: torch.dtype, forgets: bool, dim: int) -> None:
+    agrees(case(dim=dim, dtype=dtype, seed=1), forgets=forgets)
+
+
+def test_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton, "ROWS", 64)
+    agrees(case(heads=1))
+
+
+def test_long_sequences_pass_through_many_chunks() -> None:
+    """Of which some have no row of their own to start from."""
+    rows = 6 * triton.ROWS + 1
+    seq, pos = torch.zeros(rows, dtype=torch.int32), torch.arange(1, rows + 1, dtype=torch.int32)
+    pos[3 * triton.ROWS] = 0
+    x, mean = torch.randn(rows, 1, 8), torch.randn(1, 1, 8)
+    agrees_long = Case(x, torch.tensor([0.98]), seq, pos, ScanCarry(mean, torch.tensor([[3.0]])))
+    got, want = run(agrees_long, "triton"), run(wide(agrees_long), "reference")
+    for a, b in zip(got, want, strict=True):
+        near(a, b, torch.float32)
+
+
+def test_strided_rows_are_read_in_place() -> None:
+    some = case()
+    x = torch.randn(38, 3, 16)[:, 1:, 4:12]
+    got, _ = scan(here(x), *(here(t) for t in some[1:]), impl="triton")
+    want, _ = scan(x, *some[1:], impl="reference")
+    near(got.cpu(), want, torch.float32)
+
+
+def test_nan_of_one_sequence_stays_in_it() -> None:
+    stays("triton")
+
+
+def test_only_what_is_wanted() -> None:
+    """A decay that is not learnt, and a loss of the state alone."""
+    some = Case(*(here(t) for t in case()))
+    x = some.x.clone().requires_grad_()
+    _, after = scan(x, *some[1:], impl="triton")
+    (got,) = torch.autograd.grad(after.mean.sum(), x)
+    y = case().x.requires_grad_()
+    (want,) = torch.autograd.grad(scan(y, *case()[1:], impl="reference")[1].mean.sum(), y)
+    near(got.cpu(), want, torch.float32)
+
+
+def test_no_rows() -> None:
+    some = Case(*(here(t) for t in case()))
+    mean = some.carry.mean.clone().requires_grad_()
+    none = some.seq[:0]
+    _, after = scan(some.x[:0], some.decay, none, none, ScanCarry(mean, some.carry.weight), impl="triton")
+    (got,) = torch.autograd.grad(after.mean.sum(), mean)
+    assert torch.equal(got, torch.ones_like(got))
+
+
+def test_refusals() -> None:
+    with pytest.raises(Unsupported, match="for fp64 use impl='reference'"):
+        scan(*(here(t) for t in case(dtype=torch.float64)), impl="triton")
+
+
+@needs_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("forgets", [True, False])
+def test_long_on_a_gpu(dtype: torch.dtype, forgets: bool) -> None:
+    """Many chunks, and the same bits at each call."""
+    draw, rows = torch.Generator().manual_seed(0), 5000
+    seq = torch.arange(rows) // 2000
+    x = torch.randn(rows, 8, 128, generator=draw).to(dtype)
+    some = Case(x, torch.linspace(0.5, 0.9993, 8), seq, torch.arange(rows) % 1700, ScanCarry.empty(3, 8, 128))
+    got, want = run(some, "triton", forgets=forgets), run(wide(some), "reference", forgets=forgets)
+    for a, b in zip(got, want, strict=True):
+        near(a, b, dtype)
+    assert all(torch.equal(a, b) for a, b in zip(got, run(some, "triton", forgets=forgets), strict=True))
