@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
@@ -27,14 +28,16 @@ LENGTH, TOTALS = 1500, {"niah_single_2": 3, "needle_sweep": 3, "fails": 3}
 
 @dataclass(frozen=True)
 class Fails:
-    """Makes no sample; `dies`: takes its process with it."""
+    """Makes no sample. dies: takes its process with it. seconds: how long it takes to fail."""
 
     name: str = "fails"
     source: str = "made for a test"
     max_new_tokens: int = 4
     dies: bool = False
+    seconds: float = 0.0
 
     def sample(self, random: Random, room: int, count: Count) -> Sample:
+        time.sleep(self.seconds)
         if self.dies:
             os._exit(7)
         raise InvalidInput(f"{self.name}: no {random.randrange(1000)} in {room} tokens")
@@ -93,6 +96,6 @@ def test_what_cannot_be_sent_is_refused() -> None:
 
 def test_ending_waits_for_nothing_unbegun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompt_workers.multiprocessing, "get_context", lambda _: contexts["fork"])
-    left = Workers(maker(registry.task("niah_single_2")), {"niah_single_2": 500}, 1)
+    left = Workers(maker(Fails(seconds=0.5)), {"fails": 500}, 1)  # 250 s in all
     left.close()
-    assert sum(one.cancelled() for one in left.samples["niah_single_2"]._coming) > 490
+    assert sum(one.cancelled() for one in left.samples["fails"]._coming) > 400
