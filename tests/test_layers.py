@@ -40,6 +40,7 @@ SHARED = {
         "reference_chunks",
         "partial",
         "rope",
+        "directions",
         "checks",
         "doors",
         "numba_dots",

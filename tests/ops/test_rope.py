@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from longreach.errors import InvalidInput
-from longreach.ops import angles, reposition, rotate, unrotate
+from longreach.ops import RotaryFrequencies, angles, reposition, rotate, unrotate
 from longreach.ops.rope import LAYOUTS
 from longreach.testing.tolerance import unit_roundoff, within
 
@@ -170,3 +170,25 @@ def test_reposition_refuses_what_does_not_fit() -> None:
         reposition(X, torch.arange(5), torch.arange(5, device=META), inv_freq)
     with pytest.raises(InvalidInput, match="16 pairs need"):
         reposition(X, torch.arange(5), torch.arange(5), frequencies(32))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_frequencies_turn_by_any_position(layout: Any, dtype: torch.dtype) -> None:
+    x, by = torch.randn(5, 24).to(dtype), torch.tensor([0.0, 31.5, -7.0, 131_071.5, -0.5], dtype=torch.float64)
+    got = RotaryFrequencies(frequencies(16), layout).turn(x, by)
+    assert got.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    error = 1e-9 if dtype == torch.float64 else bound(x, 8, 1.0)
+    within("x", got.double(), turned(x, by, frequencies(16), layout), error * torch.ones(5, 24))
+
+
+def test_frequencies_that_do_not_fit() -> None:
+    x, by = torch.randn(2, 8), torch.tensor([1, 2])
+    for make, message in (
+        (lambda: RotaryFrequencies(frequencies(8), "half").turn(None, by), "x: expected a float tensor, got NoneType"),  # type: ignore[arg-type]
+        (lambda: RotaryFrequencies(frequencies(8)[None]).turn(x, by), r"inv_freq: expected float \[rotary/2\], got"),
+        (lambda: RotaryFrequencies(frequencies(16)).turn(x, by), "cos: 8 pairs need a head dim of at least 16"),
+        (lambda: RotaryFrequencies(frequencies(8)).turn(x, 3), "by: expected a tensor of positions, got int"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(InvalidInput, match=message):
+            make()

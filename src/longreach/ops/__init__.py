@@ -13,7 +13,8 @@ from longreach.ops.attend import (
 from longreach.ops.mix import mix
 from longreach.ops.partial import merge, remove, shift
 from longreach.ops.pooled_scores import pooled_scores
-from longreach.ops.rope import RotaryAngles, angles, reposition, rotate, unrotate
+from longreach.ops.recall import BlockCode, recall
+from longreach.ops.rope import RotaryAngles, RotaryFrequencies, angles, reposition, rotate, unrotate
 from longreach.ops.sample import sample, uniforms
 from longreach.ops.scan import ScanCarry, scan
 from longreach.ops.selection import Bound, Lists, PackedLists, Selection, Span, Spans, absolute, relative
@@ -22,6 +23,7 @@ from longreach.ops.types import HeadShard, KVView, Logits, Partial, RowRange, Ro
 from longreach.ops.variance import sampling_variance
 
 __all__ = [
+    "BlockCode",
     "Bound",
     "HeadShard",
     "KVView",
@@ -30,6 +32,7 @@ __all__ = [
     "PackedLists",
     "Partial",
     "RotaryAngles",
+    "RotaryFrequencies",
     "RowRange",
     "Rows",
     "ScanCarry",
@@ -48,6 +51,7 @@ __all__ = [
     "mix",
     "pooled_scores",
     "quantise_keys",
+    "recall",
     "relative",
     "remove",
     "reposition",

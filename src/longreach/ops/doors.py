@@ -27,6 +27,7 @@ OPS = {
     "pooled_scores": "longreach.ops.pooled_scores:POOLED_SCORES",
     "project": "longreach.ops.project:PROJECT",
     "rank_round_robin": "longreach.ops.across_heads:RANK_ROUND_ROBIN",
+    "recall": "longreach.ops.recall:RECALL",
     "sample": "longreach.ops.sample:SAMPLE",
     "sampling_variance": "longreach.ops.variance:SAMPLING_VARIANCE",
     "score_and_pool": "longreach.ops.attend:SCORE_AND_POOL",

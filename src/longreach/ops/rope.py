@@ -33,15 +33,34 @@ class RotaryAngles(NamedTuple):
         return RotaryAngles(self.cos[index], self.sin[index], self.layout)
 
 
+class RotaryFrequencies(NamedTuple):
+    """How a model rotates at any position. inv_freq: float [rotary/2], radians per position; layout: of the pairs.
+
+    The attention factor of YaRN is no part of it: rotated vectors keep their length.
+    """
+
+    inv_freq: Tensor
+    layout: Layout = "half"
+
+    def turn(self, x: Tensor, by: Tensor) -> Tensor:
+        """x [..., D] rotated further by `by` positions: int or float, broadcast against x's leading dimensions.
+
+        A key rotated at position p becomes that of p + by; by = -p takes the rotation off. fp32 (fp64 for fp64), of
+        angles in fp64. Differentiable in x.
+        """
+        require(isinstance(x, Tensor), lambda: f"x: expected a float tensor, got {describe(x)}")
+        _check_frequencies(self.inv_freq, by, "by")
+        turn = by[..., None].to(torch.float64) * self.inv_freq.to(torch.float64)
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        return rotate(x.to(wide), turn.cos().to(wide), turn.sin().to(wide), layout=self.layout)
+
+
 def angles(pos: Tensor, inv_freq: Tensor, *, scaling: float = 1.0) -> tuple[Tensor, Tensor]:
     """cos, sin of pos * inv_freq times `scaling` (YaRN's attention factor): fp32 [..., rotary/2].
 
     pos: int or float [...]; inv_freq: float [rotary/2], radians per position.
     """
-    ok = isinstance(inv_freq, Tensor) and inv_freq.dim() == 1 and inv_freq.is_floating_point()
-    require(ok, f"inv_freq: expected float [rotary/2], got {describe(inv_freq)}")
-    require(isinstance(pos, Tensor), f"pos: expected a tensor of positions, got {describe(pos)}")
-    require(pos.device == inv_freq.device, f"pos: expected on {inv_freq.device} like inv_freq, got {describe(pos)}")
+    _check_frequencies(inv_freq, pos, "pos")
     turn = pos[..., None].to(torch.float64) * inv_freq.to(torch.float64)  # fp32 loses digits at 1M positions
     return (turn.cos() * scaling).float(), (turn.sin() * scaling).float()
 
@@ -79,6 +98,13 @@ def reposition(x: Tensor, old: Tensor, new: Tensor, inv_freq: Tensor, *, layout:
     require(old.device == new.device, f"old, new: expected on one device, got {describe(old)} and {describe(new)}")
     cos, sin = angles(new - old, inv_freq)
     return rotate(x, cos, sin, layout=layout)
+
+
+def _check_frequencies(inv_freq: Tensor, pos: Tensor, name: str) -> None:
+    ok = isinstance(inv_freq, Tensor) and inv_freq.dim() == 1 and inv_freq.is_floating_point()
+    require(ok, f"inv_freq: expected float [rotary/2], got {describe(inv_freq)}")
+    require(isinstance(pos, Tensor), f"{name}: expected a tensor of positions, got {describe(pos)}")
+    require(pos.device == inv_freq.device, f"{name}: expected on {inv_freq.device} like inv_freq, got {describe(pos)}")
 
 
 def _pairs(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> int:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from longreach.ops.directions import directions
 from longreach.ops.simhash.probability import MOST_BITS, check_law
 from longreach.ops.types import describe, require
 
@@ -18,15 +19,11 @@ MOST_SEGMENT = 1 << 16  # positions that 16-bit ids can name
 def projections(dim: int, bits: int, tables: int, seed: int) -> Tensor:
     """The directions whose signs make the codes: bf16 [tables, bits, dim], on the CPU, shared by all heads.
 
-    Drawn from the standard normal distribution in fp64 by NumPy's RandomState, whose stream is frozen, and rounded to
-    bf16. So one seed gives the same directions on every device and platform, and with every version of torch.
-    seed: in [0, 2^32).
+    Standard normal, the same for one seed on every device and platform (`ops.directions`). seed: in [0, 2^32).
     """
     check_law(bits, tables, 1)
     require(isinstance(dim, int) and dim >= 1, lambda: f"dim: expected an int >= 1, got {dim!r}")
-    ok = isinstance(seed, int) and not isinstance(seed, bool) and 0 <= seed < 1 << 32
-    require(ok, lambda: f"seed: expected an int in [0, 2^32), got {seed!r}")
-    return torch.from_numpy(np.random.RandomState(seed).standard_normal((tables, bits, dim))).to(torch.bfloat16)
+    return directions(tables, bits, dim, seed=seed)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,54 @@
+"""recall in plain PyTorch: rows of one sequence at a time, some of them at once."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from longreach.ops import reference_chunks as chunks
+from longreach.ops.recall.codes import Pool
+from longreach.ops.types import KVView, Rows, accumulator
+
+
+def recall(
+    rows: Rows, blocks: KVView, start: Tensor | None, stop: Tensor, *, count: int, scale: float, pool: Pool
+) -> tuple[Tensor, Tensor]:
+    held = blocks.seq_lens[rows.seq.long()].long()
+    first = torch.zeros_like(held) if start is None else start.long().clamp(min=0)
+    last = torch.minimum(stop.long(), held)
+    index = torch.zeros(len(held), blocks.heads, count, dtype=torch.int32, device=held.device)
+    used = (last - first).clamp(0, count)
+    for some in chunks.steps(rows, blocks):
+        if not int(used[some].max()):
+            continue
+        lowest, highest = int(first[some].min()), int(last[some].max())
+        n = torch.arange(lowest, highest, device=held.device)
+        allowed = (n >= first[some][:, None]) & (n < last[some][:, None])
+        scores = _scores(rows.q[some], blocks, rows.seq[some[0]], n, allowed, scale, pool)
+        chosen = _highest(scores, allowed[:, None].expand_as(scores), used[some])
+        width = min(count, len(n))
+        listed = torch.where(chosen, n, highest).topk(width, -1, largest=False, sorted=True).values
+        index[some, :, :width] = listed.where(listed < highest, 0).int()
+    return index, used[:, None].expand(-1, blocks.heads).to(torch.int32).contiguous()
+
+
+def _scores(q: Tensor, blocks: KVView, seq: Tensor, n: Tensor, allowed: Tensor, scale: float, pool: Pool) -> Tensor:
+    """[r, G, n]: scores of blocks n of one sequence."""
+    wide = accumulator(q.dtype)
+    codes = chunks.read(blocks.k, blocks, seq, n, slice(None), wide)
+    x = chunks.logits(q.to(wide), codes, scale, None)  # [H, r, n]
+    if pool == "softmax":
+        x = x.masked_fill(~allowed, -torch.inf).softmax(-1)  # NaN where nothing is allowed, which is not looked at
+    return x.unflatten(0, (blocks.heads, -1)).sum(1).transpose(0, 1)
+
+
+def _highest(scores: Tensor, allowed: Tensor, used: Tensor) -> Tensor:
+    """bool [r, G, n]: the `used` [r] highest scores of each row, among equal ones the later."""
+    x = torch.where(allowed, scores.nan_to_num(-torch.inf, torch.inf, -torch.inf), -torch.inf)
+    top = x.topk(int(used.max()), -1).values
+    least = top.gather(-1, (used - 1).clamp(min=0)[:, None, None].expand(-1, x.shape[1], 1))
+    over = (x > least) & allowed
+    tied = (x == least) & allowed
+    left = used[:, None] - over.sum(-1)
+    after = tied.flip(-1).cumsum(-1).flip(-1)  # tied blocks from each one on, itself included
+    return over | (tied & (after <= left[..., None]))
