@@ -1,0 +1,171 @@
+"""Attention of Block-MKA, and the choice of blocks that MKA shares with it. Plain functions of rows and views.
+
+A row at position p of its sequence has the window [first, p], first = max(0, (p // B - w // B) B): windows begin at a
+block's edge, so no key lies between window and recall. The blocks complete before `first` are summarised (level 2) and
+recalled (level 3). One softmax over all of them, keys of level l weighted by weights[l] (Eq. 5-14):
+
+    out = sum_l w_l sum_n exp(s q.k_ln) v_ln / sum_l w_l sum_n exp(s q.k_ln)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from longreach.mka.config import MKAConfig
+from longreach.mka.router import at_least_zero
+from longreach.ops.attend import attend
+from longreach.ops.mix import mix
+from longreach.ops.recall import BlockCode, Pool, recall
+from longreach.ops.rope import RotaryFrequencies
+from longreach.ops.selection import Lists, Span, Spans, absolute, relative
+from longreach.ops.types import KVView, Partial, Rows, accumulator
+
+
+class Code(Protocol):
+    """How blocks and queries are compared: BlockCode or IndexCode."""
+
+    @property
+    def pool(self) -> Pool: ...
+
+    def width(self, dim: int) -> int: ...
+
+    def of_blocks(self, k: Tensor, first: Tensor) -> Tensor: ...
+
+    def of_rows(self, q: Tensor, pos: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Reach:
+    """What a row sees, int64 [R] each: the window's first slot, and blocks [start, stop) complete before it."""
+
+    window: Tensor
+    start: Tensor
+    stop: Tensor
+
+    @classmethod
+    def of(cls, slot: Tensor, start: Tensor | None, config: MKAConfig) -> Reach:
+        """slot: of the rows; start: slot of their sequence's first token, a multiple of the block; None: 0."""
+        first = torch.zeros_like(slot) if start is None else start
+        window = torch.maximum(first, (slot // config.block) * config.block - config.window)
+        return cls(window, first // config.block, window // config.block)
+
+    @property
+    def has_blocks(self) -> Tensor:
+        """bool [R]: whether complete blocks lie before the window."""
+        return self.stop > self.start
+
+
+@dataclass(frozen=True)
+class Recalled:
+    """Blocks that rows recall: index int32 [R, G, C], used int32 [R, G]."""
+
+    index: Tensor
+    used: Tensor
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Complete blocks of a memory of keys: codes to choose by, and summaries to attend to.
+
+    codes: view whose keys are codes [P, G, n, F]; None where level 3 is not in use, or another layer chooses.
+    summaries: view of mean keys, rotated to the block's middle, and mean values; None where level 2 is not in use.
+    """
+
+    codes: KVView | None
+    summaries: KVView | None
+
+    @classmethod
+    def of(cls, kv: KVView, first: Tensor, code: Code | None, frequencies: RotaryFrequencies, block: int, *,
+           summaries: bool) -> Blocks:  # fmt: skip
+        """All complete blocks of contiguous memory, or neither where it has none.
+
+        first: int [P, n], positions of their first keys. code: None for no codes. Differentiable through the summaries.
+        """
+        units = first.shape[1]
+        if not units:
+            return cls(None, None)
+        k, v = (x[:, :, : units * block].unflatten(2, (units, block)) for x in (kv.k, kv.v))
+        lens = torch.full((kv.sequences,), units, dtype=torch.int64, device=kv.k.device)
+        first = first[:, None].expand(k.shape[:3])
+        codes = means = None
+        if summaries:
+            keys = BlockCode("summary", frequencies).of_blocks(k, first).contiguous()
+            values = v.to(accumulator(v.dtype)).mean(3).to(v.dtype).contiguous()
+            means = KVView(keys, values, lens)
+        if code is not None:
+            with torch.no_grad():
+                same = code.pool == "softmax" and means is not None
+                found = means.k.detach() if same and means is not None else code.of_blocks(k, first).contiguous()
+                codes = KVView(found, found, lens)
+        return cls(codes, means)
+
+
+@torch.no_grad()
+def choose(rows: Rows, pos: Tensor, kv_heads: int, blocks: Blocks, reach: Reach, code: Code, config: MKAConfig,
+           scale: float, *, impl: str = "auto") -> Recalled:  # fmt: skip
+    """The blocks that each row and KV head recalls. pos: positions of the rows in their sequences [R]."""
+    if blocks.codes is None:
+        none = torch.zeros(rows.q.shape[0], kv_heads, 1, dtype=torch.int32, device=pos.device)
+        return Recalled(none, none[..., 0])
+    queries = code.of_rows(rows.q.detach(), pos).to(blocks.codes.k.dtype)
+    return Recalled(*recall(
+        replace(rows, q=queries, runs=None), blocks.codes, reach.start, reach.stop,
+        count=config.blocks, scale=scale if code.pool == "softmax" else 1.0, pool=code.pool, impl=_own(impl),
+    ))  # fmt: skip
+
+
+def attend_recalled(rows: Rows, kv: KVView, recalled: Recalled, block: int, scale: float, *,
+                    impl: str = "auto") -> Partial:  # fmt: skip
+    """Attention to the keys of recalled blocks (level 3)."""
+    return attend(rows, kv, Lists(recalled.index, recalled.used, block=block), scale=scale, impl=impl)
+
+
+def attend_summaries(rows: Rows, summaries: KVView | None, reach: Reach, scale: float, *,
+                     impl: str = "auto") -> Partial:  # fmt: skip
+    """Attention to the summaries of all blocks before the window (level 2 of Block-MKA). None: no blocks yet."""
+    if summaries is None:
+        return Partial.empty(*rows.q.shape, dtype=accumulator(rows.q.dtype), device=rows.q.device)
+    last = rows.pos.new_full((), summaries.capacity).expand_as(rows.pos)
+    some = Spans((Span(absolute(reach.start[:, None]), absolute(reach.stop[:, None])),))
+    return attend(Rows(rows.q, rows.seq, last), summaries, some, scale=scale, impl=impl)
+
+
+def attend_window(rows: Rows, kv: KVView, reach: Reach, scale: float, *, impl: str = "auto") -> Partial:
+    """Attention to the window of each row (level 1 of Block-MKA)."""
+    window = Spans((Span(absolute(reach.window[:, None]), relative(1)),))
+    return attend(rows, kv, window, scale=scale, impl=impl)
+
+
+def block_attention(
+    rows: Rows,
+    kv: KVView,
+    reach: Reach,
+    blocks: Blocks,
+    recalled: Recalled | None,
+    weights: Tensor,
+    config: MKAConfig,
+    scale: float,
+    *,
+    impl: str = "auto",
+) -> Partial:
+    """Block-MKA of the rows of one layer.
+
+    weights: [R, levels], as `Router` makes them of queries and `reach.has_blocks`. recalled: None without level 3.
+    Differentiable but for the choice.
+    """
+    sets = [attend_window(rows, kv, reach, scale, impl=impl)]
+    if 2 in config.tiers:
+        sets.append(attend_summaries(rows, blocks.summaries, reach, scale, impl=impl))
+    if 3 in config.tiers:
+        assert recalled is not None
+        sets.append(attend_recalled(rows, kv, recalled, config.block, scale, impl=impl))
+    return mix(sets, at_least_zero(weights), impl=_own(impl))
+
+
+def _own(impl: str) -> str:
+    """The implementation of ops that fewer implementations compute than attention."""
+    return impl if impl in ("reference", "triton") else "auto"

@@ -1,0 +1,78 @@
+"""Router and gates: how much each memory level weighs for a token."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from longreach.mka.config import MKAConfig
+from longreach.ops.types import HeadShard, accumulator
+
+
+class Vector(nn.Module):
+    """A trained vector. Its parameter is called `bias`: Trainer's rule gives such parameters no weight decay."""
+
+    def __init__(self, values: Tensor):
+        super().__init__()
+        self.bias = nn.Parameter(values)
+
+
+class Router(nn.Module):
+    """lambda = softmax(MLP(q)) over the levels in use (Algorithm 1 and 2), and the gates around it.
+
+    Weights of the levels are start + gate (lambda - start), with one gate a level: at gate 0 the layer is the one that
+    was converted, at gate 1 the paper's. Gates have no upper bound: a summary of B keys learns a weight near B.
+    """
+
+    def __init__(self, config: MKAConfig, heads: int, dim: int, gate: float = 1.0):
+        """heads, dim: of the queries of all ranks. gate: first value of every gate."""
+        super().__init__()
+        self.config, self.heads, self.dim = config, heads, dim
+        levels = len(config.tiers)
+        self.gate = Vector(torch.full((levels,), gate))
+        if config.routing != "fixed":
+            self.up = nn.Linear(heads * dim, config.router_width)
+            self.down = nn.Linear(config.router_width, levels)
+
+    def forward(self, q: Tensor, blocks: Tensor | None = None, shard: HeadShard | None = None) -> Tensor:
+        """Weights of the levels: fp32 (fp64 for fp64) [R, levels].
+
+        q: [R, H, D], queries before rotation. blocks: bool [R], whether complete blocks lie before the row's window;
+        None: no level needs any. Level 3, and level 2 of block_mka, have no keys without: such a level weighs 0, and is
+        masked before the softmax, so that lambda of the others sums to 1.
+        shard: the heads of this rank, if q has those alone; the router's hidden layer is summed over ranks.
+        """
+        wide = accumulator(q.dtype)
+        needs = [tier == 3 or (tier == 2 and self.config.variant == "block_mka") for tier in self.config.tiers]
+        there = torch.ones(q.shape[0], len(needs), dtype=torch.bool, device=q.device)
+        if blocks is not None:
+            there = torch.stack([blocks if need else kept for need, kept in zip(needs, there.unbind(1))], 1)
+        routed = self._lambda(q, there, shard, wide)
+        start = torch.tensor(self.config.start, dtype=wide, device=q.device) * there
+        return start + self.gate.bias.to(wide) * (routed - start)
+
+    def _lambda(self, q: Tensor, there: Tensor, shard: HeadShard | None, wide: torch.dtype) -> Tensor:
+        if self.config.routing == "fixed":
+            return there.to(wide) / there.sum(-1, keepdim=True)
+        logits = self.down(F.silu(self._hidden(q, shard))).to(wide).masked_fill(~there, -torch.inf)
+        soft = logits.softmax(-1)
+        if self.config.routing == "learned":
+            return soft
+        kept = min(int(self.config.routing.removeprefix("top")), soft.shape[-1])
+        mask = torch.zeros_like(soft).scatter(-1, soft.topk(kept, -1).indices, 1.0)
+        hard = soft * mask
+        hard = hard / hard.sum(-1, keepdim=True)
+        return hard.detach() + soft - soft.detach()  # straight-through: values of the choice, gradients of the softmax
+
+    def _hidden(self, q: Tensor, shard: HeadShard | None) -> Tensor:
+        if shard is None or shard.count == shard.total:
+            return self.up(q.flatten(1))
+        per = self.dim * self.heads // shard.total  # columns of one KV head's query heads
+        columns = self.up.weight.narrow(1, shard.first * per, shard.count * per)
+        return shard.sum(F.linear(q.flatten(1), columns)) + self.up.bias
+
+
+def at_least_zero(weights: Tensor) -> Tensor:
+    """Weights of a mixture may not be negative: 0 instead, with the gradient of the weight itself."""
+    return weights + (weights.clamp(min=0) - weights).detach()
