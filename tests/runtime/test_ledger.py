@@ -231,6 +231,20 @@ def test_visible_blocks_count_as_others_do(block: int) -> None:
     assert reports[0] == reports[1]
 
 
+def test_complete_blocks_count_as_others_do() -> None:
+    """The row's own block is not among them, or the row is its last key."""
+    now = call(lengths=(30, 6))
+    index = torch.tensor([[[0, 3], [2, 1]], [[0, -9], [1, -9]]], dtype=torch.int32)  # row 1 at 5 ends block 1
+    count = torch.tensor([[2, 1], [0, 1]])
+    found = []
+    for sighted in (True, False):
+        ledger, lists = Ledger(), Lists(index, count, block=3, all_visible=sighted, complete=sighted)
+        add(ledger, now, Step((lists,), (lists,)))
+        found.append(committed(ledger))
+        assert lists.keys_read(now.rows, now.kv).tolist() == [[6, 3], [0, 3]]
+    assert found[0] == found[1]
+
+
 def test_steps_add_up() -> None:
     ledger = Ledger()
     for _ in range(3):

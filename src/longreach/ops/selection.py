@@ -222,8 +222,10 @@ class Lists(Selection):
     head_map: int [G] (per="kv") or [H], the entry of the head axis that each head uses: lists made in one layer serve
         another through its head map, many to one, and are not copied. None: head h uses entry h, or the only one.
     all_visible: every key that a list's entries in use name is visible to its rows, except the end of a row's newest
-        block, which must be among them if blocks have more than one key. It must be true. The keys read are then
-        counted without reading the entries.
+        block, which must be among them if blocks have more than one key (unless `complete`). It must be true. The keys
+        read are then counted without reading the entries.
+    complete: with all_visible: all keys of the blocks in use are visible; the row's newest block may be among them only
+        if the row is its last key.
     """
 
     index: Tensor
@@ -234,6 +236,7 @@ class Lists(Selection):
     row_to_list: Tensor | None = None
     head_map: Tensor | None = None
     all_visible: bool = False
+    complete: bool = False
 
     @property
     def overflowed(self) -> Tensor:
@@ -328,7 +331,7 @@ class Lists(Selection):
     def keys_read(self, rows: Rows, kv: KVView) -> Tensor:
         if self.all_visible:
             keys = self._per_row(self.count).long() * self.block
-            if self.block > 1:  # the row cuts the newest block, which is among those in use
+            if self.block > 1 and not self.complete:  # the row cuts the newest block, which is among those in use
                 keys = (keys - (self.block - 1 - rows.pos.long() % self.block)[:, None]).clamp(min=0)
             keys = torch.where(self._per_row(self.overflowed), slots_seen(rows, kv)[:, None], keys)
             return keys.expand(-1, kv.heads)

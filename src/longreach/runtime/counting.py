@@ -48,18 +48,30 @@ class _Place(NamedTuple):
 
 
 class _Visible(NamedTuple):
-    """Lists with `all_visible`. in_use: entries, int [L, heads]. capacity: longer lists overflow; None: no limit."""
+    """Lists with `all_visible`. in_use: entries, int [L, heads]. capacity: longer lists overflow; None: no limit.
+
+    cut: whether a row ends within its newest block, which is in every list.
+    """
 
     in_use: Tensor
     capacity: int | None
     block: int
+    cut: bool
     row_to_list: Tensor | None
     place: _Place
 
     @property
     def batch_key(self) -> Hashable:
         """Equal for lists that can be counted together."""
-        return (self.in_use.shape, self.in_use.dtype, self.capacity, self.block, id(self.row_to_list), self.place.name)
+        return (
+            self.in_use.shape,
+            self.in_use.dtype,
+            self.capacity,
+            self.block,
+            self.cut,
+            id(self.row_to_list),
+            self.place.name,
+        )
 
 
 class Counting:
@@ -163,8 +175,9 @@ class Counting:
         """Names of the counts of slots, entries and overflows. They are computed at the end of the pass."""
         count, capacity = _counts(lists)
         lengths = lists.offsets if isinstance(lists, PackedLists) else lists.count
-        name = ("lists", where.name, capacity, lists.block, id(lengths), id(lists.row_to_list))
-        self._visible.setdefault(name, _Visible(count, capacity, lists.block, lists.row_to_list, where))
+        cut = lists.block > 1 and not (isinstance(lists, Lists) and lists.complete)
+        name = ("lists", where.name, capacity, lists.block, cut, id(lengths), id(lists.row_to_list))
+        self._visible.setdefault(name, _Visible(count, capacity, lists.block, cut, lists.row_to_list, where))
         self._maps.setdefault(name, {})[id(lists.head_map)] = lists.head_map
         self._alive.append((lengths, lists.row_to_list, lists.head_map))
         return ("listed", name, id(lists.head_map)), ("entries", name, id(lists.head_map)), ("over", name)
@@ -185,10 +198,10 @@ class Counting:
                 overflowed = (self._masked(over, where, 1) if of is None else over).sum((1, 2))
             if of is not None:
                 used, over = used[:, of], None if over is None else over[:, of]
-            slots = used
-            if first.block > 1:  # the row ends within the newest block, which is in every list
-                cut = first.block - 1 - where.pos.long() % first.block
-                slots = (used * first.block - cut[:, None]).clamp(min=0)
+            slots = used if first.block == 1 else used * first.block
+            if first.cut:
+                past = first.block - 1 - where.pos.long() % first.block
+                slots = (slots - past[:, None]).clamp(min=0)
             if over is not None:
                 slots = torch.where(over, where.seen[:, None], slots)
             both = self._masked(torch.stack([slots, used]), where, 2).sum(2)  # [2, n, heads]
