@@ -103,3 +103,17 @@ def check(case: Case, index: Tensor, used: Tensor, *, exact: bool = False) -> No
             for n in left:
                 for c in chosen:
                     assert scores[n][0] - scores[n][1] <= scores[c][0] + scores[c][1], (row, head, n, c)
+
+
+def blocks_held(kv: KVView, per: int) -> list[tuple[int, int]]:
+    """(sequence, block) of the complete blocks."""
+    return [(b, n) for b in range(kv.sequences) for n in range(int(kv.seq_lens[b]) // per)]
+
+
+def keys_of_block(kv: KVView, seq: int, block: int, per: int) -> Tensor:
+    """[G, per, D]."""
+    found = []
+    for slot in range(block * per, (block + 1) * per):
+        page = seq if kv.block_table is None else int(kv.block_table[seq, slot // kv.page])
+        found.append(kv.k[page, :, slot % kv.page])
+    return torch.stack(found, 1)

@@ -1,6 +1,33 @@
 """recall: the blocks of keys that rows attend to, by codes of blocks (MKA)."""
 
-from longreach.ops.recall.api import IMPLEMENTATIONS, RECALL, recall
-from longreach.ops.recall.codes import KINDS, BlockCode, Kind, Pool, planes_of
+from longreach.ops.recall.api import (
+    CODE_COMPLETED,
+    CODING,
+    IMPLEMENTATIONS,
+    RECALL,
+    code_blocks,
+    code_completed,
+    code_places,
+    code_view,
+    recall,
+)
+from longreach.ops.recall.codes import KINDS, BlockCode, Kind, Pool, check_bits, code_width, planes_of
 
-__all__ = ["IMPLEMENTATIONS", "KINDS", "RECALL", "BlockCode", "Kind", "Pool", "planes_of", "recall"]
+__all__ = [
+    "CODE_COMPLETED",
+    "CODING",
+    "IMPLEMENTATIONS",
+    "KINDS",
+    "RECALL",
+    "BlockCode",
+    "Kind",
+    "Pool",
+    "check_bits",
+    "code_blocks",
+    "code_completed",
+    "code_places",
+    "code_view",
+    "code_width",
+    "planes_of",
+    "recall",
+]

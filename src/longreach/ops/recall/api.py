@@ -1,23 +1,30 @@
-"""The entry point of recall."""
+"""The entry points of recall, and of the ops that write codes of blocks.
+
+A block is `per` consecutive slots of a sequence: block b holds slots [b * per, (b + 1) * per), which are positions.
+Codes lie in `codes` [P, G, units, F], page by page like the keys, so that they move and are shared with their page. A
+block belongs to the page of its first slot. `per` must divide pages or be a multiple of them; `code_view` is the view
+in which `recall` finds the codes.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
 
-from longreach.ops.checks import check_memory, limits
-from longreach.ops.doors import Op, Read
+from longreach.errors import Unsupported
+from longreach.ops.checks import check_memory, limits, slots_of
+from longreach.ops.doors import Op
 from longreach.ops.impl import Implementations
-from longreach.ops.recall.codes import Pool
-from longreach.ops.selection import Span, Spans, absolute
+from longreach.ops.recall.codes import BlockCode, Pool
 from longreach.ops.types import INTS, KVView, Rows, describe, require
 
 MOST_BLOCKS = 1 << 30
 POOLS = get_args(Pool)
 IMPLEMENTATIONS = Implementations("recall", {"reference": "longreach.ops.recall.reference:recall"})
+CODING = Implementations("code_blocks", {"reference": "longreach.ops.recall.reference:code_blocks"})
 
 
 def recall(
@@ -75,11 +82,90 @@ def recall(
     return found
 
 
-def _reads(
-    rows: Rows, blocks: KVView, result: Any, start: Tensor | None, stop: Tensor, **given: Any
-) -> tuple[Read, ...]:
-    first = absolute(0) if start is None else absolute(start[:, None])
-    return (Read.of(blocks, Spans((Span(first, absolute(stop[:, None])),)), values=False),)
+RECALL = Op(recall, IMPLEMENTATIONS, ("rows", "kv", "scale"))  # callers count its reads, the same in all layers
 
 
-RECALL = Op(recall, IMPLEMENTATIONS, ("rows", "kv", "scale"), _reads)
+def code_blocks(
+    kv: KVView, codes: Tensor, code: BlockCode, seq: Tensor, block: Tensor, per: int, *, impl: str = "auto"
+) -> None:
+    """Write the codes of the named blocks, in place. seq, block: int [n]. One kernel on a GPU.
+
+    kv: the keys, after rotation; only k, seq_lens and block_table are used. codes: see above, with F = code.width(D)
+    and the dtype of k, any strides whose last dimension is contiguous. Nothing is written for blocks that are not
+    complete. Naming a block twice is safe. Nothing waits for a GPU (except in the reference).
+    Raises InvalidInput for shapes, dtypes and devices that do not fit, Unsupported for pages that `per` does not fit.
+    """
+    _check_codes(kv, codes, code, per)
+    for name, x in (("seq", seq), ("block", block)):
+        ok = isinstance(x, Tensor) and x.dtype in INTS and x.dim() == 1 and x.device == kv.k.device
+        require(ok, lambda: f"{name}: expected int [n] on {kv.k.device}, got {describe(x)}")
+    require(seq.shape == block.shape, lambda: f"block: expected {list(seq.shape)} like seq, got {describe(block)}")
+    if seq.device.type == "cpu" and seq.numel():
+        first, last = limits(seq)
+        require(
+            first >= 0 and last < kv.sequences, lambda: f"seq: expected in [0, B={kv.sequences}), got {first} to {last}"
+        )
+    with torch.no_grad():
+        CODING.get(impl, kv.k.device, kv.k)(kv, codes, code, seq, block, per, in_slots=False)
+
+
+def code_completed(
+    rows: Rows, kv: KVView, codes: Tensor, code: BlockCode, per: int, *, slot: Tensor | None = None, impl: str = "auto"
+) -> None:
+    """Write the code of the block that a row's key is the last one of, in place; other rows write nothing.
+
+    slot: int [R], each row's own slot; None: rows.pos. Else as `code_blocks`.
+    """
+    check_memory(rows, kv)
+    slot = slots_of(rows, kv, slot)
+    _check_codes(kv, codes, code, per)
+    with torch.no_grad():
+        CODING.get(impl, kv.k.device, rows, kv.k)(kv, codes, code, rows.seq, slot, per, in_slots=True)
+
+
+CODE_COMPLETED = Op(code_completed, CODING)  # callers count its reads, the same in all layers
+
+
+def code_places(kv: KVView, per: int) -> tuple[Tensor, Tensor | None]:
+    """(complete blocks of each sequence, block table) of the codes of a view: the same for all layers with its slots.
+
+    Raises Unsupported where `per` neither divides pages nor is a multiple of them.
+    """
+    check_pages(kv, per)
+    table = kv.block_table
+    if table is not None and per > kv.page:
+        table = table[:, :: per // kv.page].contiguous()
+    return kv.seq_lens // per, table
+
+
+def code_view(kv: KVView, codes: Tensor, per: int, places: tuple[Tensor, Tensor | None] | None = None) -> KVView:
+    """The codes of complete blocks as `recall` takes them. places: those of `code_places`, if they are there."""
+    lengths, table = places or code_places(kv, per)
+    if table is not None and table.shape[1] > 1:
+        codes = codes[:, :, : max(1, kv.page // per)]
+    return KVView(codes, codes, lengths, table)
+
+
+def check_pages(kv: KVView, per: int) -> None:
+    """Raise Unsupported where blocks of `per` slots would straddle pages."""
+    pages = 1 if kv.block_table is None else kv.block_table.shape[1]
+    if pages > 1 and kv.page % per and per % kv.page:
+        raise Unsupported(
+            f"blocks of {per} keys neither divide pages of {kv.page} slots nor are multiples of them; choose another "
+            f"size of blocks or pages"
+        )
+
+
+def _check_codes(kv: KVView, codes: Tensor, code: BlockCode, per: int) -> None:
+    require(isinstance(kv, KVView), lambda: f"kv: expected a KVView, got {describe(kv)}")
+    require(isinstance(code, BlockCode), lambda: f"code: expected a BlockCode, got {describe(code)}")
+    ok = isinstance(per, int) and not isinstance(per, bool) and per >= 1
+    require(ok, lambda: f"per: expected a count of slots >= 1, got {per!r}")
+    check_pages(kv, per)
+    pages, heads, page, dim = kv.k.shape
+    width, units = code.width(dim), -(-page // per)
+    ok = isinstance(codes, Tensor) and codes.dim() == 4 and codes.dtype == kv.k.dtype and codes.device == kv.k.device
+    ok = ok and (*codes.shape[:2], codes.shape[3]) == (pages, heads, width) and codes.shape[2] >= units
+    wanted = f"{kv.k.dtype} [P={pages}, G={heads}, units >= {units}, F={width}] on {kv.k.device}"
+    require(ok, lambda: f"codes: expected {wanted}, got {describe(codes)}")
+    require(codes.stride(3) == 1, lambda: f"codes: expected a contiguous last dimension, got strides {codes.stride()}")

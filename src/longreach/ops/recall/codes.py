@@ -35,6 +35,16 @@ def check_bits(bits: object) -> None:
     require(ok, lambda: f"bits: expected a multiple of 8 up to {WIDEST}, got {bits!r}")
 
 
+def code_width(kind: Kind, dim: int, bits: int = 128) -> int:
+    """F, the channels of codes of keys with `dim` channels; bits: those of hashes. Raises InvalidInput."""
+    if kind == "hash":
+        check_bits(bits)
+        return bits
+    width = dim * (2 if kind == "bounds" else 1)
+    require(width <= WIDEST, lambda: f"head dim: codes {kind!r} take up to {WIDEST // 2}, got {dim}")
+    return width
+
+
 @dataclass(frozen=True, eq=False)
 class BlockCode:
     """What stands for a block when rows choose blocks: a code of F channels, whose dot product with a row's is a score.
@@ -74,13 +84,11 @@ class BlockCode:
 
     def width(self, dim: int) -> int:
         """F, the channels of a code of keys with `dim` channels. Raises InvalidInput where it does not fit."""
-        if self.kind == "hash":
-            planes = self._planes
-            require(planes.shape[0] == dim, lambda: f"planes: expected [D={dim}, bits], got {describe(planes)}")
-            return planes.shape[1]
-        width = dim * (2 if self.kind == "bounds" else 1)
-        require(width <= WIDEST, lambda: f"head dim: codes {self.kind!r} take up to {WIDEST // 2}, got {dim}")
-        return width
+        if self.planes is None or self.kind != "hash":
+            return code_width(self.kind, dim)
+        planes = self.planes
+        require(planes.shape[0] == dim, lambda: f"planes: expected [D={dim}, bits], got {describe(planes)}")
+        return planes.shape[1]
 
     def of_blocks(self, k: Tensor, first: Tensor) -> Tensor:
         """Codes of complete blocks: float [..., F], of the dtype of k.

@@ -1,4 +1,4 @@
-"""recall in plain PyTorch: rows of one sequence at a time, some of them at once."""
+"""recall in plain PyTorch: rows of one sequence at a time, some of them at once. And the codes of blocks."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from longreach.ops import reference_chunks as chunks
-from longreach.ops.recall.codes import Pool
+from longreach.ops.recall.codes import BlockCode, Pool
 from longreach.ops.types import KVView, Rows, accumulator
+
+AT_ONCE = 1 << 24  # numbers of keys that are gathered at a time
 
 
 def recall(
@@ -52,3 +54,21 @@ def _highest(scores: Tensor, allowed: Tensor, used: Tensor) -> Tensor:
     left = used[:, None] - over.sum(-1)
     after = tied.flip(-1).cumsum(-1).flip(-1)  # tied blocks from each one on, itself included
     return over | (tied & (after <= left[..., None]))
+
+
+def code_blocks(
+    kv: KVView, codes: Tensor, code: BlockCode, seq: Tensor, block: Tensor, per: int, *, in_slots: bool
+) -> None:
+    """in_slots: `block` holds slots; each stands for the block that it is the last slot of, if it is."""
+    seq, block = seq.long(), block.long()
+    if in_slots:
+        block = torch.where(block % per == per - 1, block // per, -1)
+    some = ((block >= 0) & ((block + 1) * per <= kv.seq_lens[seq])).nonzero()[:, 0]
+    piece = max(1, AT_ONCE // (per * kv.heads * kv.k.shape[3]))
+    for part in some.split(piece):
+        first = block[part] * per
+        page, offset = kv.locate(seq[part][:, None], first[:, None] + torch.arange(per, device=first.device))
+        k = kv.k[page, :, offset].transpose(1, 2)  # [n, G, per, D]
+        number = first // kv.page
+        unit = block[part] - -(-number * kv.page // per)  # of the blocks that begin in its page
+        codes[page[:, 0], :, unit] = code.of_blocks(k, first[:, None].expand(-1, kv.heads))
