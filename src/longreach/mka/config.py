@@ -66,9 +66,7 @@ class MKAConfig:
             if getattr(self, name) not in get_args(kind):
                 raise UnknownName(f"{name} of {self.variant}", str(getattr(self, name)), get_args(kind))
         for name in ("block", "window", "blocks", "bits", "features", "router_width"):
-            value = getattr(self, name)
-            count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-            require(count, f"{name}: expected a count >= 1, got {value!r}")
+            require(is_count(getattr(self, name)), f"{name}: expected a count >= 1, got {getattr(self, name)!r}")
         require(self.window % self.block == 0, f"window: expected a multiple of block={self.block}, got {self.window}")
         for name in ("bits", "features"):
             value = getattr(self, name)
@@ -168,6 +166,11 @@ class MKAConfig:
         require("variant" in options, f"MKA options: expected a variant, got {sorted(options)}")
         given: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in options.items()}
         return cls(**given)
+
+
+def is_count(value: object) -> bool:
+    """Whether `value` is an int (True is none) of at least 1."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def check_ascending(name: str, layers: object) -> None:
