@@ -18,7 +18,7 @@ from longreach.cache import Append, CacheConfig, KVCache
 from longreach.methods.base import AttentionMethod, Outcome
 from longreach.methods.call import LayerCall, ModelShape, Phase
 from longreach.methods.dense import Dense
-from longreach.ops import HeadShard, Rows, Selection, Spans, angles, unrotate
+from longreach.ops import HeadShard, RotaryFrequencies, Rows, Selection, Spans, angles, unrotate
 from longreach.ops.rope import RotaryAngles as Rotated
 from longreach.runtime import Segment, StateStore
 from longreach.testing.oracle import Exact, exact_attend
@@ -133,6 +133,7 @@ def call_of(cache: KVCache, layers: runtime.Pass, layer: int, step: Append, q: T
         shard=HeadShard.whole(KV_HEADS),
         pre_rope=lambda: (unrotate(q, cos, sin), unrotate(k, cos, sin)),
         rotary=lambda: Rotated(cos[:, 0].to(q.dtype), sin[:, 0].to(q.dtype)),
+        frequencies=lambda: RotaryFrequencies(on_device(FREQUENCIES, q.device)),
         evicted=cache.evicted(layer),
         **terms,
     )

@@ -120,12 +120,14 @@ class AttentionMethod(PromptObserver, ABC):
     A method that observes prompts gets in `observe_prompt` the rows that its own `run` does not attend for.
 
     capture: whether a decode step is captured in one CUDA graph, or attention runs on the host at each replay.
+    needs_pre_rope: whether it uses `LayerCall.pre_rope` or `rotary`. needs_frequencies: `LayerCall.frequencies`.
     reads_follow_lengths: whether the bytes that it reads depend on lengths alone, so that a dry run can count them.
     """
 
     phases: ClassVar[tuple[Phase, ...]]
     capture: ClassVar[Literal["full", "piecewise"]] = "full"
     needs_pre_rope: ClassVar[bool] = False
+    needs_frequencies: ClassVar[bool] = False
     reads_follow_lengths: ClassVar[bool] = True
     chunked_prefill_exact: ClassVar[bool] = True
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 from torch import Tensor
 
 from longreach.errors import InvalidInput, Unsupported
-from longreach.ops import HeadShard, KVView, Partial, RotaryAngles, Rows, Selection, Spans
+from longreach.ops import HeadShard, KVView, Partial, RotaryAngles, RotaryFrequencies, Rows, Selection, Spans
 from longreach.ops.attend import prepare, resolve
 from longreach.ops.doors import Op, Read, op_named
 from longreach.ops.types import INTS, describe, require
@@ -92,6 +92,8 @@ class LayerCall:
     scale, softcap, sink_logit: as in ops.attend. shard: the KV heads of this rank. impl: who computes.
     pre_rope: returns (q [R, H, D], k [R, G, D]) of the rows before rotation, for methods with `needs_pre_rope`.
     rotary: returns the angles by which the rows were rotated, for the same methods.
+    frequencies: returns the frequencies of the model's rotation, for methods with `needs_frequencies`; a device sync at
+        a layer's first call.
     phase: whether the rows belong to a prompt or are new tokens.
     prompt_tokens_left: tokens of the prompt that later passes are known to bring; padded sequences may get fewer.
     evicted: whether keys of this layer were dropped, so that slots are not positions.
@@ -111,6 +113,7 @@ class LayerCall:
     impl: str = "auto"
     pre_rope: Callable[[], tuple[Tensor, Tensor]] | None = field(default=None, repr=False)
     rotary: Callable[[], RotaryAngles] | None = field(default=None, repr=False)
+    frequencies: Callable[[], RotaryFrequencies] | None = field(default=None, repr=False)
     phase: Phase = "decode"
     prompt_tokens_left: int = 0
     evicted: bool = False

@@ -98,6 +98,17 @@ def check_host(config: CacheConfig, evict: Eviction | None) -> None:
         )
 
 
+def _needs_rotary(method: AttentionMethod) -> bool:
+    """Whether a method needs the rotation of each layer."""
+    return method.needs_pre_rope or method.needs_frequencies
+
+
+def _check_model(model: PreTrainedModel, decoder: PreTrainedModel, *methods: AttentionMethod) -> None:
+    """Raise Unsupported where the model is not of a kind that longreach, or one of the methods, can compute."""
+    rotary, frequencies = (any(each) for each in zip(*((m.needs_pre_rope, m.needs_frequencies) for m in methods)))
+    check_model(model, decoder, rotary=rotary, frequencies=frequencies)
+
+
 class Session:
     """A model with methods attached, as `attach` returns it. `close`, or leaving `with`, restores the model."""
 
@@ -111,7 +122,7 @@ class Session:
                 f"{type(model).__name__}, or a model it shares its config with, has longreach attached already; "
                 f"close that session first"
             )
-        check_model(model, decoder, rotary=prefill.needs_pre_rope or decode.needs_pre_rope)
+        _check_model(model, decoder, prefill, decode)
         self._shape = shape_of(model)
         for method in (prefill, decode):
             method.check(self._shape)
@@ -134,7 +145,10 @@ class Session:
         self.next_step: Step | None = None  # the next pass, if the decode loop or fusion has made it
         self.static_caches: dict[int, LongreachCache] = {}  # batch -> the cache that the decode loop reuses
         self._decoder, self._layers = decoder, self._shape.layers
-        self.facts = ModelFacts(self._shape, windows)
+        types = getattr(text_config(model), "layer_types", None)
+        self.facts = ModelFacts(
+            self._shape, windows, decoder=decoder, layer_types=None if types is None else tuple(types)
+        )
         self.observers = (decode,) if decode.observes_prompt else ()
         self._decodes: tuple[AttentionMethod, ...] = (decode,)  # the decode methods that the session was given
         self._memory: MemoryUse | None = None  # of the last pass over a cache with layers in host memory
@@ -164,7 +178,7 @@ class Session:
         self._override(decoder, "forward", self._wrap_decoder(decoder.forward))
         if model is not decoder:
             self._override(model, "forward", self._wrap_model(model.forward))
-        if self.prefill.needs_pre_rope or self.decode.needs_pre_rope:
+        if any(_needs_rotary(method) for method in (self.prefill, self.decode)):
             self._note_rotary()
         if hasattr(model, "generate"):
             self._override(model, "generate", wrap_generate(self, getattr(model, "generate")))  # noqa: B009
@@ -262,9 +276,10 @@ class Session:
         """Raise as `switch` if the model does not fit a decode method, and note the method's needs."""
         method.check(self._shape)
         check_eviction(self.evict, method, fused=self.fuse is not None)
-        if method.needs_pre_rope and not self._notes_rotary:
-            check_model(self.model, self._decoder, rotary=True)
-            self._note_rotary()
+        if _needs_rotary(method):
+            _check_model(self.model, self._decoder, method)
+            if not self._notes_rotary:
+                self._note_rotary()
 
     @contextmanager
     def prompt_end(self, columns: int | None) -> Iterator[PhaseTracker]:

@@ -8,12 +8,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from longreach.adapters.transformers.check_attention import check_attention
+from longreach.adapters.transformers.frequencies import frequencies_of
 from longreach.adapters.transformers.mask import Pattern
 from longreach.adapters.transformers.rotary import Captured, Rotation, probing
 from longreach.adapters.transformers.step import Step, current
 from longreach.errors import Unsupported
 from longreach.methods.call import LayerCall
-from longreach.ops import KVView, RotaryAngles, Rows
+from longreach.ops import KVView, RotaryAngles, RotaryFrequencies, Rows
 from longreach.runtime import attend_layer
 
 NAME = "longreach"
@@ -129,7 +130,7 @@ def _layer_call(
     def known() -> Rotation:
         rotation = step.facts.rotations.get(layer, "no layer of this model gets a rotary embedding")
         if not isinstance(rotation, Rotation):
-            raise Unsupported(f"queries before rotation are needed: {rotation}")
+            raise Unsupported(f"queries before rotation, or its frequencies, are needed: {rotation}")
         return rotation
 
     def rotary() -> RotaryAngles:
@@ -141,6 +142,14 @@ def _layer_call(
     def pre_rope() -> tuple[Tensor, Tensor]:
         rotation, (cos, sin) = known(), step.rotary[layer]
         return step.rows(rotation.undo(query, cos, sin)), step.rows(rotation.undo(key, cos, sin))
+
+    def frequencies() -> RotaryFrequencies:
+        facts = step.facts
+        if layer not in facts.frequencies:
+            assert facts.decoder is not None
+            layout, pos = known().layout, step.append.pos
+            facts.frequencies[layer] = frequencies_of(facts.decoder, facts.layer_types, layer, layout, rotary(), pos)
+        return facts.frequencies[layer]
 
     place = step.append.at(layer)
     return step.layers.call(
@@ -154,6 +163,7 @@ def _layer_call(
         shard=step.facts.shard(layer, module, key.shape[1]),
         pre_rope=pre_rope,
         rotary=rotary,
+        frequencies=frequencies,
         evicted=step.cache is not None and step.cache.kv.evicted(layer),
     )
 

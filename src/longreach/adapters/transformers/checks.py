@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
+from longreach.adapters.transformers.frequencies import check_frequencies
 from longreach.errors import InvalidInput, Unsupported
 from longreach.methods.call import ModelShape
 
@@ -76,10 +77,10 @@ def decoder_of(model: nn.Module) -> PreTrainedModel:
     return decoder
 
 
-def check_model(model: PreTrainedModel, decoder: PreTrainedModel, *, rotary: bool) -> None:
+def check_model(model: PreTrainedModel, decoder: PreTrainedModel, *, rotary: bool, frequencies: bool = False) -> None:
     """Raise Unsupported where the model's attention is not of a kind that longreach computes.
 
-    rotary: whether a method needs queries before rotation.
+    rotary: whether a method needs queries before rotation. frequencies: whether one needs those of the rotation.
     """
     name, config = type(model).__name__, text_config(model)
     if not decoder._supports_attention_backend:
@@ -99,6 +100,10 @@ def check_model(model: PreTrainedModel, decoder: PreTrainedModel, *, rotary: boo
         raise Unsupported(f"{name}'s config sets output_attentions; longreach never holds attention weights")
     if rotary and getattr(config, "rope_parameters", None) is None:
         raise Unsupported(f"{name} has no rotary embedding, and a method needs queries before rotation")
+    if frequencies:
+        if getattr(config, "rope_parameters", None) is None:
+            raise Unsupported(f"{name} has no rotary embedding, and a method needs its frequencies")
+        check_frequencies(name, decoder, config)
     if any(getattr(m, "_compiled_call_impl", None) is not None for m in model.modules()):
         raise Unsupported(f"{name} is compiled; longreach attaches to models as they are, before model.compile()")
     _check_places(name, model)

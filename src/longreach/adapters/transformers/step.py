@@ -16,7 +16,7 @@ from longreach.adapters.transformers.shard import shard_of
 from longreach.cache import Append, KVCache, Placement
 from longreach.errors import CalledOutside
 from longreach.methods.call import ModelShape
-from longreach.ops import HeadShard, KVView
+from longreach.ops import HeadShard, KVView, RotaryFrequencies
 from longreach.ops.types import RowRange
 from longreach.runtime import Pass
 
@@ -41,6 +41,7 @@ class ModelFacts:
 
     cache_windows: layer -> window beyond which transformers' own cache would forget keys. checked: layers whose
     attention formula was checked. rotations: how each layer rotates, or why that is unknown. shape: for methods.
+    decoder: the model's. layer_types: of its layers, if they differ. frequencies: by which layers rotate, once needed.
     modules: each layer's attention module and its parent, for fusion; None until they are looked for. shards: which KV
     heads this rank holds of each layer, for layers that have run or were asked.
     """
@@ -49,6 +50,9 @@ class ModelFacts:
     cache_windows: dict[int, int] = field(default_factory=dict)
     checked: set[int] = field(default_factory=set)
     rotations: dict[int, Rotation | str] = field(default_factory=dict)
+    decoder: nn.Module | None = None
+    layer_types: tuple[str, ...] | None = None
+    frequencies: dict[int, RotaryFrequencies] = field(default_factory=dict)
     modules: tuple[list[nn.Module], list[nn.Module]] | None = None
     shards: dict[int, HeadShard] = field(default_factory=dict)
 
