@@ -49,7 +49,8 @@ class Router(nn.Module):
         if blocks is not None:
             there = torch.stack([blocks if need else kept for need, kept in zip(needs, there.unbind(1))], 1)
         routed = self._lambda(q, there, shard, wide)
-        start = torch.tensor(self.config.start, dtype=wide, device=q.device) * there
+        # level by level: a tensor of numbers would be copied to the device, which no CUDA graph permits
+        start = torch.stack([kept * value for kept, value in zip(there.to(wide).unbind(1), self.config.start)], 1)
         return start + self.gate.bias.to(wide) * (routed - start)
 
     def _lambda(self, q: Tensor, there: Tensor, shard: HeadShard | None, wide: torch.dtype) -> Tensor:
@@ -66,6 +67,7 @@ class Router(nn.Module):
         return hard.detach() + soft - soft.detach()  # straight-through: values of the choice, gradients of the softmax
 
     def _hidden(self, q: Tensor, shard: HeadShard | None) -> Tensor:
+        q = q.to(self.up.weight.dtype)  # under autocast q has fewer bits than parameters in fp32
         if shard is None or shard.count == shard.total:
             return self.up(q.flatten(1))
         per = self.dim * self.heads // shard.total  # columns of one KV head's query heads

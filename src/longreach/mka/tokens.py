@@ -54,6 +54,7 @@ class Tokens:
         if past is None and position_ids is not None:
             given = position_ids.to(device).expand(shape)[keep]
             starts = given == 0
+            starts[:1] = True
             starts[1:] |= seq[1:] != seq[:-1]
             if int(starts.sum()) > batch or not torch.equal(given, pos):
                 seq = starts.long().cumsum(0) - 1
