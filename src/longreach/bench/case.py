@@ -207,6 +207,20 @@ class HostMemory:
 
 
 @dataclass(frozen=True)
+class Trained:
+    """Attention that is trained (MKA): forward and backward of attention, of a decoder layer or of scan, or decoding.
+
+    kinds: of the layers that are compared, dense attention ("gqa") first. block, window, blocks: of block_mka.
+    """
+
+    what: Literal["attention", "layer", "scan", "decode"]
+    kinds: tuple[str, ...] = ()
+    block: int = 64
+    window: int = 512
+    blocks: int = 8
+
+
+@dataclass(frozen=True)
 class Case:
     """One measurement of attend, of top_k, of a method's layers or step, or of a model's decode step.
 
@@ -230,6 +244,7 @@ class Case:
     reuse: Reuse | None = None
     sampling: Sampling | None = None
     host: HostMemory | None = None
+    trained: Trained | None = None
     impls: tuple[str, ...] = ("triton",)
     replays: int | None = None
     fill: bool = False

@@ -24,6 +24,7 @@ from longreach.bench.case import (
 from longreach.bench.host import cases as host
 from longreach.bench.mac import cases as mac
 from longreach.bench.magicpig import cases as magicpig
+from longreach.bench.mka import cases as mka
 from longreach.errors import UnknownName
 
 K = 1024
@@ -237,6 +238,7 @@ CASES: dict[str, Case] = {
         _fusion(32 * K),
         *(_evict(batch) for batch in (1, 4, 16, 64)),
         *host.cases(),
+        *mka.cases(),
     )
 }
 GROUPS = tuple(dict.fromkeys(case.group for case in CASES.values()))
@@ -264,6 +266,7 @@ SPOTS: dict[str, tuple[str, ...]] = {
     FUSION: ("fusion-4k",),
     EVICT: ("evict-7k-b1",),
     HOST: ("host-96k-b1",),
+    **mka.SPOTS,
 }
 
 
@@ -297,4 +300,5 @@ def tiny(case: Case) -> Case:
         reuse=reuse,
         sampling=case.sampling and magicpig.tiny(case.sampling),
         host=case.host and host.tiny(case.host),
+        trained=case.trained and mka.tiny(case.trained),
     )

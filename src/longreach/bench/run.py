@@ -15,6 +15,7 @@ from longreach.bench.competitor import Competitor, ours
 from longreach.bench.inputs import Inputs, bytes_needed, flops_needed
 from longreach.bench.mac.run import run_mac
 from longreach.bench.magicpig.run import run_magicpig
+from longreach.bench.mka.run import run_mka
 from longreach.bench.stack import run_stack
 from longreach.bench.sweep import Sweeps, best
 from longreach.bench.targets import judge
@@ -43,6 +44,8 @@ def run_case(
         return run_mac(case, device, without=without, replays=replays, seed=seed, say=say, sweeps=sweeps)
     if case.sampling:
         return run_magicpig(case, device, without=without, replays=replays, seed=seed, say=say, sweeps=sweeps)
+    if case.trained:
+        return run_mka(case, device, without=without, replays=replays, seed=seed, say=say, sweeps=sweeps)
     if case.stack:
         return run_stack(case, device, without=without, replays=replays, seed=seed, say=say)
     versions: dict[str, str] = {}

@@ -82,7 +82,8 @@ def _most_tokens(target: Target, entries: list[dict[str, Any]]) -> tuple[float |
 def _peak_over(target: Target, entries: dict[str, dict[str, Any]]) -> tuple[float | None, str | None]:
     """Peak memory over that of another entry, in the phase with the larger ratio; None if one was not measured."""
     both = [entries.get(name or "", {}).get("memory", {}) for name in (target.of, target.over)]
-    mine, other = ([memory.get("prefill_peak"), memory.get("decode_peak")] for memory in both)
+    phases = ("peak",) if all("peak" in memory for memory in both) else ("prefill_peak", "decode_peak")
+    mine, other = ([memory.get(phase) for phase in phases] for memory in both)
     if None in (*mine, *other):
         return None, None
     return max(a / b for a, b in zip(mine, other, strict=True)), target.over

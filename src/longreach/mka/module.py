@@ -24,7 +24,7 @@ from longreach.mka.tokens import Tokens
 from longreach.ops.attend import attend
 from longreach.ops.rope import RotaryFrequencies, angles, rotate
 from longreach.ops.selection import Span, Spans, absolute, relative
-from longreach.ops.types import KVView, Rows, require
+from longreach.ops.types import KVView, Partial, Rows, accumulator, require
 
 KINDS = (*VARIANTS, *BASELINES)
 
@@ -209,18 +209,26 @@ class MemoryAttention(Attention):
             recalled = choose(rows, pos, self.shape.kv_heads, blocks, reach, code, config, self.scale)
         if config.variant == "block_mka":
             return block_attention(rows, kv, reach, blocks, recalled, weights, config, self.scale).out
-        dense = Spans.dense() if start is None else Spans((Span(absolute(start[:, None]), relative(1)),))
-        sets = [attend(rows, kv, dense, scale=self.scale)]
+        outs = [self._level(rows, kv, start)]
         if 2 in config.tiers:
             assert memory.carry is not None
             k2, v2, carry = session(k, v, self.mka.rate(), tokens.seq, pos, memory.carry)
             rows2, kv2, _, _ = self._memory_of_keys(turned, self._turn(k2, pos), v2, tokens, state, "2")
-            sets.append(attend(rows2, kv2, dense, scale=self.scale))
+            outs.append(self._level(rows2, kv2, start))
             if state is not None:
                 state.memory = FastMemory(carry, memory.sums)
         if recalled is not None:
-            sets.append(attend_recalled(rows, kv, recalled, config.block, self.scale))
-        return combine(sets, weights, config.mode)
+            outs.append(attend_recalled(rows, kv, recalled, config.block, self.scale))
+        return combine(outs, weights, config.mode)
+
+    def _level(self, rows: Rows, kv: KVView, start: Tensor | None) -> Partial:
+        """Attention to all keys of a level so far. In mode "softmaxes" lse may be 0: nothing needs it."""
+        if self.config.mode == "softmaxes" and start is None:  # torch's exact kernels, which give no lse
+            q = rows.q.unflatten(0, (kv.sequences, -1)).transpose(1, 2)
+            out = attend_dense(q, kv.k, kv.v, self.scale).transpose(1, 2).flatten(0, 1).to(accumulator(q.dtype))
+            return Partial(out, out.new_zeros(out.shape[:2]))
+        dense = Spans.dense() if start is None else Spans((Span(absolute(start[:, None]), relative(1)),))
+        return attend(rows, kv, dense, scale=self.scale)
 
     def _memory(self, tokens: Tokens, state: LayerState | None, q: Tensor) -> FastMemory:
         """The memory before the pass, with room for the blocks that it touches."""
