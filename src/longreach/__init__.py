@@ -29,6 +29,7 @@ _NAMES = {
     "Kascade": "longreach.methods.kascade",
     "MAC": "longreach.methods.mac",
     "MagicPIG": "longreach.methods.magicpig",
+    "BlockMKA": "longreach.methods.block_mka",
     "FullReuse": "longreach.methods.fusion",
     "PIE": "longreach.methods.fusion",
     "LegoLink": "longreach.methods.fusion",
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from longreach.adapters.transformers.loop import generate as generate
     from longreach.cache import CacheConfig as CacheConfig
     from longreach.errors import LongreachError as LongreachError
+    from longreach.methods.block_mka import BlockMKA as BlockMKA
     from longreach.methods.dense import Dense as Dense
     from longreach.methods.fusion import A3 as A3
     from longreach.methods.fusion import PIE as PIE

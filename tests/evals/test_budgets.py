@@ -11,7 +11,7 @@ import torch
 from longreach import attach
 from longreach.adapters.transformers import BatchReader, cache_windows, shape_of
 from longreach.errors import InvalidInput
-from longreach.evals.budgets import BUDGETS, COUNTED, NEAR, DryRun, equal_bytes, equalled
+from longreach.evals.budgets import BUDGETS, COUNTED, NEAR, WHOLE, DryRun, equal_bytes, equalled
 from longreach.evals.evaluate import Evaluation, Settings
 from longreach.evals.methods import specs
 from longreach.evals.scores import tasks_entry
@@ -26,7 +26,9 @@ from tests.tiers import swept
 
 SHAPE = ModelShape(6, 8, 2, 16, "a model's")
 SOME = ["quest page=4 dense_layers=[0]", "omnikv k=0.3 layers=[0,1]", "less_is_more k=9 layers=[1]",
-        "streaming_llm window=11", "oracle_top_k k=0.2 dense_layers=[0]", "dense"]  # fmt: skip
+        "streaming_llm window=11", "block_mka block=4 window=8 blocks=3 share=[0,2]",
+        "block_mka block=5 window=5 blocks=2 dense_layers=[1] recall=hash bits=32",
+        "oracle_top_k k=0.2 dense_layers=[0]", "dense"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +81,8 @@ def test_how_much_is_attended_to() -> None:
 def test_budgets_are_found_that_read_as_much() -> None:
     to = "omnikv k=0.2 layers=[0]"
     dry = DryRun(SHAPE, [900, 1000], dtype=torch.bfloat16)
-    asked = ["streaming_llm", "quest page=4 dense_layers=[]", "less_is_more layers=[1]", "oracle_top_k"]
+    asked = ["streaming_llm", "quest page=4 dense_layers=[]", "less_is_more layers=[1]", "oracle_top_k",
+             "block_mka block=4 window=8"]  # fmt: skip
     found = equalled(specs([to, *asked]), to, dry)
     assert found.share == dry.share(named("decode", to)) and not found.unreachable and not found.kept
     assert [spec.label for spec in found.specs[:2]] == ["dense", to]
@@ -87,7 +90,7 @@ def test_budgets_are_found_that_read_as_much() -> None:
         assert spec.label.startswith(f"{before} ") and named("decode", spec.label) == spec.decode
         budget = found.found[spec.label]
         assert budget.share == dry.share(spec.decode) and getattr(spec.decode, budget.option) == budget.value
-        if spec.decode.name in BUDGETS:
+        if spec.decode.name in BUDGETS | WHOLE:
             assert abs(budget.share / found.share - 1) < NEAR
         else:
             assert spec.decode.name in COUNTED and budget.share > 1
@@ -160,6 +163,8 @@ def test_bytes_that_depend_on_keys_are_not_found_from_lengths(to: str) -> None:
 def test_every_budget_is_an_option() -> None:
     for name, option in {**BUDGETS, **COUNTED}.items():
         assert name in METHODS and isinstance(method_class(name).options()[option], float)
+    for name, option in WHOLE.items():
+        assert isinstance(method_class(name).options()[option], int)
 
 
 @pytest.mark.parametrize("batch", swept([2, 1], 1))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from longreach.methods.base import AttentionMethod, Outcome
+from longreach.methods.block_mka import BlockMKA
 from longreach.methods.call import LayerCall
 from longreach.methods.dense import Dense
 from longreach.methods.kascade import Kascade
@@ -296,6 +297,29 @@ CASES = {
             *({"seed": x} for x in (-1, 1 << 32, 0.5, True, None)),
             *({"dense_layers": x} for x in BAD_LAYERS),
             *({name: 1 << 17} for name in ("sinks", "local", "seal", "centre")),
+        ),
+    ),
+    # its default attends densely in contexts as short as these, so "default" is a small one
+    "block_mka": Case(
+        everything=BlockMKA(block=5, window=10, blocks=1000),
+        default=BlockMKA(block=5, window=10, blocks=3),
+        heavy=(2, MIDDLE, CONTEXT - 3),
+        lost=Lost(BlockMKA(block=5, window=10, blocks=1), {20: HEAVY, 40: HEAVY + 0.7}, 20),
+        variants=(
+            BlockMKA(block=1, window=6, blocks=9, dense_layers=(1,)),
+            BlockMKA(block=10, window=10, blocks=1, share=(0,)),
+            BlockMKA(block=5, window=5, blocks=2, recall="bounds", share=(1, 2), dense_layers=(0,)),
+            BlockMKA(block=5, window=15, blocks=2, recall="hash", bits=24, seed=3),
+        ),
+        refused=(
+            *({"block": x} for x in (0, -1, 2.0, True, None)),
+            *({"window": x} for x in (0, -64, 100, 64.0, True, None)),
+            *({"blocks": x} for x in (0, -1, 2.0, True, None)),
+            *({"recall": x} for x in ("mean", None, 3)),
+            *({"bits": x} for x in (0, 12, 264, 64, 64.0, True, None)),
+            *({"seed": x} for x in (-1, 1, 1 << 32, 0.5, True, None)),
+            *({"share": x} for x in BAD_LAYERS),
+            *({"dense_layers": x} for x in BAD_LAYERS),
         ),
     ),
 }

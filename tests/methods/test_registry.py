@@ -25,7 +25,7 @@ def test_a_method_is_called_what_it_is_registered_as(name: str) -> None:
 
 def test_names() -> None:
     assert names() == tuple(METHODS)
-    assert names("prefill") == ("dense", "streaming_llm", "kascade")
+    assert names("prefill") == ("dense", "streaming_llm", "kascade", "block_mka")
     assert names("decode") == tuple(METHODS)
 
 

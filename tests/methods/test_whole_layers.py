@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from longreach.methods.base import AttentionMethod
+from longreach.methods.block_mka import BlockMKA
 from longreach.methods.call import ModelShape
 from longreach.methods.dense import Dense
 from longreach.methods.kascade import Kascade
@@ -33,6 +34,8 @@ LARGE = ModelShape(32, 32, 8, 128)
         (StreamingLLM(), LARGE, set()),
         (Quest(), LARGE, {0, 1}),
         (Quest(dense_layers=()), LARGE, set()),
+        (BlockMKA(), LARGE, set()),
+        (BlockMKA(dense_layers=(0, 5)), LARGE, {0, 5}),
         (OmniKV(), LARGE, {0, 1, 2, 8, 18}),
         (LessIsMore(layers=(1, 4)), LARGE, {0, 1, 4}),
         (Loki(dense_layers=(2,)), MODEL, {2}),

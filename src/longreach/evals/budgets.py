@@ -15,10 +15,11 @@ from longreach.evals.evaluate import Evaluation
 from longreach.evals.methods import DENSE, Spec
 from longreach.methods.base import AttentionMethod, Outcome, PromptObserver
 from longreach.methods.call import LayerCall, ModelShape
-from longreach.ops import HeadShard, KVView, Rows
+from longreach.ops import HeadShard, KVView, RotaryFrequencies, Rows
 from longreach.runtime import Ledger, Pass, Segment, drive
 
 BUDGETS = {"streaming_llm": "window", "quest": "k", "omnikv": "k", "less_is_more": "k", "loki": "k"}
+WHOLE = {"block_mka": "blocks"}  # budgets that are counts, whatever the context
 COUNTED = {"oracle_top_k": "k", "oracle_sampling": "k"}  # always reads more than dense: gets as many keys instead
 STEPS = 100_000  # budgets are multiples of 1 / STEPS of the context
 SAMPLES, ROWS = 4, 6  # prompts of each task whose lengths are used; steps of a dry run
@@ -42,6 +43,7 @@ class DryRun:
             raise InvalidInput(f"contexts: expected lengths of at least 1, got {list(contexts)}")
         self.shape, self.dtype, self.windows = shape, dtype, windows or {}
         self.batches = [tuple(contexts[n : n + batch]) for n in range(0, len(contexts), batch)]
+        self.longest = max(contexts)
         self._shares: dict[AttentionMethod, float] = {}
 
     def share(self, method: AttentionMethod) -> float:
@@ -82,7 +84,10 @@ class DryRun:
         q = torch.randn(rows, shape.query_heads, shape.head_dim, generator=torch.Generator().manual_seed(layer))
         view = KVView(memory, memory, filled)
         here = Rows(q.to(self.dtype), seq, filled - 1)
-        return step.call(layer, here, view, seq, shape.head_dim**-0.5, shard=HeadShard.whole(shape.kv_heads))
+        return step.call(
+            layer, here, view, seq, shape.head_dim**-0.5, shard=HeadShard.whole(shape.kv_heads),
+            frequencies=lambda: RotaryFrequencies(torch.zeros(shape.head_dim // 2)),
+        )  # fmt: skip
 
 
 class ZeroStates:
@@ -172,7 +177,7 @@ def equalled(specs: Sequence[Spec], to: str, dry: DryRun) -> Equal:
         method = spec.decode
         option = COUNTED.get(method.name)
         if option is None and method.reads_follow_lengths:
-            option = BUDGETS.get(method.name)
+            option = (BUDGETS | WHOLE).get(method.name)
         if label == to or method.name == DENSE or option is None:
             asked.append(spec)
             if label != to and method.name != DENSE:
@@ -207,11 +212,16 @@ def _as_many(method: AttentionMethod, option: str, attended: float, dry: DryRun)
 
 def _nearest(method: AttentionMethod, option: str, target: float, dry: DryRun) -> Budget:
     """The budget whose bytes come nearest to the target's; bytes grow with the budget."""
+    whole = method.name in WHOLE
+    most = dry.longest if whole else STEPS
+
+    def value(step: int) -> float:
+        return step if whole else step / STEPS
 
     def share(step: int) -> float:
-        return dry.share(_with(method, option, step / STEPS))
+        return dry.share(_with(method, option, value(step)))
 
-    low, high, straight = 1, STEPS, True
+    low, high, straight = 1, most, True
     if share(low) >= target:
         high = low
     elif share(high) <= target:
@@ -228,11 +238,11 @@ def _nearest(method: AttentionMethod, option: str, target: float, dry: DryRun) -
     if share(step) == share(1):  # near or not: with so little a method hardly chooses at all
         why = f"{said} with its least budget, and the target is {target:.1%}; {_less(method)}"
     elif abs(off) > NEAR:
-        if step == STEPS:
+        if step == most:
             why = f"{said} at most, and the target is {target:.1%}"
         else:
-            why = f"{said} with {option}={step / STEPS}, the nearest to {target:.1%}; raise --length"
-    return Budget(option, step / STEPS, share(step), why)
+            why = f"{said} with {option}={value(step)}, the nearest to {target:.1%}; raise --length"
+    return Budget(option, value(step), share(step), why)
 
 
 def _less(method: AttentionMethod) -> str:

@@ -26,6 +26,7 @@ METHODS = {
     "kascade": "longreach.methods.kascade:Kascade",
     "mac": "longreach.methods.mac:MAC",
     "magicpig": "longreach.methods.magicpig:MagicPIG",
+    "block_mka": "longreach.methods.block_mka:BlockMKA",
 }
 FUSIONS = {
     "full_reuse": "longreach.methods.fusion:FullReuse",
