@@ -36,7 +36,7 @@ def answers(
     found = {}
     for method in configurations:
         methods = {"prefill": in_phase(method, "prefill"), "decode": in_phase(method, "decode")}
-        with longreach.attach(model, **methods, cache=CacheConfig("paged", page=8)):
+        with longreach.attach(model, **methods, cache=CacheConfig("paged", page=10)):
             out = model.generate(
                 tokens,
                 attention_mask=mask,
