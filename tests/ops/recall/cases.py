@@ -69,18 +69,19 @@ def exact_scores(case: Case, row: int, head: int) -> dict[int, tuple[float, floa
     found = {n: (0.0, 0.0) for n in range(start, stop)}
     codes = {n: code_of(case.blocks, int(case.rows.seq[row]), n, head) for n in found}
     unit = 4 * unit_roundoff(torch.float32)
+    softmax, scale = case.options["pool"] == "softmax", case.options["scale"]
     for h in range(head * group, (head + 1) * group):
-        q = case.rows.q[row, h].double() * case.options["scale"]
+        q = case.rows.q[row, h].double() * (scale if softmax else 1.0)
         logits = {n: float((q * k).sum()) for n, k in codes.items()}
         errors = {n: (len(q) + 2) * unit * float((q * k).abs().sum()) for n, k in codes.items()}
-        if case.options["pool"] == "softmax":
+        if softmax:
             total = math.fsum(math.exp(x - max(logits.values())) for x in logits.values())
             worst = max(errors.values(), default=0.0)
             logits = {n: math.exp(x - max(logits.values())) / total for n, x in logits.items()}
             errors = {n: x * (2 * worst + (len(found) + 8) * unit) for n, x in logits.items()}
         for n in found:
             found[n] = found[n][0] + logits[n], found[n][1] + errors[n] + unit * abs(logits[n]) * group
-    return found
+    return found if softmax else {n: (scale * x, abs(scale) * error) for n, (x, error) in found.items()}
 
 
 def check(case: Case, index: Tensor, used: Tensor, *, exact: bool = False) -> None:

@@ -23,7 +23,9 @@ from longreach.ops.types import INTS, KVView, Rows, describe, require
 
 MOST_BLOCKS = 1 << 30
 POOLS = get_args(Pool)
-IMPLEMENTATIONS = Implementations("recall", {"reference": "longreach.ops.recall.reference:recall"})
+IMPLEMENTATIONS = Implementations(
+    "recall", {"reference": "longreach.ops.recall.reference:recall", "triton": "longreach.ops.recall.triton:recall"}
+)
 CODING = Implementations("code_blocks", {"reference": "longreach.ops.recall.reference:code_blocks"})
 
 

@@ -38,10 +38,11 @@ def _scores(q: Tensor, blocks: KVView, seq: Tensor, n: Tensor, allowed: Tensor, 
     """[r, G, n]: scores of blocks n of one sequence."""
     wide = accumulator(q.dtype)
     codes = chunks.read(blocks.k, blocks, seq, n, slice(None), wide)
-    x = chunks.logits(q.to(wide), codes, scale, None)  # [H, r, n]
+    x = chunks.logits(q.to(wide), codes, 1.0 if pool == "sum" else scale, None)  # [H, r, n]
     if pool == "softmax":
         x = x.masked_fill(~allowed, -torch.inf).softmax(-1)  # NaN where nothing is allowed, which is not looked at
-    return x.unflatten(0, (blocks.heads, -1)).sum(1).transpose(0, 1)
+    x = x.unflatten(0, (blocks.heads, -1)).sum(1).transpose(0, 1)
+    return x * scale if pool == "sum" else x  # scaled once, so that equal sums of integers stay equal
 
 
 def _highest(scores: Tensor, allowed: Tensor, used: Tensor) -> Tensor:

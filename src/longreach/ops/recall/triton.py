@@ -1,0 +1,128 @@
+"""recall on the GPU: scores of some rows, then the choice of the highest. Nothing waits for the device.
+
+Codes are read once; the logits of one chunk of rows lie in memory in between, at most AT_ONCE of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+from torch import Tensor
+
+from longreach.errors import Unsupported
+from longreach.ops.recall import triton_kernels as kernels
+from longreach.ops.recall.codes import Pool
+from longreach.ops.types import KVView, Rows
+
+INTERPRETED: bool = kernels.INTERPRETED.value
+AT_ONCE = 1 << 25  # logits held at a time
+MOST_COUNT = 512  # blocks that one program keeps in order
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """tile: rows x heads of a tile of rows of one sequence; blocks: of a program's round; per_sm: programs a
+    multiprocessor among which blocks are dealt out; chunk: logits of a round of `choose`."""
+
+    tile: int = 32 if INTERPRETED else 64
+    blocks: int = 16 if INTERPRETED else 64
+    per_sm: int = 4
+    chunk: int = 64 if INTERPRETED else 4096
+    warps: int = 4
+    chained: bool = not INTERPRETED
+
+    def programs(self, device: torch.device) -> int:
+        """Programs that a launch of few rows should have."""
+        return 6 if INTERPRETED else self.per_sm * _multiprocessors(device)
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def recall(
+    rows: Rows, blocks: KVView, start: Tensor | None, stop: Tensor, *, count: int, scale: float, pool: Pool,
+    tune: Tuning | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    refuse(rows.q)
+    if count > MOST_COUNT:
+        raise Unsupported(
+            f"recall's Triton kernels choose up to {MOST_COUNT} blocks, got {count}; use impl='reference'"
+        )
+    t, total, summed = tune or Tuning(), rows.q.shape[0], pool == "sum"
+    index = rows.q.new_empty((total, blocks.heads, count), dtype=torch.int32)
+    used = rows.q.new_empty((total, blocks.heads), dtype=torch.int32)
+    if not index.numel():
+        return index, used
+    q = rows.q if rows.q.stride(2) == 1 else rows.q.contiguous()
+    heads = blocks.heads if summed else q.shape[1]
+    piece = max(16, AT_ONCE // (heads * max(1, blocks.capacity)) // 16 * 16)
+    memory = _memory(blocks)
+    seq, stop = rows.seq.contiguous(), stop.contiguous()
+    start = None if start is None else start.contiguous()
+    rows_of_tile = _rows_of_tile(rows, blocks, t)
+    with torch.cuda.device_of(q):
+        for at in range(0, total, piece):
+            some = slice(at, at + piece)
+            logits = q.new_empty((min(piece, total - at), heads, blocks.capacity), dtype=torch.float32)
+            _launch(q[some], seq[some], None if start is None else start[some], stop[some], blocks, memory, logits,
+                    index[some], used[some], rows_of_tile, count, scale, summed, t)  # fmt: skip
+    return index, used
+
+
+def _launch(
+    q: Tensor, seq: Tensor, start: Tensor | None, stop: Tensor, blocks: KVView, memory: tuple, logits: Tensor,
+    index: Tensor, used: Tensor, per_tile: int, count: int, scale: float, summed: bool, t: Tuning,
+) -> None:  # fmt: skip
+    rows, heads, width = q.shape
+    group = heads // blocks.heads
+    wide = triton.next_power_of_2(group)
+    tiles = triton.cdiv(rows, per_tile) * blocks.heads
+    size = max(16, t.blocks // (2 if width * q.element_size() > 512 else 1))
+    shares = min(triton.cdiv(blocks.capacity, size), max(1, triton.cdiv(t.programs(q.device), tiles)))
+    begin = stop if start is None else start
+    same = {"G": blocks.heads, "GROUP": group, "WIDE": wide, "STARTS": start is not None, "SUM": summed,
+            "CHAINED": t.chained, "num_warps": t.warps} | ({"launch_pdl": True} if t.chained else {})  # fmt: skip
+    paged = blocks.block_table is not None and blocks.block_table.shape[1] > 1
+    kernels.score[(tiles, shares)](
+        (q, *q.stride()[:2]), seq, begin, stop, memory, logits, rows, blocks.capacity, float(scale), T=per_tile,
+        M=max(16, per_tile * wide), F=width, F2=triton.next_power_of_2(max(16, width)), BN=size, PAGED=paged,
+        PAGE=blocks.page if paged else 1, TABLED=blocks.block_table is not None, **same,
+    )  # fmt: skip
+    chunk = min(max(16, t.chunk // (1 if summed else wide)), triton.next_power_of_2(max(16, blocks.capacity)))
+    kernels.choose[(rows * blocks.heads,)](
+        logits, seq, begin, stop, memory[4], index, used, blocks.capacity, COUNT=count,
+        WIDTH=triton.next_power_of_2(count), BN=chunk, **same,
+    )  # fmt: skip
+
+
+def _rows_of_tile(rows: Rows, blocks: KVView, t: Tuning) -> int:
+    """Rows that one program scores: several where rows of a sequence follow each other."""
+    if rows.runs is None:
+        several = rows.q.shape[0] >= 2 * blocks.sequences
+    else:
+        several = max((run.rows for run in rows.runs), default=0) > 1
+    return max(1, t.tile // triton.next_power_of_2(blocks.group(rows))) if several else 1
+
+
+def _memory(blocks: KVView) -> tuple:
+    table = blocks.seq_lens if blocks.block_table is None else blocks.block_table
+    table = table if table.stride(-1) == 1 else table.contiguous()
+    return (blocks.k, *blocks.k.stride()[:3], blocks.seq_lens.contiguous(), table, table.stride(0))
+
+
+def refuse(x: Tensor) -> None:
+    """Raise Unsupported for what the kernels cannot do and the reference can."""
+    if x.dtype == torch.float64:
+        raise Unsupported("recall's Triton kernels compute in fp32; for fp64 use impl='reference'")
+    if x.device.type != "cuda" and not INTERPRETED:
+        raise Unsupported(
+            f"recall's Triton kernels run on CUDA devices, got {x.device}; use impl='reference' "
+            f"(or set TRITON_INTERPRET=1 before longreach is used, to debug them)"
+        )
+    if INTERPRETED and x.dtype == torch.bfloat16:
+        raise Unsupported("recall under TRITON_INTERPRET=1: the interpreter gets bf16 wrong; use fp16, or fp32")

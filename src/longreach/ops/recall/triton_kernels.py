@@ -1,0 +1,148 @@
+# mypy: ignore-errors
+"""The Triton kernels of recall: scores of blocks, and the choice of the highest."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # kernels run in Python, on CPU tensors
+LOG2E = tl.constexpr(1.4426950408889634)
+NONE = tl.constexpr(-(1 << 63))  # below the key of every block
+FULL = tl.constexpr((1 << 63) - 1)  # above them
+FAR = tl.constexpr((1 << 31) - 1)  # past every block
+
+
+@triton.jit
+def _range(row, there, seq_of, start_of, stop_of, held, STARTS: tl.constexpr):
+    """Sequence of rows, and the blocks [low, high) that they may choose."""
+    seq = tl.load(seq_of + row, mask=there, other=0).to(tl.int32)
+    high = tl.load(stop_of + row, mask=there, other=0).to(tl.int32)
+    high = tl.minimum(high, tl.load(held + seq, mask=there, other=0).to(tl.int32))
+    low = tl.zeros_like(high)
+    if STARTS:
+        low = tl.maximum(tl.load(start_of + row, mask=there, other=0), 0).to(tl.int32)
+    return seq, low, high
+
+
+@triton.jit
+def score(
+    q, seq_of, start_of, stop_of, memory, out, rows, units, scale, G: tl.constexpr, GROUP: tl.constexpr,
+    WIDE: tl.constexpr, T: tl.constexpr, M: tl.constexpr, F: tl.constexpr, F2: tl.constexpr, BN: tl.constexpr,
+    STARTS: tl.constexpr, SUM: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr, TABLED: tl.constexpr,
+    CHAINED: tl.constexpr,
+):  # fmt: skip
+    """Program (tile of T rows and KV head, share): every share-th chunk of BN blocks, sequence by sequence.
+
+    Rows come in any order; those of one sequence share its codes. M: rows x heads of a tile, WIDE a row, WIDE the power
+    of two from GROUP on. q: (q, row and head stride). memory: (codes, page, head and unit stride; blocks of each
+    sequence, block table, its row stride). out: fp32 logits [rows, G * GROUP, units], or their sums over a group
+    [rows, G, units] where SUM.
+    """
+    if CHAINED:
+        gdc_wait()
+    codes, page_stride, head_stride, unit_stride, held, table, table_row = memory
+    stream = tl.program_id(0)
+    tile, g = stream // G, (stream % G).to(tl.int64)
+    m = tl.arange(0, M)
+    d = tl.arange(0, F2)
+    n = tl.arange(0, BN)
+    row = tile * T + m // WIDE
+    there = (m < T * WIDE) & (row < rows)
+    seq, low, high = _range(row, there, seq_of, start_of, stop_of, held, STARTS)
+    head = m % WIDE
+    there = there & (head < GROUP)
+    left = there & (low < high)
+    row = row.to(tl.int64)
+    from_q = q[0] + row * q[1] + (g * GROUP + head) * q[2]
+    x = tl.load(from_q[:, None] + d[None, :], mask=left[:, None] & (d < F)[None, :], other=0.0)
+    to = out + (row * G + g) * units if SUM else out + (row * G * GROUP + g * GROUP + head) * units
+    while tl.max(left.to(tl.int32), 0) != 0:
+        now = tl.min(tl.where(left, seq, FAR), 0)
+        mine = left & (seq == now)
+        begin = tl.min(tl.where(mine, low, FAR), 0)
+        end = tl.max(tl.where(mine, high, 0), 0)
+        left = left & (seq != now)
+        page = now.to(tl.int64)
+        if TABLED and not PAGED:
+            page = tl.load(table + page * table_row).to(tl.int64)
+        for at in range(begin + tl.program_id(1) * BN, end, tl.num_programs(1) * BN):
+            block = at + n
+            inside = block < end
+            if PAGED:
+                pages = tl.load(table + now.to(tl.int64) * table_row + block // PAGE, mask=inside, other=0).to(tl.int64)
+                place = pages * page_stride + (block % PAGE).to(tl.int64) * unit_stride
+            else:
+                place = page * page_stride + block.to(tl.int64) * unit_stride
+            from_codes = codes + g * head_stride + place
+            c = tl.load(from_codes[:, None] + d[None, :], mask=inside[:, None] & (d < F)[None, :], other=0.0)
+            y = tl.dot(x, tl.trans(c), input_precision="ieee")
+            seen = mine[:, None] & (block[None, :] >= low[:, None]) & (block[None, :] < high[:, None])
+            if SUM:  # scaled once, so that equal sums of integers stay equal
+                y = tl.sum(tl.reshape(tl.where(mine[:, None], y, 0.0), (M // WIDE, WIDE, BN)), 1) * scale
+                y = tl.reshape(tl.broadcast_to(y[:, None, :], (M // WIDE, WIDE, BN)), (M, BN))
+                seen = seen & (head == 0)[:, None]
+            else:
+                y = y * scale
+            tl.store(to[:, None] + block[None, :], y, mask=seen)
+
+
+@triton.jit
+def choose(
+    logits, seq_of, start_of, stop_of, held, index, used, units, G: tl.constexpr, GROUP: tl.constexpr,
+    WIDE: tl.constexpr, COUNT: tl.constexpr, WIDTH: tl.constexpr, BN: tl.constexpr, STARTS: tl.constexpr,
+    SUM: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """Program (row and KV head): the COUNT highest scores, by keys (score, block), so that later blocks win ties.
+
+    A list of the highest so far is kept; each chunk of BN blocks gives it blocks until none of them is higher than its
+    lowest. WIDTH: the power of two from COUNT on. Other letters as `score` has them.
+    """
+    if CHAINED:
+        gdc_wait()
+    stream = tl.program_id(0).to(tl.int64)
+    row = stream // G
+    _, low, high = _range(row, row >= 0, seq_of, start_of, stop_of, held, STARTS)
+    n = tl.arange(0, BN)
+    h = tl.arange(0, WIDE)
+    column = tl.arange(0, WIDTH)
+    base = logits + stream * (1 if SUM else GROUP) * units
+    largest = tl.full((WIDE,), float("-inf"), tl.float32)
+    total = tl.zeros((WIDE,), tl.float32)
+    if not SUM:
+        for at in range(low, high, BN):
+            there = (at + n < high)[None, :] & (h < GROUP)[:, None]
+            x = tl.load(base + h[:, None].to(tl.int64) * units + (at + n)[None, :], mask=there, other=float("-inf"))
+            new = tl.maximum(largest, tl.max(x, 1))
+            mean = tl.where(new == float("-inf"), 0.0, new)
+            total = total * tl.exp2((largest - mean) * LOG2E) + tl.sum(tl.exp2((x - mean[:, None]) * LOG2E), 1)
+            largest = new
+    keys = tl.where(column < COUNT, NONE + column.to(tl.int64), FULL)
+    least = tl.min(keys, 0)
+    for at in range(low, high, BN):
+        there = at + n < high
+        if SUM:
+            s = tl.load(base + at + n, mask=there, other=0.0)
+        else:
+            inside = there[None, :] & (h < GROUP)[:, None]
+            x = tl.load(base + h[:, None].to(tl.int64) * units + (at + n)[None, :], mask=inside, other=0.0)
+            p = tl.exp2((x - largest[:, None]) * LOG2E) / total[:, None]
+            s = tl.sum(tl.where(inside, p, 0.0), 0)
+        s = tl.where(s != s, float("-inf"), s)
+        bits = tl.where(s == 0.0, 0, s.to(tl.int32, bitcast=True))
+        order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+        found = tl.where(there, (order.to(tl.int64) << 32) | (at + n).to(tl.int64), NONE)
+        best = tl.max(found, 0)
+        while best > least:
+            keys = tl.where(keys == least, best, keys)
+            found = tl.where(found == best, NONE, found)
+            least = tl.min(keys, 0)
+            best = tl.max(found, 0)
+    number = tl.minimum(tl.maximum(high - low, 0), COUNT)
+    # keys of blocks that are not there are the lowest: after them in the order of blocks
+    real = (column < COUNT) & (keys >= NONE + WIDTH)
+    chosen = tl.sort(tl.where(real, (keys & 0x7FFFFFFF).to(tl.int32), FAR))
+    to = index + stream * COUNT + column
+    tl.store(to, tl.where(column < number, chosen, 0), mask=column < COUNT)
+    tl.store(used + stream, number)
