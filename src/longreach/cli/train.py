@@ -26,6 +26,8 @@ EXAMPLES = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", choices=["mini"], help="which recipe")
     parser.add_argument("--prepare", metavar="DIR", type=Path, help="build corpus and tokenizer into DIR")
+    parser.add_argument("--tokenizer", metavar="DIR", type=Path, help="with --prepare: use the tokenizer.json of this "
+                        "folder, to train a model further that has it; without, a tokenizer is trained")  # fmt: skip
     parser.add_argument("--data", metavar="DIR", type=Path, help="folder made by --prepare; train from it")
     parser.add_argument("--out", metavar="DIR", type=Path, default=Path("runs/mini"), help="folder for the model")
     parser.add_argument("--minutes", type=float, default=26.0, help="time budget, compilation included (default 26)")
@@ -52,10 +54,12 @@ def run(args: argparse.Namespace) -> int:
     if not (args.prepare or args.data):
         raise InvalidInput("nothing to do: give --prepare DIR or --data DIR")
     say, done = partial(print, flush=True, file=sys.stderr if args.json else sys.stdout), dict[str, Any]()
+    if args.tokenizer and not args.prepare:
+        raise InvalidInput("--tokenizer: the data in --data are tokens already; give it with --prepare")
     if args.prepare:
         from longreach.train.mini.prepare import prepare
 
-        manifest = done["prepared"] = prepare(args.prepare, say=say)
+        manifest = done["prepared"] = prepare(args.prepare, tokenizer=args.tokenizer, say=say)
         say(f"{manifest['tokens']} tokens, {manifest['characters']} characters, written to {args.prepare}")
     if args.data:
         from longreach.train.mini.train import train

@@ -9,12 +9,17 @@ import pytest
 from tests.tiers import swept
 from tokenizers import Tokenizer
 
+import longreach
+from longreach.errors import InvalidInput
 from longreach.tasks import haystack
 from longreach.tasks.words import evaluation_words
+from longreach.testing.tiny import tiny_tokenizer
 from longreach.train.mini import corpus
 from longreach.train.mini.batches import batch
 from longreach.train.mini.materials import load_materials
 from longreach.train.mini.prepare import prepare
+
+MODEL = Path(longreach.__file__).parent / "models" / "longreach-mini"
 
 
 @pytest.mark.parametrize("names", swept([(["one"],), (["one", "two"],)], 1), ids=len)
@@ -41,6 +46,22 @@ def test_the_shipped_haystack_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     folder = Path(haystack.__file__).parent
     monkeypatch.setattr(corpus, "write_haystack", lambda _, where: pytest.fail(f"{where} is written"))
     before = haystack.sha256()
-    options = {"limit_files": 6, "packages": ("cpython", "numpy"), "vocab_size": 1500}
-    prepare(tmp_path, say=lambda _: None, **options)  # type: ignore[arg-type]
+    options = {"limit_files": 6, "packages": ("cpython", "numpy")}
+    said: list[str] = []
+    prepare(tmp_path, tokenizer=MODEL, say=said.append, **options)  # type: ignore[arg-type]
     assert json.loads((folder / "haystack.json").read_text())["sha256"] == before
+    # the text in the tokens of an existing model
+    assert "training the tokenizer" not in said
+    made, given = (Tokenizer.from_file(str(where / "tokenizer.json")) for where in (tmp_path, MODEL))
+    assert made.get_vocab() == given.get_vocab()
+    tokens = load_materials(tmp_path).code.tokens[:5000].tolist()
+    assert "import " in given.decode(tokens) and max(tokens) > 5000
+
+
+def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match=r"tokenizer\.json: expected a tokenizer, and it cannot be read"):
+        prepare(tmp_path / "data", tokenizer=tmp_path, say=lambda _: None)
+    tiny_tokenizer().backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(InvalidInput, match="expected a tokenizer of longreach-mini"):
+        prepare(tmp_path / "data", tokenizer=tmp_path, say=lambda _: None)
+    assert not (tmp_path / "data").exists()

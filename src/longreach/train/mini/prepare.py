@@ -22,7 +22,7 @@ from longreach.train.mini.config import ModelShape
 from longreach.train.mini.forms import needles
 from longreach.train.mini.keys import KeySource
 from longreach.train.mini.overlap import OverlapIndex
-from longreach.train.mini.tokenizer import save_tokenizer, train_tokenizer
+from longreach.train.mini.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
 
 
 def common_words(texts: list[str], count: int) -> list[str]:
@@ -50,6 +50,7 @@ def prepare(
     haystack: Path | None = None,
     limit_files: int | None = None,
     packages: Sequence[str] = tuple(corpora.PACKAGES),
+    tokenizer: Path | None = None,
     vocab_size: int = ModelShape.vocab_size,
     tokenizer_chars: int = 16_000_000,
     number_repeats: int = 400,
@@ -62,9 +63,16 @@ def prepare(
     haystack stays as it is shipped: other versions of the packages bring another, and the training text is kept apart
     from both.
 
+    tokenizer: folder of an existing one (tokenizer.json) to use, for training a model further that has it; None: train
+    one on the text.
+
+    Raises InvalidInput for a tokenizer that cannot be read or has too many tokens for 16 bits.
+
     Returns:
         the manifest: sources with versions, licences and hashes; characters; tokens; overlap check.
     """
+    if tokenizer is not None:  # before the text is read, which takes minutes
+        found = load_tokenizer(tokenizer)
     held_out = shipped.paragraphs()
     corpus = corpora.build(limit_files, packages, say, held_out)
     if haystack is not None:
@@ -73,13 +81,14 @@ def prepare(
     tasks = list(task_text(words, 2000 if limit_files is None else 50))
     if OverlapIndex(["\n\n".join(corpus.haystack), "\n\n".join(held_out)]).hits("\n".join(tasks)):
         raise LongreachError("a task template shares 64 characters with the haystack; reword it")
-    sample = [*take(corpus.prose, tokenizer_chars * 2 // 3), *take(corpus.code, tokenizer_chars // 3), *tasks]
-    say("training the tokenizer")
-    tokenizer = train_tokenizer(sample, vocab_size, number_repeats)
-    save_tokenizer(tokenizer, folder, ModelShape.max_position_embeddings)
+    if tokenizer is None:
+        sample = [*take(corpus.prose, tokenizer_chars * 2 // 3), *take(corpus.code, tokenizer_chars // 3), *tasks]
+        say("training the tokenizer")
+        found = train_tokenizer(sample, vocab_size, number_repeats)
+    save_tokenizer(found, folder, ModelShape.max_position_embeddings)
     say("turning the text into tokens")
     tokens = {
-        kind: write_tokens(folder / f"{kind}.bin.xz", texts, tokenizer)
+        kind: write_tokens(folder / f"{kind}.bin.xz", texts, found)
         for kind, texts in (("prose", corpus.prose), ("code", corpus.code))
     }
     (folder / "words.json").write_text(json.dumps(words) + "\n")

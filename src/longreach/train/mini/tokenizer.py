@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from longreach.errors import LongreachError
+from longreach.errors import InvalidInput, LongreachError
 from longreach.train.mini.config import BOS, BOS_ID, EOS, EOS_ID, PAD, PAD_ID
 
 # Words keep their leading space, digits come in groups of at most three from the left, line breaks end a piece.
@@ -58,6 +58,25 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, number_repeats: int =
     split = [n for n in number_text(1).split() if tokenizer.token_to_id(n) is None]
     if split:
         raise LongreachError(f"{len(split)} numbers are not one token, such as {split[0]}; raise number_repeats")
+    return tokenizer
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer of a folder. Raises InvalidInput for one that is not there, or has other tokens than the recipe's.
+
+    Training data holds tokens of 16 bits, and the special tokens of longreach-mini.
+    """
+    path = folder / "tokenizer.json"
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises nothing more special
+        raise InvalidInput(f"{path}: expected a tokenizer, and it cannot be read: {error}") from error
+    special = [tokenizer.token_to_id(t) for t in (PAD, BOS, EOS)]
+    if special != [PAD_ID, BOS_ID, EOS_ID] or tokenizer.get_vocab_size() > 1 << 16:
+        raise InvalidInput(
+            f"{path}: expected a tokenizer of longreach-mini: {PAD}, {BOS} and {EOS} as tokens 0, 1 and 2, and at most "
+            f"65536 tokens; got {special} and {tokenizer.get_vocab_size()} tokens"
+        )
     return tokenizer
 
 
