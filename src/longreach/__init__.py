@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 _NAMES = {
     "attach": "longreach.adapters.transformers",
     "load": "longreach.adapters.transformers",
+    "convert": "longreach.adapters.transformers.mka",
     "generate": "longreach.adapters.transformers.loop",
     "Documents": "longreach.adapters.transformers",
     "ChunkPool": "longreach.store",
@@ -40,13 +41,15 @@ _NAMES = {
     "SnapKV": "longreach.methods.snapkv",
     "LongreachError": "longreach.errors",
 }
-__all__ = ["__version__", *_NAMES]
+_ROOMS = ("mka",)  # packages with names of their own for users: longreach.mka.register
+__all__ = ["__version__", *_NAMES, *_ROOMS]
 
 if TYPE_CHECKING:
     from longreach.adapters.transformers import Documents as Documents
     from longreach.adapters.transformers import attach as attach
     from longreach.adapters.transformers import load as load
     from longreach.adapters.transformers.loop import generate as generate
+    from longreach.adapters.transformers.mka import convert as convert
     from longreach.cache import CacheConfig as CacheConfig
     from longreach.errors import LongreachError as LongreachError
     from longreach.methods.block_mka import BlockMKA as BlockMKA
@@ -74,6 +77,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return import_module(f"longreach.{name}")
     if name not in _NAMES:
         raise AttributeError(f"module 'longreach' has no attribute {name!r}; it has: {', '.join(__all__)}")
     return getattr(import_module(_NAMES[name]), name)

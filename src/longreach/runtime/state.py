@@ -33,6 +33,7 @@ class StateStore:
         self._generation = 0  # of states that were dropped
         self._observed: dict[PromptObserver, list[int]] = {}
         self._windows: dict[int, int] = {}  # layer -> its sliding window
+        self._model: SequenceState | None = None
 
     def get(self, method: PromptObserver, call: LayerCall) -> SequenceState | None:
         """The state of `method` for the layer of `call`, made at its first call.
@@ -58,13 +59,32 @@ class StateStore:
             self._states[place] = state
         return self._states[place]
 
+    def of_model(self, make: Callable[[], SequenceState]) -> SequenceState:
+        """The state of the model itself, all layers in one, made by `make` when it is first asked for.
+
+        It changes in every pass, whatever methods attend. So it is part of every snapshot.
+        """
+        if self._model is None:
+            with torch.inference_mode(False):
+                self._model = make()
+        return self._model
+
+    @property
+    def model(self) -> SequenceState | None:
+        """The state of the model itself, if it keeps any."""
+        return self._model
+
     def states(self, methods: Collection[PromptObserver] = (), layer: int | None = None) -> list[SequenceState]:
-        """All states, or those of some methods, or of a layer."""
+        """All states of methods, or those of some methods, or of a layer. Not the model's."""
         return [
             state
             for (method, number), state in self._states.items()
             if state is not None and (not methods or method in methods) and layer in (None, number)
         ]
+
+    def _all(self) -> list[SequenceState]:
+        """All states, the model's included."""
+        return self.states() + ([] if self._model is None else [self._model])
 
     def drop(self, method: PromptObserver, layer: int | None = None) -> None:
         """Forget the state of a method in a layer; None: in all layers, and what it has observed."""
@@ -132,22 +152,22 @@ class StateStore:
     # SequenceState
 
     def reset(self, slots: Tensor) -> None:
-        for state in self.states():
+        for state in self._all():
             state.reset(slots)
         self._unobserve(slots, [0] * len(slots))
 
     def check_truncate(self, slots: Tensor, lengths: Tensor) -> None:
-        for state in self.states():
+        for state in self._all():
             state.check_truncate(slots, lengths)
 
     def truncate(self, slots: Tensor, lengths: Tensor) -> None:
-        for state in self.states():
+        for state in self._all():
             state.truncate(slots, lengths)
         self._unobserve(slots, lengths.tolist() if self._observed else [])
 
     def overwrite(self, slots: Tensor, lengths: Tensor) -> None:
         """State of sequences is cut, and the rest counts as not observed. State of tokens follows in `written`."""
-        for state in self.states():
+        for state in self._all():
             state.overwrite(slots, lengths)
         cut = [method for method in self._observed if method.keeps == "sequences"]
         self._unobserve(slots, lengths.tolist() if cut else [], cut)
@@ -183,8 +203,12 @@ class StateStore:
             state.kept(layer, view)
 
     def snapshot(self, methods: Collection[PromptObserver] = ()) -> Callable[[], None]:
-        """Copy state that truncation cannot restore; the result restores it. methods: of these only, () for all."""
-        restores = [state.snapshot() for state in self.states(methods)]
+        """Copy state that truncation cannot restore; the result restores it.
+
+        methods: of these only and of the model, () for all.
+        """
+        each = self.states(methods) + ([] if self._model is None else [self._model])
+        restores = [state.snapshot() for state in each]
 
         def restore() -> None:
             for one in restores:
@@ -194,11 +218,11 @@ class StateStore:
 
     @property
     def generation(self) -> int:
-        return self._generation + sum(state.generation for state in self.states())
+        return self._generation + sum(state.generation for state in self._all())
 
     @property
     def nbytes(self) -> int:
-        return sum(state.nbytes for state in self.states())
+        return sum(state.nbytes for state in self._all())
 
 
 def _check_blocks(method: PromptObserver, state: SequenceState | None, kv: KVView) -> None:

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging
 
 from longreach.adapters.transformers.checks import shape_of_config
+from longreach.adapters.transformers.mka.families import PREFIX, register
 from longreach.adapters.transformers.oom import out_of_memory
 from longreach.errors import InvalidInput, ModelFileError, OutOfMemory
 from longreach.methods.call import ModelShape
@@ -36,6 +37,7 @@ def model_path(model: str | Path) -> Path:
 def shape_at(model: str | Path) -> ModelShape:
     """The shape of a model directory, or of "mini", from its configuration alone. Raises ModelFileError."""
     path = model_path(model)
+    _register(path)
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         return shape_of_config(config.get_text_config(decoder=True))
@@ -43,6 +45,16 @@ def shape_at(model: str | Path) -> ModelShape:
         raise ModelFileError(
             f"{path}: its config.json could not be read; fetch the model again ({type(error).__name__}: {error})"
         ) from error
+
+
+def _register(path: Path) -> None:
+    """Let transformers load the directory of a model with MKA's layers. A broken config.json is reported later."""
+    try:
+        kind = str(json.loads((path / "config.json").read_text(encoding="utf-8"))["model_type"])
+    except (ValueError, KeyError, TypeError):
+        return
+    if kind.startswith(PREFIX):
+        register()
 
 
 def _check_weights(path: Path) -> None:
@@ -137,6 +149,7 @@ def load(model: str | Path, *, device: str = "cpu", dtype: torch.dtype | None = 
     """
     path = model_path(model)
     place = device_of(device)
+    _register(path)
     _check_weights(path)
     _check_generation(path)
     wanted = dtype if dtype is not None else (torch.float32 if place.type == "cpu" else "auto")

@@ -18,13 +18,14 @@ from longreach.errors import CalledOutside
 from longreach.methods.call import ModelShape
 from longreach.ops import HeadShard, KVView, RotaryFrequencies
 from longreach.ops.types import RowRange
-from longreach.runtime import Pass
+from longreach.runtime import Pass, StateStore
 
 
 class PassCache(Protocol):
     """A cache as a pass uses it. columns: those it holds, padding included; seen: those reported to the model."""
 
     kv: KVCache
+    states: StateStore
     columns: int
 
     @property
@@ -151,6 +152,11 @@ def entered(step: Step) -> Iterator[None]:
         yield
     finally:
         _STEP.reset(token)
+
+
+def running() -> Step | None:
+    """The step of the forward pass we are in; None outside one of an attached model."""
+    return _STEP.get()
 
 
 def current() -> Step:

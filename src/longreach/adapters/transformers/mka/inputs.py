@@ -1,0 +1,97 @@
+"""The tokens of a pass of a model under plain transformers: a hook on the decoder finds them, layers get them."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from longreach.adapters.transformers.attach import MARK
+from longreach.adapters.transformers.mka.attention import TOKENS, MemoryAttention
+from longreach.adapters.transformers.mka.cache_layers import counts_in
+from longreach.adapters.transformers.rotary import attention_modules
+from longreach.errors import InvalidInput, Unsupported
+from longreach.mka.tokens import Tokens
+
+
+def add_hook(decoder: nn.Module) -> None:
+    """Let the decoder's passes describe their tokens to its layers."""
+    remove_hook(decoder)
+    decoder.register_forward_pre_hook(describe_tokens, with_kwargs=True)
+
+
+def remove_hook(decoder: nn.Module) -> None:
+    """Undo `add_hook`, also in a copy of the decoder."""
+    for key in [k for k, hook in decoder._forward_pre_hooks.items() if hook is describe_tokens]:
+        del decoder._forward_pre_hooks[key]
+        decoder._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+def describe_tokens(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Pass Tokens to the layers as a keyword, and positions of real tokens where a mask has padding and none came.
+
+    A keyword, as gradient checkpointing repeats layers after other passes. In a longreach session the step knows.
+    """
+    if MARK in decoder.__dict__:
+        return None
+    given = {**dict(zip(_names(type(decoder).forward), args, strict=False)), **kwargs}
+    ids = given.get("input_ids")
+    ids = given.get("inputs_embeds") if ids is None else ids
+    if not isinstance(ids, Tensor) or ids.dim() < 2 or not ids.shape[1]:
+        raise InvalidInput("expected input_ids [B, T] or inputs_embeds [B, T, width] with at least one token")
+    batch, length = ids.shape[:2]
+    past, columns = _past(decoder, given.get("past_key_values"), batch)
+    mask = _mask(given.get("attention_mask"), batch, length, past, columns)
+    positions = given.get("position_ids")
+    if positions is not None and (not isinstance(positions, Tensor) or positions.dim() != 2):
+        raise Unsupported(f"position_ids: MKA takes positions [1 or B, T], got {_kind(positions)}")
+    tokens = Tokens.of((batch, length), ids.device, mask=mask, position_ids=positions, past=past)
+    if positions is None and mask is not None and (past is not None or tokens.real is not None):
+        new = torch.ones((batch, length), dtype=torch.int64, device=ids.device)
+        new = new.cumsum(1) if tokens.real is None else tokens.real.long().cumsum(1)
+        given["position_ids"] = ((0 if past is None else past[:, None]) + new - 1).clamp(min=0)
+    return (), {**given, TOKENS: tokens}
+
+
+@functools.cache
+def _names(forward: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(forward).parameters)[1:]
+
+
+def _past(decoder: nn.Module, cache: Any, batch: int) -> tuple[Tensor | None, int]:
+    """Real tokens of each row in the cache [B], and its columns; None for an empty one."""
+    columns = 0 if cache is None else int(cache.get_seq_length())
+    if not columns:
+        return None, 0
+    first = next(m for m in attention_modules(decoder) if isinstance(m, MemoryAttention))
+    past = counts_in(cache, int(first.layer_idx))  # type: ignore[call-overload]
+    if len(past) != batch:
+        raise InvalidInput(f"past_key_values holds {len(past)} sequences, the input has {batch}")
+    return past, columns
+
+
+def _mask(mask: Any, batch: int, length: int, past: Tensor | None, columns: int) -> Tensor | None:
+    """The padding mask of the new tokens, checked against the cache's."""
+    if mask is None:
+        if past is not None and not bool((past == columns).all()):
+            raise InvalidInput("attention_mask: left out, but the cache was filled with padding; pass the whole mask")
+        return None
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        raise Unsupported(
+            f"attention_mask: MKA takes 2-D padding masks [B, T], got {_kind(mask)}, which does not say what tokens a "
+            f"sequence has; a static cache brings such a mask too: use the dynamic cache"
+        )
+    if tuple(mask.shape) != (batch, columns + length):
+        of = f" ({columns} columns of the cache, {length} new)" if columns else ""
+        raise InvalidInput(f"attention_mask: expected [{batch}, {columns + length}]{of}, got {list(mask.shape)}")
+    if past is not None and not torch.equal(mask[:, :columns].to(past.device).bool().sum(1), past):
+        raise InvalidInput("attention_mask: it masks other past columns than when they were cached")
+    return mask[:, columns:]
+
+
+def _kind(x: Any) -> str:
+    return str(list(x.shape)) if isinstance(x, Tensor) else type(x).__name__

@@ -1,0 +1,124 @@
+"""Where FastMKA's memory of earlier tokens lies: in a cache of plain transformers, or beside longreach's own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from longreach.adapters.transformers.mka.cache_layers import Held, MemoryLayer, layer_of, memory_before
+from longreach.adapters.transformers.step import Step
+from longreach.cache.mix_state import MixState, Turn
+from longreach.errors import InvalidInput
+from longreach.mka.config import MKAConfig
+from longreach.mka.fast import FastMemory
+from longreach.mka.tokens import Tokens
+from longreach.ops.types import accumulator
+
+
+class Memory(Protocol):
+    """The memory of one layer in one pass."""
+
+    def before(self, k: Tensor) -> FastMemory:
+        """The memory before the pass. k: [R, G, D], the layer's new keys."""
+
+    def after(self, memory: FastMemory) -> None:
+        """Keep the memory after the pass."""
+
+
+@dataclass
+class PassMemory:
+    """Under plain transformers: in the layer of a DynamicCache, or nowhere for a pass without one."""
+
+    config: MKAConfig
+    number: int
+    tokens: Tokens
+    layer: MemoryLayer | None
+
+    @classmethod
+    def of(cls, config: MKAConfig, number: int, tokens: Tokens, cache: Any) -> PassMemory:
+        """cache: of the pass, or None. Raises Unsupported, InvalidInput."""
+        if cache is None and not tokens.fresh:
+            raise InvalidInput(
+                "past_key_values: layers do not get the cache of this pass (gradient checkpointing drops it); call the "
+                "model without past_key_values, or in eval mode"
+            )
+        return cls(config, number, tokens, None if cache is None else layer_of(cache, number))
+
+    def before(self, k: Tensor) -> FastMemory:
+        tokens = self.tokens
+        units = -(-tokens.longest // self.config.block)
+        fresh = FastMemory.empty(self.config, tokens.sequences, units, k.shape[1], k.shape[2], k.dtype, k.device)
+        return fresh if self.layer is None else memory_before(self.layer, self.number, self.config, tokens, fresh)
+
+    def after(self, memory: FastMemory) -> None:
+        layer, tokens = self.layer, self.tokens
+        if layer is None:
+            return
+        rows, length = tokens.shape
+        past = 0 if layer.held is None or tokens.fresh else layer.held.count
+        count = torch.full((rows,), length, device=tokens.seq.device) if tokens.real is None else tokens.real.sum(1)
+        kept = memory if tokens.sequences == rows else None  # packed documents: none of them can be continued
+        layer.held = Held(self.config, layer.get_seq_length() + length, past + count, kept)
+
+
+@dataclass
+class StepMemory:
+    """In a longreach session: in the StateStore of the pass's cache, by slot; nowhere for a pass without one."""
+
+    config: MKAConfig
+    number: int
+    step: Step
+    turn: Turn | None = None
+
+    def before(self, k: Tensor) -> FastMemory:
+        config, step, heads, dim = self.config, self.step, k.shape[1], k.shape[2]
+        if step.cache is None:
+            units = -(-max(step.append.counts) // config.block)
+            return FastMemory.empty(config, len(step.append.counts), units, heads, dim, k.dtype, k.device)
+        state, append = self._state(), step.append
+        key = "turn of FastMKA"
+        if key not in step.layers.shared:
+            step.layers.shared[key] = state.begin(append.slots, append.seq, append.pos)
+        self.turn = step.layers.shared[key]
+        units = -(-_room(step, self.number) // config.block)
+        wide = accumulator(k.dtype)
+        return FastMemory(
+            *state.read(self.number, append.slots, append.host_slots, self.turn, heads, 2 * dim, units, wide)
+        )
+
+    def after(self, memory: FastMemory) -> None:
+        step = self.step
+        if self.turn is not None:
+            rows = step.append.seq, step.append.pos, step.append.counts
+            self._state().write(self.number, step.append.slots, self.turn, *rows, memory.carry, memory.sums)
+
+    def _state(self) -> MixState:
+        assert self.step.cache is not None
+        store, starts = self.step.cache.states, self.step.append.starts
+        if store.model is None and any(starts or ()):
+            raise InvalidInput(
+                f"the cache holds {max(starts or ())} tokens of which this model keeps no state; start with an empty "
+                f"one"
+            )
+        config, device = self.config, self.step.append.slots.device
+        block = config.block if 3 in config.tiers else None
+        state = store.of_model(lambda: MixState(store.slots, device, means=2 in config.tiers, block=block))
+        assert isinstance(state, MixState)
+        return state
+
+
+def tokens_of(step: Step) -> Tokens:
+    """The tokens of a pass of a session. `longest` counts those of the pass alone."""
+    append = step.append
+    fresh = step.cache is None or (append.starts is not None and not any(append.starts))
+    return Tokens(append.seq, append.pos, append.counts, max(append.counts), step.shape, step.real, fresh)
+
+
+def _room(step: Step, layer: int) -> int:
+    """Tokens that a sequence of the pass may have before its memory moves."""
+    assert step.cache is not None
+    layout, table = step.cache.kv.layouts[layer], step.append.at(layer).table
+    return table.shape[1] * layout.pages.size + max(layout.dropped[slot] for slot in step.append.host_slots)
