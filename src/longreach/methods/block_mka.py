@@ -145,11 +145,12 @@ class BlockMKA(AttentionMethod):
         return self.dense_layers
 
     def workspace_bytes(self, model: ModelShape, rows: int, capacity: int, dtype: torch.dtype) -> int:
-        width, size = code_width(self.recall, model.head_dim, self.bits), dtype.itemsize
-        codes = 0 if self.recall == "summary" else rows * model.query_heads * width * size
-        scores = 4 * rows * model.query_heads * (capacity // self.block)
-        listed = 2 * min(self.blocks, capacity // self.block) + self.window // self.block + 3
-        return codes + scores + 4 * rows * model.kv_heads * listed
+        units, pooled = capacity // self.block, self.recall != "summary"
+        codes = rows * model.query_heads * code_width(self.recall, model.head_dim, self.bits) * dtype.itemsize * pooled
+        scores = 4 * rows * (model.kv_heads if pooled else model.query_heads) * units
+        outputs = 4 * rows * model.query_heads * (model.head_dim + 1)  # made when codes and scores are gone
+        lists = 4 * rows * model.kv_heads * (2 * min(self.blocks, units) + self.window // self.block + 3)
+        return lists + max(0, codes + scores - outputs)
 
     def _windows(self, pos: Tensor) -> Windows:
         block, before = self.block, self.window // self.block
@@ -170,7 +171,8 @@ class BlockMKA(AttentionMethod):
         call.read_bytes(call.once((self, "bytes"), lambda: stop * state.bytes_of_block))
         places = call.once((self, "places"), lambda: code_places(call.kv, self.block))
         view = code_view(call.kv, state["codes"], self.block, places)
-        rows = Rows(state.code.of_rows(call.rows.q, call.rows.pos), call.rows.seq, call.rows.pos, call.rows.runs)
+        q = call.op("code_rows", state.code)
+        rows = Rows(q, call.rows.seq, call.rows.pos, call.rows.runs)
         count = min(self.blocks, view.capacity)
         index, used = call.op("recall", None, stop, rows=rows, kv=view, count=count, pool=state.code.pool)
         if call.phase == "prefill":  # where rows of a tile share the keys of their windows, as a span
@@ -180,8 +182,8 @@ class BlockMKA(AttentionMethod):
 
 
 class Windows(NamedTuple):
-    """The windows of rows. stop: int64 [R], the number of blocks before. span: keys of the window. lists: its blocks; no
-    entry is spare where there are blocks before. completed: keys of the block that a row is the last key of."""
+    """The windows of rows. stop: int64 [R], the number of blocks before. span: keys of the window. lists: its blocks;
+    no entry is spare where there are blocks before. completed: keys of the block that a row is the last key of."""
 
     stop: Tensor
     span: Spans

@@ -22,6 +22,7 @@ OPS = {
     "attend_with_logits": "longreach.ops.attend:WITH_LOGITS",
     "bound_and_score": "longreach.ops.block_bounds:BOUND_AND_SCORE",
     "code_completed": "longreach.ops.recall:CODE_COMPLETED",
+    "code_rows": "longreach.ops.recall:CODE_ROWS",
     "draw": "longreach.ops.sample:DRAW",
     "largest_log_prob": "longreach.ops.across_heads:LARGEST_LOG_PROB",
     "match": "longreach.ops.match:MATCH",

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from longreach.errors import InvalidInput, UnknownName, Unsupported
 from longreach.ops import BlockCode, KVView, RotaryFrequencies, Rows
-from longreach.ops.recall import code_blocks, code_completed, code_view, planes_of
+from longreach.ops.recall import code_blocks, code_completed, code_rows, code_view, planes_of
 from longreach.testing.inputs import random_kv, random_rows
 from tests.ops.attend.kernels import HALF, here
 from tests.ops.recall.cases import blocks_held, code_of, keys_of_block
 from tests.ops.test_rope import frequencies
 
-impls = pytest.mark.parametrize("impl", ["reference"])
+impls = pytest.mark.parametrize("impl", ["reference", "triton"])
 LENGTHS = [40, 0, 3, 65]
 PAGES = [(None, 4), (None, 5), (8, 4), (4, 4), (3, 6), (16, 4), (2, 8)]  # (page, keys of a block)
 
@@ -102,6 +102,28 @@ def test_rows_write_the_blocks_that_they_complete(impl: str, kind: Any, page: in
     again = empty_codes(kv, code, per)
     code_completed(replace(here(rows), pos=here(pos * 0)), here(kv), again, code, per, slot=here(pos), impl=impl)
     assert torch.equal(again.nan_to_num(9.0), codes.nan_to_num(9.0))
+
+
+@pytest.mark.covering
+@impls
+@pytest.mark.parametrize("kind", ["summary", "bounds", "hash"])
+@pytest.mark.parametrize(("layout", "rotary"), [("half", 24), ("interleaved", 16)])
+@pytest.mark.parametrize("dtype", [HALF, torch.float32])
+@pytest.mark.parametrize("rows", [0, 1, 7])
+def test_codes_of_rows(impl: str, kind: Any, layout: Any, rotary: int, dtype: torch.dtype, rows: int) -> None:
+    code = code_named(kind, 24, layout, rotary)
+    q = torch.randn(rows, 24, 6).to(dtype).transpose(1, 2)  # any strides
+    pos = torch.randint(0, 100_000, (rows,), dtype=torch.int32)
+    got = code_rows(here(Rows(q, pos * 0, pos)), code, impl=impl)
+    assert got.dtype == dtype and got.shape == (rows, 6, code.width(24))
+    assert torch.equal(got, code.of_rows(here(q), here(pos)))
+
+
+def test_codes_of_rows_that_do_not_fit() -> None:
+    rows = Rows(torch.randn(1, 2, 8), torch.zeros(1).long(), torch.zeros(1).long())
+    for given, message in (((None, BlockCode("bounds")), "rows: expected Rows"), ((rows, "hash"), "code: expected a")):
+        with pytest.raises(InvalidInput, match=message):
+            code_rows(*given)  # type: ignore[arg-type]
 
 
 @impls

@@ -29,6 +29,35 @@ with patch.object(triton, "refuse", lambda *a: None), patch.object(triton.Tuning
         recall(rows, blocks, start, blocks.seq_lens[seq], count=count, scale=0.1, pool=pool, impl="triton")
 print(json.dumps([[m.metadata.name, m.metadata.shared, "cubin" in m.asm] for m in made]))
 """
+CODE = """
+import json, sys
+from unittest.mock import patch
+import torch
+from longreach.ops import BlockCode, RotaryFrequencies, RowRange, Rows
+from longreach.ops.recall import code_blocks, code_completed, code_rows, planes_of, triton_code_kernels, triton_codes
+from longreach.testing.compile import compiling
+from longreach.testing.inputs import random_kv
+
+kind, dim, rotary, layout, dtype, page, per = json.loads(sys.argv[1])
+with patch.object(triton_codes, "refuse", lambda *a: None):
+    kv = random_kv([300, 256], heads=2, dim=dim, page=page, dtype=getattr(torch, dtype))
+    code = BlockCode(kind, RotaryFrequencies(torch.ones(rotary // 2), layout), planes_of(dim, 128, 0))
+    codes = torch.zeros(*kv.k.shape[:2], -(-kv.page // per), code.width(dim), dtype=kv.k.dtype)
+    seq = torch.arange(2)
+    rows = Rows(torch.zeros(2, 8, dim, dtype=kv.k.dtype), seq, seq)
+    with compiling(triton_code_kernels, "code", "code_query") as made:
+        code_blocks(kv, codes, code, seq, seq, per, impl="triton")
+        code_completed(rows, kv, codes, code, per, impl="triton")
+        code_rows(rows, code, impl="triton")
+print(json.dumps([[m.metadata.name, m.metadata.shared, "cubin" in m.asm] for m in made]))
+"""
+CODES = [
+    ("summary", 128, 128, "half", "bfloat16", None, 64),
+    ("hash", 128, 64, "interleaved", "bfloat16", 64, 64),
+    ("bounds", 128, 128, "half", "bfloat16", 16, 64),
+    ("hash", 72, 72, "half", "float32", None, 5),
+    ("summary", 256, 64, "half", "float16", 32, 16),
+]
 CASES = [
     (128, 4, "bfloat16", None, 8, "softmax", False),
     (128, 4, "bfloat16", 1, 8, "softmax", True),
@@ -43,4 +72,11 @@ CASES = [
 def test_compiles_for_an_h200(case: tuple[object, ...]) -> None:
     kernels = printed(COMPILE, json.dumps(case))
     assert [name for name, _, _ in kernels] == ["score", "choose"]
+    assert all(shared <= SHARED_MEMORY and cubin for _, shared, cubin in kernels), kernels
+
+
+@pytest.mark.parametrize(("case",), swept([(case,) for case in CODES], 3))
+def test_codes_compile_for_an_h200(case: tuple[object, ...]) -> None:
+    kernels = printed(CODE, json.dumps(case))
+    assert [name for name, _, _ in kernels] == ["code", "code", *["code_query"] * (case[0] != "summary")]
     assert all(shared <= SHARED_MEMORY and cubin for _, shared, cubin in kernels), kernels

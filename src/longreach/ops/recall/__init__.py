@@ -2,12 +2,14 @@
 
 from longreach.ops.recall.api import (
     CODE_COMPLETED,
+    CODE_ROWS,
     CODING,
     IMPLEMENTATIONS,
     RECALL,
     code_blocks,
     code_completed,
     code_places,
+    code_rows,
     code_view,
     recall,
 )
@@ -15,6 +17,7 @@ from longreach.ops.recall.codes import KINDS, BlockCode, Kind, Pool, check_bits,
 
 __all__ = [
     "CODE_COMPLETED",
+    "CODE_ROWS",
     "CODING",
     "IMPLEMENTATIONS",
     "KINDS",
@@ -26,6 +29,7 @@ __all__ = [
     "code_blocks",
     "code_completed",
     "code_places",
+    "code_rows",
     "code_view",
     "code_width",
     "planes_of",

@@ -26,7 +26,17 @@ POOLS = get_args(Pool)
 IMPLEMENTATIONS = Implementations(
     "recall", {"reference": "longreach.ops.recall.reference:recall", "triton": "longreach.ops.recall.triton:recall"}
 )
-CODING = Implementations("code_blocks", {"reference": "longreach.ops.recall.reference:code_blocks"})
+CODING = Implementations(
+    "code_blocks",
+    {
+        "reference": "longreach.ops.recall.reference:code_blocks",
+        "triton": "longreach.ops.recall.triton_codes:code_blocks",
+    },
+)
+QUERIES = Implementations(
+    "code_rows",
+    {"reference": "longreach.ops.recall.reference:code_rows", "triton": "longreach.ops.recall.triton_codes:code_rows"},
+)
 
 
 def recall(
@@ -126,6 +136,24 @@ def code_completed(
 
 
 CODE_COMPLETED = Op(code_completed, CODING)  # callers count its reads, the same in all layers
+
+
+def code_rows(rows: Rows, code: BlockCode, *, impl: str = "auto") -> Tensor:
+    """Codes of the rows' queries, [R, H, F], as `BlockCode.of_rows`; of few rows in one kernel on a GPU.
+
+    No gradient flows through the result, but where it is the queries (summary).
+    """
+    require(isinstance(rows, Rows), lambda: f"rows: expected Rows, got {describe(rows)}")
+    require(isinstance(code, BlockCode), lambda: f"code: expected a BlockCode, got {describe(code)}")
+    code.width(rows.q.shape[2])
+    if code.kind == "summary":
+        return rows.q
+    with torch.no_grad():
+        found: Tensor = QUERIES.get(impl, rows.q.device, rows)(rows.q, rows.pos, code)
+    return found
+
+
+CODE_ROWS = Op(code_rows, QUERIES, ("rows",))
 
 
 def code_places(kv: KVView, per: int) -> tuple[Tensor, Tensor | None]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from longreach.ops.directions import directions
-from longreach.ops.rope import RotaryFrequencies
+from longreach.ops.rope import RotaryFrequencies, angles
 from longreach.ops.types import FLOATS, INTS, accumulator, describe, require
 
 Kind = Literal["summary", "bounds", "hash"]
@@ -65,6 +65,7 @@ class BlockCode:
     kind: Kind
     frequencies: RotaryFrequencies | None = None
     planes: Tensor | None = None
+    _turns: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         require(self.kind in KINDS, lambda: f"kind: expected one of {', '.join(KINDS)}, got {self.kind!r}")
@@ -111,6 +112,15 @@ class BlockCode:
         if self.kind == "summary":
             return mean.to(k.dtype)
         return self._signs(mean, first.double() + middle).to(k.dtype)
+
+    def turns(self, size: int) -> tuple[Tensor, Tensor]:
+        """(cos, sin) fp32 [size, rotary/2], by which the keys of a block of `size` are rotated to its middle; kept."""
+        if size not in self._turns:
+            inv_freq = self._frequencies.inv_freq
+            offset = (size - 1) / 2 - torch.arange(size, device=inv_freq.device, dtype=torch.float64)
+            with torch.inference_mode(False):  # they outlive the mode this pass runs in
+                self._turns[size] = tuple(x.contiguous() for x in angles(offset, inv_freq))  # type: ignore[assignment]
+        return self._turns[size]
 
     def of_rows(self, q: Tensor, pos: Tensor) -> Tensor:
         """Codes of queries: float [R, H, F], of the dtype of q. q: [R, H, D] after rotation; pos: int [R]."""

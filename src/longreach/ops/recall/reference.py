@@ -57,6 +57,10 @@ def _highest(scores: Tensor, allowed: Tensor, used: Tensor) -> Tensor:
     return over | (tied & (after <= left[..., None]))
 
 
+def code_rows(q: Tensor, pos: Tensor, code: BlockCode) -> Tensor:
+    return code.of_rows(q, pos)
+
+
 def code_blocks(
     kv: KVView, codes: Tensor, code: BlockCode, seq: Tensor, block: Tensor, per: int, *, in_slots: bool
 ) -> None:
