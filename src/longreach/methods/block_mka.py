@@ -149,8 +149,9 @@ class BlockMKA(AttentionMethod):
         codes = rows * model.query_heads * code_width(self.recall, model.head_dim, self.bits) * dtype.itemsize * pooled
         scores = 4 * rows * (model.kv_heads if pooled else model.query_heads) * units
         outputs = 4 * rows * model.query_heads * (model.head_dim + 1)  # made when codes and scores are gone
-        lists = 4 * rows * model.kv_heads * (2 * min(self.blocks, units) + self.window // self.block + 3)
-        return lists + max(0, codes + scores - outputs)
+        listed = 4 * rows * model.kv_heads * (min(self.blocks, units) + 1)
+        near = 4 * rows * model.kv_heads * (self.window // self.block + 1)
+        return near + listed + max(0, codes + scores - outputs)
 
     def _windows(self, pos: Tensor) -> Windows:
         block, before = self.block, self.window // self.block
