@@ -19,7 +19,8 @@ RANKS = (
     {"runtime"},
     {"adapters"},
     {"tasks", "records"},
-    {"evals", "bench", "train"},
+    {"evals", "bench"},
+    {"train"},
     {"cli"},
     {"testing"},
 )

@@ -1,0 +1,119 @@
+"""A model folder that training writes: the model as transformers reads it, a record, a journal, the state to resume."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from longreach.errors import InvalidInput, LongreachError, ModelFileError
+
+CONVERSION = "conversion.json"  # how a model was converted, and its distance from the original then
+RECORD = "training.json"
+JOURNAL = "training.jsonl"
+STATE = "training-state.safetensors"
+PART = ".part"
+
+
+def save_model(model: Any, tokenizer: Any, folder: Path, dtype: torch.dtype) -> None:
+    """Write a model directory with weights of this dtype. Each file is replaced at once, the weights last."""
+    part = folder / PART
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    before = model.config.dtype
+    try:
+        model.config.dtype = dtype
+        model.save_pretrained(part, state_dict=_cast(model.state_dict(), dtype))
+    finally:
+        model.config.dtype = before
+    tokenizer.save_pretrained(part)
+    for file in sorted(part.iterdir(), key=lambda f: f.suffix == ".safetensors"):
+        os.replace(file, folder / file.name)
+    part.rmdir()
+
+
+def _cast(state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Weights in another dtype, but for random projections of hashes. Tied ones stay one tensor."""
+    cast = dict[tuple[int, torch.Size], Tensor]()
+    found = dict[str, Tensor]()
+    for name, x in state.items():
+        if not x.is_floating_point() or name.endswith(".planes"):
+            found[name] = x
+        else:
+            found[name] = cast.setdefault((x.data_ptr(), x.shape), x.detach().to(dtype))
+    return found
+
+
+def replace(path: Path, content: bytes) -> None:
+    """Write a file at once: whoever is killed while writing leaves the old one."""
+    part = path.with_name(path.name + PART)
+    part.write_bytes(content)
+    os.replace(part, path)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """A file of JSON, written at once."""
+    replace(path, (json.dumps(value, indent=1) + "\n").encode())
+
+
+def free_folder(folder: Path) -> None:
+    """Raise InvalidInput unless a new model may be written to `folder`: it is missing or empty, and can be made."""
+    try:
+        if (folder / STATE).is_file():
+            raise InvalidInput(f"{folder} holds an unfinished training; continue it with --resume, or remove it")
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise InvalidInput(f"{folder} exists and holds something; choose another --out, or remove it")
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidInput(f"cannot write to {folder}: {error.strerror}; choose another --out") from error
+
+
+def save_state(folder: Path, tensors: Mapping[str, Tensor], progress: Mapping[str, Any]) -> None:
+    """Write what training continues from, at once."""
+    held = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
+    save_file(held, folder / (STATE + PART), metadata={"training": json.dumps(progress)})
+    os.replace(folder / (STATE + PART), folder / STATE)
+
+
+def load_state(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What `save_state` wrote. Raises InvalidInput, or ModelFileError for a broken file."""
+    path = folder / STATE
+    if not path.is_file():
+        done = " (its training is complete)" if (folder / RECORD).is_file() else ""
+        raise InvalidInput(f"{folder} has no {STATE} to resume from{done}; leave out --resume, or choose another --out")
+    try:
+        with safe_open(path, framework="pt") as file:
+            progress = json.loads((file.metadata() or {})["training"])
+            return {name: file.get_tensor(name) for name in file.keys()}, progress  # noqa: SIM118 - no mapping
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        raise ModelFileError(f"cannot read {path} ({error}); start again in another folder") from error
+
+
+class Steps:
+    """The journal of training: a line of JSON for each step.
+
+    first: the step that is written next; lines of later ones, from after the last checkpoint, are dropped.
+    """
+
+    def __init__(self, path: Path | None, first: int):
+        self._path = path
+        if path is not None:
+            lines = path.read_bytes().splitlines(keepends=True) if first and path.is_file() else []
+            replace(path, b"".join(lines[:first]))
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Add a step's line."""
+        if self._path is not None:
+            try:
+                with self._path.open("a") as stream:
+                    stream.write(json.dumps(line) + "\n")
+            except OSError as error:
+                raise LongreachError(f"cannot write {self._path} ({error}); free some space, then --resume") from error
