@@ -8,7 +8,7 @@ from longreach.adapters.transformers import LongreachCache
 from longreach.cache import Append
 from longreach.methods.base import AttentionMethod
 from longreach.methods.call import LayerCall, ModelShape
-from longreach.ops import Rows
+from longreach.ops import RotaryFrequencies, Rows
 
 
 @torch.no_grad()
@@ -42,9 +42,15 @@ def note_layer(
     q = view.k.new_zeros((cache.batch, model.query_heads, model.head_dim))
     rows = Rows(q, sequences, view.seq_lens - 1)  # the last token of each sequence
     call = LayerCall(
-        layer, rows, view, step.slots, model.head_dim**-0.5, model=model, impl=impl, phase="prefill"
+        layer, rows, view, step.slots, model.head_dim**-0.5, model=model, impl=impl, phase="prefill",
+        frequencies=lambda: _frequencies(model.head_dim, view.k.device),
     )  # fmt: skip
     state = cache.states.get(method, call)
     if state is not None:
         state.kept(layer, view)
         method.observe_prompt(call, state)
+
+
+def _frequencies(dim: int, device: torch.device) -> RotaryFrequencies:
+    """Those of a rotation of base 10,000, whatever the model's are: what a step costs does not depend on them."""
+    return RotaryFrequencies(10_000.0 ** -(torch.arange(dim // 2, device=device) / (dim // 2)))
