@@ -15,7 +15,7 @@ from longreach.errors import LongreachError, MeasurementFailed
 
 VERBS = ("demo", "run", "compare", "eval", "perplexity", "dialogue", "generation", "attention", "fusion",
          "sampling", "report",
-         "store", "calibrate", "plan", "methods", "bench", "env", "train")  # fmt: skip
+         "store", "calibrate", "plan", "methods", "mka", "bench", "env", "train")  # fmt: skip
 
 CODES = (
     "exit codes: 0: done; 1: `bench check`, `store verify` or `plan verify` found faults; 2: wrong usage or input;\n"

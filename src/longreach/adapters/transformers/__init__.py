@@ -29,6 +29,7 @@ from longreach.adapters.transformers.prompt_tokens import (
     stop_tokens,
 )
 from longreach.adapters.transformers.residual_hooks import residuals
+from longreach.adapters.transformers.save import save
 
 __all__ = [
     "BETWEEN",
@@ -72,6 +73,7 @@ __all__ = [
     "prompts",
     "read_fused",
     "residuals",
+    "save",
     "shape_at",
     "shape_of",
     "share",

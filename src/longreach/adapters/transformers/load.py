@@ -127,7 +127,7 @@ def device_of(device: str) -> torch.device:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Hides transformers' progress bars and reports; problems in them are checked and raised by us."""
     bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
@@ -156,7 +156,7 @@ def load(model: str | Path, *, device: str = "cpu", dtype: torch.dtype | None = 
     part = "config and weights"
     auto: Any = AutoModelForCausalLM  # typed as if it returned only the model
     try:
-        with _quiet():
+        with quiet():
             loaded, found = auto.from_pretrained(
                 path, dtype=wanted, local_files_only=True, trust_remote_code=False,
                 ignore_mismatched_sizes=True, output_loading_info=True,

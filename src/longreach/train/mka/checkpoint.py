@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -21,35 +19,6 @@ RECORD = "training.json"
 JOURNAL = "training.jsonl"
 STATE = "training-state.safetensors"
 PART = ".part"
-
-
-def save_model(model: Any, tokenizer: Any, folder: Path, dtype: torch.dtype) -> None:
-    """Write a model directory with weights of this dtype. Each file is replaced at once, the weights last."""
-    part = folder / PART
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    before = model.config.dtype
-    try:
-        model.config.dtype = dtype
-        model.save_pretrained(part, state_dict=_cast(model.state_dict(), dtype))
-    finally:
-        model.config.dtype = before
-    tokenizer.save_pretrained(part)
-    for file in sorted(part.iterdir(), key=lambda f: f.suffix == ".safetensors"):
-        os.replace(file, folder / file.name)
-    part.rmdir()
-
-
-def _cast(state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Weights in another dtype, but for random projections of hashes. Tied ones stay one tensor."""
-    cast = dict[tuple[int, torch.Size], Tensor]()
-    found = dict[str, Tensor]()
-    for name, x in state.items():
-        if not x.is_floating_point() or name.endswith(".planes"):
-            found[name] = x
-        else:
-            found[name] = cast.setdefault((x.data_ptr(), x.shape), x.detach().to(dtype))
-    return found
 
 
 def replace(path: Path, content: bytes) -> None:
@@ -64,13 +33,22 @@ def write_json(path: Path, value: Any) -> None:
     replace(path, (json.dumps(value, indent=1) + "\n").encode())
 
 
-def free_folder(folder: Path) -> None:
-    """Raise InvalidInput unless a new model may be written to `folder`: it is missing or empty, and can be made."""
+def check_free(folder: Path) -> None:
+    """Raise InvalidInput unless a new model may be written to `folder`: it is missing or empty."""
+    if (folder / STATE).is_file():
+        raise InvalidInput(f"{folder} holds an unfinished training; continue it with --resume, or remove it")
     try:
-        if (folder / STATE).is_file():
-            raise InvalidInput(f"{folder} holds an unfinished training; continue it with --resume, or remove it")
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise InvalidInput(f"{folder} exists and holds something; choose another --out, or remove it")
+        taken = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+    except OSError as error:
+        raise InvalidInput(f"cannot read {folder}: {error.strerror}; choose another --out") from error
+    if taken:
+        raise InvalidInput(f"{folder} exists and is not an empty folder; choose another --out, or remove it")
+
+
+def free_folder(folder: Path) -> None:
+    """Make an empty folder, or leave one as it is. Raises InvalidInput as `check_free`, or if it cannot be made."""
+    check_free(folder)
+    try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InvalidInput(f"cannot write to {folder}: {error.strerror}; choose another --out") from error

@@ -29,6 +29,7 @@ from tokenizers import Tokenizer
 
 from longreach.adapters.transformers import chat, encode
 from longreach.errors import InvalidInput, LongreachError
+from longreach.evals.calibration.prompts import Prompt
 from longreach.evals.perplexity import Text
 from longreach.evals.prompting import Counter, fitted
 from longreach.tasks.base import Given, Task
@@ -119,6 +120,16 @@ def padded(rows: Sequence[tuple[Sequence[int], Sequence[int]]], length: int, pad
         tokens[row, : len(ids)] = ids
         kinds[row, : len(ids) - 1] = what[: len(ids) - 1]
     return Batch(tokens, kinds)
+
+
+def batches_of(prompts: Sequence[Prompt]) -> list[Batch]:
+    """Prompts as batches of one sequence each, to measure on."""
+    found = []
+    for prompt in prompts:
+        kinds = np.full((1, len(prompt.tokens) - 1), CONTEXT if prompt.answer else TEXT, dtype=np.uint8)
+        kinds[0, kinds.shape[1] - prompt.answer :] = ANSWER
+        found.append(Batch(np.asarray([prompt.tokens], dtype=np.int64), kinds))
+    return found
 
 
 class TextSource(Source):
@@ -215,9 +226,25 @@ class TaskSource(Source):
                 raise InvalidInput(f"{task.name} is a data set for evaluation; train on --text, or on other tasks")
         self._tasks, self._tokenizer, self._seed, self._counter = tuple(tasks), tokenizer, seed, Counter(tokenizer)
         self._pad = tokenizer.pad_token_id or 0
-        for length in {*lengths}:
+        for length in sorted({*lengths}):
             for number in range(len(tasks)):
                 self._sample(length, number, "check")
+
+    @classmethod
+    def fitting(
+        cls, tasks: Sequence[Task], tokenizer: Any, lengths: Sequence[int], seed: int = 0
+    ) -> tuple[TaskSource, dict[str, str]]:
+        """Of the tasks that fit all lengths, and why each of the others does not. Raises InvalidInput if none does."""
+        kept, left_out = list[Task](), dict[str, str]()
+        for task in tasks:
+            try:
+                cls([task], tokenizer, lengths, seed)
+                kept.append(task)
+            except InvalidInput as error:
+                left_out[task.name] = str(error)
+        if not kept:
+            raise InvalidInput(f"no task fits lengths {list(lengths)}: {'; '.join(left_out.values())}")
+        return cls(kept, tokenizer, lengths, seed), left_out
 
     def sequences(self, length: int, first: int, count: int) -> Batch:
         rows = [self._sample(length, number, "train") for number in range(first, first + count)]

@@ -30,6 +30,7 @@ from longreach.train.mka.trainer import StepResult, Trainer
 
 MAX_BAD_STEPS = 20  # in a row
 MEASURED = 8  # held-out sequences of each length that the distance is measured on
+EQUAL = 1e-6  # nats a token: a divergence from the teacher that is rounding
 FORMAT = 1
 
 
@@ -93,6 +94,11 @@ def heal(
                 return compare(states_of(model, held, advance, trainer.autocast()), original).to_json()
 
         before = before or measured()
+        if teacher is not None and not options.nll and before["kl"] < EQUAL:
+            raise InvalidInput(
+                f"model and teacher give the same distributions (KL {before['kl']:.1g}), so there is nothing to learn; "
+                f"give a weight to the next-token loss (nll), or longer sequences"
+            )
         out = Output(folder, save, trainer, run, before)
         done = _loop(trainer, sources, options, done, out, workers, save_every, progress, on_step)
         after = measured()

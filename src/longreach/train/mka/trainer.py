@@ -63,6 +63,12 @@ def trained_parameters(model: Any, which: str) -> dict[str, nn.Parameter]:
     return found
 
 
+def _checkpointing(model: Any, what: str) -> Any:
+    """The model's method, whose name differs with the version of transformers."""
+    new = getattr(model, f"activation_checkpointing_{what}", None)
+    return new or getattr(model, f"gradient_checkpointing_{what}")
+
+
 class Trainer:
     """A model and its optimiser. Batches run on the model's device, in bf16 on a GPU.
 
@@ -87,7 +93,7 @@ class Trainer:
                 p.requires_grad_(id(p) in mine)
             model.train()
             if self.options.checkpointing:
-                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+                _checkpointing(model, "enable")({"use_reentrant": False})
             self.optimizer = torch.optim.AdamW(
                 self._groups(), lr=self.options.learning_rate, betas=BETAS, fused=self.device.type == "cuda"
             )
@@ -95,7 +101,7 @@ class Trainer:
             yield self
         finally:
             if self.options.checkpointing:
-                model.gradient_checkpointing_disable()
+                _checkpointing(model, "disable")()
             model.train(mode)
             for p, need in needed.items():
                 p.requires_grad_(need)
