@@ -23,13 +23,13 @@ def code_blocks(
 ) -> None:
     """in_slots: `block` holds slots; each stands for the block that it is the last slot of, if it is."""
     refuse(kv.k)
+    turns, inv_freq, planes = _known(code, kv.k, per)  # made by the first call, which no graph captures
     if not seq.shape[0]:
         return
     paged = kv.block_table is not None and kv.block_table.shape[1] > 1
     table = kv.seq_lens if kv.block_table is None else kv.block_table
     table = table if table.stride(-1) == 1 else table.contiguous()
     memory = (kv.k, *kv.k.stride()[:3], codes, *codes.stride()[:3], kv.seq_lens.contiguous(), table, table.stride(0))
-    turns, inv_freq, planes = _known(code, kv.k, per)
     with torch.cuda.device_of(kv.k):
         kernels.code[(seq.shape[0], kv.heads)](
             seq.contiguous(), block.contiguous(), memory, turns, inv_freq, planes, IN_SLOTS=in_slots,
@@ -47,7 +47,7 @@ def code_rows(q: Tensor, pos: Tensor, code: BlockCode) -> Tensor:
     if not out.numel():
         return out
     q = q if q.stride(2) == 1 else q.contiguous()
-    _, inv_freq, planes = _known(code, q, 1)
+    _, inv_freq, planes = _known(code, q)
     with torch.cuda.device_of(q):
         kernels.code_query[(rows, heads)](
             (q, *q.stride()[:2]), pos.contiguous(), inv_freq, planes, out, **_shape(code, dim), num_warps=4
@@ -55,9 +55,9 @@ def code_rows(q: Tensor, pos: Tensor, code: BlockCode) -> Tensor:
     return out
 
 
-def _known(code: BlockCode, like: Tensor, per: int) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
-    """Rotations to the middle of a block, frequencies and planes; `like` where a kind has none."""
-    turns = (like, like) if code.kind == "bounds" else code.turns(per)
+def _known(code: BlockCode, like: Tensor, per: int | None = None) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
+    """Rotations to the middle of a block of `per` keys, frequencies and planes; `like` where there are none."""
+    turns = (like, like) if code.kind == "bounds" or per is None else code.turns(per)
     inv_freq = like if code.frequencies is None else code.frequencies.inv_freq.contiguous()
     return turns, inv_freq, like if code.planes is None else code.planes.contiguous()
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from longreach import CacheConfig, Quest, attach
+from longreach import BlockMKA, CacheConfig, Quest, attach
 from longreach.adapters.transformers.fusing import FusedPrompt, FusionReport, read
 from longreach.adapters.transformers.precompute import Precompute
 from longreach.adapters.transformers.prompt_reader import Answer, Reader
@@ -228,8 +228,11 @@ def plans_of_tests(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "method", swept([Kascade(k=0.4, min_keys=4, scoring="int8"), Quest(k=0.4, page=4), Loki(k=0.4)], 2), ids=repr
-)
+    "method",
+    swept([Kascade(k=0.4, min_keys=4, scoring="int8"), Quest(k=0.4, page=4),
+           BlockMKA(block=4, window=8, blocks=3, recall="hash"), Loki(k=0.4)], 3),
+    ids=repr,
+)  # fmt: skip
 def test_methods_whose_state_is_made_of_keys_know_all_of_them(method: AttentionMethod, plans_of_tests: Path) -> None:
     """At ratio 1.0 they decode as after a plain prefill."""
     with planned(plans_of_tests):
