@@ -84,8 +84,8 @@ class LatentKV(nn.Module):
         self.direct = nn.Linear(width, kv_heads * len(rotated), bias=bias)
         self.down = nn.Linear(width, rank, bias=False)
         self.up = nn.Linear(rank, kv_heads * (2 * dim - len(rotated)), bias=bias)
-        rest = torch.tensor([n for n in range(dim) if n not in set(rotated.tolist())], dtype=torch.int64)
-        order = torch.cat([rotated.long(), rest])  # channels in the order in which they are computed
+        rest = [n for n in range(dim) if n not in set(rotated.tolist())]
+        order = torch.tensor(rotated.tolist() + rest, device="cpu")  # channels in the order in which they are computed
         self.register_buffer("channels", order.argsort())
 
     @classmethod
@@ -124,8 +124,8 @@ class LatentKV(nn.Module):
 
 def fastest_channels(rotary: int, count: int, layout: str) -> Tensor:
     """The `count` channels of the pairs that turn fastest, of a head whose first `rotary` channels turn: int64."""
-    pairs = torch.arange(count // 2)
-    return torch.cat([pairs, pairs + rotary // 2]) if layout == "half" else torch.arange(count)
+    pairs = torch.arange(count // 2, device="cpu")  # also where models are made on another device
+    return torch.cat([pairs, pairs + rotary // 2]) if layout == "half" else torch.arange(count, device="cpu")
 
 
 def attend_dense(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
