@@ -19,6 +19,7 @@ from transformers.cache_utils import DynamicCache
 from longreach.adapters.transformers.attention import NAME
 from longreach.adapters.transformers.checks import (
     cache_windows,
+    check_chunks,
     check_model,
     check_pass,
     decoder_of,
@@ -127,6 +128,7 @@ class Session:
         for method in (prefill, decode):
             method.check(self._shape)
         if fuse is not None:
+            check_chunks(model)
             fuse.check(self._shape)
         check_eviction(evict, decode, fused=fuse is not None)
         check_host(cache, evict)

@@ -77,6 +77,16 @@ def decoder_of(model: nn.Module) -> PreTrainedModel:
     return decoder
 
 
+def check_chunks(model: nn.Module) -> None:
+    """Raise Unsupported for a model whose keys and values of a chunk cannot be computed without the text before it."""
+    variant = (getattr(getattr(model, "config", None), "mka", None) or {}).get("variant")
+    if variant in ("fastmka", "mka"):
+        raise Unsupported(
+            f"{type(model).__name__} has {variant} layers: its keys depend on the tokens before, so those of a chunk "
+            f"cannot be stored and used elsewhere; read whole prompts (no chunk store, fuse=None)"
+        )
+
+
 def check_model(model: PreTrainedModel, decoder: PreTrainedModel, *, rotary: bool, frequencies: bool = False) -> None:
     """Raise Unsupported where the model's attention is not of a kind that longreach computes.
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from longreach.adapters.transformers.attach import Session
-from longreach.adapters.transformers.checks import check_model, decoder_of
+from longreach.adapters.transformers.checks import check_chunks, check_model, decoder_of
 from longreach.adapters.transformers.fusing.loading import Loading, Wait
 from longreach.adapters.transformers.fusing.prompt import FusedPrompt
 from longreach.adapters.transformers.hf_cache import LongreachCache
@@ -445,6 +445,7 @@ def _modules(session: Session) -> tuple[list[nn.Module], list[nn.Module]]:
     if facts.modules is None:
         decoder = decoder_of(session.model)
         check_model(session.model, decoder, rotary=True)
+        check_chunks(session.model)
         attending = attention_modules(decoder)
         facts.modules = attending, _parents(decoder, attending)
     return facts.modules

@@ -86,9 +86,10 @@ def _namespaces(model: nn.Module) -> Iterator[dict[str, Any]]:
     """Of the files that the model's attention is written in, where they rotate by a function of the usual name."""
     for module in model.modules():
         if hasattr(module, "layer_idx"):
-            space = vars(sys.modules[type(module).__module__])
-            if callable(space.get(ROTARY)):
-                yield space
+            for kind in type(module).__mro__:  # a family's class may be the parent of one with MKA
+                space = vars(sys.modules[kind.__module__])
+                if callable(space.get(ROTARY)):
+                    yield space
 
 
 @functools.cache
