@@ -184,11 +184,18 @@ def test_frequencies_turn_by_any_position(layout: Any, dtype: torch.dtype) -> No
 
 def test_frequencies_that_do_not_fit() -> None:
     x, by = torch.randn(2, 8), torch.tensor([1, 2])
+    nothing: Any = None
     for make, message in (
-        (lambda: RotaryFrequencies(frequencies(8), "half").turn(None, by), "x: expected a float tensor, got NoneType"),  # type: ignore[arg-type]
+        (
+            lambda: RotaryFrequencies(frequencies(8), "half").turn(nothing, by),
+            "x: expected a float tensor, got NoneType",
+        ),
         (lambda: RotaryFrequencies(frequencies(8)[None]).turn(x, by), r"inv_freq: expected float \[rotary/2\], got"),
         (lambda: RotaryFrequencies(frequencies(16)).turn(x, by), "cos: 8 pairs need a head dim of at least 16"),
-        (lambda: RotaryFrequencies(frequencies(8)).turn(x, 3), "by: expected a tensor of positions, got int"),  # type: ignore[arg-type]
+        (
+            lambda: RotaryFrequencies(frequencies(8)).turn(x, nothing),
+            "by: expected a tensor of positions, got NoneType",
+        ),
     ):
         with pytest.raises(InvalidInput, match=message):
             make()

@@ -16,6 +16,7 @@ from longreach.ops.rope import LAYOUTS
 from tests.ops.test_rope import frequencies, turned
 
 BLOCK, DIM = 4, 16
+WRONG: Any = "mean"
 layouts = pytest.mark.parametrize("layout", LAYOUTS)
 
 
@@ -117,7 +118,7 @@ def test_planes_are_the_same_everywhere() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: BlockCode("mean"), "kind: expected one of summary, bounds, hash, got 'mean'"),  # type: ignore[arg-type]
+        (lambda: BlockCode(WRONG), "kind: expected one of summary, bounds, hash, got 'mean'"),
         (lambda: BlockCode("summary"), "frequencies: expected RotaryFrequencies, got NoneType"),
         (lambda: BlockCode("hash", known()), r"planes: expected float \[D, bits\], got NoneType"),
         (lambda: BlockCode("hash", known(), torch.ones(DIM, 12)), "bits: expected a multiple of 8 up to 256, got 12"),
