@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Mapping
@@ -26,14 +27,13 @@ def save(model: Any, tokenizer: Any, folder: Path, *, dtype: torch.dtype | None 
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
     state = model.state_dict() if dtype is None else _cast(model.state_dict(), dtype)
-    before = model.config.dtype
-    try:
-        model.config.dtype = model.dtype if dtype is None else dtype
-        with quiet():
-            model.save_pretrained(part, state_dict=state)
-            tokenizer.save_pretrained(part)
-    finally:
-        model.config.dtype = before
+    with quiet():
+        model.save_pretrained(part, state_dict=state)
+        tokenizer.save_pretrained(part)
+    if dtype is not None:  # transformers writes that of the model
+        config = json.loads((part / "config.json").read_text(encoding="utf-8"))
+        config["dtype"] = str(dtype).removeprefix("torch.")
+        (part / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     for file in sorted(part.iterdir(), key=lambda f: f.suffix == ".safetensors"):
         os.replace(file, folder / file.name)
     part.rmdir()
