@@ -27,9 +27,13 @@ def save(model: Any, tokenizer: Any, folder: Path, *, dtype: torch.dtype | None 
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
     state = model.state_dict() if dtype is None else _cast(model.state_dict(), dtype)
-    with quiet():
-        model.save_pretrained(part, state_dict=state)
-        tokenizer.save_pretrained(part)
+    before = model.config.dtype  # which save_pretrained changes
+    try:
+        with quiet():
+            model.save_pretrained(part, state_dict=state)
+            tokenizer.save_pretrained(part)
+    finally:
+        model.config.dtype = before
     if dtype is not None:  # transformers writes that of the model
         config = json.loads((part / "config.json").read_text(encoding="utf-8"))
         config["dtype"] = str(dtype).removeprefix("torch.")
