@@ -46,10 +46,10 @@ class Levels(nn.Module):
         bias = self.decay.bias.narrow(0, first, self.kv_heads if count is None else count)
         return torch.sigmoid(bias.clamp(-EDGE, EDGE).to(torch.promote_types(bias.dtype, torch.float32)))
 
-    def code(self, frequencies: RotaryFrequencies) -> BlockCode | IndexCode:
-        """How blocks and queries are compared in this layer."""
+    def code(self, frequencies: RotaryFrequencies, first: int = 0) -> BlockCode | IndexCode:
+        """How blocks and queries are compared in this layer. first: KV head that this rank's heads begin with."""
         if self.config.recall == "index":
-            return self.index.rotated(frequencies)
+            return self.index.rotated(frequencies, first)
         planes = self.planes if self.config.recall == "hash" else None
         return BlockCode(self.config.recall, frequencies, planes)
 
