@@ -44,7 +44,9 @@ def original(family: str) -> Any:
 
 def converted(family: str = "llama", variant: str = "fastmka", *, seed: int | None = 3, **options: Any) -> Any:
     """A converted copy. seed: of random gates, decays and routers; None: gates of 0."""
-    model = convert(copy.deepcopy(original(family)), variant, **options)
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)  # of new routers
+        model = convert(copy.deepcopy(original(family)), variant, **options)
     return model if seed is None else opened(model, seed)
 
 
