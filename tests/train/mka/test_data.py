@@ -82,7 +82,7 @@ def test_prompts_of_tasks_end_with_their_answers(tokenizer: Any) -> None:
 def test_tasks_that_do_not_fit_are_left_out_by_name_or_refused(tokenizer: Any) -> None:
     source, left_out = TaskSource.fitting(registry.choose("niah_single_1,cwe"), tokenizer, (700,))
     assert source.describe()["tasks"] == ["niah_single_1"] and "cwe takes at least" in left_out["cwe"]
-    with pytest.raises(InvalidInput, match="no task fits lengths"):
+    with pytest.raises(InvalidInput, match=r"none of cwe, vt fits \[300\] tokens: cwe takes at least"):
         TaskSource.fitting(registry.choose("cwe,vt"), tokenizer, (300,))
     with pytest.raises(InvalidInput, match="cwe takes at least"):
         TaskSource(registry.choose("cwe"), tokenizer, (300,))

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 from longreach.cli.common import add_json
 from longreach.cli.mka.common import add_folders, add_prompts, distance_line, layer_numbers, prompts_of, stored_dtype
 from longreach.cli.show import console, emit, place, progress, waiting
-from longreach.errors import InvalidInput
+from longreach.errors import InvalidInput, UnknownName
 from longreach.methods.values import value_of
 
 HELP = "write a model with MKA's layers, and measure its distance from the original"
 EXAMPLES = (
     "longreach mka convert mini fastmka --out mini-fastmka",
-    "longreach mka convert mini block_mka --out mini-block block=32 window=256 blocks=8 recall=index",
+    "longreach mka convert mini block_mka block=32 window=256 recall=index --out mini-block --json",
     "longreach mka convert ./Llama-3.1-8B block_mka --out llama-block --layers 2,3,4,5 --text book.txt --length 8192",
 )
 FORMAT = 1
+ADAPTER = "longreach.adapters.transformers.mka"  # imports transformers, so only when a model is loaded
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_folders(parser, "the original")
-    parser.add_argument("variant", metavar="VARIANT", help="fastmka, mka or block_mka")
+    parser.add_argument("variant", metavar="VARIANT", help="fastmka, mka, block_mka; to compare with: mha, gqa, mqa, "
+                        "mla")  # fmt: skip
     parser.add_argument("names", nargs="*", metavar="OPTION=VALUE", help="options of the variant, such as window=256; "
                         "docs/mka.md lists them")  # fmt: skip
     parser.add_argument("--layers", type=layer_numbers, metavar="N,N", help="layers to convert (default: all)")
@@ -32,8 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     options = parsed(args.names)
-    if args.layers is not None:
-        options["layers"] = args.layers
+    change = conversion(args.variant, options, args.layers)
     from longreach.train.mka.checkpoint import check_free
 
     check_free(args.out)
@@ -41,7 +44,6 @@ def run(args: argparse.Namespace) -> int:
         import torch
 
         from longreach.adapters.transformers import device_of, load, save
-        from longreach.adapters.transformers.mka import convert
         from longreach.evals.model_info import model_info
         from longreach.records import environment
         from longreach.train.mka.checkpoint import CONVERSION, free_folder, write_json
@@ -56,14 +58,14 @@ def run(args: argparse.Namespace) -> int:
     with progress("reading with the original", prompts.tokens) as advance:
         before = states_of(model, batches, advance)
     torch.manual_seed(args.seed)
-    model = convert(model, args.variant, **options)
+    change(model)
     with progress("measuring", prompts.tokens) as advance:
         found = compare(states_of(model, batches, advance), before)
     added = sum(p.numel() for p in model.parameters()) - about["original"]["parameters"]
     record = {
         "kind": "mka conversion", "format": FORMAT, "variant": args.variant,
         "options": getattr(model.config, "mka", None),
-        "given": {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()},
+        "given": options, "layers": args.layers,
         "added_parameters": added, "distance": found.to_json(),
         "measured_on": {"data": prompts.data, "sha256": prompts.sha256, "seed": args.seed}, **about,
     }  # fmt: skip
@@ -75,6 +77,26 @@ def run(args: argparse.Namespace) -> int:
     else:
         show(record, str(args.out))
     return 0
+
+
+def conversion(variant: str, options: dict[str, Any], layers: tuple[int, ...] | None) -> Callable[[Any], Any]:
+    """Converts a model in place. Raises UnknownName and InvalidInput for options that are wrong for any model."""
+    from longreach.mka.baselines import BASELINES
+    from longreach.mka.config import VARIANTS, MKAConfig
+
+    if variant not in BASELINES:
+        if variant not in VARIANTS:
+            raise UnknownName("variant", variant, (*VARIANTS, *BASELINES))
+        chosen = options if layers is None else {**options, "layers": layers}
+        MKAConfig.make(variant, **{name: tuple(x) if isinstance(x, list) else x for name, x in chosen.items()})
+        return lambda model: import_module(ADAPTER).convert(model, variant, **chosen)
+    known = {"gqa": ("kv_heads",), "mla": ("rank", "rotated")}.get(variant, ())
+    for name in options:
+        if name not in known:
+            raise UnknownName(f"option of {variant}", name, known)
+    if layers is not None:
+        raise InvalidInput(f"--layers: {variant} replaces the attention of all layers; leave it out")
+    return lambda model: import_module(f"{ADAPTER}.baselines").convert_baseline(model, variant, **options)
 
 
 def parsed(settings: list[str]) -> dict[str, Any]:
@@ -94,7 +116,7 @@ def show(record: dict[str, Any], folder: str) -> None:
     """What was written, and its distance."""
     out, found = console(), record["distance"]
     name = record["original"]["name"]
-    out.print(f"{folder}: {name} as {record['variant']}, {record['added_parameters']} new parameters.", soft_wrap=True)
+    out.print(f"{folder}: {name} as {record['variant']}, {record['added_parameters']:+d} parameters.", soft_wrap=True)
     where = f"{record['measured_on']['data']} ({found['tokens']} tokens)"
     if found["identical"]:
         out.print(f"Equal to the original bit for bit, checked on {where}.", soft_wrap=True)

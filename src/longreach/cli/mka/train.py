@@ -107,12 +107,13 @@ def run(args: argparse.Namespace) -> int:
         from longreach.adapters.transformers import device_of, load, save
         from longreach.evals.model_info import model_info
         from longreach.train.mka.budgets import levels_of
-        from longreach.train.mka.heal import heal
+        from longreach.train.mka.heal import check_lengths, heal
 
         device = str(device_of(args.device))
         model, tokenizer = load(args.model, device=device, dtype=torch.float32)
         if not levels_of(model) and conversion is None:
             raise InvalidInput(f"{args.model} is no converted model; convert it first: longreach mka convert")
+        check_lengths(model, options.lengths)
         about = {"model": model_info(model, args.model), "teacher": None}
         teacher = None
         if with_teacher:

@@ -41,6 +41,7 @@ from longreach.train.mini.page import ANSWER, CONTEXT, PADDING, TEXT
 
 HELD_OUT = 0.05  # share of the tokens of texts that is measured on and not trained on
 SERIES = 64  # samples of a task with one seed
+ATTEMPTS = 4  # samples that are tried where one does not fit its length
 AHEAD = 2  # batches of each process that are made before they are needed
 
 
@@ -243,7 +244,7 @@ class TaskSource(Source):
             except InvalidInput as error:
                 left_out[task.name] = str(error)
         if not kept:
-            raise InvalidInput(f"no task fits lengths {list(lengths)}: {'; '.join(left_out.values())}")
+            raise InvalidInput(f"none of {', '.join(left_out)} fits {list(lengths)} tokens: {min(left_out.values())}")
         return cls(kept, tokenizer, lengths, seed), left_out
 
     def sequences(self, length: int, first: int, count: int) -> Batch:
@@ -260,9 +261,15 @@ class TaskSource(Source):
         """Tokens of a prompt and its answer, and the kind of each but the first."""
         number, place = divmod(number, len(self._tasks))
         series, number = divmod(number, SERIES)
-        digest = hashlib.sha256(f"{use}/{self._seed}/{length}/{series}".encode()).digest()
-        task, seed = self._tasks[place], int.from_bytes(digest[:8], "little")
-        sample, prompt = fitted(task, self._tokenizer, length + 1, seed, number, SERIES, count=self._counter)
+        for attempt in range(ATTEMPTS):
+            digest = hashlib.sha256(f"{use}/{self._seed}/{length}/{series}/{attempt}".encode()).digest()
+            task, seed = self._tasks[place], int.from_bytes(digest[:8], "little")
+            try:
+                sample, prompt = fitted(task, self._tokenizer, length + 1, seed, number, SERIES, count=self._counter)
+                break
+            except InvalidInput:  # its random words were too long
+                if attempt == ATTEMPTS - 1:
+                    raise
         joint = "" if sample.begun == "" and chat(self._tokenizer, ".") is not None else " "
         written = joint + ", ".join(sample.answers)
         answer = list(self._tokenizer(written, add_special_tokens=False, verbose=False).input_ids)

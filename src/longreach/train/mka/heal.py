@@ -254,13 +254,18 @@ def _tokens(batches: Sequence[Batch]) -> int:
     return sum(batch.kinds.size for batch in batches)
 
 
+def check_lengths(model: Any, lengths: Sequence[int]) -> None:
+    """Raise InvalidInput for sequences that are longer than the model's context."""
+    limit = context_limit(model)
+    if limit is not None and max(lengths) > limit:
+        raise InvalidInput(f"lengths: expected at most {limit} tokens, the model's context, got {max(lengths)}")
+
+
 def _check(model: Any, teacher: Any, sources: Sequence[Source], options: HealOptions) -> None:
     """Raise InvalidInput, or Unsupported, where model, teacher, sources and options do not fit together."""
     if not sources:
         raise InvalidInput("nothing to train on; give texts, tasks or the recipe's data")
-    limit = context_limit(model)
-    if limit is not None and max(options.lengths) > limit:
-        raise InvalidInput(f"lengths: expected at most {limit} tokens, the model's context, got {max(options.lengths)}")
+    check_lengths(model, options.lengths)
     if teacher is None and options.kl:
         raise InvalidInput("kl: without a teacher there is nothing to diverge from; give one, or kl=0 and nll=1")
     if teacher is model:
