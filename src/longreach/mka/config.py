@@ -131,6 +131,21 @@ class MKAConfig:
         weights = {1: 1.0, 2: 0.0, 3: 1.0 if self.variant == "block_mka" else 0.0}
         return tuple(weights[tier] for tier in self.tiers)
 
+    @property
+    def keeps_means(self) -> bool:
+        """Whether layers keep running means from pass to pass: the session level of fastmka and mka."""
+        return 2 in self.tiers and self.variant != "block_mka"
+
+    @property
+    def keeps_sums(self) -> bool:
+        """Whether layers keep sums of blocks, which fastmka recalls; the others compute blocks from cached keys."""
+        return 3 in self.tiers and self.variant == "fastmka"
+
+    @property
+    def caches_level_2(self) -> bool:
+        """Whether layers put level-2 keys and values into the cache, as further KV heads."""
+        return self.keeps_means and self.variant == "mka"
+
     def converts(self, layer: int) -> bool:
         """Whether a layer of the model is one of these layers."""
         return self.layers is None or layer in self.layers

@@ -45,7 +45,7 @@ class FastMemory:
         wide = accumulator(dtype)
         carry = ScanCarry.empty(sequences, kv_heads, 2 * dim, dtype=wide, device=device)
         sums = torch.zeros(sequences, units, kv_heads, 2 * dim, dtype=wide, device=device)
-        return cls(carry if 2 in config.tiers else None, sums if 3 in config.tiers else None)
+        return cls(carry if config.keeps_means else None, sums if config.keeps_sums else None)
 
 
 def fuse(

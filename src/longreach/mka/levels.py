@@ -31,7 +31,7 @@ class Levels(nn.Module):
         super().__init__()
         self.config, self.layer, self.kv_heads = config, layer, kv_heads
         self.router = Router(config, heads, dim, gate)
-        if 2 in config.tiers and config.variant != "block_mka" and config.summary == "ema":
+        if config.keeps_means and config.summary == "ema":
             self.decay = Vector(first_decay(config.decay, kv_heads))
         if 3 in config.tiers and config.recalls(layer):
             if config.recall == "hash":

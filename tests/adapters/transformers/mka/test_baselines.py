@@ -14,9 +14,9 @@ from longreach.adapters.transformers.mka.baselines import (
     LatentAttention,
     convert_baseline,
     register_baselines,
-    rotation_of,
     still,
 )
+from longreach.adapters.transformers.mka.rotation import layout_of
 from longreach.errors import InvalidInput, LongreachError, ModelFileError, UnknownName
 from longreach.testing.tiny import random_tokens, tiny_model
 
@@ -59,7 +59,7 @@ def test_averaged_heads(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_mla(family: str, tmp_path: Path) -> None:
     model = made(family)
-    layout, rotary = rotation_of(model)
+    layout, rotary = layout_of(model.get_decoder())
     assert (layout, rotary) == (("interleaved", 8) if family == "glm4" else ("half", 16))
     before = logits(model)
     whole = convert_baseline(made(family), "mla", rank=2 * (16 - rotary) + 2 * 16, rotated=rotary)  # all pairs turn

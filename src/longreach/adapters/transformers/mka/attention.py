@@ -2,37 +2,35 @@
 
 from __future__ import annotations
 
-from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from longreach.adapters.transformers.mka.levels import PASS, QUERIES, SHARD, LevelsPass
 from longreach.adapters.transformers.mka.memory import Memory, PassMemory, StepMemory, tokens_of
+from longreach.adapters.transformers.mka.projections import GivenProjections
 from longreach.adapters.transformers.rotary import probing
 from longreach.adapters.transformers.shard import shard_of
 from longreach.adapters.transformers.step import running
 from longreach.errors import CalledOutside
-from longreach.mka.fast import fuse
+from longreach.mka.fast import FastMemory, fuse
 from longreach.mka.levels import Levels
+from longreach.mka.session import session
 from longreach.mka.tokens import Tokens
 from longreach.ops import HeadShard
 
 TOKENS = "mka_tokens"  # the keyword by which layers get their Tokens
-# the projections' results, for the attention module that is under way
-_RESULTS: ContextVar[tuple[nn.Module, dict[str, Tensor]] | None] = ContextVar("longreach_mka_results", default=None)
-
-if TYPE_CHECKING:
-    _Base = nn.Module
-else:
-    _Base = object
 
 
-class MemoryAttention(_Base):
+class MemoryAttention(GivenProjections):
     """Mixin of attention modules, before a family's own class. mka: what MKA adds to the layer.
 
     The projections run once, whatever modules they are by then (LoRA replaces them); the family's forward then finds
-    the mixed keys and values in their place. So its norms, rotation, cache and attention stay.
+    other keys and values in their place, those that `fastmka` has mixed or those of two levels as further heads. So its
+    norms, rotation and cache stay. Its attention stays in `fastmka`; else it is `levels_attention`.
     """
 
     mka: Levels
@@ -41,26 +39,19 @@ class MemoryAttention(_Base):
     scaling: float
     layer_idx: int
 
-    def __getattr__(self, name: str) -> Any:
-        found = _RESULTS.get()
-        if found is not None and found[0] is self and name in found[1]:
-            result = found[1][name]
-            return lambda hidden_states: result
-        return super().__getattr__(name)
-
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        tokens = kwargs.pop(TOKENS, None)
-        results: dict[str, Tensor] = {}
-        if not probing():
-            results = self._mixed(hidden_states, tokens, kwargs.get("past_key_values"))
-        token = _RESULTS.set((self, results))
-        try:
+        tokens, p = kwargs.pop(TOKENS, None), kwargs.pop(PASS, None)
+        if probing():
             return super().forward(hidden_states, *args, **kwargs)
-        finally:
-            _RESULTS.reset(token)
+        results, more = self._results(hidden_states, tokens, p, kwargs.get("past_key_values"))
+        wider = self.mka.config.caches_level_2 and self._one_projection
+        with self.given(results), _twice(self) if wider else nullcontext():
+            return super().forward(hidden_states, *args, **kwargs, **more)
 
-    def _mixed(self, hidden_states: Tensor, tokens: Tokens | None, cache: Any) -> dict[str, Tensor]:
-        """Name of a projection -> its result, [B, T, ...], with mixed keys and values."""
+    def _results(
+        self, hidden_states: Tensor, tokens: Tokens | None, p: LevelsPass | None, cache: Any
+    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Name of a projection -> its result, [B, T, ...]; keywords for the attention function."""
         config, number, step = self.mka.config, self.layer_idx, running()
         memory: Memory
         if tokens is not None:
@@ -76,19 +67,34 @@ class MemoryAttention(_Base):
         heads = k1.shape[1]
         shard = shard_of(self, heads) if step is None else step.facts.shard(number, self, heads)
         impl = "auto" if step is None else step.layers.impl
-        k, v = (tokens.rectangle(x.flatten(1)) for x in self._fused(q1, k1, v1, tokens, memory, shard, impl))
+        more: dict[str, Any] = {}
+        if config.variant != "fastmka":
+            more = {PASS: p, QUERIES: q1, SHARD: shard}
+        if config.variant == "fastmka" or config.caches_level_2:
+            k1, v1 = self._fused(q1, k1, v1, tokens, memory, shard, impl)
+            k, v = (tokens.rectangle(x.flatten(1)) for x in (k1, v1))
+        elif step is None:  # counts the tokens
+            memory.after(memory.before(k1))
         if self._one_projection:
-            return {"qkv_proj": torch.cat([q, k, v], -1)}
-        return {"q_proj": q, "k_proj": k, "v_proj": v}
+            return {"qkv_proj": torch.cat([q, k, v], -1)}, more
+        return {"q_proj": q, "k_proj": k, "v_proj": v}, more
 
     def _fused(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, memory: Memory, shard: HeadShard,
                impl: str) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Mixed keys and values [R, G, D]."""
+        """Mixed keys and values [R, G, D]; in `mka` those of levels 1 and 2 [R, 2 G, D]."""
+        impl = impl if impl in ("reference", "triton") else "auto"
         with torch.autocast(k.device.type, enabled=False):  # which would round sums that are kept in fp32
-            k, v, after, _ = fuse(
-                self.mka, q, k, v, tokens.seq, tokens.pos, tokens.counts, memory.before(k), scale=self.scaling,
-                shard=shard, impl=impl if impl in ("reference", "triton") else "auto",
-            )  # fmt: skip
+            before = memory.before(k)
+            if self.mka.config.variant == "fastmka":
+                k, v, after, _ = fuse(
+                    self.mka, q, k, v, tokens.seq, tokens.pos, tokens.counts, before, scale=self.scaling, shard=shard,
+                    impl=impl,
+                )  # fmt: skip
+            else:
+                assert before.carry is not None
+                decay = self.mka.rate(shard.first, shard.count)
+                k2, v2, carry = session(k, v, decay, tokens.seq, tokens.pos, before.carry, impl=impl)
+                k, v, after = torch.cat([k, k2], 1), torch.cat([v, v2], 1), FastMemory(carry, before.sums)
         memory.after(after)
         return k, v
 
@@ -105,3 +111,14 @@ class MemoryAttention(_Base):
         qkv = names["qkv_proj"](hidden_states)
         width = qkv.shape[-1] // (self.num_key_value_groups + 2)
         return qkv.split((self.num_key_value_groups * width, width, width), -1)
+
+
+@contextmanager
+def _twice(module: Any) -> Iterator[None]:
+    """Within, a module whose forward counts KV heads finds those of two levels."""
+    heads = module.num_key_value_heads
+    module.num_key_value_heads = 2 * heads
+    try:
+        yield
+    finally:
+        module.num_key_value_heads = heads

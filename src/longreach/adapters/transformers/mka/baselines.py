@@ -8,7 +8,6 @@ the size that a cache of latents would have.
 from __future__ import annotations
 
 import copy
-import sys
 from functools import cache
 from typing import Any
 
@@ -23,11 +22,10 @@ from longreach.adapters.transformers.mka.families import FAMILIES
 from longreach.adapters.transformers.mka.families import PREFIX as MKA
 from longreach.adapters.transformers.mka.layers import attention_layers
 from longreach.adapters.transformers.mka.projections import GivenProjections
+from longreach.adapters.transformers.mka.rotation import layout_of
 from longreach.errors import InvalidInput, ModelFileError, UnknownName, Unsupported
 from longreach.mka.baselines import BASELINES, LatentKV, MLAConfig, fastest_channels, regroup
 from longreach.mka.config import is_count
-from longreach.ops import rotate
-from longreach.ops.rope import LAYOUTS
 from longreach.ops.types import require
 
 PREFIX = "longreach_mla_"  # of model types
@@ -199,7 +197,7 @@ class LatentModel:
 
 def _to_latent(model: PreTrainedModel, config: MLAConfig) -> PreTrainedModel:
     shape, layers = shape_of(model), attention_layers(model)
-    layout, rotary = rotation_of(model)
+    layout, rotary = layout_of(model.get_decoder())
     rank, rotated = config.sizes(shape.kv_heads, shape.head_dim, rotary)
     made = dict[nn.Module, LatentKV]()
     for layer, module in layers.items():
@@ -226,29 +224,6 @@ def _install(module: Any, latent: LatentKV, rotated: int) -> None:
 def latent_attention(base: type[nn.Module]) -> Any:
     """A family's attention class with MLA; `base` is the family's own."""
     return _made(base, LatentAttention)
-
-
-@torch.no_grad()
-def rotation_of(model: PreTrainedModel) -> tuple[str, int]:
-    """How a model's layers rotate: the layout of channels, and the number of channels of a head that turn.
-
-    Found by rotating random channels with the family's own function. Raises Unsupported for other rotations.
-    """
-    decoder: Any = model.get_decoder()
-    module = next(iter(attention_layers(model).values()))
-    apply = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
-    embed = getattr(decoder, "rotary_emb", None)
-    if apply is None or embed is None:
-        raise Unsupported(f"mla: {type(model).__name__} has no rotary embedding that is known")
-    x = torch.randn(1, 2, 3, shape_of(model).head_dim, generator=torch.Generator().manual_seed(0))
-    cos, sin = embed(x.to(model.device), torch.tensor([[1, 5, 9]], device=model.device))
-    cos, sin = cos.float().cpu(), sin.float().cpu()
-    half = cos.shape[-1] // 2
-    turned, _ = apply(x, x, cos, sin)
-    for layout in LAYOUTS:
-        if torch.allclose(rotate(x, cos[:, None, :, :half], sin[:, None, :, :half], layout=layout), turned, atol=1e-4):
-            return layout, cos.shape[-1]
-    raise Unsupported(f"mla: {type(module).__name__} rotates channels in a layout longreach does not know")
 
 
 def _made(base: type, *mixins: type, **fields: Any) -> Any:

@@ -15,6 +15,7 @@ from longreach.adapters.transformers.mka.attention import MemoryAttention
 from longreach.adapters.transformers.mka.families import FAMILIES, PREFIX, Family, family, install, options_of
 from longreach.adapters.transformers.mka.inputs import remove_hook
 from longreach.adapters.transformers.mka.layers import attention_layers, check_options, levels_for, weight_of
+from longreach.adapters.transformers.mka.levels import take_attention
 from longreach.errors import ConcurrentUse, InvalidInput, UnknownName, Unsupported
 from longreach.mka.config import MKAConfig
 from longreach.ops.types import describe, require
@@ -70,6 +71,7 @@ def revert(model: PreTrainedModel) -> PreTrainedModel:
         ),
     )
     for module in converted.values():
+        take_attention(module)
         del module.mka
         module.__class__ = type(module).own  # type: ignore[attr-defined]
     remove_hook(model.get_decoder())

@@ -9,6 +9,7 @@ from typing import Any
 from longreach.adapters.transformers.attach import MARK
 from longreach.adapters.transformers.mka.attention import MemoryAttention
 from longreach.adapters.transformers.mka.inputs import add_hook, remove_hook
+from longreach.adapters.transformers.mka.levels import give_attention, take_attention
 from longreach.errors import ConcurrentUse
 
 
@@ -24,6 +25,7 @@ def dense(model: Any) -> Iterator[None]:
     converted: dict[Any, Any] = {m: type(m) for m in model.modules() if isinstance(m, MemoryAttention)}
     try:
         for module in converted:
+            take_attention(module)
             module.__class__ = type(module).own
         if converted:
             remove_hook(decoder)
@@ -31,5 +33,7 @@ def dense(model: Any) -> Iterator[None]:
     finally:
         for module, kind in converted.items():
             module.__class__ = kind
+            if module.mka.config.variant != "fastmka":
+                give_attention(module)
         if converted:
             add_hook(decoder)

@@ -16,6 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from longreach.adapters.transformers.mka.attention import MemoryAttention
 from longreach.adapters.transformers.mka.inputs import add_hook
 from longreach.adapters.transformers.mka.layers import attention_layers, check_options, levels_for
+from longreach.adapters.transformers.mka.levels import give_attention, register_attention
 from longreach.errors import ModelFileError, UnknownName
 from longreach.mka.config import MKAConfig
 from longreach.mka.levels import Levels
@@ -62,6 +63,7 @@ def families() -> Iterator[Family]:
 
 def register() -> None:
     """Let AutoConfig and AutoModelForCausalLM load and make models with MKA's layers. May be called again."""
+    register_attention()
     for one in families():
         AutoConfig.register(one.config.model_type, one.config, exist_ok=True)  # type: ignore[attr-defined]
         AutoModelForCausalLM.register(one.config, one.model, exist_ok=True)
@@ -122,6 +124,9 @@ def install(model: PreTrainedModel, levels: dict[int, Levels]) -> None:
         if layer in levels:
             attention.mka = levels[layer]
             attention.__class__ = attention_class(cast(Any, type(attention)))
+            if levels[layer].config.variant != "fastmka":
+                give_attention(attention)
+    register_attention()
     add_hook(model.get_decoder())
 
 

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from longreach.adapters.transformers.attach import MARK
 from longreach.adapters.transformers.mka.attention import TOKENS, MemoryAttention
 from longreach.adapters.transformers.mka.cache_layers import counts_in
+from longreach.adapters.transformers.mka.levels import PASS, LevelsPass
+from longreach.adapters.transformers.mka.rotation import frequencies_in
 from longreach.adapters.transformers.rotary import attention_modules
 from longreach.errors import InvalidInput, Unsupported
 from longreach.mka.tokens import Tokens
@@ -54,7 +56,17 @@ def describe_tokens(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
         new = torch.ones((batch, length), dtype=torch.int64, device=ids.device)
         new = new.cumsum(1) if tokens.real is None else tokens.real.long().cumsum(1)
         given["position_ids"] = ((0 if past is None else past[:, None]) + new - 1).clamp(min=0)
-    return (), {**given, TOKENS: tokens}
+    return (), {**given, TOKENS: tokens, **_for_levels(decoder, given.get("attention_mask"), tokens)}
+
+
+def _for_levels(decoder: nn.Module, mask: Tensor | None, tokens: Tokens) -> dict[str, LevelsPass]:
+    """The keyword for layers whose attention is `levels_attention`."""
+    config = next(m for m in attention_modules(decoder) if isinstance(m, MemoryAttention)).mka.config
+    if config.variant == "fastmka":
+        return {}
+    columns = None if mask is None or bool(mask.all()) else mask.to(tokens.seq.device).bool()
+    blocks = 3 in config.tiers or config.variant == "block_mka"
+    return {PASS: LevelsPass(tokens, columns, frequencies_in(decoder) if blocks else None)}
 
 
 @functools.cache

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from longreach.adapters.transformers.attach import ATTENTION
 from longreach.mka.block import Blocks, Reach, Recalled, attend_recalled, block_attention, choose
 from longreach.mka.config import MKAConfig
 from longreach.mka.full import combine, weighted_sum
@@ -54,7 +57,7 @@ def levels_attention(
     p: LevelsPass = kwargs.pop(PASS)
     raw, shard = kwargs.pop(QUERIES), kwargs.pop(SHARD)
     config: MKAConfig = module.mka.config
-    heads = key.shape[1] // (2 if caches_level_2(config) else 1)
+    heads = key.shape[1] // (2 if config.caches_level_2 else 1)
     with torch.autocast(query.device.type, enabled=False):
         layer = _Layer(module, p, raw, shard, query, key[:, :heads], value[:, :heads])
         if config.variant == "block_mka":
@@ -65,7 +68,7 @@ def levels_attention(
                 sets.append(layer.dense(key[:, heads:], value[:, heads:]))
             out = combine([*sets, *layer.recalled_part()], layer.weights, config.mode)
             return p.tokens.rectangle(out).to(query.dtype), None
-    own: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[module.family_config._attn_implementation]
+    own = family_attention(module)
     outs = [own(module, query, key[:, :heads], value[:, :heads], attention_mask, **kwargs)[0]]
     if 2 in config.tiers:
         outs.append(own(module, query, key[:, heads:], value[:, heads:], attention_mask, **kwargs)[0])
@@ -79,9 +82,23 @@ def levels_attention(
         return out.unflatten(0, p.tokens.shape).to(query.dtype), None
 
 
-def caches_level_2(config: MKAConfig) -> bool:
-    """Whether layers put level-2 keys and values into the cache, as further heads."""
-    return config.variant == "mka" and 2 in config.tiers
+def family_attention(module: Any) -> Callable[..., Any]:
+    """The attention function of the model that a converted layer belongs to."""
+    name = module.family_config._attn_implementation
+    eager = getattr(sys.modules[type(module).own.__module__], "eager_attention_forward")  # noqa: B009
+    return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)  # type: ignore[no-any-return]
+
+
+def give_attention(module: Any) -> None:
+    """Let a converted layer call `levels_attention`, unless a longreach session takes its place."""
+    module.family_config = module.config
+    module.config = copy.copy(module.config)
+    setattr(module.config, ATTENTION, NAME)
+
+
+def take_attention(module: Any) -> None:
+    """Undo `give_attention`."""
+    module.config = module.__dict__.pop("family_config", module.config)
 
 
 class _Layer:

@@ -104,8 +104,8 @@ class StepMemory:
                 f"one"
             )
         config, device = self.config, self.step.append.slots.device
-        block = config.block if 3 in config.tiers else None
-        state = store.of_model(lambda: MixState(store.slots, device, means=2 in config.tiers, block=block))
+        block = config.block if config.keeps_sums else None
+        state = store.of_model(lambda: MixState(store.slots, device, means=config.keeps_means, block=block))
         assert isinstance(state, MixState)
         return state
 
