@@ -142,6 +142,11 @@ class MKAConfig:
         return 3 in self.tiers and self.variant == "fastmka"
 
     @property
+    def turns_blocks(self) -> bool:
+        """Whether layers compute blocks from rotated keys, for which they need the rotation's frequencies."""
+        return (self.variant == "block_mka" and self.tiers != (1,)) or (self.variant == "mka" and 3 in self.tiers)
+
+    @property
     def caches_level_2(self) -> bool:
         """Whether layers put level-2 keys and values into the cache, as further KV heads."""
         return self.keeps_means and self.variant == "mka"

@@ -65,8 +65,7 @@ def _for_levels(decoder: nn.Module, mask: Tensor | None, tokens: Tokens) -> dict
     if config.variant == "fastmka":
         return {}
     columns = None if mask is None or bool(mask.all()) else mask.to(tokens.seq.device).bool()
-    blocks = 3 in config.tiers or config.variant == "block_mka"
-    return {PASS: LevelsPass(tokens, columns, frequencies_in(decoder) if blocks else None)}
+    return {PASS: LevelsPass(tokens, columns, frequencies_in(decoder) if config.turns_blocks else None)}
 
 
 @functools.cache

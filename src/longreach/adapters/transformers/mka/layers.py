@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from longreach.adapters.transformers.checks import cache_windows, shape_of
+from longreach.adapters.transformers.checks import cache_windows, shape_of, text_config
+from longreach.adapters.transformers.frequencies import check_frequencies
 from longreach.adapters.transformers.rotary import attention_modules
 from longreach.errors import Unsupported
 from longreach.mka.config import MKAConfig
@@ -27,6 +28,8 @@ def check_options(model: PreTrainedModel, options: MKAConfig) -> None:
             f"layers {windows} of {type(model).__name__} have a sliding window, which MKA does not implement; name the "
             f"other layers in layers=(...), or remove the window from the config (sliding_window=None)"
         )
+    if options.turns_blocks:
+        check_frequencies(type(model).__name__, model.get_decoder(), text_config(model))
 
 
 def levels_for(model: PreTrainedModel, options: MKAConfig, gate: float) -> dict[int, Levels]:
