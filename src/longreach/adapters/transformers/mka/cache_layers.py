@@ -45,6 +45,8 @@ class MemoryLayer(DynamicLayer):
     held: Held | None = None
 
     def reset(self) -> None:
+        self.is_initialized = False  # transformers before 5.23 fills keys with zeros, and they still count
+        self.keys = self.values = None
         super().reset()
         self.held = None
 
