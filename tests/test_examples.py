@@ -36,7 +36,7 @@ def share(line: str) -> float:
 
 
 def test_every_example_is_tested_and_says_how_to_run_it() -> None:
-    tested = {"ask_a_file", "ask_documents", "attend_alone", "compare_methods", "many_questions"}
+    tested = {"ask_a_file", "ask_documents", "attend_alone", "compare_methods", "convert_and_heal", "many_questions"}
     assert {path.stem for path in EXAMPLES.glob("*.py")} == tested
     for path in EXAMPLES.glob("*.py"):
         assert f"\nRun: python examples/{path.name}" in path.read_text()
@@ -82,3 +82,11 @@ def test_attend_alone(run) -> None:  # type: ignore[no-untyped-def]
     some, merged, second = run("attend_alone").splitlines()
     assert float(some.split()[-1]) > 0.01 and float(merged.split()[-1]) < 1e-6
     assert 0.4 < float(second.split()[-1]) < 0.6
+
+
+def test_convert_and_heal(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    model = save_tiny(tmp_path / "tiny")
+    out = run("convert_and_heal", model, 2, tmp_path / "healed").splitlines()
+    assert [line.split(": KL ")[0] for line in out[:2]] == ["converted", "after 2 steps"]
+    assert all(0 < float(line.split("KL ")[1].split(",")[0]) < 10 and 0 <= share(line) < 100 for line in out[:2])
+    assert out[2].startswith(f"written to {tmp_path / 'healed'}: ") and (tmp_path / "healed" / "config.json").is_file()

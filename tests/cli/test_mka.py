@@ -254,16 +254,16 @@ def test_index_refuses(
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("variant", ["fastmka"])
-def test_the_shipped_model_converted_healed_and_asked(longreach: Any, tmp_path: Path, variant: str) -> None:
+def test_the_shipped_model_converted_healed_and_asked(longreach: Any, tmp_path: Path) -> None:
     """20 steps at 512 tokens and an evaluation, in minutes on a CPU."""
     started, folder, healed = time.perf_counter(), tmp_path / "converted", tmp_path / "healed"
-    assert longreach("mka", "convert", "mini", variant, "--out", folder, "--length", 512, "--prompts", 1).code == 0
+    small = ["block=16", "window=64", "blocks=4", "--length", 512, "--prompts", 1]
+    assert longreach("mka", "convert", "mini", "block_mka", *small, "--out", folder).code == 0
     trained = longreach("mka", "train", folder, "--teacher", "mini", "--out", healed, "--steps", 20, "--lengths", 512,
-                        "--batch-tokens", 512, "--accumulate", 1, "--nll", 1, "--json")  # fmt: skip
+                        "--batch-tokens", 512, "--accumulate", 1, "--learning-rate", 5e-5, "--json")  # fmt: skip
     assert trained.code == 0, trained.err
     record = json.loads(trained.out)
-    assert record["after"]["nll"] < record["before"]["nll"] + 0.05
+    assert record["steps"] == 20 and record["after"]["kl"] < 1.2 * record["before"]["kl"]
     asked = longreach("eval", "--model", healed, "--tasks", "niah_single_1", "--length", 512, "--samples", 2,
                       "--method", "dense", "--json")  # fmt: skip
     assert asked.code == 0, asked.err

@@ -57,6 +57,21 @@ def test_healing_brings_a_model_closer_to_its_original(student: Any, teacher: An
     assert not student.training and all(p.requires_grad and p.grad is None for p in student.parameters())
 
 
+@pytest.mark.parametrize(
+    ("variant", "given"),
+    [("mka", {}), ("mka", {"mode": "gated", "tiers": (1, 2)}), ("block_mka", {}), ("block_mka", {"recall": "index"})],
+)
+def test_every_variant_is_healed(teacher: Any, source: Source, variant: str, given: dict[str, Any]) -> None:
+    given = {**({"block": 4, "window": 8, "blocks": 2} if "tiers" not in given else {}), **given}
+    torch.manual_seed(0)
+    model = convert(tiny_model("llama"), variant, gate=1.0, **given)
+    before = weights(model)
+    options = replace(OPTIONS, steps=8, train="all", learning_rate=5e-4, gate_rate=0.05)
+    record = heal(model, [source], options, teacher=teacher)
+    assert record["after"]["kl"] < record["before"]["kl"]
+    assert moved(model, before) == {name for name in before if ".mka.index." not in name}
+
+
 @pytest.mark.parametrize("train", ["levels", "attention", "all"])
 def test_what_is_not_trained_stays(teacher: Any, source: Source, train: str) -> None:
     model = convert(tiny_model("llama"), "fastmka", gate=0.5, layers=[1])
@@ -200,7 +215,7 @@ def test_steps_that_are_not_finite_are_skipped_and_counted(
 
 
 def test_budgets_are_drawn_for_each_step_and_put_back(teacher: Any, source: Source) -> None:
-    model = convert(tiny_model("llama"), "fastmka", gate=0.5, tiers=(1, 2, 3), block=4, window=8, blocks=2)
+    model = convert(tiny_model("llama"), "block_mka", block=4, window=8, blocks=2)
     budgets = (Budget(8, 1), Budget(4, 2), Budget(16, 4))
     lines: list[dict[str, Any]] = []
     heal(model, [source], replace(OPTIONS, budgets=budgets, batch_tokens=48, steps=8), teacher=teacher,

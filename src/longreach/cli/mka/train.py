@@ -206,9 +206,9 @@ class Rows:
             self._print(lambda table: table.row(cells))
 
     def _begin(self, levels: int) -> None:
-        columns = [Column("seconds", 7), Column("loss", 8), Column("KL", 8), Column("nll", 6), Column("grad", 7),
-                   Column("rate", 5), Column("tok/s", 7)]  # fmt: skip
-        self._table = Table(self._out, [Column("step", 6), *columns, Column("gates", max(5, 7 * levels), wide=True)])
+        columns = [Column("step", 5), Column("seconds", 7), Column("loss", 7), Column("KL", 7), Column("nll", 5),
+                   Column("grad", 7), Column("rate", 4), Column("tok/s", 6)]  # fmt: skip
+        self._table = Table(self._out, [*columns, Column("gates", max(5, 6 * levels - 1), wide=True)])
         self._print(lambda table: table.header())
 
     def _print(self, write: Callable[[Table], None]) -> None:
@@ -223,9 +223,15 @@ def _cells(step: int, line: dict[str, Any]) -> list[str]:
     if "loss" not in line:
         return [str(step), f"{line['seconds']:.0f}", "skipped", "-", "-", "-", rate, speed, "-"]
     return [
-        str(step), f"{line['seconds']:.0f}", f"{line['loss']:.3g}", f"{line['kl']:.3g}", f"{line['nll']:.3g}",
-        f"{line['grad_norm']:.2g}", rate, speed, " ".join(f"{gate:.3g}" for gate in line["gates"]) or "-",
+        str(step), f"{line['seconds']:.0f}", _short(line["loss"]), _short(line["kl"]), f"{line['nll']:.3g}",
+        f"{line['grad_norm']:.2g}", rate, speed, " ".join(f"{gate:.2f}" for gate in line["gates"]) or "-",
     ]  # fmt: skip
+
+
+def _short(x: float) -> str:
+    """A number in at most seven characters."""
+    text = f"{x:.3g}"
+    return text if len(text) <= 7 else f"{x:.1e}"
 
 
 def show(record: dict[str, Any], folder: str) -> None:

@@ -19,9 +19,9 @@ def logits(model: Any) -> torch.Tensor:
     return model(random_tokens(1, 30), use_cache=False).logits
 
 
-@pytest.mark.parametrize("family", ["llama", "phi3"])
-def test_dense_is_the_original_and_leaves_no_trace(family: str) -> None:
-    model = converted(family, **THREE)
+@pytest.mark.parametrize(("family", "variant"), [("llama", "fastmka"), ("phi3", "mka"), ("llama", "block_mka")])
+def test_dense_is_the_original_and_leaves_no_trace(family: str, variant: str) -> None:
+    model = converted(family, variant, **THREE)
     before, expected = logits(model), logits(original(family))
     with dense(model):
         assert torch.equal(logits(model), expected)
