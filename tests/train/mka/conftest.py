@@ -6,6 +6,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from tests.train.mini.conftest import data  # noqa: F401 - a fixture
 
 from longreach.adapters.transformers.mka import convert
 from longreach.evals.perplexity import Text

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from tests.tiers import swept
 from tests.train.mka.conftest import text
+from transformers import AutoTokenizer
 
 from longreach.errors import InvalidInput
 from longreach.evals.calibration.prompts import Prompt
@@ -99,6 +100,19 @@ def test_data_sets_for_evaluation_are_refused(tokenizer: Any, tmp_path: Path) ->
 def test_the_recipe_fits_its_own_tokenizer_alone(tokenizer: Any, tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match=r"has no tokenizer.json.*train mini --prepare"):
         RecipeSource(tmp_path, tokenizer)
+
+
+def test_the_recipe_gives_its_sequences(data: Path, tokenizer: Any) -> None:
+    with pytest.raises(InvalidInput, match="the model has another one; use --text or --tasks"):
+        RecipeSource(data, tokenizer)
+    own = AutoTokenizer.from_pretrained(data)
+    source = RecipeSource(data, own)
+    first, second, held = source.sequences(512, 0, 3), source.sequences(512, 3, 3), source.held_out(512, 3)
+    assert first.tokens.shape == (3, 513) and first.tokens.dtype == np.int64 and (first.kinds == ANSWER).any()
+    assert len({tuple(row) for batch in (first, second, held) for row in batch.tokens}) == 9
+    assert np.array_equal(RecipeSource(data, own).sequences(512, 3, 3).tokens, second.tokens)
+    assert not np.array_equal(RecipeSource(data, own, seed=1).sequences(512, 3, 3).tokens, second.tokens)
+    assert source.describe()["kind"] == "recipe" and len(source.describe()["manifest_sha256"]) == 64
 
 
 class Counting(Source):

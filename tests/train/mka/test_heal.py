@@ -16,7 +16,7 @@ import torch
 from tests.train.mka.conftest import text
 
 from longreach.adapters.transformers.mka import convert
-from longreach.errors import InvalidInput, LongreachError, ModelFileError, UnknownName, Unsupported
+from longreach.errors import InvalidInput, LongreachError, ModelFileError, OutOfMemory, UnknownName, Unsupported
 from longreach.testing.tiny import tiny_model
 from longreach.train.mini.page import TEXT
 from longreach.train.mka import heal as healing
@@ -163,6 +163,26 @@ def test_lines_after_the_last_checkpoint_are_written_again(
     record = heal(student, [source], OPTIONS, teacher=teacher, folder=tmp_path, resume=True)
     lines = [json.loads(line) for line in (tmp_path / JOURNAL).read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(6)) and record["steps"] == 6
+
+
+def test_texts_that_are_used_up_leave_the_model(student: Any, teacher: Any, tokenizer: Any, tmp_path: Path) -> None:
+    short, saved = TextSource([text(60)], tokenizer, (24,)), list[Path]()
+    with pytest.raises(InvalidInput, match=r"the texts hold \d+ different sequences of 24 tokens") as raised:
+        heal(student, [short], replace(OPTIONS, lengths=(24,), steps=100), teacher=teacher, folder=tmp_path,
+             save=saved.append)  # fmt: skip
+    assert saved == [tmp_path] and "the model after step" in raised.value.__notes__[0]
+    assert 0 < json.loads((tmp_path / RECORD).read_text())["steps"] < 100
+
+
+def test_memory_that_runs_out_names_the_options_to_lower(
+    student: Any, teacher: Any, source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(healing.Trainer, "step", full)
+    with pytest.raises(OutOfMemory, match="lower --batch-tokens"):
+        heal(student, [source], OPTIONS, teacher=teacher)
 
 
 def test_a_broken_state_is_refused(student: Any, teacher: Any, source: Source, tmp_path: Path) -> None:

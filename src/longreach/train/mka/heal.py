@@ -16,8 +16,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from longreach.adapters.transformers import context_limit
-from longreach.errors import InvalidInput, LongreachError
+from longreach.adapters.transformers.oom import out_of_memory
+from longreach.errors import InvalidInput, LongreachError, OutOfMemory
 from longreach.evals.progress import Progress, unseen
 from longreach.records import environment
 from longreach.train.mka import checkpoint
@@ -126,11 +129,16 @@ class Output:
             checkpoint.write_json(self.folder / checkpoint.RECORD, self._record(done, None))
             kept = {"run": self._run, "before": self._before, "done": asdict(done)}
             checkpoint.save_state(self.folder, self._trainer.state(), kept)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             raise LongreachError(
                 f"cannot write a checkpoint to {self.folder} ({error}); the one before is whole: free some space, then "
                 f"--resume"
             ) from error
+
+    def note(self, error: BaseException, done: Done, text: str) -> None:
+        """Add to an error what is on disk, if anything is: text with places for the step and the folder."""
+        if self.folder is not None:
+            error.add_note(text.format(done.steps, self.folder))
 
     def finish(self, done: Done, after: dict[str, Any]) -> dict[str, Any]:
         """The record of a complete training; the state to resume is removed."""
@@ -170,9 +178,14 @@ def _loop(
         shown = _shown(options, done)
         advance(shown)
         while (fraction := options.fraction(done.steps, done.seconds)) < 1.0:
-            given = [next(batches) for _ in range(options.accumulate)]
+            try:
+                given = [next(batches) for _ in range(options.accumulate)]
+            except InvalidInput as error:  # texts are used up
+                out.checkpoint(done)
+                out.note(error, done, "the model after step {} is in {}")
+                raise
             chosen, rate = drawn(options.budgets, options.seed, done.steps), options.rate(done.steps, fraction)
-            with budget(trainer.model, chosen):
+            with budget(trainer.model, chosen), _memory():
                 result = trainer.step(given, rate)
             bad = 0 if result else bad + 1
             seconds, tokens = earlier + time.monotonic() - started, sum(batch.real for batch in given)
@@ -189,8 +202,7 @@ def _loop(
             if stop.is_set():
                 out.checkpoint(done)
                 interrupt = KeyboardInterrupt()
-                if out.folder is not None:
-                    interrupt.add_note(f"step {done.steps} is saved in {out.folder}; --resume continues from there")
+                out.note(interrupt, done, "step {} is saved in {}; --resume continues from there")
                 raise interrupt
             if time.monotonic() - saved > save_every:
                 out.checkpoint(done)
@@ -238,6 +250,20 @@ def _stop_between_steps() -> Iterator[threading.Event]:
         yield stop
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _memory() -> Iterator[None]:
+    """Turn torch's out-of-memory errors into one that names the options to lower."""
+    try:
+        yield
+    except BaseException as error:
+        if not out_of_memory(error):
+            raise
+        raise OutOfMemory(
+            "memory ran out in a training step; lower --batch-tokens (with more --accumulate), give "
+            "--checkpointing, or train fewer parameters (--train)"
+        ) from error
 
 
 @contextmanager
