@@ -16,7 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging
 
 from longreach.adapters.transformers.checks import shape_of_config
-from longreach.adapters.transformers.mka.families import PREFIX, register
+from longreach.adapters.transformers.mka import register
+from longreach.adapters.transformers.mka.baselines import PREFIX as MLA_PREFIX
+from longreach.adapters.transformers.mka.families import PREFIX as MKA_PREFIX
 from longreach.adapters.transformers.oom import out_of_memory
 from longreach.errors import InvalidInput, ModelFileError, OutOfMemory
 from longreach.methods.call import ModelShape
@@ -53,7 +55,7 @@ def _register(path: Path) -> None:
         kind = str(json.loads((path / "config.json").read_text(encoding="utf-8"))["model_type"])
     except (ValueError, KeyError, TypeError):
         return
-    if kind.startswith(PREFIX):
+    if kind.startswith((MKA_PREFIX, MLA_PREFIX)):
         register()
 
 

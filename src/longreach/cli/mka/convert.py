@@ -96,7 +96,7 @@ def conversion(variant: str, options: dict[str, Any], layers: tuple[int, ...] | 
             raise UnknownName(f"option of {variant}", name, known)
     if layers is not None:
         raise InvalidInput(f"--layers: {variant} replaces the attention of all layers; leave it out")
-    return lambda model: import_module(f"{ADAPTER}.baselines").convert_baseline(model, variant, **options)
+    return lambda model: import_module(ADAPTER).convert(model, variant, **options)
 
 
 def parsed(settings: list[str]) -> dict[str, Any]:

@@ -10,12 +10,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import longreach
-from longreach.adapters.transformers.mka.baselines import (
-    LatentAttention,
-    convert_baseline,
-    register_baselines,
-    still,
-)
+from longreach.adapters.transformers.mka import convert, register
+from longreach.adapters.transformers.mka.baselines import LatentAttention, still
 from longreach.adapters.transformers.mka.rotation import layout_of
 from longreach.errors import InvalidInput, LongreachError, ModelFileError, UnknownName
 from longreach.testing.tiny import random_tokens, tiny_model
@@ -37,7 +33,7 @@ def made(family: str) -> torch.nn.Module:
 def test_repeated_heads_give_the_same_logits(family: str, tmp_path: Path) -> None:
     model = made(family)
     before = logits(model)
-    assert convert_baseline(model, "mha") is model and model.config.num_key_value_heads == 4
+    assert convert(model, "mha") is model and model.config.num_key_value_heads == 4
     torch.testing.assert_close(logits(model), before, rtol=1e-4, atol=1e-4)
     model.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
@@ -48,9 +44,9 @@ def test_repeated_heads_give_the_same_logits(family: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize("family", ["llama", "phi3"])
 def test_averaged_heads(family: str) -> None:
     model, mqa = made(family), made(family)
-    convert_baseline(convert_baseline(model, "mha"), "gqa", kv_heads=2)  # back again
+    convert(convert(model, "mha"), "gqa", kv_heads=2)  # back again
     torch.testing.assert_close(logits(model), logits(made(family)), rtol=1e-4, atol=1e-4)
-    convert_baseline(mqa, "mqa")
+    convert(mqa, "mqa")
     assert mqa.config.num_key_value_heads == 1 and not torch.allclose(logits(mqa), logits(model), atol=1e-2)
     out = mqa.generate(random_tokens(1, 9), max_new_tokens=4, do_sample=False, use_cache=True)
     assert torch.equal(out, mqa.generate(random_tokens(1, 9), max_new_tokens=4, do_sample=False, use_cache=False))
@@ -62,9 +58,9 @@ def test_mla(family: str, tmp_path: Path) -> None:
     layout, rotary = layout_of(model.get_decoder())
     assert (layout, rotary) == (("interleaved", 8) if family == "glm4" else ("half", 16))
     before = logits(model)
-    whole = convert_baseline(made(family), "mla", rank=2 * (16 - rotary) + 2 * 16, rotated=rotary)  # all pairs turn
+    whole = convert(made(family), "mla", rank=2 * (16 - rotary) + 2 * 16, rotated=rotary)  # all pairs turn
     torch.testing.assert_close(logits(whole), before, rtol=1e-3, atol=1e-3)
-    convert_baseline(model, "mla")
+    convert(model, "mla")
     module = model.model.layers[0].self_attn
     assert isinstance(module, LatentAttention) and module.mla.cached == 32  # half of 2 heads x 2 x 16
     ids = random_tokens(1, 9)
@@ -72,7 +68,7 @@ def test_mla(family: str, tmp_path: Path) -> None:
     assert torch.equal(out, model.generate(ids, max_new_tokens=6, do_sample=False, use_cache=False))
     with longreach.attach(model):
         assert torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False), out)
-    register_baselines()
+    register()
     model.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
     assert torch.equal(logits(again), logits(model)) and again.config.mla == model.config.mla
@@ -84,7 +80,7 @@ def test_mla(family: str, tmp_path: Path) -> None:
 
 
 def test_mla_trains() -> None:
-    model = convert_baseline(made("llama"), "mla")
+    model = convert(made("llama"), "mla")
     model(random_tokens(2, 9), labels=random_tokens(2, 9)).loss.backward()
     assert all(p.grad is not None for n, p in model.named_parameters() if ".mla." in n)
 
@@ -103,7 +99,9 @@ def test_what_does_not_fit_is_refused() -> None:
     model = made("llama")
     before = logits(model)
     for kind, options, message in (
-        ("mhq", {}, "mhq.*mha"),
+        ("mhq", {}, "mhq"),
+        ("mha", {"heads": 4}, "heads"),
+        ("gqa", {"kv_heads": 2, "layers": [0]}, "all layers"),
         ("gqa", {}, "kv_heads: expected a divisor of the 4 query heads"),
         ("gqa", {"kv_heads": 3}, "kv_heads: expected a divisor"),
         ("mqa", {"kv_heads": 2}, "kv_heads: mqa has 1"),
@@ -113,12 +111,12 @@ def test_what_does_not_fit_is_refused() -> None:
         ("mla", {"rotated": 18}, "rotated: expected at most"),
     ):
         with pytest.raises(LongreachError, match=message):
-            convert_baseline(model, kind, **options)
+            convert(model, kind, **options)
     assert torch.equal(logits(model), before)
     with pytest.raises(UnknownName, match=r"phi3.*llama"):
-        convert_baseline(made("phi3"), "mla")
+        convert(made("phi3"), "mla")
     with pytest.raises(UnknownName, match="gemma2"):
-        convert_baseline(tiny_model("gemma2"), "mha")
-    convert_baseline(model, "mla")
-    with pytest.raises(InvalidInput, match="longreach_mla_llama"):
-        convert_baseline(model, "mla")
+        convert(tiny_model("gemma2"), "mha")
+    convert(model, "mla")
+    with pytest.raises(InvalidInput, match="converted to MLA already"):
+        convert(model, "mla")

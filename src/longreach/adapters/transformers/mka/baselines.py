@@ -19,12 +19,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from longreach.adapters.transformers.checks import shape_of
 from longreach.adapters.transformers.mka.families import FAMILIES
-from longreach.adapters.transformers.mka.families import PREFIX as MKA
 from longreach.adapters.transformers.mka.layers import attention_layers
 from longreach.adapters.transformers.mka.projections import GivenProjections
 from longreach.adapters.transformers.mka.rotation import layout_of
-from longreach.errors import InvalidInput, ModelFileError, UnknownName, Unsupported
-from longreach.mka.baselines import BASELINES, LatentKV, MLAConfig, fastest_channels, regroup
+from longreach.errors import ModelFileError, UnknownName, Unsupported
+from longreach.mka.baselines import LatentKV, MLAConfig, fastest_channels, regroup
 from longreach.mka.config import is_count
 from longreach.ops.types import require
 
@@ -32,20 +31,18 @@ PREFIX = "longreach_mla_"  # of model types
 MLA_FAMILIES = tuple(name for name in FAMILIES if name != "phi3")  # whose projections are one matrix
 
 
-def convert_baseline(model: PreTrainedModel, kind: str, *, kv_heads: int | None = None, rank: int | None = None,
-                     rotated: int | None = None) -> PreTrainedModel:  # fmt: skip
-    """Give a pretrained model another attention, in place; the same object is returned.
+def convert_baseline(
+    model: PreTrainedModel, kind: str, *, kv_heads: int | None = None, rank: int | None = None,
+    rotated: int | None = None, **unknown: Any,
+) -> PreTrainedModel:  # fmt: skip
+    """`convert` to a baseline, of a model that it has checked.
 
-    kind: "mha" (KV heads repeated, the same function up to rounding), "gqa" with kv_heads (repeated or averaged), "mqa"
-        (all averaged), "mla" (a joint latent of `rank`, see MLAConfig).
     Raises UnknownName (kind, family), InvalidInput (options that do not fit), Unsupported. After an error the model is
     unchanged.
     """
-    if kind not in BASELINES:
-        raise UnknownName("baseline", kind, BASELINES)
+    for option in unknown:
+        raise UnknownName(f"option of {kind}", option, {"gqa": ("kv_heads",), "mla": ("rank", "rotated")}.get(kind, ()))
     name = str(model.config.model_type)
-    if name.startswith((PREFIX, MKA)):
-        raise InvalidInput(f"convert: a model of type {name} was converted already; load the original")
     known = MLA_FAMILIES if kind == "mla" else FAMILIES
     if name not in known:
         raise UnknownName(f"family of models for {kind}", name, known)

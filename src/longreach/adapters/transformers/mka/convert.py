@@ -12,11 +12,14 @@ from transformers import PreTrainedModel
 
 from longreach.adapters.transformers.attach import MARK
 from longreach.adapters.transformers.mka.attention import MemoryAttention
+from longreach.adapters.transformers.mka.baselines import PREFIX as MLA_PREFIX
+from longreach.adapters.transformers.mka.baselines import convert_baseline
 from longreach.adapters.transformers.mka.families import FAMILIES, PREFIX, Family, family, install, options_of
 from longreach.adapters.transformers.mka.inputs import remove_hook
 from longreach.adapters.transformers.mka.layers import attention_layers, check_options, levels_for, weight_of
 from longreach.adapters.transformers.mka.levels import take_attention
 from longreach.errors import ConcurrentUse, InvalidInput, UnknownName, Unsupported
+from longreach.mka.baselines import BASELINES
 from longreach.mka.config import MKAConfig
 from longreach.ops.types import describe, require
 
@@ -28,6 +31,8 @@ def convert(
 
     variant: "fastmka", "mka" or "block_mka". layers: those to convert, None for all. gate: first value of every gate;
     at 0, "fastmka" and "mka" compute bit for bit what the model computed before. options: fields of `MKAConfig`.
+    Or a baseline, in all layers: "mha" (KV heads repeated, the same function up to rounding), "gqa" with kv_heads
+    (repeated or averaged), "mqa" (all averaged), "mla" with rank and rotated (see `MLAConfig`).
 
     The model's class and config become those of its family with MKA, and its layers get new parameters (router, gates,
     decays), with the dtype and on the device of their projections. Its own weights stay the same tensors, so optimisers
@@ -38,6 +43,10 @@ def convert(
     that was converted already), Unsupported (quantised, compiled or wrapped models; layers with a sliding window, by
     number), ConcurrentUse (longreach is attached). After an error the model is unchanged.
     """
+    if variant in BASELINES:
+        require(layers is None and gate == 0.0, lambda: f"layers, gate: {variant} replaces attention in all layers")
+        _family_of(model)
+        return convert_baseline(model, variant, **options)
     found = _family_of(model)
     chosen = dict(options) if layers is None else {**options, "layers": _ascending(layers)}
     config = MKAConfig.make(variant, **chosen)
@@ -88,6 +97,8 @@ def _family_of(model: Any) -> Family:
             f"compiled or wrapped"
         )
     name = str(model.config.model_type)
+    if name.startswith(MLA_PREFIX):
+        raise InvalidInput("convert: the model was converted to MLA already; load the original")
     if name.startswith(PREFIX):
         raise InvalidInput(
             f"convert: the model has MKA's layers already (variant {options_of(model.config).variant!r}); "

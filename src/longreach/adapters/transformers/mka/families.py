@@ -61,7 +61,7 @@ def families() -> Iterator[Family]:
     return (family(name) for name in FAMILIES)
 
 
-def register() -> None:
+def register_families() -> None:
     """Let AutoConfig and AutoModelForCausalLM load and make models with MKA's layers. May be called again."""
     register_attention()
     for one in families():
