@@ -51,6 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "--teacher)")  # fmt: skip
     parser.add_argument("--nll", type=float, metavar="X", help="weight of the next-token loss (default 0, 1 without "
                         "--teacher)")  # fmt: skip
+    parser.add_argument("--text-loss", type=float, default=0.5, metavar="X", help="weight of tokens that are no "
+                        "answers, where there are answers (default 0.5)")  # fmt: skip
     parser.add_argument("--batch-tokens", type=positive, default=8192, metavar="N", help="tokens of a batch; a longer "
                         "sequence is a batch of its own (default 8192)")  # fmt: skip
     parser.add_argument("--accumulate", type=positive, default=2, metavar="N", help="batches of an update (default 2)")
@@ -95,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     options = HealOptions(
         steps=args.steps, minutes=args.minutes, train=args.train, kl=kl, nll=nll, lengths=tuple(args.lengths),
         batch_tokens=args.batch_tokens, accumulate=args.accumulate, learning_rate=args.learning_rate,
-        gate_rate=args.gate_rate, weight_decay=args.weight_decay, warmup=args.warmup,
+        gate_rate=args.gate_rate, weight_decay=args.weight_decay, warmup=args.warmup, text_loss=args.text_loss,
         checkpointing=args.checkpointing, budgets=args.draw_budget, seed=args.seed,
     )  # fmt: skip
     if not args.resume:
@@ -207,7 +209,7 @@ class Rows:
 
     def _begin(self, levels: int) -> None:
         columns = [Column("step", 5), Column("seconds", 7), Column("loss", 7), Column("KL", 7), Column("nll", 5),
-                   Column("grad", 7), Column("rate", 4), Column("tok/s", 6)]  # fmt: skip
+                   Column("grad", 6), Column("rate", 4), Column("tok/s", 6)]  # fmt: skip
         self._table = Table(self._out, [*columns, Column("gates", max(5, 6 * levels - 1), wide=True)])
         self._print(lambda table: table.header())
 
