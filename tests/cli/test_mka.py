@@ -67,6 +67,22 @@ def test_convert_writes_a_model_that_equals_the_original(
     refused(longreach("mka", "convert", out, "fastmka", "--out", tmp_path / "twice", *measured), "revert it first")
 
 
+def test_mka_equals_the_original_and_block_mka_where_it_covers_the_context(
+    longreach: Any, tiny: Path, book: Path, tmp_path: Path
+) -> None:
+    def distance(name: str, variant: str, *options: str) -> dict[str, Any]:
+        measured = ["--text", book, "--length", 120, "--prompts", 1, "--json"]
+        result = longreach("mka", "convert", tiny, variant, *options, "--out", tmp_path / name, *measured)
+        assert result.code == 0, result.err
+        found: dict[str, Any] = json.loads(result.out)["distance"]
+        return found
+
+    assert distance("mka", "mka", "block=8", "window=16")["identical"]
+    assert distance("all", "block_mka")["kl"] < 1e-6  # a window of 512 keys
+    few = distance("few", "block_mka", "block=8", "window=16", "blocks=1")
+    assert few["kl"] > 0.01 and not few["identical"]
+
+
 def test_convert_makes_baselines_and_prints_their_distance(longreach: Any, tiny: Path, tmp_path: Path) -> None:
     result = longreach("mka", "convert", tiny, "mqa", "--out", tmp_path / "mqa", "--length", 600, "--prompts", 1)
     assert result.code == 0 and "KL 1.9" in result.out and "same first choice for" in result.out
@@ -76,6 +92,18 @@ def test_convert_makes_baselines_and_prints_their_distance(longreach: Any, tiny:
     record = json.loads(shown.out)
     assert record["distance"]["kl"] == pytest.approx(0, abs=1e-9) and record["given"] == {"kv_heads": 2}
     assert (tmp_path / "gqa" / "model.safetensors").is_file() and record["out"] == str(tmp_path / "gqa")
+
+
+def test_a_baseline_is_healed_like_a_variant(longreach: Any, tiny: Path, book: Path, tmp_path: Path) -> None:
+    folder, measured = tmp_path / "mla", ["--text", book, "--length", 100, "--prompts", 2]
+    assert longreach("mka", "convert", tiny, "mla", "--out", folder, *measured).code == 0
+    train = ["mka", "train", folder, "--teacher", tiny, "--text", book, *HEAL, "--learning-rate", 2e-3]
+    result = longreach(*train, "--out", tmp_path / "healed", "--json")
+    assert result.code == 0, result.err
+    record = json.loads(result.out)
+    assert record["after"]["kl"] < record["before"]["kl"]
+    assert json.loads((tmp_path / "healed" / "conversion.json").read_text())["variant"] == "mla"
+    refused(longreach(*train, "--train", "levels", "--out", tmp_path / "none"), "the model has no such parameters")
 
 
 @pytest.mark.parametrize(

@@ -84,19 +84,19 @@ def conversion(variant: str, options: dict[str, Any], layers: tuple[int, ...] | 
     from longreach.mka.baselines import BASELINES
     from longreach.mka.config import VARIANTS, MKAConfig
 
-    if variant not in BASELINES:
-        if variant not in VARIANTS:
-            raise UnknownName("variant", variant, (*VARIANTS, *BASELINES))
-        chosen = options if layers is None else {**options, "layers": layers}
+    if variant not in (*VARIANTS, *BASELINES):
+        raise UnknownName("variant", variant, (*VARIANTS, *BASELINES))
+    chosen = options if layers is None else {**options, "layers": layers}
+    if variant in VARIANTS:
         MKAConfig.make(variant, **{name: tuple(x) if isinstance(x, list) else x for name, x in chosen.items()})
-        return lambda model: import_module(ADAPTER).convert(model, variant, **chosen)
-    known = {"gqa": ("kv_heads",), "mla": ("rank", "rotated")}.get(variant, ())
-    for name in options:
-        if name not in known:
-            raise UnknownName(f"option of {variant}", name, known)
-    if layers is not None:
-        raise InvalidInput(f"--layers: {variant} replaces the attention of all layers; leave it out")
-    return lambda model: import_module(ADAPTER).convert(model, variant, **options)
+    else:
+        known = {"gqa": ("kv_heads",), "mla": ("rank", "rotated")}.get(variant, ())
+        for name in options:
+            if name not in known:
+                raise UnknownName(f"option of {variant}", name, known)
+        if layers is not None:
+            raise InvalidInput(f"--layers: {variant} replaces the attention of all layers; leave it out")
+    return lambda model: import_module(ADAPTER).convert(model, variant, **chosen)
 
 
 def parsed(settings: list[str]) -> dict[str, Any]:
