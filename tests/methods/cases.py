@@ -306,9 +306,9 @@ CASES = {
         heavy=(2, MIDDLE, CONTEXT - 3),
         lost=Lost(BlockMKA(block=5, window=10, blocks=1), {20: HEAVY, 40: HEAVY + 0.7}, 20),
         variants=(
-            BlockMKA(block=1, window=6, blocks=9, dense_layers=(1,)),
-            BlockMKA(block=10, window=10, blocks=1, share=(0,)),
-            BlockMKA(block=5, window=5, blocks=2, recall="bounds", share=(1, 2), dense_layers=(0,)),
+            BlockMKA(block=1, window=6, blocks=9, recall="summary", dense_layers=(1,)),
+            BlockMKA(block=10, window=10, blocks=1, recall="summary", share=(0,)),
+            BlockMKA(block=5, window=5, blocks=2, share=(1, 2), dense_layers=(0,)),
             BlockMKA(block=5, window=15, blocks=2, recall="hash", bits=24, seed=3),
         ),
         refused=(

@@ -28,7 +28,7 @@ from tests.methods.metered import metadata_of, passes_of
 from tests.methods.one_layer import CACHES, Layers, chosen_by, keys_of
 from tests.ops.test_rope import frequencies, turned
 
-FEW = BlockMKA(block=5, window=10, blocks=2)
+FEW = BlockMKA(block=5, window=10, blocks=2, recall="summary")
 KNOWN = RotaryFrequencies(frequencies(16))
 every_cache = pytest.mark.parametrize("config", CACHES.values(), ids=CACHES)
 every_kind = pytest.mark.parametrize(
@@ -343,7 +343,7 @@ def test_options_that_do_not_fit_a_model(method: AttentionMethod, shape: ModelSh
     [
         ({"share": (0, 1), "dense_layers": (1,)}, r"share: expected layers that are not in dense_layers, got \[1\]"),
         ({"block": 48}, "window: expected a multiple of block=48, got 512"),
-        ({"bits": 64}, "bits: expected 128, as recall='summary' has no hashes, got 64"),
+        ({"bits": 64}, "bits: expected 128, as recall='bounds' has no hashes, got 64"),
         ({"seed": 3, "recall": "bounds"}, "seed: expected 0, as recall='bounds' has no hashes, got 3"),
     ],
 )

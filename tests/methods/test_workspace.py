@@ -49,10 +49,10 @@ METHODS = [
     Kascade(k=0.3, min_keys=8, choose="sample"),
     MagicPIG(bits=6, tables=9, local=8, seal=8, centre=16, dense_layers=()),
     MagicPIG(bits=6, tables=9, local=8, seal=8, centre=16, dense_layers=(), redo=0.1),
-    BlockMKA(block=1, window=40, blocks=60),
+    BlockMKA(block=1, window=40, blocks=60, recall="summary"),
     BlockMKA(block=1, window=8, blocks=150, recall="bounds"),
     BlockMKA(block=1, window=8, blocks=60, recall="hash", bits=128),
-    BlockMKA(block=4, window=160, blocks=2),
+    BlockMKA(block=4, window=160, blocks=2, recall="summary"),
 ]
 SAMPLING = [
     OracleTopK(k=0.3, choose="sample"),
@@ -154,7 +154,7 @@ STATES: list[PromptObserver] = [
     MAC(window=30, band=4, max_gap=9),
     MAC(window=None, band=None, tau=None, scale="calibrated"),
     SnapKV(capacity=64, window=12),
-    BlockMKA(block=5, window=10, dense_layers=(1,)),
+    BlockMKA(block=5, window=10, recall="summary", dense_layers=(1,)),
     BlockMKA(block=20, window=20, recall="bounds", share=(0, 2)),
     BlockMKA(block=10, window=20, recall="hash", bits=24, seed=2),
 ]

@@ -39,8 +39,10 @@ class BlockMKA(AttentionMethod):
 
     block: keys in a block. window: a multiple of it; a row attends to its own block and window / block blocks before.
     blocks: recalled by each row and KV head.
-    recall: how blocks are scored, summed over the query heads of a KV head: "summary" (attention weights of their mean
-        keys), "bounds" (Quest's upper bounds) or "hash" (equal signs of `bits` random projections, drawn from `seed`).
+    recall: how blocks are scored, summed over the query heads of a KV head: "bounds" (Quest's upper bounds, which find
+        most in models that are not trained for recall; heads of up to 128 channels), "summary" (attention weights of
+        their mean keys, the default of trained Block-MKA) or "hash" (equal signs of `bits` random projections, drawn
+        from `seed`).
     share: layers that recall; the layers after each use its blocks. (): every layer recalls for itself.
     dense_layers: layers that attend densely.
 
@@ -51,7 +53,7 @@ class BlockMKA(AttentionMethod):
     block: int = 64
     window: int = 512
     blocks: int = 8
-    recall: Kind = "summary"
+    recall: Kind = "bounds"
     bits: int = BITS
     seed: int = 0
     share: tuple[int, ...] = ()
