@@ -299,10 +299,24 @@ def test_models_and_teachers_that_do_not_fit_are_refused(student: Any, teacher: 
         "load the model with dtype=torch.float32", model=convert(tiny_model("llama"), "fastmka", gate=0.5).bfloat16()
     )
     refused("recalls no blocks", budgets=(Budget(64, 1),))
-    refused("KL 0.*there is nothing to learn", model=convert(tiny_model("llama"), "fastmka"))
     refused("changes its logits after the output layer", of=tiny_model("gemma2"), kind=Unsupported)
     with pytest.raises(InvalidInput, match="nothing to train on"):
         heal(student, [], OPTIONS, teacher=teacher)
+
+
+def test_a_model_that_equals_its_teacher_is_warned_of(teacher: Any, source: Source) -> None:
+    with pytest.warns(UserWarning, match=r"same distributions \(KL 0\), so there is nothing to learn but rounding"):
+        heal(convert(tiny_model("llama"), "fastmka"), [source], replace(OPTIONS, steps=1), teacher=teacher)
+
+
+def test_resume_begins_where_nothing_was_saved(student: Any, teacher: Any, source: Source, tmp_path: Path) -> None:
+    options = replace(OPTIONS, steps=1)
+    (tmp_path / "killed").mkdir()
+    (tmp_path / "killed" / JOURNAL).write_text("before the first checkpoint")
+    for folder in (tmp_path / "new", tmp_path / "killed"):
+        heal(student, [source], options, teacher=teacher, folder=folder, resume=True)
+        assert json.loads((folder / RECORD).read_text())["complete"]
+        assert len((folder / JOURNAL).read_text().splitlines()) == 1
 
 
 def test_a_baseline_without_levels_is_healed_too(teacher: Any, source: Source) -> None:

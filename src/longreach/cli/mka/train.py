@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -31,6 +32,7 @@ EXAMPLES = (
     "    --draw-budget 128:4,256:8,256:16",
 )
 ALL_TASKS = "ruler"
+WORKERS = 14  # keep up with a GPU that trains longreach-mini
 EVERY = 10.0  # seconds between two rows of the table
 
 
@@ -41,8 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     budget = parser.add_mutually_exclusive_group(required=True)
     budget.add_argument("--steps", type=positive, metavar="N", help="updates")
     budget.add_argument("--minutes", type=float, metavar="X", help="time, that of an interrupted run included")
-    parser.add_argument("--resume", action="store_true", help="continue the interrupted training in --out; give the "
-                        "other options as before")  # fmt: skip
+    parser.add_argument("--resume", action="store_true", help="continue the interrupted training in --out, with the "
+                        "same options, or begin if it is empty")  # fmt: skip
     parser.add_argument("--train", choices=("levels", "attention", "all"), default="attention", help="parameters: "
                         "levels (router, gates, decays), attention (and the projections of converted layers; the "
                         "default), all")  # fmt: skip
@@ -82,8 +84,8 @@ def _add_sources(parser: argparse.ArgumentParser) -> None:
                         "fit)")  # fmt: skip
     parser.add_argument("--data", type=Path, metavar="DIR", help="the recipe's data to train on, made by `longreach "
                         "train mini --prepare DIR`; for models with longreach-mini's tokenizer")  # fmt: skip
-    parser.add_argument("--workers", type=count, default=0, metavar="N", help="processes that make batches (default 0: "
-                        "a thread)")  # fmt: skip
+    parser.add_argument("--workers", type=count, metavar="N", help="processes that make batches; 0: a thread (default "
+                        f"0; with --data on a GPU one a processor, at most {WORKERS})")  # fmt: skip
     parser.add_argument("--seed", type=count, default=0, metavar="N", help="of sequences and budgets (default 0)")
 
 
@@ -135,7 +137,7 @@ def run(args: argparse.Namespace) -> int:
     rows = Rows()
     record = heal(
         model, sources_of(args, tokenizer), options, teacher=teacher, folder=args.out, save=write, resume=args.resume,
-        about=about, workers=args.workers, save_every=args.save_every, progress=progress,
+        about=about, workers=workers_of(args, device), save_every=args.save_every, progress=progress,
         on_step=(lambda step, line: None) if args.json else rows.add,
     )  # fmt: skip
     if args.json:
@@ -144,6 +146,13 @@ def run(args: argparse.Namespace) -> int:
         rows.last()
         show(record, str(args.out))
     return 0
+
+
+def workers_of(args: argparse.Namespace, device: str) -> int:
+    """--workers, or its default."""
+    if args.workers is not None:
+        return int(args.workers)
+    return min(WORKERS, os.cpu_count() or 1) if args.data is not None and device.startswith("cuda") else 0
 
 
 def sources_of(args: argparse.Namespace, tokenizer: Any) -> list[Any]:

@@ -37,12 +37,19 @@ def check_free(folder: Path) -> None:
     """Raise InvalidInput unless a new model may be written to `folder`: it is missing or empty."""
     if (folder / STATE).is_file():
         raise InvalidInput(f"{folder} holds an unfinished training; continue it with --resume, or remove it")
+    if not is_free(folder):
+        raise InvalidInput(f"{folder} exists and is not an empty folder; choose another --out, or remove it")
+
+
+def is_free(folder: Path) -> bool:
+    """Whether a folder is missing or empty, but for the journal of a training that has saved nothing.
+
+    Raises InvalidInput if it cannot be read.
+    """
     try:
-        taken = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+        return not folder.exists() or (folder.is_dir() and {x.name for x in folder.iterdir()} <= {JOURNAL})
     except OSError as error:
         raise InvalidInput(f"cannot read {folder}: {error.strerror}; choose another --out") from error
-    if taken:
-        raise InvalidInput(f"{folder} exists and is not an empty folder; choose another --out, or remove it")
 
 
 def free_folder(folder: Path) -> None:

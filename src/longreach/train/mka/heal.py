@@ -10,6 +10,7 @@ import math
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -66,14 +67,16 @@ def heal(
 
     teacher: the original, for `options.kl`. folder: for the state to resume, a journal (a line a step), the record, and
     the model, which `save` writes there; None to keep nothing on disk. resume: continue from the folder's state, with
-    the same options. about: what the record says of models and data besides. workers: processes that make batches; 0: a
-    thread does. save_every: seconds between checkpoints. on_step: called with each step's number and line.
+    the same options; begin if it is empty. about: entries of the record on models and data. workers: processes that
+    make batches; 0: a thread does. save_every: seconds between checkpoints. on_step: called with each step's number
+    and line.
 
     The first Ctrl-C ends training after the step, with a checkpoint; the second at once.
     Raises InvalidInput for options, lengths or a teacher that do not fit the model, and LongreachError after
     MAX_BAD_STEPS steps in a row whose loss or gradient is not finite.
     """
     _check(model, teacher, sources, options)
+    resume = resume and folder is not None and not checkpoint.is_free(folder)
     if folder is not None and not resume:
         checkpoint.free_folder(folder)
     trainer, done = Trainer(model, teacher, options), Done()
@@ -97,10 +100,11 @@ def heal(
                 return compare(states_of(model, held, advance, trainer.autocast()), original).to_json()
 
         before = before or measured()
-        if teacher is not None and not options.nll and before["kl"] < EQUAL:
-            raise InvalidInput(
-                f"model and teacher give the same distributions (KL {before['kl']:.1g}), so there is nothing to learn; "
-                f"give a weight to the next-token loss (nll), or longer sequences"
+        if teacher is not None and not options.nll and not done.steps and before["kl"] < EQUAL:
+            warnings.warn(
+                f"model and teacher give the same distributions (KL {before['kl']:.1g}), so there is nothing to learn "
+                f"but rounding; give a weight to the next-token loss (nll), or longer sequences",
+                stacklevel=2,
             )
         out = Output(folder, save, trainer, run, before)
         done = _loop(trainer, sources, options, done, out, workers, save_every, progress, on_step)
