@@ -13,9 +13,10 @@ from longreach.runtime import StateStore
 
 def test_state_of_the_model_follows_and_is_in_every_snapshot() -> None:
     store, model = StateStore(2), MixState(2, "cpu", means=True, block=None)
-    assert store.model is None
-    assert store.of_model(lambda: model) is model is store.of_model(lambda: MixState(1, "cpu", means=True, block=None))
-    assert store.model is model and store.states() == [] and store.places == frozenset()
+    assert not store.has_model("means")
+    assert store.of_model("means", lambda: model) is model
+    assert store.of_model("means", lambda: MixState(1, "cpu", means=True, block=None)) is model
+    assert store.has_model("means") and store.states() == [] and store.places == frozenset()
     slots = torch.arange(2)
     for n in range(3):
         model.begin(slots, slots, torch.full((2,), n))
@@ -31,4 +32,4 @@ def test_state_of_the_model_follows_and_is_in_every_snapshot() -> None:
     store.reset(slots)
     assert model.count.max() == 0
     store.drop(Quest())
-    assert store.model is model
+    assert store.has_model("means")

@@ -23,6 +23,16 @@ from longreach.runtime.state import StateStore
 LayerHook = Callable[[Phase, LayerCall, Outcome], None]
 
 
+class OwnAttention(Protocol):
+    """Attention that a layer of the model defines itself. name: in reports; None: the method's."""
+
+    @property
+    def name(self) -> str | None: ...
+
+    def __call__(self, call: LayerCall, run: Callable[[], Outcome]) -> Outcome:
+        """The layer's result. run: runs the method on the call; it may be called once, or not at all."""
+
+
 class States(Protocol):
     """Provides the state of a method in a layer."""
 
@@ -77,13 +87,17 @@ class Pass:
         )  # fmt: skip
 
 
-def attend_layer(p: Pass, call: LayerCall, *, window: int | None = None, written: LayerCall | None = None) -> Outcome:
+def attend_layer(
+    p: Pass, call: LayerCall, *, window: int | None = None, written: LayerCall | None = None,
+    around: OwnAttention | None = None,
+) -> Outcome:  # fmt: skip
     """Attention of all rows of one layer, in the order of the rows. Keys and values must be in the cache.
 
     window: the layer's sliding window in tokens, else None. With a window every method attends densely within it, and
         a cache whose state is the pass's StateStore evicts no keys of the layer.
     written: rows for all tokens whose keys the pass has written, if these are more than the rows of the call. Observers
         that keep numbers for each key get them; their queries are zeros.
+    around: the layer's own attention, around the method's or in its place; only in passes of one segment.
     With several segments the Outcome has no notes; the ledger has them.
     Raises Unsupported for a window in a layer with evicted keys, and errors of the methods. Raises InvalidInput for a
     layer that has attended in this pass already, for segments that are not the rows of the pass (see `check_segments`:
@@ -110,7 +124,8 @@ def attend_layer(p: Pass, call: LayerCall, *, window: int | None = None, written
         check_segments(p.segments, call.rows, len(call.slots))
     p.layers.add(call.layer)
     if len(p.segments) == 1 and p.segments[0].index is None:
-        return _attend_segment(p, p.segments[0], call, window, written)
+        return _attend_segment(p, p.segments[0], call, window, written, around)
+    assert around is None, "attention of the layer's own, in a pass of several segments"
     assert written is None, "more rows written than run, in a pass of several segments"
     return _joined(p, call, window)
 
@@ -139,11 +154,17 @@ def _joined(p: Pass, call: LayerCall, window: int | None) -> Outcome:
 
 
 def _attend_segment(
-    p: Pass, segment: Segment, call: LayerCall, window: int | None, written: LayerCall | None = None
-) -> Outcome:
+    p: Pass, segment: Segment, call: LayerCall, window: int | None, written: LayerCall | None = None,
+    around: OwnAttention | None = None,
+) -> Outcome:  # fmt: skip
     if window is None:
         dense, method = EVERYTHING, segment.method.name
-        outcome = segment.method.run(call, _state(p, segment.method, call))
+
+        def run() -> Outcome:
+            return segment.method.run(call, _state(p, segment.method, call))
+
+        outcome = run() if around is None else around(call, run)
+        method = method if around is None else around.name or method
     else:
         dense, method = Spans.window(window), "dense"
         outcome = Outcome(call.attend(dense), f"sliding window of {window}")

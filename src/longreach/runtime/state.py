@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ class StateStore:
         self._generation = 0  # of states that were dropped
         self._observed: dict[PromptObserver, list[int]] = {}
         self._windows: dict[int, int] = {}  # layer -> its sliding window
-        self._model: SequenceState | None = None
+        self._model: dict[Hashable, SequenceState] = {}
 
     def get(self, method: PromptObserver, call: LayerCall) -> SequenceState | None:
         """The state of `method` for the layer of `call`, made at its first call.
@@ -59,20 +59,20 @@ class StateStore:
             self._states[place] = state
         return self._states[place]
 
-    def of_model(self, make: Callable[[], SequenceState]) -> SequenceState:
-        """The state of the model itself, all layers in one, made by `make` when it is first asked for.
+    def of_model(self, name: Hashable, make: Callable[[], SequenceState]) -> SequenceState:
+        """A state of the model itself rather than of a method, made by `make` when it is first asked for.
 
-        It changes in every pass, whatever methods attend. So it is part of every snapshot.
+        It changes in every pass, whatever methods attend. So it is part of every snapshot. Its keys may not be evicted
+        or overwritten.
         """
-        if self._model is None:
+        if name not in self._model:
             with torch.inference_mode(False):
-                self._model = make()
-        return self._model
+                self._model[name] = make()
+        return self._model[name]
 
-    @property
-    def model(self) -> SequenceState | None:
-        """The state of the model itself, if it keeps any."""
-        return self._model
+    def has_model(self, name: Hashable) -> bool:
+        """Whether `of_model` has made this state."""
+        return name in self._model
 
     def states(self, methods: Collection[PromptObserver] = (), layer: int | None = None) -> list[SequenceState]:
         """All states of methods, or those of some methods, or of a layer. Not the model's."""
@@ -84,7 +84,7 @@ class StateStore:
 
     def _all(self) -> list[SequenceState]:
         """All states, the model's included."""
-        return self.states() + ([] if self._model is None else [self._model])
+        return [*self.states(), *self._model.values()]
 
     def drop(self, method: PromptObserver, layer: int | None = None) -> None:
         """Forget the state of a method in a layer; None: in all layers, and what it has observed."""
@@ -207,8 +207,7 @@ class StateStore:
 
         methods: of these only and of the model, () for all.
         """
-        each = self.states(methods) + ([] if self._model is None else [self._model])
-        restores = [state.snapshot() for state in each]
+        restores = [state.snapshot() for state in (*self.states(methods), *self._model.values())]
 
         def restore() -> None:
             for one in restores:

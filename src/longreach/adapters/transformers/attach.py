@@ -20,6 +20,7 @@ from longreach.adapters.transformers.attention import NAME
 from longreach.adapters.transformers.checks import (
     cache_windows,
     check_chunks,
+    check_levels,
     check_model,
     check_pass,
     decoder_of,
@@ -124,6 +125,7 @@ class Session:
                 f"close that session first"
             )
         _check_model(model, decoder, prefill, decode)
+        check_levels(model, evicts=evict is not None, prefill=prefill.name, decode=decode.name)
         self._shape = shape_of(model)
         for method in (prefill, decode):
             method.check(self._shape)
@@ -277,6 +279,7 @@ class Session:
     def _check_method(self, method: AttentionMethod) -> None:
         """Raise as `switch` if the model does not fit a decode method, and note the method's needs."""
         method.check(self._shape)
+        check_levels(self.model, decode=method.name)
         check_eviction(self.evict, method, fused=self.fuse is not None)
         if _needs_rotary(method):
             _check_model(self.model, self._decoder, method)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -16,6 +16,7 @@ from longreach.errors import Unsupported
 from longreach.methods.call import LayerCall
 from longreach.ops import KVView, RotaryAngles, RotaryFrequencies, Rows
 from longreach.runtime import attend_layer
+from longreach.runtime.forward import OwnAttention
 
 NAME = "longreach"
 
@@ -33,6 +34,15 @@ WITHOUT_EFFECT = (  # they change nothing that attention computes
 ONLY = {"dropout": 0.0, "output_attentions": False, "is_causal": True}  # implemented for this value alone
 
 
+class Levels(OwnAttention, Protocol):
+    """Attention of a layer over several levels of keys, of which methods attend to the first (MKA)."""
+
+    @property
+    def heads(self) -> int: ...
+
+    def over(self, view: KVView, memory: KVView | None) -> KVView: ...
+
+
 def longreach_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
@@ -43,20 +53,34 @@ def longreach_attention(
     if probing():
         raise Captured(query, key, value, kwargs)
     step = current()
+    levels = _levels(step, module, kwargs)
     _refuse_unknown(kwargs)
     layer = _check_layer(step, module, query, key, value)
     window = _window(step, layer, attention_mask, kwargs.get("sliding_window"))
+    view = _view(step, layer, key, value)
+    if levels is not None:
+        memory = None if step.cache is None else view
+        if step.cache is not None and (key.requires_grad or value.requires_grad):
+            memory = step.cache.kv.view(layer, step.append)
+        view = levels.over(view, memory)
+        key, value = key[:, : levels.heads], value[:, : levels.heads]
     if layer not in step.facts.checked:
         check_attention(module, query, key, kwargs)
         step.facts.checked.add(layer)
-    call = _layer_call(step, layer, module, query, key, value, kwargs)
+    call = _layer_call(step, layer, module, query, key, view, kwargs)
     written = _written(step, layer, call) if step.whole is not None and step.layers.observes_tokens else None
 
     def attend() -> Tensor:  # in a step that is captured in pieces the host runs it again at each replay
-        return step.rectangle(attend_layer(step.layers, call.observer(), window=window, written=written).partial.out)
+        found = attend_layer(step.layers, call.observer(), window=window, written=written, around=levels)
+        return step.rectangle(found.partial.out)
 
     out = attend().to(query.dtype) if step.cut is None else step.cut(attend, query.dtype)
     return out, None
+
+
+def _levels(step: Step, module: Any, kwargs: dict[str, Any]) -> Levels | None:
+    """The levels of a layer that has several, whose keywords are taken out of kwargs."""
+    return module.session_attention(step, kwargs) if hasattr(module, "session_attention") else None
 
 
 def _refuse_unknown(kwargs: dict[str, Any]) -> None:
@@ -123,7 +147,7 @@ def _window(step: Step, layer: int, mask: Any, keyword: Any) -> int | None:
 
 
 def _layer_call(
-    step: Step, layer: int, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]
+    step: Step, layer: int, module: nn.Module, query: Tensor, key: Tensor, view: KVView, kwargs: dict[str, Any]
 ) -> LayerCall:
     scale = kwargs.get("scaling")
 
@@ -155,7 +179,7 @@ def _layer_call(
     return step.layers.call(
         layer,
         Rows(step.rows(query), step.append.seq, place.slot, place.runs),
-        _view(step, layer, key, value),
+        view,
         step.append.slots,
         query.shape[3] ** -0.5 if scale is None else float(scale),
         softcap=kwargs.get("softcap"),

@@ -79,12 +79,35 @@ def decoder_of(model: nn.Module) -> PreTrainedModel:
 
 def check_chunks(model: nn.Module) -> None:
     """Raise Unsupported for a model whose keys and values of a chunk cannot be computed without the text before it."""
-    variant = (getattr(getattr(model, "config", None), "mka", None) or {}).get("variant")
-    if variant in ("fastmka", "mka"):
+    variant = mka_variant(model)
+    if variant is not None:
+        why = "its keys are attended to through blocks, which begin at multiples of their size in each prompt"
+        if variant != "block_mka":
+            why = "its keys depend on the tokens before"
         raise Unsupported(
-            f"{type(model).__name__} has {variant} layers: its keys depend on the tokens before, so those of a chunk "
-            f"cannot be stored and used elsewhere; read whole prompts (no chunk store, fuse=None)"
+            f"{type(model).__name__} has {variant} layers: {why}, so those of a chunk cannot be stored and used "
+            f"elsewhere; read whole prompts (no chunk store, fuse=None)"
         )
+
+
+def mka_variant(model: Any) -> str | None:
+    """The variant of MKA that a model was converted to; None for other models."""
+    options = getattr(getattr(model, "config", None), "mka", None)
+    return options.get("variant") if isinstance(options, dict) else None
+
+
+def check_levels(model: nn.Module, *, evicts: bool = False, **methods: str) -> None:
+    """Raise Unsupported where layers of MKA cannot take what is attached. methods: slot -> name of its method."""
+    variant, name = mka_variant(model), type(model).__name__
+    if variant not in ("mka", "block_mka"):
+        return
+    if evicts:
+        raise Unsupported(f"{name} has {variant} layers, whose blocks need all keys; leave evict out")
+    for slot, method in methods.items():
+        if variant == "block_mka" and method != "dense":
+            raise Unsupported(
+                f"{name} has block_mka layers, which choose their keys themselves: expected {slot}=None, got {method}"
+            )
 
 
 def check_model(model: PreTrainedModel, decoder: PreTrainedModel, *, rotary: bool, frequencies: bool = False) -> None:

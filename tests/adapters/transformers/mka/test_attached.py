@@ -235,7 +235,7 @@ def test_eviction_keeps_the_memory() -> None:
         got = generate(model, tokens, steps=NEW)
         loop = longreach.generate(session, tokens, max_new_tokens=NEW)
         assert torch.equal(loop.tokens, got.tokens)
-        state = next(iter(session.static_caches.values())).states.model
+        state = next(iter(session.static_caches.values())).states._model["means"]
         assert isinstance(state, MixState) and int(state.count.max()) == 60 + NEW - 1
     want = generate(model, tokens, steps=NEW).tokens
     assert not torch.equal(got.tokens, want)
@@ -281,7 +281,7 @@ def test_a_cache_without_the_models_state() -> None:
     with attach(model) as session:
         cache = session.new_cache(1)
         model(tokens, past_key_values=cache)
-        cache.states._model = None
+        cache.states._model.clear()
         with pytest.raises(InvalidInput, match="the cache holds 12 tokens of which this model keeps no state"):
             model(tokens, past_key_values=cache)
 

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longreach.adapters.transformers.mka.attached import SessionLevels
 from longreach.adapters.transformers.mka.levels import PASS, QUERIES, SHARD, LevelsPass
 from longreach.adapters.transformers.mka.memory import Memory, PassMemory, StepMemory, tokens_of
 from longreach.adapters.transformers.mka.projections import GivenProjections
 from longreach.adapters.transformers.rotary import probing
 from longreach.adapters.transformers.shard import shard_of
-from longreach.adapters.transformers.step import running
+from longreach.adapters.transformers.step import Step, running
 from longreach.errors import CalledOutside
 from longreach.mka.fast import FastMemory, fuse
 from longreach.mka.levels import Levels
@@ -97,6 +98,11 @@ class MemoryAttention(GivenProjections):
                 k, v, after = torch.cat([k, k2], 1), torch.cat([v, v2], 1), FastMemory(carry, before.sums)
         memory.after(after)
         return k, v
+
+    def session_attention(self, step: Step, kwargs: dict[str, Any]) -> SessionLevels | None:
+        """The levels of this layer in a pass of a session, else None (`fastmka`). Their keywords leave kwargs."""
+        raw, shard, _ = (kwargs.pop(name, None) for name in (QUERIES, SHARD, PASS))
+        return None if raw is None else SessionLevels(self.mka, self.layer_idx, step, raw, shard)
 
     @property
     def _one_projection(self) -> bool:

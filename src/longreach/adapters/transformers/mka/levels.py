@@ -57,6 +57,9 @@ def levels_attention(
     p: LevelsPass = kwargs.pop(PASS)
     raw, shard = kwargs.pop(QUERIES), kwargs.pop(SHARD)
     config: MKAConfig = module.mka.config
+    if torch.is_autocast_enabled(query.device.type):  # rotation leaves queries and keys wider than values
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = (x.to(dtype) for x in (query, key, value))
     heads = key.shape[1] // (2 if config.caches_level_2 else 1)
     with torch.autocast(query.device.type, enabled=False):
         layer = _Layer(module, p, raw, shard, query, key[:, :heads], value[:, :heads])

@@ -17,6 +17,8 @@ from longreach.mka.fast import FastMemory
 from longreach.mka.tokens import Tokens
 from longreach.ops.types import accumulator
 
+MEANS = "means"  # name of the state
+
 
 class Memory(Protocol):
     """The memory of one layer in one pass."""
@@ -98,14 +100,14 @@ class StepMemory:
     def _state(self) -> MixState:
         assert self.step.cache is not None
         store, starts = self.step.cache.states, self.step.append.starts
-        if store.model is None and any(starts or ()):
+        if not store.has_model(MEANS) and any(starts or ()):
             raise InvalidInput(
                 f"the cache holds {max(starts or ())} tokens of which this model keeps no state; start with an empty "
                 f"one"
             )
         config, device = self.config, self.step.append.slots.device
         block = config.block if config.keeps_sums else None
-        state = store.of_model(lambda: MixState(store.slots, device, means=config.keeps_means, block=block))
+        state = store.of_model(MEANS, lambda: MixState(store.slots, device, means=config.keeps_means, block=block))
         assert isinstance(state, MixState)
         return state
 
