@@ -234,6 +234,22 @@ def test_steps_that_are_not_finite_are_skipped_and_counted(
     student.model.norm.weight.data.fill_(1.0)
 
 
+@pytest.mark.parametrize(
+    ("variant", "given"), [("fastmka", {}), ("mka", {}), ("mka", {"mode": "gated"}), ("block_mka", {})]
+)
+def test_training_in_bf16_as_a_gpu_does(
+    source: Source, monkeypatch: pytest.MonkeyPatch, variant: str, given: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(healing.Trainer, "autocast", lambda self: torch.autocast("cpu", torch.bfloat16))
+    torch.manual_seed(0)
+    small = {} if variant == "fastmka" else {"block": 4, "window": 8, "blocks": 2}
+    model = convert(tiny_model("llama"), variant, gate=1.0, **small, **given)
+    options = replace(OPTIONS, steps=5, train="all", learning_rate=5e-4, gate_rate=0.05, checkpointing=True)
+    record = heal(model, [source], options, teacher=tiny_model("llama").bfloat16())
+    assert record["after"]["kl"] < record["before"]["kl"] and record["skipped"] == 0
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+
+
 def test_budgets_are_drawn_for_each_step_and_put_back(teacher: Any, source: Source) -> None:
     model = convert(tiny_model("llama"), "block_mka", block=4, window=8, blocks=2)
     budgets = (Budget(8, 1), Budget(4, 2), Budget(16, 4))
