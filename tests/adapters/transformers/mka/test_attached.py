@@ -24,8 +24,10 @@ from longreach.testing.tiny import random_tokens
 from tests.adapters.transformers.mka.models import HASH, RECALL, THREE, TWO, close, converted, levels_of, original
 from tests.adapters.transformers.reference import generate, padded_batch
 from tests.methods.cases import CASES
+from tests.tiers import swept
 
 EACH = pytest.mark.parametrize("options", [TWO, THREE, HASH, RECALL], ids=["two", "three", "hash", "recall"])
+SOME = pytest.mark.parametrize("options", swept([THREE, TWO, HASH, RECALL], 1))
 NEW = 12
 NEEDS_PLAN = ("kascade", "loki")
 EXACT = {name: case.everything for name, case in CASES.items() if name not in NEEDS_PLAN}
@@ -70,6 +72,7 @@ def test_families(options: dict[str, Any], name: str) -> None:
 
 
 @EACH
+@pytest.mark.covering
 @pytest.mark.parametrize(
     "config", [CacheConfig(), CacheConfig("paged", page=6), CacheConfig(capacity=300)], ids=["grows", "paged", "fixed"]
 )
@@ -110,7 +113,7 @@ def test_gradients_flow_through_an_attached_pass() -> None:
         assert grad is not None and grad.all()
 
 
-@EACH
+@SOME
 def test_rollback(options: dict[str, Any]) -> None:
     """Two questions to one document, each longer than the passes that a memory keeps, give what they give alone."""
     model, document = converted(**options), random_tokens(1, 33)[0].tolist()
@@ -125,7 +128,7 @@ def test_rollback(options: dict[str, Any]) -> None:
             assert got == alone.tokens[0].tolist()
 
 
-@EACH
+@SOME
 def test_batches_are_answered_twice(options: dict[str, Any]) -> None:
     model = converted(**options)
     prompts = [random_tokens(1, n, seed=n)[0].tolist() for n in (30, 11, 2)]
@@ -156,6 +159,7 @@ class Breaks:
 
 
 @EACH
+@pytest.mark.covering
 @pytest.mark.parametrize("layer", [0, 1])
 @torch.no_grad()
 def test_a_failed_pass_leaves_the_memory_as_it_was(options: dict[str, Any], layer: int) -> None:

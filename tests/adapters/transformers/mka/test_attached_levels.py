@@ -26,6 +26,8 @@ from tests.adapters.transformers.mka.test_levels import VARIANTS, each, made
 from tests.adapters.transformers.reference import generate, padded_batch
 from tests.tiers import swept
 
+FIRST = ("mka", "gated", "block, hash")
+some = pytest.mark.parametrize("name", swept([*FIRST, *(name for name in VARIANTS if name not in FIRST)], 3))
 MKA = [name for name, (variant, _) in VARIANTS.items() if variant == "mka"]
 BLOCK = [name for name in VARIANTS if name not in MKA]
 CACHES = {
@@ -37,6 +39,7 @@ CACHES = {
 
 @each
 @pytest.mark.parametrize("config", CACHES.values(), ids=CACHES)
+@pytest.mark.covering
 def test_plain_tokens(name: str, config: CacheConfig) -> None:
     """A left-padded batch, in one pass and in chunks, by generate and by the decode loop."""
     model = made(name)
@@ -120,7 +123,7 @@ def test_an_answer_longer_than_the_first_memory(name: str, config: CacheConfig) 
         assert torch.equal(longreach.generate(session, tokens, mask, max_new_tokens=20).tokens, want.tokens)
 
 
-@each
+@some
 @torch.no_grad()
 def test_passes_without_a_cache(name: str) -> None:
     model = made(name)
@@ -130,7 +133,7 @@ def test_passes_without_a_cache(name: str) -> None:
         close(model(tokens, attention_mask=mask, use_cache=False).logits[mask.bool()], want)
 
 
-@each
+@some
 def test_gradients_flow_through_an_attached_pass(name: str) -> None:
     """Also where the pass fills a cache, which later passes continue."""
     model, tokens = made(name), random_tokens(1, 30)
@@ -148,7 +151,7 @@ def test_gradients_flow_through_an_attached_pass(name: str) -> None:
             close(model(tokens[:, :5], past_key_values=cache).logits, full)
 
 
-@each
+@some
 def test_rollback(name: str) -> None:
     model, document = made(name), random_tokens(1, 33)[0].tolist()
     questions = [random_tokens(1, 5, seed=s)[0].tolist() for s in (7, 8)]
@@ -166,7 +169,7 @@ def test_rollback(name: str) -> None:
         assert first.tokens == batch.answer(logits, NEW, ()).tokens
 
 
-@each
+@some
 @torch.no_grad()
 def test_a_failed_pass_leaves_the_state_as_it_was(name: str) -> None:
     model, tokens = made(name), random_tokens(2, 40)
@@ -202,7 +205,7 @@ def test_states_of_blocks_that_are_made_late_are_the_same(name: str) -> None:
             close(got, model(tokens, past_key_values=session.new_cache(2)).logits[:, 21:])
 
 
-@each
+@some
 @torch.no_grad()
 def test_nan_in_one_sequence_stays_there(name: str) -> None:
     model, tokens = made(name), random_tokens(3, 30)
