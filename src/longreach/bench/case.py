@@ -213,7 +213,7 @@ class Trained:
     kinds: of the layers that are compared, dense attention ("gqa") first. block, window, blocks: of block_mka.
     """
 
-    what: Literal["attention", "layer", "scan", "decode"]
+    what: Literal["attention", "layer", "scan", "decode", "model"]
     kinds: tuple[str, ...] = ()
     block: int = 64
     window: int = 512

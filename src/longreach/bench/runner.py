@@ -13,6 +13,8 @@ from longreach.bench.evict import run_evict
 from longreach.bench.fusion import run_fusion
 from longreach.bench.host.run import run_host
 from longreach.bench.method_steps import run_method_steps
+from longreach.bench.mka.cases import MODEL
+from longreach.bench.mka.model import run_mka_model
 from longreach.bench.run import QUICK, REPLAYS, run_case
 from longreach.bench.sweep import Sweeps
 from longreach.bench.user import run_user
@@ -25,6 +27,7 @@ MANY = {
     EVICT: run_evict,
     FUSION: run_fusion,
     HOST: run_host,
+    MODEL: run_mka_model,
 }  # groups whose cases measure many methods with one model
 
 

@@ -13,6 +13,8 @@ from longreach.bench.inputs import Inputs
 from longreach.bench.mka import attention, decode
 from longreach.bench.mka.training import Trial, measure_training
 from longreach.bench.run import run_case
+from longreach.bench.runner import Runner
+from longreach.bench.targets import judge
 from longreach.ops import Partial
 
 CPU = torch.device("cpu")
@@ -87,3 +89,13 @@ def test_training_is_timed_in_turns_and_leaves_no_gradients() -> None:
     both = found["a"]
     assert both.peak is None and both.both.replays == 3
     assert both.both.median == pytest.approx(both.forward.median + both.backward.median, rel=0.9)
+
+
+def test_a_model_converted_to_fastmka() -> None:
+    saved = list[int]()
+    runner = Runner(CPU, without=WITHOUT, quick=True, say=lambda line: None)
+    result = runner.run(tiny(CASES["mka-8b-32k-b1"]), 0, lambda part: saved.append(len(part["entries"])))
+    assert [entry["name"] for entry in result["entries"]] == ["gqa", "fastmka"] and saved == [1, 2]
+    assert all(entry["error"] < 1e-4 for entry in result["entries"])
+    (target,) = judge(CASES["mka-8b-32k-b1"], result["entries"])
+    assert target["quantity"] == "speed over" and target["got"] > 0

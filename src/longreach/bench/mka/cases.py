@@ -7,13 +7,14 @@ from dataclasses import replace
 from longreach.bench.case import Case, Model, Shape, Target, Trained
 
 K = 1024
-ATTENTION, LAYER, SCAN, DECODE = "mka-attention", "mka-layer", "mka-scan", "mka-decode"
+ATTENTION, LAYER, SCAN, DECODE, MODEL = "mka-attention", "mka-layer", "mka-scan", "mka-decode", "mka-model"
 BLOCK, DENSE = "block_mka", "gqa"
 SPOTS = {
     ATTENTION: ("mka-attention-16k",),
     LAYER: ("mka-layer-4k",),
     SCAN: ("mka-scan-128k",),
     DECODE: ("mka-decode-128k-b1",),
+    MODEL: ("mka-8b-32k-b1",),
 }
 EXACT = "torch_sdpa"
 
@@ -30,6 +31,10 @@ def cases() -> tuple[Case, ...]:
             targets=(Target("microseconds", 400.0, "forward"), Target("microseconds", 800.0, "backward")),
         ),
         *(_decode(batch, least) for batch, least in decode.items()),
+        Case(
+            "mka-8b-32k-b1", MODEL, Shape(1, 32 * K), model=Model(), trained=Trained("model", (DENSE, "fastmka")),
+            targets=(Target("speed over", 0.97, "fastmka", DENSE),),
+        ),
     )  # fmt: skip
 
 
