@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,13 @@ def test_the_recipe_gives_its_sequences(data: Path, tokenizer: Any) -> None:
     assert np.array_equal(RecipeSource(data, own).sequences(512, 3, 3).tokens, second.tokens)
     assert not np.array_equal(RecipeSource(data, own, seed=1).sequences(512, 3, 3).tokens, second.tokens)
     assert source.describe()["kind"] == "recipe" and len(source.describe()["manifest_sha256"]) == 64
+
+
+def test_sources_are_sent_to_processes(tokenizer: Any) -> None:
+    tasks = TaskSource(registry.choose("niah_single_1"), tokenizer, (600,))
+    for source, length in ((TextSource([text(400)], tokenizer, (16,)), 16), (tasks, 600)):
+        again = pickle.loads(pickle.dumps(source))
+        assert np.array_equal(again.sequences(length, 3, 2).tokens, source.sequences(length, 3, 2).tokens)
 
 
 class Counting(Source):

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.tiers import swept
 from tests.train.mka.conftest import text
 
 from longreach.adapters.transformers.mka import convert
@@ -27,6 +28,8 @@ from longreach.train.mka.heal import heal
 from longreach.train.mka.options import HealOptions
 
 OPTIONS = HealOptions(steps=6, lengths=(48, 24), batch_tokens=96, accumulate=2, learning_rate=2e-3)
+
+THREE = {"tiers": (1, 2, 3)}
 
 
 def weights(model: Any) -> dict[str, torch.Tensor]:
@@ -59,7 +62,15 @@ def test_healing_brings_a_model_closer_to_its_original(student: Any, teacher: An
 
 @pytest.mark.parametrize(
     ("variant", "given"),
-    [("mka", {}), ("mka", {"mode": "gated", "tiers": (1, 2)}), ("block_mka", {}), ("block_mka", {"recall": "index"})],
+    swept(
+        [
+            ("mka", {"tiers": (1, 2)}),
+            ("block_mka", {"recall": "index"}),
+            ("mka", {"mode": "gated"}),
+            ("block_mka", {"recall": "hash", "bits": 16}),
+        ],
+        2,
+    ),
 )
 def test_every_variant_is_healed(teacher: Any, source: Source, variant: str, given: dict[str, Any]) -> None:
     given = {**({"block": 4, "window": 8, "blocks": 2} if "tiers" not in given else {}), **given}
@@ -235,16 +246,26 @@ def test_steps_that_are_not_finite_are_skipped_and_counted(
 
 
 @pytest.mark.parametrize(
-    ("variant", "given"), [("fastmka", {}), ("mka", {}), ("mka", {"mode": "gated"}), ("block_mka", {})]
+    ("variant", "given"),
+    swept(
+        [
+            ("fastmka", {}),
+            ("mka", {"mode": "gated"}),
+            ("block_mka", {}),
+            ("mka", {}),
+            ("fastmka", {"tiers": (1, 2, 3)}),
+        ],
+        3,
+    ),
 )
 def test_training_in_bf16_as_a_gpu_does(
     source: Source, monkeypatch: pytest.MonkeyPatch, variant: str, given: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(healing.Trainer, "autocast", lambda self: torch.autocast("cpu", torch.bfloat16))
     torch.manual_seed(0)
-    small = {} if variant == "fastmka" else {"block": 4, "window": 8, "blocks": 2}
+    small = {} if given == {} and variant == "fastmka" else {"block": 4, "window": 8, "blocks": 2}
     model = convert(tiny_model("llama"), variant, gate=1.0, **small, **given)
-    options = replace(OPTIONS, steps=5, train="all", learning_rate=5e-4, gate_rate=0.05, checkpointing=True)
+    options = replace(OPTIONS, steps=4, train="all", learning_rate=5e-4, gate_rate=0.05, checkpointing=True)
     record = heal(model, [source], options, teacher=tiny_model("llama").bfloat16())
     assert record["after"]["kl"] < record["before"]["kl"] and record["skipped"] == 0
     assert all(p.dtype == torch.float32 for p in model.parameters())

@@ -317,9 +317,9 @@ def _materials(folder: Path) -> Materials:
 @contextmanager
 def stream(sources: Sequence[Source], cycle: Cycle, first: int = 0, workers: int = 0) -> Iterator[Iterator[Batch]]:
     """Batches from number `first` on, without an end, made ahead by `workers` processes; 0: by a thread."""
-    sent = pickle.dumps((list(sources), cycle))
     pool: Executor
     if workers:
+        sent = pickle.dumps((list(sources), cycle))
         spawn = multiprocessing.get_context("spawn")
         pool = ProcessPoolExecutor(workers, spawn, initializer=_begin, initargs=(sent,))
         make: Callable[[int], Batch] = _make
