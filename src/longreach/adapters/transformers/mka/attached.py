@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ class SessionLevels:
 
     raw: [R, H, D], queries before rotation. level_2: keys and values of level 2 as the method's view holds those of
     level 1; None where there are none. memory: level 1 in the cache; None for a pass without one. `over` sets both.
+    code: how this layer compares blocks, once it has chosen.
     """
 
     levels: Levels
@@ -43,6 +44,7 @@ class SessionLevels:
     shard: HeadShard
     level_2: KVView | None = None
     memory: KVView | None = None
+    code: BlockCode | IndexCode | None = field(default=None, init=False)
 
     @property
     def config(self) -> MKAConfig:
@@ -124,11 +126,13 @@ class SessionLevels:
                 state.update(memory, rows, call.once(("mka", "ends"), lambda: ends_of(call.rows, config.block)))
             completed = call.once(("mka", "completed"), lambda: _completed(call, config.block))
             call.count_read(Read.of(call.kv, completed, values=summaries))
+            self.code = state.code
         if isinstance(state, BlockState) and self.memory is call.kv:
             return state.views(call.kv, call.once(("mka", "places"), lambda: places_of(call.kv, config.block)))
         kv, block = call.kv, config.block  # of the pass alone, contiguous; gradients flow
         first = torch.arange(0, kv.capacity - kv.capacity % block, block, device=kv.k.device)
-        return Blocks.of(kv, first.expand(kv.sequences, -1), code(), frequencies, block, summaries=summaries)
+        self.code = self.code or code()
+        return Blocks.of(kv, first.expand(kv.sequences, -1), self.code, frequencies, block, summaries=summaries)
 
     def _recall(self, call: LayerCall, blocks: Blocks, reach: Reach) -> Lists:
         """The blocks that each row and KV head recalls; those of the last layer that chose, where layers share them."""
@@ -141,8 +145,8 @@ class SessionLevels:
             none = torch.zeros(call.rows.q.shape[0], call.kv.heads, 1, dtype=torch.int32, device=call.rows.q.device)
             lists = Lists(none, none[..., 0], block=config.block)
         else:
-            assert self.step.facts.decoder is not None
-            code = self.levels.code(frequencies_in(self.step.facts.decoder), self.shard.first)
+            code = self.code
+            assert code is not None
             with torch.no_grad():
                 rows = Rows(call.rows.q.detach(), call.rows.seq, call.rows.pos, call.rows.runs)
                 if isinstance(code, BlockCode):
