@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import longreach
 from longreach.adapters.transformers import Answer, Reader, attach, shape_of
 from longreach.errors import InvalidInput, MeasurementFailed
 from longreach.evals.methods import specs
@@ -261,3 +262,16 @@ def test_files_that_are_no_text(tmp_path: Path) -> None:
 def test_fusion_and_eviction_are_refused_by_name(model: Any) -> None:
     with pytest.raises(InvalidInput, match="'dense evict=snapkv': evict=snapkv: perplexity reads windows"):
         Perplexity(model, tiny_tokenizer(), [], specs(["dense evict=snapkv"]))
+
+
+@pytest.mark.parametrize("variant", ["fastmka", "mka", "block_mka"])
+def test_converted_models(variant: str, texts: list[Text]) -> None:
+    """Running means cannot be cut to the beginning of what is decoded, so the prompt is read again."""
+    options: dict[str, Any] = {} if variant == "fastmka" else {"block": 4, "window": 8, "blocks": 2}
+    converted = longreach.convert(tiny_model("llama"), variant, gate=0.7, **options)
+    method = "dense" if variant == "block_mka" else "quest k=1.0"
+    task, found = measured(converted, texts, [method], chunk=16, limit=2)
+    want = direct(converted, task.windows)
+    for entry in found.values():
+        assert entry["prefill"]["nll"] == pytest.approx(float(want.mean()), rel=1e-5)
+        assert entry["decode"]["nll"] == pytest.approx(float(want[:, -DECODED:].mean()), rel=1e-5)

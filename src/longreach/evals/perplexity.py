@@ -219,7 +219,8 @@ class Perplexity:
                 # state that the prefill or a method made from the end must not exist before it
                 exact = session.prefill.chunked_prefill_exact
                 rings = any(method.keeps == "sequences" for method in session.observers)
-                if self.decode_tokens and (not exact or rings):
+                stays = not reader.cache.can_drop(self.decode_tokens + 1)  # the model's own state (FastMKA)
+                if self.decode_tokens and (not exact or rings or stays):
                     reader.cache.drop_columns(len(window))
                     session.reset_report()
                     reader.read(prompt, then=self.decode_tokens + 1)

@@ -218,6 +218,15 @@ class LongreachCache(Cache):
         parts = [torch.ones(self.batch, p, dtype=torch.bool) if isinstance(p, int) else p for p in self.real]
         return torch.cat(parts, 1) if parts else torch.ones(self.batch, 0, dtype=torch.bool)
 
+    def can_drop(self, count: int) -> bool:
+        """Whether states can follow if the last `count` columns are dropped. May wait for the device."""
+        kept = self.column_mask()[:, : self.columns - count].sum(1).to(self.kv.device)
+        try:
+            self.states.check_truncate(torch.arange(self.batch, device=self.kv.device), kept)
+        except Unsupported:
+            return False
+        return True
+
     def drop_columns(self, count: int) -> None:
         """Forget the last `count` columns (padding counts as columns)."""
         if not 0 <= count <= self.columns:
