@@ -29,7 +29,7 @@ TOKENS = "mka_tokens"  # the keyword by which layers get their Tokens
 class MemoryAttention(GivenProjections):
     """Mixin of attention modules, before a family's own class. mka: what MKA adds to the layer.
 
-    The projections run once, whatever modules they are by then (LoRA replaces them); the family's forward then finds
+    The projections run once, also where LoRA has replaced them; the family's forward then finds
     other keys and values in their place, those that `fastmka` has mixed or those of two levels as further heads. So its
     norms, rotation and cache stay. Its attention stays in `fastmka`; else it is `levels_attention`.
     """
