@@ -157,6 +157,16 @@ def test_training_resumes(tmp_path: Path) -> None:
     close(loaded(random_tokens(1, 9)).logits, whole(random_tokens(1, 9)).logits, 1e-3)
 
 
+def test_label_smoothing_shifts_labels(tmp_path: Path) -> None:
+    """transformers finds by the class's name whether labels are to be shifted."""
+    tokens, found = random_tokens(2, 12), []
+    for model in (copy.deepcopy(original("llama")), converted(seed=None)):
+        trainer = Trainer(model=model, args=arguments(tmp_path, label_smoothing_factor=0.1), train_dataset=samples())
+        loss: Any = trainer.compute_loss(model, {"input_ids": tokens, "labels": tokens.clone()})
+        found.append(loss)
+    assert torch.equal(found[0], found[1])
+
+
 def test_training_on_left_padded_text(tmp_path: Path) -> None:
     tokens, mask = padded_batch((24, 11))
     labels = tokens.masked_fill(mask == 0, -100)

@@ -11,7 +11,7 @@ from typing import Any, cast
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from longreach.adapters.transformers.mka.attention import MemoryAttention
 from longreach.adapters.transformers.mka.inputs import add_hook
@@ -47,6 +47,7 @@ def family(name: str) -> Family:
     fields = {"model_type": PREFIX + name, "mka": None, "__annotations__": {"mka": "dict | None"}}
     config = _made(base_config, f"{base_config.__name__} with a field `mka`, the JSON of MKAConfig", **fields)
     model = _made(base_model, f"{base_model.__name__} with MKA's layers", MemoryModel, config_class=config)
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[PREFIX + name] = model.__name__  # Trainer shifts labels to smooth by this table
     return Family(base_config, base_model, config, model)
 
 
