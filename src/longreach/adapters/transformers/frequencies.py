@@ -1,7 +1,7 @@
 """The frequencies by which a model rotates, for any model with a rotary module.
 
-The decoder's rotary module, which makes the (cos, sin) of all layers, is run for positions 0 and 1: the angle at
-position 1 is the frequency, whatever scaling made it. A layer's first pass is compared with it.
+The decoder's rotary module computes (cos, sin) for all layers. It is run for positions 0 and 1. The difference of the two
+angles is the frequency, with any scaling included. Each layer's first pass is checked against these frequencies.
 """
 
 from __future__ import annotations

@@ -32,9 +32,9 @@ from longreach.ops.types import accumulator
 class SessionLevels:
     """The levels of one layer in one pass. The session's method attends to level 1 of `mka`; `block_mka` has its own.
 
-    raw: [R, H, D], queries before rotation. level_2: keys and values of level 2 as the method's view holds those of
-    level 1; None where there are none. memory: level 1 in the cache; None for a pass without one. `over` sets both.
-    code: how this layer compares blocks, once it has chosen.
+    raw: [R, H, D], queries before rotation. level_2: view of level-2 keys and values, laid out as the method's view of
+    level 1, else None. memory: view of level 1 in the cache, None in a pass without a cache. `over` sets both views.
+    code: the codes by which this layer compares blocks, None until it has chosen.
     """
 
     levels: Levels
