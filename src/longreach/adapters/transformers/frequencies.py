@@ -1,6 +1,6 @@
 """The frequencies by which a model rotates, for any model with a rotary module.
 
-The decoder's rotary module computes (cos, sin) for all layers. It is run for positions 0 and 1. The difference of the two
+The decoder's rotary module computes (cos, sin) for all layers. It is run for positions 0 and 1. The difference of their
 angles is the frequency, with any scaling included. Each layer's first pass is checked against these frequencies.
 """
 
