@@ -19,6 +19,7 @@ import torch
 from longreach.bench.launches import launched, observed
 from longreach.errors import InvalidInput
 from longreach.records.launches import Launched
+from longreach.runtime.collector import collector_off
 
 Call = Callable[[], object]
 L2_MULTIPLE = 3  # copies exceed the L2 this many times
@@ -170,7 +171,7 @@ class _Graph:
     def _capture(self, calls: Sequence[Call], times: int) -> None:
         self.graph = torch.cuda.CUDAGraph()
         self.calls = times * len(calls)
-        with torch.cuda.graph(self.graph):
+        with collector_off(), torch.cuda.graph(self.graph):
             for _ in range(times):
                 for call in calls:
                     call()

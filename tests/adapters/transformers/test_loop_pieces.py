@@ -95,6 +95,23 @@ def test_an_error_while_recording_discards_all_graphs(where: str, monkeypatch: p
     assert bool((x + 1 == 2).all()), "no recorder is left behind"
 
 
+def test_no_garbage_is_collected_while_a_step_is_recorded() -> None:
+    """To free an old CUDA graph invalidates a capture."""
+    seen: list[bool] = []
+    pieces = Pieces(_noted([]))
+    with pytest.raises(RuntimeError, match="stop"), pieces.recording():
+        seen.append(gc.isenabled())
+        raise RuntimeError("stop")
+    assert seen == [False] and gc.isenabled()
+    gc.disable()
+    try:
+        with pieces.recording():
+            pass
+        assert not gc.isenabled(), "what the caller has turned off stays off"
+    finally:
+        gc.enable()
+
+
 # how a step is captured
 
 
@@ -444,6 +461,20 @@ class TestOnAGpu:
             got = generate(session, ids, max_new_tokens=STEPS, graph="piecewise")
             assert torch.equal(got.sequences, want.sequences)
         assert torch.isfinite(torch.rand(8, device="cuda")).all(), "the generator is not left in capture"
+
+    @pytest.mark.parametrize("graph", ["piecewise", None])
+    def test_old_graphs_among_the_garbage_do_not_disturb_a_capture(self, graph: str | None) -> None:
+        model, ids = tiny_model("llama").cuda(), torch.arange(3, 43, device="cuda")[None]
+        options: dict[str, Any] = {"max_new_tokens": 9, "compile": "none", "graph": graph}
+        with attach(model) as session:
+            want = generate(session, ids, **options).sequences
+            thresholds = gc.get_threshold()
+            session.static_caches.clear()  # caches and their captured steps refer to each other, so they are garbage
+            gc.set_threshold(1, 1, 1)  # as soon as a capture allocates anything
+            try:
+                assert torch.equal(generate(session, ids, **options).sequences, want)
+            finally:
+                gc.set_threshold(*thresholds)
 
     def test_recorded_memory_goes_back_with_the_cache(self) -> None:
         model, ids = tiny_model("llama").cuda(), torch.arange(3, 43, device="cuda")[None]

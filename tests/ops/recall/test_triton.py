@@ -92,10 +92,10 @@ def test_what_the_kernels_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch) 
     given: dict[str, Any] = {"count": 2, "scale": 0.1, "pool": "sum", "impl": "triton"}
     stop = torch.tensor([5])
     with pytest.raises(Unsupported, match="choose up to 512 blocks, got 513; use impl='reference'"):
-        recall(rows, blocks, None, stop, **given | {"count": 513})
+        recall(here(rows), here(blocks), None, here(stop), **given | {"count": 513})
     double = random_kv([5], heads=1, dim=8, dtype=torch.float64)
     with pytest.raises(Unsupported, match="for fp64 use impl='reference'"):
-        recall(random_rows(double, 1), double, None, stop, **given)
+        recall(here(random_rows(double, 1)), here(double), None, here(stop), **given)
     monkeypatch.setattr(triton, "INTERPRETED", False)
     with pytest.raises(Unsupported, match="run on CUDA devices, got cpu"):
         recall(rows, blocks, None, stop, **given)

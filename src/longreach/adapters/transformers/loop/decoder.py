@@ -19,6 +19,7 @@ from longreach.adapters.transformers.oom import memory_errors
 from longreach.adapters.transformers.step import Step
 from longreach.cache import DecodeBuffers
 from longreach.errors import LongreachError, Unsupported
+from longreach.runtime.collector import collector_off
 from longreach.runtime.ledger import HostCount
 
 if TYPE_CHECKING:
@@ -156,7 +157,7 @@ class Decoder:
         started = time.perf_counter()
         graph = torch.cuda.CUDAGraph()
         try:
-            with self._made_ready(True), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            with self._made_ready(True), collector_off(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self._pass(self._step())
         except BaseException as error:
             self.cache.abandon(self._step())  # the pass could not: nothing reaches the device while a stream captures

@@ -10,6 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from longreach.runtime.collector import collector_off
+
 
 class Graph(Protocol):
     """Records the work launched between `begin` and `end` without running it; `replay` runs it."""
@@ -51,14 +53,15 @@ class Pieces:
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Record and run the step within this block. An error discards all graphs."""
-        try:
-            self._begin()
-            yield
-            self._end()
-        except BaseException:
-            self.failed_in_graph = self._open is not None
-            self._discard()
-            raise
+        with collector_off():
+            try:
+                self._begin()
+                yield
+                self._end()
+            except BaseException:
+                self.failed_in_graph = self._open is not None
+                self._discard()
+                raise
 
     def cut(self, compute: Callable[[], Tensor], dtype: torch.dtype) -> Tensor:
         """The result of `compute` in `dtype`, in a buffer that every replay overwrites.
