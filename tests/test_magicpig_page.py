@@ -48,7 +48,7 @@ def test_numbers_are_those_of_the_record() -> None:
             REDONE if name == "None" else f"{REDONE} redo={name}"
         ),
     }
-    found = [(head, rows) for head, rows in tables(PAGE) if "bytes read" in head and not {"score", "Numba"} & {*head}]
+    found = [(head, rows) for head, rows in tables(PAGE) if "bytes read" in head and not {"score", "Numba", "keys"} & {*head}]
     assert [head for head, _ in found] == list(expected)
     for head, rows in found:
         assert rows
@@ -254,6 +254,70 @@ def test_steps_on_a_cpu() -> None:
     words, heads = " ".join(on_a_cpu().split()), "{} query heads, {} KV heads of {} channels"
     assert f"({heads.format(*shape[:3])}, bf16)" in words and shape[3] == "bfloat16"
     assert record("cpu-sampling")["device"]["name"] in words
+
+
+def gpu_cases() -> list[dict[str, Any]]:
+    return list(record("magicpig-decode")["cases"].values())
+
+
+def micros(case: dict[str, Any], name: str) -> float:
+    (entry,) = (entry for entry in case["entries"] if entry["name"] == name)
+    return float(entry["microseconds"]["median"])
+
+
+def gpu_row(case: dict[str, Any], name: str) -> Row:
+    """A preset's row of the table of steps on a GPU."""
+    shape, sampled, step = case["shape"], case["sampled"][name], micros(case, name)
+    fastest = micros(case, case["speed_over_fastest"]["kernel"])
+    preset = sampled["preset"]
+    return (
+        thousands(shape["context"]), str(shape["batch"]), f"{preset['bits']}, {preset['tables']}, {preset['share']}",
+        f"{step:.1f} us", f"{fastest:.1f} us", f"{fastest / step:.2f}x", f"{sampled['percent_of_dense']:.1f}%",
+        f"{sampled['sampled_group']:.1%}", f"{sampled['tables_percent_of_kv']:.0f}%",
+        f"{micros(case, f'{name}: a block is sealed') / 1e3:.2f} ms", f"{1e3 * sampled['build_seconds']:.1f} ms",
+    )  # fmt: skip
+
+
+def test_steps_on_a_gpu() -> None:
+    text = section(PAGE, "On a GPU", "On a CPU")
+    (_, rows), (_, targets) = list(tables(text))[:2]
+    assert rows == [gpu_row(case, name) for case in gpu_cases() for name in case["sampled"]]
+    expected = [
+        (f"{thousands(case['shape']['context'])}, batch {case['shape']['batch']}, {target['of']}: {target['quantity']}",
+         f"{target['bound']:g}", f"{target['got']:.2f}", "yes" if target["reached"] else "no")
+        for case in gpu_cases() for target in case["targets"]
+    ]  # fmt: skip
+    assert targets == expected
+    assert all(case["device"]["name"] == "NVIDIA H200" and case["dirty"] is False for case in gpu_cases())
+    parts = gpu_cases()[0]["sampled"]["(10,75) group"]["parts_microseconds"]
+    shown = [f"{parts[name]:.1f}" for name in ("sample and attend", "seal nothing", "append", "rest")]
+    words = " ".join(text.split())
+    assert "{} us for look-ups and attention, {} for sealing nothing, {} to append, {} for the rest".format(
+        *shown
+    ) in words
+    for x in (case["sampled"]["(10,75) group"] for case in gpu_cases()[:1]):
+        assert f"search {x['search_bytes'] / 1e6:.1f} MB, attention {x['attention_bytes'] / 1e6:.1f} MB" in words
+
+
+def test_host_memory() -> None:
+    (case,) = record("host")["cases"].values()
+    _, _, (head, rows) = list(tables(section(PAGE, "On a GPU", "On a CPU")))
+    dense = micros(case, "dense")
+    expected = list[Row]()
+    for entry in case["entries"]:
+        step = float(entry["microseconds"]["median"])
+        expected.append((
+            f"`{entry['name']}`", f"{step / 1e3:.1f} ms", f"{dense / step:.1f}x", f"{entry['link_bytes'] / 1e6:.0f} MB",
+            f"{entry['link_gb_per_s']:.0f}", f"{entry['percent_of_dense']:.1f}%",
+            f"{entry['memory']['state'] / 2**30:.1f} GiB",
+        ))  # fmt: skip
+    assert head[0] == "method" and rows == expected
+    (group, own) = (entry for entry in case["entries"] if entry["name"].startswith("magicpig"))
+    more = (own["link_bytes"] - group["link_bytes"]) / 1e6
+    longer = (own["microseconds"]["median"] - group["microseconds"]["median"]) / 1e3
+    words = " ".join(PAGE.split())
+    assert f"reads {more:.0f} MB more than" in words
+    assert f"takes {longer:.1f} ms longer, which is {more / longer:.0f} GB/s" in words
 
 
 def test_tokens_on_a_cpu() -> None:
