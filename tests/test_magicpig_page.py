@@ -48,7 +48,8 @@ def test_numbers_are_those_of_the_record() -> None:
             REDONE if name == "None" else f"{REDONE} redo={name}"
         ),
     }
-    found = [(head, rows) for head, rows in tables(PAGE) if "bytes read" in head and not {"score", "Numba", "keys"} & {*head}]
+    others = {"score", "Numba", "keys"}
+    found = [(head, rows) for head, rows in tables(PAGE) if "bytes read" in head and not others & {*head}]
     assert [head for head, _ in found] == list(expected)
     for head, rows in found:
         assert rows
