@@ -293,9 +293,10 @@ def test_steps_on_a_gpu() -> None:
     parts = gpu_cases()[0]["sampled"]["(10,75) group"]["parts_microseconds"]
     shown = [f"{parts[name]:.1f}" for name in ("sample and attend", "seal nothing", "append", "rest")]
     words = " ".join(text.split())
-    assert "{} us for look-ups and attention, {} for sealing nothing, {} to append, {} for the rest".format(
-        *shown
-    ) in words
+    assert (
+        "{} us for look-ups and attention, {} for sealing nothing, {} to append, {} for the rest".format(*shown)
+        in words
+    )
     for x in (case["sampled"]["(10,75) group"] for case in gpu_cases()[:1]):
         assert f"search {x['search_bytes'] / 1e6:.1f} MB, attention {x['attention_bytes'] / 1e6:.1f} MB" in words
 
