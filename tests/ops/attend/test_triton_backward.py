@@ -154,7 +154,7 @@ def test_window_summaries_and_recall_of_packed_documents() -> None:
         parts = [attend(mine, kv, here(chosen), scale=0.25, impl=impl) for kv, chosen in sets]
         far = replace(mine, pos=torch.full_like(mine.pos, 99))  # summaries are seen by the span's bounds alone
         parts.append(attend(far, replace(here(summaries), k=k2, v=v2), here(earlier), scale=0.25, impl=impl))
-        got = mix(parts, w)
+        got = mix(parts, w, impl=impl)
         loss = (got.out * here(torch.arange(16.0)).to(got.out.dtype)).sum() + got.lse.masked_fill(
             got.is_empty, 0.0
         ).sum()
