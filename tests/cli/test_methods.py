@@ -22,3 +22,18 @@ def test_the_table_names_methods_and_options(longreach: Any) -> None:
     result = longreach("methods")
     assert result.code == 0
     assert all(name in result.out for name in (*FUSIONS, *METHODS, *EVICTIONS)) and "sinks=4" in result.out
+
+
+def test_options_of_one_method_are_explained(longreach: Any) -> None:
+    result = longreach("methods", "quest")
+    assert result.code == 0 and result.out.startswith("quest (decode): Attention to the blocks of keys")
+    assert all(name in result.out for name in ("dense_layers", "(0, 1)", "keys in a block"))
+    assert "It has no options." in longreach("methods", "dense").out
+    found = json.loads(longreach("methods", "a3", "--json").out)
+    assert found["slots"] == ["fuse"] and [option["name"] for option in found["options"]] == ["ratio", "heads"]
+    assert all(option["meaning"] for option in found["options"])
+
+
+def test_an_unknown_method_is_refused(longreach: Any) -> None:
+    result = longreach("methods", "quets")
+    assert result.code == 2 and "unknown method 'quets'; known: full_reuse" in result.err

@@ -46,8 +46,8 @@ def test_choosing() -> None:
         ("decode", "dense", {"k": 3}, UnknownName, "unknown option of dense 'k'; known: none"),
         ("decode", None, {"k": 3}, UnknownName, "unknown option of dense 'k'; known: none"),
         ("decode", Dense(), {"k": 3}, InvalidInput, "options with a method's name, or a configured method, not both"),
-        ("decode", Dense, {}, InvalidInput, "expected a method or its name"),
-        ("decode", 3, {}, InvalidInput, "decode: expected a method or its name, got 3"),
+        ("decode", Dense, {}, InvalidInput, "got the class Dense"),
+        ("decode", 3, {}, InvalidInput, "decode: expected a configured method of this slot or its name, got 3"),
         ("decode", "streaming_llm", {"window": "wide"}, InvalidInput, "window: expected a count"),
     ],
 )

@@ -37,12 +37,13 @@ BITS = 128
 class BlockMKA(AttentionMethod):
     """Attention to a window and to the best blocks of keys before it.
 
-    block: keys in a block. window: a multiple of it; a row attends to its own block and window / block blocks before.
+    block: keys in a block.
+    window: a multiple of `block`; a row attends to its own block and window / block blocks before.
     blocks: recalled by each row and KV head.
     recall: how blocks are scored, summed over the query heads of a KV head: "bounds" (Quest's upper bounds, which find
         most in models that are not trained for recall; heads of up to 128 channels), "summary" (attention weights of
-        their mean keys, the default of trained Block-MKA) or "hash" (equal signs of `bits` random projections, drawn
-        from `seed`).
+        their mean keys, the default of trained Block-MKA) or "hash" (equal signs of random projections).
+    bits, seed: number of the projections of recall="hash", and the seed they are drawn from.
     share: layers that recall; the layers after each use its blocks. (): every layer recalls for itself.
     dense_layers: layers that attend densely.
 

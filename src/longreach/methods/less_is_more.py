@@ -23,12 +23,15 @@ class LessIsMore(CrossLayerTopK):
     The set consists of the most recent keys (a share of the budget), the first keys, and others in round-robin order:
     every query head's best key, then every head's second best, and so on, up to the budget.
 
-    k: the budget, a count of keys or a fraction of the row's context. recent: the share of recent keys in it (0.25 in
-    the paper), rounded up. sinks: the number of first keys in it (the paper's figure has none, its code up to 4).
-    layers: the choosing layers; None: TidalDecode's (2, 13) of Llama-3-8B's 32 layers (arXiv 2410.05076), at the same
-    relative depth, rounded down. Good choosing layers differ from model to model: with fewer than 16 layers the first
-    of these is layer 0, whose attention may be flat. Layers before the first attend densely. Among equal ranks the
-    lower head comes first. Heads of all ranks of a tensor-parallel run choose together.
+    k: the budget, a count of keys or a fraction of the row's context.
+    recent: the share of recent keys in it (0.25 in the paper), rounded up.
+    sinks: the number of first keys in it (the paper's figure has none, its code up to 4).
+    layers: the choosing layers; None: TidalDecode's (2, 13) of Llama-3-8B's 32 layers (arXiv 2410.05076), at the
+        same relative depth, rounded down. Good choosing layers differ from model to model: with fewer than 16
+        layers the first of these is layer 0, whose attention may be flat.
+
+    Layers before the first attend densely. Among equal ranks the lower head comes first. Heads of all ranks of a
+    tensor-parallel run choose together.
     """
 
     k: int | float = 0.1

@@ -20,13 +20,15 @@ class OmniKV(CrossLayerTopK):
     A key's score is the largest probability that any query head of the filter layer gives it in the current row (the
     paper's choice by the last token). Layers before the first filter attend densely.
 
-    k: a count of keys, or a fraction of the row's context. layers: the filters; None: the paper's (2, 8, 18) of
-    Llama-3-8B's 32 layers, at the same relative depth, rounded down. Good filters differ from model to model: with
-    fewer than 16 layers the first of these is layer 0, whose attention may be flat.
-    Differences from the paper: it chooses among the prompt's tokens and attends to all new tokens in addition; here all
-    tokens compete for k, and the newest is always chosen. It lets the layer after each filter attend densely while it
-    fetches keys from the host; here nothing is fetched, and that layer uses the choice. Heads of all ranks choose
-    together. Ties go to the older key.
+    k: a count of keys, or a fraction of the row's context.
+    layers: the filters; None: the paper's (2, 8, 18) of Llama-3-8B's 32 layers, at the same relative depth, rounded
+        down. Good filters differ from model to model: with fewer than 16 layers the first of these is layer 0,
+        whose attention may be flat.
+
+    Differences from the paper: it chooses among the prompt's tokens and attends to all new tokens in addition; here
+    all tokens compete for k, and the newest is always chosen. It lets the layer after each filter attend densely
+    while it fetches keys from the host; here nothing is fetched, and that layer uses the choice. Heads of all ranks
+    choose together. Ties go to the older key.
     """
 
     k: int | float = 0.1

@@ -40,13 +40,16 @@ class OracleSampling(AttentionMethod):
 
     k: draws, a count or a fraction of the row's context.
     draw: "iid", independently and with replacement, as the paper of MagicPIG defines oracle sampling (arXiv
-    2410.16179, Def. 3.1): a key drawn n times of B weighs n / (B p). "systematic", without replacement
-    (`ops.sample`): as many distinct keys, and less error.
-    Both are unbiased over seeds. Where each query head has a KV head of its own, "iid" is the mean of the drawn values.
+        2410.16179, Def. 3.1): a key drawn n times of B weighs n / (B p). "systematic", without replacement
+        (`ops.sample`): as many distinct keys, and less error.
     seed: with the layer, the row's position and the KV head it fixes the draw.
     dense_layers: layers that attend densely.
     error_bars: the report gives the standard error of the output (`methods.error_bars`), at the cost of reading the
-    sampled keys and values twice. redo: rows whose relative error exceeds this attend densely; it includes error_bars.
+        sampled keys and values twice.
+    redo: rows whose relative error exceeds this attend densely; it includes error_bars.
+
+    Both are unbiased over seeds. Where each query head has a KV head of its own, "iid" is the mean of the drawn
+    values.
 
     Like `oracle_top_k` it reads all keys twice to know their scores, and shows quality, not speed.
     """

@@ -28,12 +28,14 @@ from longreach.ops.types import require
 class OracleTopK(AttentionMethod):
     """Attention to the k keys with the largest post-softmax scores, summed over the query heads of a KV head.
 
-    k: a count, or a fraction of the row's context. dense_layers: layers that attend densely ((0,) changes the result:
-    Kascade, Fig. 2). heads: "kv" chooses per KV head, "all" one set for all heads of all ranks. Ties go to the older
-    key. choose: "top", or "sample": keys are drawn by their scores and weighted (`choosing.chosen_keys`), by `seed`.
-    error_bars: with choose="sample": the report gives the standard error of the output (`methods.error_bars`), at the
-    cost of reading the sampled keys and values twice. redo: rows whose relative error exceeds this attend densely; it
-    includes error_bars.
+    k: a count, or a fraction of the row's context.
+    dense_layers: layers that attend densely ((0,) changes the result: Kascade, Fig. 2).
+    heads: "kv" chooses per KV head, "all" one set for all heads of all ranks. Ties go to the older key.
+    choose: "top", or "sample": keys are drawn by their scores and weighted (`choosing.chosen_keys`).
+    seed: of the draw.
+    error_bars: with choose="sample": the report gives the standard error of the output (`methods.error_bars`), at
+        the cost of reading the sampled keys and values twice.
+    redo: rows whose relative error exceeds this attend densely; it includes error_bars.
 
     It costs more than dense attention and shows quality, not speed. Two passes over all keys are counted (for the
     softmax's normaliser and for the scores; an implementation that keeps the logits saves the second), then the

@@ -27,8 +27,11 @@ class Quest(AttentionMethod):
     max(q * least, q * largest). With grouped queries (the paper has one query head per KV head) the bounds are summed
     over the query heads of a KV head, which share one list.
 
-    k: the budget, a count of keys or a fraction of the row's context, rounded up to whole blocks, the newest included.
-    page: keys in a block. dense_layers: layers that attend densely, as in the paper the first two.
+    k: the budget, a count of keys or a fraction of the row's context, rounded up to whole blocks, the newest
+        included.
+    page: keys in a block.
+    dense_layers: layers that attend densely, as in the paper the first two.
+
     Metadata read: the bounds of all blocks but the newest. The newest block's keys are read to update its bounds.
     """
 

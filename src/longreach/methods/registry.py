@@ -65,22 +65,24 @@ def unfit(model: ModelShape) -> dict[str, str]:
     return found
 
 
-def choose(phase: Phase, method: str | AttentionMethod | None, **options: Any) -> AttentionMethod:
-    """The method for a slot: a name (with options), a configured method, or None for dense.
+def choose(phase: Phase, method: str | AttentionMethod | None, **given: Any) -> AttentionMethod:
+    """The method for a slot: text, a configured method, or None for dense.
 
-    Raises UnknownName for a name or option that does not exist or does not fill the slot.
+    method: as text a name, with options behind it: "quest", "oracle_top_k k=0.025 dense_layers=[0]" (`split`).
+    given: further options of a method named by text.
+    Raises UnknownName for a name or option that does not exist or does not fill the slot, InvalidInput for what is no
+    method.
     """
     if isinstance(method, AttentionMethod):
-        if options:
+        if given:
             raise InvalidInput(f"{phase}: give options with a method's name, or a configured method, not both")
         chosen = method
     else:
-        if method is not None and not isinstance(method, str):
-            raise InvalidInput(f"{phase}: expected a method or its name, got {method!r}")
-        name = "dense" if method is None else method
+        _refuse_other(phase, method, AttentionMethod)
+        name, own = ("dense", {}) if method is None else split(method, f"{phase} method {method!r}")
         if name not in names(phase):
             raise UnknownName(f"{phase} method", name, names(phase))
-        chosen = method_class(name).make(**options)
+        chosen = method_class(name).make(**_together(phase, own, given))
     if phase not in chosen.phases:
         raise UnknownName(f"{phase} method", chosen.name, names(phase))
     return chosen
@@ -103,8 +105,17 @@ def _class(slot: str, name: str, known: dict[str, str]) -> type[Any]:
     return getattr(import_module(module), attribute)  # type: ignore[no-any-return]
 
 
+def options_of(text: str) -> tuple[str, ...]:
+    """Names of the options of the method that a text names, in any slot; () if there is no such method."""
+    name = text.partition(" ")[0]
+    for known, class_of in ((METHODS, method_class), (FUSIONS, fusion_class), (EVICTIONS, eviction_class)):
+        if name in known:
+            return tuple(class_of(name).options())
+    return ()
+
+
 def choose_fusion(fuse: str | Fusion | None, **options: Any) -> Fusion | None:
-    """The method for the fuse slot: a name (with options), a configured one, or None ("none") for none.
+    """The method for the fuse slot: text, as `choose` takes it, a configured one, or None ("none") for none.
 
     Raises UnknownName for a name or option that does not exist, InvalidInput for options of none.
     """
@@ -114,6 +125,23 @@ def choose_fusion(fuse: str | Fusion | None, **options: Any) -> Fusion | None:
 def choose_eviction(evict: str | Eviction | None, **options: Any) -> Eviction | None:
     """The method for the evict slot, as `choose_fusion`."""
     return _chosen("evict", evict, Eviction, eviction_class, options)
+
+
+def _refuse_other(slot: str, given: Any, kind: type[Any]) -> None:
+    """Raise InvalidInput for what is neither text nor None; a class is told how to become a method."""
+    if isinstance(given, type) and issubclass(given, kind):
+        raise InvalidInput(
+            f"{slot}: got the class {given.__name__}, which is no configured method; write {given.__name__}() or "
+            f'{slot}="{given.name}"'  # type: ignore[attr-defined]
+        )
+    if given is not None and not isinstance(given, str):
+        raise InvalidInput(f"{slot}: expected a configured method of this slot or its name, got {given!r}")
+
+
+def _together(slot: str, own: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    if twice := sorted(own.keys() & given.keys()):
+        raise InvalidInput(f"{slot}: {', '.join(twice)} is set in the method's text and as an option; keep one of them")
+    return own | given
 
 
 def _chosen(
@@ -129,24 +157,21 @@ def _chosen(
         if options:
             raise InvalidInput(f"{slot}: give options with a method's name, or a configured method, not both")
         return given if isinstance(given, kind) else None
-    if not isinstance(given, str):
-        raise InvalidInput(f"{slot}: expected a configured method of this slot or its name, got {given!r}")
-    return class_of(given).make(**options)
+    _refuse_other(slot, given, kind)
+    name, own = split(given, f"{slot} method {given!r}")
+    return class_of(name).make(**_together(slot, own, options))
 
 
-def named(phase: Phase, method: str | AttentionMethod | None) -> AttentionMethod:
-    """As `choose`, a name's options written behind it: "oracle_top_k k=0.025 dense_layers=[0]".
+def split(text: str, where: str) -> tuple[str, dict[str, Any]]:
+    """ "oracle_top_k k=0.025 dense_layers=[0]" -> ("oracle_top_k", {"k": 0.025, "dense_layers": [0]}).
 
-    Values as `values.value_of` takes them. Raises InvalidInput, UnknownName.
+    Values as `values.value_of` takes them. where: what InvalidInput names.
     """
-    if not isinstance(method, str):
-        return choose(phase, method)
-    where = f"{phase} method {method!r}"
     try:
-        name, *settings = shlex.split(method)
+        name, *settings = shlex.split(text)
     except ValueError as error:
         raise InvalidInput(f"{where}: expected NAME and option=value, such as 'oracle_top_k k=0.1'") from error
-    return choose(phase, name, **options(settings, where))
+    return name, options(settings, where)
 
 
 def options(settings: Sequence[str], where: str) -> dict[str, Any]:

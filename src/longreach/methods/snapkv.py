@@ -21,11 +21,16 @@ from longreach.ops.types import require
 class SnapKV(Eviction):
     """Keep the keys that the prompt's last rows attend to most (arXiv 2404.14469).
 
-    capacity: keys that each KV head keeps, those that stay in any case included: the system prompt and the question of
-    a fused prompt, else the last `window` rows. Votes are post-softmax scores summed over rows and the query heads of a
-    KV head, then pooled over `kernel` neighbours (odd) among the keys that may leave, so that a kept key's context
-    stays with it: by their maximum, or their mean. A3's code (arXiv 2511.17560) repeats keys for each query head before
-    it evicts; here KV heads choose.
+    Votes are post-softmax scores summed over rows and the query heads of a KV head, then pooled over neighbours among
+    the keys that may leave, so that a kept key's context stays with it.
+
+    capacity: keys that each KV head keeps, those that stay in any case included: the system prompt and the question
+        of a fused prompt, else the last `window` rows.
+    window: last rows of the prompt that vote, and stay.
+    kernel: neighbours that votes are pooled over, an odd number.
+    pool: "max" or "mean", how they are pooled.
+
+    A3's code (arXiv 2511.17560) repeats keys for each query head before it evicts; here KV heads choose.
     """
 
     capacity: int = 1024

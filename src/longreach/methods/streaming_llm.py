@@ -18,9 +18,11 @@ from longreach.ops.types import require
 class StreamingLLM(AttentionMethod):
     """Attention to the first `sinks` tokens and the last `window` tokens.
 
-    sinks: a count. window: a count, or a fraction of the row's context (the Kascade paper compares with 0.3). Tokens
-    between sinks and window are never read. Keys keep their true positions. The paper renumbers them inside its cache
-    to run past the trained length; here the context stays within it.
+    sinks: a count.
+    window: a count, or a fraction of the row's context (the Kascade paper compares with 0.3).
+
+    Tokens between sinks and window are never read. Keys keep their true positions. The paper renumbers them inside
+    its cache to run past the trained length; here the context stays within it.
     """
 
     sinks: int = 4

@@ -161,10 +161,24 @@ def test_unknown_names_list_the_known_ones() -> None:
         attach(model, evict="snap")
     with pytest.raises(UnknownName, match="unknown impl of attend 'cuda'"):
         attach(model, impl="cuda")
-    with pytest.raises(InvalidInput, match="expected a method or its name, got 3"):
+    with pytest.raises(InvalidInput, match="expected a configured method of this slot or its name, got 3"):
         attach(model, decode=3)
+    with pytest.raises(UnknownName, match="unknown option of attach 'decoder'; known: fuse, prefill, decode"):
+        attach(model, decoder="quest")
     with attach(model):  # nothing of the failed attempts is left
         generate(model, prompt(), steps=2)
+
+
+def test_methods_as_text_with_options() -> None:
+    model = model_of("llama")
+    with attach(model, prefill="streaming_llm window=9", decode="oracle_top_k k=3 heads=all") as session:
+        assert session.prefill.window == 9 and (session.decode.k, session.decode.heads) == (3, "all")
+    with pytest.raises(InvalidInput, match='stand in its text: write decode="oracle_top_k heads=all k=3"'):
+        attach(model, decode="oracle_top_k heads=all", k=3)
+    with pytest.raises(InvalidInput, match='write evict="snapkv capacity=8"'):
+        attach(model, evict="snapkv", capacity=8)
+    with pytest.raises(InvalidInput, match=r"decode: got the class OracleTopK.*write OracleTopK\(\) or decode="):
+        attach(model, decode=OracleTopK)  # type: ignore[arg-type]
 
 
 class Curious(Dense):

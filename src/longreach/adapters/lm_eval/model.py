@@ -19,7 +19,7 @@ from longreach.adapters.transformers import CHUNK, attach, load, model_path
 from longreach.cache import CacheConfig
 from longreach.errors import InvalidInput, UnknownName, Unsupported
 from longreach.methods.base import AttentionMethod
-from longreach.methods.registry import named
+from longreach.methods.registry import choose
 
 log = logging.getLogger(__name__)
 Request = tuple[tuple[str, str] | None, list[int], list[int]]  # (its texts, context, continuation)
@@ -67,7 +67,7 @@ class LongreachLM(HFLM):
             raise UnknownName("scoring", scoring, get_args(Scoring))
         if not isinstance(prefill_chunk_size, int) or prefill_chunk_size < 1:
             raise InvalidInput(f"prefill_chunk_size: expected a count >= 1, got {prefill_chunk_size!r}")
-        methods = {"prefill": named("prefill", prefill), "decode": named("decode", decode)}
+        methods = {"prefill": choose("prefill", prefill), "decode": choose("decode", decode)}
         layout = CacheConfig(cache) if isinstance(cache, str) else cache  # type: ignore[arg-type]
         size = batch_of(batch_size)
         model, tokenizer, name = _loaded(pretrained, tokenizer, device, dtype)

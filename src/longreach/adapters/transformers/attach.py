@@ -43,9 +43,9 @@ from longreach.adapters.transformers.rotary import attention_modules, find_rotat
 from longreach.adapters.transformers.step import ModelFacts, PassCache, Step, current, entered, plain_append
 from longreach.cache import CacheConfig, MemoryUse
 from longreach.cache.host import gib
-from longreach.errors import ConcurrentUse, InvalidInput, Unsupported
+from longreach.errors import ConcurrentUse, InvalidInput, UnknownName, Unsupported
 from longreach.methods.base import AttentionMethod
-from longreach.methods.registry import choose, choose_eviction, choose_fusion
+from longreach.methods.registry import choose, choose_eviction, choose_fusion, options_of
 from longreach.methods.slots import Eviction, Fusion, check_eviction, check_fusion
 from longreach.ops.attend import IMPLEMENTATIONS
 from longreach.runtime import Ledger, Pass, Report, Segment
@@ -53,6 +53,7 @@ from longreach.runtime.forward import LayerHook
 
 MARK = "_longreach_session"
 ATTENTION = "_attn_implementation_internal"  # the field of transformers' configurations that names their attention
+ATTACHING = ("fuse", "prefill", "decode", "evict", "cache", "impl")  # options of `attach`
 _ABSENT = object()
 
 
@@ -65,16 +66,18 @@ def attach(
     evict: str | Eviction | None = None,
     cache: CacheConfig | None = None,
     impl: str = "auto",
+    **unknown: Any,
 ) -> Session:
     """A session in which methods compute `model`'s attention until it is closed (use it with `with`).
 
-    fuse: how prompts that are read from stored chunks (`fusing.read`) use them: a configured fusion method, its name,
-        or None for none. Recomputed tokens attend densely, so that prefill must be dense.
-    prefill, decode: a configured method, its name, or None for dense. A pass of one token per sequence over a
-        non-empty cache is decode; inside generate, every pass over the prompt is prefill.
-    evict: which keys each layer and KV head keeps once a prompt is read: a configured eviction method, its name, or
-        None for all. Keys are evicted after the first token, before the first decode step. Evicted keys are gone for
-        later questions over the same prompt too.
+    fuse: how prompts that are read from stored chunks (`fusing.read`) use them: a method, or None for none.
+        Recomputed tokens attend densely, so that prefill must be dense.
+    prefill, decode: a method, or None for dense. A pass of one token per sequence over a non-empty cache is decode;
+        inside generate, every pass over the prompt is prefill.
+        A method is a configured one, `Quest(k=0.2)`, or text as on the command line: "quest k=0.2".
+    evict: which keys each layer and KV head keeps once a prompt is read: a method, or None for all. Keys are evicted
+        after the first token, before the first decode step. Evicted keys are gone for later questions over the same
+        prompt too.
     cache: layout and growth of the KV cache, and with `CacheConfig(host=True)` its place in host memory.
     impl: "auto", or the name of an implementation of `ops.attend`, such as "reference" or "triton". A method's other
         ops use the one of the same name if they have it, else "auto". "numba" is for `ops.attend` only.
@@ -85,10 +88,21 @@ def attach(
     Raises UnknownName, InvalidInput, Unsupported (names the feature of the model that longreach lacks) and
     ConcurrentUse (already attached). After an error the model is unchanged.
     """
+    refuse_options("attach", unknown, {"decode": decode, "prefill": prefill, "fuse": fuse, "evict": evict})
     eviction = choose_eviction(evict)
     fusion, method = choose_fusion(fuse), choose("prefill", prefill)
     check_fusion(fusion, method)
     return Session(model, method, choose("decode", decode), cache or CacheConfig(), impl, fusion, eviction)
+
+
+def refuse_options(of: str, unknown: dict[str, Any], slots: dict[str, Any], more: tuple[str, ...] = ()) -> None:
+    """Raise for the first unknown option of a call, InvalidInput if it is one of a method in the slots, which says how
+    to write it, else UnknownName. more: names that the call knows besides those of attach."""
+    for option, value in unknown.items():
+        for slot, text in slots.items():
+            if isinstance(text, str) and option in options_of(text):
+                raise InvalidInput(f'options of a method stand in its text: write {slot}="{text} {option}={value}"')
+        raise UnknownName(f"option of {of}", option, (*more, *ATTACHING))
 
 
 def check_host(config: CacheConfig, evict: Eviction | None) -> None:

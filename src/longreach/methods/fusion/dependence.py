@@ -15,9 +15,11 @@ from longreach.methods.slots import FullLayer, Fusion, PromptParts
 class Dependence(Fusion):
     """Recompute the tokens with the largest change of keys and values when their chunk ran behind another one.
 
-    Beyond the papers: each chunk is run a second time when it is stored, and the movement of its tokens in the middle
-    layers is stored with it. So the choice needs no question, no probe and no layer that runs for all tokens, and is
-    known before anything is loaded. ratio: of the whole prompt's tokens.
+    Beyond the papers: each chunk is run a second time when it is stored, and the movement of its tokens in the
+    middle layers is stored with it. So the choice needs no question, no probe and no layer that runs for all
+    tokens, and is known before anything is loaded.
+
+    ratio: of the whole prompt's tokens.
     """
 
     ratio: float = 0.15

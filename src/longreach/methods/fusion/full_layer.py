@@ -19,7 +19,9 @@ from longreach.ops.types import require
 class CacheBlend(Fusion):
     """Recompute where stored values are furthest from the second layer's own (arXiv 2405.16444).
 
-    The distance is squared L2 over all KV heads. ratio: of the whole prompt's tokens.
+    The distance is squared L2 over all KV heads.
+
+    ratio: of the whole prompt's tokens.
     """
 
     ratio: float = 0.15
@@ -45,9 +47,10 @@ class CacheBlend(Fusion):
 class A3(Fusion):
     """Recompute the tokens that the question attends to most in the second layer (arXiv 2511.17560, Eq. 3).
 
-    ratio: of the whole prompt's tokens. heads: "each", a softmax for each query head, summed; "joint", one softmax of
-    the logits summed over heads, over sqrt(H D), without what stands before the first chunk, and the mean of 5
-    neighbours: how the authors' released code reads Eq. 3.
+    ratio: of the whole prompt's tokens.
+    heads: "each", a softmax for each query head, summed; "joint", one softmax of the logits summed over heads, over
+        sqrt(H D), without what stands before the first chunk, and the mean of 5 neighbours: how the authors'
+        released code reads Eq. 3.
     """
 
     ratio: float = 0.15

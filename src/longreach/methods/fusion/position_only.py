@@ -38,7 +38,11 @@ class PIE(Fusion):
 
 @dataclass(frozen=True)
 class LegoLink(Fusion):
-    """The first and last tokens of each chunk are recomputed, from layer 0 (EPIC, arXiv 2410.15332, has last=0)."""
+    """The first and last tokens of each chunk are recomputed, from layer 0 (EPIC, arXiv 2410.15332).
+
+    first: tokens at the beginning of each chunk.
+    last: tokens at its end (EPIC has 0).
+    """
 
     first: int = 20
     last: int = 20

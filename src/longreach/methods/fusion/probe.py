@@ -21,10 +21,15 @@ class A3Deep(Fusion):
     """Recompute the tokens that the question attends to most in a middle layer; no layer runs for all tokens.
 
     Beyond the paper (arXiv 2511.17560; its App. C finds that the second layer may be too early): first the question
-    alone runs, over stored keys at their true positions, up to `layer` and chooses there; then the chosen tokens run
-    from layer 0. ratio: of the whole prompt's tokens. layer: None for the plan's, or a third of the depth without a
-    plan. rounds: how often it chooses; from the second time on the tokens chosen before run with the question. plan: a
-    file made by `longreach calibrate a3_deep`, else None. Raises InvalidInput for both a layer and a plan.
+    alone runs, over stored keys at their true positions, up to `layer` and chooses there; then the chosen tokens
+    run from layer 0.
+
+    ratio: of the whole prompt's tokens.
+    layer: None for the plan's, or a third of the depth without a plan.
+    rounds: how often it chooses; from the second time on the tokens chosen before run with the question.
+    plan: a file made by `longreach calibrate a3_deep`, else None.
+
+    Raises InvalidInput for both a layer and a plan.
     """
 
     ratio: float = 0.15

@@ -70,17 +70,19 @@ class Kascade(AttentionMethod):
     """Attention to top-k keys, chosen in the plan's anchor layers and reused in the others.
 
     plan: path of a plan file, name of a shipped plan, or None for the shipped plan of the model.
-    k: keys a row attends to, its own included: a fraction of its context, but at least `min_keys` (the paper's
-        minimum), or a count, which `min_keys` does not change.
+    k: keys a row attends to, its own included: a fraction of its context, but at least `min_keys`, or a count, which
+        `min_keys` does not change.
     heads: "kv" chooses per KV head, and reuse layers take the lists of the heads that the plan's head map names. "all"
         makes one set for all heads of all ranks and needs no map (the paper's variant).
+    min_keys: the fewest keys of a row whose k is a fraction (the paper's minimum).
     sinks, recent: number of first and of last tokens (a row's own included) that are always chosen, within k.
     dense_below: rows with a shorter context attend to all of it; in a prompt, tiles that begin below it.
     dense_layers: layers that attend densely, in addition to the first anchor. Anchors among them still choose keys.
     scoring: "exact", or "int8": in decode an 8-bit copy of the anchors' keys is scored; attention reads the original
         keys. The copy is written during prefill and decode. The report counts it as metadata.
     choose: in decode: "top", or "sample": keys are drawn by the square root of their scores in the anchor, and weighted
-        (`choosing.chosen_keys`), by `seed`. Scores of another layer are no better a guess than that.
+        (`choosing.chosen_keys`). Scores of another layer are no better a guess than that.
+    seed: of the draw.
     error_bars: in decode with choose="sample": the report gives the standard error of the output
         (`methods.error_bars`), at the cost of reading the sampled keys and values twice.
     redo: in decode, rows whose relative error exceeds this attend densely; it includes error_bars.

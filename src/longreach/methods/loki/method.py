@@ -37,18 +37,20 @@ class Loki(AttentionMethod):
     (the paper also tries keys before rotation). The state keeps every key's coordinates in the first `rank` directions,
     in the cache's dtype, and scores them. Attention to the chosen keys is exact.
 
-    k: the budget, a count of keys or a fraction of the row's context (the paper: 0.25). rank: directions, a count or a
-    fraction of the head dim (0.25 is the paper's 32 of 128). plan: a file or a shipped plan's name; None: the shipped
-    plan of the model. dense_layers: layers that attend densely (the paper has none).
-    choose: "top", or "sample": keys are drawn by their scores and weighted (`choosing.chosen_keys`), by `seed`.
-    error_bars: with choose="sample": the report gives the standard error of the output (`methods.error_bars`), at the
-    cost of reading the sampled keys and values twice. redo: rows whose relative error exceeds this attend densely; it
-    includes error_bars.
+    k: the budget, a count of keys or a fraction of the row's context (the paper: 0.25).
+    rank: directions, a count or a fraction of the head dim (0.25 is the paper's 32 of 128).
+    plan: a file or a shipped plan's name; None: the shipped plan of the model.
+    dense_layers: layers that attend densely (the paper has none).
+    choose: "top", or "sample": keys are drawn by their scores and weighted (`choosing.chosen_keys`).
+    seed: of the draw.
+    error_bars: with choose="sample": the report gives the standard error of the output (`methods.error_bars`), at
+        the cost of reading the sampled keys and values twice.
+    redo: rows whose relative error exceeds this attend densely; it includes error_bars.
+
     With grouped queries the softmax probabilities of the scores are summed over the query heads of a KV head, which
-    share one list; the paper chooses for each query head.
-    Metadata read: `rank` coordinates of every key of the context, and the directions once a pass. The newest key is
-    read to compute its coordinates. The paper rotates the cache itself; here the coordinates take rank / D of K's
-    memory in addition.
+    share one list; the paper chooses for each query head. Metadata read: `rank` coordinates of every key of the
+    context, and the directions once a pass. The newest key is read to compute its coordinates. The paper rotates
+    the cache itself; here the coordinates take rank / D of K's memory in addition.
     """
 
     k: int | float = 0.1

@@ -35,23 +35,25 @@ class MAC(AttentionMethod):
     reused entry: no subtraction and no second pass. The query heads of a KV head share one read, so they reuse together
     or not at all. After a prompt the ring holds its last rows.
 
-    window: rows searched. band: last keys before a row that are always read. tau, in [0, 1): the threshold. With
-    scale="sqrt2d" a row is near enough below a distance of sqrt(2 d) (1 - tau) (Eq. 3; the paper has 0.45 for long
-    contexts and 0.75 for long answers). With scale="calibrated" it is near enough if the logits of the two queries
-    differ by less than 1 - tau, as a root mean square over keys of the plan's energy for each layer, KV head and pair
-    of channels; this has the same meaning in every model. Distances are of the queries' dtype: in bf16 equal queries
-    differ by some 0.6% of their length after recovery, so thresholds above 0.99 accept few of them.
-    window, band, tau=None: the plan's, layer by layer.
-    plan: a file or a shipped plan's name; None: the shipped plan of the model. Used only if an option needs it.
+    window: rows searched. None: the plan's, layer by layer.
+    band: last keys before a row that are always read. None: the plan's, layer by layer.
+    tau: the threshold, in [0, 1): a higher one accepts fewer rows. None: the plan's, layer by layer.
+    scale: with "sqrt2d" a row is near enough below a distance of sqrt(2 d) (1 - tau) (Eq. 3; the paper has 0.45 for
+        long contexts and 0.75 for long answers). With "calibrated" it is near enough if the logits of the two queries
+        differ by less than 1 - tau, as a root mean square over keys of the plan's energy for each layer, KV head and
+        pair of channels; this has the same meaning in every model. Distances are of the queries' dtype: in bf16 equal
+        queries differ by some 0.6% of their length after recovery, so thresholds above 0.99 accept few of them.
+    plan: a file or a shipped plan's name; None: the shipped plan of the model. Used only if an option needs it. A
+        layer without a band in the plan attends densely.
     sinks: first tokens that entries leave out and every row reads. None: as many as the plan's bands leave out, else 0.
-    A layer without a band in the plan attends densely.
     min_context: rows with fewer tokens of context attend densely. None: the shortest context in which a search can
     pay (Eq. 9).
     max_gap: the largest gap to a reused row, however wide the window.
     max_reuse_depth: the most reuses that an entry may descend from; errors add up along a chain. None: no limit, as in
     the paper.
     rest_rows: the profit guard. A KV head whose searches cost more than they save attends densely for this many rows,
-    then searches again. None: no guard. probe_every: a row at every multiple of this many tokens also attends densely,
+    then searches again. None: no guard.
+    probe_every: a row at every multiple of this many tokens also attends densely,
     so that the report shows its error; 0: never.
     """
 

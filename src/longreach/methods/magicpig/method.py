@@ -58,7 +58,8 @@ class MagicPIG(AttentionMethod):
 
     bits, tables: signs in a code, and tables (K and L of the paper; `PRESETS` has its pairs). More bits sample fewer
     keys, more tables sample more. bits=0 attends to all keys, with no tables, and takes no other option.
-    None: 10 and 75.
+        None: 10 and 75.
+    seed: of the projections.
     least: tables in which a key must collide.
     share: "group": all query heads of a KV head attend to the union of their samples. A key that m heads sampled has
     the log-weight log(m / sum of the heads' u). It reads as many keys as "own", with less error. "own": each query head

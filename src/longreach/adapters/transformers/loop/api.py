@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from longreach.adapters.transformers.attach import MARK, Session, attach
+from longreach.adapters.transformers.attach import ATTACHING, MARK, Session, attach, refuse_options
 from longreach.adapters.transformers.generate import PADDED_END
 from longreach.adapters.transformers.hf_cache import LongreachCache
 from longreach.adapters.transformers.loop.decoder import Capture, vocabulary_of
@@ -21,7 +21,7 @@ from longreach.adapters.transformers.loop.run import DecodeRun, GraphOption, cou
 from longreach.adapters.transformers.loop.sampling import Sampler, ends_of, greedy
 from longreach.adapters.transformers.loop.settings import refuse_settings
 from longreach.adapters.transformers.oom import memory_errors
-from longreach.errors import InvalidInput, UnknownName
+from longreach.errors import InvalidInput
 from longreach.ops.types import describe
 
 ROUND = 256  # tokens to which the loop's own caches round their size up, so that similar prompts share a captured step
@@ -109,9 +109,8 @@ def generate(
     model whose step cannot be captured; a setting of the generation config that would choose other tokens, such as a
     repetition penalty). After any error, Ctrl-C included, session and cache are as before the call.
     """
-    for name in attaching:
-        if name not in ATTACHING:
-            raise UnknownName("option of generate", name, (*OPTIONS, *ATTACHING))
+    unknown = {name: value for name, value in attaching.items() if name not in ATTACHING}
+    refuse_options("generate", unknown, attaching, OPTIONS)
     if attaching.get("fuse") not in (None, "none"):
         raise InvalidInput("fuse: prompts of stored chunks are read by longreach.Documents; generate reads token ids")
     if not isinstance(session, Session):
@@ -173,7 +172,6 @@ def generate(
 
 
 OPTIONS = tuple(name for name in signature(generate).parameters if name not in ("session", "attaching"))
-ATTACHING = tuple(name for name in signature(attach).parameters if name != "model")
 
 
 def _prompt(session: Session, ids: Any, mask: Any, past: LongreachCache | None) -> tuple[Tensor, Tensor]:
