@@ -15,10 +15,10 @@ from longreach.errors import InvalidInput
 ROOT = Path(__file__).parents[2]
 
 
-def test_readme_is_up_to_date() -> None:
-    for page in (ROOT / "README.md", ROOT / "benchmarks/quality.md"):
-        text = page.read_text()
-        assert rewritten(text, ROOT / "benchmarks/results", PAGES[page.name]) == text, "run `longreach bench readme`"
+def test_pages_are_up_to_date() -> None:
+    for page, blocks in PAGES.items():
+        text = (ROOT / page).read_text()
+        assert rewritten(text, ROOT / "benchmarks/results", blocks) == text, "run `longreach bench readme`"
 
 
 def test_a_row_has_our_best_pages_beside_contiguous_memory_and_the_fastest_other(tmp_path: Path) -> None:
@@ -63,11 +63,12 @@ def test_whole_models_have_a_line_a_case(tmp_path: Path) -> None:
 
 
 def test_only_what_lies_between_the_markers_changes(tmp_path: Path) -> None:
-    (a, b), (c, d), (e, f) = markers("records"), markers("quality"), markers("models")
-    text = f"before {a}\nold\n{b} between {c}{d} after {e}{f}"
-    nothing = f"{e}\nNo measurements yet.\n{f}"
+    blocks = ("records", "quality", "models", "headline")
+    (a, b), (c, d), (e, f), (g, h) = map(markers, blocks)
+    text = f"before {a}\nold\n{b} between {c}{d} after {e}{f}{g}{h}"
+    nothing = f"{e}\nNo measurements yet.\n{f}{g}\nNo measurements yet.\n{h}"
     new = f"before {a}\n{numbers(tmp_path)}\n{b} between {c}\nNo evaluations yet.\n{d} after {nothing}"
-    assert rewritten(text, tmp_path, PAGES["README.md"]) == new
+    assert rewritten(text, tmp_path, blocks) == new
     with pytest.raises(InvalidInput, match="put them back"):
         rewritten("no markers", tmp_path, ("records",))
 
@@ -77,5 +78,5 @@ def test_without_records_nothing_is_wiped_out(tmp_path: Path) -> None:
     readme.write_text((ROOT / "README.md").read_text())
     for place in (tmp_path / "missing", tmp_path):
         with pytest.raises(InvalidInput, match="holds no records"):
-            update(readme, place)
+            update(tmp_path, "README.md", place)
     assert readme.read_text() == (ROOT / "README.md").read_text()

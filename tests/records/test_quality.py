@@ -1,4 +1,4 @@
-"""README's table of scores."""
+"""The tables of scores of docs/quality.md."""
 
 from __future__ import annotations
 

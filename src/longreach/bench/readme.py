@@ -1,11 +1,13 @@
-"""The numbers of README and of benchmarks/quality.md, written from the records between markers."""
+"""The numbers of README, docs/quality.md and docs/speed.md, written from the records between markers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from longreach.bench import front
 from longreach.bench.case import EVICT, FUSION, HOST, STEPS, USER
 from longreach.bench.cases import CASES, GROUPS
 from longreach.bench.format import goal, outcome, rate
@@ -16,22 +18,38 @@ from longreach.records.quality import quality, summary
 from longreach.records.record import files
 from longreach.records.skipped import Skipped, skipped
 
+PICTURE = "docs/quality.png"
 # their entries are many, and compare with one another; `models` has the first two
 APART = STEPS, USER, FUSION, EVICT, HOST
 
 
-def update(page: Path, results: Path) -> bool:
-    """Write a page's numbers; whether they had changed. Raises InvalidInput without records, markers or file."""
+def update(root: Path, name: str, results: Path) -> bool:
+    """Write the numbers of a page of PAGES, below the project's root; whether they had changed.
+
+    Raises InvalidInput without records, markers or file.
+    """
+    page = root / name
     if not files(results):
         raise InvalidInput(f"{results} holds no records; name the folder that does with --out")
     try:
         text = page.read_text()
     except OSError as error:
         raise InvalidInput(f"cannot read {page}: {error.strerror}; run this in the project's root") from error
-    new = rewritten(text, results, PAGES[page.name])
+    new = rewritten(text, results, PAGES[name])
     if new != text:
         page.write_text(new)
     return new != text
+
+
+def redrawn(root: Path, results: Path) -> bool | None:
+    """Draw README's picture, if matplotlib is installed; whether it had changed, None without matplotlib."""
+    if find_spec("matplotlib") is None:
+        return None
+    path, new = root / PICTURE, front.picture(results)
+    if path.is_file() and path.read_bytes() == new:
+        return False
+    path.write_bytes(new)
+    return True
 
 
 def rewritten(text: str, results: Path, blocks: Sequence[str]) -> str:
@@ -124,5 +142,12 @@ def _versions(versions: dict[str, str]) -> str:
     return ", ".join(f"{name} {versions[name]}" for name in names if versions.get(name))
 
 
-WRITTEN = {"models": models, "records": numbers, "quality": summary, "tasks": quality}
-PAGES = {"README.md": ("models", "records", "quality"), "quality.md": ("tasks",)}
+WRITTEN = {
+    "headline": front.headline, "methods": front.table, "models": models, "records": numbers, "quality": summary,
+    "tasks": quality,
+}  # fmt: skip
+PAGES = {
+    "README.md": ("headline", "methods"),
+    "docs/quality.md": ("quality", "tasks"),
+    "docs/speed.md": ("models", "records"),
+}

@@ -1,4 +1,4 @@
-"""README's tables of whole models: what a user gets (`user`), and a captured step of every method (`steps`)."""
+"""The tables of whole models in docs/speed.md: what a user gets (`user`), a captured step of every method (`steps`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables of task scores for README and benchmarks/quality.md, from records of evaluations."""
+"""Tables of task scores of docs/quality.md, from records of evaluations."""
 
 from __future__ import annotations
 

@@ -1,0 +1,171 @@
+"""README's headline, its table of methods, and the picture of their quality against the bytes that they read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from longreach.bench.case import STEPS
+from longreach.bench.record import read as read_cases
+from longreach.records.record import read
+from longreach.records.report.plots.scatter import Point, PointPanel, points
+
+LENGTH = 16384  # tokens of the prompts
+SPEEDS = ("steps-128k-b1", "steps-128k-b4")
+SCORES = "mini-kascade-16384"
+DENSE = "dense"
+HEADLINE = ("loki", "kascade")
+FORCED = ("mac",)  # its hits were forced for timing
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A row of the table. page: its documentation, from the root. record, label: where its score is, None if nowhere.
+
+    reads: what a decode step reads, in words.
+    """
+
+    method: str
+    page: str | None
+    paper: str
+    slots: str
+    reads: str
+    label: str | None
+    record: str = SCORES
+
+
+METHODS = (
+    Shown("dense", None, "-", "prefill, decode", "everything", "dense"),
+    Shown("streaming_llm", None, "[2309.17453](https://arxiv.org/abs/2309.17453)", "prefill, decode",
+          "sinks and a recent window", "streaming_llm window=0.21367"),
+    Shown("kascade", "docs/kascade/README.md", "[2512.16391](https://arxiv.org/abs/2512.16391)", "prefill, decode",
+          "all keys in a few anchor layers, the best 10% in the layers after them", "kascade"),
+    Shown("mac", "docs/mac/README.md", "[2604.00235](https://arxiv.org/abs/2604.00235)", "decode",
+          "a ring of recent queries, and the keys since the nearest", "mac tau=0.75", "mini-mac-16384"),
+    Shown("magicpig", "docs/magicpig/README.md", "[2410.16179](https://arxiv.org/abs/2410.16179)", "decode",
+          "hash tables, and a weighted sample of the keys", "magicpig", "mini-magicpig-group-16384"),
+    Shown("loki", "docs/plans.md", "[2406.02542](https://arxiv.org/abs/2406.02542)", "decode",
+          "a quarter of each key's channels, then the best keys", "loki k=0.08738"),
+    Shown("quest", None, "[2406.10774](https://arxiv.org/abs/2406.10774)", "decode",
+          "bounds of blocks of 16 keys, then the best blocks", "quest dense_layers=[0] k=0.07937"),
+    Shown("omnikv", None, "Hao et al., ICLR 2025", "decode",
+          "all keys in a few layers, one set for all heads in the others", "omnikv layers=[0,4] k=0.05577"),
+    Shown("less_is_more", None, "[2508.07101](https://arxiv.org/abs/2508.07101)", "decode",
+          "as `omnikv`, with recent keys in the set", "less_is_more k=0.05577"),
+    Shown("block_mka", "docs/block_mka.md", "Block-MKA", "prefill, decode",
+          "a window, a code of each block of 64 keys, the best 8 blocks", None),
+    Shown("oracle_top_k", None, "-", "decode", "all keys to choose, then the best 10%: an upper bound",
+          "oracle_top_k k=0.1 dense_layers=[0]"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Score:
+    """Mean over tasks, its 95% interval (roughly: the mean of the tasks' intervals), and bytes over dense's.
+
+    dense: the mean of dense attention in the same record.
+    """
+
+    mean: float
+    dense: float
+    low: float
+    high: float
+    reads: float
+
+
+def score(results: Path, row: Shown) -> Score | None:
+    """What a method's record holds; None if it has none, or the record is not there."""
+    paths = sorted(results.glob(f"{row.record}.json*"))
+    if row.label is None or not paths:
+        return None
+    tasks = [task["results"] for task in read(paths[0])["tasks"].values()]
+    if any(row.label not in task for task in tasks):
+        return None
+    found = [task[row.label] for task in tasks]
+    bounds = [fmean(one["interval_95"][end] for one in found) for end in (0, 1)]
+    reads = fmean(one["decode_reads"]["total"] for one in found)
+    mean, dense = (fmean(one["score"] for one in some) for some in (found, [task[DENSE] for task in tasks]))
+    return Score(mean, dense, bounds[0], bounds[1], reads)
+
+
+def table(results: Path) -> str:
+    """Markdown: each method's slots, bytes, score and time of a step."""
+    cases = _steps(results)
+    head = [
+        "method",
+        "paper",
+        "slots",
+        "a decode step reads",
+        "bytes",
+        "score, of dense's",
+        "step, batch 1",
+        "step, batch 4",
+    ]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for row in METHODS:
+        got = score(results, row)
+        name = f"[`{row.method}`]({row.page})" if row.page else f"`{row.method}`"
+        told = ["-", "-"] if got is None else [f"{got.reads:.0%}", f"{got.mean:.1%} of {got.dense:.1%}"]
+        times = [_over(cases.get(case), row.method) for case in SPEEDS]
+        lines.append(f"| {' | '.join([name, row.paper, row.slots, row.reads, *told, *times])} |")
+    return "\n".join(lines)
+
+
+def headline(results: Path) -> str:
+    """Markdown: a token's time in a whole model with and without a method, and what it costs in answers."""
+    cases = _steps(results)
+    if SPEEDS[1] not in cases:
+        return "No measurements yet."
+    case = cases[SPEEDS[1]]
+    rows = {row.method: row for row in METHODS}
+    parts = []
+    for name in (DENSE, *HEADLINE):
+        got, time = score(results, rows[name]), _time(case, name)
+        if got is None or time is None:
+            return "No measurements yet."
+        parts.append(f"{time / 1e3:.1f} ms with `{name}` (RULER: {got.mean:.0%})")
+    return (
+        f"**At 128K tokens, batch 4, a decode step of an 8B model takes {parts[0]}, {' and '.join(parts[1:])}.** Times "
+        f"are of Llama-3.1-8B's shape with random weights on one {case['device']['name']}. RULER is the mean score of "
+        f"longreach-mini, the shipped 16.6 M-parameter model, at {LENGTH:,} tokens."
+    )
+
+
+def drawn(results: Path) -> list[Point]:
+    """The picture's points: methods whose score is in a record."""
+    rows = ((number, row, score(results, row)) for number, row in enumerate(METHODS))
+    return [
+        Point(row.method, number, row.method == DENSE, got.reads, got.mean, got.low, got.high)
+        for number, row, got in rows
+        if got is not None
+    ]
+
+
+def picture(results: Path) -> bytes:
+    """PNG: quality against bytes read, a point a method. Raises Unsupported without matplotlib."""
+    panel = PointPanel(f"longreach-mini, RULER, {LENGTH:,} tokens", tuple(drawn(results)))
+    return points([panel], "bytes read by decode steps, over dense attention's", "mean score")
+
+
+def _steps(results: Path) -> dict[str, Any]:
+    path = results / f"{STEPS}.json"
+    return dict(read_cases(path)["cases"]) if path.is_file() else {}
+
+
+def _entries(case: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    for entry in case["entries"]:
+        yield entry["name"], float(entry["microseconds"]["median"])
+
+
+def _time(case: dict[str, Any], method: str) -> float | None:
+    return dict(_entries(case)).get(method)
+
+
+def _over(case: dict[str, Any] | None, method: str) -> str:
+    times = dict(_entries(case)) if case else {}
+    if method not in times:
+        return "-"
+    return f"{times[method] / times[DENSE]:.2f}{' (forced)' if method in FORCED else ''}"
