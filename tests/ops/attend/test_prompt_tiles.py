@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from longreach.errors import InvalidInput, SelectionError, Unsupported
-from longreach.ops import KVView, Lists, PackedLists, RowTiles, TileLists, attend
+from longreach.ops import KVView, Lists, PackedLists, TileLists, attend
 from longreach.ops.attend import triton_prompt_tiles as kernel
 from longreach.testing.inputs import random_kv
 from longreach.testing.selections import prompt_tiles
@@ -109,7 +109,9 @@ def test_what_does_not_fit_is_refused() -> None:
             attend(rows, kv, replace(selection, **changed), scale=1.0)
 
     refused(InvalidInput, "all_visible=True", lists=replace(lists, all_visible=False))
-    refused(InvalidInput, "expected every row once, got row 0 0 times", tiles=replace(tiles, rows=tiles.rows.clamp(min=1)))
+    refused(
+        InvalidInput, "expected every row once, got row 0 0 times", tiles=replace(tiles, rows=tiles.rows.clamp(min=1))
+    )
     refused(InvalidInput, "expected as many as lists", tiles=tiles.take(slice(1, None)))
     other = replace(lists, row_to_list=lists.row_to_list.flip(0))
     refused(InvalidInput, "expected the tile of each row", lists=other)
@@ -131,4 +133,3 @@ def test_some_rows_of_it() -> None:
     got = attend(rows.take(index), kv, some, scale=0.3, impl="reference")
     want = attend(rows, kv, selection, scale=0.3, impl="reference")
     torch.testing.assert_close(got.out, want.out[index], rtol=0, atol=1e-6)
-    assert isinstance(RowTiles(selection.tiles.rows, selection.tiles.start), RowTiles)  # type: ignore[union-attr]

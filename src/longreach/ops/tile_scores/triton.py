@@ -103,8 +103,8 @@ def _launch(
     group, size = kv.group(rows), tiles.rows.shape[1]
     if size * group > t.rows:
         raise Unsupported(
-            f"{op}'s Triton kernel takes tiles of up to {t.rows} rows x query heads of a KV head for {rows.q.dtype} and "
-            f"head dim {dim}, got {size} x {group}; use a plan with a smaller tile, or impl='reference'"
+            f"{op}'s Triton kernel takes tiles of up to {t.rows} rows x query heads of a KV head for {rows.q.dtype} "
+            f"and head dim {dim}, got {size} x {group}; use a plan with a smaller tile, or impl='reference'"
         )
     width = triton.next_power_of_2(size * group)
     combine = max(16 // width, min(t.rows // width, triton.next_power_of_2(tiles.rows.shape[0])), 1)
