@@ -68,7 +68,8 @@ def tile_scores(
     lse: fp32 [R, H] of dense attention, a sink logit among it; read for the rows in tiles.
     columns: slots of the result, at least the largest start.
 
-    Returns fp32 [L, G, columns]; what lies at and after a tile's start may be anything, the reference leaves NaN there.
+    Returns fp32 [L, G, columns]. Scores at and after a tile's start, and all those of a tile without rows, may be
+    anything: the reference leaves NaN there.
     Raises InvalidInput, UnknownName; Unsupported for views with slot_pos, and as `attend` does. The Triton kernel also
     refuses tiles of more rows than a program holds (128 rows x query heads of a KV head; fewer for wide heads).
     """

@@ -46,5 +46,6 @@ def tile_scores(
         total = lse[number[index]].to(dtype)[..., None]
         p = torch.exp(x - total.masked_fill(total == -torch.inf, torch.inf))
         pooled[..., :stop].index_add_(0, of, p.unflatten(1, (kv.heads, -1)).sum(2))
-    past = torch.arange(columns, device=pooled.device) >= tiles.start[:, None]
+    start = torch.where((tiles.rows >= 0).any(1), tiles.start, 0)
+    past = torch.arange(columns, device=pooled.device) >= start[:, None]
     return pooled.masked_fill_(past[:, None], torch.nan)

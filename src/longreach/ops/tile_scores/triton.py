@@ -58,7 +58,7 @@ def tile_log_sums(
     lse = rows.q.new_empty((count, heads), dtype=torch.float32)
     if not count or not tiles.rows.numel():
         return lse
-    given, memory, options, t = _launch("tile_log_sums", rows, kv, tiles, tune)
+    given, memory, options, _ = _launch("tile_log_sums", rows, kv, tiles, tune)
     sink = lse if sink_logit is None else sink_logit.contiguous()
     with torch.cuda.device_of(rows.q):
         kernels.log_sums[(triton.cdiv(tiles.rows.shape[0], options["COMBINE"]), kv.heads)](
@@ -97,7 +97,7 @@ def _launch(
     op: str, rows: Rows, kv: KVView, tiles: RowTiles, tune: Tuning | None
 ) -> tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any], Tuning]:
     """Rows and memory as the kernels take them, their common constants, and the tuning."""
-    count, heads, dim = rows.q.shape
+    heads, dim = rows.q.shape[1:]
     wide = max(16, triton.next_power_of_2(dim))
     t = tune or tuning(rows.q.dtype, wide)
     group, size = kv.group(rows), tiles.rows.shape[1]
