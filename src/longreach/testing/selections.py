@@ -135,8 +135,8 @@ def prompt_tiles(
     tile = torch.zeros(count, dtype=torch.int64)
     tile[table[table >= 0]] = (table >= 0).nonzero()[:, 0]
     q = torch.randn(count, kv.heads * group, kv.k.shape[3], generator=draw, dtype=torch.float64).to(device, kv.k.dtype)
-    seq, pos = (torch.tensor(x, dtype=ints)[order].to(device) for x in (seqs, positions))
-    rows = Rows(q, seq, pos)
+    of_rows, at = (torch.tensor(x, dtype=ints)[order].to(device) for x in (seqs, positions))
+    rows = Rows(q, of_rows, at)
     heads = mapped or (1 if one else kv.heads)
     index = [sorted(dice.sample(range(s), dice.choice((0, s, s // 2, s // 5)))) for s in starts for _ in range(heads)]
     offsets = torch.tensor([len(x) for x in [[], *index]]).cumsum(0)

@@ -140,7 +140,9 @@ def test_what_does_not_fit_is_refused() -> None:
         mixed = replace(rows, seq=torch.arange(len(rows.seq)) % 2)
         tile_log_sums(mixed, two, replace(tiles, rows=tiles.rows.clamp(min=0)), scale=1.0)
     wide = RowTiles(tiles.rows.new_full((1, 65), -1), tiles.start[:1])
-    with pytest.raises(Unsupported, match=r"takes tiles of up to 128 rows x query heads .* got 65 x 2; use a plan with"):
+    with pytest.raises(
+        Unsupported, match=r"takes tiles of up to 128 rows x query heads .* got 65 x 2; use a plan with"
+    ):
         tile_log_sums(rows, kv, wide, scale=1.0, impl="triton")
     with pytest.raises(Unsupported, match="no backward pass"):
         tile_log_sums(replace(rows, q=rows.q.requires_grad_()), kv, tiles, scale=1.0, impl="triton")

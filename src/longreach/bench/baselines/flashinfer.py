@@ -1,4 +1,4 @@
-"""FlashInfer: paged decode on tensor cores, page sizes, both layouts, its own split and fixed ones."""
+"""FlashInfer: paged decode on tensor cores, page sizes, both layouts, its own split and fixed ones; whole prompts."""
 
 from __future__ import annotations
 
@@ -31,13 +31,16 @@ def load() -> dict[str, str]:
 
 
 def candidates(inputs: Inputs) -> list[tuple[dict[str, Any], Any]]:
-    if inputs.case.prefill or inputs.shape.rows > 1 or inputs.case.reads.kind != "dense":
+    shape = inputs.shape
+    if inputs.case.prefill and shape.batch == 1 and shape.rows == shape.context and inputs.case.reads.kind == "dense":
+        return [({"backend": name}, partial(_prefill, inputs, name)) for name in ("fa3", "fa2")]
+    if inputs.case.prefill or shape.rows > 1 or inputs.case.reads.kind != "dense":
         return []
     workspace = torch.zeros(WORKSPACE, dtype=torch.uint8, device=inputs.device)
     found: list[tuple[dict[str, Any], Any]] = []
     for page in PAGES:
-        parts = split_counts(inputs, inputs.shape.context // page)
-        sizes = sorted({-(-inputs.shape.context // page // count) for count in parts})
+        parts = split_counts(inputs, shape.context // page)
+        sizes = sorted({-(-shape.context // page // count) for count in parts})
         for order in ("heads", "tokens"):
             plans: list[dict[str, Any]] = [{"graph": True}, {"graph": False}]
             for plan in plans + [{"graph": False, "split": size} for size in sizes]:
@@ -45,6 +48,22 @@ def candidates(inputs: Inputs) -> list[tuple[dict[str, Any], Any]]:
                 settings = {"page": page, "layout": LAYOUTS[order], **plan}
                 found.append((settings, partial(_build, inputs, memory, settings, workspace)))
     return found
+
+
+def _prefill(inputs: Inputs, backend: str) -> Competitor:
+    """Causal attention of one whole prompt, tokens first, as FlashInfer takes it."""
+    flashinfer: Any = import_module("flashinfer")
+    shape, memory = inputs.shape, Memory(None, "tokens")
+
+    def call(copy: int) -> Any:
+        k, v = (x[0].transpose(0, 1) for x in inputs.kv(copy, memory))
+        return partial(
+            flashinfer.single_prefill_with_kv_cache, inputs.q(copy, shape.rows), k, v, causal=True,
+            sm_scale=inputs.scale, backend=backend,
+        )  # fmt: skip
+
+    calls = [call(copy) for copy in range(inputs.copies)]
+    return Competitor("", "flashinfer", memory, shape.rows, calls, lambda out: out, {"backend": backend})
 
 
 def _build(inputs: Inputs, memory: Memory, settings: dict[str, Any], workspace: torch.Tensor) -> Competitor:

@@ -170,8 +170,7 @@ def choose_for_tiles(
         lse = call.op("tile_log_sums", scored.tiles)
         call.count_read(Read.of(call.kv, scored.visible, values=False, counted=scored.visible_keys))
     call.count_read(Read.of(call.kv, scored.before, values=False, counted=scored.keys_before))
-    scratch = max(0, SCRATCH - lse.numel() * lse.element_size())
-    for some in groups_of(tiles.host, heads, call.kv.heads, scratch):
+    for some in groups_of(tiles.host, heads, call.kv.heads, scratch_for(lse)):
         _choose(budget, call, tiles, scored.tiles, some, offsets, lse, index)
     lists = PackedLists(index, offsets, heads, row_to_list=tiles.of, all_visible=True)
     return TileLists(lists, tiles.own, tiles.tiles)
@@ -191,6 +190,11 @@ def _choose(
         capacity=int(tiles.host.keys[some].max()),
     )  # fmt: skip
     call.op("pack_lists", best, used, offsets[some.start * heads : some.stop * heads + 1], index)
+
+
+def scratch_for(lse: Tensor) -> int:
+    """Bytes that scoring some tiles may take while the lse is held."""
+    return max(0, SCRATCH - lse.numel() * lse.element_size())
 
 
 def groups_of(tiles: HostTiles, heads: int, kv_heads: int, scratch: int) -> list[slice]:
