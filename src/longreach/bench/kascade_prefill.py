@@ -97,8 +97,8 @@ class PromptLayers:
         method, layer = self.method, self.plan.anchors[1]
         call, lists = self.chosen(layer, copy)
         tiles = _tiles(call, method, self.plan)
-        scored = scored_rows(call, tiles, method.score_every)
-        lse = call.op("tile_log_sums", scored.tiles)
+        scored = scored_rows(call, tiles, method.score_every, method.lse_every)
+        lse = call.op("tile_log_sums", scored.tiles, every=method.lse_every)
         heads = 1 if method.heads == "all" else call.kv.heads
         groups = groups_of(tiles.host, heads, call.kv.heads, scratch_for(lse))
 
@@ -123,7 +123,7 @@ class PromptLayers:
                 call.op("pack_lists", found, used, offsets[some.start * heads : some.stop * heads + 1], index)
 
         return {
-            "log-sums": lambda: call.op("tile_log_sums", scored.tiles),
+            "log-sums": lambda: call.op("tile_log_sums", scored.tiles, every=method.lse_every),
             "scores": score,
             "top-k": top_k,
             "attend": lambda: call.attend(lists),
@@ -166,6 +166,7 @@ def run_kascade_prefill(
         entries += [_ours(name, times[name], 1, case, checked) for name in calls if name != stack.method]
         described = {k: v for k, v in method.to_json().items() if k != "plan"}
         scored = "every row of a tile" if method.score_every == 1 else f"every {method.score_every}th row of a tile"
+        scored += ", exact log-sums" if method.lse_every == 1 else f", log-sums from every {method.lse_every}th key"
     entries += [_theirs(c, times[c.name], case, inputs) for c in rivals]
     return {
         "shape": asdict(case.shape),
@@ -200,7 +201,7 @@ def _tiles(call: LayerCall, method: Kascade, plan: KascadePlan) -> PromptTiles:
 
 def _checked(layers: PromptLayers, memory: Memory) -> dict[str, Any]:
     """The largest error of a reuse layer's rows over the keys of their lists, and the least mass of chosen keys."""
-    mass, worst, exact = 1.0, 0.0, layers.method.score_every == 1
+    mass, worst, exact = 1.0, 0.0, layers.method.score_every == layers.method.lse_every == 1
     reuse, anchor = layers.kinds()["reuse layer"]
     call, lists = layers.chosen(anchor, 0)
     for tile in _sampled_tiles(lists):

@@ -11,6 +11,8 @@ from longreach.errors import SelectionError
 from longreach.ops.selection import Lists, PackedLists, Per, Selection, Span, Spans, absolute, relative
 from longreach.ops.types import INTS, KVView, Rows, describe, require
 
+FIRST, LAST = 64, 128  # slots of the beginning, and before a tile, that an estimate of log-sums reads in full
+
 
 @dataclass(frozen=True)
 class RowTiles:

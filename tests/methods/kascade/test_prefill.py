@@ -75,8 +75,24 @@ def test_samples_of_rows(every: int) -> None:
         want = all_rows[all_rows >= 0][::every] if int(keys) else all_rows[:0]
         assert torch.equal(mine[mine >= 0], want)
     assert scored.tiles.rows.shape[1] == -(-4 // every)
-    assert scored.visible_keys == int(scored.visible.keys_read(rows, kv).sum())
+    assert scored.lse_keys == int(scored.visible.keys_read(rows, kv).sum())
     assert scored.keys_before == int(scored.before.keys_read(rows, kv).sum())
+
+
+@pytest.mark.parametrize("every", [1, 2, 7])
+def test_the_host_counts_the_keys_of_an_estimate(every: int) -> None:
+    """64 first slots, one of `every` between, 128 before the tile and the tile's own up to the row."""
+    rows = rows_of((500, 0, 0), (60, 1, 190))
+    tiles = tiles_of(rows, 4, BUDGET)
+    kv = KVView(*torch.zeros(2, 2, 2, 512, 16), torch.tensor([512, 512]))
+    scored = scored_rows(LayerCall(0, rows, kv, torch.arange(2), 1.0), tiles, 1, every)
+    want = 0
+    for pos, tile in zip(rows.pos.tolist(), tiles.of.tolist(), strict=True):
+        start = int(tiles.host.start[tile])
+        if int(tiles.host.keys[tile]):
+            slots = range(pos + 1)
+            want += sum(n < 64 or n >= start - 128 or (n - 64) % every == 0 for n in slots)
+    assert scored.lse_keys == 2 * want
 
 
 def test_groups_of_tiles_fit_their_memory() -> None:
@@ -142,8 +158,12 @@ def test_tiles_below_the_limit_attend_to_all_keys(tmp_path: Path) -> None:
 
 
 def test_the_report_names_a_sample(tmp_path: Path) -> None:
-    for every, note in ((1, None), (4, "tiles scored by every 4th row")):
-        method, ledger = Kascade(planned(tmp_path, (0, 1)), k=3, score_every=every), Ledger()
+    said = "tiles scored by every 4th row; lse from every 2th key"
+    for every, note in ((1, None), (4, said)):
+        method, ledger = (
+            Kascade(planned(tmp_path, (0, 1)), k=3, score_every=every, lse_every=1 if every == 1 else 2),
+            Ledger(),
+        )
         turn = read_text(method, text(40))[0]
         for call, outcome in zip(turn.calls, turn.outcomes, strict=True):
             ledger.add("prefill", call, "kascade", outcome, exact_selection())
@@ -161,8 +181,9 @@ def exact_selection() -> Any:
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "4"])
 def test_a_sample_is_a_count(value: Any) -> None:
-    with pytest.raises(InvalidInput, match="score_every: expected a count >= 1"):
-        Kascade(score_every=value)
+    for name in ("score_every", "lse_every"):
+        with pytest.raises(InvalidInput, match=f"{name}: expected a count >= 1"):
+            Kascade.make(**{name: value})
 
 
 def test_a_tile_that_kernels_do_not_take_is_refused_by_name(tmp_path: Path) -> None:
@@ -203,6 +224,13 @@ def test_several_questions_about_one_document(tmp_path: Path) -> None:
         cache.truncate([0], [42])
 
 
+def test_prompts_of_stored_chunks_refuse_it(tmp_path: Path) -> None:
+    model = tiny_model("llama", num_hidden_layers=4)
+    plan = planned(tmp_path, (0, 2), model=shape_of(model), layers=(0, 1, 2, 3))
+    with pytest.raises(Unsupported, match="kascade"):
+        longreach.attach(model, prefill=Kascade(plan), fuse="full_reuse")
+
+
 SHAPE = ModelShape(3, 32, 8, 128, config="that of the GPU's tests")
 
 
@@ -219,7 +247,7 @@ def gpu_calls(length: int) -> list[LayerCall]:
 
 @needs_gpu
 @pytest.mark.gpu
-@pytest.mark.parametrize("options", [{}, {"score_every": 4}, {"heads": "all"}, {"dense_layers": (1,)}])
+@pytest.mark.parametrize("options", [{}, {"score_every": 4, "lse_every": 16}, {"heads": "all"}, {"dense_layers": (1,)}])
 def test_a_prompt_waits_for_nothing_on_the_device(options: dict[str, Any], tmp_path: Path) -> None:
     method = Kascade(planned(tmp_path, (0, 1), tile=128, model=SHAPE), **options)
     calls = gpu_calls(8192)
@@ -238,7 +266,7 @@ def test_a_prompt_waits_for_nothing_on_the_device(options: dict[str, Any], tmp_p
 
 @needs_gpu
 @pytest.mark.gpu
-@pytest.mark.parametrize("options", [{}, {"score_every": 4}, {"heads": "all"}])
+@pytest.mark.parametrize("options", [{}, {"score_every": 4, "lse_every": 16}, {"heads": "all"}])
 def test_an_anchors_scratch_is_bounded_at_128k(options: dict[str, Any], tmp_path: Path) -> None:
     """Beside the lists and the result at most 256 MiB, whatever the length: here measured, with room for rounding."""
     length = 131_072

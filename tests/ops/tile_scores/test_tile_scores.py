@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from longreach.errors import InvalidInput, Unsupported
 from longreach.ops import KVView, Rows, RowTiles, Spans, tile_log_sums, tile_scores, top_k
 from longreach.ops.tile_scores import triton as kernel
 from longreach.testing.inputs import random_kv
-from longreach.testing.oracle import exact_attend, exact_pooled_scores
+from longreach.testing.oracle import exact_attend, exact_logits, exact_pooled_scores
 from longreach.testing.selections import prompt_tiles
 from longreach.testing.tolerance import bounds, pooled_bound, unit_roundoff, within
 from tests.ops.attend.kernels import HARDWARE, here, here_all, needs_gpu
@@ -73,6 +74,36 @@ def test_a_sample_of_the_rows(every: int, impl: str) -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize(("every", "page", "tokens"), [(2, None, 8), (5, 16, 8), (16, None, 64), (3, None, 1)])
+def test_log_sums_of_a_sample_of_the_keys(every: int, page: int | None, tokens: int, impl: str) -> None:
+    """Slots from 64 on and more than 128 before a tile: one of so many is read, and counts as so many."""
+    kv = random_kv([400, 150, 260], heads=2, dim=16, page=page)
+    rows, selection = prompt_tiles(kv, 2, tokens, seed=every)
+    tiles = selection.tiles
+    assert tiles is not None
+    logits = exact_logits(rows, kv, scale=0.3)  # [R, G, N, group]
+    slot = torch.arange(kv.capacity)
+    tile, place = (tiles.rows >= 0).nonzero(as_tuple=True)
+    start = torch.zeros_like(rows.pos)
+    start[tiles.rows[tile, place].long()] = tiles.start[tile]
+    between = (slot >= 64) & (slot < start[:, None] - 128)
+    left_out = between & ((slot - 64) % every != 0)
+    assert bool(left_out.any())
+    weighted = logits + between[:, None, :, None] * math.log(every)
+    want = weighted.masked_fill(left_out[:, None, :, None], -torch.inf).logsumexp(2).flatten(1)
+    k = kv.k.clone()
+    for seq in range(3):  # what no row reads holds NaN
+        for n in range(int(kv.seq_lens[seq])):
+            if bool(left_out[rows.seq == seq, n].all()) and bool((rows.pos[rows.seq == seq] >= n).all()):
+                at, offset = kv.locate(torch.tensor(seq), torch.tensor(n))
+                k[at, :, offset] = torch.nan
+    got = tile_log_sums(here(rows), here(replace(kv, k=k)), here(tiles), scale=0.3, every=every, impl=impl)
+    exact = exact_attend(rows, kv, Spans.dense(), scale=0.3)
+    unit = HARDWARE * unit_roundoff(torch.float32)
+    within("lse", got.double().cpu(), want, bounds(exact, unit)[1] + 4 * unit * math.log(every))
+
+
 @pytest.mark.parametrize("keys", [16, 48])
 def test_however_slots_are_shared_out(keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stretches of slots, and tiles of several sequences in one program."""
@@ -131,6 +162,8 @@ def test_what_does_not_fit_is_refused() -> None:
         tile_scores(rows, kv, tiles, lse, columns=3, scale=1.0)
     with pytest.raises(InvalidInput, match="lse: expected float"):
         tile_scores(rows, kv, tiles, lse[:, :1], columns=40, scale=1.0)
+    with pytest.raises(InvalidInput, match="every: expected a count >= 1, got 0"):
+        tile_log_sums(rows, kv, tiles, scale=1.0, every=0)
     with pytest.raises(InvalidInput, match="tiles: expected rows below"):
         tile_log_sums(rows, kv, replace(tiles, rows=tiles.rows + 99), scale=1.0)
     with pytest.raises(Unsupported, match="slots that are positions, got slot_pos"):

@@ -81,6 +81,9 @@ class Kascade(AttentionMethod):
     dense_layers: layers that attend densely, in addition to the first anchor. Anchors among them still choose keys.
     scoring: "exact", or "int8": in decode an 8-bit copy of the anchors' keys is scored; attention reads the original
         keys. The copy is written during prefill and decode. The report counts it as metadata.
+    lse_every: in a prompt, the log-sum-exp by which the rows of a tile are weighted against each other is estimated from
+        every so many-th key: 1, from all (exact). Layers that attend densely have the exact one and do not use this.
+        The chosen keys hold a little less weight: the report names it.
     score_every: in a prompt, a tile is scored by every so many-th of its rows, the first included: 1, by all (exact).
         The passes over all keys take as much less time, and the chosen keys hold less weight: the report names it.
     choose: in decode: "top", or "sample": keys are drawn by the square root of their scores in the anchor, and weighted
@@ -103,6 +106,7 @@ class Kascade(AttentionMethod):
     dense_below: int = 0
     dense_layers: tuple[int, ...] = ()
     scoring: Literal["exact", "int8"] = "exact"
+    lse_every: int = 1
     score_every: int = 1
     choose: Choose = "top"
     seed: int = 0
@@ -130,6 +134,7 @@ class Kascade(AttentionMethod):
         require(is_count(self.dense_below), f"dense_below: expected a count, got {self.dense_below!r}")
         check_layers("dense_layers", self.dense_layers)
         require(self.scoring in ("exact", "int8"), f"scoring: expected 'exact' or 'int8', got {self.scoring!r}")
+        require(is_count(self.lse_every, 1), f"lse_every: expected a count >= 1, got {self.lse_every!r}")
         require(is_count(self.score_every, 1), f"score_every: expected a count >= 1, got {self.score_every!r}")
         check_choice(self.choose, self.seed)
         check_error_bars(self.error_bars, self.redo, sampled=self.choose == "sample")
@@ -233,11 +238,11 @@ class Kascade(AttentionMethod):
             return self._all_keys(call, state)
         call.shared.pop(self, None)  # lists that no later layer uses may be large
         whole = call.attend(EVERYTHING) if state.role.dense else None
-        every = self.score_every
-        scored = call.once((self, "scored"), lambda: scored_rows(call, tiles, every))
-        chosen = choose_for_tiles(self.budget, call, tiles, scored, None if whole is None else whole.lse)
+        scored = call.once((self, "scored"), lambda: scored_rows(call, tiles, self.score_every, self.lse_every))
+        lse = None if whole is None else whole.lse
+        chosen = choose_for_tiles(self.budget, call, tiles, scored, lse, self.lse_every)
         call.shared[self] = AnchorSelection(call.layer, chosen)
-        notes = None if every == 1 else _sampled_note(call, every)
+        notes = _sampling_notes(call, self.score_every, 1 if whole is not None else self.lse_every)
         if whole is not None:
             return Outcome(whole, state.role.dense, notes)
         return Outcome(call.attend(chosen), None, notes)
@@ -267,8 +272,11 @@ class Kascade(AttentionMethod):
         return call.once((self, "tiles"), lambda: tiles_of(call.rows, tokens, self.budget))
 
 
-def _sampled_note(call: LayerCall, every: int) -> Notes:
-    """For the report: tiles were scored by a sample of their rows."""
-    said = {"note": f"tiles scored by every {every}th row", "score_every": every}
+def _sampling_notes(call: LayerCall, rows: int, keys: int) -> Notes | None:
+    """For the report: tiles were scored by every so many-th of their rows, or the lse by every so many-th key."""
+    said = [f"tiles scored by every {rows}th row"] * (rows > 1) + [f"lse from every {keys}th key"] * (keys > 1)
+    if not said:
+        return None
+    note = {"note": "; ".join(said), "score_every": rows, "lse_every": keys}
     none = call.rows.pos[:, None, None]
-    return Notes((none,), lambda x: torch.zeros_like(x, dtype=torch.float64), lambda sums, rows: said)
+    return Notes((none,), lambda x: torch.zeros_like(x, dtype=torch.float64), lambda sums, rows: note)

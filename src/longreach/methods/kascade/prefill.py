@@ -13,8 +13,8 @@ before the tile that `recent` covers for its first row. A tile whose k(P) is P c
 
 Passes of an anchor over the keys: the lse (`tile_log_sums`, K; none where the layer attends densely, as dense attention
 gives the lse), the scores (`tile_scores`, K again), and attention to the chosen keys (K and V). The paper's anchors
-make the same three (section 3.6). With `score_every` = s the first two are made for every s-th row of a tile, its first
-one included.
+make the same three (section 3.6). With `lse_every` = s the first pass estimates the lse from every s-th key; with
+`score_every` = s the first two passes are made for every s-th row of a tile, its first one included.
 
 Memory: tiles are scored some at a time, so that scores, top-k's scratch and the lse take at most SCRATCH bytes together
 (one tile is scored whatever it takes). With the length grow the packed lists alone: 4 bytes for each key that a tile
@@ -33,7 +33,7 @@ from longreach.methods.call import LayerCall
 from longreach.methods.kascade.budget import KeyBudget
 from longreach.ops import PackedLists, Rows, RowTiles, Span, Spans, TileLists, absolute
 from longreach.ops.doors import Read
-from longreach.ops.tile_lists import own_keys
+from longreach.ops.tile_lists import FIRST, LAST, own_keys
 
 SCRATCH = 256 << 20  # bytes that an anchor's choice takes beside its lists
 COLUMNS = 128  # scores of a tile are laid out in multiples of so many slots
@@ -70,12 +70,13 @@ class PromptTiles:
 
 
 class Scored(NamedTuple):
-    """The rows that are scored. visible, before: slots that each of them sees, and those before its tile; with the
-    number of these slots, of all rows and KV heads together."""
+    """The rows that are scored. visible, before: slots that each of them sees, and those before its tile; lse_keys,
+    keys_before: the number of slots that the passes read, of all rows and KV heads together. The pass for the lse may
+    read a sample of `visible`."""
 
     tiles: RowTiles
     visible: Spans
-    visible_keys: int
+    lse_keys: int
     before: Spans
     keys_before: int
 
@@ -135,13 +136,18 @@ def _on_device(device: torch.device, *given: Tensor) -> list[Tensor]:
     return [part.view(x.shape) for part, x in zip(parts, given, strict=True)]
 
 
-def scored_rows(call: LayerCall, tiles: PromptTiles, every: int) -> Scored:
-    """Every `every`-th of a tile's rows, its first row included. Rows of tiles that choose nothing are left out."""
+def scored_rows(call: LayerCall, tiles: PromptTiles, every: int, keys_every: int = 1) -> Scored:
+    """Every `every`-th of a tile's rows, its first row included. Rows of tiles that choose nothing are left out.
+
+    keys_every: the lse is estimated from every so many-th key.
+    """
     table, slot, start, keys = tiles.host
     rank = (table >= 0).long().cumsum(1) - 1
     taken = (table >= 0) & (rank % every == 0) & (keys > 0)[:, None]
     count, heads = taken.sum(1), call.kv.heads
-    visible_keys, keys_before = int(((slot + 1) * taken).sum()) * heads, int((count * start).sum()) * heads
+    between = (start[:, None] - LAST - FIRST).clamp(min=0)
+    lse_keys = int(((slot + 1 - between - between // -keys_every) * taken).sum()) * heads
+    keys_before = int((count * start).sum()) * heads
     some = torch.zeros(call.rows.pos.shape[0], dtype=torch.int64)
     some[table[taken]] = 1
     wide = -(-table.shape[1] // every)
@@ -153,22 +159,25 @@ def scored_rows(call: LayerCall, tiles: PromptTiles, every: int) -> Scored:
     return Scored(
         RowTiles(left.int(), tiles.tiles.start),
         Spans((Span(absolute(0), absolute(seen[:, None])),)),
-        visible_keys,
+        lse_keys,
         Spans((Span(absolute(0), absolute(before[:, None])),)),
         keys_before,
     )
 
 
 def choose_for_tiles(
-    budget: KeyBudget, call: LayerCall, tiles: PromptTiles, scored: Scored, lse: Tensor | None
+    budget: KeyBudget, call: LayerCall, tiles: PromptTiles, scored: Scored, lse: Tensor | None, keys_every: int = 1
 ) -> TileLists:
-    """The keys before each tile that its rows attend to. lse: fp32 [R, H] of dense attention, if the layer has it."""
+    """The keys before each tile that its rows attend to. lse: fp32 [R, H] of dense attention, if the layer has it.
+
+    keys_every: as `scored_rows` has it.
+    """
     heads = 1 if budget.shared else call.kv.heads
     offsets = torch.nn.functional.pad(tiles.count[:, None].expand(-1, heads).flatten().cumsum(0), (1, 0))
     index = torch.empty(heads * int(tiles.host.keys.sum()), dtype=torch.int32, device=call.rows.pos.device)
     if lse is None:
-        lse = call.op("tile_log_sums", scored.tiles)
-        call.count_read(Read.of(call.kv, scored.visible, values=False, counted=scored.visible_keys))
+        lse = call.op("tile_log_sums", scored.tiles, every=keys_every)
+        call.count_read(Read.of(call.kv, scored.visible, values=False, counted=scored.lse_keys))
     call.count_read(Read.of(call.kv, scored.before, values=False, counted=scored.keys_before))
     for some in groups_of(tiles.host, heads, call.kv.heads, scratch_for(lse)):
         _choose(budget, call, tiles, scored.tiles, some, offsets, lse, index)

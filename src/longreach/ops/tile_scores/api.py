@@ -31,6 +31,7 @@ def tile_log_sums(
     scale: float,
     softcap: float | None = None,
     sink_logit: Tensor | None = None,
+    every: int = 1,
     impl: str = "auto",
 ) -> Tensor:
     """The log-sum-exp of dense attention of the rows in `tiles`, without reading a value.
@@ -39,11 +40,15 @@ def tile_log_sums(
 
     Returns fp32 [R, H] (fp64 for fp64 inputs). Rows in no tile may have any value: the reference leaves NaN there.
     Dense attention of the same rows gives the same numbers, and makes this pass unnecessary.
+    every: above 1, an estimate: of the slots from 64 on, up to 128 slots before a tile's start, every so many-th
+        one is read and counts as so many. Slots before and after these are all read.
     Raises InvalidInput, UnknownName; Unsupported for views with slot_pos, and as `attend` does.
     """
     _check(rows, kv, tiles, scale, softcap, sink_logit)
+    ok = isinstance(every, int) and not isinstance(every, bool) and every >= 1
+    require(ok, lambda: f"every: expected a count >= 1, got {every!r}")
     compute = LOG_SUMS.get(impl, rows.q.device, rows, kv)
-    found: Tensor = compute(rows, kv, tiles, scale=scale, softcap=softcap, sink_logit=sink_logit)
+    found: Tensor = compute(rows, kv, tiles, scale=scale, softcap=softcap, sink_logit=sink_logit, every=every)
     return found
 
 

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from longreach.ops.reference_chunks import logits, reach, read, steps
 from longreach.ops.selection import visible
-from longreach.ops.tile_lists import RowTiles
+from longreach.ops.tile_lists import FIRST, LAST, RowTiles
 from longreach.ops.types import KVView, Rows, accumulator
 
 
 def tile_log_sums(
-    rows: Rows, kv: KVView, tiles: RowTiles, *, scale: float, softcap: float | None, sink_logit: Tensor | None
-) -> Tensor:
+    rows: Rows, kv: KVView, tiles: RowTiles, *, scale: float, softcap: float | None, sink_logit: Tensor | None,
+    every: int,
+) -> Tensor:  # fmt: skip
     dtype = accumulator(rows.q.dtype)
     found = rows.q.new_full(rows.q.shape[:2], torch.nan, dtype=dtype)
-    number = tiles.rows[tiles.rows >= 0].long()
+    tile, place = (tiles.rows >= 0).nonzero(as_tuple=True)
+    number = tiles.rows[tile, place].long()
     listed = rows.take(number)
     for index in steps(listed, kv):
         some = listed.take(index)
@@ -24,6 +28,13 @@ def tile_log_sums(
         k = read(kv.k, kv, some.seq[0], torch.arange(stop, device=some.pos.device), slice(None), dtype)
         x = logits(some.q.to(dtype), k, scale, softcap).transpose(0, 1)  # [r, H, n]
         x = x.masked_fill(~visible(some, kv, stop, "query"), -torch.inf)
+        if every > 1:
+            slot, end = torch.arange(stop, device=x.device), (tiles.start[tile[index]] - LAST)[:, None]
+            between = (slot >= FIRST) & (slot < end)
+            taken = (slot - FIRST) % every == 0
+            x = (x + (between * math.log(every))[:, None].to(dtype)).masked_fill(
+                (between & ~taken)[:, None], -torch.inf
+            )
         if sink_logit is not None:
             x = torch.cat([x, sink_logit.to(dtype)[None, :, None].expand(x.shape[0], -1, 1)], -1)
         found[number[index]] = x.logsumexp(-1)

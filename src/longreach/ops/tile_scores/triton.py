@@ -15,7 +15,7 @@ from torch import Tensor
 
 from longreach.errors import Unsupported
 from longreach.ops.checks import refuse_gradients
-from longreach.ops.tile_lists import RowTiles
+from longreach.ops.tile_lists import FIRST, LAST, RowTiles
 from longreach.ops.tile_scores import triton_kernels as kernels
 from longreach.ops.types import KVView, Rows
 
@@ -51,6 +51,7 @@ def tile_log_sums(
     scale: float,
     softcap: float | None,
     sink_logit: Tensor | None,
+    every: int,
     tune: Tuning | None = None,
 ) -> Tensor:
     refuse("tile_log_sums", rows, kv, sink_logit)
@@ -63,7 +64,7 @@ def tile_log_sums(
     with torch.cuda.device_of(rows.q):
         kernels.log_sums[(triton.cdiv(tiles.rows.shape[0], options["COMBINE"]), kv.heads)](
             given, memory, sink, lse, heads, float(scale), float(softcap or 1.0), CAPPED=softcap is not None,
-            SUNK=sink_logit is not None, **options,
+            SUNK=sink_logit is not None, EVERY=every, FIRST=FIRST, LAST=LAST, **options,
         )  # fmt: skip
     return lse
 

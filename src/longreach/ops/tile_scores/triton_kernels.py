@@ -171,9 +171,9 @@ def score(
 
 
 @triton.jit
-def _more(k, q, take, peak, total, scale, cap, CAPPED: tl.constexpr, MASKED: tl.constexpr):
-    """Peak and sum [M] with one block of keys more. take: [M, BN], read if MASKED."""
-    x = _logits(tl.dot(q, tl.trans(k), input_precision="ieee"), scale, cap, CAPPED)
+def _more(k, q, take, more, peak, total, scale, cap, CAPPED: tl.constexpr, MASKED: tl.constexpr):
+    """Peak and sum [M] with one block of keys more. take: [M, BN], read if MASKED; more: added to the logits."""
+    x = _logits(tl.dot(q, tl.trans(k), input_precision="ieee"), scale, cap, CAPPED) + more
     if MASKED:
         x = tl.where(take, x, float("-inf"))
     high = tl.maximum(peak, tl.max(x, 1))
@@ -185,11 +185,15 @@ def _more(k, q, take, peak, total, scale, cap, CAPPED: tl.constexpr, MASKED: tl.
 def log_sums(
     rows, memory, sink, lse_of, heads, scale, cap,
     GROUP: tl.constexpr, T: tl.constexpr, W: tl.constexpr, COMBINE: tl.constexpr, PAGED: tl.constexpr,
-    TABLED: tl.constexpr, PAGE: tl.constexpr, CAPPED: tl.constexpr, SUNK: tl.constexpr, M: tl.constexpr,
-    BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr,
+    TABLED: tl.constexpr, PAGE: tl.constexpr, CAPPED: tl.constexpr, SUNK: tl.constexpr, EVERY: tl.constexpr,
+    FIRST: tl.constexpr, LAST: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Program (COMBINE tiles, the last ones first; KV head). Arguments as `score` has them; sink: [heads]."""
-    _, _, _, _, pos_of, _, _, tiles = rows
+    """Program (COMBINE tiles, the last ones first; KV head). Arguments as `score` has them; sink: [heads].
+
+    EVERY > 1: of slots [FIRST, start - LAST) every so many-th is read, and counts as so many.
+    """
+    _, _, _, _, pos_of, _, start_of, tiles = rows
     filled = memory[2]
     g = tl.program_id(1)
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * COMBINE
@@ -212,21 +216,45 @@ def log_sums(
         whole = tl.minimum(tl.min(tl.where(mine, seen, FAR), 0), last) // BN * BN  # all of the rows see these
         high = tl.full((M,), float("-inf"), tl.float32)
         sum_of = tl.zeros((M,), tl.float32)
-        for key in tl.range(0, whole, BN, num_stages=STAGES):
+        begin = tl.zeros((M,), tl.int32)  # from where on a row's keys are read one by one
+        if EVERY > 1:
+            starts = tl.load(start_of + of, mask=mine, other=0).to(tl.int32)
+            begin = tl.maximum(starts - LAST, FIRST)
+            end = tl.max(tl.where(mine, begin, 0), 0)
+            for key in tl.range(0, tl.minimum(FIRST, last), BN, num_stages=STAGES):
+                slot = key + n
+                page = slot
+                if PAGED:
+                    page = peek(page_of + slot // PAGE, slot < last)
+                column = (slot < FIRST) & (slot < last)
+                k = _keys(at, slot, page, column, memory, D, BD, PAGED, PAGE, True)
+                take = (slot < FIRST)[None, :] & (slot[None, :] < sees[:, None])
+                high, sum_of = _more(k, q, take, 0.0, high, sum_of, scale, cap, CAPPED, True)
+            for key in tl.range(FIRST, end, BN * EVERY, num_stages=STAGES):
+                slot = key + n * EVERY
+                page = slot
+                if PAGED:
+                    page = peek(page_of + slot // PAGE, slot < end)
+                k = _keys(at, slot, page, slot < end, memory, D, BD, PAGED, PAGE, True)
+                take = mine[:, None] & (slot[None, :] < begin[:, None])
+                shift = tl.log2(tl.full((), EVERY, tl.float32))
+                high, sum_of = _more(k, q, take, shift, high, sum_of, scale, cap, CAPPED, True)
+            whole = tl.minimum(tl.min(tl.where(mine, begin, FAR), 0), last)
+        for key in tl.range(0, whole if EVERY == 1 else 0, BN, num_stages=STAGES):
             slot = key + n
             page = slot
             if PAGED:
                 page = peek(page_of + slot // PAGE, slot < last)
             k = _keys(at, slot, page, slot < last, memory, D, BD, PAGED, PAGE, False)
-            high, sum_of = _more(k, q, mine[:, None], high, sum_of, scale, cap, CAPPED, False)
+            high, sum_of = _more(k, q, mine[:, None], 0.0, high, sum_of, scale, cap, CAPPED, False)
         for key in tl.range(whole, last, BN, num_stages=STAGES):
             slot = key + n
             page = slot
             if PAGED:
                 page = peek(page_of + slot // PAGE, slot < last)
             k = _keys(at, slot, page, slot < last, memory, D, BD, PAGED, PAGE, True)
-            take = slot[None, :] < sees[:, None]
-            high, sum_of = _more(k, q, take, high, sum_of, scale, cap, CAPPED, True)
+            take = (slot[None, :] < sees[:, None]) & (slot[None, :] >= begin[:, None])
+            high, sum_of = _more(k, q, take, 0.0, high, sum_of, scale, cap, CAPPED, True)
         peak, total = tl.where(mine, high, peak), tl.where(mine, sum_of, total)
     if SUNK:
         x = tl.load(sink + head, mask=there, other=float("-inf")).to(tl.float32) * LOG2E
