@@ -81,7 +81,7 @@ class Kascade(AttentionMethod):
     dense_layers: layers that attend densely, in addition to the first anchor. Anchors among them still choose keys.
     scoring: "exact", or "int8": in decode an 8-bit copy of the anchors' keys is scored; attention reads the original
         keys. The copy is written during prefill and decode. The report counts it as metadata.
-    lse_every: in a prompt, the log-sum-exp by which the rows of a tile are weighted against each other is estimated from
+    lse_every: in a prompt, the log-sum-exp by which rows of a tile are weighted against each other is estimated from
         every so many-th key: 1, from all (exact). Layers that attend densely have the exact one and do not use this.
         The chosen keys hold a little less weight: the report names it.
     score_every: in a prompt, a tile is scored by every so many-th of its rows, the first included: 1, by all (exact).
