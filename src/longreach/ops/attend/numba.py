@@ -14,7 +14,6 @@ from longreach.ops.numba_inputs import integers as ints
 from longreach.ops.numba_math import flat, in_turns
 from longreach.ops.partial import merge
 from longreach.ops.selection import Bound, Lists, PackedLists, Selection, Span, Spans
-from longreach.ops.tile_lists import TileLists
 from longreach.ops.types import KVView, Logits, Partial, Rows
 
 LEAST = 512  # keys of a piece: fewer are not shared out among threads
@@ -28,11 +27,7 @@ def attend(
     rows: Rows, kv: KVView, selection: Selection, *, scale: float, softcap: float | None, sink_logit: Tensor | None
 ) -> Partial:
     refuse("attend", rows, kv, sink_logit, getattr(selection, "log_weight", None))
-    cap = float(softcap or 0.0)
-    if isinstance(selection, TileLists):  # its list and its own keys are disjoint
-        parts = (_attend(rows, kv, part, scale, cap) for part in (selection.lists, selection.own))
-        return add_sink(merge(*parts), sink_logit)
-    return add_sink(_attend(rows, kv, selection, scale, cap), sink_logit)
+    return add_sink(_attend(rows, kv, selection, scale, float(softcap or 0.0)), sink_logit)
 
 
 def attend_amend(
