@@ -51,6 +51,7 @@ SHARED = {
         "numba_pool",
         "numba_pool_kernels",
         "numba_softmax",
+        "tile_lists",
         "triton_reads",
     },
     "methods": {"base", "call", "choosing", "error_bars", "registry", "slots", "values"},

@@ -8,7 +8,7 @@ from longreach.bench.case import Case
 from longreach.bench.cases import CASES
 from longreach.ops.attend.api import IMPLEMENTATIONS
 
-PREFILL = [case for case in CASES.values() if case.prefill]
+PREFILL = [case for case in CASES.values() if case.group == "prefill"]
 
 
 @pytest.mark.parametrize("case", PREFILL, ids=lambda case: case.name)

@@ -26,7 +26,7 @@ from longreach.methods.call import LayerCall
 from longreach.methods.dense import Dense
 from longreach.methods.oracle_top_k import OracleTopK
 from longreach.methods.registry import METHODS, from_json, method_class
-from longreach.ops import KVView, Lists, PackedLists, Partial, Rows, Selection, Spans
+from longreach.ops import KVView, Lists, PackedLists, Partial, Rows, Selection, Spans, TileLists
 from longreach.ops.attend import IMPLEMENTATIONS, attend
 from longreach.ops.doors import Later
 from longreach.ops.pooled_scores import IMPLEMENTATIONS as scoring
@@ -436,12 +436,14 @@ def bytes_read(calls: Sequence[LayerCall], vector: int) -> list[int]:
         if read.selection is None:
             continue
         streamed = read.selection.streamed(rows, kv)
-        if read.counted is not None:
+        if isinstance(read.counted, int):
+            assert read.counted == int(streamed.sum())
+        elif read.counted is not None:
             assert torch.equal(read.counted.long(), streamed.sum(-1))
         for column, size in enumerate((read.key_bytes, read.value_bytes, read.metadata_bytes)):
             assert size in (0, vector) or column == 2
             columns[column] += int(streamed.sum()) * size
-        lists = read.selection
+        lists = read.selection.lists if isinstance(read.selection, TileLists) else read.selection
         if isinstance(lists, (Lists, PackedLists)):
             weight = 0 if lists.log_weight is None else lists.log_weight.element_size()
             stop = -(-kv.capacity // lists.block) * lists.block

@@ -10,6 +10,7 @@ TOP_K = "top-k"
 # a model's step by method; what users get: time to the first token, memory; prompts of stored chunks; evicted prompts;
 # a model's step with keys and values in host memory
 STEPS, USER, FUSION, EVICT, HOST = "steps", "user", "fusion", "evict", "host"
+KASCADE_PREFILL = "kascade-prefill"  # a prompt in all layers of a model
 PREFILLS = "transformers prefill", "dense prefill"  # entries: the model's own prefill, by transformers and by longreach
 # quantities that must not exceed their bound
 MOST = (
@@ -100,7 +101,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Stack:
-    """A decode method in all layers of a model, one captured sequence: some layers choose keys, the others use them.
+    """A method in all layers of a model, one captured sequence: some layers choose keys, the others use them.
 
     options: of the method, as JSON has them. anchors: the layers that choose (Kascade's for Llama-3.1-8B).
     """
@@ -256,7 +257,7 @@ class Case:
     @property
     def prefill(self) -> bool:
         """Whether its rows are a prompt's, with positions on the host."""
-        return self.group == "prefill"
+        return self.group in ("prefill", KASCADE_PREFILL)
 
     def by(self, impl: str) -> Case:
         """The case measured by another implementation, under a name of its own and without targets."""

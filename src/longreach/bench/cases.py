@@ -8,6 +8,7 @@ from longreach.bench.case import (
     EVICT,
     FUSION,
     HOST,
+    KASCADE_PREFILL,
     STEPS,
     TOP_K,
     USER,
@@ -151,6 +152,21 @@ def _kascade_int8(batch: int, context: int, least: float | None = None) -> Case:
     return replace(case, name=f"kascade-int8-{_label(context)}-b{batch}", stack=stack, targets=targets)
 
 
+def _kascade_prefill(context: int, percent: int, every: int = 1, least: float | None = None) -> Case:
+    """A prompt in a model's layers. every: scores are weighted by log-sums of every so many-th key."""
+    options: tuple[tuple[str, object], ...] = (("k", percent / 100),)
+    name = f"{_label(context)}-{percent}pct"
+    targets = [] if least is None else [Target("speed over", least, "kascade", "flash_attention_3")]
+    if every > 1:
+        options, name = (*options, ("lse_every", every)), f"sampled-{name}"
+        targets.append(Target("mass of chosen keys", 0.98, "kascade"))
+    return Case(
+        f"kascade-prefill-{name}", KASCADE_PREFILL, Shape(1, context, context),
+        baselines=("flash_attention_3", "flashinfer", "torch_sdpa"), stack=Stack(options=options),
+        targets=tuple(targets), replays=3 if context >= 64 * K else 7, impls=("auto",),
+    )  # fmt: skip
+
+
 def _fusion(context: int, ratios: tuple[float, ...] = (0.05, 0.15), methods: tuple[str, ...] = FUSIONS) -> Case:
     """Time to the first token of a prompt of stored chunks, over an exact prefill of the same tokens."""
     least = {"a3 0.15": 3.5, "cacheblend 0.15": 3.5, "a3_deep 0.15": 3.5, "dependence 0.15": 4.0,
@@ -222,6 +238,12 @@ CASES: dict[str, Case] = {
             for context, cells in TABLE_3.items()
             for percent, least in zip((10, 20, 30), cells, strict=True)
         ),
+        *(
+            _kascade_prefill(context * K, percent, least=2.3 if (context, percent) == (128, 10) else None)
+            for context in (8, 16, 32, 64, 128)
+            for percent in (10, 20, 30)
+        ),
+        *(_kascade_prefill(context * K, 10, every=16, least=3.0 if context == 128 else None) for context in (32, 128)),
         _model(8 * K, 0.65),
         _model(32 * K, 0.65),
         _model(128 * K, 0.78),
@@ -252,6 +274,7 @@ SPOTS: dict[str, tuple[str, ...]] = {
     "top-k": ("top-k-128k-8",),
     "kascade-decode": ("kascade-128k-b1", "kascade-int8-128k-b1"),
     "kascade-table": ("kascade-8k-10pct-b64",),
+    KASCADE_PREFILL: ("kascade-prefill-8k-10pct",),
     "decode-8b": ("8b-8k-b1",),
     "decode-8b-sparse": ("8b-kascade-128k-b1",),
     "mac-hit": ("mac-hit-128k-b1",),

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from longreach.bench.baselines import baseline
-from longreach.bench.case import TOP_K, Case, Memory
+from longreach.bench.case import KASCADE_PREFILL, TOP_K, Case, Memory
 from longreach.bench.check import bound, require_right
 from longreach.bench.competitor import Competitor, ours
 from longreach.bench.inputs import Inputs, bytes_needed, flops_needed
+from longreach.bench.kascade_prefill import run_kascade_prefill
 from longreach.bench.mac.run import run_mac
 from longreach.bench.magicpig.run import run_magicpig
 from longreach.bench.mka.run import run_mka
@@ -46,6 +47,8 @@ def run_case(
         return run_magicpig(case, device, without=without, replays=replays, seed=seed, say=say, sweeps=sweeps)
     if case.trained:
         return run_mka(case, device, without=without, replays=replays, seed=seed, say=say, sweeps=sweeps)
+    if case.group == KASCADE_PREFILL:
+        return run_kascade_prefill(case, device, without=without, replays=replays, seed=seed, say=say)
     if case.stack:
         return run_stack(case, device, without=without, replays=replays, seed=seed, say=say)
     versions: dict[str, str] = {}

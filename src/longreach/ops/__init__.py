@@ -18,7 +18,9 @@ from longreach.ops.rope import RotaryAngles, RotaryFrequencies, angles, repositi
 from longreach.ops.sample import sample, uniforms
 from longreach.ops.scan import ScanCarry, scan
 from longreach.ops.selection import Bound, Lists, PackedLists, Selection, Span, Spans, absolute, relative
-from longreach.ops.top_k import top_k
+from longreach.ops.tile_lists import RowTiles, TileLists
+from longreach.ops.tile_scores import tile_log_sums, tile_scores
+from longreach.ops.top_k import pack_lists, top_k
 from longreach.ops.types import HeadShard, KVView, Logits, Partial, RowRange, Rows, ScoringKeys
 from longreach.ops.variance import sampling_variance
 
@@ -34,12 +36,14 @@ __all__ = [
     "RotaryAngles",
     "RotaryFrequencies",
     "RowRange",
+    "RowTiles",
     "Rows",
     "ScanCarry",
     "ScoringKeys",
     "Selection",
     "Span",
     "Spans",
+    "TileLists",
     "absolute",
     "angles",
     "attend",
@@ -49,6 +53,7 @@ __all__ = [
     "copy_keys",
     "merge",
     "mix",
+    "pack_lists",
     "pooled_scores",
     "quantise_keys",
     "recall",
@@ -62,6 +67,8 @@ __all__ = [
     "score_keys",
     "shift",
     "simhash",
+    "tile_log_sums",
+    "tile_scores",
     "top_k",
     "uniforms",
     "unrotate",

@@ -26,6 +26,7 @@ OPS = {
     "draw": "longreach.ops.sample:DRAW",
     "largest_log_prob": "longreach.ops.across_heads:LARGEST_LOG_PROB",
     "match": "longreach.ops.match:MATCH",
+    "pack_lists": "longreach.ops.top_k:PACK",
     "pooled_scores": "longreach.ops.pooled_scores:POOLED_SCORES",
     "project": "longreach.ops.project:PROJECT",
     "rank_round_robin": "longreach.ops.across_heads:RANK_ROUND_ROBIN",
@@ -41,6 +42,8 @@ OPS = {
     "simhash_seal": "longreach.ops.simhash:SEAL",
     "simhash_weigh": "longreach.ops.simhash:WEIGH",
     "spread_logits": "longreach.ops.across_heads:SPREAD_LOGITS",
+    "tile_log_sums": "longreach.ops.tile_scores:TILE_LOG_SUMS",
+    "tile_scores": "longreach.ops.tile_scores:TILE_SCORES",
     "top_k": "longreach.ops.top_k:TOP_K",
 }
 

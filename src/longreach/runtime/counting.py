@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from longreach.methods.call import LayerCall, Noted
-from longreach.ops import KVView, Lists, PackedLists, Rows, Selection, Spans
+from longreach.ops import KVView, Lists, PackedLists, Rows, Selection, Spans, TileLists
 from longreach.ops.doors import Later
 
 COLUMNS = ("key_bytes", "value_bytes", "metadata_bytes", "dense_bytes", "overflowed_lists", "rows")
@@ -143,6 +143,9 @@ class Counting:
         self, rows: Rows, kv: KVView, where: _Place, selection: Selection, factors: dict[int, int]
     ) -> list[Term]:
         """Terms of the slots that all rows read in all KV heads, and for lists of their entries and overflows."""
+        if isinstance(selection, TileLists):  # a tile's list ends before its own keys begin
+            own = self._slots(rows, kv, where, selection.own, factors)
+            return [*self._listed(rows, kv, where, selection.lists, factors), *own]
         if isinstance(selection, (Lists, PackedLists)):
             return self._listed(rows, kv, where, selection, factors)
         known = (where.name, id(selection), *factors.items())

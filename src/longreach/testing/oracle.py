@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from longreach.ops import KVView, Lists, PackedLists, Rows, Selection, Spans
+from longreach.ops import KVView, Lists, PackedLists, Rows, Selection, Spans, TileLists
 
 Keys = dict[int, float]  # slot -> log-weight
 
@@ -159,6 +159,14 @@ def _rule(selection: Selection) -> Callable[[int, int, int, int], float | None]:
     """(row, head of the selection's axis, slot, position minus the row's) -> log-weight, None if not selected."""
     if isinstance(selection, Spans):
         return _spans_rule(selection)
+    if isinstance(selection, TileLists):
+        listed_keys, own_keys = _rule(selection.lists), _rule(selection.own)
+
+        def either(*given: int) -> float | None:
+            found = listed_keys(*given)
+            return own_keys(*given) if found is None else found
+
+        return either
     if isinstance(selection, Lists):
         index, count = selection.index.tolist(), selection.count.tolist()
         weight = None if selection.log_weight is None else selection.log_weight.tolist()

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from longreach.ops import Bound, KVView, Lists, PackedLists, Rows, Selection, Span, Spans
+from longreach.ops import Bound, KVView, Lists, PackedLists, Rows, RowTiles, Selection, Span, Spans, TileLists
 from longreach.ops.selection import Per
 
 Kind = Literal["spans", "lists", "packed"]
@@ -104,6 +104,48 @@ def random_lists(
         rows.seq if shared else None,
         torch.tensor([dice.randrange(heads) for _ in range(served)], dtype=ints, device=device) if mapped else None,
     )
+
+
+def prompt_tiles(
+    kv: KVView, group: int, tokens: int, *, mapped: int | None = None, one: bool = False, shuffled: bool = False,
+    seed: int = 0,
+) -> tuple[Rows, TileLists]:  # fmt: skip
+    """The last rows of each sequence, in tiles of `tokens` positions, with random distinct keys before each tile.
+
+    A tile may lack its first rows (a chunk that begins within it) and its last ones. Rows lie in the order of
+    positions, or in no order. mapped: a head axis of this many entries; one: a head axis of 1.
+    """
+    dice, draw = random.Random(seed), torch.Generator().manual_seed(seed)
+    tables: list[list[int]] = []
+    starts, seqs, positions = list[int](), list[int](), list[int]()
+    for seq, length in enumerate(kv.seq_lens.tolist()):
+        first = dice.randint(0, max(0, length - 1))
+        for start in range(first // tokens * tokens, length, tokens):
+            mine = range(max(first, start), min(start + tokens, length))
+            tables.append([-1] * (mine[0] - start) + [len(positions) + n for n in range(len(mine))])
+            tables[-1] += [-1] * (tokens - len(tables[-1]))
+            starts.append(start)
+            seqs += [seq] * len(mine)
+            positions += mine
+    count, device, ints = len(positions), kv.seq_lens.device, kv.seq_lens.dtype
+    order = torch.randperm(count, generator=draw) if shuffled else torch.arange(count)
+    table = torch.tensor(tables, dtype=torch.int64).view(len(tables), tokens)
+    place = order.argsort()
+    table = torch.where(table >= 0, place[table.clamp(min=0)] if count else table, -1)
+    tile = torch.zeros(count, dtype=torch.int64)
+    tile[table[table >= 0]] = (table >= 0).nonzero()[:, 0]
+    q = torch.randn(count, kv.heads * group, kv.k.shape[3], generator=draw, dtype=torch.float64).to(device, kv.k.dtype)
+    of_rows, at = (torch.tensor(x, dtype=ints)[order].to(device) for x in (seqs, positions))
+    rows = Rows(q, of_rows, at)
+    heads = mapped or (1 if one else kv.heads)
+    index = [sorted(dice.sample(range(s), dice.choice((0, s, s // 2, s // 5)))) for s in starts for _ in range(heads)]
+    offsets = torch.tensor([len(x) for x in [[], *index]]).cumsum(0)
+    head_map = torch.tensor([dice.randrange(heads) for _ in range(kv.heads)], device=device) if mapped else None
+    lists = PackedLists(
+        torch.tensor([n for x in index for n in x], dtype=torch.int32, device=device), offsets.to(device), heads,
+        row_to_list=tile.to(device), head_map=head_map, all_visible=True,
+    )  # fmt: skip
+    return rows, TileLists.of(lists, RowTiles(table.int().to(device), torch.tensor(starts, device=device)))
 
 
 def packed(lists: Lists) -> PackedLists:

@@ -304,7 +304,8 @@ def test_what_it_reads(tmp_path: Path) -> None:
 
 
 def test_what_tiles_read(tmp_path: Path) -> None:
-    """Rows at 10 and 11 of tiles of 4: 11 and 12 keys to score them, 3 of the 8 before the tile, and 3 and 4 of it."""
+    """Rows at 10 and 11 of tiles of 4: 11 and 12 keys for their lse, which dense attention gives as well, 8 before the
+    tile to score; then 3 of these 8 with the 3 and 4 of the tile, in one pass."""
     first = read_text(Kascade(planned(tmp_path, (0, 2)), k=3), text(15))[0]
 
     def counts(layer: int) -> list[list[list[int]]]:
@@ -312,11 +313,17 @@ def test_what_tiles_read(tmp_path: Path) -> None:
         call, columns = first.calls[layer], ("key_bytes", "value_bytes")
         return [[[heads[0] for heads in rows[10:]] for rows in passes_of(call, column)] for column in columns]
 
-    assert counts(0) == [[[11, 12], [11, 12]], [[11, 12]]]
-    assert counts(1) == [[[3, 3], [3, 4]], [[3, 3], [3, 4]]]
-    assert counts(2) == [[[11, 12], [3, 3], [3, 4]], [[3, 3], [3, 4]]]
+    assert counts(0) == [[[11, 12], [8, 8]], [[11, 12]]]
+    assert counts(1) == [[[6, 7]], [[6, 7]]]
+    assert counts(2) == [[[11, 12], [8, 8], [6, 7]], [[6, 7]]]
     scored = passes_of(first.calls[2], "key_bytes")[0]
     assert scored[:5] == [[0, 0], [0, 0], [0, 0], [0, 0], [5, 5]], "the first tile chooses nothing"
+    sampled = read_text(Kascade(planned(tmp_path, (0, 2)), k=3, score_every=3), text(15))[0].calls[2]
+    lse, before, attended = passes_of(sampled, "key_bytes")
+    assert [row[0] for row in lse] == [0, 0, 0, 0, 5, 0, 0, 8, 9, 0, 0, 12] and attended == [
+        [n, n] for n in (1, 2, 3, 4, 4, 5, 6, 7, 4, 5, 6, 7)
+    ]
+    assert [row[0] for row in before] == [0, 0, 0, 0, 4, 0, 0, 4, 8, 0, 0, 8]
 
 
 def test_a_dense_layer_whose_choice_nobody_takes_makes_none(tmp_path: Path) -> None:

@@ -96,24 +96,27 @@ def test_chunks_that_end_where_tiles_do_change_nothing(chunks: list[int], tmp_pa
             end += rows
 
 
-@pytest.mark.parametrize("at_once", [1, 160, 1000, 5000])
+@pytest.mark.parametrize("scratch", [1, 20_000, 1 << 20])
 def test_what_is_scored_at_a_time_is_bounded_and_changes_nothing(
-    at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    scratch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From rows one by one, over tiles one by one, to several of a sequence. 40 slots: 160 logits a row."""
+    """From tiles one by one to all of them. The scores of a tile take 128 columns of fp32 for each KV head."""
     plain, scored = LayerCall.op, list[int]()
 
     def watched(call: LayerCall, name: str, *given: Any, **more: Any) -> Any:
         result = plain(call, name, *given, **more)
-        if name == "score_keys" and call.phase == "prefill":
-            scored.append(result[1].x.numel())
+        if name == "tile_scores":
+            scored.append(result.numel() * 4)
+        assert name != "score_keys" or call.phase == "decode"
         return result
 
-    monkeypatch.setattr(reading, "AT_ONCE", at_once)
+    monkeypatch.setattr(reading, "SCRATCH", scratch)
     monkeypatch.setattr(LayerCall, "op", watched)
     method = Kascade(planned(tmp_path, (0, 2), {1: (1, 0)}), k=0.2, min_keys=2)
     assert_same(method, Alone((0, 2), {1: (1, 0)}, k=0.2, min_keys=2), config=CacheConfig(capacity=40))
-    assert max(scored) <= max(at_once, 160) and sum(scored) == 2 * 160 * (LENGTH - STEPS - 4)  # the first tile: none
+    tile = 4 * 128 * KV_HEADS
+    assert max(scored) <= max(scratch, tile) and sum(scored) == 2 * tile * 7  # the first tile: none
+    assert len(scored) == {1: 14, 20_000: 4, 1 << 20: 2}[scratch]
 
 
 def test_lists_are_index_sorted_and_not_copied_for_reuse(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def here(x: Any) -> Any:
     if isinstance(x, torch.Tensor):
         return x.to(PLACE)
     if dataclasses.is_dataclass(x) and not isinstance(x, type):
-        return type(x)(**{f.name: here(getattr(x, f.name)) for f in dataclasses.fields(x)})
+        return type(x)(**{f.name: here(getattr(x, f.name)) for f in dataclasses.fields(x) if f.init})
     if isinstance(x, tuple):
         parts = [here(y) for y in x]
         return type(x)(*parts) if hasattr(x, "_fields") else tuple(parts)

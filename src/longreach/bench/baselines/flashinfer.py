@@ -1,4 +1,4 @@
-"""FlashInfer: paged decode on tensor cores, page sizes, both layouts, its own split and fixed ones."""
+"""FlashInfer: paged decode on tensor cores, page sizes, both layouts, its own split and fixed ones; whole prompts."""
 
 from __future__ import annotations
 
@@ -31,13 +31,17 @@ def load() -> dict[str, str]:
 
 
 def candidates(inputs: Inputs) -> list[tuple[dict[str, Any], Any]]:
-    if inputs.case.prefill or inputs.shape.rows > 1 or inputs.case.reads.kind != "dense":
+    shape = inputs.shape
+    if inputs.case.prefill and shape.batch == 1 and shape.rows == shape.context and inputs.case.reads.kind == "dense":
+        workspace = torch.zeros(WORKSPACE, dtype=torch.uint8, device=inputs.device)
+        return [({"backend": "fa3"}, partial(_prefill, inputs, "fa3", workspace))]
+    if inputs.case.prefill or shape.rows > 1 or inputs.case.reads.kind != "dense":
         return []
     workspace = torch.zeros(WORKSPACE, dtype=torch.uint8, device=inputs.device)
     found: list[tuple[dict[str, Any], Any]] = []
     for page in PAGES:
-        parts = split_counts(inputs, inputs.shape.context // page)
-        sizes = sorted({-(-inputs.shape.context // page // count) for count in parts})
+        parts = split_counts(inputs, shape.context // page)
+        sizes = sorted({-(-shape.context // page // count) for count in parts})
         for order in ("heads", "tokens"):
             plans: list[dict[str, Any]] = [{"graph": True}, {"graph": False}]
             for plan in plans + [{"graph": False, "split": size} for size in sizes]:
@@ -45,6 +49,25 @@ def candidates(inputs: Inputs) -> list[tuple[dict[str, Any], Any]]:
                 settings = {"page": page, "layout": LAYOUTS[order], **plan}
                 found.append((settings, partial(_build, inputs, memory, settings, workspace)))
     return found
+
+
+def _prefill(inputs: Inputs, backend: str, workspace: torch.Tensor) -> Competitor:
+    """Causal attention of one whole prompt, tokens first, by the wrapper for ragged batches, planned in advance."""
+    flashinfer: Any = import_module("flashinfer")
+    shape, memory = inputs.shape, Memory(None, "tokens")
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend=backend)
+    ends = torch.tensor([0, shape.context], dtype=torch.int32, device=inputs.device)
+    wrapper.plan(
+        ends, ends, shape.heads, shape.kv_heads, shape.dim, causal=True, sm_scale=inputs.scale,
+        q_data_type=inputs.dtype,
+    )  # fmt: skip
+
+    def call(copy: int) -> Any:
+        k, v = (x[0].transpose(0, 1) for x in inputs.kv(copy, memory))
+        return partial(wrapper.run, inputs.q(copy, shape.rows), k, v)
+
+    calls = [call(copy) for copy in range(inputs.copies)]
+    return Competitor("", "flashinfer", memory, shape.rows, calls, lambda out: out, {"backend": backend})
 
 
 def _build(inputs: Inputs, memory: Memory, settings: dict[str, Any], workspace: torch.Tensor) -> Competitor:

@@ -28,6 +28,7 @@ from longreach.cache import SequenceState
 from longreach.errors import InvalidInput
 from longreach.methods.base import (
     AttentionMethod,
+    Notes,
     Outcome,
     attend_densely,
     check_budget,
@@ -48,21 +49,22 @@ from longreach.methods.choosing import (
 from longreach.methods.error_bars import check_error_bars, outcome, redo_bytes
 from longreach.methods.kascade.budget import KeyBudget
 from longreach.methods.kascade.plan import KIND, KascadePlan
-from longreach.methods.kascade.prefill import PromptTiles, choose_for_tiles, tiles_of
+from longreach.methods.kascade.prefill import PromptTiles, choose_for_tiles, scored_rows, tiles_of
 from longreach.methods.kascade.quantised_keys import QuantisedKeys
 from longreach.methods.kascade.role import role_of
 from longreach.methods.kascade.state import KascadeState
-from longreach.ops import HeadShard, Lists, Logits, PackedLists, Partial, merge
+from longreach.ops import HeadShard, Lists, Logits, TileLists
 from longreach.ops.doors import EVERYTHING
+from longreach.ops.tile_lists import with_lists
 from longreach.ops.types import require
 from longreach.plans import find
 
 
 class AnchorSelection(NamedTuple):
-    """The lists that an anchor leaves for the layers after it."""
+    """The lists that an anchor leaves for the layers after it: of rows (decode), or of tiles (prefill)."""
 
     anchor: int
-    lists: Lists | PackedLists
+    lists: Lists | TileLists
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,11 @@ class Kascade(AttentionMethod):
     dense_layers: layers that attend densely, in addition to the first anchor. Anchors among them still choose keys.
     scoring: "exact", or "int8": in decode an 8-bit copy of the anchors' keys is scored; attention reads the original
         keys. The copy is written during prefill and decode. The report counts it as metadata.
+    lse_every: in a prompt, the log-sum-exp by which rows of a tile are weighted against each other is estimated from
+        every so many-th key: 1, from all (exact). Layers that attend densely have the exact one and do not use this.
+        The chosen keys hold a little less weight: the report names it.
+    score_every: in a prompt, a tile is scored by every so many-th of its rows, the first included: 1, by all (exact).
+        The passes over all keys take as much less time, and the chosen keys hold less weight: the report names it.
     choose: in decode: "top", or "sample": keys are drawn by the square root of their scores in the anchor, and weighted
         (`choosing.chosen_keys`). Scores of another layer are no better a guess than that.
     seed: of the draw.
@@ -101,6 +108,8 @@ class Kascade(AttentionMethod):
     dense_below: int = 0
     dense_layers: tuple[int, ...] = ()
     scoring: Literal["exact", "int8"] = "exact"
+    lse_every: int = 1
+    score_every: int = 1
     choose: Choose = "top"
     seed: int = 0
     error_bars: bool = False
@@ -127,6 +136,8 @@ class Kascade(AttentionMethod):
         require(is_count(self.dense_below), f"dense_below: expected a count, got {self.dense_below!r}")
         check_layers("dense_layers", self.dense_layers)
         require(self.scoring in ("exact", "int8"), f"scoring: expected 'exact' or 'int8', got {self.scoring!r}")
+        require(is_count(self.lse_every, 1), f"lse_every: expected a count >= 1, got {self.lse_every!r}")
+        require(is_count(self.score_every, 1), f"score_every: expected a count >= 1, got {self.score_every!r}")
         check_choice(self.choose, self.seed)
         check_error_bars(self.error_bars, self.redo, sampled=self.choose == "sample")
 
@@ -225,31 +236,49 @@ class Kascade(AttentionMethod):
     def _anchor_of_tiles(self, call: LayerCall, state: KascadeState) -> Outcome:
         """Prefill: each tile chooses."""
         tiles = self._tiles(call, state)
+        if not tiles.choosing:
+            return self._all_keys(call, state)
         call.shared.pop(self, None)  # lists that no later layer uses may be large
-        chosen = choose_for_tiles(self.budget, call, tiles)
+        whole = call.attend(EVERYTHING) if state.role.dense else None
+        scored = call.once((self, "scored"), lambda: scored_rows(call, tiles, self.score_every, self.lse_every))
+        lse = None if whole is None else whole.lse
+        chosen = choose_for_tiles(self.budget, call, tiles, scored, lse, self.lse_every)
         call.shared[self] = AnchorSelection(call.layer, chosen)
-        if state.role.dense:
-            return Outcome(call.attend(EVERYTHING), state.role.dense)
-        return Outcome(self._over(call, chosen, tiles))
+        notes = _sampling_notes(call, self.score_every, 1 if whole is not None else self.lse_every)
+        if whole is not None:
+            return Outcome(whole, state.role.dense, notes)
+        return Outcome(call.attend(chosen), None, notes)
 
     def _reuse(self, call: LayerCall, state: KascadeState) -> Outcome:
         role, left = state.role, call.shared.get(self)
+        if call.phase == "prefill" and not self._tiles(call, state).choosing:
+            return self._all_keys(call, state)
         if left is None or left.anchor != role.anchor:
             raise InvalidInput(
                 f"kascade: layer {call.layer} reuses the keys that layer {role.anchor} chooses, and that layer chose "
                 f"none in this pass (does it attend to a window?); make a plan for the model as it is "
                 f"(longreach calibrate kascade)"
             )
+        if isinstance(left.lists, TileLists):
+            return Outcome(call.attend(with_lists(left.lists, role.head_map)))
         lists = left.lists if role.head_map is None else replace(left.lists, head_map=role.head_map)
-        if call.phase == "prefill":
-            return Outcome(self._over(call, lists, self._tiles(call, state)))
-        assert isinstance(lists, Lists)  # rows of decode choose for themselves
         return outcome(call, call.attend(lists), lists, self.error_bars, self.redo)
 
-    def _over(self, call: LayerCall, chosen: Lists | PackedLists, tiles: PromptTiles) -> Partial:
-        """Attention to the keys that tiles chose before them, and to the tiles' own keys."""
-        return merge(call.attend(chosen), call.attend(tiles.own, sink=False))
+    def _all_keys(self, call: LayerCall, state: KascadeState) -> Outcome:
+        """Prefill of prompts so short that no tile leaves out a key: exact, by the fastest kernel for it."""
+        return attend_densely(call, state.role.dense or "the budget covers all keys")
 
     def _tiles(self, call: LayerCall, state: KascadeState) -> PromptTiles:
         group = call.rows.q.shape[1] // call.kv.heads
-        return call.once((self, "tiles"), lambda: tiles_of(call.rows, max(1, state.role.tile // group)))
+        tokens = max(1, state.role.tile // group)
+        return call.once((self, "tiles"), lambda: tiles_of(call.rows, tokens, self.budget))
+
+
+def _sampling_notes(call: LayerCall, rows: int, keys: int) -> Notes | None:
+    """For the report: tiles were scored by every so many-th of their rows, or the lse by every so many-th key."""
+    said = [f"tiles scored by every {rows}th row"] * (rows > 1) + [f"lse from every {keys}th key"] * (keys > 1)
+    if not said:
+        return None
+    note = {"note": "; ".join(said), "score_every": rows, "lse_every": keys}
+    none = call.rows.pos[:, None, None]
+    return Notes((none,), lambda x: torch.zeros_like(x, dtype=torch.float64), lambda sums, rows: note)

@@ -11,7 +11,9 @@ from torch import Tensor
 from longreach.ops.attend.sdpa import sdpa_for
 from longreach.ops.checks import check_logits, check_memory
 from longreach.ops.impl import Implementations
+from longreach.ops.partial import merge
 from longreach.ops.selection import Bound, Selection, check_bound
+from longreach.ops.tile_lists import TileLists
 from longreach.ops.types import KVView, Partial, Rows, describe, require
 
 IMPLEMENTATIONS = Implementations(
@@ -107,9 +109,19 @@ def prepare(
     if rows.q.device.type == "cpu" and name != "numba":  # Numba's kernel checks entries as it reads them
         selection.check_entries(rows, kv)
     given: dict[str, Any] = {"scale": scale, "softcap": softcap, "sink_logit": sink_logit}
+    if name == "numba" and isinstance(selection, TileLists):
+        return partial(_in_two, rows, kv, selection, **given)
     if name in _prepare.paths:
         return _prepare.get(name, rows.q.device)(rows, kv, selection, **given)
     return partial(IMPLEMENTATIONS.get(name, rows.q.device), rows, kv, selection, **given)
+
+
+def _in_two(rows: Rows, kv: KVView, selection: TileLists, *, sink_logit: Tensor | None, **given: Any) -> Partial:
+    """Numba's kernel over the lists of tiles, and over the tiles' own keys, which are others."""
+    compute = IMPLEMENTATIONS.get("numba", rows.q.device)
+    listed = compute(rows, kv, selection.lists, sink_logit=sink_logit, **given)
+    found: Partial = merge(listed, compute(rows, kv, selection.own, sink_logit=None, **given))
+    return found
 
 
 def attend_split(

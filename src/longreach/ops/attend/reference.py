@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 from longreach.ops.partial import merge
 from longreach.ops.reference_chunks import logits, reach, read, steps
 from longreach.ops.selection import Bound, PackedLists, Selection, beyond, visible
+from longreach.ops.tile_lists import TileLists
 from longreach.ops.types import KVView, Logits, Partial, Rows, accumulator
 
 
@@ -54,7 +55,7 @@ def _attend(
     """Over all selected keys, or those of one side of `split`. kept: their logits, where keys are not to be read."""
     count, heads, dim = rows.q.shape
     dtype = accumulator(rows.q.dtype)
-    if isinstance(selection, PackedLists):
+    if isinstance(selection, (PackedLists, TileLists)):
         selection = selection.padded()  # once, not at every step
     order = steps(rows, kv)
     if not order:

@@ -13,6 +13,7 @@ from longreach.errors import Unsupported
 from longreach.ops.attend import triton_backward as backward
 from longreach.ops.attend import triton_kernels as kernels
 from longreach.ops.attend import triton_merging as merging
+from longreach.ops.attend import triton_prompt_tiles as tiles
 from longreach.ops.attend.tiles import Tiles, tiles_of
 from longreach.ops.attend.triton_tuning import (
     INTERPRETED,
@@ -23,6 +24,7 @@ from longreach.ops.attend.triton_tuning import (
     tuning,
 )
 from longreach.ops.selection import Bound, Lists, PackedLists, Selection, Span, Spans, absolute
+from longreach.ops.tile_lists import TileLists
 from longreach.ops.types import KVView, Logits, Partial, Rows, ScoringKeys
 
 FAR = (1 << 30) - 1
@@ -47,6 +49,9 @@ def prepare(
             plain = prepare(rows, kv, selection, scale=scale, softcap=softcap, sink_logit=None)
         return partial(backward.attend, plain, rows, kv, selection, scale, softcap, sink_logit)
     refuse(rows, kv, selection, sink_logit)
+    if isinstance(selection, TileLists):
+        tiles.refuse(rows, kv, selection)
+        return partial(tiles.attend_tiles, rows, kv, selection, scale, softcap, sink_logit)
 
     def plan_now() -> _Plan:
         return _plan(rows, kv, selection, None, None, parts=1, values=True)
