@@ -22,7 +22,7 @@ from longreach.runtime import Ledger
 from longreach.testing.tiny import random_tokens, tiny_model
 from tests.methods.drive import CACHES, Turn, exact, new_cache, outputs, read_text, run, text
 from tests.methods.kascade.planned import planned
-from tests.ops.attend.kernels import needs_gpu
+from tests.ops.attend.kernels import PLACE, needs_gpu
 from tests.tiers import swept
 
 BUDGET = Kascade(k=0.2, min_keys=3).budget
@@ -116,9 +116,9 @@ def test_groups_of_tiles_fit_their_memory() -> None:
 def test_a_batch_in_chunks_is_each_prompt_at_once(impl: str, config: CacheConfig, tmp_path: Path) -> None:
     """Ragged, and chunks that are multiples of a tile."""
     method = Kascade(planned(tmp_path, (0, 1), {2: (1, 0)}), k=0.2, min_keys=2, sinks=1)
-    texts = [text(48, seed=1), text(33, seed=2)]  # of which read_text decodes three
+    texts = [text(48, seed=1).to(PLACE), text(33, seed=2).to(PLACE)]  # of which read_text decodes three
     want = [read_text(method, x, impl=impl) for x in texts]
-    cache = new_cache(config, slots=2)
+    cache = new_cache(config, slots=2, device=PLACE)
     first = run(cache, method, [Turn(texts[0], 0, 24), Turn(texts[1], 1, 8)], impl=impl)
     last = run(cache, method, [Turn(texts[0], 0, 21), Turn(texts[1], 1, 22)], impl=impl)
     for row, alone in enumerate(want):
@@ -131,7 +131,7 @@ def test_both_implementations_choose_the_same_keys(impl: str, tmp_path: Path) ->
     method = Kascade(planned(tmp_path, (0, 1)), k=0.2, min_keys=2)
     found = []
     for who in ("reference", impl):
-        call = read_text(method, text(60), impl=who)[0].calls[2]
+        call = read_text(method, text(60).to(PLACE), impl=who)[0].calls[2]
         (selection,) = call.meter.values
         assert isinstance(selection, TileLists)
         found.append(selection.entries)
@@ -191,7 +191,7 @@ def test_a_tile_that_kernels_do_not_take_is_refused_by_name(tmp_path: Path) -> N
     method = Kascade(planned(tmp_path, (0, 1), tile=258), k=3)
     read_text(method, text(140))
     with pytest.raises(Unsupported, match=r"tiles of up to 128 rows x query heads .* got 129 x 2; use a plan with a"):
-        read_text(method, text(140), impl="triton")
+        read_text(method, text(140).to(PLACE), impl="triton")
 
 
 @pytest.mark.parametrize("chunk", swept([12, 5, 50], 2))

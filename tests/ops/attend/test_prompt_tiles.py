@@ -14,11 +14,11 @@ from longreach.ops import KVView, Lists, PackedLists, TileLists, attend
 from longreach.ops.attend import triton_prompt_tiles as kernel
 from longreach.testing.inputs import random_kv
 from longreach.testing.selections import prompt_tiles
-from tests.ops.attend.kernels import HALF, check
+from tests.ops.attend.kernels import HALF, check, here, on_cpu
 from tests.tiers import swept
 
 LENGTHS = (1, 2, 17, 40, 64, 71, 90)
-IMPLS = ["reference", "triton", "numba"]
+IMPLS = ["reference", "triton", pytest.param("numba", marks=on_cpu)]
 
 
 def drawn(seed: int) -> tuple[KVView, dict[str, Any], dict[str, Any]]:
@@ -83,7 +83,7 @@ def test_it_reads_what_the_selection_names(impl: str) -> None:
     """Other slots hold NaN, in all pages; the result is the same bits."""
     kv = random_kv([60, 33], heads=2, dim=16, page=8)
     rows, selection = prompt_tiles(kv, 2, 8, seed=5)
-    plain = attend(rows, kv, selection, scale=0.3, impl=impl)
+    plain = attend(here(rows), here(kv), here(selection), scale=0.3, impl=impl)
     read = torch.zeros(kv.sequences, kv.heads, kv.capacity, dtype=torch.bool)
     read.index_put_((rows.seq,), selection.streamed(rows, kv), accumulate=True)
     k, v = kv.k.clone(), kv.v.clone()
@@ -93,7 +93,7 @@ def test_it_reads_what_the_selection_names(impl: str) -> None:
                 if not read[seq, g, slot]:
                     page, offset = kv.locate(torch.tensor(seq), torch.tensor(slot))
                     k[page, g, offset] = v[page, g, offset] = torch.nan
-    got = attend(rows, replace(kv, k=k, v=v), selection, scale=0.3, impl=impl)
+    got = attend(here(rows), here(replace(kv, k=k, v=v)), here(selection), scale=0.3, impl=impl)
     assert not bool(read.all()) and torch.equal(got.out, plain.out) and torch.equal(got.lse, plain.lse)
     assert torch.equal(selection.keys_read(rows, kv), selection.streamed(rows, kv).sum(-1))
 
@@ -119,9 +119,12 @@ def test_what_does_not_fit_is_refused() -> None:
     late[-1] = int(rows.pos.max())
     refused(SelectionError, "expected keys before the tile, which begins at slot", lists=replace(lists, index=late))
     with pytest.raises(Unsupported, match="packed lists of whole tiles"):
-        attend(rows, kv, selection.take(torch.arange(len(rows.pos))), scale=1.0, impl="triton")
+        some = selection.take(torch.arange(len(rows.pos)))
+        attend(here(rows), here(kv), here(some), scale=1.0, impl="triton")
     with pytest.raises(Unsupported, match="takes Spans and Lists, got TileLists"):
-        attend(replace(rows, q=rows.q.requires_grad_()), kv, selection, scale=1.0, impl="triton")
+        attend(
+            replace(here(rows), q=here(rows.q).requires_grad_()), here(kv), here(selection), scale=1.0, impl="triton"
+        )
 
 
 def test_some_rows_of_it() -> None:

@@ -23,6 +23,15 @@ from tests.tiers import swept
 IMPLS = ["reference", "triton"]
 
 
+def log_sums(rows: Rows, kv: KVView, tiles: RowTiles, **given: Any) -> torch.Tensor:
+    """Where kernels run; the result on the CPU."""
+    return tile_log_sums(here(rows), here(kv), here(tiles), **given).cpu()
+
+
+def scores_of(rows: Rows, kv: KVView, tiles: RowTiles, lse: torch.Tensor, **given: Any) -> torch.Tensor:
+    return tile_scores(here(rows), here(kv), here(tiles), here(lse), **given).cpu()
+
+
 def check(rows: Rows, kv: KVView, tiles: RowTiles, impl: str, **logits: Any) -> torch.Tensor:
     """The scores, after comparing them and the lse of the rows in tiles with the oracle's."""
     want = exact_attend(rows, kv, Spans.dense(), **logits)
@@ -65,12 +74,12 @@ def test_a_sample_of_the_rows(every: int, impl: str) -> None:
     used = sampled.rows[sampled.rows >= 0].long()
     q = torch.full_like(rows.q, torch.nan)
     q[used] = rows.q[used]
-    lse = tile_log_sums(rows, kv, sampled, scale=0.3, impl=impl)
-    blind = tile_log_sums(replace(rows, q=q), kv, sampled, scale=0.3, impl=impl)
+    lse = log_sums(rows, kv, sampled, scale=0.3, impl=impl)
+    blind = log_sums(replace(rows, q=q), kv, sampled, scale=0.3, impl=impl)
     assert torch.equal(blind[used], lse[used])
     given: dict[str, Any] = {"columns": 70, "scale": 0.3, "impl": impl}
     for t, start in enumerate(sampled.start.where((sampled.rows >= 0).any(1), 0).tolist()):
-        a, b = (tile_scores(x, kv, sampled, lse, **given)[t, :, :start] for x in (rows, replace(rows, q=q)))
+        a, b = (scores_of(x, kv, sampled, lse, **given)[t, :, :start] for x in (rows, replace(rows, q=q)))
         assert torch.equal(a, b)
 
 
@@ -122,14 +131,14 @@ def test_keys_from_a_tile_on_are_not_scored(impl: str) -> None:
     rows, selection = prompt_tiles(kv, 2, 8, seed=6)
     tiles = selection.tiles
     assert tiles is not None
-    lse = tile_log_sums(rows, replace(kv, v=torch.full_like(kv.v, torch.nan)), tiles, scale=0.3, impl=impl)
+    lse = log_sums(rows, replace(kv, v=torch.full_like(kv.v, torch.nan)), tiles, scale=0.3, impl=impl)
     for t in range(tiles.rows.shape[0]):
         one, start = tiles.take(slice(t, t + 1)), int(tiles.start[t])
         k = kv.k.clone()
         page, offset = kv.locate(torch.zeros(64 - start, dtype=torch.int64), torch.arange(start, 64))
         k[page, :, offset] = torch.nan
         blind = replace(kv, k=k, v=torch.full_like(kv.v, torch.nan))
-        a, b = (tile_scores(rows, x, one, lse, columns=64, scale=0.3, impl=impl)[..., :start] for x in (kv, blind))
+        a, b = (scores_of(rows, x, one, lse, columns=64, scale=0.3, impl=impl)[..., :start] for x in (kv, blind))
         assert torch.equal(a, b) and not bool(a.isnan().any())
 
 
@@ -142,12 +151,12 @@ def test_equal_scores_give_equal_choices() -> None:
     assert tiles is not None
     scores = {}
     for impl in IMPLS:
-        lse = tile_log_sums(rows, kv, tiles, scale=0.3, impl=impl)
-        scores[impl] = tile_scores(rows, kv, tiles, lse, columns=48, scale=0.3, impl=impl)
+        lse = log_sums(rows, kv, tiles, scale=0.3, impl=impl)
+        scores[impl] = scores_of(rows, kv, tiles, lse, columns=48, scale=0.3, impl=impl)
     count = tiles.start[:, None] // 2
     for made in scores.values():
         for impl in IMPLS:
-            index, used = top_k(made, count, tiles.start, capacity=24, impl=impl)
+            index, used = top_k(here(made), here(count), here(tiles.start), capacity=24, impl=impl)
             for t, start in enumerate(tiles.start.tolist()):
                 assert index[t, 0, : int(used[t])].tolist() == list(range(start // 2))
 
@@ -159,26 +168,26 @@ def test_what_does_not_fit_is_refused() -> None:
     assert tiles is not None
     lse = torch.zeros(rows.q.shape[:2])
     with pytest.raises(InvalidInput, match=r"columns: expected at least \d+, the largest start, got 3"):
-        tile_scores(rows, kv, tiles, lse, columns=3, scale=1.0)
+        scores_of(rows, kv, tiles, lse, columns=3, scale=1.0)
     with pytest.raises(InvalidInput, match="lse: expected float"):
-        tile_scores(rows, kv, tiles, lse[:, :1], columns=40, scale=1.0)
+        scores_of(rows, kv, tiles, lse[:, :1], columns=40, scale=1.0)
     with pytest.raises(InvalidInput, match="every: expected a count >= 1, got 0"):
-        tile_log_sums(rows, kv, tiles, scale=1.0, every=0)
+        log_sums(rows, kv, tiles, scale=1.0, every=0)
     with pytest.raises(InvalidInput, match="tiles: expected rows below"):
-        tile_log_sums(rows, kv, replace(tiles, rows=tiles.rows + 99), scale=1.0)
+        log_sums(rows, kv, replace(tiles, rows=tiles.rows + 99), scale=1.0)
     with pytest.raises(Unsupported, match="slots that are positions, got slot_pos"):
-        tile_log_sums(rows, replace(random_kv([40], evicted=True)), tiles, scale=1.0)
+        log_sums(rows, replace(random_kv([40], evicted=True)), tiles, scale=1.0)
     two = random_kv([40, 40], heads=2, dim=16)
     with pytest.raises(InvalidInput, match="rows of one sequence in each, got several in tile 0"):
         mixed = replace(rows, seq=torch.arange(len(rows.seq)) % 2)
-        tile_log_sums(mixed, two, replace(tiles, rows=tiles.rows.clamp(min=0)), scale=1.0)
+        log_sums(mixed, two, replace(tiles, rows=tiles.rows.clamp(min=0)), scale=1.0)
     wide = RowTiles(tiles.rows.new_full((1, 65), -1), tiles.start[:1])
     with pytest.raises(
         Unsupported, match=r"takes tiles of up to 128 rows x query heads .* got 65 x 2; use a plan with"
     ):
-        tile_log_sums(rows, kv, wide, scale=1.0, impl="triton")
+        log_sums(rows, kv, wide, scale=1.0, impl="triton")
     with pytest.raises(Unsupported, match="no backward pass"):
-        tile_log_sums(replace(rows, q=rows.q.requires_grad_()), kv, tiles, scale=1.0, impl="triton")
+        log_sums(replace(rows, q=rows.q.requires_grad_()), kv, tiles, scale=1.0, impl="triton")
 
 
 @needs_gpu
