@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib import import_module
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -32,8 +36,8 @@ def prompt(cache: KVCache, whole: Text, count: int, slot: int = 0, method: Magic
     return run(cache, in_phase(method, "prefill"), [Turn(whole, slot, count)], phase="prefill")
 
 
-def decode(cache: KVCache, whole: Text, steps: int, slot: int = 0) -> Tensor:
-    return outputs([run(cache, METHOD, [Turn(whole, slot)], phase="decode") for _ in range(steps)])
+def decode(cache: KVCache, whole: Text, steps: int, slot: int = 0, impl: str = "auto") -> Tensor:
+    return outputs([run(cache, METHOD, [Turn(whole, slot)], phase="decode", impl=impl) for _ in range(steps)])
 
 
 def tables_of(cache: KVCache, method: MagicPIG = METHOD) -> list[LayerTables]:
@@ -220,6 +224,88 @@ def test_an_interrupt_while_keys_are_sealed(when: str, monkeypatch: pytest.Monke
     step = cache.begin([0], [1])  # the unfinished pass counts as failed
     cache.abort(step)
     torch.testing.assert_close(decode(cache, whole, 20), decode(fresh, whole, 20), rtol=0, atol=2e-5)
+
+
+def each_line(function: Callable[..., Any], act: Callable[[], Any]) -> Iterator[bool]:
+    """Call `act` again and again, with a KeyboardInterrupt at the first line that `function` runs, at the second, and
+    so on. Yields True after each interrupt, and False once `act` has ended without one.
+    """
+    interrupted, number = True, 0
+    while interrupted:
+        interrupted, left, number = False, number, number + 1
+
+        def trace(frame: FrameType, event: str, arg: object) -> Any:
+            nonlocal interrupted, left
+            if frame.f_code is function.__code__ and event == "line":
+                left -= 1
+                if left < 0 and not interrupted:
+                    interrupted = True
+                    raise KeyboardInterrupt
+            return trace if frame.f_code is function.__code__ else None
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            act()
+        except KeyboardInterrupt:
+            assert interrupted
+        finally:
+            sys.settrace(before)
+        yield interrupted
+
+
+@pytest.mark.parametrize("impl", ["reference", "numba"])
+def test_an_interrupt_within_a_build(impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At any line of it, between its writes to the tables too: later steps are those of an undisturbed run."""
+    if impl == "numba":
+        pytest.importorskip("numba")
+    monkeypatch.setattr(state_module, "SEGMENT", 40)  # the block enters the second one, which has keys
+    build = import_module(f"longreach.ops.simhash.{impl}").build
+    whole = text(100, seed=7)
+
+    def start() -> KVCache:
+        cache = new_cache()
+        prompt(cache, whole, 63)
+        decode(cache, whole, 1, impl=impl)  # its token completes a block
+        return cache
+
+    fresh, caches = start(), [start()]
+    want = decode(fresh, whole, 6, impl=impl)
+    for interrupted in each_line(build, lambda: decode(caches[-1], whole, 1, impl=impl)):
+        if not interrupted:
+            break
+        cache = caches[-1]
+        cache.abort(cache.begin([0], [1]))  # the unfinished pass counts as failed
+        torch.testing.assert_close(decode(cache, whole, 6, impl=impl), want, rtol=0, atol=2e-5)
+        for one, other in zip(tables_of(cache), tables_of(fresh), strict=True):
+            assert torch.equal(one.tables.stop, other.tables.stop) and torch.equal(one.centre, other.centre)
+        caches.append(start())
+    assert len(caches) > (10 if impl == "reference" else 5)
+
+
+@pytest.mark.parametrize("worker", [0, 1])
+def test_a_build_by_numba_of_some_tables_only(worker: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupt while threads are started: some tables have the new keys, others do not."""
+    numba = pytest.importorskip("longreach.ops.simhash.numba", exc_type=ImportError)
+    whole, cache, fresh = text(100, seed=7), new_cache(), new_cache()
+    for one in (cache, fresh):
+        prompt(one, whole, 63)
+        decode(one, whole, 1, impl="numba")
+    original = numba.in_threads
+
+    def interrupted(workers: int, kernel: Any, *args: Any) -> None:
+        if kernel is not numba.kernels.build:
+            return original(workers, kernel, *args)
+        kernel(worker, 2, *args)  # every second table
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(numba, "in_threads", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        decode(cache, whole, 1, impl="numba")
+    monkeypatch.undo()
+    cache.abort(cache.begin([0], [1]))
+    found, want = (decode(one, whole, 20, impl="numba") for one in (cache, fresh))
+    torch.testing.assert_close(found, want, rtol=0, atol=2e-5)
 
 
 def test_reads_of_hashing_are_counted() -> None:

@@ -117,8 +117,9 @@ def build(tables: HashTables, codes: Tensor, seq: Tensor, count: Tensor, *, impl
 
     codes: uint16 [S, T, G, tables]; seq: int [S], distinct sequences; count: int [S], the first `count` of the T keys
     are added. It raises `tables.stop`. Only segments that receive keys are written. The tables depend on the keys
-    alone, not on the calls that added them. Where the Numba kernels are interrupted or fail, `stop` and the keys below
-    it are what they were.
+    alone, not on the calls that added them. If the Numba kernels are interrupted or fail, `stop` and the keys below it
+    are as before. If the reference is interrupted, `stop` may fall to the start of the segment that it was writing; the
+    caller then adds its keys again.
     On a CPU values are checked. InvalidInput is raised for sequences named twice or out of range, counts outside
     [0, T], keys past the N positions of a sequence, and codes of 2^bits or more. On a GPU they must be valid.
     """
@@ -172,7 +173,7 @@ def seal(
         They need 2 B G tables block bytes of memory. None: for many new keys, such as a prompt's: the Triton kernels
         take segments one by one, if there are keys of them or not.
     On a GPU the host does not wait: kernels take the amount of work from `stop` on the device. If an exception
-    interrupts the call, `tables.stop` is right for each sequence.
+    interrupts the call, keys below `tables.stop` are right for each sequence, and the next call adds the others.
     On a CPU raises InvalidInput for a stop past the keys of a sequence or past the tables' N positions.
     """
     require(isinstance(kv, KVView), lambda: f"kv: expected a KVView, got {describe(kv)}")

@@ -39,6 +39,7 @@ def build(tables: HashTables, codes: Tensor, seq: Tensor, count: Tensor) -> None
             if max(begin, tables.first) < start:  # the segment holds keys already, some perhaps past a truncation
                 old = _bucketed(tables, b, segment)
             offsets, ids = _sorted(code, here - begin, old, max(start - begin, 0), buckets)
+            tables.stop[b] = max(begin, tables.first)  # an interrupt between the writes empties the segment
             tables.offsets[b, :, :, segment] = offsets.to(tables.offsets.dtype)
             tables.ids[b, :, :, begin : begin + ids.shape[2]] = ids.to(torch.uint16)
         tables.stop[b] = stop
