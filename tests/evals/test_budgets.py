@@ -17,7 +17,7 @@ from longreach.evals.methods import specs
 from longreach.evals.scores import tasks_entry
 from longreach.methods.base import AttentionMethod
 from longreach.methods.call import ModelShape
-from longreach.methods.registry import METHODS, method_class, named
+from longreach.methods.registry import METHODS, choose, method_class
 from longreach.testing.tiny import random_tokens, tiny_model, tiny_tokenizer
 from tests.evals.test_evaluate import Letters
 from tests.methods.drive import MODEL
@@ -54,7 +54,7 @@ def measured(model: Any, method: AttentionMethod, prompts: list[int], steps: int
 @pytest.mark.parametrize("asked", [([60], 1), ([60], 5), ([41, 77, 13], 2)], ids=str)
 def test_a_dry_run_reads_what_a_model_does(model: Any, text: str, asked: tuple[list[int], int]) -> None:
     prompts, steps = asked
-    method = named("decode", text)
+    method = choose("decode", text)
     contexts = [n + step for step in range(1, steps + 1) for n in prompts]
     dry = DryRun(shape_of(model), contexts, dtype=torch.float32, batch=len(prompts))
     assert dry.share(method) == pytest.approx(measured(model, method, prompts, steps), rel=1e-9)
@@ -64,7 +64,7 @@ def test_layers_with_windows_count_as_they_are() -> None:
     model = tiny_model("gemma2", num_hidden_layers=4)
     windows = cache_windows(model)
     assert windows and len(windows) < 4
-    method = named("decode", "streaming_llm window=9")
+    method = choose("decode", "streaming_llm window=9")
     dry = DryRun(shape_of(model), [81], dtype=torch.float32, windows=windows)
     assert dry.share(method) == pytest.approx(measured(model, method, [80], 1), rel=1e-9)
     assert dry.attended(method) == pytest.approx(13 / 81)
@@ -72,10 +72,10 @@ def test_layers_with_windows_count_as_they_are() -> None:
 
 def test_how_much_is_attended_to() -> None:
     dry = DryRun(SHAPE, [100, 50], dtype=torch.float32)
-    assert dry.attended(named("decode", "omnikv k=10 layers=[2]")) == pytest.approx((0.1 + 0.2) / 2)
-    assert dry.attended(named("decode", "oracle_top_k k=0.1 dense_layers=[0]")) == pytest.approx(0.1)
+    assert dry.attended(choose("decode", "omnikv k=10 layers=[2]")) == pytest.approx((0.1 + 0.2) / 2)
+    assert dry.attended(choose("decode", "oracle_top_k k=0.1 dense_layers=[0]")) == pytest.approx(0.1)
     with pytest.raises(InvalidInput, match="omnikv attends densely in every layer"):
-        dry.attended(named("decode", "omnikv layers=[0,1,2,3,4,5]"))
+        dry.attended(choose("decode", "omnikv layers=[0,1,2,3,4,5]"))
 
 
 def test_budgets_are_found_that_read_as_much() -> None:
@@ -84,10 +84,10 @@ def test_budgets_are_found_that_read_as_much() -> None:
     asked = ["streaming_llm", "quest page=4 dense_layers=[]", "less_is_more layers=[1]", "oracle_top_k",
              "block_mka block=4 window=8"]  # fmt: skip
     found = equalled(specs([to, *asked]), to, dry)
-    assert found.share == dry.share(named("decode", to)) and not found.unreachable and not found.kept
+    assert found.share == dry.share(choose("decode", to)) and not found.unreachable and not found.kept
     assert [spec.label for spec in found.specs[:2]] == ["dense", to]
     for spec, before in zip(found.specs[2:], asked, strict=True):
-        assert spec.label.startswith(f"{before} ") and named("decode", spec.label) == spec.decode
+        assert spec.label.startswith(f"{before} ") and choose("decode", spec.label) == spec.decode
         budget = found.found[spec.label]
         assert budget.share == dry.share(spec.decode) and getattr(spec.decode, budget.option) == budget.value
         if spec.decode.name in BUDGETS | WHOLE:
@@ -116,8 +116,8 @@ def test_the_least_budget_is_none_even_where_it_is_near() -> None:
     """Bytes that dense layers make equal: what is left to choose is a key."""
     to = "less_is_more layers=[0] k=0.2"
     dry = DryRun(SHAPE, [1000], dtype=torch.float32)
-    near = dry.share(named("decode", to))
-    least = dry.share(named("decode", "omnikv layers=[1] k=1"))
+    near = dry.share(choose("decode", to))
+    least = dry.share(choose("decode", "omnikv layers=[1] k=1"))
     assert abs(least / near - 1) < NEAR
     found = equalled(specs([to, "omnikv layers=[1]", "omnikv layers=[0]"]), to, dry)
     assert [spec.label.split(" k=")[0] for spec in found.specs] == [

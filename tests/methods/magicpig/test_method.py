@@ -10,12 +10,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from longreach.cache import CacheConfig
 from longreach.errors import InvalidInput, Unsupported
 from longreach.methods.call import LayerCall
+from longreach.methods.dense import Dense
 from longreach.methods.magicpig import PRESETS, MagicPIG
 from longreach.methods.magicpig import state as state_module
 from longreach.methods.magicpig.state import LayerTables
-from longreach.methods.registry import named
+from longreach.methods.registry import choose
 from longreach.ops import Lists
 from longreach.ops.doors import EVERYTHING
 from longreach.ops.simhash import projections, sealing
@@ -130,16 +132,75 @@ def test_an_overflow_attends_densely_and_is_counted() -> None:
     assert "100.00% of lists overflowed" in said["note"]
 
 
-def test_a_short_context_is_dense() -> None:
-    method = MagicPIG(bits=10, tables=75, local=16, seal=8, dense_layers=())
-    layers = Layers(method, slots=1)
+@pytest.mark.parametrize("impl", ["reference", "auto"])
+@pytest.mark.parametrize(
+    "options", [{}, {"share": "own"}, {"error_bars": True}, {"redo": 0.1}, {"centre": 0, "local": 40}], ids=str
+)
+def test_a_short_context_is_dense(options: dict[str, Any], impl: str) -> None:
+    """The same output and the same bytes as dense attention, which notes and report show."""
+    method = MagicPIG(**{"bits": 10, "tables": 75, "local": 16, "seal": 8, "dense_layers": (), **options})
+    layers = Layers(method, slots=2)
+    layers.read([0, 1], [20, 9])
+    ((call, _),) = layers.decode([0, 1])
+    mine, dense, ledger = replace(call.observer(), impl=impl), replace(call.observer(), impl=impl), Ledger()
+    outcome, want = method.run(mine, layers.state()), Dense().run(dense, None)
+    assert torch.equal(outcome.partial.out, want.partial.out) and torch.equal(outcome.partial.lse, want.partial.lse)
+    assert check(method, [(mine, outcome)], [20, 9]) == 0
+    assert method._needs_lists == (outcome.relative_error is not None)
+    assert outcome.relative_error is None or not bool(outcome.relative_error.any())
+    ledger.add("decode", mine, method.name, outcome, EVERYTHING)
+    ledger.commit()
+    (layer,) = ledger.report().layers
+    assert layer.fraction == 1.0 and layer.metadata_bytes == 0 and layer.rows == 2
+    assert layer.dense_reasons == ("no keys in the tables yet",) and layer.notes is not None
+    assert (layer.notes["sampled_rows"], layer.notes["search_bytes"]) == (0, 0)
+    assert layer.notes["attention_bytes"] == layer.bytes_read and layer.notes["sampled_group"] == [0.0, 0.0]
+    assert layer.notes.get("redone", [0.0, 0.0]) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("options", [{}, {"error_bars": True}], ids=str)
+def test_the_report_covers_steps_before_and_after_the_first_block(options: dict[str, Any]) -> None:
+    """Search and attention are all that was read; sampled shares are of the rows with keys in the tables."""
+    method = MagicPIG.make(**SMALL, **options)
+    layers, ledger = Layers(method, slots=1), Ledger()
     layers.read([0], [20])
+    reasons = []
+    for _ in range(15):
+        ((call, outcome),) = layers.decode([0])
+        ledger.add("decode", call, method.name, outcome, EVERYTHING)
+        ledger.commit()
+        reasons.append(outcome.dense_reason)
+    sampled = reasons.count(None)
+    assert 0 < sampled < 15 and reasons[-sampled:] == [None] * sampled
+    (layer,) = ledger.report().layers
+    assert layer.notes is not None and layer.notes["sampled_rows"] == sampled
+    parts = [layer.notes.get(f"{name}_bytes", 0) for name in ("search", "attention", "error_bar")]
+    assert sum(parts) == pytest.approx(layer.bytes_read, abs=15)
+    assert all(share > 0 for share in layer.notes["sampled_group"])
+
+
+def test_a_batch_with_one_short_context_samples() -> None:
+    """The host goes by all sequences of the pass, and by no others of the cache."""
+    method = MagicPIG.make(**SMALL)
+    layers = Layers(method, slots=2)
+    layers.read([0, 1], [9, 60])
+    ((call, outcome),) = layers.decode([0, 1])
+    assert outcome.dense_reason is None and check(method, [(call, outcome)], [9, 60])
     ((call, outcome),) = layers.decode([0])
-    assert check(method, [(call, outcome)], [20]) == 0
-    columns = outcome.notes.columns(*(x[None] for x in outcome.notes.tensors)).sum(1)[0]
-    said = outcome.notes.summary(columns, 1)  # such rows are in no value of the report but bytes
-    assert said["sampled_rows"] == 0 and "no key in the tables" in said["note"]
-    assert said["sampled_group"] == [0.0, 0.0] and said["attention_bytes"] >= 2 * 21 * 2 * 16 * 4
+    assert outcome.dense_reason and check(method, [(call, outcome)], [10]) == 0
+
+
+def test_a_cache_too_small_for_a_block_needs_no_look_at_the_tables() -> None:
+    """As on a GPU, where looking would wait for the device."""
+    method = MagicPIG.make(**SMALL)
+    for room in (method.schedule.start - 1, method.schedule.start):
+        layers = Layers(method, slots=1, config=CacheConfig(capacity=room))
+        layers.read([0], [20])
+        ((call, _),) = layers.decode([0])
+        state = layers.state()
+        assert isinstance(state, LayerTables) and call.kv.capacity == room
+        state.tables.stop.fill_(method.sinks + 1)  # were it read, there would be keys
+        assert method._known_empty(call, state) == (room < method.schedule.start)
 
 
 def test_layers_without_tables() -> None:
@@ -277,9 +338,9 @@ def test_reports_are_those_of_every_implementation(share: str) -> None:
 
 def test_presets_and_text() -> None:
     for bits, tables in PRESETS:
-        method = named("decode", f"magicpig bits={bits} tables={tables}")
+        method = choose("decode", f"magicpig bits={bits} tables={tables}")
         assert isinstance(method, MagicPIG) and (method.bits, method.tables) == (bits, tables)
-    default = named("decode", "magicpig")
+    default = choose("decode", "magicpig")
     assert isinstance(default, MagicPIG) and (default.pair, default.share) == ((10, 75), "group")
     with pytest.raises(InvalidInput, match=r"tables: expected at least 3, .* in least=3 of them, got 2; .* or least=2"):
         MagicPIG(tables=2, least=3)
@@ -304,7 +365,7 @@ def test_options_without_an_effect_are_named() -> None:
         MagicPIG(bits=0, tables=75, centre=8)
     with pytest.raises(InvalidInput, match=r"seal: expected a count of tokens in \[1, 65536\], got 65537"):
         MagicPIG(seal=65537)
-    assert MagicPIG(bits=0) == named("decode", "magicpig bits=0")
+    assert MagicPIG(bits=0) == choose("decode", "magicpig bits=0")
 
 
 def test_eviction_is_refused() -> None:

@@ -23,13 +23,13 @@ from longreach.methods.base import (
 )
 from longreach.methods.call import LayerCall, ModelShape
 from longreach.methods.choosing import OTHER_KEYS, check_layers, check_layers_of, max_keys, placed
-from longreach.methods.error_bars import Hashed, check_error_bars, measured, redo_bytes
-from longreach.methods.magicpig.notes import notes, notes_of_numbers
+from longreach.methods.error_bars import ErrorBars, Hashed, check_error_bars, measured, redo_bytes
+from longreach.methods.magicpig.notes import notes, notes_of_numbers, numbers_of_dense
 from longreach.methods.magicpig.plan import DENSE, KIND, MagicPIGPlan, Options, Pair, chosen_for, view
 from longreach.methods.magicpig.schedule import MOST_TOKENS, Schedule
 from longreach.methods.magicpig.state import LayerTables
 from longreach.ops import Rows, Span, Spans, absolute, merge, relative
-from longreach.ops.doors import Later
+from longreach.ops.doors import EVERYTHING, Later
 from longreach.ops.simhash import projections
 from longreach.ops.simhash.api import Share
 from longreach.ops.simhash.attention import workspace_bytes
@@ -88,8 +88,10 @@ class MagicPIG(AttentionMethod):
     chosen for fp32, read more than 20% in bf16. Budget and limit hold at the length of the calibration. Shorter
     contexts read a larger share, and their tables take a larger share of memory: calibrate at the length used.
 
-    As long as no block is in the tables, rows attend to all keys. Eviction is refused: tables store the slots of keys,
-    and after eviction a slot holds keys of different positions in different heads.
+    As long as no block is in the tables, rows attend to all keys. If the host knows this of all sequences of a pass,
+    the pass is dense attention and reads nothing else. It knows this on a CPU, and on a GPU if the cache has no room
+    for a context that long. Else a step on a GPU reads the projections too. Eviction is refused: tables store the slots
+    of keys, and after eviction a slot holds keys of different positions in different heads.
     Metadata read: projections, look-ups in the tables, lists. Keys are read for weights, attention and hashing.
     """
 
@@ -265,11 +267,46 @@ class MagicPIG(AttentionMethod):
         state.ensure_capacity(call.kv)
         began = len(call.meter.noted)
         state.follow(call, call.once("magicpig: tokens before", lambda: _before(call)), step=True)
-        return self._sampled(call, state, began)
+        if self._known_empty(call, state):
+            return self._densely(call, state, began)
+        return self._in_one_call(call, state, began) if self._one_call(call) else self._sampled(call, state, began)
+
+    def _one_call(self, call: LayerCall) -> bool:
+        """Whether one op computes the step."""
+        return not self._needs_lists and not call.computes("simhash_attend", "reference")
+
+    def _known_empty(self, call: LayerCall, state: LayerTables) -> bool:
+        """Whether the host can tell, without a device sync, that no sequence of the pass has keys in the tables."""
+        if call.kv.capacity < self.schedule.start:
+            return True
+        stop = state.tables.stop
+        return stop.device.type == "cpu" and not bool((stop[call.slots.long()] > self.sinks).any())
+
+    def _densely(self, call: LayerCall, state: LayerTables, began: int) -> Outcome:
+        """Dense attention, with the notes of a step that samples no key: it reads neither projections nor tables."""
+        noted, device = call.meter.noted, call.rows.q.device
+        sealed, searched = noted[began].read.other, len(noted)
+        assert isinstance(sealed, Later)
+        whole = call.attend(EVERYTHING)
+        (rows, query_heads, _), kv_heads, error = call.rows.q.shape, call.kv.heads, None
+        if self._one_call(call):
+            numbers = numbers_of_dense(call.context, kv_heads)
+            layer_notes = notes_of_numbers(
+                call, numbers, sealed, state.projections.nbytes, self.share, self.sinks, state.summary,
+                lists=not call.computes("simhash_attend", "triton"),
+            )  # fmt: skip
+        else:
+            bars = None
+            if self._needs_lists:
+                error = torch.zeros(rows, query_heads, device=device)
+                bars = ErrorBars(error, torch.zeros(rows, kv_heads, dtype=torch.bool, device=device), slice(0, 0))
+            none = torch.zeros(rows, kv_heads, dtype=torch.int64, device=device)
+            reads = [noted[began:searched], noted[searched:], noted[:0]]
+            layer_notes = notes(call, none, none, none > 0, none[:, :1] > 0, reads, state.summary, bars)
+        return Outcome(whole, "no keys in the tables yet", layer_notes, error)
 
     def _sampled(self, call: LayerCall, state: LayerTables, began: int) -> Outcome:
-        if not self._needs_lists and not call.computes("simhash_attend", "reference"):
-            return self._in_one_call(call, state, began)
+        """Op by op, with lists: for error bars, and in PyTorch."""
         tables = state.tables
         by_slot = Rows(call.rows.q, call.slots[call.rows.seq.long()], call.rows.pos)
         codes = call.op("simhash_codes", call.rows.q, state.projections)
@@ -324,9 +361,10 @@ class MagicPIG(AttentionMethod):
         return Outcome(
             found.partial,
             notes=notes_of_numbers(
-                call, found, sealed, state.projections.nbytes, self.share, self.sinks, state.summary
+                call, found.numbers, sealed, state.projections.nbytes, self.share, self.sinks, state.summary,
+                lists=found.lists is not None,
             ),
-        )
+        )  # fmt: skip
 
     @property
     def _needs_lists(self) -> bool:

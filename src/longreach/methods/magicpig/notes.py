@@ -15,10 +15,11 @@ from longreach.methods.call import LayerCall, Noted
 from longreach.methods.error_bars import ErrorBars
 from longreach.ops import Lists
 from longreach.ops.doors import Later
-from longreach.ops.simhash import NUMBERS, SampledAttention
+from longreach.ops.simhash import NUMBERS
 
 COLUMNS = ("sampled_head", "sampled_group", "overflowed", "search", "attention", "rows", "fitted")
 AT = {name: number for number, name in enumerate(COLUMNS)}
+UNHASHED = -1  # the end of the tables, in numbers of rows whose queries were not hashed
 Summary = Callable[[Tensor, int], dict[str, Any]]
 
 
@@ -54,19 +55,27 @@ def notes(
 
 
 def notes_of_numbers(
-    call: LayerCall, found: SampledAttention, sealed: Later, projection_bytes: int, share: str, sinks: int,
-    summary: Summary,
+    call: LayerCall, numbers: Tensor, sealed: Later, projection_bytes: int, share: str, sinks: int, summary: Summary, *,
+    lists: bool,
 ) -> Notes:  # fmt: skip
     """Notes of a layer's rows, by the numbers of the op. Layers are computed together, at the end of a pass.
 
-    sealed: bytes of rows that sealing has read.
+    numbers: those of `SampledAttention`, or of `numbers_of_dense`. sealed: bytes of rows that sealing has read. lists:
+    whether the implementation makes lists, which are read.
     """
     kv, heads = call.kv, call.rows.q.shape[1]
     columns = _of_numbers(
         heads // kv.heads, share == "own", sinks, kv.k.shape[3] * kv.k.element_size(), 4 * kv.k.shape[3],
-        projection_bytes, found.lists is not None, sealed.of, len(sealed.numbers),
+        projection_bytes, lists, sealed.of, len(sealed.numbers),
     )  # fmt: skip
-    return Notes((found.numbers, call.context, *sealed.numbers, *sealed.shared), columns, summary)
+    return Notes((numbers, call.context, *sealed.numbers, *sealed.shared), columns, summary)
+
+
+def numbers_of_dense(context: Tensor, heads: int) -> Tensor:
+    """int64 [R, G, NUMBERS] of rows that attend to their whole context, and read neither projections nor tables."""
+    values = {"attended": context, "end": torch.full_like(context, UNHASHED)}
+    none = torch.zeros_like(context)
+    return torch.stack([values.get(name, none) for name in NUMBERS], -1)[:, None].expand(-1, heads, -1)
 
 
 @cache
@@ -89,7 +98,8 @@ def _of_numbers(
         over, sampled = n["overflowed"] / (group if own else 1), (n["end"] > sinks).double()
         rows, heads = numbers.shape[1:3]
         entries = (n["met"] if own else n["weighed"]) * (4 if lists else 0)  # of slots; weights are as large
-        search = n["searched"] + n["weighed"] * vector + entries + centre + projections / (rows * heads)
+        hashed = (n["end"] != UNHASHED).double() * (centre + projections / (rows * heads))
+        search = n["searched"] + n["weighed"] * vector + entries + hashed
         search = search + sealed(*mine, *shared).double()[..., None] / heads
         shares = (torch.where(sampled > 0, x, 0.0) for x in (head, union, over))
         return torch.stack([*shares, search, 2 * vector * n["attended"] + 2 * entries, sampled, sampled * fitted], -1)
