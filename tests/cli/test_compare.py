@@ -94,6 +94,22 @@ def documents(document: Path, tmp_path: Path) -> list[Any]:
     return ["--documents", document, other, "--system", system, "--chunk-tokens", 40]
 
 
+def test_sampling_and_error_bars_are_shown(longreach: Any, tiny: Path, document: Path, tmp_path: Path) -> None:
+    record = tmp_path / "r.json"
+    method = "magicpig bits=3 tables=9 local=4 seal=4 centre=8 dense_layers=[0] error_bars=True"
+    result = longreach("compare", "--model", tiny, "--document", document, "--steps", 4, "--past-end", "--method",
+                       "dense", "--method", method, "--output", record)  # fmt: skip
+    assert result.code == 0, result.err
+    dense, mine = json.loads(record.read_text())["results"].values()
+    assert "error_bars" not in dense and "sampling" not in dense
+    (error,), words = mine["error_bars"]["relative_error"], " ".join(result.out.split())
+    assert f"error {100 * error:.1f}%, redone 0.0%, bytes {100 * mine['error_bars']['bytes']:.1f}%" in words
+    parts = mine["sampling"]["search"] + mine["sampling"]["attention"] + mine["error_bars"]["bytes"]
+    assert mine["decode_reads"]["total"] == pytest.approx(0.5 + parts / 2)
+    assert f"search {100 * mine['sampling']['search']:.1f}%" in words
+    assert longreach("report", "--output", tmp_path / "report", record).code == 0
+
+
 def test_documents_are_compared_for_every_fusion_method(longreach: Any, tiny: Path, documents: list[Any]) -> None:
     result = longreach("compare", "--model", tiny, *documents, "--steps", 3)
     assert result.code == 0, result.err

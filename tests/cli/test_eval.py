@@ -191,6 +191,27 @@ def test_memory_of_hash_tables_is_shown(longreach: Any, tiny: Path, tmp_path: Pa
     assert longreach("report", "--output", tmp_path / "report", record).code == 0
 
 
+def test_error_bars_are_shown(longreach: Any, tiny: Path, tmp_path: Path) -> None:
+    """With rows that were redone; `longreach report` reads records with them and without."""
+    record = tmp_path / "r.json"
+    method = "magicpig bits=3 tables=9 local=4 seal=4 centre=8 dense_layers=[0] redo=0.2"
+    result = longreach("eval", "--model", tiny, "--tasks", "qa_synthetic_1", "--length", 600, "--samples", 1,
+                       "--method", method, "--output", record)  # fmt: skip
+    assert result.code == 0, result.err
+    made = json.loads(record.read_text())
+    ((_, task),) = made["tasks"].items()
+    ((label, one),) = ((label, one) for label, one in task["results"].items() if "error_bars" in one)
+    found = one["error_bars"]
+    assert found["layers"] == [1] and found["bytes"] > 0 and found["redone"][0] > 0
+    (error,), (redone,) = found["relative_error"], found["redone"]
+    words = " ".join(result.out.split())
+    assert f"{label}: error {100 * error:.1f}%, redone {100 * redone:.1f}%, bytes {100 * found['bytes']:.1f}%" in words
+    assert longreach("report", "--output", tmp_path / "report", record).code == 0
+    del one["error_bars"]  # as in older records
+    record.write_text(json.dumps(made))
+    assert longreach("report", "--output", tmp_path / "older", record).code == 0
+
+
 def test_the_list_of_tasks(longreach: Any) -> None:
     shown = longreach("eval", "--list").out
     listed = json.loads(longreach("eval", "--list", "--json").out)

@@ -29,6 +29,7 @@ from longreach.cli.common import (
 from longreach.cli.compare_documents import compare_documents, refuse_without_documents
 from longreach.cli.compare_record import write_record
 from longreach.cli.show import Column, Table, console, duration, emit, percent, place, progress, show_memory, waiting
+from longreach.cli.show_sampling import show_error_bars, show_sampling
 from longreach.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -160,6 +161,8 @@ def run(args: argparse.Namespace) -> int:
         "time to the first token, measured once for methods with the same prefill. per tok: time per token after it."
     )
     _show_layers(out, comparisons)
+    show_sampling(out, {c.label: [c.sampling] for c in comparisons})
+    show_error_bars(out, {c.label: [c.error_bars] for c in comparisons})
     show_memory(out, (c.memory for c in comparisons))
     out.print(place(where))
     _record(args, model, task, comparisons, where, document)

@@ -22,6 +22,7 @@ from longreach.cli.common import (
 )
 from longreach.cli.compare_record import write_record
 from longreach.cli.show import Column, Table, console, duration, emit, place, progress, show_memory, waiting
+from longreach.cli.show_sampling import show_error_bars, show_sampling
 from longreach.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -133,6 +134,8 @@ def _show(args: argparse.Namespace, task: Compare, chunks: int) -> list[Comparis
         f"method itself would have chosen differently. recomputed, exact, reused: stored tokens of the prompt. 1st "
         f"tok: time to the first token, the prompt read the second time. per tok: time per token after it."
     )
+    show_sampling(out, {c.label: [c.sampling] for c in found})
+    show_error_bars(out, {c.label: [c.error_bars] for c in found})
     show_memory(out, (c.memory for c in found))
     return found
 

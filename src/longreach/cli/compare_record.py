@@ -32,6 +32,8 @@ def write_record(
             "decode_reads": c.decode_reads and asdict(c.decode_reads),
             "seconds": {"read": c.read_seconds, "per_token": c.seconds_per_token}, "layer_error": c.layer_error,
             "prefill_layer_error": c.prefill_layer_error, **({"fusion": asdict(c.fusion)} if c.fusion else {}),
+            **({"sampling": c.sampling} if c.sampling else {}),
+            **({"error_bars": c.error_bars} if c.error_bars else {}),
         }
         for c in found
     }  # fmt: skip

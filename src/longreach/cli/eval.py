@@ -28,6 +28,7 @@ from longreach.cli.common import (
     warn_unapplied,
 )
 from longreach.cli.show import Column, Table, console, duration, emit, percent, place, progress, waiting
+from longreach.cli.show_sampling import show_error_bars, show_sampling
 from longreach.errors import InvalidInput
 
 NAME = "eval"
@@ -251,7 +252,9 @@ def show(record: dict[str, Any], where: str) -> None:
             f"\n{alone} answers were computed prompt by prompt, as their batch of {record['config']['batch']} failed."
         )
     _show_equal(record, out)
-    _show_sampling(tasks, labels, out)
+    results = {label: [task["results"][label] for task in tasks] for label in labels}
+    show_sampling(out, {label: [r.get("sampling") for r in some] for label, some in results.items()})
+    show_error_bars(out, {label: [r.get("error_bars") for r in some] for label, some in results.items()})
     prompts = sum(len(task["samples"]) for task in tasks)
     characters = [task["characters_per_token"] for task in tasks]
     out.print(
@@ -292,31 +295,6 @@ def _show_equal(record: dict[str, Any], out: Any) -> None:
         out.print(f"  {label}: {percent(found['share'])}, measured {_share(tasks, label, 'decode_reads')}")
     for label, why in equal["kept"].items():
         out.print(f"  {label} as it is, since {why}: measured {_share(tasks, label, 'decode_reads')}")
-
-
-def _show_sampling(tasks: Any, labels: list[str], out: Any) -> None:
-    """What methods with hash tables read to search and to attend, in the layers that have tables."""
-    found = {label: [s for task in tasks if (s := task["results"][label].get("sampling"))] for label in labels}
-    if any(found.values()):
-        out.print(
-            "\nsampled layers, decode; bytes over dense attention's, keys over the context, tables over KV memory:"
-        )
-    for label, some in found.items():
-        if some:
-            head, group, over = (
-                _of([_of(s[name]) for s in some]) for name in ("sampled_head", "sampled_group", "overflowed")
-            )
-            full = f", {percent(over)} of rows dense as their lists were full" if over else ""
-            out.print(
-                f"  {label}: search {percent(_of([s['search'] for s in some]))}, attention "
-                f"{percent(_of([s['attention'] for s in some]))}; keys sampled {percent(head)} a head, "
-                f"{percent(group)} a group{full}; tables {percent(_of([s['tables_over_kv'] for s in some]))}",
-                soft_wrap=True,
-            )
-
-
-def _of(values: list[float]) -> float:
-    return sum(values) / len(values)
 
 
 def _show_scores(table: Table, tasks: list[Any], labels: list[str]) -> None:

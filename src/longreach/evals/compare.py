@@ -31,6 +31,7 @@ from longreach.evals.layers import LayerErrors, sample
 from longreach.evals.methods import DENSE, Spec, by_reading, pairings, refuse_slots
 from longreach.evals.progress import Progress, unseen
 from longreach.evals.read_shares import ReadShares
+from longreach.evals.sampling import bars_of, mean_bars, mean_of, sampling_of
 from longreach.methods.registry import choose, unfit
 from longreach.methods.slots import Fusion
 
@@ -47,7 +48,8 @@ class Comparison:
     layer_error: of decode steps, see `LayerErrors.to_json`; prefill_layer_error: of a sample of the prompt's rows, None
     where the prompt is read densely. Both None unless requested; with them, times include measuring them.
     evict, fuse: configurations, None for none. fusion: what became of the tokens of a prompt with stored chunks.
-    memory: where keys and values lay, if some were in host memory.
+    memory: where keys and values lay, if some were in host memory. sampling, error_bars: of decode steps of a method
+    that samples keys, see `evals.sampling.mean_of` and `mean_bars`; else None.
     """
 
     label: str
@@ -67,6 +69,8 @@ class Comparison:
     fuse: dict[str, Any] | None = None
     fusion: FusionReport | None = None
     memory: MemoryUse | None = None
+    sampling: dict[str, Any] | None = None
+    error_bars: dict[str, Any] | None = None
 
 
 class Compare:
@@ -231,6 +235,8 @@ class Compare:
             spec.fuse.to_json() if spec.fuse else None,
             fusion,
             report.memory,
+            mean_of([sampled] if (sampled := sampling_of(report)) else []),
+            mean_bars([bars] if (bars := bars_of(report)) else []),
         )
 
 

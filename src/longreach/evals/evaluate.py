@@ -28,7 +28,7 @@ from longreach.evals.progress import Progress, counted, unseen
 from longreach.evals.prompt_workers import Workers
 from longreach.evals.prompting import Maker, PromptSample, at_lengths, samples_of
 from longreach.evals.read_shares import kernels_used, phase_bytes
-from longreach.evals.sampling import sampling_of
+from longreach.evals.sampling import bars_of, sampling_of
 from longreach.methods.fusion import PIE
 from longreach.tasks.base import Task
 
@@ -318,6 +318,7 @@ class Evaluation:
             "decode_bytes": phase_bytes(report, "decode"),
             "decode_ran": kernels_used(report, "decode"),
             "sampling": sampling_of(report),
+            "error_bars": bars_of(report),
             "not_captured": why,
             "seconds": {"read": reader.read_seconds, "decode": took, "steps": steps, "setup": setup},
         }

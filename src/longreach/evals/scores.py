@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from itertools import takewhile
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 from longreach.evals.evaluate import Evaluation
 from longreach.evals.methods import DENSE
 from longreach.evals.read_shares import ReadShares
-from longreach.evals.sampling import mean_of
+from longreach.evals.sampling import mean_bars, mean_of
 from longreach.records import wilson
 from longreach.tasks.base import Grouped
 
@@ -78,11 +78,8 @@ def result(entries: Sequence[dict[str, Any]], dense: dict[tuple[int, int], dict[
         "kept": kept,
         "prefill_reads": _reads([e["prefill_bytes"] for e in entries]),
         "decode_reads": _reads([e["decode_bytes"] for e in entries]),
-        **(
-            {}
-            if (sampled := mean_of([e["sampling"] for e in entries if e.get("sampling")])) is None
-            else {"sampling": sampled}
-        ),
+        **_mean_if_any("sampling", entries, mean_of),
+        **_mean_if_any("error_bars", entries, mean_bars),
         **_fusion([e["fusion"] for e in entries if "fusion" in e]),
         "ran": {phase: sorted({how for e in entries for how in e.get(f"{phase}_ran", ())}) for phase in PHASES},
         "not_captured": next((why for e in entries if (why := e.get("not_captured"))), None),
@@ -92,6 +89,14 @@ def result(entries: Sequence[dict[str, Any]], dense: dict[tuple[int, int], dict[
             "per_token": sum(t["decode"] for t in times) / steps if steps else None,
         },
     }
+
+
+def _mean_if_any(
+    name: str, entries: Sequence[dict[str, Any]], mean: Callable[[list[dict[str, Any]]], dict[str, Any] | None]
+) -> dict[str, Any]:
+    """{name: mean of the entries' values}, or nothing if there is none. A part of an older run lacks the name."""
+    found = mean([e[name] for e in entries if e.get(name)])
+    return {} if found is None else {name: found}
 
 
 def scored(answers: Sequence[dict[str, Any]]) -> tuple[float, list[float], int]:

@@ -48,6 +48,8 @@ SAMPLING = {"layers": Items(int, least=1), "search": COUNT, "attention": COUNT, 
             "sampled_group": Items(SHARE), "overflowed": Items(SHARE),
             "tables_over_kv": Perhaps(COUNT),
             "table_share": Perhaps(COUNT)}  # older records: of the layer with the largest tables  # fmt: skip
+ERROR_BARS = {"layers": Items(int, least=1), "relative_error": Items(COUNT), "redone": Items(SHARE),
+              "bytes": Perhaps(COUNT)}  # fmt: skip
 RESULT = {
     "score": SHARE,
     "interval_95": Items(SHARE, exactly=2),
@@ -64,6 +66,7 @@ RESULT = {
     "kept": Perhaps(Maybe({"right": int, "kept": int})),
     "fusion": Perhaps(BECAME),
     "sampling": Perhaps(SAMPLING),
+    "error_bars": Perhaps(ERROR_BARS),
 }
 SAMPLE = {"number": int, "tokens": int, "expected": Items(str), "facts": dict}
 TASK = {
@@ -90,6 +93,8 @@ FIDELITY = {
     "seconds": SECONDS,
     "layer_error": Maybe({"mean": HEADS, "max": HEADS}),
     "prefill_layer_error": Perhaps(Maybe({"mean": HEADS, "max": HEADS, "rows": int})),
+    "sampling": Perhaps(SAMPLING),
+    "error_bars": Perhaps(ERROR_BARS),
 }
 LENGTH = {"config": {"length": int, "lengths": Perhaps(Items(int, least=1))}}
 KINDS: dict[str, dict[str, Any]] = {
