@@ -13,7 +13,8 @@ from tests.doc_tables import ROOT, Row, record, section, tables
 
 PAGE = (ROOT / "docs" / "performance.md").read_text()
 MAC_PAGE = (ROOT / "docs" / "mac" / "README.md").read_text()
-TABLES = list(tables(PAGE))
+LOG = "change", "before", "after", "why"  # a table of times that were noted on the way
+TABLES = [table for table in tables(PAGE) if table[0] != LOG]
 WORDS = " ".join(PAGE.split())
 PHASES = ("match and ring", "attention and merge", "append", "rest")
 Entries = dict[str, dict[str, Any]]
@@ -105,6 +106,21 @@ def test_every_table_is_compared_with_records() -> None:
 @pytest.mark.parametrize(("head", "rows"), [pytest.param(*table, id=table[0][-1]) for table in TABLES])
 def test_numbers_are_those_of_the_records(head: Row, rows: list[Row]) -> None:
     assert rows == EXPECTED[head]()
+
+
+def test_the_log_ends_with_the_record() -> None:
+    """The last row of MagicPIG's log has the times of its record."""
+    ((_, rows),) = [table for table in tables(PAGE) if table[0] == LOG]
+    times = {
+        (batch, name): us(entry)
+        for case, entries in cases("magicpig-decode").values()
+        if case["shape"]["context"] == 1 << 17
+        for batch in (case["shape"]["batch"],)
+        for name, entry in entries.items()
+    }
+    group, own = "(10,75) group", "(10,150) own"
+    assert f"step {times[1, group]:.1f} us" in rows[-1][2] and f"`own` {times[1, own]:.1f} us" in rows[-1][2]
+    assert f"{times[32, group]:.0f} us (12x), `own` {times[32, own]:.0f} us" in rows[-1][2]
 
 
 def test_what_mac_costs_without_forced_hits() -> None:
