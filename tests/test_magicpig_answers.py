@@ -166,6 +166,23 @@ def test_sentences() -> None:
     assert all(low <= 0 <= high for low, high in (found["over_dense_interval_95"] for found in generated.values()))
 
 
+def test_dense_layers() -> None:
+    """Of each method in the records, and their share of quest's bytes."""
+    methods = record("mini-magicpig-equal-bytes-4096")["methods"] | record("mini-magicpig-baselines-4096")["methods"]
+    layers = {
+        name: {tuple(m["decode"].get("dense_layers") or ()) for m in methods.values() if m["decode"]["name"] == name}
+        for name in ("quest", "loki", "oracle_top_k", "oracle_sampling", "kascade")
+    }
+    assert layers.pop("quest") == {(0, 1)} and set.union(*layers.values()) == {()}
+    (equal,) = (name for name in methods if name.startswith("quest k=0.03"))
+    read, two = float(at_equal_bytes(equal)[0][:-1]), 200 / 12
+    assert (
+        f"At equal bytes they take {two:.0f} of its {read:.0f}%. Its other ten layers share {read - two:.0f}%" in WORDS
+    )
+    assert f"few keys: {100 * methods[equal]['decode']['k']:.1f}%." in WORDS
+    assert f"[dense layers](#dense-layers) of `quest` take {two:.0f} of its {reads('quest k=0.05', LONG):.0f}%" in WORDS
+
+
 def test_pairs_and_options_that_were_measured() -> None:
     """All presets with both ways to share, and other options with one pair."""
     pairs = [f"magicpig bits={bits} tables={tables}" for bits, tables in PRESETS]
