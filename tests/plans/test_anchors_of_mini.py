@@ -11,7 +11,7 @@ from longreach.methods.kascade.anchors import fewest
 from longreach.methods.kascade.calibration_result import SERVED, CalibrationResult
 from longreach.plans import load, shipped
 
-PROSE = Path(__file__).parents[3] / "benchmarks" / "plans" / "kascade-mini-prose-0-6.json"
+PROSE = Path(__file__).parents[2] / "benchmarks" / "plans" / "kascade-mini-prose-0-6.json"
 
 
 def anchors(path: Path, served: float, weighted: bool = False) -> tuple[int, ...]:
