@@ -11,6 +11,7 @@ from longreach.adapters.transformers.fusing import FusedPrompt, FusionReport
 from longreach.adapters.transformers.fusing import read as read_fused
 from longreach.adapters.transformers.get_or_compute import ChunkResult, get_or_compute
 from longreach.adapters.transformers.hf_cache import LongreachCache
+from longreach.adapters.transformers.inspect_model import ModelFit, inspect_model
 from longreach.adapters.transformers.load import device_of, load, model_path, shape_at
 from longreach.adapters.transformers.loop.settings import unapplied
 from longreach.adapters.transformers.placement import BETWEEN, ChunkPlace, places
@@ -48,6 +49,7 @@ __all__ = [
     "FusedPrompt",
     "FusionReport",
     "LongreachCache",
+    "ModelFit",
     "Piece",
     "Pieces",
     "Precompute",
@@ -66,6 +68,7 @@ __all__ = [
     "fingerprint",
     "frame",
     "get_or_compute",
+    "inspect_model",
     "load",
     "model_path",
     "pieces",
