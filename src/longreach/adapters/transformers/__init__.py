@@ -1,7 +1,7 @@
 """Hugging Face transformers: attach a method to a model, load a model, the cache that generate uses."""
 
 from longreach.adapters.transformers.answer_text import pieces
-from longreach.adapters.transformers.attach import Session, attach, check_host
+from longreach.adapters.transformers.attach import Session, attach, check_host, detach
 from longreach.adapters.transformers.checks import cache_windows, shape_of
 from longreach.adapters.transformers.chunking import Piece, Pieces, Splitter, split
 from longreach.adapters.transformers.dependence import DependenceMeter
@@ -62,6 +62,7 @@ __all__ = [
     "check_host",
     "check_length",
     "context_limit",
+    "detach",
     "device_of",
     "document_head",
     "encode",
