@@ -90,8 +90,29 @@ def mac_rows() -> list[Row]:
     return [(label, *user_row("", "", entries[name])[2:-1]) for label, name in ways]
 
 
+PREDICTED = {  # row -> (entry of the record, predicted ms)
+    "log-sums": ("anchor: log-sums", 141),
+    "scores": ("anchor: scores", 141),
+    "top-k and packing": ("anchor: top-k", 16),
+    "attention to lists and own keys": ("anchor: attend", 35),
+    "an anchor": ("anchor", 333),
+    "first anchor, dense": ("layer 0", 403),
+    "mean of the stack": ("kascade", 84),
+    "FlashAttention-3": ("FlashAttention-3", 220),
+}
+
+
+def kascade_prefill_rows() -> list[Row]:
+    _, entries = cases("kascade-prefill")["kascade-prefill-128k-10pct"]
+    return [
+        (label, str(predicted), f"{us(next(e for n, e in entries.items() if n.startswith(name))) / 1e3:.0f}")
+        for label, (name, predicted) in PREDICTED.items()
+    ]
+
+
 WAYS = ("TTFT, s", "ms a token", "peak of prefill, GiB", "peak of decoding, GiB", "kernels a token")
 EXPECTED: dict[Row, Callable[[], list[Row]]] = {
+    ("128K tokens, 10%", "predicted, ms", "found, ms"): kascade_prefill_rows,
     ("batch", "", *PHASES, "captured step", "`generate`"): mac_model_rows,
     ("", "dense, ms", *METHODS[1:-1], f"{METHODS[-1]}, hits forced"): steps_rows,
     ("prompt", "", *WAYS): user_rows,
@@ -121,6 +142,22 @@ def test_the_log_ends_with_the_record() -> None:
     group, own = "(10,75) group", "(10,150) own"
     assert f"step {times[1, group]:.1f} us" in rows[-1][2] and f"`own` {times[1, own]:.1f} us" in rows[-1][2]
     assert f"{times[32, group]:.0f} us (12x), `own` {times[32, own]:.0f} us" in rows[-1][2]
+
+
+def test_what_kascades_page_says_of_prefill() -> None:
+    _, entries = cases("kascade-prefill")["kascade-prefill-128k-10pct"]
+    theirs = us(next(e for n, e in entries.items() if n.startswith("FlashAttention-3")))
+    times = {name: us(entry) / 1e3 for name, entry in entries.items()}
+    words = " ".join((ROOT / "docs" / "kascade" / "README.md").read_text().split())
+    assert (
+        f"takes {times['kascade']:.1f} ms a layer on an H200, FlashAttention-3 {theirs / 1e3:.1f}: "
+        f"{theirs / us(entries['kascade']):.2f} times as fast" in words
+    )
+    both = times["anchor: scores"] + times["anchor: log-sums"]
+    assert (
+        f"reuse layer takes {times['reuse layer']:.1f} ms, an anchor {times['anchor']:.0f} (scores and log-sums "
+        f"{both:.0f} of it)" in words
+    )
 
 
 def test_what_mac_costs_without_forced_hits() -> None:

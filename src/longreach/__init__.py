@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 _NAMES = {
     "attach": "longreach.adapters.transformers",
+    "detach": "longreach.adapters.transformers",
     "load": "longreach.adapters.transformers",
     "convert": "longreach.adapters.transformers.mka",
     "generate": "longreach.adapters.transformers.loop",
@@ -47,6 +48,7 @@ __all__ = ["__version__", *_NAMES, *_ROOMS]
 if TYPE_CHECKING:
     from longreach.adapters.transformers import Documents as Documents
     from longreach.adapters.transformers import attach as attach
+    from longreach.adapters.transformers import detach as detach
     from longreach.adapters.transformers import load as load
     from longreach.adapters.transformers.loop import generate as generate
     from longreach.adapters.transformers.mka import convert as convert

@@ -13,7 +13,7 @@ from longreach import __version__
 from longreach.cli.common import FAILED, add_command
 from longreach.errors import LongreachError, MeasurementFailed
 
-VERBS = ("demo", "run", "compare", "eval", "perplexity", "dialogue", "generation", "attention", "fusion",
+VERBS = ("demo", "run", "check", "compare", "eval", "perplexity", "dialogue", "generation", "attention", "fusion",
          "sampling", "report",
          "store", "calibrate", "plan", "methods", "mka", "bench", "env", "train")  # fmt: skip
 

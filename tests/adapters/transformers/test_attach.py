@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from longreach import CacheConfig, Dense, StreamingLLM, attach
+from longreach import CacheConfig, Dense, StreamingLLM, attach, detach
 from longreach.adapters.transformers import Session
 from longreach.cache import StatelessOnTruncate
 from longreach.errors import ConcurrentUse, InvalidInput, OutOfMemory, Unsupported
@@ -383,3 +383,20 @@ def test_each_thread_may_use_its_own_model() -> None:
         for worker in workers:
             worker.join()
     assert all(torch.equal(got[n], want[n]) for n in range(2))
+
+
+def test_a_lost_session_is_closed_through_the_model() -> None:
+    model = tiny_model("llama")
+    before = _trace(model)
+    attach(model)  # nothing keeps the session
+    with pytest.raises(ConcurrentUse, match=r"attached already.*longreach\.detach\(model\)"):
+        attach(model)
+    detach(model)
+    assert _trace(model) == before
+    detach(model)  # nothing is attached
+    with attach(model) as session:
+        detach(model)
+        with pytest.raises(InvalidInput, match="the session is closed"):
+            session.check_open()
+    with pytest.raises(InvalidInput, match="expected a transformers model"):
+        detach(nn.Linear(2, 2))  # type: ignore[arg-type]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from longreach import MAC, CacheConfig, Kascade, OracleTopK, StreamingLLM, attach, generate
 from longreach.adapters.transformers import Session
@@ -20,7 +21,7 @@ from longreach.cache import KVCache
 from longreach.errors import Unsupported
 from longreach.methods.registry import names
 from longreach.testing.divergence import assert_tied
-from longreach.testing.tiny import PAD_ID, tiny_model
+from longreach.testing.tiny import PAD_ID, VOCABULARY, from_config, random_tokens, tiny_model
 from tests.adapters.transformers.reference import (
     STEPS,
     eager_batch,
@@ -83,6 +84,39 @@ def test_again_with_the_same_step_and_with_longer_prompts(cache: CacheConfig) ->
     want = eager_batch("gemma2").answer.tokens
     assert torch.equal(first.tokens, want) and torch.equal(second.tokens, want) and longer.tokens.shape[1] == 1
     assert torch.equal(one.tokens, eager_one("gemma2").answer.tokens)
+
+
+def scaled_by_length() -> Any:
+    """Llama-4 with full attention: a layer without rotation asks the cache for its length, and scales queries by it."""
+    fields = {
+        "layer_types": ["full_attention"] * 2, "no_rope_layers": [1, 0], "attn_temperature_tuning": True,
+        "floor_scale": 8, "attn_scale": 0.9, "intermediate_size_mlp": 96, "num_local_experts": 2, "moe_layers": [],
+    }  # fmt: skip
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "head_dim": 16,
+    }
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": PAD_ID, "eos_token_id": None}
+    return from_config(AutoConfig.for_model("llama4_text", **fields, **sizes, **heads))
+
+
+GRAPHS = [None, "piecewise"] if torch.cuda.is_available() else [None]
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_layers_that_ask_for_the_length_get_that_of_the_step(graph: Any) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = scaled_by_length().to(device)
+    tokens = random_tokens(2, 20).to(device)
+    options: dict[str, Any] = {"max_new_tokens": 64, "pad_token_id": PAD_ID}
+    want = model.generate(tokens, do_sample=False, **options)
+    with attach(model) as session:
+        for _ in range(2):  # the second answer goes on with the first one's step
+            made = generate(session, tokens, eos_token_id=(), graph=graph, compile="none", **options)
+            assert torch.equal(made.sequences, want)
 
 
 @layouts

@@ -48,7 +48,7 @@ def test_a_plan_is_made_that_the_model_takes(longreach: Any, model: Path, text: 
     made = plan.made
     assert made.tokens == 903 and len(made.sha256) == 64 and made.data == "3 windows of book.txt; 301 tokens each"
     assert made.settings == {"length": 301, "prompts": 3, "prefill_chunk_size": 512, "dtype": "float32", "k": 16,
-                             "tile": 32, "budget": 2, "ranks": 1, "weighted": True}  # fmt: skip
+                             "tile": 32, "budget": 2, "ranks": 1, "weighted": False}  # fmt: skip
     assert made.seed == 1 and made.torch and made.transformers and made.device and made.longreach
     lines = result.out.splitlines()
     assert all(len(line) <= 80 or str(output) in line for line in lines)
@@ -84,6 +84,7 @@ def test_tasks_are_read_beside_text(longreach: Any, model: Path, text: Path, tmp
         (["--budget", 0], ["budget", "at least 1", "got 0"]),
         (["--budget", -1], ["budget", "at least 1"]),
         (["--budget", 5], ["budget", "1 to 4 anchors", "got 5", "--budget"]),
+        (["--served", 0.5], ["--budget fixes the number of anchors", "give one of them"]),
         (["--ranks", 3], ["ranks", "divides the 2 KV heads", "got 3", "--ranks"]),
         (["--prompts", 30], ["30 prompts of 301 tokens are 9000 tokens", "book.txt", "--text"]),
         (["--length", 32], ["32 tokens are too short", "33 tokens are needed", "--length"]),
@@ -166,9 +167,30 @@ def test_heads_stay_on_their_rank(longreach: Any, model: Path, text: Path, tmp_p
 
 def test_layers_may_count_alike(longreach: Any, model: Path, text: Path, tmp_path: Path) -> None:
     output = tmp_path / "p.json"
-    result = longreach(*asked(model, text, output, "--unweighted"))
-    assert result.code == 0 and "equal weights" in " ".join(result.out.split())
+    assert "equal weights" in " ".join(longreach(*asked(model, text, output)).out.split())
+    result = longreach(*asked(model, text, output, "--weighted", "yes"))
+    assert result.code == 0 and "weighted by importance" in " ".join(result.out.split())
     plan = load_plan(output, "kascade")
     found = CalibrationResult.of(plan)
-    assert not found.weighted and KascadePlan.of(plan) == found.plan(2, 16, 32)
-    assert plan.made.settings["weighted"] is False
+    assert found.weighted and KascadePlan.of(plan) == found.plan(2, 16, 32)
+    assert plan.made.settings["weighted"] is True
+
+
+def test_without_a_budget_every_layer_is_served(longreach: Any, model: Path, text: Path, tmp_path: Path) -> None:
+    """Least of all anchors for a share of 0, each layer its own for 1; the default lies between."""
+    made = {}
+    for served in (0, None, 1):
+        output = tmp_path / f"{served}.json"
+        command = [x for x in asked(model, text, output) if x not in ("--budget", 2)]
+        result = longreach(*command, *(() if served is None else ("--served", served)))
+        assert result.code == 0, result.err
+        plan = load_plan(output, "kascade")
+        made[served], found = KascadePlan.of(plan), CalibrationResult.of(plan)
+        least = 0.6 if served is None else served
+        assert plan.made.settings["served"] == least and plan.made.settings["budget"] == len(made[served].anchors)
+        for layer in range(4):
+            assert float(found.plain[made[served].anchor_of(layer), layer]) >= least
+    assert made[0].anchors == (0,) and made[1].anchors == (0, 1, 2, 3)
+    assert 1 <= len(made[None].anchors) <= 4
+    command = [x for x in asked(model, text, tmp_path / "x.json") if x not in ("--budget", 2)]
+    refused(longreach(*command, "--served", 1.5), "served: expected a share in [0, 1], got 1.5")

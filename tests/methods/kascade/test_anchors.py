@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longreach.errors import InvalidInput
-from longreach.methods.kascade.anchors import check_anchors, choose, curve, evenly, share_read, value
+from longreach.methods.kascade.anchors import check_anchors, choose, curve, evenly, fewest, share_read, value
 from tests.methods.kascade.brute import best_anchors, worth
 
 
@@ -50,6 +52,28 @@ def test_a_planted_change_of_what_matters_is_found() -> None:
     assert choose(similarity, 2).anchors == (0, 2)
     importance = torch.tensor([1, 1, 0.01, 0.01, 0.01, 1, 1])
     assert choose(similarity * importance, 2).anchors == (0, 5)
+
+
+@pytest.mark.parametrize("layers", range(1, 8))
+def test_the_fewest_anchors_that_serve_every_layer(layers: int) -> None:
+    """Against all sets: none with fewer anchors serves every layer, and of as many none is worth more."""
+    draw = torch.Generator().manual_seed(layers)
+    for least in (0.0, 0.3, 0.6, 0.9, 1.0):
+        served = torch.rand(layers, layers, generator=draw, dtype=torch.float64).triu()
+        served.fill_diagonal_(1.0)
+        similarity = served * torch.rand(layers, generator=draw)
+        found = fewest(similarity, served, least)
+        sets = [(0, *rest) for n in range(layers) for rest in itertools.combinations(range(1, layers), n)]
+        short = (served < least).double()
+        good = [chosen for chosen in sets if value(short, chosen) == 0]
+        few = [chosen for chosen in good if len(chosen) == len(good[0])]
+        assert found.anchors in few
+        assert found.value == pytest.approx(max(value(similarity, chosen) for chosen in few), abs=1e-12)
+
+
+def test_a_share_that_is_none() -> None:
+    with pytest.raises(InvalidInput, match=r"served: expected a share in \[0, 1\], got 1.1; choose another --served"):
+        fewest(torch.ones(2, 2), torch.ones(2, 2), 1.1)
 
 
 @pytest.mark.parametrize("budget", [0, -1, 8])

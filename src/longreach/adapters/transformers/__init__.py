@@ -1,7 +1,7 @@
 """Hugging Face transformers: attach a method to a model, load a model, the cache that generate uses."""
 
 from longreach.adapters.transformers.answer_text import pieces
-from longreach.adapters.transformers.attach import Session, attach, check_host
+from longreach.adapters.transformers.attach import Session, attach, check_host, detach
 from longreach.adapters.transformers.checks import cache_windows, shape_of
 from longreach.adapters.transformers.chunking import Piece, Pieces, Splitter, split
 from longreach.adapters.transformers.dependence import DependenceMeter
@@ -11,6 +11,7 @@ from longreach.adapters.transformers.fusing import FusedPrompt, FusionReport
 from longreach.adapters.transformers.fusing import read as read_fused
 from longreach.adapters.transformers.get_or_compute import ChunkResult, get_or_compute
 from longreach.adapters.transformers.hf_cache import LongreachCache
+from longreach.adapters.transformers.inspect_model import ModelFit, inspect_model
 from longreach.adapters.transformers.load import device_of, load, model_path, shape_at
 from longreach.adapters.transformers.loop.settings import unapplied
 from longreach.adapters.transformers.placement import BETWEEN, ChunkPlace, places
@@ -48,6 +49,7 @@ __all__ = [
     "FusedPrompt",
     "FusionReport",
     "LongreachCache",
+    "ModelFit",
     "Piece",
     "Pieces",
     "Precompute",
@@ -60,12 +62,14 @@ __all__ = [
     "check_host",
     "check_length",
     "context_limit",
+    "detach",
     "device_of",
     "document_head",
     "encode",
     "fingerprint",
     "frame",
     "get_or_compute",
+    "inspect_model",
     "load",
     "model_path",
     "pieces",

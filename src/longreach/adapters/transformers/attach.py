@@ -95,6 +95,17 @@ def attach(
     return Session(model, method, choose("decode", decode), cache or CacheConfig(), impl, fusion, eviction)
 
 
+def detach(model: PreTrainedModel) -> None:
+    """Close the session that is attached to a model, for a session that was lost; nothing if there is none.
+
+    As `Session.close`, which the end of a `with` block calls. Raises InvalidInput for what is no transformers model,
+    ConcurrentUse within a forward pass of the model.
+    """
+    session = decoder_of(model).__dict__.get(MARK)
+    if session is not None:
+        session.close()
+
+
 def refuse_options(of: str, unknown: dict[str, Any], slots: dict[str, Any], more: tuple[str, ...] = ()) -> None:
     """Raise for the first unknown option of a call, InvalidInput if it is one of a method in the slots, which says how
     to write it, else UnknownName. more: names that the call knows besides those of attach."""
@@ -136,7 +147,7 @@ class Session:
         if MARK in decoder.__dict__ or decoder.config._attn_implementation == NAME:
             raise ConcurrentUse(
                 f"{type(model).__name__}, or a model it shares its config with, has longreach attached already; "
-                f"close that session first"
+                f"close that session first, or call longreach.detach(model)"
             )
         _check_model(model, decoder, prefill, decode)
         check_levels(model, evicts=evict is not None, prefill=prefill.name, decode=decode.name)

@@ -110,10 +110,13 @@ def check_levels(model: nn.Module, *, evicts: bool = False, **methods: str) -> N
             )
 
 
-def check_model(model: PreTrainedModel, decoder: PreTrainedModel, *, rotary: bool, frequencies: bool = False) -> None:
+def check_model(
+    model: PreTrainedModel, decoder: PreTrainedModel, *, rotary: bool, frequencies: bool = False, placed: bool = True
+) -> None:
     """Raise Unsupported where the model's attention is not of a kind that longreach computes.
 
     rotary: whether a method needs queries before rotation. frequencies: whether one needs those of the rotation.
+    placed: whether the weights must be on one device; False for a model without memory.
     """
     name, config = type(model).__name__, text_config(model)
     if not decoder._supports_attention_backend:
@@ -139,7 +142,8 @@ def check_model(model: PreTrainedModel, decoder: PreTrainedModel, *, rotary: boo
         check_frequencies(name, decoder, config)
     if any(getattr(m, "_compiled_call_impl", None) is not None for m in model.modules()):
         raise Unsupported(f"{name} is compiled; longreach attaches to models as they are, before model.compile()")
-    _check_places(name, model)
+    if placed:
+        _check_places(name, model)
 
 
 def _check_places(name: str, model: PreTrainedModel) -> None:

@@ -105,6 +105,8 @@ class LongreachCache(Cache):
         self.real: list[Tensor | int] = []  # column by column: bool [B, T] on the host, or T if all are real
         self.columns = 0
         self.as_if: int | None = None
+        self.device_columns: Tensor | None = None  # int64 [], the columns, for layers that ask within a static step
+        self.layers_asked = False  # whether a layer has asked
         self.decoders: dict[Hashable, Any] = {}  # the decode loop's steps over this cache; they end with it
         self.invalid: str | None = None  # why the cache can no longer be used, else None
         self._usual = self.eviction = eviction  # evicts keys after a prompt
@@ -207,6 +209,17 @@ class LongreachCache(Cache):
     def seen(self) -> int:
         """Columns reported to transformers: `as_if` for a step that must be valid for any number of them."""
         return self.columns if self.as_if is None else self.as_if
+
+    def get_seq_length(self, layer_idx: int | None = None) -> int | Tensor:  # type: ignore[override]
+        """Columns held, padding included; for transformers.
+
+        layer_idx: a layer that asks while it runs (Llama-4 scales queries by it). In a static step the answer differs
+        from replay to replay, so the layer gets a tensor on the device: int64 [].
+        """
+        if layer_idx is None or self.device_columns is None:
+            return self.seen
+        self.layers_asked = True
+        return self.device_columns
 
     @property
     def padded(self) -> bool:

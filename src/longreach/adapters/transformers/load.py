@@ -39,17 +39,22 @@ def model_path(model: str | Path) -> Path:
 def shape_at(model: str | Path) -> ModelShape:
     """The shape of a model directory, or of "mini", from its configuration alone. Raises ModelFileError."""
     path = model_path(model)
-    _register(path)
+    register_variants(path)
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         return shape_of_config(config.get_text_config(decoder=True))
     except Exception as error:  # a malformed file makes transformers raise anything at all
-        raise ModelFileError(
-            f"{path}: its config.json could not be read; fetch the model again ({type(error).__name__}: {error})"
-        ) from error
+        raise broken_config(path, error) from error
 
 
-def _register(path: Path) -> None:
+def broken_config(path: Path, error: Exception) -> ModelFileError:
+    """What to raise where transformers cannot read a model's configuration."""
+    return ModelFileError(
+        f"{path}: its config.json could not be read; fetch the model again ({type(error).__name__}: {error})"
+    )
+
+
+def register_variants(path: Path) -> None:
     """Let transformers load the directory of a model with MKA's layers. A broken config.json is reported later."""
     try:
         kind = str(json.loads((path / "config.json").read_text(encoding="utf-8"))["model_type"])
@@ -151,7 +156,7 @@ def load(model: str | Path, *, device: str = "cpu", dtype: torch.dtype | None = 
     """
     path = model_path(model)
     place = device_of(device)
-    _register(path)
+    register_variants(path)
     _check_weights(path)
     _check_generation(path)
     wanted = dtype if dtype is not None else (torch.float32 if place.type == "cpu" else "auto")

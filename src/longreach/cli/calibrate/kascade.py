@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 HELP = "choose Kascade's anchor layers and head map by how much attention weight layers find among each other's keys"
 EXAMPLES = (
-    "longreach calibrate kascade --model mini --tasks vt,cwe --text book.txt --budget 2 --output plan.json",
+    "longreach calibrate kascade --model mini --tasks vt,cwe --text book.txt --output plan.json",
     "longreach calibrate kascade --model ./Llama-3.1-8B-Instruct --text book.txt --length 8192 --prompts 32 \\",
     "    --output llama.json --json",
 )
@@ -25,10 +25,13 @@ FEW = 4  # tiles: the least over so few means little
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_prompts(parser)
-    parser.add_argument("--budget", type=int, default=5, metavar="N", help="layers that choose keys, the first layer "
-                        "among them (default 5)")  # fmt: skip
-    parser.add_argument("--unweighted", action="store_true", help="weight all layers equally when anchors are chosen, "
-                        "not by how much their attention turns the residual stream")  # fmt: skip
+    parser.add_argument("--budget", type=int, metavar="N", help="layers that choose keys, the first layer among them "
+                        "(default: the fewest that meet --served)")  # fmt: skip
+    parser.add_argument("--served", type=float, metavar="SHARE", help="without --budget: share of its best attention "
+                        "weight that every layer must find on the keys of its anchor (default 0.6)")  # fmt: skip
+    parser.add_argument("--weighted", choices=("yes", "no"), default="no", help="whether layers count by how much "
+                        "their attention turns the residual stream, as in the paper, or all equally "
+                        "(default no)")  # fmt: skip
     parser.add_argument("--ranks", type=positive, default=1, metavar="N", help="of tensor parallelism: heads take keys "
                         "of heads on their own rank only (default 1)")  # fmt: skip
     parser.add_argument("--k", type=positive, default=64, metavar="N",
@@ -39,9 +42,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from longreach.methods.kascade.calibrate import tokens_needed
+    from longreach.methods.kascade.calibration_result import SERVED
 
-    if args.budget < 1:
+    if args.budget is not None and args.served is not None:
+        raise InvalidInput("--budget fixes the number of anchors, and --served finds one; give one of them")
+    if args.budget is not None and args.budget < 1:
         raise InvalidInput(f"budget: expected at least 1 anchor, got {args.budget}; choose another --budget")
+    served = SERVED if args.served is None else args.served
+    if not 0 <= served <= 1:
+        raise InvalidInput(f"served: expected a share in [0, 1], got {served}; choose another --served")
     work = Work(
         args,
         {"k": args.k, "tile": args.tile},
@@ -52,11 +61,10 @@ def run(args: argparse.Namespace) -> int:
 
     _tell_few(args, work)
     found = calibrated(work.gather(KascadeGather(work.shape, k=args.k, tile=args.tile)))
-    found = replace(found, ranks=args.ranks, weighted=not args.unweighted)
-    chosen = found.plan(args.budget, args.k, args.tile)
-    plan = work.save(
-        found.values(chosen), found.arrays(), budget=args.budget, ranks=args.ranks, weighted=found.weighted
-    )
+    found = replace(found, ranks=args.ranks, weighted=args.weighted == "yes")
+    chosen = found.plan(args.budget, args.k, args.tile, served)
+    how = {"budget": len(chosen.anchors), **({"served": served} if args.budget is None else {})}
+    plan = work.save(found.values(chosen), found.arrays(), **how, ranks=args.ranks, weighted=found.weighted)
     return work.show_plan(plan)
 
 
@@ -65,7 +73,8 @@ def _check(args: argparse.Namespace, shape: ModelShape) -> None:
     from longreach.methods.kascade.anchors import check_anchors
     from longreach.methods.kascade.calibration_result import check_ranks
 
-    check_anchors(args.budget, shape.layers)
+    if args.budget is not None:
+        check_anchors(args.budget, shape.layers)
     check_ranks(args.ranks, shape.kv_heads)
 
 

@@ -23,6 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_plan(parser)
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--budget", type=int, metavar="N", help="the best N anchors")
+    which.add_argument("--served", type=float, metavar="SHARE", help="the fewest anchors with which every layer finds "
+                       "this share of its best attention weight on the keys of its anchor")  # fmt: skip
     which.add_argument("--evenly", type=int, metavar="N", help="N anchors at even distances")
     which.add_argument("--anchors", type=_layers, metavar="L,L", help="these layers")
     parser.add_argument("--heads", choices=HEADS, default="mapped", help="keys that a head takes: those of the head "
@@ -65,10 +67,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _places(args: argparse.Namespace, found: CalibrationResult) -> tuple[str, tuple[int, ...]]:
     """(how they were chosen, places of the anchors among the layers of full attention)."""
-    from longreach.methods.kascade.anchors import choose, evenly
+    from longreach.methods.kascade.anchors import choose, evenly, fewest
 
     if args.budget is not None:
         return "best", choose(found.similarity, args.budget).anchors
+    if args.served is not None:
+        return f"fewest that serve {args.served:g}", fewest(found.similarity, found.plain, args.served).anchors
     if args.evenly is not None:
         return "evenly spaced", evenly(len(found.layers), args.evenly)
     layers = tuple(sorted(set(args.anchors)))

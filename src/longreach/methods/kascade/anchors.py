@@ -57,6 +57,25 @@ def choose(similarity: Tensor, budget: int) -> AnchorSet:
     return AnchorSet(chosen, value(similarity, chosen))
 
 
+def fewest(similarity: Tensor, served: Tensor, least: float) -> AnchorSet:
+    """The fewest anchors that serve every layer, and of as many the best by Algorithm 1.
+
+    similarity: S [n, n]. served: [n, n], the share of its best weight that a layer (column) finds on the keys of an
+    anchor (row); 1 on the diagonal. least: in [0, 1], the share that each layer must find on the keys of its anchor.
+    The paper fixes the number of anchors. Where it is too small, some layer finds little of what it looks for.
+    """
+    if not 0 <= least <= 1:
+        raise InvalidInput(f"served: expected a share in [0, 1], got {least!r}; choose another --served")
+    short = served < least
+    price = 1.0 + float(similarity.clamp(min=0).double().sum())  # more than all layers are worth together
+    priced = torch.where(short, similarity.double() - price, similarity.double())
+    for budget in range(1, similarity.shape[0] + 1):
+        found = choose(priced, budget)
+        if value(short.double(), found.anchors) == 0:
+            break
+    return AnchorSet(found.anchors, value(similarity, found.anchors))
+
+
 def value(similarity: Tensor, anchors: Sequence[int]) -> float:
     """The sum over layers of S[anchor of the layer][layer]."""
     total, anchor = 0.0, anchors[0]

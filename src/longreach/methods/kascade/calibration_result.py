@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from longreach.methods.base import is_count
-from longreach.methods.kascade.anchors import choose
+from longreach.methods.kascade.anchors import choose, fewest
 from longreach.methods.kascade.plan import HELP, KascadePlan
 from longreach.ops.types import describe, require
 from longreach.plans import Plan
+
+SERVED = 0.6  # chosen on longreach-mini: docs/plans.md
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,8 +108,14 @@ class CalibrationResult:
         """A plan's values for this, as `KascadePlan.of` and `of` read them back."""
         return {**chosen.values(), "ranks": self.ranks, "weighted": self.weighted}
 
-    def plan(self, budget: int, k: int, tile: int) -> KascadePlan:
-        """With the best anchors that Algorithm 1 finds. Raises InvalidInput for a budget that is no count of layers."""
+    def plan(self, budget: int | None, k: int, tile: int, served: float = SERVED) -> KascadePlan:
+        """With the best `budget` anchors that Algorithm 1 finds.
+
+        budget: None for the fewest that serve every layer with a share of `served` of its best weight (`fewest`).
+        Raises InvalidInput for a budget that is no count of layers, or no share.
+        """
+        if budget is None:
+            return self.with_anchors(fewest(self.similarity, self.plain, served).anchors, k, tile)
         return self.with_anchors(choose(self.similarity, budget).anchors, k, tile)
 
     def with_anchors(self, anchors: Sequence[int], k: int, tile: int) -> KascadePlan:

@@ -52,6 +52,7 @@ class Decoder:
             self.token = torch.zeros(cache.batch, dtype=torch.int64, device=device)
             self.done = torch.zeros(cache.batch, dtype=torch.bool, device=device)
             self.pad = torch.zeros((), dtype=torch.int64, device=device)
+            self.columns = torch.zeros((), dtype=torch.int64, device=device)
             self.ends = torch.zeros(vocabulary, dtype=torch.bool, device=device)
         self.logits: Tensor | None = None
         self.graph: torch.cuda.CUDAGraph | Pieces | None = None
@@ -75,6 +76,7 @@ class Decoder:
         with torch.inference_mode(False), torch.no_grad():
             self.steps.open(room)
             self.pad.fill_(ends.pad)
+            self.columns.fill_(self.cache.columns)
             self.ends.zero_()
             if ends.eos:
                 self.ends[torch.tensor(ends.eos, device=self.ends.device)] = True
@@ -112,6 +114,7 @@ class Decoder:
         """Run the step. pieces: records it while it runs; None: all of it may be captured."""
         session, cache = self.session, self.cache
         cache.as_if = self.steps.capacity - 1  # masks found for a full cache hold for any length
+        cache.device_columns = self.columns
         session.next_step = step
         try:
             if pieces is None:
@@ -127,12 +130,14 @@ class Decoder:
             session.ledger.abandon()
             raise
         finally:
-            session.next_step = cache.as_if = None
+            session.next_step = cache.as_if = cache.device_columns = None
         if pieces is None:
             self._settle()
         else:
             pieces.host(self._settle)
         self.steps.advance()
+        if cache.layers_asked:
+            self.columns.add_(1)
         self.logits = out.logits[:, -1]
         if not self.sampled:
             self.take(greedy(self.logits))

@@ -1,0 +1,115 @@
+"""What longreach can do with a model, from its configuration alone: no weights are read or allocated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from longreach.adapters.transformers.checks import (
+    cache_windows,
+    check_levels,
+    check_model,
+    decoder_of,
+    shape_of,
+    text_config,
+)
+from longreach.adapters.transformers.load import broken_config, model_path, quiet, register_variants
+from longreach.errors import LongreachError, Unsupported
+from longreach.methods.base import AttentionMethod
+from longreach.methods.call import ModelShape
+from longreach.methods.registry import METHODS, method_class
+from longreach.plans import KINDS, load, shipped
+
+CONFIG = "config.json"
+ELEMENT = 2  # bytes of a number of the cache in bf16 and fp16
+
+
+@dataclass(frozen=True)
+class ModelFit:
+    """What longreach can do with a model.
+
+    name: the model's class. parameters: how many. refused: why longreach does not attach to it, None if it does.
+    shape: None where the model is refused before it is known. windows: layer -> window, of layers with sliding windows.
+    limit: the longest context in tokens that the configuration states, None if it states none.
+    methods: attention method -> why it does not fit with its default options, None if it does.
+    plans: method -> the plan that is shipped for the model.
+    """
+
+    name: str
+    parameters: int
+    refused: str | None
+    shape: ModelShape | None
+    windows: dict[int, int]
+    limit: int | None
+    methods: dict[str, str | None]
+    plans: dict[str, str]
+
+    def kv_bytes(self, tokens: int, batch: int = 1, element: int = ELEMENT) -> int:
+        """Bytes of keys and values of a context. Layers with a sliding window keep all tokens too."""
+        assert self.shape is not None
+        return 2 * batch * tokens * self.shape.layers * self.shape.kv_heads * self.shape.head_dim * element
+
+
+def inspect_model(model: str | Path) -> ModelFit:
+    """What longreach can do with the model of a folder, of a config.json, or with "mini".
+
+    Checks what `attach` checks, on a model without memory. What only a pass shows, such as an unknown mask, is refused
+    there. Raises ModelFileError where there is no configuration, or transformers cannot read it.
+    """
+    try:
+        made = without_weights(model)
+    except Unsupported as error:
+        return ModelFit(str(model), 0, str(error), None, {}, None, {}, {})
+    name, parameters = type(made).__name__, sum(p.numel() for p in made.parameters())
+    try:
+        decoder = decoder_of(made)
+        check_model(made, decoder, rotary=False, placed=False)
+        shape = shape_of(made)
+    except LongreachError as error:
+        return ModelFit(name, parameters, str(error), None, {}, None, {}, {})
+    methods = {known: _reason(made, decoder, method_class(known)(), shape) for known in METHODS}
+    plans = {
+        kind: path.stem for kind in KINDS for path in shipped(kind).values()
+        if load(path, kind).model.config == shape.config
+    }  # fmt: skip
+    limit = getattr(text_config(made), "max_position_embeddings", None)
+    return ModelFit(name, parameters, None, shape, cache_windows(made), limit, methods, plans)
+
+
+def without_weights(model: str | Path) -> PreTrainedModel:
+    """The model of a folder, of a config.json, or "mini", on the meta device: its modules, but no memory.
+
+    Raises ModelFileError, and Unsupported where transformers has no causal language model of this kind.
+    """
+    path = Path(model)
+    path = path.parent if path.name == CONFIG and path.is_file() else model_path(model)
+    register_variants(path)
+    try:
+        with quiet():
+            config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # a malformed file makes transformers raise anything at all
+        raise broken_config(path, error) from error
+    try:
+        with quiet(), torch.device("meta"):
+            made: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise Unsupported(
+            f"transformers cannot make a causal language model of type {config.model_type!r}: {reason[:200]}"
+        ) from error
+    return made
+
+
+def _reason(model: PreTrainedModel, decoder: PreTrainedModel, method: AttentionMethod, shape: ModelShape) -> str | None:
+    try:
+        check_model(
+            model, decoder, rotary=method.needs_pre_rope, frequencies=method.needs_frequencies, placed=False
+        )  # fmt: skip
+        check_levels(model, decode=method.name)
+        method.check(shape)
+    except LongreachError as error:
+        return str(error)
+    return None

@@ -1,0 +1,79 @@
+"""`longreach check`: whether longreach works with a model, from its configuration alone."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from longreach.cli.common import add_json
+from longreach.cli.show import console, emit
+
+if TYPE_CHECKING:
+    from longreach.adapters.transformers import ModelFit
+
+NAME = "check"
+HELP = "tell whether longreach works with a model, with which methods, and what memory a context takes"
+EXAMPLES = ("longreach check ./Llama-3.1-8B-Instruct", "longreach check config.json --json", "longreach check mini")
+CONTEXTS = (8192, 32_768, 131_072)  # tokens
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="a model directory in transformers' format, a config.json, or "
+                        "'mini'; no weights are read")  # fmt: skip
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from longreach.adapters.transformers import inspect_model
+
+    found = inspect_model(args.model)
+    if args.json:
+        kv_bytes = {} if found.shape is None else {str(n): found.kv_bytes(n) for n in CONTEXTS}
+        emit({**asdict(found), "kv_bytes": kv_bytes})
+    else:
+        _show(found)
+    return 0 if found.refused is None else 1
+
+
+def _show(found: ModelFit) -> None:
+    from rich.table import Table
+
+    out = console()
+    if found.refused is not None or found.shape is None:
+        out.print(f"longreach does not work with {found.name}: {found.refused}")
+        return
+    shape, kinds = found.shape, list[str]()
+    if full := shape.layers - len(found.windows):
+        kinds.append(f"{full} layers of full attention")
+    if found.windows:
+        sizes = ", ".join(str(size) for size in sorted(set(found.windows.values())))
+        kinds.append(
+            f"{len(found.windows)} layers with a sliding window of {sizes} tokens, which is attended to exactly"
+        )
+    out.print(f"longreach works with {found.name} ({_count(found.parameters)} parameters).")
+    out.print(f"{'; '.join(kinds)}; {shape.query_heads} query and {shape.kv_heads} KV heads of {shape.head_dim}")
+    out.print()
+    methods = Table("method", "with its default options", box=None, pad_edge=False)
+    for method, reason in found.methods.items():
+        plan = f"yes, with the plan {found.plans[method]}" if method in found.plans else "yes"
+        methods.add_row(method, plan if reason is None else reason)
+    out.print(methods)
+    out.print()
+    memory = Table("context", "keys and values in 16 bits, one sequence", box=None, pad_edge=False)
+    for tokens in CONTEXTS:
+        beyond = " (beyond the model's context)" if found.limit is not None and tokens > found.limit else ""
+        memory.add_row(f"{tokens // 1024}K", f"{_size(found.kv_bytes(tokens))}{beyond}")
+    out.print(memory)
+    out.print("State that a method keeps takes memory in addition.")
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+
+
+def _count(parameters: int) -> str:
+    for size, unit in ((10**9, "B"), (10**6, "M")):
+        if parameters >= size:
+            return f"{parameters / size:.1f} {unit}"
+    return str(parameters)
