@@ -153,7 +153,7 @@ def _kascade_int8(batch: int, context: int, least: float | None = None) -> Case:
 
 
 def _kascade_prefill(context: int, percent: int, every: int = 1, least: float | None = None) -> Case:
-    """A prompt in a model's layers. every: scores are weighted by log-sums of every so many-th key."""
+    """A prompt in a model's layers. every: n, where log-sums are estimated from each n-th key."""
     options: tuple[tuple[str, object], ...] = (("k", percent / 100),)
     name = f"{_label(context)}-{percent}pct"
     targets = [] if least is None else [Target("speed over", least, "kascade", "flash_attention_3")]

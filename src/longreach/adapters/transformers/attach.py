@@ -37,15 +37,16 @@ from longreach.adapters.transformers.generate import (
 )
 from longreach.adapters.transformers.hf_cache import LongreachCache
 from longreach.adapters.transformers.oom import memory_errors, stream_captures
+from longreach.adapters.transformers.options import refuse_options
 from longreach.adapters.transformers.padding import real_tokens
 from longreach.adapters.transformers.registration import register, release
 from longreach.adapters.transformers.rotary import attention_modules, find_rotation, probing
 from longreach.adapters.transformers.step import ModelFacts, PassCache, Step, current, entered, plain_append
 from longreach.cache import CacheConfig, MemoryUse
 from longreach.cache.host import gib
-from longreach.errors import ConcurrentUse, InvalidInput, UnknownName, Unsupported
+from longreach.errors import ConcurrentUse, InvalidInput, Unsupported
 from longreach.methods.base import AttentionMethod
-from longreach.methods.registry import choose, choose_eviction, choose_fusion, options_of
+from longreach.methods.registry import choose, choose_eviction, choose_fusion
 from longreach.methods.slots import Eviction, Fusion, check_eviction, check_fusion
 from longreach.ops.attend import IMPLEMENTATIONS
 from longreach.runtime import Ledger, Pass, Report, Segment
@@ -53,7 +54,6 @@ from longreach.runtime.forward import LayerHook
 
 MARK = "_longreach_session"
 ATTENTION = "_attn_implementation_internal"  # the field of transformers' configurations that names their attention
-ATTACHING = ("fuse", "prefill", "decode", "evict", "cache", "impl")  # options of `attach`
 _ABSENT = object()
 
 
@@ -96,24 +96,14 @@ def attach(
 
 
 def detach(model: PreTrainedModel) -> None:
-    """Close the session that is attached to a model, for a session that was lost; nothing if there is none.
+    """Close the session that is attached to a model. Without one, nothing happens.
 
-    As `Session.close`, which the end of a `with` block calls. Raises InvalidInput for what is no transformers model,
-    ConcurrentUse within a forward pass of the model.
+    For a session whose object was lost. Raises InvalidInput for what is no transformers model, ConcurrentUse within a
+    forward pass of the model.
     """
     session = decoder_of(model).__dict__.get(MARK)
     if session is not None:
         session.close()
-
-
-def refuse_options(of: str, unknown: dict[str, Any], slots: dict[str, Any], more: tuple[str, ...] = ()) -> None:
-    """Raise for the first unknown option of a call, InvalidInput if it is one of a method in the slots, which says how
-    to write it, else UnknownName. more: names that the call knows besides those of attach."""
-    for option, value in unknown.items():
-        for slot, text in slots.items():
-            if isinstance(text, str) and option in options_of(text):
-                raise InvalidInput(f'options of a method stand in its text: write {slot}="{text} {option}={value}"')
-        raise UnknownName(f"option of {of}", option, (*more, *ATTACHING))
 
 
 def check_host(config: CacheConfig, evict: Eviction | None) -> None:

@@ -83,9 +83,9 @@ class Kascade(AttentionMethod):
     scoring: "exact", or "int8": in decode an 8-bit copy of the anchors' keys is scored; attention reads the original
         keys. The copy is written during prefill and decode. The report counts it as metadata.
     lse_every: in a prompt, the log-sum-exp by which rows of a tile are weighted against each other is estimated from
-        every so many-th key: 1, from all (exact). Layers that attend densely have the exact one and do not use this.
+        each n-th key: n = 1, from all (exact). Layers that attend densely have the exact one and do not use this.
         The chosen keys hold a little less weight: the report names it.
-    score_every: in a prompt, a tile is scored by every so many-th of its rows, the first included: 1, by all (exact).
+    score_every: in a prompt, a tile is scored by each n-th of its rows, the first included: n = 1, by all (exact).
         The passes over all keys take as much less time, and the chosen keys hold less weight: the report names it.
     choose: in decode: "top", or "sample": keys are drawn by the square root of their scores in the anchor, and weighted
         (`choosing.chosen_keys`). Scores of another layer are no better a guess than that.
@@ -275,7 +275,7 @@ class Kascade(AttentionMethod):
 
 
 def _sampling_notes(call: LayerCall, rows: int, keys: int) -> Notes | None:
-    """For the report: tiles were scored by every so many-th of their rows, or the lse by every so many-th key."""
+    """For the report: which rows of a tile were scored, and which keys the lse was estimated from."""
     said = [f"tiles scored by every {rows}th row"] * (rows > 1) + [f"lse from every {keys}th key"] * (keys > 1)
     if not said:
         return None

@@ -139,7 +139,7 @@ def _on_device(device: torch.device, *given: Tensor) -> list[Tensor]:
 def scored_rows(call: LayerCall, tiles: PromptTiles, every: int, keys_every: int = 1) -> Scored:
     """Every `every`-th of a tile's rows, its first row included. Rows of tiles that choose nothing are left out.
 
-    keys_every: the lse is estimated from every so many-th key.
+    keys_every: n, where the lse is estimated from each n-th key.
     """
     table, slot, start, keys = tiles.host
     rank = (table >= 0).long().cumsum(1) - 1

@@ -40,8 +40,8 @@ def tile_log_sums(
 
     Returns fp32 [R, H] (fp64 for fp64 inputs). Rows in no tile may have any value: the reference leaves NaN there.
     Dense attention of the same rows gives the same numbers, and makes this pass unnecessary.
-    every: above 1, an estimate: of the slots from 64 on, up to 128 slots before a tile's start, every so many-th
-        one is read and counts as so many. Slots before and after these are all read.
+    every: n. Above 1 the result is an estimate: between slot 64 and 128 slots before a tile's start, each n-th slot
+        is read and counts n times. Slots before and after these are all read.
     Raises InvalidInput, UnknownName; Unsupported for views with slot_pos, and as `attend` does.
     """
     _check(rows, kv, tiles, scale, softcap, sink_logit)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from longreach.adapters.transformers.attach import ATTACHING, MARK, Session, attach, refuse_options
+from longreach.adapters.transformers.attach import MARK, Session, attach
 from longreach.adapters.transformers.generate import PADDED_END
 from longreach.adapters.transformers.hf_cache import LongreachCache
 from longreach.adapters.transformers.loop.decoder import Capture, vocabulary_of
@@ -21,6 +21,7 @@ from longreach.adapters.transformers.loop.run import DecodeRun, GraphOption, cou
 from longreach.adapters.transformers.loop.sampling import Sampler, ends_of, greedy
 from longreach.adapters.transformers.loop.settings import refuse_settings
 from longreach.adapters.transformers.oom import memory_errors
+from longreach.adapters.transformers.options import ATTACHING, refuse_options
 from longreach.errors import InvalidInput
 from longreach.ops.types import describe
 
