@@ -119,6 +119,14 @@ def test_layers_that_ask_for_the_length_get_that_of_the_step(graph: Any) -> None
             assert torch.equal(made.sequences, want)
 
 
+def test_masks_never_read_the_length_from_the_device() -> None:
+    """A captured step cannot: only the layers of models such as Llama-4 ask for it there, and those do not read it."""
+    with attach(model_of("llama")) as session:
+        cache = session.new_cache(1)
+        generate(session, random_tokens(1, 20), max_new_tokens=4, eos_token_id=(), past_key_values=cache)
+        assert not cache.layers_asked
+
+
 @layouts
 def test_a_prompt_in_chunks(cache: CacheConfig) -> None:
     tokens, mask = padded_batch()

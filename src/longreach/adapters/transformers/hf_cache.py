@@ -221,6 +221,10 @@ class LongreachCache(Cache):
         self.layers_asked = True
         return self.device_columns
 
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Columns held, for transformers' masks: always a number, as masks are decided on the host."""
+        return self.seen
+
     @property
     def padded(self) -> bool:
         """Whether some columns are padding."""
