@@ -91,6 +91,7 @@ def scaled_by_length() -> Any:
     fields = {
         "layer_types": ["full_attention"] * 2, "no_rope_layers": [1, 0], "attn_temperature_tuning": True,
         "floor_scale": 8, "attn_scale": 0.9, "intermediate_size_mlp": 96, "num_local_experts": 2, "moe_layers": [],
+        "attention_chunk_size": 16,  # of chunked layers; there are none, but the model makes their mask
     }  # fmt: skip
     sizes = {
         "vocab_size": VOCABULARY,

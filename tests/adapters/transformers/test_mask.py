@@ -11,6 +11,7 @@ from transformers import AutoConfig, masking_utils
 
 from longreach import attach
 from longreach.adapters.transformers.mask import Pattern, pattern
+from longreach.adapters.transformers.mask import mask as made
 from longreach.errors import Unsupported
 from longreach.testing.tiny import from_config
 from tests.adapters.transformers.reference import prompt
@@ -96,11 +97,18 @@ def test_a_mask_function_that_cannot_be_asked_is_refused() -> None:
 
 
 def test_a_model_that_handles_its_mask_as_a_tensor_is_refused() -> None:
-    mask = Pattern()
+    mask = made(1, 4, 4, mask_function=CAUSAL)
     for use in (lambda: mask.shape, lambda: mask[:, :, :4], lambda: mask.to(torch.float32)):
         with pytest.raises(Unsupported, match="attention mask"):
             use()
-    assert not hasattr(mask, "dim") and str(mask) == "causal" and str(Pattern(3)) == "a sliding window of 3"
+    assert not hasattr(mask, "dim") and mask.pattern == Pattern()
+    assert str(Pattern()) == "causal" and str(Pattern(3)) == "a sliding window of 3"
+
+
+def test_a_mask_that_no_layer_uses_is_not_asked() -> None:
+    mask = made(1, 4, 4)
+    with pytest.raises(Unsupported, match="without a mask function"):
+        _ = mask.pattern
 
 
 def test_no_mask_of_the_size_of_the_scores_is_built() -> None:
@@ -123,5 +131,5 @@ def test_a_decoder_switched_to_bidirectional_is_refused() -> None:
     )
     config.is_causal = False
     model = from_config(config)
-    with attach(model), pytest.raises(Unsupported, match="neither causal nor a sliding window"):
+    with attach(model), pytest.raises(Unsupported, match="is_causal=False"):
         model(prompt())

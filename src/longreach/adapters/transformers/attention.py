@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from longreach.adapters.transformers.check_attention import check_attention
 from longreach.adapters.transformers.frequencies import frequencies_of
-from longreach.adapters.transformers.mask import Pattern
+from longreach.adapters.transformers.mask import Mask
 from longreach.adapters.transformers.rotary import Captured, Rotation, probing
 from longreach.adapters.transformers.step import Step, current
 from longreach.errors import Unsupported
@@ -134,16 +134,17 @@ def _check_layer(step: Step, module: nn.Module, query: Tensor, key: Tensor, valu
 
 def _window(step: Step, layer: int, mask: Any, keyword: Any) -> int | None:
     """The window of the layer. Its mask, its keyword and its configuration must agree."""
-    if not isinstance(mask, Pattern):
+    if not isinstance(mask, Mask):
         what = "no mask at all" if mask is None else "a mask of its own"
         raise Unsupported(f"the model gives attention {what}; longreach handles 2-D padding masks [B, T] only")
-    if mask.window is not None and keyword in (None, mask.window):
-        return mask.window
+    pattern = mask.pattern
+    if pattern.window is not None and keyword in (None, pattern.window):
+        return pattern.window
     limits = {"passes sliding_window": keyword, "caches a window": step.facts.cache_windows.get(layer)}
     for how, limit in limits.items():
         if limit is not None and step.columns > limit:
-            raise Unsupported(f"layer {layer} {how} of {limit} tokens, but its mask is {mask}; which one is meant?")
-    return mask.window
+            raise Unsupported(f"layer {layer} {how} of {limit} tokens, but its mask is {pattern}; which one is meant?")
+    return pattern.window
 
 
 def _layer_call(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -23,9 +24,24 @@ class _NoTensor(Unsupported, AttributeError):
 
 @dataclass(frozen=True)
 class Pattern:
-    """Replaces a mask: causal, within the last `window` tokens if there is a window."""
+    """What a mask means: causal, within the last `window` tokens if there is a window."""
 
     window: int | None = None
+
+    def __str__(self) -> str:
+        return "causal" if self.window is None else f"a sliding window of {self.window}"
+
+
+class Mask:
+    """Replaces a mask. Its pattern is found when a layer asks: some models make masks that no layer uses."""
+
+    def __init__(self, find: Callable[[], Pattern]) -> None:
+        self._find = find
+
+    @cached_property
+    def pattern(self) -> Pattern:
+        """Raises Unsupported."""
+        return self._find()
 
     def __getattr__(self, name: str) -> Any:
         raise _NoTensor(
@@ -35,8 +51,10 @@ class Pattern:
     def __getitem__(self, index: Any) -> Any:
         raise _NoTensor("the model cuts its attention mask, and longreach builds no mask; it cannot attach")
 
-    def __str__(self) -> str:
-        return "causal" if self.window is None else f"a sliding window of {self.window}"
+
+def mask(*args: Any, **kwargs: Any) -> Mask:
+    """For transformers: replaces a mask function's result. Takes what `pattern` takes."""
+    return Mask(partial(pattern, *args, **kwargs))
 
 
 def pattern(
@@ -61,9 +79,12 @@ def pattern(
     if mask_function is None:
         raise Unsupported("the model requests an attention mask without a mask function")
     q, k = _points(first, length, kv_offset + kv_length, [p.window for p in patterns if p.window is not None])
+    points = (torch.arange(batch_size)[:, None], torch.zeros((), dtype=torch.long), q, k)
     try:
-        rows = torch.arange(batch_size)[:, None]
-        said = mask_function(rows, torch.zeros((), dtype=torch.long), q, k)
+        try:
+            said = mask_function(*points)
+        except RuntimeError:  # it compares positions with the padding, which lies on the model's device
+            said = mask_function(*(x.to(kwargs.get("device", "cpu")) for x in points))
         allowed = torch.as_tensor(said).bool().cpu().expand(batch_size, len(q))
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         raise Unsupported(f"the model's mask function failed on test positions: {error}") from error

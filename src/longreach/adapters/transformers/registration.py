@@ -9,11 +9,11 @@ from typing import Any
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from longreach.adapters.transformers.attention import NAME, longreach_attention
-from longreach.adapters.transformers.mask import pattern
+from longreach.adapters.transformers.mask import mask
 
 _TABLES: tuple[tuple[Any, Callable[..., Any]], ...] = (
     (AttentionInterface, longreach_attention),
-    (AttentionMaskInterface, pattern),
+    (AttentionMaskInterface, mask),
 )
 _lock, _sessions = threading.Lock(), 0
 
