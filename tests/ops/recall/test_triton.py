@@ -28,6 +28,18 @@ def test_any_case(seed: int) -> None:
     check(case, *run(case))
 
 
+@pytest.mark.parametrize("seed", swept(range(200, 260), 10))
+@pytest.mark.parametrize("full", [0, float("inf")])
+def test_one_kernel_or_two(seed: int, full: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both, whatever the number of rows."""
+    tune = triton.Tuning(full=full)
+    monkeypatch.setattr(triton, "Tuning", lambda: tune)
+    case = make_case(seed, half=HALF, ties=seed % 2 == 0)
+    if seed % 2 == 0:
+        case.options.update(pool="sum", scale=0.1)
+    check(case, *run(case), exact=seed % 2 == 0)
+
+
 @pytest.mark.parametrize("seed", swept(range(100, 140), 10))
 def test_the_later_of_equal_scores(seed: int) -> None:
     case = make_case(seed, half=HALF, ties=True)
@@ -44,7 +56,13 @@ def test_groups_of_query_heads(pool: str, group: int) -> None:
     check(case, *run(case))
 
 
-@pytest.mark.parametrize("tune", [triton.Tuning(tile=16, per_sm=1), triton.Tuning(tile=64, blocks=32, chunk=16)])
+TUNINGS = [
+    triton.Tuning(tile=16, per_sm=1), triton.Tuning(tile=64, blocks=32, chunk=16), triton.Tuning(full=float("inf")),
+    triton.Tuning(full=0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("tune", TUNINGS)
 @pytest.mark.parametrize("at_once", [1, 1 << 25])
 def test_however_the_work_is_cut(tune: triton.Tuning, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of two sequences by turns, many at once and 16 at a time."""

@@ -1,12 +1,15 @@
-"""recall on the GPU: scores of some rows, then the choice of the highest. Nothing waits for the device.
+"""recall on the GPU. Nothing waits for the device.
 
-Codes are read once; the logits of one chunk of rows lie in memory in between, at most AT_ONCE of them.
+Few rows, as in decoding: scores, for which programs share the codes, then the choice of the highest. The logits of one
+chunk of rows lie in memory in between, at most AT_ONCE of them.
+Many rows that follow each other, as in prefill and training: one kernel, without logits in memory.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -20,18 +23,21 @@ from longreach.ops.types import KVView, Rows
 INTERPRETED: bool = kernels.INTERPRETED.value
 AT_ONCE = 1 << 25  # logits held at a time
 MOST_COUNT = 512  # blocks that one program keeps in order
+MOST_FUSED = 32  # blocks that one program keeps for each row of a tile
 
 
 @dataclass(frozen=True)
 class Tuning:
     """tile: rows x heads of a tile of rows of one sequence; blocks: of a program's round; per_sm: programs a
-    multiprocessor among which blocks are dealt out; chunk: logits of a round of `choose`."""
+    multiprocessor among which blocks are dealt out; chunk: logits of a round of `choose`; full: tiles a multiprocessor
+    from which on one kernel does both steps."""
 
     tile: int = 32 if INTERPRETED else 64
     blocks: int = 16 if INTERPRETED else 64
     per_sm: int = 4
     chunk: int = 64 if INTERPRETED else 4096
     warps: int = 4
+    full: float = 1
     chained: bool = not INTERPRETED
 
     def programs(self, device: torch.device) -> int:
@@ -59,18 +65,22 @@ def recall(
     if not index.numel():
         return index, used
     q = rows.q if rows.q.stride(2) == 1 else rows.q.contiguous()
+    per_tile = _rows_of_tile(rows, blocks, t)
+    tiles = triton.cdiv(total, per_tile) * blocks.heads
+    memory, seq, stop = _memory(blocks), rows.seq.contiguous(), stop.contiguous()
+    start = None if start is None else start.contiguous()
+    if per_tile > 1 and count <= MOST_FUSED and tiles * t.per_sm >= t.full * t.programs(q.device):
+        with torch.cuda.device_of(q):
+            _launch_fused(q, seq, start, stop, blocks, memory, index, used, per_tile, count, scale, summed, t)
+        return index, used
     heads = blocks.heads if summed else q.shape[1]
     piece = max(16, AT_ONCE // (heads * max(1, blocks.capacity)) // 16 * 16)
-    memory = _memory(blocks)
-    seq, stop = rows.seq.contiguous(), stop.contiguous()
-    start = None if start is None else start.contiguous()
-    rows_of_tile = _rows_of_tile(rows, blocks, t)
     with torch.cuda.device_of(q):
         for at in range(0, total, piece):
             some = slice(at, at + piece)
             logits = q.new_empty((min(piece, total - at), heads, blocks.capacity), dtype=torch.float32)
             _launch(q[some], seq[some], None if start is None else start[some], stop[some], blocks, memory, logits,
-                    index[some], used[some], rows_of_tile, count, scale, summed, t)  # fmt: skip
+                    index[some], used[some], per_tile, count, scale, summed, t)  # fmt: skip
     return index, used
 
 
@@ -78,26 +88,50 @@ def _launch(
     q: Tensor, seq: Tensor, start: Tensor | None, stop: Tensor, blocks: KVView, memory: tuple, logits: Tensor,
     index: Tensor, used: Tensor, per_tile: int, count: int, scale: float, summed: bool, t: Tuning,
 ) -> None:  # fmt: skip
-    rows, heads, width = q.shape
-    group = heads // blocks.heads
-    wide = triton.next_power_of_2(group)
+    rows, begin = q.shape[0], stop if start is None else start
+    same, tiled = _same(q, start, blocks, summed, t), _tiled(q, blocks, per_tile, t)
+    wide = same["WIDE"]
     tiles = triton.cdiv(rows, per_tile) * blocks.heads
-    size = max(16, t.blocks // (2 if width * q.element_size() > 512 else 1))
-    shares = min(triton.cdiv(blocks.capacity, size), max(1, triton.cdiv(t.programs(q.device), tiles)))
-    begin = stop if start is None else start
-    same = {"G": blocks.heads, "GROUP": group, "WIDE": wide, "STARTS": start is not None, "SUM": summed,
-            "CHAINED": t.chained, "num_warps": t.warps} | ({"launch_pdl": True} if t.chained else {})  # fmt: skip
-    paged = blocks.block_table is not None and blocks.block_table.shape[1] > 1
+    shares = min(triton.cdiv(blocks.capacity, tiled["BN"]), max(1, triton.cdiv(t.programs(q.device), tiles)))
     kernels.score[(tiles, shares)](
-        (q, *q.stride()[:2]), seq, begin, stop, memory, logits, rows, blocks.capacity, float(scale), T=per_tile,
-        M=max(16, per_tile * wide), F=width, F2=triton.next_power_of_2(max(16, width)), BN=size, PAGED=paged,
-        PAGE=blocks.page if paged else 1, TABLED=blocks.block_table is not None, **same,
-    )  # fmt: skip
+        (q, *q.stride()[:2]), seq, begin, stop, memory, logits, rows, blocks.capacity, float(scale), **tiled, **same
+    )
     chunk = min(max(16, t.chunk // (1 if summed else wide)), triton.next_power_of_2(max(16, blocks.capacity)))
     kernels.choose[(rows * blocks.heads,)](
         logits, seq, begin, stop, memory[4], index, used, blocks.capacity, COUNT=count,
         WIDTH=triton.next_power_of_2(count), BN=chunk, **same,
     )  # fmt: skip
+
+
+def _launch_fused(
+    q: Tensor, seq: Tensor, start: Tensor | None, stop: Tensor, blocks: KVView, memory: tuple,
+    index: Tensor, used: Tensor, per_tile: int, count: int, scale: float, summed: bool, t: Tuning,
+) -> None:  # fmt: skip
+    kernels.score_and_choose[(triton.cdiv(q.shape[0], per_tile) * blocks.heads,)](
+        (q, *q.stride()[:2]), seq, stop if start is None else start, stop, memory, index, used, q.shape[0],
+        float(scale), COUNT=count, WIDTH=triton.next_power_of_2(count), **_tiled(q, blocks, per_tile, t),
+        **_same(q, start, blocks, summed, t),
+    )  # fmt: skip
+
+
+def _same(q: Tensor, start: Tensor | None, blocks: KVView, summed: bool, t: Tuning) -> dict[str, Any]:
+    """What all kernels take."""
+    group = q.shape[1] // blocks.heads
+    return {"G": blocks.heads, "GROUP": group, "WIDE": triton.next_power_of_2(group), "STARTS": start is not None,
+            "SUM": summed, "CHAINED": t.chained, "num_warps": t.warps} | (
+                {"launch_pdl": True} if t.chained else {})  # fmt: skip
+
+
+def _tiled(q: Tensor, blocks: KVView, per_tile: int, t: Tuning) -> dict[str, Any]:
+    """What the kernels of tiles take."""
+    width = q.shape[2]
+    paged = blocks.block_table is not None and blocks.block_table.shape[1] > 1
+    return {
+        "T": per_tile, "M": max(16, per_tile * triton.next_power_of_2(q.shape[1] // blocks.heads)),
+        "F": width, "F2": triton.next_power_of_2(max(16, width)),
+        "BN": max(16, t.blocks // (2 if width * q.element_size() > 512 else 1)),
+        "PAGED": paged, "PAGE": blocks.page if paged else 1, "TABLED": blocks.block_table is not None,
+    }  # fmt: skip
 
 
 def _rows_of_tile(rows: Rows, blocks: KVView, t: Tuning) -> int:

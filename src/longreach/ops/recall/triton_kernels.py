@@ -27,6 +27,15 @@ def _range(row, there, seq_of, start_of, stop_of, held, STARTS: tl.constexpr):
 
 
 @triton.jit
+def _keys(s, block, there):
+    """Scores with their blocks as int64: larger for higher scores, among equal ones for later blocks. NaN is -inf."""
+    s = tl.where(s != s, float("-inf"), s)
+    bits = tl.where(s == 0.0, 0, s.to(tl.int32, bitcast=True))
+    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return tl.where(there, (order.to(tl.int64) << 32) | block.to(tl.int64), NONE)
+
+
+@triton.jit
 def score(
     q, seq_of, start_of, stop_of, memory, out, rows, units, scale, G: tl.constexpr, GROUP: tl.constexpr,
     WIDE: tl.constexpr, T: tl.constexpr, M: tl.constexpr, F: tl.constexpr, F2: tl.constexpr, BN: tl.constexpr,
@@ -129,10 +138,7 @@ def choose(
             x = tl.load(base + h[:, None].to(tl.int64) * units + (at + n)[None, :], mask=inside, other=0.0)
             p = tl.exp2((x - largest[:, None]) * LOG2E) / total[:, None]
             s = tl.sum(tl.where(inside, p, 0.0), 0)
-        s = tl.where(s != s, float("-inf"), s)
-        bits = tl.where(s == 0.0, 0, s.to(tl.int32, bitcast=True))
-        order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-        found = tl.where(there, (order.to(tl.int64) << 32) | (at + n).to(tl.int64), NONE)
+        found = _keys(s, at + n, there)
         best = tl.max(found, 0)
         while best > least:
             keys = tl.where(keys == least, best, keys)
@@ -146,3 +152,95 @@ def choose(
     to = index + stream * COUNT + column
     tl.store(to, tl.where(column < number, chosen, 0), mask=column < COUNT)
     tl.store(used + stream, number)
+
+
+@triton.jit
+def score_and_choose(
+    q, seq_of, start_of, stop_of, memory, index, used, rows, scale, G: tl.constexpr, GROUP: tl.constexpr,
+    WIDE: tl.constexpr, T: tl.constexpr, M: tl.constexpr, F: tl.constexpr, F2: tl.constexpr, BN: tl.constexpr,
+    COUNT: tl.constexpr, WIDTH: tl.constexpr, STARTS: tl.constexpr, SUM: tl.constexpr, PAGED: tl.constexpr,
+    PAGE: tl.constexpr, TABLED: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """Both steps for many rows, without logits in memory. Program (tile of T rows and KV head).
+
+    It reads the codes twice: for the softmax of each head, then for the scores, of which it keeps each row's highest.
+    Letters as `score` and `choose` have them; R rows, T of them in use, with M // R heads each.
+    """
+    if CHAINED:
+        gdc_wait()
+    codes, page_stride, head_stride, unit_stride, held, table, table_row = memory
+    R: tl.constexpr = M // WIDE
+    stream = tl.program_id(0)
+    tile, g = stream // G, (stream % G).to(tl.int64)
+    m = tl.arange(0, M)
+    d = tl.arange(0, F2)
+    n = tl.arange(0, BN)
+    row = tile * T + m // WIDE
+    there = (m < T * WIDE) & (row < rows)
+    seq, low, high = _range(row, there, seq_of, start_of, stop_of, held, STARTS)
+    head = m % WIDE
+    active = there & (head < GROUP) & (low < high)
+    from_q = q[0] + row.to(tl.int64) * q[1] + (g * GROUP + head) * q[2]
+    x = tl.load(from_q[:, None] + d[None, :], mask=active[:, None] & (d < F)[None, :], other=0.0)
+    r = tl.arange(0, R)
+    row_r = tile * T + r
+    there_r = (r < T) & (row_r < rows)
+    seq_r, low_r, high_r = _range(row_r, there_r, seq_of, start_of, stop_of, held, STARTS)
+    largest = tl.full((M,), float("-inf"), tl.float32)
+    total = tl.zeros((M,), tl.float32)
+    column = tl.arange(0, WIDTH)
+    keys = tl.broadcast_to(tl.where(column < COUNT, NONE + column.to(tl.int64), FULL)[None, :], (R, WIDTH))
+    least = tl.min(keys, 1)
+    for choosing in tl.static_range(1 if SUM else 0, 2):
+        left = active
+        while tl.max(left.to(tl.int32), 0) != 0:
+            now = tl.min(tl.where(left, seq, FAR), 0)
+            mine = left & (seq == now)
+            begin = tl.min(tl.where(mine, low, FAR), 0)
+            end = tl.max(tl.where(mine, high, 0), 0)
+            left = left & (seq != now)
+            page = now.to(tl.int64)
+            if TABLED and not PAGED:
+                page = tl.load(table + page * table_row).to(tl.int64)
+            for at in range(begin, end, BN):
+                block = at + n
+                inside = block < end
+                if PAGED:
+                    to = table + now.to(tl.int64) * table_row + block // PAGE
+                    pages = tl.load(to, mask=inside, other=0).to(tl.int64)
+                    place = pages * page_stride + (block % PAGE).to(tl.int64) * unit_stride
+                else:
+                    place = page * page_stride + block.to(tl.int64) * unit_stride
+                from_codes = codes + g * head_stride + place
+                c = tl.load(from_codes[:, None] + d[None, :], mask=inside[:, None] & (d < F)[None, :], other=0.0)
+                y = tl.dot(x, tl.trans(c), input_precision="ieee")
+                seen = mine[:, None] & (block[None, :] >= low[:, None]) & (block[None, :] < high[:, None])
+                if choosing == 0:
+                    y = tl.where(seen, y * scale, float("-inf"))
+                    new = tl.maximum(largest, tl.max(y, 1))
+                    mean = tl.where(new == float("-inf"), 0.0, new)
+                    total = total * tl.exp2((largest - mean) * LOG2E) + tl.sum(tl.exp2((y - mean[:, None]) * LOG2E), 1)
+                    largest = new
+                else:
+                    if not SUM:
+                        y = tl.exp2((y * scale - largest[:, None]) * LOG2E) / total[:, None]
+                    s = tl.sum(tl.reshape(tl.where(seen, y, 0.0), (R, WIDE, BN)), 1)
+                    if SUM:  # scaled once, so that equal sums of integers stay equal
+                        s = s * scale
+                    allowed = there_r & (seq_r == now)
+                    allowed = allowed[:, None] & (block[None, :] >= low_r[:, None]) & (block[None, :] < high_r[:, None])
+                    found = _keys(s, tl.broadcast_to(block[None, :], (R, BN)), allowed)
+                    best = tl.max(found, 1)
+                    while tl.max((best > least).to(tl.int32), 0) != 0:
+                        keys = tl.where((keys == least[:, None]) & (best > least)[:, None], best[:, None], keys)
+                        found = tl.where(found == best[:, None], NONE, found)
+                        least = tl.min(keys, 1)
+                        best = tl.max(found, 1)
+    number = tl.minimum(tl.maximum(high_r - low_r, 0), COUNT)
+    real = (column < COUNT)[None, :] & (keys >= NONE + WIDTH)
+    chosen = tl.sort(tl.where(real, (keys & 0x7FFFFFFF).to(tl.int32), FAR), 1)
+    stream_r = row_r.to(tl.int64) * G + g
+    to = index + stream_r[:, None] * COUNT + column[None, :]
+    kept = tl.where(column[None, :] < number[:, None], chosen, 0)
+    tl.store(to, kept, mask=there_r[:, None] & (column < COUNT)[None, :])
+    tl.store(used + stream_r, number, mask=there_r)
