@@ -1,0 +1,52 @@
+"""What programs of several ops get of a view and of lists: addresses, sizes and strides."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from longreach.errors import Unsupported
+from longreach.ops.host_calls import HostCalls
+from longreach.ops.types import KVView
+
+FLOAT = torch.float32
+KINDS = {torch.bfloat16: np.uint16, torch.float16: np.int16, torch.float32: np.float32}
+
+
+def kind_of(dtype: torch.dtype) -> type:
+    """The numbers of a dtype as Numba kernels load them. Raises Unsupported."""
+    if dtype not in KINDS:
+        raise Unsupported(f"attention on the CPU computes in fp32 from bf16, fp16 or fp32, got {dtype}")
+    return KINDS[dtype]
+
+
+def span_of(kv: KVView) -> dict[str, int]:
+    """Fields of a job on where keys and values lie. Their memory must be the host's."""
+    k, v = kv.k, kv.v
+    if kv.slot_pos is not None:
+        raise Unsupported("attention on the CPU takes slots in the order of their positions; leave slot_pos out")
+    sizes = [1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)) for x in (k, v)]
+    fields = {"k": k.data_ptr(), "v": v.data_ptr(), "k_size": max(sizes), "page": kv.page, "sequences": kv.sequences}
+    fields |= {f"k{i}": k.stride(i) for i in range(3)} | {f"v{i}": v.stride(i) for i in range(3)}
+    table = kv.block_table
+    return fields if table is None else {**fields, "paged": 1, "pages": table.shape[1]}
+
+
+def send_lists(calls: HostCalls, index: Tensor, other: Tensor | None, name: str, count: Tensor) -> dict[str, int]:
+    """Copy the entries in use of lists [L, lists, C], and numbers beside them, to host memory; their addresses."""
+    count = count.int().contiguous()
+    found = dict(zip(("count",), calls.send(("count", count)), strict=True))
+    wanted = [("index", index, torch.int32)]
+    if other is not None:
+        wanted.append((name, other, torch.float32 if other.is_floating_point() else other.dtype))
+    for field, x, dtype in wanted:
+        to = calls.buffer(field, x.shape, dtype)
+        if calls.device.type == "cuda":
+            import_module("longreach.ops.triton_copies").copy_lists(x.contiguous(), to, count)
+        else:
+            to.copy_(x)
+        found[field] = to.data_ptr()
+    return found
