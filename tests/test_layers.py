@@ -56,6 +56,7 @@ SHARED = {
         "numba_softmax",
         "tile_lists",
         "triton_copies",
+        "triton_copies_kernels",
         "triton_reads",
     },
     "methods": {"base", "call", "choosing", "error_bars", "registry", "slots", "values"},

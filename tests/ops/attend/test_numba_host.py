@@ -95,7 +95,7 @@ def test_lists_that_name_no_keys_fail_by_name_and_only_once() -> None:
 def test_what_the_cpu_does_not_take() -> None:
     kv = called(random_kv([20], heads=1, dim=8, dtype=torch.float64))
     rows = random_rows(kv, 1)
-    with pytest.raises(Unsupported, match="computes in fp32 from bf16, fp16 or fp32, got torch.float64"):
+    with pytest.raises(Unsupported, match=r"computes in fp32 from bf16, fp16 or fp32, got torch\.float64"):
         attend(rows, kv, Spans.dense(), scale=1.0)
     kv = called(random_kv([20], heads=1, dim=8))
     spans = Spans((Span(absolute(0), relative(1)),) * 33)

@@ -106,7 +106,7 @@ def _in_range(index, begin, first, last, block, filled):
     right = True
     for i in range(begin + first, begin + last):
         entry = np.int64(index[i])
-        right &= 0 <= entry and entry * block < filled
+        right &= entry >= 0 and entry * block < filled
     return right
 
 

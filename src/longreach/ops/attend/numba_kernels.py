@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 from numba import njit
 
 from longreach.ops.numba_dots import AHEAD, LINE, dots, row_ahead
-from longreach.ops.numba_math import INLINE, KERNEL, exp, take, to_float
+from longreach.ops.numba_math import INLINE, KERNEL, take, to_float
 from longreach.ops.numba_softmax import add_values, soften
 
 CHUNK = 512  # keys whose logits are held at a time
