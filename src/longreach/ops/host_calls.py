@@ -1,7 +1,7 @@
 """Work of the CPU in the order of a stream's work: compiled functions, and memory that they share with the GPU.
 
-A CUDA graph that is being captured gets a host node for each call. Outside of a capture the stream is waited for and the
-function is called. Either way no interpreter runs and no CUDA function is called while it works.
+A CUDA graph that is being captured gets a host node for each call. Outside of a capture the call waits for the stream
+and runs the function. Either way no interpreter runs and no CUDA function is called while it works.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class HostCalls:
         """allocate: returns a tensor on the device that lies in host memory."""
         self.device, self._allocate = device, allocate
         self._buffers: dict[Hashable, Tensor] = {}
-        self._jobs: dict[tuple[int, ...], np.ndarray] = {}
+        self._jobs: dict[bytes, np.ndarray] = {}
         self._scratch: dict[tuple[str, int], np.ndarray] = {}
         self._status = np.zeros(1, np.int64)
 
@@ -74,13 +74,12 @@ class HostCalls:
             for source, to in pairs:
                 to.copy_(source)
 
-    def call(self, function: int, job: Sequence[int]) -> None:
-        """Run the function at an address with a job of these fields: now, or whenever the captured graph runs.
+    def call(self, function: int, job: np.ndarray) -> None:
+        """Run the function at an address with the address of this job: now, or whenever the captured graph runs.
 
         Raises HostCallFailed for errors of this call, or of earlier ones.
         """
-        fields = tuple(job)
-        kept = self._jobs.setdefault(fields, np.array(fields, np.int64))
+        kept = self._jobs.setdefault(job.tobytes(), job)
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             _launch(torch.cuda.current_stream(self.device).cuda_stream, function, int(kept.ctypes.data))
             return
@@ -95,8 +94,8 @@ class HostCalls:
         if code:
             self._status[0] = 0
             raise HostCallFailed(
-                f"attention on the CPU failed: {MESSAGES.get(code, f'error {code}')}; the tokens of this answer are not "
-                f"right; use CacheConfig(host_attend='link') if it happens again"
+                f"attention on the CPU failed: {MESSAGES.get(code, f'error {code}')}; the tokens of this answer are "
+                f"wrong; use CacheConfig(host_attend='link') if it happens again"
             )
 
 

@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 """Compiled programs that the CPU runs in the order of a CUDA stream's work, without the interpreter.
 
-A job is an int64 array. It begins with the fields below; the rest belongs to its program. CUDA calls `run` with the
+A job is a record. It begins with the fields HEAD; the rest belongs to its program. CUDA calls `run` with the
 address of a job. A program is a compiled function of (address of the job, phase): one thread prepares, several threads
 take pieces of work from the counter, one thread finishes.
 """
@@ -21,11 +21,24 @@ from numba.extending import intrinsic
 
 from longreach.ops.numba_math import INLINE
 
-PROGRAM, STATUS, WORKERS, COUNTER, POOL, FIELDS = 0, 1, 2, 3, 4, 5
 PREPARE, PIECES, FINISH = 0, 1, 2
 WRONG_ENTRIES, FAILED = 1, 2  # values of a status word; 0: all is well
+# of a job of any program, and of a view of keys and values in a job: strides of (page, head, slot); slots in a page
+HEAD = ("program", "status", "workers", "counter", "pool")
+VIEW = (
+    "k", "v", "k_size", "v_size", "k0", "k1", "k2", "v0", "v1", "v2", "table", "pages", "page", "sequences", "paged",
+)  # fmt: skip
 START, BUSY, JOB, DONE = 0, 4, 8, 9  # of a pool, int64 [10]: two semaphores of 32 bytes, a job's address, a count
 
+
+def job_type(*fields):
+    """The dtype of a program's job: int64 fields of these names, or "name:f8" for float64, behind those of any job."""
+    named = [(name, kind or "i8") for name, _, kind in (field.partition(":") for field in (*HEAD, *fields))]
+    return np.dtype(named)
+
+
+COMMON = job_type()
+COUNTER = COMMON.fields["counter"][1]
 _wait = types.ExternalFunction("sem_wait", types.intc(types.intp))
 _post = types.ExternalFunction("sem_post", types.intc(types.intp))
 _yield = types.ExternalFunction("sched_yield", types.intc())
@@ -72,31 +85,17 @@ def array_at(address, shape, dtype):
 
 
 @njit(**INLINE)
-def job_at(address, length):
-    """The fields of a job."""
-    return carray(_pointer(address), (length,), np.int64)
-
-
-@njit(**INLINE)
 def counter_of(address):
     """The counter of a job, from which threads take pieces: int64 [1]."""
-    return carray(_pointer(address + 8 * COUNTER), (1,), np.int64)
+    return carray(_pointer(address + COUNTER), (1,), np.int64)
 
 
 @njit(**INLINE)
 def fail(address, code):
     """Note an error. The first one stays."""
-    status = carray(_pointer(job_at(address, FIELDS)[STATUS]), (1,), np.int64)
+    status = array_at(array_at(address, (1,), COMMON)[0].status, (1,), np.int64)
     if status[0] == 0:
         status[0] = code
-
-
-@njit(**INLINE)
-def float_at(word):
-    """The float64 whose bits a field of a job holds."""
-    one = np.empty(1, np.int64)
-    one[0] = word
-    return one.view(np.float64)[0]
 
 
 @njit(**INLINE)
@@ -107,13 +106,13 @@ def _until_posted(semaphore):
 
 @njit(**INLINE)
 def _run(address):
-    job = job_at(address, FIELDS)
-    program, workers, pool = job[PROGRAM], job[WORKERS], job[POOL]
-    job[COUNTER] = 0
+    job = array_at(address, (1,), COMMON)[0]
+    program, workers, pool = job.program, job.workers, job.pool
+    counter_of(address)[0] = 0
     _call(program, address, PREPARE)
     if workers > 1:
         _until_posted(pool + 8 * BUSY)  # one job at a time
-        fields = carray(_pointer(pool), (DONE + 1,), np.int64)
+        fields = array_at(pool, (DONE + 1,), np.int64)
         fields[JOB] = address
         fields[DONE] = 0
         for _ in range(workers - 1):
@@ -137,8 +136,8 @@ def _serve(pool):
     """A thread of the pool: works on a job whenever one is posted, and never returns."""
     while True:
         _until_posted(pool + 8 * START)
-        address = job_at(pool, DONE + 1)[JOB]
-        _call(job_at(address, FIELDS)[PROGRAM], address, PIECES)
+        address = array_at(pool, (DONE + 1,), np.int64)[JOB]
+        _call(array_at(address, (1,), COMMON)[0].program, address, PIECES)
         _add(pool + 8 * DONE, 1)
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from longreach.errors import Unsupported
+from longreach.ops import numba_host
 from longreach.ops.host_calls import HostCalls
 from longreach.ops.types import KVView
 
@@ -29,7 +32,8 @@ def span_of(kv: KVView) -> dict[str, int]:
     if kv.slot_pos is not None:
         raise Unsupported("attention on the CPU takes slots in the order of their positions; leave slot_pos out")
     sizes = [1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)) for x in (k, v)]
-    fields = {"k": k.data_ptr(), "v": v.data_ptr(), "k_size": max(sizes), "page": kv.page, "sequences": kv.sequences}
+    fields = {"k": k.data_ptr(), "v": v.data_ptr(), "page": kv.page, "sequences": kv.sequences}
+    fields |= dict(zip(("k_size", "v_size"), sizes, strict=True))
     fields |= {f"k{i}": k.stride(i) for i in range(3)} | {f"v{i}": v.stride(i) for i in range(3)}
     table = kv.block_table
     return fields if table is None else {**fields, "paged": 1, "pages": table.shape[1]}
@@ -50,3 +54,14 @@ def send_lists(calls: HostCalls, index: Tensor, other: Tensor | None, name: str,
             to.copy_(x)
         found[field] = to.data_ptr()
     return found
+
+
+def run_program(
+    calls: HostCalls, program: Callable[..., None], workers: int, kind: np.dtype, fields: dict[str, Any]
+) -> None:
+    """Call a program in the stream's order. kind: of its job; fields: those of it that are not 0."""
+    job = np.zeros(1, kind)
+    head = {"program": numba_host.program(program), "status": calls.status, "workers": workers}
+    for name, value in {**fields, **head, "pool": numba_host.pool(workers)}.items():
+        job[name] = value
+    calls.call(numba_host.address(), job)

@@ -48,8 +48,8 @@ def resolve(
     """The implementation that `attend` with these arguments uses.
 
     "auto" is Triton on a GPU, but for plain dense prefill of long prompts, which goes to torch's fastest exact kernel,
-    cuDNN's, for whole prompts. It is "cpu" for few rows over spans or lists of a view with `calls`. On a CPU it is Numba where that is installed, for few rows a sequence, and the reference
-    for all else.
+    cuDNN's, for whole prompts. It is "cpu" for few rows over spans or lists of a view with `calls`. On a CPU it is
+    Numba where that is installed, for few rows a sequence, and the reference for all else.
     """
     weight = getattr(selection, "log_weight", None)
     given = (rows, kv, weight, sink_logit)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from longreach.errors import Unsupported
-from longreach.ops import numba_host
 from longreach.ops.attend.numba import add_sink, count_parts, head_axis
-from longreach.ops.attend.numba_host_kernels import FIELDS, NAMES, program_for, work_bytes
-from longreach.ops.numba_host_inputs import FLOAT, kind_of, send_lists, span_of
+from longreach.ops.attend.numba_host_kernels import JOB, program_for, work_bytes
+from longreach.ops.numba_host_inputs import FLOAT, kind_of, run_program, send_lists, span_of
 from longreach.ops.selection import Lists, Selection, Spans
 from longreach.ops.types import KVView, Partial, Rows
 
@@ -51,14 +49,10 @@ def attend(
         fields |= {
             "out": to[0].data_ptr(), "lse": to[1].data_ptr(), "rows": count, "units": units, "width": width,
             "mine": kv.group(rows) if alone else 1, "dim": dim, "parts": parts,
-            "work": calls.scratch("attend", work_bytes(count, units, width, dim, parts)),
-            "scale": int(np.float64(scale).view(np.int64)),
-            "softcap": int(np.float64(softcap or 0.0).view(np.int64)),
+            "work": calls.scratch("attend", work_bytes(count, units, width, dim, parts)), "scale": scale,
+            "softcap": softcap or 0.0,
         }  # fmt: skip
-        program = numba_host.program(program_for(kind_of(kv.k.dtype)))
-        head = (program, calls.status, workers, 0, numba_host.pool(workers))
-        assert len(head) == FIELDS
-        calls.call(numba_host.address(), (*head, *(fields.get(name, 0) for name in NAMES)))
+        run_program(calls, program_for(kind_of(kv.k.dtype)), workers, JOB, fields)
         calls.copy([(to[0], out), (to[1], lse)])
     return add_sink(Partial(out, lse), sink_logit)
 

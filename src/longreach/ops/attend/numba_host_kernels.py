@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""attend as a program that CUDA calls: see `numba_host`. Prepare finds slots and lists, pieces attend, finish merges."""
+"""attend as a program that CUDA calls, see `numba_host`: it finds slots and lists, attends in pieces, and merges."""
 
 from __future__ import annotations
 
@@ -11,40 +11,30 @@ from numba import njit
 from longreach.ops.attend.numba_kernels import _piece, disjoint
 from longreach.ops.numba_host import (
     FAILED,
-    FIELDS,
     FINISH,
     PREPARE,
+    VIEW,
     WRONG_ENTRIES,
     array_at,
     counter_of,
     fail,
-    float_at,
-    job_at,
+    job_type,
 )
 from longreach.ops.numba_math import take
 from longreach.ops.numba_softmax import merge
 
-# Fields of a job, behind those of every job. Addresses: q of the keys' dtype [R, H, D]; k, v; table int64 [B, pages];
-# seq, pos int64 [R]; in_use int64 [B], slots in use; values int64 [R, heads, 2, S], start and stop of spans; index int32, weight float32 [L, lists, C], count int32 [L,
-# lists]; row_to_list [R] and head_map [units] int64; out float32 [R, H, D], lse float32 [R, H]; work, see `WORK`.
-# Numbers: rows, units (rows' streams: of KV heads, or of query heads that choose for themselves), width (query heads of
-# a stream), mine (streams of a KV head), dim; strides of k and v (page, head, slot); pages of the table, slots a page;
-# sequences; heads and spans of values; lists of the head axis, room of a list, block; parts of a stream; scale,
-# softcap as float64; from_start, from_stop: bit s is set if a row's position is to be added to span s. Flags: spans,
-# weighted, paged.
-NAMES = (
-    "q", "k", "v", "table", "seq", "pos", "in_use", "values", "index", "weight", "count", "row_to_list",
-    "head_map", "out", "lse", "work", "rows", "units", "width", "mine", "dim", "k_size", "k0", "k1", "k2", "v0", "v1",
-    "v2", "pages", "page", "sequences", "bound_heads", "bound_count", "lists", "entries", "room", "block", "parts",
-    "scale", "softcap", "from_start", "from_stop", "spans",
-    "weighted", "paged",
+# Addresses: q of the keys' dtype [R, H, D]; k, v; table int64 [B, pages]; seq, pos int64 [R]; in_use int64 [B], slots
+# in use; values int64 [R, bound_heads, 2, bound_count], start and stop of spans; index int32, weight float32 [entries,
+# lists, room], count int32 [entries, lists]; row_to_list int64 [R]; head_map int64 [units]; out float32 [R, H, D]; lse
+# float32 [R, H]; work: `_arrays`.
+# Numbers: rows; units, streams of a row: its KV heads, or its query heads if these choose for themselves; width, query
+# heads of a stream; mine, streams of a KV head; pages of the table; page, slots in one; parts of a stream; from_start,
+# from_stop: bit s is set if a row's position is to be added to span s. Flags: spans, weighted, paged.
+JOB = job_type(
+    "q", "values", "index", "weight", "count", "row_to_list", "head_map", "out", "lse", "work", "seq", "pos", "in_use",
+    "rows", "units", "width", "mine", "dim", "bound_heads", "bound_count", "lists", "entries", "room", "block", "parts",
+    "from_start", "from_stop", "spans", "weighted", *VIEW, "scale:f8", "softcap:f8",
 )  # fmt: skip
-(
-    Q, K, V, TABLE, SEQ, POS, IN_USE, VALUES, INDEX, WEIGHT, COUNT, ROW_TO_LIST, HEAD_MAP, OUT, LSE, WORK,
-    ROWS, UNITS, WIDTH, MINE, DIM, K_SIZE, K0, K1, K2, V0, V1, V2, PAGES, PAGE, SEQUENCES, BOUND_HEADS, BOUND_COUNT,
-    LISTS, ENTRIES, ROOM, BLOCK, PARTS, SCALE, SOFTCAP, FROM_START, FROM_STOP, SPANS, WEIGHTED, PAGED,
-) = range(FIELDS, FIELDS + len(NAMES))  # fmt: skip
-LENGTH = FIELDS + len(NAMES)
 
 
 def work_bytes(rows: int, units: int, width: int, dim: int, parts: int) -> int:
@@ -55,8 +45,8 @@ def work_bytes(rows: int, units: int, width: int, dim: int, parts: int) -> int:
 @njit
 def _arrays(job):
     """filled, low, high [R, 1], begin, length [R units], top, total [R units, parts, width] and out of the pieces."""
-    rows, items, parts, width, dim = job[ROWS], job[ROWS] * job[UNITS], job[PARTS], job[WIDTH], job[DIM]
-    at = job[WORK]
+    rows, items, parts, width, dim = job.rows, job.rows * job.units, job.parts, job.width, job.dim
+    at = job.work
     filled = array_at(at, (rows,), np.int64)
     low = array_at(at + 8 * rows, (rows, 1), np.int64)
     high = array_at(at + 16 * rows, (rows, 1), np.int64)
@@ -73,26 +63,26 @@ def _arrays(job):
 @njit
 def _prepare(job):
     filled, low, high, begin, length, _, _, _ = _arrays(job)
-    rows, units, spans = job[ROWS], job[UNITS], job[SPANS] != 0
-    seq, pos = array_at(job[SEQ], (rows,), np.int64), array_at(job[POS], (rows,), np.int64)
-    in_use = array_at(job[IN_USE], (job[SEQUENCES],), np.int64)
+    rows, units, spans = job.rows, job.units, job.spans != 0
+    seq, pos = array_at(job.seq, (rows,), np.int64), array_at(job.pos, (rows,), np.int64)
+    in_use = array_at(job.in_use, (job.sequences,), np.int64)
     for r in range(rows):
         filled[r] = in_use[seq[r]]
         low[r, 0], high[r, 0] = 0, max(0, min(filled[r], pos[r] + 1))
     if spans:
-        shape = (rows, job[BOUND_HEADS], 2, job[BOUND_COUNT])
-        bounds = array_at(job[VALUES], shape, np.int64)
+        shape = (rows, job.bound_heads, 2, job.bound_count)
+        bounds = array_at(job.values, shape, np.int64)
         for r in range(rows):
             for h in range(bounds.shape[1]):
                 for s in range(bounds.shape[3]):
-                    bounds[r, h, 0, s] += pos[r] * ((job[FROM_START] >> s) & 1)
-                    bounds[r, h, 1, s] += pos[r] * ((job[FROM_STOP] >> s) & 1)
+                    bounds[r, h, 0, s] += pos[r] * ((job.from_start >> s) & 1)
+                    bounds[r, h, 1, s] += pos[r] * ((job.from_stop >> s) & 1)
         disjoint(bounds, high[:, 0])
         return
-    lists, room = job[LISTS], job[ROOM]
-    row_to_list = array_at(job[ROW_TO_LIST], (rows,), np.int64)
-    head_map = array_at(job[HEAD_MAP], (units,), np.int64)
-    count = array_at(job[COUNT], (job[ENTRIES] * lists,), np.int32)
+    lists, room = job.lists, job.room
+    row_to_list = array_at(job.row_to_list, (rows,), np.int64)
+    head_map = array_at(job.head_map, (units,), np.int64)
+    count = array_at(job.count, (job.entries * lists,), np.int32)
     for r in range(rows):
         for u in range(units):
             entry = row_to_list[r] * lists + head_map[u]
@@ -113,18 +103,18 @@ def _in_range(index, begin, first, last, block, filled):
 @njit
 def _attend(address, job, k, v, q):
     filled, low, high, begin, length, top, total, out = _arrays(job)
-    rows = job[ROWS]
+    rows = job.rows
     doubt = np.zeros(1, np.int64)  # whether entries do not ascend, which they need not
-    paged, spans = job[PAGED] != 0, job[SPANS] != 0
-    table = array_at(job[TABLE], (job[SEQUENCES], job[PAGES]), np.int64)
-    memory = (k, v, (job[K0], job[K1], job[K2]), (job[V0], job[V1], job[V2]), table, paged, job[PAGE])
-    bounds = array_at(job[VALUES], (rows, job[BOUND_HEADS], 2, job[BOUND_COUNT]), np.int64)
-    size = job[ENTRIES] * job[LISTS] * job[ROOM]
-    index = array_at(job[INDEX], (size,), np.int32)
-    weight = array_at(job[WEIGHT], (size,), np.float32)
-    scale, softcap = np.float32(float_at(job[SCALE])), float_at(job[SOFTCAP])
-    given = (array_at(job[SEQ], (rows,), np.int64), filled, low, high, scale, job[UNITS], job[MINE])
-    which = (spans, bounds, index, weight, job[WEIGHTED] != 0, begin, length, job[BLOCK])
+    paged, spans = job.paged != 0, job.spans != 0
+    table = array_at(job.table, (job.sequences, job.pages), np.int64)
+    memory = (k, v, (job.k0, job.k1, job.k2), (job.v0, job.v1, job.v2), table, paged, job.page)
+    bounds = array_at(job.values, (rows, job.bound_heads, 2, job.bound_count), np.int64)
+    size = job.entries * job.lists * job.room
+    index = array_at(job.index, (size,), np.int32)
+    weight = array_at(job.weight, (size,), np.float32)
+    scale, softcap = np.float32(job.scale), job.softcap
+    given = (array_at(job.seq, (rows,), np.int64), filled, low, high, scale, job.units, job.mine)
+    which = (spans, bounds, index, weight, job.weighted != 0, begin, length, job.block)
     known = (False, np.zeros((1, 1, 1, 1), np.float32))
     results = (top, total, out, doubt)
     counter, pieces = counter_of(address), out.shape[0] * out.shape[1]
@@ -132,10 +122,10 @@ def _attend(address, job, k, v, q):
     while w < pieces:
         unit, part = w // out.shape[1], w % out.shape[1]
         if not spans and length[unit] > 0:
-            keys = length[unit] * job[BLOCK]
+            keys = length[unit] * job.block
             first, last = keys * part // out.shape[1], keys * (part + 1) // out.shape[1]
-            ends = first // job[BLOCK], (last + job[BLOCK] - 1) // job[BLOCK]
-            if not _in_range(index, begin[unit], ends[0], ends[1], job[BLOCK], filled[unit // job[UNITS]]):
+            ends = first // job.block, (last + job.block - 1) // job.block
+            if not _in_range(index, begin[unit], ends[0], ends[1], job.block, filled[unit // job.units]):
                 fail(address, WRONG_ENTRIES)
         _piece(w, q, memory, given, which, softcap, known, results)
         w = take(counter)
@@ -145,8 +135,8 @@ def _attend(address, job, k, v, q):
 def _finish(job):
     _, _, _, _, _, top, total, out = _arrays(job)
     items, width = out.shape[0], out.shape[2]
-    lse = array_at(job[LSE], (items, width), np.float32)
-    merge(top, total, out, lse, array_at(job[OUT], (items, width, job[DIM]), np.float32))
+    lse = array_at(job.lse, (items, width), np.float32)
+    merge(top, total, out, lse, array_at(job.out, (items, width, job.dim), np.float32))
 
 
 @cache
@@ -155,14 +145,14 @@ def program_for(dtype):
 
     def run(address, phase):
         try:
-            job = job_at(address, LENGTH)
+            job = array_at(address, (1,), JOB)[0]
             if phase == PREPARE:
                 _prepare(job)
             elif phase == FINISH:
                 _finish(job)
             else:
-                k, v = array_at(job[K], (job[K_SIZE],), dtype), array_at(job[V], (job[K_SIZE],), dtype)
-                q = array_at(job[Q], (job[ROWS] * job[UNITS] * job[WIDTH] * job[DIM],), dtype)
+                k, v = array_at(job.k, (job.k_size,), dtype), array_at(job.v, (job.v_size,), dtype)
+                q = array_at(job.q, (job.rows * job.units * job.width * job.dim,), dtype)
                 _attend(address, job, k, v, q)
         except Exception:
             fail(address, FAILED)

@@ -1,19 +1,19 @@
-"""attend_sampled for rows on a GPU, over keys and values in host memory: the GPU samples, the CPU weighs and attends."""
+"""attend_sampled over keys and values in host memory: the GPU samples keys, and the CPU weighs and attends to them."""
 
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from longreach.ops import numba_host
-from longreach.ops.numba_host_inputs import FLOAT, kind_of, send_lists, span_of
+from longreach.ops.numba_host_inputs import FLOAT, kind_of, run_program, send_lists, span_of
 from longreach.ops.simhash.api import codes, collide
 from longreach.ops.simhash.attention import NUMBERS, look_up_bytes
 from longreach.ops.simhash.numba import law
-from longreach.ops.simhash.numba_host_kernels import FIELDS, NAMES, program_for, work_bytes
+from longreach.ops.simhash.numba_host_kernels import JOB, program_for, work_bytes
 from longreach.ops.simhash.tables import HashTables
 from longreach.ops.types import KVView, Partial, Rows
 
@@ -46,7 +46,7 @@ def attend_sampled(
     ]  # fmt: skip
     if kv.block_table is not None:
         small.append(("table", kv.block_table.long()))
-    fields = span_of(kv) | dict(zip((name for name, _ in small), calls.send(*small), strict=True))
+    fields: dict[str, Any] = span_of(kv) | dict(zip((name for name, _ in small), calls.send(*small), strict=True))
     fields |= send_lists(calls, found.index, found.met, "met", found.count)
     workers, items, width = torch.get_num_threads(), count * kv.heads * lists, group // lists
     parts = max(1, min(-(-PIECES * workers // items), -(-room // LEAST))) if workers > 1 else 1
@@ -60,12 +60,9 @@ def attend_sampled(
         "lists": lists, "group": group, "dim": dim, "held_sequences": len(tables.stop), "room": room, "sinks": sinks,
         "parts": parts, "edges": look_up_bytes(group, tables), "lowest": tables.first, "size": tables.size,
         "work": calls.scratch("simhash", work_bytes(items, width, dim, parts)),
-        "scale": int(np.float64(scale).view(np.int64)), "softcap": int(np.float64(softcap or 0.0).view(np.int64)),
-        "law": whole, "constants": constants,
+        "scale": scale, "softcap": softcap or 0.0, "law": whole, "constants": constants,
     }  # fmt: skip
-    head = (numba_host.program(program_for(kind_of(kv.k.dtype))), calls.status, workers, 0, numba_host.pool(workers))
-    assert len(head) == FIELDS
-    calls.call(numba_host.address(), (*head, *(fields.get(name, 0) for name in NAMES)))
+    run_program(calls, program_for(kind_of(kv.k.dtype)), workers, JOB, fields)
     calls.copy(list(zip(to, (out, lse, numbers), strict=True)))
     return Partial(out, lse), None, numbers
 

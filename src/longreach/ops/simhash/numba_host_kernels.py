@@ -8,31 +8,35 @@ from functools import cache
 import numpy as np
 from numba import njit
 
-from longreach.ops.numba_host import FAILED, FIELDS, FINISH, PIECES, WRONG_ENTRIES, array_at, counter_of, fail, float_at
-from longreach.ops.numba_host import job_at as fields_at
+from longreach.ops.numba_host import (
+    FAILED,
+    FINISH,
+    PIECES,
+    VIEW,
+    WRONG_ENTRIES,
+    array_at,
+    counter_of,
+    fail,
+    job_type,
+)
 from longreach.ops.numba_math import take
 from longreach.ops.numba_softmax import merge
 from longreach.ops.simhash.numba_attention_kernels import CHUNK, _by_sample, _exactly
 from longreach.ops.simhash.numba_kernels import normalise, widen
 
-# Fields of a job, behind those of every job. Addresses: q of the keys' dtype [R, H, D]; k, v; table int64 [B, pages];
-# seq, pos int64 [R]; in_use int64 [B]; held int64 [B], the sequence of each in the tables; limit int64 [R]; ends int32
-# [sequences of the tables]; centre float32 [sequences of the tables, G, D]; index int32, met uint8 [R, lists, C];
-# count, looked_up int32 [R, lists]; out float32 [R, H, D], lse float32 [R, H], numbers int64 [R, G, NUMBERS]; work. Numbers: rows; heads (KV heads), lists (of a KV head), group; dim; strides;
-# pages, page; sequences, held_sequences; room; sinks; parts; edges: bytes of a segment's look-ups; lowest, size: of the
-# tables; scale, softcap as float64. own: whether each query head has a list. law: the address of (bits, tables, least,
-# coefficients' and binomials' numbers) int64 [5]; constants: of (split, scale, floor) and both, float32.
-NAMES = (
-    "q", "k", "v", "table", "seq", "pos", "in_use", "held", "limit", "ends", "centre", "index", "met", "count",
-    "looked_up", "out", "lse", "numbers", "work", "rows", "heads", "lists", "group", "dim", "k_size", "k0",
-    "k1", "k2", "v0", "v1", "v2", "pages", "page", "sequences", "held_sequences", "room", "sinks", "parts", "edges",
-    "lowest", "size", "scale", "softcap", "paged", "law", "constants",
+# Addresses: q of the keys' dtype [R, H, D]; k, v; table int64 [B, pages]; seq, pos int64 [R]; in_use int64 [B], slots
+# in use; held int64 [B], the sequence of each in the tables; limit int64 [R]; ends int32 [held_sequences], of the
+# tables; centre float32 [held_sequences, G, D]; index int32, met uint8 [R, G lists, room]; count, looked_up int32 [R, G
+# lists]; out float32 [R, H, D]; lse float32 [R, H]; numbers int64 [R, G, 7], the columns of NUMBERS; work: `_results`;
+# law: (bits, tables, least, number of coefficients, of binomials) int64; constants float32: (split, scale, floor), then
+# both.
+# Numbers: rows; heads, KV heads; lists of a KV head, 1 or group; parts of a list; edges, bytes of a segment's look-ups;
+# lowest, size: HashTables.first and size.
+JOB = job_type(
+    "q", "seq", "pos", "in_use", "held", "limit", "ends", "centre", "index", "met", "count", "looked_up", "out", "lse",
+    "numbers", "work", "law", "constants", "rows", "heads", "lists", "group", "dim", "held_sequences", "room", "sinks",
+    "parts", "edges", "lowest", "size", *VIEW, "scale:f8", "softcap:f8",
 )  # fmt: skip
-(
-    Q, K, V, TABLE, SEQ, POS, IN_USE, HELD, LIMIT, ENDS, CENTRE, INDEX, MET, COUNT, LOOKED_UP, OUT, LSE, NUMBERS, WORK, ROWS, HEADS, LISTS, GROUP, DIM, K_SIZE, K0, K1, K2, V0, V1, V2, PAGES, PAGE, SEQUENCES, HELD_SEQUENCES, ROOM,
-    SINKS, PARTS, EDGES, LOWEST, SIZE, SCALE, SOFTCAP, PAGED, LAW, CONSTANTS,
-) = range(FIELDS, FIELDS + len(NAMES))  # fmt: skip
-LENGTH = FIELDS + len(NAMES)
 
 
 def work_bytes(items: int, width: int, dim: int, parts: int) -> int:
@@ -43,8 +47,8 @@ def work_bytes(items: int, width: int, dim: int, parts: int) -> int:
 @njit
 def _results(job):
     """top, total [lists, parts, width] and out of the pieces. Lists are those of all rows."""
-    items, parts, dim = job[ROWS] * job[HEADS] * job[LISTS], job[PARTS], job[DIM]
-    width, at = job[GROUP] // job[LISTS], job[WORK]
+    items, parts, dim = job.rows * job.heads * job.lists, job.parts, job.dim
+    width, at = job.group // job.lists, job.work
     top = array_at(at, (items, parts, width), np.float32)
     at += 4 * items * parts * width
     total = array_at(at, (items, parts, width), np.float32)
@@ -55,11 +59,11 @@ def _results(job):
 @njit
 def _ends(job, row):
     """What a row sees: its sequence, that in the tables, the slots that it reaches, and the end of the tables."""
-    b = array_at(job[SEQ], (job[ROWS],), np.int64)[row]
-    pos = array_at(job[POS], (job[ROWS],), np.int64)[row]
-    filled = array_at(job[IN_USE], (job[SEQUENCES],), np.int64)[b]
-    at = array_at(job[HELD], (job[SEQUENCES],), np.int64)[b]
-    end = np.int64(array_at(job[ENDS], (job[HELD_SEQUENCES],), np.int32)[at])
+    b = array_at(job.seq, (job.rows,), np.int64)[row]
+    pos = array_at(job.pos, (job.rows,), np.int64)[row]
+    filled = array_at(job.in_use, (job.sequences,), np.int64)[b]
+    at = array_at(job.held, (job.sequences,), np.int64)[b]
+    end = np.int64(array_at(job.ends, (job.held_sequences,), np.int32)[at])
     return b, at, max(0, min(pos + 1, filled)), end
 
 
@@ -67,16 +71,16 @@ def _ends(job, row):
 def _attend(address, job, k, v, q, law):
     """Pieces of lists, and of the slots that are always attended to, taken from the counter."""
     top, total, out = _results(job)
-    rows, heads, lists, group, dim, room = job[ROWS], job[HEADS], job[LISTS], job[GROUP], job[DIM], job[ROOM]
-    width, parts, sinks = group // lists, job[PARTS], job[SINKS]
-    table = array_at(job[TABLE], (job[SEQUENCES], job[PAGES]), np.int64)
-    memory = (k, v, (job[K0], job[K1], job[K2]), (job[V0], job[V1], job[V2]), table, job[PAGED] != 0, job[PAGE])
-    centres = array_at(job[CENTRE], (job[HELD_SEQUENCES], heads, dim), np.float32)
-    index = array_at(job[INDEX], (rows, heads * lists, room), np.int32)
-    met = array_at(job[MET], (rows, heads * lists, room), np.uint8)
-    count = array_at(job[COUNT], (rows, heads * lists), np.int32)
-    limit = array_at(job[LIMIT], (rows,), np.int64)
-    scale, softcap = np.float32(float_at(job[SCALE])), float_at(job[SOFTCAP])
+    rows, heads, lists, group, dim, room = job.rows, job.heads, job.lists, job.group, job.dim, job.room
+    width, parts, sinks = group // lists, job.parts, job.sinks
+    table = array_at(job.table, (job.sequences, job.pages), np.int64)
+    memory = (k, v, (job.k0, job.k1, job.k2), (job.v0, job.v1, job.v2), table, job.paged != 0, job.page)
+    centres = array_at(job.centre, (job.held_sequences, heads, dim), np.float32)
+    index = array_at(job.index, (rows, heads * lists, room), np.int32)
+    met = array_at(job.met, (rows, heads * lists, room), np.uint8)
+    count = array_at(job.count, (rows, heads * lists), np.int32)
+    limit = array_at(job.limit, (rows,), np.int64)
+    scale, softcap = np.float32(job.scale), job.softcap
     plain, unit = np.empty((width, dim), np.float32), np.empty((width, dim), np.float32)
     void = np.empty(width, np.bool_)
     s, cosines = np.empty((width, CHUNK), np.float32), np.empty((width, CHUNK), np.float32)
@@ -132,18 +136,18 @@ def _attend(address, job, k, v, q, law):
 @njit
 def _count(job):
     """The columns of `SampledAttention.numbers`."""
-    rows, heads, lists, room = job[ROWS], job[HEADS], job[LISTS], job[ROOM]
-    numbers = array_at(job[NUMBERS], (rows, heads, 7), np.int64)
-    index = array_at(job[INDEX], (rows, heads * lists, room), np.int32)
-    met = array_at(job[MET], (rows, heads * lists, room), np.uint8)
-    count = array_at(job[COUNT], (rows, heads * lists), np.int32)
-    looked_up = array_at(job[LOOKED_UP], (rows, heads * lists), np.int32)
-    limit = array_at(job[LIMIT], (rows,), np.int64)
+    rows, heads, lists, room = job.rows, job.heads, job.lists, job.room
+    numbers = array_at(job.numbers, (rows, heads, 7), np.int64)
+    index = array_at(job.index, (rows, heads * lists, room), np.int32)
+    met = array_at(job.met, (rows, heads * lists, room), np.uint8)
+    count = array_at(job.count, (rows, heads * lists), np.int32)
+    looked_up = array_at(job.looked_up, (rows, heads * lists), np.int32)
+    limit = array_at(job.limit, (rows,), np.int64)
     for r in range(rows):
         _, _, reach, end = _ends(job, r)
-        before = min(job[SINKS], reach)
+        before = min(job.sinks, reach)
         start = max(min(end, reach), before)
-        segments = (end + job[SIZE] - 1) // job[SIZE] - job[LOWEST] // job[SIZE] if end > job[LOWEST] else 0
+        segments = (end + job.size - 1) // job.size - job.lowest // job.size if end > job.lowest else 0
         for g in range(heads):
             union, total, over, read = np.int64(0), np.int64(0), np.int64(0), np.int64(0)
             for i in range(lists):
@@ -157,7 +161,7 @@ def _count(job):
                     total += met[r, li, c]
             mine = numbers[r, g]
             union = _union(index[r, g * lists : (g + 1) * lists], count[r, g * lists : (g + 1) * lists], room)
-            mine[0], mine[1], mine[2], mine[5], mine[6] = union, total, over, 2 * read + segments * job[EDGES], end
+            mine[0], mine[1], mine[2], mine[5], mine[6] = union, total, over, 2 * read + segments * job.edges, end
             mine[3] = 0 if over == lists else union
             mine[4] = reach if over > 0 else union + before + reach - start
 
@@ -187,16 +191,16 @@ def _union(index, count, room):
 def _finish(job):
     top, total, out = _results(job)
     items, width = out.shape[0], out.shape[2]
-    lse = array_at(job[LSE], (items, width), np.float32)
-    merge(top, total, out, lse, array_at(job[OUT], (items, width, job[DIM]), np.float32))
+    lse = array_at(job.lse, (items, width), np.float32)
+    merge(top, total, out, lse, array_at(job.out, (items, width, job.dim), np.float32))
     _count(job)
 
 
 @njit
 def _law(job):
     """The constants of u, as `add_inclusion` takes them."""
-    whole = array_at(job[LAW], (5,), np.int64)
-    parts = array_at(job[CONSTANTS], (3 + whole[3] + whole[4],), np.float32)
+    whole = array_at(job.law, (5,), np.int64)
+    parts = array_at(job.constants, (3 + whole[3] + whole[4],), np.float32)
     coefficients, binomials = parts[3 : 3 + whole[3]], parts[3 + whole[3] :]
     return whole[0], whole[1], whole[2], parts[0], parts[1], coefficients, binomials, parts[2]
 
@@ -207,12 +211,12 @@ def program_for(dtype):
 
     def run(address, phase):
         try:
-            job = fields_at(address, LENGTH)
+            job = array_at(address, (1,), JOB)[0]
             if phase == FINISH:
                 _finish(job)
             elif phase == PIECES:
-                k, v = array_at(job[K], (job[K_SIZE],), dtype), array_at(job[V], (job[K_SIZE],), dtype)
-                q = array_at(job[Q], (job[ROWS] * job[HEADS] * job[GROUP] * job[DIM],), dtype)
+                k, v = array_at(job.k, (job.k_size,), dtype), array_at(job.v, (job.v_size,), dtype)
+                q = array_at(job.q, (job.rows * job.heads * job.group * job.dim,), dtype)
                 _attend(address, job, k, v, q, _law(job))
         except Exception:
             fail(address, FAILED)
