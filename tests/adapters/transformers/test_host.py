@@ -412,11 +412,11 @@ def test_an_error_in_a_captured_step_is_raised() -> None:
         cache.drop_columns(cache.columns - columns)
         (decoder,) = cache.decoders.values()
         job = list(cache.kv.calls._jobs.values())[-1]
-        before = int(job[0])
-        job[0] = _failing_program()
+        before = int(job["program"][0])
+        job["program"] = _failing_program()
         with pytest.raises(HostCallFailed, match="a compiled kernel failed"):
             generate(session, ids, max_new_tokens=8, past_key_values=cache, eos_token_id=())
-        job[0] = before
+        job["program"] = before
         assert cache.columns == columns and decoder.graph is not None
         again = generate(session, ids, max_new_tokens=8, past_key_values=cache, eos_token_id=()).sequences
         assert torch.equal(again, good)
