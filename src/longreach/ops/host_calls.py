@@ -89,9 +89,11 @@ class HostCalls:
         self.check()
 
     def check(self) -> None:
-        """Raise HostCallFailed if a call has failed since the last check. Does not wait for calls under way."""
+        """Raise HostCallFailed if a call has failed since the last check. Waits for calls under way if one has."""
         code = int(self._status[0])
         if code:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)  # or calls under way would fail what comes next
             self._status[0] = 0
             raise HostCallFailed(
                 f"attention on the CPU failed: {MESSAGES.get(code, f'error {code}')}; the tokens of this answer are "

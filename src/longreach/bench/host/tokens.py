@@ -37,7 +37,7 @@ def run_tokens(bench: Decoding, case: Case) -> dict[str, Any]:
         name = entry_name(MAGICPIG, preset)
         bench.say(f"{case.name}: {name}: {case.generated} steps after {case.shape.context} keys")
         measured, setup[name] = _answer(bench, case, model, MagicPIG(**asdict(preset)))
-        more = {"unchecked": UNCHECKED, "slowest": slowest(measured["timing"].seconds)}
+        more: dict[str, Any] = {"unchecked": UNCHECKED, "slowest": slowest(measured["timing"].seconds)}
         entries.append(entry_of(weights, kv, name=name, who="longreach", error=None, error_bound=None,
                                 **measured, **more))  # fmt: skip
     return {
