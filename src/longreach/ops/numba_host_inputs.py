@@ -39,21 +39,21 @@ def span_of(kv: KVView) -> dict[str, int]:
     return fields if table is None else {**fields, "paged": 1, "pages": table.shape[1]}
 
 
-def send_lists(calls: HostCalls, index: Tensor, other: Tensor | None, name: str, count: Tensor) -> dict[str, int]:
-    """Copy the entries in use of lists [L, lists, C], and numbers beside them, to host memory; their addresses."""
+def send_lists(calls: HostCalls, index: Tensor, weight: Tensor | None, count: Tensor) -> dict[str, int]:
+    """Copy the entries in use of lists [L, lists, C], and their weights, to host memory; fields of a job: addresses."""
     count = count.int().contiguous()
-    found = dict(zip(("count",), calls.send(("count", count)), strict=True))
-    wanted = [("index", index, torch.int32)]
-    if other is not None:
-        wanted.append((name, other, torch.float32 if other.is_floating_point() else other.dtype))
-    for field, x, dtype in wanted:
-        to = calls.buffer(field, x.shape, dtype)
-        if calls.device.type == "cuda":
-            import_module("longreach.ops.triton_copies").copy_lists(x.contiguous(), to, count)
-        else:
-            to.copy_(x)
-        found[field] = to.data_ptr()
-    return found
+    found = {"count": calls.send(("count", count))[0], "index": send_entries(calls, "index", index, count, torch.int32)}
+    return found if weight is None else {**found, "weight": send_entries(calls, "weight", weight, count, FLOAT)}
+
+
+def send_entries(calls: HostCalls, name: str, lists: Tensor, count: Tensor, dtype: torch.dtype) -> int:
+    """Copy the entries in use of lists [..., C] to host memory, count int32 [...]; the address."""
+    to = calls.buffer(name, lists.shape, dtype)
+    if calls.device.type == "cuda":
+        import_module("longreach.ops.triton_copies").copy_lists(lists.contiguous(), to, count)
+    else:
+        to.copy_(lists)
+    return to.data_ptr()
 
 
 def run_program(

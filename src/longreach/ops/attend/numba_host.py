@@ -39,7 +39,7 @@ def attend(
             most = kv.capacity
         elif isinstance(selection, Lists):
             more, most = _lists(selection, count, units, small)
-            fields |= send_lists(calls, selection.index, selection.log_weight, "weight", selection.count) | more
+            fields |= send_lists(calls, selection.index, selection.log_weight, selection.count) | more
         else:
             raise Unsupported(f"attention on the CPU takes spans and lists, got {type(selection).__name__}")
         fields |= dict(zip((name for name, _ in small), calls.send(*small), strict=True))
