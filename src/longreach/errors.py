@@ -32,6 +32,10 @@ class CapacityError(LongreachError, RuntimeError):
     """The KV cache has no room for the tokens to be appended; nothing was written."""
 
 
+class HostCallFailed(LongreachError, RuntimeError):
+    """Attention that the CPU computes for the GPU failed within a step; the tokens of that answer are not right."""
+
+
 class ConcurrentUse(LongreachError, RuntimeError):
     """An attached model was used by two callers at once, or attached twice."""
 

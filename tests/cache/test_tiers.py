@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from longreach.cache import CacheConfig, MemoryUse
+from longreach.cache import CacheConfig, HostAttend, MemoryUse
 from longreach.cache import tiers as tiers_module
 from longreach.cache.tiers import Tiers
 from longreach.errors import CapacityError, InvalidInput, Unsupported
@@ -92,5 +94,10 @@ def test_memory_in_words_and_as_json() -> None:
     )
     assert use.to_json() == {
         "host_layers": [1, 2], "device_layers": [0], "host_bytes": 3 << 30, "device_bytes": 1 << 20,
-        "staging_bytes": 2 << 20,
+        "staging_bytes": 2 << 20, "attend": {"by": "link", "link_ms": None, "cpu_ms": None, "why": None},
     }  # fmt: skip
+    chosen = replace(use, attend=HostAttend("cpu", 3.456, 1.2))
+    told = "in host memory, where the CPU attends to them (a step took 3.46 ms over the link, 1.20 ms by the CPU); 1 "
+    assert told in str(chosen)
+    unknown = replace(use, attend=HostAttend(why="not measured, as 3 tokens are few"))
+    assert "read over the link (not measured, as 3 tokens are few); 1 layer" in str(unknown)

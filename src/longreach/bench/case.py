@@ -15,6 +15,7 @@ PREFILLS = "transformers prefill", "dense prefill"  # entries: the model's own p
 # quantities that must not exceed their bound
 MOST = (
     "microseconds", "time over", "% of KV", "% of KV held", "% of dense", "peak memory over", "ms of choosing",
+    "slowest step over median",
 )  # fmt: skip
 
 
@@ -71,13 +72,14 @@ class Target:
     attention reads. "mass of chosen keys": what they weigh, over the keys that
     exact scores choose. "best tokens/s": the most, of all sequences together, of the entries whose names begin with
     `of`. "peak memory over": over that of the entry `over`, in the phase (prefill or decoding) where the
-    ratio is larger. "ms of choosing": of the device, tokens of a fused prompt.
+    ratio is larger. "ms of choosing": of the device, tokens of a fused prompt. "slowest step over median": of the steps
+    of a long answer.
     """
 
     quantity: Literal[
         "speed over baseline", "speed over fastest", "microseconds", "TB/s", "speed over", "time over",
         "share of limit", "% of KV", "% of KV held", "% of dense", "mass of chosen keys", "speed over prefill",
-        "peak memory over", "ms of choosing", "best tokens/s",
+        "peak memory over", "ms of choosing", "best tokens/s", "slowest step over median",
     ]  # fmt: skip
     bound: float
     of: str = "contiguous"
@@ -200,11 +202,13 @@ class HostMemory:
     """Keys and values in host memory. device_bytes: the most GPU memory for keys, values and staging.
 
     The limit is raised for a batch whose staging, and the layers that the method reads whole, take more. batches:
-    further numbers of sequences, with which dense attention is not measured.
+    further numbers of sequences, with which dense attention is not measured. ways: who attends, "link" (the GPU reads
+    over the link) or "cpu", each an entry; dense attention is measured over the link alone.
     """
 
     device_bytes: int
     batches: tuple[int, ...] = ()
+    ways: tuple[Literal["link", "cpu"], ...] = ("link", "cpu")
 
 
 @dataclass(frozen=True)
@@ -228,7 +232,8 @@ class Case:
     also_rows: measured in addition to shape.rows in the same run. impls: attend's implementations that are measured.
     replays: limit on replays, for long calls. fill: as many sequences as fit into memory, in place of the shape's
     number (a model's case). methods: decode methods that a model's case compares, by name, or fusion methods, and their
-    ratios. prefill_chunk: tokens of a pass over a prompt, where one pass does not fit. rivals: baseline -> the only
+    ratios. generated: tokens of a long answer, each of which is timed, with all keys and values in GPU memory.
+    prefill_chunk: tokens of a pass over a prompt, where one pass does not fit. rivals: baseline -> the only
     settings to try; None: all of them.
     """
 
@@ -252,6 +257,7 @@ class Case:
     methods: tuple[str, ...] = ()
     ratios: tuple[float, ...] = ()
     prefill_chunk: int | None = None
+    generated: int | None = None
     rivals: Mapping[str, Sequence[Mapping[str, Any]]] | None = None
 
     @property

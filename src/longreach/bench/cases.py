@@ -317,6 +317,7 @@ def tiny(case: Case) -> Case:
         name=case.name,
         reads=small,
         prefill_chunk=case.prefill_chunk and 64,
+        generated=case.generated and 24,
         impls=("reference",),
         model=model,
         stack=stack,

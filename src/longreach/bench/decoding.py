@@ -285,7 +285,7 @@ class Decoding:
                 f"{case.name}: the step was not one CUDA graph ({got.not_captured_reason}); its time does not count"
             )
         cache.drop_columns(cache.columns - tokens)
-        replays = self._replays(decoder, capture)
+        replays = self.replays(decoder, capture, self.steps)
         cache.drop_columns(cache.columns - tokens)
         launched = self.launched_by(decoder, None if not capture else seen.captured)
         cache.drop_columns(cache.columns - tokens)
@@ -332,19 +332,19 @@ class Decoding:
         finally:
             session.on_layer = None
 
-    def _replays(self, decoder: Any, capture: bool) -> list[float]:
+    def replays(self, decoder: Any, capture: bool, steps: int) -> list[float]:
         """Seconds of each of `steps` steps queued one behind the other."""
         marks: list[Any] = []
-        with decoder.run(_no_end(), WARM // 2 + self.steps):
+        with decoder.run(_no_end(), WARM // 2 + steps):
             for _ in range(WARM // 2):
                 decoder.step(capture=capture)
-            for number in range(self.steps + 1):
+            for number in range(steps + 1):
                 if capture:
                     marks.append(torch.cuda.Event(enable_timing=True))
                     marks[-1].record()
                 else:
                     marks.append(time.perf_counter())
-                if number < self.steps:
+                if number < steps:
                     decoder.step(capture=capture)
         if not capture:
             return [b - a for a, b in pairwise(marks)]

@@ -52,6 +52,8 @@ def remarks(result: dict[str, Any]) -> Iterator[str]:
         yield f"{what}: " + ", ".join(f"{part} {us:.0f} us" for part, us in parts.items())
     for entry in result["entries"] if "host" in result else ():
         yield host_line(entry)
+    for entry in result["entries"] if "generated" in result else ():
+        yield slowest_line(entry)
     for name, why in result.get("left_out", {}).items():
         yield f"{name} left out: {why}"
 
@@ -62,10 +64,22 @@ def host_line(entry: dict[str, Any]) -> str:
     memory = ", ".join(f"{name} {gib(entry['memory'][name])}" for name in kinds)
     shares = entry.get("sampled", {})
     sampled = f"; samples {shares['sampled_head']:.2%} a head, {shares['sampled_group']:.2%} a group" if shares else ""
+    where = "read by the CPU" if entry["settings"].get("attend") == "cpu" else "over the link"
     return (
         f"{entry['name']}: {entry['microseconds']['median'] / 1e3:.2f} ms, {entry['tokens_per_second']:.1f} tokens/s; "
-        f"{entry['link_bytes'] / 1e6:.1f} MB over the link ({entry['link_share']:.0%} of what attention reads), "
+        f"{entry['link_bytes'] / 1e6:.1f} MB {where} ({entry['link_share']:.0%} of what attention reads), "
         f"{entry['link_gb_per_s']:.2f} GB/s{sampled}; {memory}"
+    )
+
+
+def slowest_line(entry: dict[str, Any]) -> str:
+    """The slowest step of a long answer, and the steps beyond the bound."""
+    slow = entry["slowest"]
+    where = ", ".join(f"{x['step']} ({x['over_median']:.2f}x)" for x in slow["above"][:10])
+    return (
+        f"{entry['name']}: {slow['steps']} steps, median {entry['microseconds']['median'] / 1e3:.2f} ms, slowest "
+        f"{slow['over_median']:.2f}x (step {slow['step']}); {slow['count_above']} above {slow['bound']:g}x"
+        f"{': ' if where else ''}{where}"
     )
 
 

@@ -65,6 +65,8 @@ def _judged(target: Target, entries: list[dict[str, Any]]) -> dict[str, Any]:
         got = mine["mass_of_chosen"]
     elif target.quantity == "ms of choosing" and "settings" in mine:  # measured after its time, on a GPU alone
         got = mine["settings"].get("milliseconds", {}).get("choose")
+    elif target.quantity == "slowest step over median" and "slowest" in mine:
+        got = mine["slowest"]["over_median"]
     elif target.quantity == "share of limit" and "share_of_limit" in mine:
         got = mine["share_of_limit"]
     else:

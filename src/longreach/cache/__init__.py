@@ -6,13 +6,14 @@ from longreach.cache.decode_buffers import DecodeBuffers
 from longreach.cache.kv import KVCache
 from longreach.cache.ring import RowRing
 from longreach.cache.state import SequenceState, StatelessOnTruncate
-from longreach.cache.tiers import MemoryUse
+from longreach.cache.tiers import HostAttend, MemoryUse
 from longreach.cache.token_state import PerTokenState
 
 __all__ = [
     "Append",
     "CacheConfig",
     "DecodeBuffers",
+    "HostAttend",
     "KVCache",
     "MemoryUse",
     "PerTokenState",

@@ -8,6 +8,8 @@ from typing import Literal
 from longreach.cache.pages import Pages
 from longreach.ops.types import require
 
+HOST_ATTEND = ("auto", "link", "cpu")
+
 
 @dataclass(frozen=True)
 class CacheConfig:
@@ -22,6 +24,9 @@ class CacheConfig:
         Layers that the decode method reads whole stay in GPU memory, unless it reads all layers whole. Passes of more
         than 8 new tokens a sequence read layers in host memory through two staging buffers in GPU memory, each as large
         as one layer. Keys cannot be evicted. On a CPU layers are divided in the same way, in ordinary memory.
+    host_attend: with host: who computes a decode step's attention to layers in host memory. "link": the GPU, which
+        reads chosen keys over the link. "cpu": the CPU, within the step; it needs a CUDA device and Numba. "auto": the
+        faster one, measured before the first captured step; "link" for steps that are not captured.
     device_bytes: with host: the most GPU memory for keys, values and staging. As many layers as fit stay in GPU memory;
         those that are read whole go first. None: only those that are read whole stay there.
     """
@@ -31,6 +36,7 @@ class CacheConfig:
     page: int = 64
     pages: int | None = None
     host: bool = False
+    host_attend: Literal["auto", "link", "cpu"] = "auto"
     device_bytes: int | None = None
 
     def __post_init__(self) -> None:
@@ -41,6 +47,12 @@ class CacheConfig:
             require(count or (value is None and name != "page"), f"{name}: expected a count >= 1, got {value!r}")
         require(self.pages is None or self.kind == "paged", "pages: only a paged cache has a pool of pages")
         require(isinstance(self.host, bool), f"host: expected True or False, got {self.host!r}")
+        known = self.host_attend in HOST_ATTEND
+        require(known, f"host_attend: expected one of {', '.join(HOST_ATTEND)}, got {self.host_attend!r}")
+        require(
+            self.host or self.host_attend == "auto",
+            "host_attend: is for keys and values in host memory; give host=True too, or leave it out",
+        )
         require(
             not self.host or self.kind == "contiguous",
             "host: expected kind='contiguous', as paged memory cannot lie in host memory; leave kind out, or host",

@@ -30,14 +30,16 @@ from longreach.cache.append import Append
 from longreach.cache.checks import check_counts, check_rows, check_slots, checked_kept, checked_positions, is_int
 from longreach.cache.compact import compacted
 from longreach.cache.config import CacheConfig
+from longreach.cache.host import allocate
 from longreach.cache.layout import Layout
 from longreach.cache.layouts import Layouts
 from longreach.cache.placing import placements
 from longreach.cache.staging import Pair, Staging
 from longreach.cache.state import SequenceState, StatelessOnTruncate
-from longreach.cache.tiers import STAGING, MemoryUse, Tiers
+from longreach.cache.tiers import STAGING, HostAttend, MemoryUse, Tiers
 from longreach.errors import InvalidInput, Unsupported
 from longreach.ops.append import append
+from longreach.ops.host_calls import HostCalls
 from longreach.ops.place import place as ops_place
 from longreach.ops.rope import RotaryAngles
 from longreach.ops.types import FLOATS, INTS, KVView, RowRange, describe, require
@@ -50,6 +52,8 @@ class KVCache:
 
     lengths: tokens of each sequence, which is the position of the next one. state: reset and truncated with the
     sequences. layouts: slots and pages of each layer. in_host: layers whose keys and values lie in host memory.
+    attend: who computes a decode step's attention to them; views that are made later follow it. calls: those of the
+    CPU, with the memory that they use, which captured steps need as long as they exist.
     """
 
     def __init__(
@@ -72,6 +76,8 @@ class KVCache:
         self.in_host = set[int]()
         self._tiers = Tiers(self.config, layers, resident, self.device)
         self._staging = Staging(self.device)
+        self.calls = HostCalls(self.device, allocate)
+        self.attend = HostAttend("cpu") if self.config.host_attend == "cpu" else HostAttend()
         self._moves = 0
         self._evicted = False  # whether some layer's memory was shrunk
         self._begun = 0
@@ -197,8 +203,9 @@ class KVCache:
     def view(self, layer: int, step: Append) -> KVView:
         """The view that rows of this pass attend to: all tokens, the new ones included. Slot order is causal order."""
         place = step.at(layer)
-        memory = self._staged(layer, step) or self._held(layer)
-        return KVView(*memory, place.seq_lens, place.table)
+        staged = self._staged(layer, step)
+        calls = self.calls if staged is None and layer in self.in_host and self.attend.by == "cpu" else None
+        return KVView(*(staged or self._held(layer)), place.seq_lens, place.table, calls=calls)
 
     def commit(self, step: Append, *, over: bool = True) -> None:
         """Make the pass's tokens count. over=False: another pass of its run follows.
@@ -323,7 +330,8 @@ class KVCache:
         host = tuple(sorted(self.in_host))
         device = tuple(layer for layer, held in enumerate(self.memory) if held and layer not in self.in_host)
         largest = max((each[layer] for layer in host), default=0)
-        return MemoryUse(host, device, sum(each[n] for n in host), sum(each[n] for n in device), STAGING * largest)
+        sizes = (sum(each[n] for n in host), sum(each[n] for n in device), STAGING * largest)
+        return MemoryUse(host, device, *sizes, self.attend)
 
     @property
     def page(self) -> int | None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,10 +17,31 @@ STAGING = 2  # buffers, of one layer each: one is read while the other is filled
 
 
 @dataclass(frozen=True)
+class HostAttend:
+    """Who computes a decode step's attention to layers in host memory, and how that was chosen.
+
+    by: "link", the GPU, or "cpu". link_ms, cpu_ms: of a captured step each way, if both were measured. why: the reason
+    why they were not, else None.
+    """
+
+    by: Literal["link", "cpu"] = "link"
+    link_ms: float | None = None
+    cpu_ms: float | None = None
+    why: str | None = None
+
+    def __str__(self) -> str:
+        who = "read over the link" if self.by == "link" else "where the CPU attends to them"
+        if self.link_ms is None or self.cpu_ms is None:
+            return who if self.why is None else f"{who} ({self.why})"
+        return f"{who} (a step took {self.link_ms:.2f} ms over the link, {self.cpu_ms:.2f} ms by the CPU)"
+
+
+@dataclass(frozen=True)
 class MemoryUse:
     """Where keys and values lie. Bytes are those allocated.
 
     host_layers: in host memory, which a decode step reads over the link; device_layers: in the device's memory.
+    attend: who computes attention to layers in host memory.
     staging_bytes: of the device's memory that a pass over a prompt takes in addition, to read the layers in host
     memory.
     """
@@ -30,14 +51,16 @@ class MemoryUse:
     host_bytes: int
     device_bytes: int
     staging_bytes: int
+    attend: HostAttend = HostAttend()
 
     def to_json(self) -> dict[str, Any]:
-        return {name: list(x) if isinstance(x, tuple) else x for name, x in self.__dict__.items()}
+        found = {name: list(x) if isinstance(x, tuple) else x for name, x in self.__dict__.items()}
+        return {**found, "attend": asdict(self.attend)}
 
     def __str__(self) -> str:
         return (
-            f"keys and values: {_layers(self.host_layers)} ({gib(self.host_bytes)}) in host memory, read over the "
-            f"link; {_layers(self.device_layers)} ({gib(self.device_bytes)}) in device memory; prompts are staged "
+            f"keys and values: {_layers(self.host_layers)} ({gib(self.host_bytes)}) in host memory, {self.attend}; "
+            f"{_layers(self.device_layers)} ({gib(self.device_bytes)}) in device memory; prompts are staged "
             f"through {gib(self.staging_bytes)} more of it"
         )
 

@@ -151,25 +151,32 @@ def pass_tokens(args: argparse.Namespace) -> int:
 
 
 def add_host(parser: argparse.ArgumentParser) -> None:
-    """--host and --device-memory."""
+    """--host, --device-memory and --host-attend."""
     parser.add_argument("--host", action="store_true", help="keep keys and values in host memory, but for layers that "
                         "the decode method reads whole; the GPU reads chosen keys over the link")  # fmt: skip
     parser.add_argument("--device-memory", type=byte_size, metavar="SIZE", help="with --host: the most GPU memory for "
                         "keys and values, such as 4GB; as many layers as fit stay there")  # fmt: skip
+    parser.add_argument("--host-attend", choices=("auto", "link", "cpu"), help="with --host: who computes attention to "
+                        "them, the GPU over the link or the CPU (default auto: the faster one, measured)")  # fmt: skip
 
 
 def cache_config(args: argparse.Namespace) -> CacheConfig:
-    """The cache that --host and --device-memory ask for, without a capacity. Raises InvalidInput."""
+    """The cache that --host, --device-memory and --host-attend ask for, without a capacity. Raises InvalidInput."""
     from longreach.cache import CacheConfig
 
     if args.device_memory is not None and not args.host:
         raise InvalidInput("--device-memory limits the GPU memory that keys and values take with --host; give --host")
-    return CacheConfig(host=args.host, device_bytes=args.device_memory)
+    if args.host_attend is not None and not args.host:
+        raise InvalidInput("--host-attend is for keys and values in host memory; give --host")
+    return CacheConfig(host=args.host, device_bytes=args.device_memory, host_attend=args.host_attend or "auto")
 
 
 def host_config(args: argparse.Namespace) -> dict[str, Any]:
     """A record's entries on keys and values in host memory; none where they are in GPU memory."""
-    return {"host": True, "device_memory": args.device_memory} if args.host else {}
+    if not args.host:
+        return {}
+    attend = {} if args.host_attend is None else {"host_attend": args.host_attend}
+    return {"host": True, "device_memory": args.device_memory, **attend}
 
 
 def add_graph(parser: argparse.ArgumentParser) -> None:

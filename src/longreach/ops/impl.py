@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from longreach.errors import UnknownName, Unsupported
-from longreach.ops.numba_fit import few, unfit
+from longreach.ops.numba_fit import called_by_cpu, few, unfit
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,8 @@ class Implementations:
     few_rows: for more than `numba_fit.ROWS` rows of a sequence the reference's matrix products are faster than Numba.
     needs: an argument of this type is required by the Numba kernel, None for no such argument.
     fp64: whether the Numba kernel computes in fp64, else it takes no such inputs.
+    cpu: the implementation "cpu", "module:function": rows on a GPU, keys and values in host memory, computed by the
+    CPU. "auto" is this one for few rows of a view with `calls`.
     """
 
     op: str
@@ -32,6 +34,7 @@ class Implementations:
     few_rows: bool = False
     fp64: bool = False
     needs: type | None = None
+    cpu: str | None = None
 
     def names(self) -> tuple[str, ...]:
         return tuple(self.paths)
@@ -43,6 +46,8 @@ class Implementations:
         Raises UnknownName, and Unsupported for "numba" where it is not installed. The reference is chosen with a
         warning on a GPU, and (once) on a CPU for want of Numba.
         """
+        if impl in ("auto", "cpu") and self.cpu is not None and called_by_cpu(*given):
+            return "cpu"
         if impl == "auto":
             name = "triton" if device.type == "cuda" and "triton" in self.paths else "reference"
             if device.type == "cpu" and self._suits_numba(given):
@@ -61,7 +66,8 @@ class Implementations:
 
     def get(self, impl: str, device: torch.device, *given: Any) -> Callable[..., Any]:
         """The implementation that `choose` names."""
-        return _load(self.paths[self.choose(impl, device, *given)])
+        name = self.choose(impl, device, *given)
+        return _load(self.cpu if name == "cpu" and self.cpu is not None else self.paths[name])
 
     def check(self, impl: str, device: torch.device) -> None:
         """Raise what `choose` raises, whatever the arguments."""
@@ -73,6 +79,11 @@ class Implementations:
             return False
         complete = self.needs is None or any(isinstance(x, self.needs) for x in given)
         return complete and (few(*given) or not self.few_rows) and unfit(*given, fp64=self.fp64) is None
+
+
+def has_numba() -> bool:
+    """Whether Numba is installed."""
+    return _installed("numba")
 
 
 def compiles(device: torch.device) -> bool:

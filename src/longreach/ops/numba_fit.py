@@ -20,6 +20,12 @@ def few(*given: Any) -> bool:
     return rows is None or kv is None or len(rows.pos) <= ROWS * len(kv.seq_lens)
 
 
+def called_by_cpu(*given: Any) -> bool:
+    """Whether the CPU computes an op of these arguments for a GPU: few rows, over a view with calls."""
+    kv = next((x for x in given if isinstance(x, KVView)), None)
+    return kv is not None and kv.calls is not None and few(*given)
+
+
 def unfit(*given: Any, fp64: bool = False) -> str | None:
     """Why Numba kernels cannot compute an op of these arguments; None if they can.
 

@@ -89,3 +89,29 @@ def soften(s, n, added, weighted, softcap, top, total, out, dim):
             row[c] = p
             z += p
         total[h] += z
+
+
+@njit(**KERNEL)
+def merge(top, total, out, lse, merged):
+    """The pieces of each unit: lse [units, width], merged [units, width, D]."""
+    units, parts, width, dim = out.shape
+    for unit in range(units):
+        for h in range(width):
+            most = np.float32(-np.inf)
+            for part in range(parts):
+                most = max(most, top[unit, part, h])
+            one = merged[unit, h]
+            one[:] = np.float32(0.0)
+            lse[unit, h] = np.float32(-np.inf)
+            if most == np.float32(-np.inf):
+                continue
+            z = np.float32(0.0)
+            for part in range(parts):
+                share = exp(top[unit, part, h] - most)
+                z += share * total[unit, part, h]
+                piece = out[unit, part, h]
+                for d in range(dim):
+                    one[d] += share * piece[d]
+            for d in range(dim):
+                one[d] /= z
+            lse[unit, h] = most + np.float32(math.log(z))

@@ -8,12 +8,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from longreach.errors import InvalidInput, Unsupported
+
+if TYPE_CHECKING:
+    from longreach.ops.host_calls import HostCalls
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INTS = (torch.int32, torch.int64)
@@ -97,6 +100,8 @@ class KVView:
         None means sequence b is page b (contiguous: one page holds the whole sequence).
     slot_pos: [P, G, page] int, each slot's position where it differs from its index (after eviction).
     k_scale, v_scale: reserved for quantised KV; refused until implemented.
+    calls: for keys and values in host memory whose attention the CPU computes, the calls that it is asked by; "auto"
+        then is the implementation "cpu" for few rows of a sequence. None: the view's own device reads them.
     """
 
     k: Tensor
@@ -106,6 +111,7 @@ class KVView:
     slot_pos: Tensor | None = None
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
+    calls: HostCalls | None = None
 
     def __post_init__(self) -> None:
         k, v, filled = self.k, self.v, self.seq_lens

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import closing
@@ -15,7 +16,7 @@ import torch
 
 from longreach import CacheConfig, Kascade, Quest, attach, generate
 from longreach.adapters.transformers.prompt_reader import Answer, Reader
-from longreach.errors import CapacityError, Unsupported
+from longreach.errors import CapacityError, HostCallFailed, InvalidInput, Unsupported
 from longreach.methods.fusion import A3, PIE, CacheBlend
 from longreach.methods.magicpig import MagicPIG
 from longreach.methods.registry import names
@@ -268,3 +269,179 @@ def test_a_cache_that_ends_gives_pinned_memory_back() -> None:
     assert int(code) != 0, "it was unregistered with the cache"
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device="cuda")  # takes the error of that call
+
+
+CPU_ATTENDS = replace(HOST, host_attend="cpu")
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_cpu_attends_for_every_method(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, but that the program is called at once: the same tokens, and the same reads."""
+    monkeypatch.setattr(sys.modules["longreach.adapters.transformers.attach"], "check_host_attend", lambda *given: None)
+    tokens, mask = padded_batch((61, 40, 9))
+    found = []
+    for config in (HOST, CPU_ATTENDS):
+        with attach(tiny(), decode=METHODS[name], cache=config) as session:
+            first = generate(session, tokens, mask, max_new_tokens=STEPS, prefill_chunk_size=17)
+            second = generate(session, first.sequences, max_new_tokens=STEPS)
+            found.append((first.sequences, second.sequences, session.report()))
+    (*link, link_report), (*cpu, cpu_report) = found
+    assert all(torch.equal(a, b) for a, b in zip(link, cpu, strict=True))
+    assert link_report.memory is not None and cpu_report.memory is not None
+    assert (link_report.memory.attend.by, cpu_report.memory.attend.by) == ("link", "cpu")
+    assert "in host memory, where the CPU attends to them; " in str(cpu_report)
+    used = {x.layer for x in cpu_report.layers if x.phase == "decode" and "cpu" in x.impl.split("+")}
+    assert used <= set(cpu_report.memory.host_layers)
+    if name not in ("mac",):  # whose attention and amending are one op
+        assert used
+    for a, b in zip(link_report.layers, cpu_report.layers, strict=True):
+        assert (a.key_bytes, a.value_bytes, a.dense_bytes) == (b.key_bytes, b.value_bytes, b.dense_bytes)
+        # the program samples by look-ups and makes no lists, where Numba's kernel makes and counts some
+        assert a.metadata_bytes == b.metadata_bytes or name == "magicpig"
+
+
+def test_attention_by_the_cpu_is_refused_where_it_cannot_be() -> None:
+    with pytest.raises(Unsupported, match=r"host_attend='cpu' \(--host-attend\): it needs a model on a cuda device"):
+        attach(tiny(), cache=CPU_ATTENDS)
+    with attach(tiny(), cache=HOST) as session, pytest.raises(Unsupported, match="host_attend='cpu'"):
+        session.new_cache(1, CPU_ATTENDS)
+    with pytest.raises(InvalidInput, match="host_attend: expected one of auto, link, cpu, got 'gpu'"):
+        CacheConfig(host=True, host_attend="gpu")  # type: ignore[arg-type]
+    with pytest.raises(InvalidInput, match="host_attend: is for keys and values in host memory; give host=True"):
+        CacheConfig(host_attend="link")
+
+
+def test_a_program_that_fails_fails_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["longreach.adapters.transformers.attach"], "check_host_attend", lambda *given: None)
+    with attach(tiny(), decode=METHODS["quest"], cache=CPU_ATTENDS) as session:
+        cache = session.new_cache(1)
+        want = generate(session, prompt(), max_new_tokens=6, past_key_values=cache).sequences
+        columns, ids = cache.columns, torch.cat([want, prompt()], 1)
+        again = generate(session, ids, max_new_tokens=4, past_key_values=cache).sequences
+        cache.drop_columns(cache.columns - columns)
+        cache.kv.calls._status[0] = 1
+        with pytest.raises(HostCallFailed, match="attention on the CPU failed: a list of keys names slots"):
+            generate(session, ids, max_new_tokens=4, past_key_values=cache)
+        assert cache.columns == columns
+        assert torch.equal(generate(session, ids, max_new_tokens=4, past_key_values=cache).sequences, again)
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def on_gpu(config: CacheConfig, name: str | MagicPIG, ids: Any, mask: Any = None, **given: Any) -> tuple[Any, Report]:
+    """Tokens of three answers over one cache, the last two by replays of one captured step, and the report."""
+    method = METHODS[name] if isinstance(name, str) else name
+    with attach(tiny().cuda(), decode=method, cache=config) as session:
+        answers = [
+            generate(session, ids, mask, max_new_tokens=24, prefill_chunk_size=chunk, compile="none", **given)
+            for chunk in (64, None, 200)
+        ]
+        return answers, session.report()
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("name", [*METHODS, "magicpig own"])
+def test_captured_steps_attend_on_the_cpu(name: str, batch: int) -> None:
+    """Ragged prompts of a batch; the tokens are those of the step that reads over the link."""
+    method = replace(SMALL, share="own") if name == "magicpig own" else METHODS[name]
+    tokens, mask = (prompt(300), None) if batch == 1 else padded_batch((300, 221, 90, 9))
+    mask = None if mask is None else mask.cuda()
+    (link, link_report), (cpu, cpu_report) = (
+        on_gpu(replace(HOST, host_attend=how), method, tokens.cuda(), mask) for how in ("link", "cpu")
+    )
+    for a, b in zip(link, cpu, strict=True):
+        assert a.captured == b.captured is not None and torch.equal(a.sequences, b.sequences)
+    assert (link_report.memory.attend.by, cpu_report.memory.attend.by) == ("link", "cpu")  # type: ignore[union-attr]
+    for x, y in zip(link_report.layers, cpu_report.layers, strict=True):
+        assert (x.key_bytes, x.value_bytes, x.dense_bytes) == (y.key_bytes, y.value_bytes, y.dense_bytes)
+    used = {x.layer for x in cpu_report.layers if x.phase == "decode" and "cpu" in x.impl.split("+")}
+    assert used <= set(cpu_report.memory.host_layers) and (used or name == "mac")  # type: ignore[union-attr]
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("graph", [False, "piecewise"])
+@pytest.mark.parametrize("name", ["quest", "magicpig"])
+def test_steps_that_are_not_one_graph_attend_on_the_cpu(name: str, graph: Any) -> None:
+    link, cpu = (
+        on_gpu(replace(HOST, host_attend=how), name, prompt(300).cuda(), graph=graph)[0] for how in ("link", "cpu")
+    )
+    for a, b in zip(link, cpu, strict=True):
+        assert b.captured == (graph or None) and torch.equal(a.sequences, b.sequences)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_many_replays_attend_on_the_cpu() -> None:
+    """Blocks of keys enter the tables meanwhile."""
+    made = []
+    for how in ("link", "cpu"):
+        with attach(tiny().cuda(), decode=METHODS["magicpig"], cache=replace(HOST, host_attend=how)) as session:
+            made.append(generate(session, prompt(100).cuda(), max_new_tokens=400, eos_token_id=()).sequences)
+    assert torch.equal(made[0][:, :164], made[1][:, :164])  # rounding may choose another token later on
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("name", ["quest", "mac", "magicpig"])
+def test_the_faster_way_is_measured_and_named(name: str) -> None:
+    link, _ = on_gpu(replace(HOST, host_attend="link"), name, prompt(300).cuda())
+    auto, report = on_gpu(HOST, name, prompt(300).cuda())
+    for a, b in zip(link, auto, strict=True):
+        assert torch.equal(a.sequences, b.sequences)
+    assert report.memory is not None
+    chosen = report.memory.attend
+    assert chosen.link_ms is not None and chosen.cpu_ms is not None and chosen.why is None
+    assert chosen.by == ("cpu" if chosen.cpu_ms < chosen.link_ms else "link")
+    assert f"a step took {chosen.link_ms:.2f} ms over the link, {chosen.cpu_ms:.2f} ms by the CPU" in str(report)
+    assert all(x.rows <= 3 * 23 for x in report.layers if x.phase == "decode"), "steps that were measured do not count"
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_an_error_in_a_captured_step_is_raised() -> None:
+    """Of the last job that was captured: the answer fails by name, and the cache holds what it held."""
+    with attach(tiny().cuda(), decode=METHODS["quest"], cache=CPU_ATTENDS) as session:
+        cache = session.new_cache(1, replace(CPU_ATTENDS, capacity=512))
+        first = generate(session, prompt(200).cuda(), max_new_tokens=8, past_key_values=cache, eos_token_id=())
+        columns, ids = cache.columns, torch.cat([first.sequences, prompt(5).cuda()], 1)
+        good = generate(session, ids, max_new_tokens=8, past_key_values=cache, eos_token_id=()).sequences
+        cache.drop_columns(cache.columns - columns)
+        (decoder,) = cache.decoders.values()
+        job = list(cache.kv.calls._jobs.values())[-1]
+        before = int(job["program"][0])
+        job["program"] = _failing_program()
+        with pytest.raises(HostCallFailed, match="a compiled kernel failed"):
+            generate(session, ids, max_new_tokens=8, past_key_values=cache, eos_token_id=())
+        job["program"] = before
+        assert cache.columns == columns and decoder.graph is not None
+        again = generate(session, ids, max_new_tokens=8, past_key_values=cache, eos_token_id=()).sequences
+        assert torch.equal(again, good)
+
+
+def _failing_program() -> int:
+    from longreach.ops import numba_host
+
+    fail, failed = numba_host.fail, numba_host.FAILED
+
+    def program(address: int, phase: int) -> None:
+        fail(address, failed)
+
+    return numba_host.program(program)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_graphs_are_freed_with_their_cache() -> None:
+    ids = prompt(60).cuda()
+    with attach(tiny().cuda(), decode=METHODS["magicpig"], cache=CPU_ATTENDS) as session:
+        for length in (60, 400, 900):  # each a longer cache, and a graph of its own
+            tokens = torch.cat([ids] * (length // 60), 1)
+            want = generate(session, tokens, max_new_tokens=12).sequences
+            gc.collect()
+            assert torch.equal(generate(session, tokens, max_new_tokens=12).sequences, want)
+    gc.collect()
+    torch.cuda.synchronize()

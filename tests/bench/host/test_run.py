@@ -13,9 +13,10 @@ from longreach.bench.case import Target
 from longreach.bench.cases import CASES, tiny
 from longreach.bench.check import WrongResult
 from longreach.bench.decoding import Decoding
-from longreach.bench.format import remarks
+from longreach.bench.format import remarks, slowest_line
 from longreach.bench.host.reads import step_bytes
 from longreach.bench.host.run import device_limit, run_host, wanted
+from longreach.bench.host.tokens import slowest
 from longreach.bench.magicpig import lists
 from longreach.bench.targets import judge
 from longreach.cache import tiers
@@ -26,7 +27,8 @@ from longreach.methods.quest import Quest
 from longreach.ops.simhash.api import Weights
 from longreach.runtime import LayerReport, Report
 
-ALL, BATCHES, LONG = (CASES[name] for name in ("host-96k-b1", "host-96k-batches", "host-1m-b1"))
+CASE_NAMES = ("host-96k-b1", "host-96k-batches", "host-96k-table-6", "host-1m-b1", "tokens-4k-at-128k")
+ALL, BATCHES, TABLE_6, LONG, ANSWER = (CASES[name] for name in CASE_NAMES)
 SMALL = tiny(ALL)
 GROUP, OWN = "magicpig (5,5) group", "magicpig (5,10) own"
 
@@ -39,28 +41,36 @@ def measured(case: Any = SMALL, saved: list[dict[str, Any]] | None = None, **cha
 
 def test_what_is_measured_and_must_be_reached() -> None:
     group = [case for case in CASES.values() if case.group == "host"]
-    assert group == [ALL, BATCHES, LONG]
+    assert group == [ALL, BATCHES, TABLE_6, LONG, ANSWER]
     assert [(c.shape.context, c.shape.heads, c.shape.kv_heads, c.shape.dim, c.shape.dtype) for c in group] == [
-        (n << 10, 32, 8, 128, "bfloat16") for n in (96, 96, 1024)
+        (n << 10, 32, 8, 128, "bfloat16") for n in (96, 96, 96, 1024, 128)
     ]
-    names = [[one.name for one in wanted(case)] for case in group]
+    names = [[name for one in wanted(case) for name in one.names.values()] for case in group[:-1]]
     group_preset, own = "magicpig (10,75) group", "magicpig (10,150) own"
-    assert names[0] == ["dense", group_preset, own, "kascade", "quest"] and names[2] == [group_preset]
-    assert names[1] == ["dense", *(f"{own}, batch {n}" for n in (1, 2, 4, 6, 8))]
+    assert names[0] == ["dense", *both_ways(group_preset, own, "kascade", "quest")]
+    assert names[3] == both_ways(group_preset) and len(names[2]) == 12
+    curve = [f"{way}, batch {n}" for n in (1, 2, 4, 8) for way in both_ways(group_preset, own)]
+    assert names[1] == ["dense", *curve]
     assert [[(t.quantity, t.of, t.over, t.bound) for t in case.targets] for case in group] == [
         [("microseconds", group_preset, None, 16e3), ("microseconds", own, None, 16e3),
          ("speed over", group_preset, "dense", 12.0), ("speed over", own, "dense", 12.0)],
-        [("best tokens/s", own, None, 120.0)], [],
+        [("best tokens/s", group_preset, None, 120.0), ("best tokens/s", own, None, 120.0)], [], [],
+        [("slowest step over median", group_preset, None, 1.3)],
     ]  # fmt: skip
+
+
+def both_ways(*names: str) -> list[str]:
+    """Entries of methods: attention over the link, then by the CPU."""
+    return [way for name in names for way in (name, f"{name} on the CPU")]
 
 
 def test_the_most_tokens_of_any_batch_are_judged() -> None:
     own = "magicpig (10,150) own"
     rates = {f"{own}, batch {n}": rate for n, rate in ((1, 90.0), (4, 130.0), (8, 110.0))} | {"dense": 900.0}
     entries = [{"name": name, "who": "longreach", "tokens_per_second": rate} for name, rate in rates.items()]
-    (found,) = judge(BATCHES, entries)
+    _, found = judge(BATCHES, entries)
     assert (found["got"], found["than"], found["reached"]) == (130.0, f"{own}, batch 4", True)
-    assert judge(BATCHES, entries[-1:])[0]["got"] is None
+    assert judge(BATCHES, entries[-1:])[1]["got"] is None
     (short,) = judge(replace(BATCHES, targets=(Target("best tokens/s", 200.0, own),)), entries)
     assert not short["reached"] and short["missed_by"] == pytest.approx(0.35)
 
@@ -69,17 +79,18 @@ def test_every_entry_has_its_reads_memory_and_check() -> None:
     saved: list[dict[str, Any]] = []
     result = measured(saved=saved)
     entries = {entry["name"]: entry for entry in result["entries"]}
-    assert list(entries) == ["dense", GROUP, OWN, "kascade", "quest"] and len(saved) == 5
+    assert list(entries) == ["dense", *both_ways(GROUP, OWN, "kascade", "quest")] and len(saved) == 9
     layer = 2 * (256 + 19) * 2 * 16 * 4  # keys and values of 2 heads, fp32; 19 tokens of room
     placed = {"dense": 0, GROUP: 2, OWN: 2, "kascade": 2, "quest": 2}  # layers that are read whole; dense reads all
     weights = sum(p.numel() * 4 for p in bench_model().parameters())
     for name, entry in entries.items():
-        memory, whole = entry["memory"], placed[name]
+        memory, whole = entry["memory"], placed[name.removesuffix(" on the CPU")]
+        assert entry["settings"]["attend"] == ("cpu" if name.endswith("CPU") else "link")
         assert (memory["host_layers"], memory["device_layers"]) == (6 - whole, whole), name
         assert (memory["host_kv"], memory["device_kv"]) == ((6 - whole) * layer, whole * layer)
         assert (memory["staging"], memory["weights"]) == (2 * layer, weights)
         assert entry["settings"]["device_bytes"] == (2 + whole) * layer
-        assert (memory["state"] > 0) == ("magicpig" in name or name in ("quest", "kascade"))
+        assert (memory["state"] > 0) == (name != "dense")
         assert 0 < entry["error"] <= entry["error_bound"] and 0 < entry["link_share"] <= 1
         seconds = entry["microseconds"]["median"] / 1e6
         assert entry["tokens_per_second"] == pytest.approx(1 / seconds)
@@ -92,12 +103,12 @@ def test_every_entry_has_its_reads_memory_and_check() -> None:
     assert dense["link_share"] == 1 and dense["percent_of_dense"] == pytest.approx(100)
     keys = dense["link_bytes"] / (6 * 2 * 2 * 16 * 4)  # of a head and layer, at a mean step
     assert 257 <= keys <= 275
-    for name in (GROUP, OWN):
+    for name in both_ways(GROUP, OWN):
         sampled = entries[name]["sampled"]
         assert 0.01 < sampled["sampled_head"] < sampled["sampled_group"] < 0.2
         assert entries[name]["link_bytes"] < 0.5 * dense["link_bytes"] > entries["quest"]["link_bytes"]
     lines = "\n".join(remarks(result))
-    assert "MB over the link" in lines and "a head" in lines and "host_kv" in lines
+    assert "MB over the link" in lines and "a head" in lines and "host_kv" in lines and "MB read by the CPU" in lines
 
 
 def bench_model() -> Any:
@@ -122,8 +133,9 @@ def test_a_batch_that_does_not_fit_is_left_out_by_name(monkeypatch: pytest.Monke
     layer = 2 * (256 + 19) * 2 * 16 * 4
     monkeypatch.setattr(tiers, "check_available", refuse_more_than(6 * layer))
     result = measured(tiny(BATCHES))
-    assert [entry["name"] for entry in result["entries"]] == ["dense", f"{OWN}, batch 1"]
-    assert list(result["left_out"]) == [f"{OWN}, batch 2"]
+    ways = both_ways(GROUP, OWN)
+    assert [entry["name"] for entry in result["entries"]] == ["dense", *(f"{way}, batch 1" for way in ways)]
+    assert list(result["left_out"]) == [f"{way}, batch 2" for way in ways]
     needed = 4 * 2 * layer  # of two layers of six, the GPU has room
     assert result["left_out"][f"{OWN}, batch 2"] == f"does not fit: keys and values need {needed} of host memory"
     assert any(f"{OWN}, batch 2 left out" in line for line in remarks(result))
@@ -207,4 +219,25 @@ def test_the_limit_grows_with_the_batch() -> None:
 
 def test_another_batch_or_context_can_be_given() -> None:
     case = tiny(BATCHES).but(batch=2)
-    assert [(one.name, one.batch) for one in wanted(case)] == [("dense", 2), (f"{OWN}, batch 2", 2)]
+    found = [(name, one.batch) for one in wanted(case) for name in one.names.values()]
+    assert found == [("dense", 2), *((f"{way}, batch 2", 2) for way in both_ways(GROUP, OWN))]
+
+
+def test_each_step_of_a_long_answer_is_timed() -> None:
+    result = measured(replace(tiny(ANSWER), host=None))
+    assert not result["targets"]  # a case of another size has none
+    (entry,) = result["entries"]
+    assert entry["name"] == GROUP and entry["slowest"]["steps"] == 24 == len(entry["microseconds"]["replays"])
+    assert entry["memory"]["state"] > 0 and entry["unchecked"]
+    assert "24 steps, median" in "\n".join(remarks(result))
+
+
+def test_the_slowest_steps_are_named() -> None:
+    found = slowest((1.0, 1.0, 1.2, 1.4, 1.0, 2.0))
+    assert (found["steps"], found["step"], found["count_above"]) == (6, 5, 1)
+    assert found["over_median"] == pytest.approx(2.0 / 1.1)
+    entry = {"name": "m", "who": "longreach", "microseconds": {"median": 1.1e6}, "slowest": found}
+    target = Target("slowest step over median", 1.3, "m")
+    (verdict,) = judge(replace(ANSWER, targets=(target,)), [entry])
+    assert verdict["got"] == found["over_median"] and not verdict["reached"]
+    assert slowest_line(entry).endswith("slowest 1.82x (step 5); 1 above 1.3x: 5 (1.82x)")

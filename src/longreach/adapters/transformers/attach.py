@@ -20,6 +20,8 @@ from longreach.adapters.transformers.attention import NAME
 from longreach.adapters.transformers.checks import (
     cache_windows,
     check_chunks,
+    check_host,
+    check_host_attend,
     check_levels,
     check_model,
     check_pass,
@@ -106,15 +108,6 @@ def detach(model: PreTrainedModel) -> None:
         session.close()
 
 
-def check_host(config: CacheConfig, evict: Eviction | None) -> None:
-    """Raise Unsupported for eviction from a cache in host memory."""
-    if config.host and evict is not None:
-        raise Unsupported(
-            f"evict={evict.name}: keys in host memory cannot be evicted; leave evict out, or use "
-            f"CacheConfig(host=False)"
-        )
-
-
 def _needs_rotary(method: AttentionMethod) -> bool:
     """Whether a method needs the rotation of each layer."""
     return method.needs_pre_rope or method.needs_frequencies
@@ -149,6 +142,7 @@ class Session:
             fuse.check(self._shape)
         check_eviction(evict, decode, fused=fuse is not None)
         check_host(cache, evict)
+        check_host_attend(cache, model.device, impl)
         windows = cache_windows(model)
         if evict is not None and len(windows) == self._shape.layers:
             raise Unsupported(
@@ -324,6 +318,7 @@ class Session:
         """An empty cache for `batch` sequences, to pass as `past_key_values`. config: default the session's."""
         kept = config or self.cache_config
         check_host(kept, self.evict)
+        check_host_attend(kept, self.model.device, self.impl)
         resident = self.resident_layers() if kept.host else ()
         return LongreachCache(self._layers, batch, kept, self.model.device, self, self.evict, resident)
 

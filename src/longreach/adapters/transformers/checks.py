@@ -6,13 +6,17 @@ import hashlib
 import json
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from longreach.adapters.transformers.frequencies import check_frequencies
+from longreach.cache import CacheConfig
 from longreach.errors import InvalidInput, Unsupported
 from longreach.methods.call import ModelShape
+from longreach.methods.slots import Eviction
+from longreach.ops.impl import has_numba
 
 KNOWN_LAYERS = ("full_attention", "sliding_attention")
 PLANNED_FOR = (  # fields of a configuration that identify a model in all versions of transformers
@@ -163,3 +167,26 @@ def check_pass(decoder: PreTrainedModel, kwargs: dict[str, Any]) -> None:
         raise Unsupported("output_attentions=True: longreach never holds attention weights")
     if decoder.training and any(getattr(m, "gradient_checkpointing", False) for m in decoder.modules()):
         raise Unsupported(f"gradient checkpointing of {name} with longreach attached: disable it, or call model.eval()")
+
+
+def check_host_attend(config: CacheConfig, device: torch.device, impl: str) -> None:
+    """Raise Unsupported for attention by the CPU where it cannot be. impl: of the session."""
+    if config.host_attend == "cpu":
+        why = None
+        if device.type != "cuda":
+            why = f"it needs a model on a cuda device, and this one is on {device}"
+        elif not has_numba():
+            why = "it needs Numba, which is not here: pip install 'longreach[cpu]'"
+        elif impl != "auto":
+            why = f"impl={impl!r} names another implementation; leave impl out"
+        if why is not None:
+            raise Unsupported(f"host_attend='cpu' (--host-attend): {why}; or leave host_attend out")
+
+
+def check_host(config: CacheConfig, evict: Eviction | None) -> None:
+    """Raise Unsupported for eviction from a cache in host memory."""
+    if config.host and evict is not None:
+        raise Unsupported(
+            f"evict={evict.name}: keys in host memory cannot be evicted; leave evict out, or use "
+            f"CacheConfig(host=False)"
+        )

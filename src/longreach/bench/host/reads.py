@@ -13,7 +13,8 @@ from longreach.runtime import LayerReport, Report
 
 HOW = (
     "Bytes are means over the steps of a measurement, of all sequences, without the weights. MagicPIG's kernels read a "
-    "sampled key once, for its weight and for attention; reports of a session count it twice, these numbers once."
+    "sampled key once, for its weight and for attention; reports of a session count it twice, these numbers once. "
+    "Where the CPU attends, it reads the bytes that are called those of the link; queries and lists cross the link."
 )
 
 

@@ -1,7 +1,7 @@
 """Run a case of the group "host": one captured step of a model whose keys and values lie in host memory.
 
 Each method has a cache of its own, as layers that it reads whole stay in GPU memory first. An entry is one method's
-captured step with one number of sequences.
+captured step with one number of sequences, with attention to host memory by the GPU, over the link, or by the CPU.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -22,22 +23,26 @@ from longreach.bench.format import host_line
 from longreach.bench.host import check, reads
 from longreach.bench.host.cases import DENSE, MAGICPIG, entry_name
 from longreach.bench.host.fill import fill_host
+from longreach.bench.host.tokens import run_tokens
 from longreach.bench.inputs import WIDTHS
 from longreach.bench.memory import release
 from longreach.bench.methods import method_for
 from longreach.bench.targets import judge
-from longreach.cache import CacheConfig
+from longreach.cache import CacheConfig, HostAttend
 from longreach.cache.tiers import STAGING
 from longreach.errors import CapacityError, OutOfMemory
 from longreach.methods.base import AttentionMethod
 from longreach.methods.call import ModelShape
 from longreach.methods.magicpig import MagicPIG
 
+Way = Literal["link", "cpu"]
+Measured = tuple[dict[str, Any], dict[str, Any], dict[str, float]]
+
 
 class Wanted(NamedTuple):
-    """An entry to be measured. preset: MagicPIG's, else None."""
+    """Entries to be measured over one cache. names: who attends -> an entry's name. preset: MagicPIG's, else None."""
 
-    name: str
+    names: dict[Way, str]
     method: str
     preset: Preset | None
     batch: int
@@ -53,7 +58,9 @@ def wanted(case: Case) -> Iterator[Wanted]:
             if method != DENSE or batch == case.shape.batch:
                 for preset in presets:
                     shown = batch if several and method != DENSE else None
-                    yield Wanted(entry_name(method, preset, shown), method, preset, batch)
+                    ways = case.host.ways if method != DENSE else ("link",)
+                    names = {way: entry_name(method, preset, shown, way) for way in ways}
+                    yield Wanted(names, method, preset, batch)
 
 
 def run_host(bench: Decoding, case: Case, save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
@@ -64,6 +71,8 @@ def run_host(bench: Decoding, case: Case, save: Callable[[dict[str, Any]], None]
     """
     from longreach.adapters.transformers import shape_of
 
+    if case.generated is not None:
+        return run_tokens(bench, case)
     assert case.host is not None
     model, seconds = bench.model(case)
     weights, kv = bench.bytes(case, model)
@@ -90,22 +99,24 @@ def run_host(bench: Decoding, case: Case, save: Callable[[dict[str, Any]], None]
 
     for one in wanted(case):
         release(bench.device)
-        mine = replace(case, name=f"{case.name}: {one.name}", shape=replace(case.shape, batch=one.batch))
+        mine = replace(case, shape=replace(case.shape, batch=one.batch))
+        left = list(one.names.values())
         try:
             with _method(one, mine, shape_of(model), bench.seed) as method:
-                entry, verdict, took = _measured(bench, mine, model, method, most)
+                for name, measure in _over_one_cache(bench, mine, model, method, most, one.names):
+                    entry, verdict, took = measure()
+                    entries.append({**entry, "name": name})
+                    checks[name], setup[name] = verdict, took
+                    left.remove(name)
+                    bench.say(f"  {host_line(entries[-1])}")
+                    save(result())
         except (CapacityError, OutOfMemory, torch.OutOfMemoryError) as error:
-            left_out[one.name] = f"does not fit: {' '.join(str(error).split())[:400]}"
-            bench.say(f"  {one.name}: {left_out[one.name]}")
-            continue
+            for name in left:
+                left_out[name] = f"does not fit: {' '.join(str(error).split())[:400]}"
+                bench.say(f"  {name}: {left_out[name]}")
         except WrongResult as error:
             wrong.append(str(error))
-            bench.say(f"  {one.name}: {error}")
-            continue
-        entries.append({**entry, "name": one.name})
-        checks[one.name], setup[one.name] = verdict, took
-        bench.say(f"  {host_line(entries[-1])}")
-        save(result())
+            bench.say(f"  {left[0]}: {error}")
     if wrong:
         raise WrongResult("; ".join(wrong))
     if not entries:
@@ -124,10 +135,13 @@ def _method(one: Wanted, case: Case, model: ModelShape, seed: int) -> Iterator[A
 
 
 @torch.no_grad()
-def _measured(
-    bench: Decoding, case: Case, model: Any, method: AttentionMethod | None, most: float
-) -> tuple[dict[str, Any], dict[str, Any], dict[str, float]]:
-    """An entry, how it was checked, and the seconds of setting it up. Nothing of its cache is left afterwards."""
+def _over_one_cache(
+    bench: Decoding, case: Case, model: Any, method: AttentionMethod | None, most: float, names: dict[Way, str]
+) -> Iterator[tuple[str, Callable[[], Measured]]]:
+    """For each way to attend the entry's name, and a function that measures it before the next one is asked for.
+
+    Nothing of the cache is left afterwards.
+    """
     from longreach.adapters.transformers import attach
 
     shape, tokens, impl = case.shape, case.shape.context, case.impls[0]
@@ -135,26 +149,43 @@ def _measured(
     with attach(model, decode=method, impl=impl) as session, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".* layers? whole at each step")  # which is what is measured
         limit = device_limit(case, tokens + bench.rows, len(session.resident_layers()))
-        config = CacheConfig(capacity=tokens + bench.rows, host=True, device_bytes=limit)
+        config = CacheConfig(capacity=tokens + bench.rows, host=True, device_bytes=limit, host_attend="link")
         cache = session.new_cache(shape.batch, config)
         seconds = fill_host(cache, model, session.decode, tokens, bench.seed, impl, bench.now)
-        layers = LayerErrors(check.keys_of(case.name, cache, session.decode))
-        stepped = bench.filled_step(case, session, cache, ids, seconds, layers)
-        report, memory = session.report(), reads.memory_of(cache, model)
-        decode, host_layers = session.decode, cache.kv.memory_use.host_layers
-    assert stepped.eager is not None and case.model is not None
+        for way, name in names.items():
+            cache.decoders.clear()
+            cache.drop_columns(cache.columns - tokens)
+            cache.kv.attend = HostAttend(way)
+            session.impl = impl if way == "link" else "auto"  # who computes then follows from the view
+            session.reset_report()
+            mine = replace(case, name=f"{case.name}: {name}")
+            yield name, partial(_measured, bench, mine, model, session, cache, ids, seconds, most, limit)
+
+
+@torch.no_grad()
+def _measured(
+    bench: Decoding, case: Case, model: Any, session: Any, cache: Any, ids: torch.Tensor, seconds: dict[str, float],
+    most: float, limit: int,
+) -> Measured:  # fmt: skip
+    """An entry, how it was checked, and the seconds of setting it up."""
+    assert case.model is not None
+    decode, shape, way = session.decode, case.shape, cache.kv.attend.by
+    layers = LayerErrors(check.keys_of(case.name, cache, decode))
+    stepped = bench.filled_step(case, session, cache, ids, seconds, layers)
+    report, memory = session.report(), reads.memory_of(cache, model)
+    assert stepped.eager is not None
     verdict = judge_method(
         case.name, layers, stepped.eager, stepped.done.logits[:, 0], most, case.model.layers,
         steady=decode.name not in UNSTEADY, uncompiled=stepped.uncompiled,
     )  # fmt: skip
     captured, median = stepped.entries[0], stepped.timing.median
     options = {key: value for key, value in decode.to_json().items() if key != "plan"}  # it was made up and is gone
-    captured["settings"] = {**captured["settings"], "method": options, "device_bytes": limit}
+    captured["settings"] = {**captured["settings"], "method": options, "device_bytes": limit, "attend": way}
     captured["memory"] = {**captured["memory"], **memory}
     more: dict[str, Any] = {
         "batch": shape.batch,
         "tokens_per_second": shape.batch / median,
-        **reads.step_bytes(report, decode, host_layers, median),
+        **reads.step_bytes(report, decode, cache.kv.memory_use.host_layers, median),
         **reads.sampled_shares(report),
     }
     weights, kv = bench.bytes(case, model)

@@ -293,7 +293,7 @@ class MagicPIG(AttentionMethod):
             numbers = numbers_of_dense(call.context, kv_heads)
             layer_notes = notes_of_numbers(
                 call, numbers, sealed, state.projections.nbytes, self.share, self.sinks, state.summary,
-                lists=not call.computes("simhash_attend", "triton"),
+                lists=call.computes("simhash_attend", "numba"),
             )  # fmt: skip
         else:
             bars = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ from longreach.ops.attend.sdpa import sdpa_for
 from longreach.ops.checks import check_logits, check_memory
 from longreach.ops.impl import Implementations
 from longreach.ops.partial import merge
-from longreach.ops.selection import Bound, Selection, check_bound
+from longreach.ops.selection import Bound, Lists, Selection, Spans, check_bound
 from longreach.ops.tile_lists import TileLists
 from longreach.ops.types import KVView, Partial, Rows, describe, require
 
@@ -26,6 +27,7 @@ IMPLEMENTATIONS = Implementations(
         "sdpa_flash": "longreach.ops.attend.sdpa:flash",
     },
     few_rows=True,
+    cpu="longreach.ops.attend.numba_host:attend",
 )
 _prepare = Implementations("attend", {"triton": "longreach.ops.attend.triton:prepare"})  # who has anything to prepare
 _split = Implementations(
@@ -46,11 +48,14 @@ def resolve(
     """The implementation that `attend` with these arguments uses.
 
     "auto" is Triton on a GPU, but for plain dense prefill of long prompts, which goes to torch's fastest exact kernel,
-    cuDNN's, for whole prompts. On a CPU it is Numba where that is installed, for few rows a sequence, and the reference
-    for all else.
+    cuDNN's, for whole prompts. It is "cpu" for few rows over spans or lists of a view with `calls`. On a CPU it is
+    Numba where that is installed, for few rows a sequence, and the reference for all else.
     """
     weight = getattr(selection, "log_weight", None)
-    name = IMPLEMENTATIONS.choose(impl, rows.q.device, rows, kv, weight, sink_logit)
+    given = (rows, kv, weight, sink_logit)
+    if kv.calls is not None and not isinstance(selection, (Spans, Lists)):  # of a prompt's tiles
+        given = (rows, replace(kv, calls=None), weight, sink_logit)
+    name = IMPLEMENTATIONS.choose(impl, rows.q.device, *given)
     if impl == "auto" and name == "triton":
         return sdpa_for(rows, kv, selection, softcap, sink_logit) or name
     return name
@@ -106,14 +111,14 @@ def prepare(
     selection.check(rows, kv, entries=False)
     check_logits(scale, softcap, rows, sink_logit)
     name = resolve(impl, rows, kv, selection, softcap=softcap, sink_logit=sink_logit)
-    if rows.q.device.type == "cpu" and name != "numba":  # Numba's kernel checks entries as it reads them
+    if rows.q.device.type == "cpu" and name not in ("numba", "cpu"):  # Numba's kernel checks entries as it reads them
         selection.check_entries(rows, kv)
     given: dict[str, Any] = {"scale": scale, "softcap": softcap, "sink_logit": sink_logit}
     if name == "numba" and isinstance(selection, TileLists):
         return partial(_in_two, rows, kv, selection, **given)
     if name in _prepare.paths:
         return _prepare.get(name, rows.q.device)(rows, kv, selection, **given)
-    return partial(IMPLEMENTATIONS.get(name, rows.q.device), rows, kv, selection, **given)
+    return partial(IMPLEMENTATIONS.get(name, rows.q.device, rows, kv), rows, kv, selection, **given)
 
 
 def _in_two(rows: Rows, kv: KVView, selection: TileLists, *, sink_logit: Tensor | None, **given: Any) -> Partial:

@@ -12,6 +12,7 @@ from longreach.ops.attend.amend import Entries
 from longreach.ops.numba_inputs import floats, memory_of, refuse
 from longreach.ops.numba_inputs import integers as ints
 from longreach.ops.numba_math import flat, in_turns
+from longreach.ops.numba_softmax import merge as merge_pieces
 from longreach.ops.partial import merge
 from longreach.ops.selection import Bound, Lists, PackedLists, Selection, Span, Spans
 from longreach.ops.types import KVView, Logits, Partial, Rows
@@ -75,7 +76,7 @@ def _attend(
             ends = same[: 2 * len(selection.spans)]
             selection = Spans(tuple(Span(*pair) for pair in zip(ends[::2], ends[1::2], strict=True)), "kv")
             part = part if part is None else (same[-1], part[1])
-    alone = _head_axis(selection, part) > 1 and selection.per == "query"  # query heads of a group choose for themselves
+    alone = head_axis(selection, part) > 1 and selection.per == "query"  # query heads of a group choose for themselves
     units, width = (heads, 1) if alone else (kv.heads, group)
     seq, filled = ints(rows.seq), ints(kv.seq_lens)
     filled = filled[seq]
@@ -118,7 +119,7 @@ def _attend(
     if doubt[0]:
         selection.check_entries(rows, kv)
     lse, whole = torch.empty(count * units, width), torch.empty(count * units, width, dim)
-    kernels.merge(*results, lse.numpy(), whole.numpy())
+    merge_pieces(*results, lse.numpy(), whole.numpy())
     return Partial(whole.view(count, heads, dim), lse.view(count, heads))
 
 
@@ -146,7 +147,7 @@ def _per_group(spans: Spans, group: int, *bounds: Bound) -> tuple[Bound, ...] | 
     return tuple(found)
 
 
-def _head_axis(selection: Selection, part: tuple[Bound, int] | None) -> int:
+def head_axis(selection: Selection, part: tuple[Bound, int] | None = None) -> int:
     """Entries of the head axis of the selection, after its head map, and of the bound that it is cut at."""
     if part is not None and isinstance(part[0].value, Tensor) and part[0].value.shape[1] > 1:
         return part[0].value.shape[1]

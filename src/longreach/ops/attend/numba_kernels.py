@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 from numba import njit
 
 from longreach.ops.numba_dots import AHEAD, LINE, dots, row_ahead
-from longreach.ops.numba_math import INLINE, KERNEL, exp, take, to_float
+from longreach.ops.numba_math import INLINE, KERNEL, take, to_float
 from longreach.ops.numba_softmax import add_values, soften
 
 CHUNK = 512  # keys whose logits are held at a time
@@ -187,29 +185,3 @@ def disjoint(bounds, reach):
             for i in range(1, start.shape[0]):
                 stop[i] = max(stop[i], stop[i - 1])
                 start[i] = max(start[i], stop[i - 1])
-
-
-@njit(**KERNEL)
-def merge(top, total, out, lse, merged):
-    """The pieces of each unit: lse [units, width], merged [units, width, D]."""
-    units, parts, width, dim = out.shape
-    for unit in range(units):
-        for h in range(width):
-            most = np.float32(-np.inf)
-            for part in range(parts):
-                most = max(most, top[unit, part, h])
-            one = merged[unit, h]
-            one[:] = np.float32(0.0)
-            lse[unit, h] = np.float32(-np.inf)
-            if most == np.float32(-np.inf):
-                continue
-            z = np.float32(0.0)
-            for part in range(parts):
-                share = exp(top[unit, part, h] - most)
-                z += share * total[unit, part, h]
-                piece = out[unit, part, h]
-                for d in range(dim):
-                    one[d] += share * piece[d]
-            for d in range(dim):
-                one[d] /= z
-            lse[unit, h] = most + np.float32(math.log(z))

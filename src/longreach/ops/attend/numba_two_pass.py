@@ -6,12 +6,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longreach.ops.attend import numba_kernels, numba_two_pass_kernels
+from longreach.ops.attend import numba_two_pass_kernels
 from longreach.ops.attend.numba import add_sink, count_parts
 from longreach.ops.numba_inputs import integers as ints
 from longreach.ops.numba_inputs import memory_of, reach_of, refuse
 from longreach.ops.numba_math import in_turns
 from longreach.ops.numba_pool import pool_logits
+from longreach.ops.numba_softmax import merge as merge_pieces
 from longreach.ops.types import KVView, Logits, Partial, Rows, ScoringKeys
 
 
@@ -52,7 +53,7 @@ def _score(rows: Rows, kv: KVView, scale: float, softcap: float | None, *, value
     given = (memory_of(kv), (ints(rows.seq), reach), np.float32(softcap or 0.0), values, kept.numpy())
     in_turns(workers, numba_two_pass_kernels.score, q.numpy(), *given, (top, total, out))
     lse, whole = torch.empty(units, group), torch.empty(units, group, wide)
-    numba_kernels.merge(top, total, out, lse.numpy(), whole.numpy())
+    merge_pieces(top, total, out, lse.numpy(), whole.numpy())
     return Partial(whole.view(count, heads, wide), lse.view(count, heads)), Logits(kept)
 
 

@@ -27,6 +27,7 @@ ATTENDING = Implementations(
         "numba": "longreach.ops.simhash.numba_attention:attend_sampled",
     },
     few_rows=True,
+    cpu="longreach.ops.simhash.numba_host:attend_sampled",
 )
 
 

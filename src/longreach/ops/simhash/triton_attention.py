@@ -73,13 +73,9 @@ def attend_sampled(
     if norms is None:
         raise InvalidInput("tables: expected inverse_norms as HashTables.empty makes and seal fills them, got None")
     count, heads, dim = rows.q.shape
-    group, columns = heads // kv.heads, tables.ids.shape[3]
-    width = words(group, tables.tables)
-    lanes = max(1, t.scanned // (t.in_turn * width))
-    part = t.room // width
-    items, parts = count * kv.heads, triton.cdiv(columns, part)
+    group, items = heads // kv.heads, count * kv.heads
+    found, counts, part, parts = search(rows, kv, slots, tables, projections, least=least, tune=t)
     splits = t.splits or splits_of(items, parts)
-    buckets = min(t.buckets // width, triton.next_power_of_2(group * tables.tables))
     pieces, dims = parts * splits, max(16, triton.next_power_of_2(dim))
     keys = max(16, t.vector // (dims * kv.k.element_size()))
     registers = t.registers if kv.k.element_size() == 2 else 255  # without tensor cores a program needs more
@@ -91,28 +87,14 @@ def attend_sampled(
     numbers = empty(len(NUMBERS), dtype=torch.int64)
     if count:
         top, total, sums = empty(pieces, group), empty(pieces, group), empty(pieces, group, dims)
-        counts, found = empty(parts, HEADS + 3, dtype=torch.int32), empty(parts, part, dtype=torch.int32)
-        memory = found
-        if INTERPRETED:  # which has no shared memory
-            memory = torch.from_numpy(np.empty(items * parts * (t.room + 3 * buckets + 2 * t.pieces), np.int32))
         q = rows.q if rows.q.stride(2) == 1 else rows.q.contiguous()
-        codes = triton_codes(q, projections, None, chained=t.chained)
         how = {"CHAINED": t.chained} | ({"launch_pdl": True} if t.chained else {})
         seq, pos, where, table = rows.seq.contiguous(), rows.pos.contiguous(), slots.contiguous(), kv.block_table
         view = (
             kv.k, kv.k.stride()[:3], kv.v, kv.v.stride()[:3], kv.seq_lens if table is None else table,
             0 if table is None else table.stride(0), kv.seq_lens,
         )  # fmt: skip
-        strides = tables.ids.stride()[:3]
-        whole = all(n % t.each == 0 for n in (columns, tables.size, *strides)) and tables.ids.data_ptr() % 16 == 0
         with torch.cuda.device_of(q):
-            search_parts[(items * parts,)](
-                codes, tables.ids, strides, tables.offsets, tables.offsets.stride()[:4], where, seq, pos, kv.seq_lens,
-                tables.stop, memory, found, counts, kv.heads, tables.first, least, parts, GROUP=group,
-                TABLES=tables.tables, SIZE=tables.size, PER=counters(tables.tables), WORDS=width, ROOM=t.room,
-                WHOLE=whole, LOG=buckets.bit_length() - 1, BE=t.pieces, EACH=t.each,
-                OF=t.scanned // (lanes * width), BN=lanes, num_warps=t.search_warps, **how,
-            )  # fmt: skip
             attend_parts[(items, pieces)](
                 q, q.stride()[:2], *view, centre, norms, norms.stride()[:2], where, seq, pos, tables.stop, limit, found,
                 counts, numbers, top, total, sums, kv.heads, tables.first, sinks, max(floor, TINY), scale, parts,
@@ -126,3 +108,44 @@ def attend_sampled(
                 BM=min(t.merged, triton.next_power_of_2(pieces)), **how,
             )  # fmt: skip
     return Partial(out, lse), None, numbers
+
+
+def search(
+    rows: Rows, kv: KVView, slots: Tensor, tables: HashTables, projections: Tensor, *, least: int,
+    tune: Tuning | None = None,
+) -> tuple[Tensor, Tensor, int, int]:  # fmt: skip
+    """The sampled keys of each row and KV head, by parts of the context, codes included.
+
+    Returns found int32 [R, G, parts, part], positions in the part and 2^16 times the heads as bits; counts int32 [R, G,
+    parts, HEADS + 3]: keys of each head, of any head, heads over all keys, ids in the buckets; part and parts.
+    """
+    refuse(rows.q)
+    t, device = tune or Tuning(), rows.q.device
+    count, heads, _ = rows.q.shape
+    group, columns = heads // kv.heads, tables.ids.shape[3]
+    width = words(group, tables.tables)
+    lanes = max(1, t.scanned // (t.in_turn * width))
+    part = t.room // width
+    items, parts = count * kv.heads, triton.cdiv(columns, part)
+    buckets = min(t.buckets // width, triton.next_power_of_2(group * tables.tables))
+    counts = torch.empty(count, kv.heads, parts, HEADS + 3, dtype=torch.int32, device=device)
+    found = torch.empty(count, kv.heads, parts, part, dtype=torch.int32, device=device)
+    if not count:
+        return found, counts, part, parts
+    memory = found
+    if INTERPRETED:  # which has no shared memory
+        memory = torch.from_numpy(np.empty(items * parts * (t.room + 3 * buckets + 2 * t.pieces), np.int32))
+    q = rows.q if rows.q.stride(2) == 1 else rows.q.contiguous()
+    codes = triton_codes(q, projections, None, chained=t.chained)
+    strides = tables.ids.stride()[:3]
+    whole = all(n % t.each == 0 for n in (columns, tables.size, *strides)) and tables.ids.data_ptr() % 16 == 0
+    with torch.cuda.device_of(q):
+        search_parts[(items * parts,)](
+            codes, tables.ids, strides, tables.offsets, tables.offsets.stride()[:4], slots.contiguous(),
+            rows.seq.contiguous(), rows.pos.contiguous(), kv.seq_lens, tables.stop, memory, found, counts, kv.heads,
+            tables.first, least, parts, GROUP=group, TABLES=tables.tables, SIZE=tables.size,
+            PER=counters(tables.tables), WORDS=width, ROOM=t.room, WHOLE=whole, LOG=buckets.bit_length() - 1,
+            BE=t.pieces, EACH=t.each, OF=t.scanned // (lanes * width), BN=lanes, num_warps=t.search_warps,
+            CHAINED=t.chained, **({"launch_pdl": True} if t.chained else {}),
+        )  # fmt: skip
+    return found, counts, part, parts

@@ -65,6 +65,7 @@ def _command(record: Record) -> str:
             words += [f"--{name.replace('_', '-')}", str(value)]
     words += ["--host"] if config.get("host") else []
     words += ["--device-memory", str(config["device_memory"])] if config.get("device_memory") else []
+    words += ["--host-attend", str(config["host_attend"])] if config.get("host_attend") else []
     words += ["--no-ablations"] if config.get("ablations") is False else []
     words += [f"--{name.replace('_', '-')}" for name in ("layers", "past_end", "no_graph") if config.get(name) is True]
     # labels of compare may lack options; those of eval and perplexity are complete method specifications

@@ -82,6 +82,7 @@ class Decoder:
                 self.ends[torch.tensor(ends.eos, device=self.ends.device)] = True
             self.done.zero_()
         yield
+        self._check_calls(wait=True)
         self.steps.close()
         self.cache.mark_observed((self.method,), before)
 
@@ -93,8 +94,10 @@ class Decoder:
     def step(self, *, capture: bool) -> None:
         """One pass of the model: sets `logits` [B, V] of the next token and, if greedy, `token`.
 
-        Raises Unsupported for a step that cannot be captured. After any error the step was not made.
+        Raises Unsupported for a step that cannot be captured. After any error the step was not made. Raises
+        HostCallFailed if the CPU failed in an earlier step: the tokens since then are not right.
         """
+        self._check_calls()
         assert self.capture is not None or not capture
         if not capture or (self.graph is None and self.warm < WARM):
             with self._made_ready(capture):
@@ -109,6 +112,13 @@ class Decoder:
         self.session.ledger.commit_on_host(self.counted)
         self.steps.count()
         self.cache.grow(1)
+
+    def _check_calls(self, *, wait: bool = False) -> None:
+        """Raise HostCallFailed if attention on the CPU failed. wait: until the steps so far are done."""
+        if self.cache.kv.attend.by == "cpu":
+            if wait and self.token.is_cuda:
+                torch.cuda.synchronize(self.token.device)
+            self.cache.kv.calls.check()
 
     def _pass(self, step: Step, pieces: Pieces | None = None) -> None:
         """Run the step. pieces: records it while it runs; None: all of it may be captured."""

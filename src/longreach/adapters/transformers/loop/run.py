@@ -14,6 +14,7 @@ from longreach.adapters.transformers.hf_cache import LongreachCache
 from longreach.adapters.transformers.loop import compile as compiling
 from longreach.adapters.transformers.loop.async_readback import read_back
 from longreach.adapters.transformers.loop.decoder import WARM, Capture, Decoder
+from longreach.adapters.transformers.loop.host_attend import choose_host_attend
 from longreach.adapters.transformers.loop.sampling import Ends, greedy
 from longreach.errors import InvalidInput, Unsupported
 
@@ -111,15 +112,13 @@ class DecodeRun:
             if early:
                 cache.evict_prompt(room=self.new - 1)
                 self.evict_seconds = now(self.session.model) - paused
-            decoder = self._decoder = decoder_for(
-                self.session,
-                cache,
-                self.new,
-                sampled=self.choose is not greedy,
-                compile=self.compile,
-                capture=self._capture,
-            )
             started += now(self.session.model) - paused
+            paused = now(self.session.model)
+            choose_host_attend(
+                self.session, cache, self.new - 1, chosen, self._decoder_of(cache), captured=self._capture is not None
+            )
+            self.setup_seconds += now(self.session.model) - paused
+            decoder = self._decoder = self._decoder_of(cache)()
             with decoder.run(self.ends, self.new - 1):
                 decoder.take(chosen)
                 wait = self._exactly and self.ends.eos and cache.states.states()
@@ -138,6 +137,12 @@ class DecodeRun:
                     back.note(decoder.token)
         finally:
             self.decode_seconds = now(self.session.model) - started - self.setup_seconds
+
+    def _decoder_of(self, cache: LongreachCache) -> Callable[[], Decoder]:
+        return lambda: decoder_for(
+            self.session, cache, self.new, sampled=self.choose is not greedy, compile=self.compile,
+            capture=self._capture,
+        )  # fmt: skip
 
     @property
     def _setting_up(self) -> bool:
@@ -186,7 +191,7 @@ def decoder_for(
 ) -> Decoder:
     """The step for this cache and method, for `room` tokens more: that of an earlier run where its buffers fit."""
     config, need = cache.kv.config, max(cache.kv.lengths) + room
-    name = (session.decode, sampled, compile, capture)
+    name = (session.decode, sampled, compile, capture, cache.kv.attend.by)
     found: Decoder | None = cache.decoders.get(name)
     if found is not None and found.usable and found.steps.capacity >= need:
         return found
