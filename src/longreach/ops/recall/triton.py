@@ -28,12 +28,14 @@ MOST_FUSED = 32  # blocks that one program keeps for each row of a tile
 
 @dataclass(frozen=True)
 class Tuning:
-    """tile: rows x heads of a tile of rows of one sequence; blocks: of a program's round; per_sm: programs a
+    """tile: rows x heads of a tile of rows of one sequence; blocks: of a program's round; fused: the same where one
+    kernel does both steps; per_sm: programs a
     multiprocessor among which blocks are dealt out; chunk: logits of a round of `choose`; full: tiles a multiprocessor
     from which on one kernel does both steps."""
 
     tile: int = 32 if INTERPRETED else 64
     blocks: int = 16 if INTERPRETED else 64
+    fused: int = 16 if INTERPRETED else 32
     per_sm: int = 4
     chunk: int = 64 if INTERPRETED else 4096
     warps: int = 4
@@ -89,7 +91,7 @@ def _launch(
     index: Tensor, used: Tensor, per_tile: int, count: int, scale: float, summed: bool, t: Tuning,
 ) -> None:  # fmt: skip
     rows, begin = q.shape[0], stop if start is None else start
-    same, tiled = _same(q, start, blocks, summed, t), _tiled(q, blocks, per_tile, t)
+    same, tiled = _same(q, start, blocks, summed, t), _tiled(q, blocks, per_tile, t.blocks)
     wide = same["WIDE"]
     tiles = triton.cdiv(rows, per_tile) * blocks.heads
     shares = min(triton.cdiv(blocks.capacity, tiled["BN"]), max(1, triton.cdiv(t.programs(q.device), tiles)))
@@ -109,7 +111,7 @@ def _launch_fused(
 ) -> None:  # fmt: skip
     kernels.score_and_choose[(triton.cdiv(q.shape[0], per_tile) * blocks.heads,)](
         (q, *q.stride()[:2]), seq, stop if start is None else start, stop, memory, index, used, q.shape[0],
-        float(scale), COUNT=count, WIDTH=triton.next_power_of_2(count), **_tiled(q, blocks, per_tile, t),
+        float(scale), COUNT=count, WIDTH=triton.next_power_of_2(count), **_tiled(q, blocks, per_tile, t.fused),
         **_same(q, start, blocks, summed, t),
     )  # fmt: skip
 
@@ -122,14 +124,14 @@ def _same(q: Tensor, start: Tensor | None, blocks: KVView, summed: bool, t: Tuni
                 {"launch_pdl": True} if t.chained else {})  # fmt: skip
 
 
-def _tiled(q: Tensor, blocks: KVView, per_tile: int, t: Tuning) -> dict[str, Any]:
+def _tiled(q: Tensor, blocks: KVView, per_tile: int, at_once: int) -> dict[str, Any]:
     """What the kernels of tiles take."""
     width = q.shape[2]
     paged = blocks.block_table is not None and blocks.block_table.shape[1] > 1
     return {
         "T": per_tile, "M": max(16, per_tile * triton.next_power_of_2(q.shape[1] // blocks.heads)),
         "F": width, "F2": triton.next_power_of_2(max(16, width)),
-        "BN": max(16, t.blocks // (2 if width * q.element_size() > 512 else 1)),
+        "BN": max(16, at_once // (2 if width * q.element_size() > 512 else 1)),
         "PAGED": paged, "PAGE": blocks.page if paged else 1, "TABLED": blocks.block_table is not None,
     }  # fmt: skip
 

@@ -31,7 +31,7 @@ def choose_host_attend(
     """Set `cache.kv.attend` for the session's decode method, once for each method and cache.
 
     room: tokens to come. tokens: int64 [B] on the device, the next ones. make: the step for the cache as it is. Both
-    steps are captured and run a few times, then rolled back and not counted; the faster one stays in the cache.
+    steps are captured and run a few times, then rolled back and not counted.
     """
     kv = cache.kv
     if kv.config.host_attend != "auto" or kv.device.type != "cuda" or not kv.in_host:
@@ -59,15 +59,16 @@ def _not_measured(session: Session, room: int, captured: bool) -> str | None:
 
 
 def _measured(session: Session, cache: LongreachCache, tokens: Tensor, make: Callable[[], Decoder]) -> HostAttend:
-    found = dict[str, tuple[float, Decoder]]()
+    """Both steps are dropped afterwards: they count into a ledger of their own, which ends here."""
+    milliseconds = dict[str, float]()
+    decoders, cache.decoders = cache.decoders, {}
     ledger, session.ledger = session.ledger, Ledger()
     try:
         for way in (HostAttend("link"), HostAttend("cpu")):
             cache.kv.attend = way
             try:
                 with cache.rollback():
-                    decoder = make()
-                    found[way.by] = _milliseconds(decoder, tokens), decoder
+                    milliseconds[way.by] = _milliseconds(make(), tokens)
             except Unsupported as error:
                 if way.by == "link":
                     raise
@@ -75,13 +76,9 @@ def _measured(session: Session, cache: LongreachCache, tokens: Tensor, make: Cal
     finally:
         session.ledger = ledger
         cache.kv.attend = HostAttend()
-    (link, _), (cpu, _) = found["link"], found["cpu"]
-    chosen = HostAttend("cpu" if cpu < link else "link", link_ms=link, cpu_ms=cpu)
-    slower = found["link" if chosen.by == "cpu" else "cpu"][1]
-    for name, decoder in list(cache.decoders.items()):
-        if decoder is slower:
-            del cache.decoders[name]
-    return chosen
+        cache.decoders = decoders
+    link, cpu = milliseconds["link"], milliseconds["cpu"]
+    return HostAttend("cpu" if cpu < link else "link", link_ms=link, cpu_ms=cpu)
 
 
 def _milliseconds(decoder: Decoder, tokens: Tensor) -> float:
