@@ -14,7 +14,7 @@ WORDS = " ".join(PAGE.split())
 LONG = 16384
 RECORDS = {4096: ("baselines", "group", "rest", "own"), LONG: ("baselines", "group")}
 ONCE = "rest"  # its methods were measured in the first set-up only, or again there
-OPTIONS = ("own", "group", "baselines")  # first set-up, 16,384 tokens: 50 prompts a task, then those with 100
+OPTIONS = ("own", "rest", "group", "baselines")  # first set-up, 16,384 tokens: 50 prompts a task, then those with 100
 SAME_PAIRS = {f"magicpig bits={bits} tables={tables}" for bits, tables in PRESETS}
 AGGREGATION = ("niah_multikey_1", "niah_multikey_3", "cwe", "fwe")
 FED = "-fed"  # the question is read by the method
@@ -305,6 +305,39 @@ def test_sentences_about_long_prompts() -> None:
     assert not any(compared(name, "dense", which="group") for name in ("magicpig", *presets))
     for name in ("quest", "kascade"):
         assert f"{mean(f'{name} k=0.05', length=LONG):.1f}% at {reads(f'{name} k=0.05', LONG):.1f}%" in WORDS
+
+
+def test_options_at_long_prompts() -> None:
+    """The sentences on options and on questions read by the method, of 50 prompts."""
+    for which, question in (("own", "prefill"), ("rest", "prefill"), ("fed", "decode")):
+        found = record(f"mini-magicpig-{which}-{LONG}")
+        assert found["config"]["samples"] == 50 and found["config"]["question"] == question and not found["dirty"]
+        assert len(found["tasks"]) == 11
+    shown = {name: both_set_ups(name) for name in methods_of("fed", LONG) | methods_of("rest", LONG)}
+    eight, bare = (f"magicpig bits=8 tables=75 dense_layers=[]{x}" for x in ("", " centre=0"))
+    assert f"scores {shown[eight][2]}, and {shown[bare][2]} without centring" in WORDS
+    assert f"Dense attention scores {shown['dense'][2]}" in WORDS
+    assert not any(compared(name, "dense", which="fed") for name in (eight, bare))
+    cheap, few = "magicpig bits=10 tables=150 dense_layers=[]", "magicpig bits=10 tables=75"
+    assert f"reads {shown[cheap][0]} of the bytes** and scores {shown[cheap][1]}" in WORDS
+    assert not compared(cheap, "dense", which="rest")
+    assert f"{shown[few][2]} instead of {shown[few][1]}" in WORDS
+    both = {name: next(w for w in OPTIONS if name in methods_of(w, LONG)) for name in methods_of("fed", LONG) - {bare}}
+    changed = {name: compared(name, name, which="fed", than=first) for name, first in both.items()}
+    assert {name for name, found in changed.items() if found} == {few} and changed[few] == "worse"
+    apart = dict[str, float]()
+    for pair in SAME_PAIRS:
+        first = "rest" if pair == few else "group"
+        scores = [float(first_fifty(*of)[1][:-1]) for of in ((pair, first), (f"{pair} share=own", "own"))]
+        apart[pair] = round(scores[0] - scores[1], 1)
+        assert bool(compared(f"{pair} share=own", pair, which="own", than=first)) == (pair == few)
+    assert f"`group` is {apart.pop(few)} points better" in WORDS
+    assert f"differ by at most {max(map(abs, apart.values()))} points" in WORDS
+    plain, redone = "magicpig bits=10 tables=150", "magicpig budget=0.1 redo=0.5"
+    told = [both_set_ups(f"{plain}{x}")[1] for x in (" centre=0", " floor=0.999", "")]
+    assert f"`centre=0` scores {told[0]} and `floor=0.999` {told[1]} with (10, 150), which scores {told[2]}" in WORDS
+    assert not any(compared(f"{plain}{x}", plain, which="rest", than="group") for x in (" centre=0", " floor=0.999"))
+    assert f"to {shown[redone][0]} of the bytes, for {shown[redone][1]} of the score" in WORDS
 
 
 def test_sentences_about_aggregation() -> None:
