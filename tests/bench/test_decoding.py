@@ -83,9 +83,9 @@ def test_a_method_has_noted_the_keys_that_no_prompt_brought(monkeypatch: pytest.
     """Else its anchors would choose by what the memory of their 8-bit copies happened to hold."""
     case, seen = CASES["8b-kascade-128k-b1"], list[int]()
     assert case.stack is not None
-    replays = Decoding._replays
+    replays = Decoding.replays
 
-    def look(self: Decoding, decoder: Decoder, capture: bool) -> list[float]:
+    def look(self: Decoding, decoder: Decoder, capture: bool, steps: int) -> list[float]:
         kv = decoder.cache.kv
         for layer, (k, _) in enumerate(kv.memory):  # type: ignore[misc]
             for state in decoder.cache.states.states(layer=layer):
@@ -94,9 +94,9 @@ def test_a_method_has_noted_the_keys_that_no_prompt_brought(monkeypatch: pytest.
                     assert torch.equal(state.copy["keys"][:, :, :256], codes)
                     assert torch.equal(state.copy["scale"][:, :, :256], scale)
                     seen.append(layer)
-        return replays(self, decoder, capture)
+        return replays(self, decoder, capture, steps)
 
-    monkeypatch.setattr(Decoding, "_replays", look)
+    monkeypatch.setattr(Decoding, "replays", look)
     eight_bit = tiny(replace(case, stack=replace(case.stack, options=(("scoring", "int8"),))))
     exact, chosen = (bench("transformers_static").run(c)["entries"] for c in (tiny(case), eight_bit))
     assert seen == [2]

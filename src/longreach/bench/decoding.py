@@ -18,7 +18,7 @@ from torch import Tensor
 from longreach.bench.case import Case
 from longreach.bench.check import WrongResult
 from longreach.bench.check_method import UNSTEADY, LayerErrors, MethodVerdict, judge_method
-from longreach.bench.check_step import Steps, Verdict, passes, relative, require_right, run_steps
+from longreach.bench.check_step import COUNT, Steps, Verdict, passes, relative, require_right, run_steps
 from longreach.bench.clock import Clock
 from longreach.bench.filled import note_filled
 from longreach.bench.inputs import bytes_needed, check_shape
@@ -37,6 +37,9 @@ Say = Callable[[str], None]
 BANDWIDTH = 4.26e12  # bytes a second: what reads of an H200's memory reach
 REPLAYS, QUICK = 64, 16  # decode steps that are timed
 WARM = 16  # tokens before them: compiling and capturing lie there
+FEW = 6  # tokens that are enough for a step to be captured and replayed
+SLOW, SLOW_REPLAYS = 0.05, 5  # seconds of a step, and how often one that takes longer is replayed
+LEAST, ENOUGH = 20, 1.0  # replays of a faster one: as many as take this many seconds, but no fewer than LEAST
 PROFILED = 2  # tokens after them whose kernels are counted, where there is no step to replay
 COMPARED = 1 << 18  # tokens of the sequences whose exact pass is made: its keys and values in fp32 take memory
 BASELINE = "transformers_static"
@@ -46,10 +49,12 @@ TOKENS_TEST = "tests/adapters/transformers/test_loop.py"  # fp32 tokens equal tr
 
 @dataclass(frozen=True)
 class Stepped:
-    """A method's step over a filled cache, timed. entries: the captured step and the loop that users call, as `_entry`
-    takes them but for their errors; done: what the timed step then did; setup: seconds; eager: logits [B, V] of one
-    step run as it is, over the same tokens as the first of `done`, and layers: attention's errors in it; uncompiled:
-    those of that step captured without compiled parts.
+    """A method's step over a filled cache, timed.
+
+    entries: the captured step and the loop that users call, as `_entry` takes them but for their errors; without `loop`
+    the captured step alone. done: what the timed step then did; setup: seconds of each part; eager: logits [B, V] of
+    one step run as it is, over the same tokens as the first of `done`, and layers: attention's errors in it;
+    uncompiled: those of that step captured without compiled parts.
     """
 
     entries: list[dict[str, Any]]
@@ -78,6 +83,7 @@ class Decoding:
         self.device, self.without, self.seed, self.say = device, set(without), seed, say
         self.steps = QUICK if quick else REPLAYS
         self.spent, self.last = 0.0, 0.0
+        self.shared: dict[str, Any] = {}  # what the cases of a group share; `Runner` empties it for another group
         self._model: tuple[Any, Any, float] | None = None
 
     @property
@@ -260,19 +266,21 @@ class Decoding:
     @torch.no_grad()
     def filled_step(
         self, case: Case, session: Any, cache: Any, ids: Tensor, seconds: dict[str, float],
-        layers: LayerErrors | None = None, *, share: bool = True,
+        layers: LayerErrors | None = None, *, share: bool = True, loop: bool = True,
     ) -> Stepped:  # fmt: skip
         """Time the step of a session's method over a cache that holds the case's context.
 
         ids [B, context + 1 or more]: the last ones are read. The cache has room for `rows` more tokens. seconds: of
         what was done before, for the record. layers: compares attention with fp64 in one step more; None: no check.
-        share: record the share of keys and values that is read, of dense attention's.
+        share: record the share of keys and values that is read, of dense attention's. loop: also time the loop that
+        users call; else only the captured step is timed, with as many replays as `enough` has it.
         """
         from longreach.adapters.transformers.loop import generate
         from longreach.adapters.transformers.loop.run import decoder_for
 
-        tokens, room = case.shape.context, self.rows
+        tokens, room = case.shape.context, self.rows if loop else FEW
         capture = self.device.type == "cuda"
+        marks = [self.now()]
         clock, before = Clock(self.device), allocated_bytes(self.device)
         reset_peak(self.device)
         with observed() as seen:
@@ -285,11 +293,13 @@ class Decoding:
                 f"{case.name}: the step was not one CUDA graph ({got.not_captured_reason}); its time does not count"
             )
         cache.drop_columns(cache.columns - tokens)
-        replays = self.replays(decoder, capture, self.steps)
+        marks.append(self.now())
+        replays = self.replays(decoder, capture, self.steps) if loop else self.enough(decoder, capture)
         cache.drop_columns(cache.columns - tokens)
+        marks.append(self.now())
         launched = self.launched_by(decoder, None if not capture else seen.captured)
         cache.drop_columns(cache.columns - tokens)
-        done = run_steps(decoder, ids[:, tokens], capture=capture)
+        done = run_steps(decoder, ids[:, tokens], capture=capture, count=COUNT if loop else 1)
         settings = {"compile": decoder.compile, "impl": case.impls[0], "captured": got.captured is not None}
         setup = {**seconds, "compile_and_capture": got.setup_seconds, "capture": decoder.capture_seconds}
         if share:
@@ -301,16 +311,21 @@ class Decoding:
             eager = self.observed_step(session, decoder, ids[:, tokens], layers)
         if layers is not None and capture:
             plain = decoder_for(session, cache, room, sampled=False, compile="none", capture="full")
-            for _ in range(2):  # the first run captures on its way
+            for count in (FEW, 1):  # the first run captures on its way
                 cache.drop_columns(cache.columns - tokens)
-                uncompiled = run_steps(plain, ids[:, tokens], capture=True).logits[:, 0]
+                uncompiled = run_steps(plain, ids[:, tokens], capture=True, count=count).logits[:, 0]
         how = "CUDA graph replays in a row" if capture else "host clock, functional run only"
         by_token = "host clock, token by token"
         entries: list[dict[str, Any]] = [
-            {"name": "captured step", "settings": settings, "timing": Timing.of(replays, 1, how, launched)},
-            {"name": "generate", "settings": whole,
-             "timing": Timing.of(clock.steps(self.steps), 1, by_token, launched)},
-        ]  # fmt: skip
+            {"name": "captured step", "settings": settings, "timing": Timing.of(replays, 1, how, launched)}
+        ]
+        if loop:
+            entries.append({"name": "generate", "settings": whole,
+                            "timing": Timing.of(clock.steps(self.steps), 1, by_token, launched)})  # fmt: skip
+        else:
+            marks.append(self.now())
+            first, timed, checked = (b - a for a, b in pairwise(marks))
+            setup |= {"other_first_steps": first - got.setup_seconds, "time": timed, "check": checked}
         measured = [{**e, "who": "longreach", "memory": memory} for e in entries]
         return Stepped(measured, done, setup, eager, layers, uncompiled)
 
@@ -332,11 +347,21 @@ class Decoding:
         finally:
             session.on_layer = None
 
-    def replays(self, decoder: Any, capture: bool, steps: int) -> list[float]:
-        """Seconds of each of `steps` steps queued one behind the other."""
+    def enough(self, decoder: Any, capture: bool) -> list[float]:
+        """Seconds of as many steps as their median needs: ENOUGH seconds of them, at least LEAST and at most `steps`,
+        or SLOW_REPLAYS where one takes longer than SLOW."""
+        before = decoder.cache.columns
+        step = min(self.replays(decoder, capture, 2, warm=1))
+        decoder.cache.drop_columns(decoder.cache.columns - before)
+        if step > SLOW:
+            return self.replays(decoder, capture, min(SLOW_REPLAYS, self.steps), warm=1)
+        return self.replays(decoder, capture, min(max(LEAST, int(ENOUGH / step)), self.steps))
+
+    def replays(self, decoder: Any, capture: bool, steps: int, warm: int = WARM // 2) -> list[float]:
+        """Seconds of each of `steps` steps queued one behind the other, after `warm` others."""
         marks: list[Any] = []
-        with decoder.run(_no_end(), WARM // 2 + steps):
-            for _ in range(WARM // 2):
+        with decoder.run(_no_end(), warm + steps):
+            for _ in range(warm):
                 decoder.step(capture=capture)
             for number in range(steps + 1):
                 if capture:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from longreach.adapters.transformers import LongreachCache
@@ -12,7 +14,7 @@ from longreach.ops import RotaryFrequencies, Rows
 
 
 @torch.no_grad()
-def note_filled(cache: LongreachCache, method: AttentionMethod, model: ModelShape) -> None:
+def note_filled(cache: LongreachCache, method: AttentionMethod, model: ModelShape, impl: str = "auto") -> None:
     """Rebuild the state of `method` in each layer of a cache that was filled without a prompt.
 
     Without it, state that is made of the prompt's keys holds whatever its memory held before. State that is made of
@@ -21,7 +23,7 @@ def note_filled(cache: LongreachCache, method: AttentionMethod, model: ModelShap
     slots = range(cache.batch)
     step = cache.kv.begin(slots, [0 for _ in slots])
     for layer in range(model.layers):
-        note_layer(cache, method, model, layer, step)
+        note_layer(cache, method, model, layer, step, impl)
     cache.kv.commit(step)
     cache.mark_observed((method,), [0] * cache.batch)
 
@@ -33,11 +35,13 @@ def note_layer(
     """Rebuild the state of `method` in a layer that holds all keys of a pass, as at the end of a prompt.
 
     With keys in host memory, a pass that wrote more than a few of them has a copy in the GPU's memory, and the state is
-    made from that. State that is made of queries is left out.
+    made from that; for another pass the keys are copied first. State that is made of queries is left out.
     """
     if not (method.observes_prompt and method.keeps == "tokens"):
         return
     view = cache.kv.view(layer, step)
+    if layer in cache.kv.in_host and view.k is (cache.kv.memory[layer] or (None,))[0]:
+        view = replace(view, k=view.k.clone(), calls=None)
     sequences = torch.arange(cache.batch, device=view.k.device)
     q = view.k.new_zeros((cache.batch, model.query_heads, model.head_dim))
     rows = Rows(q, sequences, view.seq_lens - 1)  # the last token of each sequence

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from longreach.bench.case import MOST
@@ -92,3 +93,9 @@ def sampled(preset: dict[str, Any]) -> str:
         f"{preset['attention_bytes'] / 1e6:.1f} MB); tables {preset['tables_percent_of_kv']:.0f}% of KV, built in "
         f"{preset['build_seconds'] * 1e3:.1f} ms a prompt and layer; us: {took}"
     )
+
+
+def show_seconds(name: str, took: Mapping[str, float]) -> None:
+    """Write the seconds of each part of an entry, and their sum, to stderr."""
+    parts = ", ".join(f"{what.replace('_', ' ')} {seconds:.1f}" for what, seconds in took.items())
+    print(f"  {name}: seconds: {parts}; together {sum(took.values()):.1f}", file=sys.stderr, flush=True)

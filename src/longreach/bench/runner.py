@@ -38,12 +38,17 @@ class Runner:
         self.device, self.without, self.quick, self.say = device, tuple(without), quick, say
         self._sweeps = Sweeps()
         self._models: dict[int, Decoding] = {}
+        self._group: str | None = None
 
     def run(self, case: Case, seed: int, save: Save = lambda result: None) -> dict[str, Any]:
         """Measure a case; the result as a record's part. Raises as `run_case` and `Decoding.run` do.
 
         save: called with the result so far whenever a part of a long case is done.
         """
+        if case.group != self._group:
+            self._group = case.group
+            for decoding in self._models.values():
+                decoding.shared.clear()
         try:
             if case.group in MANY:
                 return MANY[case.group](self._decoding(seed), case, save)

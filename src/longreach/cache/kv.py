@@ -31,6 +31,7 @@ from longreach.cache.checks import check_counts, check_rows, check_slots, checke
 from longreach.cache.compact import compacted
 from longreach.cache.config import CacheConfig
 from longreach.cache.host import allocate
+from longreach.cache.host_pool import HostPool
 from longreach.cache.layout import Layout
 from longreach.cache.layouts import Layouts
 from longreach.cache.placing import placements
@@ -83,6 +84,12 @@ class KVCache:
         self._begun = 0
         self._under_way = [0] * slots  # number of the unfinished pass on the slot; 0 for none
         self._overwritten: dict[int, int] = {}  # slot -> first position in use that the pass under way writes over
+
+    def use_pool(self, pool: HostPool) -> None:
+        """Take host memory from a pool, before any is allocated. Needs a fixed capacity, as the memory cannot grow."""
+        require(not any(self.memory), "use_pool: the cache already has memory; call it on an empty cache")
+        require(self.config.capacity is not None, "use_pool: expected a fixed size; give CacheConfig(capacity=...)")
+        self._tiers.pool = pool
 
     def begin(self, slots: Sequence[int], counts: Sequence[int]) -> Append:
         """Make room for counts[b] new tokens of the sequence in slots[b]. Raises CapacityError, InvalidInput.

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from longreach.cache.config import CacheConfig
 from longreach.cache.host import allocate, check_available, gib
+from longreach.cache.host_pool import HostPool
 from longreach.errors import CapacityError, Unsupported
 
 STAGING = 2  # buffers, of one layer each: one is read while the other is filled
@@ -72,7 +73,8 @@ def _layers(layers: Sequence[int]) -> str:
 class Tiers:
     """Divides layers between device and host memory by the bytes of a layer, and allocates them there.
 
-    resident: layers that go to device memory first. host: layers placed in host memory by the last `plan`.
+    resident: layers that go to device memory first. host: layers placed in host memory by the last `plan`. pool: gives
+    host memory that earlier caches used; None: the system gives fresh memory.
     """
 
     def __init__(self, config: CacheConfig, layers: int, resident: Collection[int], device: torch.device):
@@ -81,6 +83,7 @@ class Tiers:
         self.config, self.layers, self.device = config, layers, device
         self.resident = frozenset(resident)
         self.host = frozenset[int]()
+        self.pool: HostPool | None = None
 
     def plan(self, layer_bytes: int, held: int = 0, moving: int = 0) -> None:
         """Place layers of `layer_bytes` each, keys and values together. All layers are taken to be of one size.
@@ -92,7 +95,10 @@ class Tiers:
         if not self.config.host:
             return
         host = self._placed(layer_bytes)
-        check_available(len(host) * layer_bytes - held + moving)
+        if self.pool is None:
+            check_available(len(host) * layer_bytes - held + moving)
+        else:
+            self.pool.reserve(2 * len(host), layer_bytes // 2)  # keys, and values
         self.host = host
 
     def _placed(self, layer_bytes: int) -> frozenset[int]:
@@ -116,5 +122,6 @@ class Tiers:
     def empty(self, layer: int, shape: Sequence[int], like: Tensor) -> Tensor:
         """Memory [shape] for keys or values of a layer, of the dtype and on the device of `like`."""
         if layer in self.host:
-            return allocate(shape, like.dtype, self.device)
+            take = allocate if self.pool is None else self.pool.take
+            return take(shape, like.dtype, self.device)
         return like.new_empty(shape)

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from longreach.bench import runner
 from longreach.bench.case import Target
 from longreach.bench.cases import CASES, tiny
 from longreach.bench.check import WrongResult
 from longreach.bench.decoding import Decoding
 from longreach.bench.format import remarks, slowest_line
+from longreach.bench.host import run
 from longreach.bench.host.reads import step_bytes
 from longreach.bench.host.run import device_limit, run_host, wanted
 from longreach.bench.host.tokens import slowest
 from longreach.bench.magicpig import lists
 from longreach.bench.targets import judge
-from longreach.cache import tiers
+from longreach.cache import host_pool
 from longreach.errors import CapacityError, OutOfMemory
 from longreach.methods.dense import Dense
 from longreach.methods.magicpig import MagicPIG
@@ -95,7 +98,9 @@ def test_every_entry_has_its_reads_memory_and_check() -> None:
         seconds = entry["microseconds"]["median"] / 1e6
         assert entry["tokens_per_second"] == pytest.approx(1 / seconds)
         assert entry["link_gb_per_s"] == pytest.approx(entry["link_bytes"] / seconds / 1e9, rel=1e-4)
-        assert set(result["setup_seconds"][name]) == {"fill", "state", "compile_and_capture", "capture"}
+        assert set(result["setup_seconds"][name]) == {
+            "allocate", "fill", "state", "compile_and_capture", "capture", "other_first_steps", "time", "check",
+        }  # fmt: skip
         check = result["check"][name]
         assert check["layers"] == 6 and check["of_captured"] <= result["check"]["of_logits"] * 2
         assert (check["of_captured_bound"] is None) == ("magicpig" in name)
@@ -131,7 +136,8 @@ def test_sampled_keys_cross_the_link_once() -> None:
 def test_a_batch_that_does_not_fit_is_left_out_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the free host memory that the cache finds, before it writes anything."""
     layer = 2 * (256 + 19) * 2 * 16 * 4
-    monkeypatch.setattr(tiers, "check_available", refuse_more_than(6 * layer))
+    monkeypatch.setattr(host_pool, "HUGE_PAGE", 64)
+    monkeypatch.setattr(host_pool, "check_available", refuse_all_but(0, 6 * layer))
     result = measured(tiny(BATCHES))
     ways = both_ways(GROUP, OWN)
     assert [entry["name"] for entry in result["entries"]] == ["dense", *(f"{way}, batch 1" for way in ways)]
@@ -139,14 +145,14 @@ def test_a_batch_that_does_not_fit_is_left_out_by_name(monkeypatch: pytest.Monke
     needed = 4 * 2 * layer  # of two layers of six, the GPU has room
     assert result["left_out"][f"{OWN}, batch 2"] == f"does not fit: keys and values need {needed} of host memory"
     assert any(f"{OWN}, batch 2 left out" in line for line in remarks(result))
-    monkeypatch.setattr(tiers, "check_available", refuse_more_than(0))
+    monkeypatch.setattr(host_pool, "check_available", refuse_all_but(0))
     with pytest.raises(OutOfMemory, match="nothing fits into memory"):
         measured(tiny(BATCHES))
 
 
-def refuse_more_than(most: int) -> Callable[[int], None]:
+def refuse_all_but(*granted: int) -> Callable[[int], None]:
     def check(nbytes: int) -> None:
-        if nbytes > most:
+        if nbytes not in granted:
             raise CapacityError(f"keys and values need {nbytes} of host memory")
 
     return check
@@ -161,6 +167,70 @@ def test_a_method_that_is_wrong_has_no_entry(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(WrongResult, match=r"host-96k-b1: quest: attention of layer \d is off by"):
         measured(saved=saved, methods=("quest", "dense"))
     assert [entry["name"] for entry in saved[-1]["entries"]] == ["dense"]
+
+
+def test_entries_read_the_same_keys_and_their_own_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps append keys after the context and seal some. The next entry finds the cache as it was filled."""
+    measure, found = run._measured, list[tuple[list[torch.Tensor], list[int], Any]]()
+
+    def looked_at(bench: Any, case: Any, model: Any, session: Any, cache: Any, *more: Any) -> Any:
+        def held() -> list[torch.Tensor]:
+            return [x[:, :, :256].clone() for pair in cache.kv.memory for x in pair or ()]
+
+        states = cache.states.states()
+        assert states == cache.states.states((session.decode,)) and cache.kv.lengths == [256]
+        stops = [int(stop) for state in states for stop in state.tables.stop]
+        found.append((held(), stops, cache))
+        done = measure(bench, case, model, session, cache, *more)
+        assert all(torch.equal(a, b) for a, b in zip(held(), found[-1][0], strict=True))
+        return done
+
+    monkeypatch.setattr(run, "_measured", looked_at)
+    shared = measured(methods=("magicpig",))
+    assert len(found) == 4 and len({id(cache) for _, _, cache in found}) == 1
+    for keys, stops, _ in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(keys, found[0][0], strict=True)) and stops == found[0][1]
+    presets = SMALL.sampling.presets if SMALL.sampling else ()
+    alone = measured(methods=("magicpig",), sampling=replace(SMALL.sampling, presets=presets[1:]))  # type: ignore[type-var]
+    for entry in alone["entries"]:
+        (other,) = (e for e in shared["entries"] if e["name"] == entry["name"])
+        for name in ("error", "sampled", "link_bytes"):
+            assert other[name] == entry[name], name
+    took = shared["setup_seconds"][f"{OWN} on the CPU"]
+    assert took["allocate"] == took["fill"] == took["state"] == 0 < shared["setup_seconds"][GROUP]["fill"]
+
+
+def test_cases_of_one_run_share_host_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    bench = Decoding(torch.device("cpu"), without=(), quick=True, seed=0, say=lambda line: None)
+    bench.steps, sizes = 2, list[int]()
+    for case in (replace(SMALL, methods=("dense", "quest")), replace(tiny(TABLE_6), methods=("quest",))):
+        run_host(bench, case, lambda result: None)
+        sizes.append(bench.shared["host memory"].nbytes)
+    assert sizes[0] == sizes[1] > 0
+    assert "  quest: seconds: allocate 0.0, fill " in capsys.readouterr().err
+
+
+def test_what_a_group_shares_ends_with_its_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = list[int]()
+
+    def note(bench: Decoding, case: Any, save: Any) -> dict[str, Any]:
+        seen.append(len(bench.shared))
+        bench.shared[case.name] = True
+        return {}
+
+    monkeypatch.setattr(runner, "MANY", {"host": note, "other": note})
+    chosen = runner.Runner(torch.device("cpu"), without=(), quick=True, say=lambda line: None)
+    for case in (ALL, BATCHES, replace(ALL, group="other")):
+        chosen.run(case, 0)
+    assert seen == [0, 1, 0]
+
+
+@pytest.mark.parametrize(("step", "count"), [(0.001, 64), (0.02, 50), (0.049, 20), (0.2, 5)])
+def test_replays_follow_from_the_time_of_a_step(step: float, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Decoding(torch.device("cpu"), without=(), quick=False, seed=0, say=lambda line: None)
+    decoder = SimpleNamespace(cache=SimpleNamespace(columns=3, drop_columns=lambda count: None))
+    monkeypatch.setattr(bench, "replays", lambda decoder, capture, steps, warm=8: [step] * steps)
+    assert len(bench.enough(decoder, True)) == count
 
 
 @pytest.mark.parametrize("off", ["attention", "weights"])

@@ -1,16 +1,21 @@
 """Run a case of the group "host": one captured step of a model whose keys and values lie in host memory.
 
-Each method has a cache of its own, as layers that it reads whole stay in GPU memory first. An entry is one method's
-captured step with one number of sequences, with attention to host memory by the GPU, over the link, or by the CPU.
+Each method has a cache of its own, as layers that it reads whole stay in GPU memory first; MagicPIG's presets share
+one. Caches take their host memory from one pool, also those of the next case. An entry is one method's captured step
+with one number of sequences, with attention to host memory by the GPU, over the link, or by the CPU.
+
+Entries over one cache read the same keys, as a step writes only slots after the context. Before each entry the cache
+is cut to the context, which cuts MagicPIG's tables to the same end; for another preset they are dropped and built.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -18,8 +23,9 @@ import torch
 from longreach.bench.case import Case, Preset
 from longreach.bench.check import WrongResult
 from longreach.bench.check_method import UNSTEADY, LayerErrors, judge_method
-from longreach.bench.decoding import WARM, Decoding, entry_of
-from longreach.bench.format import host_line
+from longreach.bench.decoding import ENOUGH, LEAST, SLOW, SLOW_REPLAYS, WARM, Decoding, entry_of
+from longreach.bench.filled import note_filled
+from longreach.bench.format import host_line, show_seconds
 from longreach.bench.host import check, reads
 from longreach.bench.host.cases import DENSE, MAGICPIG, entry_name
 from longreach.bench.host.fill import fill_host
@@ -29,6 +35,7 @@ from longreach.bench.memory import release
 from longreach.bench.methods import method_for
 from longreach.bench.targets import judge
 from longreach.cache import CacheConfig, HostAttend
+from longreach.cache.host_pool import HostPool
 from longreach.cache.tiers import STAGING
 from longreach.errors import CapacityError, OutOfMemory
 from longreach.methods.base import AttentionMethod
@@ -36,11 +43,14 @@ from longreach.methods.call import ModelShape
 from longreach.methods.magicpig import MagicPIG
 
 Way = Literal["link", "cpu"]
+REPLAYS = (
+    f"as many as take {ENOUGH:g} s, at least {LEAST}; {SLOW_REPLAYS} of a step that takes longer than {SLOW * 1e3:g} ms"
+)
 Measured = tuple[dict[str, Any], dict[str, Any], dict[str, float]]
 
 
 class Wanted(NamedTuple):
-    """Entries to be measured over one cache. names: who attends -> an entry's name. preset: MagicPIG's, else None."""
+    """Entries of a method with its options. names: who attends -> an entry's name. preset: MagicPIG's, else None."""
 
     names: dict[Way, str]
     method: str
@@ -91,32 +101,42 @@ def run_host(bench: Decoding, case: Case, save: Callable[[dict[str, Any]], None]
             "check": {"how": check.HOW, "of_logits": most, **checks},
             "left_out": dict(left_out),
             "setup_seconds": {"model": seconds, **setup},
-            "timing": {"how": entries[0]["how"] if entries else None, "replays": bench.steps, "warm_up": WARM},
+            "timing": {"how": entries[0]["how"] if entries else None, "replays": REPLAYS, "warm_up": WARM // 2},
             "baselines": {"versions": {}, "left_out": [], "tried": {}},
             "entries": list(entries),
             "targets": judge(case, entries),
         }
 
-    for one in wanted(case):
+    pool = bench.shared.setdefault("host memory", HostPool(bench.device))
+    for (_, batch), group in groupby(wanted(case), lambda one: (one.method, one.batch)):
+        over_one = list(group)
         release(bench.device)
-        mine = replace(case, shape=replace(case.shape, batch=one.batch))
-        left = list(one.names.values())
+        mine = replace(case, shape=replace(case.shape, batch=batch))
+        left = [name for one in over_one for name in one.names.values()]
         try:
-            with _method(one, mine, shape_of(model), bench.seed) as method:
-                for name, measure in _over_one_cache(bench, mine, model, method, most, one.names):
-                    entry, verdict, took = measure()
+            with ExitStack() as methods:
+                each = [(methods.enter_context(_method(one, mine, shape_of(model), bench.seed)), one.names)
+                        for one in over_one]  # fmt: skip
+                for name, measure in _over_one_cache(bench, mine, model, each, pool, most):
+                    try:
+                        entry, verdict, took = measure()
+                    except WrongResult as error:
+                        wrong.append(str(error))
+                        left.remove(name)
+                        bench.say(f"  {name}: {error}")
+                        continue
+                    left.remove(name)
                     entries.append({**entry, "name": name})
                     checks[name], setup[name] = verdict, took
-                    left.remove(name)
                     bench.say(f"  {host_line(entries[-1])}")
+                    show_seconds(name, took)
                     save(result())
         except (CapacityError, OutOfMemory, torch.OutOfMemoryError) as error:
             for name in left:
                 left_out[name] = f"does not fit: {' '.join(str(error).split())[:400]}"
                 bench.say(f"  {name}: {left_out[name]}")
-        except WrongResult as error:
-            wrong.append(str(error))
-            bench.say(f"  {left[0]}: {error}")
+        finally:
+            pool.reclaim()
     if wrong:
         raise WrongResult("; ".join(wrong))
     if not entries:
@@ -136,30 +156,53 @@ def _method(one: Wanted, case: Case, model: ModelShape, seed: int) -> Iterator[A
 
 @torch.no_grad()
 def _over_one_cache(
-    bench: Decoding, case: Case, model: Any, method: AttentionMethod | None, most: float, names: dict[Way, str]
-) -> Iterator[tuple[str, Callable[[], Measured]]]:
-    """For each way to attend the entry's name, and a function that measures it before the next one is asked for.
+    bench: Decoding, case: Case, model: Any, methods: Sequence[tuple[AttentionMethod | None, dict[Way, str]]],
+    pool: HostPool, most: float,
+) -> Iterator[tuple[str, Callable[[], Measured]]]:  # fmt: skip
+    """For each method and way to attend the entry's name, and a function that measures it before the next is requested.
 
-    Nothing of the cache is left afterwards.
+    The methods read the same layers whole. Nothing of the cache is left afterwards.
     """
-    from longreach.adapters.transformers import attach
+    from longreach.adapters.transformers import attach, shape_of
 
     shape, tokens, impl = case.shape, case.shape.context, case.impls[0]
-    ids = bench.tokens(case, model, tokens + 2)
-    with attach(model, decode=method, impl=impl) as session, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".* layers? whole at each step")  # which is what is measured
-        limit = device_limit(case, tokens + bench.rows, len(session.resident_layers()))
-        config = CacheConfig(capacity=tokens + bench.rows, host=True, device_bytes=limit, host_attend="link")
-        cache = session.new_cache(shape.batch, config)
-        seconds = fill_host(cache, model, session.decode, tokens, bench.seed, impl, bench.now)
-        for way, name in names.items():
-            cache.decoders.clear()
-            cache.drop_columns(cache.columns - tokens)
-            cache.kv.attend = HostAttend(way)
-            session.impl = impl if way == "link" else "auto"  # who computes then follows from the view
-            session.reset_report()
-            mine = replace(case, name=f"{case.name}: {name}")
-            yield name, partial(_measured, bench, mine, model, session, cache, ids, seconds, most, limit)
+    ids, cache, limit = bench.tokens(case, model, tokens + 2), None, 0
+    for method, names in methods:
+        with attach(model, decode=method, impl=impl) as session, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".* layers? whole at each step")  # which is what is measured
+            decode, whole = session.decode, session.resident_layers()
+            if cache is None:
+                limit = device_limit(case, tokens + bench.rows, len(whole))
+                config = CacheConfig(capacity=tokens + bench.rows, host=True, device_bytes=limit, host_attend="link")
+                cache, before = session.new_cache(shape.batch, config), pool.seconds
+                cache.kv.use_pool(pool)
+                seconds = fill_host(cache, model, decode, tokens, bench.seed, impl, bench.now)
+                allocated = pool.seconds - before
+                seconds = {"allocate": allocated, **seconds, "fill": seconds["fill"] - allocated}
+            else:
+                assert cache.resident == whole
+                cache.owner = session
+                _restore(cache, tokens, "link")
+                started = bench.now()
+                note_filled(cache, decode, shape_of(model), impl)
+                seconds = {"allocate": 0.0, "fill": 0.0, "state": bench.now() - started}
+            for way, name in names.items():
+                _restore(cache, tokens, way)
+                session.impl = impl if way == "link" else "auto"  # who computes then follows from the view
+                session.reset_report()
+                mine = replace(case, name=f"{case.name}: {name}")
+                yield name, partial(_measured, bench, mine, model, session, cache, ids, seconds, most, limit)
+                seconds = dict.fromkeys(seconds, 0.0)
+            cache.decoders.clear()  # whose graphs read the tables
+            cache.states.drop(decode)
+            release(bench.device)
+
+
+def _restore(cache: Any, tokens: int, way: Way) -> None:
+    """Cut a cache, and the state of methods, to what they held before any step; steps are captured again."""
+    cache.decoders.clear()
+    cache.drop_columns(cache.columns - tokens)
+    cache.kv.attend = HostAttend(way)
 
 
 @torch.no_grad()
@@ -171,7 +214,7 @@ def _measured(
     assert case.model is not None
     decode, shape, way = session.decode, case.shape, cache.kv.attend.by
     layers = LayerErrors(check.keys_of(case.name, cache, decode))
-    stepped = bench.filled_step(case, session, cache, ids, seconds, layers)
+    stepped = bench.filled_step(case, session, cache, ids, seconds, layers, loop=False)
     report, memory = session.report(), reads.memory_of(cache, model)
     assert stepped.eager is not None
     verdict = judge_method(

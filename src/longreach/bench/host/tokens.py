@@ -11,6 +11,7 @@ import torch
 from longreach.bench.case import Case
 from longreach.bench.check import WrongResult
 from longreach.bench.decoding import WARM, Decoding, entry_of
+from longreach.bench.format import show_seconds
 from longreach.bench.host.cases import MAGICPIG, entry_name
 from longreach.bench.host.fill import fill_host
 from longreach.bench.launches import observed
@@ -38,6 +39,7 @@ def run_tokens(bench: Decoding, case: Case) -> dict[str, Any]:
         bench.say(f"{case.name}: {name}: {case.generated} steps after {case.shape.context} keys")
         measured, setup[name] = _answer(bench, case, model, MagicPIG(**asdict(preset)))
         more: dict[str, Any] = {"unchecked": UNCHECKED, "slowest": slowest(measured["timing"].seconds)}
+        show_seconds(name, setup[name])
         entries.append(entry_of(weights, kv, name=name, who="longreach", error=None, error_bound=None,
                                 **measured, **more))  # fmt: skip
     return {
@@ -73,7 +75,9 @@ def _answer(bench: Decoding, case: Case, model: Any, method: MagicPIG) -> tuple[
             raise WrongResult(f"{case.name}: the step was not one CUDA graph ({got.not_captured_reason})")
         cache.drop_columns(cache.columns - tokens)
         (decoder,) = cache.decoders.values()
+        started = bench.now()
         replays = bench.replays(decoder, capture, case.generated)
+        timed = bench.now() - started
         cache.drop_columns(cache.columns - tokens)
         launched = bench.launched_by(decoder, None if not capture else seen.captured)
         how = "CUDA graph replays in a row" if capture else "host clock, functional run only"
@@ -82,7 +86,7 @@ def _answer(bench: Decoding, case: Case, model: Any, method: MagicPIG) -> tuple[
             "device_kv": cache.kv.nbytes,
         }  # fmt: skip
         settings = {"compile": decoder.compile, "impl": impl, "captured": capture, "method": method.to_json()}
-        took = {**seconds, "compile_and_capture": got.setup_seconds}
+        took = {**seconds, "compile_and_capture": got.setup_seconds, "time": timed}
         return {"settings": settings, "timing": Timing.of(replays, 1, how, launched), "memory": memory}, took
 
 
