@@ -371,12 +371,15 @@ def test_host_memory() -> None:
             f"{entry['memory']['state'] / 2**30:.1f} GiB",
         ))  # fmt: skip
     assert head[0] == "method" and rows == expected
-    (group, own) = (entry for entry in case["entries"] if entry["name"].startswith("magicpig"))
+    by = {entry["name"]: entry for entry in case["entries"]}
+    group, own = by["magicpig (10,75) group"], by["magicpig (10,150) own"]
     more = (own["link_bytes"] - group["link_bytes"]) / 1e6
     longer = (own["microseconds"]["median"] - group["microseconds"]["median"]) / 1e3
     words = " ".join(PAGE.split())
     assert f"reads {more:.0f} MB more than" in words
     assert f"takes {longer:.1f} ms longer, which is {more / longer:.0f} GB/s" in words
+    slower = [micros(case, f"{name} on the CPU") / micros(case, name) for name in by if f"{name} on the CPU" in by]
+    assert f"takes {min(slower):.1f} to {max(slower):.1f} times as long as reading them over the link" in words
 
 
 def test_tokens_on_a_cpu() -> None:

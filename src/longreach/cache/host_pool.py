@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from longreach.cache.host import HUGE_PAGE, allocate, check_available
+from longreach.ops.types import require
 
 SLAB = 6_500_000_000  # bytes: four layers' keys of 8 x 96K tokens (G=8, D=128, bf16), or three of 1M tokens
 
@@ -36,7 +37,8 @@ class HostPool:
     """
 
     def __init__(self, device: torch.device, slab: int = SLAB):
-        self.device, self.slab, self.seconds = device, slab, 0.0
+        self.device = torch.empty(0, device=device).device  # of "cuda", the number of the GPU too
+        self.slab, self.seconds = slab, 0.0
         self._slabs: list[_Slab] = []
 
     @property
@@ -69,8 +71,11 @@ class HostPool:
             self.seconds += time.perf_counter() - started
 
     def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory [shape] of the pool's device, with any contents, lent until `reclaim`. Raises as `reserve`."""
-        assert device == self.device
+        """Memory [shape] of the pool's device, with any contents, lent until `reclaim`. Raises as `reserve`.
+
+        Raises InvalidInput for another device.
+        """
+        require(device == self.device, lambda: f"device: expected the pool's, {self.device}, got {device}")
         nbytes = math.prod(shape) * dtype.itemsize
         self.reserve(1, nbytes)
         slab = next(slab for slab in self._slabs if slab.fits(nbytes))
