@@ -10,6 +10,8 @@ from longreach.plans.files import load
 from longreach.plans.plan import Plan, Shape, how_to_make
 
 SUFFIX = ".json"
+AUTO = "auto"  # made of a session's first prompt, or kept from an earlier session
+NONE = "none"  # the shipped one, and no automatic one
 
 
 def shipped(kind: str) -> dict[str, Path]:
@@ -31,11 +33,17 @@ def shipped_for(kind: str, model: Shape) -> Plan | None:
 def find(kind: str, plan: str | None, model: Shape) -> Plan:
     """The plan for a model, checked to be for it.
 
-    plan: a path (to a .json file), the name of a shipped plan, or None for the one that is shipped for this model.
-    Raises InvalidInput where there is none, it is broken, or for another model.
+    plan: a path (to a .json file), the name of a shipped plan, or None or NONE for the one that is shipped for this
+    model.
+    Raises InvalidInput where there is none, it is broken, or for another model; for AUTO, as no plan is made here.
     """
     known = shipped(kind)
-    if plan is None:
+    if plan == AUTO:
+        raise InvalidInput(
+            f"plan={AUTO}: expected a session of attach or generate, which makes plans for kascade and loki of its first "
+            f"prompt, and {kind} needs one here without; {how_to_make(kind)} and give plan=plan.json"
+        )
+    if plan in (None, NONE):
         mine = shipped_for(kind, model)
         if mine is not None:
             return mine
@@ -46,6 +54,11 @@ def find(kind: str, plan: str | None, model: Shape) -> Plan:
     found = load(named(kind, plan), kind)
     found.check(model, f"the plan {plan}")
     return found
+
+
+def is_automatic(kind: str, plan: str | None, model: Shape) -> bool:
+    """Whether an option `plan` leaves it to a session to make the plan: AUTO, or None if none is shipped."""
+    return plan == AUTO or (plan is None and shipped_for(kind, model) is None)
 
 
 def named(kind: str, plan: str) -> Path:
