@@ -40,8 +40,8 @@ def find(kind: str, plan: str | None, model: Shape) -> Plan:
     known = shipped(kind)
     if plan == AUTO:
         raise InvalidInput(
-            f"plan={AUTO}: expected a session of attach or generate, which makes plans for kascade and loki of its first "
-            f"prompt, and {kind} needs one here without; {how_to_make(kind)} and give plan=plan.json"
+            f"plan={AUTO}: plans for kascade and loki are made of a prompt, by sessions of attach and generate; {kind} "
+            f"needs one here without; {how_to_make(kind)} and give plan=plan.json"
         )
     if plan in (None, NONE):
         mine = shipped_for(kind, model)

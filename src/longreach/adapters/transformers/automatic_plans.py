@@ -6,6 +6,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -13,7 +14,6 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
-import longreach
 from longreach.adapters.transformers.checks import decoder_of, shape_of
 from longreach.adapters.transformers.fingerprint import fingerprint
 from longreach.adapters.transformers.hf_cache import LongreachCache
@@ -23,12 +23,17 @@ from longreach.adapters.transformers.step import running
 from longreach.errors import InvalidInput, Unsupported
 from longreach.methods.automatic import AutomaticPlans
 from longreach.methods.base import AttentionMethod
-from longreach.methods.call import LayerCall, Meter
+from longreach.methods.call import LayerCall, Meter, ModelShape
 from longreach.methods.kascade.calibrate import change
 from longreach.methods.plan_maker import PlanMaker, PlanParts, PromptRead
 from longreach.methods.plan_rows import PlanRows, RowsAndChanges
 from longreach.plans import FINGERPRINT, Kept, Made, Plan, PlannedModel, how_to_make, kept
 from longreach.runtime import Ledger, PlanReport
+
+
+def planned_shape(model: PreTrainedModel) -> ModelShape:
+    """The model's shape for checks before a session: methods that leave their plan to the session pass them."""
+    return replace(shape_of(model), plans=AutomaticPlans())
 
 
 class PlanSession:
@@ -153,7 +158,7 @@ class PlanSession:
             settings[FINGERPRINT] = self._digest
         made = Made(
             data="the last tokens of a session's first prompt", sha256="", tokens=tokens, settings=settings, seed=0,
-            longreach=longreach.__version__, commit=None, torch=torch.__version__,
+            longreach=version("longreach"), commit=None, torch=torch.__version__,
             transformers=transformers.__version__, device=name,
         )  # fmt: skip
         model = Path(self._model.config.name_or_path or "").name or type(self._model).__name__

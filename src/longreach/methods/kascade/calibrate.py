@@ -97,7 +97,7 @@ def change(x: Tensor, out: Tensor) -> Tensor:
 def pooled_over_tiles(call: LayerCall, lse: Tensor, before: Tensor, tokens: int) -> Tensor:
     """fp32 [t, G, n]: weights after the softmax, summed over the rows of each tile and the query heads of a KV head.
 
-    call: rows of one sequence, those of neighbouring tiles of `tokens` tokens. lse: fp32 [R, H] of dense attention.
+    call: rows of one sequence, in neighbouring tiles of `tokens` tokens. lse: fp32 [R, H] of dense attention.
     before: int [t], the keys before each tile. n: the view's capacity; slots past a tile's last row are 0.
     """
     tile = (call.rows.pos.long() - before[0]) // tokens
