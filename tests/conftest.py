@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import tempfile
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read by torch when loaded, here and in processes that tests start
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="longreach-tests-")  # plans that sessions make are kept there
 
 import pytest
 import torch

@@ -54,7 +54,18 @@ SHARED = {
         "tile_lists",
         "triton_reads",
     },
-    "methods": {"base", "call", "choosing", "error_bars", "registry", "slots", "values"},
+    "methods": {
+        "automatic",
+        "base",
+        "call",
+        "choosing",
+        "error_bars",
+        "plan_maker",
+        "plan_rows",
+        "registry",
+        "slots",
+        "values",
+    },
     "adapters": set[str](),
 }
 BUILT_ON = {("adapters", "lm_eval"): "transformers"}  # member -> the sibling whose front door, no more, it may use
