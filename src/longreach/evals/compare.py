@@ -242,7 +242,7 @@ class Compare:
             report.memory,
             mean_of([sampled] if (sampled := sampling_of(report)) else []),
             mean_bars([bars] if (bars := bars_of(report)) else []),
-            plans_of(report, spec),
+            plans_of(report, spec, planned_shape(self.model)),
         )
 
 

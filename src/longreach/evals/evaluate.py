@@ -321,7 +321,7 @@ class Evaluation:
             "decode_ran": kernels_used(report, "decode"),
             "sampling": sampling_of(report),
             "error_bars": bars_of(report),
-            "plans": to_json(plans_of(report, spec)),
+            "plans": to_json(plans_of(report, spec, planned_shape(self.model))),
             "not_captured": why,
             "seconds": {"read": reader.read_seconds, "decode": took, "steps": steps, "setup": setup},
         }

@@ -65,11 +65,12 @@ class PlanReport:
         if self.source is None:
             text = self.about
         elif self.source == "cache":
-            text = f"{self.kind} plan from {self.file}: {self.about}"
+            text = f"{self.kind} plan of an earlier session: {self.about}"
         else:
-            kept = f"kept in {self.file}" if self.not_kept is None else f"for this session only: {self.not_kept}"
-            text = f"{self.kind} plan made of {self.tokens} tokens in {self.seconds:.2f} s: {self.about}; {kept}"
-        return "; ".join((text, *(f"not used: {one}" for one in self.ignored)))
+            text = f"{self.kind} plan made of {self.tokens} tokens in {self.seconds:.2f} s: {self.about}"
+        kept = [f"kept in {self.file}"] * (self.file is not None)
+        kept += [f"for this session only: {self.not_kept}"] * (self.not_kept is not None)
+        return "; ".join((text, *kept, *(f"not used: {one}" for one in self.ignored)))
 
 
 @dataclass(frozen=True)
