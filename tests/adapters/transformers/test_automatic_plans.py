@@ -310,3 +310,17 @@ def test_hooks_end_with_the_plan_and_the_session(model: Any, prompt: Tensor, _ho
     tokens(model, prompt, Kascade(**SPARSE))
     with torch.no_grad():
         assert torch.equal(model(prompt).logits, expected)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "qwen3"])
+def test_windows_sinks_and_norms(family: str, prompt: Tensor, tmp_path: Path) -> None:
+    """Layers with a sliding window take no part in Kascade's plan; Loki's has directions for all layers."""
+    layer_types = {"layer_types": ["sliding_attention", "full_attention"] * 2} if family == "gpt_oss" else {}
+    other = tiny_model(family, num_hidden_layers=4, **layer_types)
+    for name in ("kascade", "loki"):
+        first, made = tokens(other, prompt, METHODS[name]("auto"))
+        assert made is not None and made.source == "prompt"
+        (file,) = kept(name, tmp_path)
+        assert first == tokens(other, prompt, METHODS[name](str(file)))[0]
+    layers = load(kept("kascade", tmp_path)[0], "kascade").values["layers"]
+    assert layers == ([0, 1, 2, 3] if family == "qwen3" else [1, 3])
