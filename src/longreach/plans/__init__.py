@@ -1,7 +1,7 @@
 """What calibration found out about models, as files: self-describing, checked when loaded, without pickle."""
 
 from longreach.plans.files import load
-from longreach.plans.finding import AUTO, NONE, find, is_automatic, named, shipped, shipped_for
+from longreach.plans.finding import AUTO, NONE, default_file, find, is_automatic, named, shipped, shipped_for
 from longreach.plans.kept import FINGERPRINT, Kept, kept
 from longreach.plans.plan import KINDS, Made, Plan, PlannedModel, Shape, how_to_make
 
@@ -15,6 +15,7 @@ __all__ = [
     "Plan",
     "PlannedModel",
     "Shape",
+    "default_file",
     "find",
     "how_to_make",
     "is_automatic",

@@ -15,19 +15,28 @@ NONE = "none"  # the shipped one, and no automatic one
 
 
 def shipped(kind: str) -> dict[str, Path]:
-    """Plans of a kind that come with longreach: name -> file. Their names begin with the kind."""
+    """Plans of a kind that come with longreach: name -> file.
+
+    KIND-MODEL is the default plan of a model, and KIND-MODEL-VARIANT another one, which is used by name only.
+    """
     folder = Path(str(files("longreach") / "plans" / "shipped"))
     return {path.stem: path for path in sorted(folder.glob(f"{kind}-*{SUFFIX}"))}
 
 
+def default_file(kind: str, model: Shape) -> Path | None:
+    """The file of the default plan that is shipped for a model of this configuration, else None."""
+    fit = [path for path in shipped(kind).values() if load(path, kind).model.config == model.config]
+    return min(fit, key=lambda path: len(path.stem), default=None)  # the names of variants are longer
+
+
 def shipped_for(kind: str, model: Shape) -> Plan | None:
-    """The plan of a kind that is shipped for a model of this configuration, None where there is none."""
-    for path in shipped(kind).values():
-        found = load(path, kind)
-        if found.model.config == model.config:
-            found.check(model, f"the plan {path.stem}")
-            return found
-    return None
+    """The default plan of a kind that is shipped for a model of this configuration, else None."""
+    path = default_file(kind, model)
+    if path is None:
+        return None
+    found = load(path, kind)
+    found.check(model, f"the plan {path.stem}")
+    return found
 
 
 def find(kind: str, plan: str | None, model: Shape) -> Plan:

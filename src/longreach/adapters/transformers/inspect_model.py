@@ -22,7 +22,7 @@ from longreach.errors import LongreachError, Unsupported
 from longreach.methods.base import AttentionMethod
 from longreach.methods.call import ModelShape
 from longreach.methods.registry import METHODS, method_class
-from longreach.plans import KINDS, load, shipped
+from longreach.plans import KINDS, default_file
 
 CONFIG = "config.json"
 ELEMENT = 2  # bytes of a number of the cache in bf16 and fp16
@@ -76,10 +76,7 @@ def inspect_model(model: str | Path) -> ModelFit:
     planned = planned_shape(made)
     methods = {known: _reason(made, decoder, method_class(known)(), planned) for known in METHODS}
     automatic = tuple(known for known in METHODS if method_class(known)().plan_maker(planned) is not None)
-    plans = {
-        kind: path.stem for kind in KINDS for path in shipped(kind).values()
-        if load(path, kind).model.config == shape.config
-    }  # fmt: skip
+    plans = {kind: path.stem for kind in KINDS if (path := default_file(kind, shape)) is not None}
     limit = getattr(text_config(made), "max_position_embeddings", None)
     return ModelFit(name, parameters, None, shape, cache_windows(made), limit, methods, plans, automatic)
 
